@@ -7,17 +7,16 @@ from functools import partial
 
 import streamlit as st
 
-from ridgeplan.dashboards.page import breakdown, capacity, compare, papers, speculation, trade_offs, validation
-from ridgeplan.dashboards.page.answer import Answer, show_head
-from ridgeplan.dashboards.page.fixes import problems_shown
+from ridgeplan.dashboards.page import papers, plans, rounds, validation
+from ridgeplan.dashboards.page.answer import Answer, problems_shown, show_head
 from ridgeplan.dashboards.page.inputs import IN_URL, PageQuestion, ask_question
 
 # Tabs that show an answer, a question that may have none, or neither.
 ANSWERED: dict[str, Callable[[Answer], None]] = {
-    "Compare": compare.show,
-    "Trade-offs": trade_offs.show,
-    "Breakdown": breakdown.show,
-    "Speculation": speculation.show,
+    "Compare": plans.show_compare,
+    "Trade-offs": plans.show_trade_offs,
+    "Breakdown": rounds.show_breakdown,
+    "Speculation": rounds.show_speculation,
 }
 # Less space above the page, and figures that fit tiles of which a phone shows two side by side.
 STYLE = """<style>
@@ -54,7 +53,7 @@ def _tabs() -> Iterator[tuple[str, Callable[[], None]]]:
         with problems_shown(page):
             answer = Answer.to(page)
             show_head(answer)
-        yield "Capacity", partial(capacity.show, page)
+        yield "Capacity", partial(plans.show_capacity, page)
     if answer:
         for name, show in ANSWERED.items():
             yield name, partial(show, answer)

@@ -19,19 +19,17 @@ import readme_tables
 import study_tables
 from readme_tables import RESULTS, decoding_files, result, table
 
-from ridgeplan.dashboards.cli import bench, bench_decode, quality
-from ridgeplan.dashboards.cli.catalog import papers
+from ridgeplan.dashboards.cli import bench, bench_decode, papers, quality
 from ridgeplan.dashboards.cli.output import number
-from ridgeplan.dashboards.cli.planning.answer import answer_text
+from ridgeplan.dashboards.cli.plan import answer_text
 from ridgeplan.planner import recommend
-from ridgeplan.planner.export.engine_profile import engine_profile, error
-from ridgeplan.planner.export.measured import measured_rows
+from ridgeplan.planner.export.engine_profile import engine_profile, error, measured_rows
 from ridgeplan.planner.export.rules import RULES
-from ridgeplan.planner.published import compare_all, list_engines, targets_of
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.latency import RateTerms
-from ridgeplan.validate.suite.results import read_report
-from ridgeplan.validate.suite.summary import summaries
+from ridgeplan.validate.papers.comparison import compare_all, targets_of
+from ridgeplan.validate.papers.rows import list_engines
+from ridgeplan.validate.suite.report import read_report, summaries
 
 ROOT = Path(__file__).parents[1]
 PROFILES = ROOT / "roofline" / "catalog" / "profiles"

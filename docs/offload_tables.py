@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from offload_bench import cliff_plans, limited_plans, selecting_plans
 from readme_tables import result, table
 
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.resolution import resolve
-from ridgeplan.validate.decode_bench.offload import cliff_plans, limited_plans, selecting_plans
 
 MODEL, GPU, RESULT = "Llama-3.1-8B", "h200", "offload_h200"
 OVERLAPS = ("0.9", "0.8", "0")

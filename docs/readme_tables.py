@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.planner.export.measured import measured_rows
-from ridgeplan.planner.measured_quality import FIDELITY, QualityRow, load_rows, ruler_average
-from ridgeplan.planner.plan import Plan, Workload
-from ridgeplan.planner.presets import preset
-from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.validate.suite.results import read_report
-from ridgeplan.validate.suite.summary import summaries
+from ridgeplan.planner.export.engine_profile import measured_rows
+from ridgeplan.planner.quality import FIDELITY, Quality, QualityRow, load_rows, quality_of, ruler_average
+from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.validate.suite.report import read_report, summaries
 
 RESULTS = Path(__file__).parents[1] / "validate" / "results"
 DECODING = "decode_*h200.json"

@@ -3,19 +3,19 @@
 Not here: costs, times and memory (roofline), and the execution of plans (runtime).
 """
 
-from ridgeplan.planner.plan import Plan, PlanError, Workload
+from ridgeplan.planner.feasibility import NothingFits
 from ridgeplan.planner.prediction import Prediction, predict
-from ridgeplan.planner.presets import PRESETS, preset
-from ridgeplan.planner.questions.comparison import compare
-from ridgeplan.planner.questions.cost import serving_cost
-from ridgeplan.planner.questions.estimate import PlanEstimate, estimate
-from ridgeplan.planner.questions.grid_sweep import grid_sweep
+from ridgeplan.planner.queries.compare import compare
+from ridgeplan.planner.queries.cost import serving_cost
+from ridgeplan.planner.queries.estimate import PlanEstimate, estimate
+from ridgeplan.planner.queries.fit import fit
+from ridgeplan.planner.queries.gamma import best_gamma
+from ridgeplan.planner.queries.sweep import grid_sweep, sweep, thresholds
+from ridgeplan.planner.recommend import recommend
 from ridgeplan.planner.recommendation import Recommendation
 from ridgeplan.planner.resolution import resolve, workload_for
-from ridgeplan.planner.search import NothingFits, recommend
-from ridgeplan.planner.search.best_gamma import best_gamma
-from ridgeplan.planner.search.fit import fit
-from ridgeplan.planner.sweeps import sweep, thresholds
+from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
+from ridgeplan.roofline.plan.presets import PRESETS, preset
 
 __all__ = [
     "PRESETS", "NothingFits", "Plan", "PlanError", "PlanEstimate", "Prediction", "Recommendation", "Workload",

@@ -10,16 +10,16 @@ from functools import cached_property
 
 import numpy as np
 
-from ridgeplan.planner.interface.quantities import GB, LEAST_BARE_BYTES
 from ridgeplan.planner.lowering import stack, strategy_of
-from ridgeplan.planner.plan import MAX_BATCH, MAX_MEMORY_BYTES, Plan, Workload, require
-from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.planner.quantities import GB, LEAST_BARE_BYTES
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS
+from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.placement import offload_layers, resident_memory
+from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_MEMORY_BYTES, Plan, Workload, require
 from ridgeplan.roofline.strategy import Strategy
 
 MEMORY_UTILIZATION = 0.9  # vLLM's default; the rest is for the driver, fragments and other processes

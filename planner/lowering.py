@@ -1,22 +1,22 @@
-"""Lowering of plans to the cost model: a plan's `Strategy`, and a machine's rates for it."""
+"""Lowering of plans to the cost model: the strategy of a plan, its rates on a machine, its rounds at each gamma.
+
+What adaptive gamma (runtime/speculation/gamma_control.py) and tuning (validate/tuning) choose by.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.axes.offload import HostPart
-from ridgeplan.planner.plan import DraftCodes, KVFormat, Plan, require
-from ridgeplan.planner.policies import draft_selection, evicted_to, eviction_settings, target_selection
-from ridgeplan.planner.policies.eviction.budgets import kept_tokens
-from ridgeplan.planner.policies.policy import SelectionCost
-from ridgeplan.planner.policies.pricing import unpriced
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.device import Device
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import (
+    Device,
     Machine,
     PassRates,
     StrategyRates,
@@ -26,8 +26,13 @@ from ridgeplan.roofline.latency import (
     scan_kind,
     sparse_attention_kind,
 )
+from ridgeplan.roofline.ops import TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.passes import weight_bytes
-from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
+from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat, Plan, require
+from ridgeplan.roofline.plan.policies import draft_selection, evicted_to, eviction_settings, target_selection
+from ridgeplan.roofline.plan.policies.base import SelectionCost, unpriced
+from ridgeplan.roofline.plan.policies.evictions import kept_tokens
+from ridgeplan.roofline.speculation import RoundCosts
 from ridgeplan.roofline.strategy import UNLIMITED_BYTES, UNLIMITED_TOKENS, Strategy
 
 DRAFT_PLANE_BITS = TWO_BITS + UPPER_BITS  # of keys, and of values by token, per element of the keys
@@ -269,3 +274,30 @@ def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
         return tuple(_stacked(part, index) for part in zip(*items, strict=True))
     values = {f.name: _stacked([getattr(item, f.name) for item in items], index) for f in fields(first)}
     return type(first)(**values)  # type: ignore[misc]
+
+
+def round_costs(plan: Plan, shape: ModelShape, profile: Profile, gammas: Sequence[int] = ()) -> RoundCosts:
+    """Costs at the plan's gammas, or at those given, and at 0; averaged over the generation of the plan's workload."""
+    wanted = sorted({0, *(gammas or plan.speculation.gammas)})
+    found = estimate_gammas(plan, shape, profile, Machine.of(profile), wanted)
+    acceptance = AcceptanceModel.of_profile(shape, plan.workload.context, profile).of(plan).best
+    return RoundCosts(dict(zip(wanted, map(float, found.round.total_s), strict=True)), acceptance)
+
+
+def estimate_gammas(
+    plan: Plan, shape: ModelShape, profile: Profile, machine: Machine, gammas: Sequence[int]
+) -> Estimate:
+    """The plan at every gamma of `gammas`, each at the acceptance that is predicted for it."""
+    model = AcceptanceModel.of_profile(shape, plan.workload.context, profile)
+    gamma = np.asarray(gammas)
+    acceptance = model.best(plan, gamma, np.full(len(gamma), plan.speculation.ratio))
+    strategy = replace(strategy_of(plan, shape, machine, 1.0), gamma=gamma, acceptance=acceptance)
+    return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))
+
+
+def settled_gamma(plan: Plan, shape: ModelShape, profile: Profile, machine: Machine) -> int:
+    """The gamma that an adaptive plan settles at where drafts are accepted as predicted; a fixed plan's own."""
+    gammas = plan.speculation.gammas
+    if len(gammas) == 1:
+        return plan.speculation.gamma
+    return gammas[int(np.argmin(estimate_gammas(plan, shape, profile, machine, gammas).tpot_s))]

@@ -1,14 +1,194 @@
-"""Quality as a constraint: how far a plan's target may deviate from the model."""
+"""Quality as a constraint: measured rows, and how far the target of a plan deviates from the model.
+
+A row is one figure of one target at one context. A target is what of a plan can change the output: speculation never
+does, so plans that differ in it alone share their rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-from ridgeplan.planner.measured_quality import QualityRow, measured_quality
-from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.policies import eviction, target_selection
-from ridgeplan.planner.policies.policy import FULL_RULER
+from ridgeplan.planner.acceptance.rows import DTYPES, variant_name
+from ridgeplan.roofline.catalog.documents import existing_path, fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.paths import NoHomeFolder
+from ridgeplan.roofline.catalog.profile_lookup import user_quality_path
+from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, values_by_name, whole
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, Plan, PlanError
+from ridgeplan.roofline.plan.policies import eviction, target_selection
+from ridgeplan.roofline.plan.policies.base import FULL_RULER
+
+QUALITY_SCHEMA = 1
+REMEASURE = "make it again with `ridgeplan quality`"
+FIDELITY, PERPLEXITY, TTFT, TPOT, KV_BYTES = "fidelity", "perplexity", "ttft_ms", "tpot_ms", "kv_bytes"
+TEXT_MEASURES = (FIDELITY, PERPLEXITY)
+COST_MEASURES = (TTFT, TPOT, KV_BYTES)
+SOLVED = 0.5  # a task counts where the plain model reaches this score
+HEAD = "attention.head"  # of a row's target: the retrieval head that it was measured with, which no plan names
+NEAR = 2.0  # factor of context within which a row speaks for a plan
+
+
+@dataclass(frozen=True)
+class QualityRow(Checked):
+    """One measured figure. Raises PlanError for values out of range.
+
+    target: the values of a plan's axes that differ from plain decoding's and can change its output, by name, and HEAD.
+    measure: fidelity (1 - TV), perplexity, a cost, or a task's name, whose value is a score from 0 to 1. plain: the
+    same figure of plain decoding. context: tokens of a sequence, the measured ones included. samples: passages or
+    prompts that the figure is the mean of; tokens: of each passage.
+    """
+
+    error = PlanError
+    model: str = text()
+    plan: str = text()
+    target: Mapping[str, Any] = values_by_name()
+    context: int = whole(1, MAX_TOKENS)
+    measure: str = text()
+    value: float = number(0, 1e18)
+    plain: float = number(0, 1e18)
+    samples: int = whole(1, MAX_TOKENS)
+    tokens: int = whole(0, MAX_TOKENS)
+    seed: int = whole(0, 1 << 31)
+    dtype: str = one_of(DTYPES)
+    where: str = text()
+    date: str = text()
+    text: str = text()  # last, as it hides the function of that name
+
+    def _owner(self) -> str:
+        return "quality row: "
+
+    @property
+    def cell(self) -> tuple[Any, ...]:
+        """What two measurements of the same figure have in common."""
+        target = tuple(sorted(self.target.items()))
+        how = (self.samples, self.tokens, self.seed, self.dtype, self.where, self.text)
+        return (self.model, self.plan, target, self.context, self.measure, *how)
+
+
+def target_values(plan: Plan) -> dict[str, Any]:
+    """What of a plan can change its output, where it differs from plain decoding: `QualityRow.target`."""
+    differing = {
+        "weights.target_bits": plan.weights.target_bits if plan.weights.target_bits != 16 else None,
+        "weights.group": plan.weights.group if plan.weights.target_bits != 16 else None,
+        "weights.hierarchical": 1 if plan.weights.hierarchical else None,
+        "kv.target_bits": plan.kv.target_bits if plan.kv.target_bits != 16 else None,
+        "kv.group": plan.kv.group if plan.kv.target_bits != 16 else None,
+        **(_flat("eviction", _eviction(plan)) if plan.eviction.active else {}),
+        **(_attention(plan) if plan.attention.active else {}),
+    }
+    if plan.workload.yarn_factor != 1:
+        differing["yarn_factor"] = plan.workload.yarn_factor
+    return {name: value for name, value in differing.items() if value is not None}
+
+
+def _eviction(plan: Plan) -> dict[str, Any]:
+    """The policy, its budget in tokens, however it is given, its settings, and its chunk where it counts."""
+    context = plan.workload.context
+    budget, chunk = plan.eviction.tokens(context), plan.eviction.chunk_at(context)
+    return {**asdict(plan.eviction), "budget": budget, "share": None, "chunk": chunk or None}
+
+
+def _attention(plan: Plan) -> dict[str, Any]:
+    """The selection's name and hyperparameters, and the budget, which stands for its ratio and floor."""
+    selection = {name: value for name, value in asdict(plan.attention.selection).items() if name != "name"}
+    values = {**selection, "ratio": None, "floor": None, "budget": plan.attention.budget}
+    return {"attention.selection": plan.attention.selection.name, **_flat("attention", values)}
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    """Nested fields as `axis.field`; enums as their texts, truth values as numbers."""
+    if isinstance(value, dict):
+        return {key: one for field, part in value.items() for key, one in _flat(f"{name}.{field}", part).items()}
+    return {name: str(value) if isinstance(value, str) else int(value) if isinstance(value, bool) else value}
+
+
+def rows_json(rows: Iterable[QualityRow]) -> str:
+    """JSON text that `read_rows` reads."""
+    document = {"schema": QUALITY_SCHEMA, "rows": [asdict(row) for row in rows]}
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"
+
+
+def read_rows(content: str | bytes) -> tuple[QualityRow, ...]:
+    """Rows from untrusted JSON text. Raises PlanError, one line."""
+    try:
+        document = parse_json(content)
+    except ValueError as error:
+        raise PlanError(f"not JSON: {error}") from None
+    rows = fields_of_schema(document, QUALITY_SCHEMA, REMEASURE, PlanError).get("rows")
+    if not isinstance(rows, list):
+        raise PlanError(f"rows is {brief(rows)}; allowed: a list of quality rows; {REMEASURE}")
+    return tuple(build(QualityRow, row, "quality row: ") for row in rows)
+
+
+def load_rows(path: str | Path) -> tuple[QualityRow, ...]:
+    """The rows of a file of `ridgeplan quality`. Raises PlanError naming the file."""
+    try:
+        return read_rows(read_document(Path(path)))
+    except OSError as error:
+        raise PlanError(f"cannot read quality rows {brief(str(path))}: {error.strerror}") from None
+    except ValueError as error:
+        raise PlanError(f"quality rows {brief(str(path))}: {error}") from None
+
+
+def saved_rows() -> tuple[QualityRow, ...]:
+    """The rows that `ridgeplan quality` saved for this user, if any. Raises PlanError for a damaged file."""
+    try:
+        path = existing_path(str(user_quality_path()))
+    except NoHomeFolder:
+        return ()
+    return load_rows(path) if path else ()
+
+
+def measured_quality(plan: Plan, rows: Sequence[QualityRow]) -> str | None:
+    """What was measured of the plan's target on its model, at the context nearest to its own; None without a row."""
+    own = [row for row in rows if _is_of(row, plan)]
+    if not own or not target_values(plan):
+        return None
+    # Of several heads the one that was measured last.
+    nearest = max(own, key=lambda row: (-_factor(row.context, plan), row.date))
+    found = [row for row in own if _source(row) == _source(nearest)]
+    head = f", with the retrieval head {row_head}" if (row_head := nearest.target.get(HEAD)) else ""
+    return f"{'; '.join(_told(found))}; at {nearest.context} tokens of {nearest.text}{head} [measured]"
+
+
+def _source(row: QualityRow) -> tuple[Any, ...]:
+    return row.context, row.text, row.target.get(HEAD)
+
+
+def _is_of(row: QualityRow, plan: Plan) -> bool:
+    target = {name: value for name, value in row.target.items() if name != HEAD}
+    same = target == target_values(plan) and variant_name(row.model) == variant_name(plan.workload.model)
+    return same and row.measure not in COST_MEASURES and _factor(row.context, plan) <= NEAR
+
+
+def _factor(context: int, plan: Plan) -> float:
+    own = plan.workload.final_context
+    return max(context / own, own / context)
+
+
+def _told(rows: Sequence[QualityRow]) -> Iterator[str]:
+    for row in rows:
+        if row.measure == FIDELITY:
+            yield f"fidelity {row.value:.3f} (1 - TV)"
+        if row.measure == PERPLEXITY:
+            yield f"perplexity {row.value:.2f} of {row.plain:.2f}"
+    average = ruler_average(rows)
+    if average is not None:
+        value, plain, count = average
+        yield f"RULER {100 * value:.1f} of {100 * plain:.1f} over {count} tasks"
+
+
+def ruler_average(rows: Iterable[QualityRow]) -> tuple[float, float, int] | None:
+    """Mean score, plain decoding's, and the number of tasks, over those that plain decoding solves; None without."""
+    known = (*TEXT_MEASURES, *COST_MEASURES)
+    tasks = [row for row in rows if row.measure not in known and row.plain >= SOLVED]
+    if not tasks:
+        return None
+    return sum(row.value for row in tasks) / len(tasks), sum(row.plain for row in tasks) / len(tasks), len(tasks)
 
 
 class Quality(StrEnum):

@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ridgeplan.planner.display.beside import on_host_text
-from ridgeplan.planner.display.marks import Bars
-from ridgeplan.planner.display.rows import plan_row, plan_text
-from ridgeplan.planner.display.table import Table
-from ridgeplan.planner.display.weights_or_kv import weights_or_kv
-from ridgeplan.planner.interface.quantities import size_text, time_text
-from ridgeplan.planner.plan import Plan
 from ridgeplan.planner.prediction import Prediction
-from ridgeplan.planner.support import Backend
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.planner.quantities import size_text, time_text
+from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
+from ridgeplan.planner.render.text import on_host_text, weights_or_kv
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.support import Backend
 
 READING_TPOT_MS = 200.0  # 238 words a minute (Brysbaert 2019) at 1.3 tokens a word
 

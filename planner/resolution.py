@@ -7,10 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ridgeplan.planner.acceptance.rows import AcceptanceRow, load_rows, merged
-from ridgeplan.planner.plan import MAX_TOKENS, MAX_YARN_FACTOR, Workload, require
+from ridgeplan.roofline.catalog.documents import existing_path
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.named_tables import existing_path
+from ridgeplan.roofline.catalog.paths import NoHomeFolder
 from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile
 from ridgeplan.roofline.catalog.profile_lookup import (
     profile_for,
@@ -18,8 +19,7 @@ from ridgeplan.roofline.catalog.profile_lookup import (
     user_acceptance_path,
     user_profile_path,
 )
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.catalog.user_folders import NoHomeFolder
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, MAX_YARN_FACTOR, Workload, require
 
 
 def resolve(

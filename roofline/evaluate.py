@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.cost import Cost, Term
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.cost import Cost, Term, maximum, minimum
+from ridgeplan.roofline.eviction import PromptChunks, appended_tokens, eviction_ops
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.host_link import prompt_to_host_seconds
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
 from ridgeplan.roofline.placement import offload_layers, swapped_bytes
-from ridgeplan.roofline.sparsity.eviction import eviction_ops
-from ridgeplan.roofline.sparsity.prompt_chunks import PromptChunks, appended_tokens
-from ridgeplan.roofline.speculative_round import (
+from ridgeplan.roofline.round import (
     Round,
     draft_terms,
     prefill_rates,
@@ -26,7 +25,6 @@ from ridgeplan.roofline.speculative_round import (
     target_terms,
 )
 from ridgeplan.roofline.strategy import Strategy
-from ridgeplan.roofline.term_math import maximum, minimum
 
 # The context grows while tokens are generated, so costs are averaged over the generation by two-point Gauss-Legendre
 # quadrature on [0, 1]: exact for polynomials up to cubic, and costs are piecewise linear in the context.

@@ -6,8 +6,7 @@ runtime and the cost model both import them.
 
 from __future__ import annotations
 
-from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.term_math import indicator, maximum, minimum
+from ridgeplan.roofline.cost import Term, indicator, maximum, minimum
 
 MAX_TOKENS = 1 << 24  # the longest context that a plan may have
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.cost import Term, indicator, maximum, minimum, where
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES, mean_quantized_tokens
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.sparsity.sparse_ops import take_slots
+from ridgeplan.roofline.ops import take_slots
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
-from ridgeplan.roofline.term_math import indicator, maximum, minimum, where
 
 # Loads and the kernels beside them wait for each other, on an H200. Of the time that a layer's loads take alone,
 # kernels lose HELD_UP_BY_WALKS where page tables are walked for pieces of 512 bytes, and HELD_UP_BY_COPIES where pieces

@@ -1,4 +1,4 @@
-"""Roofline time of an operation on a machine, at the utilization of its kernel class."""
+"""Roofline time of an operation on a machine: device properties, and rates at the utilization of each kernel class."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_ROW_STEPS, Profile, Rates
-from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.cost import Cost, Term, hypot, indicator, maximum, minimum, where
 from ridgeplan.roofline.execution import (
     CPU_SKINNY_GEMM_ROWS,
     CUDA_FUSED_SWIGLU_ROWS,
@@ -16,7 +15,24 @@ from ridgeplan.roofline.execution import (
     filled,
 )
 from ridgeplan.roofline.passes import Op
-from ridgeplan.roofline.term_math import hypot, indicator, maximum, minimum, where
+
+GIB = 2**30  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device's memory, and the properties that buffer sizes depend on.
+
+    memory_bytes: available to plans. element_bytes: of a full-precision element, 2 for bf16 on a GPU, 4 for fp32 on a
+    CPU. num_sms: streaming multiprocessors, or cores of a CPU. asynchronous: 1 where the device works while the host
+    launches more (a GPU), 0 where both are the same (a CPU).
+    """
+
+    memory_bytes: Term
+    element_bytes: Term
+    num_sms: Term
+    asynchronous: Term = 1
+
 
 UNLIMITED_ROWS = 1 << 40
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ridgeplan.roofline import ops
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.cost import Term, indicator, maximum, minimum
 from ridgeplan.roofline.execution import (
     DENSE_COPY_BYTES,
     PREFILL_ATTENDED_TOKENS,
@@ -16,7 +16,6 @@ from ridgeplan.roofline.execution import (
     padded_prompt,
 )
 from ridgeplan.roofline.passes import stored_bytes
-from ridgeplan.roofline.term_math import indicator, maximum, minimum
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""The cost of every operation of a decoder, each formula once.
+"""FLOPs and bytes of every operation of a decoder, dense and sparse, each formula once.
 
 Every function is plain arithmetic on its arguments, which may be ints (tests compare the result with the cost that the
 kernel declares), numpy arrays (for sweeps) or sympy symbols (to print, solve or lambdify).
 `element_bytes` is the size of a full-precision element: 2 for bf16 on a GPU, 4 for fp32 on a CPU.
+
+Plain arithmetic on its arguments, as `ridgeplan.roofline.ops`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ METADATA_BYTES = 2  # one fp16 scale or minimum
 PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32
 LOGIT_FLOPS = 5  # per logit that sampling reads: subtract, scale, exponentiate, compare, add
 TABLE_BYTES = 4  # cosines and sines are fp32
-INDEX_BYTES = 8  # positions and slots are int64
+POSITION_BYTES = 8  # positions and slots are int64
 
 
 def linear(rows: Term, inputs: Term, outputs: Term, weight_bytes: Term, element_bytes: Term) -> Cost:
@@ -237,7 +239,7 @@ def rotary_tables(rows: Term, head_dim: Term) -> Cost:
     angles = rows * head_dim / 2
     return Cost(
         flops=4 * angles,
-        read_bytes=rows * INDEX_BYTES + head_dim / 2 * TABLE_BYTES,
+        read_bytes=rows * POSITION_BYTES + head_dim / 2 * TABLE_BYTES,
         write_bytes=2 * angles * TABLE_BYTES,
     )
 
@@ -247,7 +249,7 @@ def rope_append(rows: Term, width: Term, rotary_dim: Term, normed_width: Term, e
 
     Per token it also reads a row of both tables and a slot, and once the QK-norm weights of `normed_width`, if any.
     """
-    other_bytes = rows * (rotary_dim * TABLE_BYTES + INDEX_BYTES) + normed_width * element_bytes
+    other_bytes = rows * (rotary_dim * TABLE_BYTES + POSITION_BYTES) + normed_width * element_bytes
     return elementwise(rows, width, width, element_bytes) + Cost(read_bytes=other_bytes)
 
 
@@ -273,3 +275,143 @@ def gptq_round(outputs: Term, group: Term, bounded: Term = 0) -> Cost:
         read_bytes=4 * ((1 + bounded) * elements + group * group),
         write_bytes=2 * 4 * elements,
     )
+
+
+SCORE_BYTES = 4  # of a score, fp32
+SELECTED_INDEX_BYTES = 4  # of a chosen token's number, int32
+BIN_BYTES = 2  # of a score as the bin of a histogram
+TWO_BITS = 2  # of a key, as draft planes hold it
+UPPER_BITS = 4  # of a code that drafts read
+TOP_K_PASSES = 6  # over the scores: four digits of a radix select, a count and a compaction
+
+
+def two_bit_key_bits(group: Term) -> Term:
+    """Bits that a scan reads of a key's element: two, and a scale and a minimum for the tokens of a group."""
+    return TWO_BITS + 2 * 8 * METADATA_BYTES / group
+
+
+def two_bit_scan(batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, tokens: Term, group: Term) -> Cost:
+    """Scores of `tokens` tokens per sequence from 2-bit keys, with the scales and minima of the keys' upper codes."""
+    return Cost(
+        flops=2 * batch * q_heads * head_dim * tokens,
+        read_bytes=batch * kv_heads * head_dim * tokens * two_bit_key_bits(group) / 8,
+        write_bytes=batch * kv_heads * tokens * SCORE_BYTES,
+    )
+
+
+def two_bit_top_k(
+    batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, tokens: Term, group: Term, chosen: Term
+) -> Cost:
+    """The choice of `chosen` of `tokens` tokens per KV head by 2-bit keys: scores are written and read as bins."""
+    scan = two_bit_scan(batch, q_heads, kv_heads, head_dim, tokens, group)
+    bins = batch * kv_heads * tokens * BIN_BYTES
+    return Cost(scan.flops, scan.read_bytes + bins, bins + batch * kv_heads * chosen * SELECTED_INDEX_BYTES)
+
+
+def page_scan(batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, pages: Term, element_bytes: Term) -> Cost:
+    """Upper bounds of the scores of `pages` pages per sequence (Quest): two products per channel, one counts."""
+    return Cost(
+        flops=4 * batch * q_heads * head_dim * pages,
+        read_bytes=2 * batch * kv_heads * head_dim * pages * element_bytes,
+        write_bytes=batch * kv_heads * pages * SCORE_BYTES,
+    )
+
+
+def top_k(rows: Term, scores: Term, chosen: Term) -> Cost:
+    """The choice of `chosen` of `scores` scores in each row; the scores are read once a pass."""
+    return Cost(
+        flops=TOP_K_PASSES * rows * scores,
+        read_bytes=TOP_K_PASSES * rows * scores * SCORE_BYTES,
+        write_bytes=rows * chosen * SELECTED_INDEX_BYTES,
+    )
+
+
+def take_slots(batch: Term, sets: Term, chosen: Term, slots: Term) -> Cost:
+    """Slots of `chosen` tokens of each set, where all of them are there: two lists, and the times of use of `slots`."""
+    lists = 2 * batch * sets * chosen * SELECTED_INDEX_BYTES
+    return Cost(read_bytes=lists + batch * sets * slots * SELECTED_INDEX_BYTES, write_bytes=lists)
+
+
+def sparse_attention(
+    batch: Term,
+    queries: Term,
+    q_heads: Term,
+    kv_heads: Term,
+    head_dim: Term,
+    chosen_tokens: Term,
+    full_tokens: Term,
+    bits: Term,
+    element_bytes: Term,
+    group: Term,
+    splits: Term,
+    entries: Term,
+) -> Cost:
+    """Split-KV attention to `chosen_tokens` per KV head, of `bits` bits or 0 for full precision, and to recent ones.
+
+    `full_tokens` are recent. The merge is not counted. entries: of all index lists. A chosen token costs its own codes,
+    scale and minimum, and its share of its group's key scales, whatever else its sectors hold.
+    """
+    full = batch * 2 * kv_heads * head_dim * full_tokens * element_bytes
+    query = batch * queries * q_heads * head_dim * element_bytes
+    return Cost(
+        flops=4 * batch * queries * q_heads * head_dim * (chosen_tokens + full_tokens),
+        read_bytes=full
+        + query
+        + chosen_bytes(batch, kv_heads, head_dim, chosen_tokens, bits, element_bytes, group)
+        + entries * SELECTED_INDEX_BYTES,
+        write_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),
+    )
+
+
+def chosen_bytes(
+    batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, bits: Term, element_bytes: Term, group: Term
+) -> Term:
+    """Bytes of `tokens` chosen tokens per KV head, keys and values."""
+    if bits == 0:
+        return batch * 2 * kv_heads * head_dim * tokens * element_bytes
+    return code_bytes(batch, 2 * kv_heads * head_dim, tokens, bits) + metadata_bytes(
+        batch, kv_heads, head_dim, tokens, group
+    )
+
+
+def progressive_attention(
+    batch: Term,
+    q_heads: Term,
+    kv_heads: Term,
+    head_dim: Term,
+    tokens: Term,
+    chosen_tokens: Term,
+    full_tokens: Term,
+    element_bytes: Term,
+    group: Term,
+    splits: Term,
+) -> Cost:
+    """A query's scan of `tokens` 2-bit keys, and attention to the `chosen_tokens` it ranks first, in one kernel.
+
+    Scores and choices stay in shared memory.
+    """
+    scan = two_bit_scan(batch, q_heads, kv_heads, head_dim, tokens, group)
+    chosen = sparse_attention(
+        batch, 1, q_heads, kv_heads, head_dim, chosen_tokens, full_tokens, UPPER_BITS, element_bytes, group, splits, 0
+    )
+    return Cost(scan.flops, scan.read_bytes) + chosen
+
+
+def collect_scores(batch: Term, q_heads: Term, kv_heads: Term, tokens: Term, summed: Term, relative: Term) -> Cost:
+    """What attention adds to leave a score of each of `tokens` tokens per KV head, over `summed` queries.
+
+    relative: 1 for probabilities, whose log-sum-exps are read and written; 0 for logits.
+    """
+    lse_bytes = relative * batch * q_heads * SCORE_BYTES
+    return Cost(
+        flops=2 * batch * q_heads * summed * tokens,
+        read_bytes=lse_bytes,
+        write_bytes=batch * kv_heads * tokens * SCORE_BYTES + lse_bytes,
+    )
+
+
+def pack_draft_planes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term) -> Cost:
+    """2-bit keys and token-major values of `tokens` tokens per sequence, from their upper codes."""
+    elements = kv_heads * head_dim
+    upper = code_bytes(batch, elements, tokens, UPPER_BITS)
+    return Cost(read_bytes=2 * upper, write_bytes=upper + code_bytes(batch, elements, tokens, TWO_BITS))

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ridgeplan.roofline import ops
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.catalog.weight_formats.weight_bits import FULL_BITS
-from ridgeplan.roofline.cost import Cost, Term
+from ridgeplan.roofline.catalog.model_shape import FULL_BITS, ModelShape
+from ridgeplan.roofline.cost import Cost, Term, minimum
 from ridgeplan.roofline.execution import attention_tiles, many_channels, product_tiles
-from ridgeplan.roofline.term_math import minimum
 
 WINDOWED_ATTENTION = "attention (window)"  # `Op.name` of attention in layers with a sliding window
 MANY_CHANNELS = "linear, many channels"  # `Op.rate_kind` of such products

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeplan.roofline import memory
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.cost import Term, indicator, is_symbolic, maximum, minimum, where
+from ridgeplan.roofline.eviction import PromptChunks, appended_tokens, chunk_buffers, eviction_workspace
 from ridgeplan.roofline.execution import (
     CUBLAS_WORKSPACE_BYTES,
     CUDA_LARGE_GEMM_ROWS,
@@ -19,13 +19,10 @@ from ridgeplan.roofline.execution import (
     uses_draft_swap,
 )
 from ridgeplan.roofline.host_link import HostLayers, reads_all
+from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.memory import MemoryBreakdown
-from ridgeplan.roofline.ops import METADATA_BYTES
-from ridgeplan.roofline.sparsity.eviction import eviction_workspace
-from ridgeplan.roofline.sparsity.prompt_chunks import PromptChunks, appended_tokens, chunk_buffers
-from ridgeplan.roofline.sparsity.sparse_ops import TWO_BITS, UPPER_BITS
+from ridgeplan.roofline.ops import METADATA_BYTES, TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.strategy import Strategy
-from ridgeplan.roofline.term_math import indicator, is_symbolic, maximum, minimum, where
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.term_math import is_symbolic, minimum
+from ridgeplan.roofline.cost import Term, is_symbolic, minimum
 
 MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core tile
 

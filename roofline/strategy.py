@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.term_math import maximum, minimum
+from ridgeplan.roofline.cost import Term, maximum, minimum
 
 UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 

@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ridgeplan.runtime.drafting.gamma_controller import GammaSchedule
-from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
-from ridgeplan.runtime.drafting.round_runner import Rounds
-from ridgeplan.runtime.drafting.speculator import Speculator
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.offload.layer_mover import LayerMover
 from ridgeplan.runtime.memory import PeakMemory
+from ridgeplan.runtime.offload.layer_mover import LayerMover
 from ridgeplan.runtime.request import Request, SequenceState
-from ridgeplan.runtime.statistics import Statistics, Tally
-from ridgeplan.runtime.stopwatch import Stopwatch
+from ridgeplan.runtime.speculation.gamma_control import GammaSchedule
+from ridgeplan.runtime.speculation.rounds import Rounds
+from ridgeplan.runtime.speculation.speculator import NOTHING, RowResult, Speculator
+from ridgeplan.runtime.statistics import Statistics, Stopwatch, Tally
 
 
 @dataclass(eq=False)

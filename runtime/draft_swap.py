@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.support import swaps_draft_weights
-from ridgeplan.runtime.arena import Arena, aligned
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.support import swaps_draft_weights
+from ridgeplan.runtime.buffers import Arena, aligned
 from ridgeplan.runtime.model.weights import DecoderWeights
 
 

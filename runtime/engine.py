@@ -11,38 +11,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.planner.round_costs import round_costs
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.runtime.arena import Arena
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.decode_loop import DecodeLoop, require_finite
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
-from ridgeplan.runtime.drafting.forced_step import GraphedStep
-from ridgeplan.runtime.drafting.gamma_controller import AdaptiveGamma, FixedGamma, GammaSchedule
-from ridgeplan.runtime.drafting.policies import DraftPolicy, draft_policy
-from ridgeplan.runtime.drafting.round_runner import EagerRounds, GraphRounds, Rounds
-from ridgeplan.runtime.drafting.speculator import Speculator, all_finite
-from ridgeplan.runtime.drafting.target_reads import TargetReads, observers
 from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.eviction import eviction_policy, most_appended
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.eviction import eviction_policy, most_appended
-from ridgeplan.runtime.kv.offload.layer_mover import layer_mover
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.chunked_prefill import chunked_prefill
+from ridgeplan.runtime.model.config import DecoderConfig
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill import Destination, PromptObservers, plan_attention, prefill_all
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.model_config import DecoderConfig
-from ridgeplan.runtime.quantization.calibrate import quantized_draft
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.runtime.offload.layer_mover import layer_mover
+from ridgeplan.runtime.policies import draft_policy
+from ridgeplan.runtime.policies.base import DraftPolicy
+from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams
-from ridgeplan.runtime.statistics import Statistics
-from ridgeplan.runtime.stopwatch import Stopwatch
+from ridgeplan.runtime.speculation.gamma_control import AdaptiveGamma, FixedGamma, GammaSchedule
+from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphedStep, GraphRounds, Rounds
+from ridgeplan.runtime.speculation.sparse_target import TargetReads, observers
+from ridgeplan.runtime.speculation.speculator import Speculator, all_finite
+from ridgeplan.runtime.statistics import Statistics, Stopwatch
 
 # Rows, layers on the device, and the sampling parameters.
 GraphKey = tuple[int, int, tuple[float, int | None, float | None]]

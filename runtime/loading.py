@@ -9,30 +9,26 @@ from pathlib import Path
 
 import torch
 
-from ridgeplan.planner.axes.draft_selection import DraftSelection, RetrievalHead
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
-from ridgeplan.planner.plan import KVFormat, Plan
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.planner.support import as_loaded, exceeds_window, missing_execution, missing_head
+from ridgeplan.roofline.catalog.model_shape import ModelShape, sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.catalog.shapes import ModelShape, sizes_of
-from ridgeplan.runtime.drafting.policies.retrieval_head import NO_HEAD
+from ridgeplan.roofline.plan.draft_selection import DraftSelection, RetrievalHead
+from ridgeplan.roofline.plan.plan import KVFormat, Plan
+from ridgeplan.roofline.plan.support import as_loaded, exceeds_window, missing_execution, missing_head
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
-from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
+from ridgeplan.runtime.model.checkpoint import StateDict, load_config, load_state_dict
+from ridgeplan.runtime.model.config import DecoderConfig, decoder_config
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.source import fetch_weights, model_source
-from ridgeplan.runtime.model.state_dict import StateDict
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
-from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
-from ridgeplan.runtime.quantization.calibrate import quantized_target, rounded_target
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
-from ridgeplan.runtime.quantization.pack import fitting_group
+from ridgeplan.runtime.policies.retrieval_head import NO_HEAD
+from ridgeplan.runtime.quantization.calibration import CalibrationText, fitting_group, quantized_target, rounded_target
 from ridgeplan.runtime.quantization.saved import saved_weights, weights_path
-from ridgeplan.runtime.retrieval.file import load_head
-from ridgeplan.runtime.retrieval.head import Head
+from ridgeplan.runtime.retrieval.head import Head, load_head
 
 HOST = torch.device("cpu")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, missing_memory, offloaded_layers, usable_bytes
-from ridgeplan.planner.plan import Plan
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.latency import Device
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.host_memory import available_bytes
 from ridgeplan.runtime.model.checkpoint import decoded_elements
 
 _STATUS = Path("/proc/self/status")

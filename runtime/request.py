@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ridgeplan.planner.plan import Workload
-from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.roofline.catalog.validation import brief
+from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.runtime.errors import WorkloadError, require_whole
 from ridgeplan.runtime.sampling import SamplingParams
 

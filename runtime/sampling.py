@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ridgeplan.kernels.sampling import filter_logits
-from ridgeplan.kernels.sampling.distribution import Choice
-from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.kernels.sampling.reference import Choice
+from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.runtime.errors import WorkloadError, require_whole
 
 MAX_SEED = 2**63 - 1

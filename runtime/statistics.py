@@ -1,13 +1,60 @@
-"""Statistics of a generation: rounds, acceptance under both definitions, times and memory."""
+"""Statistics of a generation: tokens, rounds, acceptance, and times of its phases."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ridgeplan.runtime.drafting.round_result import RowResult
+import torch
+
 from ridgeplan.runtime.memory import PeakMemory
-from ridgeplan.runtime.stopwatch import Stopwatch
+from ridgeplan.runtime.speculation.speculator import RowResult
+
+
+class Stopwatch:
+    """Collects durations by name. On CUDA it records events, which are read once, at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: defaultdict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
+        self._durations: defaultdict[str, list[float]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Times the body."""
+        if self._cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._spans[name].append((begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._durations[name].append(time.perf_counter() - start)
+
+    @contextlib.contextmanager
+    def measure_wall(self, name: str) -> Iterator[None]:
+        """Wall time of the body, for one that waits for the device itself."""
+        start = time.perf_counter()
+        yield
+        self._durations[name].append(time.perf_counter() - start)
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Adds durations that were measured elsewhere."""
+        for name, duration in seconds.items():
+            self._durations[name].append(duration)
+
+    def seconds(self, name: str) -> list[float]:
+        """All durations under a name, in order; waits for the device."""
+        if name in self._spans:
+            torch.cuda.synchronize()
+            return [begin.elapsed_time(end) / 1e3 for begin, end in self._spans[name]]
+        return list(self._durations[name])
 
 
 @dataclass(frozen=True)

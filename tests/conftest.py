@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.model_shape import UnknownModel
 from ridgeplan.roofline.catalog.profile import Profile, Rates
-from ridgeplan.roofline.catalog.shapes import UnknownModel
 from ridgeplan.roofline.latency import KERNEL_CLASSES
 
 HAS_CUDA = torch.cuda.is_available()
@@ -45,7 +45,7 @@ def no_saved_rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     nowhere = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ridgeplan.planner.resolution.user_acceptance_path", lambda: nowhere / "acceptance.json")
-        patch.setattr("ridgeplan.planner.measured_quality.user_quality_path", lambda: nowhere / "quality.json")
+        patch.setattr("ridgeplan.planner.quality.user_quality_path", lambda: nowhere / "quality.json")
         yield
 
 
@@ -65,7 +65,7 @@ def no_hub() -> Iterator[None]:
 def saved_weights_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keeps weights that loading quantizes and saves apart: each test finds none."""
     folder = tmp_path / "quantized"
-    monkeypatch.setattr("ridgeplan.roofline.catalog.user_folders.quantized_folder", lambda: folder)
+    monkeypatch.setattr("ridgeplan.roofline.catalog.paths.quantized_folder", lambda: folder)
     return folder
 
 

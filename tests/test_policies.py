@@ -1,9 +1,10 @@
 """What plans are told can be executed, and what the runtime has."""
 
-from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS
-from ridgeplan.planner.policies import SELECTIONS
-from ridgeplan.planner.policies.policy import Role
-from ridgeplan.runtime.drafting.policies import POLICIES, DraftPolicy
+from ridgeplan.roofline.plan.draft_selection import DRAFT_SELECTIONS
+from ridgeplan.roofline.plan.policies import SELECTIONS
+from ridgeplan.roofline.plan.policies.base import Role
+from ridgeplan.runtime.policies import POLICIES
+from ridgeplan.runtime.policies.base import DraftPolicy
 
 
 def test_drafts_are_executed_by_the_policies_that_say_so() -> None:

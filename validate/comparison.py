@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.policies.selection.all import autoregressive
 from ridgeplan.planner.prediction import Prediction, predict
-from ridgeplan.planner.presets import preset_name
 from ridgeplan.planner.resolution import this_machine
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.validate.measure import Measured, last_run
-from ridgeplan.validate.segments import is_busy, widest
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.presets import preset_name
+from ridgeplan.validate.measure import Measured, is_busy, last_run, widest
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, Statistics

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner import preset, recommend, resolve, sweep, workload_for
-from ridgeplan.planner.interface.quantities import values
-from ridgeplan.planner.questions.grid_sweep import grid_sweep
-from ridgeplan.planner.search.plan_map import plan_map
-from ridgeplan.planner.search.question import ask
-from ridgeplan.planner.search_space import families
-from ridgeplan.validate.progress import Progress, silent
+from ridgeplan.planner.quantities import values
+from ridgeplan.planner.queries.maps import plan_map
+from ridgeplan.planner.queries.sweep import grid_sweep
+from ridgeplan.planner.question import ask
+from ridgeplan.planner.search import families
+from ridgeplan.validate.measure import Progress, silent
 
 MODEL, GPU, CONTEXT = "meta-llama/Llama-3.1-8B", "h200", 120_000
 QUESTION = ("plan", MODEL, "--gpu", GPU, "--ctx", str(CONTEXT))

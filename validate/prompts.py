@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.planner.plan import MAX_TOKENS
+from ridgeplan.roofline.plan.plan import MAX_TOKENS
 
 LIKELY_CHARACTERS_PER_TOKEN = 6  # English prose; more are read if a tokenizer's tokens are longer
 MAX_CHARACTERS = LIKELY_CHARACTERS_PER_TOKEN * MAX_TOKENS  # what the longest context may hold
@@ -82,7 +82,7 @@ def read_prompt(path: str | Path) -> str:
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text. Raises ModelError for a tokenizer that fails on it."""
-    from ridgeplan.runtime.model.readers import failures_as, quiet_rust  # transformers takes seconds
+    from ridgeplan.runtime.errors import failures_as, quiet_rust  # transformers takes seconds
 
     with failures_as("the model's tokenizer cannot encode the text"), quiet_rust():
         return list(tokenizer.encode(text))

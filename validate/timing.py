@@ -137,7 +137,7 @@ class Bench:
         """Seconds per call, for each replay of a CUDA graph with a chain of calls that cycles over the variants.
 
         As in a decode step, kernels follow each other without gaps, and each may start while the previous one ends
-        (`ridgeplan.kernels.device.launch`). The host is one replay ahead, so the device never waits for it.
+        (`ridgeplan.kernels.device.cuda`). The host is one replay ahead, so the device never waits for it.
         """
         for index in range(trial.variants):
             trial.call(index)

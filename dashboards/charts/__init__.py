@@ -3,15 +3,12 @@
 Not here: widgets (dashboards/page), the papers' figures (dashboards/figures), and the values themselves (planner).
 """
 
-from ridgeplan.dashboards.charts.alternatives import alternatives
 from ridgeplan.dashboards.charts.capacity import capacity_map
-from ridgeplan.dashboards.charts.compare import times_over_context
 from ridgeplan.dashboards.charts.memory import memory_over_context
+from ridgeplan.dashboards.charts.plans import alternatives, times_over_context, trade_offs
 from ridgeplan.dashboards.charts.rooflines import ridge_plane, roofline
-from ridgeplan.dashboards.charts.rounds import round_parts, waterfall
-from ridgeplan.dashboards.charts.speculation import speculation
+from ridgeplan.dashboards.charts.rounds import round_parts, speculation, waterfall
 from ridgeplan.dashboards.charts.style import PLAIN
-from ridgeplan.dashboards.charts.trade_offs import trade_offs
 
 __all__ = [
     "PLAIN", "alternatives", "capacity_map", "memory_over_context", "ridge_plane", "roofline",

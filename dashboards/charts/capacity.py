@@ -8,8 +8,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from ridgeplan.dashboards.charts.style import GREY, HEAT, RED, ROUND, SKY, bar_above, below, faded, styled, token_ticks
-from ridgeplan.planner.interface.quantities import size_text, time_text, tokens_text
-from ridgeplan.planner.search.plan_map import PlanMap
+from ridgeplan.planner.quantities import size_text, time_text, tokens_text
+from ridgeplan.planner.queries.maps import PlanMap
 
 WHITE, EDGE = "#ffffff", "rgba(30,30,30,0.55)"
 MOST_PRICES = 4  # contours of cost

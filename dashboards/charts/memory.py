@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts.style import (
+from ridgeplan.dashboards.charts.style import (  # fmt: skip
     BLUE,
     GOLD,
     GREEN,
@@ -19,9 +19,9 @@ from ridgeplan.dashboards.charts.style import (
     faded,
     styled,
     token_axis,
-)  # fmt: skip
-from ridgeplan.planner.curves.contexts import OffloadStep
-from ridgeplan.planner.interface.quantities import GB, size_text, tokens_text
+)
+from ridgeplan.planner.quantities import GB, size_text, tokens_text
+from ridgeplan.planner.queries.curves import OffloadStep
 from ridgeplan.roofline.memory import MemoryBreakdown
 
 MEMORY_COLORS = {

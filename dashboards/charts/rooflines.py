@@ -23,7 +23,7 @@ from ridgeplan.dashboards.charts.style import (
 from ridgeplan.planner import Prediction
 from ridgeplan.planner.prediction import OpTime
 from ridgeplan.roofline.catalog.hardware import Hardware
-from ridgeplan.roofline.papers.quantspec_ridge_plane import Plane
+from ridgeplan.validate.papers.quantspec_ridge_plane import Plane
 
 PASS_COLORS = {"prefill": GREEN, "draft": ORANGE, "target": BLUE}
 PASS_SYMBOLS = {"prefill": "square", "draft": "triangle-up", "target": "circle"}

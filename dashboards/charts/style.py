@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.planner.interface.quantities import tokens_text
+from ridgeplan.planner.quantities import tokens_text
 
 # Okabe and Ito's colours, which people with any kind of colour blindness tell apart. Each has one meaning on a page.
 BLUE, ORANGE, GREEN, PURPLE, RED, GOLD, GREY = (

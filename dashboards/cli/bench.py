@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ridgeplan.dashboards.cli.lazy_group import examples
+from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
 from ridgeplan.dashboards.cli.output import (
     number,
@@ -20,7 +20,7 @@ from ridgeplan.dashboards.cli.output import (
     warnings_as_notes,
     write_atomically,
 )
-from ridgeplan.validate.kernel_bench.sizes import KERNELS
+from ridgeplan.validate.kernel_calls.sizes import KERNELS
 
 
 @click.command(
@@ -98,7 +98,7 @@ def planner(runs: int, output: Path | None, as_json: bool) -> None:
 def measure(chosen: Sequence[str]) -> dict[str, Any]:
     """The report on kernels, measured with a progress bar."""
     # Importing torch takes seconds, so the options are checked first.
-    from ridgeplan.validate.kernel_bench.report import bench_kernels
+    from ridgeplan.validate.kernel_bench import bench_kernels
 
     with warnings_as_notes(), progress() as bars:
         bar = bars.add_task("measuring")
@@ -111,7 +111,7 @@ def measure(chosen: Sequence[str]) -> dict[str, Any]:
 
 def run_once(chosen: Sequence[str]) -> dict[str, Any]:
     """The errors of kernels run once; null if not finite, as in reports."""
-    from ridgeplan.validate.kernel_bench.report import run_kernels_once
+    from ridgeplan.validate.kernel_bench import run_kernels_once
 
     with warnings_as_notes():
         found = run_kernels_once(chosen)

@@ -6,12 +6,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli.breakdown import print_breakdowns
-from ridgeplan.dashboards.cli.lazy_group import examples
+from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
 from ridgeplan.dashboards.cli.options import (
     POSITIVE_TOKENS,
@@ -23,16 +22,68 @@ from ridgeplan.dashboards.cli.options import (
     profile_file,
     prompt_file,
 )
-from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.dashboards.cli.output import (
+    number,
+    print_json,
+    print_table,
+    progress,
+    warnings_as_notes,
+    write_atomically,
+)
 from ridgeplan.planner import Plan, Workload
-from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS
-from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.planner.support import allows_chunks, only_estimated
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import load_profile
+from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS
+from ridgeplan.roofline.plan.presets import PRESETS, preset
+from ridgeplan.roofline.plan.support import allows_chunks, only_estimated
 from ridgeplan.roofline.speculation import MAX_GAMMA
 from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, has_gamma, suite_cases, with_plain
+
+if TYPE_CHECKING:
+    from ridgeplan.validate.decode_bench.breakdown import Breakdown, ClassTime
+    from ridgeplan.validate.decode_bench.report import DecodeRow
+
+
+def print_breakdowns(rows: Sequence[DecodeRow], rounds: Sequence[Breakdown]) -> None:
+    """Prints a table of each case's round."""
+    for row, one in zip(rows, rounds, strict=True):
+        print_breakdown(row, one)
+
+
+def print_breakdown(row: DecodeRow, found: Breakdown) -> None:
+    """Prints a table of a round's classes of operations, and the names of the kernels without a class."""
+    case = row.case
+    title = f"\n{case.preset}, context {case.context}, batch {case.batch}, gamma {row.gamma}: one round"
+    columns = ("operation", "launches", "measured us", "predicted us", "other kernels")
+    print_table(title, columns, map(breakdown_texts, found.rows))
+    click.echo(
+        f"kernels {number(found.kernels_us)} us, of which {number(found.overlap_us)} us beside others; a round takes "
+        f"{number(found.round_us)} us ({number(found.traced_round_us)} us while traced), "
+        f"predicted {number(found.predicted_us)} us"
+    )
+
+
+def breakdown_texts(row: ClassTime) -> tuple[str, ...]:
+    """The cells of one class."""
+    longest = sorted(row.kernels, key=lambda name: -row.kernels[name])
+    names = ", ".join(f"{short_name(name)} {number(row.kernels[name])}" for name in longest)
+    return (
+        f"{row.part} {row.operation}",
+        f"{row.launches:.4g}",
+        number(row.measured_us),
+        number(row.predicted_us),
+        names if row.operation == "other" else "",
+    )
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without namespaces and without template arguments other than a functor."""
+    plain = kernel.replace("(anonymous namespace)::", "")
+    functor = re.search(r"\w+[Ff]unctor", plain)
+    name = re.split(r"[<(]", plain)[0].split("::")[-1].removeprefix("void ")
+    return f"{name} of {functor[0]}" if functor else name
+
 
 SUITE_WORKLOADS = ("4096x1", "32768x1", "32768x8", "98304x1", "98304x4")  # Python's own text is long enough
 SUITE_GAMMAS = (2, 4, 6)

@@ -1,16 +1,20 @@
-"""User errors as one line on stderr and an exit code."""
+"""How a command ends: user errors as one line on stderr, exit codes, streams and signals."""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import click
 
-from ridgeplan.dashboards.user_errors import about_input
+from ridgeplan.dashboards.user_errors import FileProblem, about_input
 
 BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
 CODES = {"NothingFits": NOTHING_FITS, "NoisyMachine": TOO_BUSY}  # by name, as importing the errors takes long
@@ -66,3 +70,36 @@ def _drop_output() -> None:
 def _fail(message: str, code: int) -> int:
     click.echo(f"error: {shortened(message)}", err=True)
     return code
+
+
+TERMINATED = 128 + signal.SIGTERM
+RAISED_BY = {SystemExit: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}
+PAUSE_S = 0.05
+
+
+def prepare_process() -> None:
+    """Unencodable characters become question marks, and SIGTERM ends a command as Ctrl-C does.
+
+    Raises FileProblem if stdout is closed.
+    """
+    if sys.stdout is None:  # descriptor 1 is closed
+        raise FileProblem("stdout is closed; allowed: a terminal, a file or a pipe")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.unraisablehook = _send_again
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Unwinds the command, so that it removes partly written files."""
+    raise SystemExit(TERMINATED)
+
+
+def _send_again(ignored: Any) -> None:
+    """A signal that arrives in a finalizer is lost with what it raises there, so it is sent once more."""
+    number = RAISED_BY.get(ignored.exc_type)
+    if number is None:
+        sys.__unraisablehook__(ignored)
+    else:
+        threading.Timer(PAUSE_S, os.kill, (os.getpid(), number)).start()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ridgeplan.dashboards.cli.lazy_group import examples
+from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, require_writable, write_atomically
 from ridgeplan.dashboards.user_errors import FileProblem
@@ -21,7 +21,7 @@ from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck
 
 if TYPE_CHECKING:
-    from ridgeplan.validate.calibration.samples import Samples
+    from ridgeplan.validate.calibration.fit import Samples
 
 APP = Path(__file__).parents[1] / "app.py"
 ADDRESS = "127.0.0.1"

@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from ridgeplan.planner.interface.plan_file import SavedPlan
-from ridgeplan.planner.plan import Workload
+from ridgeplan.planner.plan_file import SavedPlan
+from ridgeplan.roofline.catalog.model_shape import sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.shapes import sizes_of
+from ridgeplan.roofline.plan.plan import Workload
 
 EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CALIBRATION_TOKENS = 8192  # 2048 are as good for short contexts; for long ones acceptance is another 0.007 higher

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
-from ridgeplan.dashboards.cli.lazy_group import examples
+from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
 from ridgeplan.dashboards.cli.options import (
     TOKENS,
+    ListCommand,
     OutputFile,
     PlanFile,
     as_json,
@@ -31,7 +31,7 @@ from ridgeplan.dashboards.cli.output import (
     warnings_as_notes,
     write_atomically,
 )
-from ridgeplan.planner.measured_quality import (
+from ridgeplan.planner.quality import (
     FIDELITY,
     KV_BYTES,
     PERPLEXITY,
@@ -43,13 +43,13 @@ from ridgeplan.planner.measured_quality import (
     rows_json,
     ruler_average,
 )
-from ridgeplan.planner.plan import MAX_TOKENS
-from ridgeplan.planner.presets import PRESETS
 from ridgeplan.roofline.catalog.profile_lookup import user_quality_path
+from ridgeplan.roofline.plan.plan import MAX_TOKENS
+from ridgeplan.roofline.plan.presets import PRESETS
 
 if TYPE_CHECKING:
     from ridgeplan.validate.quality.question import PlanMaker, Question
-    from ridgeplan.validate.ruler.task import Material, Task
+    from ridgeplan.validate.quality.ruler_samples import Material, Task
 
 COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPOT ms", "KV MB", "tasks")
 
@@ -107,8 +107,8 @@ def quality(
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import named_shape
     from ridgeplan.validate.prompts import read_prompt, sample_text
+    from ridgeplan.validate.quality.measure import default_batch
     from ridgeplan.validate.quality.question import Question
-    from ridgeplan.validate.quality.run import default_batch
 
     sizes["batch"] = default_batch() if batch is None else batch
     with warnings_as_notes():
@@ -138,8 +138,8 @@ def _makers(plans: Sequence[str], budgets: Sequence[int], chunks: Sequence[int])
 
 def _material(text: str, names: Sequence[str]) -> tuple[Material, tuple[Task, ...]]:
     """What tasks are made of, and the tasks. Those whose data cannot be had are left out, with one line."""
-    from ridgeplan.validate.ruler.dataset import NoQuestions, question_sets
-    from ridgeplan.validate.ruler.tasks import TASKS, chosen_tasks, material
+    from ridgeplan.validate.quality.ruler import TASKS, chosen_tasks, material
+    from ridgeplan.validate.quality.ruler_questions import NoQuestions, question_sets
 
     named = [task for one in names for task in {"all": [*TASKS], "none": []}.get(one, [one])]
     chosen, questions = chosen_tasks(named), None
@@ -154,7 +154,7 @@ def _material(text: str, names: Sequence[str]) -> tuple[Material, tuple[Task, ..
 
 
 def _measured(question: Question, material: Material, known: Sequence[QualityRow]) -> Iterator[list[QualityRow]]:
-    from ridgeplan.validate.quality.run import measure_quality
+    from ridgeplan.validate.quality.measure import measure_quality
 
     with progress() as bars:
         bar = bars.add_task("loading")
@@ -167,7 +167,7 @@ def _measured(question: Question, material: Material, known: Sequence[QualityRow
 
 
 def _report(question: Question, rows: Sequence[QualityRow], path: Path, as_json: bool) -> None:
-    from ridgeplan.validate.quality.run import asked
+    from ridgeplan.validate.quality.measure import asked
 
     found = [row for row in rows if asked(question, row)]
     if as_json:

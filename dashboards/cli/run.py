@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli.lazy_group import examples
+from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.model_inputs import (
     calibration_tokens,
     embedded_or,
@@ -30,8 +30,8 @@ from ridgeplan.dashboards.cli.options import (
     retrieval_head,
 )
 from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
-from ridgeplan.planner.interface.plan_file import SavedPlan
-from ridgeplan.planner.interface.quantities import size_text, time_text
+from ridgeplan.planner.plan_file import SavedPlan
+from ridgeplan.planner.quantities import size_text, time_text
 from ridgeplan.roofline.catalog.profile import load_profile
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider
+from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider, tokens_axis
 from ridgeplan.dashboards.figures.published_table import lines, table_rows
-from ridgeplan.dashboards.figures.style import tokens_axis
 
 MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "meta-llama/Meta-Llama-3-8B")
 SLIDERS = (

@@ -1,16 +1,19 @@
-"""A figure of a paper: what it is called, what may be varied, the rows that it shows, and how they are drawn."""
+"""A figure of a paper: what may be varied, its rows, how they are drawn, the shared look, and PNG files."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+import plotly.io as pio
 
-from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.roofline.catalog.validation import brief
 
 Value = str | int | float
 Row = Mapping[str, Any]
@@ -83,3 +86,54 @@ def csv_text(rows: Sequence[Row]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+# Okabe and Ito's colours, which people with any kind of colour blindness tell apart.
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#666666")
+LIMIT_COLOR = "#d55e00"  # a capacity or a roof
+POWERS_OF_TWO = tuple(1 << power for power in range(21))
+
+
+def colors_of(names: Iterable[str]) -> Mapping[str, str]:
+    """A colour for each distinct name, in the order of their first appearance."""
+    return {name: COLORS[index % len(COLORS)] for index, name in enumerate(dict.fromkeys(names))}
+
+
+def styled(figure: go.Figure, title: str, x: str = "", y: str = "", height: int = 460) -> go.Figure:
+    """The figure with a title, its axes' titles, and a legend at its lower edge."""
+    return figure.update_layout(
+        template="plotly_white", title=title, xaxis_title=x, yaxis_title=y, height=height,
+        margin={"l": 20, "r": 20, "t": 70, "b": 110},
+        legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom"},
+    )  # fmt: skip
+
+
+def tokens_axis(figure: go.Figure, tokens: Sequence[float]) -> go.Figure:
+    """A logarithmic x axis of token counts, with ticks at powers of two."""
+    ticks = [power for power in POWERS_OF_TWO if min(tokens) <= power <= max(tokens)]
+    return figure.update_xaxes(type="log", tickvals=ticks, ticktext=[tokens_text(tick) for tick in ticks])
+
+
+def tokens_text(tokens: int) -> str:
+    """`131072` as `128k`."""
+    return f"{tokens // 1024}k" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+
+
+WIDTH, SCALE = 1000, 2  # pixels, and how many of the file are one of them
+
+
+def can_draw() -> bool:
+    """Whether kaleido is installed."""
+    return find_spec("kaleido") is not None
+
+
+def write_pngs(figures: Mapping[Path, go.Figure]) -> None:
+    """Writes each figure to its path, all in one start of the browser. Raises FigureError without kaleido or Chrome."""
+    if not can_draw():
+        raise FigureError("PNG files need kaleido; allowed: html, csv, or `pip install 'ridgeplan[png]'` first")
+    heights = [figure.layout.height for figure in figures.values()]
+    try:
+        pio.write_images([*figures.values()], [*figures], format="png", width=WIDTH, height=heights, scale=SCALE)
+    except RuntimeError as error:  # of kaleido: no Chrome is there, or it does not start
+        told = " ".join(str(error).split())
+        raise FigureError(f"PNG files need a Chrome that starts; allowed: html, csv. {told}") from error

@@ -8,12 +8,10 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.figures.paper_figure import Row
-from ridgeplan.dashboards.figures.style import colors_of, styled
-from ridgeplan.planner.published import rows as published
-from ridgeplan.planner.published.case import Case
-from ridgeplan.planner.published.memory import fits
-from ridgeplan.planner.published.metrics import METRICS
+from ridgeplan.dashboards.figures.paper_figure import Row, colors_of, styled
+from ridgeplan.validate.papers import rows as published
+from ridgeplan.validate.papers.case import Case, fits
+from ridgeplan.validate.papers.metrics import METRICS
 
 ROW_HEIGHT = 30  # pixels of a line of `dumbbells`
 

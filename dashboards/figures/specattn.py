@@ -8,12 +8,11 @@ from dataclasses import replace
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider
+from ridgeplan.dashboards.figures.paper_figure import COLORS, PaperFigure, Row, Slider, gpu_slider, styled
 from ridgeplan.dashboards.figures.published_table import dumbbells, lines, own_row, table_of, table_rows
-from ridgeplan.dashboards.figures.style import COLORS, styled
-from ridgeplan.planner.published.case import Case
-from ridgeplan.planner.published.metrics import logits_overhead, selection_s, tokens_per_s, tpot_s_of_gammas, unselected
 from ridgeplan.roofline.speculation import MAX_GAMMA
+from ridgeplan.validate.papers.case import Case
+from ridgeplan.validate.papers.metrics import logits_overhead, selection_s, tokens_per_s, tpot_s_of_gammas, unselected
 
 GPU = gpu_slider("h100-nvl")
 MODELS = ("Qwen/Qwen3-8B", "Qwen/Qwen3-4B", "openai/gpt-oss-20b", "meta-llama/Llama-3.1-8B")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +13,13 @@ import streamlit as st
 from ridgeplan import planner
 from ridgeplan.planner import PlanError, Recommendation
 from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION
-from ridgeplan.planner.interface.quantities import count, size_bytes, size_text, tokens, tokens_text
-from ridgeplan.planner.plan import MAX_BATCH
 from ridgeplan.planner.quality import Quality
-from ridgeplan.planner.search import Objective
-from ridgeplan.planner.search.question import Question, ask
-from ridgeplan.planner.support import Backend
+from ridgeplan.planner.quantities import count, size_bytes, size_text, tokens, tokens_text
+from ridgeplan.planner.question import Objective, Question, ask
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.models import list_models
+from ridgeplan.roofline.plan.plan import MAX_BATCH
+from ridgeplan.roofline.plan.support import Backend
 
 IN_URL = "query-params"
 DEFAULT_MODEL, DEFAULT_GPU, DEFAULT_CONTEXT = "meta-llama/Llama-3.1-8B", "h200", "120000"
@@ -146,3 +146,8 @@ def change(changes: dict[str, Any]) -> None:
     """Sets inputs, by the names of `recommend`'s arguments, as if they had been typed. For callbacks of buttons."""
     for name, value in changes.items():
         st.session_state[name] = "" if value is None else value if isinstance(value, bool) else str(value)
+
+
+def escaped(text: str) -> str:
+    """`text` for Markdown to show as it is: names from files could hold links, images or formulas."""
+    return re.sub(r"([\\`*_\[\]<>$~:#|])", r"\\\1", text)

@@ -7,10 +7,9 @@ from typing import Any
 
 import streamlit as st
 
-from ridgeplan.dashboards.charts import suite
-from ridgeplan.dashboards.page.text import escaped
-from ridgeplan.validate.suite.results import SuiteError, SuiteReport
-from ridgeplan.validate.suite.summary import summaries
+from ridgeplan.dashboards.charts import results
+from ridgeplan.dashboards.page.inputs import escaped
+from ridgeplan.validate.suite.report import SuiteError, SuiteReport, summaries
 
 MOST_MB = 16
 WORST = 20  # rows in the table of the largest errors
@@ -36,12 +35,12 @@ def _show_report(report: SuiteReport) -> None:
     rows = [row.to_dict() for row in report.rows]
     for unit in dict.fromkeys(row["unit"] for row in rows):
         alike = [row for row in rows if row["unit"] == unit]
-        st.plotly_chart(suite.scatter(alike, unit), key=f"scatter_{unit}", alt="Predicted over measured")
+        st.plotly_chart(results.scatter(alike, unit), key=f"scatter_{unit}", alt="Predicted over measured")
     if rows:
-        st.plotly_chart(suite.errors(rows), key="errors", alt="Errors by kind")
+        st.plotly_chart(results.errors(rows), key="errors", alt="Errors by kind")
         st.dataframe([_worst_row(row.to_dict()) for row in report.worst_rows(WORST)], hide_index=True, key="worst")
     if report.regret:
-        st.plotly_chart(suite.regrets([one.to_dict() for one in report.regret]), key="regret", alt="Regret")
+        st.plotly_chart(results.regrets([one.to_dict() for one in report.regret]), key="regret", alt="Regret")
 
 
 def _summary_row(one: Mapping[str, Any]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Decode attention over quantized groups and a full-precision buffer, for one to sixteen queries per sequence.
+"""Decode attention over a KV cache, full precision or quantized, and the merge of its split results.
 
 Not here: the codes themselves (kernels/kv_cache), and attention of prompts, for which the runtime uses torch.
 """
@@ -40,7 +40,7 @@ def decode_attention(
     tokens on CUDA, by default enough to fill the GPU. scores: where to leave the earlier tokens' scores, if anywhere.
 
     Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the kernel may start before
-    earlier kernels of the stream have ended, if those allow it (see `ridgeplan.kernels.device.launch`). It waits for
+    earlier kernels of the stream have ended, if those allow it (see `ridgeplan.kernels.device.cuda`). It waits for
     them before it reads q, keys and values, but not before begin, end, groups and codes. So a kernel that writes the
     latter must not let the next kernel start early, and at least one other kernel should run in between.
 
@@ -83,3 +83,24 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV | None, g
             f"codes of batch {codes.batch}, {codes.kv_heads} KV heads and head_dim {codes.head_dim} "
             f"do not fit q {list(q.shape)} and keys {list(keys.shape)}"
         )
+
+
+def merge(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend = "auto") -> Tensor:
+    """Softmax-weighted sum of splits: partial float32 [..., splits, D], lse [..., splits] -> [..., D].
+
+    A partial is normalized over its own tokens, and lse is the natural logarithm of its sum of exponentials. An empty
+    split has lse -inf and weight 0, and its partial is not read; if all splits are empty, the result is 0.
+    """
+    if not uses_gpu_kernel(backend, partial):
+        return merge_reference(partial, lse, dtype)
+    from ridgeplan.kernels.attention.triton import merge_triton
+
+    return merge_triton(partial, lse, dtype)
+
+
+def merge_reference(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same in plain torch."""
+    row_max = lse.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    weights = torch.exp(lse - row_max)[..., None]
+    weighted = torch.where(weights > 0, partial * weights, 0)
+    return (weighted.sum(-2) / weights.sum(-2).clamp_min(torch.finfo(torch.float32).tiny)).to(dtype)

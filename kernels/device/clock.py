@@ -12,6 +12,6 @@ def stamp(out: Tensor, index: int, *, backend: Backend = "auto") -> None:
     if not uses_gpu_kernel(backend, out):
         out[index] = time.perf_counter_ns()
         return
-    from ridgeplan.kernels.device.clock_triton import stamp_triton
+    from ridgeplan.kernels.device.triton_helpers import stamp_triton
 
     stamp_triton(out, index)

@@ -1,4 +1,107 @@
-"""Matrix products of few rows with dense and quantized weights: schedules, launches, GPTQ's inner loop.
+"""Linear layers for few rows, y = x W^T + bias, with dense, 4-bit and 8-bit weights.
 
 Not here: which layers are quantized, and on which calibration data (runtime/quantization).
 """
+
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
+from ridgeplan.kernels.layer import swiglu
+from ridgeplan.kernels.linear.cuda import find_dense_kernel, find_quantized_kernel
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.roofline.cost import Cost
+
+
+def linear_dense(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, backend: Backend = "auto"
+) -> Tensor:
+    """x W^T + bias -> [..., outputs] in x's dtype, sums in float32; gated, `swiglu` of that, [..., outputs / 2].
+
+    x: [..., inputs]; weight: [outputs, inputs] as torch's Linear holds it; bias: [outputs]. On CUDA, few rows of 16
+    bits run in CUDA C++ on Hopper and newer; everything else, and every backend but "auto", is the library's product.
+    The CUDA kernel reads the weight while earlier kernels of the stream may still run (see device/launch.py). If gated,
+    it does not round between the product and the activation.
+    Raises ValueError when x does not match the weight's inputs, or the bias its outputs.
+    """
+    outputs, inputs = weight.shape
+    if x.shape[-1] != inputs:
+        raise ValueError(f"x {list(x.shape)} does not fit a weight of {inputs} inputs")
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {outputs} outputs")
+    uses_gpu_kernel(backend, x)  # raises ValueError for an unknown backend
+    rows = x.reshape(-1, inputs)
+    kernel = find_dense_kernel(rows, weight, gated) if backend == "auto" else None
+    if kernel is not None:
+        narrow = None if bias is None else bias.to(x.dtype).contiguous()
+        return kernel.run(rows, weight, bias=narrow).view(*x.shape[:-1], -1)
+    if gated:
+        return swiglu(linear_dense(x, weight, bias, backend=backend), backend=backend)
+    return linear_dense_reference(x, weight, bias)
+
+
+def linear_dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The library's product."""
+    return functional.linear(x, weight, bias)
+
+
+def linear_dense_cost(x: Tensor, weight: Tensor, gated: bool = False) -> Cost:
+    """Declared cost of `linear_dense`: the weight and x read once; outputs, or their gated half, written once."""
+    outputs, inputs = weight.shape
+    rows = x.numel() // inputs
+    return Cost(
+        flops=2 * rows * outputs * inputs,
+        read_bytes=weight.nbytes + x.numel() * x.element_size(),
+        write_bytes=rows * (outputs // 2 if gated else outputs) * x.element_size(),
+    )
+
+
+QuantizedWeight = Int4Weight | Int8Weight
+
+
+def linear_quantized(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, *, gated: bool = False, backend: Backend = "auto"
+) -> Tensor:
+    """x W^T + bias -> [..., outputs] in x's dtype, sums in float32; gated, `swiglu` of that, [..., outputs / 2].
+
+    x: [..., inputs]; bias: [outputs], rounded to x's dtype. On CUDA, up to 64 rows of a 16-bit dtype run in CUDA C++
+    on Hopper and newer, other few rows in a Triton kernel, and many rows in the library's product with a dense copy, a
+    slab of outputs at a time. The CUDA kernel reads the weight while earlier kernels of the stream may still run (see
+    device/launch.py). If gated, it does not round between the product and the activation.
+    Raises ValueError when x does not match the weight's inputs, or the bias its outputs.
+    """
+    if x.shape[-1] != weight.inputs:
+        raise ValueError(f"x {list(x.shape)} does not fit a weight of {weight.inputs} inputs")
+    if bias is not None:
+        if bias.shape != (weight.outputs,):
+            raise ValueError(f"bias {list(bias.shape)} does not fit a weight of {weight.outputs} outputs")
+        bias = bias.to(x.dtype).contiguous()
+    rows = x.reshape(-1, weight.inputs)
+    on_gpu = uses_gpu_kernel(backend, x)
+    kernel = find_quantized_kernel(rows, weight, gated) if on_gpu and backend == "auto" else None
+    if kernel is not None:
+        return kernel.run(rows, *(plane.packed for plane in weight.planes), bias=bias).view(*x.shape[:-1], -1)
+    if gated:
+        return swiglu(linear_quantized(x, weight, bias, backend=backend), backend=backend)
+    if not on_gpu:
+        out = linear_quantized_reference(rows, weight, bias)
+    else:
+        from ridgeplan.kernels.linear.triton import linear_quantized_triton
+
+        out = linear_quantized_triton(rows, weight, bias)
+    return out.view(*x.shape[:-1], weight.outputs)
+
+
+def linear_quantized_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """The same in plain torch, in float32 throughout."""
+    return functional.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def linear_quantized_cost(x: Tensor, weight: QuantizedWeight, gated: bool = False) -> Cost:
+    """Declared cost of `linear_quantized`: the weight and x read once; outputs, or their gated half, written once."""
+    rows = x.numel() // weight.inputs
+    return Cost(
+        flops=2 * rows * weight.outputs * weight.inputs,
+        read_bytes=weight.bytes + x.numel() * x.element_size(),
+        write_bytes=rows * (weight.outputs // 2 if gated else weight.outputs) * x.element_size(),
+    )

@@ -31,7 +31,7 @@ def gptq_round(
         raise ValueError(f"near {list(near.shape)} must have the shape of steps {list(steps.shape)}")
     if not uses_gpu_kernel(backend, steps):
         return gptq_round_reference(steps, feedback, near, top_code)
-    from ridgeplan.kernels.linear.gptq_round_triton import gptq_round_triton
+    from ridgeplan.kernels.linear.triton import gptq_round_triton
 
     return gptq_round_triton(steps, feedback, near, top_code)
 

@@ -6,9 +6,16 @@ docs/kernels/linear.md has the measurements behind the numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
-from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS, TILE_OUTPUTS
+from ridgeplan.kernels.linear.weights import PAIR_BYTES
+from ridgeplan.roofline.execution import (
+    CUDA_FUSED_SWIGLU_ROWS,
+    CUDA_LARGE_GEMM_ROWS,
+    CUDA_MANY_CHANNELS,
+    CUDA_SKINNY_GEMM_ROWS,
+    TILE_OUTPUTS,
+)
 
 CLUSTER_SIZES = (1, 2, 4, 8)
 SUM_BUFFERS = 2  # buffers of an output tile's sums, as in csrc/config.cuh
@@ -203,3 +210,99 @@ class LinearSchedule:
             "FUSE_SWIGLU": int(self.gated),
         }
         return (*(f"-D{name}={value}" for name, value in macros.items()), *self.weights.macros)
+
+
+K_TILE_INPUTS = 32
+MAX_DENSE_ROWS = CUDA_SKINNY_GEMM_ROWS
+NARROW_INPUTS = 768  # with fewer, reducing and storing sums dominates, and the library is as fast for half as many rows
+
+FORMAT = WeightFormat(
+    bits=16,
+    k_tile_inputs=K_TILE_INPUTS,
+    k_tile_bytes=2 * TILE_OUTPUTS * K_TILE_INPUTS,
+    stage_padding_bytes=64 * TILE_OUTPUTS,
+    x_sum_bytes=0,
+    mma_warps=4,
+    before_x_bytes=68 * 1024,
+    after_x_bytes=68 * 1024,
+    long_after_x_bytes=1 << 20,
+    trigger_stages=3,
+    max_equal_stages=1 << 20,
+)
+
+# In order of preference: the first is used whose pipeline is deep enough beside x.
+SPLITS = (
+    SplitK(ways=1, stage_inputs=1024, min_stages=4),
+    SplitK(ways=1, stage_inputs=512, min_stages=4, max_inputs=8192),
+    SplitK(ways=2, stage_inputs=1024, min_stages=4),
+    SplitK(ways=4, stage_inputs=1024, min_stages=3),
+    SplitK(ways=8, stage_inputs=1024, min_stages=3),
+    # For outputs whose sums would fill a cluster's shared memory, and for gated ones, which are never split.
+    SplitK(ways=1, stage_inputs=512, min_stages=2),
+)
+
+
+@cache
+def make_dense_schedule(
+    rows: int, outputs: int, inputs: int, bf16: bool, gated: bool, device: DeviceLimits
+) -> LinearSchedule | None:
+    """One pass over the weight, with x in shared memory; None if none fits, or if the library is as fast."""
+    narrow = inputs < NARROW_INPUTS and outputs > CUDA_MANY_CHANNELS
+    few_rows = CUDA_LARGE_GEMM_ROWS // 2 if narrow else CUDA_LARGE_GEMM_ROWS
+    if rows > MAX_DENSE_ROWS or (rows > few_rows and max(inputs, outputs) > CUDA_MANY_CHANNELS):
+        return None
+    schedules = (LinearSchedule(FORMAT, split, device, bf16, rows, outputs, inputs, rows, gated) for split in SPLITS)
+    return next((schedule for schedule in schedules if schedule.fits), None)
+
+
+MAX_QUANTIZED_ROWS = 64  # rows of x; with more, reading the codes once per 16 rows costs more than a dense copy
+ROWS_PER_PASS = (16, 8, 4, 2, 1)
+
+
+def splits(bits: int) -> tuple[SplitK, ...]:
+    """In order of preference: the first is used whose pipeline is deep enough beside x.
+
+    A stage holds as many bytes with any number of bits.
+    """
+    whole = 16384 // bits
+    return (
+        SplitK(ways=1, stage_inputs=whole, min_stages=4),
+        SplitK(ways=1, stage_inputs=whole // 2, min_stages=4, max_inputs=8192),
+        SplitK(ways=2, stage_inputs=whole, min_stages=3),
+        SplitK(ways=4, stage_inputs=whole, min_stages=2),
+        SplitK(ways=8, stage_inputs=whole, min_stages=2),
+        # For outputs whose sums would fill a cluster's shared memory, and for gated ones, which are never split.
+        SplitK(ways=1, stage_inputs=whole // 2, min_stages=2),
+    )
+
+
+def weight_format(group: int, bits: int = 4) -> WeightFormat:
+    """The format of weights with one scale per `group` inputs, in each of their 4-bit planes."""
+    return WeightFormat(
+        bits=bits,
+        k_tile_inputs=group,
+        k_tile_bytes=bits // 4 * (8 * group + PAIR_BYTES),
+        stage_padding_bytes=0,
+        x_sum_bytes=4,
+        mma_warps=8,
+        before_x_bytes=32 * 1024,
+        after_x_bytes=36 * 1024,
+        long_after_x_bytes=72 * 1024,
+        trigger_stages=0,
+        max_equal_stages=2,
+        macros=(f"-DGROUP={group}",),
+    )
+
+
+@cache
+def make_quantized_schedule(
+    rows: int, outputs: int, inputs: int, group: int, bf16: bool, gated: bool, device: DeviceLimits, bits: int = 4
+) -> LinearSchedule | None:
+    """The fewest passes over the codes for which each pass's rows of x fit shared memory; None if none does."""
+    for most_rows in ROWS_PER_PASS:
+        for split in splits(bits):
+            rows_per_pass, weights = min(rows, most_rows), weight_format(group, bits)
+            schedule = LinearSchedule(weights, split, device, bf16, rows, outputs, inputs, rows_per_pass, gated)
+            if schedule.fits:
+                return schedule
+    return None

@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
-from ridgeplan.kernels.sampling.distribution import Choice, Distribution, Greedy, VerifyResult
+from ridgeplan.kernels.sampling.cuda import find_kernel
 from ridgeplan.kernels.sampling.reference import (
+    Choice,
+    Distribution,
+    Greedy,
+    VerifyResult,
     count_accepted,
     draw_reference,
     kth_largest,
@@ -19,7 +23,6 @@ from ridgeplan.kernels.sampling.reference import (
     rejection_sample_reference,
     softmax_distribution_reference,
 )
-from ridgeplan.kernels.sampling.top_k_top_p_cuda import find_kernel
 
 
 def filter_logits(
@@ -52,7 +55,7 @@ def softmax_distribution(
     """The distribution over logits [..., vocab] of at least `cutoff`, float32 [...], at a temperature above 0."""
     if not uses_gpu_kernel(backend, logits):
         return softmax_distribution_reference(logits, temperature, cutoff)
-    from ridgeplan.kernels.sampling.softmax_triton import softmax_distribution_triton
+    from ridgeplan.kernels.sampling.triton import softmax_distribution_triton
 
     return softmax_distribution_triton(logits, temperature, cutoff)
 
@@ -61,7 +64,7 @@ def greedy(logits: Tensor, *, backend: Backend = "auto") -> Greedy:
     """The likeliest token of each row of logits [..., vocab]; of ties, the first."""
     if not uses_gpu_kernel(backend, logits):
         return Greedy(logits.argmax(-1))
-    from ridgeplan.kernels.sampling.greedy_triton import greedy_triton
+    from ridgeplan.kernels.sampling.triton import greedy_triton
 
     return greedy_triton(logits)
 
@@ -72,7 +75,7 @@ def draw(choice: Choice, uniform: Tensor, *, backend: Backend = "auto") -> Tenso
         return choice.best
     if not uses_gpu_kernel(backend, choice.logits):
         return draw_reference(choice, uniform)
-    from ridgeplan.kernels.sampling.rejection_triton import draw_triton
+    from ridgeplan.kernels.sampling.triton import draw_triton
 
     return draw_triton(choice, uniform)
 
@@ -102,7 +105,7 @@ def rejection_sample(
     drawn = [_sampled(draft) for draft in drafts]
     if not uses_gpu_kernel(backend, target.logits):
         return rejection_sample_reference(target, drawn, drafted, max_tokens, uniform)
-    from ridgeplan.kernels.sampling.rejection_triton import rejection_sample_triton
+    from ridgeplan.kernels.sampling.triton import rejection_sample_triton
 
     return rejection_sample_triton(target, drawn, drafted, max_tokens, uniform)
 
@@ -111,7 +114,7 @@ def _agree(target: Greedy, drafted: Tensor, max_tokens: Tensor, backend: Backend
     if not uses_gpu_kernel(backend, drafted):
         accepted, full, verified = count_accepted(drafted == target.best[:, :-1], max_tokens)
         return VerifyResult(target.best, accepted + (~full).long(), accepted, verified)
-    from ridgeplan.kernels.sampling.greedy_triton import agree_triton
+    from ridgeplan.kernels.sampling.triton import agree_triton
 
     return agree_triton(target, drafted, max_tokens)
 

@@ -1,13 +1,12 @@
 """Declared costs of the selection kernels, counted from their tensors.
 
-The cost model uses the formulas of `ridgeplan.roofline.sparsity.sparse_ops`; a test checks that both are equal.
+The cost model uses the formulas of `ridgeplan.roofline.ops`; a test checks that both are equal.
 """
 
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
 from ridgeplan.roofline.cost import Cost
 
 SCORE_BYTES = 4

@@ -1,6 +1,6 @@
-"""What sparse drafts read beside a layer's codes: 2-bit keys to choose tokens by, and values that lie by token.
+"""What sparse drafts read beside a layer's codes: 2-bit keys to choose tokens by, and values stored token by token.
 
-    key_two_bit  uint8 [B, Hkv, groups, G, D/4]   channel j in bits 0-1, j + D/4 in 2-3, j + D/2 in 4-5, j + 3D/4 in 6-7
+key_two_bit  uint8 [B, Hkv, groups, G, D/4]   channel j in bits 0-1, j + D/4 in 2-3, j + D/2 in 4-5, j + 3D/4 in 6-7
     value_rows   uint8 [B, Hkv, groups, G, D/2]   channel j low nibble, channel j + D/2 high
 
 A 2-bit key is the two upper bits of its upper code, so it needs no scale of its own: with code c in 0..3, it stands for
@@ -68,7 +68,7 @@ def pack_draft_planes(
     if not uses_gpu_kernel(backend, codes.key_upper):
         pack_draft_planes_reference(codes, out, group_index, groups, mask)
         return
-    from ridgeplan.kernels.selection.draft_planes_triton import pack_draft_planes_triton
+    from ridgeplan.kernels.selection.triton import pack_draft_planes_triton
 
     pack_draft_planes_triton(codes, (out.key_two_bit, out.value_rows), group_index, groups, mask)
 
@@ -102,3 +102,71 @@ def token_major(value_upper: Tensor) -> Tensor:
 def unpack_two_bit(key_two_bit: Tensor) -> Tensor:
     """Codes 0..3 [..., D] as float32 of packed ones [..., D/4]."""
     return torch.cat([(key_two_bit >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1).float()
+
+
+SAMPLES = 8  # groups of a row that say how much each query head weighs
+
+
+@dataclass(frozen=True, eq=False)
+class TwoBitKeys:
+    """codes: uint8 [B, Hkv, groups, G, D/4], see `DraftPlanes.key_two_bit`. scale, minimum: float16 [B, Hkv, groups,
+    D], those of the keys' upper codes.
+
+    Raises ValueError for shapes that disagree.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+
+    def __post_init__(self) -> None:
+        if self.scale.shape != self.minimum.shape or self.codes.shape[:3] != self.scale.shape[:3]:
+            raise ValueError(f"2-bit keys of {list(self.codes.shape)} do not fit scales {list(self.scale.shape)}")
+
+    @classmethod
+    def of(cls, codes: QuantizedKV, planes: DraftPlanes) -> TwoBitKeys:
+        """Views of a layer's codes and planes."""
+        return cls(planes.key_two_bit, codes.key_scale, codes.key_min)
+
+    @classmethod
+    def allocate(
+        cls, batch: int, kv_heads: int, groups: int, group: int, head_dim: int, device: torch.device
+    ) -> TwoBitKeys:
+        """Zero-filled keys of `groups` groups of `group` tokens per row."""
+        codes = torch.zeros(batch, kv_heads, groups, group, head_dim // 4, dtype=torch.uint8, device=device)
+        pairs = [torch.zeros(batch, kv_heads, groups, head_dim, dtype=torch.float16, device=device) for _ in range(2)]
+        return cls(codes, *pairs)
+
+    def rows(self, rows: slice) -> TwoBitKeys:
+        """A view of some rows of the batch."""
+        return TwoBitKeys(self.codes[rows], self.scale[rows], self.minimum[rows])
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.codes.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of KV heads."""
+        return self.codes.shape[1]
+
+    @property
+    def groups(self) -> int:
+        """Capacity of a row, in groups."""
+        return self.codes.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Tokens per group."""
+        return self.codes.shape[3]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels per head."""
+        return self.scale.shape[3]
+
+    @property
+    def bytes(self) -> int:
+        """Storage."""
+        return self.codes.nbytes + self.scale.nbytes + self.minimum.nbytes

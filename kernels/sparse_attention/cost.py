@@ -1,6 +1,6 @@
 """Declared costs of sparse decode attention, counted from its tensors.
 
-The cost model uses the formulas of `ridgeplan.roofline.sparsity.sparse_ops`; a test checks that both are equal.
+The cost model uses the formulas of `ridgeplan.roofline.ops`; a test checks that both are equal.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,7 @@ from ridgeplan.kernels.attention.cost import split_attention_cost
 from ridgeplan.kernels.device.launch_metadata import launch_metadata
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.cost import two_bit_cost
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
 from ridgeplan.roofline.cost import Cost
 
 INDEX_BYTES = 4

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.acceptance.drafts import SELECTIONS
-from ridgeplan.planner.acceptance.rows import core_name, variant_name
-from ridgeplan.planner.axes.draft_selection import draft_selection
-from ridgeplan.planner.policies import SELECTIONS as POLICIES
+from ridgeplan.planner.acceptance.rows import SELECTIONS, core_name, variant_name
+from ridgeplan.roofline.plan.draft_selection import draft_selection
+from ridgeplan.roofline.plan.policies import SELECTIONS as POLICIES
 
 Effect = tuple[str, ...]
 Part = Mapping[Effect, Any]  # numbers, or arrays of one shape

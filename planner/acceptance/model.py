@@ -14,19 +14,28 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.acceptance.drafts import SELECTIONS, differences, draft_names, plan_differences, row_name
 from ridgeplan.planner.acceptance.effects import Subject, place_of
-from ridgeplan.planner.acceptance.regression import Fit, Observation, fit
-from ridgeplan.planner.acceptance.rows import AcceptanceRow, core_name, merged, shipped_rows, variant_name
-from ridgeplan.planner.acceptance.start import start_of
-from ridgeplan.planner.plan import Plan
+from ridgeplan.planner.acceptance.regression import Fit, Observation, fit, start_of
+from ridgeplan.planner.acceptance.rows import (
+    SELECTIONS,
+    AcceptanceRow,
+    core_name,
+    differences,
+    draft_names,
+    merged,
+    plan_differences,
+    row_name,
+    shipped_rows,
+    variant_name,
+)
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import SOURCES, Profile
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.plan.plan import Plan
 
 # Deviations on either side that hold 90%: of Student's t with 6 degrees, as 7 models say how much models differ.
 BAND = 1.943
 NEAR = 2.0  # factor of context and ratio within which a model's own row speaks for a plan
-# What a plan's drafts run with: dtype, and the quantizer of their 4-bit weights (runtime/quantization/calibrate.py).
+# What a plan's drafts run with: dtype, and the quantizer of their 4-bit weights (runtime/quantization/calibration.py).
 EXECUTION = {"gpu": ("bfloat16", "gptq"), "cpu": ("float32", "diagonal")}
 
 

@@ -1,4 +1,4 @@
-"""Rows of known acceptance: those that ship (rows.toml, measured/*.json) and files of `ridgeplan acceptance`.
+"""Rows of known acceptance, and how the draft of a row differs from its target in bits and tokens.
 
 A row is one figure with what it depends on: the draft, the model, the context, the text, and how it was measured.
 """
@@ -14,14 +14,52 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.planner.acceptance.drafts import DRAFTS
-from ridgeplan.planner.axes.draft_selection import MIN_RATIO
-from ridgeplan.planner.plan import MAX_TOKENS, PlanError
-from ridgeplan.roofline.catalog.checks import Checked, build, number, one_of, text, whole
 from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
-from ridgeplan.roofline.catalog.mistakes import brief
 from ridgeplan.roofline.catalog.profile import SOURCES
+from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, whole
+from ridgeplan.roofline.plan.draft_selection import MIN_RATIO
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, DraftCodes, KVFormat, Plan, PlanError
+from ridgeplan.roofline.plan.policies import selections
+from ridgeplan.roofline.plan.policies.base import Role
+from ridgeplan.roofline.plan.policies.selections import ALL
 from ridgeplan.roofline.speculation import MAX_GAMMA, conditional_acceptance
+
+BITS = ("kv8", "kv4", "w4")
+SELECTIONS = tuple(policy.name for policy in selections(Role.DRAFT) if policy is not ALL)
+FEWER_BITS = ("w4kv4", "w4", "kv4")  # that drafts may have besides reading fewer tokens
+# Names of rows: one difference, both kinds of fewer bits, or fewer bits of fewer tokens.
+DRAFTS = (*BITS, "w4kv4", *SELECTIONS, *(f"{bits}+{tokens}" for tokens in SELECTIONS for bits in FEWER_BITS))
+
+
+@cache
+def differences(draft: str) -> tuple[str, ...]:
+    """The single differences that a row's draft has together."""
+    return tuple(one for name in draft.split("+") for one in (("w4", "kv4") if name == "w4kv4" else (name,)))
+
+
+def row_name(plan: Plan) -> str:
+    """The draft of a row that is measured with the plan; "" for drafts that are certain to be accepted."""
+    return "+".join(draft_names(plan))
+
+
+def draft_names(plan: Plan) -> tuple[str, ...]:
+    """The drafts, as rows name them, that a plan's drafts are together."""
+    found = plan_differences(plan)
+    return ("w4kv4", *found[2:]) if found[:2] == ("w4", "kv4") else found
+
+
+def plan_differences(plan: Plan) -> tuple[str, ...]:
+    """The differences between a plan's drafts and its target; none for drafts that are certain to be accepted."""
+    speculation = plan.speculation
+    if not speculation.active:
+        return ()
+    weights = ("w4",) if plan.weights.draft_bits == 4 and plan.weights.draft_differs else ()
+    codes = ("kv4",) if speculation.codes is DraftCodes.UPPER else ()
+    tokens = (speculation.selection.name,) if speculation.sparse else ()
+    found = (*weights, *codes, *tokens)
+    # Drafts of a cache with an INT4 shadow that read its full precision: priced like INT8 storage.
+    return found or (("kv8",) if plan.kv.format is KVFormat.SHADOW else ())
+
 
 ROWS_SCHEMA = 1
 REMEASURE = "make it again with `ridgeplan acceptance`"

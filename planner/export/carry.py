@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from ridgeplan.planner.export.drafts import Drafts, Rounds, ranges
 from ridgeplan.planner.export.request import Request, Served
-from ridgeplan.planner.plan import DraftCodes, KVFormat, require
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.device import GIB
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.latency import GIB
+from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, require
 
 MAX_OFFLOAD_SHARE = 0.9  # of the weights; the rest is embeddings, norms and what engines never offload
 UNQUANTIZED = ("bf16", "float32")

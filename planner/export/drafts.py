@@ -16,7 +16,7 @@ from ridgeplan.planner.export.engine_profile import EngineProfile, Step
 from ridgeplan.planner.export.engines import Engine
 from ridgeplan.planner.export.schema import Schema
 from ridgeplan.roofline.catalog.hardware import Hardware
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.speculation import tokens_per_round
 

@@ -1,6 +1,6 @@
-"""An engine's speed in a few parameters, fitted to its measured rows: the time of a decode step.
+"""Speed of an engine in a few parameters, fitted to its measured rows: the time of a decode step.
 
-    step = launches x launch_s + sum over operations of max(bytes / (bandwidth x u), FLOPs / (peak x v))
+step = launches x launch_s + sum over operations of max(bytes / (bandwidth x u), FLOPs / (peak x v))
 
 The bytes, FLOPs and launches are those of roofline's passes. Fitted are launch_s, u of the weights, and u of the KV of
 each kind of dtype; v is the share of the peak that libraries' kernels reach on the calibrated machine.
@@ -11,18 +11,63 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
-from ridgeplan.planner.export.kv_dtypes import DTYPES
-from ridgeplan.planner.export.measured import EngineRow, measured_rows
+from ridgeplan.planner.export.engines import DTYPES
+from ridgeplan.roofline.catalog.documents import read_tables
 from ridgeplan.roofline.catalog.hardware import Hardware, load_hardware
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.catalog.validation import Checked, build, flag, number, one_of, parts, text, whole
+from ridgeplan.roofline.cost import Term, maximum
 from ridgeplan.roofline.passes import Op, PassTerms, decode_pass
-from ridgeplan.roofline.term_math import maximum
+
+WEIGHTS = ("bf16", "fp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRow(Checked):
+    """One measured time per output token. weights and kv: formats by the engine's names; "auto" is the model's."""
+
+    context: int = whole(1, 10**8)
+    batch: int = whole(1, 10**5)
+    tpot_ms: float = number(1e-3, 1e6)
+    weights: str = one_of(WEIGHTS, default="bf16")
+    kv: str = text("auto")
+    held_out: bool = flag(False)
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits per weight of the linear layers."""
+        return 8 if self.weights == "fp8" else 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRows(Checked):
+    """All rows of one engine, model and machine."""
+
+    engine: str = text()
+    version: str = text()
+    device: str = text()
+    hardware: str = text()
+    model: str = text()
+    source: str = text()
+    rows: tuple[EngineRow, ...] = parts(EngineRow)
+
+    @property
+    def fitted(self) -> tuple[EngineRow, ...]:
+        """The rows that the profile is fitted to."""
+        return tuple(row for row in self.rows if not row.held_out)
+
+
+@cache
+def measured_rows(engine: str) -> EngineRows:
+    """The rows of an engine. Raises KeyError for an engine that was not measured."""
+    return build(EngineRows, read_tables(Path(__file__).with_name("measured.toml"))[engine])
+
 
 BF16_BYTES = 2
 BAND = 1.645  # deviations on either side that hold 90%

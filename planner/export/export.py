@@ -1,20 +1,64 @@
-"""`export`: a plan as another engine's serve command, with what that engine will reach."""
+"""Export of a plan as the serve command of another engine, with what that engine will reach."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ridgeplan.planner.export import drafts as drafting
 from ridgeplan.planner.export.carry import Carried, rounds_of, served
-from ridgeplan.planner.export.command import Command
 from ridgeplan.planner.export.engine_profile import BAND
-from ridgeplan.planner.export.kv_dtypes import DTYPES
+from ridgeplan.planner.export.engines import DTYPES
 from ridgeplan.planner.export.request import Request, Served
 from ridgeplan.planner.export.rules import Rule, applying
-from ridgeplan.planner.plan import require
 from ridgeplan.roofline.catalog.profile import TRANSFER_SPREAD
+from ridgeplan.roofline.plan.plan import require
+
+
+@dataclass(frozen=True)
+class Command:
+    """serve: the words before the arguments. arguments: names with a number, a text, True for a flag, or an object."""
+
+    serve: tuple[str, ...]
+    arguments: tuple[tuple[str, Any], ...]
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The arguments as words."""
+        return tuple(word for name, value in self.arguments for word in _words(name, value))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The whole command."""
+        return (*self.serve, *self.options)
+
+    def shell(self) -> str:
+        """The command for a POSIX shell, one argument a line."""
+        lines = [shlex.join(self.serve), *(shlex.join(_words(name, value)) for name, value in self.arguments)]
+        return " \\\n  ".join(lines)
+
+    def yaml(self) -> str:
+        """The same arguments as YAML for `--config`; objects are JSON texts, as the arguments themselves are."""
+        lines = (f"{name.removeprefix('--')}: {_scalar(value)}" for name, value in self.arguments)
+        return "\n".join([f"# {shlex.join(self.serve)} --config THIS-FILE", *lines, ""])
+
+
+def _words(name: str, value: Any) -> Iterator[str]:
+    yield name
+    if value is not True:
+        yield value if isinstance(value, str) else json.dumps(value)
+
+
+def _scalar(value: Any) -> str:
+    """A YAML scalar: JSON's numbers, booleans and texts are YAML too; texts of objects are quoted once more."""
+    if isinstance(value, dict):
+        text = json.dumps(value).replace("'", "''")
+        return f"'{text}'"
+    return json.dumps(value)
+
 
 UNPREDICTED_PARALLEL = "times on several GPUs are not predicted"
 UNPREDICTED_DRAFTS = "the draft model is not known, so its times are not predicted"

@@ -10,15 +10,14 @@ from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.export.drafts import Drafts
 from ridgeplan.planner.export.engine_profile import BF16_BYTES, EngineProfile, Step, engine_profile
-from ridgeplan.planner.export.engines import Engine
-from ridgeplan.planner.export.kv_dtypes import DTYPES
+from ridgeplan.planner.export.engines import DTYPES, Engine
 from ridgeplan.planner.export.schema import Schema
-from ridgeplan.planner.plan import Plan
 from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.device import GIB
+from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.memory import weight_memory, windowed_tokens
+from ridgeplan.roofline.plan.plan import Plan
 
 CALIBRATED = "vllm"  # the engine whose rows were measured; others are predicted by its profile
 

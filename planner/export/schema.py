@@ -1,6 +1,6 @@
 """The arguments that an engine's serve command takes, by version, and a parser of them.
 
-`ridgeplan.validate.engine_arguments.extract` writes the files from the engines' wheels.
+`engine_arguments` writes the files from the engines' wheels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ridgeplan.planner.plan import PlanError, require
+from ridgeplan.roofline.plan.plan import PlanError, require
 
 FOLDER = Path(__file__).with_name("schemas")
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")

@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.checks import (
+from ridgeplan.roofline.catalog.documents import Catalog, build_catalog, letters_and_digits, read_tables
+from ridgeplan.roofline.catalog.validation import (
     Checked,
     InvalidField,
+    brief,
     build,
     number,
     one_of,
@@ -18,8 +20,6 @@ from ridgeplan.roofline.catalog.checks import (
     texts_by_name,
     whole,
 )
-from ridgeplan.roofline.catalog.mistakes import brief
-from ridgeplan.roofline.catalog.named_tables import Catalog, build_catalog, letters_and_digits, read_tables
 
 
 class UnknownHardware(ValueError):

@@ -4,13 +4,12 @@ import re
 from functools import cache
 from pathlib import Path
 
-from ridgeplan.roofline.catalog.mistakes import brief
-from ridgeplan.roofline.catalog.model_files.gguf_shape import shape_from_gguf
-from ridgeplan.roofline.catalog.model_files.hub import fetched_config
-from ridgeplan.roofline.catalog.model_files.huggingface import shape_from_config_file
-from ridgeplan.roofline.catalog.named_tables import Catalog, build_catalog, existing_path, read_tables
-from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape, UnknownModel
-from ridgeplan.roofline.catalog.user_folders import NoHomeFolder, hub_folder
+from ridgeplan.roofline.catalog.config_json import fetched_config, shape_from_config_file
+from ridgeplan.roofline.catalog.documents import Catalog, build_catalog, existing_path, read_tables
+from ridgeplan.roofline.catalog.gguf import shape_from_gguf
+from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, UnknownModel
+from ridgeplan.roofline.catalog.paths import NoHomeFolder, hub_folder
+from ridgeplan.roofline.catalog.validation import brief
 
 _SHIPPED = Path(__file__).with_name("models.toml")
 _HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", re.ASCII)

@@ -12,8 +12,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.checks import (
+from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.catalog.validation import (
     Checked,
+    brief,
     build,
     flag,
     number,
@@ -26,9 +29,6 @@ from ridgeplan.roofline.catalog.checks import (
     texts_by_name,
     whole,
 )
-from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
-from ridgeplan.roofline.catalog.hardware import Hardware
-from ridgeplan.roofline.catalog.mistakes import brief
 
 PROFILE_SCHEMA = 3
 # From strongest to weakest. "extrapolated" is a prediction beyond all data that it was fitted to.

@@ -19,19 +19,15 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
-from ridgeplan.planner.axes.offload import HostPart
-from ridgeplan.planner.plan import DraftCodes
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.runtime.kv.codes import CodedLayers
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.plan.plan import DraftCodes, HostPart
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, LayerReads
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.metadata import AttentionMetadata, LayerReads
-from ridgeplan.runtime.kv.offload.host_store import HostKVStore
-from ridgeplan.runtime.kv.offload.layer_stream import LayerStream
-from ridgeplan.runtime.kv.offload.movable import MovableCodes
-from ridgeplan.runtime.kv.offload.slot_loader import Choice, LoadsAhead, SlotLoader
-from ridgeplan.runtime.kv.store import KVStore
+from ridgeplan.runtime.kv.storage import CodedLayers, KVStore, MovableCodes
+from ridgeplan.runtime.offload.host_store import HostKVStore
+from ridgeplan.runtime.offload.slots import Choice, LoadsAhead, SlotLoader
+from ridgeplan.runtime.offload.streaming import LayerStream
 
 
 class Cache:

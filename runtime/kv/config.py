@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ridgeplan.planner.axes.offload import HostPart
-from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan
-from ridgeplan.planner.policies import evicted_to
-from ridgeplan.planner.policies.eviction.budgets import kept_tokens
 from ridgeplan.roofline.execution import quantized_groups
+from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVCache, KVFormat, Plan
+from ridgeplan.roofline.plan.policies import evicted_to
+from ridgeplan.roofline.plan.policies.evictions import kept_tokens
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,12 @@ import torch
 from torch import Tensor
 
 from ridgeplan.roofline.execution import prompt_chunks
-from ridgeplan.runtime.arena import Arena
+from ridgeplan.runtime.buffers import Arena
+from ridgeplan.runtime.eviction.base import compact, largest
+from ridgeplan.runtime.eviction.prompt import prompt_layer
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.kv.eviction.base import compact, largest
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prefill import (
-    Destination,
-    LayerBuffers,
-    Parts,
-    attend_layer,
-    finish_layer,
-    project_layer,
-)
-from ridgeplan.runtime.model.prompt_eviction import prompt_layer
+from ridgeplan.runtime.model.prefill import Destination, LayerBuffers, Parts, attend_layer, finish_layer, project_layer
 from ridgeplan.runtime.model.weights import DecoderWeights
 
 

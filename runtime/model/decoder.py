@@ -7,12 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.layer.norm import add_rms_norm
-from ridgeplan.kernels.layer.rope import Tables, rope_append, rotary_tables
+from ridgeplan.kernels.layer import Tables, add_rms_norm, rope_append, rotary_tables
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.kv.metadata import AttentionMetadata
+from ridgeplan.runtime.model.config import DecoderConfig
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
-from ridgeplan.runtime.model_config import DecoderConfig
 
 
 class Decoder:

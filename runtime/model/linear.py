@@ -1,7 +1,8 @@
-"""Linear layers: dense, 4-bit and 8-bit weights, on the package's CUDA kernels or torch's CPU kernels."""
+"""Linear layers of a decoder in every weight format, and the gated MLP made of them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.layer.swiglu import swiglu
-from ridgeplan.kernels.linear.dense import linear_dense
-from ridgeplan.kernels.linear.quantized import linear_quantized
-from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
-from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
+from ridgeplan.kernels.layer import swiglu
+from ridgeplan.kernels.linear import linear_dense, linear_quantized
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS
 
 ROW_MULTIPLE = 16  # torch's int4 kernel needs multiples of this many outputs
@@ -161,3 +160,18 @@ def _thin_product(x: Tensor, weight: Tensor) -> Tensor:
     """
     left = x if len(x) > 1 else x.expand(2, -1).contiguous()
     return (weight @ left.t()).t()[: len(x)].contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)) of x [..., hidden]. gate_up: gate and up projections, stacked in this order."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.gate_up(x, gated=True))
+
+    def with_projections(self, change: Callable[[Linear], Linear]) -> GatedMLP:
+        """The same MLP with `change` applied to each projection."""
+        return GatedMLP(change(self.gate_up), change(self.down))

@@ -19,18 +19,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from ridgeplan.kernels.attention import MOST_QUERIES, decode_attention
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import (
     PADDED_PROMPT_TOKENS,
     PREFILL_ATTENDED_TOKENS,
     PREFILL_CHUNK_TOKENS,
     padded_prompt,
 )
-from ridgeplan.runtime.arena import Arena
+from ridgeplan.runtime.buffers import Arena
+from ridgeplan.runtime.eviction.base import EvictionPolicy
+from ridgeplan.runtime.eviction.prompt import PromptEviction, longest_text
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.kv.eviction import EvictionPolicy
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prompt_eviction import PromptEviction, longest_text
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

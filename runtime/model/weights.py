@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ridgeplan.runtime.model.linear import Int4, Int8, Linear
-from ridgeplan.runtime.model.mlp import GatedMLP
+from ridgeplan.runtime.model.linear import GatedMLP, Int4, Int8, Linear
 
 
 @dataclass(frozen=True, eq=False)

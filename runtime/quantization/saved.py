@@ -23,14 +23,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
-from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
-from ridgeplan.roofline.catalog import user_folders
-from ridgeplan.runtime.host_memory import available_bytes
-from ridgeplan.runtime.model.linear import Dense, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight
-from ridgeplan.runtime.model.mlp import GatedMLP
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.roofline.catalog import paths
+from ridgeplan.runtime.buffers import available_bytes
+from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.runtime.quantization.calibration import CalibrationText
 
 VERSION = "2"  # part of the name: a change of what is fitted or written makes a new file
 STRUCTURE = "structure"  # the entry of a file's metadata that tells what its tensors are parts of
@@ -74,8 +72,8 @@ def weights_path(
     None for a user without a home folder.
     """
     try:
-        folder = user_folders.quantized_folder()
-    except user_folders.NoHomeFolder:
+        folder = paths.quantized_folder()
+    except paths.NoHomeFolder:
         return None
     files = sorted(Path(source).iterdir())
     status = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from ridgeplan.roofline.catalog.documents import parse_json, read_document
-from ridgeplan.roofline.catalog.mistakes import brief
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.runtime.model.readers import failures_as
-from ridgeplan.runtime.retrieval.file import DTYPES, read_tensors
-from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.validation import brief
+from ridgeplan.runtime.errors import failures_as
+from ridgeplan.runtime.retrieval.head import DTYPES, Head, HeadConfig, HeadWeights, read_tensors
 
 LAYERS = ("midlayer.", "layers.0.")  # names of the layer in different files
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

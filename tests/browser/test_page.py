@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.planner.interface.plan_file import read_plan
+from ridgeplan.planner.plan_file import read_plan
 
 TABS = ("Capacity", "Compare", "Trade-offs", "Breakdown", "Speculation", "Papers", "Validation")
 CHARTED = [name for name in TABS if name != "Validation"]

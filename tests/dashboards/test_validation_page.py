@@ -7,15 +7,13 @@ from html.parser import HTMLParser
 import pytest
 from suite_results import REGRET, REPORT, ROW
 
-from ridgeplan.dashboards.charts.suite import errors, regrets, scatter
-from ridgeplan.dashboards.html_page import table
-from ridgeplan.dashboards.validation_page import page
-from ridgeplan.validate.suite.results import SuiteReport
-from ridgeplan.validate.suite.summary import summaries
+from ridgeplan.dashboards.charts.results import errors, regrets, scatter
+from ridgeplan.dashboards.html_pages import table, validation_page
+from ridgeplan.validate.suite.report import SuiteReport, summaries
 
 
 def html_of(report: SuiteReport) -> str:
-    return page(report.to_dict(), [one.to_dict() for one in summaries(report)])
+    return validation_page(report.to_dict(), [one.to_dict() for one in summaries(report)])
 
 
 class Elements(HTMLParser):

@@ -14,16 +14,16 @@ from mutations import FUZZ, assert_one_line, binary_files, json_files, mutated, 
 
 from ridgeplan import planner
 from ridgeplan.planner.acceptance import AcceptanceRow
-from ridgeplan.planner.acceptance.drafts import differences
-from ridgeplan.planner.plan import Plan, PlanError, Workload
-from ridgeplan.planner.presets import preset
-from ridgeplan.roofline.catalog.checks import InvalidField, build
+from ridgeplan.planner.acceptance.rows import differences
 from ridgeplan.roofline.catalog.hardware import BadHardwareFile, load_hardware
+from ridgeplan.roofline.catalog.model_shape import ARCHITECTURES, BadModelFile, ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, ProfileError
 from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
-from ridgeplan.roofline.catalog.shapes import ARCHITECTURES, BadModelFile, ModelShape
+from ridgeplan.roofline.catalog.validation import InvalidField, build
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
+from ridgeplan.roofline.plan.presets import preset
 
 PLANS = [
     json.loads(preset(name, Workload("m", "h200", 4096)).to_json()) for name in ("specattn-int4", "specontext", "dapq")

@@ -20,7 +20,7 @@ from ridgeplan.planner import Workload, preset
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError, UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
-from ridgeplan.runtime.model.gguf_convert import converted
+from ridgeplan.runtime.model.gguf import converted
 
 REFUSED = (ModelError, WorkloadError, UnsupportedPlan)
 PLAN = preset("autoregressive", Workload("any", "here", 64, 8))

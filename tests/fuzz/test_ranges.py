@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from mutations import FUZZ
 
 from ridgeplan import planner
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.policies.pricing import unpriced
-from ridgeplan.planner.presets import PRESETS, preset
-from ridgeplan.roofline.catalog.checks import InvalidField
 from ridgeplan.roofline.catalog.hardware import Hardware, load_hardware
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.validation import InvalidField
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.policies.base import unpriced
+from ridgeplan.roofline.plan.presets import PRESETS, preset
 
 H200 = load_hardware("h200")
 SHAPES = [load_shape(name) for name in ("Llama-3.1-8B", "DeepSeek-V3", "gpt-oss-20b", "Qwen3-30B-A3B")]

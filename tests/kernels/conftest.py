@@ -83,10 +83,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Notes what a CUDA kernel would be launched with, without a GPU: tensors of the test lie on the CPU."""
     noted = Launches()
     for module in (
-        "attention.cuda", "kv_cache.quantize_cuda", "linear.cuda_launch", "sampling.top_k_top_p_cuda",
-        "selection.two_bit_top_k_cuda", "sparse_attention.cuda_launch",
+        "attention", "kv_cache", "linear", "sampling", "selection", "sparse_attention",
     ):  # fmt: skip
-        monkeypatch.setattr(f"ridgeplan.kernels.{module}.launch_with_pdl", noted.launch)
+        monkeypatch.setattr(f"ridgeplan.kernels.{module}.cuda.launch_with_pdl", noted.launch)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     return noted
 

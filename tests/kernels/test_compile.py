@@ -52,29 +52,25 @@ def quantization(element: str, masked: bool) -> dict[str, Any]:
     types |= {"mask": "*i1", "first_slot": "*i32"} | dict.fromkeys(STRIDES, "i32") | CODES | PAIRS
     absent = [] if masked else ["mask", "first_slot", "key_lower", "value_lower"]
     constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": 128, **dict.fromkeys(absent)}
-    return job(
-        "kv_cache.quantize_triton", "_quantize_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False}
-    )
+    return job("kv_cache.triton", "_quantize_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False})
 
 
 def shift() -> dict[str, Any]:
     types = {"keys": "*bf16", "values": "*bf16", "mask": "*i1", "capacity": "i32"} | dict.fromkeys(STRIDES, "i32")
     constants = {"KV_HEADS": 8, "GROUP": 128, "BLOCK": 64, "HEAD_DIM": 128, "PADDED": 128}
-    return job("kv_cache.shift_triton", "_shift_kernel", types, constants, {"num_warps": 4})
+    return job("kv_cache.triton", "_shift_kernel", types, constants, {"num_warps": 4})
 
 
 def norm(updated: bool) -> dict[str, Any]:
     types = dict.fromkeys(("hidden", "update", "weight", "total", "normed"), "*bf16") | {"eps": "fp32"}
     constants: dict[str, Any] = {"HIDDEN": 5120, "BLOCK": 8192, "PARTS": 8 if updated else 0, "PDL": True}
     constants |= {} if updated else {"update": None}
-    return job("layer.norm_triton", "_add_rms_norm_kernel", types, constants, {"num_warps": 16})
+    return job("layer.triton", "_add_rms_norm_kernel", types, constants, {"num_warps": 16})
 
 
 def swiglu() -> dict[str, Any]:
     types = dict.fromkeys(("gate_up", "out"), "*bf16")
-    return job(
-        "layer.swiglu_triton", "_swiglu_kernel", types, {"WIDTH": 14336, "BLOCK": 1024, "PDL": True}, {"num_warps": 4}
-    )
+    return job("layer.triton", "_swiglu_kernel", types, {"WIDTH": 14336, "BLOCK": 1024, "PDL": True}, {"num_warps": 4})
 
 
 def rope(head_dim: int, normed: bool) -> dict[str, Any]:
@@ -82,30 +78,30 @@ def rope(head_dim: int, normed: bool) -> dict[str, Any]:
     types |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64", "eps": "fp32", "tokens": "i32", "capacity": "i32"}
     constants = {"Q_HEADS": 14, "KV_HEADS": 2, "HEAD_DIM": head_dim, "HEADS": 8, "HALF_PADDED": 64, "PDL": True}
     constants |= {} if normed else {"weight": None}
-    return job("layer.rope_triton", "_rope_append_kernel", types, constants, {"num_warps": 4})
+    return job("layer.triton", "_rope_append_kernel", types, constants, {"num_warps": 4})
 
 
 def tables() -> dict[str, Any]:
     types = dict.fromkeys(("frequencies", "cos", "sin"), "*fp32")
     types |= {"positions": "*i64", "scale": "fp32", "angles": "i32"}
-    return job("layer.rope_triton", "_tables_kernel", types, {"HALF": 64, "BLOCK": 128, "PDL": True}, {"num_warps": 4})
+    return job("layer.triton", "_tables_kernel", types, {"HALF": 64, "BLOCK": 128, "PDL": True}, {"num_warps": 4})
 
 
 def dequantization(bits: int) -> dict[str, Any]:
     types = {"keys": "*bf16", "values": "*bf16"} | CODES | PAIRS
     absent = [] if bits == 8 else ["key_lower", "value_lower"]
     constants = {"GROUP": 128, "HEAD_DIM": 128, "BITS": bits, **dict.fromkeys(absent)}
-    return job("kv_cache.dequantize_triton", "_dequantize_kernel", types, constants, {"num_warps": 8})
+    return job("kv_cache.triton", "_dequantize_kernel", types, constants, {"num_warps": 8})
 
 
 def merging() -> dict[str, Any]:
     types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16", "splits": "i32"}
     constants = {"HEAD_DIM": 128, "CHUNK": 16}
-    return job("attention.merge_triton", "_merge_kernel", types, constants, {"num_warps": 2})
+    return job("attention.triton", "_merge_kernel", types, constants, {"num_warps": 2})
 
 
 def quantized_product(bits: int, element: str, config_name: str) -> dict[str, Any]:
-    from ridgeplan.kernels.linear.quantized import triton as kernels
+    from ridgeplan.kernels.linear import triton as kernels
 
     config = getattr(kernels, config_name)
     types = dict.fromkeys(("x", "bias"), "*" + element) | {"packed": "*i32", "lower": "*i32", "out": "*fp32"}
@@ -113,25 +109,25 @@ def quantized_product(bits: int, element: str, config_name: str) -> dict[str, An
     constants = {"GROUP": 128, "CHUNK": 64, "TILES": config.tiles, "ROWS": config.rows, "SPLITS": config.max_splits}
     constants |= {} if bits == 8 else {"lower": None}
     options = {"num_warps": config.warps, "num_stages": config.stages}
-    return job("linear.quantized.triton", "_product_kernel", types, constants, options)
+    return job("linear.triton", "_product_kernel", types, constants, options)
 
 
 def split_sum() -> dict[str, Any]:
     types = {"partial": "*fp32", "bias": "*bf16", "out": "*bf16", "total": "i32", "outputs": "i32"}
-    return job("linear.quantized.triton", "_sum_kernel", types, {"SPLITS": 16, "BLOCK": 512}, {"num_warps": 4})
+    return job("linear.triton", "_sum_kernel", types, {"SPLITS": 16, "BLOCK": 512}, {"num_warps": 4})
 
 
 def dense_copy(bits: int) -> dict[str, Any]:
     types = {"packed": "*i32", "lower": "*i32", "out": "*bf16"}
     types |= dict.fromkeys(("first_tile", "inputs", "outputs", "output_tiles"), "i32")
     constants = {"GROUP": 128, "CHUNK": 64, "TILES": 4} | ({} if bits == 8 else {"lower": None})
-    return job("linear.quantized.triton", "_copy_kernel", types, constants, {"num_warps": 4})
+    return job("linear.triton", "_copy_kernel", types, constants, {"num_warps": 4})
 
 
 def gptq_round(bounded: bool) -> dict[str, Any]:
     types = dict.fromkeys(("steps", "feedback", "near", "codes", "errors"), "*fp32") | {"outputs": "i32"}
     constants = {"TOP": 15, "GROUP": 128, "PADDED": 128, "OUTPUTS": 16} | ({} if bounded else {"near": None})
-    return job("linear.gptq_round_triton", "_round_kernel", types, constants, {"num_warps": 4})
+    return job("linear.triton", "_round_kernel", types, constants, {"num_warps": 4})
 
 
 def job(

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from ridgeplan.kernels.attention import cuda as attention
-from ridgeplan.kernels.attention.schedule import MERGE_PARTS, AttentionVariant, Occupancy
-from ridgeplan.kernels.device.kernel_params import KernelParams
-from ridgeplan.kernels.device.nvrtc import include_options, program
-from ridgeplan.kernels.kv_cache import quantize_cuda
-from ridgeplan.kernels.linear import cuda_launch as linear
-from ridgeplan.kernels.linear.dense import schedule as dense_schedule
-from ridgeplan.kernels.linear.quantized import schedule as quantized_schedule
-from ridgeplan.kernels.linear.schedule import DeviceLimits, LinearSchedule
-from ridgeplan.kernels.sampling import top_k_top_p_cuda as top_k_top_p
-from ridgeplan.kernels.sparse_attention import cuda_launch
-from ridgeplan.kernels.sparse_attention import index_list_cuda as index_list
-from ridgeplan.kernels.sparse_attention import progressive_cuda as progressive
+from ridgeplan.kernels.attention.cuda import MERGE_PARTS, AttentionVariant, Occupancy
+from ridgeplan.kernels.device.cuda import KernelParams, include_options, program
+from ridgeplan.kernels.kv_cache import cuda as quantize_cuda
+from ridgeplan.kernels.linear import cuda as linear
+from ridgeplan.kernels.linear.schedule import (
+    DeviceLimits,
+    LinearSchedule,
+    make_dense_schedule,
+    make_quantized_schedule,
+)
+from ridgeplan.kernels.sampling import cuda as top_k_top_p
+from ridgeplan.kernels.sparse_attention import cuda as sparse
 
 WHEEL = "nvidia-cuda-nvrtc"
 REGISTERS = 65536  # of an SM
@@ -144,7 +144,7 @@ def linear_kernel(compile_cuda: Compile, schedule: LinearSchedule | None) -> Com
     [(1, 4096, True), (8, 4096, False), (8, 4096, True), (16, 4096, False), (8, 14336, False)],
 )
 def test_dense_products(rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
-    schedule = dense_schedule.make_schedule(rows, 4096, inputs, rows > 1, gated, H200)
+    schedule = make_dense_schedule(rows, 4096, inputs, rows > 1, gated, H200)
     assert linear_kernel(compile_cuda, schedule).spilled == 0
 
 
@@ -157,7 +157,7 @@ def test_dense_products(rows: int, inputs: int, gated: bool, compile_cuda: Compi
 )  # fmt: skip
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_products(bits: int, group: int, rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
-    schedule = quantized_schedule.make_schedule(rows, 4096, inputs, group, rows > 1, gated, H200, bits)
+    schedule = make_quantized_schedule(rows, 4096, inputs, group, rows > 1, gated, H200, bits)
     assert linear_kernel(compile_cuda, schedule).spilled == 0
 
 
@@ -188,22 +188,22 @@ def test_top_k_and_top_p(dtype: torch.dtype, aligned: bool, cluster: int, compil
     ("head_dim", "heads", "bf16"), [(128, 4, True), (128, 8, False), (64, 7, True), (64, 1, False)]
 )
 def test_attention_to_chosen_tokens(head_dim: int, heads: int, bf16: bool, compile_cuda: Compile) -> None:
-    variant = cuda_launch.SparseVariant(head_dim, heads, bf16)
+    variant = sparse.SparseVariant(head_dim, heads, bf16)
     cta_bytes = H200.sm_bytes - 1024  # the driver keeps 1 KiB
-    bins = progressive.GROUP_BYTES * progressive.most_groups(variant, cta_bytes)
-    shared = {
-        progressive: variant.shared_bytes(progressive.buffer_bytes(variant)) + bins,
-        index_list: variant.shared_bytes(cuda_launch.TILES * variant.tile_bytes),
-    }
-    for kernel, dynamic in shared.items():
-        text = program(kernel.SOURCE, cuda_launch.SparseParams)
-        made = compile_cuda(text, kernel.ENTRY, tuple(variant.options))
+    bins = sparse.GROUP_BYTES * sparse.most_groups(variant, cta_bytes)
+    shared = (
+        (sparse.PROGRESSIVE_SOURCE, sparse.PROGRESSIVE_ENTRY, sparse.buffer_bytes(variant), bins),
+        (sparse.INDEX_LIST_SOURCE, sparse.INDEX_LIST_ENTRY, sparse.TILES * variant.tile_bytes, 0),
+    )
+    for source, entry, buffers, extra in shared:
+        dynamic = variant.shared_bytes(buffers) + extra
+        made = compile_cuda(program(source, sparse.SparseParams), entry, tuple(variant.options))
         assert made.warnings == []
-        assert made.registers * cuda_launch.THREADS <= REGISTERS
+        assert made.registers * sparse.THREADS <= REGISTERS
         assert made.shared + dynamic <= cta_bytes
         assert made.spilled <= 4  # not in a loop over tokens
-        if kernel is progressive:
-            assert made.shared <= progressive.STATIC_BYTES
+        if extra:
+            assert made.shared <= sparse.STATIC_BYTES
 
 
 def test_another_layout_of_the_arguments_does_not_compile(compile_cuda: Compile) -> None:

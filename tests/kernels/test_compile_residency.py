@@ -21,9 +21,14 @@ STORE |= dict.fromkeys(STORE_STRIDES, "i32")
 COPY = {"source": "*i32", "out": "*i32", "count": "*i32", "source_entries": "i32", "out_entries": "i32"}
 
 
-def job(module: str, kernel: str, warps: int, types: dict[str, str], **constants: Any) -> dict[str, Any]:
-    module = f"residency.{module}"
-    return {"module": module, "kernel": kernel, "types": types, "constants": constants, "options": {"num_warps": warps}}
+def job(kernel: str, warps: int, types: dict[str, str], **constants: Any) -> dict[str, Any]:
+    return {
+        "module": "offload.triton",
+        "kernel": kernel,
+        "types": types,
+        "constants": constants,
+        "options": {"num_warps": warps},
+    }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
@@ -33,14 +38,12 @@ def test_every_residency_kernel_compiles_for_hopper(
     gather = {"KV_HEADS": 8, "PARTS": 9, "TURNS": 2, "ROWS": 16, "HEAD_DIM": 128, "PADDED": 128}
     store = {name: value for name, value in gather.items() if name not in ("PARTS", "TURNS", "ROWS")}
     jobs = {
-        "group store": job("group_store_triton", "_store_group_kernel", 4, STORE, GROUP=128, BLOCK=32, **store),
-        "leading copy": job(
-            "leading_copy_triton", "_copy_leading_kernel", 8, COPY, ENTRY_WORDS=2048, HEADS=8, PARTS=9, BLOCK=4096
-        ),
-        "slots": job("slots_triton", "_take_slots_kernel", 8, SLOTS, SLOTS=4096, WIDTH=2048),
-        "most slots": job("slots_triton", "_take_slots_kernel", 8, SLOTS, SLOTS=16384, WIDTH=8192),
-        "gather": job("gather_triton", "_gather_kernel", 4, GATHER, SETS=8, PAGE=1, **gather),
-        "gather pages": job("gather_triton", "_gather_kernel", 4, GATHER, SETS=1, PAGE=16, **gather),
+        "group store": job("_store_group_kernel", 4, STORE, GROUP=128, BLOCK=32, **store),
+        "leading copy": job("_copy_leading_kernel", 8, COPY, ENTRY_WORDS=2048, HEADS=8, PARTS=9, BLOCK=4096),
+        "slots": job("_take_slots_kernel", 8, SLOTS, SLOTS=4096, WIDTH=2048),
+        "most slots": job("_take_slots_kernel", 8, SLOTS, SLOTS=16384, WIDTH=8192),
+        "gather": job("_gather_kernel", 4, GATHER, SETS=8, PAGE=1, **gather),
+        "gather pages": job("_gather_kernel", 4, GATHER, SETS=1, PAGE=16, **gather),
     }
     shared = compiled_for_hopper(jobs)
     assert all(used <= ADA_SHARED_BYTES for used in shared.values()), shared

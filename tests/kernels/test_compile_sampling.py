@@ -54,9 +54,7 @@ def rounds(element: str, gamma: int) -> dict[str, dict[str, Any]]:
     else:
         constants |= {"drafted": None, "counts": None}
     kernels = ["_accept_kernel"] * (gamma > 0) + ["_weigh_kernel", "_pick_kernel"]
-    return {
-        f"{kernel} {element} {gamma}": job("sampling.rejection_triton", kernel, types, constants) for kernel in kernels
-    }
+    return {f"{kernel} {element} {gamma}": job("sampling.triton", kernel, types, constants) for kernel in kernels}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
@@ -70,11 +68,11 @@ def test_every_sampling_kernel_compiles_for_hopper() -> None:
         "max_tokens": "*i32",
     }
     jobs = {
-        "softmax": job("sampling.softmax_triton", "_softmax_kernel", FILTERING | {"logits": "*bf16"}, {}),
-        "join": job("sampling.softmax_triton", "_join_kernel", FILTERING, {"FILTERED": False}),
-        "best": job("sampling.greedy_triton", "_best_kernel", FILTERING | greedy, {}),
-        "join best": job("sampling.greedy_triton", "_join_best_kernel", FILTERING | greedy, {}),
-        "agree": job("sampling.greedy_triton", "_agree_kernel", FILTERING | greedy, {"GAMMA": 7, "PADDED": 8}),
+        "softmax": job("sampling.triton", "_softmax_kernel", FILTERING | {"logits": "*bf16"}, {}),
+        "join": job("sampling.triton", "_join_kernel", FILTERING, {"FILTERED": False}),
+        "best": job("sampling.triton", "_best_kernel", FILTERING | greedy, {}),
+        "join best": job("sampling.triton", "_join_best_kernel", FILTERING | greedy, {}),
+        "agree": job("sampling.triton", "_agree_kernel", FILTERING | greedy, {"GAMMA": 7, "PADDED": 8}),
         **rounds("bf16", 8),
         **rounds("fp32", 0),
     }

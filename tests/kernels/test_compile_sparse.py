@@ -37,7 +37,7 @@ def sparse(bits: int, queries: int, rows: int, value_rows: bool = False, page: i
 
 
 def selecting(kernel: str, **constants: int) -> dict[str, Any]:
-    return job("selection.top_k_triton", kernel, 8, TYPES, PASSES=4, BLOCK=2048, CHUNK=8192, **constants)
+    return job("selection.triton", kernel, 8, TYPES, PASSES=4, BLOCK=2048, CHUNK=8192, **constants)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
@@ -49,9 +49,9 @@ def test_every_sparse_kernel_compiles_for_hopper(
         "sparse int4 rows": sparse(4, 1, 16, value_rows=True),
         "sparse int4 page 16": sparse(4, 1, 16, page=16),
         "sparse int8 8 queries": sparse(8, 8, 32),
-        "pages": job("selection.pages_triton", "_page_scores_kernel", 4, TYPES, **HEADS, PADDED=128, BLOCK=32),
-        "pack": job("selection.draft_planes_triton", "_pack_kernel", 4, TYPES, **HEADS),
-        "two-bit": job("selection.two_bit_triton", "_two_bit_kernel", 4, TYPES, **HEADS, ROWS=16, GROUPS=2),
+        "pages": job("selection.triton", "_page_scores_kernel", 4, TYPES, **HEADS, PADDED=128, BLOCK=32),
+        "pack": job("selection.triton", "_pack_kernel", 4, TYPES, **HEADS),
+        "two-bit": job("selection.triton", "_two_bit_kernel", 4, TYPES, **HEADS, ROWS=16, GROUPS=2),
         **{f"histogram {i}": selecting("_histogram_kernel", DIGIT=i) for i in range(4)},
         "count": selecting("_count_kernel"),
         "write": selecting("_write_kernel", PROGRAMS=16),

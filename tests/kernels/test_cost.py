@@ -10,12 +10,10 @@ from ridgeplan.kernels.attention.cost import (
     merge_metadata,
     split_attention_cost,
 )
-from ridgeplan.kernels.attention.merge_triton import _merge_kernel
-from ridgeplan.kernels.attention.triton import _attention_kernel
+from ridgeplan.kernels.attention.triton import _attention_kernel, _merge_kernel
 from ridgeplan.kernels.kv_cache.cost import dequantize_cost, dequantize_metadata, quantize_cost, quantize_metadata
-from ridgeplan.kernels.kv_cache.dequantize_triton import _dequantize_kernel
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.kv_cache.quantize_triton import _quantize_kernel
+from ridgeplan.kernels.kv_cache.triton import _dequantize_kernel, _quantize_kernel
 from ridgeplan.roofline import ops
 
 SHAPES = pytest.mark.parametrize(

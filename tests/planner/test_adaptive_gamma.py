@@ -7,13 +7,13 @@ import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner.capacity import peak_bytes
-from ridgeplan.planner.plan import Plan, PlanError, Speculation, Workload
+from ridgeplan.planner.lowering import round_costs, settled_gamma
 from ridgeplan.planner.prediction import predict, predict_all
-from ridgeplan.planner.presets import preset
-from ridgeplan.planner.round_costs import round_costs, settled_gamma
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS, adaptive_gammas, next_gamma
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.plan.plan import Plan, PlanError, Speculation, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.speculation import tokens_at, tokens_per_round
 
 LLAMA = load_shape("Llama-3.1-8B")

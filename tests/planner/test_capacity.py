@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner.capacity import MAX_BATCH, Capacity, missing_memory, peak_bytes
-from ridgeplan.planner.plan import PlanError, Workload
-from ridgeplan.planner.presets import preset
-from ridgeplan.planner.support import swaps_draft_weights
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS
+from ridgeplan.roofline.latency import Device
+from ridgeplan.roofline.plan.plan import PlanError, Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.plan.support import swaps_draft_weights
 
 SHAPE = load_shape("meta-llama/Llama-3.1-8B")
 GPU = Device(memory_bytes=24 * 10**9, element_bytes=2, num_sms=132)

@@ -5,16 +5,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from ridgeplan.planner.axes.draft_selection import RetrievalHead
 from ridgeplan.planner.lowering import kernel_class, rates_of, selection_classes, stack, strategy_of
-from ridgeplan.planner.plan import KVCache, KVFormat, PlanError, Speculation, Workload
-from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.model_shape import WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits
-from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.latency import KERNEL_CLASSES, Machine, RateTerms
+from ridgeplan.roofline.latency import KERNEL_CLASSES, Device, Machine, RateTerms
 from ridgeplan.roofline.passes import decode_pass
-from ridgeplan.roofline.speculative_round import target_terms
+from ridgeplan.roofline.plan.draft_selection import RetrievalHead
+from ridgeplan.roofline.plan.plan import KVCache, KVFormat, PlanError, Speculation, Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.round import target_terms
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
 
 LLAMA = load_shape("Llama-3.1-8B")

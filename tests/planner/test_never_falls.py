@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.policies.pricing import unpriced
-from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.policies.base import unpriced
+from ridgeplan.roofline.plan.presets import PRESETS, preset
 
 MODELS = ("Llama-3.1-8B", "Qwen2.5-0.5B", "Qwen3-30B-A3B", "DeepSeek-V3", "gemma-3-12b-it")
 BATCHES = np.arange(1.0, 300.0)

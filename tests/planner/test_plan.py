@@ -7,13 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import plans
 
-from ridgeplan.planner.axes.draft_selection import (
-    AllTokens,
-    Quest,
-    SpecAttn,
-    draft_selection,
-)
-from ridgeplan.planner.plan import (
+from ridgeplan.roofline.plan.draft_selection import AllTokens, Quest, SpecAttn, draft_selection
+from ridgeplan.roofline.plan.plan import (
     DraftCodes,
     Eviction,
     EvictionPolicy,
@@ -27,7 +22,7 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.planner.presets import PRESETS, preset
+from ridgeplan.roofline.plan.presets import PRESETS, preset
 
 WORKLOAD = Workload("model", "h200", 4096)
 

@@ -6,11 +6,11 @@ import pytest
 
 from ridgeplan.planner.acceptance import AcceptanceModel, AcceptanceRow
 from ridgeplan.planner.acceptance.model import CERTAIN
-from ridgeplan.planner.plan import Placement, Workload
 from ridgeplan.planner.prediction import predict, predict_all
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Rates
+from ridgeplan.roofline.plan.plan import Placement, Workload
+from ridgeplan.roofline.plan.presets import preset
 
 LLAMA = load_shape("Llama-3.1-8B")
 

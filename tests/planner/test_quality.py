@@ -2,9 +2,9 @@
 
 import pytest
 
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.planner.quality import Quality, losses, quality_of
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
 
 WORKLOAD = Workload("m", "h200", 32768)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.display.weights_or_kv import crossover_context
+from ridgeplan.planner.render.text import crossover_context
 from ridgeplan.roofline.catalog.models import load_shape
 
 

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.plan import KVFormat, PlanError, Workload
-from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.planner.search import Objective, Question, search
-from ridgeplan.planner.search.choice import TOLERANCE, preference
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.question import Objective, Question
+from ridgeplan.planner.recommend import TOLERANCE, preference
+from ridgeplan.planner.search import search
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import KVFormat, PlanError, Workload
+from ridgeplan.roofline.plan.presets import PRESETS, preset
+from ridgeplan.roofline.plan.support import missing_execution
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ridgeplan.planner.axes.draft_selection import SpecAttn
-from ridgeplan.planner.axes.offload import HostPart
-from ridgeplan.planner.plan import (
+from ridgeplan.planner.search import RATIOS, families
+from ridgeplan.roofline.plan.draft_selection import SpecAttn
+from ridgeplan.roofline.plan.plan import (
     DraftCodes,
     Eviction,
+    HostPart,
     KVFormat,
     Placement,
     PlanError,
@@ -18,10 +19,9 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.planner.policies import selections
-from ridgeplan.planner.policies.policy import Role
-from ridgeplan.planner.presets import PRESETS, describe, family_key, preset, preset_name
-from ridgeplan.planner.search_space import RATIOS, families
+from ridgeplan.roofline.plan.policies import selections
+from ridgeplan.roofline.plan.policies.base import Role
+from ridgeplan.roofline.plan.presets import PRESETS, describe, family_key, preset, preset_name
 
 WORKLOAD = Workload("m", "h200", 32768)
 # 4 caches x 2 target weights x 2 draft weights x selections, of which one needs codes (4); the target itself is no

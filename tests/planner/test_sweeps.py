@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner import predict, sweep, thresholds
-from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Workload
-from ridgeplan.planner.presets import preset
-from ridgeplan.planner.sweeps import placement_times
+from ridgeplan.planner.queries.sweep import placement_times
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
 
 LLAMA = load_shape("Llama-3.1-8B")
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner.acceptance import Acceptance
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.prediction import predict_all
-from ridgeplan.planner.presets import preset
-from ridgeplan.planner.uncertainty import BAND_DEVIATIONS, sampled_tpot_ms, sampled_ttft_ms
+from ridgeplan.planner.prediction import BAND_DEVIATIONS, predict_all, sampled_tpot_ms, sampled_ttft_ms
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
 
 LLAMA = load_shape("Llama-3.1-8B")
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import at_acceptance, evaluate, pass_ops, prefill_ops, prefill_seconds
 from ridgeplan.roofline.latency import Machine, RateTerms
-from ridgeplan.roofline.speculative_round import round_at, round_rates
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.round import round_at, round_rates
 
 LLAMA = load_shape("Llama-3.1-8B")
 KV_BYTES = 131_072  # of a token: 32 layers x 2 x 8 heads x 128 elements x 2 bytes

@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import sympy
 
-from ridgeplan.planner.plan import KVCache, PlanError, Weights
 from ridgeplan.roofline import execution
-from ridgeplan.roofline.catalog.model_files import gguf_shape, huggingface
-from ridgeplan.roofline.catalog.shapes import ARCHITECTURES
+from ridgeplan.roofline.catalog import config_json, gguf
+from ridgeplan.roofline.catalog.model_shape import ARCHITECTURES
+from ridgeplan.roofline.plan.plan import KVCache, PlanError, Weights
 
 
 def test_executable_families_can_be_read_from_configs_and_from_gguf_files():
-    assert set(huggingface._OWN_FIELDS) == set(ARCHITECTURES)
+    assert set(config_json._OWN_FIELDS) == set(ARCHITECTURES)
     assert set(execution.EXECUTABLE_ARCHITECTURES) < set(ARCHITECTURES)
     # Mistral models are stored as "llama".
-    assert set(execution.EXECUTABLE_ARCHITECTURES) - {"mistral"} == set(gguf_shape._SUPPORTED)
+    assert set(execution.EXECUTABLE_ARCHITECTURES) - {"mistral"} == set(gguf._SUPPORTED)
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 256, 512])

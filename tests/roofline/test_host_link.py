@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.axes.draft_selection import Quest, RetrievalHead
 from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES
 from ridgeplan.roofline.host_link import (
@@ -23,7 +20,10 @@ from ridgeplan.roofline.host_link import (
     stream_seconds,
 )
 from ridgeplan.roofline.latency import RateTerms
-from ridgeplan.roofline.speculative_round import round_at, round_rates
+from ridgeplan.roofline.plan.draft_selection import Quest, RetrievalHead
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.round import round_at, round_rates
 
 SHAPE = load_shape("Llama-3.1-8B")
 TOKEN_BYTES = 4096  # of a layer of the 8B shape in bf16

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from ridgeplan.roofline.catalog.model_files.huggingface import shape_from_config
+from ridgeplan.roofline.catalog.config_json import shape_from_config
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.memory import draft_weight_memory, layer_parameters, weight_memory

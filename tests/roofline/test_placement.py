@@ -4,23 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Speculation, Workload
-from ridgeplan.planner.presets import preset
-from ridgeplan.planner.sweeps import thresholds
+from ridgeplan.planner.queries.sweep import thresholds
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.device import Device
 from ridgeplan.roofline.evaluate import prefill_seconds
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS
-from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.latency import Device, Machine
 from ridgeplan.roofline.memory import full_kv
-from ridgeplan.roofline.placement import (
-    offload_layers,
-    offload_thresholds,
-    resident_memory,
-    swapped_bytes,
-)
+from ridgeplan.roofline.placement import offload_layers, offload_thresholds, resident_memory, swapped_bytes
+from ridgeplan.roofline.plan.plan import HostPart, KVCache, KVFormat, Placement, Plan, Speculation, Workload
+from ridgeplan.roofline.plan.presets import preset
 
 LIMIT = 24e9
 

@@ -5,19 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ridgeplan.kernels.linear.dense import schedule as dense_schedule
-from ridgeplan.kernels.linear.quantized import schedule as int4_schedule
+from ridgeplan.kernels.linear import schedule as dense_schedule
+from ridgeplan.kernels.linear import schedule as int4_schedule
 from ridgeplan.kernels.linear.schedule import DeviceLimits
 from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Rates, RowStep
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
 from ridgeplan.roofline.latency import Machine, RateTerms
 from ridgeplan.roofline.passes import Op, decode_pass
-from ridgeplan.roofline.speculative_round import (
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.round import (
     Round,
     cached_tokens,
     draft_rates,
@@ -64,10 +64,13 @@ def test_products_of_gate_and_up_fit_the_kernels_up_to_the_priced_rows():
     shape = load_shape("Llama-3.1-8B")
     outputs, inputs = 2 * shape.intermediate, shape.hidden
     for rows in range(1, CUDA_FUSED_SWIGLU_ROWS + 1):
-        assert dense_schedule.make_schedule(rows, outputs, inputs, True, True, H200)
-        assert int4_schedule.make_schedule(rows, outputs, inputs, 128, True, True, H200)
-    assert dense_schedule.make_schedule(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, True, True, H200) is None
-    assert int4_schedule.make_schedule(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, 128, True, True, H200) is None
+        assert dense_schedule.make_dense_schedule(rows, outputs, inputs, True, True, H200)
+        assert int4_schedule.make_quantized_schedule(rows, outputs, inputs, 128, True, True, H200)
+    assert dense_schedule.make_dense_schedule(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, True, True, H200) is None
+    assert (
+        int4_schedule.make_quantized_schedule(CUDA_FUSED_SWIGLU_ROWS + 1, outputs, inputs, 128, True, True, H200)
+        is None
+    )
 
 
 @pytest.mark.parametrize("batch, fused", [(8, 1), (9, 0)])

@@ -4,13 +4,13 @@ import pytest
 
 from ridgeplan.planner import PlanError, preset, resolve, workload_for
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.policies.pricing import unpriced
-from ridgeplan.planner.search.candidates import search
-from ridgeplan.planner.search.question import ask
+from ridgeplan.planner.question import ask
+from ridgeplan.planner.search import search
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import code_memory, full_kv, windowed_tokens
 from ridgeplan.roofline.passes import PassTerms, decode_pass
+from ridgeplan.roofline.plan.policies.base import unpriced
 
 GEMMA, MIXTRAL, LITE = (load_shape(name) for name in ("gemma-3-27b-it", "Mixtral-8x7B-v0.1", "DeepSeek-V2-Lite"))
 

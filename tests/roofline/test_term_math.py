@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import sympy
 
-from ridgeplan.roofline import term_math
+from ridgeplan.roofline import cost
 
 A, B = sympy.symbols("a b", positive=True)
 PAIRS = [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)]
@@ -12,7 +12,7 @@ PAIRS = [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)]
 
 @pytest.mark.parametrize("name, expected", [("maximum", [2, 2, 3]), ("minimum", [1, 2, 2]), ("indicator", [1, 1, 0])])
 def test_of_numbers_arrays_and_symbols(name, expected):
-    function = getattr(term_math, name)
+    function = getattr(cost, name)
     first, second = np.array(PAIRS).T
     assert [function(a, b) for a, b in PAIRS] == expected
     np.testing.assert_array_equal(function(first, second), expected)
@@ -22,10 +22,10 @@ def test_of_numbers_arrays_and_symbols(name, expected):
 
 
 def test_where_takes_the_first_where_the_condition_holds():
-    assert (term_math.where(1, 5, 7), term_math.where(0, 5, 7)) == (5, 7)
-    np.testing.assert_array_equal(term_math.where(np.array([1, 0]), np.array([5, 6]), 7), [5, 7])
+    assert (cost.where(1, 5, 7), cost.where(0, 5, 7)) == (5, 7)
+    np.testing.assert_array_equal(cost.where(np.array([1, 0]), np.array([5, 6]), 7), [5, 7])
 
 
 def test_what_is_symbolic():
-    assert term_math.is_symbolic(1, A)
-    assert not term_math.is_symbolic(1, 2.0, np.ones(3))
+    assert cost.is_symbolic(1, A)
+    assert not cost.is_symbolic(1, 2.0, np.ones(3))

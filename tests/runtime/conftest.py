@@ -8,13 +8,16 @@ import pytest
 import torch
 import transformers
 
-from ridgeplan.planner.axes.draft_selection import draft_selection
-from ridgeplan.planner.axes.offload import HostPart
 from ridgeplan.planner.capacity import offloaded_layers, predicted_memory
-from ridgeplan.planner.plan import (
+from ridgeplan.roofline import execution
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.latency import Device
+from ridgeplan.roofline.plan.draft_selection import draft_selection
+from ridgeplan.roofline.plan.plan import (
     DraftCodes,
     Eviction,
     EvictionPolicy,
+    HostPart,
     KVCache,
     KVFormat,
     Placement,
@@ -24,16 +27,12 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.roofline import execution
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.roofline.device import Device
-from ridgeplan.runtime.drafting.policies import POLICIES
-from ridgeplan.runtime.drafting.policies.base import DraftPolicy
-from ridgeplan.runtime.kv.metadata import AttentionMetadata
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.model.checkpoint import load_config
-from ridgeplan.runtime.model_config import decoder_config
-from ridgeplan.runtime.retrieval.file import save_head
-from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
+from ridgeplan.runtime.model.config import decoder_config
+from ridgeplan.runtime.policies import POLICIES
+from ridgeplan.runtime.policies.base import DraftPolicy
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of, save_head
 
 TINY = {
     "hidden_size": 64,

@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from ridgeplan.roofline import memory
-from ridgeplan.runtime.arena import Arena
+from ridgeplan.runtime.buffers import Arena
 
 
 def test_the_arena_takes_what_the_memory_model_says():

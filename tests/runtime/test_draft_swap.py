@@ -10,13 +10,13 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.planner.capacity import peak_bytes
-from ridgeplan.planner.support import as_loaded, swaps_draft_weights
 from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.memory import prompt_buffers
+from ridgeplan.roofline.plan.support import as_loaded, swaps_draft_weights
 from ridgeplan.runtime import draft_swap
-from ridgeplan.runtime.arena import ALIGNMENT, Arena
+from ridgeplan.runtime.buffers import ALIGNMENT, Arena
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.prefill import prefill, prefill_all

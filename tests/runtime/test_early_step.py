@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.plan import DraftCodes, KVFormat
+from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
-from ridgeplan.runtime.quantization.pack import quantized_linear
-from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
+from ridgeplan.runtime.quantization.calibration import quantized_linear
+from ridgeplan.validate.random_model import RandomDecoder, llama_like_shape
 from ridgeplan.validate.timing import Bench
 
 CONTEXT = 1000

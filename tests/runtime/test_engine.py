@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.plan import Speculation
+from ridgeplan.roofline.plan.plan import Speculation
 from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.memory import PeakMemory
 from ridgeplan.runtime.sampling import SamplingParams
-from ridgeplan.runtime.stopwatch import Stopwatch
+from ridgeplan.runtime.statistics import Stopwatch
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_peak_memory_covers_weights_and_cache(make_plan, tiny_model):
     """In a process of its own: on a CPU the peak is what a process grows by, and reused memory is no growth."""
     model = tiny_model(vocab_size=50_000, hidden_size=512, tie_word_embeddings=True)
     code = (
-        "import sys; from ridgeplan import runtime; from ridgeplan.planner.plan import Plan\n"
+        "import sys; from ridgeplan import runtime; from ridgeplan.roofline.plan.plan import Plan\n"
         "engine = runtime.load(Plan.from_json(sys.argv[1]), sys.argv[2])\n"
         "print(engine.generate([list(range(60))], 5).statistics.peak_memory_bytes)"
     )

@@ -8,16 +8,16 @@ import torch
 from torch.nn import functional
 
 from ridgeplan import runtime
-from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.weights import Int4Weight
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.runtime import loading
-from ridgeplan.runtime.model import state_dict
+from ridgeplan.runtime.model import checkpoint
 from ridgeplan.runtime.model.linear import Dense, Int4
 from ridgeplan.runtime.model.prefill import prefill, prefill_layer
 from ridgeplan.runtime.model.weights import WeightFormat
-from ridgeplan.runtime.quantization import pack
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.runtime.quantization import calibration
+from ridgeplan.runtime.quantization.calibration import CalibrationText
 
 FORMATS = ["bf16", "bf16+int4", "int8", "int4x2"]
 
@@ -25,7 +25,7 @@ FORMATS = ["bf16", "bf16+int4", "int8", "int4x2"]
 @pytest.fixture
 def exact(monkeypatch):
     """Products with 4-bit weights in float32: torch's kernel for CPUs rounds to bfloat16, which may decide ties."""
-    monkeypatch.setattr(pack, "LibraryInt4Weight", Int4Weight)
+    monkeypatch.setattr(calibration, "LibraryInt4Weight", Int4Weight)
 
 
 def projections(layer):
@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_dequantized_weights(family, exact, tiny_model, 
 def test_a_cpus_own_kernel_rounds_to_bfloat16_and_no_more(tiny_model, make_plan, prompts, monkeypatch):
     [tokens, text], plan, folder = prompts(90, 100), make_plan(target_bits=4), tiny_model().folder
     rounded = logits_of(runtime.load(plan, folder, device="cpu", calibration=text), tokens, 70)
-    monkeypatch.setattr(pack, "LibraryInt4Weight", Int4Weight)
+    monkeypatch.setattr(calibration, "LibraryInt4Weight", Int4Weight)
     expected = logits_of(runtime.load(plan, folder, device="cpu", calibration=text), tokens, 70)
     assert (rounded - expected).abs().mean() < 0.02 * expected.std()  # a bfloat16 has 8 bits; errors add up in 2 layers
 
@@ -116,7 +116,7 @@ def test_what_stays_in_memory_is_what_the_plan_says(group, tied, exact, tiny_mod
 
 def test_dense_layers_are_made_one_at_a_time_and_dropped(tiny_model, make_plan, prompts, monkeypatch):
     made, alive, dicts = [], [], []
-    whole, layer_of = loading.load_state_dict, state_dict._layer
+    whole, layer_of = loading.load_state_dict, checkpoint._layer
 
     def layer(*arguments):
         alive.append(sum(ref() is not None for ref in made))
@@ -128,7 +128,7 @@ def test_dense_layers_are_made_one_at_a_time_and_dropped(tiny_model, make_plan, 
         dicts.append(whole(*arguments))
         return dicts[-1]
 
-    monkeypatch.setattr(state_dict, "_layer", layer)
+    monkeypatch.setattr(checkpoint, "_layer", layer)
     monkeypatch.setattr(loading, "load_state_dict", state)
     engine = runtime.load(
         make_plan(target_bits=4), tiny_model(num_hidden_layers=5).folder, device="cpu", calibration=prompts(50)[0]

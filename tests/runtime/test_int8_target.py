@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.weights import Int4Weight
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.runtime.engine import Engine
@@ -12,7 +12,7 @@ from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.linear import Dense, Int4, Int8
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.weights import WeightFormat
-from ridgeplan.runtime.quantization import pack
+from ridgeplan.runtime.quantization import calibration
 
 FORMATS = ("bf16", "bf16+int4", "int8", "int4x2")
 KINDS = pytest.mark.parametrize("draft_bits", [8, 4], ids=["plain", "hierarchical"])
@@ -21,7 +21,7 @@ KINDS = pytest.mark.parametrize("draft_bits", [8, 4], ids=["plain", "hierarchica
 @pytest.fixture
 def exact(monkeypatch):
     """The package's own layout, whose products on a CPU are in float32 throughout."""
-    monkeypatch.setattr(pack, "LibraryInt4Weight", Int4Weight)
+    monkeypatch.setattr(calibration, "LibraryInt4Weight", Int4Weight)
 
 
 def eight_bits(make_plan, kv="bf16", gamma=1, draft_bits=4, **options):

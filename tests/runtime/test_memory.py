@@ -9,7 +9,7 @@ import torch
 
 from ridgeplan.planner.capacity import peak_bytes
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.latency import Device
 from ridgeplan.runtime import memory
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.memory import (

@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers
 
-from ridgeplan.planner.support import as_loaded
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+from ridgeplan.roofline.plan.support import as_loaded
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.checkpoint import load_config
-from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.runtime.model.config import DecoderConfig, decoder_config
+from ridgeplan.validate.random_model import llama_like_shape
 
 
 @pytest.mark.parametrize("family", EXECUTABLE_ARCHITECTURES)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ridgeplan.kernels.sampling.distribution import Greedy
+from ridgeplan.kernels.sampling.reference import Greedy
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.sampling import SamplingParams
 

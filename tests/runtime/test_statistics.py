@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
 from ridgeplan.runtime.memory import PeakMemory
-from ridgeplan.runtime.statistics import Statistics, Tally
-from ridgeplan.runtime.stopwatch import Stopwatch
+from ridgeplan.runtime.speculation.speculator import NOTHING, RowResult
+from ridgeplan.runtime.statistics import Statistics, Stopwatch, Tally
 
 # Two drafts a round. The first sequence has three tokens from its first round and two from its second; the second
 # one's draft is rejected, and then it is done.

@@ -4,8 +4,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, TARGET_SELECTIONS, AllTokens
-from ridgeplan.planner.plan import (
+from ridgeplan.roofline.plan.draft_selection import DRAFT_SELECTIONS, TARGET_SELECTIONS, AllTokens
+from ridgeplan.roofline.plan.plan import (
     DraftCodes,
     Eviction,
     EvictionPolicy,
@@ -18,7 +18,7 @@ from ridgeplan.planner.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.planner.policies import EVICTIONS
+from ridgeplan.roofline.plan.policies import EVICTIONS
 
 
 @st.composite

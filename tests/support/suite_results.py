@@ -1,6 +1,6 @@
 """A report of the validation suite that is made up: one step and one workload's regret."""
 
-from ridgeplan.validate.suite.results import RegretRow, SuiteReport, SuiteRow
+from ridgeplan.validate.suite.report import RegretRow, SuiteReport, SuiteRow
 
 ROW = SuiteRow(
     section="steps", kind="plain step", model="a model", case="2304 tokens, batch 1", unit="ms", predicted=1.1,

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime import load
-from ridgeplan.validate import agreement as module
-from ridgeplan.validate.agreement import Agreement, agreement, plan_agreement
+from ridgeplan.validate.quality import fidelity as module
+from ridgeplan.validate.quality.fidelity import Agreement, agreement, plan_agreement
 
 PLAN = preset("int8", Workload("tiny", "cpu", 250, 20))
 

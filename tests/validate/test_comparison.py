@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.prediction import predict
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.comparison import Comparison, ComparisonRow, compare_measured, tpot_ms_at
-from ridgeplan.validate.measure import Measured
-from ridgeplan.validate.segments import Segment
+from ridgeplan.validate.measure import Measured, Segment
 
 SHAPE = load_shape("SmolLM2-135M")
 PROFILE = Profile(

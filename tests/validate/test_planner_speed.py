@@ -3,7 +3,7 @@
 import pytest
 
 from ridgeplan.planner import resolve, workload_for
-from ridgeplan.planner.search_space import families
+from ridgeplan.planner.search import families
 from ridgeplan.validate.planner_speed import CONTEXT, GPU, MODEL, measure_planner
 
 

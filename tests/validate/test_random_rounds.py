@@ -6,19 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeplan.planner.plan import Speculation, Workload
 from ridgeplan.planner.prediction import predict
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.runtime.drafting.round_result import RoundResult, RowResult
+from ridgeplan.roofline.plan.plan import Speculation, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.linear import Dense
-from ridgeplan.validate import random_rounds as module
-from ridgeplan.validate.random_decoder import llama_like_shape
-from ridgeplan.validate.random_rounds import BusyMachine, RandomModel, RoundTimes, fill, measured_round
-from ridgeplan.validate.suite.steps import rows_of
+from ridgeplan.runtime.speculation.speculator import RoundResult, RowResult
+from ridgeplan.validate import random_model as module
+from ridgeplan.validate.random_model import BusyMachine, RandomModel, RoundTimes, fill, llama_like_shape, measured_round
+from ridgeplan.validate.suite.sections import rows_of
 
 SHAPE = llama_like_shape(2, 64, 96, 4, 2, 32)
 CPU = torch.device("cpu")

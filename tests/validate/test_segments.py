@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeplan.validate.segments import Segment, is_busy, median_round_s, segment_tokens, spread_of, widest
+from ridgeplan.validate.measure import Segment, is_busy, median_round_s, segment_tokens, spread_of, widest
 
 
 def test_a_segments_round_is_its_share_and_the_median_ignores_a_minority() -> None:

@@ -6,13 +6,12 @@ import pytest
 import torch
 import transformers
 
-from ridgeplan.planner.plan import Plan, Workload
-from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.model.prefill import prefill
-from ridgeplan.runtime.quantization.calibrate import quantized_draft
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
-from ridgeplan.validate.teacher_forced import ROUND, SINKS, Draft, TeacherForced
+from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
+from ridgeplan.validate.acceptance import ROUND, SINKS, Draft, TeacherForced
 
 CONTEXT, ROUNDS = 300, 3
 TEXT = random.Random(0).choices(range(256), k=CONTEXT + ROUNDS * ROUND)

@@ -2,11 +2,10 @@
 
 import pytest
 
-from ridgeplan.planner.plan import PlanError
+from ridgeplan.roofline.plan.plan import PlanError
 from ridgeplan.validate import acceptance as module
-from ridgeplan.validate.acceptance import Passage, measure_acceptance
+from ridgeplan.validate.acceptance import Draft, Passage, measure_acceptance
 from ridgeplan.validate.prompts import PromptError
-from ridgeplan.validate.teacher_forced import Draft
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 DRAFTS = [Draft("w4"), Draft("streamingllm", 0.25)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.plan import Plan, Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.profile import Profile, Rates
+from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.validate import compare, run_plans, validate_plan
 from ridgeplan.validate.machine import cpu_hardware

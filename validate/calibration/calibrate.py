@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck
-from ridgeplan.validate.progress import Progress, silent
+from ridgeplan.validate.measure import Progress, silent
 
 if TYPE_CHECKING:
-    from ridgeplan.validate.calibration.samples import Samples
+    from ridgeplan.validate.calibration.fit import Samples
     from ridgeplan.validate.calibration.sizes import Suite
 
 
@@ -46,8 +46,8 @@ def refit(base: Profile, samples: Path) -> Profile:
 
     Raises SamplesError for a file that is missing, damaged or of another machine.
     """
+    from ridgeplan.validate.calibration.fit import read_samples
     from ridgeplan.validate.calibration.profile import fitted_again
-    from ridgeplan.validate.calibration.samples import read_samples
     from ridgeplan.validate.calibration.sizes import suite_for
 
     kind = "cpu" if base.hardware.kind == "cpu" else "cuda"

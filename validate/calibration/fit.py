@@ -1,15 +1,22 @@
-"""Rates of a kernel class from measured samples."""
+"""Rates of a kernel class, fitted to measured samples, and the file that keeps the samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, lsq_linear, minimize
 
-from ridgeplan.roofline.catalog.profile import MAX_SPREAD, MAX_UTILIZATION, Rates
+from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.profile import MAX_SPREAD, MAX_UTILIZATION, Rates, RowStep
+from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, parts, text, whole
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.execution import filled
+from ridgeplan.roofline.passes import tiles
 
 SHORTEST_LAUNCH_S = 1e-9
 SLOWEST = 1e-6  # utilization
@@ -114,3 +121,207 @@ def _fit(times: _Times, fastest: tuple[float, float], free: tuple[int, ...]) -> 
     )
     logs[chosen] = found.x
     return _Fit(logs, float(found.cost))
+
+
+MOST_TRIALS = 1000
+CONVERGED = 1e-12  # change of the loss, in units of an outlier's
+NEGLIGIBLE = 1e-4  # largest share of any sample's time
+PARTS = ("launch_s", "inverse_utilization", "tile_s", "fill_s", "width_s", "depth_s")
+READING, TILES = PARTS.index("inverse_utilization"), PARTS.index("tile_s")
+
+
+def fit_steps(samples: Sequence[Sample], ceilings: Ceilings, above_rows: Sequence[int]) -> Rates:
+    """Least squares in relative time, where each step of `above_rows` adds to all parts of the one below it.
+
+    No part shrinks as rows grow, so that no time does; and none is read faster than memory is. Samples beyond an error
+    of OUTLIER count linearly, not squared. Steps without samples add nothing. The steps hold what more rows cost, so
+    the class's arithmetic is just so fast that it limits no sample.
+    Raises ValueError without samples of the fewest rows.
+    """
+    index = np.searchsorted(above_rows, [sample.rows for sample in samples])
+    if not len(samples) or index.min() > 0:
+        raise ValueError("a fit needs at least one sample of the fewest rows")
+    sizes = _sizes(samples, ceilings)
+    seconds = np.array([sample.seconds for sample in samples])
+    found = _coefficients(sizes / seconds[:, None], index, ceilings.read_utilization, len(above_rows) + 1)
+    terms = sizes * np.cumsum(found, axis=0)[index]
+    errors = np.log((terms * _shares(terms)).sum(1) / seconds)
+    first, *steps = (_named(step) for step in found)
+    return Rates(
+        bandwidth_utilization=min(MAX_UTILIZATION, 1 / first.pop("inverse_utilization")),
+        compute_utilization=_arithmetic(samples, terms[:, READING], ceilings),
+        spread=min(float(errors.std()), MAX_SPREAD),
+        steps=tuple(RowStep(rows, **step) for rows, step in zip(above_rows, steps, strict=True) if any(step.values())),
+        **first,
+    )
+
+
+def _named(step: np.ndarray) -> dict[str, Any]:
+    return {name: float(value) for name, value in zip(PARTS, step, strict=True)}
+
+
+def _sizes(samples: Sequence[Sample], ceilings: Ceilings) -> np.ndarray:
+    """What the parts of a sample's time are proportional to, in the order of PARTS: [samples, parts]."""
+    bandwidth, num_sms = ceilings.bandwidth_bytes_per_s, ceilings.num_sms
+    return np.array(
+        [
+            (1.0, one.cost.bytes / bandwidth, one.tiles / num_sms, filled(one.tiles / num_sms), one.width, one.depth)
+            for one in samples
+        ],
+        dtype=float,
+    )
+
+
+def _shares(terms: np.ndarray) -> np.ndarray:
+    """The share of each term [samples, parts] that the time holds: of reading and of tiles their share of the hypot."""
+    shares = np.ones_like(terms)
+    both = terms[:, [READING, TILES]]
+    shares[:, [READING, TILES]] = both / np.maximum(np.hypot(*both.T), np.finfo(float).tiny)[:, None]
+    return shares
+
+
+def _coefficients(relative: np.ndarray, index: np.ndarray, read_utilization: float, count: int) -> np.ndarray:
+    """What each of `count` steps adds to the parts: [count, parts]. relative: sizes per second [samples, parts].
+
+    It starts from the best sum of the parts, without hypot.
+    """
+    reached = index[:, None] >= np.arange(count)
+    matrix = _by_step(reached, relative)
+    scale = np.where(matrix.any(0), np.abs(matrix).max(0), 1.0)
+    lowest = np.zeros(matrix.shape[1])
+    lowest[READING] = scale[READING] / read_utilization
+
+    def terms(scaled: np.ndarray) -> np.ndarray:
+        return relative * np.cumsum((scaled / scale).reshape(count, -1), axis=0)[index]
+
+    def loss(scaled: np.ndarray) -> tuple[float, np.ndarray]:
+        """The sum of soft L1 losses, and its gradient."""
+        found = terms(scaled)
+        errors = ((found * _shares(found)).sum(1) - 1) / OUTLIER
+        roots = np.sqrt(1 + errors**2)
+        slopes = _by_step(reached, relative * _shares(found)) / scale
+        return float((roots - 1).sum()), errors / roots / OUTLIER @ slopes
+
+    start = lsq_linear(matrix / scale, np.ones(len(matrix)), bounds=(lowest, np.inf)).x
+    # scipy's least_squares does not converge: it keeps its distance from bounds, and most parts of most steps are 0.
+    options = {"maxiter": MOST_TRIALS, "ftol": CONVERGED}
+    fit = minimize(loss, np.maximum(start, lowest), jac=True, bounds=[(low, None) for low in lowest], method="SLSQP",
+                   options=options)  # fmt: skip
+    return np.where(matrix.any(0) & (fit.x > NEGLIGIBLE), fit.x / scale, 0.0).reshape(count, -1)
+
+
+def _by_step(reached: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Values of parts [samples, parts] in the columns of every step that a sample has reached."""
+    return (reached[:, :, None] * values[:, None, :]).reshape(len(values), -1)
+
+
+def _arithmetic(samples: Sequence[Sample], reading_s: np.ndarray, ceilings: Ceilings) -> float:
+    """The lowest share of the compute peak at which no sample's FLOPs take longer than its bytes, as far as any is."""
+    computing_s = np.array([one.cost.flops for one in samples], float) / ceilings.compute_flops
+    return float(np.clip(max(computing_s / reading_s), 1e-9, ceilings.matmul_utilization))
+
+
+SCHEMA = 1
+LARGEST = 1e18
+
+
+class SamplesError(ValueError):
+    """A file of samples that is missing, damaged, or of another machine."""
+
+
+@dataclass(frozen=True)
+class KernelSample(Checked):
+    """One timed call of a kernel class; sizes as in `ridgeplan.validate.calibration.fit.Sample`."""
+
+    error = SamplesError
+    kind: str = text()
+    seconds: float = number(1e-9, 1e3)
+    flops: float = number(0, LARGEST)
+    read_bytes: float = number(0, LARGEST)
+    write_bytes: float = number(0, LARGEST)
+    rows: int = whole(1, 1 << 30)
+    width: float = number(0, LARGEST)
+    depth: float = number(0, LARGEST)
+
+    @classmethod
+    def of(cls, kind: str, sample: Sample) -> KernelSample:
+        """A sample of a class."""
+        cost = {name: float(value) for name, value in vars(sample.cost).items()}
+        return cls(kind, sample.seconds, **cost, rows=sample.rows, width=float(sample.width), depth=float(sample.depth))
+
+    @property
+    def sample(self) -> Sample:
+        """As fits take it."""
+        cost = Cost(self.flops, self.read_bytes, self.write_bytes)
+        count = float(tiles(self.kind, self.width, self.depth))
+        return Sample(cost, self.seconds, self.rows, self.width, self.depth, count)
+
+
+@dataclass(frozen=True)
+class RoundSample(Checked):
+    """A timed round of a calibration's model (its place in `Suite.gap_shapes`), with medians of its parts.
+
+    tokens: that the timed rounds added. draft_s: of one draft step, 0 without drafts; rest_s: of what is neither a
+    draft step nor the target's.
+    """
+
+    error = SamplesError
+    model: int = whole(0, 100)
+    preset: str = text()
+    context: int = whole(1, 1 << 24)
+    batch: int = whole(1, 4096)
+    tokens: int = whole(1, 1 << 24)
+    draft_s: float = number(0, 1e3)
+    target_s: float = number(0, 1e3)
+    rest_s: float = number(0, 1e3)
+
+
+@dataclass(frozen=True)
+class Samples(Checked):
+    """All samples of one calibration. The utilizations are those of `Ceilings`."""
+
+    error = SamplesError
+    device: str = text()
+    date: str = text()
+    matmul_utilization: float = number(1e-9, 4)
+    read_utilization: float = number(1e-9, 4)
+    kernels: tuple[KernelSample, ...] = parts(KernelSample)
+    rounds: tuple[RoundSample, ...] = parts(RoundSample, default=())
+
+    @classmethod
+    def of(cls, device: str, date: str, ceilings: Ceilings, found: Mapping[str, Sequence[Sample]]) -> Samples:
+        """The samples of kernel classes, by class."""
+        kernels = tuple(KernelSample.of(kind, one) for kind, samples in found.items() for one in samples)
+        return cls(device, date, ceilings.matmul_utilization, ceilings.read_utilization, kernels)
+
+    def with_rounds(self, rounds: Sequence[RoundSample]) -> Samples:
+        """The same with timed rounds."""
+        return replace(self, rounds=tuple(rounds))
+
+    def by_kind(self) -> dict[str, list[Sample]]:
+        """The kernels' samples by class, in the order in which the classes were measured."""
+        found: dict[str, list[Sample]] = {}
+        for one in self.kernels:
+            found.setdefault(one.kind, []).append(one.sample)
+        return found
+
+    def to_json(self) -> str:
+        """JSON text that `read_samples` reads back to equal samples, one sample a line."""
+        lists = {name: ",\n".join(json.dumps(asdict(one)) for one in getattr(self, name)) for name in LISTS}
+        head = {name: value for name, value in vars(self).items() if name not in LISTS}
+        body = "".join(f', "{name}": [\n{lines}\n]' for name, lines in lists.items())
+        return json.dumps({"schema": SCHEMA, **head}, allow_nan=False)[:-1] + body + "}\n"
+
+
+LISTS = ("kernels", "rounds")
+
+
+def read_samples(path: Path) -> Samples:
+    """Samples from a file, which is not trusted. Raises SamplesError naming it."""
+    try:
+        document: Any = parse_json(read_document(path))
+        return build(Samples, fields_of_schema(document, SCHEMA, "calibrate again", SamplesError))
+    except OSError as error:
+        raise SamplesError(f"cannot read samples {brief(str(path))}: {error.strerror}") from None
+    except ValueError as error:
+        raise SamplesError(f"samples {brief(str(path))}: {error}") from None

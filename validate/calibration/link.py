@@ -12,15 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.residency.gather import gather_into_slots
-from ridgeplan.kernels.residency.leading_copy import copy_leading
-from ridgeplan.kernels.residency.slot_table import KeysAndValues, SlotLoads
+from ridgeplan.kernels.offload import KeysAndValues, SlotLoads, copy_leading, gather_into_slots
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_UTILIZATION, Rates
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES
-from ridgeplan.runtime.host_memory import available_bytes
+from ridgeplan.runtime.buffers import HostMemory, available_bytes
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.kv.offload.host_memory import HostMemory
-from ridgeplan.validate.segments import spread_of
+from ridgeplan.validate.measure import spread_of
 from ridgeplan.validate.timing import captured
 
 SIZE = 1 << 29  # bytes that a copy moves

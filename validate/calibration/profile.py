@@ -16,18 +16,15 @@ from ridgeplan.roofline.execution import GATHER_ROW_BYTES, rate_rows
 from ridgeplan.roofline.latency import linear_kind
 from ridgeplan.validate import machine
 from ridgeplan.validate.calibration import attention as attention_trials
-from ridgeplan.validate.calibration import elementwise as step_trials
-from ridgeplan.validate.calibration import linear as linear_trials
-from ridgeplan.validate.calibration.fit import Ceilings, Sample, fit_rates
-from ridgeplan.validate.calibration.fit_steps import fit_steps
-from ridgeplan.validate.calibration.gaps import measured_rounds, with_fitted_gaps
-from ridgeplan.validate.calibration.host_overhead import with_dispatch
+from ridgeplan.validate.calibration import layer as linear_trials
+from ridgeplan.validate.calibration import layer as step_trials
+from ridgeplan.validate.calibration.attention import SPARSE_CLASSES, sparse_trials, top_k_trials
+from ridgeplan.validate.calibration.fit import Ceilings, Sample, Samples, SamplesError, fit_rates, fit_steps
 from ridgeplan.validate.calibration.link import link_classes
 from ridgeplan.validate.calibration.noise import NoiseCheck
-from ridgeplan.validate.calibration.samples import Samples, SamplesError
+from ridgeplan.validate.calibration.overheads import measured_rounds, with_dispatch, with_fitted_gaps
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
-from ridgeplan.validate.calibration.sparse import SPARSE_CLASSES, sparse_trials, top_k_trials
-from ridgeplan.validate.progress import Progress
+from ridgeplan.validate.measure import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
 
 Keep = Callable[[Samples], object]  # called with what was measured

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, prefill_attention_kind, scan_kind
 from ridgeplan.validate.calibration.attention import DecodeSize, Heads
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 
 Shapes = tuple[tuple[int, int], ...]
 DRAFT_STEP = 5  # of the sizes of decode attention, those at which sparse drafts are measured, too

@@ -1,4 +1,4 @@
-"""One round by kernel: the device time of each class of operations, measured and predicted.
+"""One round by kernel: the device time of each class of operations, traced by torch, beside its prediction.
 
 Once all plans are measured, a few rounds of each run again under a profiler (profiler_trace.py). A kernel's class
 follows from its name, its part of the round from the timestamps in the graph. With PDL a kernel starts before the one
@@ -7,28 +7,101 @@ ahead of it ends; its whole time counts, waiting included, so the sum of all ker
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
-from ridgeplan.planner.plan import Plan
+import torch
+from torch import profiler
+from torch.autograd import DeviceType
+
 from ridgeplan.planner.prediction import OpTime, predict
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.speculative_round import sampling_seconds
-from ridgeplan.runtime.drafting.round_runner import PHASES
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.round import sampling_seconds
+from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.speculation.rounds import PHASES
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
-from ridgeplan.validate.decode_bench.profiler_trace import Launch, attach, busy_us, traced
 from ridgeplan.validate.decode_bench.report import DecodeRow, run_order
-from ridgeplan.validate.measure import Measured
+from ridgeplan.validate.measure import WARM_TOKENS, Measured
 from ridgeplan.validate.prompts import prompt_batch
+
+TRACED_ROUNDS = 4  # minimum
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch or copy, in microseconds of the device's clock."""
+
+    name: str
+    begin_us: float
+    end_us: float
+
+    @property
+    def duration_us(self) -> float:
+        """From start to end."""
+        return self.end_us - self.begin_us
+
+
+def attach() -> None:
+    """Attaches the profiler for good, as graphs captured before, or between two uses, may crash or hang it.
+
+    Source: pytorch issues 75504 and pull request 112507.
+    """
+    os.environ.update(TEARDOWN_CUPTI="0", DISABLE_CUPTI_LAZY_REINIT="1")
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]):
+        torch.cuda.synchronize()
+
+
+def traced(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> tuple[Launch, ...]:
+    """All launches of some rounds after prefill, ordered by start."""
+    new_tokens = min(engine.plan.workload.new_tokens, TRACED_ROUNDS * (engine.plan.speculation.gamma + 1) + 1)
+    engine.generate([prompt[:WARM_TOKENS] for prompt in prompts], min(2, new_tokens), sampling)
+    recording = KernelRecording()
+    engine.generate(prompts, new_tokens, sampling, on_progress=recording.begin)
+    return recording.launches()
+
+
+class KernelRecording:
+    """The profiler, recording a generation after its prefill."""
+
+    def __init__(self) -> None:
+        self._profiler: profiler.profile | None = None
+
+    def begin(self, tokens: int) -> None:
+        """Starts recording at the first call, which comes after prefill."""
+        if self._profiler is None:
+            torch.cuda.synchronize()
+            self._profiler = profiler.profile(activities=[profiler.ProfilerActivity.CUDA])
+            self._profiler.start()
+
+    def launches(self) -> tuple[Launch, ...]:
+        """Stops recording and returns the launches, ordered by start."""
+        assert self._profiler is not None, "nothing was generated"
+        torch.cuda.synchronize()
+        self._profiler.stop()
+        events = (event for event in self._profiler.events() or () if event.device_type == DeviceType.CUDA)
+        found = (Launch(event.name, event.time_range.start, event.time_range.end) for event in events)
+        return tuple(sorted(found, key=lambda launch: launch.begin_us))
+
+
+def busy_us(launches: Iterable[Launch]) -> float:
+    """Time in which at least one of `launches`, ordered by start, ran."""
+    busy, until = 0.0, float("-inf")
+    for launch in launches:
+        busy += max(0.0, launch.end_us - max(launch.begin_us, until))
+        until = max(until, launch.end_us)
+    return busy
+
 
 DRAFT, VERIFY, KEEP = PHASES
 LINEAR, HEAD, SAMPLING, SELECTION, OTHER = "linear", "head", "sampling", "selection", "other"

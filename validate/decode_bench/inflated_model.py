@@ -12,23 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.support import missing_head
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.memory import weight_memory
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.support import missing_head
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
 from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights
+from ridgeplan.runtime.model.config import DecoderConfig, decoder_config
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
-from ridgeplan.runtime.model_config import DecoderConfig, decoder_config
-from ridgeplan.runtime.quantization.calibrate import quantized_target
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_target
 from ridgeplan.runtime.retrieval.head import Head
-from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError
-from ridgeplan.validate.decode_bench.inflate import Inflater, inflated_config, inflated_shape
+from ridgeplan.validate.decode_bench.inflation import (
+    ChannelMap,
+    Inflater,
+    InflationError,
+    inflated_config,
+    inflated_shape,
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,20 +9,29 @@ from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from ridgeplan.planner.plan import Plan, Workload
-from ridgeplan.planner.presets import preset, preset_name
+from ridgeplan.planner.export.engine_profile import measured_rows
 from ridgeplan.planner.resolution import workload_for
-from ridgeplan.planner.support import missing_head
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.presets import preset, preset_name
+from ridgeplan.roofline.plan.support import missing_head
 from ridgeplan.validate.comparison import Comparison, compare_measured
-from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
-from ridgeplan.validate.measure import Measured, measure
-from ridgeplan.validate.progress import Progress
+from ridgeplan.validate.measure import Measured, Progress, measure
 from ridgeplan.validate.prompts import prompt_batch, random_batch
 
 if TYPE_CHECKING:
     from ridgeplan.runtime.model.weights import DecoderWeights
     from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+
+
+def vllm_tpot_ms(device: str, model: str, context: int, batch: int) -> float | None:
+    """vLLM's time per output token of plain bf16 decoding on that device; None if not measured."""
+    measured = measured_rows("vllm")
+    if (device, model) != (measured.device, measured.model):
+        return None
+    wanted = (context, batch, "bf16", "auto")
+    return next((row.tpot_ms for row in measured.rows if (row.context, row.batch, row.weights, row.kv) == wanted), None)
+
 
 PLAIN = "autoregressive"
 # Plain decoding, a quantized target, and QuantSpec with only one of its parts (QuantSpec, Fig 4).

@@ -1,4 +1,5 @@
-"""Quality of plans: fidelity to the plain model, perplexity, and the RULER tasks. `ridgeplan quality` runs it.
+"""Quality of plans: fidelity to the plain model, perplexity, and RULER's 13 tasks. `ridgeplan quality` runs it.
 
-Not here: the tasks themselves (validate/ruler), and the rows that predictions show (planner/measured_quality.py).
+RULER's sentences, word lists and examples are our own, so scores compare plans, not with published tables.
+Not here: the rows that predictions show (planner/quality.py).
 """

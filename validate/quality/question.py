@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ridgeplan.planner.measured_quality import HEAD, SOLVED, TEXT_MEASURES
-from ridgeplan.planner.plan import MAX_BATCH, MAX_TOKENS, EvictionPolicy, Plan, PlanError, Workload, require
-from ridgeplan.planner.policies import EVICTIONS, evicted_to
-from ridgeplan.planner.policies.policy import evicting
-from ridgeplan.planner.policies.selection.all import autoregressive
-from ridgeplan.planner.presets import PRESETS, preset, preset_name
+from ridgeplan.planner.quality import HEAD, SOLVED, TEXT_MEASURES
 from ridgeplan.planner.resolution import yarn_factor
-from ridgeplan.planner.support import allows_chunks, missing_head, only_estimated
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, EvictionPolicy, Plan, PlanError, Workload, require
+from ridgeplan.roofline.plan.policies import EVICTIONS, evicted_to
+from ridgeplan.roofline.plan.policies.base import evicting
+from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.presets import PRESETS, preset, preset_name
+from ridgeplan.roofline.plan.support import allows_chunks, missing_head, only_estimated
 from ridgeplan.runtime.errors import UnsupportedPlan
-from ridgeplan.runtime.retrieval.file import load_head
-from ridgeplan.validate.ruler.task import Task
+from ridgeplan.runtime.retrieval.head import load_head
+from ridgeplan.validate.quality.ruler_samples import Task
 
 PlanMaker = Callable[[Workload], Plan]
 TIMED_TOKENS = 32  # generated to measure the time per token

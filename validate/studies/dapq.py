@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from ridgeplan.planner.plan import MAX_TOKENS, Workload, require
-from ridgeplan.planner.policies.selection.all import autoregressive
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, Workload, require
+from ridgeplan.roofline.plan.policies.selections import autoregressive
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
-from ridgeplan.validate.progress import Progress, silent
+from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.studies.recorded import RecordedPrompt, Recording
 

@@ -1,4 +1,8 @@
-"""Queries and attention of a model over a cached prompt, for any tokens at any positions."""
+"""What studies record of a model over a cached prompt: queries, attention, and full-width heads' features.
+
+They read the target's features of the token before, which a study has for all of a text that goes through the model
+once ahead. A plan has them too late to load what is chosen before the first layer.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,18 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ridgeplan.kernels.layer.rope import rotate
+from ridgeplan.kernels.layer import rotate
+from ridgeplan.roofline.plan import draft_selection as selections
 from ridgeplan.runtime import WorkloadError
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.kv.metadata import AttentionMetadata
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill import prefill, prefill_layer
+from ridgeplan.runtime.policies.retrieval_head import RetrievalHead
+from ridgeplan.runtime.retrieval.head import Head
 
 TOGETHER = 16  # queries of one pass, the most that the attention kernels take
 
@@ -119,3 +127,35 @@ def attention_weights(queries: Tensor, keys: Tensor) -> Tensor:
     own = torch.arange(count - tokens, count, device=keys.device)
     unseen = torch.arange(count, device=keys.device) > own[:, None]
     return scores.masked_fill(unseen[:, None, None], float("-inf")).softmax(-1).mean(2)
+
+
+class FullHead(RetrievalHead):
+    """features: [tokens, 3 hidden], of the token before each of the text, as `features_before` makes them."""
+
+    inputs = "full"
+
+    def __init__(self, selection: selections.RetrievalHead, cache: Cache, head: Head, features: Tensor) -> None:
+        super().__init__(selection, cache, head)
+        self.features = features
+
+    def project(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head.project(tokens, positions, self.rotary, self.features[positions])
+
+
+def fused_layers(layers: int) -> tuple[int, int, int]:
+    """The layers whose inputs are EAGLE-3's features: low, middle and high, as its engines take them."""
+    low, middle, high = 2, layers // 2, layers - 3
+    return min(low, layers - 1), middle, max(high, 0)
+
+
+@torch.inference_mode()
+def features_before(engine: Engine, tokens: Tensor) -> Tensor:
+    """The target's features of the token before each of a text [tokens], zeros before the first: [tokens, 3 hidden]."""
+    decoder, hidden, found = engine.decoder, functional.embedding(tokens, engine.weights.embedding), {}
+    wanted = fused_layers(len(engine.weights.layers))
+    for index, (layer, window) in enumerate(zip(engine.weights.layers, decoder.config.windows, strict=True)):
+        if index in wanted:
+            found[index] = hidden.clone()
+        prefill_layer(decoder, layer, hidden, window)
+    features = torch.cat([found[index] for index in wanted], dim=-1)
+    return torch.cat([torch.zeros_like(features[:1]), features[:-1]])

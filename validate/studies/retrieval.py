@@ -16,23 +16,20 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.planner.axes.draft_selection import MIN_RATIO, RetrievalHead, SparseSelection, draft_selection
-from ridgeplan.planner.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, require
+from ridgeplan.roofline.plan.draft_selection import MIN_RATIO, RetrievalHead, SparseSelection, draft_selection
+from ridgeplan.roofline.plan.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, require
 from ridgeplan.runtime import WorkloadError, load
-from ridgeplan.runtime.drafting.policies import draft_policy
-from ridgeplan.runtime.drafting.policies.base import DraftPolicy
-from ridgeplan.runtime.drafting.policies.sparse import SparsePolicy, TokenIndex
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.kv.metadata import AttentionMetadata
 from ridgeplan.runtime.model.prefill import PromptObservers, prefill
-from ridgeplan.runtime.retrieval.file import load_head
-from ridgeplan.runtime.retrieval.head import Head
+from ridgeplan.runtime.policies import draft_policy
+from ridgeplan.runtime.policies.base import DraftPolicy, SparsePolicy, TokenIndex
+from ridgeplan.runtime.retrieval.head import Head, load_head
 from ridgeplan.validate.acceptance import Passage, named_shape
-from ridgeplan.validate.progress import Progress, silent
+from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
-from ridgeplan.validate.studies.full_head import FullHead, features_before
-from ridgeplan.validate.studies.recorded import attention_weights
+from ridgeplan.validate.studies.recorded import FullHead, attention_weights, features_before
 
 RANDOM, MODEL = "random", "model"  # the latter is the model's own choice, by which others are measured
 # Methods with the names and hyperparameters of their selections.

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from ridgeplan.planner.capacity import predicted_memory
-from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.support import as_loaded
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.catalog.shapes import ModelShape
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.support import as_loaded
 from ridgeplan.runtime import Engine, SamplingParams, load
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.source import model_source
@@ -30,10 +30,9 @@ from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 from ridgeplan.validate.machine import free_library_workspaces
 from ridgeplan.validate.measure import Measured, measure
 from ridgeplan.validate.prompts import first_tokens, prompt_batch, sample_text
-from ridgeplan.validate.suite.results import SuiteRow
+from ridgeplan.validate.suite.report import AT_ANOTHER, AT_MEASURED, PEAK, SuiteRow
+from ridgeplan.validate.suite.sections import case_text
 from ridgeplan.validate.suite.sizes import PlanCase
-from ridgeplan.validate.suite.steps import case_text
-from ridgeplan.validate.suite.summary import AT_ANOTHER, AT_MEASURED, PEAK
 
 ACCEPTANCE, BY_DRIVER = "acceptance", "memory in use, by the driver"
 CALIBRATION_TOKENS = 8192  # of 4-bit weights

@@ -7,22 +7,22 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ridgeplan.planner.search import NothingFits
+from ridgeplan.planner.feasibility import NothingFits
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.runtime.host_memory import available_bytes
+from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.validate.machine import measured_here
-from ridgeplan.validate.progress import Progress, silent
-from ridgeplan.validate.random_rounds import BusyMachine, RandomModel
-from ridgeplan.validate.suite import generations, kernels, regret, steps
-from ridgeplan.validate.suite.results import SECTIONS, RegretRow, SuiteReport, SuiteRow
+from ridgeplan.validate.measure import Progress, silent
+from ridgeplan.validate.random_model import BusyMachine, RandomModel
+from ridgeplan.validate.suite import generations, sections
+from ridgeplan.validate.suite.report import SECTIONS, RegretRow, SuiteReport, SuiteRow
 from ridgeplan.validate.suite.sizes import PlanCase, SuiteSizes, sizes_for
 
 METHODS = {
-    "kernels": kernels.METHOD,
-    "steps": steps.METHOD,
+    "kernels": sections.KERNELS_METHOD,
+    "steps": sections.STEPS_METHOD,
     "generations": generations.METHOD,
-    "regret": regret.METHOD,
+    "regret": sections.REGRET_METHOD,
 }
 MEMORY_SHARE = 0.9  # of what is free, for weights and caches
 
@@ -67,7 +67,7 @@ def run_suite(question: Question, on_progress: Progress = silent, sizes: SuiteSi
     if "generations" in question.sections:
         _generations(question, sizes, found, on_progress)
     if "kernels" in question.sections:
-        found.rows += kernels.kernel_rows(question.profile, device, sizes.kernels, on_progress)
+        found.rows += sections.kernel_rows(question.profile, device, sizes.kernels, on_progress)
     if {"steps", "regret"} & set(question.sections):
         _models(question, sizes, device, found, on_progress)
     return replace(heading(question), rows=tuple(found.rows), regret=tuple(found.regret), skipped=tuple(found.skipped))
@@ -142,14 +142,14 @@ def _steps(
     question: Question, sizes: SuiteSizes, model: RandomModel, found: _Found, on_progress: Progress
 ) -> Iterator[SuiteRow]:
     for done, case in enumerate(sizes.steps):
-        plan = case.plan(model.shape, question.profile, steps.NEW_TOKENS)
-        on_progress(f"{model.shape.name}: {steps.case_text(plan)}", done, len(sizes.steps))
-        named = f"{model.shape.name}, {steps.case_text(plan)}"
+        plan = case.plan(model.shape, question.profile, sections.NEW_TOKENS)
+        on_progress(f"{model.shape.name}: {sections.case_text(plan)}", done, len(sizes.steps))
+        named = f"{model.shape.name}, {sections.case_text(plan)}"
         if not model.fits(plan):
             found.skipped.append(f"{named}: does not fit into memory")
             continue
         try:
-            yield from steps.step_rows(model, plan, question.profile)
+            yield from sections.step_rows(model, plan, question.profile)
         except BusyMachine as error:
             found.skipped.append(f"{named}: {error}")
 
@@ -160,7 +160,7 @@ def _regret(
     for done, (context, batch) in enumerate(sizes.regret):
         on_progress(f"{model.shape.name}: regret, {context} x {batch}", done, len(sizes.regret))
         try:
-            yield regret.regret_row(model, question.profile, context, batch, sizes.candidates)
+            yield sections.regret_row(model, question.profile, context, batch, sizes.candidates)
         except (NothingFits, BusyMachine) as error:
             found.skipped.append(f"{model.shape.name}, regret at {context} tokens, batch {batch}: {error}")
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ridgeplan.planner.plan import Plan
-from ridgeplan.planner.presets import preset
 from ridgeplan.planner.resolution import workload_for
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate.calibration.attention import Heads
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 
 Workloads = tuple[tuple[int, int], ...]  # context, batch
 

@@ -9,7 +9,7 @@ from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.charts import rooflines, rounds
 from ridgeplan.planner import Recommendation, recommend
 from ridgeplan.roofline.catalog.profile import Profile, Rates
-from ridgeplan.roofline.device import GIB
+from ridgeplan.roofline.latency import GIB
 
 
 def traces(figure: Any) -> dict[str, Any]:

@@ -8,19 +8,24 @@ import pytest
 
 from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.charts.capacity import dollars_per_million, no_fit_runs
-from ridgeplan.dashboards.charts.compare import crossing_text, fitting_times
 from ridgeplan.dashboards.charts.memory import about, staircase_text
+from ridgeplan.dashboards.charts.plans import crossing_text, fitting_times
 from ridgeplan.dashboards.charts.rooflines import APART, LABELS, labelled
-from ridgeplan.dashboards.charts.speculation import break_even
+from ridgeplan.dashboards.charts.rounds import break_even
 from ridgeplan.planner import Recommendation, preset
-from ridgeplan.planner.curves.batches import over_batches
-from ridgeplan.planner.curves.contexts import OffloadStep, memory_over_contexts, offload_staircase, over_contexts
-from ridgeplan.planner.curves.crossings import Crossing
-from ridgeplan.planner.curves.speculation_map import speculation_map
-from ridgeplan.planner.search.plan_map import PlanMap, plan_map
-from ridgeplan.planner.search.question import Question, ask
+from ridgeplan.planner.queries.curves import (
+    Crossing,
+    OffloadStep,
+    memory_over_contexts,
+    offload_staircase,
+    over_batches,
+    over_contexts,
+    speculation_map,
+)
+from ridgeplan.planner.queries.maps import PlanMap, plan_map
+from ridgeplan.planner.question import Question, ask
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.papers.quantspec_ridge_plane import decode_plane
+from ridgeplan.validate.papers.quantspec_ridge_plane import decode_plane
 
 MODEL = "meta-llama/Llama-3.1-8B"
 CONTEXTS, BATCHES = (1024, 4096, 16_384, 65_536), (1, 4, 16, 64)

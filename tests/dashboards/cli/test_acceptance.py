@@ -7,7 +7,7 @@ from typing import Any
 import click
 import pytest
 
-from ridgeplan.dashboards.cli.acceptance.lists import ListCommand
+from ridgeplan.dashboards.cli.options import ListCommand
 from ridgeplan.planner.acceptance import commands_of
 from ridgeplan.roofline.catalog.profile_lookup import user_acceptance_path
 

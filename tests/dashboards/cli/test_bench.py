@@ -10,12 +10,11 @@ import pytest
 import torch
 from click.testing import Result
 
-from ridgeplan.validate import planner_speed
-from ridgeplan.validate.kernel_bench import report as kernel_bench
-from ridgeplan.validate.kernel_bench.report import KernelReport, KernelRow, MachinePeaks
-from ridgeplan.validate.kernel_bench.sizes import KERNELS
+from ridgeplan.validate import kernel_bench, planner_speed
+from ridgeplan.validate.kernel_bench import KernelReport, KernelRow, MachinePeaks
+from ridgeplan.validate.kernel_calls.sizes import KERNELS
+from ridgeplan.validate.measure import Progress
 from ridgeplan.validate.planner_speed import PlannerSpeed
-from ridgeplan.validate.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 Invoke = Callable[..., Result]

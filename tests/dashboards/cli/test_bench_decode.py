@@ -12,11 +12,11 @@ import torch
 
 from ridgeplan.dashboards.cli.bench_decode import SUITE_WORKLOADS, plan_text, row_texts
 from ridgeplan.planner import Workload
-from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate.decode_bench.report import DecodeCase
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 
 CASES = (("autoregressive", 0), ("quantspec-kv", 2))
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results_file import ResultsFile
 
-from ridgeplan.dashboards.figures import png
-from ridgeplan.validate.decode_bench.results_file import ResultsFile
+from ridgeplan.dashboards.figures import paper_figure
 
 
 @pytest.fixture
 def no_kaleido(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(png, "can_draw", lambda: False)
+    monkeypatch.setattr(paper_figure, "can_draw", lambda: False)
 
 
 def test_figures_are_listed_with_the_papers_settings(invoke: Any) -> None:
@@ -45,8 +45,8 @@ def test_png_files_are_moved_into_the_folder(invoke: Any, tmp_path: Path, monkey
         for figure, file in zip(figures, files, strict=True):
             Path(file).write_text(figure.layout.title.text, encoding="utf-8")
 
-    monkeypatch.setattr(png, "can_draw", lambda: True)
-    monkeypatch.setattr(png.pio, "write_images", write_images)
+    monkeypatch.setattr(paper_figure, "can_draw", lambda: True)
+    monkeypatch.setattr(paper_figure.pio, "write_images", write_images)
     result = invoke("figures", "specattn-fig6", "quantspec-fig4", "--output", tmp_path, "--format", "png")
     assert result.stdout.startswith("2 figures as png")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["quantspec-fig4.png", "specattn-fig6.png"]
@@ -58,11 +58,11 @@ def test_without_kaleido_or_chrome_nothing_is_written(
     def no_chrome(*_: Any, **__: Any) -> None:
         raise RuntimeError("\n\nKaleido requires Google Chrome to be installed.\n")
 
-    monkeypatch.setattr(png, "can_draw", lambda: False)
+    monkeypatch.setattr(paper_figure, "can_draw", lambda: False)
     asked = ("figures", "specattn-fig6", "--output", tmp_path, "--format", "png", "--format", "html")
     assert "PNG files need kaleido; allowed: html, csv" in refuses(*asked)
-    monkeypatch.setattr(png, "can_draw", lambda: True)
-    monkeypatch.setattr(png.pio, "write_images", no_chrome)
+    monkeypatch.setattr(paper_figure, "can_draw", lambda: True)
+    monkeypatch.setattr(paper_figure.pio, "write_images", no_chrome)
     assert "allowed: html, csv. Kaleido requires Google Chrome" in refuses(*asked)
     assert not [*tmp_path.iterdir()]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.planner.measured_quality import FIDELITY, read_rows
-from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.planner.quality import FIDELITY, read_rows
 from ridgeplan.roofline.catalog.profile_lookup import user_quality_path
-from ridgeplan.validate.ruler import dataset
-from ridgeplan.validate.ruler.dataset import NoQuestions
+from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.validate.quality import ruler_questions
+from ridgeplan.validate.quality.ruler_questions import NoQuestions
 
 TEXT = "It was the best of times. It was the worst of times. It was the age of wisdom. " * 40
 SIZES = ("--ctx", 1100, "--tasks", "niah_single_1", "--samples", 1, "--passages", 2, "--tokens", 8)
@@ -27,7 +27,7 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("ridgeplan.planner.measured_quality.user_quality_path", user_quality_path)
+    monkeypatch.setattr("ridgeplan.planner.quality.user_quality_path", user_quality_path)
 
 
 @pytest.fixture
@@ -40,7 +40,9 @@ def test_rows_are_saved_and_an_interrupted_run_goes_on(run: Any, monkeypatch: py
     assert first["path"] == str(user_quality_path())
     saved = user_quality_path().read_text(encoding="utf-8")
     assert len(read_rows(saved)) == len(first["rows"]) == 12  # two plans, six measures
-    monkeypatch.setattr("ridgeplan.validate.quality.run.load", lambda *_, **__: pytest.fail("it was measured again"))
+    monkeypatch.setattr(
+        "ridgeplan.validate.quality.measure.load", lambda *_, **__: pytest.fail("it was measured again")
+    )
     assert json.loads(run("int8", "--json").stdout) == first
     assert user_quality_path().read_text(encoding="utf-8") == saved
 
@@ -83,7 +85,7 @@ def test_questions_that_cannot_be_had_are_skipped_with_one_line(
     def offline() -> None:
         raise NoQuestions("no network here")
 
-    monkeypatch.setattr(dataset, "question_sets", offline)
+    monkeypatch.setattr(ruler_questions, "question_sets", offline)
     found = invoke(
         "quality", "autoregressive", "--model", tiny_folder, "--text", text, *SIZES, "--tasks", "qa_1", "qa_2"
     )

@@ -12,8 +12,7 @@ from ridgeplan import runtime
 from ridgeplan.dashboards.cli.model_inputs import CALIBRATION_TOKENS, calibration_tokens
 from ridgeplan.dashboards.cli.run import summary, text_pieces
 from ridgeplan.planner import Workload, preset
-from ridgeplan.runtime.quantization.calibrate import quantized_draft
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.statistics import Statistics
 
 

@@ -31,7 +31,7 @@ def test_a_closed_stderr_changes_nothing() -> None:
 
 
 def test_what_a_narrow_stdout_cannot_show_becomes_question_marks() -> None:
-    code = "from ridgeplan.dashboards.cli.streams import prepare_process as p; p(); print('caf\\u00e9 \\u2192 \\u4e2d')"
+    code = "from ridgeplan.dashboards.cli.errors import prepare_process as p; p(); print('caf\\u00e9 \\u2192 \\u4e2d')"
     environment = os.environ | {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=300, env=environment)
     assert (result.returncode, result.stderr) == (0, b"")
@@ -63,7 +63,7 @@ def test_messages_are_one_line_that_fits_a_screen(message: str, shown: str) -> N
 
 FINALIZED = """
 import os, signal, sys, time
-from ridgeplan.dashboards.cli.streams import prepare_process
+from ridgeplan.dashboards.cli.errors import prepare_process
 
 class Signalled:
     def __del__(self):

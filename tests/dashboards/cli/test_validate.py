@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli.validation import demo
+from ridgeplan.dashboards.cli import demo
 from ridgeplan.planner import Recommendation, Workload, preset
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.runtime import load
 from ridgeplan.validate import NoiseCheck
-from ridgeplan.validate.calibration.samples import Samples, read_samples
+from ridgeplan.validate.calibration.fit import Samples, read_samples
 
 WORKLOAD = Workload("HuggingFaceTB/SmolLM2-135M", "h200", 160, 6)
 PLAIN_ROWS = {"prefill", "decode step", "tpot", "peak memory", "speed-up over plain decoding"}
@@ -107,9 +107,7 @@ def test_a_machine_that_is_not_calibrated_is_refused_before_anything_runs(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: None)
-    monkeypatch.setattr(
-        "ridgeplan.dashboards.cli.validation.validate.opening_tokens", lambda *_: pytest.fail("it was read")
-    )
+    monkeypatch.setattr("ridgeplan.dashboards.cli.validate.opening_tokens", lambda *_: pytest.fail("it was read"))
     assert "this machine is neither calibrated nor in the catalog" in refuses("validate", plan_path)
 
 
@@ -124,7 +122,7 @@ def test_validate_refuses_damaged_profiles(refuses: Any, plan_path: Path, tmp_pa
 def test_demo_runs_the_recommended_plan_and_quantspec(
     invoke: Any, profile_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ridgeplan.dashboards.cli.validation.demo.user_profile_path", lambda: profile_path)
+    monkeypatch.setattr("ridgeplan.dashboards.cli.demo.user_profile_path", lambda: profile_path)
     arguments = ("demo", "--context", 160, "--new-tokens", 6)
     answer = json.loads(invoke(*arguments, "--json").stdout)
     titles = [run["title"] for run in answer["runs"]]
@@ -139,7 +137,7 @@ def test_demo_runs_the_recommended_plan_and_quantspec(
 def test_demo_shows_texts_and_comparisons(
     invoke: Any, profile_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ridgeplan.dashboards.cli.validation.demo.user_profile_path", lambda: profile_path)
+    monkeypatch.setattr("ridgeplan.dashboards.cli.demo.user_profile_path", lambda: profile_path)
     monkeypatch.setattr("ridgeplan.runtime.embedded_model_path", lambda: tiny_folder)
     shown = invoke("demo", "--context", 160, "--new-tokens", 6).stdout
     assert shown.count("continues the prompt") == shown.count("speed-up over plain decoding") >= 2

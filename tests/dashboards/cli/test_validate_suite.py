@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from suite_results import REPORT, ROW
 
-from ridgeplan.dashboards.cli.validation import suite as module
+from ridgeplan.dashboards.cli import validate as module
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.validate.suite.results import SuiteReport, read_report
+from ridgeplan.validate.suite.report import SuiteReport, read_report
 from ridgeplan.validate.suite.run import Question, heading
 
 

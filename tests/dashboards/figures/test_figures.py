@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.figures import quantspec_intensity, quantspec_speed, specattn, specontext
-from ridgeplan.dashboards.figures.registry import figures_named
+from ridgeplan.dashboards.figures import figures_named, quantspec, specattn, specontext
 from ridgeplan.roofline.catalog.hardware import load_hardware
 
 LLAMA_2 = "meta-llama/Llama-2-7b-hf"
@@ -20,7 +19,7 @@ def one(rows: Rows, **wanted: Any) -> Mapping[str, Any]:
 
 def test_decode_does_a_flop_per_byte_and_linear_layers_one_more_for_each_sequence() -> None:
     """2 FLOP and 2 bytes for a weight, or for an element of multi-head KV."""
-    rows = quantspec_intensity.decode_rows(LLAMA_2, "a6000")
+    rows = quantspec.decode_rows(LLAMA_2, "a6000")
     for batch in (1, 16):
         row = one(rows, context=65536, batch=batch)
         assert row["linear"] == pytest.approx(batch, rel=0.02)
@@ -31,7 +30,7 @@ def test_decode_does_a_flop_per_byte_and_linear_layers_one_more_for_each_sequenc
 def test_prefill_of_long_prompts_is_above_the_ridge_and_decode_below() -> None:
     hardware = load_hardware("a6000")
     for phase, bound in (("prefill", True), ("decode", False)):
-        rows = quantspec_intensity.roofline_rows(phase, LLAMA_2, "a6000", 1)
+        rows = quantspec.roofline_rows(phase, LLAMA_2, "a6000", 1)
         row = one(rows, part="aggregate", context=32768)
         assert (row["intensity"] > hardware.ridge_point) == bound
         assert row["flops_per_s"] == (hardware.compute_flops if bound else pytest.approx(
@@ -39,7 +38,7 @@ def test_prefill_of_long_prompts_is_above_the_ridge_and_decode_below() -> None:
 
 
 def test_the_ridge_plane_cuts_all_three_surfaces_at_one_height() -> None:
-    figure = quantspec_intensity.draw_planes(quantspec_intensity.prefill_rows(LLAMA_2, "a6000"))
+    figure = quantspec.draw_planes(quantspec.prefill_rows(LLAMA_2, "a6000"))
     planes = [trace for trace in figure.data if trace.name == "ridge plane"]
     assert len(planes) == 3
     ridge_point = load_hardware("a6000").ridge_point
@@ -48,16 +47,16 @@ def test_the_ridge_plane_cuts_all_three_surfaces_at_one_height() -> None:
 
 def test_weights_win_at_short_contexts_and_kv_at_long_ones() -> None:
     """QuantSpec, section 5.2, on Fig 4; both together win everywhere."""
-    rows = quantspec_speed.parts_rows("a6000", 4)
+    rows = quantspec.parts_rows("a6000", 4)
     speed = {(row["method"], row["context"]): row["predicted"] for row in rows}
     assert speed["weights only", 4096] > speed["KV only", 4096]
     assert speed["KV only", 131072] > speed["weights only", 131072]
-    for context in quantspec_speed.CONTEXTS:
+    for context in quantspec.SPEED_CONTEXTS:
         assert speed["both", context] > max(speed["weights only", context], speed["KV only", context])
 
 
 def test_gamma_rows_are_those_of_one_dataset() -> None:
-    rows = quantspec_speed.gamma_rows("PG19, Llama-2", "a6000")
+    rows = quantspec.gamma_rows("PG19, Llama-2", "a6000")
     assert {row["case"].partition(", gamma")[0] for row in rows} == {"PG19, Llama-2"}
     assert [row["gamma"] for row in rows if row["method"] == "QuantSpec"] == [1, 2, 4, 6]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ridgeplan.dashboards.figures.published_table import dumbbells, lines, table_rows
-from ridgeplan.planner.published import compare_all
+from ridgeplan.validate.papers.comparison import compare_all
 
 TABLES = (
     ("quantspec", "Table 3", "speedup"), ("quantspec", "Table 3", "peak_gib"), ("specontext", "Table 3",

@@ -6,8 +6,8 @@ from io import StringIO
 
 import pytest
 
+from ridgeplan.dashboards.figures import PAPER_FIGURES, figures_named
 from ridgeplan.dashboards.figures.paper_figure import FigureError, PaperFigure, csv_text
-from ridgeplan.dashboards.figures.registry import PAPER_FIGURES, figures_named
 
 NAMES = [figure.name for figure in PAPER_FIGURES]
 

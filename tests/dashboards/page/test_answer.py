@@ -12,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 from ridgeplan import planner
 from ridgeplan.dashboards import app
 from ridgeplan.planner import Plan
-from ridgeplan.planner.interface.plan_file import read_plan
+from ridgeplan.planner.plan_file import read_plan
 from ridgeplan.roofline.catalog.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("only_profile")

@@ -6,7 +6,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from ridgeplan.dashboards import app
-from ridgeplan.validate.suite.results import SuiteReport
+from ridgeplan.validate.suite.report import SuiteReport
 
 pytestmark = pytest.mark.usefixtures("only_profile")
 REPORT = Path(__file__).parents[3] / "validate" / "results" / "suite_h200.json"

@@ -9,15 +9,16 @@ from attention_problem import Problem
 from torch import Tensor
 
 from ridgeplan.kernels.attention.cost import split_attention_cost
-from ridgeplan.kernels.attention.cuda import AttentionKernel, find_kernel
-from ridgeplan.kernels.attention.schedule import (
+from ridgeplan.kernels.attention.cuda import (
     MAX_STAGES,
     MERGE_PARTS,
     MIN_CTAS_PER_SM,
     MIN_TILES_PER_CTA,
     RESERVED_BYTES,
+    AttentionKernel,
     AttentionVariant,
     Occupancy,
+    find_kernel,
     fuses_reduction,
     merge_parts,
 )

@@ -7,8 +7,7 @@ import torch
 from attention_problem import Problem
 from torch import Tensor
 
-from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.attention.merge import merge
+from ridgeplan.kernels.attention import decode_attention, merge
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ridgeplan.kernels.attention.merge import merge
+from ridgeplan.kernels.attention import merge
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ridgeplan.kernels.attention.cuda import AttentionParams
-from ridgeplan.kernels.device.kernel_params import KernelParams, assertions
-from ridgeplan.kernels.kv_cache.quantized_planes import QuantizedPlanes
+from ridgeplan.kernels.device.cuda import KernelParams, assertions
+from ridgeplan.kernels.kv_cache.cuda import QuantizedPlanes
 
 
 class Params(KernelParams):

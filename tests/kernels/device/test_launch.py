@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeplan.kernels.device import launch
-from ridgeplan.kernels.device.launch import (
+from ridgeplan.kernels.device import cuda
+from ridgeplan.kernels.device.cuda import (
     PROGRAMMATIC_STREAM_SERIALIZATION,
     LaunchAttribute,
     LaunchConfig,
@@ -18,7 +18,7 @@ from ridgeplan.kernels.device.launch import (
     pdl_options,
 )
 
-KERNELS = Path(launch.__file__).parents[1]
+KERNELS = Path(cuda.__file__).parents[1]
 KERNEL = SimpleNamespace(func="kernel")
 
 
@@ -50,7 +50,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     found = Driver()
-    monkeypatch.setattr(launch, "driver", lambda: found)
+    monkeypatch.setattr(cuda, "driver", lambda: found)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
     return found
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeplan.kernels.device import nvrtc
-from ridgeplan.kernels.device.kernel_params import KernelParams
+from ridgeplan.kernels.device import cuda
+from ridgeplan.kernels.device.cuda import KernelParams
 
 DEVICE = torch.device("cuda", 0)
 
@@ -34,7 +34,7 @@ def test_a_program_includes_its_source_and_checks_its_arguments() -> None:
     class Point(KernelParams):
         _fields_ = (("x", ctypes.c_int), ("y", ctypes.c_double))
 
-    include, *checks = nvrtc.program("sampling/csrc/top_k_top_p.cu", Point).splitlines()
+    include, *checks = cuda.program("sampling/csrc/top_k_top_p.cu", Point).splitlines()
     assert include == '#include "sampling/csrc/top_k_top_p.cu"'
     assert [check[: check.index(",")] for check in checks] == [
         "static_assert(sizeof(Point) == 16",
@@ -45,7 +45,7 @@ def test_a_program_includes_its_source_and_checks_its_arguments() -> None:
 
 def test_every_include_is_found() -> None:
     """NVRTC reads them at run time, also from where the package is installed."""
-    (option,) = nvrtc.include_options()
+    (option,) = cuda.include_options()
     root = Path(option.removeprefix("-I"))
     sources = [*root.rglob("*.cu"), *root.rglob("*.cuh")]
     assert len(sources) > 20
@@ -65,10 +65,10 @@ def test_a_kernel_gets_its_options_and_shared_memory(compiling: Any) -> None:
         return Kernel()
 
     compiling(compile_kernel)
-    include = nvrtc.include_options()
-    large = nvrtc.compile_kernel("source", "entry", ("-DA=1",), DEVICE, shared_bytes=100_000, fallback="")
+    include = cuda.include_options()
+    large = cuda.compile_kernel("source", "entry", ("-DA=1",), DEVICE, shared_bytes=100_000, fallback="")
     assert large is not None and large.shared_bytes == 100_000
-    small = nvrtc.compile_kernel("source", "entry", [], DEVICE, fallback="")
+    small = cuda.compile_kernel("source", "entry", [], DEVICE, fallback="")
     assert small is not None and small.shared_bytes == 0
     assert seen == [("source", "entry", [*include, "-DA=1"]), ("source", "entry", include)]
 
@@ -79,4 +79,4 @@ def test_what_does_not_compile_is_a_warning(compiling: Any) -> None:
 
     compiling(compile_kernel)
     with pytest.warns(UserWarning, match="^Triton runs instead: no such instruction"):
-        assert nvrtc.compile_kernel("source", "entry", [], DEVICE, fallback="Triton runs instead") is None
+        assert cuda.compile_kernel("source", "entry", [], DEVICE, fallback="Triton runs instead") is None

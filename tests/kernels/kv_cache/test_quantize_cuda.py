@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from ridgeplan.kernels.kv_cache.cuda import QuantizeKernel, find_kernel
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.kv_cache.quantize_cuda import QuantizeKernel, find_kernel
 
 
 def test_cpu_tensors_are_left_to_the_reference() -> None:

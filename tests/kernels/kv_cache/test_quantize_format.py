@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeplan.kernels.kv_cache import dequantize, quantize
+from ridgeplan.kernels.kv_cache.cuda import key_planes, value_planes
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.kv_cache.quantized_planes import key_planes, value_planes
 from ridgeplan.kernels.kv_cache.reference import encode, pack, unpack
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.kv_cache.shift import shift_slots, shift_slots_cost
+from ridgeplan.kernels.kv_cache import shift_slots, shift_slots_cost
 from ridgeplan.roofline import ops
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])

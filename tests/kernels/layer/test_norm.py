@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.layer.norm import add_rms_norm, add_rms_norm_cost
+from ridgeplan.kernels.layer import add_rms_norm, add_rms_norm_cost
 from ridgeplan.roofline import ops
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

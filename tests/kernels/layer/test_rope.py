@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.layer.rope import rope_append, rope_append_cost, rotary_tables, rotary_tables_cost
+from ridgeplan.kernels.layer import rope_append, rope_append_cost, rotary_tables, rotary_tables_cost
 from ridgeplan.roofline import ops
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -124,7 +124,7 @@ def test_eps_counts_where_heads_are_small(backend: str, device: str) -> None:
 @pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 96)], ids=str)
 def test_large_programs(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Those that long prompts run in, here with heads of several tokens."""
-    monkeypatch.setattr("ridgeplan.kernels.layer.rope_triton.FEW_ELEMENTS", 0)
+    monkeypatch.setattr("ridgeplan.kernels.layer.triton.FEW_ELEMENTS", 0)
     case = Case(heads, torch.float32, device)
     made = []
     for backend in ("reference", "triton"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ridgeplan.kernels.layer.swiglu import swiglu, swiglu_cost
+from ridgeplan.kernels.layer import swiglu, swiglu_cost
 from ridgeplan.roofline import ops
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

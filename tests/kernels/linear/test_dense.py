@@ -7,10 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.linear.dense import linear_dense, linear_dense_cost
-from ridgeplan.kernels.linear.dense.cuda import find_kernel
-from ridgeplan.kernels.linear.dense.schedule import MAX_ROWS, make_schedule
-from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, CLUSTER_SIZES, RESERVED_BYTES, DeviceLimits
+from ridgeplan.kernels.linear import linear_dense, linear_dense_cost
+from ridgeplan.kernels.linear.cuda import find_dense_kernel
+from ridgeplan.kernels.linear.schedule import (
+    BESIDE_BYTES,
+    CLUSTER_SIZES,
+    MAX_DENSE_ROWS,
+    RESERVED_BYTES,
+    DeviceLimits,
+    make_dense_schedule,
+)
 from ridgeplan.roofline import ops
 
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
@@ -68,11 +74,11 @@ def test_gated_products_are_activated(biased: bool, device: str) -> None:
     assert relative_error(actual, gate * gate.sigmoid() * up) < 1e-5
 
 
-@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("rows", range(1, MAX_DENSE_ROWS + 1))
 @pytest.mark.parametrize("inputs", [32, 576, 4096, 8192, 14336, 28672])
 @pytest.mark.parametrize(("outputs", "gated"), [(1, False), (4096, False), (262144, False), (28672, True)])
 def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> None:
-    schedule = make_schedule(rows, outputs, inputs, True, gated, H200)
+    schedule = make_dense_schedule(rows, outputs, inputs, True, gated, H200)
     if schedule is None:  # the library's product is as fast, or a cluster's sums of many output tiles leave no room
         assert rows > 2
         assert max(inputs, outputs) > 8192
@@ -106,17 +112,17 @@ def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> No
     ],
 )
 def test_the_library_takes_what_it_is_as_fast_at(rows: int, outputs: int, inputs: int, taken: bool) -> None:
-    assert (make_schedule(rows, outputs, inputs, True, False, H200) is not None) == taken
+    assert (make_dense_schedule(rows, outputs, inputs, True, False, H200) is not None) == taken
 
 
 def test_warps_divide_a_stage_evenly() -> None:
     """Of 18 K tiles three warps take six each, where four would take four or five; of 12 or 19 four are faster."""
-    found = {inputs: make_schedule(1, 64, inputs, True, False, H200) for inputs in (384, 576, 608)}
+    found = {inputs: make_dense_schedule(1, 64, inputs, True, False, H200) for inputs in (384, 576, 608)}
     assert {inputs: schedule and schedule.mma_warps for inputs, schedule in found.items()} == {384: 4, 576: 3, 608: 4}
 
 
 def runs_cuda(x: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    return find_kernel(x, weight, gated) is not None
+    return find_dense_kernel(x, weight, gated) is not None
 
 
 CUDA_CASES = [  # outputs, inputs: tiny models, odd sizes, all cuts
@@ -130,9 +136,9 @@ CUDA_CASES = [  # outputs, inputs: tiny models, odd sizes, all cuts
 @pytest.mark.parametrize(("outputs", "inputs"), CUDA_CASES)
 @pytest.mark.usefixtures("poisoned_empty")
 def test_cuda_equals_the_definition(outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    x, weight, bias = case(MAX_ROWS + 1, outputs, inputs, dtype, "cuda")
+    x, weight, bias = case(MAX_DENSE_ROWS + 1, outputs, inputs, dtype, "cuda")
     expected = definition(x, weight, bias)
-    taken = [rows for rows in range(1, MAX_ROWS + 1) if runs_cuda(x[:rows], weight)]
+    taken = [rows for rows in range(1, MAX_DENSE_ROWS + 1) if runs_cuda(x[:rows], weight)]
     assert taken or outputs * inputs < 1 << 20
     for rows in taken:
         actual = linear_dense(x[:rows], weight, bias)
@@ -146,11 +152,11 @@ def test_cuda_equals_the_definition(outputs: int, inputs: int, dtype: torch.dtyp
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (3072, 576), (9728, 896), (28672, 4096)])
 @pytest.mark.usefixtures("poisoned_empty")
 def test_gated_in_cuda(outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    x, weight, bias = case(MAX_ROWS, outputs, inputs, dtype, "cuda")
+    x, weight, bias = case(MAX_DENSE_ROWS, outputs, inputs, dtype, "cuda")
     x, bias = x - 0.01, bias * 0  # gates of both signs, and so what they multiply
     gate, up = definition(x / 8, weight, bias).chunk(2, dim=1)
     expected = gate * gate.sigmoid() * up
-    taken = [rows for rows in range(1, MAX_ROWS + 1) if runs_cuda(x[:rows], weight, gated=True)]
+    taken = [rows for rows in range(1, MAX_DENSE_ROWS + 1) if runs_cuda(x[:rows], weight, gated=True)]
     assert taken[:2] == [1, 2]
     for rows in taken:
         actual = linear_dense(x[:rows] / 8, weight, bias, gated=True)

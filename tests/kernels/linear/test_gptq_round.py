@@ -4,11 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.linear.gptq_round import (
-    gptq_round,
-    gptq_round_cost,
-    gptq_round_reference,
-)
+from ridgeplan.kernels.linear.gptq_round import gptq_round, gptq_round_cost, gptq_round_reference
 from ridgeplan.roofline import ops
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -7,12 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.linear.cuda_launch import LinearKernel
-from ridgeplan.kernels.linear.quantized import linear_quantized, linear_quantized_cost
-from ridgeplan.kernels.linear.quantized.cuda import find_kernel
-from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
-from ridgeplan.kernels.linear.quantized.schedule import MAX_ROWS, make_schedule
-from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, CLUSTER_SIZES, MAX_GATED_ROWS, RESERVED_BYTES, DeviceLimits
+from ridgeplan.kernels.linear import linear_quantized, linear_quantized_cost
+from ridgeplan.kernels.linear.cuda import LinearKernel, find_quantized_kernel
+from ridgeplan.kernels.linear.schedule import (
+    BESIDE_BYTES,
+    CLUSTER_SIZES,
+    MAX_GATED_ROWS,
+    MAX_QUANTIZED_ROWS,
+    RESERVED_BYTES,
+    DeviceLimits,
+    make_quantized_schedule,
+)
+from ridgeplan.kernels.linear.weights import Int4Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
 
@@ -108,7 +114,7 @@ def test_product_in_16_bits(dtype: torch.dtype, rows: int, backend: str, device:
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 def test_many_rows_take_the_weight_in_slabs(biased: bool, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Slabs of two output tiles, of 50 outputs: the last is part of a tile."""
-    monkeypatch.setattr("ridgeplan.kernels.linear.quantized.triton.DENSE_COPY_BYTES", 32 * 128 * 4)
+    monkeypatch.setattr("ridgeplan.kernels.linear.triton.DENSE_COPY_BYTES", 32 * 128 * 4)
     codes, scale, zero = parts(50, 128, 64, device)
     x = torch.randn(70, 128, generator=torch.Generator().manual_seed(1)).to(device)
     bias = torch.linspace(-3, 3, 50, device=device) if biased else None
@@ -145,7 +151,7 @@ def test_gated_products_are_activated(backend: str, rows: int, device: str) -> N
 def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> None:
     """Models from 0.1 to 405 billion parameters: every output is some CTA's, within Hopper's shared memory."""
     group = next(group for group in (128, 64, 32) if inputs % group == 0)
-    schedule = make_schedule(rows, outputs, inputs, group, True, gated, H200)
+    schedule = make_quantized_schedule(rows, outputs, inputs, group, True, gated, H200)
     if schedule is None:  # a gate and what it multiplies are in one CTA, which has no room for all inputs of x
         assert gated
         assert rows > MAX_GATED_ROWS or inputs > 8192
@@ -168,7 +174,7 @@ def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> No
 def test_stages_in_flight_double_in_long_products() -> None:
     """Up to four output tiles a CTA are short. Stages are of 34 KiB, of which 36 KiB hold one and 72 KiB two."""
     tile = 132 * 16  # outputs, one tile for each SM
-    short, long = (make_schedule(1, count * tile, 4096, 128, True, False, H200) for count in (4, 5))
+    short, long = (make_quantized_schedule(1, count * tile, 4096, 128, True, False, H200) for count in (4, 5))
     assert short is not None and long is not None
     assert (short.max_tiles, short.stages_after_x) == (4, 1)
     assert (long.max_tiles, long.stages_after_x) == (5, 2)
@@ -176,30 +182,30 @@ def test_stages_in_flight_double_in_long_products() -> None:
 
 def test_stages_are_whole_groups_and_about_equal() -> None:
     """17 groups of 256 inputs are more than a stage of 4096 holds: 9 and 8."""
-    schedule = make_schedule(1, 16, 4352, 256, True, False, H200)
+    schedule = make_quantized_schedule(1, 16, 4352, 256, True, False, H200)
     assert schedule is not None
     assert (schedule.k_tiles, schedule.stage_inputs) == (17, 9 * 256)
 
 
 @pytest.mark.parametrize(("rows", "passes"), [(1, 1), (16, 1), (17, 2), (64, 4)])
 def test_a_pass_over_the_weight_takes_up_to_16_rows(rows: int, passes: int) -> None:
-    schedule = make_schedule(rows, 4096, 4096, 128, True, False, H200)
+    schedule = make_quantized_schedule(rows, 4096, 4096, 128, True, False, H200)
     assert schedule is not None
     assert schedule.passes == schedule.grid[1] == passes
     assert schedule.x_multicast == (1 if rows == 1 else 2)
 
 
 def test_inputs_beyond_shared_memory_have_no_schedule() -> None:
-    assert make_schedule(1, 16, 1 << 20, 128, True, False, H200) is None
+    assert make_quantized_schedule(1, 16, 1 << 20, 128, True, False, H200) is None
 
 
 def test_gates_and_what_they_multiply_in_one_output_tile_have_no_schedule() -> None:
-    assert make_schedule(1, 48, 128, 128, True, True, H200) is None
-    assert make_schedule(1, 64, 128, 128, True, True, H200) is not None
+    assert make_quantized_schedule(1, 48, 128, 128, True, True, H200) is None
+    assert make_quantized_schedule(1, 64, 128, 128, True, True, H200) is not None
 
 
 def runs_cuda(x: Tensor, weight: Int4Weight, gated: bool = False) -> bool:
-    return find_kernel(x, weight, gated) is not None
+    return find_quantized_kernel(x, weight, gated) is not None
 
 
 CUDA_CASES = [  # rows, outputs, inputs, group: odd sizes, all variants, split inputs, several passes
@@ -240,12 +246,16 @@ def test_gated_in_cuda(rows: int, outputs: int, inputs: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, MAX_QUANTIZED_ROWS + 1])
 def test_what_the_cuda_kernel_leaves_to_others(rows: int) -> None:
     codes, scale, zero = parts(100, 256, 128, "cuda")
     weight = Int4Weight.pack(codes, scale, zero)
     wide = torch.randn(rows * 256 + 1, device="cuda", dtype=torch.bfloat16)
-    for x in (wide[1:].view(rows, 256), torch.randn(MAX_ROWS + rows, 256, device="cuda"), wide[:0].view(0, 256)):
+    for x in (
+        wide[1:].view(rows, 256),
+        torch.randn(MAX_QUANTIZED_ROWS + rows, 256, device="cuda"),
+        wide[:0].view(0, 256),
+    ):
         assert not runs_cuda(x, weight)
         expected = x.double() @ definition(codes, scale, zero).T
         assert (linear_quantized(x, weight) - expected).norm() <= 1e-2 * expected.norm()
@@ -283,7 +293,7 @@ def test_dependent_products_wait_for_each_other(rows: int, chained: Callable[...
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_launch_passes_the_schedule(gated: bool, launches: Any) -> None:
     """Eight rows of 4096 inputs: pairs of CTAs fetch x together, and 128 output tiles are fewer than SMs."""
-    schedule = make_schedule(8, 2048, 4096, 128, True, gated, H200)
+    schedule = make_quantized_schedule(8, 2048, 4096, 128, True, gated, H200)
     assert schedule is not None
     weight = Int4Weight(torch.zeros(128, 32, 8 * 128 + 64, dtype=torch.uint8), 128, 4096, 2048)
     x, bias = torch.zeros(8, 4096, dtype=torch.bfloat16), torch.zeros(2048, dtype=torch.bfloat16)

@@ -7,13 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.linear.cuda_launch import LinearKernel
-from ridgeplan.kernels.linear.quantized import linear_quantized, linear_quantized_cost
-from ridgeplan.kernels.linear.quantized.cuda import find_kernel
-from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
-from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
-from ridgeplan.kernels.linear.quantized.schedule import MAX_ROWS, make_schedule
-from ridgeplan.kernels.linear.schedule import BESIDE_BYTES, MAX_GATED_ROWS, RESERVED_BYTES, DeviceLimits
+from ridgeplan.kernels.linear import linear_quantized, linear_quantized_cost
+from ridgeplan.kernels.linear.cuda import LinearKernel, find_quantized_kernel
+from ridgeplan.kernels.linear.schedule import (
+    BESIDE_BYTES,
+    MAX_GATED_ROWS,
+    MAX_QUANTIZED_ROWS,
+    RESERVED_BYTES,
+    DeviceLimits,
+    make_quantized_schedule,
+)
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
 
@@ -110,7 +114,7 @@ def test_declared_cost_is_the_models(rows: int, inputs: int, group: int) -> None
 @pytest.mark.parametrize(("outputs", "gated"), [(1, False), (4096, False), (262144, False), (28672, True)])
 def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> None:
     group = next(group for group in (128, 64, 32) if inputs % group == 0)
-    schedule = make_schedule(rows, outputs, inputs, group, True, gated, H200, 8)
+    schedule = make_quantized_schedule(rows, outputs, inputs, group, True, gated, H200, 8)
     if schedule is None:
         assert gated
         assert rows > MAX_GATED_ROWS or inputs > 8192
@@ -121,7 +125,7 @@ def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> No
 
 
 def test_a_stage_has_as_many_bytes_as_with_4_bits() -> None:
-    four, eight = (make_schedule(1, 4096, 4096, 128, True, False, H200, bits) for bits in (4, 8))
+    four, eight = (make_quantized_schedule(1, 4096, 4096, 128, True, False, H200, bits) for bits in (4, 8))
     assert four is not None and eight is not None
     assert (four.stage_inputs, eight.stage_inputs) == (4096, 2048)
     assert four.stage_bytes == eight.stage_bytes == 32 * (8 * 128 + 64)
@@ -129,7 +133,7 @@ def test_a_stage_has_as_many_bytes_as_with_4_bits() -> None:
 
 
 def test_the_launch_passes_both_planes(launches: Any) -> None:
-    schedule = make_schedule(8, 2048, 4096, 128, True, False, H200, 8)
+    schedule = make_quantized_schedule(8, 2048, 4096, 128, True, False, H200, 8)
     assert schedule is not None
     upper, lower = torch.zeros(2, 128, 32, 8 * 128 + 64, dtype=torch.uint8)
     LinearKernel("linear", schedule).run(torch.zeros(8, 4096, dtype=torch.bfloat16), upper, lower, bias=None)
@@ -155,7 +159,7 @@ def test_cuda_equals_the_definition(
     weight, exact = made(kind, outputs, inputs, group, "cuda")
     bias = torch.randn(outputs, device="cuda").to(dtype)
     x = torch.randn(rows, inputs, device="cuda").to(dtype) / 4096 + 0.001  # sums inside fp16's range
-    assert (find_kernel(x, weight) is None) == (group == 256 and dtype == torch.float16)
+    assert (find_quantized_kernel(x, weight) is None) == (group == 256 and dtype == torch.float16)
     expected = x.double() @ exact.T + bias
     assert relative_error(linear_quantized(x, weight, bias), expected) < torch.finfo(dtype).eps
     assert torch.equal(linear_quantized(x, weight, bias), linear_quantized(x, weight, bias))
@@ -168,7 +172,7 @@ def test_cuda_equals_the_definition(
 def test_gated_in_cuda(rows: int, outputs: int, inputs: int) -> None:
     weight, exact = made("hierarchical", outputs, inputs, 64, "cuda")
     x = torch.randn(rows, inputs, device="cuda").bfloat16() / 64 + 0.01
-    assert (find_kernel(x, weight, True) is not None) == (rows <= MAX_GATED_ROWS)
+    assert (find_quantized_kernel(x, weight, True) is not None) == (rows <= MAX_GATED_ROWS)
     gate, up = (x.double() @ exact.T).chunk(2, dim=1)
     rounded = 1 if rows <= MAX_GATED_ROWS else 3  # apart, products and gates are rounded before they meet
     actual = linear_quantized(x, weight, gated=True)
@@ -176,11 +180,11 @@ def test_gated_in_cuda(rows: int, outputs: int, inputs: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [MAX_ROWS + 1, 2048])
+@pytest.mark.parametrize("rows", [MAX_QUANTIZED_ROWS + 1, 2048])
 def test_many_rows_go_through_copies(rows: int) -> None:
     weight, exact = made("hierarchical", 1000, 256, 128, "cuda")
     x = torch.randn(rows, 256, device="cuda").bfloat16()
-    assert find_kernel(x, weight) is None
+    assert find_quantized_kernel(x, weight) is None
     assert relative_error(linear_quantized(x, weight), x.double() @ exact.T) < 2 * torch.finfo(torch.bfloat16).eps
 
 

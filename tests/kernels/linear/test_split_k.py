@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.linear.quantized import linear_quantized
-from ridgeplan.kernels.linear.quantized import triton as kernels
-from ridgeplan.kernels.linear.quantized.int4_weight import CHUNK, Int4Weight
-from ridgeplan.kernels.linear.quantized.int8_weight import Int8Weight
-from ridgeplan.kernels.linear.quantized.triton import FEW_ROWS, FLOAT32, MANY_ROWS, SplitKConfig, config_of
+from ridgeplan.kernels.linear import linear_quantized
+from ridgeplan.kernels.linear import triton as kernels
+from ridgeplan.kernels.linear.triton import FEW_ROWS, FLOAT32, MANY_ROWS, SplitKConfig, config_of
+from ridgeplan.kernels.linear.weights import CHUNK, Int4Weight, Int8Weight
 
 
 def weight_of(bits: int, outputs: int, inputs: int, group: int, device: str) -> Int4Weight | Int8Weight:

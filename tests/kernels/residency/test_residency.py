@@ -7,19 +7,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.residency.gather import gather_cost, gather_into_slots
-from ridgeplan.kernels.residency.gather_triton import Launch
-from ridgeplan.kernels.residency.leading_copy import copy_leading, copy_leading_cost
-from ridgeplan.kernels.residency.slot_table import SlotTable
-from ridgeplan.kernels.residency.slots import take_slots, take_slots_cost
+from ridgeplan.kernels.offload import (
+    SlotTable,
+    copy_leading,
+    copy_leading_cost,
+    gather_cost,
+    gather_into_slots,
+    take_slots,
+    take_slots_cost,
+)
+from ridgeplan.kernels.offload.triton import Launch
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.host_link import HostLayers, load_seconds, stream_seconds
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.sparsity.sparse_ops import take_slots as take_slots_formula
+from ridgeplan.roofline.ops import take_slots as take_slots_formula
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
 
@@ -140,7 +145,7 @@ def test_programs_share_the_loads_of_all_rows_and_heads(
     programs: int, at_once: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As few or as many as there are; each takes several sets in turn, or a part of one."""
-    monkeypatch.setattr("ridgeplan.kernels.residency.gather_triton.BESIDE", Launch(programs, at_once))
+    monkeypatch.setattr("ridgeplan.kernels.offload.triton.BESIDE", Launch(programs, at_once))
     source = tuple(torch.randn(3, 2, 200, 16, device=device) for _ in "kv")
     out = tuple(torch.zeros(3, 2, 100, 16, device=device) for _ in "kv")
     table = SlotTable.allocate(3, 2, 200, 100, torch.device(device))

@@ -7,18 +7,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from ridgeplan.kernels.sampling import (
-    draw,
-    filter_logits,
-    greedy_triton,
-    rejection_sample,
-    rejection_triton,
-    softmax_distribution,
-    softmax_triton,
-)
+from ridgeplan.kernels.sampling import draw, filter_logits, rejection_sample, softmax_distribution, triton
 from ridgeplan.kernels.sampling.cost import draw_cost, draw_metadata, filter_cost, filter_metadata
-from ridgeplan.kernels.sampling.distribution import Distribution, Greedy
-from ridgeplan.kernels.sampling.reference import Table, nucleus
+from ridgeplan.kernels.sampling.reference import Distribution, Greedy, Table, nucleus
 from ridgeplan.roofline import ops
 
 VOCAB = 6
@@ -33,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_empty")
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that rows of few tokens have several chunks."""
-    for module in (greedy_triton, rejection_triton, softmax_triton):
-        monkeypatch.setattr(module, "CHUNK", 64)
+    for name in ("ARGMAX_CHUNK", "SOFTMAX_CHUNK", "REJECTION_CHUNK"):
+        monkeypatch.setattr(triton, name, 64)
 
 
 def random_logits(*shape: int, seed: int, spread: float = 2.0) -> Tensor:
@@ -344,9 +335,9 @@ def test_launch_metadata_reads_the_kernels_own_arguments() -> None:
     target, draft = torch.zeros(3, 5, 100), torch.zeros(3, 100)
     known = {"logits": target, "target": (target,), "draft": ((draft,) * 4,), "GAMMA": 4}
     for kernel, metadata, cost in [
-        (softmax_triton._softmax_kernel, filter_metadata, filter_cost(target)),
-        (greedy_triton._best_kernel, filter_metadata, filter_cost(target)),
-        (rejection_triton._weigh_kernel, draw_metadata, draw_cost(draft, draft)),
+        (triton._softmax_kernel, filter_metadata, filter_cost(target)),
+        (triton._best_kernel, filter_metadata, filter_cost(target)),
+        (triton._weigh_kernel, draw_metadata, draw_cost(draft, draft)),
     ]:
         figures = metadata((1,), None, {name: known.get(name) for name in kernel.arg_names})
         assert (figures["flops32"], figures["bytes"]) == (cost.flops, cost.bytes)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.sampling import draw, filter_logits, rejection_sample
-from ridgeplan.kernels.sampling.distribution import Distribution
-from ridgeplan.kernels.sampling.top_k_top_p_cuda import (
+from ridgeplan.kernels.sampling.cuda import (
     CLUSTERS,
     MAX_LOADS,
     PACK_BYTES,
@@ -18,6 +17,7 @@ from ridgeplan.kernels.sampling.top_k_top_p_cuda import (
     find_kernel,
     variant_of,
 )
+from ridgeplan.kernels.sampling.reference import Distribution
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HOPPER_CTA_BYTES, HISTOGRAM_BYTES = 227 * 1024, 17 * 1024  # of shared memory

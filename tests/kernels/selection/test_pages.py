@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.selection.pages import page_bounds, page_scores
+from ridgeplan.kernels.selection import page_bounds, page_scores
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

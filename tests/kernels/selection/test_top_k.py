@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.selection.top_k import top_k
+from ridgeplan.kernels.selection import top_k
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -10,9 +10,8 @@ from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import unpack
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes, unpack_two_bit
-from ridgeplan.kernels.selection.two_bit import two_bit_scores
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
+from ridgeplan.kernels.selection import two_bit_scores
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes, unpack_two_bit
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])

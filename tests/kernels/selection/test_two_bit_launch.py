@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from ridgeplan.kernels.selection.scan_variant import ScanVariant
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
-from ridgeplan.kernels.selection.two_bit_top_k_cuda import TwoBitKernels, two_bit_top_k_cuda
+from ridgeplan.kernels.selection.cuda import ScanVariant, TwoBitKernels, two_bit_top_k_cuda
+from ridgeplan.kernels.selection.draft_planes import TwoBitKeys
 
 SMS = 132
 KERNELS = TwoBitKernels("scan", "choose", ScanVariant(128, 4, True), SMS)

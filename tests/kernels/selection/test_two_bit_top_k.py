@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.selection.two_bit import two_bit_logits, two_bit_scores
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
-from ridgeplan.kernels.selection.two_bit_top_k import two_bit_top_k
+from ridgeplan.kernels.selection import two_bit_logits, two_bit_scores, two_bit_top_k
+from ridgeplan.kernels.selection.draft_planes import TwoBitKeys
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.selection.two_bit import two_bit_logits, two_bit_scores
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
-from ridgeplan.kernels.selection.two_bit_top_k import two_bit_top_k
-from ridgeplan.kernels.selection.two_bit_top_k_cuda import find_kernel
+from ridgeplan.kernels.selection import two_bit_logits, two_bit_scores, two_bit_top_k
+from ridgeplan.kernels.selection.cuda import find_kernel
+from ridgeplan.kernels.selection.draft_planes import TwoBitKeys
 
 pytestmark = pytest.mark.gpu
 LEVELS = 4

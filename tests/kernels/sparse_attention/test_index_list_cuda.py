@@ -8,7 +8,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
-from ridgeplan.kernels.sparse_attention.index_list_cuda import find_kernel
+from ridgeplan.kernels.sparse_attention.cuda import find_index_list_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +61,7 @@ def test_against_the_reference(
     q, (keys, values) = 3 * random(batch, 1, q_heads, head_dim), random(2, batch, kv_heads, max(end) + 5, head_dim)
     ends, visible = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (end, groups))
     index, count = lists(batch, sets, max(groups) * 128 // page, listed, ordered)
-    assert find_kernel(q, keys, values, codes) is not None
+    assert find_index_list_kernel(q, keys, values, codes) is not None
 
     def run(backend: str) -> Tensor:
         exact = backend == "reference"

@@ -6,11 +6,9 @@ import torch
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
-from ridgeplan.kernels.selection.two_bit import two_bit_scores
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
-from ridgeplan.kernels.sparse_attention import sparse_decode_attention
-from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
+from ridgeplan.kernels.selection import two_bit_scores
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
+from ridgeplan.kernels.sparse_attention import progressive_attention, sparse_decode_attention
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 

@@ -12,13 +12,10 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
-from ridgeplan.kernels.selection.two_bit import two_bit_scores
-from ridgeplan.kernels.selection.two_bit_keys import TwoBitKeys
-from ridgeplan.kernels.sparse_attention import sparse_decode_attention
-from ridgeplan.kernels.sparse_attention.cuda_launch import SparseKernel
-from ridgeplan.kernels.sparse_attention.progressive import progressive_attention
-from ridgeplan.kernels.sparse_attention.progressive_cuda import find_kernel
+from ridgeplan.kernels.selection import two_bit_scores
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
+from ridgeplan.kernels.sparse_attention import progressive_attention, sparse_decode_attention
+from ridgeplan.kernels.sparse_attention.cuda import SparseKernel, find_progressive_kernel
 
 pytestmark = pytest.mark.gpu
 SHARPNESS = 6
@@ -68,7 +65,7 @@ class Problem:
 
     @property
     def kernel(self) -> SparseKernel:
-        found = find_kernel(self.q, self.keys, self.values, self.codes)
+        found = find_progressive_kernel(self.q, self.keys, self.values, self.codes)
         assert found is not None
         return found
 

@@ -4,11 +4,16 @@ import pytest
 import torch
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.selection.cuda import parts_of
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
-from ridgeplan.kernels.selection.scan_variant import parts_of
-from ridgeplan.kernels.sparse_attention.cuda_launch import SparseKernel, SparseVariant
-from ridgeplan.kernels.sparse_attention.index_list_cuda import index_list_attention_cuda
-from ridgeplan.kernels.sparse_attention.progressive_cuda import buffer_bytes, most_groups, progressive_attention_cuda
+from ridgeplan.kernels.sparse_attention.cuda import (
+    SparseKernel,
+    SparseVariant,
+    buffer_bytes,
+    index_list_attention_cuda,
+    most_groups,
+    progressive_attention_cuda,
+)
 
 SMS = 132
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeplan.planner.acceptance import AcceptanceModel, AcceptanceRow
-from ridgeplan.planner.axes.draft_selection import SPARSE_RATIO, draft_selection
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.policies import selections
-from ridgeplan.planner.policies.policy import Role
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.draft_selection import SPARSE_RATIO, draft_selection
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.policies import selections
+from ridgeplan.roofline.plan.policies.base import Role
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.speculation import tokens_per_round
 
 LLAMA = "Llama-3.1-8B"

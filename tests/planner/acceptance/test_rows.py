@@ -15,7 +15,7 @@ from ridgeplan.planner.acceptance.rows import (
     shipped_rows,
     variant_name,
 )
-from ridgeplan.planner.plan import PlanError
+from ridgeplan.roofline.plan.plan import PlanError
 from ridgeplan.roofline.speculation import accepted_share, conditional_acceptance
 
 ROW = {

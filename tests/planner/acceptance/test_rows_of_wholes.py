@@ -5,10 +5,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from ridgeplan.planner.acceptance import AcceptanceModel, AcceptanceRow, row_name
-from ridgeplan.planner.acceptance.drafts import DRAFTS, differences, plan_differences
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
+from ridgeplan.planner.acceptance.rows import DRAFTS, differences, plan_differences
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
 
 LLAMA = "Llama-3.1-8B"
 ROW = AcceptanceRow(

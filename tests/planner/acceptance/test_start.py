@@ -8,8 +8,7 @@ import pytest
 
 from ridgeplan.planner.acceptance import shipped_rows
 from ridgeplan.planner.acceptance.model import observation, shipped_fit
-from ridgeplan.planner.acceptance.regression import CONVERGED, Fit, Start, fit
-from ridgeplan.planner.acceptance.start import START, digest, start_json, start_of
+from ridgeplan.planner.acceptance.regression import CONVERGED, START, Fit, Start, digest, fit, start_json, start_of
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def test_it_ends_where_a_fit_from_nothing_does(from_nothing: Fit) -> None:
 
 
 def test_the_file_is_of_the_shipped_rows(from_nothing: Fit) -> None:
-    """Where this fails after rows have changed, write start.json anew: planner/acceptance/start.py says how."""
+    """Where this fails after rows have changed, write start.json anew: planner/acceptance/regression.py says how."""
     assert START.read_text(encoding="utf-8").count(digest(shipped_rows())) == 1
     start = start_of(shipped_rows())
     assert list(start.effects) == list(from_nothing.index)
@@ -40,7 +39,7 @@ def test_other_rows_start_from_nothing() -> None:
 
 
 def test_a_file_written_now_is_read_back(from_nothing: Fit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("ridgeplan.planner.acceptance.start.START", tmp_path / "start.json")
+    monkeypatch.setattr("ridgeplan.planner.acceptance.regression.START", tmp_path / "start.json")
     (tmp_path / "start.json").write_text(start_json(from_nothing, shipped_rows()), encoding="utf-8")
     found = start_of(shipped_rows())
     assert list(found.effects) == list(from_nothing.index)

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeplan.planner import predict, preset
-from ridgeplan.planner.curves.batches import frontier, over_batches
-from ridgeplan.planner.curves.contexts import resized
-from ridgeplan.planner.search.question import Question, ask
+from ridgeplan.planner.queries.curves import frontier, over_batches, resized
+from ridgeplan.planner.question import Question, ask
 
 points = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)
 

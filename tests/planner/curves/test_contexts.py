@@ -7,17 +7,17 @@ import pytest
 
 from ridgeplan.planner import predict, preset
 from ridgeplan.planner.capacity import peak_bytes
-from ridgeplan.planner.curves.contexts import (
+from ridgeplan.planner.prediction import predict_all
+from ridgeplan.planner.queries.curves import (
     contexts_of,
     memory_over_contexts,
     offload_staircase,
     over_contexts,
     resized,
 )
-from ridgeplan.planner.plan import Placement
-from ridgeplan.planner.policies.policy import KV_BUDGET
-from ridgeplan.planner.prediction import predict_all
-from ridgeplan.planner.search.question import Question, ask
+from ridgeplan.planner.question import Question, ask
+from ridgeplan.roofline.plan.plan import Placement
+from ridgeplan.roofline.plan.policies.base import KV_BUDGET
 
 CONTEXTS = (1000, 30_000, 120_000)
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ridgeplan.planner.curves.crossings import crossings
+from ridgeplan.planner.queries.curves import crossings
 
 X = np.geomspace(1, 1024, 11)
 

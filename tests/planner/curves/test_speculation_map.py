@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner import best_gamma, predict, preset
-from ridgeplan.planner.curves.speculation_map import SpeculationMap, speculation_map
-from ridgeplan.planner.search.question import Question, ask
+from ridgeplan.planner.queries.curves import SpeculationMap, speculation_map
+from ridgeplan.planner.question import Question, ask
 
 ACCEPTANCES = np.linspace(0.0, 1.0, 101)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.display.table import Table
+from ridgeplan.planner.render.tables import Table
 from ridgeplan.roofline.catalog.profile import Profile
 
 MODEL, GPU = "meta-llama/Llama-3.1-8B", "h200"

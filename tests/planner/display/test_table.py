@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.planner.display.marks import Bars, Lines, labels
-from ridgeplan.planner.display.plot import draw
-from ridgeplan.planner.display.table import SHOWN_ROWS, NotInstalled, Table, table_html
+from ridgeplan.planner.render.plots import draw
+from ridgeplan.planner.render.tables import SHOWN_ROWS, Bars, Lines, NotInstalled, Table, labels, table_html
 
 ROWS = [
     {"gpu": "h200", "context": 8192, "batch": 1, "ms": 2.0, "low": 1.5, "high": 3.0},

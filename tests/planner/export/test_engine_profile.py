@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeplan.planner.export.engine_profile import EngineProfile, Step, engine_profile, error, fit
-from ridgeplan.planner.export.measured import measured_rows
+from ridgeplan.planner.export.engine_profile import EngineProfile, Step, engine_profile, error, fit, measured_rows
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 

@@ -18,8 +18,8 @@ from ridgeplan.planner import PlanError, resolve
 from ridgeplan.planner.export import ENGINES, Request, engine_named, export, schema_for, versions
 from ridgeplan.planner.export.carry import rounds_of, served
 from ridgeplan.planner.export.drafts import ranges
-from ridgeplan.planner.plan import Eviction, EvictionPolicy, Placement, Plan, Weights, Workload
 from ridgeplan.roofline.catalog.models import list_models, load_shape
+from ridgeplan.roofline.plan.plan import Eviction, EvictionPolicy, Placement, Plan, Weights, Workload
 from ridgeplan.roofline.speculation import tokens_per_round
 
 MODELS = [shape.name for shape in list_models()]

@@ -10,8 +10,8 @@ from ridgeplan.planner import PlanError
 from ridgeplan.planner.export import Request, export
 from ridgeplan.planner.export.carry import served
 from ridgeplan.planner.export.rules import RULES, Rule, applying
-from ridgeplan.planner.plan import Placement
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import Placement
 
 TURBO, PLAIN = {"kv_cache_dtype": "turboquant_k8v4"}, {"name": "autoregressive"}
 SMALL = load_shape("meta-llama/Llama-3.2-1B")  # of the same vocabulary: fast drafts, whatever the KV dtype

@@ -3,10 +3,10 @@
 import pytest
 
 from ridgeplan.planner import PRESETS, PlanError
-from ridgeplan.planner.interface.glossary import SOURCE_WORDS, explain, terms
 from ridgeplan.planner.quality import Quality
-from ridgeplan.planner.support import Backend
+from ridgeplan.planner.render.text import SOURCE_WORDS, explain, terms
 from ridgeplan.roofline.catalog.profile import SOURCES
+from ridgeplan.roofline.plan.support import Backend
 
 
 def test_every_source_word_is_explained() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ridgeplan.planner import PlanError
-from ridgeplan.planner.interface.quantities import (
+from ridgeplan.planner.quantities import (
     count,
     duration_s,
     size_bytes,
@@ -20,7 +20,7 @@ from ridgeplan.planner.interface.quantities import (
     tokens_text,
     values,
 )
-from ridgeplan.planner.plan import MAX_TOKENS
+from ridgeplan.roofline.plan.plan import MAX_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.axes.draft_selection import SpecAttn
-from ridgeplan.planner.measured_quality import target_values
-from ridgeplan.planner.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, PlanError, Speculation, Workload
-from ridgeplan.planner.policies import EVICTIONS, evicted_to, eviction_settings
-from ridgeplan.planner.policies.eviction.budgets import aligned_budgets, kept_tokens
-from ridgeplan.planner.policies.eviction.pyramidkv import PyramidKVSettings
-from ridgeplan.planner.presets import PRESETS, preset, preset_name
-from ridgeplan.planner.quality import losses, published_loss
-from ridgeplan.planner.search.choice import preference, why_preferred
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.quality import losses, published_loss, target_values
+from ridgeplan.planner.recommend import preference, why_preferred
+from ridgeplan.roofline.plan.draft_selection import SpecAttn
+from ridgeplan.roofline.plan.plan import (
+    Eviction,
+    EvictionPolicy,
+    KVCache,
+    KVFormat,
+    Plan,
+    PlanError,
+    Speculation,
+    Workload,
+)
+from ridgeplan.roofline.plan.policies import EVICTIONS, evicted_to, eviction_settings
+from ridgeplan.roofline.plan.policies.evictions import PyramidKVSettings, aligned_budgets, kept_tokens
+from ridgeplan.roofline.plan.presets import PRESETS, preset, preset_name
+from ridgeplan.roofline.plan.support import missing_execution
 
 WORKLOAD = Workload("m", "h", 4000)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from ridgeplan import validate
-from ridgeplan.planner.axes.draft_selection import draft_selection
-from ridgeplan.planner.policies import selections
-from ridgeplan.planner.policies.policy import KV_BUDGET, Role, SelectionCost
+from ridgeplan.roofline.plan.draft_selection import draft_selection
+from ridgeplan.roofline.plan.policies import selections
+from ridgeplan.roofline.plan.policies.base import KV_BUDGET, Role, SelectionCost
 
 RESULTS = Path(validate.__file__).parent / "results"
 METHODS = ["progressive", "quest", "clusterkv", "shadowkv", "streamingllm"]

@@ -5,18 +5,12 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS, TARGET_SELECTIONS, Quest, SpecAttn, SpecExtend
-from ridgeplan.planner.axes.draft_selection import draft_selection as named
-from ridgeplan.planner.plan import (
-    EvictionPolicy,
-    KVCache,
-    Placement,
-    Plan,
-    Speculation,
-    Weights,
-    Workload,
-)
-from ridgeplan.planner.policies import (
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+from ridgeplan.roofline.plan.draft_selection import DRAFT_SELECTIONS, TARGET_SELECTIONS, Quest, SpecAttn, SpecExtend
+from ridgeplan.roofline.plan.draft_selection import draft_selection as named
+from ridgeplan.roofline.plan.plan import EvictionPolicy, KVCache, Placement, Plan, Speculation, Weights, Workload
+from ridgeplan.roofline.plan.policies import (
     EVICTIONS,
     POLICIES,
     SELECTIONS,
@@ -25,11 +19,9 @@ from ridgeplan.planner.policies import (
     selections,
     target_selection,
 )
-from ridgeplan.planner.policies.policy import Role
-from ridgeplan.planner.presets import PRESETS, preset
-from ridgeplan.planner.support import missing_architecture, missing_execution
-from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+from ridgeplan.roofline.plan.policies.base import Role
+from ridgeplan.roofline.plan.presets import PRESETS, preset
+from ridgeplan.roofline.plan.support import missing_architecture, missing_execution
 
 WORKLOAD = Workload("Llama-3.1-8B", "h200", 32768)
 

@@ -4,20 +4,24 @@ from dataclasses import fields, replace
 
 import pytest
 
-from ridgeplan.planner.export.measured import measured_rows
-from ridgeplan.planner.published import PAPERS, PublishedError
-from ridgeplan.planner.published.case import Case, sharded
-from ridgeplan.planner.published.comparison import compare
-from ridgeplan.planner.published.engine import UnknownEngine, load_engine
-from ridgeplan.planner.published.memory import fits, peak_bytes
-from ridgeplan.planner.published.rows import Row, load_tables, read_paper
+from ridgeplan.planner.export.engine_profile import measured_rows
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
-from ridgeplan.roofline.device import GIB
 from ridgeplan.roofline.evaluate import pass_ops
-from ridgeplan.roofline.latency import RateTerms
+from ridgeplan.roofline.latency import GIB, RateTerms
 from ridgeplan.roofline.speculation import accepted_share
+from ridgeplan.validate.papers.case import Case, fits, peak_bytes, sharded
+from ridgeplan.validate.papers.comparison import compare
+from ridgeplan.validate.papers.rows import (
+    PAPERS,
+    PublishedError,
+    Row,
+    UnknownEngine,
+    load_engine,
+    load_tables,
+    read_paper,
+)
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 ROW = Row(case="a", method="b", model=LLAMA, gpu="h20", context=8192, new_tokens=128, cells={"step_ms": 1.0})

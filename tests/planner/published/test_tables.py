@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from ridgeplan.planner.published import PAPERS, Cell, TableResult, compare_all, targets_of
+from ridgeplan.validate.papers.comparison import Cell, TableResult, compare_all, targets_of
+from ridgeplan.validate.papers.rows import PAPERS
 
 # Cells as counted by hand in the papers: all, out of memory, printed as "-" or lost with a figure, not predictable.
 COUNTS = {

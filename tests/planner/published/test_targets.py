@@ -2,8 +2,7 @@
 
 import pytest
 
-from ridgeplan.planner.published import Cell, TableResult
-from ridgeplan.planner.published.targets import Target, above, memory_right, order_right, within
+from ridgeplan.validate.papers.comparison import Cell, TableResult, Target, above, memory_right, order_right, within
 
 
 def table(*cells: Cell) -> TableResult:

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner import measured_quality as module
-from ridgeplan.planner.measured_quality import (
+from ridgeplan.planner import quality as module
+from ridgeplan.planner.quality import (
     HEAD,
     QualityRow,
     load_rows,
@@ -15,11 +15,11 @@ from ridgeplan.planner.measured_quality import (
     read_rows,
     rows_json,
     ruler_average,
+    stated_losses,
     target_values,
 )
-from ridgeplan.planner.plan import KVCache, KVFormat, Plan, PlanError, Weights, Workload
-from ridgeplan.planner.presets import preset
-from ridgeplan.planner.quality import stated_losses
+from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Plan, PlanError, Weights, Workload
+from ridgeplan.roofline.plan.presets import preset
 
 WORKLOAD = Workload("meta-llama/Llama-3.1-8B", "h200", 30720)
 

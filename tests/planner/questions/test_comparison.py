@@ -3,8 +3,8 @@
 import pytest
 
 from ridgeplan.planner import NothingFits, predict, preset, recommend, resolve, workload_for
-from ridgeplan.planner.interface.plan_file import SavedPlan
-from ridgeplan.planner.questions.comparison import compare, compare_saved
+from ridgeplan.planner.plan_file import SavedPlan
+from ridgeplan.planner.queries.compare import compare, compare_saved
 
 LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B"
 

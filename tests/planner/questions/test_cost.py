@@ -3,7 +3,7 @@
 import pytest
 
 from ridgeplan.planner import PlanError, predict, preset, resolve, workload_for
-from ridgeplan.planner.questions.cost import Limits, serving_cost
+from ridgeplan.planner.queries.cost import Limits, serving_cost
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner import PlanError
-from ridgeplan.planner.questions.grid_sweep import grid_sweep, parse_axes
-from ridgeplan.planner.search.plan_map import plan_map
-from ridgeplan.planner.search.question import ask
+from ridgeplan.planner.queries.maps import plan_map
+from ridgeplan.planner.queries.sweep import grid_sweep, parse_axes
+from ridgeplan.planner.question import ask
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 

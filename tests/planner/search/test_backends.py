@@ -3,8 +3,8 @@
 import pytest
 
 from ridgeplan.planner import PlanError, recommend
-from ridgeplan.planner.plan import KVFormat
-from ridgeplan.planner.support import Backend, missing_execution
+from ridgeplan.roofline.plan.plan import KVFormat
+from ridgeplan.roofline.plan.support import Backend, missing_execution
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 QUALITIES = ("exact", "near-lossless", "lossy")

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 

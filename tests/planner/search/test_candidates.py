@@ -9,12 +9,11 @@ import pytest
 from ridgeplan import planner
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.lowering import rates_of, stack, strategy_of
-from ridgeplan.planner.policies.pricing import unpriced
-from ridgeplan.planner.presets import PRESETS
-from ridgeplan.planner.search.candidates import Candidate, fits_whole, search, within_limit
-from ridgeplan.planner.search.question import ask
-from ridgeplan.planner.search_space import Family, families
+from ridgeplan.planner.question import ask
+from ridgeplan.planner.search import Candidate, Family, families, fits_whole, search, within_limit
 from ridgeplan.roofline.evaluate import evaluate
+from ridgeplan.roofline.plan.policies.base import unpriced
+from ridgeplan.roofline.plan.presets import PRESETS
 
 QUESTIONS = {
     "8B at 120k": ("Llama-3.1-8B", "h200", 120_000, {}),
@@ -66,8 +65,8 @@ def test_each_family_has_its_best_plan(model, gpu, context, options):
 def test_whole_answers_are_those_of_a_search_plan_by_plan(model, gpu, context, options, monkeypatch):
     """The recommendation, what is within its noise, every alternative with its reason, and the best of all."""
     answer = planner.recommend(model, gpu, context, **options)
-    for module in ("recommend", "nothing_fits"):
-        monkeypatch.setattr(import_module(f"ridgeplan.planner.search.{module}"), "search", plan_by_plan)
+    for module in ("recommend", "feasibility"):
+        monkeypatch.setattr(import_module(f"ridgeplan.planner.{module}"), "search", plan_by_plan)
     assert answer == planner.recommend(model, gpu, context, **options)
     assert len(answer.alternatives) > 10
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.plan import KVCache, KVFormat, Plan, Speculation, Weights, Workload
-from ridgeplan.planner.presets import preset
+from ridgeplan.planner.question import ask
+from ridgeplan.planner.recommend import chosen, contenders, preference, sampled_scores, why_preferred
 from ridgeplan.planner.search import Candidate
-from ridgeplan.planner.search.choice import chosen, contenders, preference, sampled_scores, why_preferred
-from ridgeplan.planner.search.question import ask
+from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Plan, Speculation, Weights, Workload
+from ridgeplan.roofline.plan.presets import preset
 
 WORKLOAD = Workload("m", "h200", 32768)
 LLAMA = "meta-llama/Llama-3.1-8B"

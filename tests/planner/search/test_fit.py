@@ -7,11 +7,11 @@ import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner.capacity import peak_bytes
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
-from ridgeplan.planner.search.question import ask
+from ridgeplan.planner.question import ask
+from ridgeplan.roofline.catalog.model_shape import WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 

@@ -14,18 +14,17 @@ import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.plan import Placement
-from ridgeplan.planner.policies.policy import KV_BUDGET
+from ridgeplan.planner.feasibility import runnable_families, tightest
 from ridgeplan.planner.prediction import predict_all
-from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.planner.search import Question, search
-from ridgeplan.planner.search.nothing_fits import tightest
-from ridgeplan.planner.search.question import ask
-from ridgeplan.planner.search.runnable import runnable_families
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.question import Question, ask
+from ridgeplan.planner.search import search
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.plan.plan import Placement
+from ridgeplan.roofline.plan.policies.base import KV_BUDGET
+from ridgeplan.roofline.plan.presets import PRESETS, preset
+from ridgeplan.roofline.plan.support import missing_execution
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B",

@@ -8,17 +8,16 @@ import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner.capacity import Capacity, peak_bytes, usable_bytes
-from ridgeplan.planner.plan import KVCache, KVFormat, Placement, Plan, Weights
-from ridgeplan.planner.policies.policy import KV_BUDGET
-from ridgeplan.planner.presets import PRESETS, preset
+from ridgeplan.planner.feasibility import context_limits, runnable_families, smallest_gpu, smallest_plans, tightest
 from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.planner.search.nothing_fits import smallest_gpu, tightest
-from ridgeplan.planner.search.question import ask
-from ridgeplan.planner.search.runnable import context_limits, runnable_families, smallest_plans
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.question import ask
 from ridgeplan.roofline.catalog.hardware import list_hardware, load_hardware
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, Weights
+from ridgeplan.roofline.plan.policies.base import KV_BUDGET
+from ridgeplan.roofline.plan.presets import PRESETS, preset
+from ridgeplan.roofline.plan.support import missing_execution
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 SMALL = "Qwen/Qwen2.5-0.5B"

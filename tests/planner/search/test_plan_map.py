@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner import PlanError, fit, predict, recommend
-from ridgeplan.planner.search import plan_map as module
+from ridgeplan.planner.feasibility import tightest
+from ridgeplan.planner.queries import maps as module
+from ridgeplan.planner.queries.maps import plan_map
+from ridgeplan.planner.question import Question, ask
 from ridgeplan.planner.search import search
-from ridgeplan.planner.search.nothing_fits import tightest
-from ridgeplan.planner.search.plan_map import plan_map
-from ridgeplan.planner.search.question import Question, ask
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 CONTEXTS, BATCHES = (1024, 9000, 65_536, 131_072), (1, 5, 32)

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.plan import KVFormat
-from ridgeplan.planner.policies import SELECTIONS
 from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.planner.search import Objective, Question, search
-from ridgeplan.planner.search_space import families
-from ridgeplan.planner.support import missing_execution, missing_head
+from ridgeplan.planner.question import Objective, Question
+from ridgeplan.planner.search import families, search
+from ridgeplan.roofline.catalog.model_shape import WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits
+from ridgeplan.roofline.plan.plan import KVFormat
+from ridgeplan.roofline.plan.policies import SELECTIONS
+from ridgeplan.roofline.plan.support import missing_execution, missing_head
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
-from ridgeplan.planner.support import uncalibrated
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.plan.support import uncalibrated
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.roofline.catalog.checks import (
+from ridgeplan.roofline.catalog.validation import (
     Checked,
     InvalidField,
     build,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeplan.roofline.catalog.model_files.gguf_header import read_gguf_header
+from ridgeplan.roofline.catalog.gguf import read_gguf_header
 
 # Types of values, by the specification.
 UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64, INT64, FLOAT64 = range(13)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from ridgeplan.roofline.catalog import hardware as hardware_module
-from ridgeplan.roofline.catalog.checks import InvalidField
 from ridgeplan.roofline.catalog.hardware import (
     FIGURES,
     BadHardwareFile,
@@ -18,6 +17,7 @@ from ridgeplan.roofline.catalog.hardware import (
     list_hardware,
     load_hardware,
 )
+from ridgeplan.roofline.catalog.validation import InvalidField
 
 MINE = """
 [my-card]

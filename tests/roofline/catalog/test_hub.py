@@ -6,9 +6,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from ridgeplan.roofline.catalog.model_files.hub import OFFLINE, REACH_S, fetched_config
+from ridgeplan.roofline.catalog.config_json import OFFLINE, REACH_S, fetched_config
+from ridgeplan.roofline.catalog.model_shape import UnknownModel
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.shapes import UnknownModel
 
 CONFIG = (
     '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, '

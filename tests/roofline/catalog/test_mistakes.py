@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ridgeplan.roofline.catalog.mistakes import brief
+from ridgeplan.roofline.catalog.validation import brief
 
 
 @pytest.mark.parametrize(

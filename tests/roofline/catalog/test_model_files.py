@@ -11,9 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ridgeplan.roofline.catalog.model_shape import ARCHITECTURES, BadModelFile, ModelShape, UnknownModel, WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.shapes import ARCHITECTURES, BadModelFile, ModelShape, UnknownModel
-from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits
 
 SMALL_CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeplan.roofline.catalog.named_tables import build_catalog, existing_path, letters_and_digits, read_tables
+from ridgeplan.roofline.catalog.documents import build_catalog, existing_path, letters_and_digits, read_tables
 
 
 @dataclass(frozen=True)

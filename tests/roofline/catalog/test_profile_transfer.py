@@ -6,7 +6,7 @@ import pytest
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import NO_GAP, Rates, RowStep
-from ridgeplan.roofline.catalog.profile_transfer import transferred as transferred_profile
+from ridgeplan.roofline.catalog.profile_lookup import transferred as transferred_profile
 
 STEPS = (
     RowStep(above_rows=8, launch_s=1e-6, inverse_utilization=1.0, tile_s=1e-7, fill_s=5e-7, width_s=1e-9),

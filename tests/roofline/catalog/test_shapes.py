@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeplan.roofline.catalog.checks import InvalidField
+from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, UnknownModel
 from ridgeplan.roofline.catalog.models import list_models, load_shape
-from ridgeplan.roofline.catalog.shapes import BadModelFile, ModelShape, UnknownModel
+from ridgeplan.roofline.catalog.validation import InvalidField
 
 # Element counts of the published checkpoints (safetensors index on the Hub). Exact where our count leaves
 # nothing out; gpt-oss has a few biases and sinks more, DeepSeek-V3 is counted without its MTP module.

@@ -6,16 +6,16 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
-from ridgeplan.roofline.catalog.model_files.huggingface import shape_from_config
+from ridgeplan.roofline.catalog.config_json import shape_from_config
+from ridgeplan.roofline.catalog.gguf import gguf_bits
+from ridgeplan.roofline.catalog.model_shape import WeightBits, mean_bits
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.weight_formats.gguf_types import gguf_bits
-from ridgeplan.roofline.catalog.weight_formats.weight_bits import WeightBits, mean_bits
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import draft_weight_memory, weight_memory
 from ridgeplan.roofline.passes import PassTerms, decode_pass
-from ridgeplan.roofline.speculative_round import target_terms
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.round import target_terms
 
 CONFIG = {
     "model_type": "llama",

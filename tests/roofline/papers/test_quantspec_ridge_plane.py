@@ -5,7 +5,7 @@ import pytest
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.papers.quantspec_ridge_plane import decode_plane, prefill_plane
+from ridgeplan.validate.papers.quantspec_ridge_plane import decode_plane, prefill_plane
 
 CONTEXTS, BATCHES = (1024, 4096, 16384, 65536, 262144), (1, 2, 4, 8, 16, 32, 64)
 

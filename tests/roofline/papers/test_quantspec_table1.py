@@ -4,9 +4,9 @@ import pytest
 import sympy
 
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.papers.quantspec_table1 import categories, leading_terms, table_1
 from ridgeplan.roofline.passes import PassTerms, decode_pass
-from ridgeplan.roofline.symbolic.symbols import symbol
+from ridgeplan.roofline.symbolic import symbol
+from ridgeplan.validate.papers.quantspec_table1 import categories, leading_terms, table_1
 
 B, S, d, k = (symbol(name) for name in ("batch", "context", "hidden", "new_tokens"))
 

@@ -3,7 +3,7 @@
 import pytest
 import sympy
 
-from ridgeplan.roofline.papers.specontext_memory import SpeContextMemory, layers_to_offload
+from ridgeplan.validate.papers.specontext_memory import SpeContextMemory, layers_to_offload
 
 GB = 1e9
 

@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import prefill_chunks, prefill_seconds
+from ridgeplan.roofline.eviction import appended_tokens, eviction_ops, eviction_workspace, evicts, scored_pairs
 from ridgeplan.roofline.placement import resident_memory
-from ridgeplan.roofline.sparsity.eviction import eviction_ops, eviction_workspace, scored_pairs
-from ridgeplan.roofline.sparsity.prompt_chunks import appended_tokens, evicts
+from ridgeplan.roofline.plan.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
 
 CONTEXT = 32768
 TOKEN = 2 * 8 * 128 * 2  # bytes of a layer's keys and values

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine, RateTerms
 from ridgeplan.roofline.passes import decode_pass
-from ridgeplan.roofline.sparsity.selection_time import PAGE_GAIN
-from ridgeplan.roofline.speculative_round import draft_terms, round_at, round_rates
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.round import PAGE_GAIN, draft_terms, round_at, round_rates
 
 SHAPE = load_shape("Llama-3.1-8B")  # 128 channels: 256 bytes a key
 

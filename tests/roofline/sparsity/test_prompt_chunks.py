@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, Workload
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import prefill_chunks, prefill_ops, prefill_seconds
+from ridgeplan.roofline.eviction import PromptChunks, chunk_buffers, eviction_ops, eviction_workspace, scored_pairs
 from ridgeplan.roofline.execution import HELD_ATTENTION_SHARE
 from ridgeplan.roofline.placement import resident_memory
-from ridgeplan.roofline.sparsity.eviction import eviction_ops, eviction_workspace, scored_pairs
-from ridgeplan.roofline.sparsity.prompt_chunks import PromptChunks, chunk_buffers
-from ridgeplan.roofline.speculative_round import prefill_rates
+from ridgeplan.roofline.plan.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, Workload
+from ridgeplan.roofline.round import prefill_rates
 
 CONTEXT, CHUNK, BUDGET = 131072, 4096, 1024
 TOKEN = 2 * 8 * 128 * 2  # bytes of a layer's keys and values

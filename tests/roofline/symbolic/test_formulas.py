@@ -5,8 +5,7 @@ import sympy
 
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.passes import PassTerms, decode_pass
-from ridgeplan.roofline.symbolic.formulas import LETTERS, decode_formulas
-from ridgeplan.roofline.symbolic.symbols import symbol
+from ridgeplan.roofline.symbolic import LETTERS, decode_formulas, symbol
 
 SIZES = {"batch": 3, "context": 5000, "element_bytes": 2, "target_weight_bytes": 0.5625}
 QUERIES = 4

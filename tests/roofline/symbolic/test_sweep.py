@@ -7,13 +7,12 @@ import pytest
 import sympy
 
 from ridgeplan.planner.lowering import rates_of, strategy_of
-from ridgeplan.planner.plan import Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.symbolic.sweep import FIGURES, compile_sweep, symbolic_figure
-from ridgeplan.roofline.symbolic.symbols import symbol
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.symbolic import FIGURES, compile_sweep, symbol, symbolic_figure
 
 
 @pytest.fixture(scope="module")

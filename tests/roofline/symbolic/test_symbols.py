@@ -6,7 +6,7 @@ import pytest
 import sympy
 
 from ridgeplan.roofline.strategy import Strategy
-from ridgeplan.roofline.symbolic.symbols import symbol, symbolic_shape, symbolic_strategy, unit
+from ridgeplan.roofline.symbolic import symbol, symbolic_shape, symbolic_strategy, unit
 
 
 def test_symbols_have_the_papers_letters_and_units():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
 from ridgeplan.roofline.speculation import RoundCosts, tokens_at
-from ridgeplan.runtime.drafting.gamma_controller import (
+from ridgeplan.runtime.speculation.gamma_control import (
     HYSTERESIS,
     AdaptiveGamma,
     Evidence,
@@ -18,7 +18,7 @@ from ridgeplan.runtime.drafting.gamma_controller import (
     LossBudget,
     chosen_gamma,
 )
-from ridgeplan.runtime.drafting.round_result import NOTHING, RowResult
+from ridgeplan.runtime.speculation.speculator import NOTHING, RowResult
 
 GAMMAS = (0, 1, 2, 4, 6)
 LATE = 2  # rounds in flight on a GPU

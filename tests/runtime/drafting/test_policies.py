@@ -3,10 +3,11 @@
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.axes.draft_selection import DRAFT_SELECTIONS
-from ridgeplan.planner.plan import KVCache, Plan, Speculation, Workload
-from ridgeplan.planner.support import missing_execution
-from ridgeplan.runtime.drafting.policies import POLICIES, AllTokens
+from ridgeplan.roofline.plan.draft_selection import DRAFT_SELECTIONS
+from ridgeplan.roofline.plan.plan import KVCache, Plan, Speculation, Workload
+from ridgeplan.roofline.plan.support import missing_execution
+from ridgeplan.runtime.policies import POLICIES
+from ridgeplan.runtime.policies.base import AllTokens
 
 
 def test_the_registry_holds_what_the_planner_takes_for_executable():

@@ -2,7 +2,7 @@
 
 import torch
 
-from ridgeplan.runtime.drafting.round_result import RoundFigures, RowResult
+from ridgeplan.runtime.speculation.speculator import RoundFigures, RowResult
 
 
 def test_rows_read_what_was_packed():

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.runtime.drafting import round_runner
-from ridgeplan.runtime.drafting.round_result import RoundFigures, RowResult
-from ridgeplan.runtime.drafting.round_runner import STAMPS, EagerRounds
 from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.speculation import rounds as round_runner
+from ridgeplan.runtime.speculation.rounds import STAMPS, EagerRounds
+from ridgeplan.runtime.speculation.speculator import RoundFigures, RowResult
 
 
 @pytest.fixture

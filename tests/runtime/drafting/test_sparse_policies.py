@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from ridgeplan.planner.axes.draft_selection import draft_selection
-from ridgeplan.planner.plan import DraftCodes, KVFormat
-from ridgeplan.roofline.catalog.shapes import ModelShape
-from ridgeplan.runtime.drafting.policies import draft_policy
-from ridgeplan.runtime.drafting.policies.per_query.clusterkv import k_means
-from ridgeplan.runtime.drafting.policies.ranked import prompt_scores
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.plan.draft_selection import draft_selection
+from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.policies import draft_policy
+from ridgeplan.runtime.policies.clusterkv import k_means
+from ridgeplan.runtime.policies.ranked import prompt_scores
 
 SHAPE = ModelShape(
     name="m", architecture="llama", layers=2, hidden=32, q_heads=4, kv_heads=2, head_dim=8, intermediate=32, vocab=16,

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.kernels.sampling.distribution import VerifyResult
-from ridgeplan.runtime.drafting.round_result import RowResult
-from ridgeplan.runtime.drafting.speculator import Verification, all_finite
+from ridgeplan.kernels.sampling.reference import VerifyResult
 from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.speculation.speculator import RowResult, Verification, all_finite
 
 
 @pytest.fixture

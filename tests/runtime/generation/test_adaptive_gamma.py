@@ -8,7 +8,7 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
 from ridgeplan.runtime import engine as engine_module
-from ridgeplan.runtime.drafting.policies.ranked import RankedPolicy
+from ridgeplan.runtime.policies.ranked import RankedPolicy
 from ridgeplan.runtime.sampling import SamplingParams
 
 NEW = 110  # with groups of 32: three flushes

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan import runtime
-from ridgeplan.planner.axes.offload import HostPart
+from ridgeplan.roofline.plan.plan import HostPart
+from ridgeplan.runtime import buffers
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.kv.offload import host_memory
 
 LENGTHS, NEW = [150, 88, 55], 16  # with groups of 32: every row is flushed once
 LAYERS, BUDGET = 3, 64
@@ -132,7 +132,7 @@ def test_an_abandoned_generation_disturbs_no_later_one_and_nothing_is_kept(kv, n
 def test_without_pinned_memory_one_line_says_so_and_nothing_is_left_behind(load, plan_of, prompts, monkeypatch):
     plan = plan_of("bf16+int4", "progressive")
     with monkeypatch.context() as patched:
-        patched.setattr(host_memory, "available_bytes", lambda: 1000)
+        patched.setattr(buffers, "available_bytes", lambda: 1000)
         with pytest.raises(WorkloadError, match=r"^offloaded KV needs .* of pinned host memory and 0\.0 GB are free"):
             load(plan)
     assert load(plan).generate(prompts(50), 5).statistics.generated == 5

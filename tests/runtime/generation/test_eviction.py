@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.policies.eviction.oracle import OracleSettings
-from ridgeplan.runtime.arena import Arena
-from ridgeplan.runtime.drafting.policies import DraftPolicy
+from ridgeplan.roofline.plan.policies.evictions import OracleSettings
+from ridgeplan.runtime.buffers import Arena
+from ridgeplan.runtime.eviction import EVICTION_POLICIES, most_appended
+from ridgeplan.runtime.eviction.base import largest
+from ridgeplan.runtime.eviction.policies import Oracle
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.eviction import EVICTION_POLICIES, Oracle, most_appended
-from ridgeplan.runtime.kv.eviction.base import largest
 from ridgeplan.runtime.model.prefill import causal_attention, plan_attention, prefill
+from ridgeplan.runtime.policies.base import DraftPolicy
 
 LENGTHS, BUDGET, NEW = [128, 70, 37], 45, 90
 POLICIES = tuple(name for name in EVICTION_POLICIES if name != "oracle")  # which knows no text here

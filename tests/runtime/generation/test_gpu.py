@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.weights import Int4Weight
 from ridgeplan.runtime.model.linear import Int4, LibraryInt4Weight
 from ridgeplan.runtime.quantization.gptq import quantize_weight
 

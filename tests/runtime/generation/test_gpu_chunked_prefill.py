@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from peak_memory import MemoryCase, measure_peak
 
 from ridgeplan import runtime
-from ridgeplan.planner.policies import EVICTIONS
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.policies import EVICTIONS
 from ridgeplan.runtime.model.prefill import causal_attention
-from ridgeplan.validate.decode_bench.peak_memory import MemoryCase, measure_peak
 
 pytestmark = pytest.mark.gpu
 

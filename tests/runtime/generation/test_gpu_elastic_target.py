@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.axes.offload import HostPart
+from ridgeplan.roofline.plan.plan import HostPart
 
 pytestmark = pytest.mark.gpu
 LAYERS, BUDGET = 6, 64

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.axes.offload import HostPart
-from ridgeplan.runtime.kv.offload.host_memory import HostMemory
+from ridgeplan.roofline.plan.plan import HostPart
+from ridgeplan.runtime.buffers import HostMemory
 
 pytestmark = pytest.mark.gpu
 LAYERS = 6

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan import runtime
-from ridgeplan.planner.axes.offload import HostPart
-from ridgeplan.planner.plan import Placement
+from ridgeplan.roofline.plan.plan import HostPart, Placement
+from ridgeplan.runtime import buffers
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.kv.offload import host_memory
 
 LENGTHS, NEW = [128, 70, 37], 90
 LAYERS = 6
@@ -98,7 +97,7 @@ def test_without_pinned_memory_one_line_says_so_and_nothing_is_left_behind(
 ):
     placed, _ = limited(make_plan("int4x2", 2, batch=2), shape, 1, HostPart.ALL)
     with monkeypatch.context() as patched:
-        patched.setattr(host_memory, "available_bytes", lambda: 1000)
+        patched.setattr(buffers, "available_bytes", lambda: 1000)
         with pytest.raises(WorkloadError, match=r"GB of pinned host memory and 0\.0 GB are free") as refused:
             runtime.load(placed, folder, device="cpu")
         assert "\n" not in str(refused.value)

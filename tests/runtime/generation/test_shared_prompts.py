@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.policies.eviction.oracle import OracleSettings
+from ridgeplan.roofline.plan.policies.evictions import OracleSettings
+from ridgeplan.runtime.eviction import EVICTION_POLICIES
+from ridgeplan.runtime.eviction.policies import Oracle
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.eviction import EVICTION_POLICIES, Oracle
 from ridgeplan.runtime.model.prefill import Destination, prefill, prefill_all
 
 LENGTHS, BUDGETS, NEW = [128, 70, 37], (45, 20), 40

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.planner.axes.draft_selection import draft_selection
-from ridgeplan.runtime.drafting.policies.retrieval_head import RetrievalHead
-from ridgeplan.runtime.drafting.target_reads import TargetReads
-from ridgeplan.runtime.retrieval.file import load_head
+from ridgeplan.roofline.plan.draft_selection import draft_selection
+from ridgeplan.runtime.policies.retrieval_head import RetrievalHead
+from ridgeplan.runtime.retrieval.head import load_head
+from ridgeplan.runtime.speculation.sparse_target import TargetReads
 
 NEW = 45  # with groups of 32: a flush or two
 LENGTHS = [100, 37, 65]

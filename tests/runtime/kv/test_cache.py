@@ -9,10 +9,10 @@ from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import unpack
 from ridgeplan.kernels.selection.draft_planes import unpack_two_bit
-from ridgeplan.planner.plan import DraftCodes, KVFormat
+from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 
 GROUP = 32
 SHAPE = llama_like_shape(layers=2, hidden=32, intermediate=64, q_heads=2, kv_heads=2, head_dim=16)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ridgeplan.planner.plan import DraftCodes, KVFormat, Workload
-from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.kv.config import KVCacheConfig
 
 

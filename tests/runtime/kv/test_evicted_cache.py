@@ -5,11 +5,20 @@ import torch
 
 from ridgeplan.kernels.kv_cache import dequantize
 from ridgeplan.planner.capacity import predicted_memory
-from ridgeplan.planner.plan import DraftCodes, Eviction, EvictionPolicy, KVCache, KVFormat, Plan, Speculation, Workload
-from ridgeplan.roofline.device import Device
+from ridgeplan.roofline.latency import Device
+from ridgeplan.roofline.plan.plan import (
+    DraftCodes,
+    Eviction,
+    EvictionPolicy,
+    KVCache,
+    KVFormat,
+    Plan,
+    Speculation,
+    Workload,
+)
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 
 GROUP, CPU = 32, torch.device("cpu")
 SHAPE = llama_like_shape(layers=3, hidden=32, intermediate=64, q_heads=2, kv_heads=2, head_dim=16)

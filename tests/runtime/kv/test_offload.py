@@ -5,18 +5,16 @@ import torch
 
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.residency.group_store import store_group, store_group_cost
-from ridgeplan.planner.axes.offload import HostPart
-from ridgeplan.planner.plan import DraftCodes, KVFormat
+from ridgeplan.kernels.offload import store_group, store_group_cost
+from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat
+from ridgeplan.runtime import buffers
+from ridgeplan.runtime.buffers import HostMemory, split_bytes
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.offload import host_memory
-from ridgeplan.runtime.kv.offload.host_memory import HostMemory, split_bytes
-from ridgeplan.runtime.kv.offload.layer_mover import LayerMover
-from ridgeplan.runtime.kv.offload.layer_stream import LayerStream
-from ridgeplan.runtime.kv.offload.window import Window
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.runtime.offload.layer_mover import LayerMover
+from ridgeplan.runtime.offload.streaming import LayerStream, Window
+from ridgeplan.validate.random_model import llama_like_shape
 
 CPU = torch.device("cpu")
 GROUP = 32
@@ -212,7 +210,7 @@ def test_a_pass_that_was_not_finished_is_forgotten():
 
 
 def test_host_memory_is_refused_in_one_line_that_says_what_is_free(monkeypatch):
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 10**9)
+    monkeypatch.setattr(buffers, "available_bytes", lambda: 10**9)
     with pytest.raises(WorkloadError, match=r"needs 2\.0 GB of pinned host memory and 1\.0 GB are free; allowed: a sh"):
         HostMemory.allocate(2 * 10**9, CPU)
     shapes = [(torch.Size((3, 5)), torch.float16), (torch.Size((2, 2)), torch.float32)]

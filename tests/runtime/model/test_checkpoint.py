@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.checkpoint import checkpoint_elements, load_config, load_tokenizer, load_weights
-from ridgeplan.runtime.model_config import decoder_config
+from ridgeplan.runtime.model.config import decoder_config
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import transformers.models.llama.modeling_llama as llama
 
 from ridgeplan import runtime
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.planner.plan import PlanError
-from ridgeplan.planner.policies import EVICTIONS
-from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.sparsity.prompt_chunks import chunk_buffers
-from ridgeplan.runtime.arena import Arena
-from ridgeplan.runtime.drafting.policies import DraftPolicy
+from ridgeplan.roofline.eviction import chunk_buffers
+from ridgeplan.roofline.latency import Device
+from ridgeplan.roofline.plan.plan import PlanError
+from ridgeplan.roofline.plan.policies import EVICTIONS
+from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.model.chunked_prefill import chunk_bounds, chunked_prefill
+from ridgeplan.runtime.policies.base import DraftPolicy
 
 POLICIES = tuple(name for name, policy in EVICTIONS.items() if policy.chunked)
 SETTINGS = {

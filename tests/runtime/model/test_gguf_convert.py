@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model import gguf_convert
+from ridgeplan.runtime.model import gguf as gguf_convert
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
-from ridgeplan.runtime.model.gguf_convert import converted
+from ridgeplan.runtime.model.gguf import converted
 from ridgeplan.runtime.model.source import model_source
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
+from ridgeplan.kernels.linear.weights import Int4Weight
 from ridgeplan.runtime.model.linear import Dense, Int4, LibraryInt4Weight
 from ridgeplan.runtime.model.weights import WeightFormat
+from ridgeplan.runtime.quantization.calibration import quantized_linear
 from ridgeplan.runtime.quantization.gptq import quantize_weight
-from ridgeplan.runtime.quantization.pack import quantized_linear
 
 
 def random(*shape, seed=0):

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ridgeplan import planner, runtime
-from ridgeplan.planner.support import missing_architecture
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.support import missing_architecture
 from ridgeplan.runtime import memory
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 

@@ -6,8 +6,7 @@ import pytest
 from tokenizers import models
 from transformers.utils import logging
 
-from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.readers import failures_as, quiet_rust, quiet_transformers
+from ridgeplan.runtime.errors import ModelError, failures_as, quiet_rust, quiet_transformers
 
 
 def test_a_failure_is_one_line() -> None:

@@ -9,10 +9,12 @@ from torch.nn import functional
 from ridgeplan import runtime
 from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.prefill import prefill_layer
-from ridgeplan.runtime.quantization.calibrate import quantized_draft
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
-from ridgeplan.runtime.quantization.pack import fitting_group
-from ridgeplan.runtime.quantization.self_generated import self_generated_text
+from ridgeplan.runtime.quantization.calibration import (
+    CalibrationText,
+    fitting_group,
+    quantized_draft,
+    self_generated_text,
+)
 
 pytestmark = pytest.mark.model
 
@@ -65,7 +67,7 @@ def test_acceptance_of_real_drafts_rises(real, rounded):
 @pytest.mark.slow
 def test_acceptance_rises_further_with_a_text_that_the_model_writes(real, rounded, monkeypatch):
     for name, value in {"SEQUENCES": 4, "TOKENS": 64}.items():  # more take a CPU minutes
-        monkeypatch.setattr(f"ridgeplan.runtime.quantization.self_generated.{name}", value)
+        monkeypatch.setattr(f"ridgeplan.runtime.quantization.calibration.{name}", value)
     engine, _, acceptance = real
     text = CalibrationText(self_generated_text(engine.decoder, engine.weights), natural=True)
     assert acceptance(quantized_draft(engine.decoder, engine.weights, 128, text)) > rounded + 0.08

@@ -10,10 +10,17 @@ from ridgeplan import runtime
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.linear import Dense, Int4
 from ridgeplan.runtime.model.prefill import prefill_layer
-from ridgeplan.runtime.quantization import calibrate
-from ridgeplan.runtime.quantization.calibrate import HessianRecorder, quantized_draft
-from ridgeplan.runtime.quantization.calibration_text import SAMPLED_TOKENS, CalibrationText, sampled_tokens
-from ridgeplan.runtime.quantization.self_generated import SEQUENCES, TOKENS, self_generated_text
+from ridgeplan.runtime.quantization import calibration as calibrate
+from ridgeplan.runtime.quantization.calibration import (
+    SAMPLED_TOKENS,
+    SEQUENCES,
+    TOKENS,
+    CalibrationText,
+    HessianRecorder,
+    quantized_draft,
+    sampled_tokens,
+    self_generated_text,
+)
 
 
 def random(*shape, seed=0):

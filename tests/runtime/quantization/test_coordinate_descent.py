@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ridgeplan.runtime.quantization.coordinate_descent import QuantizedRows
+from ridgeplan.runtime.quantization.gptq import QuantizedRows
 
 OUTPUTS, INPUTS, GROUP = 12, 96, 32
 

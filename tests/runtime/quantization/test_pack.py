@@ -6,8 +6,8 @@ import torch
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.linear import Dense, LibraryInt4Weight
 from ridgeplan.runtime.model.weights import WeightFormat
+from ridgeplan.runtime.quantization.calibration import fitting_group, quantized_linear
 from ridgeplan.runtime.quantization.gptq import quantize_weight
-from ridgeplan.runtime.quantization.pack import fitting_group, quantized_linear
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from ridgeplan import runtime
 from ridgeplan.runtime import loading
 from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization import saved
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
+from ridgeplan.runtime.quantization.calibration import CalibrationText
 
 CPU = torch.device("cpu")
 

@@ -12,15 +12,18 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
+from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model_config import decoder_config
-from ridgeplan.runtime.retrieval.distill.attention import attention_loss, student_logits
-from ridgeplan.runtime.retrieval.distill.run import distill
-from ridgeplan.runtime.retrieval.distill.student import make_student, pruned, query_projection, trained_parameters
-from ridgeplan.runtime.retrieval.distill.teacher import Teacher, distant_tokens
-from ridgeplan.runtime.retrieval.distill.train import Distillation, Training
-from ridgeplan.runtime.retrieval.file import load_head, save_head
-from ridgeplan.runtime.retrieval.head import Rotary
+from ridgeplan.runtime.retrieval.distill import Distillation, Training, attention_loss, distill, student_logits
+from ridgeplan.runtime.retrieval.head import Rotary, load_head, save_head
+from ridgeplan.runtime.retrieval.student import (
+    Teacher,
+    distant_tokens,
+    make_student,
+    pruned,
+    query_projection,
+    trained_parameters,
+)
 
 CPU = torch.device("cpu")
 NONE = torch.arange(0)  # no queries whose attention is asked for

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.retrieval.eagle3 import import_eagle3
 

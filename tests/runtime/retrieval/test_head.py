@@ -8,12 +8,21 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from ridgeplan.roofline.catalog.shapes import ModelShape
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model_config import yarn_frequencies
-from ridgeplan.runtime.retrieval.file import KEY, load_head, save_head
-from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, Rotary, head_scores, probe_of
-from ridgeplan.runtime.retrieval.latent import latent_head_attention
+from ridgeplan.runtime.model.config import yarn_frequencies
+from ridgeplan.runtime.retrieval.head import (
+    KEY,
+    Head,
+    HeadConfig,
+    HeadWeights,
+    Rotary,
+    head_scores,
+    latent_head_attention,
+    load_head,
+    probe_of,
+    save_head,
+)
 
 SHAPE = ModelShape(
     name="m", architecture="llama", layers=2, hidden=32, q_heads=4, kv_heads=2, head_dim=8, intermediate=32, vocab=40,

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from ridgeplan import validate
-from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.prediction import predict
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import KERNEL_CLASSES, WIDE_SCANS
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate import timing
 from ridgeplan.validate.calibration.attention import DecodeSize, Heads, decode_trial
-from ridgeplan.validate.calibration.linear import quantized_trials
+from ridgeplan.validate.calibration.layer import quantized_trials
 from ridgeplan.validate.calibration.profile import class_trials
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 from ridgeplan.validate.timing import Bench, Trial
 
 TINY = Suite(

@@ -11,8 +11,7 @@ from ridgeplan.roofline.catalog.profile import Rates, RowStep
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import product_tiles
 from ridgeplan.roofline.latency import RateTerms
-from ridgeplan.validate.calibration.fit import Ceilings, Sample
-from ridgeplan.validate.calibration.fit_steps import fit_steps
+from ridgeplan.validate.calibration.fit import Ceilings, Sample, fit_steps
 
 CEILINGS = Ceilings(1e12, 1e15, 0.8, 0.9)
 ABOVE = (1, 8, 16)

@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.prediction import predict
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import RateTerms
-from ridgeplan.validate.calibration import gaps
-from ridgeplan.validate.calibration.gaps import Unexplained, fit_gaps, measured_rounds, with_fitted_gaps
-from ridgeplan.validate.random_decoder import llama_like_shape
-from ridgeplan.validate.random_rounds import RoundTimes
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.validate.calibration import overheads
+from ridgeplan.validate.calibration.overheads import Unexplained, fit_gaps, measured_rounds, with_fitted_gaps
+from ridgeplan.validate.random_model import RoundTimes, llama_like_shape
 
 SHAPES = (llama_like_shape(4, 64, 128, 2, 1, 64), llama_like_shape(9, 64, 128, 2, 1, 64))
 
@@ -57,7 +56,7 @@ def test_a_profile_with_gaps_explains_the_rounds(h200_profile: Profile, monkeypa
             keep_s=40e-6, idle_s=20e-6, grown=plan.workload.new_tokens, spread=0.0,
         )  # fmt: skip
 
-    monkeypatch.setattr(gaps, "measured_round", round_of)
+    monkeypatch.setattr(overheads, "measured_round", round_of)
     found = with_fitted_gaps(bare, SHAPES, measured_rounds(bare, SHAPES, torch.device("cpu")))
     assert (found.draft_gap_s, found.target_gap_s, found.round_s) == pytest.approx((20e-6, 50e-6, 60e-6), rel=1e-3)
     workload = Workload("random", "h200", 3000, 100, 7)

@@ -10,8 +10,7 @@ from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.validate.calibration.calibrate import refit
-from ridgeplan.validate.calibration.fit import Ceilings, Sample
-from ridgeplan.validate.calibration.samples import RoundSample, Samples, SamplesError, read_samples
+from ridgeplan.validate.calibration.fit import Ceilings, RoundSample, Sample, Samples, SamplesError, read_samples
 
 KEPT = Path(__file__).parents[3] / "validate" / "results" / "calibration_h200.json"
 SAMPLES = Samples.of(

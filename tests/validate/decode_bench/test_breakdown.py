@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.planner.plan import Plan, Workload
 from ridgeplan.planner.prediction import OpTime, predict
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.decode_bench import breakdown as module
 from ridgeplan.validate.decode_bench.breakdown import (
     CLASSES,
     STAMP,
+    TRACED_ROUNDS,
+    Launch,
     NoBreakdown,
     breakdown,
     breakdowns,
@@ -29,10 +31,9 @@ from ridgeplan.validate.decode_bench.breakdown import (
     rounds_of,
 )
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
-from ridgeplan.validate.decode_bench.profiler_trace import TRACED_ROUNDS, Launch
 from ridgeplan.validate.decode_bench.report import DecodeCase, bench_decode
 from ridgeplan.validate.measure import Measured
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 
 KERNELS = Path(__file__).parents[3] / "kernels"
 OUTSIDE_ROUNDS = {"_stamp_kernel", "_dequantize_kernel", "_round_kernel"}  # or between their parts

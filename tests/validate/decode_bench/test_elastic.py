@@ -4,16 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from elastic_rounds import OVERLAPS, DriftingCache, elastic_round, loading_ms
 
-from ridgeplan.planner.axes.draft_selection import RetrievalHead
-from ridgeplan.planner.plan import Placement, Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.validate import random_rounds
-from ridgeplan.validate.decode_bench.drifting_cache import DriftingCache
-from ridgeplan.validate.decode_bench.elastic import OVERLAPS, elastic_round, loading_ms
-from ridgeplan.validate.random_decoder import llama_like_shape
-from ridgeplan.validate.random_rounds import RandomModel
+from ridgeplan.roofline.plan.draft_selection import RetrievalHead
+from ridgeplan.roofline.plan.plan import Placement, Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.validate import random_model
+from ridgeplan.validate.random_model import RandomModel, llama_like_shape
 
 CPU = torch.device("cpu")
 SHAPE = llama_like_shape(layers=4, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32)
@@ -66,7 +64,7 @@ def test_one_set_for_all_heads_moves_as_much(model, plan_of):
 @pytest.mark.parametrize("name", ["specontext", "specontext-two-bit"])
 @pytest.mark.parametrize("elastic", [True, False])
 def test_rounds_with_and_without_elastic_loading(model, plan_of, profile, name, elastic, monkeypatch):
-    monkeypatch.setattr(random_rounds, "is_busy", lambda spread: False)  # whatever else runs here
+    monkeypatch.setattr(random_model, "is_busy", lambda spread: False)  # whatever else runs here
     found = elastic_round(model, plan_of(name, elastic=elastic), profile)
     assert found["host_layers"] == SHAPE.layers
     for overlap in OVERLAPS if elastic else (0.0,):

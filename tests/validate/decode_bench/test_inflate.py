@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ridgeplan.kernels.linear.quantized.int4_weight import Int4Weight
-from ridgeplan.planner.plan import DraftCodes, KVFormat, Workload
-from ridgeplan.planner.policies.selection.quantspec import quantspec_kv
+from ridgeplan.kernels.linear.weights import Int4Weight
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Workload
+from ridgeplan.roofline.plan.policies.selections import quantspec_kv
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.cache import Cache
@@ -17,12 +17,16 @@ from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.prefill import prefill, prefill_layer
-from ridgeplan.runtime.quantization import pack
-from ridgeplan.runtime.quantization.calibrate import quantized_draft
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
-from ridgeplan.validate.decode_bench.channel_map import ChannelMap, InflationError
-from ridgeplan.validate.decode_bench.inflate import inflated_config, inflated_shape, inflated_weights
-from ridgeplan.validate.random_decoder import RandomDecoder, llama_like_shape
+from ridgeplan.runtime.quantization import calibration
+from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
+from ridgeplan.validate.decode_bench.inflation import (
+    ChannelMap,
+    InflationError,
+    inflated_config,
+    inflated_shape,
+    inflated_weights,
+)
+from ridgeplan.validate.random_model import RandomDecoder, llama_like_shape
 from ridgeplan.validate.timing import Bench
 
 CPU = torch.device("cpu")
@@ -125,7 +129,7 @@ def test_codes_of_keys_and_values_are_the_small_models(seed):
 @pytest.mark.parametrize("natural", [True, False])
 def test_4_bit_weights_err_as_the_small_models_do(natural, monkeypatch):
     """Up to ties: rounding the other way changes what GPTQ makes up for later."""
-    monkeypatch.setattr(pack, "LibraryInt4Weight", Int4Weight)  # computes in float32
+    monkeypatch.setattr(calibration, "LibraryInt4Weight", Int4Weight)  # computes in float32
     text = CalibrationText(torch.randint(128, (4, 200), generator=torch.Generator().manual_seed(1)), natural)
     drafts, dense = [], []
     for config, weights in grouped():

@@ -8,26 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from offload_bench import OffloadBench, RealText, limited_plans, selecting_plans
+from results_file import ResultsFile
 
-from ridgeplan.planner.plan import KVFormat
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.resolution import resolve
-from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.device import Device
-from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.latency import Device, Machine
+from ridgeplan.roofline.plan.plan import KVFormat
+from ridgeplan.roofline.plan.support import missing_execution
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.validate.calibration.link import LinkTimes, measured_link, random_loads, streaming_seconds
-from ridgeplan.validate.decode_bench import offload
-from ridgeplan.validate.decode_bench.lossless import RealText
-from ridgeplan.validate.decode_bench.offload import OffloadBench, limited_plans, selecting_plans
-from ridgeplan.validate.decode_bench.results_file import ResultsFile
-from ridgeplan.validate.random_decoder import llama_like_shape
-from ridgeplan.validate.random_rounds import fill
+from ridgeplan.validate.random_model import fill, llama_like_shape
 
 CPU = torch.device("cpu")
-RESULTS = Path(offload.__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[3] / "validate" / "results"
 SHAPE = llama_like_shape(layers=6, hidden=64, intermediate=96, q_heads=4, kv_heads=2, head_dim=32)
 
 

@@ -5,20 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peak_memory import CASES, MemoryCase, MemoryRow, device_like, measure_peak, zero_weights
 
 from ridgeplan.planner.capacity import predicted_memory
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.runtime.memory import PeakMemory
-from ridgeplan.validate.decode_bench.peak_memory import (
-    CASES,
-    MemoryCase,
-    MemoryRow,
-    device_like,
-    measure_peak,
-    zero_weights,
-)
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 
 CPU = torch.device("cpu")
 SHAPE = llama_like_shape(2, 64, 96, 4, 2, 32)

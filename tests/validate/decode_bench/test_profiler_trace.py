@@ -9,12 +9,12 @@ import torch
 from torch.autograd import DeviceType
 
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.runtime.drafting.round_runner import EagerRounds
-from ridgeplan.validate.decode_bench import profiler_trace as trace
+from ridgeplan.runtime.speculation.rounds import EagerRounds
+from ridgeplan.validate.decode_bench import breakdown as trace
+from ridgeplan.validate.decode_bench.breakdown import Launch, busy_us
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
-from ridgeplan.validate.decode_bench.profiler_trace import Launch, busy_us
 from ridgeplan.validate.decode_bench.report import DecodeCase
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 
 
 def test_time_in_which_several_kernels_run_counts_once() -> None:

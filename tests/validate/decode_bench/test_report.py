@@ -8,15 +8,21 @@ import pytest
 import torch
 
 from ridgeplan.planner import PlanError, Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.errors import UnsupportedPlan
-from ridgeplan.runtime.quantization.calibration_text import CalibrationText
-from ridgeplan.validate.decode_bench.channel_map import InflationError
-from ridgeplan.validate.decode_bench.report import PLAIN, DecodeCase, bench_decode, suite_cases, with_plain
-from ridgeplan.validate.decode_bench.vllm_baseline import vllm_tpot_ms
+from ridgeplan.runtime.quantization.calibration import CalibrationText
+from ridgeplan.validate.decode_bench.inflation import InflationError
+from ridgeplan.validate.decode_bench.report import (
+    PLAIN,
+    DecodeCase,
+    bench_decode,
+    suite_cases,
+    vllm_tpot_ms,
+    with_plain,
+)
 from ridgeplan.validate.prompts import PromptError, prompt_batch
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 
 
 class Letters:

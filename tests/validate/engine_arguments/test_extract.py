@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_arguments import extract, to_text
 
 from ridgeplan.planner.export.schema import FOLDER
-from ridgeplan.validate.engine_arguments.extract import extract, to_text
 
 VLLM = {
     "vllm/config/cache.py": """

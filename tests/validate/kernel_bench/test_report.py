@@ -12,16 +12,8 @@ import torch
 from torch import Tensor
 
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.validate.kernel_bench import attention as kernel_attention
-from ridgeplan.validate.kernel_bench import baselines as kernel_peers
-from ridgeplan.validate.kernel_bench import kv_cache as kernel_quantize
-from ridgeplan.validate.kernel_bench import layer as kernel_fused
-from ridgeplan.validate.kernel_bench import linear as kernel_linear
-from ridgeplan.validate.kernel_bench import report as kernel_bench
-from ridgeplan.validate.kernel_bench import sampling as kernel_sampling
-from ridgeplan.validate.kernel_bench import sparse_store as kernel_sparse
-from ridgeplan.validate.kernel_bench.case import KernelCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
-from ridgeplan.validate.kernel_bench.report import (
+from ridgeplan.validate import kernel_bench
+from ridgeplan.validate.kernel_bench import (
     FAMILIES,
     MOST_ERROR,
     MachinePeaks,
@@ -31,7 +23,15 @@ from ridgeplan.validate.kernel_bench.report import (
     row_of,
     versions,
 )
-from ridgeplan.validate.kernel_bench.sizes import FULL, KERNELS, TINY, LayerSize
+from ridgeplan.validate.kernel_calls import attention as kernel_attention
+from ridgeplan.validate.kernel_calls import case as kernel_peers
+from ridgeplan.validate.kernel_calls import kv_cache as kernel_quantize
+from ridgeplan.validate.kernel_calls import layer as kernel_fused
+from ridgeplan.validate.kernel_calls import linear as kernel_linear
+from ridgeplan.validate.kernel_calls import sampling as kernel_sampling
+from ridgeplan.validate.kernel_calls import sparse as kernel_sparse
+from ridgeplan.validate.kernel_calls.case import KernelCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
+from ridgeplan.validate.kernel_calls.sizes import FULL, KERNELS, TINY, LayerSize
 from ridgeplan.validate.timing import Bench, Trial
 
 PEAKS = MachinePeaks(bytes_per_s=1e12, flops=1e15)
@@ -199,7 +199,7 @@ def test_wrong_tokens_show(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def test_a_flush_that_writes_no_codes_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ridgeplan.runtime.kv.codes.quantize", lambda *_, **__: None)
+    monkeypatch.setattr("ridgeplan.runtime.kv.storage.quantize", lambda *_, **__: None)
     errors = {one.shape.partition(", ")[2]: one.error() for one in cases_of(bench, TINY, ["flush"])}
     assert errors == {"taken": pytest.approx(1.0, rel=1e-5), "not taken": 0.0}
 

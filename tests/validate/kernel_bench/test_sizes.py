@@ -7,12 +7,12 @@ from itertools import product
 import pytest
 import torch
 
-from ridgeplan.kernels.attention.schedule import CTAS_PER_SM, AttentionVariant, Occupancy, fuses_reduction
-from ridgeplan.kernels.linear.dense import schedule as dense_schedule
-from ridgeplan.kernels.linear.quantized import schedule as quantized_schedule
+from ridgeplan.kernels.attention.cuda import CTAS_PER_SM, AttentionVariant, Occupancy, fuses_reduction
+from ridgeplan.kernels.linear import schedule as dense_schedule
+from ridgeplan.kernels.linear import schedule as quantized_schedule
 from ridgeplan.kernels.linear.schedule import SUM_BUFFERS, DeviceLimits, LinearSchedule
-from ridgeplan.validate.kernel_bench.linear import GROUP
-from ridgeplan.validate.kernel_bench.sizes import TINY, LinearSize
+from ridgeplan.validate.kernel_calls.linear import GROUP
+from ridgeplan.validate.kernel_calls.sizes import TINY, LinearSize
 
 SMS = 132
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
@@ -47,15 +47,15 @@ def schedules(
 
 
 def dense(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
-    return dense_schedule.make_schedule(rows, outputs, inputs, True, gated, H200)
+    return dense_schedule.make_dense_schedule(rows, outputs, inputs, True, gated, H200)
 
 
 def int4(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
-    return quantized_schedule.make_schedule(rows, outputs, inputs, GROUP, True, gated, H200)
+    return quantized_schedule.make_quantized_schedule(rows, outputs, inputs, GROUP, True, gated, H200)
 
 
 def int8(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
-    return quantized_schedule.make_schedule(rows, outputs, inputs, GROUP, True, gated, H200, 8)
+    return quantized_schedule.make_quantized_schedule(rows, outputs, inputs, GROUP, True, gated, H200, 8)
 
 
 def clusters(found: list[LinearSchedule]) -> set[tuple[int, int]]:

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from ridgeplan.planner.plan import Plan, Workload
-from ridgeplan.planner.presets import preset
+from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime import load
+from ridgeplan.validate.acceptance import ROUND, Draft, TeacherForced
 from ridgeplan.validate.quality.fidelity import Passage, next_logits, overlap, perplexity, surprise
-from ridgeplan.validate.teacher_forced import ROUND, Draft, TeacherForced
 
 CONTEXT, TOKENS = 304, 3 * ROUND
 TEXT = torch.randint(256, (CONTEXT + TOKENS + 1,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.measured_quality import KV_BYTES, TPOT, TTFT
+from ridgeplan.planner.quality import KV_BYTES, TPOT, TTFT
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import load
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.validate.quality import measure
 from ridgeplan.validate.quality.measure import Inputs, answer_scores, mean_scores, parts, times, warm
 from ridgeplan.validate.quality.question import Question, named_plan
-from ridgeplan.validate.ruler.task import Task
-from ridgeplan.validate.ruler.tasks import Prompt, PromptMaker, chosen_tasks
+from ridgeplan.validate.quality.ruler import Prompt, PromptMaker, chosen_tasks
+from ridgeplan.validate.quality.ruler_samples import Task
 
 
 def task(name, new_tokens):

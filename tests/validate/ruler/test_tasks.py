@@ -7,11 +7,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from ridgeplan.validate.ruler.counting import COMMON_TIMES, HOPS, OTHER_TIMES
-from ridgeplan.validate.ruler.needles import DEPTHS, Needles, numbers
-from ridgeplan.validate.ruler.task import QuestionSet, TaskError
-from ridgeplan.validate.ruler.tasks import TASKS, PromptMaker, chosen_tasks, material
-from ridgeplan.validate.ruler.words import noise, own_words, pairs, scattered, sentences_of, words_of
+from ridgeplan.validate.quality.ruler import (
+    COMMON_TIMES,
+    DEPTHS,
+    HOPS,
+    OTHER_TIMES,
+    TASKS,
+    Needles,
+    PromptMaker,
+    chosen_tasks,
+    material,
+    numbers,
+)
+from ridgeplan.validate.quality.ruler_samples import (
+    QuestionSet,
+    TaskError,
+    noise,
+    own_words,
+    pairs,
+    scattered,
+    sentences_of,
+    words_of,
+)
 
 TEXT = " ".join(f"Sentence {index} of the story tells about item {index}." for index in range(300))
 QUESTIONS = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ridgeplan.planner.plan import PlanError
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import PlanError
 from ridgeplan.validate.prompts import PromptError
 from ridgeplan.validate.studies.dapq import (
     Sizes,

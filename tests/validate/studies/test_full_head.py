@@ -7,13 +7,12 @@ import torch
 import transformers
 
 from ridgeplan import runtime
-from ridgeplan.planner.axes.draft_selection import RetrievalHead
-from ridgeplan.planner.plan import Plan, TargetAttention, Workload
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.draft_selection import RetrievalHead
+from ridgeplan.roofline.plan.plan import Plan, TargetAttention, Workload
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.retrieval.file import save_head
-from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
-from ridgeplan.validate.studies.full_head import features_before, fused_layers
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of, save_head
+from ridgeplan.validate.studies.recorded import features_before, fused_layers
 from ridgeplan.validate.studies.retrieval import Sizes, study
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from ridgeplan.planner.plan import Plan, Workload
+from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.validate.studies.recorded import RecordedPrompt, attention_weights
 

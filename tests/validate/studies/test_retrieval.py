@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ridgeplan.planner.plan import PlanError
+from ridgeplan.roofline.plan.plan import PlanError
 from ridgeplan.runtime import WorkloadError
-from ridgeplan.runtime.drafting.policies.sparse import TokenIndex
+from ridgeplan.runtime.policies.base import TokenIndex
 from ridgeplan.validate.studies.retrieval import METHODS, MODEL, RECENT, Sizes, compared, mask_of, study
 
 UNTRAINED = tuple(name for name in METHODS if not name.startswith("retrieval"))

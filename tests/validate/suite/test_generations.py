@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.planner.plan import Workload
 from ridgeplan.planner.prediction import predict
-from ridgeplan.planner.presets import preset
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.comparison import tpot_ms_at
-from ridgeplan.validate.measure import Measured
-from ridgeplan.validate.segments import Segment
+from ridgeplan.validate.measure import Measured, Segment
 from ridgeplan.validate.suite import generations as module
 from ridgeplan.validate.suite.generations import Texts, generation_rows, rows_of, small_model
 from ridgeplan.validate.suite.sizes import PlanCase

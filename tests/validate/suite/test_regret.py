@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.planner.plan import Plan, Workload
-from ridgeplan.planner.presets import PRESETS, preset
 from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.planner.search_space import families
-from ridgeplan.planner.support import missing_execution
+from ridgeplan.planner.search import families
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.validate.suite import regret as module
-from ridgeplan.validate.suite.regret import Candidate, candidates, row_of, to_measure
+from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.presets import PRESETS, preset
+from ridgeplan.roofline.plan.support import missing_execution
+from ridgeplan.validate.suite import sections as module
+from ridgeplan.validate.suite.sections import Candidate, candidates, row_of, to_measure
 
 WORKLOAD = Workload("Qwen2.5-0.5B", "h200", 20_000, 256)
 SHAPE = load_shape("Qwen2.5-0.5B")

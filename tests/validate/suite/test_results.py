@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from suite_results import REGRET, REPORT, ROW
 
-from ridgeplan.validate.suite.results import SuiteError, SuiteReport, read_report
+from ridgeplan.validate.suite.report import SuiteError, SuiteReport, read_report
 
 
 def test_errors_are_signed_and_regret_is_relative_to_the_best() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.validate.calibration.attention import Heads
-from ridgeplan.validate.random_decoder import llama_like_shape
+from ridgeplan.validate.random_model import llama_like_shape
 from ridgeplan.validate.suite import run as module
-from ridgeplan.validate.suite.results import SuiteReport
+from ridgeplan.validate.suite.report import SuiteReport
 from ridgeplan.validate.suite.run import Question, heading, run_suite
 from ridgeplan.validate.suite.sizes import PlanCase, SuiteSizes, sizes_for
 
@@ -34,7 +34,7 @@ SIZES = SuiteSizes(
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else runs on the machine."""
-    for place in ("comparison", "random_rounds"):
+    for place in ("comparison", "random_model"):
         monkeypatch.setattr(f"ridgeplan.validate.{place}.is_busy", lambda spread: False)
 
 
@@ -62,8 +62,8 @@ def test_only_the_chosen_sections_run(h200_profile: Profile, monkeypatch: pytest
     def refused(*_: Any) -> None:
         pytest.fail("it was not chosen")
 
-    monkeypatch.setattr(module.kernels, "kernel_rows", refused)
-    monkeypatch.setattr(module.regret, "regret_row", refused)
+    monkeypatch.setattr(module.sections, "kernel_rows", refused)
+    monkeypatch.setattr(module.sections, "regret_row", refused)
     monkeypatch.setattr(module, "_generations", refused)
     report = run_suite(Question("smoke", ("steps",), h200_profile), sizes=SIZES)
     assert report.sections == ("steps",)

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from ridgeplan.planner.support import missing_execution
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.plan.support import missing_execution
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.suite.sizes import SuiteSizes, sizes_for
 

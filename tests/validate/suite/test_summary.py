@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from suite_results import REGRET, REPORT, ROW
 
-from ridgeplan.validate.suite.summary import TARGETS, Limits, Summary, summaries
+from ridgeplan.validate.suite.report import TARGETS, Limits, Summary, summaries
 
 
 def test_a_summary_has_the_signed_median_and_statistics_of_absolute_errors() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from ridgeplan.roofline.speculation import flush_capped
-from ridgeplan.validate.tuning.steps import STABLE, Landscape, tune_steps
+from ridgeplan.validate.tuning import STABLE, Landscape, tune_steps
 
 GAMMAS = range(1, 7)
 

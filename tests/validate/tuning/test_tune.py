@@ -5,16 +5,15 @@ from itertools import pairwise
 
 import pytest
 
-from ridgeplan.planner.axes.draft_selection import StreamingLLM
-from ridgeplan.planner.plan import Plan, PlanError, Speculation, Workload
-from ridgeplan.planner.presets import preset
-from ridgeplan.planner.search_space import RATIOS
+from ridgeplan.planner.search import RATIOS
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.draft_selection import StreamingLLM
+from ridgeplan.roofline.plan.plan import Plan, PlanError, Speculation, Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.validate import tuning as measured_module
+from ridgeplan.validate import tuning as tune_module
 from ridgeplan.validate.prompts import PromptError
-from ridgeplan.validate.tuning import measured as measured_module
-from ridgeplan.validate.tuning import tune as tune_module
-from ridgeplan.validate.tuning.measured import MeasuredDrafts
-from ridgeplan.validate.tuning.tune import TuningText, tune
+from ridgeplan.validate.tuning import MeasuredDrafts, TuningText, tune
 
 TEXT = TuningText("The quick brown fox jumps over the lazy dog. " * 40, "foxes", 40)
 

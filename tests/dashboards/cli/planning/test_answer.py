@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.dashboards.cli.output import number
-from ridgeplan.planner.interface.short_names import briefly
+from ridgeplan.planner.render.text import briefly
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 QUESTIONS: dict[str, tuple[object, ...]] = {

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner import PRESETS, Plan, fit
-from ridgeplan.planner.interface.quantities import tokens_text
-from ridgeplan.planner.support import missing_execution, missing_head
+from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.plan.support import missing_execution, missing_head
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 QUESTION = (LLAMA, "--gpu", "h200", "--ctx", 120_000)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli.planning.answer import briefly
+from ridgeplan.dashboards.cli.plan import briefly
 from ridgeplan.planner import Plan
-from ridgeplan.planner.interface.glossary import terms
-from ridgeplan.planner.interface.quantities import time_text
+from ridgeplan.planner.quantities import time_text
+from ridgeplan.planner.render.text import terms
 from ridgeplan.roofline.catalog.hardware import FIGURES, list_hardware, load_hardware
 
 LLAMA = "meta-llama/Llama-3.1-8B"

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ridgeplan.planner.axes.draft_selection import RetrievalHead
-from ridgeplan.planner.plan import Plan, TargetAttention, Workload
+from ridgeplan.roofline.plan.draft_selection import RetrievalHead
+from ridgeplan.roofline.plan.plan import Plan, TargetAttention, Workload
 
 
 @pytest.fixture(scope="module")

@@ -3,24 +3,21 @@
 import pytest
 import torch
 
-from ridgeplan.planner.policies import EVICTIONS
-from ridgeplan.planner.policies.eviction.dapq import DapQSettings
-from ridgeplan.planner.policies.eviction.expected_attention import ExpectedAttentionSettings
-from ridgeplan.planner.policies.eviction.h2o import H2OSettings
-from ridgeplan.planner.policies.eviction.lacache import LaCacheSettings
-from ridgeplan.planner.policies.eviction.oracle import OracleSettings
-from ridgeplan.planner.policies.eviction.random import RandomSettings
-from ridgeplan.planner.policies.eviction.snapkv import SnapKVSettings
-from ridgeplan.planner.policies.eviction.streamingllm import StreamingLLMSettings
-from ridgeplan.runtime.kv.eviction import EVICTION_POLICIES, Oracle, attention_scores
-from ridgeplan.runtime.kv.eviction.base import PromptLayer, largest
-from ridgeplan.runtime.kv.eviction.dapq import DapQ
-from ridgeplan.runtime.kv.eviction.expected_attention import ExpectedAttention
-from ridgeplan.runtime.kv.eviction.h2o import H2O
-from ridgeplan.runtime.kv.eviction.lacache import LaCache
-from ridgeplan.runtime.kv.eviction.random import Random
-from ridgeplan.runtime.kv.eviction.snapkv import SnapKV
-from ridgeplan.runtime.kv.eviction.streamingllm import StreamingLLM
+from ridgeplan.roofline.plan.policies import EVICTIONS
+from ridgeplan.roofline.plan.policies.evictions import (
+    DapQSettings,
+    ExpectedAttentionSettings,
+    H2OSettings,
+    LaCacheSettings,
+    OracleSettings,
+    RandomSettings,
+    SnapKVSettings,
+    StreamingLLMSettings,
+)
+from ridgeplan.runtime.eviction import EVICTION_POLICIES, base
+from ridgeplan.runtime.eviction.base import PromptLayer, largest
+from ridgeplan.runtime.eviction.expected_attention import ExpectedAttention
+from ridgeplan.runtime.eviction.policies import H2O, DapQ, LaCache, Oracle, Random, SnapKV, StreamingLLM
 
 TOKENS, APPENDED, BUDGET = 61, 8, 20
 KV_HEADS, RATIO, DIM = 2, 3, 16
@@ -67,7 +64,7 @@ def widest(scores, width):
 
 @pytest.fixture(params=[1, 1 << 24], ids=["a query at a time", "one block"])
 def blocks(request, monkeypatch):
-    monkeypatch.setattr(attention_scores, "EVICTION_SCORE_ELEMENTS", request.param)
+    monkeypatch.setattr(base, "EVICTION_SCORE_ELEMENTS", request.param)
 
 
 @pytest.mark.parametrize("pooling", [1, 2, 7])

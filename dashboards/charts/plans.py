@@ -1,0 +1,169 @@
+"""Plans beside each other: the alternatives of an answer, times over the context, and throughput against speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+
+from ridgeplan.dashboards.charts.style import (
+    BLUE,
+    DASHES,
+    GOLD,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SERIES,
+    below,
+    faded,
+    log_ticks,
+    styled,
+    token_axis,
+)
+from ridgeplan.planner import Prediction, Recommendation
+from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.quantities import time_text, tokens_text
+from ridgeplan.planner.queries.curves import BatchCurve, Crossing, crossings, frontier
+from ridgeplan.planner.render.text import briefly
+
+VERDICT_COLORS = {"recommended": BLUE, "within the noise": GREEN, "slower": GREY, "larger": GREY, "quality": GOLD,
+                  "does not fit": RED, "estimated only": PURPLE, "not calibrated": PURPLE}  # fmt: skip
+
+
+def alternatives(recommendation: Recommendation) -> go.Figure:
+    """Milliseconds per token of the recommended plan and all others, with bands, coloured by why they lost."""
+    rows = [(recommendation.name, recommendation.predicted, "recommended")]
+    rows += [(other.preset, other.predicted, other.rejected) for other in recommendation.alternatives]
+    figure = go.Figure()
+    for verdict, color in VERDICT_COLORS.items():
+        alike = [row for row in rows if row[2].startswith(verdict)]
+        if alike:
+            names, predicted, reasons = zip(*alike, strict=True)
+            figure.add_bar(
+                name=verdict, y=names, x=[one.best.tpot_ms for one in predicted], orientation="h", marker_color=color,
+                error_x={"type": "data", "symmetric": False, "thickness": 1, "color": GREY,
+                         "array": [one.high.tpot_ms - one.best.tpot_ms for one in predicted],
+                         "arrayminus": [one.best.tpot_ms - one.low.tpot_ms for one in predicted]},
+                customdata=reasons, hovertemplate="%{y}: %{x:.3g} ms per token<br>%{customdata}",
+            )  # fmt: skip
+    figure.update_xaxes(title_text="ms per token")
+    figure.update_yaxes(categoryorder="array", categoryarray=[name for name, _, _ in rows][::-1], automargin=True)
+    return styled(figure, height=140 + 22 * len(rows), legend=below(-60 / (22 * len(rows))))
+
+
+def times_over_context(
+    contexts: Sequence[int], curves: Mapping[str, Sequence[Prediction]], limits: Mapping[str, float], asked: int
+) -> go.Figure:
+    """Milliseconds per token over the context, a line with its band for each name.
+
+    curves: predictions at every context. limits: the bytes that each may use; beyond them its line ends.
+    """
+    figure = go.Figure()
+    best = {}
+    for place, (name, predicted) in enumerate(curves.items()):
+        color, dash = SERIES[place % len(SERIES)], DASHES[place % len(DASHES)]
+        low, best[name], high = fitting_times(predicted, limits[name])
+        _add_band(figure, contexts, low, high, color, name)
+        figure.add_scatter(
+            name=name, x=contexts, y=best[name], mode="lines", legendgroup=name,
+            line={"color": color, "dash": dash, "width": 2.5},
+            hovertemplate=f"{name}: %{{y:.3g}} ms<extra></extra>",
+        )  # fmt: skip
+    _add_crossings(figure, crossings(contexts, best))
+    figure.add_vline(asked, line_color=GREY, line_dash="dot")
+    figure.update_yaxes(title_text="ms per token", rangemode="tozero")
+    token_axis(figure, contexts)
+    return styled(figure, height=440, hovermode="x unified", legend=below(-0.18))
+
+
+def fitting_times(predicted: Sequence[Prediction], limit_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Low, best and high milliseconds per token, each [contexts]; NaN where the plan does not fit."""
+    fits = np.array([one.best.peak_memory_bytes <= limit_bytes for one in predicted])
+    times = np.array([[one.low.tpot_ms, one.best.tpot_ms, one.high.tpot_ms] for one in predicted])
+    low, best, high = np.where(fits[:, None], times, np.nan).T
+    return low, best, high
+
+
+def _add_band(
+    figure: go.Figure, contexts: Sequence[int], low: np.ndarray, high: np.ndarray, color: str, name: str
+) -> None:
+    """The area between two curves, where they have values."""
+    known = ~np.isnan(low)
+    x, below_y, above_y = np.asarray(contexts)[known], low[known], high[known]
+    figure.add_scatter(
+        x=[*x, *x[::-1]], y=[*above_y, *below_y[::-1]], fill="toself", mode="lines", line={"width": 0},
+        fillcolor=faded(color, 0.18), hoverinfo="skip", showlegend=False, legendgroup=name,
+    )  # fmt: skip
+
+
+def _add_crossings(figure: go.Figure, found: Sequence[Crossing]) -> None:
+    if found:
+        figure.add_scatter(
+            name="crossing", x=[one.x for one in found], y=[one.y for one in found], mode="markers",
+            marker={"symbol": "x", "size": 10, "color": GREY}, text=[crossing_text(one) for one in found],
+            hovertemplate="%{text}<extra></extra>",
+        )  # fmt: skip
+
+
+def crossing_text(one: Crossing) -> str:
+    """Which is faster from where on."""
+    context = tokens_text(round(one.x)) if one.x < 1024 else f"{one.x / 1024:.3g}k"
+    return f"from {context} tokens on {one.after} is faster than {one.before} ({time_text(one.y)})"
+
+
+QUALITY_COLORS = {Quality.EXACT: GREEN, Quality.NEAR_LOSSLESS: BLUE, Quality.LOSSY: ORANGE}
+LABEL_ABOVE = -38  # pixels from a point to its name, clear of the other lines
+QUALITY_SYMBOLS = {Quality.EXACT: "circle", Quality.NEAR_LOSSLESS: "square", Quality.LOSSY: "diamond"}
+
+
+def trade_offs(curves: Mapping[str, BatchCurve], running: Sequence[str], allowed: Sequence[str]) -> go.Figure:
+    """Tokens per second of a GPU over those of a user, a line of batches for each named plan (log-log).
+
+    Colour and symbol say what a plan gives up; filled symbols are plans that run here, those in `running`. A broad
+    line connects the best of these that are in `allowed`.
+    """
+    figure = go.Figure()
+    shown: set[tuple[Quality, bool]] = set()
+    for name, curve in curves.items():
+        kind = quality_of(curve.plan), name in running
+        figure.add_trace(_line(name, curve, *kind, first=kind not in shown))
+        shown.add(kind)
+    _add_frontier(figure, {name: curves[name] for name in running if name in allowed})
+    x, y = ([value for one in curves.values() for value in getattr(one, axis)] for axis in ("per_user", "per_gpu"))
+    figure.update_xaxes(type="log", title_text="tokens/s of one request", **log_ticks(x))
+    figure.update_yaxes(type="log", title_text="tokens/s of the GPU", **log_ticks(y))
+    return styled(figure, height=480, legend=below(-0.15))
+
+
+def _line(name: str, curve: BatchCurve, quality: Quality, runs: bool, *, first: bool) -> go.Scatter:
+    symbol = QUALITY_SYMBOLS[quality] if runs else f"{QUALITY_SYMBOLS[quality]}-open"
+    color = QUALITY_COLORS[quality]
+    return go.Scatter(
+        name=f"{quality}, {'runs here' if runs else 'estimated only'}", x=curve.per_user, y=curve.per_gpu,
+        mode="lines+markers", showlegend=first, legendgroup=f"{quality} {runs}",
+        line={"color": color, "width": 1, "dash": "solid" if runs else "dot"},
+        marker={"symbol": symbol, "size": 8, "color": color}, text=curve.batches, customdata=curve.gamma,
+        hovertemplate=f"{name}<br>batch %{{text}}, gamma %{{customdata}}<br>%{{x:.3g}} tokens/s per request, "
+        "%{y:,.0f} of the GPU<extra></extra>",
+    )  # fmt: skip
+
+
+def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
+    """The points of plans that run which no other exceeds, each plan named where it begins to be the best."""
+    points = [(name, *pair) for name, one in curves.items() for pair in zip(one.per_user, one.per_gpu, strict=True)]
+    if not points:
+        return
+    names, per_user, per_gpu = zip(*points, strict=True)
+    best = frontier(np.array(per_user), np.array(per_gpu))
+    x, y = ([axis[place] for place in best] for axis in (per_user, per_gpu))
+    figure.add_scatter(name="best that runs and is allowed", mode="lines", opacity=0.5, x=x, y=y, hoverinfo="skip",
+                       line={"color": GREY, "width": 7})  # fmt: skip
+    middle = (x[0] * x[-1]) ** 0.5
+    for at, place in enumerate(best):
+        if at == 0 or names[best[at - 1]] != names[place]:
+            side = "left" if x[at] < middle else "right"  # away from the edge
+            figure.add_annotation(text=briefly(names[place]), x=np.log10(x[at]), y=np.log10(y[at]), xanchor=side,
+                                  ax=0, ay=LABEL_ABOVE, arrowwidth=1, arrowhead=0, arrowcolor=GREY)  # fmt: skip

@@ -1,0 +1,164 @@
+"""`ridgeplan export`: a plan as the serve command of another engine."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from pathlib import Path
+
+import click
+
+from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.options import (
+    GPU_HELP,
+    SIZE,
+    OutputFile,
+    SavedPlanFile,
+    acceptance_file,
+    as_json,
+    memory_utilization,
+    options,
+    profile_file,
+)
+from ridgeplan.dashboards.cli.output import number, print_json, wrapped, write_atomically
+from ridgeplan.planner import Plan
+from ridgeplan.planner.export import ENGINES, Exported, Request, engine_named, export, schema_for
+from ridgeplan.planner.export.carry import Carried
+from ridgeplan.planner.export.rules import Rule
+from ridgeplan.planner.plan_file import SavedPlan
+from ridgeplan.roofline.catalog.model_shape import ModelShape, UnknownModel
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.latency import GIB
+from ridgeplan.roofline.plan.presets import preset_name
+
+COLUMNS = 78
+
+
+@click.command(
+    "export",
+    epilog=examples(
+        "ridgeplan export plan.json --to vllm",
+        "ridgeplan export plan.json --to vllm --draft-model my/Llama-3.1-8B-AWQ -o serve.yaml",
+        "ridgeplan export plan.json --to sglang --kv-cache-dtype bf16 --json",
+    ),
+)
+@click.argument("plan", type=SavedPlanFile())
+@options(
+    click.option("--to", "target", type=click.Choice([*ENGINES]), required=True, help="The engine."),
+    click.option("--engine-version", metavar="VERSION", help="The engine's version.  [default: the latest known]"),
+    click.option("--model", help="Path or hub id to load, such as a fine-tune.  [default: the plan's model]"),
+    click.option("--draft-model", metavar="MODEL", help="A draft of your own, such as a 4-bit copy or a small model."),
+    click.option("--draft-method", type=click.Choice(["draft_model", "eagle3"]), default="draft_model",
+                 show_default=True, help="What --draft-model is: a whole model or an EAGLE-3 head."),
+    click.option("--kv-cache-dtype", metavar="DTYPE", help="The engine's KV format.  [default: the plan's nearest]"),
+    click.option("--host-cache", type=SIZE, help="Memory of the host that keeps prefixes' KV, such as 64GiB."),
+    click.option("--host-cache-backend", type=click.Choice(["native", "lmcache"]), default="native",
+                 show_default=True, help="What keeps them in vLLM."),
+    click.option("--gpu", help=f"{GPU_HELP}  [default: the plan's]"),
+    memory_utilization,
+    profile_file,
+    acceptance_file,
+    click.option("--output", "-o", type=OutputFile(), help="Write the arguments as YAML, for the engine's --config."),
+    as_json,
+)  # fmt: skip
+def export_plan(
+    plan: SavedPlan, target: str, engine_version: str | None, model: str | None, draft_model: str | None,
+    draft_method: str, kv_cache_dtype: str | None, host_cache: float | None, host_cache_backend: str, gpu: str | None,
+    memory_utilization: float, profile: str | None, acceptance: str | None, output: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """PLAN as the serve command of vLLM or SGLang: what it carries, what it cannot, and what the engine will reach."""
+    shape, used = plan.resolve(gpu=gpu, profile=profile, acceptance=acceptance)
+    exported = export(
+        Request(
+            plan=plan.plan,
+            shape=_served_shape(shape, model),
+            profile=used,
+            engine=engine_named(target),
+            schema=schema_for(target, engine_version),
+            model=_served_model(plan.plan, model),
+            memory_utilization=memory_utilization,
+            kv_cache_dtype=kv_cache_dtype,
+            draft_model=draft_model,
+            draft_shape=_known_shape(draft_model),
+            draft_method=draft_method,
+            host_cache_gib=math.ceil((host_cache or 0) / GIB),
+            host_cache_backend=host_cache_backend,
+        )
+    )
+    if output:
+        write_atomically(output, exported.command.yaml())
+    if as_json:
+        print_json(exported.to_dict())
+    else:
+        click.echo("\n".join(report(plan.plan, exported)))
+
+
+def report(plan: Plan, exported: Exported) -> list[str]:
+    """The answer: times, the command, how each axis is carried, and known problems."""
+    workload = plan.workload
+    size = f"{workload.context} tokens of context, batch {workload.batch}"
+    where = f"{exported.engine} {exported.version}: {workload.model} on {workload.hardware}"
+    lines = [
+        wrapped(f"{preset_name(plan)} in {where}"),
+        wrapped(f"  {size}: {_times(exported)}"),
+        "",
+        exported.command.shell(),
+    ]
+    lines += ["", "what it carries:", *(line for one in exported.carried for line in _axis(one))]
+    if exported.rules:
+        lines += ["", "known problems:"]
+    return [*lines, *(line for rule in exported.rules for line in _problem(rule))]
+
+
+def _times(exported: Exported) -> str:
+    times = exported.times
+    if times is None:
+        return exported.unpredicted
+    band = f"{number(times.low_ms)} to {number(times.high_ms)}"
+    plain = f", without drafts {number(times.plain_ms)} ms" if times.tpot_ms < times.plain_ms else ""
+    return f"{number(times.tpot_ms)} ms per token ({band}){plain} [{times.source}]"
+
+
+def _axis(one: Carried) -> list[str]:
+    same = one.exact and one.plan == one.engine
+    told = "" if same else f"; {'the same as' if one.exact else 'nearest'}: {one.engine}"
+    return _wrapped(f"{one.axis}: {one.plan}{told}")
+
+
+def _problem(rule: Rule) -> list[str]:
+    return [*_wrapped(rule.says), *(f"    {source}" for source in rule.sources)]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _served_model(plan: Plan, model: str | None) -> str:
+    """What the engine loads. Raises UsageError where the plan's model is neither a hub id nor given."""
+    name = plan.workload.model if model is None else model
+    if model is None and "/" not in name:
+        raise click.UsageError(f"the plan's model {name!r} is no hub id; allowed: --model with what the engine loads")
+    if not name.strip() or name.startswith("-"):
+        raise click.UsageError(f"--model is {name!r}; allowed: a path or a hub id")
+    return name
+
+
+def _served_shape(planned: ModelShape, model: str | None) -> ModelShape:
+    """The shape of what the engine loads, where it is known: a 4-bit copy, say. Raises UsageError for another model."""
+    served = _known_shape(model)
+    if served is None:
+        return planned
+    sizes, wanted = ((one.layers, one.hidden, one.vocab) for one in (served, planned))
+    if sizes != wanted:
+        raise click.UsageError(
+            f"--model has layers, width and vocabulary {sizes}, the plan's model {wanted}; allowed: the same model"
+        )
+    return served
+
+
+def _known_shape(model: str | None) -> ModelShape | None:
+    """The shape of a model, where it is known."""
+    try:
+        return load_shape(model) if model else None
+    except UnknownModel:
+        return None

@@ -1,0 +1,130 @@
+"""`ridgeplan list`: the models, GPUs and presets that are known by name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.options import as_json, options
+from ridgeplan.dashboards.cli.output import print_json, print_table, wrapped
+from ridgeplan.planner import PRESETS, Workload
+from ridgeplan.planner.quality import quality_of
+from ridgeplan.planner.quantities import GB, tokens_text
+from ridgeplan.planner.render.text import briefly
+from ridgeplan.roofline.catalog.hardware import list_hardware
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.models import list_models
+from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
+from ridgeplan.roofline.latency import GIB
+from ridgeplan.roofline.plan.presets import describe
+from ridgeplan.roofline.plan.support import missing_architecture, missing_execution
+
+EXAMPLES = ("ridgeplan list models", "ridgeplan list gpus --json", "ridgeplan list presets")
+TEMPLATE = Path(__file__).with_name("gpu_template.toml")
+PRESETS_LEGEND = (
+    "w8, int8: bits of weights, of the KV cache; int4x2: two planes of 4 bits; upper, full: what drafts read, and "
+    ":quest which tokens of it; /w4: the drafts' weights.",
+    "`ridgeplan explain PRESET` says it in words.",
+)
+SAMPLE = Workload("any", "any", 32_768)  # presets are described at
+
+
+@click.group(epilog=examples(*EXAMPLES))
+def lists() -> None:
+    """What is known by name: models, GPUs and presets."""
+
+
+@click.command(
+    epilog=examples(EXAMPLES[0], "ridgeplan list models --json", "ridgeplan plan Qwen3-8B --gpu h200 --ctx 8k")
+)
+@as_json
+def models(as_json: bool) -> None:
+    """Model shapes that are known by name; any other comes from its config.json or GGUF file."""
+    shapes = list_models()
+    if as_json:
+        print_json([
+            {**asdict(shape), "parameters": shape.parameters, "active_parameters": shape.active_parameters,
+             "executable": missing_architecture(shape) is None}
+            for shape in shapes
+        ])  # fmt: skip
+        return
+    columns = ("model", "size", "layers", "heads/KV", "context", "runs", "notes")
+    print_table("Models", columns, map(_model_row, shapes))
+
+
+@click.command(
+    epilog=examples(
+        "ridgeplan gpus",
+        "ridgeplan gpus --template > mine.toml",
+        "ridgeplan plan Llama-3.1-8B --gpu mine.toml --ctx 8k",
+    )
+)
+@options(
+    click.option("--template", is_flag=True, help="Print a TOML file with the figures of a GPU, to fill in."),
+    as_json,
+)
+def gpus(template: bool, as_json: bool) -> None:
+    """GPUs that are known by name; any other comes from a TOML file of the same figures."""
+    if template and as_json:
+        raise click.UsageError("--template and --json were given; allowed: one of them")
+    if template:
+        click.echo(TEMPLATE.read_text(encoding="utf-8"), nl=False)
+        return
+    calibrated = {profile.hardware.name for profile in shipped_profiles()}
+    if as_json:
+        print_json([
+            {**asdict(item), "ridge_point": item.ridge_point, "calibrated": item.name in calibrated}
+            for item in list_hardware()
+        ])  # fmt: skip
+        return
+    columns = ("GPU", "GB", "GiB", "TB/s", "TFLOP/s", "ridge", "host GB/s", "calibration")
+    rows = (
+        (item.name, f"{item.memory_bytes / GB:.0f}", f"{item.memory_bytes / GIB:.0f}",
+         f"{item.bandwidth_bytes_per_s / 1e12:.2f}", f"{item.compute_flops / 1e12:.0f}", f"{item.ridge_point:.0f}",
+         f"{item.host_link_bytes_per_s / 1e9:.0f}", "shipped" if item.name in calibrated else "transferred")
+        for item in list_hardware()
+    )  # fmt: skip
+    print_table("GPUs (GiB as the driver reports them; ridge point in FLOP/byte)", columns, rows)
+
+
+@click.command(
+    epilog=examples(EXAMPLES[2], "ridgeplan explain quantspec", "ridgeplan compare Llama-3.1-8B --gpu h200 --ctx 32k")
+)
+@as_json
+def presets(as_json: bool) -> None:
+    """Plans with a name, such as the papers' systems: what each changes against plain decoding."""
+    plans = {name: make(SAMPLE) for name, make in PRESETS.items()}
+    if as_json:
+        print_json([
+            {"name": name, "quality": quality_of(plan), "executable": not missing_execution(plan), "changes":
+             describe(plan)} for name, plan in plans.items()
+        ])  # fmt: skip
+        return
+    rows = (
+        (name, quality_of(plan), "no" if missing_execution(plan) else "yes", briefly(describe(plan)))
+        for name, plan in plans.items()
+    )
+    print_table("Presets", ("preset", "quality", "runs", "what it changes"), rows)
+    for line in PRESETS_LEGEND:
+        click.echo(wrapped(line))
+
+
+for _command in (models, gpus, presets):
+    lists.add_command(_command)
+
+
+def _model_row(shape: ModelShape) -> tuple[str, ...]:
+    notes = {
+        "MLA": shape.is_mla,
+        f"{shape.window_layers} layers read {shape.window_tokens}": shape.window_tokens,
+        f"{shape.experts} experts": shape.is_moe,
+    }
+    return (
+        shape.name.rpartition("/")[2], f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}",
+        f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context),
+        "yes" if missing_architecture(shape) is None else "no",
+        ", ".join(note for note, true in notes.items() if true),
+    )  # fmt: skip

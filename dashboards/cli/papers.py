@@ -1,0 +1,236 @@
+"""`ridgeplan papers` and `figures`: the papers' published tables and figures beside the model's predictions."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
+from ridgeplan.dashboards.cli.output import number, print_json, print_table, require_writable, write_atomically
+
+if TYPE_CHECKING:
+    from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row
+    from ridgeplan.validate.papers.comparison import Cell, TableResult
+
+
+COLUMNS = ("cell", "quantity", "published", "predicted", "error", "flag")
+
+
+@click.command(
+    epilog=examples(
+        "ridgeplan papers",
+        "ridgeplan papers --paper quantspec --paper dapq",
+        "ridgeplan papers --output papers.json",
+    )
+)
+@options(
+    click.option("--paper", "chosen", metavar="NAME", multiple=True,
+                 help="Only quantspec, specontext, specattn or dapq; may be repeated."),
+    click.option("--output", type=OutputFile(), help="Write the JSON to this file."),
+    as_json,
+)  # fmt: skip
+def papers(chosen: tuple[str, ...], output: Path | None, as_json: bool) -> None:
+    """Published tables of QuantSpec, SpeContext, SpecAttn and DapQ against predictions.
+
+    Published acceptance is an input where it is given. Cells that bytes do not allow, and cells that cannot be
+    predicted, say so.
+    """
+    from ridgeplan.validate.papers.comparison import compare_all
+    from ridgeplan.validate.papers.rows import PAPERS
+
+    results = compare_all(chosen or PAPERS)
+    if output:
+        write_atomically(output, json.dumps(document(results), indent=2, allow_nan=False) + "\n")
+    if as_json:
+        print_json(document(results))
+        return
+    for result in results:
+        title = f"{result.paper}, {result.name}: {result.title}"
+        print_table(title, COLUMNS, table_rows(result))
+        click.echo("\n".join(summary_lines(result)) + "\n")
+
+
+def document(results: Iterable[TableResult]) -> dict[str, Any]:
+    """All tables as plain JSON values, each with its targets."""
+    from ridgeplan.validate.papers.comparison import targets_of
+
+    return {"tables": [{**one.to_dict(), "targets": [item.result(one) for item in targets_of(one)]} for one in results]}
+
+
+def summary_lines(result: TableResult) -> list[str]:
+    """The table's count and median error, then a line for each target."""
+    from ridgeplan.validate.papers.comparison import targets_of
+
+    error = result.median_error
+    counts = f"{len(result.cells) - len(result.unpredicted)} of {len(result.cells)} cells predicted"
+    told = f"; median absolute error {error:.1%} of {len(result.errors)} with numbers" if error is not None else ""
+    return [counts + told, *(target.told(result) for target in targets_of(result))]
+
+
+def table_rows(result: TableResult) -> Iterator[tuple[str, ...]]:
+    """Rows of `COLUMNS`: each case, and its cells below."""
+    for case, cells in groupby(result.cells, key=lambda cell: cell.case):
+        yield (case, *[""] * (len(COLUMNS) - 1))
+        yield from ((f"  {cell.method}", *cell_texts(cell)[1:]) for cell in cells)
+
+
+def cell_texts(cell: Cell) -> tuple[str, ...]:
+    """A cell's case and method, and the other columns."""
+    error = "" if cell.error is None else f"{cell.error:+.1%}"
+    name, quantity = f"{cell.case}, {cell.method}", cell.metric.replace("_", " ")
+    return name, quantity, _value(cell.published), _value(cell.predicted), error, cell.flag
+
+
+def _value(value: float | str | None) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else number(value)
+
+
+FORMATS = ("html", "csv", "png")
+PAGE = "figures.html"
+Drawn = Mapping["PaperFigure", Sequence["Row"]]
+
+
+class Setting(click.ParamType):
+    """A slider's name and its value."""
+
+    name = "slider=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """`gpu=h200` as a pair."""
+        name, equals, chosen = str(value).partition("=")
+        if not (name and equals and chosen):
+            self.fail(f"{value!r} is no setting; allowed: a slider and its value, such as gpu=h200", param, ctx)
+        return name.strip(), chosen.strip()
+
+
+@click.command(
+    epilog=examples(
+        "ridgeplan figures",
+        "ridgeplan figures -o figures",
+        "ridgeplan figures quantspec-fig4 --set gpu=h200 --set gamma=6 -o figures --format csv",
+    )
+)
+@click.argument("names", nargs=-1)
+@options(
+    click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
+                 help="Write the figures to this folder."),
+    click.option("--format", "formats", type=click.Choice(FORMATS), multiple=True,
+                 help="Only these files; may be repeated.  [default: html and csv, and png with kaleido]"),
+    click.option("--set", "given", type=Setting(), multiple=True,
+                 help="Another setting than the paper's, such as gpu=h200; may be repeated."),
+    click.option("--measured", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+                 help="Results of `python scripts/offload_bench.py --only cliff`, drawn as points of "
+                 "specontext-placement."),
+    as_json,
+)  # fmt: skip
+def figures(
+    names: tuple[str, ...], output: Path | None, formats: tuple[str, ...], given: tuple[tuple[str, str], ...],
+    measured: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Figures of QuantSpec, SpeContext, SpecAttn and DapQ, made from the model.
+
+    NAMES are figures or papers; none is all. Without --output they are listed, with the settings that each takes.
+    """
+    from ridgeplan.dashboards.figures import figures_named
+
+    chosen = figures_named(names)
+    settings = _settings(chosen, dict(given))
+    if not (output or as_json):
+        _print_list(chosen)
+        return
+    drawn = {figure: figure.data(**settings[figure]) for figure in chosen}
+    if measured:
+        _add_measured(drawn, measured)
+    if as_json:
+        print_json({"figures": [_document(figure, settings[figure], rows) for figure, rows in drawn.items()]})
+    if output:
+        _write(drawn, output, formats)
+
+
+def _add_measured(drawn: dict[PaperFigure, list[Row]], path: Path) -> None:
+    """Adds the benchmark's rows to the figure of placements. Raises FigureError where it is not chosen."""
+    from ridgeplan.dashboards.figures.paper_figure import FigureError
+    from ridgeplan.dashboards.figures.specontext import PLACEMENT, measured_rows
+
+    if PLACEMENT not in drawn:
+        raise FigureError(f"--measured is given; allowed: with {PLACEMENT.name}")
+    drawn[PLACEMENT] += measured_rows(path)
+
+
+def _settings(chosen: Iterable[PaperFigure], given: Mapping[str, str]) -> dict[PaperFigure, dict[str, Any]]:
+    """What is given, for the figures that have such sliders. Raises FigureError where none has."""
+    from ridgeplan.dashboards.figures.paper_figure import FigureError
+
+    known = {slider.name for figure in chosen for slider in figure.sliders}
+    stray = next((name for name in given if name not in known), None)
+    if stray:
+        raise FigureError(f"no chosen figure has the setting {stray!r}; allowed: {', '.join(sorted(known)) or 'none'}")
+    return {
+        figure: figure.settings(**{one.name: given[one.name] for one in figure.sliders if one.name in given})
+        for figure in chosen
+    }
+
+
+def _print_list(chosen: Sequence[PaperFigure]) -> None:
+    for paper in dict.fromkeys(figure.paper for figure in chosen):
+        rows = [(figure.name, _about(figure)) for figure in chosen if figure.paper == paper]
+        print_table(paper, ("figure", "what it shows, and the paper's settings"), rows)
+
+
+def _about(figure: PaperFigure) -> str:
+    settings = ", ".join(f"{slider.name}={slider.default}" for slider in figure.sliders)
+    return f"{figure.figure}: {figure.title}" + (f" ({settings})" if settings else "")
+
+
+def _document(figure: PaperFigure, settings: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    about = {"name": figure.name, "paper": figure.paper, "figure": figure.figure, "title": figure.title}
+    return {**about, "settings": settings, "rows": rows}
+
+
+def _write(drawn: Drawn, folder: Path, formats: Sequence[str]) -> None:
+    """All files of the wanted formats, and a line that says what was written."""
+    from ridgeplan.dashboards.figures import paper_figure
+    from ridgeplan.dashboards.figures.paper_figure import csv_text
+
+    wanted = formats or [name for name in FORMATS if name != "png" or paper_figure.can_draw()]
+    require_writable(folder / PAGE)
+    if "png" in wanted:  # may fail, and then nothing is written
+        _write_pngs(drawn, folder)
+    if "html" in wanted:
+        write_atomically(folder / PAGE, _page(drawn))
+    if "csv" in wanted:
+        for figure, rows in drawn.items():
+            write_atomically(folder / f"{figure.name}.csv", csv_text(rows))
+    click.echo(f"{len(drawn)} figures as {', '.join(wanted)} in {folder}")
+    if not formats and "png" not in wanted:
+        click.echo("note: no PNG files, which need kaleido: `pip install 'ridgeplan[png]'`", err=True)
+
+
+def _write_pngs(drawn: Drawn, folder: Path) -> None:
+    from ridgeplan.dashboards.figures.paper_figure import write_pngs
+
+    with tempfile.TemporaryDirectory(dir=folder) as staging:
+        write_pngs({Path(staging) / f"{figure.name}.png": figure.draw(rows) for figure, rows in drawn.items()})
+        for path in Path(staging).glob("*.png"):
+            path.replace(folder / path.name)
+
+
+def _page(drawn: Drawn) -> str:
+    from html import escape
+
+    from ridgeplan.dashboards.html_pages import figure_html, html_page
+
+    parts = (
+        f"<h2>{escape(f'{figure.paper}, {figure.figure}: {figure.title}')}</h2>{figure_html(figure.draw(rows))}"
+        for figure, rows in drawn.items()
+    )
+    return html_page("Figures of the papers, from the model", parts)

@@ -1,0 +1,233 @@
+"""QuantSpec's figures: intensity and roofline (Fig 2 and 5), speed-up, memory, parts, attention, gamma."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from ridgeplan.dashboards.figures.paper_figure import (
+    COLORS,
+    LIMIT_COLOR,
+    PaperFigure,
+    Row,
+    Slider,
+    gpu_slider,
+    styled,
+    tokens_axis,
+    tokens_text,
+)
+from ridgeplan.dashboards.figures.published_table import dumbbells, lines, table_of, table_rows
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.validate.papers.case import Case
+from ridgeplan.validate.papers.metrics import speedup
+from ridgeplan.validate.papers.quantspec_ridge_plane import Plane, decode_plane, prefill_plane
+
+PLANE_CONTEXTS = tuple(1 << power for power in range(10, 19))
+PLANE_BATCHES = tuple(1 << power for power in range(8))
+PARTS = ("linear", "attention", "aggregate")
+PHASES: dict[str, Callable[..., Plane]] = {"decode": decode_plane, "prefill": prefill_plane}
+MODELS = ("meta-llama/Llama-2-7b-hf", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-70B")
+MODEL = Slider("model", "Model", MODELS, MODELS[0])
+GPU = gpu_slider("a6000")
+
+
+def decode_rows(model: str, gpu: str) -> list[Row]:
+    """Fig 2: generation of 1000 tokens."""
+    return _plane_rows("decode", model, gpu)
+
+
+def prefill_rows(model: str, gpu: str) -> list[Row]:
+    """Fig 5: prefill."""
+    return _plane_rows("prefill", model, gpu)
+
+
+def _plane_rows(phase: str, model: str, gpu: str, batches: Sequence[int] = PLANE_BATCHES) -> list[Row]:
+    """FLOP per byte of each part, attention's share of the time, and the ridge point, for each context and batch."""
+    plane = PHASES[phase](load_shape(model), load_hardware(gpu), PLANE_CONTEXTS, batches)
+    columns = {**{part: getattr(plane, part) for part in PARTS}, "attention_share": plane.attention_share}
+    return [
+        {
+            "phase": phase, "context": context, "batch": size,
+            **{name: float(values[row, column]) for name, values in columns.items()},
+            "ridge_point": plane.ridge_point,
+        }
+        for row, context in enumerate(PLANE_CONTEXTS)
+        for column, size in enumerate(batches)
+    ]  # fmt: skip
+
+
+def draw_planes(rows: Sequence[Row]) -> go.Figure:
+    """Three surfaces over context and batch, coloured by attention's share of the time, cut by the ridge plane."""
+    contexts, batches = (sorted({row[name] for row in rows}) for name in ("context", "batch"))
+    shape = len(contexts), len(batches)
+    share = np.reshape([row["attention_share"] for row in rows], shape)
+    figure = make_subplots(1, 3, specs=[[{"type": "scene"}] * 3], subplot_titles=PARTS, horizontal_spacing=0.02)
+    for column, part in enumerate(PARTS, start=1):
+        heights = np.reshape([row[part] for row in rows], shape)
+        figure.add_trace(
+            go.Surface(
+                x=batches, y=contexts, z=heights, surfacecolor=share, coloraxis="coloraxis", name=part,
+                hovertemplate="batch %{x}, context %{y}<br>%{z:.3g} FLOP/byte<extra></extra>",
+            ),
+            1, column,
+        )  # fmt: skip
+        ridge = np.full(shape, rows[0]["ridge_point"])
+        plane = go.Surface(x=batches, y=contexts, z=ridge, opacity=0.35, showscale=False, name="ridge plane",
+                           colorscale=[[0, LIMIT_COLOR], [1, LIMIT_COLOR]])  # fmt: skip
+        figure.add_trace(plane, 1, column)
+    figure.update_scenes(
+        xaxis={"type": "log", "title": "batch"}, yaxis={"type": "log", "title": "context"},
+        zaxis={"type": "log", "title": "FLOP/byte"}, camera_eye={"x": 1.9, "y": 1.9, "z": 0.9},
+    )  # fmt: skip
+    bar = {"title": "attention's<br>share of time", "tickformat": ".0%"}
+    figure.update_layout(coloraxis={"colorscale": "Viridis", "cmin": 0, "cmax": 1, "colorbar": bar})
+    title = f"Arithmetic intensity of {rows[0]['phase']}, and the ridge plane at {rows[0]['ridge_point']:.0f} FLOP/byte"
+    return styled(figure, title, height=520)
+
+
+def roofline_rows(phase: str, model: str, gpu: str, batch: int) -> list[Row]:
+    """FLOP/s that the roofline allows each part at one batch, over contexts, with the roof's two figures."""
+    hardware = load_hardware(gpu)
+    peak, bandwidth = hardware.compute_flops, hardware.bandwidth_bytes_per_s
+    return [
+        {
+            "part": part, "phase": phase, "context": row["context"], "batch": batch, "intensity": row[part],
+            "flops_per_s": min(peak, row[part] * bandwidth), "peak_flops": peak, "bandwidth_bytes_per_s": bandwidth,
+        }
+        for part in PARTS
+        for row in _plane_rows(phase, model, gpu, (batch,))
+    ]  # fmt: skip
+
+
+def draw_roofline(rows: Sequence[Row]) -> go.Figure:
+    """The parts under the machine's roof, a dot for each context (log-log)."""
+    peak, bandwidth = rows[0]["peak_flops"], rows[0]["bandwidth_bytes_per_s"]
+    intensities = np.geomspace(0.5, max(10 * peak / bandwidth, *(2 * row["intensity"] for row in rows)), 100)
+    figure = go.Figure()
+    figure.add_scatter(name=f"roof, ridge at {peak / bandwidth:.0f} FLOP/byte", x=intensities,
+                       y=np.minimum(peak, bandwidth * intensities), mode="lines", line_color=LIMIT_COLOR)  # fmt: skip
+    for part, color in zip(PARTS, COLORS, strict=False):
+        own = [row for row in rows if row["part"] == part]
+        figure.add_scatter(
+            name=part, x=[row["intensity"] for row in own], y=[row["flops_per_s"] for row in own],
+            mode="lines+markers", line={"color": color}, marker={"size": 9},
+            text=[tokens_text(row["context"]) for row in own],
+            hovertemplate="%{text} tokens<br>%{x:.3g} FLOP/byte, %{y:.3s}FLOP/s",
+        )  # fmt: skip
+    figure.update_xaxes(type="log")
+    figure.update_yaxes(type="log", exponentformat="SI")
+    title = f"Roofline of {rows[0]['phase']} at batch {rows[0]['batch']}, 1k to 256k tokens"
+    return styled(figure, title, "FLOP/byte", "FLOP/s")
+
+
+INTENSITY_FIGURES = (
+    PaperFigure(
+        "quantspec-fig2", "quantspec", "Fig 2", "arithmetic intensity of decoding, and the ridge plane",
+        decode_rows, draw_planes, (MODEL, GPU),
+    ),
+    PaperFigure(
+        "quantspec-fig5", "quantspec", "Fig 5", "arithmetic intensity of prefill, and the ridge plane",
+        prefill_rows, draw_planes, (MODEL, GPU),
+    ),
+    PaperFigure(
+        "quantspec-roofline", "quantspec", "section 3.1", "linear layers and attention under the roofline",
+        roofline_rows, draw_roofline,
+        (Slider("phase", "Phase", tuple(PHASES), "decode"), MODEL, GPU, Slider("batch", "Batch", PLANE_BATCHES, 16)),
+    ),
+)  # fmt: skip
+
+
+SPEED_GPU = gpu_slider("a6000")
+SPEED_CONTEXTS = tuple(1 << power for power in range(12, 18))
+TWO_GPUS_FROM = 65536  # tokens, as in Table 3
+DATASETS = (
+    "PG19, Llama-2", "Multi-LexSum, Llama-2", "InfiniteBench Sum, LWM", "Multi-LexSum, LWM",
+)  # fmt: skip
+
+
+def speedup_rows(gpu: str) -> list[Row]:
+    """Table 3's speed-ups over plain decoding."""
+    return table_rows("quantspec", "Table 3", "speedup", gpu=gpu)
+
+
+def memory_rows(gpu: str) -> list[Row]:
+    """Table 3's peak memory."""
+    return table_rows("quantspec", "Table 3", "peak_gib", gpu=gpu)
+
+
+def parts_rows(gpu: str, gamma: int) -> list[Row]:
+    """Fig 4: the speed-up of 4-bit weights, of 4-bit KV and of both, over the context.
+
+    The figure's numbers are lost, so there is nothing printed beside them.
+    """
+    methods = {row.method: row for row in table_of("quantspec", "Fig 4").rows}.values()
+    return [
+        {
+            "method": row.method, "context": context, "gpu": gpu, "gpus": gpus, "gamma": gamma, "published": None,
+            "predicted": speedup(Case.of(replace(row, context=context, gpu=gpu, gpus=gpus, gamma=gamma))),
+        }
+        for row in methods
+        for context in SPEED_CONTEXTS
+        for gpus in [1 + (context >= TWO_GPUS_FROM)]
+    ]  # fmt: skip
+
+
+def attention_rows() -> list[Row]:
+    """Table 4: one layer's attention."""
+    return [
+        row
+        for metric in ("attention_ms", "draft_attention_ms")
+        for row in table_rows("quantspec", "Table 4", metric)
+    ]  # fmt: skip
+
+
+def gamma_rows(dataset: str, gpu: str) -> list[Row]:
+    """Table 6: tokens per second over gamma, of one dataset and model."""
+    return table_rows("quantspec", "Table 6", "tokens_per_s", case=f"{dataset}, gamma", gpu=gpu)
+
+
+def draw_speedup(rows: Sequence[Row]) -> go.Figure:
+    """Rings and dots of Table 3's speed-ups."""
+    return dumbbells(rows, f"Speed-up over plain decoding, {rows[0]['gpu']}", "speed-up")
+
+
+def draw_memory(rows: Sequence[Row]) -> go.Figure:
+    """Rings and dots of Table 3's peaks."""
+    return dumbbells(rows, f"Peak memory of all GPUs, {rows[0]['gpu']}", "GiB")
+
+
+def draw_parts(rows: Sequence[Row]) -> go.Figure:
+    """A line for each of the three."""
+    title = f"Speed-up of 4-bit weights, 4-bit KV and both, {rows[0]['gpu']}, gamma {rows[0]['gamma']}"
+    figure = lines(rows, "context", title, "tokens of context", "speed-up over plain decoding")
+    return tokens_axis(figure, SPEED_CONTEXTS)
+
+
+def draw_attention(rows: Sequence[Row]) -> go.Figure:
+    """Rings and dots of Table 4."""
+    return dumbbells(rows, "One layer's decode attention, RTX A6000", "ms")
+
+
+def draw_gamma(rows: Sequence[Row]) -> go.Figure:
+    """A line for each method over gamma."""
+    title = f"Tokens per second at 8k, {rows[0]['gpu']}, by gamma"
+    return lines(rows, "gamma", title, "gamma", "tokens/s")
+
+
+SPEED_FIGURES = (
+    PaperFigure("quantspec-table3-speedup", "quantspec", "Table 3", "speed-up over plain decoding",
+                speedup_rows, draw_speedup, (SPEED_GPU,)),
+    PaperFigure("quantspec-table3-memory", "quantspec", "Table 3", "peak memory",
+                memory_rows, draw_memory, (SPEED_GPU,)),
+    PaperFigure("quantspec-fig4", "quantspec", "Fig 4", "speed-up of 4-bit weights, 4-bit KV and both",
+                parts_rows, draw_parts, (SPEED_GPU, Slider("gamma", "Gamma", (1, 2, 3, 4, 5, 6, 8), 4))),
+    PaperFigure("quantspec-table4", "quantspec", "Table 4", "one layer's decode attention",
+                attention_rows, draw_attention),
+    PaperFigure("quantspec-table6", "quantspec", "Table 6", "tokens per second by gamma",
+                gamma_rows, draw_gamma, (Slider("dataset", "Dataset", DATASETS, DATASETS[0]), SPEED_GPU)),
+)  # fmt: skip

@@ -1,0 +1,285 @@
+"""Pages as one HTML file that loads nothing: their frame, and the pages of sweeps, suites and studies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from ridgeplan.dashboards.charts.results import errors, hover, regrets, scatter
+from ridgeplan.planner.quantities import tokens_text
+from ridgeplan.planner.queries.maps import PlanMap
+from ridgeplan.planner.queries.sweep import GridSweep, SweepPoint
+
+# The browser is told to load nothing either, whatever the texts of a report hold.
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "worker-src blob:"
+)
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;font-size:13px}td,th{padding:3px 10px;border-bottom:1px solid #ddd;text-align:left}"
+    "td.figure{text-align:right;font-variant-numeric:tabular-nums}.missed{color:#d1495b}.met{color:#2f9e6e}"
+)
+
+
+def html_page(title: str, parts: Iterable[str]) -> str:
+    """A page of these parts, which are HTML; the title is text."""
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style>"
+        f"<script>{get_plotlyjs()}</script></head><body>\n{body}\n</body></html>\n"
+    )
+
+
+def figure_html(figure: go.Figure) -> str:
+    """A figure's element and script, without plotly's own code, which the page holds once."""
+    text: str = figure.to_html(full_html=False, include_plotlyjs=False, config={"displaylogo": False})
+    return text
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """An HTML table; all cells are text."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value: object) -> str:
+    shown = escape(str(value))
+    kind = shown if shown in ("met", "missed") else "figure" if shown[:1] in "+-0123456789" and shown else ""
+    return f'<td class="{kind}">{shown}</td>' if kind else f"<td>{shown}</td>"
+
+
+SHOWN = ("context", "batch", "plan", "gamma", "tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes", "speedup",
+         "why_not")  # fmt: skip
+
+
+def sweep_page(found: GridSweep) -> str:
+    """The page. Names and values are shown as text, whatever they hold."""
+    parts = ["<h1>Fastest plans</h1><p>TTFT and tokens/s are the whole batch's; blank where no plan fits.</p>"]
+    for point in found.points:
+        parts += [] if point.found is None else [figure_html(tpot_map(point, point.found))]
+        parts.append(table(SHOWN, [[_shown(row[name]) for name in SHOWN] for row in point.rows()]))
+    return html_page("ridgeplan sweep", parts)
+
+
+def tpot_map(point: SweepPoint, found: PlanMap) -> go.Figure:
+    """Milliseconds per token over context and batch, with the plan's name and gamma in every cell's label."""
+    times = np.where(found.fits, 1e3 * found.tpot_s, np.nan)
+    labels = [[f"{name}, gamma {gamma}" for name, gamma in zip(*pair, strict=True)]
+              for pair in zip(found.names, found.gamma, strict=True)]  # fmt: skip
+    heat = go.Heatmap(
+        x=[str(batch) for batch in found.batches], y=[tokens_text(one) for one in found.contexts],
+        z=np.log10(times), text=labels, customdata=times, colorscale="Cividis",
+        colorbar={"title": "ms per token", **_ticks(times)},
+        hovertemplate="context %{y}, batch %{x}<br>%{customdata:.3g} ms per token<br>%{text}<extra></extra>",
+    )  # fmt: skip
+    figure = go.Figure(heat)
+    asked = ", ".join(f"{name} {value}" for name, value in point.asked.items())
+    title = f"{point.question.shape.name} on {point.question.profile.hardware.name}"
+    figure.update_layout(title=f"{title}, {asked}" if asked else title, xaxis_title="batch", yaxis_title="context",
+                         xaxis_type="category", yaxis_type="category")  # fmt: skip
+    return figure
+
+
+def _ticks(times: np.ndarray) -> dict[str, list[float] | list[str]]:
+    """Marks of the logarithmic colours, in milliseconds."""
+    known = times[np.isfinite(times)]
+    if not known.size:
+        return {}
+    marks = np.geomspace(known.min(), known.max(), 5)
+    return {"tickvals": [float(mark) for mark in np.log10(marks)], "ticktext": [f"{mark:.3g}" for mark in marks]}
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+WORST = 40  # rows in the table of the largest errors
+
+
+def validation_page(report: Mapping[str, Any], summary: Sequence[Mapping[str, Any]]) -> str:
+    """The HTML of a report's JSON and of the summaries' JSON."""
+    return html_page(
+        "ridgeplan: predicted and measured",
+        (*_head(report), *_summary(summary), *_rows(report["rows"]), *_regret(report["regret"]), *_notes(report)),
+    )
+
+
+def _head(report: Mapping[str, Any]) -> list[str]:
+    software = ", ".join(f"{name} {version}" for name, version in report["software"].items())
+    told = f"{report['device']}, {report['date']}, {software}. Predicted by {report['profile']}."
+    return [f"<h1>Predicted and measured: suite {escape(report['suite'])}</h1>", f"<p>{escape(told)}</p>"]
+
+
+def _summary(summary: Sequence[Mapping[str, Any]]) -> list[str]:
+    columns = ("", "rows", "signed median", "median", "p90", "worst", "mean", "target", "")
+    names = ("signed_median", "median", "p90", "worst", "mean")
+    rows = (
+        (one["name"], one["count"], *(f"{one[name]:+.1%}" if name == "signed_median" else f"{one[name]:.1%}"
+         for name in names), _target(one["limits"]), {None: "", True: "met", False: "missed"}[one["met"]])
+        for one in summary
+    )  # fmt: skip
+    return ["<h2>Errors and their targets</h2>", table(columns, rows)]
+
+
+def _target(limits: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {limit:.1%}" for name, limit in limits.items() if limit is not None)
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    units = dict.fromkeys(row["unit"] for row in rows)
+    scatters = (figure_html(scatter([row for row in rows if row["unit"] == unit], unit)) for unit in units)
+    worst = sorted(rows, key=lambda row: -abs(row["relative_error"]))[:WORST]
+    cells = (
+        (row["kind"], f"{row['predicted']:.4g}", f"{row['measured']:.4g}", row["unit"],
+         f"{row['relative_error']:+.1%}", hover(row)) for row in worst
+    )  # fmt: skip
+    columns = ("", "predicted", "measured", "", "error", "case")
+    return [
+        "<h2>Predicted over measured</h2>", *scatters,
+        "<h2>Errors by kind</h2>", figure_html(errors(rows)),
+        "<h2>Largest errors</h2>", table(columns, cells),
+    ]  # fmt: skip
+
+
+def _regret(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    cells = (
+        (f"{row['model']} {row['context']}x{row['batch']}", row["recommended"], f"{row['recommended_ms']:.4g}",
+         row["best"], f"{row['best_ms']:.4g}", f"{row['regret']:.1%}", len(row["candidates"]), row["left_out"])
+        for row in rows
+    )  # fmt: skip
+    columns = ("workload", "recommended", "ms", "best measured", "ms", "regret", "measured", "left out")
+    return ["<h2>Regret of the recommended plans</h2>", figure_html(regrets(rows)), table(columns, cells)]
+
+
+def _notes(report: Mapping[str, Any]) -> list[str]:
+    how = [f"<p><b>{escape(section)}.</b> {escape(text)}</p>" for section, text in report["methods"].items()]
+    skipped = [f"<li>{escape(text)}</li>" for text in report["skipped"]]
+    listed = ["<h2>Not run</h2>", f"<ul>{''.join(skipped)}</ul>"] if skipped else []
+    return ["<h2>How it was measured</h2>", *how, *listed]
+
+
+SHOWN_RATIO = 0.07  # of the plot by position, or the nearest measured one
+SYMBOLS = {"bf16": "circle", "kv4": "square", "w4kv4": "diamond"}
+
+
+def draft_study_page(document: Mapping[str, Any]) -> str:
+    """The HTML of the study's JSON."""
+    contexts = dict.fromkeys(row["context"] for row in document["rows"])
+    title = f"Sparse drafts of {document['model']} on {document['text']}"
+    parts = (part for context in contexts for part in _draft_context(document["rows"], context))
+    return html_page(title, (f"<h1>{escape(title)}</h1>", *parts))
+
+
+def _draft_context(rows: Iterable[Mapping[str, Any]], context: int) -> list[str]:
+    found = [row for row in rows if row["context"] == context]
+    positions = [str(position) for position in range(1, 1 + len(found[0]["by_position"]))]
+    lines = (
+        (row["policy"], f"{row['ratio']:g}", row["format"], f"{row['mean']:.3f}", f"{row['tokens_per_round']:.2f}",
+         *(f"{value:.3f}" for value in row["by_position"])) for row in found
+    )  # fmt: skip
+    return [
+        f"<h2>{context} tokens</h2>",
+        figure_html(by_position(found)),
+        figure_html(by_ratio(found)),
+        table(("policy", "ratio", "reads", "mean", "tokens a round", *positions), lines),
+    ]
+
+
+def by_position(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Acceptance by position in a round at one ratio: sets chosen once a round grow stale (SpecAttn, Fig 4)."""
+    ratios = {row["ratio"] for row in rows if row["ratio"] < 1}
+    shown = min(ratios, key=lambda ratio: abs(ratio - SHOWN_RATIO), default=1.0)
+    figure = go.Figure()
+    for row in rows:
+        if row["ratio"] in (shown, 1.0):
+            positions = list(range(1, 1 + len(row["by_position"])))
+            _line(figure, row, positions, row["by_position"])
+    return _styled(figure, f"Conditional acceptance by position, {shown:.0%} of the tokens", "position of the draft")
+
+
+def by_ratio(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Mean acceptance by the share of tokens that drafts read."""
+    figure = go.Figure()
+    for policy, form in dict.fromkeys((row["policy"], row["format"]) for row in rows):
+        own = sorted(
+            (row for row in rows if (row["policy"], row["format"]) == (policy, form)), key=lambda x: x["ratio"]
+        )
+        if len(own) > 1:
+            _line(figure, own[0], [row["ratio"] for row in own], [row["mean"] for row in own])
+    figure.update_xaxes(type="log", tickformat=".0%")
+    return _styled(figure, "Mean conditional acceptance by ratio", "share of the tokens")
+
+
+def _line(figure: go.Figure, row: Mapping[str, Any], x: Sequence[float], y: Sequence[float]) -> None:
+    hidden = None if row["format"] == "bf16" or row["ratio"] == 1 else "legendonly"
+    figure.add_scatter(
+        x=x, y=y, name=f"{row['policy']}, {row['format']}", mode="lines+markers", visible=hidden,
+        marker_symbol=SYMBOLS.get(row["format"], "circle"),
+    )  # fmt: skip
+
+
+def _styled(figure: go.Figure, title: str, x: str) -> go.Figure:
+    return figure.update_layout(
+        title=title, template="plotly_white", xaxis_title=x, yaxis_title="conditional acceptance"
+    )
+
+
+Rows = Sequence[Mapping[str, Any]]  # of `validate.studies.retrieval.Row`
+FIGURES = {
+    "hit": "Share of the model's own top tokens that are read (Fig 5)",
+    "distant": "The same of tokens that are neither first nor recent",
+    "mass": "Share of the attention on what is read",
+    "overlap": "Share of the choice that was chosen one step before (Fig 6b)",
+}
+
+
+def retrieval_study_page(document: Mapping[str, Any]) -> str:
+    """The HTML of the study's JSON."""
+    title = f"Selections of {document['model']} on {document['text']}"
+    contexts = dict.fromkeys(row["context"] for row in document["rows"])
+    parts = (part for context in contexts for part in _retrieval_context(document["rows"], context))
+    return html_page(title, (f"<h1>{escape(title)}</h1>", *parts))
+
+
+def _retrieval_context(rows: Rows, context: int) -> Iterator[str]:
+    own = [row for row in rows if row["context"] == context]
+    yield f"<h2>{context} tokens</h2>"
+    for name, text in FIGURES.items():
+        yield figure_html(by_budget(own, name, text))
+    yield figure_html(by_layer(own))
+    lines = ((row["method"], row["budget"], *(f"{row[name]:.3f}" for name in FIGURES)) for row in own)
+    yield table(("method", "budget", *FIGURES), lines)
+
+
+def by_budget(rows: Rows, name: str, title: str) -> go.Figure:
+    """One figure of every method over the budgets."""
+    figure = go.Figure()
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = sorted((row for row in rows if row["method"] == method), key=lambda row: row["budget"])
+        figure.add_scatter(x=[row["budget"] for row in own], y=[row[name] for row in own], name=method,
+                           mode="lines+markers")  # fmt: skip
+    figure.update_xaxes(type="log")
+    return figure.update_layout(title=title, template="plotly_white", xaxis_title="budget in tokens", height=420)
+
+
+def by_layer(rows: Rows) -> go.Figure:
+    """Hit rates of every method over the layers, at the largest budget."""
+    budget, figure = max(row["budget"] for row in rows), go.Figure()
+    for row in rows:
+        if row["budget"] == budget:
+            figure.add_scatter(x=list(range(len(row["by_layer"]))), y=list(row["by_layer"]), name=row["method"])
+    title = f"Hit rate by layer, {budget} tokens"
+    return figure.update_layout(title=title, template="plotly_white", xaxis_title="layer", height=420)

@@ -1,0 +1,162 @@
+"""The tabs Compare, Trade-offs and Capacity: plans and GPUs beside each other, and the best plan at every size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import streamlit as st
+
+from ridgeplan.dashboards import charts
+from ridgeplan.dashboards.charts.plans import crossing_text, fitting_times
+from ridgeplan.dashboards.page.answer import Answer, show_alternatives
+from ridgeplan.dashboards.page.inputs import BATCH_STEPS, IN_URL, PageQuestion, escaped
+from ridgeplan.planner import PRESETS, Plan, Prediction, Recommendation
+from ridgeplan.planner.prediction import predict_all
+from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.quantities import duration_s
+from ridgeplan.planner.queries.curves import contexts_of, crossings, over_batches, over_contexts
+from ridgeplan.planner.queries.maps import PlanMap, plan_map
+from ridgeplan.planner.question import Question
+from ridgeplan.planner.recommendation import Alternative
+from ridgeplan.planner.search import best_of_preset
+from ridgeplan.roofline.catalog.hardware import list_hardware
+from ridgeplan.roofline.plan.policies.selections import autoregressive
+
+POINTS = 17  # contexts of a curve
+GPUS, PLANS, ALL = "GPUs", "Plans", "All plans here"
+MAX_CURVES = 5  # curves
+Curve = tuple[Plan, Question]
+
+
+def show_compare(answer: Answer) -> None:
+    """What is compared, the curves, and the figures at the asked context."""
+    what = st.segmented_control("Compare", (GPUS, PLANS, ALL), default=GPUS, required=True, key="compare", bind=IN_URL,
+                                label_visibility="collapsed")  # fmt: skip
+    if what == ALL:
+        show_alternatives(answer)
+        return
+    curves = _gpus(answer) if what == GPUS else _plans(answer)
+    if curves:
+        _show_curves(answer.question, curves)
+
+
+def _gpus(answer: Answer) -> Mapping[str, Curve]:
+    """The recommended plan on each chosen GPU."""
+    names = [item.name for item in list_hardware()]
+    own = answer.page.gpu
+    wanted = [name for name in ("h100-sxm", "a100-80gb") if name in names and name != own]
+    chosen = st.multiselect("GPUs beside yours", [name for name in names if name != own], wanted, key="gpus",
+                            bind=IN_URL, max_selections=MAX_CURVES - 1)  # fmt: skip
+    st.caption(escaped(f"Each runs {answer.recommendation.name}, which is best on {own}."))
+    questions = {own: answer.question} | {name: answer.page.on(name).asked() for name in chosen}
+    return {name: (answer.recommendation.plan, question) for name, question in questions.items()}
+
+
+def _plans(answer: Answer) -> Mapping[str, Curve]:
+    """The recommended plan and each chosen preset, at its fastest gamma and ratio."""
+    found, question = answer.recommendation, answer.question
+    others = [name for name in PRESETS if name != found.name]
+    wanted = [name for name in ("autoregressive", "magicdec-streaming") if name in others]
+    chosen = st.multiselect("Plans beside the recommended one", others, wanted, key="plans", bind=IN_URL,
+                            max_selections=MAX_CURVES - 1)  # fmt: skip
+    plans = {found.name: found.plan} | {name: best_of_preset(name, question).plan for name in chosen}
+    return {name: (plan, question) for name, plan in plans.items()}
+
+
+def _show_curves(question: Question, curves: Mapping[str, Curve]) -> None:
+    contexts = contexts_of(question, POINTS)
+    predicted = {name: over_contexts(plan, asked, contexts) for name, (plan, asked) in curves.items()}
+    limits = {name: asked.memory_limit_bytes for name, (_, asked) in curves.items()}
+    figure = charts.times_over_context(contexts, predicted, limits, question.workload.context)
+    st.plotly_chart(figure, key="curves", alt="Time per token over the context, with bands")
+    best = {name: fitting_times(one, limits[name])[1] for name, one in predicted.items()}
+    for one in crossings(contexts, best):
+        st.markdown(f"- {escaped(crossing_text(one))}")
+    st.dataframe([_row(name, *curve) for name, curve in curves.items()], hide_index=True, key="figures")
+
+
+def _row(name: str, plan: Plan, question: Question) -> dict[str, str | float]:
+    """The figures at the asked context."""
+    (found,) = predict_all([plan], question.shape, question.profile, question.machine)
+    return _cells(name, found, question.memory_limit_bytes)
+
+
+def _cells(name: str, found: Prediction, limit_bytes: float) -> dict[str, str | float]:
+    best = found.best
+    return {
+        "": name,
+        "ms per token": round(best.tpot_ms, 3),
+        "low": round(found.low.tpot_ms, 3),
+        "high": round(found.high.tpot_ms, 3),
+        "first token, s": round(best.ttft_ms / 1e3, 3),
+        "tokens/s": round(best.tokens_per_s, 1),
+        "peak GB": round(best.peak_memory_bytes / 1e9, 2),
+        "fits": "yes" if best.peak_memory_bytes <= limit_bytes else "no",
+        "source": found.source,
+    }
+
+
+BATCHES = tuple(1 << power for power in range(10))
+MAX_PLANS = 12  # plans
+PLAIN = "autoregressive"
+
+
+def show_trade_offs(answer: Answer) -> None:
+    """Throughput of the GPU over speed of a request."""
+    question = answer.question
+    plans = compared(answer.recommendation, question.quality)
+    curves = {name: over_batches(plan, question, BATCHES) for name, plan in plans.items()}
+    curves = {name: curve for name, curve in curves.items() if len(curve.batches)}
+    running = [name for name, curve in curves.items() if not question.unsupported(curve.plan)]
+    allowed = [name for name, plan in plans.items() if question.quality.allows(quality_of(plan))]
+    figure = charts.trade_offs(curves, running, allowed)
+    st.plotly_chart(figure, key="trade_offs", alt="Tokens per second of the GPU over those of one request")
+    st.caption("Each line is a plan over batches, as far as they fit. Up and to the right is better.")
+
+
+def compared(found: Recommendation, quality: Quality) -> dict[str, Plan]:
+    """The recommended plan, plain decoding, the best of all, and the fastest others, first those that are allowed."""
+    plans = {found.name: found.plan, PLAIN: autoregressive(found.plan.workload)}
+    if found.best_estimated:
+        plans[found.best_estimated.preset] = found.best_estimated.plan
+    for one in sorted(found.alternatives, key=lambda one: _place(one, quality)):
+        if len(plans) < MAX_PLANS:
+            plans.setdefault(one.preset, one.plan)
+    return plans
+
+
+def _place(one: Alternative, quality: Quality) -> tuple[bool, float]:
+    return not quality.allows(quality_of(one.plan)), one.predicted.best.tpot_ms
+
+
+COLUMNS = 22  # contexts of the map: a third of an octave apart for a model of 128k tokens
+KEPT = 32  # maps that the server remembers
+MINUTE = 60.0
+
+
+def show_capacity(page: PageQuestion) -> None:
+    """The map, with inputs for its contours. It also shows where plans fit if none fits what is asked."""
+    price, tpot, ttft = st.columns(3)
+    dollars = price.number_input("Price of a GPU-hour ($)", 0.0, value=2.5, step=0.25, key="price", bind=IN_URL)
+    tpot_limit = tpot.text_input("Time per token, at most", key="tpot_max", bind=IN_URL, placeholder="such as 20ms")
+    ttft_limit = ttft.text_input("First token, at most", key="ttft_max", bind=IN_URL, placeholder="such as 2s")
+    # The map does not depend on the context and batch that are asked, so their sliders find it made.
+    found = best_plans(replace(page, context=1, batch=1, objective="latency"))
+    figure = charts.capacity_map(
+        found, (page.context, page.batch), dollars or None, _milliseconds(tpot_limit), _milliseconds(ttft_limit)
+    )  # fmt: skip
+    st.plotly_chart(figure, key="map", alt="Time per token of the best plan over context and batch")
+    st.caption("The fastest plan that runs and fits, at each size. Hatched: nothing fits. The ring is what you ask.")
+
+
+@st.cache_data(max_entries=KEPT, ttl=10 * MINUTE, show_spinner="Searching all sizes")
+def best_plans(page: PageQuestion) -> PlanMap:
+    """The fastest plans of a question at all sizes."""
+    question = page.asked()
+    return plan_map(question, contexts_of(question, COLUMNS), BATCH_STEPS)
+
+
+def _milliseconds(text: str) -> float | None:
+    """Raises PlanError."""
+    return 1e3 * duration_s(text) if text.strip() else None

@@ -1,0 +1,330 @@
+"""Triton kernels of linear layers with 4-bit and 8-bit weights, and of GPTQ's rounding.
+
+They run where the CUDA kernel does not: on GPUs before Hopper, in float32, and for more rows than it supports.
+
+One launch per group, where plain torch takes four per input: a quarter of a million for a layer of an 8B model.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ridgeplan.kernels.device.triton_helpers import INTERPRETED
+from ridgeplan.kernels.linear.schedule import MAX_QUANTIZED_ROWS
+from ridgeplan.kernels.linear.weights import CHUNK, Int4Weight, Int8Weight
+from ridgeplan.roofline.execution import DENSE_COPY_BYTES, TILE_OUTPUTS
+
+COPY_TILES = 4
+SUM_OUTPUTS = 512  # outputs per program that adds up splits
+
+
+@dataclass(frozen=True)
+class SplitKConfig:
+    """Launch parameters of a product: output tiles and rows of x per program, and how far the inputs are split.
+
+    The inputs are split, up to `max_splits` ways, until there are `programs`: few rows leave a GPU idle otherwise.
+    Splits do not depend on the GPU, nor do, therefore, the sums.
+    """
+
+    tiles: int
+    rows: int
+    max_splits: int
+    programs: int
+    warps: int
+    stages: int
+
+    def splits(self, tile_programs: int, chunks: int) -> int:
+        """Ways to split chunks of inputs where one way would have `tile_programs` programs; a power of 2."""
+        wanted = triton.next_power_of_2(triton.cdiv(self.programs, tile_programs))
+        return min(self.max_splits, wanted, triton.next_power_of_2(chunks))
+
+
+# The fastest of a sweep on an H100 over 4096 x 4096, 10240 x 8192 and 2048 x 8192 (docs/kernels/linear.md).
+FEW_ROWS = SplitKConfig(tiles=4, rows=16, max_splits=16, programs=2048, warps=1, stages=2)
+MANY_ROWS = SplitKConfig(tiles=4, rows=64, max_splits=8, programs=512, warps=4, stages=4)
+FLOAT32 = SplitKConfig(tiles=2, rows=16, max_splits=16, programs=512, warps=4, stages=3)  # larger ones spill registers
+
+
+@triton.jit
+def _codes(packed, tiles, k_tile, tile_words, chunk, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
+    """Codes of a chunk of a K tile as int32 [16 * TILES, CHUNK], in the order of rows and inputs."""
+    WORDS: tl.constexpr = 2 * CHUNK
+    first = k_tile * (2 * GROUP + 16) + chunk * WORDS
+    words = tl.load(packed + tiles[:, None] * tile_words + first + tl.arange(0, WORDS)[None, :])
+    nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+    # From the order of int4_weight.py: [tile, g, c, piece, step, half, slot, row half]
+    split = tl.reshape(nibbles, (TILES, 8, 4, CHUNK // 32, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(split, (0, 7, 1, 3, 2, 4, 6, 5)), (16 * TILES, CHUNK))
+
+
+@triton.jit
+def _pairs(packed, tiles, k_tile, tile_words, GROUP: tl.constexpr, TILES: tl.constexpr):
+    """Scale and zero of a K tile's outputs, float32 [16 * TILES] each."""
+    first = k_tile * (2 * GROUP + 16) + 2 * GROUP
+    words = tl.load(packed + tiles[:, None] * tile_words + first + tl.arange(0, 16)[None, :])
+    rows = tl.reshape(tl.permute(tl.reshape(words, (TILES, 8, 2)), (0, 2, 1)), (16 * TILES,))
+    return (rows << 16).to(tl.float32, bitcast=True), (rows & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _plane_product(
+    own, sums, packed, tiles, step, tile_words, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
+):
+    """x [ROWS, CHUNK] times a chunk of one plane's tiles. x times codes is exact; scales and zeros multiply sums."""
+    k_tile = step * CHUNK // GROUP
+    codes = _codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
+    codes = codes.to(tl.float32).to(own.dtype)
+    scale, zero = _pairs(packed, tiles, k_tile, tile_words, GROUP, TILES)
+    product = tl.dot(own, tl.trans(codes), input_precision="ieee")
+    return product * scale[None, :] + sums[:, None] * zero[None, :]
+
+
+@triton.jit
+def _dense_tiles(packed, tiles, step, tile_words, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
+    """A chunk of one plane's tiles, float32 [16 * TILES, CHUNK]."""
+    k_tile = step * CHUNK // GROUP
+    codes = _codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
+    scale, zero = _pairs(packed, tiles, k_tile, tile_words, GROUP, TILES)
+    return codes.to(tl.float32) * scale[:, None] + zero[:, None]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product_kernel(
+    x,
+    packed,
+    lower,
+    bias,
+    out,
+    rows,
+    inputs,
+    outputs,
+    output_tiles,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """ROWS rows of x times TILES output tiles, of one of SPLITS ranges of inputs, into out [SPLITS, rows, outputs].
+
+    lower: the second plane of 8-bit weights.
+    """
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    safe = tl.minimum(tiles, output_tiles - 1).to(tl.int64)
+    tile_words = inputs // GROUP * (2 * GROUP + 16)
+    acc = tl.zeros((ROWS, 16 * TILES), tl.float32)
+    steps, split = inputs // CHUNK, tl.program_id(2)
+    for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
+        columns = step * CHUNK + tl.arange(0, CHUNK)
+        own = tl.load(x + row[:, None].to(tl.int64) * inputs + columns[None, :], mask=row[:, None] < rows, other=0.0)
+        if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584)
+            own = own.to(tl.float32)
+        sums = tl.sum(own.to(tl.float32), 1)
+        acc += _plane_product(own, sums, packed, safe, step, tile_words, GROUP, CHUNK, TILES)
+        if lower is not None:
+            acc += _plane_product(own, sums, lower, safe, step, tile_words, GROUP, CHUNK, TILES)
+    output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
+    if bias is not None:
+        acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+    at = out + (split.to(tl.int64) * rows + row[:, None]) * outputs + output[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (output[None, :] < outputs))
+
+
+@triton.jit(do_not_specialize=["total"])
+def _sum_kernel(partial, bias, out, total, outputs, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up partial [SPLITS, total], in the same order every time, and the bias of each of its rows of outputs."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    split = tl.arange(0, SPLITS).to(tl.int64)
+    acc = tl.sum(tl.load(partial + split[:, None] * total + at[None, :], mask=at[None, :] < total, other=0.0), 0)
+    if bias is not None:
+        acc += tl.load(bias + at % outputs, mask=at < total, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=at < total)
+
+
+@triton.jit
+def _copy_kernel(
+    packed,
+    lower,
+    out,
+    first_tile,
+    inputs,
+    outputs,
+    output_tiles,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Writes a dense copy of one chunk of TILES output tiles from `first_tile` on; `out` begins with that tile."""
+    step = tl.program_id(1)
+    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    safe = tl.minimum(first_tile + tiles, output_tiles - 1).to(tl.int64)
+    tile_words = inputs // GROUP * (2 * GROUP + 16)
+    weight = _dense_tiles(packed, safe, step, tile_words, GROUP, CHUNK, TILES)
+    if lower is not None:
+        weight += _dense_tiles(lower, safe, step, tile_words, GROUP, CHUNK, TILES)
+    output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
+    at = out + output[:, None].to(tl.int64) * inputs + step * CHUNK + tl.arange(0, CHUNK)[None, :]
+    tl.store(at, weight.to(out.dtype.element_ty), mask=first_tile * 16 + output[:, None] < outputs)
+
+
+def config_of(x: Tensor) -> SplitKConfig:
+    """The launch parameters for x [rows, inputs]."""
+    if x.dtype == torch.float32:
+        return FLOAT32
+    return FEW_ROWS if len(x) <= FEW_ROWS.rows else MANY_ROWS
+
+
+def linear_quantized_triton(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None) -> Tensor:
+    """See `ridgeplan.kernels.linear.linear_quantized`; x [rows, inputs].
+
+    The sums of splits, written and read once more, are small and stay in the L2 cache.
+    """
+    out = torch.empty(len(x), weight.outputs, dtype=x.dtype, device=x.device)
+    if len(x) > MAX_QUANTIZED_ROWS:
+        return _through_copies(x, weight, bias, out)
+    config = config_of(x)
+    splits = config.splits(
+        triton.cdiv(weight.outputs, TILE_OUTPUTS * config.tiles), weight.inputs // min(weight.group, CHUNK)
+    )
+    if splits == 1:
+        _product(x, weight, bias, out[None], config)
+        return out
+    partial = torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
+    _product(x, weight, None, partial, config)
+    blocks = triton.cdiv(out.numel(), SUM_OUTPUTS)
+    _sum_kernel[(blocks,)](
+        partial, bias, out, out.numel(), weight.outputs, SPLITS=splits, BLOCK=SUM_OUTPUTS, num_warps=4
+    )
+    return out
+
+
+def _product(
+    x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None, out: Tensor, config: SplitKConfig
+) -> None:
+    """Writes the sums of each split of the inputs into out [splits, rows, outputs]."""
+    packed, lower = _words(weight)
+    grid = (triton.cdiv(len(packed), config.tiles), triton.cdiv(len(x), config.rows), len(out))
+    _product_kernel[grid](
+        x.contiguous(),
+        packed,
+        lower,
+        bias,
+        out,
+        len(x),
+        weight.inputs,
+        weight.outputs,
+        len(packed),
+        GROUP=weight.group,
+        CHUNK=min(weight.group, CHUNK),
+        TILES=config.tiles,
+        ROWS=config.rows,
+        SPLITS=len(out),
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+
+
+def dequantize_tiles(weight: Int4Weight | Int8Weight, first_tile: int, out: Tensor) -> None:
+    """Writes the weight's rows from tile `first_tile` on into `out` [rows, inputs], as many as it has."""
+    chunk, (packed, lower) = min(weight.group, CHUNK), _words(weight)
+    grid = (triton.cdiv(len(out), TILE_OUTPUTS * COPY_TILES), weight.inputs // chunk)
+    _copy_kernel[grid](
+        packed,
+        lower,
+        out,
+        first_tile,
+        weight.inputs,
+        first_tile * TILE_OUTPUTS + len(out),
+        len(packed),
+        GROUP=weight.group,
+        CHUNK=chunk,
+        TILES=COPY_TILES,
+        num_warps=4,
+    )
+
+
+def _words(weight: Int4Weight | Int8Weight) -> tuple[Tensor, Tensor | None]:
+    """The planes as 32-bit words; 4-bit weights have no second one."""
+    words = [plane.packed.view(torch.int32) for plane in weight.planes]
+    return words[0], words[1] if len(words) > 1 else None
+
+
+def _through_copies(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Dequantizes a slab of outputs at a time to x's dtype and multiplies by it with the library's product."""
+    slab_rows = max(1, DENSE_COPY_BYTES // (weight.inputs * x.element_size() * TILE_OUTPUTS)) * TILE_OUTPUTS
+    slab = torch.empty(min(slab_rows, weight.outputs), weight.inputs, dtype=x.dtype, device=x.device)
+    for first in range(0, weight.outputs, slab_rows):
+        dense = slab[: weight.outputs - first]
+        dequantize_tiles(weight, first // TILE_OUTPUTS, dense)
+        torch.mm(x, dense.t(), out=out[:, first : first + len(dense)])
+    return out if bias is None else out.add_(bias)
+
+
+OUTPUTS = 16  # per program
+# Adding and subtracting this rounds a number, ties to even, as float32 then has no bits left below 1.
+ROUNDER = tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+def _round_kernel(
+    steps,
+    feedback,
+    near,
+    codes,
+    errors,
+    outputs,
+    TOP: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)[:, None]
+    inputs = tl.arange(0, PADDED)
+    inside = (output < outputs) & (inputs < GROUP)[None, :]
+    at = output.to(tl.int64) * GROUP + inputs[None, :]
+    rest = tl.load(steps + at, mask=inside, other=0.0)
+    missed = tl.zeros_like(rest)
+    if near is not None:
+        whole = tl.load(near + at, mask=inside, other=0.0)
+        least, most = tl.floor(whole), tl.ceil(whole)
+    for i in range(GROUP):
+        own = (inputs == i)[None, :]
+        wanted = tl.sum(tl.where(own, rest, 0.0), 1, keep_dims=True)
+        # Codes are clamped anyway, and the addition would not round very large numbers.
+        code = (tl.minimum(tl.maximum(wanted, -16.0), 2.0 * TOP + 2.0) + ROUNDER) - ROUNDER
+        if near is not None:
+            code = tl.maximum(code, tl.sum(tl.where(own, least, 0.0), 1, keep_dims=True))
+            code = tl.minimum(code, tl.sum(tl.where(own, most, 0.0), 1, keep_dims=True))
+        code = tl.minimum(tl.maximum(code, 0.0), TOP * 1.0)
+        error = wanted - code
+        passed = tl.load(feedback + i * GROUP + inputs, mask=(inputs > i) & (inputs < GROUP), other=0.0)
+        # A rounded input keeps its code, as no further error is passed to it.
+        rest = tl.where(own, code, rest - error * passed[None, :])
+        missed = tl.where(own, error, missed)
+    tl.store(codes + at, rest, mask=inside)
+    tl.store(errors + at, missed, mask=inside)
+
+
+def gptq_round_triton(steps: Tensor, feedback: Tensor, near: Tensor | None, top_code: int) -> tuple[Tensor, Tensor]:
+    """See `ridgeplan.kernels.linear.gptq_round.gptq_round`."""
+    steps = steps.contiguous()
+    outputs, group = steps.shape
+    codes, errors = torch.empty_like(steps), torch.empty_like(steps)
+    _round_kernel[(triton.cdiv(outputs, OUTPUTS),)](
+        steps,
+        feedback.contiguous(),
+        None if near is None else near.contiguous(),
+        codes,
+        errors,
+        outputs,
+        TOP=top_code,
+        GROUP=group,
+        PADDED=triton.next_power_of_2(group),
+        OUTPUTS=OUTPUTS,
+        num_warps=4,
+    )
+    return codes, errors

@@ -1,0 +1,319 @@
+"""Triton kernels that move KV between host memory and the device, and allocate the slots it is held in.
+
+A program copies ROWS tokens at once, so that enough loads are in flight to cover PCIe's latency. More of them only wait
+before the caches, where other kernels' loads then wait too: beside the products of a layer few programs are best.
+
+Over PCIe a load takes about 2 us, so some 100 KiB must be in flight: BLOCK words per program, of PROGRAMS in all. More
+only wait before the caches, where loads of the kernels beside it then wait too (docs/benchmarks/offload.md).
+
+Phases are separated by barriers, as threads read what others of the program have written. The time of use up to which
+slots make room is found by bisection, so that no sort is needed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ridgeplan.kernels.offload import KeysAndValues, SlotLoads, SlotTable
+
+ROWS = 16  # tokens
+GATHER_WARPS = 4
+
+
+@dataclass(frozen=True)
+class Launch:
+    """programs: in all. at_once: batch rows that they work on together; fewer touch fewer pages of host memory."""
+
+    programs: int
+    at_once: int
+
+
+ALONE, BESIDE = Launch(32, 1), Launch(16, 1)
+
+
+@triton.jit
+def _gather_kernel(
+    keys,
+    values,
+    slot_keys,
+    slot_values,
+    units,
+    into,
+    count,
+    width,
+    rows,
+    batch_stride,
+    head_stride,
+    token_stride,
+    slot_batch_stride,
+    slot_head_stride,
+    slot_stride,
+    KV_HEADS: tl.constexpr,
+    SETS: tl.constexpr,
+    PAGE: tl.constexpr,
+    PARTS: tl.constexpr,
+    TURNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    channel = tl.arange(0, PADDED)[None, :]
+    for turn in range(TURNS):
+        item = tl.program_id(0) + turn * tl.num_programs(0)
+        batch = (item // PARTS // KV_HEADS).to(tl.int64)
+        if batch < rows:
+            head = (item // PARTS % KV_HEADS).to(tl.int64)
+            own = batch * SETS + head % SETS
+            tokens = tl.load(count + own) * PAGE
+            source = batch * batch_stride + head * head_stride + channel
+            slots = batch * slot_batch_stride + head * slot_head_stride + channel
+            for first in range(item % PARTS * ROWS, tokens, PARTS * ROWS):
+                place = first + tl.arange(0, ROWS)
+                inside = place < tokens
+                unit = tl.load(units + own * width + place // PAGE, mask=inside, other=0).to(tl.int64)
+                slot = tl.load(into + own * width + place // PAGE, mask=inside, other=0).to(tl.int64)
+                at = source + ((unit * PAGE + place % PAGE) * token_stride)[:, None]
+                to = slots + ((slot * PAGE + place % PAGE) * slot_stride)[:, None]
+                mask = inside[:, None] & (channel < HEAD_DIM)
+                key = tl.load(keys + at, mask=mask)
+                value = tl.load(values + at, mask=mask)
+                tl.store(slot_keys + to, key, mask=mask)
+                tl.store(slot_values + to, value, mask=mask)
+
+
+def gather_into_slots_triton(
+    source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int, launch: Launch
+) -> None:
+    """See `ridgeplan.kernels.offload.gather_into_slots`."""
+    batch, kv_heads, _, head_dim = source[0].shape
+    assert source[0].stride() == source[1].stride(), "keys and values lie alike"
+    assert out[0].stride() == out[1].stride(), "slots of keys and values lie alike"
+    parts = triton.cdiv(launch.programs, min(launch.at_once, batch) * kv_heads)
+    items = batch * kv_heads * parts
+    programs = min(launch.programs, items)
+    _gather_kernel[(programs,)](
+        *source,
+        *out,
+        loads.units,
+        loads.into,
+        loads.count,
+        loads.units.shape[2],
+        batch,
+        *source[0].stride()[:3],
+        *out[0].stride()[:3],
+        KV_HEADS=kv_heads,
+        SETS=loads.count.shape[1],
+        PAGE=page,
+        PARTS=parts,
+        TURNS=triton.cdiv(items, programs),
+        ROWS=ROWS,
+        HEAD_DIM=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        num_warps=GATHER_WARPS,
+    )
+
+
+STORE_BLOCK = 32  # tokens
+STORE_WARPS = 4
+
+
+@triton.jit
+def _store_group_kernel(
+    recent,
+    out,
+    first,
+    mask,
+    batch_stride,
+    head_stride,
+    slot_stride,
+    out_batch_stride,
+    out_head_stride,
+    out_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
+    head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
+    if tl.load(mask + batch) != 0:
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+        channel = tl.arange(0, PADDED)[None, :]
+        inside = (token < GROUP) & (channel < HEAD_DIM)
+        start = tl.load(first + batch).to(tl.int64)
+        at = batch * batch_stride + head * head_stride + token * slot_stride + channel
+        to = batch * out_batch_stride + head * out_head_stride + (start + token) * out_stride + channel
+        tl.store(out + to, tl.load(recent + at, mask=inside), mask=inside)
+
+
+def store_group_triton(recent: Tensor, out: Tensor, first: Tensor, group: int, mask: Tensor) -> None:
+    """See `ridgeplan.kernels.offload.store_group`."""
+    batch, kv_heads, _, head_dim = recent.shape
+    _store_group_kernel[(batch * kv_heads, triton.cdiv(group, STORE_BLOCK))](
+        recent,
+        out,
+        first,
+        mask.contiguous(),
+        *recent.stride()[:3],
+        *out.stride()[:3],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        BLOCK=STORE_BLOCK,
+        HEAD_DIM=head_dim,
+        PADDED=triton.next_power_of_2(head_dim),
+        num_warps=STORE_WARPS,
+    )
+
+
+PROGRAMS = 32  # in all, unless there are more rows and heads
+COPY_BLOCK = 2048  # words
+COPY_WARPS = 8
+
+
+@triton.jit(do_not_specialize=["source_entries", "out_entries"])
+def _copy_leading_kernel(
+    source,
+    out,
+    count,
+    source_entries,
+    out_entries,
+    ENTRY_WORDS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    flat = tl.program_id(0).to(tl.int64)
+    words = tl.load(count + flat // HEADS).to(tl.int64) * ENTRY_WORDS
+    source += flat * source_entries * ENTRY_WORDS
+    out += flat * out_entries * ENTRY_WORDS
+    for first in range(tl.program_id(1) * BLOCK, words, PARTS * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        inside = at < words
+        tl.store(out + at, tl.load(source + at, mask=inside), mask=inside)
+
+
+def copy_leading_triton(source: Tensor, out: Tensor, count: Tensor) -> None:
+    """See `ridgeplan.kernels.offload.copy_leading`."""
+    batch, heads, entries = source.shape[:3]
+    words = [tensor.view(batch, heads, tensor.shape[2], -1).view(torch.int32) for tensor in (source, out)]
+    parts = triton.cdiv(PROGRAMS, batch * heads)
+    _copy_leading_kernel[(batch * heads, parts)](
+        *words,
+        count,
+        entries,
+        out.shape[2],
+        ENTRY_WORDS=words[0].shape[3],
+        HEADS=heads,
+        PARTS=parts,
+        BLOCK=COPY_BLOCK,
+        num_warps=COPY_WARPS,
+    )
+
+
+SLOT_WARPS = 8
+
+
+@triton.jit
+def _leaving(last_use, now, misses):
+    """Which of the slots make room: the `misses` that were used least recently, lower ones first."""
+    # The latest use among them lies above `low`, up to `high`.
+    low = now * 0 - 1
+    high = now
+    while high - low > 1:
+        middle = (low + high) // 2
+        enough = tl.sum((last_use <= middle).to(tl.int32), 0) >= misses
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle)
+    older = last_use < high
+    tied = last_use == high
+    ties = misses - tl.sum(older.to(tl.int32), 0)
+    return older | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= ties))
+
+
+@triton.jit(do_not_specialize=["units", "slots", "width"])
+def _take_slots_kernel(
+    slot_of,
+    unit_of,
+    used,
+    step,
+    wanted,
+    loaded,
+    index,
+    count,
+    out_slots,
+    out_units,
+    out_into,
+    out_count,
+    units,
+    slots,
+    width,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    own = tl.program_id(0).to(tl.int64)
+    slot_of += own * units
+    unit_of += own * slots
+    used += own * slots
+    out_units += own * width
+    out_into += own * width
+    now = tl.load(step)
+    total = tl.load(count + own)
+    place = tl.arange(0, WIDTH)
+    chosen = place < total
+    unit = tl.load(index + own * width + place, mask=chosen, other=0)
+    slot = tl.load(slot_of + unit, mask=chosen, other=-1)
+    hit = chosen & (slot >= 0)
+    tl.store(used + slot, now, mask=hit)
+    tl.debug_barrier()
+
+    missing = chosen & (slot < 0)
+    misses = tl.sum(missing.to(tl.int32), 0)
+    all_slots = tl.arange(0, SLOTS)
+    last_use = tl.load(used + all_slots, mask=all_slots < slots, other=2147483647)
+    leaves = _leaving(last_use, now, misses)
+    tl.store(out_into + tl.cumsum(leaves.to(tl.int32), 0) - 1, all_slots, mask=leaves)
+    tl.debug_barrier()
+
+    order = tl.cumsum(missing.to(tl.int32), 0) - 1
+    into = tl.load(out_into + order, mask=missing, other=0)
+    evicted = tl.load(unit_of + into, mask=missing, other=-1)
+    tl.store(slot_of + evicted, -1, mask=missing & (evicted >= 0))
+    tl.debug_barrier()
+    tl.store(slot_of + unit, into, mask=missing)
+    tl.store(unit_of + into, unit, mask=missing)
+    tl.store(used + into, now, mask=missing)
+    tl.store(out_units + order, unit, mask=missing)
+    tl.store(out_slots + own * width + place, tl.where(hit, slot, into), mask=chosen)
+    tl.store(out_count + own, misses)
+    tl.store(wanted + own, tl.load(wanted + own) + total)
+    tl.store(loaded + own, tl.load(loaded + own) + misses)
+
+
+def take_slots_triton(table: SlotTable, index: Tensor, count: Tensor, out: SlotLoads) -> None:
+    """See `ridgeplan.kernels.offload.take_slots`."""
+    batch, sets, width = index.shape
+    slots = table.used.shape[2]
+    _take_slots_kernel[(batch * sets,)](
+        table.slot_of,
+        table.unit_of,
+        table.used,
+        table.step,
+        table.wanted,
+        table.loaded,
+        index.contiguous(),
+        count.contiguous(),
+        out.slots,
+        out.units,
+        out.into,
+        out.count,
+        table.slot_of.shape[2],
+        slots,
+        width,
+        SLOTS=max(16, triton.next_power_of_2(slots)),
+        WIDTH=max(16, triton.next_power_of_2(width)),
+        num_warps=SLOT_WARPS,
+    )

@@ -1,0 +1,279 @@
+"""CUDA C++ kernels of attention to chosen tokens (csrc/): by an index list, and progressive."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, launch_with_pdl, program
+from ridgeplan.kernels.kv_cache.cuda import GROUP, QuantizedPlanes, key_planes, value_planes
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.selection.cuda import (
+    ALIGNMENT,
+    STAGES,
+    THREADS,
+    WARPS,
+    ScanVariant,
+    aligned,
+    parts_of,
+    scan_variant,
+)
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes
+
+TILE = 16  # tokens
+TILES = 3  # of a warp: one that it attends to, and those that are being copied
+MAX_ROWS = 4096  # (batch row, KV head) pairs, whose counters are allocated once
+POINTERS = (
+    *("q", "keys", "values", "begin", "end", "groups"),
+    *("arrivals", "partial", "part_max", "part_sum", "out", "value_rows"),
+)
+CHOICE = ("index", "count", "k", "two_bit")
+SIZES = ("batch", "kv_heads", "capacity", "group_capacity", "parts", "sinks", "sets", "index_capacity", "page")
+STRIDES = (
+    *("q_batch_stride", "q_head_stride"),
+    *(f"{x}_{axis}stride" for x in ("key", "value") for axis in ("batch_", "head_", "")),
+)
+NO_CHOICE = MappingProxyType(
+    {**dict.fromkeys(CHOICE, None), **dict.fromkeys(("sinks", "sets", "index_capacity", "page"), 0)}
+)
+
+
+class SparseParams(KernelParams):
+    """See csrc/sparse_params.cuh."""
+
+    constants = MappingProxyType({"THREADS": THREADS, "WARPS": WARPS, "TILE": TILE, "TILES": TILES, "GROUP": GROUP})
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        ("key_codes", QuantizedPlanes),
+        ("value_codes", QuantizedPlanes),
+        *((name, ctypes.c_void_p) for name in CHOICE),
+        *((name, ctypes.c_int) for name in (*SIZES, *STRIDES)),
+        ("scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True)
+class SparseVariant(ScanVariant):
+    """What a compiled kernel is specialized for."""
+
+    @property
+    def options(self) -> list[str]:
+        """Compile-time configuration (csrc/config.cuh)."""
+        return [*super().options, f"-DTILE_BYTES={self.tile_bytes}"]
+
+    @property
+    def tile_bytes(self) -> int:
+        """A tile of chosen tokens: codes, the group's scales and minima, places and their number, in 16 bytes each."""
+        return 2 * TILE * self.head_dim // 2 + 2 * 2 * (self.head_dim + GROUP) + 16 + 16
+
+    def shared_bytes(self, buffers: int) -> int:
+        """Dynamic shared memory of a CTA whose warps have `buffers` bytes each, and later their results in it."""
+        return WARPS * max(buffers, 4 * self.entries)
+
+    @property
+    def entries(self) -> int:
+        """Sums over values of a partial result; query heads come in pairs."""
+        return (self.heads + 1) // 2 * 2 * self.head_dim
+
+
+@dataclass(frozen=True)
+class SparseKernel:
+    """A kernel compiled for a variant on one device.
+
+    shared_bytes: dynamic shared memory of a CTA, whatever it reads. group_bytes: more for each of its groups, of which
+    it may have most_groups (None: any number). arrivals: int32 [MAX_ROWS], which calls leave at zero. Calls on one
+    device must not overlap (on several streams, for example): they share them.
+    """
+
+    compiled: Any
+    variant: SparseVariant
+    num_sms: int
+    shared_bytes: int
+    arrivals: Tensor
+    group_bytes: int = 0
+    most_groups: int | None = None
+
+    def run(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lengths: tuple[Tensor, Tensor, Tensor],
+        codes: QuantizedKV,
+        value_rows: Tensor,
+        scale: float,
+        choice: dict[str, Any],
+    ) -> Tensor:
+        """Output [B, 1, Hq, D]. lengths: begin, end and groups. choice: fields by which tokens are chosen."""
+        rows = codes.batch * codes.kv_heads
+        parts = self.parts(rows, codes.groups)
+        shared_bytes = self.shared_bytes + self.group_bytes * -(-codes.groups // parts)
+        heads = torch.empty(2, rows, parts, self.variant.heads, dtype=torch.float32, device=q.device)
+        partial = torch.empty(rows, parts, self.variant.entries, dtype=torch.float32, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        fields = {
+            **NO_CHOICE,
+            **dict(zip(("begin", "end", "groups"), (x.contiguous() for x in lengths), strict=True)),
+            **dict(zip(SIZES, (codes.batch, codes.kv_heads, keys.shape[2], codes.groups, parts), strict=False)),
+            **dict(zip(STRIDES, _strides(q, keys, values), strict=True)),
+            **choice,
+        }
+        params = SparseParams(
+            q=q,
+            keys=keys,
+            values=values,
+            partial=partial,
+            part_max=heads[0],
+            part_sum=heads[1],
+            out=out,
+            value_rows=value_rows,
+            key_codes=key_planes(codes),
+            value_codes=value_planes(codes),
+            arrivals=self.arrivals,
+            scale=scale,
+            **fields,
+        )
+        with torch.cuda.device(q.device):
+            launch_with_pdl(self.compiled, (rows * parts, 1, 1), (THREADS, 1, 1), params, shared_bytes)
+        return out
+
+    def parts(self, rows: int, groups: int) -> int:
+        """CTAs of each of `rows` rows of up to `groups` groups.
+
+        Where a CTA chooses among its own groups it has at least one for each warp: a share of k taken from few groups
+        differs much from the best k of the row.
+        """
+        if self.most_groups is None:
+            return parts_of(rows, self.num_sms)
+        least = max(1, -(-groups // self.most_groups))
+        return max(least, min(parts_of(rows, self.num_sms, least), -(-groups // WARPS)))
+
+
+def supported_variant(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseVariant | None:
+    """The variant for a call, or None: then Triton's kernels run.
+
+    It needs what `scan_variant` does, one dtype, and rows of the buffers that 16-byte loads can read.
+    """
+    scanned = scan_variant(q, codes.kv_heads, codes.group)
+    if scanned is None or keys.dtype != q.dtype or values.dtype != q.dtype:
+        return None
+    if codes.batch * codes.kv_heads > MAX_ROWS or not aligned(keys) or not aligned(values):
+        return None
+    return SparseVariant(scanned.head_dim, scanned.heads, scanned.bf16)
+
+
+@cache
+def compiled_kernel(
+    source: str,
+    entry: str,
+    variant: SparseVariant,
+    device: torch.device,
+    buffers: int,
+    group_bytes: int = 0,
+    most_groups: int | None = None,
+) -> SparseKernel | None:
+    """The kernel `entry`, whose warps have `buffers` bytes each. None, with one warning, if it does not compile."""
+    shared_bytes = variant.shared_bytes(buffers)
+    fallback = f"the CUDA kernel {entry} does not compile, Triton's run instead"
+    largest = shared_bytes + group_bytes * (most_groups or 0)
+    text = program(source, SparseParams)
+    compiled = compile_kernel(text, entry, variant.options, device, shared_bytes=largest, fallback=fallback)
+    if compiled is None:
+        return None
+    arrivals = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return SparseKernel(compiled, variant, num_sms, shared_bytes, arrivals, group_bytes, most_groups)
+
+
+def _strides(q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
+    """Of all axes but the channels (and of q's queries), in units of 16 bytes."""
+    strides = (q.stride(0), q.stride(2), *keys.stride()[:3], *values.stride()[:3])
+    return [stride // ALIGNMENT for stride in strides]
+
+
+INDEX_LIST_SOURCE, INDEX_LIST_ENTRY = "sparse_attention/csrc/index_list.cu", "index_list"
+
+
+def find_index_list_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseKernel | None:
+    """The kernel that computes this call, or None: then Triton's does."""
+    variant = supported_variant(q, keys, values, codes)
+    return (
+        None
+        if variant is None
+        else compiled_kernel(INDEX_LIST_SOURCE, INDEX_LIST_ENTRY, variant, q.device, TILES * variant.tile_bytes)
+    )
+
+
+def index_list_attention_cuda(
+    kernel: SparseKernel,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: tuple[Tensor, Tensor, Tensor],
+    index: Tensor,
+    count: Tensor,
+    codes: QuantizedKV,
+    value_rows: Tensor,
+    page: int,
+    scale: float,
+) -> Tensor:
+    """See `ridgeplan.kernels.sparse_attention.sparse_decode_attention`; lengths: begin, end and groups."""
+    index, count = index.contiguous(), count.contiguous()
+    sizes = {"sets": index.shape[1], "index_capacity": index.shape[2], "page": page}
+    fields = {"index": index, "count": count, **sizes}
+    return kernel.run(q, keys, values, lengths, codes, value_rows.contiguous(), scale, fields)
+
+
+PROGRESSIVE_SOURCE, PROGRESSIVE_ENTRY = "sparse_attention/csrc/progressive.cu", "progressive"
+GROUP_BYTES = 2 * GROUP  # bins of a group's scores
+MOST_GROUPS = 512  # of a CTA
+RESERVED_BYTES = 1024  # shared memory of an SM that the driver keeps
+STATIC_BYTES = 15 * 1024  # shared memory of a CTA beside its warps' buffers and the bins, at most
+
+
+def buffer_bytes(variant: SparseVariant) -> int:
+    """A warp's buffers: groups to scan, then tiles of chosen tokens."""
+    return max(STAGES * variant.stage_bytes, TILES * variant.tile_bytes)
+
+
+def most_groups(variant: SparseVariant, cta_bytes: int) -> int:
+    """Groups of a CTA whose bins fit into its shared memory of `cta_bytes`."""
+    return min(MOST_GROUPS, (cta_bytes - STATIC_BYTES - variant.shared_bytes(buffer_bytes(variant))) // GROUP_BYTES)
+
+
+def find_progressive_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseKernel | None:
+    """The kernel that computes this call, or None: then the separate kernels do."""
+    variant = supported_variant(q, keys, values, codes)
+    if variant is None:
+        return None
+    sm_bytes = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
+    groups = most_groups(variant, sm_bytes - RESERVED_BYTES)
+    if groups < 1:
+        return None
+    return compiled_kernel(
+        PROGRESSIVE_SOURCE, PROGRESSIVE_ENTRY, variant, q.device, buffer_bytes(variant), GROUP_BYTES, groups
+    )
+
+
+def progressive_attention_cuda(
+    kernel: SparseKernel,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: tuple[Tensor, Tensor, Tensor],
+    codes: QuantizedKV,
+    planes: DraftPlanes,
+    k: Tensor,
+    sinks: int,
+    scale: float,
+) -> Tensor:
+    """See `ridgeplan.kernels.sparse_attention.progressive_attention`; lengths: begin, end and groups."""
+    fields = {"two_bit": planes.key_two_bit, "k": k.contiguous(), "sinks": sinks}
+    return kernel.run(q, keys, values, lengths, codes, planes.value_rows, scale, fields)

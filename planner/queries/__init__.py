@@ -1,0 +1,1 @@
+"""Questions about given plans, grids and machines, one file per question."""

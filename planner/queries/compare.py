@@ -1,0 +1,141 @@
+"""Comparison of GPUs, models, presets and saved plans, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ridgeplan.planner.feasibility import NothingFits
+from ridgeplan.planner.plan_file import SavedPlan
+from ridgeplan.planner.prediction import Prediction, predict_all
+from ridgeplan.planner.question import Question, ask
+from ridgeplan.planner.recommend import recommend
+from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
+from ridgeplan.planner.search import best_of_preset
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.presets import preset_name
+
+ModelReference = str | ModelShape
+
+
+@dataclass(frozen=True)
+class ComparedPlan:
+    """One column: the plan with its prediction, and what it is short of. note: "" where it runs and fits.
+
+    caveats: of any prediction for its model and machine.
+    """
+
+    plan: Plan
+    name: str
+    predicted: Prediction
+    memory_limit_bytes: float
+    note: str
+    caveats: tuple[str, ...] = ()
+
+    def figures(self) -> dict[str, Any]:
+        """Flat values, for tables and CSV."""
+        return {**plan_row(self.plan, self.name, self.predicted), "note": self.note}
+
+
+@dataclass(frozen=True, repr=False)
+class PlanComparison(Table):
+    """Plans in the order asked for, with what did not have an answer: (what, why)."""
+
+    plans: tuple[ComparedPlan, ...]
+    missing: tuple[tuple[str, str], ...]
+
+    chart = Bars("tpot_ms", "ms per token", "tpot_low_ms", "tpot_high_ms")
+    names = ("model", "gpu", "context", "batch", "plan")
+
+    def summary(self) -> str:
+        """How many there are, and which is the fastest."""
+        if not self.plans:
+            return f"no plan; {len(self.missing)} without an answer"
+        best = min(self.plans, key=lambda one: one.predicted.best.tpot_ms)
+        return f"{len(self.plans)} plans; the fastest: {plan_text(best.plan, best.name, best.predicted)}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The plans' caveats, each once."""
+        return tuple(dict.fromkeys(caveat for one in self.plans for caveat in one.caveats))
+
+    def table(self) -> list[dict[str, Any]]:
+        """A flat row per plan."""
+        return [one.figures() for one in self.plans]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        missing = [{"what": what, "why": why} for what, why in self.missing]
+        return {"plans": self.table(), "missing": missing, "notes": list(self.notes)}
+
+
+def compare(
+    models: ModelReference | Sequence[ModelReference],
+    gpus: str | Sequence[str],
+    context: int | str,
+    *,
+    presets: str | Sequence[str] = (),
+    batch: int = 1,
+    **options: Any,
+) -> PlanComparison:
+    """Every model on every GPU, by each preset at its fastest gamma; without presets by the recommended plan.
+
+    One model, GPU or preset may stand alone instead of in a list.
+    `options` are those of `recommend`. What has no answer is listed as missing. Raises as `recommend` does, and
+    NothingFits where nothing has an answer.
+    """
+    names = (presets,) if isinstance(presets, str) else presets
+    plans: list[ComparedPlan] = []
+    missing: list[tuple[str, str]] = []
+    for model in (models,) if isinstance(models, str | ModelShape) else models:
+        for gpu in (gpus,) if isinstance(gpus, str) else gpus:
+            try:
+                plans += _answers(model, gpu, context, names, {"batch": batch, **options})
+            except NothingFits as error:
+                missing.append((f"{model if isinstance(model, str) else model.name} on {gpu}", str(error)))
+    if not plans:
+        raise NothingFits("; ".join(why for _, why in missing))
+    return PlanComparison(tuple(plans), tuple(missing))
+
+
+def compare_saved(saved: Sequence[SavedPlan], gpus: Sequence[str] = (), **options: Any) -> PlanComparison:
+    """Plans of files, each for its own size; on several GPUs where these are named. options: those of `ask`."""
+    return PlanComparison(tuple(_saved(one, gpu, options) for one in saved for gpu in gpus or (None,)), ())
+
+
+def _answers(
+    model: ModelReference, gpu: str, context: int | str, presets: Sequence[str], options: dict[str, Any]
+) -> Iterator[ComparedPlan]:
+    question = ask(model, gpu, context, **options)
+    if presets:
+        for name in presets:
+            yield _compared(best_of_preset(name, question.as_executed).plan, question)
+    else:
+        yield _compared(recommend(model, gpu, context, **options).plan, question)
+
+
+def _saved(saved: SavedPlan, gpu: str | None, options: dict[str, Any]) -> ComparedPlan:
+    shape, profile = saved.resolve(gpu=gpu)
+    plan = saved.on(shape, profile)
+    size = plan.workload
+    question = ask(
+        shape, "auto", size.context, batch=size.batch, new_tokens=size.new_tokens, yarn=size.yarn_factor > 1,
+        profile=profile, quality="lossy", **options,
+    )  # fmt: skip
+    return _compared(plan, question)
+
+
+def _compared(plan: Plan, asked: Question) -> ComparedPlan:
+    question = asked.as_executed
+    baseline, predicted = predict_all(
+        [autoregressive(plan.workload), plan], question.shape, question.profile, question.machine
+    )
+    misfit = question.misfit(predicted.best.peak_memory_bytes, predicted.host_bytes) or ""
+    note = misfit.partition(":")[0] or question.unwanted(plan) or question.unsupported(plan) or ""
+    caveats = tuple(question.notes())
+    return ComparedPlan(
+        plan, preset_name(plan), predicted.against(baseline), question.memory_limit_bytes, note, caveats
+    )

@@ -1,0 +1,184 @@
+"""Largest contexts and batches that fit a GPU, and the smallest GPU that would do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION, Capacity
+from ridgeplan.planner.feasibility import context_limits, runnable_families, smallest_plans
+from ridgeplan.planner.quantities import size_text
+from ridgeplan.planner.question import Question, ask
+from ridgeplan.planner.recommend import preference
+from ridgeplan.planner.render.tables import Lines, Table
+from ridgeplan.planner.resolution import longest_context, workload_for
+from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.plan.plan import MAX_BATCH, Plan
+from ridgeplan.roofline.plan.presets import preset as preset_of
+from ridgeplan.roofline.plan.presets import preset_name
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = tuple(1 << power for power in range(12, 21))
+
+
+@dataclass(frozen=True)
+class FitRow:
+    """The largest size that fits, the plan that reaches it, its peak, and what ends there.
+
+    Where not even 1 fits, the size is 0, the plan is empty, and the peak is that of 1. `limited_by` is "memory"; or
+    "model" where the context ends at its limit or its sliding window; or "plan" at the largest batch of any plan.
+    """
+
+    context: int
+    batch: int
+    plan: str
+    peak_bytes: float
+    limited_by: str
+
+
+@dataclass(frozen=True, repr=False)
+class Fit(Table):
+    """What fits a machine: the largest context for each batch, and the largest batch for each context."""
+
+    model: str
+    hardware: str
+    contexts: tuple[FitRow, ...]
+    batches: tuple[FitRow, ...]
+    notes: tuple[str, ...]
+    memory_limit_bytes: float
+
+    chart = Lines(("batch",), "context", "tokens of context")
+
+    def table(self) -> list[dict[str, Any]]:
+        """A flat row per size: the largest context of each batch, then the largest batch of each context."""
+        return [asdict(row) for row in (*self.contexts, *self.batches)]
+
+    def summary(self) -> str:
+        """The largest context at the smallest batch, in one line."""
+        first = self.contexts[0] if self.contexts else self.batches[0]
+        limit = size_text(self.memory_limit_bytes)
+        return f"{self.model} on {self.hardware}, {limit}: {first.context} tokens at batch {first.batch}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def fit(
+    model: str | ModelShape,
+    gpu: str,
+    *,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = (),
+    new_tokens: int = 1024,
+    preset: str | None = None,
+    quality: str = "near-lossless",
+    memory_limit: float | str | None = None,
+    memory_utilization: float = MEMORY_UTILIZATION,
+    profile: Profile | str | None = None,
+    yarn: bool = False,
+    backend: str = "ridgeplan",
+    kv_format: str | None = None,
+    offload: bool = False,
+    host_memory: float | str | None = None,
+) -> Fit:
+    """The largest context for each of `batches`, and the largest batch for each of `contexts`.
+
+    Of the preset, or else of whichever plan runs, is allowed by `quality` and reaches the most; of several that reach
+    as much, the most exact and then the simplest. `contexts` default to the powers of 2 up to the model's limit. Layers
+    may only be on the host with `offload`, as plans that need that are slow. Other arguments, and errors, are those of
+    `recommend`.
+    """
+    asked = ask(
+        model, gpu, 1, new_tokens=new_tokens, quality=quality, memory_limit=memory_limit,
+        memory_utilization=memory_utilization, profile=profile, yarn=yarn, backend=backend, kv_format=kv_format,
+        offload=offload, host_memory=host_memory,
+    )  # fmt: skip
+    longest = longest_context(asked.shape, new_tokens, yarn=yarn)
+    sizes = contexts or tuple(one for one in CONTEXTS if one <= longest) or (longest,)
+
+    def resized(context: int, batch: int) -> Question:
+        workload = workload_for(asked.shape, asked.profile, context, new_tokens, batch, yarn=yarn)
+        return replace(asked, workload=workload).as_executed
+
+    return Fit(
+        model=asked.shape.name,
+        hardware=asked.profile.hardware.name,
+        contexts=tuple(_largest_context(resized(longest, batch), preset) for batch in batches),
+        batches=tuple(_largest_batch(resized(context, 1), preset) for context in sizes),
+        notes=tuple(asked.notes(memory_limit)),
+        memory_limit_bytes=asked.memory_limit_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class GpuFit:
+    """What fits one GPU: whether the size that was asked for does, and the largest context and batch beside the other.
+
+    memory_bytes: as its driver reports it.
+    """
+
+    gpu: str
+    memory_bytes: float
+    fits: bool
+    context: FitRow
+    batch: FitRow
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def fit_gpus(model: str | ModelShape, context: int, batch: int, **options: Any) -> tuple[GpuFit, ...]:
+    """What fits every GPU of the catalog, from the smallest. options and errors are those of `fit`."""
+    smallest_first = sorted(list_hardware(), key=lambda one: one.memory_bytes)
+    return tuple(_gpu_fit(one, fit(model, one.name, batches=(batch,), contexts=(context,), **options))
+                 for one in smallest_first)  # fmt: skip
+
+
+def _gpu_fit(hardware: Hardware, found: Fit) -> GpuFit:
+    ((longest,), (most,)) = found.contexts, found.batches
+    return GpuFit(hardware.name, hardware.memory_bytes, most.batch >= longest.batch, longest, most)
+
+
+def _largest_context(question: Question, preset: str | None) -> FitRow:
+    """For the question's batch; its context is the longest, as budgets of policies are at most the context."""
+    plans, batch = _plans(question, preset), question.workload.batch
+    limits = context_limits(plans, question)
+    capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
+    sizes = capacity.largest_contexts(limits)
+    best = int(np.argmax(sizes))
+    peak = float(capacity.peaks(context=np.maximum(sizes, 1))[best])
+    limited_by = "model" if sizes[best] == limits[best] else "memory"
+    return _row(int(sizes[best]), batch, plans[best] if sizes[best] else None, peak, limited_by)
+
+
+def _largest_batch(question: Question, preset: str | None) -> FitRow:
+    """For the question's context."""
+    plans, context = _plans(question, preset), question.workload.context
+    capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
+    sizes = capacity.largest_batches()
+    best = int(np.argmax(sizes))
+    peak = float(capacity.peaks(batch=np.maximum(sizes, 1))[best])
+    limited_by = "plan" if sizes[best] == MAX_BATCH else "memory"
+    return _row(context, int(sizes[best]), plans[best] if sizes[best] else None, peak, limited_by)
+
+
+def _row(context: int, batch: int, plan: Plan | None, peak_bytes: float, limited_by: str) -> FitRow:
+    return FitRow(context, batch, preset_name(plan) if plan else "", peak_bytes, limited_by)
+
+
+def _plans(question: Question, preset: str | None) -> list[Plan]:
+    """The preset, or the smallest plan of every family that runs; the preferred ones first.
+
+    Of plans that differ only in the size of quantization groups, the usual one comes first.
+    """
+    if preset:
+        return [preset_of(preset, question.workload)]
+    running = [*runnable_families(question), *runnable_families(question, regroup=True)]
+    return sorted(smallest_plans(running), key=preference)

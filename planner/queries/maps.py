@@ -1,0 +1,324 @@
+"""Maps of the fastest plan over many contexts and batches at once.
+
+All sizes are evaluated at once. A large search space is first narrowed to plans that are near the fastest at a few
+sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.feasibility import regrouped, runs
+from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
+from ridgeplan.planner.question import Question
+from ridgeplan.planner.recommend import preference
+from ridgeplan.planner.resolution import workload_for
+from ridgeplan.planner.search import Family, families, family_of, within_limit
+from ridgeplan.roofline.evaluate import evaluate
+from ridgeplan.roofline.plan.plan import Plan, Workload, require
+from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.presets import preset as preset_of
+from ridgeplan.roofline.plan.support import exceeds_window
+
+MOST_SIZES = 65_536  # of a grid
+DIRECT = 1_000_000  # plans x sizes that are evaluated without narrowing
+COARSE = 4  # sizes along either axis at which plans are narrowed
+NEAR_FASTEST = 1.05  # times the fastest there
+
+
+@dataclass(frozen=True)
+class PlanMap:
+    """The fastest plans of a grid, beside plain decoding. Arrays are [contexts, batches]; seconds and bytes.
+
+    workloads: one per context. index: the plan's place in `families`. fits: whether any plan does; where none does, the
+    figures are those of the plan that needs the least memory.
+    """
+
+    workloads: tuple[Workload, ...]
+    batches: tuple[int, ...]
+    memory_limit_bytes: float
+    families: tuple[Family, ...]
+    index: np.ndarray
+    gamma: np.ndarray
+    ratio: np.ndarray
+    tpot_s: np.ndarray
+    ttft_s: np.ndarray
+    peak_bytes: np.ndarray
+    host_bytes: np.ndarray
+    fits: np.ndarray
+    plain_tpot_s: np.ndarray
+    plain_fits: np.ndarray
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Tokens of a prompt, by row."""
+        return tuple(one.context for one in self.workloads)
+
+    @property
+    def names(self) -> np.ndarray:
+        """The plans' names, as in `recommend`."""
+        return np.array([family.name for family in self.families], dtype=object)[self.index]
+
+    @property
+    def speedup(self) -> np.ndarray:
+        """Over plain decoding, whether that fits or not."""
+        return np.asarray(self.plain_tpot_s / self.tpot_s)
+
+    @property
+    def tokens_per_s(self) -> np.ndarray:
+        """Of the whole batch."""
+        return np.asarray(np.asarray(self.batches) / self.tpot_s)
+
+    @property
+    def served_tokens_per_s(self) -> np.ndarray:
+        """Of a batch that is served at a time: its prompts one after another, then all its tokens."""
+        new_tokens = self.workloads[0].new_tokens
+        return np.asarray(np.asarray(self.batches) * new_tokens / (self.ttft_s + new_tokens * self.tpot_s))
+
+    def plan(self, row: int, column: int) -> Plan:
+        """The plan of the context and the batch with these indices."""
+        family = self.families[self.index[row, column]]
+        workload = replace(self.workloads[row], batch=self.batches[column])
+        resized = replace(family, template=at_workload(family.template, workload))
+        plan = resized.plan(int(self.gamma[row, column]), float(self.ratio[row, column]))
+        return within_limit(plan, self.memory_limit_bytes)
+
+
+def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int], preset: str | None = None) -> PlanMap:
+    """The fastest plan that runs, at every size; of a preset, its fastest gamma and ratio, whether it runs or not.
+
+    `question` says which model, machine, quality and memory; its own context and batch are not used. Where no plan
+    fits, or the fastest leaves layers on the host, all sizes of quantization groups are tried, as by `recommend`.
+    Raises PlanError for sizes out of range.
+    """
+    sizes = len(contexts) * len(batches)
+    require(0 < sizes <= MOST_SIZES, f"{len(contexts)} contexts x {len(batches)} batches; allowed: 1 to {MOST_SIZES}")
+    asked = question.as_executed
+    _workload(asked, min(contexts), min(batches))  # refuses sizes below 1; the largest are refused below
+    grid = _Grid(asked, tuple(_workload(asked, one, max(batches)) for one in contexts), tuple(batches))
+    searched = _searched(grid, preset)
+    found = _fastest(grid, _narrowed(grid, _points(searched)))
+    if preset:
+        return found
+    smaller = [one for family in searched for one in regrouped(family)]
+    alone = [one for one in smaller if not one.template.placement.offload]
+    found = _replaced(found, *_fitting(found.fits & (found.host_bytes > 0), grid, alone))
+    return _replaced(found, ~found.fits, grid, smaller)
+
+
+def _fitting(where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> tuple[np.ndarray, _Grid, list[Family]]:
+    """The sizes of a mask at which any family fits with its fewest drafts, which take the least memory; the grid; and
+    those families.
+    """
+    fits = np.zeros_like(where)
+    if not where.any():
+        return fits, grid, []
+    part, place = grid.around(where)
+    least = [replace(one, gammas=one.gammas[:1], ratios=one.ratios[:1]) for one in searched]
+    found = _figures(part, _points(least)).fits & where[place][:, None]
+    fits[place] = found.any(axis=1)
+    return fits, grid, [one for one, fit in zip(searched, found.any(axis=(0, 2)), strict=True) if fit]
+
+
+def _replaced(found: PlanMap, where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> PlanMap:
+    """The map with the plans of other families at the sizes of a mask, where they are faster or nothing fits."""
+    if not where.any():
+        return found
+    part, place = grid.around(where)
+    return _merged(found, _fastest(part, _narrowed(part, _points(searched))), place, where[place])
+
+
+def at_workload(plan: Plan, workload: Workload) -> Plan:
+    """The plan at another workload, with budgets of at most its context."""
+
+    def clamped(part: Any) -> Any:
+        return replace(part, budget=min(part.budget, workload.context))
+
+    return replace(
+        plan, workload=workload, eviction=clamped(plan.eviction), placement=clamped(plan.placement),
+        attention=clamped(plan.attention),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """What is evaluated at: one workload per context, each with all batches."""
+
+    question: Question
+    workloads: tuple[Workload, ...]
+    batches: tuple[int, ...]
+
+    @property
+    def coarse(self) -> _Grid:
+        """A few of its sizes, the smallest and the largest among them."""
+        return self.part(_places(len(self.workloads)), _places(len(self.batches)))
+
+    def part(self, rows: Sequence[int], columns: Sequence[int]) -> _Grid:
+        """Some of its contexts, with some of its batches."""
+        workloads = tuple(self.workloads[row] for row in rows)
+        return replace(self, workloads=workloads, batches=tuple(self.batches[column] for column in columns))
+
+    def around(self, where: np.ndarray) -> tuple[_Grid, tuple[np.ndarray, ...]]:
+        """The contexts and batches of a mask's sizes, and their places in arrays of this grid."""
+        rows, columns = (np.flatnonzero(where.any(axis=axis)).tolist() for axis in (1, 0))
+        return self.part(rows, columns), np.ix_(rows, columns)
+
+    @property
+    def sizes(self) -> int:
+        return len(self.workloads) * len(self.batches)
+
+
+@dataclass(frozen=True)
+class _Points:
+    """Plans: of each its family's index, gamma and ratio. Arrays are [plans], those of one family side by side."""
+
+    families: tuple[Family, ...]
+    family: np.ndarray
+    gamma: np.ndarray
+    ratio: np.ndarray
+
+    def kept(self, mask: np.ndarray) -> _Points:
+        """Those of a mask [plans], with the families that are left."""
+        left, family = np.unique(self.family[mask], return_inverse=True)
+        return _Points(tuple(self.families[one] for one in left), family, self.gamma[mask], self.ratio[mask])
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """Of every plan at every size: [contexts, plans, batches]. A plan that is ruled out at a size has infinite time."""
+
+    tpot_s: np.ndarray
+    ttft_s: np.ndarray
+    peak_bytes: np.ndarray
+    host_bytes: np.ndarray
+    fits: np.ndarray
+
+
+def _workload(question: Question, context: int, batch: int) -> Workload:
+    asked = question.workload
+    return workload_for(question.shape, question.profile, context, asked.new_tokens, batch, yarn=question.yarn)
+
+
+def _searched(grid: _Grid, preset: str | None) -> list[Family]:
+    """Families at the longest context, where no budget is cut; those that run at the shortest, within any window."""
+    ordered = sorted(grid.workloads, key=lambda one: one.context)
+    shortest, longest = ordered[0], ordered[-1]
+    if preset:
+        return [family_of(preset, preset_of(preset, longest))]
+    known = families(longest, offload=grid.question.offload, quality=grid.question.quality)
+    found = [one for one in known if runs(at_workload(one.template, shortest), grid.question)]
+    return sorted(found, key=lambda one: preference(one.template))  # of equally fast plans the first is taken
+
+
+def _points(searched: Sequence[Family]) -> _Points:
+    gamma, ratio = (np.concatenate(axis) for axis in zip(*(family.grid() for family in searched), strict=True))
+    family = np.repeat(np.arange(len(searched)), [one.size for one in searched])
+    return _Points(tuple(searched), family, gamma, ratio)
+
+
+def _narrowed(grid: _Grid, points: _Points) -> _Points:
+    """The plans that are near the fastest, or need the least memory, at some size of a coarser grid."""
+    if len(points.gamma) * grid.sizes <= DIRECT:
+        return points
+    found = _figures(grid.coarse, points)
+    score = np.where(found.fits, found.tpot_s, np.inf)
+    near = (score <= NEAR_FASTEST * score.min(axis=1, keepdims=True)) & np.isfinite(score)
+    least = found.peak_bytes == found.peak_bytes.min(axis=1, keepdims=True)
+    return points.kept((near | least).any(axis=(0, 2)))
+
+
+def _places(length: int) -> list[int]:
+    return sorted({round(place) for place in np.linspace(0, length - 1, COARSE)})
+
+
+def _fastest(grid: _Grid, points: _Points) -> PlanMap:
+    """Of each size the fastest plan that fits, else the one that needs least memory."""
+    found, plain = _figures(grid, points), _figures(grid, _points([_plain(grid)]))
+    fits = np.asarray(found.fits.any(axis=1))
+    score = np.where(fits[:, None], np.where(found.fits, found.tpot_s, np.inf), found.peak_bytes)
+    best = score.argmin(axis=1)
+
+    def at_best(values: np.ndarray) -> np.ndarray:
+        return np.asarray(np.take_along_axis(values, best[:, None], axis=1)[:, 0])
+
+    return PlanMap(
+        workloads=grid.workloads,
+        batches=grid.batches,
+        memory_limit_bytes=grid.question.memory_limit_bytes,
+        families=points.families,
+        index=points.family[best],
+        gamma=points.gamma[best],
+        ratio=points.ratio[best],
+        tpot_s=at_best(found.tpot_s),
+        ttft_s=at_best(found.ttft_s),
+        peak_bytes=at_best(found.peak_bytes),
+        host_bytes=at_best(found.host_bytes),
+        fits=fits,
+        plain_tpot_s=plain.tpot_s[:, 0],
+        plain_fits=plain.fits[:, 0],
+    )
+
+
+def _plain(grid: _Grid) -> Family:
+    return family_of("autoregressive", autoregressive(grid.workloads[-1]))
+
+
+def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...], where: np.ndarray) -> PlanMap:
+    """The first map, and the second, which is of a part of its sizes, at those of a mask of them where it is faster
+    or nothing of the first fits.
+    """
+    faster = second.fits & (second.tpot_s < first.tpot_s[place])
+    changed = where & (faster | ~first.fits[place])
+
+    def taken(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        merged = ours.copy()
+        merged[place] = np.where(changed, theirs, ours[place])
+        return merged
+
+    names = ("gamma", "ratio", "tpot_s", "ttft_s", "peak_bytes", "host_bytes", "fits")
+    figures: dict[str, Any] = {name: taken(getattr(first, name), getattr(second, name)) for name in names}
+    index = taken(first.index, second.index + len(first.families))
+    return replace(first, families=(*first.families, *second.families), index=index, **figures)
+
+
+def _figures(grid: _Grid, points: _Points) -> _Figures:
+    question, shape, machine = grid.question, grid.question.shape, grid.question.machine
+    templates = [[at_workload(one.template, workload) for one in points.families] for workload in grid.workloads]
+    counts = np.bincount(points.family)
+    shaped = (len(grid.workloads), len(points.gamma), 1)
+    flat = [strategy_of(plan, shape, machine, 1.0) for row in templates for plan in row]
+    strategy = replace(
+        reshaped(stack(flat, list(counts) * len(templates)), shaped),
+        context=np.array([one.context for one in grid.workloads], dtype=float)[:, None, None],
+        batch=np.array(grid.batches, dtype=float),
+        gamma=points.gamma[:, None],
+        draft_ratio=points.ratio[:, None],
+        acceptance=_acceptance(question, templates, points)[:, :, None],
+    )
+    rates = stack([rates_of(family.template, shape, machine) for family in points.families], list(counts))
+    estimate = evaluate(shape, machine, strategy, reshaped(rates, shaped[1:]))
+    full = (*shaped[:2], len(grid.batches))
+    tpot_s, ttft_s, peak, host = (
+        np.broadcast_to(np.asarray(one, dtype=float), full)
+        for one in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak, estimate.host_bytes)
+    )
+    allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
+    return _Figures(tpot_s, ttft_s, peak, host, allowed & question.fitting(peak, host))
+
+
+def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:
+    """Conditional acceptance of every plan's drafts: [contexts, plans]."""
+    model = AcceptanceModel.of_profile(question.shape, 1, question.profile)
+    starts = np.flatnonzero(np.diff(points.family, prepend=-1, append=-1))
+    grids = [(points.gamma[first:last], points.ratio[first:last]) for first, last in pairwise(starts)]
+    at_contexts = (replace(model, context=row[0].workload.context) for row in templates)
+    return np.array([
+        np.concatenate(at_context.best_of_all(row, grids))
+        for at_context, row in zip(at_contexts, templates, strict=True)
+    ])  # fmt: skip

@@ -1,0 +1,238 @@
+"""Sweeps: the fastest plan at every point of a grid, and figures of one plan as compiled functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.quantities import count, time_text, tokens, values
+from ridgeplan.planner.queries.maps import PlanMap, plan_map
+from ridgeplan.planner.question import Question, ask
+from ridgeplan.planner.render.tables import Lines, Table
+from ridgeplan.planner.resolution import longest_context
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.evaluate import evaluate
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.placement import offload_thresholds
+from ridgeplan.roofline.plan.plan import Plan, require
+from ridgeplan.roofline.strategy import Strategy
+
+if TYPE_CHECKING:
+    from ridgeplan.roofline.symbolic import Sweep
+
+
+def sweep(plan: Plan, shape: ModelShape, profile: Profile, figure: str, varying: Sequence[str]) -> Sweep:
+    """`figure` (tpot_s, ttft_s, peak_bytes or tokens_per_round) of a plan as a function of the terms `varying`.
+
+    These are fields of a `Strategy`, such as context, batch, gamma or acceptance; all others stay the plan's, so with
+    another gamma or context acceptance does not change by itself. Raises ValueError for others.
+    """
+    from ridgeplan.roofline.symbolic import compile_sweep  # imports sympy, which nothing else here needs
+
+    machine = Machine.of(profile)
+    strategy, rates = _strategy(plan, shape, profile), rates_of(plan, shape, machine)
+    return compile_sweep(figure, shape, machine, strategy, rates, varying)
+
+
+def thresholds(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[int, ...]:
+    """Sequence lengths S_0..S_L of Algorithm 1 (SpeContext): from S_i on, more than i layers are offloaded."""
+    reserved = plan.speculation.gamma + 1
+    return offload_thresholds(shape, Machine.of(profile), _strategy(plan, shape, profile), reserved)
+
+
+@dataclass(frozen=True)
+class PlacementTimes:
+    """Milliseconds per token over the context: with as many layers on the host as must be, and with all once one must.
+
+    The latter lose most of their speed to a slightly longer context (SpeContext, section 6.1). host_layers: the
+    former's.
+    """
+
+    contexts: tuple[int, ...]
+    host_layers: tuple[int, ...]
+    adaptive_ms: tuple[float, ...]
+    static_ms: tuple[float, ...]
+
+
+def placement_times(plan: Plan, shape: ModelShape, profile: Profile, contexts: Sequence[int]) -> PlacementTimes:
+    """Predicted times of a plan that may offload, at prompts of these lengths."""
+    machine = Machine.of(profile)
+    strategy = replace(_strategy(plan, shape, profile), context=np.array(contexts, dtype=float))
+    rates = rates_of(plan, shape, machine)
+    adaptive, static = (evaluate(shape, machine, replace(strategy, offload_all=every), rates) for every in (0, 1))
+    times = (tuple((1e3 * np.broadcast_to(one.tpot_s, len(contexts))).tolist()) for one in (adaptive, static))
+    layers = np.broadcast_to(np.asarray(adaptive.offloaded_layers, dtype=int), len(contexts))
+    return PlacementTimes(tuple(contexts), tuple(layers.tolist()), *times)
+
+
+def _strategy(plan: Plan, shape: ModelShape, profile: Profile) -> Strategy:
+    acceptance = AcceptanceModel.of_profile(shape, plan.workload.context, profile).of(plan).best
+    return strategy_of(plan, shape, Machine.of(profile), acceptance)
+
+
+# What may vary, and how its values are read: the two that one evaluation covers, then those that are asked in turn.
+SIZES = {"ctx": tokens, "batch": count}
+TURNS = ("new_tokens", "memory_limit", "gpu", "model", "preset", "quality", "backend", "kv_format")
+SHOWN_TURNS = tuple(name for name in TURNS if name not in ("model", "gpu"))  # as columns of their own
+AXES = (*SIZES, *TURNS)
+MOST_POINTS = 100_000
+
+
+# Of a row without an answer.
+UNANSWERED: Mapping[str, Any] = {
+    "plan": "", "gamma": None, "ratio": None, "fits": False, "tpot_ms": None, "ttft_ms": None, "tokens_per_s": None,
+    "peak_memory_bytes": None, "speedup": None, "plain_fits": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One point: what was asked in turn, with the map of all its contexts and batches.
+
+    found: of the contexts up to `longest`, beyond which the model cannot go; None where all are longer.
+    """
+
+    asked: Mapping[str, Any]
+    question: Question
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    longest: int
+    found: PlanMap | None
+
+    @property
+    def beyond(self) -> str:
+        """Why the longer contexts have no answer; "" where there are none."""
+        stretch = "" if self.question.yarn else "; --yarn stretches it"
+        return f"beyond the model's limit of {self.longest}{stretch}" if max(self.contexts) > self.longest else ""
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A flat row per context and batch."""
+        places = {} if self.found is None else {context: row for row, context in enumerate(self.found.contexts)}
+        for context in self.contexts:
+            for column, batch in enumerate(self.batches):
+                yield {
+                    **self.asked, "model": self.question.shape.name, "gpu": self.question.profile.hardware.name,
+                    "context": context, "batch": batch, **self._figures(places.get(context), column),
+                }  # fmt: skip
+
+    def _figures(self, row: int | None, column: int) -> dict[str, Any]:
+        one, batch = self.found, self.batches[column]
+        if one is None or row is None:
+            return {**UNANSWERED, "why_not": self.beyond}
+        at = row, column
+        tpot_s, fits = float(one.tpot_s[at]), bool(one.fits[at])
+        return {
+            "plan": one.names[at], "gamma": int(one.gamma[at]), "ratio": float(one.ratio[at]), "fits": fits,
+            "tpot_ms": 1e3 * tpot_s, "ttft_ms": 1e3 * float(one.ttft_s[at]), "tokens_per_s": batch / tpot_s,
+            "peak_memory_bytes": float(one.peak_bytes[at]), "speedup": float(one.plain_tpot_s[at]) / tpot_s,
+            "plain_fits": bool(one.plain_fits[at]), "why_not": "" if fits else "does not fit",
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class GridSweep(Table):
+    """All points of a sweep. TTFT and tokens/s are the whole batch's."""
+
+    points: tuple[SweepPoint, ...]
+
+    chart = Lines(("context", "batch"), "tpot_ms", "ms per token", ("model", "gpu", *SHOWN_TURNS))
+
+    def summary(self) -> str:
+        """How many questions were answered, and the span of what fits, in one line."""
+        rows = self.table()
+        times = [row["tpot_ms"] for row in rows if row["fits"]]
+        span = f", {time_text(min(times))} to {time_text(max(times))} per token" if times else ""
+        return f"{len(rows)} questions, {len(times)} fit{span}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Caveats of the models and machines that were asked for, and of contexts that have no answer."""
+        found = (note for point in self.points for note in (*point.question.notes(), *_unanswered(point)))
+        return tuple(dict.fromkeys(found))
+
+    def table(self) -> list[dict[str, Any]]:
+        """A flat row per question, for CSV and data frames."""
+        return [row for point in self.points for row in point.rows()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"rows": self.table(), "notes": list(self.notes)}
+
+
+def grid_sweep(
+    model: str,
+    gpu: str,
+    over: Mapping[str, Sequence[Any]],
+    *,
+    context: int | str = 8192,
+    batch: int = 1,
+    **options: Any,
+) -> GridSweep:
+    """The fastest plan that runs at every point; `over` names axes of `AXES` with their values.
+
+    What does not vary is as given. Contexts beyond a model's limit have rows that say so, and no figures. `options`
+    are those of `recommend`, and `preset`. Where `recommend` prefers a plan that is more exact or simpler and as
+    fast within the noise, this still names the fastest. Raises PlanError, and as `recommend` does.
+    """
+    unknown = [name for name in over if name not in AXES]
+    require(not unknown, f"unknown axis {', '.join(unknown)}; allowed: {', '.join(AXES)}")
+    sizes = {"ctx": over.get("ctx", (tokens(context),)), "batch": over.get("batch", (batch,))}
+    turns = {name: chosen for name, chosen in over.items() if name not in sizes}
+    points = list(product(*turns.values()))
+    asked = len(points) * len(sizes["ctx"]) * len(sizes["batch"])
+    require(asked <= MOST_POINTS, f"the grid has {asked} points; allowed: up to {MOST_POINTS}")
+    found = tuple(_point(dict(zip(turns, point, strict=True)), sizes, model, gpu, options) for point in points)
+    require(any(point.found for point in found), f"every context is {found[0].beyond}")
+    return GridSweep(found)
+
+
+def _unanswered(point: SweepPoint) -> Iterator[str]:
+    if point.beyond:
+        yield f"{point.question.shape.name}: some contexts are {point.beyond}"
+
+
+def parse_axes(text: str) -> dict[str, tuple[Any, ...]]:
+    """Axes with their values: "ctx=4k..1M,batch=1,4,16,gpu=h100,h200". Raises PlanError.
+
+    Commas stand between values and between axes; a piece without "=" belongs to the axis before it.
+    """
+    pieces: dict[str, list[str]] = {}
+    name = ""
+    for piece in filter(None, (one.strip() for one in text.split(","))):
+        key, equals, value = piece.partition("=")
+        if equals:
+            name = key.strip().replace("-", "_")
+            require(name in AXES and name not in pieces, f"axis {key!r}; allowed: each of {', '.join(AXES)} once")
+        require(
+            bool(name) and bool(value if equals else key), f"{text!r} is not a grid; allowed: ctx=4k..1M,batch=1..64"
+        )
+        pieces.setdefault(name, []).append(value.strip() if equals else key)
+    require(bool(pieces), "no axis; allowed: such as ctx=4k..1M,batch=1..64")
+    return {name: _axis(name, found) for name, found in pieces.items()}
+
+
+def _axis(name: str, found: Sequence[str]) -> tuple[Any, ...]:
+    if name in SIZES:
+        return values(",".join(found), SIZES[name])
+    return values(",".join(found)) if name == "new_tokens" else tuple(dict.fromkeys(found))
+
+
+def _point(
+    turn: dict[str, Any], sizes: Mapping[str, Sequence[int]], model: str, gpu: str, options: Mapping[str, Any]
+) -> SweepPoint:
+    asked = {"model": model, "gpu": gpu, **options, **turn}
+    preset = asked.pop("preset", None)
+    question = ask(asked.pop("model"), asked.pop("gpu"), 1, **asked)
+    shown = {name: value for name, value in turn.items() if name in SHOWN_TURNS}
+    contexts, batches = tuple(sizes["ctx"]), tuple(sizes["batch"])
+    longest = longest_context(question.shape, question.workload.new_tokens, yarn=question.yarn)
+    within = [context for context in contexts if context <= longest]
+    found = plan_map(question, within, batches, preset) if within else None
+    return SweepPoint(shown, question, contexts, batches, longest, found)

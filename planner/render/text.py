@@ -1,0 +1,142 @@
+"""Answers in words: overheads, bottleneck, glossary, and short names of plans."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+from ridgeplan.planner.prediction import OpTime, Prediction
+from ridgeplan.planner.quality import losses
+from ridgeplan.planner.quantities import size_text, time_text
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.validation import brief
+from ridgeplan.roofline.passes import WINDOWED_ATTENTION, category
+from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
+from ridgeplan.roofline.plan.presets import PRESETS, describe
+
+# What descriptions of plans say in fewer letters where columns are narrow.
+BRIEFLY = (
+    ("drafts on upper codes", "upper"), ("drafts on full codes", "full"), (" of ", ":"), (", w4 drafts", "/w4"),
+    (" KV", ""), (" + ", "+"),
+)  # fmt: skip
+
+
+def briefly(name: str) -> str:
+    """A plan's description for a narrow column: `w8+int4x2+upper:quest/w4`. Presets keep their names."""
+    for words, letters in BRIEFLY:
+        name = name.replace(words, letters)
+    return name
+
+
+LEAST_SHARE = 0.005  # of a target step that is worth a word
+
+
+def on_host_text(predicted: Prediction, limit_bytes: float | None = None) -> str:
+    """How many layers are on the host, and what they take of it."""
+    layers = "1 layer" if predicted.offloaded_layers == 1 else f"{predicted.offloaded_layers} layers"
+    limit = f" of {size_text(limit_bytes)} there" if limit_bytes is not None else " there"
+    return f"KV of {layers} is on the host, {size_text(predicted.host_bytes)}{limit}"
+
+
+def beside_text(plan: Plan, predicted: Prediction) -> str | None:
+    """What a target step takes beside its operations, and for what; None for next to nothing."""
+    if predicted.beside_ms < LEAST_SHARE * predicted.verify_ms:
+        return None
+    causes = (("choosing and gathering tokens", plan.attention.active), ("layers on the host", predicted.host_bytes))
+    named = " and ".join(cause for cause, applies in causes if applies)
+    return f"{time_text(predicted.beside_ms)} for {named or 'gathering tokens'}"
+
+
+BALANCED_WITHIN = 0.1  # neither side of a step is called the bottleneck if attention takes 40% to 60% of it
+
+
+def weights_or_kv(plain: Prediction, shape: ModelShape, workload: Workload) -> Iterator[str]:
+    """Two sentences on a prediction of plain decoding."""
+    share = attention_share(plain)
+    yield f"plain decoding spends {100 * share:.0f}% of a step on attention: {_bottleneck(share)}"
+    crossover = crossover_context(plain, shape, workload)
+    gain = f"at batch {workload.batch}, fewer bits of weights gain more than of KV"
+    yield (
+        f"{gain} at any context" if crossover is None else f"{gain} up to about {_rounded(crossover)} tokens of context"
+    )
+
+
+def attention_share(plain: Prediction) -> float:
+    """The share of a step's time that attention takes."""
+    ops = _step(plain)
+    return sum(op.seconds for op in ops if category(op.kind) == "attention") / sum(op.seconds for op in ops)
+
+
+def crossover_context(plain: Prediction, shape: ModelShape, workload: Workload) -> float | None:
+    """Tokens of context at which a step of plain decoding reads as many bytes of weights as of KV; None if never.
+
+    Up to there fewer bits of weights save more bytes, beyond it fewer bits of KV: what products read is the same at
+    every context, and what attention reads grows with it, in layers with a sliding window up to that.
+    """
+    read = {"linear": 0.0, "attention": 0.0, "window": 0.0, "other": 0.0}
+    for op in _step(plain):
+        read["window" if op.op == WINDOWED_ATTENTION else category(op.kind)] += op.bytes
+    tokens = workload.context + workload.new_tokens / 2  # on average, during the generation
+    window = shape.window_tokens or tokens
+    per_token, per_window_token = read["attention"] / tokens, read["window"] / min(tokens, window)
+    inside = read["linear"] / (per_token + per_window_token)
+    if shape.window_tokens is None or inside <= window:
+        return inside
+    return (read["linear"] - per_window_token * window) / per_token if per_token else None
+
+
+def _step(plain: Prediction) -> list[OpTime]:
+    return [op for op in plain.breakdown if op.part == "target"]
+
+
+def _bottleneck(attention_share: float) -> str:
+    if abs(attention_share - 0.5) <= BALANCED_WITHIN:
+        return "the weights and the KV cache weigh about the same"
+    return "the KV cache is the bottleneck" if attention_share > 0.5 else "the weights are the bottleneck"
+
+
+def _rounded(tokens: float) -> str:
+    """Three digits, as a whole number."""
+    return f"{float(f'{tokens:.3g}'):,.0f}"
+
+
+SOURCE_WORDS = {
+    "measured": "measured on this model",
+    "calibrated": "from kernels that were timed on this machine",
+    "transferred": "from kernels or acceptance of another machine or model",
+    "published": "from a paper's figures",
+    "extrapolated": "beyond all data that there is",
+    "prior": "an assumption: nothing like it was measured",
+}
+
+
+@cache
+def terms() -> dict[str, str]:
+    """Every term with its meaning, in the file's order; then the words for sources."""
+    with Path(__file__).with_name("terms.toml").open("rb") as file:
+        found: dict[str, str] = tomllib.load(file)
+    return found | {word: f"A source of figures: {told}." for word, told in SOURCE_WORDS.items()}
+
+
+def explain(word: str) -> str:
+    """What a term or a preset is. Raises PlanError with near words for an unknown one."""
+    wanted = word.strip().casefold()
+    known = {name.casefold(): text for name, text in terms().items()}
+    if wanted in known:
+        return known[wanted]
+    if wanted in PRESETS:
+        return explain_preset(wanted)
+    near = get_close_matches(wanted, [*known, *PRESETS], n=3)
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    raise PlanError(f"unknown term {brief(word)}.{hint} Allowed: a preset, or one of {', '.join(terms())}")
+
+
+def explain_preset(name: str) -> str:
+    """What a preset changes against plain decoding, and what it gives up."""
+    plan = PRESETS[name](Workload("any", "any", 32_768))
+    given_up = "; ".join(losses(plan)) or "nothing: the output keeps the model's distribution"
+    drafts = f" Drafts {plan.speculation.gamma} tokens a round as published." if plan.speculation.active else ""
+    return f"A preset: {describe(plan)}.{drafts} Gives up: {given_up}."

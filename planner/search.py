@@ -1,0 +1,278 @@
+"""Search over families of plans: the space of formats, selections and gammas, and the best candidate of each family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
+from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.question import Objective, Question
+from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.evaluate import Estimate, evaluate
+from ridgeplan.roofline.placement import resident_memory
+from ridgeplan.roofline.plan.draft_selection import draft_selection
+from ridgeplan.roofline.plan.plan import (
+    MAX_GAMMA,
+    DraftCodes,
+    Eviction,
+    HostPart,
+    KVCache,
+    KVFormat,
+    Placement,
+    Plan,
+    Speculation,
+    Weights,
+    Workload,
+)
+from ridgeplan.roofline.plan.policies import selections
+from ridgeplan.roofline.plan.policies.base import KV_BUDGET, Role, unpriced
+from ridgeplan.roofline.plan.policies.evictions import dapq
+from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.presets import PRESETS, describe, family_key
+from ridgeplan.roofline.plan.presets import preset as preset_of
+
+RATIOS = (0.02, 0.04, 0.07, 0.1, 0.15, 0.25, 0.5)
+GAMMAS = tuple(range(1, MAX_GAMMA + 1))
+
+
+@dataclass(frozen=True)
+class Family:
+    """Plans that differ only in gamma and ratio: a template, and the values of both.
+
+    Budgets of lossy policies are the template's: fewer tokens are always faster, and a latency model cannot weigh that
+    against the loss of quality.
+    """
+
+    name: str
+    template: Plan
+    gammas: tuple[int, ...]
+    ratios: tuple[float, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of plans in the grid."""
+        return len(self.gammas) * len(self.ratios)
+
+    def grid(self) -> tuple[np.ndarray, np.ndarray]:
+        """gamma and ratio of every plan, each [size]."""
+        return np.repeat(self.gammas, len(self.ratios)), np.tile(self.ratios, len(self.gammas))
+
+    def plan(self, gamma: int, ratio: float) -> Plan:
+        """The plan at one point of the grid."""
+        speculation = replace(self.template.speculation, gamma=int(gamma))
+        return replace(self.template, speculation=speculation.with_ratio(float(ratio)))
+
+
+@lru_cache(maxsize=16)
+def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NEAR_LOSSLESS) -> tuple[Family, ...]:
+    """Every preset, and the joint space of weights, cache formats, draft codes and selections that `quality` allows.
+
+    `offload` adds plans with layers on the host, for what would not fit otherwise: plain decoding on all formats, and
+    drafts where only lower codes leave. How often drafts are accepted that read a few tokens of some layers is not
+    known, so that such plans are run but not searched.
+    """
+    named = {
+        family_key(plan): (name, plan) for name, plan in ((name, make(workload)) for name, make in PRESETS.items())
+    }
+    for plan in (*_joint(workload, quality), *(_offloaded(workload, quality) if offload else ())):
+        named.setdefault(family_key(plan), (describe(plan), plan))
+    return tuple(family_of(name, plan) for name, plan in named.values())
+
+
+# Cache formats with the codes that drafts read: the upper ones where they are stored.
+DRAFT_READS = (
+    (KVFormat.FULL, DraftCodes.FULL),
+    (KVFormat.INT8, DraftCodes.FULL),
+    (KVFormat.SHADOW, DraftCodes.UPPER),
+    (KVFormat.HIERARCHICAL, DraftCodes.UPPER),
+)
+# Bits of the target's weights with those of the drafts'.
+WEIGHT_BITS = ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4))
+
+
+def _joint(workload: Workload, quality: Quality) -> Iterator[Plan]:
+    evicted = dapq(workload).eviction  # the policy that loses least, by published figures
+    for eviction, (kv, codes), (target_bits, draft_bits) in product((Eviction(), evicted), DRAFT_READS, WEIGHT_BITS):
+        target = Plan(workload, Weights(target_bits, target_bits), KVCache(kv), eviction=eviction)
+        if not quality.allows(quality_of(target)):
+            continue
+        if codes is DraftCodes.FULL and draft_bits == target_bits:
+            yield target
+        yield from _drafting(target, Weights(target_bits, draft_bits), codes)
+
+
+def _offloaded(workload: Workload, quality: Quality) -> Iterator[Plan]:
+    budget = min(KV_BUDGET, workload.context)
+    for target_bits, draft_bits in WEIGHT_BITS:
+        weights = Weights(target_bits, target_bits)
+        for kv in (KVFormat.FULL, KVFormat.INT8) if draft_bits == target_bits else ():
+            plain = Plan(workload, weights, KVCache(kv), placement=Placement(True, budget))
+            if quality.allows(quality_of(plain)):
+                yield plain
+        lower = Placement(True, part=HostPart.LOWER)
+        halved = Plan(workload, weights, KVCache(KVFormat.HIERARCHICAL), placement=lower)
+        if quality.allows(quality_of(halved)):
+            yield replace(
+                halved, weights=Weights(target_bits, draft_bits), speculation=Speculation(1, DraftCodes.UPPER)
+            )
+
+
+def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:
+    """Drafts that read all tokens or, if none were evicted, what a policy selects."""
+    for policy in selections(Role.DRAFT):
+        speculation = Speculation(1, codes, draft_selection(policy.name))
+        missing_codes = speculation.selection.needs_codes and not plain.kv.format.quantized
+        if missing_codes or not policy.searched or (speculation.sparse and plain.eviction.active):
+            continue
+        if not speculation.sparse and codes is DraftCodes.FULL and not weights.draft_differs:
+            continue  # the draft would be the target itself
+        yield replace(plain, weights=weights, speculation=speculation)
+
+
+def family_of(name: str, template: Plan) -> Family:
+    """All plans that differ from the template only in gamma and ratio."""
+    speculation = template.speculation
+    return Family(
+        name,
+        template,
+        gammas=GAMMAS if speculation.active else (0,),
+        ratios=RATIOS if speculation.sparse else (1.0,),
+    )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The best plan of a family: its objective (lower is better), its peak memory, and what it takes of the host."""
+
+    name: str
+    plan: Plan
+    score: float
+    tpot_s: float
+    peak_bytes: float
+    host_bytes: float
+
+    def rejection(self, question: Question) -> str | None:
+        """Why this plan cannot be recommended, however fast; None if it can."""
+        return self.exclusion(question) or self.unsupported(question)
+
+    def exclusion(self, question: Question) -> str | None:
+        """Why this plan is no answer, on whatever runtime; None if it is one."""
+        return question.misfit(self.peak_bytes, self.host_bytes) or question.unwanted(self.plan)
+
+    def unsupported(self, question: Question) -> str | None:
+        """What the backend lacks to execute this plan, or the profile to price it; None if nothing."""
+        return question.unsupported(self.plan)
+
+
+def search(question: Question, searched: tuple[Family, ...] | None = None) -> list[Candidate]:
+    """The best plan of every family of the search space, or of those given."""
+    if searched is None:
+        offload = question.offload and not fits_whole(question)
+        known = families(question.workload, offload=offload, quality=question.quality)
+        searched = tuple(family for family in known if unpriced(family.template, question.shape) is None)
+    machine, grid = question.machine, _Grid.of(searched)
+    templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
+    rates = [rates_of(family.template, question.shape, machine) for family in searched]
+    once, column = [1] * len(searched), (len(searched), 1, 1)
+    axes = {"gamma": grid.gamma, "draft_ratio": grid.ratio, "acceptance": _acceptance(searched, grid, question)}
+    strategy = replace(reshaped(stack(templates, once), column), **axes)
+    estimate = evaluate(question.shape, machine, strategy, reshaped(stack(rates, once), column))
+    return list(_best_of_each(searched, grid, estimate, question))
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """gamma [families, gammas, 1] and ratio [families, 1, ratios], so that what depends on one is computed for it only.
+
+    Families with fewer values repeat their last one.
+    """
+
+    gamma: np.ndarray
+    ratio: np.ndarray
+
+    @classmethod
+    def of(cls, searched: Sequence[Family]) -> _Grid:
+        """The grids of some families."""
+        gamma, ratio = (_padded([getattr(family, axis) for family in searched]) for axis in ("gammas", "ratios"))
+        return cls(gamma[:, :, None], ratio[:, None, :])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[families, gammas, ratios]."""
+        return np.broadcast_shapes(self.gamma.shape, self.ratio.shape)
+
+    def plan(self, family: Family, index: int, point: int) -> Plan:
+        """The plan of the family with an index, at one point of its grid."""
+        gamma, ratio = divmod(point, self.shape[2])
+        return family.plan(self.gamma[index, gamma, 0], self.ratio[index, 0, ratio])
+
+
+def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    longest = max(map(len, rows))
+    return np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows], dtype=float)
+
+
+def _acceptance(searched: Sequence[Family], grid: _Grid, question: Question) -> np.ndarray:
+    """Conditional acceptance of every plan's drafts, in the shape of the grid."""
+    model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
+    gamma, ratio = (np.broadcast_to(axis, grid.shape).reshape(len(searched), -1) for axis in (grid.gamma, grid.ratio))
+    found = model.best_of_all([family.template for family in searched], list(zip(gamma, ratio, strict=True)))
+    return np.reshape(found, grid.shape)
+
+
+def best_of_preset(name: str, question: Question) -> Candidate:
+    """The named preset at its fastest gamma and ratio that fit, as `recommend` lists it. Raises PlanError."""
+    (found,) = search(question, (family_of(name, preset_of(name, question.workload)),))
+    return found
+
+
+def fits_whole(question: Question) -> bool:
+    """Whether plain decoding fits without offloading."""
+    machine = question.machine
+    plain = strategy_of(autoregressive(question.workload), question.shape, machine, 1.0)
+    return bool(resident_memory(question.shape, machine, plain).peak <= question.memory_limit_bytes)
+
+
+def _best_of_each(
+    searched: tuple[Family, ...], grid: _Grid, estimate: Estimate, question: Question
+) -> Iterator[Candidate]:
+    """For each family, the fitting plan with the lowest objective; if none fits, the one that needs least memory.
+
+    Plans of the joint space that may offload but need not are skipped, as they are listed without offloading too.
+    """
+    figures = (
+        _score(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.host_bytes,
+        estimate.offloaded_layers,
+    )  # fmt: skip
+    score, tpot, peak, host, offloaded = (
+        np.broadcast_to(np.asarray(one, dtype=float), grid.shape).reshape(len(searched), -1) for one in figures
+    )
+    fits = question.fitting(peak, host)
+    ranked = np.where(fits.any(axis=1, keepdims=True), np.where(fits, score, math.inf), peak)
+    for index, (family, best) in enumerate(zip(searched, ranked.argmin(axis=1), strict=True)):
+        if family.template.placement.offload and family.name not in PRESETS and not offloaded[index, best]:
+            continue
+        plan = within_limit(grid.plan(family, index, int(best)), question.memory_limit_bytes)
+        yield Candidate(family.name, plan, *(float(one[index, best]) for one in (score, tpot, peak, host)))
+
+
+def within_limit(plan: Plan, limit_bytes: float) -> Plan:
+    """The plan with a limit of memory, at which layers leave, if any may."""
+    if not plan.placement.offload:
+        return plan
+    return replace(plan, placement=replace(plan.placement, memory_bytes=int(limit_bytes)))
+
+
+def _score(estimate: Estimate, question: Question) -> Term:
+    return {
+        Objective.LATENCY: estimate.tpot_s,
+        Objective.TOTAL: estimate.ttft_s + question.workload.new_tokens * estimate.tpot_s,
+        Objective.MEMORY: estimate.memory.peak,
+    }[question.objective]

@@ -1,0 +1,293 @@
+"""GGUF files: header, bits of the tensor types, and the ModelShape that the metadata describes.
+
+The gguf package's own reader is too slow and too trusting. It makes an object for every token of the vocabulary, 7 s
+for the 151936 of Qwen2.5, and does not compare counts and lengths with the file's size, so a damaged header keeps it
+busy for minutes. Format: the GGUF specification, ggml/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, WeightBits, mean_bits
+from ridgeplan.roofline.catalog.validation import brief
+
+# Weights and bytes of a block by the type's number in the file (ggml/include/ggml.h, ggml/src/ggml-common.h).
+_BLOCKS = {
+    0: (1, 4),  # F32
+    1: (1, 2),  # F16
+    2: (32, 18),  # Q4_0
+    3: (32, 20),  # Q4_1
+    6: (32, 22),  # Q5_0
+    7: (32, 24),  # Q5_1
+    8: (32, 34),  # Q8_0
+    9: (32, 40),  # Q8_1
+    10: (256, 84),  # Q2_K
+    11: (256, 110),  # Q3_K
+    12: (256, 144),  # Q4_K
+    13: (256, 176),  # Q5_K
+    14: (256, 210),  # Q6_K
+    15: (256, 292),  # Q8_K
+    16: (256, 66),  # IQ2_XXS
+    17: (256, 74),  # IQ2_XS
+    18: (256, 98),  # IQ3_XXS
+    19: (256, 50),  # IQ1_S
+    20: (32, 18),  # IQ4_NL
+    21: (256, 110),  # IQ3_S
+    22: (256, 82),  # IQ2_S
+    23: (256, 136),  # IQ4_XS
+    29: (256, 56),  # IQ1_M
+    30: (1, 2),  # BF16
+    34: (256, 54),  # TQ1_0
+    35: (256, 66),  # TQ2_0
+    39: (32, 17),  # MXFP4
+    40: (64, 36),  # NVFP4
+    41: (128, 18),  # Q1_0
+}
+
+
+def gguf_bits(kind: int) -> float:
+    """Bits per weight of a tensor type, scales included. Raises ValueError for types of integers and unknown ones."""
+    if kind not in _BLOCKS:
+        raise ValueError(f"tensors of type {brief(kind)} are not supported")
+    weights, block_bytes = _BLOCKS[kind]
+    return 8 * block_bytes / weights
+
+
+MAX_HEADER_BYTES = 64 << 20  # a vocabulary of 262144 tokens and its merges take about 15 MB
+MAX_ENTRIES = 1 << 16  # metadata values, and tensors
+MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
+_STRING, _ARRAY = 8, 9
+# struct formats of the scalar value types, by their number in the file.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LENGTH = struct.Struct("<Q")
+# Bytes of the shortest possible items. A value has a key's length, a type and a bool; a tensor has a name's length, a
+# number of dimensions, a type and an offset.
+_VALUE_BYTES, _TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """metadata: scalar and string values by key (arrays are left out); tensors: dimensions and types by name."""
+
+    metadata: dict[str, object]
+    tensors: dict[str, tuple[int, ...]]
+    types: dict[str, int]
+
+
+def read_gguf_header(path: Path) -> GGUFHeader:
+    """The header of a little-endian GGUF file, version 2 or 3.
+
+    Raises OSError, or ValueError (one line, without the path) if the file is damaged. Every count and length is
+    checked against the remaining bytes before it is used, so damage is found at once.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a pipe would wait for whoever writes to it
+        raise ValueError("it is a pipe or a device; allowed: a file")
+    with path.open("rb") as file:
+        if not file.read(1):
+            raise ValueError("it is empty")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _header(_Cursor(data))
+            except (struct.error, OverflowError):  # positions past the end, and beyond 64 bits
+                limit = f"{MAX_HEADER_BYTES >> 20} MiB"
+                raise ValueError(f"the file ends within its header, or the header is larger than {limit}") from None
+
+
+class _Cursor:
+    """Reads from a position onwards. Reading past the end, or past the largest header, raises struct.error."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.at = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes from here to the end of the file or of the largest header."""
+        return min(len(self.data), MAX_HEADER_BYTES) - self.at
+
+    def scalar(self, code: str) -> int | float | bool:
+        (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
+        self.at += struct.calcsize(f"<{code}")
+        return value
+
+    def whole(self, code: str = "Q") -> int:
+        return int(self.scalar(code))
+
+    def count(self, item_bytes: int, most: int = MAX_HEADER_BYTES) -> int:
+        """A count of items of at least `item_bytes` each. Raises ValueError if the file cannot hold that many."""
+        found, fitting = self.whole(), self.left // item_bytes
+        if found > min(fitting, most):
+            raise ValueError(f"it announces {found} items in its header; allowed here: up to {min(fitting, most)}")
+        return found
+
+    def string(self) -> str:
+        length = self.whole()
+        self.skip(length)
+        return self.data[self.at - length : self.at].decode("utf-8", "replace")
+
+    def skip(self, length: int) -> None:
+        if length > self.left:
+            raise struct.error
+        self.at += length
+
+    def skip_strings(self) -> None:
+        count, at = self.count(_LENGTH.size), self.at
+        for _ in range(count):
+            at += _LENGTH.size + _LENGTH.unpack_from(self.data, at)[0]
+        self.skip(at - self.at)
+
+
+def _header(cursor: _Cursor) -> GGUFHeader:
+    if cursor.data[:4] != b"GGUF":
+        raise ValueError("it does not start with 'GGUF'")
+    cursor.skip(4)
+    version = cursor.whole("I")
+    if version not in (2, 3):
+        raise ValueError(f"GGUF version {version} is not supported; supported: 2, 3 (little-endian)")
+    tensor_count, value_count = cursor.count(_TENSOR_BYTES, MAX_ENTRIES), cursor.count(_VALUE_BYTES, MAX_ENTRIES)
+    metadata: dict[str, object] = {}
+    for _ in range(value_count):
+        key = _new_name(cursor.string(), metadata)
+        value = _value(cursor, cursor.whole("I"))
+        if value is not None:
+            metadata[key] = value
+    return GGUFHeader(metadata, *_tensors(cursor, tensor_count))
+
+
+def _tensors(cursor: _Cursor, count: int) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """Dimensions and types by name. Raises ValueError unless all tensors end within the file."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    types: dict[str, int] = {}
+    end = 0  # in bytes from the start of the tensor data, which follows the header
+    for _ in range(count):
+        name = _new_name(cursor.string(), tensors)
+        dimensions = cursor.whole("I")
+        if dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"tensor {brief(name)} has {dimensions} dimensions; allowed: up to {MAX_DIMENSIONS}")
+        tensors[name] = tuple(cursor.whole() for _ in range(dimensions))
+        types[name] = cursor.whole("I")
+        smallest_bytes = math.prod(tensors[name]) // 8  # no type takes less than a bit per element
+        end = max(end, cursor.whole() + max(smallest_bytes, 1))
+    if end > len(cursor.data) - cursor.at:
+        raise ValueError("the file ends before its last tensor")
+    return tensors, types
+
+
+def _new_name(name: str, known: dict[str, object] | dict[str, tuple[int, ...]]) -> str:
+    if name in known:
+        raise ValueError(f"{brief(name)} stands twice in it")
+    return name
+
+
+def _value(cursor: _Cursor, kind: int) -> object:
+    """One metadata value; None for an array, which is skipped."""
+    if kind == _STRING:
+        return cursor.string()
+    if kind != _ARRAY:
+        return cursor.scalar(_code(kind))
+    kind = cursor.whole("I")
+    if kind == _STRING:
+        cursor.skip_strings()
+    else:
+        item_bytes = struct.calcsize(_code(kind))
+        cursor.skip(cursor.whole() * item_bytes)
+    return None
+
+
+def _code(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"metadata of unknown type {kind}")
+    return _SCALARS[kind]
+
+
+# Mistral models are stored as "llama".
+_SUPPORTED = ("llama", "qwen2", "qwen3")
+_MATRICES = (
+    (re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.weight"), "attention"),
+    (re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.weight"), "mlp"),
+    (re.compile(r"token_embd\.weight"), "embedding"),
+    (re.compile(r"output\.weight"), "head"),
+)
+
+
+def shape_from_gguf(path: Path) -> ModelShape:
+    """The shape that a GGUF file describes. Raises BadModelFile, one line that names the file."""
+    try:
+        return shape_of_header(read_gguf_header(path), path)
+    except OSError as error:
+        raise BadModelFile(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise BadModelFile(f"{path} is not a usable GGUF file: {error}") from None
+
+
+def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
+    """The shape that the header of the file `path` describes. Raises ValueError, one line without the path."""
+    architecture = header.metadata.get("general.architecture")
+    if architecture not in _SUPPORTED:
+        supported = ", ".join(_SUPPORTED)
+        raise ValueError(f"architecture {brief(architecture)} is not supported; supported: {supported}")
+
+    def value(key: str, default: object = None) -> Any:
+        found = header.metadata.get(f"{architecture}.{key}", default)
+        if found is None:
+            raise ValueError(f"{architecture}.{key} is missing")
+        return found
+
+    if value("expert_count", 0):
+        raise ValueError("mixtures of experts are read from their config.json only")
+    heads = value("attention.head_count")
+    q_width = _tensor(header, "blk.0.attn_q.weight")[-1]
+    window = value("attention.sliding_window", 0) or None
+    layers, tied = value("block_count"), "output.weight" not in header.tensors
+    bits = weight_bits_of(header)
+    return ModelShape(
+        name=path.stem,
+        architecture=str(architecture),
+        layers=layers,
+        hidden=value("embedding_length"),
+        q_heads=heads,
+        kv_heads=value("attention.head_count_kv", heads),
+        head_dim=value("attention.key_length", q_width // heads if type(heads) is int and heads else 0),
+        intermediate=value("feed_forward_length"),
+        vocab=_tensor(header, "token_embd.weight")[-1],
+        max_context=value("context_length"),
+        tied_embeddings=tied,
+        attention_bias="blk.0.attn_q.bias" in header.tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in header.tensors,
+        window_tokens=window,
+        window_layers=layers if window else 0,
+        rope_theta=value("rope.freq_base", 10_000.0),
+        rope_original_context=value("rope.scaling.original_context_length", 0) or None,
+        weight_bits=bits.tied() if tied else bits,
+        source=str(path),
+    )
+
+
+def weight_bits_of(header: GGUFHeader) -> WeightBits:
+    """The mean bits per weight of each part's tensors. Raises ValueError for a type that is not known."""
+
+    def matrices() -> Iterator[tuple[str, float, float]]:
+        for name, dimensions in header.tensors.items():
+            part = next((part for pattern, part in _MATRICES if pattern.fullmatch(name)), None)
+            if part and math.prod(dimensions):
+                yield part, math.prod(dimensions), gguf_bits(header.types[name])
+
+    return mean_bits(matrices(), "gguf")
+
+
+def _tensor(header: GGUFHeader, name: str) -> tuple[int, ...]:
+    """The dimensions of a matrix, innermost first: [inputs, outputs]."""
+    dimensions = header.tensors.get(name, ())
+    if len(dimensions) != 2:
+        raise ValueError(f"it has no matrix {name}")
+    return dimensions

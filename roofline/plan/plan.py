@@ -1,0 +1,425 @@
+"""The plan: one point of a six-axis space, frozen, validated, with a lossless JSON form."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
+from ridgeplan.roofline.catalog.validation import (
+    build,
+    flag,
+    number,
+    one_of,
+    part,
+    text,
+    values_by_name,
+    variant,
+    whole,
+)
+from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
+from ridgeplan.roofline.plan.draft_selection import (
+    DRAFT_SELECTIONS,
+    MIN_RATIO,
+    TARGET_SELECTIONS,
+    AllTokens,
+    DraftSelection,
+    PlanError,
+    PlanPart,
+    SparseSelection,
+)
+from ridgeplan.roofline.speculation import MAX_GAMMA
+
+
+class HostPart(StrEnum):
+    """The part of a layer's KV that leaves the device."""
+
+    ALL = "all"  # every old token; drafts read a budget of tokens that stay on the device
+    LOWER = "lower"  # lower codes alone, which drafts never read: half the memory, and drafts as good as without
+
+
+SCHEMA = 1
+MAX_BATCH = 4096
+MAX_DEVICES = 64
+MAX_YARN_FACTOR = 64
+MAX_MEMORY_BYTES = 10**18
+MAX_PREFETCH = 8  # offloaded layers; each takes a slot on the device
+
+
+class KVFormat(StrEnum):
+    """How keys and values are stored."""
+
+    FULL = "bf16"
+    SHADOW = "bf16+int4"  # bf16 for the target and INT4 upper codes that only drafts read
+    INT8 = "int8"
+    HIERARCHICAL = "int4x2"  # upper codes for drafts, upper and lower for the target (QuantSpec, section 4.2)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any codes are stored."""
+        return self is not KVFormat.FULL
+
+    @property
+    def buffered(self) -> bool:
+        """Whether old tokens are stored only as upper and lower codes, and recent ones in a full-precision buffer."""
+        return self in (KVFormat.INT8, KVFormat.HIERARCHICAL)
+
+
+class EvictionPolicy(StrEnum):
+    """Which tokens are evicted from the cache for good, once, after prefill."""
+
+    NONE = "none"
+    STREAMING = "streamingllm"
+    H2O = "h2o"
+    SNAPKV = "snapkv"
+    PYRAMIDKV = "pyramidkv"
+    LACACHE = "lacache"
+    EXPECTED_ATTENTION = "expected-attention"
+    DAPQ = "dapq"
+    RANDOM = "random"
+    ORACLE = "oracle"
+
+
+class DraftCodes(StrEnum):
+    """Which codes of a token a draft reads."""
+
+    FULL = "full"
+    UPPER = "upper"
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise PlanError(message) unless `condition` holds."""
+    if not condition:
+        raise PlanError(message)
+
+
+def _group() -> Any:
+    return one_of(QUANTIZATION_GROUPS, default=128)
+
+
+def _budget() -> Any:
+    return whole(0, MAX_TOKENS, default=0)
+
+
+@dataclass(frozen=True)
+class Workload(PlanPart):
+    """What a plan is for: a model on a machine, at a context and batch."""
+
+    model: str = text()
+    hardware: str = text()
+    context: int = whole(1, MAX_TOKENS)  # tokens of a prompt
+    new_tokens: int = whole(1, MAX_TOKENS, default=1024)
+    batch: int = whole(1, MAX_BATCH, default=1)  # sequences
+    yarn_factor: float = number(1, MAX_YARN_FACTOR, default=1.0)  # above 1: RoPE is scaled by YaRN
+
+    @property
+    def final_context(self) -> int:
+        """Tokens of one sequence when generation ends."""
+        return self.context + self.new_tokens
+
+
+@dataclass(frozen=True)
+class Weights(PlanPart):
+    """Bits of the target's weights and of the draft's; 16 means the machine's full precision.
+
+    Drafts in 4 bits of an 8-bit target read the upper plane of the target's own weights: there is one copy.
+    """
+
+    target_bits: int = one_of((16, 8, 4), default=16)
+    draft_bits: int = one_of((16, 8, 4), default=16)
+    group: int = _group()  # parameters that share a scale and a minimum, along the input dimension
+
+    def _contradiction(self) -> str | None:
+        if self.draft_bits in (self.target_bits, 4):
+            return None
+        return f"draft_bits is {self.draft_bits}; allowed: 4, or {self.target_bits} as target_bits"
+
+    @property
+    def draft_differs(self) -> bool:
+        """Whether drafts read fewer bits than the target."""
+        return self.draft_bits != self.target_bits
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether drafts read the upper codes of the target's 8-bit weights."""
+        return self.target_bits == 8 and self.draft_bits == 4
+
+    @property
+    def draft_copy(self) -> bool:
+        """Whether a second, smaller copy of the weights is kept for drafts."""
+        return self.draft_differs and not self.hierarchical
+
+    @property
+    def target_format(self) -> tuple[int, int | None, bool]:
+        """Bits and group of the target's weights, and whether they are hierarchical; plans with the same share them."""
+        return self.target_bits, None if self.target_bits == 16 else self.group, self.hierarchical
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any weights have fewer bits than the checkpoint's."""
+        return self.draft_bits < 16  # the target's never have fewer
+
+
+@dataclass(frozen=True)
+class KVCache(PlanPart):
+    """Storage of keys and values; quantized formats keep `group` to 2 x `group` recent tokens unquantized."""
+
+    format: KVFormat = one_of(KVFormat, default=KVFormat.FULL)
+    group: int = _group()  # tokens
+
+    @property
+    def target_bits(self) -> int:
+        """Bits per element of old tokens as the target reads them; 16 is full precision."""
+        return 8 if self.format.buffered else 16
+
+    @property
+    def step(self) -> int:
+        """Tokens by whose multiples layers may differ in length: flushes then come in all of them at once."""
+        return self.group if self.format.quantized else 1
+
+
+@dataclass(frozen=True)
+class Eviction(PlanPart):
+    """One-time eviction after prefill.
+
+    The budget is of prompt tokens that stay in a layer, on average over the layers: a number, or a share of the
+    workload's context. settings: the policy's hyperparameters that differ from their defaults. chunk: prompts go
+    through all layers in chunks of up to so many tokens, and each layer evicts after every chunk; 0 is at once, as are
+    a chunk or a budget of the whole context. (ridgeplan.planner.policies.eviction checks settings, and which policies
+    allow a chunk.)
+    """
+
+    policy: EvictionPolicy = one_of(EvictionPolicy, default=EvictionPolicy.NONE)
+    budget: int = _budget()
+    share: float = number(0, 1, default=0.0)
+    settings: Mapping[str, Any] = values_by_name(default_factory=dict)
+    chunk: int = whole(0, MAX_TOKENS, default=0)
+
+    def _contradiction(self) -> str | None:
+        if self.policy is EvictionPolicy.NONE:
+            given = self.share or self.settings or self.chunk
+            problem = "share, settings or chunk without a policy"
+            return problem if given else _budget_problem("eviction", False, self.budget)
+        if self.share and self.budget:
+            return f"budget is {self.budget} and share {self.share}; allowed: one of them"
+        return None if self.share else _budget_problem("eviction", True, self.budget)
+
+    @property
+    def active(self) -> bool:
+        """Whether any token is evicted."""
+        return self.policy is not EvictionPolicy.NONE
+
+    def tokens(self, context: int) -> int:
+        """The budget in tokens, for prompts of up to `context`."""
+        return self.budget or math.ceil(self.share * context)
+
+    def chunk_at(self, context: int) -> int:
+        """Most tokens that go through the model together where prompts have up to `context`; 0: all of a prompt.
+
+        A chunk that holds all of them is an eviction at once.
+        """
+        return self.chunk if max(self.chunk, self.tokens(context)) < context else 0
+
+
+@dataclass(frozen=True)
+class Placement(PlanPart):
+    """Where KV is kept: all on the GPU, or layers are offloaded at Algorithm 1's thresholds (SpeContext).
+
+    The last layer leaves first. A target that reads everything has offloaded codes streamed to it at every step or
+    round; one that selects has only the tokens loaded that are missing (SpeContext, section 5.4).
+    """
+
+    offload: bool = flag(False)
+    budget: int = _budget()  # tokens per offloaded layer that are on the GPU at a step
+    part: HostPart = one_of(HostPart, default=HostPart.ALL)
+    memory_bytes: int = whole(0, MAX_MEMORY_BYTES, default=0)  # what the GPU may use; 0: all that it has
+    prefetch: int = whole(1, MAX_PREFETCH, default=1)  # offloaded layers copied ahead of the one that is read
+    adaptive: bool = flag(False)  # layers leave while tokens are generated, not all at the start (Algorithm 2)
+    elastic: bool = flag(True)  # of chosen tokens only those are loaded that the slots on the GPU lack (section 5.4)
+
+    def _contradiction(self) -> str | None:
+        details = self.part, self.memory_bytes, self.prefetch, self.adaptive, self.elastic
+        if not self.offload and details != (HostPart.ALL, 0, 1, False, True):
+            return "part, memory_bytes, prefetch, adaptive or elastic is set; allowed: only where offload is true"
+        if self.adaptive and self.part is HostPart.LOWER:
+            return "adaptive is true with part 'lower'; allowed: part 'all'"
+        if self.part is HostPart.LOWER:
+            return None if self.budget == 0 else f"budget is {self.budget}; allowed: 0 when lower codes are offloaded"
+        return _budget_problem("placement", self.offload, self.budget)
+
+
+@dataclass(frozen=True)
+class TargetAttention(PlanPart):
+    """What each of the target's queries reads: everything, or `budget` tokens that a policy selects for it.
+
+    The budget stands in the place of the selection's `ratio` and `floor`, which are of drafts.
+    """
+
+    selection: DraftSelection = variant(TARGET_SELECTIONS, default=AllTokens())  # noqa: RUF009
+    budget: int = _budget()
+
+    def _contradiction(self) -> str | None:
+        usual = type(self.selection)()  # type: ignore[call-arg]
+        for name in ("ratio", "floor") if self.active else ():
+            if getattr(self.selection, name) != getattr(usual, name):
+                return f"{name} of the target's selection is {getattr(self.selection, name)}; allowed: a budget instead"
+        return _budget_problem("attention", self.active, self.budget)
+
+    @property
+    def active(self) -> bool:
+        """Whether the target reads only some of the tokens."""
+        return not isinstance(self.selection, AllTokens)
+
+    @property
+    def chosen(self) -> DraftSelection:
+        """The selection with the budget as its floor and in effect no ratio, so that it reads the budget."""
+        if not isinstance(self.selection, SparseSelection):
+            return self.selection
+        return replace(self.selection, ratio=MIN_RATIO, floor=self.budget)
+
+
+@dataclass(frozen=True)
+class Speculation(PlanPart):
+    """Self-speculation: gamma drafts per round, which read these codes of the tokens that a policy selects.
+
+    adaptive: gamma is the most drafts of a round; the engine chooses how many from the acceptance that it measures.
+    """
+
+    gamma: int = whole(0, MAX_GAMMA, default=0)
+    codes: DraftCodes = one_of(DraftCodes, default=DraftCodes.FULL)
+    selection: DraftSelection = variant(DRAFT_SELECTIONS, default=AllTokens())  # noqa: RUF009
+    adaptive: bool = flag(False)
+
+    def _contradiction(self) -> str | None:
+        if self.adaptive and not self.active:
+            return "adaptive is true with gamma 0; allowed: gamma of 1 or more, the most drafts of a round"
+        return None
+
+    @property
+    def active(self) -> bool:
+        """Whether any token is drafted."""
+        return self.gamma > 0
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """The drafts that a round of this plan may have, ascending."""
+        return adaptive_gammas(self.gamma) if self.adaptive else (self.gamma,)
+
+    @property
+    def ratio(self) -> float:
+        """The share of the cached tokens that drafts may read."""
+        return self.selection.ratio
+
+    @property
+    def sparse(self) -> bool:
+        """Whether drafts read only some of the tokens."""
+        return not isinstance(self.selection, AllTokens)
+
+    def with_ratio(self, ratio: float) -> Speculation:
+        """The same speculation at another ratio."""
+        return replace(self, selection=replace(self.selection, ratio=ratio))
+
+
+def _budget_problem(axis: str, active: bool, budget: int) -> str | None:
+    if active == (budget > 0):
+        return None
+    return f"budget is {budget}; allowed: {f'1 to {MAX_TOKENS}' if active else f'0 when {axis} is off'}"
+
+
+@dataclass(frozen=True)
+class Plan(PlanPart):
+    """A workload with a value on every axis. Raises PlanError for values that are not allowed."""
+
+    workload: Workload = part(Workload, required=True)
+    weights: Weights = part(Weights)
+    kv: KVCache = part(KVCache)
+    eviction: Eviction = part(Eviction)
+    placement: Placement = part(Placement)
+    attention: TargetAttention = part(TargetAttention)
+    speculation: Speculation = part(Speculation)
+    tensor_parallel: int = whole(1, MAX_DEVICES, default=1)
+
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether anything chooses by codes, or drafts gather upper ones: planes by token are then kept beside them."""
+        upper = self.speculation.codes is DraftCodes.UPPER
+        chosen_by = (self.attention.selection, self.speculation.selection)
+        return (self.speculation.sparse and upper) or any(one.needs_codes for one in chosen_by)
+
+    @property
+    def loads_chosen(self) -> bool:
+        """Whether what steps choose of layers on the host is loaded to the device, token by token."""
+        chooses = self.speculation.sparse or self.attention.active
+        return chooses and not self.kv.format.buffered
+
+    def _contradiction(self) -> str | None:
+        upper = self.speculation.codes is DraftCodes.UPPER
+        if upper and self.kv.format not in (KVFormat.SHADOW, KVFormat.HIERARCHICAL):
+            stored = f"kv format {self.kv.format.value!r}"
+            return f"codes is 'upper' with {stored}; allowed: 'bf16+int4' or 'int4x2', which store upper codes"
+        for selection in (self.attention.selection, self.speculation.selection):
+            if selection.needs_codes and not self.kv.format.quantized:
+                return f"selection is {selection.name!r} with kv format 'bf16'; allowed: formats with codes"
+        if self.placement.offload and self.placement.part is HostPart.ALL and self.attention.active:
+            slots, read = self.placement.budget, self.attention.budget
+            if slots < read:
+                return f"placement's budget is {slots} with a target that reads {read} tokens; allowed: {read} or more"
+        if self.placement.part is HostPart.LOWER and (
+            self.kv.format is not KVFormat.HIERARCHICAL or (self.speculation.active and not upper)
+        ):
+            return "part is 'lower'; allowed: with kv format 'int4x2', and drafts that read upper codes"
+        if not self.speculation.active and (upper or self.weights.draft_differs):
+            return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON values, with its schema version first."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Exact JSON: `Plan.from_json(plan.to_json()) == plan`."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """Parse and validate untrusted data. Raises PlanError, one line that lists the values that are wrong.
+
+        "specs" of a plan's file describe its model and machine (planner/plan_file.py) and are not the plan's.
+        """
+        values = fields_of_schema(data, SCHEMA, "make it again with `ridgeplan plan`", PlanError)
+        values.pop("specs", None)
+        return build(cls, values | _selection_with_ratio(values) | _named_target_selection(values))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Parse and validate untrusted JSON text. Raises PlanError."""
+        try:
+            data = parse_json(text)
+        except ValueError as error:
+            raise PlanError(f"not a JSON plan: {error}") from None
+        return cls.from_dict(data)
+
+
+def _selection_with_ratio(values: dict[str, Any]) -> dict[str, Any]:
+    """The speculation of a plan's file, where it is one of the first: there a ratio stood beside a selection's name."""
+    speculation = values.get("speculation")
+    if not isinstance(speculation, dict) or not isinstance(speculation.get("selection", ""), str):
+        return {}
+    kept = {name: value for name, value in speculation.items() if name not in ("selection", "ratio")}
+    found = {"name": speculation.get("selection", "all")}
+    if "ratio" in speculation:
+        found["ratio"] = speculation["ratio"]
+    return {"speculation": kept | {"selection": found}}
+
+
+def _named_target_selection(values: dict[str, Any]) -> dict[str, Any]:
+    """The target's attention of a plan's file, where it is one of the first: there a selection was a name alone."""
+    attention = values.get("attention")
+    if not isinstance(attention, dict) or not isinstance(attention.get("selection"), str):
+        return {}
+    name = attention["selection"]
+    return {"attention": attention | {"selection": {"name": "all" if name == "full" else name}}}

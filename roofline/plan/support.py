@@ -1,0 +1,182 @@
+"""What the runtime can execute today: the planner recommends nothing else, and the runtime refuses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import StrEnum
+
+from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, uses_draft_swap
+from ridgeplan.roofline.plan.draft_selection import SparseSelection
+from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan
+from ridgeplan.roofline.plan.policies import draft_selection, evicted_to, eviction, target_selection
+from ridgeplan.roofline.plan.policies.base import Role
+from ridgeplan.roofline.plan.policies.selections import RETRIEVAL_HEAD
+
+SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse drafts need
+
+
+class Backend(StrEnum):
+    """What is to execute a plan: this package, another engine, or anything, even plans that nothing runs yet."""
+
+    ANY = "any"
+    RIDGEPLAN = "ridgeplan"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+# Cache formats that other engines have a counterpart of: vLLM's int8_per_token_head; SGLang has none of 8-bit integers.
+ENGINE_FORMATS = {Backend.VLLM: (KVFormat.FULL, KVFormat.INT8), Backend.SGLANG: (KVFormat.FULL,)}
+
+
+def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profile) -> str | None:
+    """What the backend lacks to execute the plan, or the profile to price it; None if nothing."""
+    if backend is Backend.ANY:
+        return None
+    if backend is Backend.RIDGEPLAN:
+        return only_estimated(plan, shape) or uncalibrated(plan, profile)
+    missing = _missing_in(plan, backend)
+    return f"{backend} has no {', '.join(missing)}" if missing else None
+
+
+def _missing_in(plan: Plan, engine: Backend) -> list[str]:
+    """The plan's values that another engine has no counterpart of, one phrase each."""
+    checks = {
+        f"eviction {plan.eviction.policy.value!r}": plan.eviction.active,
+        "offload of a running sequence's KV": plan.placement.offload,
+        f"target selection {plan.attention.selection.name!r}": plan.attention.active,
+        "self-speculation that shares its cache": plan.speculation.active,
+        f"{plan.kv.format.value} KV": plan.kv.format not in ENGINE_FORMATS[engine],
+    }
+    return [name for name, missing in checks.items() if missing]
+
+
+def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
+    """The plan's values that the runtime cannot execute yet, one phrase each; empty if it can execute the plan.
+
+    With `shape`, also the limits for this model.
+    """
+    evicting, target, drafts = eviction(plan), target_selection(plan), draft_selection(plan)
+    window = shape.window_tokens if shape else None
+    held = shape.weight_bits.format if shape and is_converted(shape) else None
+    checks = {
+        f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
+        **_missing_offload(plan),
+        f"target selection {plan.attention.selection.name!r}": target and Role.TARGET not in target.executable,
+        f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
+        f"draft selection {drafts.name!r} after an eviction that leaves layers of different lengths": _ragged(plan)
+        and plan.speculation.sparse,
+        f"target selection {plan.attention.selection.name!r} after an eviction": target and evicting,
+        f"draft selection {drafts.name!r} after an eviction": evicting and drafts.name == RETRIEVAL_HEAD.name,
+        f"draft selection {drafts.name!r}, which chooses by what a verification of all tokens scores": target
+        and drafts.from_verification,
+        f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
+        f"{held} weights as they are stored": held,
+        f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape
+        and exceeds_window(plan, shape),
+    }
+    return [name for name, missing in checks.items() if missing]
+
+
+def allows_chunks(plan: Plan) -> bool:
+    """Whether the plan's eviction, if it has one, may run after each chunk of a prompt."""
+    policy = eviction(plan)
+    return policy is not None and policy.chunked
+
+
+def _missing_offload(plan: Plan) -> dict[str, object]:
+    """Of offloaded layers, what cannot be executed, and whether the plan has it."""
+    if not plan.placement.offload:
+        return {}
+    kv, adaptive = plan.kv.format, plan.placement.adaptive
+    chosen_by = plan.attention.selection.name, plan.speculation.selection.name
+    return {
+        f"adaptive placement of {kv.value!r} KV": adaptive and not kv.buffered,
+        "adaptive placement with drafts that gather codes": adaptive and plan.gathers_codes,
+        "offloaded KV after an eviction": plan.eviction.active,
+        "a selection by 'oracle' from offloaded KV": "oracle" in chosen_by,  # it scores by every key
+        **(_missing_loads(plan) if plan.attention.active else {f"offloaded KV in {kv.value!r}": kv is KVFormat.SHADOW}),
+    }
+
+
+def _missing_loads(plan: Plan) -> dict[str, object]:
+    """The same of a target that has what it chooses loaded to slots, which drafts share with it."""
+    drafts_differ = plan.speculation.active and not _choose_alike(plan)
+    return {
+        f"a target's selection from offloaded KV in {plan.kv.format.value!r}": plan.kv.format.buffered,
+        "drafts that choose by other means than a target that reads a selection of offloaded KV": drafts_differ,
+    }
+
+
+def _choose_alike(plan: Plan) -> bool:
+    """Whether drafts choose by the target's policy, but for how many tokens, and read what it reads."""
+    target, drafts = plan.attention.selection, plan.speculation.selection
+    if not isinstance(drafts, SparseSelection) or plan.speculation.codes is DraftCodes.UPPER:
+        return False
+    return replace(drafts, ratio=target.ratio, floor=target.least_tokens) == target
+
+
+def only_estimated(plan: Plan, shape: ModelShape | None = None, *, has_head: bool = False) -> str | None:
+    """That the runtime cannot execute the plan, and what it lacks, such as a retrieval head; None if it can."""
+    missing = missing_execution(plan, shape)
+    if missing:
+        return f"estimated only, the runtime cannot execute {', '.join(missing)} yet"
+    return None if has_head else missing_head(plan)
+
+
+def missing_head(plan: Plan) -> str | None:
+    """That the plan needs a retrieval head for its model, which has to be trained first; None if it needs none."""
+    chosen_by = (plan.speculation.selection.name, plan.attention.selection.name)
+    if RETRIEVAL_HEAD.name not in chosen_by:
+        return None
+    return "estimated only: it needs a retrieval head for this model, which `ridgeplan distill` trains"
+
+
+def uncalibrated(plan: Plan, profile: Profile) -> str | None:
+    """That the plan attends to chosen tokens by kernels that the profile has no rates of; None if it has them."""
+    if not (plan.speculation.sparse or plan.attention.active) or SPARSE_CLASS in profile.classes:
+        return None
+    name = draft_selection(plan).name if plan.speculation.sparse else plan.attention.selection.name
+    return f"not calibrated on {profile.device}: kernels of {name!r}; run `ridgeplan calibrate`"
+
+
+def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
+    """Whether codes, drafts, a selection or an eviction would reach beyond the model's sliding window.
+
+    Plain bf16 decoding alone may.
+    """
+    plain = not (plan.kv.format.quantized or plan.speculation.active or plan.eviction.active or plan.attention.active)
+    window = shape.window_tokens or plan.workload.final_context
+    return plan.workload.final_context > window and not plain
+
+
+def _ragged(plan: Plan) -> bool:
+    """Whether layers hold different numbers of tokens: with two of them, a policy's first and last budgets differ."""
+    return len(set(evicted_to(plan, 2))) > 1
+
+
+def missing_architecture(shape: ModelShape) -> str | None:
+    """Why the runtime cannot run this model, or None if it can."""
+    if shape.architecture not in EXECUTABLE_ARCHITECTURES:
+        known = ", ".join(EXECUTABLE_ARCHITECTURES)
+        return f"the runtime does not execute architecture {shape.architecture!r} yet (it does {known})"
+    held = shape.weight_bits.format
+    if held not in CONVERTED_FORMATS:
+        return f"the runtime does not load weights in {held!r} yet (it does {', '.join(loaded_formats())})"
+    return None
+
+
+def as_loaded(shape: ModelShape) -> ModelShape:
+    """The model as the runtime holds it: weights of some formats are converted to full precision when loaded."""
+    return replace(shape, weight_bits=shape.weight_bits.as_loaded) if is_converted(shape) else shape
+
+
+def is_converted(shape: ModelShape) -> bool:
+    """Whether loading changes the model's weights; those of architectures that the runtime does not load stay."""
+    return shape.architecture in EXECUTABLE_ARCHITECTURES and shape.weight_bits.converted
+
+
+def swaps_draft_weights(plan: Plan) -> bool:
+    """Whether, on a GPU, the plan's prompts use the memory of the draft's weights for their long buffers."""
+    return plan.weights.draft_copy and bool(uses_draft_swap(plan.workload.context))

@@ -1,0 +1,341 @@
+"""Time of one speculative round or plain step: its passes, its selection of tokens, and its sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.cost import Cost, Term, indicator, maximum, minimum, where
+from ridgeplan.roofline.eviction import PromptChunks
+from ridgeplan.roofline.execution import (
+    HELD_ATTENTION_SHARE,
+    PREFILL_CHUNK_TOKENS,
+    library_rows,
+    mean_quantized_tokens,
+    mean_splits,
+)
+from ridgeplan.roofline.host_link import NO_LAYERS, HostLayers, load_seconds, target_with_host_seconds
+from ridgeplan.roofline.latency import (
+    Machine,
+    PassRates,
+    RateTerms,
+    StrategyRates,
+    prefill_attention_kind,
+    scan_kind,
+    select_rates,
+    slower_rates,
+)
+from ridgeplan.roofline.ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
+from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
+from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
+from ridgeplan.roofline.strategy import Strategy
+
+# Of the time that single tokens, which lie apart, cost attention beyond a stream of the same bytes, pages of them save
+# this share but for their first tokens. On an H200 attention to pages of 16 takes 0.47 to 0.61 of that to single ones.
+PAGE_GAIN = 0.6
+
+
+def draft_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
+    """What one draft chooses of `tokens` cached ones, in all layers; 0 where it chooses none."""
+    scan = two_bit_scan(strategy.batch, shape.q_heads, shape.kv_heads, shape.head_dim, tokens, strategy.kv_group)
+    scanned_bytes = strategy.draft_two_bit * strategy.draft_choices * scan.read_bytes
+    key_bytes = strategy.draft_scored_keys * _key_bytes(shape, machine, strategy, tokens)
+    projected_s = _scan_seconds(machine, strategy.draft_projected_params * machine.element_bytes)
+    per_token = strategy.step_score_bytes, strategy.draft_ranked
+    ranked_s = _top_k_seconds(machine, strategy.batch * tokens, *per_token, strategy.draft_choices)
+    return projected_s + _scan_seconds(machine, key_bytes + scanned_bytes) + ranked_s
+
+
+def round_choice_seconds(machine: Machine, strategy: Strategy, tokens: Term) -> Term:
+    """What is chosen of `tokens` cached ones once for all drafts of a round; 0 where nothing is."""
+    return _top_k_seconds(machine, strategy.batch * tokens, strategy.round_score_bytes, strategy.draft_ranked, 1)
+
+
+def target_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
+    """What a pass of the target chooses of `tokens` cached ones: for each of its queries, after one projection."""
+    heads = shape.q_heads, shape.kv_heads, shape.head_dim
+    chosen = minimum(strategy.target_budget, tokens)
+    choice = two_bit_top_k(strategy.batch, *heads, tokens, strategy.kv_group, chosen)
+    scanning = scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads)
+    key_bytes = strategy.target_scored_keys * _key_bytes(shape, machine, strategy, tokens)
+    two_bit_s = strategy.target_choices * machine.seconds(choice, machine.rates[scanning])
+    scored_s = where(strategy.target_two_bit, two_bit_s, _scan_seconds(machine, key_bytes))
+    per_token = strategy.target_score_bytes, strategy.target_ranked
+    ranked_s = _top_k_seconds(machine, strategy.batch * tokens, *per_token, strategy.target_choices)
+    projected_s = _scan_seconds(machine, strategy.target_projected_params * machine.element_bytes)
+    return projected_s + strategy.reads * (scored_s + ranked_s)
+
+
+def _key_bytes(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
+    """Keys of one layer, of all sequences."""
+    return strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2 * machine.element_bytes
+
+
+def _scan_seconds(machine: Machine, read_bytes: Term) -> Term:
+    """Traffic of a selection, which scans what it scores as attention streams; 0 where nothing is scored."""
+    return read_bytes / (machine.bandwidth_bytes_per_s * machine.rates["attention"].bandwidth_utilization)
+
+
+def _top_k_seconds(machine: Machine, tokens: Term, token_bytes: Term, token_scores: Term, choices: Term) -> Term:
+    """`choices` launches of top-k, which move and rank so many bytes and scores of a token in all; 0 if none move."""
+    rates = machine.rates["top_k"]
+    moved_s = tokens * token_bytes / (machine.bandwidth_bytes_per_s * rates.bandwidth_utilization)
+    counted_s = TOP_K_PASSES * tokens * token_scores / (machine.compute_flops * rates.compute_utilization)
+    return minimum(tokens * token_bytes, 1) * (choices * rates.launch_s + maximum(moved_s, counted_s))
+
+
+def saved_by_pages(machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms], page_tokens: Term) -> Term:
+    """What a pass's attention to pages of `page_tokens` tokens takes less than to as many single ones.
+
+    The classes of attention to chosen tokens were calibrated with single ones, which lie apart. Of a page all but the
+    first come closer to the rate of streams, by PAGE_GAIN.
+    """
+    streaming = machine.rates["attention"].bandwidth_utilization
+    reads = _attention_reads(machine, ops, rates)
+    lost: Term = sum(read_bytes * maximum(1 / utilization - 1 / streaming, 0) for read_bytes, utilization in reads)
+    return lost * PAGE_GAIN * (1 - 1 / page_tokens) / machine.bandwidth_bytes_per_s
+
+
+def gathered_seconds(machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms]) -> Term:
+    """What a kernel that scans, and reads what it chose, takes for the latter beyond the rate of its class.
+
+    That class covers both. The scan counts as a stream of its own, so that what is chosen counts as a gather.
+    """
+    gather = machine.rates["gather"].bandwidth_utilization
+    reads = _attention_reads(machine, ops, rates)
+    lost: Term = sum(read_bytes * maximum(1 / gather - 1 / utilization, 0) for read_bytes, utilization in reads)
+    return lost / machine.bandwidth_bytes_per_s
+
+
+def _attention_reads(
+    machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms]
+) -> Iterator[tuple[Term, Term]]:
+    """Bytes that each op of attention reads, and the share of the bandwidth at which its class does."""
+    for op in ops:
+        if op.category == "attention":
+            yield op.total.read_bytes, machine.rates_for(op, rates).bandwidth_utilization
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of a round's parts. Without speculation gamma is 0 and `verify_s` is the plain step."""
+
+    gamma: Term
+    draft_s: Term  # one draft step
+    verify_s: Term
+    accept_s: Term
+    select_s: Term
+    flush_s: Term  # this round's share of a flush
+    overhead_s: Term = 0.0  # beyond all of these
+
+    @property
+    def total_s(self) -> Term:
+        """gamma drafts, one verification, acceptance, selection, flush and overhead."""
+        steps_s = self.gamma * self.draft_s + self.verify_s
+        return steps_s + self.accept_s + self.select_s + self.flush_s + self.overhead_s
+
+
+def round_tokens(strategy: Strategy) -> Term:
+    """Tokens per round, minus the loss at flush boundaries if the target reads codes, or loads what it chooses."""
+    tokens = tokens_per_round(strategy.acceptance, strategy.gamma)
+    flushes = maximum(minimum(strategy.target_bits, 1), strategy.target_loads)
+    return flushes * flush_capped(tokens, strategy.kv_group) + (1 - flushes) * tokens
+
+
+PassRatesByKind = Mapping[str, RateTerms]
+
+
+def round_rates(
+    shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates
+) -> tuple[PassRatesByKind, PassRatesByKind]:
+    """Rates of the drafts' passes and of the target's, by kind of op. They do not depend on the context."""
+    return draft_rates(shape, machine, strategy, rates), target_rates(shape, machine, strategy, rates)
+
+
+def round_at(
+    shape: ModelShape,
+    machine: Machine,
+    strategy: Strategy,
+    rates: tuple[PassRatesByKind, PassRatesByKind],
+    context: Term,
+    host: HostLayers = NO_LAYERS,
+) -> Round:
+    """A round whose sequences hold `context` tokens before it, with layers on the `host`.
+
+    rates: as `round_rates` makes them.
+    """
+    tokens = cached_tokens(strategy, context)
+    draft = decode_pass(shape, draft_terms(shape, machine, strategy, context))
+    target = decode_pass(shape, target_terms(shape, machine, strategy, context))
+    drafting_rates, verifying_rates = rates
+    draft_s = machine.pass_seconds(draft, drafting_rates, shape.layers, machine.draft_gap_s)
+    draft_s = draft_s - saved_by_pages(machine, draft, drafting_rates, strategy.draft_page_tokens)
+    draft_s = draft_s + strategy.draft_two_bit * gathered_seconds(machine, draft, drafting_rates)
+    draft_s = draft_s + draft_choice_seconds(shape, machine, strategy, tokens)
+    draft_s = draft_s + _draft_loads_seconds(shape, machine, strategy, host, tokens)
+    draft_s = draft_s + sampling_seconds(shape, machine, strategy.batch)
+    target_s = machine.pass_seconds(target, verifying_rates, shape.layers, machine.target_gap_s)
+    target_s = target_s - saved_by_pages(machine, target, verifying_rates, strategy.target_page_tokens)
+    choice_s = target_choice_seconds(shape, machine, strategy, tokens)
+    drafting = minimum(strategy.gamma, 1)
+    drafts_s = strategy.gamma * draft_s
+    return Round(
+        gamma=strategy.gamma,
+        draft_s=drafting * draft_s,
+        verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, target_s, choice_s, drafts_s),
+        accept_s=rejection_sampling_seconds(shape, machine, strategy),
+        select_s=drafting * round_choice_seconds(machine, strategy, tokens),
+        flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
+        overhead_s=machine.round_s,
+    )
+
+
+def _draft_loads_seconds(
+    shape: ModelShape, machine: Machine, strategy: Strategy, host: HostLayers, tokens: Term
+) -> Term:
+    """Loads of what one draft chooses of the layers on the host."""
+    chosen = minimum(_draft_tokens(strategy, tokens), strategy.offload_budget)
+    walked_s, copied_s = load_seconds(machine, shape, strategy, host, tokens, chosen, strategy.draft_run_tokens)
+    return strategy.draft_loads * host.layers * maximum(walked_s, copied_s)
+
+
+def cached_tokens(strategy: Strategy, context: Term) -> Term:
+    """Tokens in the cache: what eviction left of the prompt, and everything generated since."""
+    return strategy.kept_tokens + context - strategy.context
+
+
+def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
+    """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
+    tokens = minimum(cached_tokens(strategy, context), strategy.target_budget)
+    weights = (strategy.target_weight_bytes, strategy.target_head_bytes)
+    terms = _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
+    return replace(terms, reads=strategy.reads)
+
+
+def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
+    """What one draft step reads."""
+    cached = cached_tokens(strategy, context)
+    tokens = _draft_tokens(strategy, cached)
+    weights = (strategy.draft_weight_bytes, strategy.draft_head_bytes)
+    return _pass_terms(shape, machine, strategy, 1, tokens, strategy.draft_bits, weights)
+
+
+def _draft_tokens(strategy: Strategy, cached: Term) -> Term:
+    """Of `cached` tokens, those that a draft step reads."""
+    return minimum(maximum(strategy.draft_ratio * cached, strategy.draft_floor_tokens), cached)
+
+
+def target_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
+    """Rates of the target's products, head and attention, by kind of op."""
+    dense = (strategy.target_dense, strategy.target_head_dense)
+    return _pass_rates(shape, machine, rates.target, strategy.batch, strategy.queries, dense)
+
+
+def draft_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
+    """Rates of the drafts' products, head and attention, by kind of op."""
+    return _pass_rates(shape, machine, rates.draft, strategy.batch, 1, (strategy.draft_dense, strategy.draft_dense))
+
+
+def _pass_rates(
+    shape: ModelShape, machine: Machine, own: PassRates, batch: Term, queries: Term, dense: tuple[Term, Term]
+) -> dict[str, RateTerms]:
+    """`dense`: whether the layers' products and the head have 16-bit weights."""
+    rows = batch * queries
+    beyond = where(dense[0], library_rows(rows), rows)
+    query_rows = queries * shape.q_heads / shape.cached_rows
+    by_row = {kind: machine.rates[kind].at_rows(rows) for kind in ("elementwise", "rope", "gap")}
+    return by_row | {
+        "linear": machine.gemm_rates(rows, dense[0], own.linear),
+        MANY_CHANNELS: machine.gemm_rates(beyond, dense[0], own.linear),
+        "grouped_linear": machine.rates["grouped_linear"].at_rows(rows),
+        "head": machine.gemm_rates(rows, dense[1], own.head),
+        "attention": own.attention.at_rows(query_rows),
+        "attention_mla": machine.rates["attention_mla"].at_rows(query_rows),
+    }
+
+
+def prefill_rates(
+    shape: ModelShape, machine: Machine, strategy: Strategy, own: RateTerms | None = None
+) -> dict[str, RateTerms]:
+    """Rates of operations over many rows; the head has one row.
+
+    own: of the target's products in decode passes, by which a CPU multiplies by codes in prompts, too, instead of by
+    dense copies of them. Without it, all weights are dense.
+    """
+    linear = machine.rates["prefill_linear"]
+    if own is not None:
+        dense = maximum(machine.asynchronous, strategy.target_dense)
+        linear = select_rates(dense, linear, slower_rates(linear, own.at_rows(PREFILL_CHUNK_TOKENS)))
+    rates = dict.fromkeys(("linear", "grouped_linear"), linear)
+    rates["prefill_attention"] = _prompt_attention(machine.rates[prefill_attention_kind(shape.head_dim)], strategy)
+    return rates | {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
+
+
+def _prompt_attention(whole: RateTerms, strategy: Strategy) -> RateTerms:
+    """Rates of a prompt's attention, `whole` without chunks; all chunks but the first attend to held tokens, too."""
+    count = PromptChunks.of(strategy).count
+    slower = 1 + (1 / HELD_ATTENTION_SHARE - 1) * (count - 1) / count
+    return replace(whole, compute_utilization=whole.compute_utilization / slower)
+
+
+def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
+    """Drawing a token for each of `rows` rows of logits, at a temperature; greedy is faster."""
+    sizes = rows, shape.vocab, machine.element_bytes
+    return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"], rows, depth=1)
+
+
+def rejection_sampling_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+    """Filtering of all queries' logits, then one token per sequence, drawn from the residual distribution."""
+    rows = strategy.batch * strategy.queries
+    filtered = ops.filter_logits(rows, shape.vocab, machine.element_bytes)
+    distributions = 1 + minimum(strategy.gamma, 1)  # the residual needs the draft's beside the target's
+    drawn = ops.draw(strategy.batch, shape.vocab, machine.element_bytes, distributions)
+    rates = machine.rates["sampling"].at_rows(strategy.queries)
+    return machine.seconds(filtered + drawn, rates, rows, depth=strategy.queries)
+
+
+def quantize_cost(shape: ModelShape, machine: Machine, strategy: Strategy, batch: Term, tokens: Term) -> Cost:
+    """Quantization of `tokens` tokens of one layer into the planes that the strategy stores."""
+    group, planes = strategy.kv_group, strategy.code_planes
+    return ops.quantize(batch, shape.cached_heads, shape.head_dim, tokens, machine.element_bytes, group, planes)
+
+
+def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+    """A flush: one group of tokens of every sequence and layer is quantized in one launch; 0 without codes.
+
+    Where only codes are stored, the buffer's remaining tokens then move up by a group.
+    """
+    rows, group = shape.layers * strategy.batch, strategy.kv_group
+    quantize_s = machine.seconds(quantize_cost(shape, machine, strategy, rows, group), machine.rates["quantize"])
+    kept = group + strategy.queries
+    shift = ops.shift_slots(rows, shape.cached_heads, shape.head_dim, kept, machine.element_bytes)
+    shift_s = (1 - strategy.stores_full_kv) * machine.seconds(shift, machine.rates["elementwise"])
+    return minimum(strategy.code_planes, 1) * (quantize_s + shift_s)
+
+
+def _pass_terms(
+    shape: ModelShape,
+    machine: Machine,
+    strategy: Strategy,
+    queries: Term,
+    tokens: Term,
+    bits: Term,
+    weights: tuple[Term, Term],
+) -> PassTerms:
+    """`weights` are the bytes per parameter of the linear layers and of the head."""
+    codes = minimum(bits, 1) * mean_quantized_tokens(tokens, strategy.kv_group)
+    return PassTerms(
+        batch=strategy.batch,
+        queries=queries,
+        quantized_tokens=codes,
+        full_tokens=tokens - codes + queries,
+        bits=bits,
+        group=strategy.kv_group,
+        splits=mean_splits(strategy.batch, shape.kv_heads, strategy.kept_tokens, machine.num_sms),
+        weight_bytes=weights[0],
+        head_bytes=weights[1],
+        element_bytes=machine.element_bytes,
+        fused_swiglu=indicator(strategy.batch * queries, machine.fused_swiglu_rows),
+    )

@@ -1,0 +1,196 @@
+"""The cost model in sympy: symbols with units, printable formulas, and compiled sweeps.
+
+`evaluate` runs once on sympy symbols. Sympy folds the constants, shares common subexpressions, and lambdifies the
+result to numpy. A test compares it with `evaluate` on the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import sympy
+
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.evaluate import Estimate, evaluate
+from ridgeplan.roofline.latency import Machine, StrategyRates
+from ridgeplan.roofline.passes import Op, PassTerms, decode_pass
+from ridgeplan.roofline.strategy import Strategy
+
+# Name in the code: letter and unit. Letters follow Table 1 of QuantSpec and of SpeContext where they have one.
+UNITS: dict[str, tuple[str, str]] = {
+    "batch": ("B", "sequences"),
+    "context": ("S", "tokens"),
+    "new_tokens": ("k", "tokens"),
+    "layers": ("L", "layers"),
+    "hidden": ("d", "elements"),
+    "q_heads": ("H", "heads"),
+    "kv_heads": ("H_kv", "heads"),
+    "head_dim": ("D", "elements"),
+    "intermediate": ("F", "elements"),
+    "vocab": ("V", "tokens"),
+    "element_bytes": ("e", "bytes"),
+    "gamma": ("gamma", "tokens"),
+    "acceptance": ("alpha", "probability"),
+    "draft_ratio": ("rho", "share of tokens"),
+    "kv_group": ("G", "tokens"),
+    "splits": ("N_split", "parts"),
+    "target_weight_bytes": ("w_t", "bytes per parameter"),
+    "draft_weight_bytes": ("w_d", "bytes per parameter"),
+    "target_bits": ("b_t", "bits"),
+    "draft_bits": ("b_d", "bits"),
+    "code_planes": ("planes", "4-bit planes"),
+    "bandwidth_bytes_per_s": ("beta", "bytes/s"),
+    "compute_flops": ("pi", "FLOP/s"),
+    "memory_bytes": ("M_gpu", "bytes"),
+    "host_link_bytes_per_s": ("beta_host", "bytes/s"),
+}
+
+
+def symbol(name: str) -> sympy.Symbol:
+    """The positive symbol of a quantity: its letter in `UNITS`, else its own name."""
+    return sympy.Symbol(UNITS.get(name, (name, ""))[0], positive=True)
+
+
+def unit(name: str) -> str:
+    """The unit of a quantity; "" if it is a pure number."""
+    return UNITS.get(name, ("", ""))[1]
+
+
+class SymbolicShape(ModelShape):
+    """A model shape whose sizes may be symbols: the same properties without validation."""
+
+    def __post_init__(self) -> None:
+        """Skips validation, which symbols would fail."""
+
+
+def symbolic_shape(**sizes: Any) -> SymbolicShape:
+    """A dense decoder with grouped-query attention in symbols; `sizes` overrides its fields.
+
+    For multi-head attention pass `kv_heads=symbol("q_heads")`.
+    """
+    names = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab")
+    free: dict[str, Any] = {name: symbol(name) for name in names}
+    return SymbolicShape(name="symbolic", architecture="llama", max_context=1, **{**free, **sizes})
+
+
+def symbolic_strategy(strategy: Strategy, names: Iterable[str]) -> Strategy:
+    """`strategy` with the named fields as symbols. Raises ValueError for a field that it does not have."""
+    allowed = {field.name for field in fields(Strategy)}
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{name!r} is not a term of a strategy; allowed: {', '.join(sorted(allowed))}")
+    return replace(strategy, **{name: symbol(name) for name in names})
+
+
+LETTERS = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab")
+
+
+@dataclass(frozen=True)
+class Formula:
+    """One operation's launches in a pass, and the FLOPs and bytes of one of them."""
+
+    op: str
+    kind: str
+    launches: sympy.Expr
+    flops: sympy.Expr
+    read_bytes: sympy.Expr
+    write_bytes: sympy.Expr
+
+
+def decode_formulas(shape: ModelShape) -> list[Formula]:
+    """The operations of a decode pass of q queries per sequence that reads S tokens in full precision.
+
+    Sizes that a dense decoder with grouped-query attention has are letters; those of experts, latent attention and
+    windows are the model's numbers.
+    """
+    letters = _letters(shape)
+    element_bytes = symbol("element_bytes")
+    terms = PassTerms(
+        batch=symbol("batch"), queries=sympy.Symbol("q", positive=True), quantized_tokens=0,
+        full_tokens=symbol("context"), bits=0, group=1, splits=1, weight_bytes=symbol("target_weight_bytes"),
+        head_bytes=element_bytes, element_bytes=element_bytes,
+    )  # fmt: skip
+    return [_formula(op) for op in decode_pass(letters, terms)]
+
+
+def _letters(shape: ModelShape) -> SymbolicShape:
+    """The shape with letters for the sizes that every decoder has."""
+    letters = {name: symbol(name) for name in LETTERS}
+    return SymbolicShape(**{one.name: getattr(shape, one.name) for one in fields(ModelShape)} | letters)
+
+
+def _formula(op: Op) -> Formula:
+    cost = (op.launches, op.cost.flops, op.cost.read_bytes, op.cost.write_bytes)
+    return Formula(op.name, op.kind, *(sympy.factor_terms(sympy.sympify(one)) for one in cost))
+
+
+FIGURES: dict[str, Callable[[Estimate], Term]] = {
+    "tpot_s": lambda estimate: estimate.tpot_s,
+    "ttft_s": lambda estimate: estimate.ttft_s,
+    "peak_bytes": lambda estimate: estimate.memory.peak,
+    "tokens_per_round": lambda estimate: estimate.tokens_per_round,
+}
+CHUNK = 8192  # plans at once: temporaries of 64 KiB stay in a core's L2 cache
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One figure of a strategy as a function of its varying fields."""
+
+    varying: tuple[str, ...]
+    expression: sympy.Expr
+    function: Callable[..., np.ndarray]
+
+    def __call__(self, **values: Term) -> np.ndarray:
+        """The figure at arrays of every varying field, which broadcast. Raises ValueError for others.
+
+        Over a grid, parts of the expression that depend on one field are computed once for each of its values.
+        """
+        if set(values) != set(self.varying):
+            raise ValueError(f"sweep terms are {', '.join(values) or 'none'}; needed: {', '.join(self.varying)}")
+        arrays = [np.asarray(values[name], dtype=float) for name in self.varying]
+        out = np.empty(np.broadcast_shapes(*(array.shape for array in arrays)))
+        if not out.ndim:
+            return np.asarray(self.function(*arrays))
+        arrays = [array.reshape((1,) * (out.ndim - array.ndim) + array.shape) for array in arrays]
+        rows = max(1, CHUNK * len(out) // max(out.size, 1))
+        for start in range(0, len(out), rows):
+            part = slice(start, start + rows)
+            out[part] = self.function(*(array[part] if len(array) > 1 else array for array in arrays))
+        return out
+
+
+def compile_sweep(
+    figure: str,
+    shape: ModelShape,
+    machine: Machine,
+    strategy: Strategy,
+    rates: StrategyRates,
+    varying: Sequence[str],
+) -> Sweep:
+    """Compile one of `FIGURES` of `strategy`, run at `rates`, as a function of its fields `varying`.
+
+    Raises ValueError for other names.
+    """
+    if figure not in FIGURES:
+        raise ValueError(f"figure is {figure!r}; allowed: {', '.join(FIGURES)}")
+    expression = symbolic_figure(figure, shape, machine, strategy, rates, varying)
+    symbols = [symbol(name) for name in varying]
+    return Sweep(tuple(varying), expression, sympy.lambdify(symbols, expression, modules="numpy", cse=True))
+
+
+def symbolic_figure(
+    figure: str,
+    shape: ModelShape,
+    machine: Machine,
+    strategy: Strategy,
+    rates: StrategyRates,
+    varying: Sequence[str],
+) -> sympy.Expr:
+    """The expression behind a sweep: to print, export with sympy.latex, differentiate or solve."""
+    estimate = evaluate(shape, machine, symbolic_strategy(strategy, varying), rates)
+    return sympy.sympify(FIGURES[figure](estimate))

@@ -1,0 +1,141 @@
+"""What eviction policies share: the layer that they score, attention mass, protected tokens, compaction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.roofline.execution import EVICTION_SCORE_ELEMENTS
+
+
+def attention_mass(queries: Tensor, keys: Tensor, first: int, tokens: int) -> Tensor:
+    """Softmax probabilities of the first `tokens` keys, summed over queries, float32 [kv_heads, tokens].
+
+    queries: [n, q_heads, head_dim], at positions first to first + n - 1. keys: [kv_heads, at least first + n,
+    head_dim]. Query i sees keys up to its own. The query heads of a KV head are averaged. A block holds all keys of
+    some queries of one KV head, at most about EVICTION_SCORE_ELEMENTS scores.
+    """
+    kv_heads, ratio = keys.shape[0], queries.shape[1] // keys.shape[0]
+    mass = queries.new_zeros(kv_heads, tokens, dtype=torch.float32)
+    block = max(1, EVICTION_SCORE_ELEMENTS // (ratio * (first + len(queries))))
+    hidden = hidden_keys(min(block, len(queries)), queries.device)
+    for start in range(0, len(queries), block):
+        part = queries[start : start + block].unflatten(1, (kv_heads, ratio))
+        for head in range(kv_heads):
+            probabilities = causal_probabilities(part[:, head], keys[head], first + start, hidden)
+            seen = min(tokens, probabilities.shape[2])
+            mass[head, :seen] += probabilities[:, :, :seen].sum((0, 1))
+    return mass / ratio
+
+
+def hidden_keys(count: int, device: torch.device) -> Tensor:
+    """Which keys of `count` tokens lie in the future of each of these tokens, bool [count, 1, count]."""
+    places = torch.arange(count, device=device)
+    return (places[:, None] < places)[:, None]
+
+
+def causal_probabilities(queries: Tensor, keys: Tensor, first: int, hidden: Tensor) -> Tensor:
+    """Attention probabilities, float32 [n, heads, first + n], of queries [n, heads, head_dim] to keys [.., head_dim].
+
+    Query i is at position first + i and sees all keys up to it. hidden: `hidden_keys` of n tokens or more.
+    """
+    count, heads, head_dim = queries.shape
+    visible = first + count
+    scaled = queries.flatten(0, 1) * head_dim**-0.5
+    logits = (scaled @ keys[:visible].mT).view(count, heads, visible)
+    # Only the queries' own tokens can be in a query's future.
+    logits[:, :, first:].masked_fill_(hidden[:count, :, :count], -torch.inf)
+    return logits.softmax(-1, dtype=torch.float32)
+
+
+def pooled(scores: Tensor, width: int) -> Tensor:
+    """The largest score within `width` tokens around each of [rows, tokens]; fewer at the ends."""
+    before = width // 2
+    padded = functional.pad(scores, (before, width - 1 - before), value=-torch.inf)
+    return functional.max_pool1d(padded, width, stride=1)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLayer:
+    """One layer of a prompt whose attention has not run yet, and the tokens appended to it.
+
+    index, layers: which layer of how many. tokens: of the prompt. budget: how many of them stay, fewer than `tokens`.
+    queries: [tokens - held + appended, q_heads, head_dim], rotated. keys, values: [kv_heads, tokens + appended,
+    head_dim], keys rotated. frequencies: float32 [head_dim / 2], radians per token. rotary_scale: YaRN's factor.
+    masses: of `mass`, shared by all that score this layer, for other budgets for example. held: the first of the
+    tokens, which earlier chunks of the prompt left and whose queries are gone. start: position in the text of the first
+    token that has a query. Without chunks both are 0.
+    """
+
+    index: int
+    layers: int
+    tokens: int
+    budget: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    frequencies: Tensor
+    rotary_scale: float = 1.0
+    masses: dict[Any, Tensor] = field(default_factory=dict)
+    held: int = 0
+    start: int = 0
+
+    @property
+    def own(self) -> int:
+        """Tokens of the prompt that have queries."""
+        return self.tokens - self.held
+
+    def mass(self, first: int, stop: int, tokens: int) -> Tensor:
+        """`attention_mass` of the tokens from `first` to `stop` for the first `tokens` keys, computed once.
+
+        first, stop: places among the layer's tokens, of which they have queries.
+        """
+        asked = first, stop, tokens
+        if asked not in self.masses:
+            queries = self.queries[first - self.held : stop - self.held]
+            self.masses[asked] = attention_mass(queries, self.keys, first, tokens)
+        return self.masses[asked].clone()
+
+
+class EvictionPolicy(Protocol):
+    """Scores the tokens of a prompt, layer by layer; in every KV head the largest scores stay.
+
+    Scoring works in blocks: nothing of the size of tokens x tokens ever exists.
+    """
+
+    def appended(self, prompt: Tensor) -> Tensor:
+        """Token ids that prefill runs after the prompt [tokens]; they enter no cache, and no prompt token sees them."""
+
+    def scores(self, layer: PromptLayer) -> Tensor:
+        """Scores of the prompt's tokens, float32 [kv_heads, tokens], or [1, tokens] for the same in all heads."""
+
+
+def nothing_appended(prompt: Tensor) -> Tensor:
+    """The result of `EvictionPolicy.appended` for policies that need nothing."""
+    return prompt[:0]
+
+
+def protect(scores: Tensor, *, first: int = 0, last: int = 0) -> Tensor:
+    """Gives the first and the last tokens, in all at most as many as there are, an infinite score; in place."""
+    scores[:, :first] = torch.inf
+    scores[:, scores.shape[1] - last :] = torch.inf
+    return scores
+
+
+def largest(scores: Tensor, budget: int) -> Tensor:
+    """Places of the `budget` largest scores of each row, int64 [rows, budget], in ascending order.
+
+    Of equal scores the latest stay, so the choice is the same on every device.
+    """
+    order = scores.flip(1).sort(dim=1, descending=True, stable=True).indices[:, :budget]
+    return (scores.shape[1] - 1 - order).sort(dim=1).values
+
+
+def compact(kept: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [kv_heads, kept, head_dim] of the kept places, int64 [kv_heads or 1, kept]."""
+    at = kept[:, :, None].expand(keys.shape[0], -1, keys.shape[2])
+    return keys.gather(1, at), values.gather(1, at)

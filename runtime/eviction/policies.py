@@ -1,0 +1,169 @@
+"""Eviction by position (StreamingLLM, LaCache, random) and by attention (SnapKV, PyramidKV, H2O, DapQ, oracle).
+
+Tokens keep their positions in the text; the paper counts positions inside the cache.
+
+The ladder is laid over the prompt once, at the end of prefill; the paper repeats it as the text grows. So do prompts
+that go through in chunks: each time over what a layer has kept and the chunk.
+
+The query heads of a KV head are averaged, as keys of a KV head are stored once.
+
+The pseudo tokens run through prefill after the prompt, at positions L_p to L_p + N - 1. No token of the prompt sees
+them and their keys and values are dropped, so decoding starts at position L_p as if they had never been. Eq 4 sums
+softmax probabilities over prompt and pseudo tokens; see docs/papers.md for what it leaves open.
+
+Where a prompt goes through in chunks, they run after each chunk that evicts and see what the layer has kept and the
+chunk. They are the first and last tokens of the whole prompt, as what is decoded follows these, and stand right after
+the chunk, as the next tokens that read what stays do. After the last chunk that is L_p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ridgeplan.roofline.plan.policies.evictions import (
+    DapQSettings,
+    H2OSettings,
+    LaCacheSettings,
+    OracleSettings,
+    RandomSettings,
+    SnapKVSettings,
+    StreamingLLMSettings,
+)
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.eviction.base import PromptLayer, nothing_appended, pooled, protect
+
+
+@dataclass(frozen=True)
+class StreamingLLM:
+    """See `EvictionPolicy`."""
+
+    settings: StreamingLLMSettings
+
+    def appended(self, prompt: Tensor) -> Tensor:
+        return nothing_appended(prompt)
+
+    def scores(self, layer: PromptLayer) -> Tensor:
+        """The later a token, the more it counts."""
+        places = torch.arange(layer.tokens, dtype=torch.float32, device=layer.keys.device)
+        return protect(places[None], first=min(self.settings.sinks, layer.budget - 1))
+
+
+@dataclass(frozen=True)
+class LaCache:
+    """See `EvictionPolicy`."""
+
+    settings: LaCacheSettings
+
+    def appended(self, prompt: Tensor) -> Tensor:
+        return nothing_appended(prompt)
+
+    def scores(self, layer: PromptLayer) -> Tensor:
+        """The nearer a token to this layer's rung of its ladder, the more it counts."""
+        sinks = min(self.settings.sinks, layer.budget)
+        recent = min(round(self.settings.recent_share * layer.budget), layer.budget - sinks)
+        middle = layer.tokens - sinks - recent
+        rung = (layer.budget - sinks - recent) / middle  # the part of a ladder that one layer keeps
+        depth = layer.index / max(layer.layers - 1, 1)
+        places = torch.arange(layer.tokens, dtype=torch.float64, device=layer.keys.device) + 0.5 - sinks
+        phase = (places * self.settings.ladders / middle) % 1
+        distance = (phase - (rung / 2 + depth * (1 - rung))).abs()
+        return protect(-distance.float()[None], first=sinks, last=recent)
+
+
+@dataclass(frozen=True)
+class Random:
+    """See `EvictionPolicy`."""
+
+    settings: RandomSettings
+
+    def appended(self, prompt: Tensor) -> Tensor:
+        return nothing_appended(prompt)
+
+    def scores(self, layer: PromptLayer) -> Tensor:
+        """Drawn on the host, so that every device keeps the same tokens."""
+        generator = torch.Generator().manual_seed(self.settings.seed * layer.layers + layer.index)
+        return torch.rand(len(layer.keys), layer.tokens, generator=generator).to(layer.keys.device)
+
+
+@dataclass(frozen=True)
+class SnapKV:
+    """See `EvictionPolicy`."""
+
+    settings: SnapKVSettings
+
+    def appended(self, prompt: Tensor) -> Tensor:
+        return nothing_appended(prompt)
+
+    def scores(self, layer: PromptLayer) -> Tensor:
+        """Attention that the window pays to the tokens before it; the window lies within the prompt's last chunk."""
+        window = min(self.settings.window, layer.budget, layer.own)
+        first = layer.tokens - window
+        mass = layer.mass(first, layer.tokens, first)
+        scores = mass.new_empty(len(mass), layer.tokens)
+        scores[:, :first] = pooled(mass, self.settings.pooling)
+        return protect(scores, last=window)
+
+
+class PyramidKV(SnapKV):
+    """See `EvictionPolicy`."""
+
+
+@dataclass(frozen=True)
+class H2O:
+    """See `EvictionPolicy`."""
+
+    settings: H2OSettings
+
+    def appended(self, prompt: Tensor) -> Tensor:
+        return nothing_appended(prompt)
+
+    def scores(self, layer: PromptLayer) -> Tensor:
+        """Attention that every token of the prompt pays to those before it and to itself."""
+        mass = layer.mass(0, layer.tokens, layer.tokens)
+        return protect(mass, last=round(self.settings.recent_share * layer.budget))
+
+
+@dataclass(frozen=True)
+class DapQ:
+    """See `EvictionPolicy`."""
+
+    settings: DapQSettings
+
+    def appended(self, prompt: Tensor) -> Tensor:
+        """The prompt's first and last tokens (section 5.1), of which a short prompt has fewer."""
+        return torch.cat([prompt[: self.settings.prefix], prompt[-self.settings.suffix :]])
+
+    def scores(self, layer: PromptLayer) -> Tensor:
+        """Eq 4; the latest tokens are protected if the settings say so."""
+        mass = layer.mass(layer.tokens, layer.held + len(layer.queries), layer.tokens)
+        return protect(pooled(mass, self.settings.pooling), last=min(self.settings.recent, layer.budget))
+
+
+@dataclass(frozen=True, eq=False)
+class Oracle:
+    """See `EvictionPolicy`. coming: the tokens after each prompt that it was told of."""
+
+    settings: OracleSettings
+    coming: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    def tell(self, prompt: Sequence[int], coming: Sequence[int]) -> None:
+        """What follows a prompt."""
+        self.coming[tuple(prompt)] = tuple(coming)
+
+    def appended(self, prompt: Tensor) -> Tensor:
+        """The coming tokens. Raises WorkloadError for a prompt that it was not told of."""
+        key = tuple(prompt.tolist())
+        if key not in self.coming:
+            raise WorkloadError(
+                f"the eviction oracle does not know what follows a prompt of {len(key)} tokens; allowed: texts of "
+                "`ridgeplan quality`"
+            )
+        return torch.tensor(self.coming[key][: self.settings.coming], dtype=prompt.dtype, device=prompt.device)
+
+    def scores(self, layer: PromptLayer) -> Tensor:
+        """Attention that the coming tokens pay to the prompt."""
+        return layer.mass(layer.tokens, len(layer.queries), layer.tokens)

@@ -1,0 +1,331 @@
+"""Storage of keys and values on the device: full precision, codes, and layers that can move to the host.
+
+Layers on the device share one piece of memory: the fewer they are, the longer their rows may grow. So the thresholds of
+Algorithm 1 are the lengths at which one layer fewer fits. The last layer leaves first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache import quantize, shift_slots
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.offload import copy_leading
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.plan.plan import HostPart
+from ridgeplan.runtime.buffers import HostMemory, split_bytes
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.offload.streaming import Window
+
+LOWER = ("key_lower", "value_lower")
+
+
+@dataclass(frozen=True, eq=False)
+class CodedLayers:
+    """codes: of `layers` layers, concatenated along the batch; tensors on the host are seen from the device. planes:
+    the same groups by token, if drafts need them. on_host: names of the tensors of `codes` that lie on the host.
+    window: groups that stay on the device for drafts, where there are any and all codes lie on the host.
+    """
+
+    config: KVCacheConfig
+    layers: int
+    codes: QuantizedKV
+    planes: DraftPlanes | None = None
+    on_host: tuple[str, ...] = ()
+    window: Window | None = None
+
+    @classmethod
+    def on_device(
+        cls, model: ModelShape, config: KVCacheConfig, layers: int, tokens: int, device: torch.device
+    ) -> CodedLayers:
+        """Zero-filled codes of `layers` layers for rows of up to `tokens` tokens."""
+        codes = QuantizedKV.allocate(*_sizes(model, config, layers, tokens), device, lower=config.buffered)
+        return cls(config, layers, codes, DraftPlanes.allocate(codes) if config.draft_planes else None)
+
+    @classmethod
+    def offloaded(cls, model: ModelShape, config: KVCacheConfig, tokens: int, device: torch.device) -> CodedLayers:
+        """One layer, of which `config.host_part` lies on the host. Raises WorkloadError where the host lacks memory."""
+        sizes, lower_only = _sizes(model, config, 1, tokens), config.host_part is HostPart.LOWER
+        template = QuantizedKV.allocate(*sizes, "meta", lower=True)
+        names = LOWER if lower_only else tuple(item.name for item in fields(template))
+        shapes = [(part.shape, part.dtype) for part in (getattr(template, name) for name in names)]
+        memory = HostMemory.allocate(split_bytes(shapes), device)
+        held = dict(zip(names, memory.split(shapes), strict=True))
+        if not lower_only:
+            window = Window.allocate(model, config, device) if config.keeps_window else None
+            return cls(config, 1, QuantizedKV(**held), None, names, window)
+        codes = replace(QuantizedKV.allocate(*sizes, device, lower=False), **held)
+        return cls(config, 1, codes, DraftPlanes.allocate(codes) if config.draft_planes else None, names)
+
+    @property
+    def bytes(self) -> int:
+        """Storage on the device."""
+        held = sum(x.bytes for x in (self.codes, self.planes, self.window) if x)
+        return held - sum(part.nbytes for part in self.host_parts)
+
+    @property
+    def host_parts(self) -> list[Tensor]:
+        """The tensors that lie on the host."""
+        return [getattr(self.codes, name) for name in self.on_host]
+
+    def rows(self, layer: int, first: int, count: int) -> slice:
+        """Where `count` rows of a layer are."""
+        start = layer * self.config.batch + first
+        return slice(start, start + count)
+
+    def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Quantizes whole groups of a row's prompt, [kv_heads, tokens, head_dim], from its first token on."""
+        own, first = self.rows(layer, row, 1), torch.zeros(1, dtype=torch.int32, device=keys.device)
+        codes = self.codes.rows(own)
+        quantize(keys[None], values[None], codes, first)
+        if self.planes:
+            pack_draft_planes(codes, self.planes.rows(own), first, keys.shape[1] // self.config.group)
+        if self.window:
+            self.window.store_prompt(row, keys, values)
+
+    def flush(self, keys: Tensor, values: Tensor, index: Tensor, first_slot: Tensor, mask: Tensor) -> None:
+        """Quantizes one group of the rows in `mask`, bool [batch], in all of these layers at once.
+
+        keys, values: [layers, batch, kv_heads, slots, head_dim]. index, first_slot: int32 [batch], of the group.
+        """
+        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        rows_index, rows_slot, rows_mask = (x.repeat(self.layers) for x in (index, first_slot, mask))
+        quantize(keys, values, self.codes, rows_index, rows_mask, first_slot=rows_slot)
+        if self.planes:
+            pack_draft_planes(self.codes, self.planes, rows_index, mask=rows_mask)
+        if self.window:
+            self.window.flush(keys, values, index, first_slot, mask)
+
+    def staged(self, layer: int, rows: int, parts: Sequence[Tensor]) -> QuantizedKV:
+        """Codes of a layer's first rows, with what lies on the host replaced by its copies `parts`."""
+        copies = {name: part[:rows] for name, part in zip(self.on_host, parts, strict=True)}
+        return replace(self.codes.rows(self.rows(layer, 0, rows)), **copies)
+
+
+def _sizes(model: ModelShape, config: KVCacheConfig, layers: int, tokens: int) -> tuple[int, int, int, int, int]:
+    """rows, kv_heads, groups, group and head_dim of a QuantizedKV."""
+    return layers * config.batch, model.kv_heads, config.groups(tokens), config.group, model.head_dim
+
+
+NAMES = tuple(item.name for item in fields(QuantizedKV))
+
+
+@dataclass(frozen=True, eq=False)
+class MovableCodes:
+    """memory: of each tensor of the codes, [units, batch * kv_heads, ...], of which a layer takes as many units as its
+    rows may have groups. away: what each of the last layers is while it lies on the host, the first of them first.
+    """
+
+    config: KVCacheConfig
+    layers: int
+    units: int
+    memory: Mapping[str, Tensor]
+    away: tuple[CodedLayers, ...]
+
+    @classmethod
+    def allocate(cls, model: ModelShape, config: KVCacheConfig, tokens: int, device: torch.device) -> MovableCodes:
+        """Memory for the layers that never leave, of rows of up to `tokens` tokens, and what `config.spare_bytes` adds.
+
+        Raises WorkloadError where the host lacks memory for the others.
+        """
+        away = tuple(CodedLayers.offloaded(model, config, tokens, device) for _ in range(config.host_layers))
+        sizes = config.batch, model.kv_heads, 1, config.group, model.head_dim
+        unit, groups = QuantizedKV.allocate(*sizes, "meta", lower=True), config.groups(tokens)
+        spare_units = config.spare_bytes // unit.bytes
+        units = min(model.layers * groups, (model.layers - config.host_layers) * groups + spare_units)
+
+        def held(part: Tensor) -> Tensor:
+            return torch.zeros(units * part.numel(), dtype=part.dtype, device=device)
+
+        memory = {name: held(getattr(unit, name)) for name in NAMES}
+        return cls(config, model.layers, units, memory, away)
+
+    @property
+    def staying(self) -> int:
+        """Layers that never leave."""
+        return self.layers - len(self.away)
+
+    @property
+    def bytes(self) -> int:
+        """Device memory."""
+        return sum(tensor.nbytes for tensor in self.memory.values())
+
+    def capacity(self, resident: int) -> int:
+        """Groups that rows may have while `resident` layers are on the device."""
+        return min(self.most_groups, self.units // resident) if resident else self.most_groups
+
+    @property
+    def most_groups(self) -> int:
+        """Groups that a row may ever have."""
+        return self.config.groups(self.config.longest)
+
+    def resident(self, groups: int) -> int:
+        """The most layers that may be on the device with rows of up to `groups` groups, or as many as rows may have."""
+        wanted = min(groups, self.most_groups)
+        fitting = (count for count in range(self.layers, self.staying, -1) if self.capacity(count) >= wanted)
+        return next(fitting, self.staying)
+
+    def coded(self, resident: int) -> tuple[CodedLayers, ...]:
+        """All layers, the first `resident` of them on the device."""
+        near = [CodedLayers(self.config, resident, self.on_device(resident))] if resident else []
+        return (*near, *self.away[resident - self.staying :])
+
+    def on_device(self, resident: int) -> QuantizedKV:
+        """The codes of the layers on the device, concatenated along the batch."""
+        config, groups = self.config, max(1, self.capacity(resident))
+        sizes = resident * config.batch, self.away[0].codes.kv_heads, groups, config.group, self.away[0].codes.head_dim
+        template = QuantizedKV.allocate(*sizes, "meta", lower=True)
+        shapes = {name: getattr(template, name).shape for name in NAMES}
+        return QuantizedKV(**{name: self.memory[name][: shape.numel()].view(shape) for name, shape in shapes.items()})
+
+    def leave(self, resident: int, groups: Tensor) -> None:
+        """Copies the last of `resident` layers on the device to the host. groups: int32 [batch], that rows hold."""
+        source, target = self._moving(resident)
+        for name in NAMES:
+            copy_leading(getattr(source, name), getattr(target.codes, name), groups)
+
+    def catch_up(self, resident: int, since: Sequence[int], groups: Sequence[int]) -> None:
+        """Copies what rows have gained since `leave`: from group since[row] up to groups[row]; fills the window."""
+        source, target = self._moving(resident)
+        for row, (first, last) in enumerate(zip(since, groups, strict=True)):
+            for name in NAMES:
+                getattr(target.codes, name)[row, :, first:last] = getattr(source, name)[row, :, first:last]
+            if target.window:
+                target.window.take(source, row, last)
+
+    def spread(self, resident: int) -> None:
+        """Moves the layers on the device apart once the last of `resident` has left: its memory is theirs.
+
+        They move up, the last one first, so that none overwrites another that has not moved yet.
+        """
+        before, after, batch = self.on_device(resident), self.on_device(resident - 1), self.config.batch
+        for name in NAMES:
+            old, new = getattr(before, name), getattr(after, name)
+            for row in reversed(range((resident - 1) * batch)):
+                new[row, :, : old.shape[2]] = old[row].clone()
+
+    def _moving(self, resident: int) -> tuple[QuantizedKV, CodedLayers]:
+        """The last of `resident` layers on the device, and what it is on the host."""
+        batch = self.config.batch
+        rows = slice((resident - 1) * batch, resident * batch)
+        return self.on_device(resident).rows(rows), self.away[resident - 1 - self.staying]
+
+
+@dataclass(frozen=True, eq=False)
+class KVStore:
+    """keys, values: [layers, batch, kv_heads, slots, head_dim]. coded: codes of all its layers, in order; empty if
+    nothing is quantized. Layers that are offloaded are apart from the others, and from each other. movable: where their
+    places change.
+    """
+
+    config: KVCacheConfig
+    keys: Tensor
+    values: Tensor
+    coded: tuple[CodedLayers, ...] = ()
+    movable: MovableCodes | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        model: ModelShape,
+        config: KVCacheConfig,
+        layers: int,
+        tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> KVStore:
+        """Zero-filled storage of `layers` layers for rows of up to `tokens` tokens."""
+        sizes = (layers, config.batch, model.kv_heads, config.slots(tokens), model.head_dim)
+        keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
+        if not config.format.quantized:
+            return cls(config, keys, values)
+        if config.adaptive:
+            movable = MovableCodes.allocate(model, config, tokens, device)
+            return cls(config, keys, values, movable.coded(movable.staying), movable)
+        # Full-precision layers on the host are elsewhere (offload/host_store.py).
+        on_host = config.host_layers if config.buffered else 0
+        resident = layers - on_host
+        coded = [CodedLayers.on_device(model, config, resident, tokens, device)] if resident else []
+        coded += [CodedLayers.offloaded(model, config, tokens, device) for _ in range(on_host)]
+        return cls(config, keys, values, tuple(coded))
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.keys)
+
+    @property
+    def all_codes(self) -> QuantizedKV | None:
+        """Codes of all layers, concatenated along the batch, where none is offloaded; None if nothing is quantized."""
+        if not self.coded:
+            return None
+        (whole,) = self.coded
+        return whole.codes
+
+    @property
+    def bytes(self) -> int:
+        """Storage on the device of keys, values, codes and planes."""
+        if self.movable:
+            codes = self.movable.bytes + sum(coded.bytes for coded in self.movable.away)
+        else:
+            codes = sum(coded.bytes for coded in self.coded)
+        return self.keys.nbytes + self.values.nbytes + codes
+
+    def placed(self, resident: int) -> KVStore:
+        """The same storage with the first `resident` layers on the device."""
+        assert self.movable is not None, "only adaptive placements change"
+        return replace(self, coded=self.movable.coded(resident))
+
+    def reset(self) -> None:
+        """Nothing to forget: lengths say what is held."""
+
+    def coded_layer(self, layer: int) -> tuple[CodedLayers, int]:
+        """Where a layer's codes are, and its number there."""
+        assert self.coded, "this KV format holds no codes"
+        for coded in self.coded:
+            if layer < coded.layers:
+                break
+            layer -= coded.layers
+        return coded, layer
+
+    def codes(self, layer: int, first: int, count: int) -> QuantizedKV:
+        """Quantized groups of `count` rows of a layer."""
+        coded, index = self.coded_layer(layer)
+        return coded.codes.rows(coded.rows(index, first, count))
+
+    def planes(self, layer: int, first: int, count: int) -> DraftPlanes | None:
+        """The same groups by token, if they are kept."""
+        coded, index = self.coded_layer(layer)
+        return coded.planes.rows(coded.rows(index, first, count)) if coded.planes else None
+
+    def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Stores what a layer keeps of a row's prompt, [kv_heads, tokens, head_dim]."""
+        tokens = keys.shape[1]
+        whole = self.config.quantized_groups(tokens) * self.config.group
+        if whole:
+            coded, index = self.coded_layer(layer)
+            coded.store_prompt(index, row, keys[:, :whole], values[:, :whole])
+        start = whole if self.config.buffered else 0
+        self.keys[layer, row, :, : tokens - start] = keys[:, start:]
+        self.values[layer, row, :, : tokens - start] = values[:, start:]
+
+    def flush(self, before: Tensor, crossed: Tensor) -> None:
+        """Quantizes the oldest full-precision group of the rows in `crossed`, bool [batch], of all layers at once.
+
+        before: int32 [batch], tokens that were codes until now.
+        """
+        assert self.coded, "this KV format holds no codes"
+        first_slot = torch.zeros_like(before) if self.config.buffered else before
+        index, start = before // self.config.group, 0
+        for coded in self.coded:
+            own = slice(start, start + coded.layers)
+            coded.flush(self.keys[own], self.values[own], index, first_slot, crossed)
+            start += coded.layers
+        if self.config.buffered:
+            keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+            shift_slots(keys, values, self.config.group, crossed.repeat(self.layers))

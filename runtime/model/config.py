@@ -1,0 +1,119 @@
+"""Decoder configuration from a config.json: shape, RoPE frequencies, and what the runtime supports."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ridgeplan.roofline.catalog.config_json import shape_from_config, sliding_layers
+from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
+from ridgeplan.roofline.catalog.validation import brief
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+from ridgeplan.roofline.plan.support import as_loaded
+from ridgeplan.runtime.errors import ModelError, failures_as
+
+ROTARY_TYPES = ("default", "linear", "yarn", "llama3")  # other types depend on the sequence length
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A Llama-like decoder.
+
+    windows: each layer's sliding window in tokens, or None. rotary_frequencies: [head_dim / 2], radians per token.
+    rotary_scale: the factor on cosines and sines, which YaRN calls attention factor.
+    """
+
+    shape: ModelShape
+    norm_eps: float
+    windows: tuple[int | None, ...]
+    rotary_frequencies: tuple[float, ...]
+    rotary_scale: float = 1.0
+
+    @classmethod
+    def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:
+        """A decoder with full attention in every layer and unscaled RoPE."""
+        return cls(shape, norm_eps, (None,) * shape.layers, plain_frequencies(shape))
+
+
+def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderConfig:
+    """The decoder of a transformers configuration, with RoPE scaled by YaRN if `yarn_factor` > 1.
+
+    source: where the model was read from. Raises ModelError for families, activations, sizes or rotary embeddings
+    that the decoder does not support.
+    """
+    _require(hub.model_type in EXECUTABLE_ARCHITECTURES, "model_type", hub.model_type, EXECUTABLE_ARCHITECTURES)
+    _require(hub.hidden_act == "silu", "hidden_act", hub.hidden_act, ("silu",))
+    hub = _stretched(hub, yarn_factor)
+    keys = hub.to_dict()
+    try:
+        shape, sliding = as_loaded(shape_from_config(keys, source, source)), sliding_layers(keys)
+    except ValueError as error:
+        raise ModelError(f"cannot load the model {source}: {error}") from error
+    held = shape.weight_bits.format
+    _require(held in CONVERTED_FORMATS, "weight format", held, loaded_formats())
+    if not 0 < hub.rms_norm_eps <= 1:
+        raise ModelError(f"the model's rms_norm_eps is {brief(hub.rms_norm_eps)}; allowed: above 0 up to 1")
+    windows = tuple(shape.window_tokens if index in sliding else None for index in range(shape.layers))
+    return DecoderConfig(shape, hub.rms_norm_eps, windows, *_rotary(hub, shape))
+
+
+def plain_frequencies(shape: ModelShape) -> tuple[float, ...]:
+    """Rotary frequencies without scaling, theta^(-2 i / head_dim) (RoFormer, Su et al. 2021, equation 15)."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    return tuple((1.0 / shape.rope_theta**exponents).tolist())
+
+
+def yarn_frequencies(head_dim: int, theta: float, trained: int, context: int) -> tuple[tuple[float, ...], float]:
+    """Rotary frequencies and the factor on cosines and sines, stretched by YaRN from `trained` tokens to `context`.
+
+    Plain RoPE up to `trained` (Peng et al. 2023, section 3.3).
+    """
+    config = transformers.LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim)
+    kind, factor = ("yarn", context / trained) if context > trained else ("linear", 1.0)
+    config.rope_parameters = {
+        "rope_type": kind, "rope_theta": theta, "factor": factor, "original_max_position_embeddings": trained,
+    }  # fmt: skip
+    made, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return tuple(made.tolist()), float(scale)
+
+
+def _require(condition: bool, name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if not condition:
+        raise ModelError(f"the model's {name} is {brief(value)}; supported: {', '.join(allowed)}")
+
+
+def _stretched(hub: Any, yarn_factor: float) -> Any:
+    """A copy of the configuration with YaRN's `yarn_factor`, or the configuration itself for 1."""
+    if yarn_factor == 1:
+        return hub
+    own = hub.rope_parameters["rope_type"]
+    if own != "default":
+        raise ModelError(f"yarn_factor is {yarn_factor}, but the model's own rope_type is {brief(own)}; allowed: 1")
+    hub = copy.deepcopy(hub)
+    hub.rope_parameters |= {
+        "rope_type": "yarn",
+        "factor": float(yarn_factor),
+        "original_max_position_embeddings": hub.max_position_embeddings,
+    }
+    return hub
+
+
+def _rotary(hub: Any, shape: ModelShape) -> tuple[tuple[float, ...], float]:
+    """Rotary frequencies and the factor on cosines and sines (RoPE, linear, YaRN, or Llama 3's)."""
+    kind = hub.rope_parameters["rope_type"]
+    _require(kind in ROTARY_TYPES, "rope_type", kind, ROTARY_TYPES)
+    if kind == "default":
+        return plain_frequencies(shape), 1.0
+    what = f"the model's rope_parameters are {brief(hub.rope_parameters)}"
+    with failures_as(what):
+        made, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"))
+        frequencies = (*made.tolist(), float(scale))
+    if made.numel() != shape.head_dim // 2 or not all(0 < one < math.inf for one in frequencies):
+        raise ModelError(f"{what}; allowed: those that give {shape.head_dim // 2} finite frequencies above 0")
+    return frequencies[:-1], frequencies[-1]

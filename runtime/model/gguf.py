@@ -1,0 +1,150 @@
+"""Conversion of GGUF files to safetensors, cached in the folder of the user."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from filelock import FileLock
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from ridgeplan.roofline.catalog.gguf import read_gguf_header, shape_of_header
+from ridgeplan.roofline.catalog.paths import cache_folder
+from ridgeplan.runtime.buffers import available_bytes
+from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_rust, quiet_transformers
+
+CONVERSION = "2"  # part of the folder's name: a change of what is written makes a new folder
+MANIFEST = "conversion.json"  # sizes of the files that a finished conversion wrote
+STAGING = ".converting-"  # the names of folders that are not complete begin with it
+FLOAT32_BYTES = 4
+
+
+def converted(path: Path) -> Path:
+    """The safetensors folder of the GGUF file `path`, converted now unless it is cached whole.
+
+    A folder appears under its name only when it is complete; one that lost a file or a part of one is made again. Two
+    processes that want the same file convert it once, and what a killed one left is removed by the next. Raises
+    ModelError for a file that is truncated, corrupt or of an architecture that transformers cannot read, for too
+    little memory or disk, and for a cache that cannot be written.
+    """
+    folder = cache_folder() / "models" / _key(path)
+    if not _is_whole(folder):
+        where = f"{folder.parent}, under $XDG_CACHE_HOME or ~/.cache"
+        try:
+            with _locked(folder):
+                if not _is_whole(folder):  # another process may have finished meanwhile
+                    _require_room(path, folder.parent)
+                    _convert_into(path, folder)
+        except (OSError, SafetensorError) as error:  # a full disk is the latter
+            reason = getattr(error, "strerror", None) or one_line(error)
+            raise ModelError(f"cannot write the converted model to {where}: {reason}") from error
+    return folder
+
+
+def _key(path: Path) -> str:
+    """A file's identity without reading it: path, size and modification time."""
+    status = path.stat()
+    text = f"{CONVERSION}\n{path.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
+    name = re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)[:100]  # not every reader takes every file name
+    return f"{name}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; the system frees the lock of one that is killed, and what that left half done goes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / ".lock"):
+        for left in folder.parent.glob(f"{STAGING}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether every file that its conversion wrote is there with its size."""
+    try:
+        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+
+
+def _require_room(path: Path, cache: Path) -> None:
+    """Raises ModelError where the decoded weights fit neither memory nor disk, before any of them is read."""
+    needed_bytes = FLOAT32_BYTES * sum(map(math.prod, _checked_tensors(path)))
+    for what, free_bytes in (("memory", available_bytes()), ("disk", shutil.disk_usage(cache).free)):
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise ModelError(
+                f"converting {path} takes {needed_bytes / 1e9:.1f} GB of {what} and {free_bytes / 1e9:.1f} GB are "
+                "free; allowed: a smaller model, or a safetensors folder"
+            )
+
+
+def _checked_tensors(path: Path) -> list[tuple[int, ...]]:
+    """The dimensions of all tensors, once the file's sizes are in range. Raises ModelError."""
+    try:
+        header = read_gguf_header(path)
+        shape, tensors = shape_of_header(header, path), header.tensors
+    except ValueError as error:
+        raise ModelError(f"cannot read the GGUF file {path}: {one_line(error)}") from error
+    if shape.layers > len(tensors):  # transformers would build them all
+        raise ModelError(f"cannot read the GGUF file {path}: it has {len(tensors)} tensors for {shape.layers} layers")
+    return list(tensors.values())
+
+
+def _convert_into(path: Path, folder: Path) -> None:
+    """Writes to a staging folder and renames it over any damaged one."""
+    staging = folder.with_name(f"{STAGING}{folder.name}")
+    staging.mkdir()
+    try:
+        _convert(path, staging)
+        sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
+        (staging / MANIFEST).write_text(json.dumps(sizes), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _convert(path: Path, staging: Path) -> None:
+    """Writes config, weights and tokenizer; in float32, since dequantized 4-bit values need more than 16 bits."""
+    # transformers would also read configurations beside the file, which may not be its own and may name Python to run.
+    alone = staging / "alone"
+    alone.mkdir()
+    link = alone / "model.gguf"
+    link.symlink_to(path.resolve())
+    where: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(alone),
+        "gguf_file": link.name,
+        "trust_remote_code": False,  # left out, transformers asks on stdin
+    }
+    with failures_as(f"cannot read the GGUF file {path}"):
+        config = transformers.AutoConfig.from_pretrained(**where)
+        tensors = _tensors(link, config)
+        with quiet_rust():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    shutil.rmtree(alone)
+    with quiet_transformers():
+        config.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+    save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
+
+
+def _tensors(path: Path, config: Any) -> dict[str, torch.Tensor]:
+    """The dequantized tensors under transformers' names, which it derives from an empty model."""
+    # from_pretrained would do the same conversion, but needs the accelerate package for it.
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
+    return {name: tensor.contiguous() for name, tensor in read["tensors"].items()}

@@ -1,0 +1,241 @@
+"""Host store of offloaded layers: full-precision KV and two-bit keys, gathered into slots on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache import quantize, shift_slots
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.offload import KeysAndValues, SlotLoads, SlotTable, gather_into_slots, store_group, take_slots
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.execution import quantized_groups
+from ridgeplan.runtime.buffers import HostMemory, split_bytes
+from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.storage import CodedLayers
+
+PROMPT_GROUPS = 32  # of a prompt that are quantized at once
+
+
+@dataclass(frozen=True, eq=False)
+class TwoBitLayers:
+    """keys: of `layers` layers, concatenated along the batch: the 2-bit keys that codes on the device would have.
+
+    The codes themselves are not kept. staged, planes: those of one group of every row and layer, while it is flushed.
+    """
+
+    config: KVCacheConfig
+    layers: int
+    keys: TwoBitKeys
+    staged: QuantizedKV
+    planes: DraftPlanes
+
+    @classmethod
+    def allocate(
+        cls, model: ModelShape, config: KVCacheConfig, layers: int, tokens: int, device: torch.device
+    ) -> TwoBitLayers:
+        """Zero-filled, for rows of up to `tokens` tokens."""
+        rows, heads, group, channels = layers * config.batch, model.kv_heads, config.group, model.head_dim
+        keys = TwoBitKeys.allocate(rows, heads, config.groups(tokens), group, channels, device)
+        staged = QuantizedKV.allocate(rows, heads, 1, group, channels, device, lower=False)
+        return cls(config, layers, keys, staged, DraftPlanes.allocate(staged))
+
+    @property
+    def bytes(self) -> int:
+        """Device memory."""
+        return self.keys.bytes + self.staged.bytes + self.planes.bytes
+
+    def of_layer(self, layer: int, rows: int) -> TwoBitKeys:
+        """The keys of a layer's first rows."""
+        first = layer * self.config.batch
+        return self.keys.rows(slice(first, first + rows))
+
+    def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Takes whole groups of a row's prompt, [kv_heads, tokens, head_dim], from its first token on."""
+        group, at = self.config.group, layer * self.config.batch + row
+        for first in range(0, keys.shape[1] // group, PROMPT_GROUPS):
+            last = min(first + PROMPT_GROUPS, keys.shape[1] // group)
+            tokens = slice(first * group, last * group)
+            made = _two_bit_keys(keys[None, :, tokens], values[None, :, tokens], last - first, group)
+            for held, new in zip(_tensors(self.keys), _tensors(made), strict=True):
+                held[at, :, first:last] = new[0]
+
+    def flush(self, keys: Tensor, values: Tensor, index: Tensor, first_slot: Tensor, crossed: Tensor) -> None:
+        """Takes one more group of the rows in `crossed`; arguments as for `CodedLayers.flush`."""
+        index, slot, mask = (x.repeat(self.layers) for x in (index, first_slot, crossed))
+        first = torch.zeros_like(index)
+        quantize(keys.flatten(0, 1), values.flatten(0, 1), self.staged, first, mask, first_slot=slot)
+        pack_draft_planes(self.staged, self.planes, first, mask=mask)
+        made = TwoBitKeys.of(self.staged, self.planes)
+        row, place = torch.arange(len(index), device=index.device), index.clamp_max(self.keys.groups - 1).long()
+        for held, new in zip(_tensors(self.keys), _tensors(made), strict=True):
+            kept = mask.view(-1, *[1] * (held.dim() - 2))
+            held[row, :, place] = torch.where(kept, new[:, :, 0], held[row, :, place])
+
+
+def _two_bit_keys(keys: Tensor, values: Tensor, groups: int, group: int) -> TwoBitKeys:
+    """Those of whole groups of keys and values [rows, kv_heads, tokens, head_dim]."""
+    rows, heads, _, channels = keys.shape
+    codes = QuantizedKV.allocate(rows, heads, groups, group, channels, keys.device, lower=False)
+    planes, first = DraftPlanes.allocate(codes), torch.zeros(rows, dtype=torch.int32, device=keys.device)
+    quantize(keys, values, codes, first)
+    pack_draft_planes(codes, planes, first, groups)
+    return TwoBitKeys.of(codes, planes)
+
+
+def _tensors(keys: TwoBitKeys) -> tuple[Tensor, Tensor, Tensor]:
+    return keys.codes, keys.scale, keys.minimum
+
+
+ALL_LAYERS = -1  # where they choose alike
+
+
+@dataclass(frozen=True, eq=False)
+class HostKVStore:
+    """keys, values: on the device, [layers, batch, kv_heads, slots, head_dim]: `config.window_slots` slots for old
+    tokens, then the buffer of recent ones, as in formats with codes. on_host: old tokens of every layer, keys and
+    values [batch, kv_heads, tokens, head_dim].
+
+    Slots for old tokens hold the latest groups and the first one, for drafts that choose nothing: filled from the end,
+    so that with the buffer they are one run. Or they hold what is chosen at each step, by `tables`. two_bit: keys of
+    all old tokens that stay on the device, where a target chooses by them.
+    """
+
+    config: KVCacheConfig
+    keys: Tensor
+    values: Tensor
+    on_host: tuple[KeysAndValues, ...]
+    tables: dict[int, SlotTable] = field(default_factory=dict)
+    two_bit: TwoBitLayers | None = None
+    coded: tuple[CodedLayers, ...] = ()  # none: codes are not kept
+
+    @classmethod
+    def allocate(
+        cls,
+        model: ModelShape,
+        config: KVCacheConfig,
+        layers: int,
+        tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> HostKVStore:
+        """Zero-filled storage of `layers` layers for rows of up to `tokens` tokens. Raises WorkloadError."""
+        slots = config.window_slots + config.buffer_slots
+        sizes = (layers, config.batch, model.kv_heads, slots, model.head_dim)
+        keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
+        old = max(1, quantized_groups(tokens + config.gamma + 1, config.group)) * config.group
+        shape = torch.Size((config.batch, model.kv_heads, old, model.head_dim))
+        held = [_pair(shape, dtype, device, config.target_loads) for _ in range(layers)]
+        two_bit = TwoBitLayers.allocate(model, config, layers, tokens, device) if config.format.quantized else None
+        return cls(config, keys, values, tuple(held), two_bit=two_bit)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.on_host)
+
+    @property
+    def bytes(self) -> int:
+        """Storage on the device."""
+        tables = sum(table.bytes for table in self.tables.values())
+        return self.keys.nbytes + self.values.nbytes + tables + (self.two_bit.bytes if self.two_bit else 0)
+
+    def reset(self) -> None:
+        """Forgets what slots hold."""
+        for table in self.tables.values():
+            table.reset()
+
+    def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Stores a row's prompt, [kv_heads, tokens, head_dim]."""
+        tokens, group, first_recent = keys.shape[1], self.config.group, self.config.window_slots
+        whole = quantized_groups(tokens, group) * group
+        if self.two_bit:
+            self.two_bit.store_prompt(layer, row, keys[:, :whole], values[:, :whole])
+        for new, slots, held in zip((keys, values), (self.keys, self.values), self.on_host[layer], strict=True):
+            held[row, :, :whole] = new[:, :whole]
+            slots[layer, row, :, first_recent : first_recent + tokens - whole] = new[:, whole:]
+            if self.config.keeps_window:
+                last, groups = whole // group, self.config.window_groups
+                for number in {*range(min(1, last)), *range(max(1, last - groups + 1), last)}:
+                    start = int(self.window_slot(torch.tensor(number)))
+                    slots[layer, row, :, start : start + group] = new[:, number * group : (number + 1) * group]
+
+    def flush(self, before: Tensor, crossed: Tensor) -> None:
+        """Moves the oldest group of recent tokens to the host, of the rows in `crossed`, bool [batch], of all layers.
+
+        before: int32 [batch], old tokens until now.
+        """
+        group, first_recent = self.config.group, self.config.window_slots
+        if self.two_bit:
+            first = torch.full_like(before, first_recent)
+            self.two_bit.flush(self.keys, self.values, before // group, first, crossed)
+        window_slot = self.window_slot(before // group)
+        for slots, held in ((self.keys, 0), (self.values, 1)):
+            for layer, on_host in enumerate(self.on_host):
+                recent = slots[layer, :, :, first_recent:]
+                store_group(recent, on_host[held], before, group, crossed)
+                if self.config.keeps_window:
+                    store_group(recent, slots[layer], window_slot, group, crossed)
+        keys, values = (x[:, :, :, first_recent:].flatten(0, 1) for x in (self.keys, self.values))
+        shift_slots(keys, values, group, crossed.repeat(self.layers))
+
+    def window_slot(self, group: Tensor) -> Tensor:
+        """The first slot of a group of the text: group 0 lies last, later ones before it, in turns."""
+        groups = self.config.window_groups
+        place = torch.where(group < groups, group, (group - 1) % (groups - 1) + 1)
+        return self.config.window_slots - (place + 1) * self.config.group
+
+    def resolve(self, layer: int, index: Tensor, count: Tensor, page: int) -> SlotLoads:
+        """The slots of what a step chooses, and what they lack; index and count as `sparse_decode_attention` has them.
+
+        layer: ALL_LAYERS for a choice that they have in common. Raises WorkloadError where a step may choose more than
+        there are slots.
+        """
+        table = self._table(layer, index, page).first(len(index))
+        if not self.config.reuses_slots:
+            table.forget()
+        return take_slots(table, index, count)
+
+    def gather(self, layer: int, loads: SlotLoads, page: int, beside: bool = False) -> None:
+        """Loads what a layer's slots lack. beside: while other layers are computed."""
+        rows, (keys, values) = len(loads.count), self.on_host[layer]
+        slots = self.keys[layer, :rows], self.values[layer, :rows]
+        gather_into_slots((keys[:rows], values[:rows]), slots, loads, page, beside=beside)
+
+    def loads(self) -> tuple[int, int]:
+        """Units that steps have chosen, and those that had to be loaded, of all layers and KV heads."""
+        times = {layer: self.layers if layer == ALL_LAYERS else 1 for layer in self.tables}
+        wanted = sum(times[layer] * int(table.wanted.sum()) for layer, table in self.tables.items())
+        return wanted, sum(times[layer] * int(table.loaded.sum()) for layer, table in self.tables.items())
+
+    def _table(self, layer: int, index: Tensor, page: int) -> SlotTable:
+        if layer not in self.tables:
+            slots, chosen = self.config.window_slots // page, index.shape[2]
+            if chosen > slots:
+                raise WorkloadError(
+                    f"the placement's budget is {self.config.window_slots} tokens and a step may choose "
+                    f"{chosen * page}; allowed: a budget of that many"
+                )
+            units = self.on_host[0][0].shape[2] // page
+            with torch.inference_mode(False):  # it outlives this pass, and is emptied outside of one
+                self.tables[layer] = SlotTable.allocate(self.config.batch, index.shape[1], units, slots, index.device)
+        return self.tables[layer]
+
+
+def _pair(shape: torch.Size, dtype: torch.dtype, device: torch.device, by_token: bool) -> KeysAndValues:
+    """Keys and values [batch, kv_heads, tokens, head_dim] on the host: apart, or by token, whose key and value adjoin.
+
+    Tokens that are read one by one lie in pages of memory of their own, and every page costs a walk of the device's
+    page table: over tens of gigabytes these, not bytes, bound the link.
+    """
+    if not by_token:
+        keys, values = HostMemory.allocate(split_bytes([(shape, dtype)] * 2), device).split([(shape, dtype)] * 2)
+        return keys, values
+    batch, heads, tokens, channels = shape
+    both = [(torch.Size((batch, tokens, heads, 2, channels)), dtype)]
+    (held,) = HostMemory.allocate(split_bytes(both), device).split(both)
+    return held[:, :, :, 0].transpose(1, 2), held[:, :, :, 1].transpose(1, 2)

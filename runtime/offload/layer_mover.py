@@ -1,0 +1,100 @@
+"""Adaptive placement: layers move to the host while tokens are generated.
+
+A layer is copied on a stream of its own while rounds go on. When it has arrived, the engine prepares rounds that read
+it from the host, and switches to them between two rounds: `begin_switch`, then `finish_switch` once no round that reads
+the old places is to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.storage import MovableCodes
+
+LEAD_GROUPS = 2  # a layer begins to leave this long before rows outgrow their place
+
+
+class LayerMover:
+    """Of one cache whose placement adapts. `moved`: layers that left during this generation."""
+
+    def __init__(self, cache: Cache, movable: MovableCodes) -> None:
+        self._cache, self._movable = cache, movable
+        device = cache.lengths.device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._since: list[int] = []  # groups of each row when the copy began; empty if none is under way
+        self._arrived: Any = None
+        self.moved = 0
+
+    def start(self, longest: int) -> None:
+        """A generation begins, with prompts of up to `longest` tokens: as many layers stay as have room for them."""
+        self._since, self.moved = [], 0
+        groups = self._cache.config.quantized_groups(longest) + LEAD_GROUPS
+        self._cache.place(self._movable.resident(groups))
+
+    def ready(self, lengths: Sequence[int], ahead: int) -> bool:
+        """Whether a layer has arrived on the host; begins to copy one if rows of these lengths are about to need room.
+
+        ahead: tokens that rounds in flight may still add. Waits for the copy where rows have no room left.
+        """
+        movable, resident = self._movable, self._cache.first_on_host
+        if resident == movable.staying or movable.capacity(resident) == movable.most_groups:
+            return False
+        held = [self._cache.config.quantized_groups(length) for length in lengths]
+        left = movable.capacity(resident) - self._cache.config.quantized_groups(max(lengths) + ahead)
+        if not self._since and left < LEAD_GROUPS:
+            self._leave(resident, held)
+        if not self._since:
+            return False
+        return left < 1 or self._arrived is None or bool(self._arrived.query())
+
+    @contextlib.contextmanager
+    def next_placement(self, longest: int) -> Iterator[None]:
+        """Inside the body one layer fewer is on the device, if sequences of up to `longest` tokens will need that.
+
+        Nothing may read it there, but rounds can be prepared ahead.
+        """
+        resident = self._cache.first_on_host
+        needed = self._movable.resident(self._cache.config.quantized_groups(longest) + LEAD_GROUPS)
+        self._cache.place(max(needed, resident - 1))
+        yield
+        self._cache.place(resident)
+
+    def begin_switch(self) -> None:
+        """Rounds that are prepared from now on read the layer from the host. None may run before `finish_switch`."""
+        self._cache.place(self._cache.first_on_host - 1)
+
+    def finish_switch(self, lengths: Sequence[int]) -> None:
+        """Completes the layer's copy for rows of these lengths, and gives its memory to the others."""
+        resident = self._cache.first_on_host + 1
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        held = [self._cache.config.quantized_groups(length) for length in lengths]
+        self._movable.catch_up(resident, self._since, held)
+        self._movable.spread(resident)
+        self._since, self.moved = [], self.moved + 1
+
+    def _leave(self, resident: int, held: list[int]) -> None:
+        """Copies the last layer as far as rows hold it now, behind all rounds in flight."""
+        missing = self._cache.config.batch - len(held)
+        groups = torch.tensor([*held, *[0] * missing], dtype=torch.int32).to(self._cache.lengths.device)
+        self._since = held
+        with self._beside():
+            self._movable.leave(resident, groups)
+            self._arrived = self._side.record_event() if self._side is not None else None
+
+    def _beside(self) -> Any:
+        if self._side is None:
+            return contextlib.nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+
+def layer_mover(cache: Cache) -> LayerMover | None:
+    """The mover of a cache whose placement adapts; None for any other."""
+    movable = cache.movable
+    return LayerMover(cache, movable) if movable is not None else None

@@ -1,0 +1,155 @@
+"""Streaming of offloaded layers: codes are copied to the device ahead of attention; recent tokens stay there.
+
+Two or more slots take turns: while attention reads one, the next layers are copied into the others, on a stream of
+their own. All of it can be captured in a CUDA graph: the copies read host memory by address and their lengths from the
+device, so that one graph copies what rows hold at its replay, ragged or not, whatever the cache was allocated for.
+(Copies by the DMA engines are a tenth faster, 55 against 50 GB/s, but their sizes are constants of a graph.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache import quantize
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.offload import copy_leading
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.runtime.kv.config import KVCacheConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """codes: [batch, kv_heads, window_groups, ...] of one layer, on the device (StreamingLLM's choice, by group).
+
+    Group 0 of the text has place 0; later ones take turns in the others. Attention does not depend on their order.
+    """
+
+    codes: QuantizedKV
+
+    @classmethod
+    def allocate(cls, model: ModelShape, config: KVCacheConfig, device: torch.device) -> Window:
+        """An empty window."""
+        sizes = config.batch, model.kv_heads, config.window_groups, config.group, model.head_dim
+        return cls(QuantizedKV.allocate(*sizes, device, lower=not config.drafts_read_upper))
+
+    @property
+    def bytes(self) -> int:
+        """Device memory."""
+        return self.codes.bytes
+
+    def place(self, group: Tensor) -> Tensor:
+        """Where groups of the text lie, of their number's shape and dtype."""
+        later = max(self.codes.groups - 1, 1)
+        return torch.where(group < self.codes.groups, group, (group - 1) % later + self.codes.groups - later)
+
+    def store_prompt(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Takes the first and the latest of a row's whole groups, [kv_heads, tokens, head_dim]."""
+        size, codes = self.codes.group, self.codes.rows(slice(row, row + 1))
+        for group in self._kept(keys.shape[1] // size):
+            tokens = slice(group * size, (group + 1) * size)
+            place = self.place(torch.tensor([group], dtype=torch.int32)).to(keys.device)
+            quantize(keys[None, :, tokens], values[None, :, tokens], codes, place)
+
+    def take(self, codes: QuantizedKV, row: int, groups: int) -> None:
+        """Takes the first and the latest of a row's `groups` groups from its codes."""
+        held = torch.tensor(self._kept(groups), dtype=torch.int64, device=codes.key_upper.device)
+        for item in fields(QuantizedKV):
+            mine = getattr(self.codes, item.name)
+            if mine is not None:
+                mine[row, :, self.place(held)] = getattr(codes, item.name)[row, :, held]
+
+    def _kept(self, groups: int) -> list[int]:
+        """Of a row's first `groups` groups, those that the window holds."""
+        return [*range(min(1, groups)), *range(max(1, groups - self.codes.groups + 1), groups)]
+
+    def flush(self, keys: Tensor, values: Tensor, index: Tensor, first_slot: Tensor, mask: Tensor) -> None:
+        """Takes one more group of the rows in `mask`; arguments as for `CodedLayers.flush`, of one layer."""
+        quantize(keys, values, self.codes, self.place(index), mask, first_slot=first_slot)
+
+
+Parts = Sequence[Tensor]  # of one layer, each [batch, kv_heads, entries, ...]
+
+
+class LayerStream:
+    """Copies `layers`, their parts on the host, into slots on the device, in order, once per pass of the target.
+
+    A pass asks for each layer in turn, and releases it once attention has been launched. Copies may `begin` long before
+    the pass, for example while drafts run.
+    """
+
+    def __init__(self, layers: Sequence[Parts], slots: int, device: torch.device, spare: int = 0) -> None:
+        """slots: layers that are on the device at once, one more than are copied ahead. spare: entries of each row and
+        head behind those that are copied, for others to follow them.
+        """
+        self.layers = layers
+        self.slots = [[_with_spare(part, spare, device) for part in layers[0]] for _ in range(slots)]
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._joined = torch.zeros(1, device=device)
+        self._arrived: dict[int, Any] = {}
+        self._entries: Tensor | None = None
+        self._copied = 0
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of the slots."""
+        return sum(part.nbytes for slot in self.slots for part in slot)
+
+    def reset(self) -> None:
+        """Forgets a pass that was not finished."""
+        self._entries, self._copied = None, 0
+        self._arrived.clear()
+
+    def begin(self, entries: Tensor) -> None:
+        """Starts copies of the first layers; entries: int32 [batch] that rows hold on the host."""
+        self._entries, self._copied = entries, 0
+        for _ in range(min(len(self.slots), len(self.layers))):
+            self._copy_next()
+
+    @property
+    def begun(self) -> bool:
+        """Whether copies have begun for a pass that has not ended."""
+        return self._entries is not None
+
+    def fetch(self, layer: int) -> Parts:
+        """The parts of a layer on the device; what is launched from now on reads them after the copy."""
+        if self._side is not None:
+            torch.cuda.current_stream().wait_event(self._arrived.pop(layer))
+            # Kernels with programmatic launch may read codes before the kernel ahead of them has ended, and that
+            # must not be a copy: an ordinary kernel stands between.
+            self._joined.zero_()
+        return self.slots[layer % len(self.slots)]
+
+    def release(self, layer: int) -> None:
+        """The layer's reads are launched: its slot may take another layer."""
+        if layer == len(self.layers) - 1:
+            self._entries = None
+        elif self._copied < len(self.layers):
+            self._copy_next()
+
+    def _copy_next(self) -> None:
+        """Copies one more layer, after all that has been launched so far."""
+        assert self._entries is not None, "a pass has begun"
+        layer, self._copied = self._copied, self._copied + 1
+        with self._beside():
+            for part, slot in zip(self.layers[layer], self.slots[layer % len(self.slots)], strict=True):
+                copy_leading(part, slot, self._entries)
+            if self._side is not None:
+                self._arrived[layer] = self._side.record_event()
+
+    def _beside(self) -> Any:
+        """The side stream, behind what the current stream has been given; nothing without a GPU."""
+        if self._side is None:
+            return contextlib.nullcontext()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+
+def _with_spare(part: Tensor, spare: int, device: torch.device) -> Tensor:
+    batch, heads, entries, *rest = part.shape
+    return torch.zeros(batch, heads, entries + spare, *rest, dtype=part.dtype, device=device)

@@ -1,0 +1,222 @@
+"""What selection policies share, and those that need no scores: all tokens, and StreamingLLM."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.selection import top_k
+from ridgeplan.kernels.sparse_attention import sparse_decode_attention
+from ridgeplan.roofline.plan.draft_selection import DraftSelection, SparseSelection
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.offload.slots import Choice, LoadsAhead
+
+
+class DraftPolicy:
+    """Chooses what each draft of a round reads, or each query of a target, with the hyperparameters of the plan.
+
+    An engine makes one for drafts and one for a target that selects (target_reads.py), beside its cache. Between
+    `start` and the end of a generation its methods run inside the round that a CUDA graph captures: they work on
+    tensors of fixed size and never ask the device for a value. Only `before_prefill` and `after_prefill` run outside.
+    """
+
+    window = 0  # of a prompt's last queries, which `after_prefill` is given
+
+    def __init__(self, selection: DraftSelection, cache: Cache) -> None:
+        self.selection, self.cache = selection, cache
+
+    def start(self) -> None:
+        """Forgets the last generation; the cache has been emptied."""
+
+    def before_prefill(self, row: int, prompt: Tensor) -> None:
+        """A row's prompt, int64 [tokens], is about to be processed."""
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        """A layer of a prompt is in the cache.
+
+        queries: [window or fewer, q_heads, head_dim], of the prompt's last tokens. keys: [kv_heads, tokens, head_dim],
+        as far as an eviction keeps them. positions: int64 [kv_heads or 1, tokens], of the keys, from the prompt's end:
+        its last token is at -1.
+        """
+
+    def before_round(self) -> None:
+        """A round begins, with drafts or without: what keeps step with the cache does so here."""
+
+    def before_drafts(self) -> None:
+        """A round's drafts begin: what they share is chosen here. Rounds of plain decoding have none."""
+
+    def before_pass(self, tokens: Tensor, ahead: int) -> None:
+        """A pass over tokens [rows, queries] is about to run, from `ahead` positions after the cached ones on."""
+
+    def at(self, ahead: int) -> Self:
+        """This policy for a target's query at `ahead` positions after the cached tokens. State is shared."""
+        other = copy.copy(self)
+        other.cache = self.cache.later(ahead)
+        return other
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        """For a draft that forwards `queries` tokens per row, from `ahead` positions after the cached ones on."""
+        return self.cache.draft_metadata(ahead, queries)
+
+    def target_metadata(self, queries: int) -> AttentionMetadata:
+        """For the verification of `queries` tokens; a policy that chooses by it asks for its scores here."""
+        return self.cache.target_metadata(queries)
+
+
+class AllTokens(DraftPolicy):
+    """The whole cache; nothing is chosen."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenIndex:
+    """Old tokens of a layer that a draft or a target's query reads, as `sparse_decode_attention` takes them.
+
+    index: int32 [rows, 1 or kv_heads, K], numbers of tokens, or of pages of `page` tokens. count: int32 [rows, 1 or
+    kv_heads], the entries that hold.
+    """
+
+    index: Tensor
+    count: Tensor
+    page: int = 1
+
+    @property
+    def choice(self) -> Choice:
+        """As loads take it."""
+        return self.index, self.count, self.page
+
+
+class SparsePolicy(DraftPolicy):
+    """A policy that chooses among a row's first `old` tokens; drafts also read all later ones, in full precision.
+
+    candidates: most old tokens that a row can have.
+    """
+
+    selection: SparseSelection
+    known_ahead: ClassVar[bool] = False  # a query's choice, in all layers, before the first one
+    alike: bool = False  # it is then the same in all layers
+
+    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
+        super().__init__(selection, cache)
+        config = cache.config
+        self._ahead: LoadsAhead | None = None
+        self.reads_codes = config.drafts_read_codes
+        # What is offloaded leaves in whole groups, so that tokens are old as they are in formats with codes.
+        self.whole_groups = self.reads_codes or config.offload
+        coded = config.groups(config.longest) * config.group
+        copied = 2 * config.group if config.offload else 0  # behind copies of layers from the host
+        self.candidates = coded if config.buffered else max(coded, config.slots(config.longest) + copied)
+
+    def old_of(self, lengths: Tensor) -> Tensor:
+        """Tokens that may be chosen at these lengths, int32 [n]: those in codes, or all but the recent ones."""
+        return self.cache.quantized(lengths) if self.whole_groups else (lengths - self.selection.recent).clamp_min(0)
+
+    def total_of(self, lengths: Tensor) -> Tensor:
+        """Tokens that drafts read at these lengths, recent ones included, int32 [n]: clamp(ceil(ratio n), floor, n)."""
+        shared = (lengths.double() * self.selection.ratio).ceil().int().clamp_min(self.selection.floor)
+        return torch.minimum(shared, lengths)
+
+    def budget_of(self, lengths: Tensor) -> Tensor:
+        """Old tokens to choose at these lengths, int32 [n]: what recent ones leave of the total, at least the sinks."""
+        old = self.old_of(lengths)
+        left = self.total_of(lengths) - (lengths - old)
+        return torch.minimum(left.clamp_min(self.selection.sinks), old)
+
+    def old(self) -> Tensor:
+        """`old_of` the cached tokens, int32 [batch]."""
+        return self.old_of(self.cache.lengths)
+
+    def budget(self) -> Tensor:
+        """`budget_of` the cached tokens, int32 [batch]."""
+        return self.budget_of(self.cache.lengths)
+
+    @property
+    def max_budget(self) -> int:
+        """The largest budget at any length of a row."""
+        selection = self.selection
+        total = max(math.ceil(selection.ratio * self.cache.config.longest), selection.floor, selection.sinks, 1)
+        return min(total, self.candidates)
+
+    def best(self, scores: Tensor, page: int) -> tuple[Tensor, Tensor]:
+        """The best pages within the budget, sinks always among them: index and count, as `top_k` has them.
+
+        scores: float32 [..., rows, sets, pages], of the cache's first rows; they are written to.
+        """
+        return self.best_of(scores, page, *self.limits(page, scores.shape[:-1]))
+
+    def limits(self, page: int, sets: torch.Size) -> tuple[Tensor, Tensor]:
+        """Old pages and how many of them to choose, int32, of every set of sizes [..., rows, sets], flattened."""
+        pages, wanted = self.old()[: sets[-2]] // page, -(-self.budget()[: sets[-2]] // page)
+        lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, wanted))
+        return lengths, k
+
+    def best_of(self, scores: Tensor, page: int, lengths: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """`best` within these limits."""
+        scores[..., : -(-self.selection.sinks // page)] = torch.inf
+        index, count = top_k(scores.flatten(0, -2), lengths, k, -(-self.max_budget // page))
+        return index.unflatten(0, scores.shape[:-1]), count.unflatten(0, scores.shape[:-1])
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        every = super().draft_metadata(ahead, queries)
+        if self.known_ahead:
+            self._ahead = self.cache.begin_loading(self._known_choice, self.alike)
+        begin = every.begin if self.reads_codes else self.old()[: self.cache.rows]
+        by_layer = every.by_layer
+        if self.cache.config.elastic:
+            by_layer = {layer: replace(reads, attend=self.attend) for layer, reads in by_layer.items()}
+        return replace(every, begin=begin, attend=self.attend, by_layer=by_layer)
+
+    def _known_choice(self, layer: int) -> Choice:
+        return self.select(layer, self.cache.lengths).choice  # any tensor: no query is asked
+
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        """The old tokens that a draft's queries [rows, queries, q_heads, head_dim] read in a layer."""
+        raise NotImplementedError
+
+    def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Attention of a draft's queries in a layer, to the selected and to the recent tokens; same shape."""
+        return self.read(layer, query, metadata, self.select(layer, query))
+
+    def read(self, layer: int, query: Tensor, metadata: AttentionMetadata, chosen: TokenIndex) -> Tensor:
+        """Attention of queries in a layer to `chosen` and to the recent tokens; same shape."""
+        cache = self.cache
+        index = cache.load_chosen(layer, chosen.choice, self._ahead)
+        codes = None if metadata.groups is None else cache.codes(layer)
+        planes = cache.planes(layer) if cache.config.drafts_read_upper else None
+        return sparse_decode_attention(
+            query, *cache.full(layer), metadata.begin, metadata.end, index, chosen.count, codes, metadata.groups,
+            value_rows=planes.value_rows if planes else None, page=chosen.page, lower=metadata.lower,
+        )  # fmt: skip
+
+
+class StreamingLLM(SparsePolicy):
+    """In a full-precision cache the latest tokens are one run, so that only the sinks are gathered."""
+
+    known_ahead = True
+    alike = True
+
+    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
+        super().__init__(selection, cache)
+        self._chosen: tuple[Tensor, Tensor] | None = None
+
+    def old_of(self, lengths: Tensor) -> Tensor:
+        if self.whole_groups:
+            return super().old_of(lengths)
+        run = (self.total_of(lengths) - self.selection.sinks).clamp_min(self.selection.recent)
+        return (lengths - run).clamp_min(0)
+
+    def before_round(self) -> None:
+        old, budget = self.old()[:, None], self.budget()[:, None]
+        places = torch.arange(self.max_budget, dtype=torch.int32, device=old.device)
+        index = torch.where(places < self.selection.sinks, places, old - budget + places)
+        self._chosen = index[:, None].contiguous(), budget
+
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        assert self._chosen is not None, "a round has begun"
+        index, count = (chosen[: self.cache.rows] for chosen in self._chosen)
+        return TokenIndex(index, count)

@@ -1,0 +1,181 @@
+"""Policies that choose anew for every query: Quest, ShadowKV, progressive selection, and the oracle.
+
+The keys and values themselves stay where the cache has them: the paper's low-rank keys save memory, not reads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.attention.scores import ScoreRequest
+from ridgeplan.kernels.selection import page_bounds, page_scores, two_bit_top_k
+from ridgeplan.kernels.sparse_attention import progressive_attention
+from ridgeplan.roofline.plan import draft_selection as selections
+from ridgeplan.roofline.plan.draft_selection import SparseSelection
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.policies.base import SparsePolicy, TokenIndex
+
+
+class PerQueryPolicy(SparsePolicy):
+    """A subclass scores pages of `page` tokens by the query.
+
+    What it scores by is made of whole groups, so that old tokens are those that the rule of codes would quantize, also
+    in a full-precision cache. What depends on lengths alone is computed once for all layers of a query: old_tokens and
+    budgets int32 [rows], and page_limits, see `SparsePolicy.limits`.
+    """
+
+    page = 1
+    old_tokens: Tensor
+    budgets: Tensor
+    page_limits: tuple[Tensor, Tensor]
+
+    def old_of(self, lengths: Tensor) -> Tensor:
+        return self.cache.quantized(lengths)
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        rows = self.cache.rows
+        self.old_tokens, self.budgets = self.old()[:rows], self.budget()[:rows]
+        self.page_limits = self.limits(self.page, torch.Size((rows, self.cache.kv_heads)))
+        return super().draft_metadata(ahead, queries)
+
+    def query_scores(self, layer: int, query: Tensor) -> Tensor:
+        """Scores of pages by a query [rows, 1, q_heads, head_dim] -> float32 [rows, kv_heads, pages]."""
+        raise NotImplementedError
+
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        scores = self.query_scores(layer, query)
+        return TokenIndex(*self.best_of(scores, self.page, *self.page_limits), self.page)
+
+
+class Bounded(PerQueryPolicy):
+    """Bounds [layers, batch, kv_heads, pages, 2, head_dim] of the keys in full precision, by pages of `page` tokens.
+
+    Every round computes those of the group that will grow old next, while its keys are still in full precision.
+    """
+
+    def __init__(self, selection: SparseSelection, cache: Cache, page: int) -> None:
+        self.page = page
+        super().__init__(selection, cache)
+        groups = -(-self.candidates // cache.config.group) + 1  # one more, which is not old yet
+        keys, pages = cache.stores[0].keys, groups * cache.config.group // page
+        sizes = (cache.layers, *keys.shape[1:3], pages, 2, keys.shape[4])
+        self.bounds = torch.zeros(sizes, dtype=keys.dtype, device=keys.device)
+
+    def bounds_of(self, keys: Tensor) -> Tensor:
+        """Bounds [..., pages, 2, head_dim] of keys [rows, kv_heads, tokens, head_dim], whole pages."""
+        raise NotImplementedError
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        whole = min(keys.shape[1] // self.page, self.bounds.shape[3])
+        self.bounds[layer, row, :, :whole] = self.bounds_of(keys[None, :, : whole * self.page])[0]
+
+    def before_round(self) -> None:
+        keys, first = self.cache.oldest_group()
+        pages = first[:, None] // self.page + torch.arange(keys.shape[3] // self.page, device=keys.device)
+        at = pages.long()[None, :, None, :, None, None].expand(*keys.shape[:3], -1, 2, keys.shape[4])
+        bounds = self.bounds_of(keys.flatten(0, 1))
+        self.bounds.scatter_(3, at, bounds.unflatten(0, keys.shape[:2]))
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        metadata = super().draft_metadata(ahead, queries)
+        self.pages = self.old_tokens // self.page
+        return metadata
+
+    def query_scores(self, layer: int, query: Tensor) -> Tensor:
+        return page_scores(query, self.bounds[layer, : self.cache.rows], self.pages)
+
+
+class Quest(Bounded):
+    """The smallest and the largest key of each page and channel."""
+
+    def __init__(self, selection: selections.Quest, cache: Cache) -> None:
+        super().__init__(selection, cache, selection.page)
+
+    def bounds_of(self, keys: Tensor) -> Tensor:
+        return page_bounds(keys, self.page)
+
+
+class ShadowKV(Bounded):
+    """Landmarks, the means of chunks' keys after RoPE: bounds whose ends are equal, so that they score as one key.
+
+    outlier: bool [layers, batch, kv_heads, chunks], the prompt's chunks with a key that is least like their landmark.
+    They come first.
+    """
+
+    selection: selections.ShadowKV
+
+    def __init__(self, selection: selections.ShadowKV, cache: Cache) -> None:
+        super().__init__(selection, cache, selection.chunk)
+        self.outlier = torch.zeros(self.bounds.shape[:4], dtype=torch.bool, device=self.bounds.device)
+
+    def start(self) -> None:
+        self.outlier.zero_()
+
+    def bounds_of(self, keys: Tensor) -> Tensor:
+        landmarks = keys.unflatten(2, (-1, self.page)).mean(3)
+        return torch.stack([landmarks, landmarks], dim=3)
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        super().after_prefill(layer, row, queries, keys, positions)
+        chunks = min(keys.shape[1] // self.page, self.bounds.shape[3])
+        landmarks = self.bounds[layer, row, :, :chunks, :1]
+        members = keys[:, : chunks * self.page].unflatten(1, (-1, self.page))
+        alike = functional.cosine_similarity(members.float(), landmarks.float(), dim=-1).amin(-1)
+        worst = alike.topk(min(self.selection.outliers, chunks), dim=1, largest=False).indices
+        self.outlier[layer, row].scatter_(1, worst, True)
+
+    def query_scores(self, layer: int, query: Tensor) -> Tensor:
+        scores = super().query_scores(layer, query)
+        return scores.masked_fill(self.outlier[layer, : self.cache.rows], torch.inf)
+
+
+class Progressive(PerQueryPolicy):
+    """The 2-bit keys are the upper bits of the upper codes, so the cache must hold codes."""
+
+    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+        metadata = super().draft_metadata(ahead, queries)
+        self.groups = self.old_tokens // self.cache.config.group
+        return metadata
+
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        keys, sinks = self.cache.two_bit_keys(layer), self.selection.sinks
+        return TokenIndex(*two_bit_top_k(query, keys, self.groups, self.budgets, max_k=self.max_budget, sinks=sinks))
+
+    def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Where drafts read upper codes, one operation scans, chooses and reads."""
+        if not self.cache.config.drafts_read_upper:
+            return super().attend(layer, query, metadata)
+        planes = self.cache.planes(layer)
+        assert planes is not None, "plans that choose by 2-bit keys hold codes"
+        return progressive_attention(
+            query, *self.cache.full(layer), metadata.begin, metadata.end, self.cache.codes(layer), planes, self.groups,
+            self.budgets, max_k=self.max_budget, sinks=self.selection.sinks,
+        )  # fmt: skip
+
+
+class Oracle(PerQueryPolicy):
+    """The scores that attention to every token leaves; its output is not used.
+
+    Of two calls, the first leaves the log-sum-exps to which the second one's probabilities refer.
+    """
+
+    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
+        super().__init__(selection, cache)
+        sizes = (cache.config.batch, cache.kv_heads, self.candidates)
+        self._scores = torch.zeros(sizes, dtype=torch.float32, device=cache.lengths.device)
+        self._lse = torch.zeros(cache.config.batch, cache.q_heads, dtype=torch.float32, device=cache.lengths.device)
+
+    def query_scores(self, layer: int, query: Tensor) -> Tensor:
+        every = self.cache.draft_metadata(0)
+        rows = slice(self.cache.rows)
+        scores = ScoreRequest(self._scores[rows], "last", "probabilities", self._lse[rows])
+        codes = None if every.groups is None else self.cache.codes(layer)
+        keys, values = self.cache.full(layer)
+        arguments = (query, keys, values, every.begin, every.end, codes, every.groups)
+        for _ in range(2):
+            decode_attention(*arguments, lower=every.lower, scores=scores)
+        return scores.out

@@ -1,0 +1,177 @@
+"""Policies that rank tokens by attention of the prompt (SnapKV) or of a verification (SpecExtend, SpecAttn)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.attention.scores import Rows, ScoreRequest, What
+from ridgeplan.kernels.selection import top_k
+from ridgeplan.roofline.plan import draft_selection as selections
+from ridgeplan.roofline.plan.draft_selection import SparseSelection
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.policies.base import SparsePolicy, TokenIndex
+
+UNSCORED = float(1 << 22)  # above any score; float32 still tells 2^22 positions apart
+
+
+class RankedPolicy(SparsePolicy):
+    """Scores float32 [layers, batch, kv_heads, candidates], which a subclass fills in.
+
+    Tokens without a score were recent when the others were scored. They come first, the latest before others. page:
+    tokens that are ranked together, by their mean score. shared: one set for all heads of a layer, by the sum.
+    """
+
+    page = 1
+    shared = True
+    known_ahead = True
+
+    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
+        super().__init__(selection, cache)
+        sizes = (cache.layers, cache.config.batch, cache.kv_heads, self.candidates)
+        self.scores = torch.zeros(sizes, dtype=torch.float32, device=cache.lengths.device)
+        self._chosen: tuple[Tensor, Tensor] | None = None
+
+    def start(self) -> None:
+        places = torch.arange(self.candidates, dtype=torch.float32, device=self.scores.device)
+        self.scores.copy_((places + UNSCORED).expand_as(self.scores))
+
+    def old_of(self, lengths: Tensor) -> Tensor:
+        return super().old_of(lengths) // self.page * self.page
+
+    def before_drafts(self) -> None:
+        scores = self.scores.sum(2, keepdim=True) if self.shared else self.scores.clone()
+        if self.page > 1:
+            scores = functional.avg_pool1d(scores.flatten(0, 2), self.page).unflatten(0, scores.shape[:3])
+        self._chosen = self.best(scores, self.page)
+
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        assert self._chosen is not None, "drafts have begun"
+        index, count = (chosen[layer, : self.cache.rows] for chosen in self._chosen)
+        return TokenIndex(index, count, self.page)
+
+
+def prompt_scores(queries: Tensor, keys: Tensor, positions: Tensor, what: str) -> Tensor:
+    """Scores of a prompt's cached tokens by its last queries -> float32 [kv_heads, tokens].
+
+    queries, keys, positions: as `DraftPolicy.after_prefill` has them. what: "logits" or "probabilities", summed over
+    queries and over the query heads of a KV head, which take turns to bound the workspace.
+    """
+    kv_heads, tokens, head_dim = keys.shape
+    heads = (queries.float() * head_dim**-0.5).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    asking = torch.arange(-len(queries), 0, device=keys.device)
+    later = (positions[:, None] > asking[:, None]).expand(kv_heads, -1, -1)
+    out = torch.empty(kv_heads, tokens, dtype=torch.float32, device=keys.device)
+    for head, (q, k, unseen) in enumerate(zip(heads, keys, later, strict=True)):
+        weights = q @ k.float().mT
+        if what == "probabilities":  # a query may see nothing of what an eviction left
+            weights = weights.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0)
+        out[head] = weights.sum((0, 1))
+    return out
+
+
+def prompt_lse(query: Tensor, keys: Tensor) -> Tensor:
+    """Log-sum-exps of a prompt's last query [q_heads, head_dim] over its cached tokens -> float32 [q_heads]."""
+    heads = (query.float() * keys.shape[2] ** -0.5).unflatten(0, (len(keys), -1))
+    return torch.cat([(q @ k.float().mT).logsumexp(-1) for q, k in zip(heads, keys, strict=True)])
+
+
+MAX_JOINED = 4096  # generated tokens that join the sets
+
+
+class SnapKV(SparsePolicy):
+    """A set for each KV head, chosen in prefill; what is generated later joins it as it grows old.
+
+    index: int32 [layers, batch, kv_heads, K], a prompt's set and then the tokens from its end on. chosen, first: int32
+    [batch], entries of the prompt's set, and the first token that was not old then.
+    """
+
+    selection: selections.SnapKV
+
+    def __init__(self, selection: selections.SnapKV, cache: Cache) -> None:
+        super().__init__(selection, cache)
+        self.window = selection.window
+        width = min(self.candidates, self.max_budget + MAX_JOINED)
+        sizes = (cache.layers, cache.config.batch, cache.kv_heads, width)
+        self.index = torch.zeros(sizes, dtype=torch.int32, device=cache.lengths.device)
+        self.chosen, self.first = (torch.zeros_like(cache.lengths) for _ in "ab")
+        self._count = self.chosen
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        scores = prompt_scores(queries, keys, positions, "probabilities")
+        pooled = functional.max_pool1d(scores, self.selection.pool, 1, self.selection.pool // 2)
+        pooled[:, : self.selection.sinks] = torch.inf
+        lengths = torch.full_like(self.cache.lengths[:1], keys.shape[1])
+        old, budget = self.old_of(lengths), self.budget_of(lengths)
+        sets = len(pooled)
+        index, _ = top_k(pooled, old.expand(sets).contiguous(), budget.expand(sets).contiguous(), self.max_budget)
+        width = self.index.shape[3]
+        later = torch.arange(width, dtype=torch.int32, device=keys.device) - budget + old
+        self.index[layer, row] = later
+        self.index[layer, row, :, : index.shape[1]] = torch.where(
+            torch.arange(index.shape[1], device=keys.device) < budget, index, later[: index.shape[1]]
+        )
+        self.chosen[row], self.first[row] = budget[0], old[0]
+
+    def before_round(self) -> None:
+        joined = (self.old() - self.first).clamp_min(0)
+        self._count = (self.chosen + joined).clamp_max(self.index.shape[3])
+
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        rows = self.cache.rows
+        index = self.index[layer, :rows]
+        count = self._count[:rows, None].expand(index.shape[:2]).contiguous()
+        return TokenIndex(index, count)
+
+
+class VerifiedPolicy(RankedPolicy):
+    """Of these query rows of a verification, these scores; the first round has those of the prompt's last token.
+
+    lse: float32 [layers, batch, q_heads], log-sum-exps of the last query before the next verification, to which its
+    probabilities refer.
+    """
+
+    window = 1
+    rows: Rows = "last"
+    what: What = "probabilities"
+
+    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
+        super().__init__(selection, cache)
+        sizes = (cache.layers, cache.config.batch, cache.q_heads)
+        self.lse = torch.zeros(sizes, dtype=torch.float32, device=self.scores.device)
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        scores = prompt_scores(queries, keys, positions, self.what)
+        kept = min(self.candidates, scores.shape[1])
+        self.scores[layer, row, :, :kept] = scores[:, :kept]
+        self.lse[layer, row] = prompt_lse(queries[-1], keys)
+
+    def target_metadata(self, queries: int) -> AttentionMetadata:
+        return super().target_metadata(queries).changed(scores=self.request)
+
+    def request(self, layer: int) -> ScoreRequest:
+        """Where verification writes a layer's scores."""
+        rows = slice(self.cache.rows)
+        return ScoreRequest(self.scores[layer, rows], self.rows, self.what, self.lse[layer, rows])
+
+
+class SpecExtend(VerifiedPolicy):
+    """By the last verification query: which one is accepted last is not known before its scores are written."""
+
+    def __init__(self, selection: selections.SpecExtend, cache: Cache) -> None:
+        self.page = selection.page
+        super().__init__(selection, cache)
+
+
+class SpecAttn(VerifiedPolicy):
+    """By the first and the last verification query (Eq 3), or by all (Eq 2); a set per layer or per KV head."""
+
+    selection: selections.SpecAttn
+
+    def __init__(self, selection: selections.SpecAttn, cache: Cache) -> None:
+        super().__init__(selection, cache)
+        self.rows = "all" if selection.rows == "all" else "ends"
+        self.what = "logits" if selection.score == "logits" else "probabilities"
+        self.shared = not selection.per_kv_head

@@ -1,0 +1,1 @@
+"""Self-speculation: drafting, verification, rounds, and control of gamma."""

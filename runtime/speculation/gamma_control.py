@@ -1,0 +1,198 @@
+"""Adaptive gamma: how many tokens the next round drafts, from measured acceptance and predicted times.
+
+Two parts decide. `Evidence` estimates the acceptance of each position from the rounds so far, and the gamma with the
+most tokens per second follows. A `LossBudget` bounds what drafting may lose where it does not pay: with it, whatever
+the text, rounds take at most (1 + RUNNING_LOSS) times plain decoding's time for their tokens, plus STARTING_LOSS times
+plain decoding's time for the whole generation.
+
+All is a function of counts and of the cost model's times, never of a clock, so a seed gives the same tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
+from ridgeplan.roofline.speculation import RoundCosts, tokens_at
+from ridgeplan.runtime.speculation.speculator import RowResult
+
+SAVED_ROUNDS = 4  # what was gained pays for that many rounds of the largest gamma whose drafts are all rejected
+HYSTERESIS = 0.03  # another gamma must promise that much more speed
+MEMORY_ROUNDS = 32  # drafting rounds after which evidence has lost two thirds of its weight
+PROBE_MEMORY_ROUNDS = 8  # the same while only probes draft, so that a few good ones suffice
+PRIOR_DRAFTS = 2.0  # weight of what is expected before a position was tried
+FIRST_WAIT = 16  # plain rounds between probes, doubled after each that did not pay
+LONGEST_WAIT = 128
+
+
+class GammaSchedule(Protocol):
+    """Chooses the gamma of every round of a generation."""
+
+    def next(self) -> int:
+        """The gamma of the round that is launched now."""
+
+    def add(self, gamma: int, rows: Sequence[RowResult]) -> None:
+        """Adds the result of the oldest round in flight. Rows that kept no token were not active."""
+
+
+@dataclass(frozen=True)
+class FixedGamma:
+    """The plan's gamma in every round."""
+
+    gamma: int
+
+    def next(self) -> int:
+        """See `GammaSchedule`."""
+        return self.gamma
+
+    def add(self, gamma: int, rows: Sequence[RowResult]) -> None:
+        """Nothing to learn."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Drafts that were compared with the target and accepted, by position in a round; older ones weigh less."""
+
+    judged: tuple[float, ...]
+    accepted: tuple[float, ...]
+
+    @classmethod
+    def none(cls, gamma: int) -> Evidence:
+        """For rounds of up to `gamma` drafts."""
+        return cls((0.0,) * gamma, (0.0,) * gamma)
+
+    def add(self, rows: Sequence[RowResult], memory: int) -> Evidence:
+        """With a round's rows, which all count alike; earlier rounds keep 1 - 1/memory of their weight."""
+        kept = 1 - 1 / memory
+        return Evidence(
+            tuple(kept * old + sum(row.verified > at for row in rows) for at, old in enumerate(self.judged)),
+            tuple(kept * old + sum(row.accepted > at for row in rows) for at, old in enumerate(self.accepted)),
+        )
+
+    def faded(self, rounds: float) -> Evidence:
+        """With at most the weight of `rounds` drafts at every position, the acceptance unchanged."""
+        scales = [min(1.0, rounds / max(judged, rounds)) for judged in self.judged]
+        return Evidence(
+            tuple(scale * judged for scale, judged in zip(scales, self.judged, strict=True)),
+            tuple(scale * accepted for scale, accepted in zip(scales, self.accepted, strict=True)),
+        )
+
+    def acceptance_at(self, expected: float) -> list[float]:
+        """Conditional acceptance by position; each is expected to be as the one before, and the first `expected`."""
+        found: list[float] = []
+        for judged, accepted in zip(self.judged, self.accepted, strict=True):
+            expected = (accepted + PRIOR_DRAFTS * expected) / (judged + PRIOR_DRAFTS)
+            found.append(expected)
+        return found
+
+
+@dataclass(frozen=True)
+class LossBudget:
+    """Seconds that rounds may still lose against plain steps.
+
+    A round in flight counts as if the target rejects all its drafts, until it is collected. Gains beyond `most_s` are
+    not saved, so that a text that turns bad is left soon.
+    """
+
+    left_s: float
+    most_s: float
+    plain_s: float
+
+    @classmethod
+    def of(cls, costs: RoundCosts, new_tokens: int) -> LossBudget:
+        """At the start of a generation of up to `new_tokens` tokens."""
+        most_s = SAVED_ROUNDS * (costs.seconds[costs.gammas[-1]] - costs.plain_s)
+        return cls(min(STARTING_LOSS * new_tokens * costs.plain_s, most_s), most_s, costs.plain_s)
+
+    def launch(self, round_s: float) -> LossBudget:
+        """After the launch of a round, which yields a token at least."""
+        return self._with(self.left_s + (1 + RUNNING_LOSS) * self.plain_s - round_s)
+
+    def collect(self, tokens: float) -> LossBudget:
+        """After a round yielded `tokens`."""
+        return self._with(self.left_s + (tokens - 1) * (1 + RUNNING_LOSS) * self.plain_s)
+
+    def allows(self, round_s: float) -> bool:
+        """Whether a round may be launched; a plain step always may."""
+        return self.launch(round_s).left_s >= 0
+
+    def _with(self, left_s: float) -> LossBudget:
+        return replace(self, left_s=min(left_s, self.most_s))
+
+
+class AdaptiveGamma:
+    """The gamma with the most tokens per second at the acceptance seen so far, as far as the loss budget allows it.
+
+    Where plain steps are fastest, drafting rounds of the smallest gamma probe whether that is still so.
+    new_tokens: the most that the generation may have. Rows of a batch share the gamma and their common acceptance.
+    """
+
+    def __init__(self, costs: RoundCosts, new_tokens: int) -> None:
+        self._costs = costs
+        self._budget = LossBudget.of(costs, new_tokens)
+        self._evidence, self._expected = Evidence.none(costs.gammas[-1]), costs.acceptance
+        self._interval = self._wait = FIRST_WAIT
+        self.gamma = max(costs.gammas, key=self._speeds().__getitem__)
+
+    def next(self) -> int:
+        """See `GammaSchedule`."""
+        gamma = self._affordable() if self.gamma else self._probe()
+        self._budget = self._budget.launch(self._costs.seconds[gamma])
+        return gamma
+
+    def add(self, gamma: int, rows: Sequence[RowResult]) -> None:
+        """See `GammaSchedule`."""
+        active = [row for row in rows if row.tokens]
+        if not active:
+            return
+        tokens = sum(len(row.tokens) for row in active) / len(active)
+        self._budget = self._budget.collect(tokens)
+        if gamma:
+            self._evidence = self._evidence.add(active, MEMORY_ROUNDS if self.gamma else PROBE_MEMORY_ROUNDS)
+            self._settle(paid=tokens * self._costs.plain_s > self._costs.seconds[gamma])
+
+    def _settle(self, paid: bool) -> None:
+        """Chooses anew after a drafting round. paid: whether it was faster than plain steps."""
+        before, self.gamma = self.gamma, chosen_gamma(self._speeds(), self.gamma)
+        if self.gamma:
+            return
+        if before:  # what this text's drafts did replaces what was predicted
+            self._expected = self._evidence.acceptance_at(self._expected)[0]
+            self._evidence = self._evidence.faded(PROBE_MEMORY_ROUNDS)
+        if before or paid:
+            self._interval, self._wait = FIRST_WAIT, 0 if paid else FIRST_WAIT
+        else:
+            self._interval = self._wait = min(2 * self._interval, LONGEST_WAIT)
+
+    def _speeds(self) -> dict[int, float]:
+        """Tokens per second by gamma."""
+        acceptance_at = self._evidence.acceptance_at(self._expected)
+        return {gamma: tokens_at(acceptance_at, gamma) / round_s for gamma, round_s in self._costs.seconds.items()}
+
+    def _affordable(self) -> int:
+        """The chosen gamma, or the fastest one that the budget allows."""
+        allowed = [gamma for gamma, round_s in self._costs.seconds.items() if self._budget.allows(round_s)]
+        if self.gamma in allowed:
+            return self.gamma
+        return max([0, *allowed], key=self._speeds().__getitem__)
+
+    def _probe(self) -> int:
+        """The smallest gamma if it is time for a probe that the budget allows, else 0."""
+        smallest = self._costs.gammas[1]
+        if self._wait > 0 or not self._budget.allows(self._costs.seconds[smallest]):
+            self._wait -= 1
+            return 0
+        self._wait = self._interval
+        return smallest
+
+
+def chosen_gamma(speeds: dict[int, float], current: int) -> int:
+    """The gamma to use from now on, from the expected speed of each.
+
+    The current one is kept unless the fastest is faster by HYSTERESIS, or plain steps are faster than it.
+    """
+    fastest = max(speeds, key=speeds.__getitem__)
+    loses = speeds[current] < speeds[0]
+    return fastest if loses or speeds[fastest] > (1 + HYSTERESIS) * speeds[current] else current

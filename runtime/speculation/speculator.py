@@ -1,0 +1,194 @@
+"""Speculator: drafts tokens, verifies them with the target, and holds the result of each round.
+
+With gamma 0 a round is one step of plain decoding, with the same code path and the same rule for flushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.sampling import draw, rejection_sample
+from ridgeplan.kernels.sampling.reference import Choice, VerifyResult
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.policies.base import DraftPolicy
+from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.speculation.sparse_target import TargetReads
+
+
+@dataclass(frozen=True, eq=False)
+class RoundFigures:
+    """A round's figures in one tensor, int64 [rows, gamma + 5], so that a single copy transfers them to the host."""
+
+    values: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, kept: Tensor, accepted: Tensor, verified: Tensor, finite: Tensor) -> RoundFigures:
+        """From tokens [rows, gamma + 1], counts [rows], and whether the target's logits were finite, bool [rows]."""
+        return cls(torch.cat([tokens, torch.stack([kept, accepted, verified, finite], dim=1)], dim=1))
+
+    @staticmethod
+    def width(gamma: int) -> int:
+        """Figures per row: its tokens, three counts, and whether the target's logits were finite."""
+        return gamma + 5
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [rows, gamma + 1], of which a row keeps the first `kept`."""
+        return self.values[:, :-4]
+
+    @property
+    def kept(self) -> Tensor:
+        """int64 [rows], tokens appended to the text; 0 for an inactive row."""
+        return self.values[:, -4]
+
+    @property
+    def accepted(self) -> Tensor:
+        """int64 [rows], drafts that the target agreed with."""
+        return self.values[:, -3]
+
+    @property
+    def verified(self) -> Tensor:
+        """int64 [rows], drafts that were compared with the target."""
+        return self.values[:, -2]
+
+    @property
+    def finite(self) -> Tensor:
+        """int64 [rows], 1 where all of the target's logits were finite."""
+        return self.values[:, -1]
+
+    def rows(self) -> list[RowResult]:
+        """The result of each row, on the host."""
+        views = (self.tokens, self.kept, self.accepted, self.verified, self.finite)
+        columns = zip(*(view.tolist() for view in views), strict=True)
+        return [
+            RowResult(tokens[:kept], accepted, verified, bool(finite))
+            for tokens, kept, accepted, verified, finite in columns
+        ]
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One row's part of a round: the tokens that it keeps, and the number of its accepted and verified drafts.
+
+    finite: whether all of the target's logits were finite.
+    """
+
+    tokens: list[int]
+    accepted: int
+    verified: int
+    finite: bool = True
+
+
+NOTHING = RowResult([], 0, 0)  # the result of a finished row
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """One round on the host.
+
+    gamma: drafts of each row. seconds: device time of drafting, of verification with rejection sampling, and of
+    keeping; "idle" is the device's wait since the previous round.
+    """
+
+    rows: list[RowResult]
+    seconds: dict[str, float]
+    gamma: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Drafts:
+    """Drafted tokens int64 [rows, gamma], and the distributions, each of [rows], that they were drawn from."""
+
+    tokens: Tensor
+    choices: Sequence[Choice]
+
+
+@dataclass(frozen=True, eq=False)
+class Verification:
+    """The result of rejection sampling. finite: whether the target's logits were finite, bool [rows]."""
+
+    result: VerifyResult
+    finite: Tensor
+
+
+def all_finite(logits: Tensor) -> Tensor:
+    """Whether rows of logits [..., vocab] have no NaN and a finite peak, bool [...]; some logits may be -inf."""
+    peak = logits.amax(-1)  # NaN if any logit is NaN
+    return peak - peak == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Speculator:
+    """The parts of a round. Nothing here waits for the device, so a whole round can be captured as a graph.
+
+    Between rounds, `pending` [rows] is each row's last token: emitted, but not in the cache yet. reads: what a target
+    that selects reads; None if it reads everything.
+    """
+
+    decoder: Decoder
+    target: DecoderWeights
+    drafter: DecoderWeights
+    cache: Cache
+    policy: DraftPolicy
+    sampling: SamplingParams
+    generator: torch.Generator
+    reads: TargetReads | None = None
+
+    def first(self, logits: Tensor) -> Tensor:
+        """The tokens [rows] that follow the prompts, from logits [rows, vocab]."""
+        return draw(self.sampling.choice(logits), self._uniform(len(logits)))
+
+    def draft(self, pending: Tensor, gamma: int) -> Drafts:
+        """Drafts gamma tokens, with one forward pass each; the cache has slots for up to `config.gamma`."""
+        token, tokens, choices = pending, [], []
+        uniform = self._uniform(gamma, len(pending))
+        self.cache.begin_streaming()
+        self.policy.before_round()
+        if gamma:
+            self.policy.before_drafts()
+        for ahead in range(gamma):
+            self.policy.before_pass(token[:, None], ahead)
+            metadata = self.policy.draft_metadata(ahead)
+            logits = self.decoder.step(self.drafter, self.cache, token[:, None], metadata)
+            choices.append(self.sampling.choice(logits[:, 0]))
+            token = draw(choices[-1], uniform[ahead])
+            tokens.append(token)
+        drafted = torch.stack(tokens, dim=1) if tokens else pending.new_zeros(len(pending), 0)
+        return Drafts(drafted, choices)
+
+    def target_logits(self, tokens: Tensor) -> Tensor:
+        """Logits [rows, queries, vocab] of the target for tokens [rows, queries] that follow the cached ones."""
+        self.policy.before_pass(tokens, 0)
+        own = self.policy.target_metadata(tokens.shape[1]) if self.reads is None else self.reads.metadata(tokens)
+        return self.decoder.step(self.target, self.cache, tokens, own)
+
+    def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
+        """Verifies the drafts in one pass of the target, whose KV replaces theirs."""
+        tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
+        logits = self.target_logits(tokens)
+        uniform = self._uniform(*tokens.shape)
+        result = rejection_sample(
+            self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.max_tokens(), uniform
+        )
+        return Verification(result, all_finite(logits).all(dim=1))
+
+    def keep(self, pending: Tensor, verification: Verification, active: Tensor) -> tuple[Tensor, RoundFigures]:
+        """Advances the rows in `active`, bool [rows]; the others repeat their last round without effect.
+
+        Returns the next pending tokens and the round's figures.
+        """
+        result, finite = verification.result, verification.finite
+        kept, accepted, verified = (count * active for count in (result.advance, result.accepted, result.verified))
+        self.cache.advance(kept.int())
+        last = result.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
+        return torch.where(active, last, pending), RoundFigures.of(result.tokens, kept, accepted, verified, finite)
+
+    def _uniform(self, *shape: int) -> Tensor:
+        device = self.generator.device
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64, device=device)

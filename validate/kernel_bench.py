@@ -1,0 +1,236 @@
+"""The kernel bench: every kernel call beside its peers, its reference and its target, on this machine's GPU."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate import machine
+from ridgeplan.validate.kernel_calls import attention, kv_cache, layer, linear, offload, sampling, sparse
+from ridgeplan.validate.kernel_calls.case import KernelCase, Peers, usable
+from ridgeplan.validate.kernel_calls.sizes import FULL, KERNELS, TINY, Sizes
+from ridgeplan.validate.measure import Progress
+from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
+
+POOL_BYTES = 2 << 30  # memory for measuring the bandwidth
+TRIAL_S = 0.04
+MATMUL_SIZE = 8192
+MOST_ERROR = 0.02  # relative, explained by bfloat16; with a larger error no target is met
+PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
+
+FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[KernelCase]]] = {
+    "attention": attention.attention_cases,
+    "ragged": attention.ragged_cases,
+    "verification": attention.verification_cases,
+    "linear_int4": linear.int4_cases,
+    "linear_int8": linear.int8_cases,
+    "linear_dense": linear.dense_cases,
+    "gated_int4": linear.gated_int4_cases,
+    "gated_int8": linear.gated_int8_cases,
+    "gated_dense": linear.gated_dense_cases,
+    "quantize": kv_cache.quantize_cases,
+    "flush": kv_cache.flush_cases,
+    "norm": layer.norm_cases,
+    "rope": layer.rope_cases,
+    "swiglu": layer.swiglu_cases,
+    "rejection_sample": sampling.rejection_sample_cases,
+    "draw": sampling.draw_cases,
+    "two_bit": sparse.two_bit_cases,
+    "page_scores": sparse.page_scores_cases,
+    "top_k": sparse.top_k_cases,
+    "sparse_attention": sparse.sparse_attention_cases,
+    "progressive": sparse.progressive_cases,
+    "scores": sparse.scores_cases,
+    "host_copy": offload.host_copy_cases,
+    "host_store": offload.host_store_cases,
+    "host_gather": offload.host_gather_cases,
+    "take_slots": offload.take_slots_cases,
+}
+
+
+class NoCudaDevice(ValueError):
+    """The kernel bench was run on a machine without a CUDA device."""
+
+
+@dataclass(frozen=True)
+class MachinePeaks:
+    """The machine's measured bandwidth (a large copy or sum) and its FLOP/s in a large matrix product."""
+
+    bytes_per_s: float
+    flops: float
+
+    @classmethod
+    def measure(cls, bench: Bench, matmul_size: int) -> MachinePeaks:
+        """The peaks of the bench's device."""
+        return cls(machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, matmul_size))
+
+    def seconds(self, cost: Cost) -> float:
+        """The roofline time of `cost`."""
+        return float(max(cost.bytes / self.bytes_per_s, cost.flops / self.flops))
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One measured case. Times are medians; roof_s is the roofline time, target_s the longest that meets the target.
+
+    peer: the one that the target refers to, else the fastest, else None.
+    """
+
+    kernel: str
+    shape: str
+    ours_s: float
+    peers_s: Mapping[str, float]
+    peer: str | None
+    roof_s: float
+    error: float
+    target_s: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed-up over the peer."""
+        return None if self.peer is None else self.peers_s[self.peer] / self.ours_s
+
+    @property
+    def roof_share(self) -> float:
+        """The roofline time over the measured time."""
+        return self.roof_s / self.ours_s
+
+    @property
+    def met(self) -> bool:
+        """Whether the target is met, with an error that bfloat16 explains."""
+        return self.ours_s <= self.target_s and self.error <= MOST_ERROR
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; times in microseconds."""
+        return {
+            "kernel": self.kernel,
+            "shape": self.shape,
+            "ours_us": _us(self.ours_s),
+            "peer": self.peer,
+            "peer_us": None if self.peer is None else _us(self.peers_s[self.peer]),
+            "peers_us": {name: _us(seconds) for name, seconds in self.peers_s.items()},
+            "ratio": None if self.ratio is None else round(self.ratio, 3),
+            "roof": round(self.roof_share, 3),
+            "error": float(f"{self.error:.3g}") if math.isfinite(self.error) else None,
+            "target_us": _us(self.target_s) if math.isfinite(self.target_s) else None,
+            "met": self.met,
+        }
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """The results of a run of the bench, with device, software and date."""
+
+    device: str
+    software: Mapping[str, str]
+    date: str
+    peaks: MachinePeaks
+    rows: tuple[KernelRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "device": self.device,
+            "software": dict(self.software),
+            "date": self.date,
+            "copy_bytes_per_s": round(self.peaks.bytes_per_s),
+            "matmul_flops": round(self.peaks.flops),
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+
+@torch.inference_mode()
+def bench_kernels(kernels: Iterable[str] = KERNELS, on_progress: Progress | None = None) -> KernelReport:
+    """Times `kernels` at all their sizes on this machine's GPU, with calls chained in CUDA graphs (see `Bench`).
+
+    Raises NoCudaDevice.
+    """
+    bench = Bench.build(_cuda_device(), POOL_BYTES, CUDA_ROTATE_BYTES, TRIAL_S)
+    peaks = MachinePeaks.measure(bench, MATMUL_SIZE)
+    return KernelReport(
+        device=torch.cuda.get_device_name(bench.device),
+        software=versions(PACKAGES),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        peaks=peaks,
+        rows=tuple(measured(bench, peaks, cases_of(bench, FULL, kernels, on_progress))),
+    )
+
+
+@torch.inference_mode()
+def run_kernels_once(kernels: Iterable[str] = KERNELS) -> list[tuple[str, str, float]]:
+    """(kernel, shape, error) of every kernel run once at a tiny size, for memory checkers. Raises NoCudaDevice.
+
+    In bfloat16, for which the CUDA C++ kernels run, and in float32, for which Triton's do.
+    """
+    half = Bench.build(_cuda_device(), 1 << 20, 1, TRIAL_S)
+    benches = {"bf16": half, "fp32": replace(half, pool=half.pool.float())}
+    return [
+        (case.kernel, f"{case.shape}, {name}", case.error())
+        for name, bench in benches.items()
+        for case in cases_of(bench, TINY, kernels)
+    ]
+
+
+def cases_of(
+    bench: Bench, sizes: Sizes, kernels: Iterable[str], on_progress: Progress | None = None
+) -> Iterator[KernelCase]:
+    """The cases of `kernels`, created lazily, so that only one size's inputs are in memory."""
+    chosen = [name for name in KERNELS if name in set(kernels)]
+    for done, name in enumerate(chosen):
+        if on_progress is not None:
+            on_progress(name, done, len(chosen))
+        yield from FAMILIES[name](bench, getattr(sizes, name))
+
+
+def measured(bench: Bench, peaks: MachinePeaks, cases: Iterable[KernelCase]) -> Iterator[KernelRow]:
+    """A row per case. Peers shared by consecutive cases are timed once; those that do not run are left out."""
+    shared: Peers | None = None
+    peers_s: dict[str, float] = {}
+    for case in cases:
+        if case.peers is not shared:
+            shared = case.peers
+            peers_s = {name: bench.median_s(case.trial(call)) for name, call in usable(shared).items()}
+        yield row_of(case, bench.median_s(case.trial(case.call)), peers_s, peaks)
+
+
+def row_of(case: KernelCase, ours_s: float, peers_s: Mapping[str, float], peaks: MachinePeaks) -> KernelRow:
+    """The row of a case that took `ours_s`, and its peers `peers_s`."""
+    roof_s = peaks.seconds(case.cost)
+    peer = case.over or (min(peers_s, key=peers_s.__getitem__) if peers_s else None)
+    return KernelRow(
+        kernel=case.kernel,
+        shape=case.shape,
+        ours_s=ours_s,
+        peers_s=peers_s,
+        peer=peer,
+        roof_s=roof_s,
+        error=case.error(),
+        target_s=case.target.limit_s(math.nan if peer is None else peers_s[peer], roof_s),
+    )
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The installed ones of `packages`, with their versions."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _cuda_device() -> torch.device:
+    if not torch.cuda.is_available():
+        raise NoCudaDevice("ridgeplan bench kernels needs a CUDA device, and torch finds none here")
+    return torch.device("cuda")
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 3)

@@ -1,0 +1,186 @@
+"""A case of the kernel bench: one kernel at one size, its reference, its target, and other projects' kernels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate.timing import Bench, Trial
+
+H200_BYTES_PER_S = 4.3e12  # a device copy, read and write, from which time targets are derived
+Call = Callable[[int], object]
+Peers = Mapping[str, Call]
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """At least `least` times as fast as the peer."""
+
+    least: float
+
+    def limit_s(self, peer_s: float, roof_s: float) -> float:
+        """The longest time that meets the target."""
+        return peer_s / self.least
+
+
+@dataclass(frozen=True)
+class RoofShare:
+    """At least `least` of the machine's roofline."""
+
+    least: float
+
+    def limit_s(self, peer_s: float, roof_s: float) -> float:
+        """The longest time that meets the target."""
+        return roof_s / self.least
+
+
+@dataclass(frozen=True)
+class Within:
+    """At most `seconds`."""
+
+    seconds: float
+
+    def limit_s(self, peer_s: float, roof_s: float) -> float:
+        """The longest time that meets the target."""
+        return self.seconds
+
+
+Target = SpeedUp | RoofShare | Within
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One kernel at one size.
+
+    call: `call(i)` runs it on variant i of `variants` of its inputs, see `timing.Trial`; so do peers.
+    cost: declared cost of all launches of a call. peers: other implementations on the same inputs; consecutive cases
+    may share them. error: runs one call and compares with a float32 reference (`relative_error`).
+    over: the peer to compare with, by default the fastest.
+    """
+
+    kernel: str
+    shape: str
+    cost: Cost
+    call: Call
+    peers: Peers
+    error: Callable[[], float]
+    target: Target
+    over: str | None = None
+    variants: int = 1
+
+    def trial(self, call: Call) -> Trial:
+        """The trial of `call`: this case's, or one of its peers'."""
+        return Trial(self.kernel, self.shape, self.cost, call, self.variants)
+
+
+def fresh(bench: Bench, *shape: int) -> Tensor:
+    """New normal numbers in the bench's dtype; unlike views of its pool, they never share data."""
+    return torch.randn(shape, dtype=bench.pool.dtype, device=bench.device)
+
+
+def relative_error(result: Tensor, reference: Tensor) -> float:
+    """|result - reference| / |reference| (Euclidean norms, float32)."""
+    reference = reference.float()
+    return float((result.float() - reference).norm() / reference.norm())
+
+
+def usable(peers: Peers) -> dict[str, Call]:
+    """The peers that run here; a warning names each of the others."""
+    found = {}
+    for name, call in peers.items():
+        try:
+            call(0)
+        except (RuntimeError, OSError, ImportError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            warnings.warn(f"{name} does not run here and is left out: {reason}", stacklevel=2)
+        else:
+            found[name] = call
+    return found
+
+
+PAGE_TOKENS = 64
+WORKSPACE_BYTES = 128 << 20
+Product = Callable[[Tensor, int], Tensor]  # (x, variant of the weight) -> product
+BACKENDS = {"SDPA cuDNN": SDPBackend.CUDNN_ATTENTION, "SDPA flash": SDPBackend.FLASH_ATTENTION}
+
+
+def attention_peers(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Call]:
+    """Full-precision attention: torch's kernels, and FlashInfer for one query if it is installed.
+
+    q: [B, T, Hq, D]; keys, values: [variants, B, Hkv, N, D], all of them visible to every query.
+    """
+    queries = q.transpose(1, 2)
+    peers: dict[str, Call] = {name: partial(_sdpa, kind, queries, keys, values) for name, kind in BACKENDS.items()}
+    if q.is_cuda and q.shape[1] == 1 and find_spec("flashinfer"):
+        peers["FlashInfer"] = FlashInfer(q[:, 0].contiguous(), keys, values)
+    return peers
+
+
+def _sdpa(backend: SDPBackend, q: Tensor, keys: Tensor, values: Tensor, variant: int) -> Tensor:
+    grouped = q.shape[1] != keys.shape[2]
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, keys[variant], values[variant], enable_gqa=grouped)
+
+
+@dataclass(frozen=True, eq=False)
+class FlashInfer:
+    """FlashInfer's paged decode attention: q [B, Hq, D] over keys, values [variants, B, Hkv, N, D], in whole pages."""
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def __call__(self, variant: int) -> Tensor:
+        return self._wrapper.run(self.q, self._pages[variant])
+
+    @cached_property
+    def _pages(self) -> Tensor:
+        """KV pages, [variants, pages, 2, PAGE_TOKENS, Hkv, D]."""
+        variants, batch, kv_heads, tokens, head_dim = self.keys.shape
+        shape = (variants, batch * tokens // PAGE_TOKENS, PAGE_TOKENS, kv_heads, head_dim)
+        return torch.stack([store.transpose(2, 3).reshape(shape) for store in (self.keys, self.values)], dim=2)
+
+    @cached_property
+    def _wrapper(self) -> Any:
+        """The wrapper, compiled and planned at the first call. The tensor-core variant would compile for minutes."""
+        (_, batch, kv_heads, tokens, head_dim), q_heads = self.keys.shape, self.q.shape[1]
+        pages, numbers = tokens // PAGE_TOKENS, partial(torch.arange, dtype=torch.int32, device=self.q.device)
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.q.device)
+        wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+        last = torch.full((batch,), PAGE_TOKENS, dtype=torch.int32, device=self.q.device)
+        sizes = (q_heads, kv_heads, head_dim, PAGE_TOKENS)
+        types = {"q_data_type": self.q.dtype, "kv_data_type": self.q.dtype}
+        wrapper.plan(numbers(batch + 1) * pages, numbers(batch * pages), last, *sizes, **types)
+        return wrapper
+
+
+def tinygemm(codes: Tensor, scale: Tensor, zero: Tensor, variants: int = 1) -> Product:
+    """torch's own product with 4-bit weights: codes [outputs, inputs], scale and zero [outputs, inputs / group].
+
+    Variants are copies. It packs at the first call, so that GPUs without this kernel fail there, like other peers.
+    """
+    ops = torch.ops.aten
+    group = codes.shape[1] // scale.shape[1]
+
+    @cache
+    def packed() -> list[tuple[Tensor, Tensor]]:
+        pairs = torch.stack([scale.t(), zero.t()], dim=2).bfloat16().contiguous()
+        weight = ops._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8), 8)
+        return [(weight.clone(), pairs.clone()) for _ in range(variants)]
+
+    def product(x: Tensor, variant: int) -> Tensor:
+        weight, pairs = packed()[variant]
+        return ops._weight_int4pack_mm(x.bfloat16(), weight, group, pairs)
+
+    return product

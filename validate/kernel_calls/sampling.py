@@ -1,0 +1,163 @@
+"""Calls of sampling: a draft's next tokens, and rejection sampling of a round's drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.device.backend import Backend
+from ridgeplan.kernels.sampling import draw, filter_logits, rejection_sample
+from ridgeplan.kernels.sampling.cost import draw_cost, filter_cost
+from ridgeplan.kernels.sampling.reference import Choice, Greedy, VerifyResult
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.validate.kernel_calls.case import KernelCase, Within, fresh
+from ridgeplan.validate.kernel_calls.sizes import SamplingSize
+from ridgeplan.validate.timing import Bench
+
+SPREAD = 4.0  # standard deviation of logits, so that some tokens are likely, as in a model's
+DISAGREEMENT = 0.5  # standard deviation between a draft's logits and the target's
+REJECTION_S, DRAW_S = 150e-6, 25e-6  # target times
+
+
+def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCase]:
+    """The next token of every sequence from a draft's logits, including filtering."""
+    for size in sizes:
+        variants = bench.variants(size.batch * size.vocab * bench.element_bytes)
+        logits = SPREAD * fresh(bench, variants, size.batch, size.vocab)
+        drawings = [Drawing(size, row, _uniform(bench, size.batch)) for row in logits]
+        yield _case("draw", shape_of(size), drawings, DRAW_S)
+
+
+def rejection_sample_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCase]:
+    """Rejection sampling of `gamma` drafts per sequence, including the filtering of the target's logits."""
+    for size in sizes:
+        variants = bench.variants((2 * size.gamma + 1) * size.batch * size.vocab * bench.element_bytes)
+        samplings = [RejectionSampling.build(bench, size) for _ in range(variants)]
+        yield _case("rejection_sample", f"{shape_of(size)}, gamma {size.gamma}", samplings, REJECTION_S)
+
+
+def _case(
+    kernel: str, shape: str, variants: Sequence[Drawing] | Sequence[RejectionSampling], most_s: float
+) -> KernelCase:
+    first = variants[0]
+    return KernelCase(
+        kernel, shape, first.cost, lambda i: variants[i](), {}, first.error, Within(most_s), variants=len(variants)
+    )
+
+
+def shape_of(size: SamplingSize) -> str:
+    """The size as shown in tables."""
+    kept = f", top-k {size.top_k}, top-p {size.top_p}" if size.top_k else ""
+    return f"{size.batch} x {size.vocab}, {f'temperature {size.temperature:g}' if size.temperature else 'greedy'}{kept}"
+
+
+def misplaced(weights: Tensor, uniform: Tensor, tokens: Tensor) -> float:
+    """The largest distance of a uniform number [B] from its token's interval of the CDF of weights [B, vocab].
+
+    Rounding moves the bounds of 128k intervals by about 1e-7, which changes one draw in fifty; the neighbouring token
+    is then not wrong.
+    """
+    sums = weights.double().cumsum(-1)
+    at = tokens[:, None]
+    upper, share, total = sums.gather(1, at)[:, 0], weights.gather(1, at)[:, 0], sums[:, -1]
+    wanted = uniform * total
+    return float((torch.maximum(wanted - upper, upper - share - wanted).clamp_min(0) / total).max())
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """A draw from logits [B, vocab]; uniform [B]."""
+
+    size: SamplingSize
+    logits: Tensor
+    uniform: Tensor
+
+    def __call__(self) -> Tensor:
+        return draw(_filtered(self.size, self.logits, "auto"), self.uniform)
+
+    @property
+    def cost(self) -> Cost:
+        """Declared cost of filtering and, unless greedy, of the draw."""
+        return filter_cost(self.logits) + (draw_cost(self.logits) if self.size.temperature else Cost())
+
+    def error(self) -> float:
+        """The largest `misplaced` distance from the draw of the same logits in float32."""
+        exact = _filtered(self.size, self.logits.float(), "reference")
+        return misplaced(_weights(exact, self.size.vocab), self.uniform, self())
+
+
+@dataclass(frozen=True, eq=False)
+class RejectionSampling:
+    """Rejection sampling of drafted tokens [B, gamma], drawn from logits `drafts` [gamma, B, vocab].
+
+    target: logits [B, gamma + 1, vocab]; max_tokens: int32 [B], large enough for all drafts; uniform: [B, gamma + 1].
+    """
+
+    size: SamplingSize
+    target: Tensor
+    drafts: Tensor
+    drafted: Tensor
+    max_tokens: Tensor
+    uniform: Tensor
+
+    @classmethod
+    def build(cls, bench: Bench, size: SamplingSize) -> RejectionSampling:
+        """Drafts that differ slightly from the target, so that some are rejected."""
+        target = SPREAD * fresh(bench, size.batch, size.gamma + 1, size.vocab)
+        noise = DISAGREEMENT * fresh(bench, size.gamma, size.batch, size.vocab)
+        drafts = target[:, :-1].transpose(0, 1) + noise
+        drafted = draw(_filtered(size, drafts, "auto"), _uniform(bench, size.gamma, size.batch)).t().contiguous()
+        max_tokens = torch.full((size.batch,), size.gamma + 1, dtype=torch.int32, device=bench.device)
+        return cls(size, target, drafts, drafted, max_tokens, _uniform(bench, size.batch, size.gamma + 1))
+
+    def __call__(self) -> VerifyResult:
+        target = _filtered(self.size, self.target, "auto")
+        return rejection_sample(target, self._choices, self.drafted, self.max_tokens, self.uniform)
+
+    @property
+    def cost(self) -> Cost:
+        """Declared cost of filtering all queries' logits and, unless greedy, of a draw from the residual."""
+        drawn = draw_cost(self.target[:, 0], self.drafts[0]) if self.size.temperature else Cost()
+        return filter_cost(self.target) + drawn
+
+    def error(self) -> float:
+        """The share of sequences that accept other drafts than the reference, or the largest `misplaced` distance.
+
+        Both against the same logits in float32. After a rejection the token is drawn from (p - q)+, at the end from p.
+        """
+        target = _filtered(self.size, self.target.float(), "reference")
+        choices = [_filtered(self.size, draft.float(), "reference") for draft in self.drafts]
+        ours, exact = (
+            self(),
+            rejection_sample(target, choices, self.drafted, self.max_tokens, self.uniform, backend="reference"),
+        )
+        rows, last = torch.arange(len(self.max_tokens), device=self.max_tokens.device), ours.accepted
+        p = _weights(target, self.size.vocab)
+        q = torch.stack([*(_weights(choice, self.size.vocab) for choice in choices), torch.zeros_like(p[:, 0])], dim=1)
+        left = (p[rows, last] - q[rows, last]).clamp_min(0)
+        wrong = float((ours.accepted != exact.accepted).double().mean())
+        return max(wrong, misplaced(left, self.uniform[:, -1], ours.tokens[rows, last]))
+
+    @cached_property
+    def _choices(self) -> list[Choice]:
+        """The drafts' distributions, which were filtered while drafting and are not part of the timing."""
+        return [_filtered(self.size, draft, "auto") for draft in self.drafts]
+
+
+def _filtered(size: SamplingSize, logits: Tensor, backend: Backend) -> Choice:
+    return filter_logits(logits, size.temperature, size.top_k, size.top_p, backend=backend)
+
+
+def _uniform(bench: Bench, *shape: int) -> Tensor:
+    return torch.rand(shape, dtype=torch.float64, device=bench.device)
+
+
+def _weights(choice: Choice, vocab: int) -> Tensor:
+    """Probabilities [..., vocab], one-hot for a greedy choice."""
+    if isinstance(choice, Greedy):
+        return torch.nn.functional.one_hot(choice.best, vocab).float()
+    return choice.probabilities()

@@ -1,0 +1,318 @@
+"""Models with random weights and filled caches: their decoders, and timed rounds of a plan on them.
+
+A round's time depends on sizes and formats, not on what the weights have learned. How many tokens it yields does: that
+is measured on real models (generations.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.latency import Device
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.support import missing_head
+from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.storage import KVStore
+from ridgeplan.runtime.model.config import DecoderConfig
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
+from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
+from ridgeplan.runtime.offload.host_store import HostKVStore
+from ridgeplan.runtime.policies import draft_policy
+from ridgeplan.runtime.quantization.calibration import quantized_linear
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
+from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphRounds, Rounds
+from ridgeplan.runtime.speculation.sparse_target import TargetReads, observers
+from ridgeplan.runtime.speculation.speculator import RoundResult, Speculator
+from ridgeplan.validate.measure import is_busy, spread_of
+from ridgeplan.validate.timing import Bench
+
+
+def llama_like_shape(
+    layers: int, hidden: int, intermediate: int, q_heads: int, kv_heads: int, head_dim: int, vocab: int = 128
+) -> ModelShape:
+    """A small dense shape with tied embeddings and 4096 tokens of context."""
+    return ModelShape(
+        name="random",
+        architecture="llama",
+        layers=layers,
+        hidden=hidden,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab=vocab,
+        max_context=4096,
+        tied_embeddings=True,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class RandomDecoder:
+    """A decoder of `shape` with an empty cache for plain decoding."""
+
+    shape: ModelShape
+    decoder: Decoder
+    cache: Cache
+    bench: Bench
+
+    @classmethod
+    def build(cls, bench: Bench, shape: ModelShape, context: int, new_tokens: int, batch: int = 1) -> RandomDecoder:
+        """A decoder whose cache holds `context` + `new_tokens` tokens of `batch` sequences."""
+        sizes = KVCacheConfig(batch, context + new_tokens)
+        cache = Cache(shape, sizes, bench.device, bench.pool.dtype)
+        return cls(shape, Decoder(DecoderConfig.plain(shape), bench.device), cache, bench)
+
+    def weights(self) -> DecoderWeights:
+        """Random weights, different in every layer, so that a step reads them from memory."""
+        hidden = self.shape.hidden
+        embedding = self.bench.random(self.shape.vocab, hidden)
+        layers = tuple(self._layer() for _ in range(self.shape.layers))
+        return DecoderWeights(embedding, layers, self.bench.random(hidden), Dense(embedding))
+
+    def tokens(self, queries: int) -> Tensor:
+        """Token ids [batch, queries]."""
+        shape = (self.cache.config.batch, queries)
+        return torch.randint(self.shape.vocab, shape, device=self.bench.device)
+
+    def _layer(self) -> LayerWeights:
+        shape, random = self.shape, self.bench.random
+
+        def dense(outputs: int, inputs: int, bias: Tensor | None = None) -> Dense:
+            return Dense(random(outputs, inputs) / inputs**0.5, bias)  # keeps activations near 1
+
+        projected, heads = shape.q_width + 2 * shape.kv_width, shape.q_heads + shape.kv_heads
+        return LayerWeights(
+            attention_norm=random(shape.hidden),
+            qkv=dense(projected, shape.hidden, random(projected).clone() if shape.attention_bias else None),
+            qk_norm=random(heads, shape.head_dim) if shape.qk_norm else None,
+            output=dense(shape.hidden, shape.q_width),
+            mlp_norm=random(shape.hidden),
+            mlp=GatedMLP(dense(2 * shape.intermediate, shape.hidden), dense(shape.hidden, shape.intermediate)),
+        )
+
+
+WARM_ROUNDS = 2
+TIMED_ROUNDS = {"cuda": 12, "cpu": 5}
+MOST_TRIES = 3
+SAMPLING = SamplingParams(temperature=1.0)  # the cost model prices draws, not greedy decoding
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Median seconds of a round's parts: one draft step, verification with sampling, keeping, and waits between rounds.
+
+    Rounds that quantize a group are few, so the medians leave flushes out. grown: tokens that a sequence gained.
+    spread: interquartile range of whole rounds over their median.
+    """
+
+    gamma: int
+    draft_s: float
+    verify_s: float
+    keep_s: float
+    idle_s: float
+    grown: int
+    spread: float | None
+
+    @property
+    def total_s(self) -> float:
+        """A whole round."""
+        return self.gamma * self.draft_s + self.verify_s + self.keep_s + self.idle_s
+
+    @classmethod
+    def of(cls, gamma: int, results: list[RoundResult]) -> RoundTimes:
+        """The medians over some rounds."""
+
+        def median(phase: str) -> float:
+            return statistics.median(result.seconds.get(phase, 0.0) for result in results)
+
+        grown = sum(len(row.tokens) for result in results for row in result.rows) / len(results[0].rows)
+        draft_s = median("draft") / gamma if gamma else 0.0
+        spread = spread_of([result.seconds["draft"] + result.seconds["verify"] for result in results])
+        parts = draft_s, median("verify"), median("flush"), median("idle")
+        return cls(gamma, *parts, max(1, math.ceil(grown)), spread)
+
+
+@dataclass(frozen=True, eq=False)
+class RandomModel:
+    """A model of `shape` with random weights. quantized: its weights as codes, made when first needed.
+
+    machine: what plans run on; its memory is what the weights and a plan's cache may take together.
+    """
+
+    shape: ModelShape
+    decoder: Decoder
+    weights: DecoderWeights
+    device: torch.device
+    machine: Device
+    quantized: dict[WeightFormat, DecoderWeights] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, shape: ModelShape, device: torch.device, machine: Device) -> RandomModel:
+        """Random weights in the models' dtype; layers have memory of their own, so that a step reads all of it."""
+        largest = max(shape.vocab, 2 * shape.intermediate, shape.q_width + 2 * shape.kv_width) * shape.hidden
+        bench = Bench.build(device, largest * (2 if device.type == "cuda" else 4), 0, 0.0)
+        decoder = Decoder(DecoderConfig.plain(shape), device)
+        empty = Cache(shape, KVCacheConfig(1, 1), device, bench.pool.dtype)
+        weights = RandomDecoder(shape, decoder, empty, bench).weights()
+        return cls(shape, decoder, weights, device, machine)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the plan's predicted peak is within the memory."""
+        return peak_bytes(plan, self.shape, self.machine) <= self.machine.memory_bytes
+
+    def cache_config(self, plan: Plan) -> KVCacheConfig:
+        """The cache that executes the plan, with the layers on the host that have to be."""
+        return KVCacheConfig.of(plan, self.shape.layers, *offloaded_layers(plan, self.shape, self.machine))
+
+    def target(self, plan: Plan) -> DecoderWeights:
+        """The weights that the plan's verification reads; 4-bit ones have a dense head."""
+        if plan.weights.target_bits == 16:
+            return self.weights
+        found = self._quantized(WeightFormat(*plan.weights.target_format))
+        return found if plan.weights.target_bits == 8 else dataclasses.replace(found, head=self.weights.head)
+
+    def drafter(self, plan: Plan) -> DecoderWeights:
+        """The weights that the plan's drafts read."""
+        if plan.weights.hierarchical:
+            return self.target(plan).upper
+        return self._quantized(WeightFormat(4, plan.weights.group)) if plan.weights.draft_copy else self.target(plan)
+
+    def _quantized(self, kind: WeightFormat) -> DecoderWeights:
+        """Weights as codes. Packing is slow, so their layers are copies of one."""
+        if kind not in self.quantized:
+            self.quantized[kind] = self._packed(kind)
+        return self.quantized[kind]
+
+    def _packed(self, kind: WeightFormat) -> DecoderWeights:
+        def packed(linear: Linear) -> Linear:
+            assert isinstance(linear, Dense)
+            return quantized_linear(linear, kind)
+
+        first = self.weights.layers[0].with_projections(packed)
+        layers = tuple(first.with_projections(copy.deepcopy) for _ in self.weights.layers)
+        return dataclasses.replace(self.weights, layers=layers, head=packed(self.weights.head))
+
+
+class BusyMachine(ValueError):
+    """Rounds differ too much to be compared with a prediction."""
+
+
+@torch.inference_mode()
+def measured_round(model: RandomModel, plan: Plan, cache: Cache | None = None) -> RoundTimes:
+    """A round of `plan` at its context, on CUDA as the graph that the runtime replays, with all layers.
+
+    cache: one of the plan that has been filled; by default it is made here. Measured again while the spread says that
+    the machine is busy; raises BusyMachine if it stays so.
+    """
+    for _ in range(MOST_TRIES):
+        times = _round_times(model, plan, cache)
+        if not is_busy(times.spread):
+            return times
+    raise BusyMachine(f"machine busy, spread {times.spread:.0%}")
+
+
+def _round_times(model: RandomModel, plan: Plan, cache: Cache | None) -> RoundTimes:
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # of the last plan's cache and graph
+    speculator = _speculator(model, plan, cache or random_cache(model, plan))  # graphs do not keep what they read
+    rounds = _prepared(speculator, plan)
+    count = TIMED_ROUNDS[model.device.type]
+    results = [_next_round(rounds, plan.speculation.gamma) for _ in range(WARM_ROUNDS + count)]
+    return RoundTimes.of(plan.speculation.gamma, results[WARM_ROUNDS:])
+
+
+def random_cache(model: RandomModel, plan: Plan) -> Cache:
+    """A cache that holds random prompts of the plan's context."""
+    cache = Cache(model.shape, model.cache_config(plan), model.device, model.weights.embedding.dtype)
+    fill(cache, plan.workload.context)
+    return cache
+
+
+def random_head(shape: ModelShape, embedding: Tensor) -> Head:
+    """A retrieval head with random weights for a model of `shape`, with as many heads as it has."""
+    config = HeadConfig(
+        model=shape.name, hidden=shape.hidden, vocab=shape.vocab, q_heads=shape.q_heads, kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim, context=shape.max_context,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    heads = (shape.q_heads, shape.kv_heads)
+    q, k = (torch.randn(count * shape.head_dim, shape.hidden, generator=generator) for count in heads)
+    scale = shape.hidden**-0.5
+    return Head(config, HeadWeights(torch.ones(shape.hidden), q * scale, k * scale, probe_of(embedding)))
+
+
+def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
+    """The plan's parts of a round, over a cache that is filled."""
+    generator, embedding = torch.Generator(model.device).manual_seed(0), model.weights.embedding
+    head = random_head(model.shape, embedding).for_model(model.shape, embedding) if missing_head(plan) else None
+    policy = draft_policy(plan.speculation.selection, cache, head)
+    reads = TargetReads.of(plan.attention.chosen, cache, head)
+    for one in observers(policy, reads):
+        one.start()
+    target, drafter = model.target(plan), model.drafter(plan)
+    return Speculator(model.decoder, target, drafter, cache, policy, SAMPLING, generator, reads)
+
+
+def _prepared(speculator: Speculator, plan: Plan) -> Rounds:
+    """The plan's rounds, as an engine has them after prefill."""
+    device = speculator.cache.lengths.device
+    graphs = device.type == "cuda"
+    rounds = GraphRounds(speculator, plan.speculation.gammas) if graphs else EagerRounds(speculator)
+    rounds.start(torch.zeros(plan.workload.batch, dtype=torch.int64, device=device))
+    return rounds
+
+
+def fill(cache: Cache, tokens: int) -> None:
+    """Fills a cache as prompts of `tokens` tokens do, with random keys, values and codes, all of about -1 to 1.
+
+    Larger ones would make attention weights so small that CPUs slow down on denormal numbers.
+    """
+    cache.reset(cache.config.batch)
+    for row in range(cache.config.batch):
+        cache.finish_prompt(row, tokens)
+    for store in cache.stores:
+        _fill(store)
+
+
+def _fill(store: KVStore | HostKVStore) -> None:
+    on_host = [part for pair in store.on_host for part in pair] if isinstance(store, HostKVStore) else []
+    for tensor in (store.keys, store.values, *on_host):
+        tensor.normal_()
+    if isinstance(store, HostKVStore) and store.two_bit:
+        keys = store.two_bit.keys
+        keys.codes.random_(0, 256)
+        keys.minimum.fill_(-1.0)
+        keys.scale.fill_(2 / 15)
+    for coded in store.coded:
+        for codes in (coded.codes, coded.window.codes) if coded.window else (coded.codes,):
+            _fill_codes(codes)
+
+
+def _fill_codes(codes: QuantizedKV) -> None:
+    for item in dataclasses.fields(codes):
+        plane = getattr(codes, item.name)
+        if plane is None:
+            continue
+        if plane.dtype == torch.uint8:
+            plane.random_(0, 256)
+        else:
+            plane.fill_(-1.0 if item.name.endswith("min") else 2 / 15)
+
+
+def _next_round(rounds: Rounds, gamma: int) -> RoundResult:
+    while rounds.in_flight < rounds.depth:
+        rounds.launch(gamma)
+    return rounds.collect()

@@ -1,0 +1,250 @@
+"""The suite's report: rows of predicted and measured figures, their file, and their summary against targets."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.validation import (
+    Checked,
+    brief,
+    build,
+    number,
+    one_of,
+    parts,
+    tables,
+    text,
+    texts,
+    texts_by_name,
+    whole,
+)
+
+SCHEMA = 1
+SECTIONS = ("kernels", "steps", "generations", "regret")
+SUITES = ("smoke", "full")
+UNITS = ("us", "ms", "bytes", "")  # microseconds, milliseconds, bytes, or a plain number
+LARGEST = 1e18
+
+
+class SuiteError(ValueError):
+    """A file of results that is missing, damaged, or of another suite or machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteRow(Checked):
+    """One figure. kind: what it is a figure of; case: the sizes it is for; source: where the prediction comes from."""
+
+    error = SuiteError
+    section: str = one_of(SECTIONS)
+    kind: str = text()
+    model: str = text("")
+    case: str = text()
+    unit: str = one_of(UNITS)
+    predicted: float = number(0, LARGEST)
+    measured: float = number(1e-12, LARGEST)
+    source: str = text()
+
+    @property
+    def relative_error(self) -> float:
+        """Signed; positive if the prediction was too high."""
+        return self.predicted / self.measured - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with the error."""
+        return {**asdict(self), "relative_error": self.relative_error}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegretRow(Checked):
+    """One workload: what the recommended plan and the best measured candidate take per token.
+
+    candidates: each with `plan`, `gamma`, `acceptance`, `predicted_ms` and `measured_ms` per token.
+    """
+
+    error = SuiteError
+    model: str = text()
+    context: int = whole(1, 1 << 24)
+    batch: int = whole(1, 4096)
+    recommended: str = text()
+    recommended_ms: float = number(1e-9, LARGEST)
+    best: str = text()
+    best_ms: float = number(1e-9, LARGEST)
+    left_out: int = whole(0, 10**6, default=0)  # candidates that were near the best but not measured
+    candidates: tuple[Mapping[str, Any], ...] = tables()
+
+    @property
+    def regret(self) -> float:
+        """How much slower the recommended plan is than the best candidate, relative to it."""
+        return self.recommended_ms / self.best_ms - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with the regret."""
+        return {**asdict(self), "regret": self.regret}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteReport(Checked):
+    """What was measured on one machine, with what, and how. skipped: what did not run, with the reason."""
+
+    error = SuiteError
+    suite: str = one_of(SUITES)
+    device: str = text()
+    date: str = text()
+    software: Mapping[str, str] = texts_by_name()
+    profile: str = text()  # the calibration that the predictions use
+    methods: Mapping[str, str] = texts_by_name(dict)  # by section
+    rows: tuple[SuiteRow, ...] = parts(SuiteRow)
+    regret: tuple[RegretRow, ...] = parts(RegretRow)
+    skipped: tuple[str, ...] = texts()
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The sections that were run."""
+        return tuple(section for section in SECTIONS if section in self.methods)
+
+    def worst_rows(self, count: int) -> list[SuiteRow]:
+        """The rows with the largest absolute errors, the largest first."""
+        return sorted(self.rows, key=lambda row: -abs(row.relative_error))[:count]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, which `from_json` accepts."""
+        head = {name: value for name, value in vars(self).items() if name not in ("rows", "regret")}
+        rows, regret = ([row.to_dict() for row in found] for found in (self.rows, self.regret))
+        return {"schema": SCHEMA, **head, "rows": rows, "regret": regret}
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads back to an equal report."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, document: str | bytes) -> SuiteReport:
+        """Parses and validates untrusted JSON. Raises SuiteError, one line that lists what is wrong."""
+        try:
+            data = parse_json(document)
+        except ValueError as error:
+            raise SuiteError(f"not a JSON report: {error}") from None
+        fields = fields_of_schema(data, SCHEMA, "run `ridgeplan validate --suite` again", SuiteError)
+        # What follows from the other fields is written for readers of the JSON, and computed again here.
+        derived = {"rows": "relative_error", "regret": "regret"}
+        return build(cls, fields | {name: _without(fields.get(name), key) for name, key in derived.items()})
+
+    def merged_into(self, earlier: SuiteReport) -> SuiteReport:
+        """`earlier` with this report's sections in the place of its own.
+
+        Raises SuiteError for a report of another suite, device, profile or software, whose figures do not belong
+        beside these.
+        """
+        for name in ("suite", "device", "profile", "software"):
+            ours, theirs = getattr(self, name), getattr(earlier, name)
+            if ours != theirs:
+                raise SuiteError(f"its {name} is {brief(theirs)}, not {brief(ours)}; allowed: the same, or a new file")
+        kept = [row for row in earlier.rows if row.section not in self.methods]
+        return replace(
+            self,
+            methods={**earlier.methods, **self.methods},
+            rows=(*kept, *self.rows),
+            regret=self.regret if "regret" in self.methods else earlier.regret,
+            skipped=tuple(dict.fromkeys((*earlier.skipped, *self.skipped))),
+        )
+
+
+def read_report(path: Path) -> SuiteReport:
+    """A report from a file. Raises SuiteError naming the file."""
+    try:
+        return SuiteReport.from_json(read_document(path))
+    except OSError as error:
+        raise SuiteError(f"cannot read report {brief(str(path))}: {error.strerror}") from None
+    except ValueError as error:
+        raise SuiteError(f"report {brief(str(path))}: {error}") from None
+
+
+def _without(rows: object, key: str) -> object:
+    """Rows of untrusted JSON without one key; anything else is left for the validation to refuse."""
+    if not isinstance(rows, list):
+        return rows if rows is not None else []
+    return [{k: v for k, v in row.items() if k != key} if isinstance(row, dict) else row for row in rows]
+
+
+AT_MEASURED, AT_ANOTHER = "TPOT at the measured acceptance", "TPOT at another text's acceptance"
+PEAK = "peak memory"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest absolute errors allowed; None where nothing is asked."""
+
+    median: float | None = None
+    p90: float | None = None
+    worst: float | None = None
+    mean: float | None = None
+
+
+TARGETS = {
+    "kernels": Limits(median=0.04, p90=0.10),
+    "steps": Limits(median=0.025, p90=0.06, worst=0.12),
+    AT_MEASURED: Limits(median=0.03, p90=0.07),
+    AT_ANOTHER: Limits(median=0.06),
+    PEAK: Limits(median=0.01, worst=0.03),
+    "regret": Limits(mean=0.03, worst=0.10),
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Errors of some rows: the signed median, then of their absolute values median, p90, worst and mean."""
+
+    name: str
+    count: int
+    signed_median: float
+    median: float
+    p90: float
+    worst: float
+    mean: float
+
+    @classmethod
+    def of(cls, name: str, errors: Sequence[float]) -> Summary:
+        """The summary of one or more signed errors."""
+        sizes = [abs(error) for error in errors]
+        return cls(
+            name,
+            len(errors),
+            statistics.median(errors),
+            statistics.median(sizes),
+            float(np.quantile(sizes, 0.9)),
+            max(sizes),
+            statistics.fmean(sizes),
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """The targets of these rows; without any where nothing is asked of them."""
+        return TARGETS.get(self.name, Limits())
+
+    @property
+    def met(self) -> bool | None:
+        """Whether all targets are met; None without any."""
+        asked = {name: limit for name, limit in asdict(self.limits).items() if limit is not None}
+        return all(getattr(self, name) <= limit for name, limit in asked.items()) if asked else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "limits": asdict(self.limits), "met": self.met}
+
+
+def summaries(report: SuiteReport) -> Iterator[Summary]:
+    """Of all kernels and of all steps, of each kind of figure in every section, and of regret."""
+    for section in report.sections:
+        rows = [row for row in report.rows if row.section == section]
+        if section in TARGETS and rows:
+            yield Summary.of(section, [row.relative_error for row in rows])
+        for kind in dict.fromkeys(row.kind for row in rows):
+            yield Summary.of(kind, [row.relative_error for row in rows if row.kind == kind])
+    if report.regret:
+        yield Summary.of("regret", [row.regret for row in report.regret])

@@ -1,0 +1,240 @@
+"""Sections of the suite that need no real model: kernels, steps of random models, and regret.
+
+Every candidate's round is measured on the whole model. The tokens that a round yields are the planner's own estimate,
+the same for prediction and measurement, so that regret tells how well plans are ranked by their costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from ridgeplan.planner.prediction import Prediction, predict, predict_all
+from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.recommend import recommend
+from ridgeplan.planner.recommendation import Recommendation
+from ridgeplan.planner.search import families
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.execution import rate_rows
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.presets import PRESETS, family_key, preset_name
+from ridgeplan.roofline.plan.support import only_estimated
+from ridgeplan.validate.calibration.noise import steady_reading
+from ridgeplan.validate.calibration.profile import MOST_VARIANTS, class_trials
+from ridgeplan.validate.calibration.sizes import Suite
+from ridgeplan.validate.machine import last_cache_bytes
+from ridgeplan.validate.measure import Progress
+from ridgeplan.validate.random_model import RandomModel, RoundTimes, measured_round
+from ridgeplan.validate.suite.report import RegretRow, SuiteRow
+from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
+
+KERNELS_METHOD = (
+    "Each kernel as the runtime calls it, on inputs larger than the caches; the fastest of two readings or more, two "
+    "of which agree within 10%. Predicted by the rates of its class."
+)
+
+
+@dataclass(frozen=True)
+class KernelPrediction:
+    """Seconds of a trial by the cost model, and where its rates come from."""
+
+    seconds: float
+    source: str
+
+    @classmethod
+    def of(cls, trial: Trial, machine: Machine, profile: Profile) -> KernelPrediction:
+        """The prediction of a trial's class and cost."""
+        rows = rate_rows(trial.kind, trial.rows, trial.width, trial.depth)
+        rates = machine.rates[trial.kind].at_rows(rows)
+        seconds = machine.seconds(trial.cost, rates, trial.width, trial.depth, trial.tiles)
+        return cls(float(seconds), profile.rates(trial.kind).source)
+
+
+@torch.inference_mode()
+def kernel_rows(profile: Profile, device: torch.device, sizes: Suite, on_progress: Progress) -> Iterator[SuiteRow]:
+    """A row for every trial of `sizes`, in microseconds."""
+    machine, bench = Machine.of(profile), _bench(device, sizes)
+    classes = class_trials(bench, sizes, profile.hardware.num_sms)
+    for done, (kind, trials) in enumerate(classes.items()):
+        on_progress(kind, done, len(classes))
+        for trial in trials:
+            predicted = KernelPrediction.of(trial, machine, profile)
+            measured = steady_reading(partial(bench.readings, trial))
+            yield SuiteRow(
+                section="kernels",
+                kind=kind,
+                case=trial.name,
+                unit="us",
+                predicted=1e6 * predicted.seconds,
+                measured=1e6 * measured.seconds,
+                source=predicted.source,
+            )
+
+
+def _bench(device: torch.device, sizes: Suite) -> Bench:
+    """A bench whose data exceeds the caches."""
+    cold_bytes = CUDA_ROTATE_BYTES if device.type == "cuda" else 2 * last_cache_bytes()
+    bench = Bench.build(device, sizes.pool_bytes, min(sizes.pool_bytes, cold_bytes), sizes.trial_s)
+    return replace(bench, most_variants=MOST_VARIANTS)
+
+
+STEPS_METHOD = (
+    "Random weights of the whole model in the shape's own layers; the cache is filled with random values. Medians of "
+    "rounds after two that warm up, each part timed by the device's clock inside the captured graph, on a CPU by the "
+    "host's. A step includes the sampling of its tokens. 4-bit draft layers are copies of one."
+)
+NEW_TOKENS = 256  # more than the timed rounds can add
+
+
+def step_rows(model: RandomModel, plan: Plan, profile: Profile) -> Iterator[SuiteRow]:
+    """The rows of one plan's round, in milliseconds."""
+    yield from rows_of(plan, model, profile, measured_round(model, plan))
+
+
+def rows_of(plan: Plan, model: RandomModel, profile: Profile, times: RoundTimes) -> Iterator[SuiteRow]:
+    """A plain step, or a draft step and a verification, beside the prediction for the tokens that were there."""
+    ran = replace(plan, workload=replace(plan.workload, new_tokens=times.grown))
+    predicted = predict(ran, model.shape, profile)
+    target_ms = predicted.target_step_ms
+    pairs = {"verification": (target_ms, times.verify_s), "draft step": (predicted.draft_step_ms, times.draft_s)}
+    if not predicted.gamma:
+        pairs = {"plain step": (target_ms, times.verify_s)}
+    for kind, (predicted_ms, seconds) in pairs.items():
+        yield SuiteRow(
+            section="steps",
+            kind=kind,
+            model=model.shape.name,
+            case=case_text(plan),
+            unit="ms",
+            predicted=predicted_ms,
+            measured=1e3 * seconds,
+            source=profile.source,
+        )
+
+
+def case_text(plan: Plan) -> str:
+    """A plan and its workload in a few words."""
+    workload, gamma = plan.workload, plan.speculation.gamma
+    named = f"{preset_name(plan)}, gamma {gamma}" if gamma else preset_name(plan)
+    return f"{named}, {workload.context} tokens, batch {workload.batch}"
+
+
+NEAR_BEST = 1.2  # candidates up to this much slower than the best, as predicted, are measured
+QUALITY = Quality.NEAR_LOSSLESS  # the default of `recommend`
+REGRET_METHOD = (
+    "Measured time per token of the recommended plan over the best measured of all executable candidates of the same "
+    f"quality that are predicted within {NEAR_BEST - 1:.0%} of the best, and the presets, "
+    "minus 1. Where they are more than the suite measures, the best of each family and the fastest are taken and the "
+    "rest is counted. Rounds as "
+    "in steps, all layers, without flushes; tokens per round are the planner's estimate for prediction and measurement "
+    "alike."
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that might be recommended, with its prediction."""
+
+    plan: Plan
+    predicted: Prediction
+
+    @property
+    def tpot_ms(self) -> float:
+        """Predicted time per token."""
+        return self.predicted.best.tpot_ms
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """What it shares with plans of other gammas and ratios."""
+        return family_key(self.plan)
+
+
+def regret_row(model: RandomModel, profile: Profile, context: int, batch: int, most: int) -> RegretRow:
+    """Measures the candidates of one workload, at most `most` beside those that are always measured.
+
+    Raises NothingFits where none fits into the model's memory, and BusyMachine.
+    """
+    answer = recommend(
+        model.shape, "auto", context, batch=batch, new_tokens=NEW_TOKENS, quality=QUALITY.value, profile=profile,
+        yarn=True, memory_limit=float(model.machine.memory_bytes),
+    )  # fmt: skip
+    found = candidates(answer, model.shape, profile, model)
+    chosen, left_out = to_measure(found, answer.plan, most)
+    measured_ms = {one.plan: _measured_ms(model, one) for one in chosen}
+    return row_of(answer.plan, chosen, measured_ms, left_out)
+
+
+def row_of(recommended: Plan, chosen: Sequence[Candidate], measured_ms: dict[Plan, float], left_out: int) -> RegretRow:
+    """The row of measured candidates, of which `recommended` is one."""
+    best = min(measured_ms, key=lambda plan: measured_ms[plan])
+    workload = recommended.workload
+    return RegretRow(
+        model=workload.model,
+        context=workload.context,
+        batch=workload.batch,
+        recommended=case_text(recommended),
+        recommended_ms=measured_ms[recommended],
+        best=case_text(best),
+        best_ms=measured_ms[best],
+        left_out=left_out,
+        candidates=tuple(
+            {
+                "plan": preset_name(one.plan),
+                "gamma": one.predicted.gamma,
+                "acceptance": one.predicted.acceptance.best,
+                "predicted_ms": one.tpot_ms,
+                "measured_ms": measured_ms[one.plan],
+            }
+            for one in chosen
+        ),
+    )
+
+
+def candidates(answer: Recommendation, shape: ModelShape, profile: Profile, model: RandomModel) -> list[Candidate]:
+    """All executable plans of the allowed quality that fit, the fastest first as predicted; each once."""
+    plans = dict.fromkeys((answer.plan, *_executable(answer.plan.workload, shape)))
+    fitting = [plan for plan in plans if model.fits(plan)]
+    predicted = predict_all(fitting, shape, profile)
+    found = [Candidate(*pair) for pair in zip(fitting, predicted, strict=True)]
+    return sorted(found, key=lambda one: one.tpot_ms)
+
+
+def _executable(workload: Workload, shape: ModelShape) -> Iterator[Plan]:
+    """The presets, then every point of the search space."""
+    grids = (
+        family.plan(gamma, ratio)
+        for family in families(workload, offload=False)
+        for gamma in family.gammas
+        for ratio in family.ratios
+    )
+    for plan in (*_presets(workload), *grids):
+        if not only_estimated(plan, shape) and QUALITY.allows(quality_of(plan)):
+            yield plan
+
+
+def _presets(workload: Workload) -> list[Plan]:
+    return [make(workload) for make in PRESETS.values()]
+
+
+def to_measure(found: Sequence[Candidate], recommended: Plan, most: int) -> tuple[list[Candidate], int]:
+    """The candidates to measure, and the number of those near the best that are left out.
+
+    found: the fastest first. most: of those near the best, beside the best of each family there. The recommended plan
+    and the presets are always measured.
+    """
+    named = {recommended, *_presets(recommended.workload)}
+    near = [one for one in found if one.tpot_ms <= NEAR_BEST * found[0].tpot_ms]
+    best_of_family = {one.family: one for one in reversed(near)}
+    always = [one for one in found if one.plan in named or best_of_family.get(one.family) is one]
+    others = [one for one in near if one not in always]
+    return always + others[:most], max(0, len(others) - most)
+
+
+def _measured_ms(model: RandomModel, one: Candidate) -> float:
+    """Time per token of a measured round at the predicted tokens per round."""
+    return 1e3 * measured_round(model, one.plan).total_s / one.predicted.tokens_per_round
