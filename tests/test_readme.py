@@ -3,9 +3,7 @@
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -13,25 +11,12 @@ from ridgeplan.dashboards.cli import main
 from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles, user_profile_path
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-TABLED = [*re.findall(r"^\| `ridgeplan ([^`]+)` \|", README, re.MULTILINE), "models", "gpus"]
 
 
 @pytest.mark.parametrize("line", re.findall(r"^\$ ridgeplan (.+)$", README, re.MULTILINE))
 def test_commands_with_their_output_run(line: str) -> None:
     result = CliRunner().invoke(main, shlex.split(line))
     assert (result.exit_code, result.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("line", sorted({line.replace("\\|", "|") for line in TABLED}))
-def test_commands_of_the_table_take_the_options_that_it_names(line: str) -> None:
-    words = [word.strip("[]") for word in line.split()]
-    groups = [word.split("|") for word in words if re.fullmatch(r"[a-z][a-z|-]*", word)]
-    for name in groups[1] if len(groups) > 1 else [""]:
-        command: Any = main.get_command(click.Context(main), groups[0][0])
-        command = command.get_command(click.Context(command), name) if name else command
-        assert isinstance(command, click.Command)
-        known = {option for parameter in command.params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= known
 
 
 @pytest.mark.filterwarnings("ignore:the plan is for")
