@@ -41,7 +41,7 @@ lint: $(INSTALLED)
 	$(MAKE) --no-print-directory $(TYPED)
 	MYPYPATH=$(TYPED) $(BIN)/mypy $(PACKAGES:%=-p ridgeplan.%)
 
-# Tables in README.md and docs/ that come from results, docstrings and the planner; then the site in build/site.
+# Tables in README.md and docs/ that come from results and the planner; then the site in build/site.
 docs: $(INSTALLED) $(DOCUMENTED) $(TYPED)
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -6,7 +6,6 @@ other text is written by hand and is kept.
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import sys
@@ -221,18 +220,6 @@ def recommendation(model: str, gpu: str, context: str) -> str:
     return f"```\n{question}\n{answer_text(recommend(model, gpu, context))}\n```"
 
 
-def modules(package: str) -> str:
-    """Every file of a package with the first line of its docstring, folder by folder."""
-    rows = []
-    folders = sorted({path.parent for path in (ROOT / package).rglob("*.py")})
-    for folder in folders:
-        for path in sorted(folder.glob("*.py"), key=lambda path: (path.name != "__init__.py", path.name)):
-            told = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-            name = path.relative_to(ROOT).as_posix().removesuffix("__init__.py")
-            rows.append((f"`{name}`", told.replace("|", "\\|")))
-    return table(("file", "what it is"), rows)
-
-
 def published() -> str:
     """How near the predictions come to each published table."""
     rows = [
@@ -314,7 +301,6 @@ BLOCKS: dict[str, Callable[..., str]] = {
         study_tables.study_recalls,
         study_tables.study_claims,
         study_tables.study_choices,
-        modules,
         recommendation,
         published,
         published_cells,
