@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import cli_tables
 import offload_tables
 import readme_tables
 import study_tables
@@ -288,6 +289,9 @@ BLOCKS: dict[str, Callable[..., str]] = {
         breakdown,
         kernels,
         kernel_targets,
+        cli_tables.exit_codes,
+        cli_tables.commands,
+        cli_tables.command_options,
         offload_tables.streamed_rounds,
         offload_tables.elastic_steps,
         offload_tables.cliff_predicted,

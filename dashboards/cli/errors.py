@@ -17,6 +17,15 @@ import click
 from ridgeplan.dashboards.user_errors import FileProblem, about_input
 
 BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
+EXIT_CODES = {
+    0: "The command succeeded.",
+    1: "The reader of its output closed the pipe, or the command failed with a traceback, which is a defect.",
+    BAD_INPUT: "The input is wrong. One line on stderr says what is allowed.",
+    NOTHING_FITS: "No plan fits. The message names the sizes and the GPU that would fit.",
+    TOO_BUSY: "Other programs keep the machine too busy to measure it.",
+    INTERRUPTED: "Ctrl-C interrupted the command.",
+    128 + signal.SIGTERM: "SIGTERM ended the command.",
+}
 CODES = {"NothingFits": NOTHING_FITS, "NoisyMachine": TOO_BUSY}  # by name, as importing the errors takes long
 # Errors of a full or failing disk, if stdout is a file on it.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
