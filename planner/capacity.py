@@ -149,7 +149,7 @@ def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> tuple[int
     """
     strategy = strategy_of(plan, shape, device, CERTAIN)
     found = offload_layers(shape, device, strategy)
-    limit = min(device.memory_bytes, strategy.memory_limit_bytes)
+    limit = min(device.memory_bytes, strategy.offload.memory_limit_bytes)
     return int(found.host.layers), max(0, int(limit - found.memory.peak))
 
 

@@ -28,12 +28,21 @@ from ridgeplan.roofline.latency import (
 )
 from ridgeplan.roofline.ops import TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.passes import weight_bytes
+from ridgeplan.roofline.plan.draft_selection import DraftSelection
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat, Plan, require
 from ridgeplan.roofline.plan.policies import draft_selection, evicted_to, eviction_settings, target_selection
 from ridgeplan.roofline.plan.policies.base import SelectionCost, unpriced
 from ridgeplan.roofline.plan.policies.evictions import kept_tokens
 from ridgeplan.roofline.speculation import RoundCosts
-from ridgeplan.roofline.strategy import UNLIMITED_BYTES, UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.strategy import (
+    UNLIMITED_BYTES,
+    UNLIMITED_TOKENS,
+    DraftStrategy,
+    EvictionStrategy,
+    OffloadStrategy,
+    Strategy,
+    TargetStrategy,
+)
 
 DRAFT_PLANE_BITS = TWO_BITS + UPPER_BITS  # of keys, and of values by token, per element of the keys
 CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.HIERARCHICAL: 2}
@@ -44,106 +53,132 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
     problem = unpriced(plan, shape)
     require(problem is None, problem or "")
-    workload, kv, weights, speculation = plan.workload, plan.kv, plan.weights, plan.speculation
-    # "16 bits" means the checkpoint's own format: some are published in 8 or 4 bits and stay so. The parts that hold
-    # fewer bits than the widest cost what they hold (`stored_bytes`).
-    full_bytes = shape.weight_bits.widest_bytes(device.element_bytes)
-    head_bytes = shape.weight_bits.full_bytes("head", device.element_bytes)
-    choosing, target_reads = draft_selection(plan).cost(speculation.selection), target_selection(plan)
-    target_choosing = target_reads.cost(plan.attention.selection) if target_reads else SelectionCost()
-    evicting = eviction_settings(plan)
+    workload, speculation, attention = plan.workload, plan.speculation, plan.attention
+    layers, kv_heads = shape.layers, shape.kv_heads
+    draft_cost, target_policy = draft_selection(plan).cost(speculation.selection), target_selection(plan)
+    target_cost = target_policy.cost(attention.selection) if target_policy else SelectionCost()
+    draft_scores = draft_cost.scores_at_once(layers) if speculation.selection.per_query else layers
+    held_score_bytes = draft_cost.held_score_bytes(kv_heads) * draft_scores
+    held_score_bytes += target_cost.held_score_bytes(kv_heads) * target_cost.scores_at_once(layers)
     return Strategy(
         batch=workload.batch,
         context=workload.context,
         new_tokens=workload.new_tokens,
-        target_weight_bytes=weight_bytes(weights.target_bits, weights.group, full_bytes),
-        draft_weight_bytes=weight_bytes(weights.draft_bits, weights.group, full_bytes),
-        target_head_bytes=min(weight_bytes(target_head_bits(plan), weights.group, head_bytes), head_bytes),
-        draft_head_bytes=min(weight_bytes(draft_head_bits(plan), weights.group, head_bytes), head_bytes),
-        has_draft_weights=int(weights.draft_copy),
-        target_dense=int(weights.target_bits == 16),
-        target_head_dense=int(target_head_bits(plan) == 16),
-        draft_dense=int(weights.draft_bits == 16),
+        target=_target(plan, shape, device, target_cost),
+        draft=_draft(plan, shape, device, draft_cost),
+        offload=_offload(plan, shape, draft_cost, target_cost),
+        eviction=_eviction(plan, shape),
         stores_full_kv=int(target_code_bits(plan) == 0),
-        code_planes=CODE_PLANES[kv.format],
-        kv_group=kv.group,
-        target_bits=target_code_bits(plan),
-        draft_bits=draft_code_bits(plan),
-        eviction_budget=_mean_kept(plan, shape.layers),
-        scored_queries=evicting.scored_queries if evicting else 0,
-        appended_tokens=evicting.appended_tokens if evicting else 0,
-        eviction_chunk=plan.eviction.chunk or UNLIMITED_TOKENS,
-        **_placement_terms(plan, shape, choosing, target_choosing),
-        **_choice_terms(plan, shape, choosing, target_choosing),
+        code_planes=CODE_PLANES[plan.kv.format],
+        kv_group=plan.kv.group,
+        held_keys=draft_cost.held_keys * draft_cost.times_of(layers)
+        + target_cost.held_keys * target_cost.times_of(layers),
+        held_plane_bits=DRAFT_PLANE_BITS * layers * plan.gathers_codes,
+        held_score_bytes=held_score_bytes,
         gamma=speculation.gamma,
         acceptance=acceptance,
         reserved_gamma=speculation.gamma if speculation.adaptive else 0,
     )
 
 
-def _choice_terms(plan: Plan, shape: ModelShape, drafts: SelectionCost, target: SelectionCost) -> dict[str, float]:
-    """What of the strategy is about tokens that steps choose to read. drafts, target: what their choices cost."""
-    selection, reads = plan.speculation.selection, plan.attention.selection
+def _target(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) -> TargetStrategy:
+    selection = plan.attention.selection
+    return TargetStrategy(
+        **_weight_terms(plan, shape, device, plan.weights.target_bits, target_head_bits(plan)),
+        **_selection_terms(shape, cost, selection, plan.attention.active),
+        dense=int(plan.weights.target_bits == 16),
+        head_dense=int(target_head_bits(plan) == 16),
+        bits=target_code_bits(plan),
+        score_bytes=_score_bytes(shape, cost),
+        budget=plan.attention.budget or UNLIMITED_TOKENS,
+        selects=int(plan.attention.active),
+        selected_before_pass=int(selection.ahead),
+        shared_across_layers=int(selection.ahead and cost.chosen_once),
+    )
+
+
+def _draft(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) -> DraftStrategy:
+    speculation = plan.speculation
+    per_query, score_bytes = speculation.selection.per_query, _score_bytes(shape, cost)
+    dense = int(plan.weights.draft_bits == 16)
+    return DraftStrategy(
+        **_weight_terms(plan, shape, device, plan.weights.draft_bits, draft_head_bits(plan)),
+        **_selection_terms(shape, cost, speculation.selection, speculation.sparse),
+        dense=dense,
+        head_dense=dense,
+        bits=draft_code_bits(plan),
+        score_bytes=score_bytes * per_query,
+        round_score_bytes=score_bytes * (not per_query),
+        has_weights=int(plan.weights.draft_copy),
+        ratio=speculation.ratio,
+        min_tokens=speculation.selection.least_tokens,
+        loads=int(plan.loads_chosen and speculation.sparse),
+    )
+
+
+def _weight_terms(plan: Plan, shape: ModelShape, device: Device, bits: int, head_bits: int) -> dict[str, float]:
+    """Bytes per parameter of a pass whose layers have weights of `bits` bits.
+
+    "16 bits" means the checkpoint's format: some are published in 8 or 4 bits and stay so. Parts with fewer bits than
+    the widest cost what they hold (`stored_bytes`).
+    """
+    group, held = plan.weights.group, shape.weight_bits
+    full_head_bytes = held.full_bytes("head", device.element_bytes)
+    return {
+        "weight_bytes": weight_bytes(bits, group, held.widest_bytes(device.element_bytes)),
+        "head_bytes": min(weight_bytes(head_bits, group, full_head_bytes), full_head_bytes),
+    }
+
+
+def _selection_terms(
+    shape: ModelShape, cost: SelectionCost, selection: DraftSelection, active: bool
+) -> dict[str, float]:
+    """What a step moves and launches to select tokens. active: whether the pass attends to a selection."""
     layers, kv_heads = shape.layers, shape.kv_heads
-    moved_bytes = drafts.moved_score_bytes(kv_heads) * drafts.choices_of(layers)
-    draft_scores = drafts.scores_at_once(layers) if selection.per_query else layers
-    held_score_bytes = drafts.held_score_bytes(kv_heads) * draft_scores
-    held_score_bytes += target.held_score_bytes(kv_heads) * target.scores_at_once(layers)
-    draft_choices, target_choices = drafts.times_of(layers), target.times_of(layers)
     return {
-        "target_budget": plan.attention.budget or UNLIMITED_TOKENS,
-        "draft_ratio": plan.speculation.ratio,
-        "draft_floor_tokens": selection.least_tokens,
-        "target_selects": int(plan.attention.active),
-        "target_ahead": int(reads.ahead),
-        "target_alike": int(reads.ahead and target.chosen_once),
-        "target_two_bit": int(reads.needs_codes),
-        "draft_two_bit": int(selection.needs_codes),
-        "target_page_tokens": target.run_tokens if plan.attention.active else 1,
-        "draft_page_tokens": drafts.run_tokens if plan.speculation.sparse else 1,
-        "target_run_tokens": target.run_of(kv_heads),
-        "draft_run_tokens": drafts.run_of(kv_heads),
-        "target_scored_keys": target.scored_keys_of(layers),
-        "draft_scored_keys": drafts.scored_keys_of(layers),
-        "target_projected_params": target.projected_params(shape),
-        "draft_projected_params": drafts.projected_params(shape),
-        "target_score_bytes": target.moved_score_bytes(kv_heads) * target.choices_of(layers),
-        "target_ranked": target.ranked_scores(kv_heads) * target.choices_of(layers),
-        "draft_ranked": drafts.ranked_scores(kv_heads) * drafts.choices_of(layers),
-        "step_score_bytes": moved_bytes * selection.per_query,
-        "round_score_bytes": moved_bytes * (not selection.per_query),
-        "target_choices": target_choices,
-        "draft_choices": draft_choices,
-        "held_plane_bits": DRAFT_PLANE_BITS * layers * plan.gathers_codes,
-        "held_keys": drafts.held_keys * draft_choices + target.held_keys * target_choices,
-        "held_score_bytes": held_score_bytes,
+        "page_tokens": cost.run_tokens if active else 1,
+        "host_run_tokens": cost.run_of(kv_heads),
+        "projected_params": cost.projected_params(shape),
+        "scored_keys": cost.scored_keys_of(layers),
+        "scans_two_bit": int(selection.needs_codes),
+        "top_k_launches": cost.times_of(layers),
+        "ranked_scores": cost.ranked_scores(kv_heads) * cost.choices_of(layers),
     }
 
 
-def _placement_terms(plan: Plan, shape: ModelShape, drafts: SelectionCost, target: SelectionCost) -> dict[str, float]:
-    """What of the strategy is about layers on the host. drafts, target: what their choices cost."""
+def _score_bytes(shape: ModelShape, cost: SelectionCost) -> float:
+    """Bytes of scores that a selection moves per cached token."""
+    return cost.moved_score_bytes(shape.kv_heads) * cost.choices_of(shape.layers)
+
+
+def _offload(plan: Plan, shape: ModelShape, draft_cost: SelectionCost, target_cost: SelectionCost) -> OffloadStrategy:
     placement, context, speculation = plan.placement, plan.workload.context, plan.speculation
-    drafted = float(speculation.selection.share_of(context, speculation.ratio)) * context
-    overlap = target.overlap_at(plan.attention.budget) if plan.attention.active else drafts.overlap_at(drafted)
-    tables = plan.attention.active * target.choices_of(shape.layers) / shape.layers  # one for layers that choose alike
-    return {
-        "offload": int(placement.offload),
-        "offload_budget": placement.budget or UNLIMITED_TOKENS,
-        "offload_lower": int(placement.part is HostPart.LOWER),
-        "offload_prefetch": placement.prefetch,
-        "memory_limit_bytes": placement.memory_bytes or UNLIMITED_BYTES,
-        "draft_loads": int(plan.loads_chosen and plan.speculation.sparse),
-        "slot_table_bytes": tables * target.slot_table_bytes(shape.kv_heads),
-        "overlap": overlap * placement.elastic,
-    }
+    if plan.attention.active:
+        overlap = target_cost.overlap_at(plan.attention.budget)
+    else:
+        overlap = draft_cost.overlap_at(float(speculation.selection.share_of(context, speculation.ratio)) * context)
+    # Layers that share a selection share a table
+    tables = plan.attention.active * target_cost.choices_of(shape.layers) / shape.layers
+    return OffloadStrategy(
+        active=int(placement.offload),
+        budget=placement.budget or UNLIMITED_TOKENS,
+        lower_only=int(placement.part is HostPart.LOWER),
+        prefetch=placement.prefetch,
+        memory_limit_bytes=placement.memory_bytes or UNLIMITED_BYTES,
+        overlap=overlap * placement.elastic,
+        slot_table_bytes=tables * target_cost.slot_table_bytes(shape.kv_heads),
+    )
 
 
-def _mean_kept(plan: Plan, layers: int) -> float:
-    """Tokens of the workload's prompt that stay in a layer, the mean over the layers."""
-    budgets = evicted_to(plan, layers)
-    if not budgets:
-        return UNLIMITED_TOKENS
-    return sum(kept_tokens(plan.workload.context, budgets, plan.kv.step)) / layers
+def _eviction(plan: Plan, shape: ModelShape) -> EvictionStrategy:
+    settings, budgets = eviction_settings(plan), evicted_to(plan, shape.layers)
+    kept = kept_tokens(plan.workload.context, budgets, plan.kv.step) if budgets else ()
+    return EvictionStrategy(
+        budget=sum(kept) / shape.layers if budgets else UNLIMITED_TOKENS,
+        scored_queries=settings.scored_queries if settings else 0,
+        appended_tokens=settings.appended_tokens if settings else 0,
+        chunk=plan.eviction.chunk or UNLIMITED_TOKENS,
+    )
 
 
 def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:

@@ -187,7 +187,7 @@ def predict_all(
     ones = [1] * len(plans)
     strategies = [strategy_of(plan, shape, machine, 1.0) for plan in plans]
     if overlap is not None:
-        strategies = [replace(one, overlap=overlap) for one in strategies]
+        strategies = [strategy.with_terms(offload_overlap=overlap) for strategy in strategies]
     strategy = stack([replace(one, gamma=gamma) for one, gamma in zip(strategies, gammas, strict=True)], ones)
     rates = stack([rates_of(plan, shape, machine) for plan in plans], ones)
     ends = {end: replace(strategy, acceptance=np.array([getattr(item, end) for item in known])) for end in ENDS}

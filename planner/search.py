@@ -182,7 +182,7 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
     once, column = [1] * len(searched), (len(searched), 1, 1)
     axes = {"gamma": grid.gamma, "draft_ratio": grid.ratio, "acceptance": _acceptance(searched, grid, question)}
-    strategy = replace(reshaped(stack(templates, once), column), **axes)
+    strategy = reshaped(stack(templates, once), column).with_terms(**axes)
     estimate = evaluate(question.shape, machine, strategy, reshaped(stack(rates, once), column))
     return list(_best_of_each(searched, grid, estimate, question))
 

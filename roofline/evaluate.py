@@ -101,9 +101,9 @@ def prefill_chunks(strategy: Strategy) -> Term:
 
 def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tuple[Op, ...]:
     """One prompt's prefill. On a GPU, quantized weights become dense copies, slab by slab, in every chunk."""
-    copied = machine.asynchronous * (1 - strategy.target_dense) * prefill_chunks(strategy)
-    matrices, weights = layer_parameters(shape), (strategy.target_weight_bytes, strategy.target_head_bytes)
-    copy = Cost(read_bytes=matrices * strategy.target_weight_bytes, write_bytes=matrices * machine.element_bytes)
+    copied = machine.asynchronous * (1 - strategy.target.dense) * prefill_chunks(strategy)
+    matrices, weights = layer_parameters(shape), (strategy.target.weight_bytes, strategy.target.head_bytes)
+    copy = Cost(read_bytes=matrices * strategy.target.weight_bytes, write_bytes=matrices * machine.element_bytes)
     chunks = PromptChunks.of(strategy)
     of_chunk = prefill_pass(shape, 1, chunks.tokens, machine.element_bytes, *weights, held=chunks.held)
     return (

@@ -33,7 +33,7 @@ class PromptChunks:
     @classmethod
     def of(cls, strategy: Strategy) -> PromptChunks:
         """Of one of the strategy's prompts."""
-        context, kept, chunk = strategy.context, strategy.kept_tokens, strategy.eviction_chunk
+        context, kept, chunk = strategy.context, strategy.kept_tokens, strategy.eviction.chunk
         if not is_symbolic(chunk) and np.all(np.asarray(chunk) >= UNLIMITED_TOKENS):
             return cls(1, context, context, 0, 1, context)
         count = 1 + evicts(strategy) * (prompt_chunks(context, chunk) - 1)
@@ -50,7 +50,7 @@ def evicts(strategy: Strategy) -> Term:
 
 def appended_tokens(strategy: Strategy) -> Term:
     """Tokens that prefill runs after a prompt, or after each chunk of it that evicts, and then drops."""
-    return evicts(strategy) * strategy.appended_tokens
+    return evicts(strategy) * strategy.eviction.appended_tokens
 
 
 def chunk_buffers(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> tuple[Term, ...]:
@@ -76,8 +76,8 @@ def scored_pairs(strategy: Strategy) -> Term:
 
     The queries are the last of the text so far.
     """
-    tokens = PromptChunks.of(strategy).chosen_from + strategy.appended_tokens
-    queries = minimum(strategy.scored_queries, tokens)
+    tokens = PromptChunks.of(strategy).chosen_from + strategy.eviction.appended_tokens
+    queries = minimum(strategy.eviction.scored_queries, tokens)
     return evicts(strategy) * (queries * tokens - queries**2 / 2)
 
 
@@ -88,7 +88,7 @@ def eviction_ops(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> 
     passes = shape.layers * times * minimum(appended, 1)
     matrices = layer_parameters(shape) / shape.layers
     widths = shape.hidden, shape.q_width + 2 * shape.intermediate
-    products = ops.matmul(appended, *widths, matrices, strategy.target_weight_bytes, element_bytes)
+    products = ops.matmul(appended, *widths, matrices, strategy.target.weight_bytes, element_bytes)
     seen = chunks.chosen_from + appended
     attention = ops.attention(
         1, appended, shape.q_heads, shape.kv_heads, shape.head_dim, 0, seen, 0, element_bytes, strategy.kv_group, 1
@@ -107,8 +107,8 @@ def eviction_ops(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> 
 def eviction_workspace(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> Term:
     """The most of: bytes of a block of scores, of ranking all tokens of a layer, and of a copy of those that stay."""
     ratio = shape.q_heads / shape.kv_heads
-    tokens = PromptChunks.of(strategy).chosen_from + strategy.appended_tokens
-    queries = minimum(strategy.scored_queries, tokens)
+    tokens = PromptChunks.of(strategy).chosen_from + strategy.eviction.appended_tokens
+    queries = minimum(strategy.eviction.scored_queries, tokens)
     block = minimum(queries * ratio * tokens, maximum(EVICTION_SCORE_ELEMENTS, ratio * tokens))
     block_bytes = block * (element_bytes + SCORE_BYTES)
     copied_bytes = strategy.kept_tokens * shape.kv_elements_per_token_per_layer * element_bytes

@@ -39,7 +39,7 @@ NO_LAYERS = HostLayers(0, 0)
 
 def reads_all(strategy: Strategy) -> Term:
     """1 where the target reads every token, 0 where it has a budget."""
-    return indicator(UNLIMITED_TOKENS, strategy.target_budget)
+    return indicator(UNLIMITED_TOKENS, strategy.target.budget)
 
 
 def stream_seconds(machine: Machine, strategy: Strategy, host: HostLayers, context: Term) -> Term:
@@ -66,7 +66,7 @@ def load_seconds(
     adjoin, and so do those of its KV heads.
     """
     token_bytes = host.token_bytes / strategy.batch
-    missed_bytes = chosen * (1 - strategy.overlap) * token_bytes
+    missed_bytes = chosen * (1 - strategy.offload.overlap) * token_bytes
     run = minimum(run_tokens, chosen)
     pieces = missed_bytes / (2 * run * shape.head_dim * machine.element_bytes)
     walks = strategy.batch * pages_of(pieces, run * token_bytes, context * token_bytes)
@@ -89,7 +89,7 @@ def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, c
 
     The kernel has a program for each set, as sampling has for each row, whose rates it is given.
     """
-    slots = maximum(strategy.offload_budget, chosen)
+    slots = maximum(strategy.offload.budget, chosen)
     return machine.seconds(take_slots(strategy.batch, shape.kv_heads, chosen, slots), machine.rates["sampling"])
 
 
@@ -102,7 +102,7 @@ def pass_with_host_seconds(
     """
     layer_s = pass_s / shape.layers
     first_s = (shape.layers - host.layers) * layer_s
-    ahead_s = minimum(minimum(strategy.offload_prefetch + 1, host.layers) * copy_s, drafts_s + first_s)
+    ahead_s = minimum(minimum(strategy.offload.prefetch + 1, host.layers) * copy_s, drafts_s + first_s)
     pipelined_s = first_s + host.layers * copy_s - ahead_s + layer_s
     return where(host.some, maximum(pass_s, pipelined_s), pass_s)
 
@@ -143,18 +143,19 @@ def _selected_seconds(
     by the loads, bound the pass, or the loads, held up by them. If all layers share it, it is looked up once. Any other
     is loaded where it is made.
     """
-    chosen, run_tokens = minimum(strategy.target_budget, context), strategy.target_run_tokens
+    chosen, run_tokens = minimum(strategy.target.budget, context), strategy.target.host_run_tokens
     loads = load_seconds(machine, shape, strategy, host, context, chosen, run_tokens)
-    walked_s, copied_s = (strategy.reads * one for one in loads)
+    walked_s, copied_s = (strategy.kv_reads * one for one in loads)
     load_s = maximum(walked_s, copied_s)
-    found_s = strategy.reads * host.some * residency_seconds(machine, shape, strategy, chosen)
-    own_lookup_s, common_lookup_s = (1 - strategy.target_alike) * found_s, strategy.target_alike * found_s
+    found_s = strategy.kv_reads * host.some * residency_seconds(machine, shape, strategy, chosen)
+    own_lookup_s = (1 - strategy.target.shared_across_layers) * found_s
+    common_lookup_s = strategy.target.shared_across_layers * found_s
     layer_s = target_s / shape.layers
-    before_s = maximum(shape.layers - host.layers - strategy.offload_prefetch, 0) * layer_s
+    before_s = maximum(shape.layers - host.layers - strategy.offload.prefetch, 0) * layer_s
     loaded_s = before_s + host.layers * (load_s + own_lookup_s + HELD_UP_BY_LAYERS * layer_s)
     held_up_s = target_s + host.layers * maximum(HELD_UP_BY_WALKS * walked_s, HELD_UP_BY_COPIES * copied_s)
     ahead_s = choice_s + common_lookup_s + maximum(held_up_s, host.some * loaded_s)
-    return where(strategy.target_ahead, ahead_s, target_s + choice_s + host.layers * (load_s + found_s))
+    return where(strategy.target.selected_before_pass, ahead_s, target_s + choice_s + host.layers * (load_s + found_s))
 
 
 def prompt_to_host_seconds(machine: Machine, strategy: Strategy, host: HostLayers) -> Term:

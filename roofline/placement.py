@@ -39,7 +39,7 @@ def offload_layers(shape: ModelShape, device: Device, strategy: Strategy) -> Off
     parts = resident_memory(shape, device, strategy)
     memory, layers = _offloaded(shape, device, strategy, parts)
     layer_bytes = _host_bytes_per_layer(shape, strategy, parts)
-    return Offloading(memory, HostLayers(layers, layer_bytes / strategy.held_tokens), layers * layer_bytes)
+    return Offloading(memory, HostLayers(layers, layer_bytes / strategy.final_tokens), layers * layer_bytes)
 
 
 def _offloaded(
@@ -48,12 +48,12 @@ def _offloaded(
     """`parts` without the layers that must be offloaded, and the number of these; none where that frees nothing."""
     kv_bytes, plane_bytes = _freed_kv_bytes(shape, device, strategy, parts), _value_plane_bytes(shape, strategy)
     staged_bytes = _staged_bytes(shape, strategy, parts)
-    limit_bytes = minimum(device.memory_bytes, strategy.memory_limit_bytes)
+    limit_bytes = minimum(device.memory_bytes, strategy.offload.memory_limit_bytes)
     excess_bytes = maximum(parts.peak - limit_bytes, 0)
     freed_bytes = maximum(kv_bytes + plane_bytes, 0)
-    some = strategy.offload * minimum(excess_bytes, 1) * minimum(freed_bytes, 1)
+    some = strategy.offload.active * minimum(excess_bytes, 1) * minimum(freed_bytes, 1)
     wanted = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
-    layers = some * minimum(where(strategy.offload_all, shape.layers, wanted), shape.layers)
+    layers = some * minimum(where(strategy.offload.all_at_once, shape.layers, wanted), shape.layers)
     buffers = parts.buffers + some * staged_bytes - layers * plane_bytes
     return replace(parts, kv=parts.kv - layers * kv_bytes, buffers=buffers), layers
 
@@ -77,7 +77,7 @@ def offload_thresholds(
         freed = _freed_kv_bytes(shape, device, at_length, parts) + _value_plane_bytes(shape, at_length)
         peak = parts.peak - layers * freed
         peak = peak + np.minimum(layers, 1) * _staged_bytes(shape, at_length, parts)
-        ok = peak <= min(device.memory_bytes, strategy.memory_limit_bytes)
+        ok = peak <= min(device.memory_bytes, strategy.offload.memory_limit_bytes)
         fits, too_long = np.where(ok, middle, fits), np.where(ok, too_long, middle)
         middle = np.floor((fits + too_long) / 2)
     lengths = np.maximum.accumulate(np.maximum(fits - reserved_tokens, 0))
@@ -88,11 +88,11 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     """Memory with everything on the device, at the sequences' full length."""
     element_bytes, batch = device.element_bytes, strategy.batch
     tokens = strategy.kept_tokens + strategy.new_tokens
-    slots = strategy.stores_full_kv * (tokens + strategy.most_queries)
-    buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.most_queries)
+    slots = strategy.stores_full_kv * (tokens + strategy.max_queries)
+    buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.max_queries)
     codes = memory.code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
-    copy_bytes = device.asynchronous * (1 - strategy.target_dense) * memory.dense_copy(shape, element_bytes)
+    copy_bytes = device.asynchronous * (1 - strategy.target.dense) * memory.dense_copy(shape, element_bytes)
     splits = choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
     together = PromptChunks.of(strategy).longest + appended_tokens(strategy)
     return MemoryBreakdown(
@@ -110,21 +110,21 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
             eviction_workspace(shape, strategy, element_bytes),
             chunk_buffers(shape, strategy, element_bytes),
         ),
-        decode_workspace=memory.decode_workspace(shape, batch, strategy.most_queries, splits, element_bytes),
+        decode_workspace=memory.decode_workspace(shape, batch, strategy.max_queries, splits, element_bytes),
         libraries=device.asynchronous * _library_streams(strategy) * CUBLAS_WORKSPACE_BYTES,
     )
 
 
 def _library_streams(strategy: Strategy) -> Term:
     """Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head."""
-    return 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, strategy.batch * strategy.most_queries)
+    return 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, strategy.batch * strategy.max_queries)
 
 
 def _selection_state(shape: ModelShape, device: Device, strategy: Strategy, tokens: Term) -> Term:
     """What tokens are chosen by: bounds or keys of few bits, scores, projections, and values gathered by token."""
     elements = shape.kv_elements_per_token_per_layer / 2
     key_bytes = elements * (strategy.held_keys * device.element_bytes + strategy.held_plane_bits / 8)
-    projections = maximum(strategy.draft_projected_params, strategy.target_projected_params) * device.element_bytes
+    projections = maximum(strategy.draft.projected_params, strategy.target.projected_params) * device.element_bytes
     return strategy.batch * tokens * (key_bytes + strategy.held_score_bytes) + projections
 
 
@@ -135,12 +135,12 @@ def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term
 
 
 def _target_weights(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
-    head = strategy.target_head_bytes, 1 - strategy.target_head_dense
-    return memory.weight_memory(shape, strategy.target_weight_bytes, device.element_bytes, *head)
+    head = strategy.target.head_bytes, 1 - strategy.target.head_dense
+    return memory.weight_memory(shape, strategy.target.weight_bytes, device.element_bytes, *head)
 
 
 def _draft_weights(shape: ModelShape, strategy: Strategy) -> Term:
-    return strategy.has_draft_weights * memory.draft_weight_memory(shape, strategy.draft_weight_bytes)
+    return strategy.draft.has_weights * memory.draft_weight_memory(shape, strategy.draft.weight_bytes)
 
 
 def _arena_capacity_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
@@ -153,18 +153,18 @@ def _host_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBr
 
     Of a target that has what it chooses loaded, none are codes: these only served to choose.
     """
-    tokens, code_planes, group = strategy.held_tokens, strategy.code_planes, strategy.kv_group
+    tokens, code_planes, group = strategy.final_tokens, strategy.code_planes, strategy.kv_group
     codes = strategy.target_loads * memory.code_memory(shape, strategy.batch, tokens, code_planes, group)
     lower = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2
-    return strategy.offload_lower * lower + (1 - strategy.offload_lower) * (parts.kv - codes) / shape.layers
+    return strategy.offload.lower_only * lower + (1 - strategy.offload.lower_only) * (parts.kv - codes) / shape.layers
 
 
 def _freed_kv_bytes(shape: ModelShape, device: Device, strategy: Strategy, parts: MemoryBreakdown) -> Term:
     """Bytes of KV freed by offloading one layer. What drafts or the target read at a step stays (SpeContext, Eq 7)."""
-    kept = minimum(strategy.offload_budget / (strategy.context + strategy.new_tokens), 1)
-    of_codes = strategy.draft_bits / maximum(4 * strategy.code_planes, 1)
-    draft_share = minimum(strategy.gamma, 1) * where(minimum(strategy.draft_bits, 1), of_codes, 1)
-    stays = (1 - strategy.offload_lower) * kept * draft_share
+    kept = minimum(strategy.offload.budget / (strategy.context + strategy.new_tokens), 1)
+    of_codes = strategy.draft.bits / maximum(4 * strategy.code_planes, 1)
+    draft_share = minimum(strategy.gamma, 1) * where(minimum(strategy.draft.bits, 1), of_codes, 1)
+    stays = (1 - strategy.offload.lower_only) * kept * draft_share
     streamed = _host_bytes_per_layer(shape, strategy, parts) * (1 - stays)
     loaded = parts.kv / shape.layers - _slots_bytes(shape, device, strategy)
     return where(strategy.target_loads, loaded, streamed)
@@ -175,11 +175,11 @@ def _slots_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
 
     And the tables of what the slots hold, and the scales of 2-bit keys, if there are any.
     """
-    group, queries = strategy.kv_group, strategy.most_queries
-    budget = minimum(strategy.offload_budget, MAX_TOKENS)
+    group, queries = strategy.kv_group, strategy.max_queries
+    budget = minimum(strategy.offload.budget, MAX_TOKENS)
     slots = queries * _ceiling(budget / group) * group + 2 * group + queries
     token_bytes = shape.kv_elements_per_token_per_layer * device.element_bytes
-    tables = strategy.held_tokens * strategy.slot_table_bytes
+    tables = strategy.final_tokens * strategy.offload.slot_table_bytes
     scales = minimum(strategy.code_planes, 1) * 2 * METADATA_BYTES / group
     return strategy.batch * (slots * token_bytes + tables) + _key_elements(shape, strategy) * scales
 
@@ -192,12 +192,12 @@ def _value_plane_bytes(shape: ModelShape, strategy: Strategy) -> Term:
 
 def _key_elements(shape: ModelShape, strategy: Strategy) -> Term:
     """Of a layer's old tokens; the values have as many."""
-    return strategy.batch * strategy.held_tokens * shape.kv_elements_per_token_per_layer / 2
+    return strategy.batch * strategy.final_tokens * shape.kv_elements_per_token_per_layer / 2
 
 
 def _staged_bytes(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
     """Slots that layers are copied to from the host, if the target reads all of them."""
-    slots = strategy.offload_prefetch + 1
+    slots = strategy.offload.prefetch + 1
     return reads_all(strategy) * slots * _host_bytes_per_layer(shape, strategy, parts)
 
 

@@ -40,32 +40,33 @@ PAGE_GAIN = 0.6
 def draft_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
     """What one draft chooses of `tokens` cached ones, in all layers; 0 where it chooses none."""
     scan = two_bit_scan(strategy.batch, shape.q_heads, shape.kv_heads, shape.head_dim, tokens, strategy.kv_group)
-    scanned_bytes = strategy.draft_two_bit * strategy.draft_choices * scan.read_bytes
-    key_bytes = strategy.draft_scored_keys * _key_bytes(shape, machine, strategy, tokens)
-    projected_s = _scan_seconds(machine, strategy.draft_projected_params * machine.element_bytes)
-    per_token = strategy.step_score_bytes, strategy.draft_ranked
-    ranked_s = _top_k_seconds(machine, strategy.batch * tokens, *per_token, strategy.draft_choices)
+    scanned_bytes = strategy.draft.scans_two_bit * strategy.draft.top_k_launches * scan.read_bytes
+    key_bytes = strategy.draft.scored_keys * _key_bytes(shape, machine, strategy, tokens)
+    projected_s = _scan_seconds(machine, strategy.draft.projected_params * machine.element_bytes)
+    per_token = strategy.draft.score_bytes, strategy.draft.ranked_scores
+    ranked_s = _top_k_seconds(machine, strategy.batch * tokens, *per_token, strategy.draft.top_k_launches)
     return projected_s + _scan_seconds(machine, key_bytes + scanned_bytes) + ranked_s
 
 
 def round_choice_seconds(machine: Machine, strategy: Strategy, tokens: Term) -> Term:
     """What is chosen of `tokens` cached ones once for all drafts of a round; 0 where nothing is."""
-    return _top_k_seconds(machine, strategy.batch * tokens, strategy.round_score_bytes, strategy.draft_ranked, 1)
+    per_token = strategy.draft.round_score_bytes, strategy.draft.ranked_scores
+    return _top_k_seconds(machine, strategy.batch * tokens, *per_token, 1)
 
 
 def target_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
     """What a pass of the target chooses of `tokens` cached ones: for each of its queries, after one projection."""
     heads = shape.q_heads, shape.kv_heads, shape.head_dim
-    chosen = minimum(strategy.target_budget, tokens)
+    chosen = minimum(strategy.target.budget, tokens)
     choice = two_bit_top_k(strategy.batch, *heads, tokens, strategy.kv_group, chosen)
     scanning = scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads)
-    key_bytes = strategy.target_scored_keys * _key_bytes(shape, machine, strategy, tokens)
-    two_bit_s = strategy.target_choices * machine.seconds(choice, machine.rates[scanning])
-    scored_s = where(strategy.target_two_bit, two_bit_s, _scan_seconds(machine, key_bytes))
-    per_token = strategy.target_score_bytes, strategy.target_ranked
-    ranked_s = _top_k_seconds(machine, strategy.batch * tokens, *per_token, strategy.target_choices)
-    projected_s = _scan_seconds(machine, strategy.target_projected_params * machine.element_bytes)
-    return projected_s + strategy.reads * (scored_s + ranked_s)
+    key_bytes = strategy.target.scored_keys * _key_bytes(shape, machine, strategy, tokens)
+    two_bit_s = strategy.target.top_k_launches * machine.seconds(choice, machine.rates[scanning])
+    scored_s = where(strategy.target.scans_two_bit, two_bit_s, _scan_seconds(machine, key_bytes))
+    per_token = strategy.target.score_bytes, strategy.target.ranked_scores
+    ranked_s = _top_k_seconds(machine, strategy.batch * tokens, *per_token, strategy.target.top_k_launches)
+    projected_s = _scan_seconds(machine, strategy.target.projected_params * machine.element_bytes)
+    return projected_s + strategy.kv_reads * (scored_s + ranked_s)
 
 
 def _key_bytes(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
@@ -140,7 +141,7 @@ class Round:
 def round_tokens(strategy: Strategy) -> Term:
     """Tokens per round, minus the loss at flush boundaries if the target reads codes, or loads what it chooses."""
     tokens = tokens_per_round(strategy.acceptance, strategy.gamma)
-    flushes = maximum(minimum(strategy.target_bits, 1), strategy.target_loads)
+    flushes = maximum(minimum(strategy.target.bits, 1), strategy.target_loads)
     return flushes * flush_capped(tokens, strategy.kv_group) + (1 - flushes) * tokens
 
 
@@ -171,13 +172,13 @@ def round_at(
     target = decode_pass(shape, target_terms(shape, machine, strategy, context))
     drafting_rates, verifying_rates = rates
     draft_s = machine.pass_seconds(draft, drafting_rates, shape.layers, machine.draft_gap_s)
-    draft_s = draft_s - saved_by_pages(machine, draft, drafting_rates, strategy.draft_page_tokens)
-    draft_s = draft_s + strategy.draft_two_bit * gathered_seconds(machine, draft, drafting_rates)
+    draft_s = draft_s - saved_by_pages(machine, draft, drafting_rates, strategy.draft.page_tokens)
+    draft_s = draft_s + strategy.draft.scans_two_bit * gathered_seconds(machine, draft, drafting_rates)
     draft_s = draft_s + draft_choice_seconds(shape, machine, strategy, tokens)
     draft_s = draft_s + _draft_loads_seconds(shape, machine, strategy, host, tokens)
     draft_s = draft_s + sampling_seconds(shape, machine, strategy.batch)
     target_s = machine.pass_seconds(target, verifying_rates, shape.layers, machine.target_gap_s)
-    target_s = target_s - saved_by_pages(machine, target, verifying_rates, strategy.target_page_tokens)
+    target_s = target_s - saved_by_pages(machine, target, verifying_rates, strategy.target.page_tokens)
     choice_s = target_choice_seconds(shape, machine, strategy, tokens)
     drafting = minimum(strategy.gamma, 1)
     drafts_s = strategy.gamma * draft_s
@@ -196,9 +197,9 @@ def _draft_loads_seconds(
     shape: ModelShape, machine: Machine, strategy: Strategy, host: HostLayers, tokens: Term
 ) -> Term:
     """Loads of what one draft chooses of the layers on the host."""
-    chosen = minimum(_draft_tokens(strategy, tokens), strategy.offload_budget)
-    walked_s, copied_s = load_seconds(machine, shape, strategy, host, tokens, chosen, strategy.draft_run_tokens)
-    return strategy.draft_loads * host.layers * maximum(walked_s, copied_s)
+    chosen = minimum(_draft_tokens(strategy, tokens), strategy.offload.budget)
+    walked_s, copied_s = load_seconds(machine, shape, strategy, host, tokens, chosen, strategy.draft.host_run_tokens)
+    return strategy.draft.loads * host.layers * maximum(walked_s, copied_s)
 
 
 def cached_tokens(strategy: Strategy, context: Term) -> Term:
@@ -208,34 +209,35 @@ def cached_tokens(strategy: Strategy, context: Term) -> Term:
 
 def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
-    tokens = minimum(cached_tokens(strategy, context), strategy.target_budget)
-    weights = (strategy.target_weight_bytes, strategy.target_head_bytes)
-    terms = _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target_bits, weights)
-    return replace(terms, reads=strategy.reads)
+    tokens = minimum(cached_tokens(strategy, context), strategy.target.budget)
+    weights = (strategy.target.weight_bytes, strategy.target.head_bytes)
+    terms = _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target.bits, weights)
+    return replace(terms, reads=strategy.kv_reads)
 
 
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What one draft step reads."""
     cached = cached_tokens(strategy, context)
     tokens = _draft_tokens(strategy, cached)
-    weights = (strategy.draft_weight_bytes, strategy.draft_head_bytes)
-    return _pass_terms(shape, machine, strategy, 1, tokens, strategy.draft_bits, weights)
+    weights = (strategy.draft.weight_bytes, strategy.draft.head_bytes)
+    return _pass_terms(shape, machine, strategy, 1, tokens, strategy.draft.bits, weights)
 
 
 def _draft_tokens(strategy: Strategy, cached: Term) -> Term:
     """Of `cached` tokens, those that a draft step reads."""
-    return minimum(maximum(strategy.draft_ratio * cached, strategy.draft_floor_tokens), cached)
+    return minimum(maximum(strategy.draft.ratio * cached, strategy.draft.min_tokens), cached)
 
 
 def target_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
     """Rates of the target's products, head and attention, by kind of op."""
-    dense = (strategy.target_dense, strategy.target_head_dense)
+    dense = (strategy.target.dense, strategy.target.head_dense)
     return _pass_rates(shape, machine, rates.target, strategy.batch, strategy.queries, dense)
 
 
 def draft_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
     """Rates of the drafts' products, head and attention, by kind of op."""
-    return _pass_rates(shape, machine, rates.draft, strategy.batch, 1, (strategy.draft_dense, strategy.draft_dense))
+    dense = (strategy.draft.dense, strategy.draft.head_dense)
+    return _pass_rates(shape, machine, rates.draft, strategy.batch, 1, dense)
 
 
 def _pass_rates(
@@ -266,7 +268,7 @@ def prefill_rates(
     """
     linear = machine.rates["prefill_linear"]
     if own is not None:
-        dense = maximum(machine.asynchronous, strategy.target_dense)
+        dense = maximum(machine.asynchronous, strategy.target.dense)
         linear = select_rates(dense, linear, slower_rates(linear, own.at_rows(PREFILL_CHUNK_TOKENS)))
     rates = dict.fromkeys(("linear", "grouped_linear"), linear)
     rates["prefill_attention"] = _prompt_attention(machine.rates[prefill_attention_kind(shape.head_dim)], strategy)

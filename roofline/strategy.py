@@ -1,8 +1,9 @@
-"""A plan in numbers: lengths, formats, budgets and acceptance. Speeds are in latency.py."""
+"""A plan in numbers: lengths, formats, budgets and acceptance. Rates are in latency.py."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field, fields, replace
 
 from ridgeplan.roofline.cost import Term, maximum, minimum
 
@@ -11,13 +12,81 @@ UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 UNLIMITED_BYTES = float(1 << 60)
 
 # Share of an offloaded layer's budget that the previous step already loaded, as published (SpeContext, section 5.4 and
-# Fig 6b). What was measured of each policy is less (planner/policies/selection).
+# Fig 6b). Policies were measured to have less (roofline/plan/policies/selections.py).
 ELASTIC_OVERLAP = 0.9
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class PassStrategy:
+    """What one kind of pass reads, and how it selects the tokens that it attends to.
+
+    Weight bytes are per parameter and include scales and zeros. A pass that attends to every token selects nothing: its
+    fields of selection are 0, and its pages and runs 1 token.
+    """
+
+    weight_bytes: Term
+    head_bytes: Term
+    dense: Term  # 16-bit weights, not quantized ones
+    head_dense: Term
+    bits: Term  # of the KV codes that the pass reads
+    page_tokens: Term = 1  # selected tokens of a KV head that are adjacent on the device
+    host_run_tokens: Term = 1  # the same on the host, where tokens of several heads may be adjacent, too
+    projected_params: Term = 0  # of projections that only the selection uses
+    scored_keys: Term = 0  # keys of one layer scored per cached token and step, summed over layers
+    scans_two_bit: Term = 0  # selects by 2-bit keys: drafts within their attention, the target in separate kernels
+    top_k_launches: Term = 0  # of a step; a selection once a round needs one for all layers
+    ranked_scores: Term = 0  # by top-k, per cached token and query, summed over layers
+    score_bytes: Term = 0  # moved per cached token and query, summed over layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetStrategy(PassStrategy):
+    """The target's pass: verification of a round's drafts, or a plain step."""
+
+    budget: Term = UNLIMITED_TOKENS
+    selects: Term = 0  # each query attends to its own selection
+    selected_before_pass: Term = 0  # the selection is known before the first layer
+    shared_across_layers: Term = 0  # all layers attend to the same tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftStrategy(PassStrategy):
+    """A draft step."""
+
+    has_weights: Term = 0  # a separate copy of the weights
+    ratio: Term = 1  # share of the cached tokens that drafts read
+    min_tokens: Term = 0  # read at least
+    loads: Term = 0  # selected tokens are loaded from the host
+    round_score_bytes: Term = 0  # moved per cached token, once a round, summed over layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadStrategy:
+    """Layers whose KV is on the host."""
+
+    active: Term = 0
+    budget: Term = UNLIMITED_TOKENS
+    lower_only: Term = 0  # only the lower codes leave the device
+    prefetch: Term = 1  # layers copied ahead
+    all_at_once: Term = 0  # all layers leave as soon as one must (a placement decided before generation)
+    memory_limit_bytes: Term = UNLIMITED_BYTES  # of the device, beyond which layers leave
+    overlap: Term = ELASTIC_OVERLAP  # share of a step's selection that the previous step had selected too
+    slot_table_bytes: Term = 0  # of tables that list the tokens in slots; per token, layer and sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvictionStrategy:
+    """Eviction of a prompt's tokens during prefill."""
+
+    budget: Term = UNLIMITED_TOKENS  # tokens of a prompt that stay, the mean over the layers
+    scored_queries: Term = 0  # queries whose attention scores a prompt's tokens
+    appended_tokens: Term = 0  # run after a prompt to score it, and dropped
+    chunk: Term = UNLIMITED_TOKENS  # maximum tokens of a prompt between two evictions of every layer
+
+
+@dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A plan's axes. Every field is a number, an array with one entry per plan, or a sympy symbol.
+    """A plan in numbers. Every term is a number, an array with one entry per plan, or a sympy symbol.
 
     Flags are 0 or 1. Bits of codes are 0 where full precision is read. Budgets are in tokens; UNLIMITED_TOKENS means
     none.
@@ -26,87 +95,56 @@ class Strategy:
     batch: Term
     context: Term
     new_tokens: Term
-    # Weights: bytes per parameter, scales and zeros included
-    target_weight_bytes: Term
-    draft_weight_bytes: Term
-    target_head_bytes: Term  # of 8-bit weights it is quantized, too; otherwise it is full precision
-    draft_head_bytes: Term
-    has_draft_weights: Term  # drafts have a copy of the weights of their own
-    target_dense: Term  # 16-bit weights, not quantized ones
-    target_head_dense: Term
-    draft_dense: Term
+    target: TargetStrategy
+    draft: DraftStrategy
+    offload: OffloadStrategy = field(default_factory=OffloadStrategy)
+    eviction: EvictionStrategy = field(default_factory=EvictionStrategy)
     # KV cache
-    stores_full_kv: Term  # the whole context is stored in full precision
-    code_planes: Term  # 4-bit planes stored: 0, 1 (upper) or 2 (upper and lower)
-    kv_group: Term  # tokens
-    target_bits: Term  # bits of the codes that a pass reads
-    draft_bits: Term
-    eviction_budget: Term  # of a prompt's tokens, the mean over the layers
-    scored_queries: Term  # queries whose attention scores a prompt's tokens
-    appended_tokens: Term  # run after a prompt to score it, and dropped
-    # Offload
-    offload: Term
-    offload_budget: Term
-    offload_lower: Term  # lower codes alone leave the device
-    offload_prefetch: Term  # layers copied ahead
-    draft_loads: Term  # drafts have what they choose loaded to the device
-    # Sparse attention: tokens read at a step, and the traffic of choosing them
-    target_budget: Term
-    draft_ratio: Term  # share of the cached tokens
-    draft_floor_tokens: Term  # which drafts read at least
-    target_ahead: Term  # its choice is known before its first layer
-    target_page_tokens: Term  # selected tokens of a KV head that lie together on the device; 1 where none are selected
-    draft_page_tokens: Term
-    target_run_tokens: Term  # the same on the host, where those of several heads may lie together, too
-    draft_run_tokens: Term
-    target_scored_keys: Term  # keys of one layer scored per cached token and step, summed over layers
-    draft_scored_keys: Term
-    step_score_bytes: Term  # of scores, per cached token and draft step, summed over layers
-    round_score_bytes: Term  # per cached token, once a round, summed over layers
-    held_keys: Term  # kept to choose by, in multiples of one layer's keys, summed over layers
-    held_plane_bits: Term  # of codes kept by token, per element of the keys, summed over layers
-    held_score_bytes: Term  # kept scores, per cached token
+    stores_full_kv: Term = 1  # the whole context is stored in full precision
+    code_planes: Term = 0  # 4-bit planes stored: 0, 1 (upper) or 2 (upper and lower)
+    kv_group: Term = 128  # tokens
+    # What selections keep on the device
+    held_keys: Term = 0  # in multiples of one layer's keys, summed over layers
+    held_plane_bits: Term = 0  # of codes stored by token, per element of the keys, summed over layers
+    held_score_bytes: Term = 0  # scores, per cached token
     # Speculation
-    gamma: Term
-    acceptance: Term  # conditional acceptance
-    offload_all: Term = 0  # all layers leave as soon as one must, as strategies that are decided ahead do
-    memory_limit_bytes: Term = UNLIMITED_BYTES  # of the device, for layers to leave
-    overlap: Term = ELASTIC_OVERLAP  # share of what a step chooses that the previous one had chosen too
-    reserved_gamma: Term = 0  # drafts that memory is kept for, where rounds of an adaptive gamma may have more
-    # Choices of what is read
-    target_selects: Term = 0  # each of the target's queries reads tokens of its own choice
-    target_score_bytes: Term = 0  # of scores, per cached token and query of the target, summed over layers
-    target_alike: Term = 0  # all layers read what one choice has
-    draft_projected_params: Term = 0  # of projections that drafts choose by, beside the model's
-    target_projected_params: Term = 0
-    draft_choices: Term = 0  # top-k launches of a step; a choice once a round has one for all layers
-    target_choices: Term = 0
-    draft_ranked: Term = 0  # scores that top-k ranks, per cached token and choice, summed over layers
-    target_ranked: Term = 0
-    target_two_bit: Term = 0  # the target chooses by 2-bit keys, in kernels of their own
-    draft_two_bit: Term = 0  # drafts choose by 2-bit keys, within their attention
-    eviction_chunk: Term = UNLIMITED_TOKENS  # most tokens of a prompt between two evictions of every layer
-    slot_table_bytes: Term = 0  # of what says which tokens are in slots, per token on the host, layer and sequence
+    gamma: Term = 0
+    acceptance: Term = 1  # conditional acceptance
+    reserved_gamma: Term = 0  # drafts that memory is reserved for, where an adaptive gamma may grow
+
+    def with_terms(self, **terms: Term) -> Strategy:
+        """The strategy with other terms. A part's terms have its name before theirs: `draft_ratio`, `offload_budget`.
+
+        Raises ValueError for a name that is not one of `TERM_NAMES`.
+        """
+        changes: dict[str, dict[str, Term]] = defaultdict(dict)
+        for name, term in terms.items():
+            if name not in TERM_NAMES:
+                raise ValueError(f"{name!r} is not a term of a strategy; allowed: {', '.join(sorted(TERM_NAMES))}")
+            part, own_name = TERM_NAMES[name]
+            changes[part][own_name] = term
+        parts = {part: replace(getattr(self, part), **own) for part, own in changes.items() if part}
+        return replace(self, **changes[""], **parts)
 
     @property
     def kept_tokens(self) -> Term:
         """Tokens of a prompt that stay in the cache."""
-        return minimum(self.context, self.eviction_budget)
+        return minimum(self.context, self.eviction.budget)
 
     @property
-    def held_tokens(self) -> Term:
+    def final_tokens(self) -> Term:
         """Tokens of a sequence in the cache when generation ends."""
         return self.kept_tokens + self.new_tokens
 
     @property
     def target_loads(self) -> Term:
-        """1 where the target has tokens of its choice loaded from the host, else 0."""
-        return self.offload * self.target_selects
+        """1 where the target's selected tokens are loaded from the host, else 0."""
+        return self.offload.active * self.target.selects
 
     @property
-    def reads(self) -> Term:
-        """How often a pass of the target reads KV: once for all of its queries, or by each that chooses its own."""
-        return 1 + self.target_selects * self.gamma
+    def kv_reads(self) -> Term:
+        """How often a pass of the target reads KV: once for all queries, or once per query that selects."""
+        return 1 + self.target.selects * self.gamma
 
     @property
     def queries(self) -> Term:
@@ -114,6 +152,14 @@ class Strategy:
         return self.gamma + 1
 
     @property
-    def most_queries(self) -> Term:
-        """Tokens per sequence in the target's largest pass, for which memory is kept."""
+    def max_queries(self) -> Term:
+        """Tokens per sequence in the target's largest pass, for which memory is reserved."""
         return maximum(self.gamma, self.reserved_gamma) + 1
+
+
+PARTS = {"target": TargetStrategy, "draft": DraftStrategy, "offload": OffloadStrategy, "eviction": EvictionStrategy}
+
+# Every term by its name in `Strategy.with_terms`: the part that holds it ("" for the strategy itself), and its field.
+TERM_NAMES = {item.name: ("", item.name) for item in fields(Strategy) if item.name not in PARTS} | {
+    f"{part}_{item.name}": (part, item.name) for part, kind in PARTS.items() for item in fields(kind)
+}

@@ -6,8 +6,8 @@ result to numpy. A test compares it with `evaluate` on the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -75,15 +75,6 @@ def symbolic_shape(**sizes: Any) -> SymbolicShape:
     names = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab")
     free: dict[str, Any] = {name: symbol(name) for name in names}
     return SymbolicShape(name="symbolic", architecture="llama", max_context=1, **{**free, **sizes})
-
-
-def symbolic_strategy(strategy: Strategy, names: Iterable[str]) -> Strategy:
-    """`strategy` with the named fields as symbols. Raises ValueError for a field that it does not have."""
-    allowed = {field.name for field in fields(Strategy)}
-    for name in names:
-        if name not in allowed:
-            raise ValueError(f"{name!r} is not a term of a strategy; allowed: {', '.join(sorted(allowed))}")
-    return replace(strategy, **{name: symbol(name) for name in names})
 
 
 LETTERS = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab")
@@ -192,5 +183,5 @@ def symbolic_figure(
     varying: Sequence[str],
 ) -> sympy.Expr:
     """The expression behind a sweep: to print, export with sympy.latex, differentiate or solve."""
-    estimate = evaluate(shape, machine, symbolic_strategy(strategy, varying), rates)
+    estimate = evaluate(shape, machine, strategy.with_terms(**{name: symbol(name) for name in varying}), rates)
     return sympy.sympify(FIGURES[figure](estimate))

@@ -293,8 +293,7 @@ def _figures(grid: _Grid, points: _Points) -> _Figures:
     counts = np.bincount(points.family)
     shaped = (len(grid.workloads), len(points.gamma), 1)
     flat = [strategy_of(plan, shape, machine, 1.0) for row in templates for plan in row]
-    strategy = replace(
-        reshaped(stack(flat, list(counts) * len(templates)), shaped),
+    strategy = reshaped(stack(flat, list(counts) * len(templates)), shaped).with_terms(
         context=np.array([one.context for one in grid.workloads], dtype=float)[:, None, None],
         batch=np.array(grid.batches, dtype=float),
         gamma=points.gamma[:, None],

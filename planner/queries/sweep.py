@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def sweep(plan: Plan, shape: ModelShape, profile: Profile, figure: str, varying: Sequence[str]) -> Sweep:
     """`figure` (tpot_s, ttft_s, peak_bytes or tokens_per_round) of a plan as a function of the terms `varying`.
 
-    These are fields of a `Strategy`, such as context, batch, gamma or acceptance; all others stay the plan's, so with
-    another gamma or context acceptance does not change by itself. Raises ValueError for others.
+    These are `TERM_NAMES` of a `Strategy`, such as context, batch, gamma or draft_ratio; all others stay the plan's, so
+    another gamma or context does not change the acceptance. Raises ValueError for others.
     """
     from ridgeplan.roofline.symbolic import compile_sweep  # imports sympy, which nothing else here needs
 
@@ -66,7 +66,9 @@ def placement_times(plan: Plan, shape: ModelShape, profile: Profile, contexts: S
     machine = Machine.of(profile)
     strategy = replace(_strategy(plan, shape, profile), context=np.array(contexts, dtype=float))
     rates = rates_of(plan, shape, machine)
-    adaptive, static = (evaluate(shape, machine, replace(strategy, offload_all=every), rates) for every in (0, 1))
+    adaptive, static = (
+        evaluate(shape, machine, strategy.with_terms(offload_all_at_once=every), rates) for every in (0, 1)
+    )
     times = (tuple((1e3 * np.broadcast_to(one.tpot_s, len(contexts))).tolist()) for one in (adaptive, static))
     layers = np.broadcast_to(np.asarray(adaptive.offloaded_layers, dtype=int), len(contexts))
     return PlacementTimes(tuple(contexts), tuple(layers.tolist()), *times)

@@ -33,7 +33,7 @@ def lowered(name, device=GPU, shape=LLAMA):
 def test_lengths_and_speculation_are_the_plans():
     found = lowered("specattn")
     assert (found.batch, found.context, found.new_tokens, found.gamma) == (3, 131072, 1000, 7)
-    assert (found.draft_ratio, found.acceptance, found.kv_group, found.queries) == (0.07, 0.9, 128, 8)
+    assert (found.draft.ratio, found.acceptance, found.kv_group, found.queries) == (0.07, 0.9, 128, 8)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_lengths_and_speculation_are_the_plans():
 def test_what_is_stored_and_read(name, stores_full_kv, planes, target_bits, draft_bits):
     found = lowered(name)
     assert (found.stores_full_kv, found.code_planes) == (stores_full_kv, planes)
-    assert (found.target_bits, found.draft_bits) == (target_bits, draft_bits)
+    assert (found.target.bits, found.draft.bits) == (target_bits, draft_bits)
 
 
 def test_drafts_without_upper_codes_read_what_the_target_reads():
     drafting = replace(plan_of("specattn"), kv=KVCache(KVFormat.INT8))
-    assert strategy_of(drafting, LLAMA, GPU, 0.9).draft_bits == 8
+    assert strategy_of(drafting, LLAMA, GPU, 0.9).draft.bits == 8
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_drafts_without_upper_codes_read_what_the_target_reads():
 )
 def test_bytes_per_parameter(name, target, draft, head, own, dense):
     found = lowered(name)
-    assert (found.target_weight_bytes, found.draft_weight_bytes, found.draft_head_bytes) == (target, draft, head)
-    assert (found.has_draft_weights, (found.target_dense, found.draft_dense)) == (own, dense)
+    assert (found.target.weight_bytes, found.draft.weight_bytes, found.draft.head_bytes) == (target, draft, head)
+    assert (found.draft.has_weights, (found.target.dense, found.draft.dense)) == (own, dense)
 
 
 @pytest.mark.parametrize(
@@ -79,26 +79,26 @@ def test_bytes_per_parameter(name, target, draft, head, own, dense):
 )
 def test_the_targets_head_has_8_bits_or_full_precision(name, head, dense):
     found = lowered(name)
-    assert (found.target_head_bytes, found.target_head_dense) == (head, dense)
+    assert (found.target.head_bytes, found.target.head_dense) == (head, dense)
 
 
 def test_full_precision_is_the_devices_or_what_the_checkpoint_holds():
-    assert lowered("autoregressive", CPU).target_weight_bytes == 4
-    assert lowered("autoregressive", GPU, load_shape("openai/gpt-oss-20b")).target_weight_bytes == 2  # its attention
+    assert lowered("autoregressive", CPU).target.weight_bytes == 4
+    assert lowered("autoregressive", GPU, load_shape("openai/gpt-oss-20b")).target.weight_bytes == 2  # its attention
     fp8, fp32 = load_shape("deepseek-ai/DeepSeek-V3"), replace(LLAMA, weight_bits=WeightBits(mlp=32, head=32))
-    assert lowered("autoregressive", GPU, fp8).target_weight_bytes == 8.002 / 8
-    assert lowered("autoregressive", GPU, fp8).draft_head_bytes == 2
-    assert lowered("autoregressive", GPU, fp32).target_weight_bytes == 4
-    assert lowered("autoregressive", GPU, fp32).draft_head_bytes == 4
-    assert lowered("quantspec", GPU, replace(LLAMA, weight_bits=WeightBits(head=4))).draft_head_bytes == 0.5
+    assert lowered("autoregressive", GPU, fp8).target.weight_bytes == 8.002 / 8
+    assert lowered("autoregressive", GPU, fp8).draft.head_bytes == 2
+    assert lowered("autoregressive", GPU, fp32).target.weight_bytes == 4
+    assert lowered("autoregressive", GPU, fp32).draft.head_bytes == 4
+    assert lowered("quantspec", GPU, replace(LLAMA, weight_bits=WeightBits(head=4))).draft.head_bytes == 0.5
 
 
 def test_budgets_bind_only_where_there_are_any():
     plain, evicted, context = lowered("autoregressive"), lowered("dapq"), lowered("specontext")
-    assert plain.eviction_budget == plain.offload_budget == plain.target_budget == UNLIMITED_TOKENS > 1e12
-    assert evicted.eviction_budget == 1024
-    assert (context.offload, context.offload_budget, context.target_budget) == (1, 2048, 2048)
-    assert plain.offload == 0
+    assert plain.eviction.budget == plain.offload.budget == plain.target.budget == UNLIMITED_TOKENS > 1e12
+    assert evicted.eviction.budget == 1024
+    assert (context.offload.active, context.offload.budget, context.target.budget) == (1, 2048, 2048)
+    assert plain.offload.active == 0
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_budgets_bind_only_where_there_are_any():
 )
 def test_selections_are_priced_for_all_layers(name, target_keys, draft_keys, score_bytes):
     found = lowered(name)
-    assert (found.target_scored_keys, found.draft_scored_keys) == (target_keys, draft_keys)
-    assert found.round_score_bytes == score_bytes
+    assert (found.target.scored_keys, found.draft.scored_keys) == (target_keys, draft_keys)
+    assert found.draft.round_score_bytes == score_bytes
 
 
 def test_a_head_that_chooses_by_layer_scans_its_keys_once_and_ranks_the_scores_of_every_layer():
@@ -126,12 +126,16 @@ def test_a_head_that_chooses_by_layer_scans_its_keys_once_and_ranks_the_scores_o
     plan = plan_of("specontext")
     attention = [replace(plan.attention, selection=RetrievalHead(by_layer=each)) for each in (False, True)]
     shared, own = (strategy_of(replace(plan, attention=one), LLAMA, GPU, 0.9) for one in attention)
-    assert (own.target_scored_keys, own.held_keys, own.target_choices) == (1, 1, 1)
-    assert own.target_score_bytes == 32 * shared.target_score_bytes == 32 * 8 * 4 * 7
+    assert (own.target.scored_keys, own.held_keys, own.target.top_k_launches) == (1, 1, 1)
+    assert own.target.score_bytes == 32 * shared.target.score_bytes == 32 * 8 * 4 * 7
     assert own.held_score_bytes == 32 * shared.held_score_bytes == 32 * 8 * 4
-    assert (shared.target_projected_params, own.target_projected_params) == (4096 * 5120, 4096 * 128 * (256 + 8))
-    assert (shared.target_alike, own.target_alike, own.target_ahead) == (1, 0, 1)
-    assert own.slot_table_bytes == 32 * shared.slot_table_bytes == 8 * 4
+    assert (shared.target.projected_params, own.target.projected_params) == (4096 * 5120, 4096 * 128 * (256 + 8))
+    assert (shared.target.shared_across_layers, own.target.shared_across_layers, own.target.selected_before_pass) == (
+        1,
+        0,
+        1,
+    )
+    assert own.offload.slot_table_bytes == 32 * shared.offload.slot_table_bytes == 8 * 4
     with pytest.raises(PlanError, match="by_layer is true with level 'batch'; allowed: level 'head'"):
         RetrievalHead(level="batch", by_layer=True)
 
@@ -139,7 +143,7 @@ def test_a_head_that_chooses_by_layer_scans_its_keys_once_and_ranks_the_scores_o
 def test_scores_of_every_draft_query_are_priced_at_every_step():
     """8 KV heads' fp32 scores of every page of 16 in 32 layers, written once and read six times; others keep theirs."""
     found = {name: lowered(name) for name in ("progressive", "magicdec-quest", "specattn")}
-    assert {name: one.step_score_bytes for name, one in found.items()} == {
+    assert {name: one.draft.score_bytes for name, one in found.items()} == {
         "progressive": 0,
         "magicdec-quest": 32 * 8 * 4 * 7 / 16,
         "specattn": 0,
@@ -195,11 +199,11 @@ MACHINE_FIELDS = set(Machine.__dataclass_fields__) - set(Device.__dataclass_fiel
 def test_what_a_target_chooses_by_is_held_and_chosen_as_often_as_it_says():
     """Quest: two bounds of 16 keys in each of 32 layers. The head: keys of one layer, and one choice for all."""
     found = {name: lowered(name) for name in ("quest", "specontext-resident", "progressive-target", "autoregressive")}
-    assert [one.target_selects for one in found.values()] == [1, 1, 1, 0]
+    assert [one.target.selects for one in found.values()] == [1, 1, 1, 0]
     assert [one.held_keys for one in found.values()] == [4, 1, 0, 0]
-    assert [one.target_choices for one in found.values()] == [32, 1, 32, 32]
+    assert [one.target.top_k_launches for one in found.values()] == [32, 1, 32, 32]
     assert [one.held_plane_bits for one in found.values()] == [0, 0, 32 * 6, 0]
-    moved = [one.target_score_bytes for one in found.values()]
+    moved = [one.target.score_bytes for one in found.values()]
     assert moved == [32 * 7 * 4 * 8 / 16, 7 * 4 * 8, 0, 0]  # written once and read by six passes of top-k
 
 

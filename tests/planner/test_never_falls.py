@@ -35,7 +35,7 @@ def estimates(name: str, model: str, gpu: str, **varying: np.ndarray) -> Estimat
     shape, machine = load_shape(model), Machine.of(profile_for(load_hardware(gpu), shipped_profiles()))
     machine = replace(machine, memory_bytes=1e15)
     plan = preset(name, Workload(model, gpu, 8192, 64, 3))
-    strategy = replace(strategy_of(plan, shape, machine, 0.9), **varying)
+    strategy = strategy_of(plan, shape, machine, 0.9).with_terms(**varying)
     return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))
 
 

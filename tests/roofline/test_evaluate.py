@@ -41,7 +41,7 @@ def test_a_batch_shares_the_weights(ideal):
 def test_a_round_is_the_mean_over_the_generation(ideal, name):
     shape = replace(LLAMA, intermediate=64, vocab=64, hidden=64)  # attention decides
     strategy, rates = lowered(name, ideal, shape, context=400, new_tokens=2000)
-    strategy = replace(strategy, target_budget=np.minimum(strategy.target_budget, 800))
+    strategy = strategy.with_terms(target_budget=np.minimum(strategy.target.budget, 800))
     steps = (strategy.context + (step + 0.5) / 500 * strategy.new_tokens for step in range(500))
     rounds = [
         round_at(shape, ideal, strategy, round_rates(shape, ideal, strategy, rates), context) for context in steps
@@ -115,8 +115,8 @@ def test_quantized_targets_are_copied_in_every_chunk_of_a_prompt(ideal):
     (copies,) = (op for op in prefill_ops(shape, ideal, strategy) if op.name == "dense copies")
     layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
     assert copies.total.bytes == pytest.approx(3 * 32 * layer * (0.5 + 4 / 128 + 2))
-    for none in (replace(strategy, target_dense=1), strategy):
-        machine = ideal if none.target_dense else replace(ideal, asynchronous=0)
+    for none in (strategy.with_terms(target_dense=1), strategy):
+        machine = ideal if none.target.dense else replace(ideal, asynchronous=0)
         assert prefill_ops(shape, machine, none)[-1].launches == 0
 
 

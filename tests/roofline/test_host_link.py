@@ -31,7 +31,7 @@ TOKEN_BYTES = 4096  # of a layer of the 8B shape in bf16
 
 def strategy(name, machine, **changes):
     workload = Workload("Llama-3.1-8B", "h200", 65536)
-    return replace(strategy_of(preset(name, workload), SHAPE, machine, 0.9), **changes)
+    return strategy_of(preset(name, workload), SHAPE, machine, 0.9).with_terms(**changes)
 
 
 def test_a_stream_copies_all_old_tokens(ideal):
@@ -42,7 +42,7 @@ def test_a_stream_copies_all_old_tokens(ideal):
 
 def test_loads_are_what_the_last_step_did_not_choose(ideal):
     """Pieces of 512 bytes, of 4 KB a token, in 4096 pages: 512 tokens are as many pieces of 8 heads, 4096 draws."""
-    held, host = strategy("specontext", ideal, overlap=0.75), HostLayers(5, TOKEN_BYTES)
+    held, host = strategy("specontext", ideal, offload_overlap=0.75), HostLayers(5, TOKEN_BYTES)
     drawn = 4096 * (1 - (1 - 1 / 4096) ** 4096)
     copied_s = 512 * TOKEN_BYTES / 1e10
     assert load_seconds(ideal, SHAPE, held, host, 65536, 2048, 1) == pytest.approx((drawn * 512 / 1e10, copied_s))
@@ -122,7 +122,9 @@ def test_choices_made_in_a_layer_add_their_loads_and_those_known_ahead_hold_kern
         plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
         plan = replace(plan, attention=replace(plan.attention, selection=selection))
         held, rates = strategy_of(plan, SHAPE, ideal, 0.9), rates_of(plan, SHAPE, ideal)
-        held = replace(held, overlap=0.9, target_run_tokens=1 if name == "quest" else held.target_run_tokens)
+        held = held.with_terms(
+            offload_overlap=0.9, target_host_run_tokens=1 if name == "quest" else held.target.host_run_tokens
+        )
         passes = round_rates(SHAPE, ideal, held, rates)
         near, far = (round_at(SHAPE, ideal, held, passes, 65536, layers) for layers in (NO_LAYERS, host))
         rounds[name] = far.verify_s - near.verify_s
@@ -139,7 +141,7 @@ def test_loads_that_take_longer_than_the_layers_are_waited_for(ideal):
     plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
     plan = replace(plan, attention=replace(plan.attention, selection=RetrievalHead(level="batch")))
     slow = replace(ideal, host_link_bytes_per_s=ideal.host_link_bytes_per_s / 100)
-    held, rates = replace(strategy_of(plan, SHAPE, slow, 0.9), overlap=0.9), rates_of(plan, SHAPE, slow)
+    held, rates = strategy_of(plan, SHAPE, slow, 0.9).with_terms(offload_overlap=0.9), rates_of(plan, SHAPE, slow)
     passes = round_rates(SHAPE, slow, held, rates)
     near, far = (
         round_at(SHAPE, slow, held, passes, 65536, layers) for layers in (NO_LAYERS, HostLayers(32, TOKEN_BYTES))
@@ -152,8 +154,8 @@ def test_drafts_load_as_many_tokens_as_they_read(ideal):
     """At 1024 tokens a tenth would be 102; the floor is 256, of which the slots miss a tenth in each layer."""
     plan = preset("magicdec-quest", Workload("Llama-3.1-8B", "h200", 65536))
     held, rates = strategy_of(plan, SHAPE, ideal, 0.9), rates_of(plan, SHAPE, ideal)
-    held = replace(held, context=1024, draft_ratio=0.1, draft_floor_tokens=256, draft_loads=1, draft_run_tokens=1)
-    held, passes = replace(held, overlap=0.9, offload_budget=2048), round_rates(SHAPE, ideal, held, rates)
+    held = held.with_terms(context=1024, draft_ratio=0.1, draft_min_tokens=256, draft_loads=1, draft_host_run_tokens=1)
+    held, passes = held.with_terms(offload_overlap=0.9, offload_budget=2048), round_rates(SHAPE, ideal, held, rates)
     near, far = (
         round_at(SHAPE, ideal, held, passes, 1024, layers) for layers in (NO_LAYERS, HostLayers(20, TOKEN_BYTES))
     )

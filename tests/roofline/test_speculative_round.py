@@ -56,7 +56,7 @@ def lowered(name, machine, batch=1, context=4096):
 def round_of(name, machine, batch=1, context=4096, **changes):
     """A round at the end of the prompt."""
     strategy, rates = lowered(name, machine, batch, context)
-    changed = replace(strategy, **changes)
+    changed = strategy.with_terms(**changes)
     return round_at(SHAPE, machine, changed, round_rates(SHAPE, machine, changed, rates), context)
 
 
@@ -185,9 +185,10 @@ def test_progressive_drafts_scan_2_bits_of_a_key_and_the_scales_of_its_group(ide
     strategy = strategy_of(plan, shape, machine, 0.9)
     rates = round_rates(shape, machine, strategy, rates_of(plan, shape, machine))
     scanned, free = (
-        round_at(shape, machine, replace(strategy, draft_two_bit=scans), rates, 4096).draft_s for scans in (1, 0)
+        round_at(shape, machine, strategy.with_terms(draft_scans_two_bit=scans), rates, 4096).draft_s
+        for scans in (1, 0)
     )
-    assert strategy.draft_two_bit == 1
+    assert strategy.draft.scans_two_bit == 1
     assert scanned - free == pytest.approx(3 * 4096 * 32 * 8 * 128 * (2 + 32 / group) / 8 / 1e12)
 
 

@@ -53,11 +53,11 @@ class Case:
         engine, shape = load_engine(row.engine), sharded(load_shape(row.model), row.gpus)
         machine, plan = _machine(engine, row.gpu, shape), plan_of(row, shape)
         strategy = strategy_of(plan, shape, machine, _acceptance(row, plan, shape))
-        own = {
-            "scored_queries": minimum(strategy.scored_queries, OBSERVATION_WINDOW),
-            "round_score_bytes": _ranked_bytes(plan, shape),
-        }
-        return cls(row, engine, shape, machine, replace(strategy, **own), dense_rates_of(plan, shape, machine))
+        strategy = strategy.with_terms(
+            eviction_scored_queries=minimum(strategy.eviction.scored_queries, OBSERVATION_WINDOW),
+            draft_round_score_bytes=_ranked_bytes(plan, shape),
+        )
+        return cls(row, engine, shape, machine, strategy, dense_rates_of(plan, shape, machine))
 
     @cached_property
     def estimate(self) -> Estimate:
@@ -73,9 +73,9 @@ class Case:
     @property
     def fetch_s(self) -> float:
         """Seconds per step to fetch the selected tokens' values from the host, half of their KV."""
-        if not self.engine.fetches_values or self.strategy.target_budget >= self.strategy.context:
+        if not self.engine.fetches_values or self.strategy.target.budget >= self.strategy.context:
             return 0.0
-        kv_bytes = full_kv(self.shape, self.strategy.batch, self.strategy.target_budget, self.machine.element_bytes)
+        kv_bytes = full_kv(self.shape, self.strategy.batch, self.strategy.target.budget, self.machine.element_bytes)
         return float(kv_bytes / 2 / self.machine.host_link_bytes_per_s)
 
     @property
@@ -198,7 +198,7 @@ def _resident(case: Case) -> Term:
     strategy, engine = case.strategy, case.engine
     tokens = strategy.context + strategy.new_tokens
     everything = memory.full_kv(case.shape, strategy.batch, tokens, case.machine.element_bytes)
-    resident = case.estimate.memory.resident + engine.draft_cache * strategy.draft_ratio * everything
+    resident = case.estimate.memory.resident + engine.draft_cache * strategy.draft.ratio * everything
     kept = case.estimate.memory.kv
     return resident + engine.whole_cache * (everything - kept)
 

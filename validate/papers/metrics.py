@@ -112,7 +112,9 @@ def draft_share(case: Case) -> float:
 
 def unselected(case: Case) -> Case:
     """The same where choosing tokens costs nothing."""
-    free = replace(case.strategy, draft_scored_keys=0, draft_two_bit=0, step_score_bytes=0, round_score_bytes=0)
+    free = case.strategy.with_terms(
+        draft_scored_keys=0, draft_scans_two_bit=0, draft_score_bytes=0, draft_round_score_bytes=0
+    )
     return replace(case, strategy=free)
 
 
@@ -165,7 +167,7 @@ def kv_read_ms(case: Case) -> float:
 
 def max_requests(case: Case) -> float:
     """Requests whose KV fits beside the weights in the usable memory."""
-    weights = memory.weight_memory(case.shape, case.strategy.target_weight_bytes, case.machine.element_bytes)
+    weights = memory.weight_memory(case.shape, case.strategy.target.weight_bytes, case.machine.element_bytes)
     return float((MEMORY_UTILIZATION * case.machine.memory_bytes - weights) // _kv_bytes(case))
 
 
@@ -177,7 +179,7 @@ def cliff_loss(case: Case) -> float:
 
 def longest_on_gpu(case: Case) -> int:
     """S_0 of Algorithm 1 (SpeContext, Eq 6), with the model's weights only and this package's reading of Eq 6."""
-    weights = memory.weight_memory(case.shape, case.strategy.target_weight_bytes, case.machine.element_bytes)
+    weights = memory.weight_memory(case.shape, case.strategy.target.weight_bytes, case.machine.element_bytes)
     model = SpeContextMemory(weights, 0, case.shape.layers, case.shape.kv_heads, case.shape.head_dim, case.row.batch, 0)
     return model.thresholds(float(case.machine.memory_bytes))[0]
 

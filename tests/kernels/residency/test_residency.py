@@ -1,6 +1,5 @@
 """Copies from the host and residency of chosen tokens: against a simulation of least-recently-used slots in Python."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -183,8 +182,8 @@ def test_the_cost_model_moves_what_the_kernels_declare() -> None:
     plan = preset("specontext", Workload("m", "h200", 4096, batch=2))
     strategy, host = strategy_of(plan, shape, link, 1.0), HostLayers(3, 2 * 4096)
     keys = torch.zeros(2, 8, 4096, 128, dtype=torch.bfloat16)
-    missing = round(2048 * (1 - strategy.overlap))
-    _, copied = load_seconds(link, shape, replace(strategy, overlap=1 - missing / 2048), host, 4096, 2048, 1)
+    missing = round(2048 * (1 - strategy.offload.overlap))
+    _, copied = load_seconds(link, shape, strategy.with_terms(offload_overlap=1 - missing / 2048), host, 4096, 2048, 1)
     assert copied == pytest.approx(gather_cost((keys, keys), missing).read_bytes)
     streamed = stream_seconds(link, strategy, host, 4096)
     assert streamed == 2 * copy_leading_cost(keys, 4096 - 192).read_bytes

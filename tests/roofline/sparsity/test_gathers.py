@@ -23,7 +23,9 @@ def machine(ideal: Machine) -> Machine:
 
 def draft_s(machine: Machine, page_tokens: float) -> float:
     plan = preset("specattn", Workload("Llama-3.1-8B", "h200", 32768))
-    strategy = replace(strategy_of(plan, SHAPE, machine, 0.9), draft_page_tokens=page_tokens, round_score_bytes=0)
+    strategy = strategy_of(plan, SHAPE, machine, 0.9).with_terms(
+        draft_page_tokens=page_tokens, draft_round_score_bytes=0
+    )
     rates = round_rates(SHAPE, machine, strategy, rates_of(plan, SHAPE, machine))
     return float(round_at(SHAPE, machine, strategy, rates, 32768).draft_s)
 
@@ -60,7 +62,7 @@ def test_what_a_scan_chose_is_gathered(ideal: Machine) -> None:
 def test_attention_to_all_tokens_has_no_pages(machine: Machine) -> None:
     plan = preset("quantspec-kv", Workload("Llama-3.1-8B", "h200", 32768))
     strategy = strategy_of(plan, SHAPE, machine, 0.9)
-    assert (strategy.draft_page_tokens, strategy.target_page_tokens) == (1, 1)
+    assert (strategy.draft.page_tokens, strategy.target.page_tokens) == (1, 1)
 
 
 def test_scores_are_scanned_as_attention_streams(machine: Machine) -> None:
@@ -70,8 +72,8 @@ def test_scores_are_scanned_as_attention_streams(machine: Machine) -> None:
     strategy = strategy_of(plan, SHAPE, slow, 0.9)
     rates = round_rates(SHAPE, slow, strategy, rates_of(plan, SHAPE, slow))
     scored, free = (
-        round_at(SHAPE, slow, replace(strategy, draft_scored_keys=keys), rates, 32768)
-        for keys in (strategy.draft_scored_keys, 0)
+        round_at(SHAPE, slow, strategy.with_terms(draft_scored_keys=keys), rates, 32768)
+        for keys in (strategy.draft.scored_keys, 0)
     )
     keys_bytes = 32 * 32768 * 8 * 128 * 2 / 8
     assert scored.draft_s - free.draft_s == pytest.approx(keys_bytes / 0.5e12, rel=1e-6)

@@ -1,7 +1,5 @@
 """What prompts cost that go through in chunks: by hand for Llama-3.1-8B (32 layers, 32 query and 8 KV heads of 128)."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -138,9 +136,9 @@ def test_long_prompts_start_sooner_in_chunks(lowered, shape, ideal):
 
 def test_many_strategies_at_once_cost_what_each_does_alone(lowered, shape, ideal):
     chunks, contexts = np.array([CHUNK, 1 << 40, 1000.0]), np.array([CONTEXT, 4096.0, 70000.0])
-    together = replace(lowered(), eviction_chunk=chunks, context=contexts)
+    together = lowered().with_terms(eviction_chunk=chunks, context=contexts)
     found = prefill_seconds(shape, ideal, together), resident_memory(shape, ideal, together).prefill_workspace
     for index, (chunk, context) in enumerate(zip(chunks, contexts, strict=True)):
-        alone = replace(lowered(), eviction_chunk=chunk, context=context)
+        alone = lowered().with_terms(eviction_chunk=chunk, context=context)
         assert found[0][index] == pytest.approx(prefill_seconds(shape, ideal, alone))
         assert found[1][index] == pytest.approx(resident_memory(shape, ideal, alone).prefill_workspace)

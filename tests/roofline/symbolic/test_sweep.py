@@ -1,7 +1,5 @@
 """Compiled sweeps: equal to the direct evaluation, and open to sympy."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import sympy
@@ -51,7 +49,7 @@ def test_a_sweep_equals_the_direct_evaluation(figure, shape, machine, quantspec)
     values = points(200)
     swept = compile_sweep(figure, shape, machine, *quantspec, list(values))(**values)
     strategy, rates = quantspec
-    direct = FIGURES[figure](evaluate(shape, machine, replace(strategy, **values), rates))
+    direct = FIGURES[figure](evaluate(shape, machine, strategy.with_terms(**values), rates))
     np.testing.assert_allclose(swept, direct, rtol=1e-9)
 
 
