@@ -25,8 +25,7 @@ from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.chunked_prefill import chunked_prefill
-from ridgeplan.runtime.model.config import DecoderConfig
-from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.prefill import Destination, PromptObservers, plan_attention, prefill_all
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.offload.layer_mover import layer_mover
@@ -38,7 +37,7 @@ from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.gamma_control import AdaptiveGamma, FixedGamma, GammaSchedule
 from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphedStep, GraphRounds, Rounds
-from ridgeplan.runtime.speculation.sparse_target import TargetReads, observers
+from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention, observers
 from ridgeplan.runtime.speculation.speculator import Speculator, all_finite
 from ridgeplan.runtime.statistics import Statistics, Stopwatch
 
@@ -105,7 +104,7 @@ class Engine:
         self.cache: Cache | None = Cache(config.shape, cache_config, device, own.dtype)
         self._mover = layer_mover(self.cache)
         self._policy: DraftPolicy | None = draft_policy(plan.speculation.selection, self.cache, head)
-        self._reads = TargetReads.of(plan.attention.chosen, self.cache, head)
+        self._reads = SparseTargetAttention.of(plan.attention.chosen, self.cache, head)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False

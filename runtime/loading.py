@@ -21,8 +21,8 @@ from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
 from ridgeplan.runtime.model.checkpoint import StateDict, load_config, load_state_dict
-from ridgeplan.runtime.model.config import DecoderConfig, decoder_config
-from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.config import decoder_config
+from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.source import fetch_weights, model_source
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.policies.retrieval_head import NO_HEAD

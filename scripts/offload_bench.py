@@ -44,7 +44,7 @@ from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
-from ridgeplan.runtime.model.config import DecoderConfig
+from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.validate.calibration.link import measured_link, streaming_seconds
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel

@@ -26,8 +26,7 @@ from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter, PeakMemory
-from ridgeplan.runtime.model.config import DecoderConfig
-from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.linear import Dense, GatedMLP
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_target

@@ -20,8 +20,18 @@ INSTALLED: dict[str, set[str]] = {
     "runtime": RUNTIME - {"triton"},
     "validate": RUNTIME | {"scipy", "sympy", "flashinfer"},  # the last is a peer, where installed
 }
-# What lies below the planner's search is shared; the rest of the planner is not for kernels or the decoder.
-NOT_FROM_PLANNER = ("kernels", "runtime.model", "runtime.kv")
+# The plan lies below the planner. Only the engine, loading and memory checks ask the planner itself for figures.
+NOT_FROM_PLANNER = (
+    "kernels",
+    "runtime.model",
+    "runtime.kv",
+    "runtime.policies",
+    "runtime.eviction",
+    "runtime.speculation",
+    "runtime.offload",
+    "runtime.quantization",
+    "runtime.retrieval",
+)
 FILES = {path.relative_to(ROOT).as_posix(): path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))}
 
 

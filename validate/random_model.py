@@ -24,8 +24,7 @@ from ridgeplan.roofline.plan.support import missing_head
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.storage import KVStore
-from ridgeplan.runtime.model.config import DecoderConfig
-from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.offload.host_store import HostKVStore
@@ -34,7 +33,7 @@ from ridgeplan.runtime.quantization.calibration import quantized_linear
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphRounds, Rounds
-from ridgeplan.runtime.speculation.sparse_target import TargetReads, observers
+from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention, observers
 from ridgeplan.runtime.speculation.speculator import RoundResult, Speculator
 from ridgeplan.validate.measure import is_busy, spread_of
 from ridgeplan.validate.timing import Bench
@@ -259,7 +258,7 @@ def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
     generator, embedding = torch.Generator(model.device).manual_seed(0), model.weights.embedding
     head = random_head(model.shape, embedding).for_model(model.shape, embedding) if missing_head(plan) else None
     policy = draft_policy(plan.speculation.selection, cache, head)
-    reads = TargetReads.of(plan.attention.chosen, cache, head)
+    reads = SparseTargetAttention.of(plan.attention.chosen, cache, head)
     for one in observers(policy, reads):
         one.start()
     target, drafter = model.target(plan), model.drafter(plan)

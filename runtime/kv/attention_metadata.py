@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
 
 @dataclass(frozen=True, eq=False)
-class LayerReads:
+class LayerKV:
     """What attention reads of one layer: full-precision slots and codes, as `decode_attention` takes them."""
 
     keys: Tensor
@@ -61,3 +62,13 @@ class AttentionMetadata:
         """One of several whose slots and ranges are stacked along a first dimension."""
         groups = None if self.groups is None else self.groups[index]
         return replace(self, slots=self.slots[index], begin=self.begin[index], end=self.end[index], groups=groups)
+
+
+class KVAccess(Protocol):
+    """The part of a cache that a forward pass uses, layer by layer."""
+
+    def full(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Full-precision keys and values [rows, kv_heads, slots, head_dim], which the pass appends to."""
+
+    def layer_kv(self, layer: int, metadata: AttentionMetadata) -> AbstractContextManager[LayerKV]:
+        """What attention reads of a layer, inside the body."""

@@ -22,7 +22,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart
-from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, LayerReads
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, LayerKV
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.storage import CodedLayers, KVStore, MovableCodes
 from ridgeplan.runtime.offload.host_store import HostKVStore
@@ -177,12 +177,12 @@ class Cache:
         return coded.codes.rows(coded.rows(index, 0, self.rows))
 
     @contextlib.contextmanager
-    def layer_reads(self, layer: int, metadata: AttentionMetadata) -> Iterator[LayerReads]:
+    def layer_kv(self, layer: int, metadata: AttentionMetadata) -> Iterator[LayerKV]:
         """What a pass with this metadata reads of a layer, inside the body: what lies on the host as copies."""
         keys, values = self.full(layer)
         if layer < self.first_on_host or not metadata.streamed:
             codes = None if metadata.groups is None else self.near_codes(layer)
-            yield LayerReads(keys, values, metadata.begin, metadata.end, codes, metadata.groups)
+            yield LayerKV(keys, values, metadata.begin, metadata.end, codes, metadata.groups)
             return
         assert self.stream is not None, "layers are offloaded"
         if not self.stream.begun:
@@ -194,10 +194,10 @@ class Cache:
         else:
             coded, index = self._coded(layer)
             codes = coded.staged(index, self.rows, copies)
-            yield LayerReads(keys, values, metadata.begin, metadata.end, codes, metadata.groups)
+            yield LayerKV(keys, values, metadata.begin, metadata.end, codes, metadata.groups)
         self.stream.release(number)
 
-    def _with_recent(self, layer: int, copies: Sequence[Tensor], metadata: AttentionMetadata) -> LayerReads:
+    def _with_recent(self, layer: int, copies: Sequence[Tensor], metadata: AttentionMetadata) -> LayerKV:
         """Old tokens of a full-precision layer, copied from the host, with its recent ones behind them."""
         rows, first_recent = self.rows, self.config.window_slots
         old = self.quantized(self.lengths[:rows])
@@ -207,7 +207,7 @@ class Cache:
             recent = slots[:, :, first_recent:]
             places = old[:, None] + torch.arange(recent.shape[2], device=old.device)
             old_tokens[:rows].scatter_(2, places[:, None, :, None].expand(recent.shape).long(), recent)
-        return LayerReads(copies[0][:rows], copies[1][:rows], begin, end, None, None)
+        return LayerKV(copies[0][:rows], copies[1][:rows], begin, end, None, None)
 
     def near_codes(self, layer: int) -> QuantizedKV:
         """Codes of a layer that drafts read: those that stay on the device, where all others lie on the host."""

@@ -1,10 +1,9 @@
-"""Decoder configuration from a config.json: shape, RoPE frequencies, and what the runtime supports."""
+"""Reads a decoder's configuration from a config.json: shape, RoPE frequencies, and what the runtime supports."""
 
 from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,28 +16,9 @@ from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.support import as_loaded
 from ridgeplan.runtime.errors import ModelError, failures_as
+from ridgeplan.runtime.model.decoder import DecoderConfig, plain_frequencies
 
 ROTARY_TYPES = ("default", "linear", "yarn", "llama3")  # other types depend on the sequence length
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """A Llama-like decoder.
-
-    windows: each layer's sliding window in tokens, or None. rotary_frequencies: [head_dim / 2], radians per token.
-    rotary_scale: the factor on cosines and sines, which YaRN calls attention factor.
-    """
-
-    shape: ModelShape
-    norm_eps: float
-    windows: tuple[int | None, ...]
-    rotary_frequencies: tuple[float, ...]
-    rotary_scale: float = 1.0
-
-    @classmethod
-    def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:
-        """A decoder with full attention in every layer and unscaled RoPE."""
-        return cls(shape, norm_eps, (None,) * shape.layers, plain_frequencies(shape))
 
 
 def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderConfig:
@@ -61,12 +41,6 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
         raise ModelError(f"the model's rms_norm_eps is {brief(hub.rms_norm_eps)}; allowed: above 0 up to 1")
     windows = tuple(shape.window_tokens if index in sliding else None for index in range(shape.layers))
     return DecoderConfig(shape, hub.rms_norm_eps, windows, *_rotary(hub, shape))
-
-
-def plain_frequencies(shape: ModelShape) -> tuple[float, ...]:
-    """Rotary frequencies without scaling, theta^(-2 i / head_dim) (RoFormer, Su et al. 2021, equation 15)."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    return tuple((1.0 / shape.rope_theta**exponents).tolist())
 
 
 def yarn_frequencies(head_dim: int, theta: float, trained: int, context: int) -> tuple[tuple[float, ...], float]:

@@ -1,6 +1,8 @@
-"""A compact decoder for Llama-like families: the parts of a layer, and a decode step over the cache."""
+"""A compact decoder for Llama-like families: its configuration, the parts of a layer, and a step over the cache."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,10 +10,35 @@ from torch.nn import functional
 
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.layer import Tables, add_rms_norm, rope_append, rotary_tables
-from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
-from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.model.config import DecoderConfig
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A Llama-like decoder.
+
+    windows: each layer's sliding window in tokens, or None. rotary_frequencies: [head_dim / 2], radians per token.
+    rotary_scale: the factor on cosines and sines, which YaRN calls attention factor.
+    """
+
+    shape: ModelShape
+    norm_eps: float
+    windows: tuple[int | None, ...]
+    rotary_frequencies: tuple[float, ...]
+    rotary_scale: float = 1.0
+
+    @classmethod
+    def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:
+        """A decoder with full attention in every layer and unscaled RoPE."""
+        return cls(shape, norm_eps, (None,) * shape.layers, plain_frequencies(shape))
+
+
+def plain_frequencies(shape: ModelShape) -> tuple[float, ...]:
+    """Rotary frequencies without scaling, theta^(-2 i / head_dim) (RoFormer, Su et al. 2021, equation 15)."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    return tuple((1.0 / shape.rope_theta**exponents).tolist())
 
 
 class Decoder:
@@ -21,7 +48,7 @@ class Decoder:
         self.config = config
         self.frequencies = torch.tensor(config.rotary_frequencies, dtype=torch.float32, device=device)
 
-    def step(self, weights: DecoderWeights, cache: Cache, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def step(self, weights: DecoderWeights, cache: KVAccess, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Logits [rows, queries, vocab] of tokens [rows, queries], whose KV enters the cache."""
         hidden, update = functional.embedding(tokens, weights.embedding), None
         tables = self.rotary(metadata.positions)
@@ -49,11 +76,11 @@ class Decoder:
         """The residual stream with `update` added, and its norm."""
         return add_rms_norm(hidden, update, weight, self.config.norm_eps)
 
-    def _attend(self, index: int, cache: Cache, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+    def _attend(self, index: int, cache: KVAccess, metadata: AttentionMetadata, q: Tensor) -> Tensor:
         if metadata.attend is not None:  # drafts, which no sliding window limits
             return metadata.attend(index, q, metadata)
         window, scores = self.config.windows[index], metadata.scores(index) if metadata.scores is not None else None
-        with cache.layer_reads(index, metadata) as reads:
+        with cache.layer_kv(index, metadata) as reads:
             begin = reads.begin if window is None else torch.maximum(reads.begin, reads.end - window)
             read = (q, reads.keys, reads.values, begin, reads.end, reads.codes, reads.groups)
             return decode_attention(*read, lower=metadata.lower, scores=scores)

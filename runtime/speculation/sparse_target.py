@@ -22,14 +22,14 @@ from ridgeplan.runtime.retrieval.head import Head
 
 
 @dataclass(frozen=True, eq=False)
-class QueryReads:
+class PerQuerySelection:
     """One query of a pass: its policy, at its own length, and what it reads beside the selection."""
 
     policy: SparsePolicy
     metadata: AttentionMetadata
 
 
-class TargetReads:
+class SparseTargetAttention:
     """Attention by a policy's selection, for one cache. steps: of the pass that runs, one for each query.
 
     The index lists of policies that choose ahead are there before the first layer: `steps[query].policy.select(layer,
@@ -39,10 +39,10 @@ class TargetReads:
     def __init__(self, policy: SparsePolicy) -> None:
         """policy: over a cache that is read as the target reads it."""
         self.policy = policy
-        self.steps: tuple[QueryReads, ...] = ()
+        self.steps: tuple[PerQuerySelection, ...] = ()
 
     @classmethod
-    def of(cls, selection: Any, cache: Cache, head: Head | None) -> TargetReads | None:
+    def of(cls, selection: Any, cache: Cache, head: Head | None) -> SparseTargetAttention | None:
         """For a plan's `attention.chosen`; None where that cannot leave out any token."""
         if not 0 < selection.least_tokens < cache.config.longest:
             return None
@@ -61,10 +61,10 @@ class TargetReads:
         self.steps = tuple(self._step(query) for query in range(tokens.shape[1]))
         return self.policy.cache.target_metadata(tokens.shape[1]).changed(attend=self._attend)
 
-    def _step(self, query: int) -> QueryReads:
+    def _step(self, query: int) -> PerQuerySelection:
         policy = self.policy.at(query)
         policy.before_round()
-        return QueryReads(policy, policy.draft_metadata(0))
+        return PerQuerySelection(policy, policy.draft_metadata(0))
 
     def _attend(self, layer: int, query: Tensor, _: AttentionMetadata) -> Tensor:
         parts = query.split(1, dim=1)
@@ -73,6 +73,6 @@ class TargetReads:
         return torch.cat(attended, dim=1)
 
 
-def observers(policy: DraftPolicy, reads: TargetReads | None) -> list[DraftPolicy]:
+def observers(policy: DraftPolicy, reads: SparseTargetAttention | None) -> list[DraftPolicy]:
     """The policies that learn from prompts."""
     return [policy] if reads is None else [policy, reads.policy]

@@ -18,7 +18,7 @@ from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.policies.base import DraftPolicy
 from ridgeplan.runtime.sampling import SamplingParams
-from ridgeplan.runtime.speculation.sparse_target import TargetReads
+from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class Speculator:
     policy: DraftPolicy
     sampling: SamplingParams
     generator: torch.Generator
-    reads: TargetReads | None = None
+    reads: SparseTargetAttention | None = None
 
     def first(self, logits: Tensor) -> Tensor:
         """The tokens [rows] that follow the prompts, from logits [rows, vocab]."""

@@ -11,7 +11,8 @@ from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.support import as_loaded
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model.checkpoint import load_config
-from ridgeplan.runtime.model.config import DecoderConfig, decoder_config
+from ridgeplan.runtime.model.config import decoder_config
+from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.validate.random_model import llama_like_shape
 
 

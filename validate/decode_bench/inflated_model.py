@@ -20,8 +20,8 @@ from ridgeplan.roofline.plan.support import missing_head
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
 from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights
-from ridgeplan.runtime.model.config import DecoderConfig, decoder_config
-from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.config import decoder_config
+from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_target

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS, fitting_group
-from ridgeplan.runtime.model.config import DecoderConfig
+from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
 

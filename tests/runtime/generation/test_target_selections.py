@@ -11,7 +11,7 @@ from ridgeplan import runtime
 from ridgeplan.roofline.plan.draft_selection import draft_selection
 from ridgeplan.runtime.policies.retrieval_head import RetrievalHead
 from ridgeplan.runtime.retrieval.head import load_head
-from ridgeplan.runtime.speculation.sparse_target import TargetReads
+from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 
 NEW = 45  # with groups of 32: a flush or two
 LENGTHS = [100, 37, 65]
@@ -118,7 +118,7 @@ def seen_by(name, query, keys, length, budget, group=32, sinks=2):
 @pytest.mark.parametrize("name", ["streamingllm", "oracle"])
 def test_attention_is_that_of_the_full_matrix_where_others_are_masked(name, engine_of, prompts, monkeypatch):
     engine, compared = engine_of("bf16", name, 48, 2), []
-    inner = TargetReads._attend
+    inner = SparseTargetAttention._attend
 
     def checked(self, layer, query, metadata):
         out, cache = inner(self, layer, query, metadata), engine.cache
@@ -133,7 +133,7 @@ def test_attention_is_that_of_the_full_matrix_where_others_are_masked(name, engi
                 compared.append(int((~seen).sum()))
         return out
 
-    monkeypatch.setattr(TargetReads, "_attend", checked)
+    monkeypatch.setattr(SparseTargetAttention, "_attend", checked)
     engine.generate(prompts(*LENGTHS), 12)
     assert sum(compared) > 1000
 

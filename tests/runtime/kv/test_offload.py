@@ -57,7 +57,7 @@ def read(cache, metadata):
     """What a pass reads of every layer, copies of codes included."""
     found = []
     for layer in range(SHAPE.layers):
-        with cache.layer_reads(layer, metadata.at(layer)) as reads:
+        with cache.layer_kv(layer, metadata.at(layer)) as reads:
             tensors = [reads.keys, reads.values]
             parts = [reads.begin.clone(), reads.end.clone()]
             codes = None if reads.codes is None else [x.clone() for x in vars(reads.codes).values() if x is not None]

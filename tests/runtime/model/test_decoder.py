@@ -1,5 +1,8 @@
 """Logits of the compact decoder against transformers' own forward pass, in float32."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -140,3 +143,11 @@ def test_plan_stretches_positions_by_yarn(tiny_model, make_plan, prompts):
     plain = reference_logits(tiny_model("llama").reference, tokens, 70)
     assert (expected - plain).abs().max() > 10 * TOLERANCE
     assert engine.config.shape.max_context == 2048
+
+
+def test_importing_the_decoder_loads_few_modules_and_no_planner():
+    code = "import sys, ridgeplan.runtime.model.decoder; print(*(m for m in sys.modules if m.startswith('ridgeplan')))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    modules = result.stdout.split()
+    assert len(modules) <= 45
+    assert not [module for module in modules if module.startswith("ridgeplan.planner")]
