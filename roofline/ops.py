@@ -99,20 +99,38 @@ def attention(
     group: Term,
     splits: Term,
 ) -> Cost:
-    """Split-KV attention of `queries` tokens per sequence over quantized and full-precision tokens, merge included.
+    """Split-KV attention of `queries` tokens per sequence over quantized and full-precision tokens, merge included."""
+    sizes = (batch, queries, q_heads, kv_heads, head_dim)
+    attending = split_attention(*sizes, quantized_tokens, full_tokens, bits, element_bytes, group, splits)
+    return attending + merge(batch, queries, q_heads, head_dim, splits, element_bytes)
+
+
+def split_attention(
+    batch: Term,
+    queries: Term,
+    q_heads: Term,
+    kv_heads: Term,
+    head_dim: Term,
+    quantized_tokens: Term,
+    full_tokens: Term,
+    bits: Term,
+    element_bytes: Term,
+    group: Term,
+    splits: Term,
+) -> Cost:
+    """`attention` without the merge: every split writes an fp32 partial and its log-sum-exp.
 
     `bits` is 4 (upper codes), 8 (upper and lower) or 0 where nothing is quantized. Each KV head's cache is read
-    once for all query heads of its group and all queries. Every split writes an fp32 partial and its log-sum-exp.
+    once for all query heads of its group and all queries.
     """
     quantized = quantized_bytes(batch, kv_heads, head_dim, quantized_tokens, bits, group)
     full = batch * 2 * kv_heads * head_dim * full_tokens * element_bytes
     query = batch * queries * q_heads * head_dim * element_bytes
-    attending = Cost(
+    return Cost(
         flops=4 * batch * queries * q_heads * head_dim * (quantized_tokens + full_tokens),
         read_bytes=quantized + full + query,
         write_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),
     )
-    return attending + merge(batch, queries, q_heads, head_dim, splits, element_bytes)
 
 
 def latent_attention(
@@ -209,10 +227,23 @@ def quantize(
     )
 
 
+def dequantize(
+    batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, element_bytes: Term, group: Term, planes: Term
+) -> Cost:
+    """The reverse of `quantize`: one multiply-add per element."""
+    encoding = quantize(batch, kv_heads, head_dim, tokens, element_bytes, group, planes)
+    return Cost(4 * batch * kv_heads * head_dim * tokens, encoding.write_bytes, encoding.read_bytes)
+
+
+def copy(elements: Term, element_bytes: Term) -> Cost:
+    """A copy of `elements` elements, within device memory or between the device and the host."""
+    moved_bytes = elements * element_bytes
+    return Cost(read_bytes=moved_bytes, write_bytes=moved_bytes)
+
+
 def shift_slots(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, element_bytes: Term) -> Cost:
     """Move of the `tokens` most recent tokens' keys and values to the front of the buffer."""
-    moved_bytes = batch * 2 * kv_heads * head_dim * tokens * element_bytes
-    return Cost(read_bytes=moved_bytes, write_bytes=moved_bytes)
+    return copy(batch * 2 * kv_heads * head_dim * tokens, element_bytes)
 
 
 def elementwise(rows: Term, read_width: Term, write_width: Term, element_bytes: Term) -> Cost:

@@ -12,6 +12,8 @@ from ridgeplan.kernels.attention.scores import ScoreRequest, collect_scores_refe
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_lower, require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.cost import Cost
 
 MOST_QUERIES = 16  # of a row in one call
 
@@ -104,3 +106,29 @@ def merge_reference(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
     weights = torch.exp(lse - row_max)[..., None]
     weighted = torch.where(weights > 0, partial * weights, 0)
     return (weighted.sum(-2) / weights.sum(-2).clamp_min(torch.finfo(torch.float32).tiny)).to(dtype)
+
+
+def attention_cost(
+    q: Tensor,
+    keys: Tensor,
+    codes: QuantizedKV | None,
+    lower: bool,
+    quantized_tokens: int,
+    full_tokens: int,
+    splits: int,
+) -> Cost:
+    """Cost of `decode_attention` where each row sees `quantized_tokens` and `full_tokens`, merge included.
+
+    Lengths are on the device, so the caller passes them.
+    """
+    bits, group = (0, 1) if codes is None else (8 if lower else 4, codes.group)
+    batch, queries, q_heads, head_dim = q.shape
+    sizes = (batch, queries, q_heads, keys.shape[1], head_dim)
+    return ops.attention(*sizes, quantized_tokens, full_tokens, bits, q.element_size(), group, splits)
+
+
+def scores_cost(request: ScoreRequest, q: Tensor, tokens: int) -> Cost:
+    """What `decode_attention` adds to leave the scores of `tokens` tokens of each row."""
+    batch, queries, q_heads, _ = q.shape
+    relative = 1 if request.what == "probabilities" else 0
+    return ops.collect_scores(batch, q_heads, request.out.shape[1], tokens, len(request.summed(queries)), relative)

@@ -9,8 +9,10 @@ device: the grid is sized by capacity and programs without work return early, so
 the context grows.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -18,10 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.attention import merge
-from ridgeplan.kernels.attention.cost import attention_metadata, merge_metadata
 from ridgeplan.kernels.attention.scores import ScoreRequest
-from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot
+from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot, launch_metadata
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.roofline import ops
 from ridgeplan.roofline.execution import choose_splits
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -189,7 +191,17 @@ def _split_range(blocks, split, splits):
 DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "width"]
 
 
-@triton.jit(launch_metadata=attention_metadata, do_not_specialize=DO_NOT_SPECIALIZE)
+def _attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The kernel's cost at full capacity, as reading lengths would synchronize."""
+    q, bits = args["q"], args["BITS"]
+    batch, queries, q_heads, head_dim = q.shape
+    tokens = args["group_capacity"] * args["GROUP"], args["capacity"]
+    sizes = (batch, queries, q_heads, args["KV_HEADS"], head_dim, *tokens)
+    cost = ops.split_attention(*sizes, bits, q.element_size(), args["GROUP"], args["splits"])
+    return launch_metadata(f"decode_attention_{bits}bit", cost, q.element_size())
+
+
+@triton.jit(launch_metadata=_attention_metadata, do_not_specialize=DO_NOT_SPECIALIZE)
 def _attention_kernel(
     q, keys, values, begin, end, groups, partial, lse, scale, capacity, group_capacity, splits,
     q_batch_stride, q_query_stride, q_head_stride, key_batch_stride, key_head_stride, key_stride,
@@ -345,7 +357,12 @@ def _check_tiles(head_dim: int, group: int, *tensors: Tensor) -> None:
 CHUNK = 16  # splits whose partials are in flight together
 
 
-@triton.jit(launch_metadata=merge_metadata, do_not_specialize=["splits"])
+def _merge_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    cost = ops.merge(grid[0], 1, 1, args["HEAD_DIM"], args["splits"], args["out"].element_size())
+    return launch_metadata("merge", cost)
+
+
+@triton.jit(launch_metadata=_merge_metadata, do_not_specialize=["splits"])
 def _merge_kernel(partial, lse, out, splits, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, HEAD_DIM)

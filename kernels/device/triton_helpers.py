@@ -5,11 +5,14 @@ difference of two large sums.
 """
 
 import os
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
+
+from ridgeplan.roofline.cost import Cost
 
 # Read when the kernels are decorated, as Triton itself does.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -105,6 +108,11 @@ def pdl_launch_dependents_and_wait(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+def launch_metadata(name: str, cost: Cost, element_bytes: int = 4) -> dict[str, Any]:
+    """What `triton.profiler` reads of a launch: name, bytes, and FLOPs under a key with the operands' bits."""
+    return {"name": name, f"flops{8 * element_bytes}": cost.flops, "bytes": cost.bytes}
 
 
 # Every second int64 is aligned to 16 bytes; specializing on alignment would compile the kernel twice.

@@ -10,6 +10,7 @@ from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache.cuda import find_kernel
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import dequantize_reference, quantize_reference
+from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
 
@@ -121,8 +122,23 @@ def shift_slots_reference(keys: Tensor, values: Tensor, group: int, mask: Tensor
         store[rows, :, : store.shape[2] - group] = store[rows, :, group:]
 
 
+def quantize_cost(keys: Tensor, values: Tensor, out: QuantizedKV) -> Cost:
+    """Cost of `quantize` for all of keys and values [B, Hkv, n * G, D], into the planes that `out` holds."""
+    return ops.quantize(*_sizes(keys), keys.element_size(), out.group, out.planes)
+
+
+def dequantize_cost(codes: QuantizedKV, lower: bool, element_bytes: int) -> Cost:
+    """Cost of `dequantize` for all groups, into elements of `element_bytes`."""
+    sizes = codes.batch, codes.kv_heads, codes.head_dim, codes.groups * codes.group
+    return ops.dequantize(*sizes, element_bytes, codes.group, 2 if lower else 1)
+
+
 def shift_slots_cost(keys: Tensor, values: Tensor, group: int) -> Cost:
-    """What `shift_slots` moves when every row shifts: `ridgeplan.roofline.ops.shift_slots` at these sizes."""
-    kept = keys.shape[2] - group
-    moved_bytes = (keys.nbytes + values.nbytes) * kept // keys.shape[2]
-    return Cost(read_bytes=moved_bytes, write_bytes=moved_bytes)
+    """Cost of `shift_slots` where every row shifts."""
+    batch, kv_heads, head_dim, slots = _sizes(keys)
+    return ops.shift_slots(batch, kv_heads, head_dim, slots - group, keys.element_size())
+
+
+def _sizes(keys: Tensor) -> tuple[int, int, int, int]:
+    batch, kv_heads, tokens, head_dim = keys.shape
+    return batch, kv_heads, head_dim, tokens

@@ -4,14 +4,17 @@ It works in place: a program moves the same offsets of every group from front to
 writes a slot, and reads it before overwriting it.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes
-from ridgeplan.kernels.kv_cache.cost import dequantize_metadata, quantize_metadata
+from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, launch_metadata
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.roofline import ops
 
 QUANTIZE_WARPS = 4
 # Adding 1.5 * 2 ** 23 leaves the nearest integer (ties to even) in the low bits of a float32. Two additions replace
@@ -90,7 +93,15 @@ def _quantize_values(x, stride, at, upper, lower, scale, minimum, GROUP: tl.cons
         tl.store(lower + byte, tl.trans(_pack(lower0, lower1)))
 
 
-@triton.jit(launch_metadata=quantize_metadata)
+def _quantize_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The kernel's cost as if no row were masked."""
+    batch, kv_heads, tokens, head_dim = args["keys"].shape
+    element_bytes, planes = args["keys"].element_size(), 1 if args["key_lower"] is None else 2
+    cost = ops.quantize(batch, kv_heads, head_dim, tokens, element_bytes, args["GROUP"], planes)
+    return launch_metadata("quantize", cost, element_bytes)
+
+
+@triton.jit(launch_metadata=_quantize_metadata)
 def _quantize_kernel(
     keys,
     values,
@@ -205,7 +216,14 @@ def _decode_values(
     tl.store(to + HALF * HEAD_DIM, (second * step + zero).to(out.dtype.element_ty))
 
 
-@triton.jit(launch_metadata=dequantize_metadata)
+def _dequantize_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    batch, kv_heads, tokens, head_dim = args["keys"].shape
+    element_bytes, planes = args["keys"].element_size(), args["BITS"] // 4
+    cost = ops.dequantize(batch, kv_heads, head_dim, tokens, element_bytes, args["GROUP"], planes)
+    return launch_metadata("dequantize", cost)
+
+
+@triton.jit(launch_metadata=_dequantize_metadata)
 def _dequantize_kernel(
     keys,
     values,

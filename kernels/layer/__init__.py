@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
+from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
 
@@ -38,13 +39,9 @@ def add_rms_norm_reference(hidden: Tensor, update: Tensor | None, weight: Tensor
 
 
 def add_rms_norm_cost(hidden: Tensor, update: Tensor | None, weight: Tensor) -> Cost:
-    """What `add_rms_norm` moves: `ridgeplan.roofline.ops.add_rms_norm` at the sizes of these tensors."""
-    streams = 1 if update is None else 2
-    return Cost(
-        flops=4 * streams * hidden.numel(),
-        read_bytes=streams * hidden.nbytes + weight.nbytes,
-        write_bytes=streams * hidden.nbytes,
-    )
+    """Cost of `add_rms_norm`."""
+    rows, streams = hidden.numel() // len(weight), 1 if update is None else 2
+    return ops.add_rms_norm(rows, len(weight), hidden.element_size(), streams)
 
 
 Tables = tuple[Tensor, Tensor]
@@ -124,23 +121,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_tables_cost(positions: Tensor, frequencies: Tensor) -> Cost:
-    """What `rotary_tables` moves: `ridgeplan.roofline.ops.rotary_tables` at the sizes of these tensors."""
-    angles = positions.numel() * len(frequencies)
-    return Cost(
-        flops=4 * angles,
-        read_bytes=positions.nbytes + frequencies.nbytes,
-        write_bytes=2 * angles * frequencies.element_size(),
-    )
+    """Cost of `rotary_tables`."""
+    return ops.rotary_tables(positions.numel(), 2 * len(frequencies))
 
 
 def rope_append_cost(qkv: Tensor, tables: Tables, slots: Tensor, qk_norm: Tensor | None) -> Cost:
-    """What `rope_append` moves: `ridgeplan.roofline.ops.rope_append` at the sizes of these tensors."""
-    weight_bytes = 0 if qk_norm is None else qk_norm.nbytes
-    return Cost(
-        flops=4 * qkv.numel(),
-        read_bytes=qkv.nbytes + sum(table.nbytes for table in tables) + slots.nbytes + weight_bytes,
-        write_bytes=qkv.nbytes,
-    )
+    """Cost of `rope_append`."""
+    rotary_dim, normed_width = 2 * tables[0].shape[-1], 0 if qk_norm is None else qk_norm.numel()
+    return ops.rope_append(slots.numel(), qkv.shape[-1], rotary_dim, normed_width, qkv.element_size())
 
 
 def _check(
@@ -187,5 +175,6 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_cost(gate_up: Tensor) -> Cost:
-    """What `swiglu` moves: `ridgeplan.roofline.ops.swiglu` at the size of this tensor."""
-    return Cost(flops=4 * gate_up.numel(), read_bytes=gate_up.nbytes, write_bytes=gate_up.nbytes // 2)
+    """Cost of `swiglu`."""
+    width = gate_up.shape[-1]
+    return ops.swiglu(gate_up.numel() // width, width // 2, gate_up.element_size())

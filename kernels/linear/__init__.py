@@ -10,6 +10,7 @@ from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.layer import swiglu
 from ridgeplan.kernels.linear.cuda import find_dense_kernel, find_quantized_kernel
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
 
@@ -46,14 +47,8 @@ def linear_dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None
 
 
 def linear_dense_cost(x: Tensor, weight: Tensor, gated: bool = False) -> Cost:
-    """Declared cost of `linear_dense`: the weight and x read once; outputs, or their gated half, written once."""
-    outputs, inputs = weight.shape
-    rows = x.numel() // inputs
-    return Cost(
-        flops=2 * rows * outputs * inputs,
-        read_bytes=weight.nbytes + x.numel() * x.element_size(),
-        write_bytes=rows * (outputs // 2 if gated else outputs) * x.element_size(),
-    )
+    """Cost of `linear_dense`."""
+    return _product_cost(x, *weight.shape, weight.nbytes, gated)
 
 
 QuantizedWeight = Int4Weight | Int8Weight
@@ -98,10 +93,11 @@ def linear_quantized_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor 
 
 
 def linear_quantized_cost(x: Tensor, weight: QuantizedWeight, gated: bool = False) -> Cost:
-    """Declared cost of `linear_quantized`: the weight and x read once; outputs, or their gated half, written once."""
-    rows = x.numel() // weight.inputs
-    return Cost(
-        flops=2 * rows * weight.outputs * weight.inputs,
-        read_bytes=weight.bytes + x.numel() * x.element_size(),
-        write_bytes=rows * (weight.outputs // 2 if gated else weight.outputs) * x.element_size(),
-    )
+    """Cost of `linear_quantized`."""
+    return _product_cost(x, weight.outputs, weight.inputs, weight.bytes, gated)
+
+
+def _product_cost(x: Tensor, outputs: int, inputs: int, stored_bytes: int, gated: bool) -> Cost:
+    params, rows = outputs * inputs, x.numel() // inputs
+    written = outputs // 2 if gated else outputs
+    return ops.matmul(rows, inputs, written, params, stored_bytes / params, x.element_size())

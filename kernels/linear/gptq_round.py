@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
+from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
 TOP_CODE = 15
@@ -53,11 +54,5 @@ def gptq_round_reference(
 
 
 def gptq_round_cost(steps: Tensor, near: Tensor | None = None) -> Cost:
-    """Declared cost: `ridgeplan.roofline.ops.gptq_round` at this size."""
-    outputs, group = steps.shape
-    read_bytes = steps.nbytes + 4 * group * group + (0 if near is None else near.nbytes)
-    return Cost(
-        flops=outputs * group * (group - 1) + 3 * steps.numel(),
-        read_bytes=read_bytes,
-        write_bytes=2 * steps.nbytes,
-    )
+    """Cost of `gptq_round`."""
+    return ops.gptq_round(*steps.shape, bounded=0 if near is None else 1)

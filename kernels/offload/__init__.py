@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_rows
+from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
 
@@ -49,9 +50,8 @@ def store_group_reference(recent: Tensor, out: Tensor, first: Tensor, group: int
 
 
 def store_group_cost(recent: Tensor, group: int) -> Cost:
-    """`store_group` where every row moves a group: read on the device, written over PCIe."""
-    moved = recent.shape[0] * recent.shape[1] * group * recent.shape[3] * recent.element_size()
-    return Cost(read_bytes=moved, write_bytes=moved)
+    """Cost of `store_group` where every row moves a group: read on the device, written over PCIe."""
+    return ops.copy(recent[:, :, :group].numel(), recent.element_size())
 
 
 WORD_BYTES = 4  # entries are copied as whole words
@@ -94,9 +94,8 @@ def entry_bytes(source: Tensor) -> int:
 
 
 def copy_leading_cost(source: Tensor, entries: int) -> Cost:
-    """`copy_leading` of `entries` entries of each row and head: read over PCIe, written to the device."""
-    moved = source.shape[0] * source.shape[1] * entries * entry_bytes(source)
-    return Cost(read_bytes=moved, write_bytes=moved)
+    """Cost of `copy_leading` of `entries` entries of each row and head: read over PCIe, written to the device."""
+    return ops.copy(source[:, :, 0].numel() * entries, source.element_size())
 
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -208,10 +207,8 @@ def gather_into_slots_reference(source: KeysAndValues, out: KeysAndValues, loads
 
 
 def gather_cost(source: KeysAndValues, units: int, page: int = 1) -> Cost:
-    """`gather_into_slots` of `units` units of every row and KV head: read over PCIe, written to the device."""
-    batch, kv_heads, _, head_dim = source[0].shape
-    moved = 2 * batch * kv_heads * units * page * head_dim * source[0].element_size()
-    return Cost(read_bytes=moved, write_bytes=moved)
+    """Cost of `gather_into_slots` of `units` units of every row and KV head: read over PCIe, written to the device."""
+    return ops.copy(2 * source[0][:, :, 0].numel() * units * page, source[0].element_size())
 
 
 def _check(source: KeysAndValues, out: KeysAndValues, loads: SlotLoads) -> None:
@@ -273,5 +270,5 @@ def take_slots_reference(table: SlotTable, index: Tensor, count: Tensor, out: Sl
 
 
 def take_slots_cost(table: SlotTable, index: Tensor) -> Cost:
-    """`take_slots` where nothing is missing: chosen units, their slots and the times of use of all slots."""
-    return Cost(read_bytes=2 * index.nbytes + table.used.nbytes, write_bytes=2 * index.nbytes)
+    """Cost of `take_slots` where nothing is missing."""
+    return ops.take_slots(*index.shape, table.used.shape[2])

@@ -6,6 +6,7 @@ Not here: a request's settings (runtime/sampling.py), and the execution of round
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from ridgeplan.kernels.sampling.reference import (
     rejection_sample_reference,
     softmax_distribution_reference,
 )
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.cost import Cost
 
 
 def filter_logits(
@@ -123,3 +126,15 @@ def _sampled(draft: Choice) -> Distribution:
     if isinstance(draft, Greedy):
         raise ValueError("drafts are greedy under a sampled target; allowed: both filtered alike")
     return draft
+
+
+def filter_cost(logits: Tensor) -> Cost:
+    """Cost of `filter_logits` of [..., vocab], greedy or not, with or without top-k and top-p."""
+    *rows, vocab = logits.shape
+    return ops.filter_logits(prod(rows), vocab, logits.element_size())
+
+
+def draw_cost(*logits: Tensor) -> Cost:
+    """Cost of a draw for each row of [rows, vocab] from one distribution, or from the residual of two."""
+    *rows, vocab = logits[0].shape
+    return ops.draw(prod(rows), vocab, logits[0].element_size(), len(logits))

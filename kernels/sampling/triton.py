@@ -12,7 +12,8 @@ per draft in each. Kernels unpack them into names first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,14 +21,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.device.cuda import pdl_options
-from ridgeplan.kernels.device.triton_helpers import pdl_launch_dependents_and_wait
-from ridgeplan.kernels.sampling.cost import draw_metadata, filter_metadata
+from ridgeplan.kernels.device.triton_helpers import launch_metadata, pdl_launch_dependents_and_wait
+from ridgeplan.kernels.sampling import draw_cost, filter_cost
 from ridgeplan.kernels.sampling.reference import LOG2_E, Distribution, Greedy, VerifyResult
+
+
+def _filter_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    return launch_metadata("filter_logits", filter_cost(args["logits"]))
+
 
 SOFTMAX_CHUNK = 4096  # tokens of a row per program
 
 
-@triton.jit(launch_metadata=filter_metadata)
+@triton.jit(launch_metadata=_filter_metadata)
 def _softmax_kernel(
     logits,
     cutoffs,
@@ -191,7 +197,14 @@ def _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, dra
     return (residual * UNITS).to(tl.int64), (p * UNITS).to(tl.int64)
 
 
-@triton.jit(launch_metadata=draw_metadata)
+def _draw_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The cost of the kernel that sums weights, which reads one position of the target and one of the drafts."""
+    target, drafts = args["target"][0], args["draft"][0]
+    logits = target.view(-1, args["GAMMA"] + 1, target.shape[-1])[:, 0]
+    return launch_metadata("draw", draw_cost(logits, *drafts[:1]))
+
+
+@triton.jit(launch_metadata=_draw_metadata)
 def _weigh_kernel(
     target, draft, counts, sums, vocab, scale, draft_scale,
     GAMMA: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -297,7 +310,7 @@ def _draw_after_accepted(
 ARGMAX_CHUNK = 8192  # tokens of a row per program
 
 
-@triton.jit(launch_metadata=filter_metadata)
+@triton.jit(launch_metadata=_filter_metadata)
 def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """The largest logit of each chunk, and the first token that has it."""
     pdl_launch_dependents_and_wait(PDL)

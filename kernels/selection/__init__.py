@@ -12,6 +12,8 @@ from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_rows
 from ridgeplan.kernels.selection.cuda import find_kernel, two_bit_top_k_cuda
 from ridgeplan.kernels.selection.draft_planes import SAMPLES, TwoBitKeys, unpack_two_bit
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.cost import Cost
 
 
 def page_bounds(keys: Tensor, page: int) -> Tensor:
@@ -197,3 +199,20 @@ def two_bit_top_k(
     tokens, wanted = (x[:, None].expand(-1, keys.kv_heads).flatten() for x in (groups * keys.group, k))
     index, count = top_k(scores.flatten(0, 1), tokens.int(), wanted, max_k, backend=backend)
     return index.view(batch, -1, max_k), count.view(batch, -1)
+
+
+def page_scores_cost(q: Tensor, bounds: Tensor) -> Cost:
+    """Cost of `page_scores` of all pages."""
+    batch, kv_heads, pages, _, head_dim = bounds.shape
+    return ops.page_scan(batch, q.shape[2], kv_heads, head_dim, pages, bounds.element_size())
+
+
+def top_k_cost(scores: Tensor, index: Tensor) -> Cost:
+    """Cost of `top_k` of whole rows of scores [R, N] into index [R, max_k]."""
+    return ops.top_k(*scores.shape, index.shape[-1])
+
+
+def two_bit_top_k_cost(q: Tensor, keys: TwoBitKeys, tokens: int, index: Tensor) -> Cost:
+    """Cost of `two_bit_top_k` of `tokens` tokens of each row into `index`, as its CUDA kernels run it."""
+    sizes = keys.batch, q.shape[2], keys.kv_heads, keys.head_dim
+    return ops.two_bit_top_k(*sizes, tokens, keys.group, index.shape[-1])

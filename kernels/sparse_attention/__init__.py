@@ -18,6 +18,8 @@ from ridgeplan.kernels.sparse_attention.cuda import (
     progressive_attention_cuda,
 )
 from ridgeplan.kernels.sparse_attention.reference import sparse_decode_attention_reference
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.cost import Cost
 
 
 def sparse_decode_attention(
@@ -151,3 +153,30 @@ def progressive_attention(
         q, keys, values, begin, end, index, count, codes, groups,
         value_rows=planes.value_rows, scale=scale, backend=backend,
     )  # fmt: skip
+
+
+def sparse_attention_cost(
+    q: Tensor,
+    keys: Tensor,
+    codes: QuantizedKV | None,
+    lower: bool,
+    index: Tensor,
+    chosen_tokens: int,
+    full_tokens: int,
+    splits: int,
+    page: int = 1,
+) -> Cost:
+    """Cost of `sparse_decode_attention` to `chosen_tokens` per KV head and `full_tokens` recent ones, without merge."""
+    bits, group = (0, 1) if codes is None else (8 if lower else 4, codes.group)
+    batch, queries, q_heads, head_dim = q.shape
+    entries = index.shape[0] * index.shape[1] * chosen_tokens / page
+    sizes = (batch, queries, q_heads, keys.shape[1], head_dim, chosen_tokens, full_tokens)
+    return ops.sparse_attention(*sizes, bits, q.element_size(), group, splits, entries)
+
+
+def progressive_cost(
+    q: Tensor, codes: QuantizedKV, tokens: int, chosen_tokens: int, full_tokens: int, splits: int
+) -> Cost:
+    """Cost of `progressive_attention` as one kernel: scores and choices are neither written nor read."""
+    sizes = codes.batch, q.shape[2], codes.kv_heads, codes.head_dim
+    return ops.progressive_attention(*sizes, tokens, chosen_tokens, full_tokens, q.element_size(), codes.group, splits)

@@ -7,7 +7,9 @@ A program takes an equal range of its row's blocks: of chosen tokens, then of re
 lengths are read on the device and the grid is sized by capacity, so a captured CUDA graph stays valid.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 import torch
 import triton
@@ -24,9 +26,9 @@ from ridgeplan.kernels.attention.triton import (
     _split_range,
     softmax_step,
 )
-from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot
+from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot, launch_metadata
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.sparse_attention.cost import sparse_attention_metadata
+from ridgeplan.roofline import ops
 from ridgeplan.roofline.execution import choose_splits
 
 
@@ -169,8 +171,18 @@ def _store_result(partial, lse, result, valid, row_max, row_sum, acc0, acc1, HEA
     tl.store(at + HEAD_DIM // 2, acc1 / divisor[:, None], mask=valid[:, None])
 
 
+def _sparse_attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The kernel's cost at full index lists."""
+    q, index, bits = args["q"], args["index"], args["BITS"]
+    batch, queries, q_heads, head_dim = q.shape
+    tokens = index.shape[2] * args["PAGE"], args["capacity"]
+    sizes = (batch, queries, q_heads, args["KV_HEADS"], head_dim, *tokens)
+    cost = ops.sparse_attention(*sizes, bits, q.element_size(), args["GROUP"], args["splits"], index.numel())
+    return launch_metadata(f"sparse_decode_attention_{bits}bit", cost, q.element_size())
+
+
 @triton.jit(
-    launch_metadata=sparse_attention_metadata,
+    launch_metadata=_sparse_attention_metadata,
     do_not_specialize=["scale", "capacity", "group_capacity", "splits", "index_capacity"],
 )
 def _sparse_attention_kernel(

@@ -1,128 +1,180 @@
-"""What kernels declare equals what the roofline prices, and reaches Triton's launch hooks."""
+"""Declared costs against the FLOPs and the bytes of the tensors that an operation reads and writes, counted by hand."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from ridgeplan.kernels.attention.cost import (
-    attention_cost,
-    attention_metadata,
-    merge_cost,
-    merge_metadata,
-    split_attention_cost,
-)
-from ridgeplan.kernels.attention.triton import _attention_kernel, _merge_kernel
-from ridgeplan.kernels.kv_cache.cost import dequantize_cost, dequantize_metadata, quantize_cost, quantize_metadata
+from ridgeplan.kernels.attention import attention_cost, scores_cost
+from ridgeplan.kernels.attention import triton as attention_kernels
+from ridgeplan.kernels.attention.scores import ScoreRequest
+from ridgeplan.kernels.kv_cache import dequantize_cost, quantize_cost, shift_slots_cost
+from ridgeplan.kernels.kv_cache import triton as kv_cache_kernels
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.kv_cache.triton import _dequantize_kernel, _quantize_kernel
+from ridgeplan.kernels.layer import add_rms_norm_cost, rope_append_cost, rotary_tables_cost, swiglu_cost
+from ridgeplan.kernels.linear import linear_dense_cost, linear_quantized_cost
+from ridgeplan.kernels.linear.gptq_round import gptq_round_cost
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.kernels.offload import SlotTable, copy_leading_cost, gather_cost, store_group_cost, take_slots_cost
+from ridgeplan.kernels.sampling import draw_cost, filter_cost
+from ridgeplan.kernels.sampling import triton as sampling_kernels
+from ridgeplan.kernels.selection import page_scores_cost, top_k_cost, two_bit_top_k_cost
+from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
+from ridgeplan.kernels.sparse_attention import progressive_cost, sparse_attention_cost
+from ridgeplan.kernels.sparse_attention import triton as sparse_kernels
 from ridgeplan.roofline import ops
-
-SHAPES = pytest.mark.parametrize(
-    ("batch", "kv_heads", "q_heads", "head_dim", "group"),
-    [(1, 8, 32, 128, 128), (3, 3, 9, 64, 128), (2, 2, 14, 64, 32)],
-    ids=["llama", "smollm", "qwen"],
-)
+from ridgeplan.roofline.cost import Cost
 
 
-@SHAPES
-@pytest.mark.parametrize("bits", [0, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_attention(
-    batch: int, kv_heads: int, q_heads: int, head_dim: int, group: int, bits: int, dtype: torch.dtype
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def fp32(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def int32(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+def int64(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+# 2 rows, 3 KV heads of 64 channels with 4 query heads each, 5 queries; 6 groups of 32 tokens, and 40 slots.
+CODES, UPPER = (QuantizedKV.allocate(2, 3, 6, 32, 64, "cpu", lower) for lower in (True, False))
+PLANES = DraftPlanes.allocate(CODES)
+TWO_BIT = TwoBitKeys.of(CODES, PLANES)
+KV = [bf16(2, 3, 40, 64)] * 2
+Q, QUERY = bf16(2, 5, 12, 64), bf16(2, 1, 12, 64)
+PARTIALS = [fp32(2, 5, 12, 7, 64), fp32(2, 5, 12, 7)]
+GROUPS = [bf16(2, 3, 64, 64)] * 2
+INT4 = Int4Weight.pack(torch.zeros(48, 256), torch.ones(48, 8), torch.ones(48, 8))
+X, DENSE = bf16(7, 256), bf16(48, 256)
+TABLES = fp32(2, 5, 32), fp32(2, 5, 32)
+SCORES = ScoreRequest(torch.zeros(2, 3, 192), "ends", "probabilities", torch.zeros(2, 12))
+STREAM, WEIGHT = bf16(2, 5, 96), bf16(96)
+
+
+def stored(codes: QuantizedKV) -> list[Tensor]:
+    return [tensor for tensor in vars(codes).values() if tensor is not None]
+
+
+@pytest.mark.parametrize(
+    ("cost", "flops", "read", "written"),
+    [
+        pytest.param(*row[1:], id=row[0])
+        for row in (
+            ("attention int8", attention_cost(Q, KV[0], CODES, True, 192, 40, 7),
+             4 * Q.numel() * 232 + 2 * PARTIALS[0].numel(), [*stored(CODES), *KV, Q, *PARTIALS], [*PARTIALS, Q]),
+            ("attention int4", attention_cost(Q, KV[0], CODES, False, 192, 40, 7),
+             4 * Q.numel() * 232 + 2 * PARTIALS[0].numel(), [*stored(UPPER), *KV, Q, *PARTIALS], [*PARTIALS, Q]),
+            ("attention", attention_cost(Q, KV[0], None, False, 0, 40, 7),
+             4 * Q.numel() * 40 + 2 * PARTIALS[0].numel(), [*KV, Q, *PARTIALS], [*PARTIALS, Q]),
+            ("scores", scores_cost(SCORES, Q, 192), 2 * 2 * 12 * 2 * 192, [SCORES.lse], [SCORES.lse, SCORES.out]),
+            ("quantize", quantize_cost(*[bf16(2, 3, 192, 64)] * 2, CODES), 6 * 2 * 2 * 3 * 192 * 64,
+             [bf16(2, 3, 192, 64)] * 2, stored(CODES)),
+            ("dequantize", dequantize_cost(CODES, False, 4), 2 * 2 * 2 * 3 * 192 * 64, stored(UPPER),
+             [fp32(2, 3, 192, 64)] * 2),
+            ("shift", shift_slots_cost(*KV, 32), 0, [bf16(2, 3, 8, 64)] * 2, [bf16(2, 3, 8, 64)] * 2),
+            ("norm", add_rms_norm_cost(STREAM, None, WEIGHT), 4 * 960, [STREAM, WEIGHT], [STREAM]),
+            ("add norm", add_rms_norm_cost(STREAM, STREAM, WEIGHT), 8 * 960, [STREAM, STREAM, WEIGHT], [STREAM] * 2),
+            ("rotary tables", rotary_tables_cost(int64(2, 5), fp32(32)), 4 * 320, [int64(2, 5), fp32(32)], TABLES),
+            ("rope", rope_append_cost(bf16(2, 5, 18 * 64), TABLES, int64(2, 5), bf16(15, 64)), 4 * 10 * 18 * 64,
+             [bf16(2, 5, 18 * 64), *TABLES, int64(2, 5), bf16(15, 64)], [bf16(2, 5, 18 * 64)]),
+            ("swiglu", swiglu_cost(bf16(2, 5, 192)), 4 * 1920, [bf16(2, 5, 192)], [STREAM]),
+            ("dense", linear_dense_cost(X, DENSE), 2 * 7 * 48 * 256, [X, DENSE], [bf16(7, 48)]),
+            ("gated dense", linear_dense_cost(X, DENSE, gated=True), 2 * 7 * 48 * 256, [X, DENSE], [bf16(7, 24)]),
+            ("int4", linear_quantized_cost(X, INT4), 2 * 7 * 48 * 256, [X, INT4.packed], [bf16(7, 48)]),
+            ("gated int8", linear_quantized_cost(X, Int8Weight(INT4, INT4), gated=True), 2 * 7 * 48 * 256,
+             [X, INT4.packed, INT4.packed], [bf16(7, 24)]),
+            ("gptq", gptq_round_cost(fp32(12, 32)), 12 * 32 * (31 + 3), [fp32(12, 32), fp32(32, 32)],
+             [fp32(12, 32)] * 2),
+            ("bounded gptq", gptq_round_cost(fp32(12, 32), fp32(12, 32)), 12 * 32 * (31 + 3),
+             [fp32(12, 32), fp32(32, 32), fp32(12, 32)], [fp32(12, 32)] * 2),
+            ("filter", filter_cost(bf16(3, 5, 1000)), 5 * 15000, [bf16(3, 5, 1000)], []),
+            ("draw", draw_cost(bf16(3, 1000)), 5 * 3000, [bf16(3, 1000)], []),
+            ("draw of a residual", draw_cost(*[bf16(3, 1000)] * 2), 5 * 6000, [bf16(3, 1000)] * 2, []),
+            ("pages", page_scores_cost(QUERY, bf16(2, 3, 4, 2, 64)), 4 * QUERY.numel() * 4, [bf16(2, 3, 4, 2, 64)],
+             [fp32(2, 3, 4)]),
+            ("top-k", top_k_cost(fp32(6, 100), int32(6, 9)), 6 * 600, [fp32(6, 100)] * 6, [int32(6, 9)]),
+            ("2-bit top-k", two_bit_top_k_cost(QUERY, TWO_BIT, 192, int32(2, 3, 9)), 2 * QUERY.numel() * 192,
+             [PLANES.key_two_bit, CODES.key_scale, CODES.key_min, bf16(2, 3, 192)], [bf16(2, 3, 192), int32(2, 3, 9)]),
+            ("sparse attention", sparse_attention_cost(Q, KV[0], None, False, int32(2, 1, 4), 64, 40, 7, page=16),
+             4 * Q.numel() * 104, [*GROUPS, *KV, Q, int32(2, 1, 4)], PARTIALS),
+            ("sparse attention int4", sparse_attention_cost(Q, KV[0], CODES, False, int32(2, 3, 192), 192, 40, 7),
+             4 * Q.numel() * 232, [*stored(UPPER), *KV, Q, int32(2, 3, 192)], PARTIALS),
+            ("progressive", progressive_cost(QUERY, CODES, 192, 192, 40, 7), (2 * 192 + 4 * 232) * QUERY.numel(),
+             [PLANES.key_two_bit, CODES.key_scale, CODES.key_min, *stored(UPPER), *KV, QUERY],
+             [fp32(2, 1, 12, 7, 64), fp32(2, 1, 12, 7)]),
+            ("gather", gather_cost((KV[0], KV[1]), 2, page=16), 0, [bf16(2, 3, 32, 64)] * 2, [bf16(2, 3, 32, 64)] * 2),
+            ("copy", copy_leading_cost(KV[0], 30), 0, [bf16(2, 3, 30, 64)], [bf16(2, 3, 30, 64)]),
+            ("flush", store_group_cost(KV[0], 32), 0, [bf16(2, 3, 32, 64)], [bf16(2, 3, 32, 64)]),
+            ("slots", take_slots_cost(SlotTable.allocate(2, 3, 99, 20, torch.device("cpu")), int32(2, 3, 9)), 0,
+             [int32(2, 3, 9)] * 2 + [int32(2, 3, 20)], [int32(2, 3, 9)] * 2),
+        )
+    ],
+)  # fmt: skip
+def test_cost_counts_flops_and_bytes(cost: Cost, flops: int, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    assert cost.flops == flops
+    assert cost.read_bytes == sum(tensor.nbytes for tensor in read)
+    assert cost.write_bytes == sum(tensor.nbytes for tensor in written)
+
+
+def test_progressive_at_128k() -> None:
+    """A token of 128 channels has 32 bytes of 2-bit keys and 4 of their scales; a chosen one 128 of codes and 8."""
+    cost = ops.progressive_attention(1, 32, 8, 128, 131072, 9175, 0, 2, 128, 1)
+    query = 32 * 128 * 2
+    assert cost.read_bytes - query == 8 * (131072 * 36 + 9175 * 136)
+
+
+def test_two_bit_top_k_at_128k() -> None:
+    """A token of 128 channels has 36 bytes, and a bin of 2 that is written and read; a chosen one has a number of 4."""
+    cost = ops.two_bit_top_k(4, 32, 8, 128, 131072, 128, 1920)
+    assert cost.read_bytes == 32 * 131072 * (36 + 2)
+    assert cost.write_bytes == 32 * (131072 * 2 + 1920 * 4)
+
+
+SIZES = {"KV_HEADS": 3, "GROUP": 32, "HEAD_DIM": 64, "BITS": 8, "PAGE": 1, "group_capacity": 6, "capacity": 40,
+         "splits": 7, "GAMMA": 4}  # fmt: skip
+LOGITS = fp32(3, 5, 100), fp32(3, 100)
+ATTENTION = {**vars(CODES), **SIZES, "q": Q, "keys": KV[0], "values": KV[1], "index": int32(2, 3, 9)}
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel", "metadata", "known", "expected"),
+    [
+        (attention_kernels, "_attention_kernel", "_attention_metadata", ATTENTION,
+         ("decode_attention_8bit", 16, ops.split_attention(2, 5, 12, 3, 64, 192, 40, 8, 2, 32, 7))),
+        (attention_kernels, "_merge_kernel", "_merge_metadata", {**SIZES, "out": Q},
+         ("merge", 32, ops.merge(2, 5, 12, 64, 7, 2))),
+        (kv_cache_kernels, "_quantize_kernel", "_quantize_metadata",
+         {**vars(CODES), **SIZES, "keys": bf16(2, 3, 64, 64)},
+         ("quantize", 16, quantize_cost(*[bf16(2, 3, 64, 64)] * 2, CODES))),
+        (kv_cache_kernels, "_dequantize_kernel", "_dequantize_metadata", {**SIZES, "keys": bf16(2, 3, 192, 64)},
+         ("dequantize", 32, dequantize_cost(CODES, True, 2))),
+        (sparse_kernels, "_sparse_attention_kernel", "_sparse_attention_metadata", ATTENTION,
+         ("sparse_decode_attention_8bit", 16, sparse_attention_cost(Q, KV[0], CODES, True, int32(2, 3, 9), 9, 40, 7))),
+        (sampling_kernels, "_softmax_kernel", "_filter_metadata", {"logits": LOGITS[0]},
+         ("filter_logits", 32, filter_cost(LOGITS[0]))),
+        (sampling_kernels, "_best_kernel", "_filter_metadata", {"logits": LOGITS[0]},
+         ("filter_logits", 32, filter_cost(LOGITS[0]))),
+        (sampling_kernels, "_weigh_kernel", "_draw_metadata",
+         {**SIZES, "target": LOGITS[:1], "draft": (LOGITS[1:] * 4,)},
+         ("draw", 32, draw_cost(LOGITS[1], LOGITS[1]))),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.endswith("kernel") else "",
+)  # fmt: skip
+def test_launch_metadata_holds_the_cost(
+    module: Any, kernel: str, metadata: str, known: dict[str, Any], expected: tuple[str, int, Cost]
 ) -> None:
-    queries, splits, full_tokens = 5, 7, 19
-    quantized_tokens = 3 * group if bits else 0
-    q = torch.zeros(batch, queries, q_heads, head_dim, dtype=dtype)
-    keys = torch.zeros(batch, kv_heads, 40, head_dim, dtype=dtype)
-    codes = QuantizedKV.allocate(batch, kv_heads, 4, group, head_dim, "cpu", bits == 8) if bits else None
-    declared = attention_cost(q, keys, codes, bits == 8, quantized_tokens, full_tokens, splits)
-    assert declared == ops.attention(
-        batch,
-        queries,
-        q_heads,
-        kv_heads,
-        head_dim,
-        quantized_tokens,
-        full_tokens,
-        bits,
-        dtype.itemsize,
-        group,
-        splits,
-    )
-
-
-def test_upper_codes_of_a_two_plane_cache_cost_one_plane() -> None:
-    q, keys = torch.zeros(1, 1, 4, 64), torch.zeros(1, 2, 8, 64)
-    both, upper = (QuantizedKV.allocate(1, 2, 2, 64, 64, "cpu", lower) for lower in (True, False))
-    assert attention_cost(q, keys, both, False, 128, 8, 1) == attention_cost(q, keys, upper, False, 128, 8, 1)
-
-
-@SHAPES
-def test_merge(batch: int, kv_heads: int, q_heads: int, head_dim: int, group: int) -> None:
-    partial = torch.zeros(batch, 5, q_heads, 7, head_dim)
-    lse = torch.zeros(batch, 5, q_heads, 7)
-    assert merge_cost(partial, lse, 2) == ops.merge(batch, 5, q_heads, head_dim, 7, 2)
-
-
-def test_attention_costs_what_its_two_kernels_do() -> None:
-    """3 queries of 4 heads of 64 in 5 splits: 60 partials of 64 with a log-sum-exp, fp32, pass between the kernels."""
-    q, keys = torch.zeros(1, 3, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
-    arguments = (q, keys, None, False, 0, 8, 5)
-    partial = torch.zeros(1, 3, 4, 5, 64)
-    merging = merge_cost(partial, partial[..., 0], 2)
-    assert split_attention_cost(*arguments).write_bytes == merging.read_bytes == 60 * 65 * 4
-    assert split_attention_cost(*arguments) + merging == attention_cost(*arguments)
-    assert merging.write_bytes == q.nbytes
-
-
-@SHAPES
-@pytest.mark.parametrize("lower", [False, True], ids=["upper", "both"])
-def test_quantize(batch: int, kv_heads: int, q_heads: int, head_dim: int, group: int, lower: bool) -> None:
-    keys = torch.zeros(batch, kv_heads, 2 * group, head_dim, dtype=torch.bfloat16)
-    out = QuantizedKV.allocate(batch, kv_heads, 9, group, head_dim, "cpu", lower)
-    assert quantize_cost(keys, keys, out) == ops.quantize(
-        batch, kv_heads, head_dim, 2 * group, 2, group, 2 if lower else 1
-    )
-
-
-@SHAPES
-@pytest.mark.parametrize("lower", [False, True], ids=["upper", "both"])
-def test_dequantize(batch: int, kv_heads: int, q_heads: int, head_dim: int, group: int, lower: bool) -> None:
-    codes = QuantizedKV.allocate(batch, kv_heads, 2, group, head_dim, "cpu", lower=True)
-    declared = dequantize_cost(codes, lower, 4)
-    quantized = ops.quantize(batch, kv_heads, head_dim, 2 * group, 4, group, 2 if lower else 1)
-    assert (declared.read_bytes, declared.write_bytes) == (quantized.write_bytes, quantized.read_bytes)
-
-
-def test_launch_metadata_reads_the_kernels_own_arguments() -> None:
-    """Built from the kernels' argument names, so a renamed argument fails here."""
-    codes = QuantizedKV.allocate(1, 2, 3, 32, 64, "cpu", lower=True)
-    q, keys = torch.zeros(1, 2, 4, 64), torch.zeros(1, 2, 10, 64)
-    known = {**vars(codes), "q": q, "keys": keys, "values": keys, "BITS": 8, "capacity": 10, "splits": 3}
-    args = {name: known.get(name) for name in _attention_kernel.arg_names}
-    cost = split_attention_cost(q, keys, codes, True, 96, 10, 3)
-    assert attention_metadata((1,), None, args) == {
-        "name": "decode_attention_8bit",
-        "flops32": cost.flops,
-        "bytes": cost.bytes,
-    }
-    tokens = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
-    known = {**vars(codes), "keys": tokens, "values": tokens}
-    args = {name: known.get(name) for name in _quantize_kernel.arg_names}
-    cost = quantize_cost(tokens, tokens, codes)
-    assert quantize_metadata((1,), None, args) == {
-        "name": "quantize",
-        "flops16": cost.flops,
-        "bytes": cost.bytes,
-    }
-    known = {"partial": torch.zeros(1, 2, 4, 3, 64), "lse": torch.zeros(1, 2, 4, 3), "out": q}
-    args = {name: known.get(name) for name in _merge_kernel.arg_names}
-    cost = merge_cost(known["partial"], known["lse"], 4)
-    assert merge_metadata((1,), None, args) == {"name": "merge", "flops32": cost.flops, "bytes": cost.bytes}
-    known = {**vars(codes), "keys": q, "BITS": 4}
-    args = {name: known.get(name) for name in _dequantize_kernel.arg_names}
-    cost = dequantize_cost(codes, False, 4)
-    assert dequantize_metadata((1,), None, args) == {
-        "name": "dequantize",
-        "flops32": cost.flops,
-        "bytes": cost.bytes,
-    }
+    """Arguments go by the kernel's own names, so that a renamed one fails here."""
+    args = {name: known.get(name) for name in getattr(module, kernel).arg_names}
+    grid = (prod(Q.shape[:3]), 1, 1)
+    name, bits, cost = expected
+    metadata_of = getattr(module, metadata)(grid, None, args)
+    assert metadata_of == {"name": name, f"flops{bits}": cost.flops, "bytes": cost.bytes}

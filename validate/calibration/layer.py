@@ -13,8 +13,7 @@ from torch import Tensor
 from ridgeplan.kernels.layer import add_rms_norm_cost, rope_append, rope_append_cost, swiglu, swiglu_cost
 from ridgeplan.kernels.linear import linear_dense, linear_quantized
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
-from ridgeplan.kernels.sampling import draw, rejection_sample, softmax_distribution
-from ridgeplan.kernels.sampling.cost import draw_cost, filter_cost
+from ridgeplan.kernels.sampling import draw, draw_cost, filter_cost, rejection_sample, softmax_distribution
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import linear_kind

@@ -10,8 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.attention.cost import attention_cost
+from ridgeplan.kernels.attention import attention_cost, decode_attention
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.kv_cache import dequantize, quantize, shift_slots_cost
-from ridgeplan.kernels.kv_cache.cost import quantize_cost
+from ridgeplan.kernels.kv_cache import dequantize, quantize, quantize_cost, shift_slots_cost
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.plan.plan import KVFormat

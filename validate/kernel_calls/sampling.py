@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.sampling import draw, filter_logits, rejection_sample
-from ridgeplan.kernels.sampling.cost import draw_cost, filter_cost
+from ridgeplan.kernels.sampling import draw, draw_cost, filter_cost, filter_logits, rejection_sample
 from ridgeplan.kernels.sampling.reference import Choice, Greedy, VerifyResult
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.kernel_calls.case import KernelCase, Within, fresh

@@ -11,17 +11,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.attention.cost import attention_cost, scores_cost
+from ridgeplan.kernels.attention import attention_cost, decode_attention, scores_cost
 from ridgeplan.kernels.attention.scores import ScoreRequest, What
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection import page_bounds, page_scores, top_k, two_bit_scores, two_bit_top_k
-from ridgeplan.kernels.selection.cost import page_scores_cost, top_k_cost, two_bit_top_k_cost
+from ridgeplan.kernels.selection import (
+    page_bounds,
+    page_scores,
+    page_scores_cost,
+    top_k,
+    top_k_cost,
+    two_bit_scores,
+    two_bit_top_k,
+    two_bit_top_k_cost,
+)
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
-from ridgeplan.kernels.sparse_attention import progressive_attention, sparse_decode_attention
-from ridgeplan.kernels.sparse_attention.cost import progressive_cost, sparse_attention_cost
+from ridgeplan.kernels.sparse_attention import (
+    progressive_attention,
+    progressive_cost,
+    sparse_attention_cost,
+    sparse_decode_attention,
+)
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.kernel_calls.case import KernelCase, Peers, RoofShare, SpeedUp, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import GROUP, SparseSize
@@ -176,8 +187,8 @@ def progressive_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[Ker
     """Scan, choice and attention of one draft query, against attention to all upper codes."""
     for size in sizes:
         store = Store.draw(bench, size)
-        codes, planes = store.variant(0)
-        cost = progressive_cost(store.q, store.keys, codes, planes, size.tokens, store.chosen, BUFFER_SLOTS, 16)
+        codes, _ = store.variant(0)
+        cost = progressive_cost(store.q, codes, size.tokens, store.chosen, BUFFER_SLOTS, 16)
 
         def error(store: Store = store) -> float:
             return relative_error(store.progressive(0), store.progressive(0, "reference"))

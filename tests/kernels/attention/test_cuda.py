@@ -8,7 +8,6 @@ import torch
 from attention_problem import Problem
 from torch import Tensor
 
-from ridgeplan.kernels.attention.cost import split_attention_cost
 from ridgeplan.kernels.attention.cuda import (
     MAX_STAGES,
     MERGE_PARTS,
@@ -24,6 +23,7 @@ from ridgeplan.kernels.attention.cuda import (
 )
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.roofline import ops
 
 HOPPER_BYTES = 228 * 1024  # shared memory of an SM
 HOPPER_SMS = 132
@@ -257,8 +257,9 @@ def test_writes_the_partials_that_it_declares(splits: int, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "empty", poisoned)
     problem.run(splits)
     partial, sums = made[:2]
-    declared = split_attention_cost(problem.q, problem.keys, problem.codes, True, 37 * 128, 201, splits)
-    assert 4 * int(partial.isfinite().sum() + sums.isfinite().sum()) == declared.write_bytes
+    batch, queries, q_heads, head_dim = problem.q.shape
+    declared_bytes = ops.partial_bytes(batch, queries, q_heads, head_dim, splits)
+    assert 4 * int(partial.isfinite().sum() + sums.isfinite().sum()) == declared_bytes
 
 
 @pytest.mark.gpu

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.layer import rope_append, rope_append_cost, rotary_tables, rotary_tables_cost
-from ridgeplan.roofline import ops
+from ridgeplan.kernels.layer import rope_append, rotary_tables
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -178,19 +177,6 @@ def test_tables_up_to_a_million_tokens(backend: str, head_dim: int, scale: float
     assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (2, 3, head_dim // 2)
     torch.testing.assert_close(cos.double(), scale * angles.cos(), atol=2e-7, rtol=0)
     torch.testing.assert_close(sin.double(), scale * angles.sin(), atol=2e-7, rtol=0)
-
-
-@HEADS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_declared_costs_are_the_model_s(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
-    case = Case(heads, dtype, "cpu")
-    q_heads, kv_heads, head_dim = heads
-    width, turned = (q_heads + 2 * kv_heads) * head_dim, (q_heads + kv_heads) * head_dim
-    plain = rope_append_cost(case.qkv, case.tables, case.slots, None)
-    assert plain == ops.rope_append(6, width, head_dim, 0, dtype.itemsize)
-    normed = rope_append_cost(case.qkv, case.tables, case.slots, case.qk_norm)
-    assert normed == ops.rope_append(6, width, head_dim, turned, dtype.itemsize)
-    assert rotary_tables_cost(case.slots, frequencies(head_dim, "cpu")) == ops.rotary_tables(6, head_dim)
 
 
 def test_errors_name_the_shapes() -> None:

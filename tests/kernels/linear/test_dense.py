@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.kernels.linear import linear_dense, linear_dense_cost
+from ridgeplan.kernels.linear import linear_dense
 from ridgeplan.kernels.linear.cuda import find_dense_kernel
 from ridgeplan.kernels.linear.schedule import (
     BESIDE_BYTES,
@@ -17,7 +17,6 @@ from ridgeplan.kernels.linear.schedule import (
     DeviceLimits,
     make_dense_schedule,
 )
-from ridgeplan.roofline import ops
 
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 
@@ -57,13 +56,6 @@ def test_disagreeing_shapes_and_unknown_backends_are_refused() -> None:
         linear_dense(torch.zeros(2, 128), weight, torch.zeros(8))
     with pytest.raises(ValueError, match="backend 'cublas' is none of"):
         linear_dense(torch.zeros(2, 128), weight, backend="cublas")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("rows", [1, 7])
-def test_declared_cost_is_the_models(rows: int) -> None:
-    x, weight = torch.zeros(rows, 576, dtype=torch.bfloat16), torch.zeros(1000, 576, dtype=torch.bfloat16)
-    assert linear_dense_cost(x, weight) == ops.linear(rows, 576, 1000, 2, 2)
-    assert linear_dense_cost(x, weight, gated=True) == ops.gated_linear(rows, 576, 500, 2, 2)
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])

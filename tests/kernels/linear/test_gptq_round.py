@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.linear.gptq_round import gptq_round, gptq_round_cost, gptq_round_reference
-from ridgeplan.roofline import ops
+from ridgeplan.kernels.linear.gptq_round import gptq_round, gptq_round_reference
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
 
@@ -67,11 +66,6 @@ def test_the_kernel_agrees_with_the_reference_on_the_gpu() -> None:
     same = (codes == expected).all(1)  # a number on the edge of two codes may fall either way, and all after it move
     assert same.float().mean() > 0.98
     assert torch.allclose(errors[same], missed[same], atol=1e-4)
-
-
-def test_declared_cost_is_the_models() -> None:
-    assert gptq_round_cost(torch.zeros(12, 32)) == ops.gptq_round(12, 32)
-    assert gptq_round_cost(torch.zeros(12, 32), torch.zeros(12, 32)) == ops.gptq_round(12, 32, bounded=1)
 
 
 def test_a_feedback_of_another_width_is_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.linear import linear_quantized, linear_quantized_cost
+from ridgeplan.kernels.linear import linear_quantized
 from ridgeplan.kernels.linear.cuda import LinearKernel, find_quantized_kernel
 from ridgeplan.kernels.linear.schedule import (
     BESIDE_BYTES,
@@ -19,7 +19,6 @@ from ridgeplan.kernels.linear.schedule import (
     make_quantized_schedule,
 )
 from ridgeplan.kernels.linear.weights import Int4Weight
-from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
 
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
@@ -121,17 +120,6 @@ def test_many_rows_take_the_weight_in_slabs(biased: bool, monkeypatch: pytest.Mo
     actual = linear_quantized(x, Int4Weight.pack(codes, scale, zero), bias, backend="triton")
     expected = x.double() @ definition(codes, scale, zero).T + (0 if bias is None else bias)
     assert relative_error(actual, expected) < 1e-5
-
-
-@pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize(("inputs", "group"), [(512, 256), (256, 128), (256, 64), (256, 32)])
-def test_declared_cost_is_the_models(rows: int, inputs: int, group: int) -> None:
-    weight = Int4Weight.pack(*parts(48, inputs, group))
-    x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
-    assert linear_quantized_cost(x, weight) == ops.linear(rows, inputs, 48, weight_bytes(4, group, 2), 2)
-    assert linear_quantized_cost(x, weight, gated=True) == ops.gated_linear(
-        rows, inputs, 24, weight_bytes(4, group, 2), 2
-    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.linear import linear_quantized, linear_quantized_cost
+from ridgeplan.kernels.linear import linear_quantized
 from ridgeplan.kernels.linear.cuda import LinearKernel, find_quantized_kernel
 from ridgeplan.kernels.linear.schedule import (
     BESIDE_BYTES,
@@ -18,7 +18,6 @@ from ridgeplan.kernels.linear.schedule import (
     make_quantized_schedule,
 )
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
-from ridgeplan.roofline import ops
 from ridgeplan.roofline.passes import weight_bytes
 
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
@@ -97,16 +96,6 @@ def test_product_in_16_bits(rows: int, backend: str, device: str) -> None:
     actual = linear_quantized(x, weight, backend=backend)
     assert actual.dtype == torch.bfloat16
     assert relative_error(actual, x.double() @ exact.T) < torch.finfo(torch.bfloat16).eps
-
-
-@pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize(("inputs", "group"), [(512, 256), (256, 128), (256, 64), (256, 32)])
-def test_declared_cost_is_the_models(rows: int, inputs: int, group: int) -> None:
-    weight, _ = made("plain", 48, inputs, group)
-    x = torch.zeros(rows, inputs, dtype=torch.bfloat16)
-    per_parameter = weight_bytes(8, group, 2)
-    assert linear_quantized_cost(x, weight) == ops.linear(rows, inputs, 48, per_parameter, 2)
-    assert linear_quantized_cost(x, weight, gated=True) == ops.gated_linear(rows, inputs, 24, per_parameter, 2)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 9, 16, 64])

@@ -13,15 +13,12 @@ from ridgeplan.kernels.offload import (
     gather_cost,
     gather_into_slots,
     take_slots,
-    take_slots_cost,
 )
 from ridgeplan.kernels.offload.triton import Launch
 from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.host_link import HostLayers, load_seconds, stream_seconds
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.ops import take_slots as take_slots_formula
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 
@@ -157,18 +154,6 @@ def test_programs_share_the_loads_of_all_rows_and_heads(
         for held, slots in zip(source, out, strict=True):
             found = slots[row, head, loads.slots[row, head, chosen].long()]
             assert torch.equal(found, held[row, head, index[row, head, chosen].long()])
-
-
-def test_declared_costs_are_counts_of_bytes() -> None:
-    """8 heads of 128 channels in bf16, two rows: a token is 2 x 256 bytes in every head."""
-    keys = torch.zeros(2, 8, 1000, 128, dtype=torch.bfloat16)
-    assert gather_cost((keys, keys), 100) == Cost(read_bytes=2 * 8 * 100 * 512, write_bytes=2 * 8 * 100 * 512)
-    assert gather_cost((keys, keys), 10, page=16).read_bytes == 2 * 8 * 160 * 512
-    assert copy_leading_cost(keys, 300) == Cost(read_bytes=2 * 8 * 300 * 256, write_bytes=2 * 8 * 300 * 256)
-    table = SlotTable.allocate(2, 8, 1000, 200, torch.device("cpu"))
-    index = torch.zeros(2, 8, 100, dtype=torch.int32)
-    assert take_slots_cost(table, index).read_bytes == 2 * 8 * 4 * (2 * 100 + 200)
-    assert take_slots_cost(table, index) == take_slots_formula(2, 8, 100, 200)
 
 
 def test_the_cost_model_moves_what_the_kernels_declare() -> None:

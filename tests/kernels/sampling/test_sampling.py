@@ -7,10 +7,14 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from ridgeplan.kernels.sampling import draw, filter_logits, rejection_sample, softmax_distribution, triton
-from ridgeplan.kernels.sampling.cost import draw_cost, draw_metadata, filter_cost, filter_metadata
+from ridgeplan.kernels.sampling import (
+    draw,
+    filter_logits,
+    rejection_sample,
+    softmax_distribution,
+    triton,
+)
 from ridgeplan.kernels.sampling.reference import Distribution, Greedy, Table, nucleus
-from ridgeplan.roofline import ops
 
 VOCAB = 6
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -320,24 +324,3 @@ def test_sampled_targets_refuse_greedy_drafts() -> None:
     greedy, target = Greedy(torch.tensor([2])), one_hot(torch.tensor([[2, 4]]))
     with pytest.raises(ValueError, match="allowed: both filtered alike"):
         rejection_sample(target, [greedy], torch.tensor([[2]]), torch.tensor([9]).int(), random_uniform(1, 2, seed=0))
-
-
-def test_costs_equal_the_roofline() -> None:
-    rows, queries, vocab = 3, 5, 1000
-    logits = torch.zeros(rows, queries, vocab, dtype=torch.bfloat16)
-    assert filter_cost(logits) == ops.filter_logits(rows * queries, vocab, 2)
-    for distributions in (1, 2):
-        assert draw_cost(*[logits[:, 0]] * distributions) == ops.draw(rows, vocab, 2, distributions)
-
-
-def test_launch_metadata_reads_the_kernels_own_arguments() -> None:
-    """Built from the kernels' argument names, so a renamed argument fails here."""
-    target, draft = torch.zeros(3, 5, 100), torch.zeros(3, 100)
-    known = {"logits": target, "target": (target,), "draft": ((draft,) * 4,), "GAMMA": 4}
-    for kernel, metadata, cost in [
-        (triton._softmax_kernel, filter_metadata, filter_cost(target)),
-        (triton._best_kernel, filter_metadata, filter_cost(target)),
-        (triton._weigh_kernel, draw_metadata, draw_cost(draft, draft)),
-    ]:
-        figures = metadata((1,), None, {name: known.get(name) for name in kernel.arg_names})
-        assert (figures["flops32"], figures["bytes"]) == (cost.flops, cost.bytes)
