@@ -5,6 +5,9 @@ interpreter accepts programs that the compiler refuses, so CPU runs need this to
 interpreter or the compiler when imported, hence the process of its own.
 """
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -170,3 +173,176 @@ def test_every_kernel_compiles_for_hopper(compiled_for_hopper: Callable[[dict[st
     for name, used in shared.items():
         wide = "128 rows" in name or "64 rows" in name
         assert used <= (HOPPER_SHARED_BYTES if wide else ADA_SHARED_BYTES), name
+
+
+# Triton's kernels of selections, sparse attention and scores compile for Hopper without a GPU, within its limits.
+
+Q_STRIDES = ["q_batch_stride", "q_query_stride", "q_head_stride"]
+SIZES = ["capacity", "group_capacity", "splits", "index_capacity", "sets", "width", "max_k", "parts"]
+TYPES = {
+    **dict.fromkeys((*STRIDES, *Q_STRIDES, *SIZES), "i32"),
+    **dict.fromkeys(("begin", "end", "groups", "index", "count", "pages", "lengths", "k"), "*i32"),
+    **dict.fromkeys(("histograms", "counts", "group_index"), "*i32"),
+    **dict.fromkeys(("partial", "lse", "scores", "out"), "*fp32"),
+    **dict.fromkeys(("key_upper", "value_upper", "key_two_bit", "value_rows"), "*u8"),
+    **dict.fromkeys(("key_scale", "key_min", "value_scale", "value_min"), "*fp16"),
+    **dict.fromkeys(("q", "keys", "values", "bounds"), "*bf16"),
+    "scale": "fp32",
+    "mask": "*i1",
+}
+LOWER = {"key_lower": "*u8", "value_lower": "*u8"}
+HEADS = {"KV_HEADS": 8, "RATIO": 4, "GROUP": 128, "HEAD_DIM": 128}
+
+
+def sparse_job(module: str, kernel: str, warps: int, types: dict[str, str], **constants: Any) -> dict[str, Any]:
+    return {"module": module, "kernel": kernel, "types": types, "constants": constants, "options": {"num_warps": warps}}
+
+
+def sparse(bits: int, queries: int, rows: int, value_rows: bool = False, page: int = 1) -> dict[str, Any]:
+    constants = {**HEADS, "QUERIES": queries, "BITS": bits, "VALUE_ROWS": value_rows, "PAGE": page, "ROWS": rows}
+    types = TYPES | (LOWER if bits == 8 else {})
+    return sparse_job("sparse_attention.triton", "_sparse_attention_kernel", 4, types, **constants, BLOCK=32)
+
+
+def selecting(kernel: str, **constants: int) -> dict[str, Any]:
+    return sparse_job("selection.triton", kernel, 8, TYPES, PASSES=4, BLOCK=2048, CHUNK=8192, **constants)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
+def test_every_sparse_kernel_compiles_for_hopper(
+    compiled_for_hopper: Callable[[dict[str, Any]], dict[str, int]],
+) -> None:
+    jobs = {
+        "sparse bf16": sparse(0, 1, 16),
+        "sparse int4 rows": sparse(4, 1, 16, value_rows=True),
+        "sparse int4 page 16": sparse(4, 1, 16, page=16),
+        "sparse int8 8 queries": sparse(8, 8, 32),
+        "pages": sparse_job("selection.triton", "_page_scores_kernel", 4, TYPES, **HEADS, PADDED=128, BLOCK=32),
+        "pack": sparse_job("selection.triton", "_pack_kernel", 4, TYPES, **HEADS),
+        "two-bit": sparse_job("selection.triton", "_two_bit_kernel", 4, TYPES, **HEADS, ROWS=16, GROUPS=2),
+        **{f"histogram {i}": selecting("_histogram_kernel", DIGIT=i) for i in range(4)},
+        "count": selecting("_count_kernel"),
+        "write": selecting("_write_kernel", PROGRAMS=16),
+    }
+    shared = compiled_for_hopper(jobs)
+    assert all(used <= ADA_SHARED_BYTES for used in shared.values()), shared
+
+
+# Triton's kernels of KV on the host compile for Hopper without a GPU, within its limits.
+
+INDEXES = ["slot_of", "unit_of", "used", "step", "index", "count", "into"]
+OUT = [f"out_{name}" for name in ("slots", "units", "into", "count")]
+HOST_STRIDES = [f"{prefix}{axis}stride" for prefix in ("", "slot_") for axis in ("batch_", "head_")]
+SLOTS = dict.fromkeys((*INDEXES, *OUT), "*i32") | dict.fromkeys(("units", "slots", "width"), "i32")
+SLOTS |= dict.fromkeys(("wanted", "loaded"), "*i64")
+GATHER = dict.fromkeys(("units", "into", "count"), "*i32") | dict.fromkeys(("width", "rows", *HOST_STRIDES), "i32")
+GATHER |= dict.fromkeys(("keys", "values", "slot_keys", "slot_values"), "*bf16")
+GATHER |= dict.fromkeys(("token_stride", "slot_stride"), "i32")
+STORE_STRIDES = [f"{prefix}{axis}stride" for prefix in ("", "out_") for axis in ("batch_", "head_")]
+STORE = {"recent": "*bf16", "out": "*bf16", "first": "*i32", "mask": "*i1", "slot_stride": "i32", "out_stride": "i32"}
+STORE |= dict.fromkeys(STORE_STRIDES, "i32")
+COPY = {"source": "*i32", "out": "*i32", "count": "*i32", "source_entries": "i32", "out_entries": "i32"}
+
+
+def offload_job(kernel: str, warps: int, types: dict[str, str], **constants: Any) -> dict[str, Any]:
+    return {
+        "module": "offload.triton",
+        "kernel": kernel,
+        "types": types,
+        "constants": constants,
+        "options": {"num_warps": warps},
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
+def test_every_residency_kernel_compiles_for_hopper(
+    compiled_for_hopper: Callable[[dict[str, Any]], dict[str, int]],
+) -> None:
+    gather = {"KV_HEADS": 8, "PARTS": 9, "TURNS": 2, "ROWS": 16, "HEAD_DIM": 128, "PADDED": 128}
+    store = {name: value for name, value in gather.items() if name not in ("PARTS", "TURNS", "ROWS")}
+    jobs = {
+        "group store": offload_job("_store_group_kernel", 4, STORE, GROUP=128, BLOCK=32, **store),
+        "leading copy": offload_job("_copy_leading_kernel", 8, COPY, ENTRY_WORDS=2048, HEADS=8, PARTS=9, BLOCK=4096),
+        "slots": offload_job("_take_slots_kernel", 8, SLOTS, SLOTS=4096, WIDTH=2048),
+        "most slots": offload_job("_take_slots_kernel", 8, SLOTS, SLOTS=16384, WIDTH=8192),
+        "gather": offload_job("_gather_kernel", 4, GATHER, SETS=8, PAGE=1, **gather),
+        "gather pages": offload_job("_gather_kernel", 4, GATHER, SETS=1, PAGE=16, **gather),
+    }
+    shared = compiled_for_hopper(jobs)
+    assert all(used <= ADA_SHARED_BYTES for used in shared.values()), shared
+
+
+# The sampling kernels compile for Hopper (sm_90) on a machine without a GPU, tuples of drafts included.
+
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from importlib import import_module
+
+def frozen(kind):
+    return tuple(map(frozen, kind)) if isinstance(kind, list) else kind
+
+for name, job in json.loads(sys.stdin.read()).items():
+    kernel = getattr(import_module("ridgeplan.kernels." + job["module"]), job["kernel"])
+    kinds = {argument: frozen(job["types"].get(argument, "constexpr")) for argument in kernel.arg_names}
+    constants = {(i,): job["constants"][a] for i, a in enumerate(kernel.arg_names) if kinds[a] == "constexpr"}
+    source = ASTSource(kernel, kinds, constants, {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert compiled.asm["cubin"], name
+    ptx = compiled.asm["ptx"]
+    first = min(ptx.find(access) for access in ("ld.global", "st.global"))
+    assert 0 < ptx.find("griddepcontrol.launch_dependents") < ptx.find("griddepcontrol.wait") < first, name
+    print(name)
+"""
+
+FIGURES = ["*fp32", "*fp32", "*fp32"]  # peak, cutoff and mass
+SAMPLING_SIZES = {"CHUNKS": 32, "PADDED": 32, "CHUNK": 4096, "FILTERED": True, "PDL": True}
+ROW = {"vocab": "i32", "scale": "fp32", "draft_scale": "fp32"}
+FILTERING = dict.fromkeys(("cutoffs", "peaks", "masses", "peak", "cutoff", "mass"), "*fp32") | ROW
+
+
+def sampling_job(module: str, kernel: str, types: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any]:
+    return {"module": module, "kernel": kernel, "types": types, "constants": SAMPLING_SIZES | constants}
+
+
+def rounds(element: str, gamma: int) -> dict[str, dict[str, Any]]:
+    """Kernels that verify `gamma` drafts, or of a draw where there are none."""
+    types: dict[str, Any] = {"target": ["*" + element, *FIGURES], "uniform": "*fp64", "sums": "*i64", "out": "*i64"}
+    types |= {"draft": [[kind] * gamma for kind in types["target"]]} | ROW
+    constants: dict[str, Any] = {"GAMMA": gamma}
+    if gamma:
+        types |= {"drafted": "*i64", "counts": "*i64", "max_tokens": "*i32"}
+    else:
+        constants |= {"drafted": None, "counts": None}
+    kernels = ["_accept_kernel"] * (gamma > 0) + ["_weigh_kernel", "_pick_kernel"]
+    return {
+        f"{kernel} {element} {gamma}": sampling_job("sampling.triton", kernel, types, constants) for kernel in kernels
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
+def test_every_sampling_kernel_compiles_for_hopper() -> None:
+    greedy = {
+        "logits": "*bf16",
+        "places": "*i32",
+        "best": "*i64",
+        "drafted": "*i64",
+        "counts": "*i64",
+        "max_tokens": "*i32",
+    }
+    jobs = {
+        "softmax": sampling_job("sampling.triton", "_softmax_kernel", FILTERING | {"logits": "*bf16"}, {}),
+        "join": sampling_job("sampling.triton", "_join_kernel", FILTERING, {"FILTERED": False}),
+        "best": sampling_job("sampling.triton", "_best_kernel", FILTERING | greedy, {}),
+        "join best": sampling_job("sampling.triton", "_join_best_kernel", FILTERING | greedy, {}),
+        "agree": sampling_job("sampling.triton", "_agree_kernel", FILTERING | greedy, {"GAMMA": 7, "PADDED": 8}),
+        **rounds("bf16", 8),
+        **rounds("fp32", 0),
+    }
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(command, input=json.dumps(jobs), env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == list(jobs)

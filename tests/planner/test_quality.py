@@ -1,9 +1,27 @@
 """Quality: which constraint admits which plan."""
 
+import dataclasses
+import json
+
 import pytest
 
-from ridgeplan.planner.quality import Quality, losses, quality_of
-from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan import planner
+from ridgeplan.planner import quality as module
+from ridgeplan.planner.quality import (
+    HEAD,
+    Quality,
+    QualityRow,
+    load_rows,
+    losses,
+    measured_quality,
+    quality_of,
+    read_rows,
+    rows_json,
+    ruler_average,
+    stated_losses,
+    target_values,
+)
+from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Plan, PlanError, Weights, Workload
 from ridgeplan.roofline.plan.presets import preset
 
 WORKLOAD = Workload("m", "h200", 32768)
@@ -56,3 +74,155 @@ def test_a_constraint_admits_its_own_quality_and_stricter_ones():
         Quality.NEAR_LOSSLESS: [Quality.EXACT, Quality.NEAR_LOSSLESS],
         Quality.LOSSY: [Quality.EXACT, Quality.NEAR_LOSSLESS, Quality.LOSSY],
     }
+
+
+# Rows of measured quality: what identifies a target, files, and what they say of a plan.
+
+MEASURED = Workload("meta-llama/Llama-3.1-8B", "h200", 30720)
+
+
+def row(measure="fidelity", value=0.9, name="dapq", **changes):
+    plan = preset(name, MEASURED)
+    fields = {
+        "model": "Llama-3.1-8B", "plan": name, "target": target_values(plan), "context": 32768, "measure": measure,
+        "value": value, "plain": 1.0, "samples": 4, "tokens": 128, "seed": 0, "dtype": "bfloat16", "where": "H200",
+        "date": "2026-11-22", "text": "a novel",
+    }  # fmt: skip
+    return QualityRow(**fields | changes)
+
+
+def test_a_target_is_what_can_change_the_output():
+    assert target_values(preset("autoregressive", MEASURED)) == {}
+    assert target_values(preset("magicdec-streaming", MEASURED)) == {}  # speculation is exact
+    assert target_values(preset("quantspec-exact", MEASURED)) == {}
+    int8 = {"kv.target_bits": 8, "kv.group": 128}
+    assert target_values(preset("int8", MEASURED)) == target_values(preset("quantspec", MEASURED)) == int8
+    assert target_values(preset("dapq-quantspec", MEASURED)) == {
+        **int8, "eviction.policy": "dapq", "eviction.budget": 1024,
+    }  # fmt: skip
+    assert target_values(preset("quest", MEASURED)) == {
+        "attention.selection": "quest", "attention.budget": 2048, "attention.sinks": 4, "attention.recent": 128,
+        "attention.page": 16,
+    }  # fmt: skip
+    assert target_values(Plan(MEASURED, weights=Weights(4, 4, 64))) == {"weights.target_bits": 4, "weights.group": 64}
+    groups = Plan(MEASURED, kv=KVCache(KVFormat.INT8, 64))
+    assert target_values(groups) != int8
+    stretched = dataclasses.replace(MEASURED, yarn_factor=2.0)
+    assert target_values(Plan(stretched)) == {"yarn_factor": 2.0}
+
+
+def test_rows_round_trip_and_files_name_their_mistakes(tmp_path):
+    rows = (row(), row("perplexity", 12.5, plain=11.0), row("kv_bytes", 4e9, "int8"))
+    assert read_rows(rows_json(rows)) == rows
+    (tmp_path / "rows.json").write_text(rows_json(rows), encoding="utf-8")
+    assert load_rows(tmp_path / "rows.json") == rows
+    with pytest.raises(PlanError, match=r"cannot read quality rows .*nowhere"):
+        load_rows(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value": -0.1}, "value is -0.1"),
+        ({"context": 0}, "context is 0"),
+        ({"measure": ""}, "measure is ''"),
+        ({"target": {"kv": [1]}}, "target"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_damaged_rows_are_refused_in_one_line(change, message):
+    document = json.loads(rows_json([row()]))
+    document["rows"][0].update(change)
+    with pytest.raises(PlanError, match="quality row: ") as error:
+        read_rows(json.dumps(document))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"schema": 2, "rows": []}', '{"schema": 1, "rows": 3}', '{"schema": 1}']
+)
+def test_damaged_files_are_refused(content):
+    with pytest.raises(PlanError):
+        read_rows(content)
+
+
+def test_a_cell_is_one_figure_of_one_run():
+    assert row().cell == row(value=0.5, date="2026-11-23", plain=0.5).cell
+    others = ({"context": 4096}, {"samples": 5}, {"tokens": 64}, {"seed": 1}, {"where": "CPU"}, {"text": "other"},
+              {"measure": "perplexity"}, {"name": "snapkv"}, {"target": {}}, {"model": "m"})  # fmt: skip
+    assert len({row(**one).cell for one in others} | {row().cell}) == len(others) + 1
+
+
+def test_measured_figures_speak_for_plans_of_the_same_target_and_a_near_context():
+    rows = [
+        row(value=0.91234), row("perplexity", 12.0, plain=11.5), row("tpot_ms", 9.0),
+        row("niah_single_1", 0.5, plain=1.0), row("vt", 0.1, plain=0.5), row("cwe", 0.9, plain=0.4),
+        row(value=0.2, context=4096), row(value=0.3, name="snapkv"),
+    ]  # fmt: skip
+    told = measured_quality(preset("dapq", MEASURED), rows)
+    # RULER counts the tasks that plain decoding solves at half or more: (0.5 + 0.1) / 2 of (1.0 + 0.5) / 2.
+    assert told == (
+        "fidelity 0.912 (1 - TV); perplexity 12.00 of 11.50; RULER 30.0 of 75.0 over 2 tasks; "
+        "at 32768 tokens of a novel [measured]"
+    )
+    assert measured_quality(preset("dapq-quantspec", MEASURED), rows) is None
+    assert measured_quality(preset("autoregressive", MEASURED), [row(name="autoregressive")]) is None
+    far = dataclasses.replace(MEASURED, context=70_000)
+    assert measured_quality(preset("dapq", far), rows) is None
+    other = dataclasses.replace(MEASURED, model="Qwen2.5-7B")
+    assert measured_quality(preset("dapq", other), rows) is None
+
+
+def test_the_head_that_was_measured_last_speaks_for_plans_that_choose_by_one():
+    plan = preset("specontext-resident", MEASURED)
+    dates = {"old 1f": "2026-01-01", "new 2e": "2026-02-01"}
+    rows = [
+        dataclasses.replace(one, target={**one.target, HEAD: head}, date=date)
+        for one, (head, date) in zip(
+            [row(value=0.5, name="specontext-resident"), row(value=0.75, name="specontext-resident")],
+            dates.items(),
+            strict=True,
+        )
+    ]
+    told = "fidelity 0.750 (1 - TV); at 32768 tokens of a novel, with the retrieval head new 2e [measured]"
+    assert measured_quality(plan, rows) == measured_quality(plan, rows[::-1]) == told
+    assert rows[0].cell != rows[1].cell
+    assert measured_quality(plan, [row(name="specontext-resident")]) == (
+        "fidelity 0.900 (1 - TV); at 32768 tokens of a novel [measured]"
+    )
+
+
+def test_ruler_is_the_mean_over_solved_tasks_alone():
+    assert ruler_average([row(), row("vt", 0.3, plain=0.49)]) is None
+    assert ruler_average([row("vt", 0.25, plain=0.5), row("cwe", 0.75, plain=1.0)]) == (0.5, 0.75, 2)
+
+
+def test_losses_are_measured_where_there_are_rows_and_published_otherwise():
+    rows = [row()]
+    assert stated_losses(preset("dapq", MEASURED), rows) == [
+        "dapq keeps 1024 of 30720 prompt tokens: fidelity 0.900 (1 - TV); at 32768 tokens of a novel [measured]"
+    ]
+    (published,) = stated_losses(preset("int8", MEASURED), rows)
+    assert published.startswith("INT8 KV: perplexity +0.16%")
+    assert published.endswith("[not measured here]")
+    assert stated_losses(preset("autoregressive", MEASURED), rows) == []
+
+
+def test_recommend_states_what_the_user_measured(tmp_path, monkeypatch, h200_profile):
+    path = tmp_path / "quality.json"
+    monkeypatch.setattr(module, "user_quality_path", lambda: path)
+    asked = ("meta-llama/Llama-3.1-8B", "h200", 120_000)
+    before = planner.recommend(*asked, batch=4, profile=h200_profile)
+    assert all(loss.endswith("[not measured here]") for loss in before.losses)
+    target = target_values(before.plan)
+    eight_bits = {"weights.target_bits": 8, "weights.group": 128, "kv.target_bits": 8, "kv.group": 128}
+    assert target == {**eight_bits, "weights.hierarchical": 1}
+    rows = [row(value=0.977, name=name, context=65536) for name in ("int8-weights-int8", "quantspec-int8")]
+    path.write_text(rows_json([dataclasses.replace(rows[0], value=0.5), rows[1]]), encoding="utf-8")
+    after = planner.recommend(*asked, batch=4, profile=h200_profile)
+    assert after.plan == before.plan
+    (loss,) = after.losses
+    assert "fidelity 0.977" in loss
+    assert loss in after.explain()

@@ -1,374 +1,311 @@
-"""recommend: what it picks, and why others lose."""
+"""The search space: its families, their grids, and names of plans."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
+from importlib import import_module
+from itertools import repeat
 
+import numpy as np
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.planner.question import Objective, Question
-from ridgeplan.planner.recommend import TOLERANCE, preference
-from ridgeplan.planner.search import search
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.lowering import rates_of, stack, strategy_of
+from ridgeplan.planner.question import ask
+from ridgeplan.planner.search import RATIOS, Candidate, Family, families, fits_whole, search, within_limit
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.plan.plan import KVFormat, PlanError, Workload
-from ridgeplan.roofline.plan.presets import PRESETS, preset
-from ridgeplan.roofline.plan.support import missing_execution
+from ridgeplan.roofline.evaluate import evaluate
+from ridgeplan.roofline.plan.draft_selection import SpecAttn
+from ridgeplan.roofline.plan.plan import (
+    DraftCodes,
+    Eviction,
+    HostPart,
+    KVFormat,
+    Placement,
+    PlanError,
+    Speculation,
+    TargetAttention,
+    Weights,
+    Workload,
+)
+from ridgeplan.roofline.plan.policies import selections
+from ridgeplan.roofline.plan.policies.base import Role, unpriced
+from ridgeplan.roofline.plan.presets import PRESETS, describe, family_key, preset, preset_name
+
+WORKLOAD = Workload("m", "h200", 32768)
+# 4 caches x 2 target weights x 2 draft weights x selections, of which one needs codes (4); the target itself is no
+# draft (4), plain caches are no drafts (4).
+JOINT = 4 * 2 * 2 * sum(policy.searched for policy in selections(Role.DRAFT)) - 4 - 4 + 4
+
+
+@pytest.fixture(scope="module")
+def found():
+    return {family.name: family for family in families(WORKLOAD, offload=False)}
+
+
+def test_a_grid_pairs_every_gamma_with_every_ratio(found):
+    gamma, ratio = found["specattn"].grid()
+    assert sorted(zip(gamma, ratio, strict=True)) == sorted((g, r) for g in range(1, 16) for r in RATIOS)
+    assert found["specattn"].size == len(gamma) == 15 * 7
+
+
+@pytest.mark.parametrize(
+    "name, size", [("autoregressive", 1), ("quantspec", 15), ("quest", 1), ("magicdec-quest", 105)]
+)
+def test_only_what_a_plan_has_varies(found, name, size):
+    assert found[name].size == size
+
+
+def test_a_point_of_the_grid_is_the_template_with_its_gamma_and_ratio(found):
+    plan = found["specattn"].plan(np.int64(3), np.float64(0.25))
+    template = found["specattn"].template
+    assert plan == replace(template, speculation=replace(template.speculation, gamma=3).with_ratio(0.25))
+    assert found["autoregressive"].plan(0, 1.0) == preset("autoregressive", WORKLOAD)
+
+
+def test_the_joint_space_is_complete_and_holds_no_system_twice(found):
+    """Presets keep their names where they are points of the joint space."""
+    presets = [make(WORKLOAD) for make in PRESETS.values()]
+    inside = [
+        plan
+        for plan in presets
+        if (plan.eviction, plan.attention, plan.placement) == (Eviction(), TargetAttention(), Placement())
+        and plan.weights.target_bits != 4
+    ]
+    assert len(inside) >= 12
+    assert len(found) == len(presets) + JOINT - len(inside)
+    assert set(PRESETS) <= set(found)
+    keys = [family_key(family.template) for family in found.values()]
+    assert len(set(keys)) == len(keys)
+    drafting = [family.template for family in found.values() if family.template.speculation.active]
+    quest_on_shadow = [
+        plan
+        for plan in drafting
+        if plan.kv.format is KVFormat.SHADOW
+        and plan.weights.draft_bits == 4
+        and plan.speculation.selection.name == "quest"
+    ]
+    assert [plan.weights.target_bits for plan in quest_on_shadow] == [16, 8]
+    assert {plan.speculation.codes for plan in quest_on_shadow} == {DraftCodes.UPPER}
+
+
+def test_drafts_differ_from_the_target(found):
+    for family in found.values():
+        plan = family.template
+        same_reads = plan.speculation.codes is DraftCodes.FULL and not plan.speculation.sparse
+        assert not (plan.speculation.active and same_reads and not plan.weights.draft_differs), family.name
+
+
+def test_offloading_adds_plain_decoding_and_drafts_on_upper_codes(found):
+    """Plain on bf16 and on int8; drafts on the target's weights and on 4-bit ones, with lower codes on the host."""
+    added = [family.template for family in families(WORKLOAD, offload=True) if family.name not in found]
+    assert all(plan.placement.offload for plan in added)
+    plain = {(plan.kv.format, plan.placement.budget) for plan in added if not plan.speculation.active}
+    assert plain == {(KVFormat.FULL, 2048), (KVFormat.INT8, 2048)}
+    drafting = [plan for plan in added if plan.speculation.active]
+    assert {plan.placement.part for plan in drafting} == {HostPart.LOWER}
+    assert {(16, 16), (16, 4)} <= {(plan.weights.target_bits, plan.weights.draft_bits) for plan in drafting}
+
+
+def test_preset_names_survive_other_hyperparameters():
+    plan = preset("quantspec", WORKLOAD)
+    assert preset_name(replace(plan, speculation=replace(plan.speculation, gamma=9))) == "quantspec"
+    assert preset_name(preset("snapkv", replace(WORKLOAD, context=500))) == "snapkv"  # a smaller budget
+    for name in PRESETS:
+        assert preset_name(preset(name, WORKLOAD)) == name
+
+
+def test_plans_without_a_name_are_described():
+    drafting = replace(preset("quantspec", WORKLOAD), weights=Weights(4, 4))
+    assert describe(drafting) == "w4 + int4x2 KV + drafts on upper codes"
+    sparse = replace(preset("specattn", WORKLOAD), weights=Weights(draft_bits=4))
+    assert preset_name(sparse) == "drafts on full codes of specattn, w4 drafts"
+    assert describe(preset("autoregressive", WORKLOAD)) == "autoregressive"
+    assert describe(preset("specontext", WORKLOAD)) == "offload + target on retrieval-head"
+
+
+def test_short_prompts_have_smaller_budgets():
+    short = replace(WORKLOAD, context=700)
+    assert preset("dapq", short).eviction.budget == 700
+    assert preset("quest", short).attention.budget == 700
+    assert preset("dapq", WORKLOAD).eviction.budget == 1024
+
+
+def test_an_unknown_preset_is_named_with_its_neighbours():
+    with pytest.raises(PlanError, match=r"unknown preset 'quantspek'\. Did you mean quantspec"):
+        preset("quantspek", WORKLOAD)
+
+
+def test_the_papers_hyperparameters():
+    """QuantSpec compares MagicDec at a quarter of the tokens; SpecAttn drafts 7 tokens from 7% of them."""
+    specattn = Speculation(7, selection=SpecAttn(ratio=0.07))
+    assert preset("specattn", WORKLOAD).speculation == specattn
+    assert [preset(f"magicdec-{name}", WORKLOAD).speculation.ratio for name in ("streaming", "snapkv")] == [0.25] * 2
+
+
+# The best plan of each family, against an evaluation of every plan one by one.
+
+QUESTIONS = {
+    "8B at 120k": ("Llama-3.1-8B", "h200", 120_000, {}),
+    "small model, batch of 16": ("Qwen2.5-0.5B", "h100", 3000, {"batch": 16, "quality": "lossy"}),
+    "experts, whole request": ("Qwen3-30B-A3B", "a100", 20_000, {"batch": 3, "objective": "total"}),
+    "least memory": ("Llama-3.1-8B", "rtx4090", 30_000, {"objective": "memory", "quality": "lossy"}),
+    "offloaded": ("Llama-3.1-8B", "rtx4090", 120_000, {"memory_limit": "20GB"}),
+}
+
+OFTEN = ("8B at 120k", "offloaded", "least memory")
+MORE_QUESTIONS = QUESTIONS | {
+    "16 rows": ("Llama-3.1-8B", "h200", 4096, {"batch": 16}),
+    "exact": ("Qwen3-8B", "h200", 32_000, {"quality": "exact", "batch": 4}),
+    "small GPU": ("SmolLM2-135M", "rtx4060-laptop", 512, {}),
+    "large model": ("Llama-3.1-70B", "b200", 65_536, {"batch": 8}),
+    "any backend, sliding window": ("Mistral-7B-v0.1", "h100", 3000, {"batch": 2, "backend": "any"}),
+    "one cache format": ("Qwen3-32B", "h200", 30_000, {"quality": "lossy", "kv_format": "int4x2"}),
+    "mixed bits": ("gpt-oss-20b", "h100", 60_000, {}),
+    "few new tokens": ("Llama-3.1-8B", "h200", 120_000, {"objective": "total", "new_tokens": 64}),
+    "nearly full": ("Llama-3.1-8B", "a6000", 100_000, {"batch": 3, "memory_utilization": 0.8}),
+}
+
+
+def asked(questions, often=OFTEN):
+    """Parameters of a test: those of `often` each time, the others among the slow ones."""
+    for name, question in questions.items():
+        yield pytest.param(*question, id=name, marks=[] if name in often else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("model, gpu, context, options", asked(QUESTIONS))
+def test_each_family_has_its_best_plan(model, gpu, context, options):
+    """Among plans that fit, the lowest objective, and of equal ones the first; else the least memory."""
+    question = ask(model, gpu, context, **options)
+    model_of = AcceptanceModel.of_profile(question.shape, context, question.profile)
+    found = search(question)
+    by_name = {one.name: one for one in families(question.workload, offload=True, quality=question.quality)}
+    assert len(found) > 40
+    for candidate in found[::12]:
+        figures = [_figures(*point, question, model_of) for point in _plans(by_name[candidate.name])]
+        objective, _, peak = np.transpose(figures)
+        fits = peak <= question.memory_limit_bytes
+        best = int(np.argmin(np.where(fits, objective, np.inf) if fits.any() else peak))
+        assert (candidate.score, candidate.tpot_s, candidate.peak_bytes) == pytest.approx(figures[best], rel=1e-12)
+        wanted = list(_plans(by_name[candidate.name]))[best][1].speculation
+        assert (candidate.plan.speculation.gamma, candidate.plan.speculation.ratio) == (wanted.gamma, wanted.ratio)
+
+
+@pytest.mark.parametrize("model, gpu, context, options", asked(MORE_QUESTIONS, (*OFTEN, "mixed bits", "nearly full")))
+def test_whole_answers_are_those_of_a_search_plan_by_plan(model, gpu, context, options, monkeypatch):
+    """The recommendation, what is within its noise, every alternative with its reason, and the best of all."""
+    answer = planner.recommend(model, gpu, context, **options)
+    for module in ("recommend", "feasibility"):
+        monkeypatch.setattr(import_module(f"ridgeplan.planner.{module}"), "search", plan_by_plan)
+    assert answer == planner.recommend(model, gpu, context, **options)
+    assert len(answer.alternatives) > 10
+
+
+def plan_by_plan(question, searched=None):
+    """`search` where each plan has its own strategy and rates, and the best of a family is sought one by one."""
+    if searched is None:
+        offload = question.offload and not fits_whole(question)
+        known = families(question.workload, offload=offload, quality=question.quality)
+        searched = [family for family in known if unpriced(family.template, question.shape) is None]
+    plans = [plan for family in searched for _, plan in _plans(family)]
+    figures = iter(zip(plans, *_figures_of_all(searched, plans, question), strict=True))
+    found = []
+    for family in searched:
+        own = [next(figures) for _ in range(family.size)]
+        fitting = [one for one in own if question.misfit(*one[3:5]) is None]
+        best = min(fitting, key=lambda one: one[1]) if fitting else min(own, key=lambda one: one[3])
+        if family.name in PRESETS or not family.template.placement.offload or best[5]:
+            found.append(Candidate(family.name, within_limit(best[0], question.memory_limit_bytes), *best[1:5]))
+    return found
+
+
+def _figures_of_all(searched, plans, question):
+    """Objective, time per token, memory, that of the host and layers there of plans side by side: each [plans]."""
+    model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
+    acceptance = np.concatenate([model.best(family.template, *family.grid()) for family in searched])
+    shape, machine = question.shape, question.machine
+    strategies = [strategy_of(*one) for one in zip(plans, repeat(shape), repeat(machine), acceptance, strict=False)]
+    rates = [rates_of(plan, shape, machine) for plan in plans]
+    once = [1] * len(plans)
+    estimate = evaluate(shape, machine, stack(strategies, once), stack(rates, once))
+    figures = (
+        _objective(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.host_bytes,
+        estimate.offloaded_layers,
+    )  # fmt: skip
+    return [np.broadcast_to(np.asarray(one, dtype=float), len(plans)).tolist() for one in figures]
+
+
+def _plans(family: Family):
+    return ((family, family.plan(gamma, ratio)) for gamma, ratio in zip(*family.grid(), strict=True))
+
+
+def _figures(family, plan, question, model):
+    """Objective, time per token and memory of one plan, in numbers."""
+    speculation, machine = plan.speculation, question.machine
+    (acceptance,) = model.best(family.template, np.array([speculation.gamma]), np.array([speculation.ratio]))
+    estimate = evaluate(
+        question.shape, machine,
+        strategy_of(plan, question.shape, machine, float(acceptance)), rates_of(plan, question.shape, machine),
+    )  # fmt: skip
+    return tuple(map(float, (_objective(estimate, question), estimate.tpot_s, estimate.memory.peak)))
+
+
+def _objective(estimate, question):
+    tokens_s = question.workload.new_tokens * estimate.tpot_s
+    found = {"latency": estimate.tpot_s, "total": estimate.ttft_s + tokens_s, "memory": estimate.memory.peak}
+    return found[question.objective]
+
+
+# The best gamma of a grid is the best of all gammas, one at a time.
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
 
-def ask(profile, context=131072, **changes):
-    return planner.recommend(changes.pop("model", LLAMA), "h200", context, profile=profile, **changes)
-
-
-def test_long_context_recommends_quantized_kv_speculation(h200_profile):
-    answer = ask(h200_profile)
-    assert answer.plan.kv.format is KVFormat.HIERARCHICAL
-    assert answer.plan.speculation.active
-    assert answer.predicted.speedup > 1.3
-    assert answer.baseline.speedup == 1
-
-
-def test_the_recommendation_is_the_best_of_everything_that_is_allowed(h200_profile):
-    """Brute force: every executable preset at every gamma, one prediction at a time, is no faster.
-
-    But one that is faster within the noise loses to one that loses less.
-    """
-    shape, answer = load_shape(LLAMA), ask(h200_profile, context=32768)
-    for name in PRESETS:
-        plan = preset(name, answer.plan.workload)
-        if missing_execution(plan) or not Quality.NEAR_LOSSLESS.allows(quality_of(plan)):
-            continue
-        gammas = range(1, 16) if plan.speculation.active else (0,)
-        for gamma in gammas:
-            other = replace(plan, speculation=replace(plan.speculation, gamma=gamma))
-            predicted = planner.predict(other, shape, h200_profile)
-            noise = TOLERANCE if preference(answer.plan) < preference(other) else 1e-9
-            assert predicted.best.tpot_ms >= answer.predicted.best.tpot_ms * (1 - noise)
-
-
-def test_vectorized_search_and_single_prediction_agree(h200_profile):
-    shape, workload = load_shape(LLAMA), Workload("Llama-3.1-8B", "h200", 65536)
-    question = Question(shape, h200_profile, workload, Quality.LOSSY, Objective.LATENCY, 141e9)
-    for candidate in search(question):
-        predicted = planner.predict(candidate.plan, shape, h200_profile)
-        assert predicted.best.tpot_ms == pytest.approx(1e3 * candidate.tpot_s, rel=1e-9)
-        assert predicted.best.peak_memory_bytes == pytest.approx(candidate.peak_bytes, rel=1e-9)
-
-
-@pytest.mark.parametrize("quality", Quality)
-def test_quality_is_never_exceeded(h200_profile, quality):
-    answer = ask(h200_profile, quality=quality)
-    assert quality.allows(quality_of(answer.plan))
-    assert not missing_execution(answer.plan)
-
-
-def test_exact_quality_keeps_the_models_own_distribution(h200_profile):
-    answer = ask(h200_profile, quality="exact")
-    assert answer.plan.kv.format in (KVFormat.FULL, KVFormat.SHADOW)
-    assert not answer.losses
-
-
-def test_alternatives_are_ranked_and_say_why_they_lost(h200_profile):
-    answer = ask(h200_profile)
-    names = [other.preset for other in answer.alternatives]
-    assert set(names) >= set(PRESETS) - {answer.name}
-    assert len(names) == len(set(names))
-    slower = [other for other in answer.alternatives if other.rejected.startswith("slower")]
-    times = [other.predicted.best.tpot_ms for other in slower]
-    assert times == sorted(times)
-    assert answer.alternatives[: len(slower)] == tuple(slower)
-    reasons = ("slower", "quality", "does not fit", "estimated only")
-    assert all(other.rejected.startswith(reasons) for other in answer.alternatives)
-
-
-def test_less_memory_changes_the_plan_and_then_nothing_fits(h200_profile):
-    roomy, tight = ask(h200_profile), ask(h200_profile, memory_limit=29e9)
-    assert tight.predicted.best.peak_memory_bytes <= 29e9 < roomy.baseline.best.peak_memory_bytes
-    assert any("does not fit: needs" in other.rejected for other in tight.alternatives)
-    with pytest.raises(planner.NothingFits, match=r"needs at least .* GB"):
-        ask(h200_profile, memory_limit=5e9)
-
-
-def test_predictions_keep_to_the_memory_limit_as_the_search_does(h200_profile):
-    answer = ask(h200_profile, memory_limit=21e9)
-    offloading = next(other for other in answer.alternatives if other.preset == "specontext")
-    assert offloading.predicted.offloaded_layers > 0
-    assert offloading.predicted.best.peak_memory_bytes <= 21e9
-    tighter = ask(h200_profile, memory_limit=19e9)
-    may_leave = [other for other in tighter.alternatives if "offload" in other.preset]
-    assert may_leave
-    assert all(other.predicted.offloaded_layers for other in may_leave)
-
-
-def test_layers_stay_on_the_device_where_larger_groups_fit(h200_profile):
-    """At 21 GB the usual groups of 128 tokens do not fit; those of 256 do, and are faster than layers on the host."""
-    answer = ask(h200_profile, memory_limit=21e9)
-    assert answer.plan.kv.group == 256
-    assert (answer.predicted.offloaded_layers, answer.warning, answer.on_device) == (0, None, ())
-    assert min(one.predicted.best.tpot_ms for one in offloading(answer)) > answer.predicted.best.tpot_ms
-
-
-def offloading(answer):
-    return [one for one in answer.alternatives if one.predicted.offloaded_layers]
-
-
-def test_what_lies_on_the_host_is_counted_and_must_fit_it(h200_profile):
-    """INT8 KV of 131,072 + 1,024 tokens: 2 x 8 x 128 bytes a layer, with a scale and a zero (4 bytes) per 128 of them.
-
-    With room for a few layers nothing fits; the room that is then named, in whole GB, is enough, and a GB less is not.
-    """
-    answer = ask(h200_profile, memory_limit=17e9)
-    layers, held = answer.predicted.offloaded_layers, answer.predicted.host_bytes
-    assert (answer.plan.kv.format, layers > 0) == (KVFormat.INT8, True)
-    assert held / layers == pytest.approx(132_096 * 2 * 8 * (128 + 4), rel=0.01)
-    with pytest.raises(planner.NothingFits) as refusal:
-        ask(h200_profile, memory_limit=17e9, host_memory=3 * held / layers)
-    (room,) = (one.changes for one in refusal.value.fixes if "host_memory" in one.changes)
-    gigabytes = int(room["host_memory"].removesuffix("GB"))
-    fitting = ask(h200_profile, memory_limit=17e9, **room)
-    assert 0 < fitting.predicted.host_bytes <= min(held, gigabytes * 1e9)
-    with pytest.raises(planner.NothingFits):
-        ask(h200_profile, memory_limit=17e9, host_memory=(gigabytes - 1) * 1e9)
-    assert "host_memory" not in {name for one in answer.on_device for name in one.changes}
-
-
-def test_a_plan_with_layers_on_the_host_names_what_would_fit_without(h200_profile):
-    """Each of the questions that it offers has an answer with every layer on the device; the asked one has none."""
-    answer = ask(h200_profile, memory_limit=17e9)
-    assert answer.warning.startswith("Does not fit the GPU alone")
-    asked = {"context": 131_072, "memory_limit": 17e9, "offload": False}
-    with pytest.raises(planner.NothingFits):
-        ask(h200_profile, **asked)
-    assert {name for one in answer.on_device for name in one.changes} >= {"context", "quality", "memory_limit"}
-    for one in answer.on_device:
-        if "gpu" not in one.changes:
-            assert ask(h200_profile, **asked | one.changes).predicted.offloaded_layers == 0
-
-
-def test_layers_on_the_host_that_only_make_a_plan_faster_are_a_note(h200_profile):
-    """Of 20 sequences of 90,802 tokens INT8 KV fits; lower codes of a few layers on the host are faster."""
-    answer = ask(h200_profile, context=90_802, batch=20)
-    assert answer.predicted.offloaded_layers
-    assert (answer.warning, answer.on_device) == (None, ())
-    assert answer.notes[0].startswith(f"KV of {answer.predicted.offloaded_layers} layers is on the host")
-    slower = [one for one in answer.alternatives if one.rejected.startswith("slower")]
-    assert any(not one.predicted.offloaded_layers for one in slower)
-
-
-@pytest.mark.parametrize(("memory", "slow"), [(16e9, False), (21e9, True)])
-def test_a_plan_slower_than_people_read_says_so(h200_profile, memory, slow):
-    answer = ask(h200_profile, memory_limit=memory, quality="exact" if slow else "near-lossless")
-    assert (answer.predicted.best.tpot_ms > 1e3 / 5) is slow  # five tokens a second
-    assert ("slower than people read" in answer.warning) is slow
-    tiny = "HuggingFaceTB/SmolLM2-135M"  # on the GPU whole
-    assert ask(h200_profile, 4096, model=tiny).warning is None
-
-
-@pytest.mark.parametrize("host_memory", [-1, "24", True])
-def test_host_memory_is_a_size(h200_profile, host_memory):
-    with pytest.raises(PlanError, match=r"allowed: (bytes|one with a unit)"):
-        ask(h200_profile, host_memory=host_memory)
-
-
-@pytest.mark.parametrize(("context", "plain"), [(2048, False), (30000, True)])
-def test_beyond_a_sliding_window_only_plain_decoding_is_recommended(h200_profile, context, plain):
-    shape = load_shape("mistralai/Mistral-7B-v0.1")
-    answer = ask(h200_profile, context, model=shape, batch=16)
-    assert (answer.plan.speculation.active or answer.plan.kv.format.quantized) != plain
-    assert not missing_execution(answer.plan, shape)
-
-
-def test_objectives_minimize_what_they_say(h200_profile):
-    answers = {name: ask(h200_profile, objective=name, quality="lossy").predicted for name in Objective}
-    memory, latency = answers[Objective.MEMORY].best, answers[Objective.LATENCY].best
-    assert memory.peak_memory_bytes <= latency.peak_memory_bytes
-    assert latency.tpot_ms <= memory.tpot_ms
-
-
-def test_bands_hold_the_best_estimate(h200_profile):
-    predicted = ask(h200_profile).predicted
-    for name in ("tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes"):
-        low, best, high = (getattr(end, name) for end in (predicted.low, predicted.best, predicted.high))
-        assert low < best < high
-
-
-def test_json_has_what_users_parse(h200_profile):
-    data = json.loads(json.dumps(ask(h200_profile).to_dict(), allow_nan=False))
-    assert {"plan", "predicted", "baseline", "alternatives"} <= set(data)
-    for predicted in (data["predicted"], data["baseline"], data["alternatives"][0]["predicted"]):
-        assert {"tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes", "speedup", "source"} <= set(predicted)
-        assert set(predicted["low"]) == set(predicted["high"]) == {
-            "tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes"
-        }  # fmt: skip
-    assert {"preset", "plan", "predicted", "rejected"} <= set(data["alternatives"][0])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"context": 0}, "context is 0"),
-        ({"batch": -3}, "batch is -3"),
-        ({"new_tokens": 0}, "new_tokens is 0"),
-        ({"quality": "good"}, "quality is 'good'; allowed: exact, near-lossless, lossy"),
-        ({"objective": "fun"}, "objective is 'fun'"),
-        ({"memory_limit": float("nan")}, "memory_limit is nan"),
-        ({"memory_limit": -1}, "memory_limit is -1"),
-        ({"memory_limit": 10**400}, "memory_limit is a huge number; allowed: bytes above 0 up to 1e+18"),
-        ({"model": "Llama-3.1-9B"}, "Did you mean"),
-    ],
-)
-def test_bad_input_is_one_line_that_names_it(h200_profile, changes, message):
-    with pytest.raises(ValueError) as caught:
-        ask(h200_profile, **changes)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_beyond_the_models_context_it_refuses_or_warns_and_yarn_stretches(h200_profile):
-    with pytest.raises(
-        PlanError, match=r"context 32769 is beyond the limit of Qwen/Qwen2\.5-0\.5B; allowed: up to 32768"
-    ):
-        ask(h200_profile, context=32769, model="Qwen2.5-0.5B")
-    asked = ask(h200_profile, context=30000, model="Qwen2.5-0.5B", new_tokens=8000)
-    assert any("exceed the model's limit of 32768" in note for note in asked.notes)
-    stretched = ask(h200_profile, context=120_000, model="Qwen2.5-0.5B", yarn=True)
-    assert stretched.plan.workload.yarn_factor == 4
-    slightly_more = ask(h200_profile, context=131_072, model="Qwen2.5-0.5B", yarn=True)
-    assert slightly_more.plan.workload.yarn_factor == 4.5
-    with pytest.raises(PlanError, match="allowed: up to 64x with YaRN"):
-        ask(h200_profile, context=8_000_000, model="Qwen2.5-0.5B", yarn=True)
-
-
-def test_models_the_runtime_cannot_run_are_still_planned_with_a_note(h200_profile):
-    answer = ask(h200_profile, model="openai/gpt-oss-20b", context=32768)
-    assert any("does not execute architecture 'gpt_oss'" in note for note in answer.notes)
-
-
-@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-120b"])
-def test_every_kind_of_model_is_priced(h200_profile, name):
-    roomy = replace(h200_profile, hardware=replace(h200_profile.hardware, memory_bytes=3 * 10**12))
-    answer = ask(roomy, model=name, context=8192)
-    assert 0 < answer.predicted.best.tpot_ms < 1000
-
-
-def test_weights_published_in_few_bits_are_stored_and_read_so(h200_profile):
-    """gpt-oss-120b ships its experts in MXFP4 (4.25 bits a weight): its card says it fits one 80 GB GPU."""
-    answer = ask(h200_profile, model="openai/gpt-oss-120b", context=8192, memory_limit=80e9)
-    assert 60e9 < answer.baseline.memory_bytes["weights"] < 68e9
-
-
-def test_a_larger_gamma_never_costs_less_per_round(h200_profile):
-    shape, plan = load_shape(LLAMA), preset("quantspec", Workload("m", "h200", 8192))
-    rounds = [
-        planner.predict(replace(plan, speculation=replace(plan.speculation, gamma=gamma)), shape, h200_profile)
-        for gamma in (1, 2, 4, 8, 15)
-    ]
-    assert [one.round_ms for one in rounds] == sorted(one.round_ms for one in rounds)
-    assert [one.tokens_per_round for one in rounds] == sorted(one.tokens_per_round for one in rounds)
-
-
-def question(profile, context=32768, limit=141e9, objective=Objective.LATENCY, batch=1, new_tokens=1024):
-    workload = Workload("Llama-3.1-8B", "h200", context, new_tokens, batch)
-    return Question(load_shape(LLAMA), profile, workload, Quality.LOSSY, objective, limit)
-
-
-@pytest.mark.parametrize("objective", Objective)
-def test_a_score_is_what_is_minimized(h200_profile, objective):
+@pytest.mark.parametrize("name", ["quantspec", "specattn"])
+def test_every_cell_is_the_best_of_all_gammas(h200_profile, name):
     shape = load_shape(LLAMA)
-    for candidate in search(question(h200_profile, objective=objective, new_tokens=500)):
-        best = planner.predict(candidate.plan, shape, h200_profile).best
-        expected = {
-            Objective.LATENCY: best.tpot_ms / 1e3,
-            Objective.TOTAL: (best.ttft_ms + 500 * best.tpot_ms) / 1e3,
-            Objective.MEMORY: best.peak_memory_bytes,
-        }[objective]
-        assert candidate.score == pytest.approx(expected, rel=1e-9)
+    cells = planner.best_gamma(LLAMA, "h200", preset=name, contexts=(4096, 65536), batches=(1, 8), profile=h200_profile)
+    assert [(cell.context, cell.batch) for cell in cells] == [(4096, 1), (4096, 8), (65536, 1), (65536, 8)]
+    for cell in cells:
+        workload = Workload(LLAMA, "h200", cell.context, 1024, cell.batch)
+        plan = preset(name, workload)
+        plans = [replace(plan, speculation=replace(plan.speculation, gamma=gamma)) for gamma in range(1, 16)]
+        times = [planner.predict(one, shape, h200_profile).best.tpot_ms for one in plans]
+        plain = planner.predict(preset("autoregressive", workload), shape, h200_profile)
+        assert cell.tpot_ms == pytest.approx(min(times))
+        assert cell.gamma == 1 + times.index(min(times))
+        assert cell.speedup == pytest.approx(plain.best.tpot_ms / min(times))
+        assert cell.fits
 
 
-def test_of_a_family_the_best_that_fits_is_taken_and_where_none_fits_the_smallest(h200_profile):
-    """Each draft more takes a slot of 64 sequences: 64 x 128 KiB. QuantSpec's best gamma is 2 or more."""
-
-    def found(limit):
-        candidates = search(question(h200_profile, 4096, limit, batch=64))
-        return next(one for one in candidates if one.name == "quantspec")
-
-    best = found(141e9)
-    best_gamma = best.plan.speculation.gamma
-    assert best_gamma >= 2
-    slot_bytes = 64 * 131_072
-    tighter = found(best.peak_bytes - slot_bytes / 2)
-    assert tighter.plan.speculation.gamma == best_gamma - 1
-    assert tighter.tpot_s > best.tpot_s
-    smallest = found(best.peak_bytes - 100 * slot_bytes)
-    assert smallest.plan.speculation.gamma == 1
-    assert best.peak_bytes - smallest.peak_bytes == (best_gamma - 1) * slot_bytes
+def test_cells_say_whether_they_fit(h200_profile):
+    cells = planner.best_gamma(LLAMA, "h200", contexts=(131_072,), batches=(1, 64), profile=h200_profile)
+    assert [cell.fits for cell in cells] == [True, False]
+    tight = planner.best_gamma(LLAMA, "h200", contexts=(4096,), batches=(1,), profile=h200_profile, memory_limit=1e9)
+    assert not tight[0].fits
 
 
-def test_a_plan_fits_up_to_the_last_byte(h200_profile):
-    asked = question(h200_profile)
-    plain = next(one for one in search(asked) if one.name == "autoregressive")
-    assert replace(plain, peak_bytes=asked.memory_limit_bytes).rejection(asked) is None
-    assert "does not fit" in replace(plain, peak_bytes=asked.memory_limit_bytes + 1).rejection(asked)
-
-
-def test_layers_are_offloaded_only_where_plain_decoding_does_not_fit(h200_profile):
-    names = {limit: [one.name for one in search(question(h200_profile, 131072, limit))] for limit in (141e9, 29e9)}
-    assert not [name for name in names[141e9] if "offload" in name]
-    # Where it does not, also presets that may offload but need not stay under their names.
-    offloaded = {name for name in names[29e9] if "offload" in name}
-    assert {"offload", "int4x2 KV + offloaded lower codes + drafts on upper codes, w4 drafts"} <= offloaded
-    assert "specontext" in names[141e9]
-    assert "specontext" in names[29e9]
-
-
-def test_nothing_fits_names_the_allowed_plan_that_needs_least(h200_profile):
-    """Of executable plans at 131072 tokens it is one on INT8 codes, of 67,584 bytes a token, with 8-bit weights."""
-    with pytest.raises(planner.NothingFits) as caught:
-        ask(h200_profile, memory_limit=15e9, quality="near-lossless", offload=False)
-    embedding = 128_256 * 4096
-    weights = 2 * embedding + (1 + 8 / 256) * (8_030_261_248 - embedding)
-    least = weights + 132_096 * 67_584 + 257 * 131_072  # and codes, and a buffer of two groups
-    workspace = 131072 * 2 * (4096 + 4096 + 2048) + 4096 * 3 * (4096 + 14336) * 2
-    gigabytes = float(str(caught.value).split("needs at least ")[1].split(" GB")[0])
-    name = str(caught.value).split("(")[1].split(")")[0]
-    assert name == "int8-weights-int8"
-    assert gigabytes == pytest.approx((least + workspace) / 1e9, abs=1.5)
-    assert "of 15 GB on h200" in str(caught.value)
-
-
-def test_slower_alternatives_say_by_how_much(h200_profile):
-    answer = ask(h200_profile)
-    slower = [other for other in answer.alternatives if other.rejected.startswith("slower")]
-    assert slower
-    for other in slower:
-        times = other.predicted.best.tpot_ms / answer.predicted.best.tpot_ms
-        assert other.rejected == f"slower: {times:.2f}x the recommended plan's time"
-        assert times >= 1
-
-
-def test_larger_alternatives_say_by_how_much(h200_profile):
-    answer = ask(h200_profile, objective="memory")
-    larger = [other for other in answer.alternatives if other.rejected.startswith("larger")]
-    for other in larger:
-        times = other.predicted.best.peak_memory_bytes / answer.predicted.best.peak_memory_bytes
-        assert other.rejected == f"larger: {times:.2f}x the recommended plan's memory"
-    assert larger
-
-
-def test_the_planner_imports_without_torch_or_sympy():
-    code = (
-        "import sys, ridgeplan.planner; "
-        "print([name for name in ('torch', 'transformers', 'sympy', 'scipy') if name in sys.modules])"
+def test_of_gammas_only_those_that_fit_are_chosen(h200_profile):
+    """A draft more is a token more of every sequence in the cache, so a limit can lie between two gammas."""
+    shape, workload = load_shape(LLAMA), Workload(LLAMA, "h200", 4096, 1024, 64)
+    plan = preset("quantspec", workload)
+    plans = [replace(plan, speculation=replace(plan.speculation, gamma=gamma)) for gamma in (1, 2)]
+    smallest, next_one = (planner.predict(one, shape, h200_profile).best for one in plans)
+    assert next_one.tpot_ms < smallest.tpot_ms
+    limit = (smallest.peak_memory_bytes + next_one.peak_memory_bytes) / 2
+    (cell,) = planner.best_gamma(
+        LLAMA, "h200", contexts=(4096,), batches=(64,), profile=h200_profile, memory_limit=limit
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert (cell.gamma, cell.fits) == (1, True)
+    assert cell.tpot_ms == pytest.approx(smallest.tpot_ms)
 
 
-def test_on_an_amd_gpu_plans_are_estimated_only() -> None:
-    """No kernel of this package has run there."""
-    assert not planner.recommend("meta-llama/Llama-3.1-8B", "mi300x", 8192).model_runs
-    assert planner.recommend("meta-llama/Llama-3.1-8B", "a100", 8192).model_runs
+def test_contexts_end_at_the_models_limit():
+    cells = planner.best_gamma("Qwen/Qwen2.5-0.5B", "h200", batches=(1,))
+    assert [cell.context for cell in cells] == [4096, 16384, 32768]
+
+
+def test_a_preset_without_drafts_is_refused():
+    with pytest.raises(planner.PlanError, match="preset 'int8' drafts nothing; allowed: one that speculates"):
+        planner.best_gamma(LLAMA, "h200", preset="int8")
+    with pytest.raises(planner.PlanError, match="unknown preset"):
+        planner.best_gamma(LLAMA, "h200", preset="int9")

@@ -1,10 +1,16 @@
 """`ridgeplan papers`: tables, JSON, files and refusals."""
 
+import csv
 import json
 import sys
 from pathlib import Path
 from subprocess import run
 from typing import Any
+
+import pytest
+from results_file import ResultsFile
+
+from ridgeplan.dashboards.figures import paper_figure
 
 
 def test_json_has_every_table_with_its_summary(invoke: Any) -> None:
@@ -48,3 +54,109 @@ def test_the_command_imports_neither_torch_nor_sympy() -> None:
     )
     found = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stderr.strip() == "set()"
+
+
+# `ridgeplan figures`: the list, files, settings and refusals.
+
+
+@pytest.fixture
+def no_kaleido(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paper_figure, "can_draw", lambda: False)
+
+
+def test_figures_are_listed_with_the_papers_settings(invoke: Any) -> None:
+    shown = invoke("figures", "specattn").stdout
+    assert "Fig 10b: overhead of choosing tokens (gpu=h100-nvl)" in shown
+    assert "quantspec" not in shown
+
+
+def test_a_page_and_a_csv_for_each_figure(invoke: Any, tmp_path: Path, no_kaleido: None) -> None:
+    result = invoke("figures", "quantspec-fig2", "quantspec-fig4", "--output", tmp_path / "new", "--set", "gpu=h200")
+    assert result.stdout.startswith("2 figures as html, csv in ")
+    assert "kaleido" in result.stderr
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "figures.html", "quantspec-fig2.csv", "quantspec-fig4.csv",
+    ]  # fmt: skip
+    with (tmp_path / "new" / "quantspec-fig4.csv").open(encoding="utf-8") as file:
+        assert {row["gpu"] for row in csv.DictReader(file)} == {"h200"}
+    assert "Fig 4: speed-up of 4-bit weights" in (tmp_path / "new" / "figures.html").read_text(encoding="utf-8")
+
+
+def test_json_has_rows_and_settings(invoke: Any) -> None:
+    (figure,) = json.loads(invoke("figures", "quantspec-fig4", "--json", "--set", "gamma=6").stdout)["figures"]
+    assert figure["settings"] == {"gpu": "a6000", "gamma": 6}
+    assert {row["gamma"] for row in figure["rows"]} == {6}
+
+
+def test_png_files_are_moved_into_the_folder(invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_images(figures: Any, files: Any, **_: Any) -> None:
+        for figure, file in zip(figures, files, strict=True):
+            Path(file).write_text(figure.layout.title.text, encoding="utf-8")
+
+    monkeypatch.setattr(paper_figure, "can_draw", lambda: True)
+    monkeypatch.setattr(paper_figure.pio, "write_images", write_images)
+    result = invoke("figures", "specattn-fig6", "quantspec-fig4", "--output", tmp_path, "--format", "png")
+    assert result.stdout.startswith("2 figures as png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["quantspec-fig4.png", "specattn-fig6.png"]
+
+
+def test_without_kaleido_or_chrome_nothing_is_written(
+    refuses: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_chrome(*_: Any, **__: Any) -> None:
+        raise RuntimeError("\n\nKaleido requires Google Chrome to be installed.\n")
+
+    monkeypatch.setattr(paper_figure, "can_draw", lambda: False)
+    asked = ("figures", "specattn-fig6", "--output", tmp_path, "--format", "png", "--format", "html")
+    assert "PNG files need kaleido; allowed: html, csv" in refuses(*asked)
+    monkeypatch.setattr(paper_figure, "can_draw", lambda: True)
+    monkeypatch.setattr(paper_figure.pio, "write_images", no_chrome)
+    assert "allowed: html, csv. Kaleido requires Google Chrome" in refuses(*asked)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("nope",), "unknown figure 'nope'; allowed: quantspec"),
+        (("dapq", "--set", "gamma=3"), "no chosen figure has the setting 'gamma'; allowed: budget, gpu, model"),
+        (("dapq", "--set", "gpu"), "'gpu' is no setting; allowed: a slider and its value"),
+        (("dapq", "--set", "gpu=x"), "gpu is 'x'; allowed: h20, a6000"),
+    ],
+)
+def test_wrong_names_and_settings_are_refused(refuses: Any, arguments: tuple[str, ...], told: str) -> None:
+    assert told in refuses("figures", *arguments)
+
+
+def test_the_benchmark_of_placements_is_drawn_beside_its_prediction(invoke: Any, tmp_path: Path) -> None:
+    row = {"context": 32768, "host_layers": 3, "predicted_adaptive_ms": 20.0, "predicted_static_ms": 90.0,
+           "adaptive_ms": 21.5, "static_ms": 95.0}  # fmt: skip
+    path = tmp_path / "offload.json"
+    ResultsFile.at(path).measure("cliff", {"32768": lambda: row})
+    line = ("figures", "specontext-placement", "--set", "memory_gb=32", "--json")
+    (figure,) = json.loads(invoke(*line, "--measured", path).stdout)["figures"]
+    (predicted,) = json.loads(invoke(*line).stdout)["figures"]
+    assert figure["rows"][:-1] == predicted["rows"]
+    assert figure["rows"][-1] == {
+        "tokens": 32768, "source": "measured", "layers_on_host": 3, "adaptive_ms": 21.5, "static_ms": 95.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({"cliff": []}, "has the section 'cliff' as []"),
+        ({"link": {}}, "has the section 'cliff' as None; allowed: a list of rows"),
+        ({"cliff": [{"context": -1}]}, "offload.json: "),
+        ([], "has the section 'cliff' as None"),
+    ],
+)
+def test_what_is_no_result_of_the_benchmark_is_refused(refuses: Any, tmp_path: Path, document: Any, told: str) -> None:
+    path = tmp_path / "offload.json"
+    path.write_text(json.dumps(document))
+    assert told in refuses("figures", "specontext-placement", "--json", "--measured", path)
+
+
+def test_measured_rows_need_their_figure(refuses: Any, tmp_path: Path) -> None:
+    told = refuses("figures", "quantspec-fig4", "--json", "--measured", tmp_path / "offload.json")
+    assert "--measured is given; allowed: with specontext-placement" in told

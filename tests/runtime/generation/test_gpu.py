@@ -1,18 +1,25 @@
 """The runtime on a CUDA device: the Triton path generates what the references generate."""
 
+import statistics
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
 import torch
+from peak_memory import MemoryCase, measure_peak
 
 from ridgeplan import runtime
 from ridgeplan.kernels.linear.weights import Int4Weight
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import HostPart
+from ridgeplan.roofline.plan.policies import EVICTIONS
+from ridgeplan.runtime.buffers import HostMemory
 from ridgeplan.runtime.model.linear import Int4, LibraryInt4Weight
+from ridgeplan.runtime.model.prefill import causal_attention
 from ridgeplan.runtime.quantization.gptq import quantize_weight
 
-pytestmark = pytest.mark.gpu
 
-
+@pytest.mark.gpu
 @pytest.mark.parametrize("kv, gamma", [("int4x2", 0), ("int4x2", 4), ("bf16+int4", 3), ("bf16", 0)])
 def test_tiny_models_generate_the_same_tokens(kv, gamma, tiny_model, make_plan, prompts):
     folder = tiny_model(agreeable=True).folder
@@ -26,6 +33,7 @@ def test_tiny_models_generate_the_same_tokens(kv, gamma, tiny_model, make_plan, 
     assert results[1].statistics.decode_s > 0
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "kv, codes, selection",
     [
@@ -45,6 +53,7 @@ def test_sparse_drafts_in_a_graph_change_nothing(kv, codes, selection, tiny_mode
         assert 0 < sparse.statistics.accepted < sparse.statistics.judged
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_rounds_read_late_end_where_they_should(gamma, tiny_model, make_plan, prompts):
     """Stop tokens, limits and abandoned streams, while the device is a round ahead of the host."""
@@ -79,6 +88,7 @@ class Forced:
         pass
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("draft_bits", [16, 4])
 def test_graphs_of_several_gammas_generate_what_plain_decoding_does(
     draft_bits, tiny_model, make_plan, prompts, h200_profile, monkeypatch
@@ -102,6 +112,7 @@ def test_graphs_of_several_gammas_generate_what_plain_decoding_does(
     assert first.statistics.rounds_at == second.statistics.rounds_at
 
 
+@pytest.mark.gpu
 def test_graphs_of_several_gammas_take_the_memory_of_the_largest(tiny_model, make_plan, prompts, h200_profile):
     """Mostly logits: in pools of their own, rounds of 1, 2, 3, 5 and 7 queries would take 2.6 times as much.
 
@@ -126,6 +137,7 @@ def graph_pool_bytes():
     return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
 
 
+@pytest.mark.gpu
 def test_plans_that_do_not_fit_are_refused_before_anything_is_allocated(tiny_model, make_plan):
     folder = tiny_model().folder
     plan = make_plan(context=2**24 - 128, batch=4096)
@@ -135,6 +147,7 @@ def test_plans_that_do_not_fit_are_refused_before_anything_is_allocated(tiny_mod
     assert torch.cuda.memory_allocated() == held
 
 
+@pytest.mark.gpu
 def test_an_engine_that_ran_out_of_memory_goes_on(tiny_model, make_plan, prompts, monkeypatch):
     engine = runtime.load(make_plan("int4x2", 2), tiny_model().folder, device="cuda", dtype=torch.float32)
     expected = engine.generate(prompts(60), 20).tokens
@@ -149,6 +162,7 @@ def test_an_engine_that_ran_out_of_memory_goes_on(tiny_model, make_plan, prompts
     assert engine.generate(prompts(60), 20).tokens == expected
 
 
+@pytest.mark.gpu
 @pytest.mark.model
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_smollm2_generates_the_same_tokens(gamma, smollm2, make_plan, long_text):
@@ -159,6 +173,7 @@ def test_smollm2_generates_the_same_tokens(gamma, smollm2, make_plan, long_text)
     assert actual == expected
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("chunk_tokens", [64, 256])
 def test_bfloat16_prefill_chunks_agree(chunk_tokens, tiny_model, make_plan, prompts):
     from ridgeplan.runtime.model.prefill import prefill
@@ -172,6 +187,7 @@ def test_bfloat16_prefill_chunks_agree(chunk_tokens, tiny_model, make_plan, prom
     assert (whole - chunked).abs().max() < 0.05 * whole.std()
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("outputs, inputs, group", [(576, 576, 64), (4096, 4096, 128), (3072, 1536, 128)])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_int4_weights_equal_the_cpu(outputs, inputs, group, rows):
@@ -182,3 +198,210 @@ def test_int4_weights_equal_the_cpu(outputs, inputs, group, rows):
     expected = Int4(LibraryInt4Weight.pack(*parts))(x)
     actual = Int4(Int4Weight.pack(*(part.cuda() for part in parts)))(x.cuda()).cpu()
     assert (actual - expected).abs().max() < 0.02 * expected.std() + 0.01 * expected.abs().max()
+
+
+# Prompts in chunks on a CUDA device: what the CPU generates, FlashAttention without a mask, and bounded memory.
+
+POLICIES = [name for name, policy in EVICTIONS.items() if policy.chunked]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv, gamma", [("bf16", 0), ("bf16+int4", 3), ("int4x2", 4)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_chunked_prompts_generate_the_same_tokens(policy, kv, gamma, tiny_model, make_plan, prompts):
+    folder, ids = tiny_model(agreeable=True).folder, prompts(128, 37, 65)
+    plan = make_plan(kv, gamma, batch=3, evict=policy, budget=30, chunk=29)
+    results = [
+        runtime.load(plan, folder, device=device, dtype=torch.float32).generate(ids, 60) for device in ("cpu", "cuda")
+    ]
+    assert results[0].tokens == results[1].tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens, seen", [(4096, 5120), (4096, 36864), (1000, 1003), (8192, 12288)])
+def test_a_chunks_attention_is_flash_attention_of_the_last_tokens(tokens, seen):
+    """No mask of tokens x seen is formed; values are those of float32."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, keys, values = (
+        torch.randn(heads, count, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for heads, count in ((8, tokens), (2, seen), (2, seen))
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = causal_attention(q, keys, values, None)
+    if tokens * seen > 1 << 26:  # bytes of a mask
+        assert torch.cuda.max_memory_allocated() - before < 2 * found.nbytes + (8 << 20)
+    last = q[:, -64:].float()
+    logits = last @ keys.float().repeat_interleave(4, 0).mT / 128**0.5
+    hidden = torch.ones(64, seen, device="cuda").triu(seen - 63).bool()
+    expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values.float().repeat_interleave(4, 0)
+    torch.testing.assert_close(found[:, -64:].float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy, share", [("snapkv", 0.0), ("dapq-quantspec", 0.02)])
+def test_the_peak_is_predicted_within_3_percent_and_does_not_grow(policy, share):
+    shape = load_shape("Qwen2.5-0.5B")
+    peaks = []
+    for context in (1 << 16, 1 << 18):
+        kept = share * (1 << 16) / context
+        case = MemoryCase("Qwen2.5-0.5B", policy, context, 1, share=kept, chunk=4096)
+        row = measure_peak(case, shape, torch.device("cuda"))
+        assert row.predicted.peak == pytest.approx(row.measured.allocated, rel=0.03)
+        peaks.append(row.measured.allocated)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.01)
+
+
+# Targets that read a selection of layers on the host of a CUDA device: graphs that load it, and without a limit.
+
+LAYERS, BUDGET = 6, 64
+CASES = [("bf16", "retrieval-head"), ("bf16", "quest"), ("bf16", "streamingllm"), ("bf16+int4", "progressive")]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(agreeable=True, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def shape(model, shape_of):
+    return shape_of(model.folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize("gamma", [0, 3])
+@pytest.mark.parametrize("kv, name", CASES)
+def test_elastic_targets_generate_the_same_tokens(
+    kv, name, gamma, elastic, model, shape, make_plan, limited, head_file, prompts
+):
+    target = {"target": name, "target_budget": BUDGET, "target_options": {"sinks": 2}}
+    drafts = {"codes": "full", "selection": name, "ratio": 0.2, "floor": 48, "sinks": 2} if gamma else {}
+    plan = make_plan(kv, gamma, context=512, batch=3, **target, **drafts)
+    placed, host_layers = limited(plan, shape, 1, HostPart.ALL, budget=BUDGET, cuda=True, prefetch=3, elastic=elastic)
+    head = head_file(model) if name == "retrieval-head" else None
+
+    def load(one):
+        return runtime.load(one, model.folder, device="cuda", dtype=torch.float32, retrieval_head=head)
+
+    plain, offloaded = load(replace(placed, placement=replace(placed.placement, memory_bytes=0))), load(placed)
+    assert plain.cache.config.host_layers == 0
+    assert offloaded.cache.config.host_layers == host_layers > 0
+    for ids in (prompts(128, 70, 37), prompts(30, 99, 64)):  # the second replays the graph of the first
+        found = offloaded.generate(ids, 90)
+        assert found.tokens == plain.generate(ids, 90).tokens
+        assert 0 < found.statistics.loads <= found.statistics.wanted_loads
+    steps = offloaded.stream_batch(prompts(128, 70, 37), 90)
+    for _ in range(10):
+        next(steps)
+    steps.close()
+    assert offloaded.generate(ids, 90).tokens == found.tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kv", "name"), [("bf16", None), ("int8", None), *CASES, ("bf16", "clusterkv")])
+def test_forced_logits_of_a_graph_are_those_of_the_references(kv, name, model, make_plan, head_file, prompts):
+    """Through flushes, twice, and with a generation between."""
+    target = {"target": name, "target_budget": BUDGET, "target_options": {"sinks": 2}} if name else {}
+    plan = make_plan(kv, context=512, batch=3, **target)
+    head = head_file(model) if name == "retrieval-head" else None
+    ids = prompts(128, 70, 37)
+    after = [[(7 * row + 3 * step) % 60 for step in range(80)] for row in range(3)]
+    reference, graphed = (
+        runtime.load(plan, model.folder, device=device, dtype=torch.float32, retrieval_head=head)
+        for device in ("cpu", "cuda")
+    )
+    expected = reference.forced_logits_batch(ids, after)
+    for _ in range(2):
+        assert torch.allclose(graphed.forced_logits_batch(ids, after).cpu(), expected, rtol=1e-3, atol=2e-3)
+        assert graphed.generate(ids, 40).tokens == reference.generate(ids, 40).tokens
+
+
+# Layers on the host of a CUDA device: graphs that copy them generate what graphs without a limit do.
+
+OFFLOAD_LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model):
+    return tiny_model(agreeable=True, num_hidden_layers=OFFLOAD_LAYERS).folder
+
+
+@pytest.fixture(scope="module")
+def offload_shape(folder, shape_of):
+    return shape_of(folder)
+
+
+def load(plan, folder):
+    return runtime.load(plan, folder, device="cuda", dtype=torch.float32)
+
+
+@pytest.mark.gpu
+def test_pinned_pages_are_read_and_written_by_address():
+    memory = HostMemory.allocate(1 << 20, torch.device("cuda"))
+    (view,) = memory.split([(torch.Size((1 << 18,)), torch.int32)])
+    assert view.is_cuda
+    view.copy_(torch.arange(1 << 18, device="cuda"))
+    assert int(view.sum()) == sum(range(1 << 18))
+    before = torch.cuda.memory_allocated()
+    del memory, view
+    assert torch.cuda.memory_allocated() == before  # it is the host's
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv, gamma", [("int4x2", 4), ("int4x2", 0), ("bf16", 0), ("bf16", 2)])
+@pytest.mark.parametrize("part", list(HostPart))
+def test_offloaded_layers_generate_the_same_tokens(part, kv, gamma, folder, offload_shape, limited, make_plan, prompts):
+    if part is HostPart.LOWER and kv == "bf16":
+        kv, gamma = "int4x2", 1
+    sparse = {"selection": "streamingllm", "ratio": 0.3, "floor": 40, "sinks": 2} if kv == "bf16" and gamma else {}
+    plan = make_plan(kv, gamma, batch=3, **sparse)
+    placed, host_layers = limited(plan, offload_shape, 1, part, 128, cuda=True)
+    plain, offloaded = load(plan, folder), load(placed, folder)
+    assert offloaded.cache.config.host_layers == host_layers > 0
+    for ids in (prompts(128, 70, 37), prompts(30, 99, 64)):  # the second replays the graph of the first
+        assert offloaded.generate(ids, 90).tokens == plain.generate(ids, 90).tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gamma", [0, 3])
+def test_layers_leave_while_tokens_are_generated(gamma, folder, offload_shape, limited, make_plan, prompts):
+    plan, ids = make_plan("int4x2", gamma, batch=2, context=64, new_tokens=400), prompts(60, 37)
+    placed, _ = limited(plan, offload_shape, 4, HostPart.ALL, cuda=True, adaptive=True)
+    engine = load(placed, folder)
+    expected = load(plan, folder).generate(ids, 400).tokens
+    assert engine.generate(ids, 400).tokens == expected
+    assert engine.statistics.moved_layers > 1
+    steps = engine.stream_batch(ids, 400)
+    for _ in range(40):
+        next(steps)
+    steps.close()
+    assert engine.generate(ids, 400).tokens == expected
+
+
+# Many rounds over mixed prompts on a CUDA device: memory does not grow and rounds do not slow down.
+
+ROUNDS = 20_000
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "drafts", [{}, {"selection": "specattn", "floor": 64}, {"selection": "progressive", "floor": 64}]
+)
+def test_twenty_thousand_rounds_neither_grow_nor_drift(drafts, tiny_model, make_plan, prompts):
+    plan = make_plan("int4x2", 3, context=512, new_tokens=1024, batch=4, **drafts)
+    engine = runtime.load(plan, tiny_model(agreeable=True).folder, device="cuda", dtype=torch.bfloat16)
+    mixes = [prompts(*lengths, seed=seed) for seed, lengths in enumerate([(500, 20, 130, 64), (7, 300, 41, 512)])]
+    for mix in mixes:
+        engine.generate(mix, 64)
+    torch.cuda.synchronize()
+    held, rounds, round_s = torch.cuda.memory_allocated(), 0, []
+    while rounds < ROUNDS:
+        figures = engine.generate(mixes[len(round_s) % 2], 1024).statistics
+        # By the device's clock, which does not depend on what else the host does.
+        round_s.append(figures.gamma * figures.draft_s + figures.verify_s + figures.flush_s / figures.rounds)
+        rounds += figures.rounds
+        assert torch.cuda.memory_allocated() == held
+    third = len(round_s) // 3
+    assert statistics.median(round_s[-third:]) < 1.05 * statistics.median(round_s[:third])

