@@ -12,7 +12,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term, indicator, maximum, minimum, where
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES, mean_quantized_tokens
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.ops import take_slots
+from ridgeplan.roofline.ops import allocate_slots
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
 
 # Loads and the kernels beside them wait for each other, on an H200. Of the time that a layer's loads take alone,
@@ -90,7 +90,7 @@ def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, c
     The kernel has a program for each set, as sampling has for each row, whose rates it is given.
     """
     slots = maximum(strategy.offload.budget, chosen)
-    return machine.seconds(take_slots(strategy.batch, shape.kv_heads, chosen, slots), machine.rates["sampling"])
+    return machine.seconds(allocate_slots(strategy.batch, shape.kv_heads, chosen, slots), machine.rates["sampling"])
 
 
 def pass_with_host_seconds(

@@ -357,7 +357,7 @@ def top_k(rows: Term, scores: Term, chosen: Term) -> Cost:
     )
 
 
-def take_slots(batch: Term, sets: Term, chosen: Term, slots: Term) -> Cost:
+def allocate_slots(batch: Term, sets: Term, chosen: Term, slots: Term) -> Cost:
     """Slots of `chosen` tokens of each set, where all of them are there: two lists, and the times of use of `slots`."""
     lists = 2 * batch * sets * chosen * SELECTED_INDEX_BYTES
     return Cost(read_bytes=lists + batch * sets * slots * SELECTED_INDEX_BYTES, write_bytes=lists)

@@ -6,7 +6,7 @@ Not here: the codes themselves (kernels/kv_cache), and attention of prompts, for
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.attention.cuda import find_kernel
+from ridgeplan.kernels.attention.cuda import find_attention_kernel
 from ridgeplan.kernels.attention.reference import decode_attention_reference
 from ridgeplan.kernels.attention.scores import ScoreRequest, collect_scores_reference
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
@@ -15,7 +15,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
-MOST_QUERIES = 16  # of a row in one call
+MAX_QUERIES = 16  # of a row in one call
 
 
 def decode_attention(
@@ -61,7 +61,7 @@ def decode_attention(
         if scores is not None:
             collect_scores_reference(scores, q, keys, begin, end, codes, groups, lower, scale)
         return decode_attention_reference(q, keys, values, begin, end, codes, groups, lower, scale)
-    kernel = find_kernel(q, keys, values, codes, lower, scale, scores) if backend == "auto" else None
+    kernel = find_attention_kernel(q, keys, values, codes, lower, scale, scores) if backend == "auto" else None
     if kernel is None:
         from ridgeplan.kernels.attention.triton import decode_attention_triton
 

@@ -270,7 +270,7 @@ class AttentionKernel:
         }
 
 
-def find_kernel(
+def find_attention_kernel(
     q: Tensor,
     keys: Tensor,
     values: Tensor,

@@ -7,11 +7,11 @@ from torch import Tensor
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 
 
-def stamp(out: Tensor, index: int, *, backend: Backend = "auto") -> None:
+def record_timestamp(out: Tensor, index: int, *, backend: Backend = "auto") -> None:
     """Writes the time in nanoseconds since a fixed origin to out[index], int64, once all earlier work is done."""
     if not uses_gpu_kernel(backend, out):
         out[index] = time.perf_counter_ns()
         return
-    from ridgeplan.kernels.device.triton_helpers import stamp_triton
+    from ridgeplan.kernels.device.triton_helpers import record_timestamp_triton
 
-    stamp_triton(out, index)
+    record_timestamp_triton(out, index)

@@ -117,10 +117,10 @@ def launch_metadata(name: str, cost: Cost, element_bytes: int = 4) -> dict[str, 
 
 # Every second int64 is aligned to 16 bytes; specializing on alignment would compile the kernel twice.
 @triton.jit(do_not_specialize_on_alignment=["out"])
-def _stamp_kernel(out):
+def _record_timestamp_kernel(out):
     tl.store(out, globaltimer())
 
 
-def stamp_triton(out: Tensor, index: int) -> None:
-    """See `ridgeplan.kernels.device.clock.stamp`."""
-    _stamp_kernel[(1,)](out[index:], num_warps=1)
+def record_timestamp_triton(out: Tensor, index: int) -> None:
+    """See `ridgeplan.kernels.device.clock.record_timestamp`."""
+    _record_timestamp_kernel[(1,)](out[index:], num_warps=1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
-from ridgeplan.kernels.kv_cache.cuda import find_kernel
+from ridgeplan.kernels.kv_cache.cuda import find_quantize_kernel
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import dequantize_reference, quantize_reference
 from ridgeplan.roofline import ops
@@ -41,7 +41,7 @@ def quantize(
     if not uses_gpu_kernel(backend, keys):
         quantize_reference(keys, values, out, group_index, mask, first_slot)
         return
-    kernel = find_kernel(keys, values, out) if backend == "auto" else None
+    kernel = find_quantize_kernel(keys, values, out) if backend == "auto" else None
     if kernel is not None:
         kernel.run(keys, values, out, group_index, mask, first_slot)
         return

@@ -98,7 +98,7 @@ class QuantizeKernel:
             launch_with_pdl(self.compiled, grid, (STREAMS * out.head_dim // 8, 1, 1), params)
 
 
-def find_kernel(keys: Tensor, values: Tensor, out: QuantizedKV) -> QuantizeKernel | None:
+def find_quantize_kernel(keys: Tensor, values: Tensor, out: QuantizedKV) -> QuantizeKernel | None:
     """The kernel for this call, or None if Triton's must run.
 
     It needs Hopper or newer (where it was measured), groups of 128, head_dim 64 or 128, one 16-bit dtype, and rows

@@ -20,7 +20,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
 
-def store_group(
+def flush_to_host(
     recent: Tensor, out: Tensor, first: Tensor, group: int, mask: Tensor, *, backend: Backend = "auto"
 ) -> None:
     """Writes the first `group` slots of the rows where `mask` is True to tokens first[b], first[b] + 1, ... of `out`.
@@ -35,29 +35,29 @@ def store_group(
     require_rows(len(recent), torch.int32, first=first)
     require_rows(len(recent), torch.bool, mask=mask)
     if not uses_gpu_kernel(backend, recent):
-        store_group_reference(recent, out, first, group, mask)
+        flush_to_host_reference(recent, out, first, group, mask)
         return
-    from ridgeplan.kernels.offload.triton import store_group_triton
+    from ridgeplan.kernels.offload.triton import flush_to_host_triton
 
-    store_group_triton(recent, out, first, group, mask)
+    flush_to_host_triton(recent, out, first, group, mask)
 
 
-def store_group_reference(recent: Tensor, out: Tensor, first: Tensor, group: int, mask: Tensor) -> None:
+def flush_to_host_reference(recent: Tensor, out: Tensor, first: Tensor, group: int, mask: Tensor) -> None:
     """The same in plain torch."""
     for row in mask.nonzero().flatten().tolist():
         start = int(first[row])
         out[row, :, start : start + group] = recent[row, :, :group]
 
 
-def store_group_cost(recent: Tensor, group: int) -> Cost:
-    """Cost of `store_group` where every row moves a group: read on the device, written over PCIe."""
+def flush_to_host_cost(recent: Tensor, group: int) -> Cost:
+    """Cost of `flush_to_host` where every row moves a group: read on the device, written over PCIe."""
     return ops.copy(recent[:, :, :group].numel(), recent.element_size())
 
 
 WORD_BYTES = 4  # entries are copied as whole words
 
 
-def copy_leading(source: Tensor, out: Tensor, count: Tensor, *, backend: Backend = "auto") -> None:
+def copy_prefix(source: Tensor, out: Tensor, count: Tensor, *, backend: Backend = "auto") -> None:
     """Copies the first `count` entries of every row and head, and leaves the others as they are.
 
     source, out: [B, Hkv, entries, ...], contiguous, of one dtype; `out` may have more entries, and an entry is a
@@ -75,14 +75,14 @@ def copy_leading(source: Tensor, out: Tensor, count: Tensor, *, backend: Backend
         raise ValueError(f"entries of {entry_bytes(source)} bytes; allowed: contiguous multiples of {WORD_BYTES}")
     require_rows(len(source), torch.int32, count=count)
     if not uses_gpu_kernel(backend, source):
-        copy_leading_reference(source, out, count)
+        copy_prefix_reference(source, out, count)
         return
-    from ridgeplan.kernels.offload.triton import copy_leading_triton
+    from ridgeplan.kernels.offload.triton import copy_prefix_triton
 
-    copy_leading_triton(source, out, count)
+    copy_prefix_triton(source, out, count)
 
 
-def copy_leading_reference(source: Tensor, out: Tensor, count: Tensor) -> None:
+def copy_prefix_reference(source: Tensor, out: Tensor, count: Tensor) -> None:
     """The same in plain torch."""
     for row, used in enumerate(count.tolist()):
         out[row, :, :used] = source[row, :, :used]
@@ -93,13 +93,13 @@ def entry_bytes(source: Tensor) -> int:
     return source[0, 0, 0].nbytes
 
 
-def copy_leading_cost(source: Tensor, entries: int) -> Cost:
-    """Cost of `copy_leading` of `entries` entries of each row and head: read over PCIe, written to the device."""
+def copy_prefix_cost(source: Tensor, entries: int) -> Cost:
+    """Cost of `copy_prefix` of `entries` entries of each row and head: read over PCIe, written to the device."""
     return ops.copy(source[:, :, 0].numel() * entries, source.element_size())
 
 
 KeysAndValues = tuple[Tensor, Tensor]
-MOST_SLOTS = 1 << 14  # of one set; a program holds their times of use in registers
+MAX_SLOTS = 1 << 14  # of one set; a program holds their times of use in registers
 EMPTY = -1
 
 
@@ -108,7 +108,7 @@ class SlotTable:
     """The contents of the slots of one layer. A unit is a token, or a page of tokens that are chosen together.
 
     slot_of: int32 [B, sets, units], the slot that holds a unit, or EMPTY. unit_of: int32 [B, sets, slots], the reverse.
-    used: int32 [B, sets, slots], the step of a slot's last use. step: int32 [1], steps so far. wanted, loaded: int64
+    used: int32 [B, sets, slots], the step of a slot's last use. step: int32 [1], steps so far. requested, loaded: int64
     [B, sets], units that steps have chosen, and those that were missing.
     """
 
@@ -116,14 +116,14 @@ class SlotTable:
     unit_of: Tensor
     used: Tensor
     step: Tensor
-    wanted: Tensor
+    requested: Tensor
     loaded: Tensor
 
     @classmethod
     def allocate(cls, batch: int, sets: int, units: int, slots: int, device: torch.device) -> SlotTable:
-        """Empty slots. Raises ValueError for more than MOST_SLOTS."""
-        if not 0 < slots <= MOST_SLOTS:
-            raise ValueError(f"{slots} slots on the device; allowed: 1 to {MOST_SLOTS}")
+        """Empty slots. Raises ValueError for more than MAX_SLOTS."""
+        if not 0 < slots <= MAX_SLOTS:
+            raise ValueError(f"{slots} slots on the device; allowed: 1 to {MAX_SLOTS}")
 
         def filled(value: int, count: int) -> Tensor:
             return torch.full((batch, sets, count), value, dtype=torch.int32, device=device)
@@ -140,13 +140,13 @@ class SlotTable:
     def reset(self) -> None:
         """As they were made."""
         self.forget()
-        for tensor in (self.used, self.step, self.wanted, self.loaded):
+        for tensor in (self.used, self.step, self.requested, self.loaded):
             tensor.zero_()
 
     def first(self, rows: int) -> SlotTable:
         """The table of the first rows."""
         slot_of, unit_of, used = (x[:rows] for x in (self.slot_of, self.unit_of, self.used))
-        return SlotTable(slot_of, unit_of, used, self.step, self.wanted[:rows], self.loaded[:rows])
+        return SlotTable(slot_of, unit_of, used, self.step, self.requested[:rows], self.loaded[:rows])
 
     @property
     def bytes(self) -> int:
@@ -172,23 +172,23 @@ def gather_into_slots(
     loads: SlotLoads,
     page: int = 1,
     *,
-    beside: bool = False,
+    concurrent: bool = False,
     backend: Backend = "auto",
 ) -> None:
     """Copies the units of `loads` into their slots.
 
     source: keys and values [B, Hkv, tokens, D], which may be host memory that the device reads by address. out: slots
     [B, Hkv, slots * page or more, D]. loads: of [B, 1 or Hkv] sets; a unit is `page` tokens, from unit * page on.
-    beside: whether other kernels run at the same time, which are to lose little by it.
+    concurrent: whether other kernels run at the same time; it then takes less of the memory system from them.
     Raises ValueError for other shapes or dtypes, and channels that are not contiguous.
     """
     _check(source, out, loads)
     if not uses_gpu_kernel(backend, source[0]):
         gather_into_slots_reference(source, out, loads, page)
         return
-    from ridgeplan.kernels.offload.triton import ALONE, BESIDE, gather_into_slots_triton
+    from ridgeplan.kernels.offload.triton import CONCURRENT, EXCLUSIVE, gather_into_slots_triton
 
-    gather_into_slots_triton(source, out, loads, page, BESIDE if beside else ALONE)
+    gather_into_slots_triton(source, out, loads, page, CONCURRENT if concurrent else EXCLUSIVE)
 
 
 def gather_into_slots_reference(source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int) -> None:
@@ -222,7 +222,7 @@ def _check(source: KeysAndValues, out: KeysAndValues, loads: SlotLoads) -> None:
         raise ValueError(f"loads of sets {list(loads.count.shape)}; allowed: [{batch}, 1 or {kv_heads}]")
 
 
-def take_slots(table: SlotTable, index: Tensor, count: Tensor, *, backend: Backend = "auto") -> SlotLoads:
+def allocate_slots(table: SlotTable, index: Tensor, count: Tensor, *, backend: Backend = "auto") -> SlotLoads:
     """Gives every chosen unit a slot, and lists those that have to be loaded; the table is as after the loads.
 
     index: int32 [B, sets, K] of distinct units, count: int32 [B, sets], the entries that hold; both on the device.
@@ -238,15 +238,15 @@ def take_slots(table: SlotTable, index: Tensor, count: Tensor, *, backend: Backe
     slots, units, into = (torch.empty_like(index) for _ in range(3))
     loads = SlotLoads(slots, units, into, torch.empty_like(count))
     if not uses_gpu_kernel(backend, index):
-        take_slots_reference(table, index, count, loads)
+        allocate_slots_reference(table, index, count, loads)
         return loads
-    from ridgeplan.kernels.offload.triton import take_slots_triton
+    from ridgeplan.kernels.offload.triton import allocate_slots_triton
 
-    take_slots_triton(table, index, count, loads)
+    allocate_slots_triton(table, index, count, loads)
     return loads
 
 
-def take_slots_reference(table: SlotTable, index: Tensor, count: Tensor, out: SlotLoads) -> None:
+def allocate_slots_reference(table: SlotTable, index: Tensor, count: Tensor, out: SlotLoads) -> None:
     """The same in plain torch, set by set."""
     now = int(table.step)
     for at in torch.cartesian_prod(*(torch.arange(size) for size in count.shape)).tolist():
@@ -265,10 +265,10 @@ def take_slots_reference(table: SlotTable, index: Tensor, count: Tensor, out: Sl
         out.slots[row, own, : len(chosen)] = slots.int()
         out.units[row, own, : len(missing)], out.into[row, own, : len(missing)] = missing.int(), into.int()
         out.count[row, own] = len(missing)
-        table.wanted[row, own] += len(chosen)
+        table.requested[row, own] += len(chosen)
         table.loaded[row, own] += len(missing)
 
 
-def take_slots_cost(table: SlotTable, index: Tensor) -> Cost:
-    """Cost of `take_slots` where nothing is missing."""
-    return ops.take_slots(*index.shape, table.used.shape[2])
+def allocate_slots_cost(table: SlotTable, index: Tensor) -> Cost:
+    """Cost of `allocate_slots` where nothing is missing."""
+    return ops.allocate_slots(*index.shape, table.used.shape[2])

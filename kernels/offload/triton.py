@@ -31,7 +31,7 @@ class Launch:
     at_once: int
 
 
-ALONE, BESIDE = Launch(32, 1), Launch(16, 1)
+EXCLUSIVE, CONCURRENT = Launch(32, 1), Launch(16, 1)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ STORE_WARPS = 4
 
 
 @triton.jit
-def _store_group_kernel(
+def _flush_to_host_kernel(
     recent,
     out,
     first,
@@ -150,10 +150,10 @@ def _store_group_kernel(
         tl.store(out + to, tl.load(recent + at, mask=inside), mask=inside)
 
 
-def store_group_triton(recent: Tensor, out: Tensor, first: Tensor, group: int, mask: Tensor) -> None:
-    """See `ridgeplan.kernels.offload.store_group`."""
+def flush_to_host_triton(recent: Tensor, out: Tensor, first: Tensor, group: int, mask: Tensor) -> None:
+    """See `ridgeplan.kernels.offload.flush_to_host`."""
     batch, kv_heads, _, head_dim = recent.shape
-    _store_group_kernel[(batch * kv_heads, triton.cdiv(group, STORE_BLOCK))](
+    _flush_to_host_kernel[(batch * kv_heads, triton.cdiv(group, STORE_BLOCK))](
         recent,
         out,
         first,
@@ -175,7 +175,7 @@ COPY_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["source_entries", "out_entries"])
-def _copy_leading_kernel(
+def _copy_prefix_kernel(
     source,
     out,
     count,
@@ -196,12 +196,12 @@ def _copy_leading_kernel(
         tl.store(out + at, tl.load(source + at, mask=inside), mask=inside)
 
 
-def copy_leading_triton(source: Tensor, out: Tensor, count: Tensor) -> None:
-    """See `ridgeplan.kernels.offload.copy_leading`."""
+def copy_prefix_triton(source: Tensor, out: Tensor, count: Tensor) -> None:
+    """See `ridgeplan.kernels.offload.copy_prefix`."""
     batch, heads, entries = source.shape[:3]
     words = [tensor.view(batch, heads, tensor.shape[2], -1).view(torch.int32) for tensor in (source, out)]
     parts = triton.cdiv(PROGRAMS, batch * heads)
-    _copy_leading_kernel[(batch * heads, parts)](
+    _copy_prefix_kernel[(batch * heads, parts)](
         *words,
         count,
         entries,
@@ -235,12 +235,12 @@ def _leaving(last_use, now, misses):
 
 
 @triton.jit(do_not_specialize=["units", "slots", "width"])
-def _take_slots_kernel(
+def _allocate_slots_kernel(
     slot_of,
     unit_of,
     used,
     step,
-    wanted,
+    requested,
     loaded,
     index,
     count,
@@ -289,20 +289,20 @@ def _take_slots_kernel(
     tl.store(out_units + order, unit, mask=missing)
     tl.store(out_slots + own * width + place, tl.where(hit, slot, into), mask=chosen)
     tl.store(out_count + own, misses)
-    tl.store(wanted + own, tl.load(wanted + own) + total)
+    tl.store(requested + own, tl.load(requested + own) + total)
     tl.store(loaded + own, tl.load(loaded + own) + misses)
 
 
-def take_slots_triton(table: SlotTable, index: Tensor, count: Tensor, out: SlotLoads) -> None:
-    """See `ridgeplan.kernels.offload.take_slots`."""
+def allocate_slots_triton(table: SlotTable, index: Tensor, count: Tensor, out: SlotLoads) -> None:
+    """See `ridgeplan.kernels.offload.allocate_slots`."""
     batch, sets, width = index.shape
     slots = table.used.shape[2]
-    _take_slots_kernel[(batch * sets,)](
+    _allocate_slots_kernel[(batch * sets,)](
         table.slot_of,
         table.unit_of,
         table.used,
         table.step,
-        table.wanted,
+        table.requested,
         table.loaded,
         index.contiguous(),
         count.contiguous(),

@@ -11,7 +11,7 @@ from math import prod
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
-from ridgeplan.kernels.sampling.cuda import find_kernel
+from ridgeplan.kernels.sampling.cuda import find_filter_kernel
 from ridgeplan.kernels.sampling.reference import (
     Choice,
     Distribution,
@@ -44,7 +44,7 @@ def filter_logits(
     if temperature == 0:
         return greedy(logits, backend=backend)
     is_filtered = (top_k is not None and top_k < logits.shape[-1]) or (top_p is not None and top_p < 1)
-    kernel = find_kernel(logits) if is_filtered and backend == "auto" else None
+    kernel = find_filter_kernel(logits) if is_filtered and backend == "auto" else None
     if kernel is not None:
         return kernel.run(logits, temperature, top_k, top_p)
     cutoff = None if top_k is None or top_k >= logits.shape[-1] else kth_largest(logits, top_k)

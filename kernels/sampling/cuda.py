@@ -90,7 +90,7 @@ class TopKTopPKernel:
         return Distribution(logits, temperature, peak, cutoff, mass)
 
 
-def find_kernel(logits: Tensor) -> TopKTopPKernel | None:
+def find_filter_kernel(logits: Tensor) -> TopKTopPKernel | None:
     """The kernel for these logits, or None if plain torch and Triton's softmax must run.
 
     It needs Hopper or newer, contiguous logits of a known dtype, and rows that fit a cluster.

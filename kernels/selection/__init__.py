@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_rows
-from ridgeplan.kernels.selection.cuda import find_kernel, two_bit_top_k_cuda
+from ridgeplan.kernels.selection.cuda import find_two_bit_kernels, two_bit_top_k_cuda
 from ridgeplan.kernels.selection.draft_planes import SAMPLES, TwoBitKeys, unpack_two_bit
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
@@ -94,9 +94,7 @@ def top_k_reference(scores: Tensor, lengths: Tensor, k: Tensor, max_k: int) -> t
     return index, count
 
 
-LEAST_HEAD_DIM = (
-    64  # of the kernel: a quarter of the channels, those of one place in a byte, fills a tensor core's tile
-)
+MIN_HEAD_DIM = 64  # of the kernel: a quarter of the channels, those of one place in a byte, fills a tensor core's tile
 
 
 def two_bit_scores(
@@ -114,7 +112,7 @@ def two_bit_scores(
     check_scan(q, keys, groups)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     lse = sampled_lse(q, keys, groups, scale)
-    if not uses_gpu_kernel(backend, q) or (backend == "auto" and q.shape[3] < LEAST_HEAD_DIM):
+    if not uses_gpu_kernel(backend, q) or (backend == "auto" and q.shape[3] < MIN_HEAD_DIM):
         return two_bit_scores_reference(q, keys, lse, scale)
     from ridgeplan.kernels.selection.triton import two_bit_scores_triton
 
@@ -191,7 +189,7 @@ def two_bit_top_k(
     check_scan(q, keys, groups)
     require_rows(batch, torch.int32, k=k)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kernel = find_kernel(q, keys) if backend == "auto" else None
+    kernel = find_two_bit_kernels(q, keys) if backend == "auto" else None
     if kernel is not None:
         return two_bit_top_k_cuda(kernel, q, keys, groups, k, max_k, sinks, scale)
     scores = two_bit_scores(q, keys, groups, scale=scale, backend=backend)

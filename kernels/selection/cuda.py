@@ -119,7 +119,7 @@ def scan_bytes(variant: ScanVariant) -> int:
     return WARPS * STAGES * variant.stage_bytes
 
 
-def find_kernel(q: Tensor, keys: TwoBitKeys) -> TwoBitKernels | None:
+def find_two_bit_kernels(q: Tensor, keys: TwoBitKeys) -> TwoBitKernels | None:
     """The kernels that compute this call, or None: then the separate ones do."""
     variant = scan_variant(q, keys.kv_heads, keys.group)
     return None if variant is None else compiled_kernels(variant, q.device)

@@ -125,7 +125,7 @@ TOP_K_PASSES = 4  # digits of 8 bits of a 32-bit key
 TOP_K_BINS = tl.constexpr(256)  # values of a digit; a histogram's cost per score grows with its bins
 TOP_K_BLOCK = 2048  # scores in flight of a program
 TOP_K_CHUNK = 8192  # scores of a program, fewer where that fills the GPU
-LEAST_PROGRAMS = 512
+MIN_PROGRAMS = 512
 TOP_K_WARPS = 8
 
 
@@ -245,7 +245,7 @@ def top_k_triton(scores: Tensor, lengths: Tensor, k: Tensor, max_k: int) -> tupl
     """See `ridgeplan.kernels.selection.top_k`."""
     scores, lengths, k = scores.contiguous(), lengths.contiguous(), k.contiguous()
     rows, width = scores.shape
-    chunk = TOP_K_CHUNK if rows * triton.cdiv(width, TOP_K_CHUNK) >= LEAST_PROGRAMS else TOP_K_BLOCK
+    chunk = TOP_K_CHUNK if rows * triton.cdiv(width, TOP_K_CHUNK) >= MIN_PROGRAMS else TOP_K_BLOCK
     programs = triton.cdiv(width, chunk)
     histograms = torch.zeros(rows, TOP_K_PASSES, TOP_K_BINS.value, dtype=torch.int32, device=scores.device)
     counts = torch.empty(rows, programs, 2, dtype=torch.int32, device=scores.device)

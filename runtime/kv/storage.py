@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import quantize, shift_slots
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.offload import copy_leading
+from ridgeplan.kernels.offload import copy_prefix
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import HostPart
@@ -187,7 +187,7 @@ class MovableCodes:
         """Copies the last of `resident` layers on the device to the host. groups: int32 [batch], that rows hold."""
         source, target = self._moving(resident)
         for name in NAMES:
-            copy_leading(getattr(source, name), getattr(target.codes, name), groups)
+            copy_prefix(getattr(source, name), getattr(target.codes, name), groups)
 
     def catch_up(self, resident: int, since: Sequence[int], groups: Sequence[int]) -> None:
         """Copies what rows have gained since `leave`: from group since[row] up to groups[row]; fills the window."""

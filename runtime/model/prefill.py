@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from ridgeplan.kernels.attention import MOST_QUERIES, decode_attention
+from ridgeplan.kernels.attention import MAX_QUERIES, decode_attention
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import (
     PADDED_PROMPT_TOKENS,
@@ -279,15 +279,15 @@ def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> Non
     queries, keys, values = buffers.padded
     held, tokens, padded = buffers.held, parts.tokens, int(padded_prompt(parts.tokens))
     seen = slice(held + padded)
-    starts = range(tokens, parts.total, MOST_QUERIES)
+    starts = range(tokens, parts.total, MAX_QUERIES)
     # Made before the prompt's attention: the decode kernel may read them before the kernel ahead of it has ended.
     first = torch.zeros(1, dtype=torch.int32, device=queries.device)
     # Counted there: a copy of the host's would wait for all that runs before.
     seen_first, seen_last = held + tokens + 1, held + parts.total + 1
-    ends = torch.arange(seen_first, seen_last, MOST_QUERIES, dtype=torch.int32, device=queries.device)
+    ends = torch.arange(seen_first, seen_last, MAX_QUERIES, dtype=torch.int32, device=queries.device)
     attend_in_place(queries[:padded], keys[0, :, seen], values[0, :, seen], window, tokens)
     for index, start in enumerate(starts):
-        part = queries[None, start : min(start + MOST_QUERIES, parts.total)]
+        part = queries[None, start : min(start + MAX_QUERIES, parts.total)]
         part.copy_(decode_attention(part, keys, values, first, ends[index : index + 1]))
 
 

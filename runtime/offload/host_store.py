@@ -9,7 +9,14 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import quantize, shift_slots
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.offload import KeysAndValues, SlotLoads, SlotTable, gather_into_slots, store_group, take_slots
+from ridgeplan.kernels.offload import (
+    KeysAndValues,
+    SlotLoads,
+    SlotTable,
+    allocate_slots,
+    flush_to_host,
+    gather_into_slots,
+)
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import quantized_groups
@@ -177,9 +184,9 @@ class HostKVStore:
         for slots, held in ((self.keys, 0), (self.values, 1)):
             for layer, on_host in enumerate(self.on_host):
                 recent = slots[layer, :, :, first_recent:]
-                store_group(recent, on_host[held], before, group, crossed)
+                flush_to_host(recent, on_host[held], before, group, crossed)
                 if self.config.keeps_window:
-                    store_group(recent, slots[layer], window_slot, group, crossed)
+                    flush_to_host(recent, slots[layer], window_slot, group, crossed)
         keys, values = (x[:, :, :, first_recent:].flatten(0, 1) for x in (self.keys, self.values))
         shift_slots(keys, values, group, crossed.repeat(self.layers))
 
@@ -198,18 +205,18 @@ class HostKVStore:
         table = self._table(layer, index, page).first(len(index))
         if not self.config.reuses_slots:
             table.forget()
-        return take_slots(table, index, count)
+        return allocate_slots(table, index, count)
 
-    def gather(self, layer: int, loads: SlotLoads, page: int, beside: bool = False) -> None:
-        """Loads what a layer's slots lack. beside: while other layers are computed."""
+    def gather(self, layer: int, loads: SlotLoads, page: int, concurrent: bool = False) -> None:
+        """Loads what a layer's slots lack. concurrent: while other layers are computed."""
         rows, (keys, values) = len(loads.count), self.on_host[layer]
         slots = self.keys[layer, :rows], self.values[layer, :rows]
-        gather_into_slots((keys[:rows], values[:rows]), slots, loads, page, beside=beside)
+        gather_into_slots((keys[:rows], values[:rows]), slots, loads, page, concurrent=concurrent)
 
     def loads(self) -> tuple[int, int]:
         """Units that steps have chosen, and those that had to be loaded, of all layers and KV heads."""
         times = {layer: self.layers if layer == ALL_LAYERS else 1 for layer in self.tables}
-        wanted = sum(times[layer] * int(table.wanted.sum()) for layer, table in self.tables.items())
+        wanted = sum(times[layer] * int(table.requested.sum()) for layer, table in self.tables.items())
         return wanted, sum(times[layer] * int(table.loaded.sum()) for layer, table in self.tables.items())
 
     def _table(self, layer: int, index: Tensor, page: int) -> SlotTable:

@@ -88,6 +88,6 @@ class LoadsAhead:
         choice = self._common[0] if self._common else self._choose(layer)
         with self._loader.beside():
             loads = self._common[1] if self._common else store.resolve(layer, *choice)
-            store.gather(layer, loads, choice[2], beside=True)
+            store.gather(layer, loads, choice[2], concurrent=True)
             self._begun[layer] = choice, loads, self._loader.event()
         self._next += 1

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.offload import copy_leading
+from ridgeplan.kernels.offload import copy_prefix
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.kv.config import KVCacheConfig
 
@@ -138,7 +138,7 @@ class LayerStream:
         layer, self._copied = self._copied, self._copied + 1
         with self._beside():
             for part, slot in zip(self.layers[layer], self.slots[layer % len(self.slots)], strict=True):
-                copy_leading(part, slot, self._entries)
+                copy_prefix(part, slot, self._entries)
             if self._side is not None:
                 self._arrived[layer] = self._side.record_event()
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.clock import stamp
+from ridgeplan.kernels.device.clock import record_timestamp
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.speculation.speculator import RoundFigures, RoundResult, Speculator
 
@@ -139,15 +139,15 @@ class GraphRounds:
 
     def _round(self, speculator: Speculator, gamma: int) -> None:
         out, stamps = _split(self._out, len(self._pending), gamma)
-        stamp(stamps, 0)
+        record_timestamp(stamps, 0)
         drafts = speculator.draft(self._pending, gamma)
-        stamp(stamps, 1)
+        record_timestamp(stamps, 1)
         verification = speculator.verify(self._pending, drafts)
-        stamp(stamps, 2)
+        record_timestamp(stamps, 2)
         pending, figures = speculator.keep(self._pending, verification, speculator.cache.active())
         self._pending.copy_(pending)
         out.values.copy_(figures.values)
-        stamp(stamps, 3)
+        record_timestamp(stamps, 3)
 
     def _capture(self, speculator: Speculator, gamma: int, pool: Any) -> torch.cuda.CUDAGraph:
         self._warm(speculator, gamma)

@@ -261,10 +261,10 @@ def test_every_residency_kernel_compiles_for_hopper(
     gather = {"KV_HEADS": 8, "PARTS": 9, "TURNS": 2, "ROWS": 16, "HEAD_DIM": 128, "PADDED": 128}
     store = {name: value for name, value in gather.items() if name not in ("PARTS", "TURNS", "ROWS")}
     jobs = {
-        "group store": offload_job("_store_group_kernel", 4, STORE, GROUP=128, BLOCK=32, **store),
-        "leading copy": offload_job("_copy_leading_kernel", 8, COPY, ENTRY_WORDS=2048, HEADS=8, PARTS=9, BLOCK=4096),
-        "slots": offload_job("_take_slots_kernel", 8, SLOTS, SLOTS=4096, WIDTH=2048),
-        "most slots": offload_job("_take_slots_kernel", 8, SLOTS, SLOTS=16384, WIDTH=8192),
+        "group store": offload_job("_flush_to_host_kernel", 4, STORE, GROUP=128, BLOCK=32, **store),
+        "leading copy": offload_job("_copy_prefix_kernel", 8, COPY, ENTRY_WORDS=2048, HEADS=8, PARTS=9, BLOCK=4096),
+        "slots": offload_job("_allocate_slots_kernel", 8, SLOTS, SLOTS=4096, WIDTH=2048),
+        "most slots": offload_job("_allocate_slots_kernel", 8, SLOTS, SLOTS=16384, WIDTH=8192),
         "gather": offload_job("_gather_kernel", 4, GATHER, SETS=8, PAGE=1, **gather),
         "gather pages": offload_job("_gather_kernel", 4, GATHER, SETS=1, PAGE=16, **gather),
     }

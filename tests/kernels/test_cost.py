@@ -18,7 +18,7 @@ from ridgeplan.kernels.layer import add_rms_norm_cost, rope_append_cost, rotary_
 from ridgeplan.kernels.linear import linear_dense_cost, linear_quantized_cost
 from ridgeplan.kernels.linear.gptq_round import gptq_round_cost
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
-from ridgeplan.kernels.offload import SlotTable, copy_leading_cost, gather_cost, store_group_cost, take_slots_cost
+from ridgeplan.kernels.offload import SlotTable, allocate_slots_cost, copy_prefix_cost, flush_to_host_cost, gather_cost
 from ridgeplan.kernels.sampling import draw_cost, filter_cost
 from ridgeplan.kernels.sampling import triton as sampling_kernels
 from ridgeplan.kernels.selection import page_scores_cost, top_k_cost, two_bit_top_k_cost
@@ -112,9 +112,9 @@ def stored(codes: QuantizedKV) -> list[Tensor]:
              [PLANES.key_two_bit, CODES.key_scale, CODES.key_min, *stored(UPPER), *KV, QUERY],
              [fp32(2, 1, 12, 7, 64), fp32(2, 1, 12, 7)]),
             ("gather", gather_cost((KV[0], KV[1]), 2, page=16), 0, [bf16(2, 3, 32, 64)] * 2, [bf16(2, 3, 32, 64)] * 2),
-            ("copy", copy_leading_cost(KV[0], 30), 0, [bf16(2, 3, 30, 64)], [bf16(2, 3, 30, 64)]),
-            ("flush", store_group_cost(KV[0], 32), 0, [bf16(2, 3, 32, 64)], [bf16(2, 3, 32, 64)]),
-            ("slots", take_slots_cost(SlotTable.allocate(2, 3, 99, 20, torch.device("cpu")), int32(2, 3, 9)), 0,
+            ("copy", copy_prefix_cost(KV[0], 30), 0, [bf16(2, 3, 30, 64)], [bf16(2, 3, 30, 64)]),
+            ("flush", flush_to_host_cost(KV[0], 32), 0, [bf16(2, 3, 32, 64)], [bf16(2, 3, 32, 64)]),
+            ("slots", allocate_slots_cost(SlotTable.allocate(2, 3, 99, 20, torch.device("cpu")), int32(2, 3, 9)), 0,
              [int32(2, 3, 9)] * 2 + [int32(2, 3, 20)], [int32(2, 3, 9)] * 2),
         )
     ],

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.offload import KeysAndValues, SlotLoads, copy_leading, gather_into_slots
+from ridgeplan.kernels.offload import KeysAndValues, SlotLoads, copy_prefix, gather_into_slots
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_UTILIZATION, Rates
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES
 from ridgeplan.runtime.buffers import HostMemory, available_bytes
@@ -109,7 +109,7 @@ def _gather_times(
     units than the one before: entries of page tables that are still cached would halve its time.
     """
     device = out[0].device
-    gather = partial(gather_into_slots, page=page, beside=True)
+    gather = partial(gather_into_slots, page=page, concurrent=True)
 
     def step() -> None:
         for layer, one in zip(layers, loads, strict=True):
@@ -127,7 +127,7 @@ def _gather_times(
 
 def _copy(source: KeysAndValues, out: KeysAndValues, count: Tensor) -> None:
     for held, copied in zip(source, out, strict=True):
-        copy_leading(held, copied, count)
+        copy_prefix(held, copied, count)
 
 
 def random_loads(tokens: int, wanted_tokens: int, page: int, device: torch.device) -> SlotLoads:

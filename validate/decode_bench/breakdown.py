@@ -106,7 +106,7 @@ def busy_us(launches: Iterable[Launch]) -> float:
 DRAFT, VERIFY, KEEP = PHASES
 LINEAR, HEAD, SAMPLING, SELECTION, OTHER = "linear", "head", "sampling", "selection", "other"
 GAP = "between kernels"  # predicted only: no kernel runs meanwhile
-STAMP = "_stamp_kernel"
+STAMP = "_record_timestamp_kernel"
 # Regular expressions for the names of kernels by class: this package's, and cuBLAS's.
 KERNELS = {
     "attention": r"attend|progressive|index_list|_(sparse_)?attention_kernel|merge|_merge_kernel",
@@ -116,7 +116,7 @@ KERNELS = {
     "rope + append": r"_rope_append_kernel|_tables_kernel",
     "swiglu": r"_swiglu_kernel",
     SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick)_kernel",
-    "host link": r"_(copy_leading|gather|store_group|take_slots)_kernel",
+    "host link": r"_(copy_prefix|gather|flush_to_host|allocate_slots)_kernel",
     "flush and shift": r"quantize|_(quantize|pack|shift)_kernel",
 }
 CLASSES = (*KERNELS, HEAD, OTHER, GAP)

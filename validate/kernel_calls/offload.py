@@ -12,14 +12,14 @@ from ridgeplan.kernels.offload import (
     KeysAndValues,
     SlotLoads,
     SlotTable,
-    copy_leading,
-    copy_leading_cost,
+    allocate_slots,
+    allocate_slots_cost,
+    copy_prefix,
+    copy_prefix_cost,
+    flush_to_host,
+    flush_to_host_cost,
     gather_cost,
     gather_into_slots,
-    store_group,
-    store_group_cost,
-    take_slots,
-    take_slots_cost,
 )
 from ridgeplan.runtime.buffers import HostMemory
 from ridgeplan.validate.kernel_calls.case import KernelCase, Within, fresh, relative_error
@@ -35,7 +35,7 @@ def host_copy_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[Ke
     """One layer's keys, copied to the device; against a copy of the pinned memory by the DMA engines."""
     for size in sizes:
         copy = HostCopy.draw(bench, size)
-        cost = copy_leading_cost(copy.source, size.tokens)
+        cost = copy_prefix_cost(copy.source, size.tokens)
         peers = {"copy_": copy.by_dma}
         yield KernelCase("host_copy", size.name, cost, copy, peers, copy.error, _over_link(cost.read_bytes))
 
@@ -44,7 +44,7 @@ def host_store_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[K
     """A flush of one group of every row to the host."""
     for size in sizes:
         store = HostStore.draw(bench, size)
-        cost = store_group_cost(store.recent, GROUP)
+        cost = flush_to_host_cost(store.recent, GROUP)
         yield KernelCase("host_store", size.name, cost, store, {}, store.error, _over_link(cost.write_bytes))
 
 
@@ -61,7 +61,7 @@ def take_slots_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[K
     """Slots of a choice of which every step misses as many units as the last one."""
     for size in sizes:
         choice = DriftingChoice.draw(bench, size)
-        cost = take_slots_cost(choice.table, choice.index[0])
+        cost = allocate_slots_cost(choice.table, choice.index[0])
         yield KernelCase(
             "take_slots", size.name, cost, choice, {}, choice.error, Within(RESIDENCY_S), variants=len(choice.index)
         )
@@ -83,7 +83,7 @@ class HostCopy:
 
     def __call__(self, _: int) -> None:
         """This package's copy."""
-        copy_leading(self.source, self.out, self.count)
+        copy_prefix(self.source, self.out, self.count)
 
     def by_dma(self, _: int) -> None:
         """The peer."""
@@ -113,7 +113,7 @@ class HostStore:
 
     def __call__(self, _: int) -> None:
         """A flush."""
-        store_group(self.recent, self.out, self.first, GROUP, self.mask)
+        flush_to_host(self.recent, self.out, self.first, GROUP, self.mask)
 
     def error(self) -> float:
         """Of what has been written."""
@@ -184,7 +184,7 @@ class DriftingChoice:
 
     def __call__(self, variant: int) -> SlotLoads:
         """One step."""
-        return take_slots(self.table, self.index[variant], self.count)
+        return allocate_slots(self.table, self.index[variant], self.count)
 
     def error(self) -> float:
         """The share of units that are not where the table says, and of loads that are too many, after two steps."""

@@ -193,7 +193,7 @@ def test_a_breakdown_shows_each_class_beside_its_prediction(
     (other,) = [line for line in shown.partition(titles[1])[2].splitlines() if "verify other" in line]
     cells = re.split(r"\s{2,}", other.strip())
     assert cells[1:3] == ["2", "10"]
-    assert cells[4] == "_stamp_kernel 5, fill of FillFunctor 5"
+    assert cells[4] == "_record_timestamp_kernel 5, fill of FillFunctor 5"
     assert "kernels 30 us, of which 5 us beside others; a round takes" in shown
     rows = json.loads(saved.read_text())["rows"]
     lines = [re.split(r"\s{2,}", line.strip()) for line in shown.splitlines() if "64x1" in line]

@@ -17,7 +17,7 @@ from ridgeplan.kernels.attention.cuda import (
     AttentionKernel,
     AttentionVariant,
     Occupancy,
-    find_kernel,
+    find_attention_kernel,
     fuses_reduction,
     merge_parts,
 )
@@ -131,7 +131,9 @@ class Case:
 
 
 def runs_cuda(problem: Problem) -> bool:
-    return find_kernel(problem.q, problem.keys, problem.values, problem.codes, problem.lower, 0.125) is not None
+    return (
+        find_attention_kernel(problem.q, problem.keys, problem.values, problem.codes, problem.lower, 0.125) is not None
+    )
 
 
 def build(case: Case, device: str) -> Problem:

@@ -8,7 +8,7 @@ from attention_problem import Problem
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.attention.cuda import find_kernel
+from ridgeplan.kernels.attention.cuda import find_attention_kernel
 from ridgeplan.kernels.attention.scores import Rows, ScoreRequest, What
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import dequantize, quantize
@@ -187,7 +187,7 @@ SWEEP = [
 def test_cuda_scores(case: Case) -> None:
     """The reference writes the same tokens. The first call has a guess of log-sum-exps, the second the last query's."""
     problem = build(case)
-    assert find_kernel(problem.q, problem.keys, problem.values, problem.codes, problem.lower, 0.1) is not None
+    assert find_attention_kernel(problem.q, problem.keys, problem.values, problem.codes, problem.lower, 0.1) is not None
     lse = 3 * torch.rand(len(problem.q), case.q_heads, device="cuda")
     found, expected = request_for(case, problem, lse), request_for(case, problem, lse)
     for _ in range(2):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import dequantize, quantize
-from ridgeplan.kernels.kv_cache.cuda import QuantizeKernel, find_kernel, key_planes, value_planes
+from ridgeplan.kernels.kv_cache.cuda import QuantizeKernel, find_quantize_kernel, key_planes, value_planes
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import encode, pack, unpack
 
@@ -324,7 +324,7 @@ def test_kernels_and_batches_see_the_same_storage(lower: bool) -> None:
 
 def test_cpu_tensors_are_left_to_the_reference() -> None:
     keys = torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16)
-    assert find_kernel(keys, keys, QuantizedKV.allocate(1, 2, 1, 128, 64, "cpu", lower=True)) is None
+    assert find_quantize_kernel(keys, keys, QuantizedKV.allocate(1, 2, 1, 128, 64, "cpu", lower=True)) is None
 
 
 @pytest.mark.parametrize("placed", [False, True], ids=["whole groups", "a group from a slot"])

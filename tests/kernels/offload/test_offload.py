@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ridgeplan.kernels.offload import (
     SlotTable,
-    copy_leading,
-    copy_leading_cost,
+    allocate_slots,
+    copy_prefix,
+    copy_prefix_cost,
     gather_cost,
     gather_into_slots,
-    take_slots,
 )
 from ridgeplan.kernels.offload.triton import Launch
 from ridgeplan.planner.lowering import strategy_of
@@ -33,7 +33,7 @@ def test_the_leading_entries_are_copied_and_no_others(
 ) -> None:
     source = torch.arange(3 * 2 * 9 * torch.Size(entry).numel(), device=device).reshape(3, 2, 9, *entry).to(dtype)
     out = torch.full((3, 2, 9 + spare, *entry), 77, dtype=dtype, device=device)
-    copy_leading(source, out, torch.tensor([4, 0, 9], dtype=torch.int32, device=device), backend=backend)
+    copy_prefix(source, out, torch.tensor([4, 0, 9], dtype=torch.int32, device=device), backend=backend)
     for row, count in enumerate([4, 0, 9]):
         assert torch.equal(out[row, :, :count], source[row, :, :count])
         assert (out[row, :, count:] == 77).all()
@@ -42,13 +42,13 @@ def test_the_leading_entries_are_copied_and_no_others(
 def test_a_copy_of_entries_that_are_no_whole_words_is_refused() -> None:
     tensor = torch.zeros(1, 1, 4, 3, dtype=torch.uint8)
     with pytest.raises(ValueError, match="entries of 3 bytes; allowed: contiguous multiples of 4"):
-        copy_leading(tensor, tensor.clone(), torch.ones(1, dtype=torch.int32))
+        copy_prefix(tensor, tensor.clone(), torch.ones(1, dtype=torch.int32))
     with pytest.raises(ValueError, match="allowed: equal, or more entries in out"):
-        copy_leading(tensor, tensor[:, :, :2], torch.ones(1, dtype=torch.int32))
+        copy_prefix(tensor, tensor[:, :, :2], torch.ones(1, dtype=torch.int32))
 
 
 class Simulated:
-    """Slots of one set, by the words of `take_slots`."""
+    """Slots of one set, by the words of `allocate_slots`."""
 
     def __init__(self, slots: int) -> None:
         self.units: list[int | None] = [None] * slots
@@ -85,7 +85,7 @@ def test_slots_hold_what_was_chosen_and_forget_what_was_used_least_recently(
     wanted = loaded = 0
     for _ in range(12):
         index, count = choices(generator, units, most, (batch, sets))
-        loads = take_slots(table, index.to(device), count.to(device), backend=backend)
+        loads = allocate_slots(table, index.to(device), count.to(device), backend=backend)
         for (row, own), one in simulated.items():
             chosen = index[row, own, : count[row, own]].tolist()
             expected = one.take(chosen)
@@ -94,7 +94,7 @@ def test_slots_hold_what_was_chosen_and_forget_what_was_used_least_recently(
             assert list(pairs) == expected
             assert loads.slots[row, own, : len(chosen)].tolist() == [one.units.index(unit) for unit in chosen]
             wanted, loaded = wanted + len(chosen), loaded + found
-    assert int(table.wanted.sum()) == wanted
+    assert int(table.requested.sum()) == wanted
     assert int(table.loaded.sum()) == loaded < wanted
     for (row, own), one in simulated.items():
         assert table.unit_of[row, own].tolist() == [-1 if unit is None else unit for unit in one.units]
@@ -108,9 +108,9 @@ def test_slots_hold_what_was_chosen_and_forget_what_was_used_least_recently(
 def test_the_same_choice_again_loads_nothing() -> None:
     table = SlotTable.allocate(1, 1, 100, 10, torch.device("cpu"))
     index, count = torch.arange(10, dtype=torch.int32)[None, None], torch.tensor([[10]], dtype=torch.int32)
-    assert int(take_slots(table, index, count).count) == 10
-    assert int(take_slots(table, index.flip(2), count).count) == 0
-    assert int(take_slots(table, index + 2, count).count) == 2  # two of ten differ
+    assert int(allocate_slots(table, index, count).count) == 10
+    assert int(allocate_slots(table, index.flip(2), count).count) == 0
+    assert int(allocate_slots(table, index + 2, count).count) == 2  # two of ten differ
 
 
 @pytest.mark.parametrize("sets", [1, 2])
@@ -124,7 +124,7 @@ def test_units_are_gathered_into_their_slots(backend: str, head_dim: int, page: 
     table = SlotTable.allocate(2, sets, 30, 20, torch.device(device))
     for _ in range(4):
         index, count = choices(generator, 30, 18, (2, sets))
-        loads = take_slots(table, index.to(device), count.to(device), backend=backend)
+        loads = allocate_slots(table, index.to(device), count.to(device), backend=backend)
         gather_into_slots(source, out, loads, page, backend=backend)
         for row in range(2):
             for head in range(2):
@@ -141,14 +141,14 @@ def test_programs_share_the_loads_of_all_rows_and_heads(
     programs: int, at_once: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As few or as many as there are; each takes several sets in turn, or a part of one."""
-    monkeypatch.setattr("ridgeplan.kernels.offload.triton.BESIDE", Launch(programs, at_once))
+    monkeypatch.setattr("ridgeplan.kernels.offload.triton.CONCURRENT", Launch(programs, at_once))
     source = tuple(torch.randn(3, 2, 200, 16, device=device) for _ in "kv")
     out = tuple(torch.zeros(3, 2, 100, 16, device=device) for _ in "kv")
     table = SlotTable.allocate(3, 2, 200, 100, torch.device(device))
     index = torch.stack([torch.randperm(200)[:100] for _ in range(6)]).view(3, 2, 100).int().to(device)
     count = torch.tensor([[100, 40], [0, 7], [99, 100]], dtype=torch.int32, device=device)
-    loads = take_slots(table, index, count)
-    gather_into_slots(source, out, loads, beside=True, backend="triton")
+    loads = allocate_slots(table, index, count)
+    gather_into_slots(source, out, loads, concurrent=True, backend="triton")
     for row, head in product(range(3), range(2)):
         chosen = slice(int(count[row, head]))
         for held, slots in zip(source, out, strict=True):
@@ -171,17 +171,17 @@ def test_the_cost_model_moves_what_the_kernels_declare() -> None:
     _, copied = load_seconds(link, shape, strategy.with_terms(offload_overlap=1 - missing / 2048), host, 4096, 2048, 1)
     assert copied == pytest.approx(gather_cost((keys, keys), missing).read_bytes)
     streamed = stream_seconds(link, strategy, host, 4096)
-    assert streamed == 2 * copy_leading_cost(keys, 4096 - 192).read_bytes
+    assert streamed == 2 * copy_prefix_cost(keys, 4096 - 192).read_bytes
 
 
 def test_errors_name_the_shapes() -> None:
     table = SlotTable.allocate(1, 1, 100, 10, torch.device("cpu"))
     index, count = torch.zeros(1, 1, 11, dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"index \[1, 1, 11\] of slots \[1, 1, 10\]; allowed: no more than slots"):
-        take_slots(table, index, count)
+        allocate_slots(table, index, count)
     with pytest.raises(ValueError, match="0 slots on the device; allowed: 1 to 16384"):
         SlotTable.allocate(1, 1, 100, 0, torch.device("cpu"))
-    loads = take_slots(table, index[:, :, :4], count)
+    loads = allocate_slots(table, index[:, :, :4], count)
     keys = torch.zeros(1, 2, 100, 8)
     with pytest.raises(ValueError, match="disagree, or have strides"):
         gather_into_slots((keys, keys), (keys[..., :4], keys[..., :4]), loads)

@@ -14,7 +14,7 @@ from ridgeplan.kernels.sampling.cuda import (
     THREADS,
     TWO_CTA_LOADS,
     TopKTopPKernel,
-    find_kernel,
+    find_filter_kernel,
     variant_of,
 )
 from ridgeplan.kernels.sampling.reference import Distribution
@@ -45,7 +45,7 @@ def test_rows_take_four_ctas_as_long_as_two_fit_an_sm() -> None:
 
 
 def test_cpu_logits_are_left_to_the_reference() -> None:
-    assert find_kernel(torch.zeros(2, 8)) is None
+    assert find_filter_kernel(torch.zeros(2, 8)) is None
 
 
 def random_logits(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.selection import two_bit_logits, two_bit_scores, two_bit_top_k
-from ridgeplan.kernels.selection.cuda import ScanVariant, TwoBitKernels, find_kernel, two_bit_top_k_cuda
+from ridgeplan.kernels.selection.cuda import ScanVariant, TwoBitKernels, find_two_bit_kernels, two_bit_top_k_cuda
 from ridgeplan.kernels.selection.draft_planes import TwoBitKeys
 
 LEVELS = 4
@@ -74,7 +74,7 @@ def random_keys(case: Case) -> TwoBitKeys:
 def test_levels_are_chosen_from_the_top_and_ties_in_order(case: Case) -> None:
     """Positive queries: a token's rank is its level's. Calls repeat bit by bit."""
     q, (keys, level) = queries(case).abs(), levels(case)
-    assert find_kernel(q, keys) is not None
+    assert find_two_bit_kernels(q, keys) is not None
     groups, k = integers(case.groups), integers((case.k,) * len(case.groups))
     most = min(case.k, 128 * max(case.groups)) + 3
     index, count = two_bit_top_k(q, keys, groups, k, max_k=most, sinks=case.sinks)

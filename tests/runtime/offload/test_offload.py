@@ -5,7 +5,7 @@ import torch
 
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.offload import store_group, store_group_cost
+from ridgeplan.kernels.offload import flush_to_host, flush_to_host_cost
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat
 from ridgeplan.runtime import buffers
 from ridgeplan.runtime.buffers import HostMemory, split_bytes
@@ -185,14 +185,14 @@ def test_a_group_moves_to_its_tokens_in_the_rows_that_are_asked(backend, device)
     out = torch.zeros(3, 2, 200, 24, device=device)
     first = torch.tensor([64, 0, 100], dtype=torch.int32, device=device)
     mask = torch.tensor([True, False, True], device=device)
-    store_group(recent, out, first, 48, mask, backend=backend)
+    flush_to_host(recent, out, first, 48, mask, backend=backend)
     for row, start in ((0, 64), (2, 100)):
         assert torch.equal(out[row, :, start : start + 48], recent[row, :, :48])
         assert int((out[row].abs().sum((0, 2)) > 0).sum()) == 48
     assert (out[1] == 0).all()
-    assert store_group_cost(recent, 48).read_bytes == 3 * 2 * 48 * 24 * 4
+    assert flush_to_host_cost(recent, 48).read_bytes == 3 * 2 * 48 * 24 * 4
     with pytest.raises(ValueError, match="disagree with a group of 71"):
-        store_group(recent, out, first, 71, mask)
+        flush_to_host(recent, out, first, 71, mask)
 
 
 def test_a_pass_that_was_not_finished_is_forgotten():

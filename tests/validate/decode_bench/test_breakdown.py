@@ -42,7 +42,7 @@ from ridgeplan.validate.measure import Measured
 from ridgeplan.validate.random_model import llama_like_shape
 
 KERNELS = Path(__file__).parents[3] / "kernels"
-OUTSIDE_ROUNDS = {"_stamp_kernel", "_dequantize_kernel", "_round_kernel"}  # or between their parts
+OUTSIDE_ROUNDS = {"_record_timestamp_kernel", "_dequantize_kernel", "_round_kernel"}  # or between their parts
 LLAMA = load_shape("meta-llama/Llama-3.1-8B")
 
 
