@@ -32,7 +32,7 @@ INT_RANGE = range(-(1 << 31), 1 << 31)
 class KernelParams(ctypes.Structure):
     """Base of the structures: `_fields_` of a subclass lists the fields of the C++ struct of the same name.
 
-    constants: those of the C++ source on which the launch depends, by name.
+    constants: members of the source's `Config` on which the launch depends, by name.
     All fields are passed by name: tensors become pointers, None a null pointer. Raises TypeError when a field is
     missing or unknown, and ValueError for an integer beyond 32 bits, which ctypes would truncate.
     """
@@ -55,12 +55,12 @@ def _c_value(name: str, value: Tensor | ctypes.Structure | float | None) -> Any:
 
 
 def assertions(params: type[KernelParams]) -> str:
-    """C++ assertions that the struct named like `params` has the same layout, and the source the same constants.
+    """C++ assertions that the struct named like `params` has the same layout, and `Config` the same constants.
 
     NVRTC has no header for `offsetof`; `__INTADDR__` is what the front end of NVIDIA's compilers turns it into.
     """
     name = params.__name__
-    lines = [f'static_assert({key} == {value}, "{key}");' for key, value in params.constants.items()]
+    lines = [f'static_assert(Config::{key} == {value}, "{key}");' for key, value in params.constants.items()]
     lines.append(f'static_assert(sizeof({name}) == {ctypes.sizeof(params)}, "size of {name}");')
     for field, offset in _offsets(params):
         address = f"__INTADDR__(&((({name}*)0)->{field}))"
@@ -83,6 +83,11 @@ SOURCES = Path(__file__).parents[1]
 def program(source: str, params: type[KernelParams]) -> str:
     """The translation unit of a kernel: its file, relative to this package, and assertions on it."""
     return f'#include "{source}"\n{assertions(params)}\n'
+
+
+def config_options(**members: int) -> list[str]:
+    """Compiler options with the values of a compiled variant, which the source's `Config` reads as CONFIG_<name>."""
+    return [f"-DCONFIG_{name}={int(value)}" for name, value in members.items()]
 
 
 def include_options() -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, launch_with_pdl, program
+from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, config_options, launch_with_pdl, program
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
 GROUP = 128  # tokens of a group, in every CUDA C++ kernel that reads or writes codes
@@ -51,7 +51,7 @@ STRIDES = [f"{x}_{axis}stride" for x in ("key", "value") for axis in ("batch_", 
 
 
 class QuantizeParams(KernelParams):
-    """See csrc/params.cuh."""
+    """See csrc/quantize.cu."""
 
     constants = MappingProxyType({"GROUP": GROUP, "STREAMS": STREAMS})
 
@@ -116,8 +116,8 @@ def find_quantize_kernel(keys: Tensor, values: Tensor, out: QuantizedKV) -> Quan
 
 
 def options(head_dim: int, planes: int, bf16: bool) -> list[str]:
-    """Compile-time configuration (csrc/config.cuh)."""
-    return [f"-DHEAD_DIM={head_dim}", f"-DPLANES={planes}", f"-DBF16={int(bf16)}"]
+    """The compiled variant: `Config` in csrc/quantize.cu."""
+    return config_options(HEAD_DIM=head_dim, PLANES=planes, BF16=bf16)
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, launch_with_pdl, program
+from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, config_options, launch_with_pdl, program
 from ridgeplan.kernels.sampling.reference import LOG2_E, Distribution
 
 SOURCE, ENTRY = "sampling/csrc/top_k_top_p.cu", "filter"
@@ -28,7 +28,7 @@ ELEMENTS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.
 
 
 class FilterParams(KernelParams):
-    """See csrc/params.cuh."""
+    """See csrc/top_k_top_p.cu."""
 
     constants = MappingProxyType({"THREADS": THREADS})
 
@@ -52,9 +52,8 @@ class TopKVariant:
 
     @property
     def options(self) -> list[str]:
-        """Compile-time configuration (csrc/config.cuh)."""
-        macros = {"ELEMENT": ELEMENTS[self.dtype], "CLUSTER": self.cluster, "ALIGNED": int(self.aligned)}
-        return [f"-D{name}={value}" for name, value in macros.items()]
+        """The compiled variant: `Config` in csrc/top_k_top_p.cu."""
+        return config_options(ELEMENT=ELEMENTS[self.dtype], CLUSTER=self.cluster, ALIGNED=self.aligned)
 
     def loads(self, vocab: int) -> int:
         """Packs that each thread of the cluster holds of a row."""

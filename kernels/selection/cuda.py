@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, launch_with_pdl, program
+from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, config_options, launch_with_pdl, program
 from ridgeplan.kernels.kv_cache.cuda import GROUP, HEAD_DIMS
 from ridgeplan.kernels.selection.draft_planes import SAMPLES, TwoBitKeys
 from ridgeplan.roofline.execution import CUDA_SCAN_HEADS
@@ -31,9 +31,8 @@ class ScanVariant:
 
     @property
     def options(self) -> list[str]:
-        """Compile-time configuration (csrc/config.cuh)."""
-        shape = [f"-DHEAD_DIM={self.head_dim}", f"-DHEADS={self.heads}", f"-DBF16={int(self.bf16)}"]
-        return [*shape, f"-DSTAGE_BYTES={self.stage_bytes}"]
+        """The compiled variant: `ScanConfig` in csrc/config.cuh."""
+        return config_options(HEAD_DIM=self.head_dim, HEADS=self.heads, BF16=self.bf16, STAGE_BYTES=self.stage_bytes)
 
     @property
     def stage_bytes(self) -> int:
@@ -71,13 +70,13 @@ def parts_of(rows: int, num_sms: int, least: int = 1) -> int:
 
 SCAN, CHOOSE = "two_bit_scan", "two_bit_choose"
 BINS = 2048  # of a score: 8 for each power of two
-MOST_GROUPS = 320  # of a CTA
+MAX_GROUPS = 320  # of a CTA
 POINTERS = ("q", "groups", "k", "codes", "scales", "minima", "bins", "histograms", "index", "count")
 SIZES = ("kv_heads", "group_capacity", "parts", "sinks", "max_k", "q_batch_stride", "q_head_stride")
 
 
 class TwoBitParams(KernelParams):
-    """See csrc/two_bit_params.cuh."""
+    """See csrc/two_bit.cuh."""
 
     constants = MappingProxyType(
         {
@@ -87,7 +86,7 @@ class TwoBitParams(KernelParams):
             "SAMPLES": SAMPLES,
             "GROUP": GROUP,
             "BINS": BINS,
-            "MOST_GROUPS": MOST_GROUPS,
+            "MAX_GROUPS": MAX_GROUPS,
         }
     )
 
@@ -153,7 +152,7 @@ def two_bit_top_k_cuda(
 ) -> tuple[Tensor, Tensor]:
     """See `ridgeplan.kernels.selection.two_bit_top_k`."""
     batch, rows = keys.batch, keys.batch * keys.kv_heads
-    parts = parts_of(rows, kernels.num_sms, -(-keys.groups // MOST_GROUPS))
+    parts = parts_of(rows, kernels.num_sms, -(-keys.groups // MAX_GROUPS))
     index, bins, histograms = (
         torch.empty(rows, *shape, dtype=dtype, device=q.device)
         for shape, dtype in (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, launch_with_pdl, program
+from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, config_options, launch_with_pdl, program
 from ridgeplan.kernels.kv_cache.cuda import GROUP, QuantizedPlanes, key_planes, value_planes
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.cuda import (
@@ -45,7 +45,7 @@ NO_CHOICE = MappingProxyType(
 
 
 class SparseParams(KernelParams):
-    """See csrc/sparse_params.cuh."""
+    """See csrc/config.cuh."""
 
     constants = MappingProxyType({"THREADS": THREADS, "WARPS": WARPS, "TILE": TILE, "TILES": TILES, "GROUP": GROUP})
 
@@ -65,8 +65,8 @@ class SparseVariant(ScanVariant):
 
     @property
     def options(self) -> list[str]:
-        """Compile-time configuration (csrc/config.cuh)."""
-        return [*super().options, f"-DTILE_BYTES={self.tile_bytes}"]
+        """The compiled variant: `SparseConfig` in csrc/config.cuh."""
+        return [*super().options, *config_options(TILE_BYTES=self.tile_bytes)]
 
     @property
     def tile_bytes(self) -> int:

@@ -32,6 +32,9 @@ constexpr int SUM_LOGITS = 1, SUM_PROBABILITIES = 2;  // values of SCORES
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int MERGE_GROUPS = 16;  // of threads in a CTA of the kernel `merge`, each with some splits of a query row
+struct Config {
+    static constexpr int GROUP = ::GROUP, THREADS = ::THREADS, MERGE_GROUPS = ::MERGE_GROUPS;
+};
 constexpr int ROWS = 8 * Q_TILES;
 constexpr int WORDS = HEAD_DIM / 32;      // 32-bit words of codes that a lane holds of one token
 constexpr int K_STEPS = HEAD_DIM / 16;    // mma steps over all channels

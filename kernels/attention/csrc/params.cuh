@@ -1,7 +1,7 @@
 // Arguments of both attention kernels; AttentionParams in attention/cuda.py has the same layout.
 #pragma once
 
-#include "../../kv_cache/csrc/quantized_kv_params.cuh"
+#include "../../kv_cache/csrc/quantized_planes.cuh"
 
 struct AttentionParams {
     const u16 *q, *keys, *values;

@@ -46,6 +46,17 @@ __device__ __forceinline__ u32 add_half2(u32 a, u32 b) {
     asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
+__device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+// The operand of larger magnitude, with the exclusive or of both signs.
+__device__ __forceinline__ u32 max_abs_half2(u32 a, u32 b) {
+    u32 d;
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
 __device__ __forceinline__ float half_to_float(u16 x) {
     float f;
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x));
@@ -62,7 +73,63 @@ __device__ __forceinline__ u32 floats_to_half2(float low, float high) {
     return d;
 }
 
-// 16-bit elements of a tensor: bfloat16 where IS_BF16, else float16.
+// ---------------------------------------------------------------- tensor cores
+
+// d += a b on 16-bit elements in float32: a is 16 x 16, b 16 x 8, d 16 x 8. Lane 4 g + c (g = 0..7, c = 0..3) holds the
+// elements below; a register is two elements of adjacent k, a0 for example a[g][2c] and a[g][2c + 1].
+//
+//     a        k  2c, 2c+1   2c+8, 2c+9          b        column  g          d          column  2c    2c+1
+//     row g          a0          a2              k = 2c, 2c+1     b0         row g              d0    d1
+//     row g + 8      a1          a3              k = 2c+8, 2c+9   b1         row g + 8          d2    d3
+//
+//     lanes of a, by row and k:                  lanes of d, by row and column:
+//              0 1   2 3   4 5   6 7                      0 1   2 3   4 5   6 7
+//     row 0     0     1     2     3              row 0     0     1     2     3
+//     row 1     4     5     6     7              row 1     4     5     6     7
+//     ...                                        ...
+//     row 7    28    29    30    31              row 7    28    29    30    31
+//
+// So the d of one product, converted to pairs, is the b of a next one that sums over d's columns.
+template <bool IS_BF16>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if constexpr (IS_BF16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// d += a b of unsigned by signed bytes in int32: a is 16 x 32, b 32 x 8. A register is four elements of adjacent k.
+//
+//     a        k  4c .. 4c+3   4c+16 .. 4c+19    b            column  g      d as above
+//     row g           a0             a2          k = 4c .. 4c+3       b0
+//     row g + 8       a1             a3          k = 4c+16 .. 4c+19   b1
+__device__ __forceinline__ void mma_m16n8k32_u8_s8(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// d += a b in TF32, of which the lower 13 bits are ignored: a is 16 x 8, b 8 x 8. A register is one element.
+//
+//     a        k  c    c+4     b        column  g      d as above
+//     row g       a0   a2      k = c            b0
+//     row g + 8   a1   a3      k = c + 4        b1
+__device__ __forceinline__ void mma_m16n8k8_tf32(
+    float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1
+) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
+          "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+
+// ---------------------------------------------------------------- 16-bit elements
+
+// Elements of a tensor: bfloat16 where IS_BF16, else float16. A pair is two of them in a word.
 template <bool IS_BF16> struct Element {
     static __device__ __forceinline__ float to_float(u16 x) {
         if (IS_BF16) return __uint_as_float(u32(x) << 16);
@@ -97,36 +164,11 @@ template <bool IS_BF16> struct Element {
         else asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
         return d;
     }
+    static __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+        mma_m16n8k16<IS_BF16>(d, a0, a1, a2, a3, b0, b1);
+    }
 };
-
-// ---------------------------------------------------------------- tensor cores
-
-// d += a b, with a of 16 rows by 16 and b of 16 by 8 columns, accumulated in float32. Lane 4 g + c holds of d the rows
-// g and g + 8 of columns 2c and 2c + 1; of a the same rows of k = 2c, 2c + 1 (a0, a1) and of k + 8 (a2, a3); of b the
-// same k (b0) and k + 8 (b1) of column g.
-template <bool IS_BF16>
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    if constexpr (IS_BF16)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    else
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// d += a b in TF32, with a of 16 rows by 8 and b of 8 by 8 columns, whose lower 13 bits are ignored. Lane 4 g + c holds
-// of d what m16n8k16 has; of a the rows g and g + 8 of k = c (a0, a1) and of k = c + 4 (a2, a3); of b k = c (b0) and
-// c + 4 (b1) of column g.
-__device__ __forceinline__ void mma_m16n8k8_tf32(
-    float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1
-) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(__float_as_uint(a0)), "r"(__float_as_uint(a1)), "r"(__float_as_uint(a2)), "r"(__float_as_uint(a3)),
-          "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
-}
+using Half = Element<false>;
 
 // ---------------------------------------------------------------- shared memory
 
@@ -136,14 +178,16 @@ __device__ __forceinline__ u32 ld_shared(SharedAddress from) {
     return x;
 }
 template <int N> __device__ __forceinline__ void ld_shared(u32 (&x)[N], SharedAddress from) {
-    if constexpr (N % 4 == 0) {
+    if constexpr (N == 1) {
+        x[0] = ld_shared(from);
+    } else if constexpr (N % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < N; i += 4)
             asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                          : "=r"(x[i]), "=r"(x[i + 1]), "=r"(x[i + 2]), "=r"(x[i + 3])
                          : "r"(from.value + 4 * i));
     } else {
-        static_assert(N == 2, "two words or a multiple of four");
+        static_assert(N == 2, "one, two or a multiple of four words");
         asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from.value));
     }
 }
@@ -152,7 +196,9 @@ __device__ __forceinline__ void st_shared(SharedAddress to, const u32 (&x)[4]) {
                  ::"r"(to.value), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-// Matrices of 8 x 8 16-bit elements, a row's address given by each lane (x4) or by the first sixteen (x2).
+// Matrices of 8 x 8 16-bit elements. Lane i passes the address of row i % 8 of matrix i / 8 (x2: the first sixteen
+// lanes); lane 4 g + c receives in x[j] elements 2c and 2c + 1 of row g of matrix j, with `trans` rows 2c and 2c + 1 of
+// column g.
 __device__ __forceinline__ void ldmatrix(u32 (&x)[4], SharedAddress row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(row.value));
@@ -225,6 +271,26 @@ __device__ __forceinline__ bool mbarrier_test(SharedAddress barrier, u32 parity)
     return done;
 }
 
+// ---------------------------------------------------------------- global memory
+
+// N adjacent words from the L2 cache: what other kernels may have just written, the SM's L1 cache may hold as it was
+// before.
+template <int N> __device__ __forceinline__ void load_words_l2(u32 (&x)[N], const void* from) {
+    if constexpr (N == 4) {
+        const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from));
+        x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
+    } else if constexpr (N == 2) {
+        const uint2 v = __ldcg(reinterpret_cast<const uint2*>(from));
+        x[0] = v.x, x[1] = v.y;
+    } else {
+        static_assert(N == 1, "one, two or four words");
+        x[0] = __ldcg(reinterpret_cast<const u32*>(from));
+    }
+}
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
+}
+
 // ---------------------------------------------------------------- asynchronous copies
 
 // Orders ordinary accesses of shared memory before bulk copies that follow.
@@ -247,6 +313,11 @@ __device__ __forceinline__ void bulk_copy_multicast(
 __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to.value), "l"(from) : "memory");
 }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most PENDING of the committed groups are still in flight.
+template <int PENDING> __device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---------------------------------------------------------------- warps, CTAs and clusters
@@ -254,9 +325,9 @@ __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wai
 // True in one lane of a converged warp; the compiler then needs no loop over lanes around instructions with uniform
 // operands.
 __device__ __forceinline__ bool elect_one() {
-    u32 one;
-    asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }" : "=r"(one));
-    return one;
+    u32 elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+    return elected;
 }
 // Barrier `ID` (1..15; 0 is __syncthreads) of THREADS threads in whole warps.
 template <int ID, int THREADS> __device__ __forceinline__ void named_barrier_sync() {
@@ -300,7 +371,7 @@ __device__ __forceinline__ u32 atomic_inc_acq_rel(u32* counter, u32 last) {
     return before;
 }
 
-// ---------------------------------------------------------------- programmatic dependent launch (see device/launch.py)
+// ---------------------------------------------------------------- programmatic dependent launch (see device/cuda.py)
 
 // The next kernel's CTAs may start as soon as there is room for them.
 __device__ __forceinline__ void pdl_launch_dependents() {

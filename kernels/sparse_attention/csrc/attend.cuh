@@ -1,16 +1,66 @@
 // Attention of a warp to 16 tokens at a time: scores with the query heads as rows of the first product, which leaves
-// probabilities where the second one, of values' channels by query heads, takes its B operand.
+// probabilities where the second product, of values' channels by query heads, takes its B operand (ptx.cuh):
+//
+//     S = Q K^T                                     O^T = V^T P^T
+//     a   rows: query heads g (g + 8: see below)    a   rows: channels channel(i) (g + 8: HEAD_DIM / 2 further)
+//     b   columns: tokens g (+ 8: a second product) b   k: tokens 2c, 2c + 1 and 2c + 8, 2c + 9; columns: query heads g
+//     d   head g, tokens 2c, 2c + 1         ----->  d   channels of row g (g + 8), query heads 2c, 2c + 1
 #pragma once
 
+#include "../../device/csrc/softmax_state.cuh"
 #include "../../selection/csrc/queries.cuh"
-#include "sparse_params.cuh"
-#include "stages.cuh"
+#include "../../selection/csrc/scan.cuh"
+#include "config.cuh"
 
-constexpr int OUT_TILES = HEAD_DIM / 16;  // of 16 channels: eight of the lower half, eight of the upper
+// A warp's buffer of up to TILE chosen tokens of a group in shared memory, filled by cp.async, with the scales and
+// minima of the whole group. 16-byte pieces of values are swapped within a row by the token's number, so that lanes
+// that read one piece of several tokens use different banks.
+//
+//     HEAD_DIM = 128: rows of 64 bytes, four pieces
+//     token      keys            values               byte b of a row has the codes of channels b (bits 0 .. 3) and
+//     0, 1       0  1  2  3      0  1  2  3           b + HEAD_DIM / 2 (bits 4 .. 7)
+//     2, 3       0  1  2  3      1  0  3  2
+//     4, 5       0  1  2  3      2  3  0  1
+//     6, 7       0  1  2  3      3  2  1  0
+//     8, 9       ...             0  1  2  3 ...
+template <class Config> struct __align__(16) TokenTile {
+    static constexpr int TILE = Config::TILE, HALF_DIM = Config::HALF_DIM;
+    u8 keys[TILE][HALF_DIM], values[TILE][HALF_DIM];
+    u16 key_scale[Config::HEAD_DIM], key_minimum[Config::HEAD_DIM];
+    u16 value_scale[Config::GROUP], value_minimum[Config::GROUP];
+    u8 places[TILE];  // of the tokens in the group
+    int count;
 
-// What a warp has of its row. Lane 4 g + c: row_max, row_sum and zero_sum of query head g (sums over its own tokens
-// only); out of query heads 2c, 2c + 1 and channels channel(i), as of codes less 8 times the values' scales.
-struct Partial {
+    static constexpr int PIECES = HALF_DIM / 16;
+    __device__ __forceinline__ static int swapped(int token, int piece) { return piece ^ token / 2 % PIECES; }
+};
+
+// Starts copying the tokens of group `group` whose places and number the tile has.
+template <class Config>
+__device__ __forceinline__ void start_copy(TokenTile<Config>& tile, const SparseParams& p, i64 group) {
+    using Tile = TokenTile<Config>;
+    static_assert(sizeof(Tile) == Config::TILE_BYTES, "as the launch computes it");
+    constexpr int HEAD_DIM = Config::HEAD_DIM, HALF_DIM = Config::HALF_DIM, GROUP = Config::GROUP;
+    constexpr int PIECES = Tile::PIECES, ROWS = 32 / PIECES;  // of one copy by all lanes
+    const int lane = threadIdx.x % 32, piece = lane % PIECES, count = tile.count;
+    const i64 first = group * GROUP;
+#pragma unroll
+    for (int i = 0; i < Config::TILE; i += ROWS) {
+        const int token = i + lane / PIECES;
+        if (token >= count) continue;
+        const i64 from = (first + tile.places[token]) * HALF_DIM + 16 * piece;
+        cp_async_16(tile.keys[token] + 16 * piece, p.key_codes.upper + from);
+        cp_async_16(tile.values[token] + 16 * Tile::swapped(token, piece), p.value_rows + from);
+    }
+    copy_pairs<HEAD_DIM>(tile.key_scale, tile.key_minimum, p.key_codes.scale + group * HEAD_DIM,
+                         p.key_codes.minimum + group * HEAD_DIM);
+    copy_pairs<GROUP>(tile.value_scale, tile.value_minimum, p.value_codes.scale + first, p.value_codes.minimum + first);
+}
+
+// What a warp has of its row. Lane 4 g + c: row_max, row_sum and zero_sum of query head g (sums over this lane's
+// tokens); out of query heads 2c, 2c + 1 and channels channel(i), as of codes less 8 times the values' scales.
+template <class Config> struct Partial {
+    static constexpr int OUT_TILES = Config::OUT_TILES, HALF_DIM = Config::HALF_DIM;
     float row_max, row_sum, zero_sum;
     float out[OUT_TILES][4];
 
@@ -23,16 +73,14 @@ struct Partial {
 
     // Base-2 scores of head g and tokens 2c, 2c + 1, 2c + 8, 2c + 9 to probabilities relative to the new row_max.
     __device__ __forceinline__ void probabilities(float (&x)[4]) {
-        float tile_max = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-        tile_max = fmaxf(tile_max, __shfl_xor_sync(FULL_MASK, tile_max, 1));
-        tile_max = fmaxf(tile_max, __shfl_xor_sync(FULL_MASK, tile_max, 2));
-        const float new_max = fmaxf(row_max, tile_max), shift = new_max == negative_infinity() ? 0 : new_max;
-        const float rescale = exp2_approx(row_max - shift);
+        const float tile_max = quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
+        const float new_max = fmaxf(row_max, tile_max), reference = finite_reference(new_max);
+        const float rescale = exp2_approx(row_max - reference);
         row_max = new_max;
         row_sum *= rescale, zero_sum *= rescale;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            x[i] = exp2_approx(x[i] - shift);
+            x[i] = exp2_approx(x[i] - reference);
             row_sum += x[i];
         }
         if (!__any_sync(FULL_MASK, rescale != 1)) return;
@@ -44,36 +92,40 @@ struct Partial {
 };
 
 // Attention to a tile of chosen tokens, read as INT4.
-struct ChosenTokens {
-    static constexpr int PLANES = 2, COUNT = Runs<PLANES>::COUNT, WORDS = Runs<PLANES>::WORDS;
-    static constexpr int VALUE_WORDS = HALF_DIM / 32;  // of a token's values that a lane reads
-    const LaneQueries& queries;  // in pairs
+template <class Config> struct ChosenTokens {
+    static constexpr int PLANES = 2;  // channels of a byte
+    using LaneRuns = Runs<Config, PLANES>;
+    using Tile = TokenTile<Config>;
+    static constexpr int COUNT = LaneRuns::COUNT, WORDS = LaneRuns::WORDS, GROUP = Config::GROUP;
+    static constexpr int VALUE_WORDS = Config::HALF_DIM / 32;  // of a token's values that a lane reads
+    const LaneQueries<Config>& queries;  // in pairs
     float logit_scale;
 
     __device__ __forceinline__ ChosenTokens(
-        const SparseParams& p, const Query& query, const LaneQueries& queries
+        const SparseParams& p, const Query<Config>& query, const LaneQueries<Config>& queries
     ) : queries(queries), logit_scale(p.scale * LOG2_E * power_of_two(query.exponent)) {}
     // Scaled queries of a group, and what its products start from; a code arrives as 1024 + U or 1024 + 16 U.
-    __device__ __forceinline__ float scale_queries(u32 (&scaled)[COUNT][2], const TokenTile& tile) const {
-        u32 own[COUNT][2], z[COUNT][2];
-        queries.load(own);
+    __device__ __forceinline__ float scale_queries(u32 (&scaled)[COUNT][2], const Tile& tile) const {
+        constexpr u32 MINUS_1024 = half2_constant(-1024);
+        u32 q[COUNT][2], z[COUNT][2];
+        queries.load(q);
         float bias[4] = {}, rest[2][4] = {};
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            const int channel = Runs<PLANES>::channel(i, threadIdx.x % 4);
+            const int channel = LaneRuns::channel(i, threadIdx.x % 4);
             u32 s[2], m[2];
-            load_shared(s, tile.key_scale + channel);
-            load_shared(m, tile.key_minimum + channel);
-            z[i][0] = first_pair(m[0], m[1]), z[i][1] = second_pair(m[0], m[1]);
-            scaled[i][0] = mul_half2(own[i][0], first_pair(s[0], s[1]));
-            scaled[i][1] = mul_half2(own[i][1], second_pair(s[0], s[1]));
-            if (i >= WORDS) scaled[i][0] = mul_half2(scaled[i][0], 0x2C002C00u);  // / 16
-            if (i >= WORDS) scaled[i][1] = mul_half2(scaled[i][1], 0x2C002C00u);
+            ld_shared(s, tile.key_scale + channel);
+            ld_shared(m, tile.key_minimum + channel);
+            z[i][0] = pack_low_halves(m[0], m[1]), z[i][1] = pack_high_halves(m[0], m[1]);
+            scaled[i][0] = mul_half2(q[i][0], pack_low_halves(s[0], s[1]));
+            scaled[i][1] = mul_half2(q[i][1], pack_high_halves(s[0], s[1]));
+            if (i >= WORDS) scaled[i][0] = mul_half2(scaled[i][0], HALF2_SIXTEENTH);
+            if (i >= WORDS) scaled[i][1] = mul_half2(scaled[i][1], HALF2_SIXTEENTH);
         }
 #pragma unroll
         for (int i = 0; i < COUNT; i += 2) {
-            mma_half(bias, scaled[i][0], scaled[i][1], scaled[i + 1][0], scaled[i + 1][1], 0xE400E400u, 0xE400E400u);
-            mma_two_runs(rest, own, i, z[i][0], z[i + 1][0], z[i][1], z[i + 1][1]);
+            Half::mma(bias, scaled[i][0], scaled[i][1], scaled[i + 1][0], scaled[i + 1][1], MINUS_1024, MINUS_1024);
+            mma_two_runs(rest, q, i, z[i][0], z[i + 1][0], z[i][1], z[i + 1][1]);
         }
         return bias[0] + bias[2] + rest[0][0] + rest[1][2];  // bias: times - 1024
     }
@@ -82,23 +134,23 @@ struct ChosenTokens {
     __device__ __forceinline__ static void mma_two_runs(
         float (&d)[2][4], const u32 (&q)[COUNT][2], int i, u32 first, u32 next_first, u32 second, u32 next_second
     ) {
-        mma_half(d[0], q[i][0], q[i][1], q[i + 1][0], q[i + 1][1], first, next_first);
-        mma_half(d[1], q[i][0], q[i][1], q[i + 1][0], q[i + 1][1], second, next_second);
+        Half::mma(d[0], q[i][0], q[i][1], q[i + 1][0], q[i + 1][1], first, next_first);
+        Half::mma(d[1], q[i][0], q[i][1], q[i + 1][0], q[i + 1][1], second, next_second);
     }
-    __device__ __forceinline__ void attend(Partial& partial, const TokenTile& tile) const {
+    __device__ __forceinline__ void attend(Partial<Config>& partial, const Tile& tile) const {
         const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         u32 scaled[COUNT][2];
         const float start = scale_queries(scaled, tile);
         u32 k[2][WORDS], v[4][VALUE_WORDS];
 #pragma unroll
-        for (int r = 0; r < 2; r++) load_shared(k[r], tile.keys[8 * r + g] + 4 * WORDS * c);
+        for (int r = 0; r < 2; r++) ld_shared(k[r], tile.keys[8 * r + g] + 4 * WORDS * c);
         float x[4];
         scores(x, k, scaled, start);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int token = 2 * c + i % 2 + i / 2 * 8, byte = 4 * VALUE_WORDS * g;
             if (token >= tile.count) x[i] = negative_infinity();
-            load_shared(v[i], tile.values[token] + 16 * TokenTile::swapped(token, byte / 16) + byte % 16);
+            ld_shared(v[i], tile.values[token] + 16 * Tile::swapped(token, byte / 16) + byte % 16);
         }
         float scale[4], zero[4];  // read before the maxima are known, as that takes long
 #pragma unroll
@@ -128,9 +180,9 @@ struct ChosenTokens {
                 u32 pairs[2][2];
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    const u32 word = k[r][(i + j) % WORDS], mask = i + j < WORDS ? 0x000F000Fu : 0x00F000F0u;
-                    pairs[j][0] = lop3_and_or(word, mask, 0x64006400u);
-                    pairs[j][1] = lop3_and_or(word >> 8, mask, 0x64006400u);
+                    const u32 word = k[r][(i + j) % WORDS];
+                    pairs[j][0] = i + j < WORDS ? low_codes(word) : high_codes(word);
+                    pairs[j][1] = i + j < WORDS ? low_codes(word >> 8) : high_codes(word >> 8);
                 }
                 mma_two_runs(d[r], scaled, i, pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]);
             }
@@ -139,29 +191,34 @@ struct ChosenTokens {
     }
     // Adds values times probabilities; codes less 8 of a byte's low and high nibbles, of two tokens each.
     __device__ __forceinline__ static void add_values(
-        Partial& partial, const u32 (&v)[4][VALUE_WORDS], u32 p0, u32 p1
+        Partial<Config>& partial, const u32 (&v)[4][VALUE_WORDS], u32 p0, u32 p1
     ) {
+        constexpr u32 MINUS_1032 = half2_constant(-1032);  // 1024 + code to code - 8
+        constexpr u32 MINUS_72 = half2_constant(-72);      // (1024 + 16 code) / 16 to code - 8
 #pragma unroll
-        for (int i = 0; i < OUT_TILES; i++) {
+        for (int i = 0; i < Config::OUT_TILES; i++) {
             const int w = i / 4, b = i % 4;
             u32 a[4];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                u32 pair = b < 2 ? first_pair(v[2 * r][w], v[2 * r + 1][w]) : second_pair(v[2 * r][w], v[2 * r + 1][w]);
+                u32 pair = b < 2 ? pack_low_halves(v[2 * r][w], v[2 * r + 1][w])
+                                 : pack_high_halves(v[2 * r][w], v[2 * r + 1][w]);
                 if (b % 2) pair >>= 8;
-                a[2 * r] = add_half2(lop3_and_or(pair, 0x000F000Fu, 0x64006400u), 0xE408E408u);  // - 1032
-                a[2 * r + 1] = fma_half2(lop3_and_or(pair, 0x00F000F0u, 0x64006400u), 0x2C002C00u, 0xD480D480u);  // - 72
+                a[2 * r] = add_half2(low_codes(pair), MINUS_1032);
+                a[2 * r + 1] = fma_half2(high_codes(pair), HALF2_SIXTEENTH, MINUS_72);
             }
-            mma_half(partial.out[i], a[0], a[1], a[2], a[3], p0, p1);
+            Half::mma(partial.out[i], a[0], a[1], a[2], a[3], p0, p1);
         }
     }
 };
 
 // Attention to 16 full-precision slots from `slot` on, of those below `end`.
-__device__ __forceinline__ void attend_slots(
-    Partial& partial, const SparseParams& p, const Query& query, const u16* keys, const u16* values, int slot,
-    int end
+template <class Config> __device__ __forceinline__ void attend_slots(
+    Partial<Config>& partial, const SparseParams& p, const Query<Config>& query, const u16* keys, const u16* values,
+    int slot, int end
 ) {
+    using Elem = typename Config::Elem;
+    constexpr int HEAD_DIM = Config::HEAD_DIM, HALF_DIM = Config::HALF_DIM;
     const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     float d[2][4] = {};
 #pragma unroll
@@ -170,38 +227,39 @@ __device__ __forceinline__ void attend_slots(
         ld_shared(q, query.q + 32 * i + 8 * c);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            load_words<true>(k, keys + i64(min(slot + 8 * r + g, end - 1)) * p.key_stride * 8 + 32 * i + 8 * c);
+            load_words_l2(k, keys + i64(min(slot + 8 * r + g, end - 1)) * p.key_stride * 8 + 32 * i + 8 * c);
 #pragma unroll
             for (int h = 0; h < 4; h += 2)
-                mma_elem(d[r], query.exists ? q[h] : 0, 0, query.exists ? q[h + 1] : 0, 0, k[h], k[h + 1]);
+                Elem::mma(d[r], query.exists ? q[h] : 0, 0, query.exists ? q[h + 1] : 0, 0, k[h], k[h + 1]);
         }
     }
     float x[4];
     u32 v[4][2][HALF_DIM / 16];  // tokens 2c, 2c + 1, 2c + 8, 2c + 9; channels of the lower and the upper half
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int own = slot + 2 * c + i % 2 + i / 2 * 8;
-        x[i] = own < end ? d[i / 2][i % 2] * p.scale * LOG2_E : negative_infinity();
-        const u16* from = values + i64(min(own, end - 1)) * p.value_stride * 8 + Partial::channel(0);
-        load_words<true>(v[i][0], from);
-        load_words<true>(v[i][1], from + HALF_DIM);
+        const int token_slot = slot + 2 * c + i % 2 + i / 2 * 8;
+        x[i] = token_slot < end ? d[i / 2][i % 2] * p.scale * LOG2_E : negative_infinity();
+        const u16* from = values + i64(min(token_slot, end - 1)) * p.value_stride * 8 + Partial<Config>::channel(0);
+        load_words_l2(v[i][0], from);
+        load_words_l2(v[i][1], from + HALF_DIM);
     }
     partial.probabilities(x);
     const u32 p0 = Elem::pair_from_floats(x[0], x[1]), p1 = Elem::pair_from_floats(x[2], x[3]);
 #pragma unroll
-    for (int i = 0; i < OUT_TILES; i++) {
+    for (int i = 0; i < Config::OUT_TILES; i++) {
         u32 a[4];
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            const u32 one = v[r / 2 * 2][r % 2][i / 2], other = v[r / 2 * 2 + 1][r % 2][i / 2];
-            a[r] = i % 2 ? second_pair(one, other) : first_pair(one, other);
+            const u32 even = v[r / 2 * 2][r % 2][i / 2], odd = v[r / 2 * 2 + 1][r % 2][i / 2];
+            a[r] = i % 2 ? pack_high_halves(even, odd) : pack_low_halves(even, odd);
         }
-        mma_elem(partial.out[i], a[0], a[1], a[2], a[3], p0, p1);
+        Elem::mma(partial.out[i], a[0], a[1], a[2], a[3], p0, p1);
     }
 }
 
 // The recent tokens of a row, of which each warp of its CTAs takes some tiles.
-struct RecentTokens {
+template <class Config> struct RecentTokens {
+    static constexpr int WARPS = Config::WARPS, TILE = Config::TILE;
     int begin, end;  // slots
 
     RecentTokens() = default;
@@ -220,16 +278,45 @@ struct RecentTokens {
     }
     // Has the warp's first tile brought to the L2 cache.
     __device__ __forceinline__ void prefetch(const SparseParams& p, int row, int part) const {
-        const int lane = threadIdx.x % 32, slot = first_slot(p, part) + lane / 2, channel = lane % 2 * HALF_DIM;
+        const int lane = threadIdx.x % 32, slot = first_slot(p, part) + lane / 2, channel = lane % 2 * Config::HALF_DIM;
         if (slot >= end) return;
         prefetch_l2(keys(p, row) + i64(slot) * p.key_stride * 8 + channel);
         prefetch_l2(values(p, row) + i64(slot) * p.value_stride * 8 + channel);
     }
     __device__ __forceinline__ void attend(
-        Partial& partial, const SparseParams& p, const Query& query, int row, int part
+        Partial<Config>& partial, const SparseParams& p, const Query<Config>& query, int row, int part
     ) const {
-        const int own_end = end;
-        for (int slot = first_slot(p, part); slot < own_end; slot += WARPS * p.parts * TILE)
-            attend_slots(partial, p, query, keys(p, row), values(p, row), slot, own_end);
+        const int last = end;
+        for (int slot = first_slot(p, part); slot < last; slot += WARPS * p.parts * TILE)
+            attend_slots(partial, p, query, keys(p, row), values(p, row), slot, last);
+    }
+};
+
+// A warp's attention to a list of tiles, several of which are being copied while it attends to one.
+// Source::copy_next(tile) starts copying the next tile; false at the end.
+template <class Config, class Source> struct TilePipeline {
+    static constexpr int TILES = Config::TILES;
+    Source& source;
+    TokenTile<Config>* tiles;  // [TILES]
+    int copied;
+
+    __device__ __forceinline__ TilePipeline(Source& source, TokenTile<Config>* tiles)
+        : source(source), tiles(tiles), copied(0) {
+#pragma unroll
+        for (int i = 0; i < TILES - 1; i++) copy_next(i);
+    }
+    __device__ __forceinline__ void copy_next(int to) {
+        copied += source.copy_next(tiles[to]);
+        cp_async_commit();
+    }
+    __device__ __forceinline__ void attend(Partial<Config>& partial, const ChosenTokens<Config>& chosen) {
+        for (int i = 0, from = 0, to = TILES - 1; i < copied; i++) {
+            copy_next(to);
+            cp_async_wait<TILES - 1>();
+            __syncwarp();
+            chosen.attend(partial, tiles[from]);
+            __syncwarp();
+            from = from + 1 == TILES ? 0 : from + 1, to = to + 1 == TILES ? 0 : to + 1;
+        }
     }
 };

@@ -1,10 +1,13 @@
 // Attention of one query per sequence to an index list of tokens or pages, read as INT4, for Hopper and newer.
 //
 // A row is a (batch row, KV head). Each warp of its `parts` CTAs takes an equal range of its list. Tokens of one group
-// that are near in the list share a tile; several tiles are copied ahead. The last CTA of a row joins the partial results.
+// that are near in the list share a tile; several tiles are copied ahead. The last CTA of a row joins the partial
+// results.
 
 #include "partial_results.cuh"
-#include "tile_pipeline.cuh"
+
+using Config = SparseConfig;
+constexpr int TILE = Config::TILE, WARPS = Config::WARPS;
 
 // A warp's walk along its range of a list.
 struct Walk {
@@ -19,27 +22,27 @@ struct Walk {
         : p(p), first_group(i64(row) * p.group_capacity), remaining(0) {
         const int b = row / p.kv_heads, list = b * p.sets + row % p.kv_heads % p.sets;
         index = p.index + i64(list) * p.index_capacity;
-        limit = min(__ldcg(p.groups + b), p.group_capacity) * GROUP;
+        limit = min(__ldcg(p.groups + b), p.group_capacity) * Config::GROUP;
         const int tokens = min(__ldcg(p.count + list), p.index_capacity) * p.page;
-        const int own = (tokens + p.parts * WARPS - 1) / (p.parts * WARPS);
-        position = min((part * WARPS + int(threadIdx.x) / 32) * own, tokens);
-        stop = min(position + own, tokens);
+        const int share = (tokens + p.parts * WARPS - 1) / (p.parts * WARPS);
+        position = min((part * WARPS + int(threadIdx.x) / 32) * share, tokens);
+        stop = min(position + share, tokens);
     }
     // Starts copying the next tokens of one group into the tile; false at the end of the range.
-    __device__ __forceinline__ bool copy_next(TokenTile& tile) {
+    __device__ __forceinline__ bool copy_next(TokenTile<Config>& tile) {
         const int lane = threadIdx.x % 32;
         while (!remaining) {
             if (position >= stop) return false;
-            const int own = position + lane;
-            token = own < stop ? __ldcg(index + own / p.page) * p.page + own % p.page : limit;
+            const int at = position + lane;
+            token = at < stop ? __ldcg(index + at / p.page) * p.page + at % p.page : limit;
             remaining = __ballot_sync(FULL_MASK, token < limit);
             position += 32;
         }
-        const int group = __shfl_sync(FULL_MASK, token, __ffs(remaining) - 1) / GROUP;
-        const u32 same = __ballot_sync(FULL_MASK, token / GROUP == group) & remaining;
+        const int group = __shfl_sync(FULL_MASK, token, __ffs(remaining) - 1) / Config::GROUP;
+        const u32 same = __ballot_sync(FULL_MASK, token / Config::GROUP == group) & remaining;
         const int place = __popc(same & ((1u << lane) - 1));
         const bool taken = (same >> lane & 1) && place < TILE;
-        if (taken) tile.places[place] = token % GROUP;
+        if (taken) tile.places[place] = token % Config::GROUP;
         if (lane == 0) tile.count = min(__popc(same), TILE);
         remaining &= ~__ballot_sync(FULL_MASK, taken);
         __syncwarp();
@@ -48,28 +51,29 @@ struct Walk {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) index_list(const __grid_constant__ SparseParams p) {
+extern "C" __global__ void __launch_bounds__(Config::THREADS, 1)
+    index_list(const __grid_constant__ SparseParams p) {
     extern __shared__ __align__(16) u8 dynamic[];
-    __shared__ Shared shared;
+    __shared__ Shared<Config> shared;
     const int row = blockIdx.x / p.parts, part = blockIdx.x % p.parts, warp = threadIdx.x / 32;
     pdl_launch_dependents();
     pdl_wait();
 
     shared.copy_inputs(p, row / p.kv_heads, row % p.kv_heads);
     __syncthreads();
-    const Query query(shared.queries);
-    if (warp == 0) shared.queries_of_lanes.store<ChosenTokens::PLANES, true>(query);
+    const Query<Config> query(shared.queries);
+    if (warp == 0) shared.lane_queries.store<ChosenTokens<Config>::PLANES, true>(query);
     __syncthreads();
     Walk walk(p, row, part);
-    TilePipeline pipeline(walk, reinterpret_cast<TokenTile*>(dynamic) + warp * TILES);
-    Partial partial;
+    TilePipeline pipeline(walk, reinterpret_cast<TokenTile<Config>*>(dynamic) + warp * Config::TILES);
+    Partial<Config> partial;
     shared.recent.attend(partial, p, query, row, part);
-    pipeline.attend(partial, ChosenTokens(p, query, shared.queries_of_lanes));
+    pipeline.attend(partial, ChosenTokens<Config>(p, query, shared.lane_queries));
 
     __syncthreads();  // all have read their tiles, which `out` overwrites
     float* const out = reinterpret_cast<float*>(dynamic);  // the warps' sums over values
     store_partial(partial, shared, out);
     __syncthreads();
     store_part(p, shared, out);
-    if (is_last_part(p, shared, row)) join_parts(p, out, row);
+    if (is_last_part(p, shared, row)) join_parts<Config>(p, out, row);
 }

@@ -3,42 +3,43 @@
 
 #include "attend.cuh"
 
-struct Shared {
-    Queries queries;
-    LaneQueries queries_of_lanes;  // as the scan or the attention to chosen tokens takes them
-    RecentTokens recent;
-    float row_max[WARPS][8], row_sum[WARPS][8];
+// What the warps of a CTA share.
+template <class Config> struct Shared {
+    Queries<Config> queries;
+    LaneQueries<Config> lane_queries;  // as the scan or the attention to chosen tokens takes them
+    RecentTokens<Config> recent;
+    float row_max[Config::WARPS][8], row_sum[Config::WARPS][8];  // [warp, query head]
     bool last;  // whether this CTA is the last of its row to arrive
 
     // Of a batch row and KV head, by two warps.
     __device__ __forceinline__ void copy_inputs(const SparseParams& p, int b, int kv_head) {
-        const i64 first_head = i64(b) * p.q_batch_stride + i64(kv_head) * HEADS * p.q_head_stride;
+        const i64 first_head = i64(b) * p.q_batch_stride + i64(kv_head) * Config::HEADS * p.q_head_stride;
         if (threadIdx.x < 32) queries.copy(p.q + first_head * 8, p.q_head_stride);
-        if (threadIdx.x == 32) recent = RecentTokens(p, b);
+        if (threadIdx.x == 32) recent = RecentTokens<Config>(p, b);
     }
 };
 
-// Sums over values are stored in the order of registers and lanes, whose banks differ: entry (i, j, g, c) is
-// Partial::out[i][j] of lane 4 g + c. Lanes without heads leave nothing.
-struct Entry {
-    static constexpr int COLUMNS = (HEADS + 1) / 2, COUNT = 4 * OUT_TILES * 8 * COLUMNS;
+// Sums over values are stored in the order of registers and lanes, whose banks differ: entry [i, j, g, c] is
+// Partial::out[i][j] of lane 4 g + c, for the COLUMNS values of c that have heads.
+template <class Config> struct PartialEntry {
+    static constexpr int COLUMNS = (Config::HEADS + 1) / 2, COUNT = 4 * Config::OUT_TILES * 8 * COLUMNS;
     int head, channel;
 
-    __device__ __forceinline__ Entry(int entry) {
+    __device__ __forceinline__ PartialEntry(int entry) {
         const int c = entry % COLUMNS, g = entry / COLUMNS % 8, j = entry / COLUMNS / 8 % 4, i = entry / COLUMNS / 32;
-        head = 2 * c + j % 2, channel = HALF_DIM / 8 * g + i + j / 2 * HALF_DIM;
+        head = 2 * c + j % 2, channel = Config::HALF_DIM / 8 * g + i + j / 2 * Config::HALF_DIM;
     }
-    __device__ __forceinline__ static int of(int i, int j, int g, int c) { return ((i * 4 + j) * 8 + g) * COLUMNS + c; }
+    __device__ __forceinline__ static int index(int i, int j, int g, int c) {
+        return ((i * 4 + j) * 8 + g) * COLUMNS + c;
+    }
 };
 
-// Leaves a warp's partial result for its CTA.
-__device__ __forceinline__ void store_partial(Partial& partial, Shared& shared, float* out) {
+// Stores a warp's partial result for its CTA. out: [warp, entry] in shared memory.
+template <class Config>
+__device__ __forceinline__ void store_partial(Partial<Config>& partial, Shared<Config>& shared, float* out) {
+    using Entry = PartialEntry<Config>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-        partial.row_sum += __shfl_xor_sync(FULL_MASK, partial.row_sum, step);
-        partial.zero_sum += __shfl_xor_sync(FULL_MASK, partial.zero_sum, step);
-    }
+    quad_sum(partial.row_sum, partial.zero_sum);
     if (c == 0) shared.row_max[warp][g] = partial.row_max, shared.row_sum[warp][g] = partial.row_sum;
     float zero[2];
 #pragma unroll
@@ -46,24 +47,27 @@ __device__ __forceinline__ void store_partial(Partial& partial, Shared& shared, 
     if (c >= Entry::COLUMNS) return;
     out += warp * Entry::COUNT;
 #pragma unroll
-    for (int i = 0; i < OUT_TILES; i++)
+    for (int i = 0; i < Config::OUT_TILES; i++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) out[Entry::of(i, j, g, c)] = partial.out[i][j] + zero[j % 2];
+        for (int j = 0; j < 4; j++) out[Entry::index(i, j, g, c)] = partial.out[i][j] + zero[j % 2];
 }
 
 // Joins the warps' partial results, relative to each warp's maximum in `out` [warp, entry], and leaves them in global
 // memory for the last CTA of the row.
-__device__ __forceinline__ void store_part(const SparseParams& p, const Shared& shared, const float* out) {
+template <class Config>
+__device__ __forceinline__ void store_part(const SparseParams& p, const Shared<Config>& shared, const float* out) {
+    using Entry = PartialEntry<Config>;
+    constexpr int WARPS = Config::WARPS, HEADS = Config::HEADS;
     const i64 part = blockIdx.x;
-    for (int i = threadIdx.x; i < Entry::COUNT; i += THREADS) {
+    for (int i = threadIdx.x; i < Entry::COUNT; i += Config::THREADS) {
         const int head = Entry(i).head;
         float row_max = negative_infinity(), row_sum = 0, value = 0;
 #pragma unroll
         for (int warp = 0; warp < WARPS; warp++) row_max = fmaxf(row_max, shared.row_max[warp][head]);
-        const float shift = row_max == negative_infinity() ? 0 : row_max;
+        const float reference = finite_reference(row_max);
 #pragma unroll
         for (int warp = 0; warp < WARPS; warp++) {
-            const float weight = exp2_approx(shared.row_max[warp][head] - shift);
+            const float weight = exp2_approx(shared.row_max[warp][head] - reference);
             row_sum += weight * shared.row_sum[warp][head];
             value += weight * out[warp * Entry::COUNT + i];
         }
@@ -75,7 +79,8 @@ __device__ __forceinline__ void store_part(const SparseParams& p, const Shared& 
 }
 
 // Whether this is the last CTA of its row; what the others wrote before is then visible.
-__device__ __forceinline__ bool is_last_part(const SparseParams& p, Shared& shared, int row) {
+template <class Config>
+__device__ __forceinline__ bool is_last_part(const SparseParams& p, Shared<Config>& shared, int row) {
     __syncthreads();  // the release below is of all threads' writes before
     if (threadIdx.x == 0) shared.last = atomic_inc_acq_rel(p.arrivals + row, p.parts - 1) == u32(p.parts - 1);
     __syncthreads();
@@ -83,8 +88,10 @@ __device__ __forceinline__ bool is_last_part(const SparseParams& p, Shared& shar
 }
 
 // Joins the partial results of the row's CTAs into its output. scratch: shared memory for two floats per part and head.
-__device__ __forceinline__ void join_parts(const SparseParams& p, float* scratch, int row) {
+template <class Config> __device__ __forceinline__ void join_parts(const SparseParams& p, float* scratch, int row) {
+    using Entry = PartialEntry<Config>;
     constexpr int AHEAD = 16;  // loads in flight
+    constexpr int HEADS = Config::HEADS, THREADS = Config::THREADS;
     const i64 first = i64(row) * p.parts;
     float *const maxima = scratch, *const sums = scratch + p.parts * HEADS;
     for (int i = threadIdx.x; i < p.parts * HEADS; i += THREADS) {
@@ -104,18 +111,18 @@ __device__ __forceinline__ void join_parts(const SparseParams& p, float* scratch
         if (entry.head >= HEADS) continue;
         float row_max = negative_infinity(), row_sum = 0, value = 0;
         for (int part = 0; part < p.parts; part++) row_max = fmaxf(row_max, maxima[part * HEADS + entry.head]);
-        const float shift = row_max == negative_infinity() ? 0 : row_max;
+        const float reference = finite_reference(row_max);
         for (int from = 0; from < p.parts; from += AHEAD) {
             if (from > 0 || i >= THREADS) load_parts(i, from);
 #pragma unroll
             for (int j = 0; j < AHEAD; j++) {
                 if (from + j >= p.parts) break;
-                const float weight = exp2_approx(maxima[(from + j) * HEADS + entry.head] - shift);
+                const float weight = exp2_approx(maxima[(from + j) * HEADS + entry.head] - reference);
                 row_sum += weight * sums[(from + j) * HEADS + entry.head];
                 value += weight * x[j];
             }
         }
-        p.out[(i64(row) * HEADS + entry.head) * HEAD_DIM + entry.channel] =
-            Elem::from_float(row_sum > 0 ? value / row_sum : 0);
+        p.out[(i64(row) * HEADS + entry.head) * Config::HEAD_DIM + entry.channel] =
+            Config::Elem::from_float(row_sum > 0 ? value / row_sum : 0);
     }
 }

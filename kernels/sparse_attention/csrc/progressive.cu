@@ -8,49 +8,57 @@
 
 #include "choice.cuh"
 
+using Config = SparseConfig;
+
+// Of a warp, in dynamic shared memory. The buffers of the CTA's WARPS warps are followed by the bins of its groups:
+//
+//     | stages, later tiles of warp 0 | ... | of warp WARPS - 1 | GroupBins of group 0 | of group 1 | ...
+//
+// and at the end the first part is overwritten by the warps' sums over values.
 union WarpBuffers {
-    ScanStage stages[STAGES];
-    TokenTile tiles[TILES];
+    ScanStage<Config> stages[Config::STAGES];
+    TokenTile<Config> tiles[Config::TILES];
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) progressive(const __grid_constant__ SparseParams p) {
+extern "C" __global__ void __launch_bounds__(Config::THREADS, 1)
+    progressive(const __grid_constant__ SparseParams p) {
     extern __shared__ __align__(16) u8 dynamic[];
-    __shared__ Shared shared;
-    __shared__ Choice choice;
+    __shared__ Shared<Config> shared;
+    __shared__ Choice<Config> choice;
     const int warp = threadIdx.x / 32;
     WarpBuffers* const buffers = reinterpret_cast<WarpBuffers*>(dynamic);
-    GroupBins* const groups = reinterpret_cast<GroupBins*>(buffers + WARPS);
+    GroupBins<Config>* const groups = reinterpret_cast<GroupBins<Config>*>(buffers + Config::WARPS);
     pdl_launch_dependents();
-    const OwnGroups own(p);
+    const DealtGroups<Config> dealt(p);
     const ScannedKeys keys{p.two_bit, p.key_codes.scale, p.key_codes.minimum};
-    GroupScan scanned(own, keys, buffers[warp].stages);
+    GroupScan scanned(dealt, keys, buffers[warp].stages);
     choice.clear();
     pdl_wait();
 
-    if (threadIdx.x == THREADS - 1) choice.k = __ldcg(p.k + own.row / p.kv_heads);
-    shared.copy_inputs(p, own.row / p.kv_heads, own.row % p.kv_heads);
+    if (threadIdx.x == Config::THREADS - 1) choice.k = __ldcg(p.k + dealt.row / p.kv_heads);
+    shared.copy_inputs(p, dealt.row / p.kv_heads, dealt.row % p.kv_heads);
     __syncthreads();
-    const Query query(shared.queries);
-    if (warp == 0) shared.queries_of_lanes.store<Scan::PLANES, false>(query);
+    const Query<Config> query(shared.queries);
+    if (warp == 0) shared.lane_queries.store<Scan<Config>::PLANES, false>(query);
     __syncthreads();
-    shared.recent.prefetch(p, own.row, own.part);
-    Scan scan(p.scale, query, shared.queries_of_lanes);
+    shared.recent.prefetch(p, dealt.row, dealt.part);
+    Scan<Config> scan(p.scale, query, shared.lane_queries);
     scanned.sample(scan, choice.samples);
     scanned.run(scan, [&](int i) { return groups[i].bins; }, choice.histogram, p.sinks);
     __syncthreads();
-    if (warp == 0) shared.queries_of_lanes.store<ChosenTokens::PLANES, true>(query);
-    const int tiles = choose(choice, own, groups);
+    if (warp == 0) shared.lane_queries.store<ChosenTokens<Config>::PLANES, true>(query);
+    const int tiles = choose(choice, dealt, groups);
 
-    ChosenTiles source{choice, own, groups, warp, tiles};
+    ChosenTiles<Config> source{choice, dealt, groups, warp, tiles};
     TilePipeline pipeline(source, buffers[warp].tiles);
-    Partial partial;
-    shared.recent.attend(partial, p, query, own.row, own.part);
-    pipeline.attend(partial, ChosenTokens(p, query, shared.queries_of_lanes));
+    Partial<Config> partial;
+    shared.recent.attend(partial, p, query, dealt.row, dealt.part);
+    pipeline.attend(partial, ChosenTokens<Config>(p, query, shared.lane_queries));
 
     __syncthreads();  // all have read their buffers, which `out` overwrites
     float* const out = reinterpret_cast<float*>(dynamic);  // the warps' sums over values
     store_partial(partial, shared, out);
     __syncthreads();
     store_part(p, shared, out);
-    if (is_last_part(p, shared, own.row)) join_parts(p, out, own.row);
+    if (is_last_part(p, shared, dealt.row)) join_parts<Config>(p, out, dealt.row);
 }
