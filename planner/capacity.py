@@ -17,8 +17,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS
 from ridgeplan.roofline.latency import Device
-from ridgeplan.roofline.memory import MemoryBreakdown
-from ridgeplan.roofline.placement import offload_layers, resident_memory
+from ridgeplan.roofline.memory import MemoryBreakdown, offload_layers, resident_memory
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_MEMORY_BYTES, Plan, Workload, require
 from ridgeplan.roofline.strategy import Strategy
 

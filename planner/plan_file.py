@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.planner.resolution import resolve, with_rows, within_context
-from ridgeplan.roofline.catalog.documents import parse_json
+from ridgeplan.roofline.catalog.files import parse_json
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.catalog.profile import PROFILE_SCHEMA, Profile

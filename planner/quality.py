@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.planner.acceptance.rows import DTYPES, variant_name
-from ridgeplan.roofline.catalog.documents import existing_path, fields_of_schema, parse_json, read_document
-from ridgeplan.roofline.catalog.paths import NoHomeFolder
-from ridgeplan.roofline.catalog.profile_lookup import user_quality_path
+from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path, fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.profile import user_quality_path
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, values_by_name, whole
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, Plan, PlanError
 from ridgeplan.roofline.plan.policies import eviction, target_selection

@@ -7,13 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ridgeplan.planner.acceptance.rows import AcceptanceRow, load_rows, merged
-from ridgeplan.roofline.catalog.documents import existing_path
+from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.paths import NoHomeFolder
-from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile
-from ridgeplan.roofline.catalog.profile_lookup import (
+from ridgeplan.roofline.catalog.profile import (
+    Profile,
+    ProfileError,
+    load_profile,
     profile_for,
     shipped_profiles,
     user_acceptance_path,

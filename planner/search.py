@@ -16,7 +16,7 @@ from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.question import Objective, Question
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.evaluate import Estimate, evaluate
-from ridgeplan.roofline.placement import resident_memory
+from ridgeplan.roofline.memory import resident_memory
 from ridgeplan.roofline.plan.draft_selection import draft_selection
 from ridgeplan.roofline.plan.plan import (
     MAX_GAMMA,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, maximum, minimum
-from ridgeplan.roofline.eviction import PromptChunks, appended_tokens, eviction_ops
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.host_link import prompt_to_host_seconds
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
-from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters
+from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters, offload_layers, swapped_bytes
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
-from ridgeplan.roofline.placement import offload_layers, swapped_bytes
 from ridgeplan.roofline.round import (
     Round,
     draft_terms,
@@ -77,39 +76,71 @@ def at_acceptance(estimate: Estimate, strategy: Strategy) -> Estimate:
     return replace(estimate, round=replace(estimate.round, flush_s=flush_s), tokens_per_round=tokens)
 
 
-def prefill_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, own: RateTerms | None = None) -> Term:
+def prefill_seconds(
+    shape: ModelShape, machine: Machine, strategy: Strategy, target_linear: RateTerms | None = None
+) -> Term:
     """Time to the first token: all prompts one after another, including the quantization of their KV.
 
-    own: as for `prefill_rates`.
-    Draft weights that prompts overwrote are copied back from the host once, after the last prompt.
+    target_linear: as for `prefill_rates`. Draft weights that prompts overwrote are copied back from the host once,
+    after the last prompt.
     """
-    ops = prefill_ops(shape, machine, strategy)
-    rates = prefill_rates(shape, machine, strategy, own)
-    one_s = machine.prefill_seconds(ops, rates, shape.layers * prefill_chunks(strategy))
+    rates = prefill_rates(shape, machine, strategy, target_linear)
+    layer_launches = shape.layers * prefill_launches(strategy)
+    prompt_s = machine.prefill_seconds(prefill_ops(shape, machine, strategy), rates, layer_launches)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.kept_tokens)
     quantize_s = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
     swap_in_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
-    return strategy.batch * (one_s + quantize_s + sampling_seconds(shape, machine, 1)) + swap_in_s
+    return strategy.batch * (prompt_s + quantize_s + sampling_seconds(shape, machine, 1)) + swap_in_s
 
 
-def prefill_chunks(strategy: Strategy) -> Term:
-    """Pieces of a prompt, in each of which every layer is launched; what an eviction appends is one more each time."""
-    chunks = PromptChunks.of(strategy)
-    own = chunks.count * maximum(chunks.tokens / PREFILL_CHUNK_TOKENS, 1)
-    return own + chunks.evicting * minimum(appended_tokens(strategy), 1)
+def prefill_launches(strategy: Strategy) -> Term:
+    """How often a prompt launches every layer: once a piece, and once for the tokens that each eviction appends."""
+    chunks = strategy.prompt_chunks
+    pieces = chunks.count * maximum(chunks.tokens / PREFILL_CHUNK_TOKENS, 1)
+    return pieces + chunks.evicting * minimum(strategy.appended_tokens, 1)
 
 
 def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tuple[Op, ...]:
-    """One prompt's prefill. On a GPU, quantized weights become dense copies, slab by slab, in every chunk."""
-    copied = machine.asynchronous * (1 - strategy.target.dense) * prefill_chunks(strategy)
+    """The operations of one prompt. On a GPU, quantized weights become dense copies, slab by slab, in every chunk."""
+    copies = machine.asynchronous * (1 - strategy.target.dense) * prefill_launches(strategy)
     matrices, weights = layer_parameters(shape), (strategy.target.weight_bytes, strategy.target.head_bytes)
     copy = Cost(read_bytes=matrices * strategy.target.weight_bytes, write_bytes=matrices * machine.element_bytes)
-    chunks = PromptChunks.of(strategy)
-    of_chunk = prefill_pass(shape, 1, chunks.tokens, machine.element_bytes, *weights, held=chunks.held)
+    chunks = strategy.prompt_chunks
+    chunk_ops = prefill_pass(shape, 1, chunks.tokens, machine.element_bytes, *weights, held=chunks.held)
     return (
-        *(op if op.kind == "head" else replace(op, launches=op.launches * chunks.count) for op in of_chunk),
-        Op("dense copies", "elementwise", copy, copied),
+        *(op if op.kind == "head" else replace(op, launches=op.launches * chunks.count) for op in chunk_ops),
+        Op("dense copies", "elementwise", copy, copies),
         *eviction_ops(shape, strategy, machine.element_bytes),
+    )
+
+
+def eviction_ops(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> tuple[Op, ...]:
+    """What an eviction adds to one prompt's prefill: no launches where nothing is evicted."""
+    appended, chunks = strategy.appended_tokens, strategy.prompt_chunks
+    evictions = chunks.evicting * strategy.evicts
+    passes = shape.layers * evictions * minimum(appended, 1)
+    matrices = layer_parameters(shape) / shape.layers
+    widths = shape.hidden, shape.q_width + 2 * shape.intermediate
+    products = ops.matmul(appended, *widths, matrices, strategy.target.weight_bytes, element_bytes)
+    attention = ops.attention(
+        1, appended, shape.q_heads, shape.kv_heads, shape.head_dim, 0, chunks.candidates + appended, 0, element_bytes,
+        strategy.kv_group, 1,
+    )  # fmt: skip
+    pairs = shape.q_heads / shape.kv_heads * strategy.scored_pairs
+    token_elements = shape.kv_elements_per_token_per_layer
+    scores = ops.eviction_scores(pairs, shape.head_dim, chunks.candidates, element_bytes)
+    softmax = ops.eviction_softmax(pairs, chunks.candidates, element_bytes)
+    # Tokens that stay are gathered and then stored; those of earlier chunks are copied ahead of each later chunk.
+    stored = ops.copy_tokens(token_elements, 2 * strategy.kept_tokens, element_bytes)
+    held = ops.copy_tokens(token_elements, chunks.held * chunks.count / maximum(chunks.count - 1, 1), element_bytes)
+    heads = shape.layers * shape.kv_heads * evictions
+    return (
+        Op("appended tokens", "linear", products, passes),
+        Op("appended attention", "prefill_attention", attention, passes),
+        Op("eviction scores", "linear", scores, heads * minimum(strategy.scored_pairs, 1)),
+        Op("eviction softmax", "elementwise", softmax, heads),
+        Op("eviction copy", "elementwise", stored, shape.layers * evictions),
+        Op("held tokens", "elementwise", held, shape.layers * (chunks.count - 1)),
     )
 
 
@@ -124,12 +155,5 @@ def pass_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> dict[st
 
 
 def _mean(early: Round, late: Round) -> Round:
-    return Round(
-        gamma=early.gamma,
-        draft_s=(early.draft_s + late.draft_s) / 2,
-        verify_s=(early.verify_s + late.verify_s) / 2,
-        accept_s=(early.accept_s + late.accept_s) / 2,
-        select_s=(early.select_s + late.select_s) / 2,
-        flush_s=(early.flush_s + late.flush_s) / 2,
-        overhead_s=early.overhead_s,
-    )
+    parts = [item.name for item in fields(Round) if item.name not in ("gamma", "overhead_s")]
+    return replace(early, **{part: (getattr(early, part) + getattr(late, part)) / 2 for part in parts})

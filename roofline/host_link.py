@@ -6,40 +6,18 @@ as far as there are slots for them; each later one starts once a slot is free.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.cost import Term, indicator, maximum, minimum, where
+from ridgeplan.roofline.cost import Term, maximum, minimum, where
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES, mean_quantized_tokens
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.memory import HostLayers
 from ridgeplan.roofline.ops import allocate_slots
-from ridgeplan.roofline.strategy import UNLIMITED_TOKENS, Strategy
+from ridgeplan.roofline.strategy import Strategy
 
 # Loads and the kernels beside them wait for each other, on an H200. Of the time that a layer's loads take alone,
 # kernels lose HELD_UP_BY_WALKS where page tables are walked for pieces of 512 bytes, and HELD_UP_BY_COPIES where pieces
 # of 4 KB are copied; loads lose HELD_UP_BY_LAYERS of the time that a layer's kernels take alone.
 HELD_UP_BY_WALKS, HELD_UP_BY_COPIES, HELD_UP_BY_LAYERS = 0.43, 0.25, 0.5
-
-
-@dataclass(frozen=True)
-class HostLayers:
-    """Layers on the host. token_bytes: of one token of one layer, of all sequences, that lie there."""
-
-    layers: Term
-    token_bytes: Term
-
-    @property
-    def some(self) -> Term:
-        """1 if there are any, else 0."""
-        return minimum(self.layers, 1)
-
-
-NO_LAYERS = HostLayers(0, 0)
-
-
-def reads_all(strategy: Strategy) -> Term:
-    """1 where the target reads every token, 0 where it has a budget."""
-    return indicator(UNLIMITED_TOKENS, strategy.target.budget)
 
 
 def stream_seconds(machine: Machine, strategy: Strategy, host: HostLayers, context: Term) -> Term:
@@ -125,7 +103,7 @@ def target_with_host_seconds(
     stream_s = stream_seconds(machine, strategy, host, context)
     streamed_s = pass_with_host_seconds(shape, strategy, host, target_s + choice_s, stream_s, drafts_s)
     selected_s = _selected_seconds(machine, shape, strategy, host, context, target_s, choice_s)
-    return where(reads_all(strategy), streamed_s, selected_s)
+    return where(strategy.target_reads_all, streamed_s, selected_s)
 
 
 def _selected_seconds(

@@ -309,6 +309,7 @@ def gptq_round(outputs: Term, group: Term, bounded: Term = 0) -> Cost:
 
 
 SCORE_BYTES = 4  # of a score, fp32
+RANKING_BYTES = 40  # per token and KV head: scores, their copy in reverse, and keys and places of two sorts
 SELECTED_INDEX_BYTES = 4  # of a chosen token's number, int32
 BIN_BYTES = 2  # of a score as the bin of a histogram
 TWO_BITS = 2  # of a key, as draft planes hold it
@@ -446,3 +447,24 @@ def pack_draft_planes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term)
     elements = kv_heads * head_dim
     upper = code_bytes(batch, elements, tokens, UPPER_BITS)
     return Cost(read_bytes=2 * upper, write_bytes=upper + code_bytes(batch, elements, tokens, TWO_BITS))
+
+
+def eviction_scores(pairs: Term, head_dim: Term, tokens: Term, element_bytes: Term) -> Cost:
+    """Logits of `pairs` pairs of a query and a token of one KV head, written in full precision."""
+    return Cost(2 * pairs * head_dim, tokens * head_dim * element_bytes, pairs * element_bytes)
+
+
+def eviction_softmax(pairs: Term, tokens: Term, element_bytes: Term) -> Cost:
+    """Logits to probabilities, summed over queries; then the ranking of one KV head's `tokens` tokens."""
+    ranked_bytes = tokens * RANKING_BYTES
+    return Cost(
+        flops=4 * pairs,
+        read_bytes=pairs * (element_bytes + SCORE_BYTES) + ranked_bytes,
+        write_bytes=pairs * SCORE_BYTES + ranked_bytes,
+    )
+
+
+def copy_tokens(kv_elements: Term, tokens: Term, element_bytes: Term) -> Cost:
+    """A copy of `tokens` tokens of `kv_elements` elements each."""
+    moved_bytes = tokens * kv_elements * element_bytes
+    return Cost(read_bytes=moved_bytes, write_bytes=moved_bytes)

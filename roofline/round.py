@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, indicator, maximum, minimum, where
-from ridgeplan.roofline.eviction import PromptChunks
 from ridgeplan.roofline.execution import (
     HELD_ATTENTION_SHARE,
     PREFILL_CHUNK_TOKENS,
@@ -16,7 +15,7 @@ from ridgeplan.roofline.execution import (
     mean_quantized_tokens,
     mean_splits,
 )
-from ridgeplan.roofline.host_link import NO_LAYERS, HostLayers, load_seconds, target_with_host_seconds
+from ridgeplan.roofline.host_link import load_seconds, target_with_host_seconds
 from ridgeplan.roofline.latency import (
     Machine,
     PassRates,
@@ -27,6 +26,7 @@ from ridgeplan.roofline.latency import (
     select_rates,
     slower_rates,
 )
+from ridgeplan.roofline.memory import NO_LAYERS, HostLayers
 from ridgeplan.roofline.ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
 from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
 from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
@@ -277,7 +277,7 @@ def prefill_rates(
 
 def _prompt_attention(whole: RateTerms, strategy: Strategy) -> RateTerms:
     """Rates of a prompt's attention, `whole` without chunks; all chunks but the first attend to held tokens, too."""
-    count = PromptChunks.of(strategy).count
+    count = strategy.prompt_chunks.count
     slower = 1 + (1 / HELD_ATTENTION_SHARE - 1) * (count - 1) / count
     return replace(whole, compute_utilization=whole.compute_utilization / slower)
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
-from ridgeplan.roofline.cost import Term, maximum, minimum
+import numpy as np
+
+from ridgeplan.roofline.cost import Term, indicator, is_symbolic, maximum, minimum
+from ridgeplan.roofline.execution import prompt_chunks
 
 UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 
@@ -84,6 +88,23 @@ class EvictionStrategy:
     chunk: Term = UNLIMITED_TOKENS  # maximum tokens of a prompt between two evictions of every layer
 
 
+@dataclass(frozen=True)
+class PromptChunks:
+    """The chunks in which a prompt goes through all layers, where every layer evicts after each chunk; else one chunk.
+
+    tokens: of each chunk; longest: of the longest. held: tokens of earlier chunks in a layer that a chunk attends to,
+    the mean over the chunks. evicting: chunks after which tokens are evicted. candidates: tokens of a layer of which
+    an eviction chooses those that stay.
+    """
+
+    count: Term
+    tokens: Term
+    longest: Term
+    held: Term
+    evicting: Term
+    candidates: Term
+
+
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """A plan in numbers. Every term is a number, an array with one entry per plan, or a sympy symbol.
@@ -132,9 +153,51 @@ class Strategy:
         return minimum(self.context, self.eviction.budget)
 
     @property
+    def evicts(self) -> Term:
+        """1 where a prompt loses any token, else 0."""
+        return minimum(maximum(self.context - self.kept_tokens, 0), 1)
+
+    @property
+    def appended_tokens(self) -> Term:
+        """Tokens that prefill runs after a prompt, or after each chunk of it that evicts, and then drops."""
+        return self.evicts * self.eviction.appended_tokens
+
+    @cached_property
+    def prompt_chunks(self) -> PromptChunks:
+        """The chunks of one prompt."""
+        context, kept, chunk = self.context, self.kept_tokens, self.eviction.chunk
+        if not is_symbolic(chunk) and np.all(np.asarray(chunk) >= UNLIMITED_TOKENS):
+            return PromptChunks(1, context, context, 0, 1, context)
+        count = 1 + self.evicts * (prompt_chunks(context, chunk) - 1)
+        tokens = context / count
+        filling = minimum(kept // tokens, count - 1)  # chunks after which a layer still has room
+        held = (tokens * filling * (filling + 1) / 2 + kept * (count - 1 - filling)) / count
+        return PromptChunks(count, tokens, -(-context // count), held, count - filling, minimum(kept + tokens, context))
+
+    @property
+    def scoring_queries(self) -> Term:
+        """The last queries of the text so far, whose attention scores tokens for an eviction."""
+        return minimum(self.eviction.scored_queries, self.scored_tokens)
+
+    @property
+    def scored_tokens(self) -> Term:
+        """Tokens of a layer that an eviction scores, with those appended to score them."""
+        return self.prompt_chunks.candidates + self.eviction.appended_tokens
+
+    @property
+    def scored_pairs(self) -> Term:
+        """Pairs of a scoring query and a token that it sees, of one query head, for each eviction."""
+        return self.evicts * (self.scoring_queries * self.scored_tokens - self.scoring_queries**2 / 2)
+
+    @property
     def final_tokens(self) -> Term:
         """Tokens of a sequence in the cache when generation ends."""
         return self.kept_tokens + self.new_tokens
+
+    @property
+    def target_reads_all(self) -> Term:
+        """1 where the target attends to every token, 0 where it has a budget."""
+        return indicator(UNLIMITED_TOKENS, self.target.budget)
 
     @property
     def target_loads(self) -> Term:

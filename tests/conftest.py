@@ -65,7 +65,7 @@ def no_hub() -> Iterator[None]:
 def saved_weights_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keeps weights that loading quantizes and saves apart: each test finds none."""
     folder = tmp_path / "quantized"
-    monkeypatch.setattr("ridgeplan.roofline.catalog.paths.quantized_folder", lambda: folder)
+    monkeypatch.setattr("ridgeplan.roofline.catalog.files.quantized_folder", lambda: folder)
     return folder
 
 

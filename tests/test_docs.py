@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from ridgeplan.dashboards.cli import main
-from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles, user_profile_path
+from ridgeplan.roofline.catalog.profile import shipped_profiles, user_profile_path
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 

@@ -38,8 +38,7 @@ from ridgeplan.dashboards.cli.output import (
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.roofline.catalog.profile import load_profile
-from ridgeplan.roofline.catalog.profile_lookup import user_acceptance_path
+from ridgeplan.roofline.catalog.profile import load_profile, user_acceptance_path
 from ridgeplan.roofline.plan.plan import MAX_TOKENS
 from ridgeplan.roofline.speculation import MAX_GAMMA
 

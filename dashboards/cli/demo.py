@@ -15,9 +15,8 @@ from ridgeplan.dashboards.cli.output import print_json, progress, warnings_as_no
 from ridgeplan.dashboards.cli.run import statistics_dict
 from ridgeplan.dashboards.cli.validate import note_order, print_comparison
 from ridgeplan.planner import Plan, Recommendation
-from ridgeplan.roofline.catalog.documents import existing_path
-from ridgeplan.roofline.catalog.profile import Profile, load_profile
-from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
+from ridgeplan.roofline.catalog.files import existing_path
+from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -17,7 +17,7 @@ from ridgeplan.planner.render.text import briefly
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models
-from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
+from ridgeplan.roofline.catalog.profile import shipped_profiles
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.presets import describe
 from ridgeplan.roofline.plan.support import missing_architecture, missing_execution

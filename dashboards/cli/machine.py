@@ -16,8 +16,7 @@ from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress, require_writable, write_atomically
 from ridgeplan.dashboards.user_errors import FileProblem
-from ridgeplan.roofline.catalog.profile import Profile, load_profile
-from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION
 from ridgeplan.planner.plan_file import SavedPlan, read_plan
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import GB, size_text
-from ridgeplan.roofline.catalog.documents import read_document
+from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, KVFormat, PlanError, require
 from ridgeplan.roofline.plan.support import Backend
 

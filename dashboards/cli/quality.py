@@ -43,7 +43,7 @@ from ridgeplan.planner.quality import (
     rows_json,
     ruler_average,
 )
-from ridgeplan.roofline.catalog.profile_lookup import user_quality_path
+from ridgeplan.roofline.catalog.profile import user_quality_path
 from ridgeplan.roofline.plan.plan import MAX_TOKENS
 from ridgeplan.roofline.plan.presets import PRESETS
 

@@ -27,7 +27,7 @@ from ridgeplan.dashboards.figures.paper_figure import (
 from ridgeplan.dashboards.figures.published_table import dumbbells, own_row, table_rows
 from ridgeplan.planner import resolve
 from ridgeplan.planner.queries.sweep import placement_times
-from ridgeplan.roofline.catalog.documents import parse_json, read_document
+from ridgeplan.roofline.catalog.files import parse_json, read_document
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, text, whole

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, whole
 from ridgeplan.roofline.plan.draft_selection import MIN_RATIO

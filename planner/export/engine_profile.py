@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from ridgeplan.planner.export.engines import DTYPES
-from ridgeplan.roofline.catalog.documents import read_tables
+from ridgeplan.roofline.catalog.files import read_tables
 from ridgeplan.roofline.catalog.hardware import Hardware, load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.profile import profile_for, shipped_profiles
 from ridgeplan.roofline.catalog.validation import Checked, build, flag, number, one_of, parts, text, whole
 from ridgeplan.roofline.cost import Term, maximum
 from ridgeplan.roofline.passes import Op, PassTerms, decode_pass

@@ -15,8 +15,7 @@ from ridgeplan.planner.question import Question
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search import GAMMAS
 from ridgeplan.roofline.evaluate import evaluate
-from ridgeplan.roofline.memory import MemoryBreakdown
-from ridgeplan.roofline.placement import offload_thresholds, resident_memory
+from ridgeplan.roofline.memory import MemoryBreakdown, offload_thresholds, resident_memory
 from ridgeplan.roofline.plan.plan import Placement, Plan
 from ridgeplan.roofline.plan.policies.base import KV_BUDGET
 from ridgeplan.roofline.plan.policies.selections import autoregressive

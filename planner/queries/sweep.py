@@ -20,7 +20,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.placement import offload_thresholds
+from ridgeplan.roofline.memory import offload_thresholds
 from ridgeplan.roofline.plan.plan import Plan, require
 from ridgeplan.roofline.strategy import Strategy
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.documents import read_document
+from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, UnknownModel
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.catalog.weight_formats import weight_bits_of_config

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.documents import Catalog, build_catalog, letters_and_digits, read_tables
+from ridgeplan.roofline.catalog.files import Catalog, build_catalog, letters_and_digits, read_tables
 from ridgeplan.roofline.catalog.validation import (
     Checked,
     InvalidField,

@@ -5,10 +5,16 @@ from functools import cache
 from pathlib import Path
 
 from ridgeplan.roofline.catalog.config_json import fetched_config, shape_from_config_file
-from ridgeplan.roofline.catalog.documents import Catalog, build_catalog, existing_path, read_tables
+from ridgeplan.roofline.catalog.files import (
+    Catalog,
+    NoHomeFolder,
+    build_catalog,
+    existing_path,
+    hub_folder,
+    read_tables,
+)
 from ridgeplan.roofline.catalog.gguf import shape_from_gguf
 from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, UnknownModel
-from ridgeplan.roofline.catalog.paths import NoHomeFolder, hub_folder
 from ridgeplan.roofline.catalog.validation import brief
 
 _SHIPPED = Path(__file__).with_name("models.toml")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json
+from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json
 from ridgeplan.roofline.catalog.validation import (
     build,
     flag,

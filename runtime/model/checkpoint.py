@@ -16,7 +16,7 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 
-from ridgeplan.roofline.catalog.documents import read_document
+from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, PACKED_FORMATS, ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES

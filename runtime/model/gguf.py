@@ -18,8 +18,8 @@ from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from ridgeplan.roofline.catalog.files import cache_folder
 from ridgeplan.roofline.catalog.gguf import read_gguf_header, shape_of_header
-from ridgeplan.roofline.catalog.paths import cache_folder
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_rust, quiet_transformers
 

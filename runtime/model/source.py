@@ -8,8 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.documents import existing_path
-from ridgeplan.roofline.catalog.paths import expanded
+from ridgeplan.roofline.catalog.files import existing_path, expanded
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.runtime.errors import ModelError, quiet_transformers
 from ridgeplan.runtime.model.gguf import converted

@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
-from ridgeplan.roofline.catalog import paths
+from ridgeplan.roofline.catalog import files as user_files
+from ridgeplan.roofline.catalog.files import NoHomeFolder
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
@@ -72,8 +73,8 @@ def weights_path(
     None for a user without a home folder.
     """
     try:
-        folder = paths.quantized_folder()
-    except paths.NoHomeFolder:
+        folder = user_files.quantized_folder()
+    except NoHomeFolder:
         return None
     files = sorted(Path(source).iterdir())
     status = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.roofline.catalog.documents import parse_json, read_document
+from ridgeplan.roofline.catalog.files import parse_json, read_document
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.runtime.errors import failures_as

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.layer import add_rms_norm, rotary_tables, rotate
-from ridgeplan.roofline.catalog.documents import parse_json
+from ridgeplan.roofline.catalog.files import parse_json
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, whole
 from ridgeplan.runtime.errors import ModelError, failures_as

@@ -18,8 +18,7 @@ from ridgeplan.planner.acceptance.rows import differences
 from ridgeplan.roofline.catalog.hardware import BadHardwareFile, load_hardware
 from ridgeplan.roofline.catalog.model_shape import ARCHITECTURES, BadModelFile, ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import Profile, ProfileError
-from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.profile import Profile, ProfileError, profile_for, shipped_profiles
 from ridgeplan.roofline.catalog.validation import InvalidField, build
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload

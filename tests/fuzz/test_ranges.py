@@ -13,8 +13,7 @@ from ridgeplan import planner
 from ridgeplan.roofline.catalog.hardware import Hardware, load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import Profile, Rates
-from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.profile import Profile, Rates, profile_for, shipped_profiles
 from ridgeplan.roofline.catalog.validation import InvalidField
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.policies.base import unpriced

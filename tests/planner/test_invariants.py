@@ -23,7 +23,7 @@ from ridgeplan.planner.question import Question, ask
 from ridgeplan.planner.search import search
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.profile import profile_for, shipped_profiles
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Placement, Workload

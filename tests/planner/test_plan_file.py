@@ -12,8 +12,7 @@ from ridgeplan.planner.plan_file import plan_json, read_plan
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import Profile, Rates
-from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.profile import Profile, Rates, profile_for, shipped_profiles
 
 LLAMA = load_shape("meta-llama/Llama-3.1-8B")
 OWN_SHAPE = replace(LLAMA, name="my-model", layers=20)

@@ -6,10 +6,9 @@ import pytest
 
 from ridgeplan.planner.acceptance import AcceptanceRow, rows_json
 from ridgeplan.planner.resolution import longest_context, resolve, within_context, workload_for
+from ridgeplan.roofline.catalog.files import NoHomeFolder
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.paths import NoHomeFolder
-from ridgeplan.roofline.catalog.profile import ProfileError
-from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
+from ridgeplan.roofline.catalog.profile import ProfileError, shipped_profiles
 from ridgeplan.roofline.plan.plan import PlanError, Workload
 
 QWEN = load_shape("Qwen2.5-0.5B")  # 32768 positions

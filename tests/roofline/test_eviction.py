@@ -8,18 +8,9 @@ import pytest
 from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.evaluate import prefill_chunks, prefill_ops, prefill_seconds
-from ridgeplan.roofline.eviction import (
-    PromptChunks,
-    appended_tokens,
-    chunk_buffers,
-    eviction_ops,
-    eviction_workspace,
-    evicts,
-    scored_pairs,
-)
+from ridgeplan.roofline.evaluate import eviction_ops, prefill_launches, prefill_ops, prefill_seconds
 from ridgeplan.roofline.execution import HELD_ATTENTION_SHARE
-from ridgeplan.roofline.placement import resident_memory
+from ridgeplan.roofline.memory import chunk_buffers, eviction_workspace, resident_memory
 from ridgeplan.roofline.plan.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import prefill_rates
@@ -52,18 +43,18 @@ def lowered(name, shape, device, context=CONTEXT, **changes):
 )
 def test_pairs_of_a_scoring_query_and_a_token(name, pairs, shape, ideal):
     strategy = lowered(name, shape, ideal)
-    assert scored_pairs(strategy) == pairs
+    assert strategy.scored_pairs == pairs
     scores, softmax = eviction_ops(shape, strategy, 2)[2:4]
     assert scores.cost.flops * scores.launches == pytest.approx(32 * 32 * 2 * 128 * pairs)  # layers, heads
     # bf16 logits are read, fp32 probabilities written and read; and the ranking.
-    ranked = 32 * 8 * CONTEXT * 80 * evicts(strategy)
+    ranked = 32 * 8 * CONTEXT * 80 * strategy.evicts
     assert softmax.cost.bytes * softmax.launches == pytest.approx(32 * 32 * 10 * pairs + ranked)
 
 
 def test_pseudo_tokens_are_one_more_chunk(shape, ideal):
     plain, dapq = lowered("snapkv", shape, ideal), lowered("dapq", shape, ideal)
-    assert (appended_tokens(plain), appended_tokens(dapq)) == (0, 32)
-    assert (prefill_chunks(plain), prefill_chunks(dapq)) == (8, 9)
+    assert (plain.appended_tokens, dapq.appended_tokens) == (0, 32)
+    assert (prefill_launches(plain), prefill_launches(dapq)) == (8, 9)
     products, attention = eviction_ops(shape, dapq, 2)[:2]
     matrices = memory.layer_parameters(shape)
     assert products.total.flops == pytest.approx(2 * 32 * matrices)
@@ -84,7 +75,7 @@ def test_dapqs_first_token_comes_less_than_2_percent_after_snapkvs(shape, ideal)
 def test_a_budget_of_the_whole_context_costs_nothing(name, shape, ideal):
     whole = Eviction(EvictionPolicy(name), share=1.0)
     evicting, plain = lowered(name, shape, ideal, eviction=whole), lowered("autoregressive", shape, ideal)
-    assert (evicts(evicting), appended_tokens(evicting), scored_pairs(evicting)) == (0, 0, 0)
+    assert (evicting.evicts, evicting.appended_tokens, evicting.scored_pairs) == (0, 0, 0)
     assert prefill_seconds(shape, ideal, evicting) == prefill_seconds(shape, ideal, plain)
     assert resident_memory(shape, ideal, evicting) == resident_memory(shape, ideal, plain)
 
@@ -160,10 +151,10 @@ def held_between(context, budget, chunks):
     ],
 )
 def test_chunks_by_hand(context, budget, chunk, count, evicting, in_chunks):
-    found = PromptChunks.of(in_chunks(context=context, budget=budget, chunk=chunk))
+    found = in_chunks(context=context, budget=budget, chunk=chunk).prompt_chunks
     assert (found.count, found.evicting, found.tokens) == (count, evicting, context / count)
     assert found.held == pytest.approx(sum(held_between(context, budget, count)) / count)
-    assert found.chosen_from == min(budget + context / count, context)
+    assert found.candidates == min(budget + context / count, context)
     assert found.longest == -(-context // count)
 
 
@@ -207,12 +198,12 @@ def test_chunks_that_attend_to_held_tokens_compute_slower(in_chunks, shape, idea
 def test_scores_and_pseudo_tokens_are_of_every_chunk_that_evicts(in_chunks, shape):
     strategy = in_chunks("dapq", budget=8192)
     tokens = 8192 + CHUNK + 32
-    assert scored_pairs(strategy) == 32 * tokens - 32**2 / 2
-    assert prefill_chunks(strategy) == 32 + 30
+    assert strategy.scored_pairs == 32 * tokens - 32**2 / 2
+    assert prefill_launches(strategy) == 32 + 30
     products, attention, scores, _, copy, _ = eviction_ops(shape, strategy, 2)
     assert products.total.flops == pytest.approx(30 * 2 * 32 * memory.layer_parameters(shape))
     assert attention.total.read_bytes == pytest.approx(30 * 32 * tokens * TOKEN, rel=0.05)
-    assert scores.total.flops == pytest.approx(30 * 32 * 32 * 2 * 128 * scored_pairs(strategy))
+    assert scores.total.flops == pytest.approx(30 * 32 * 32 * 2 * 128 * strategy.scored_pairs)
     assert copy.total.bytes == pytest.approx(30 * 32 * 4 * 8192 * TOKEN)
 
 

@@ -11,8 +11,6 @@ from ridgeplan.roofline.host_link import (
     HELD_UP_BY_COPIES,
     HELD_UP_BY_LAYERS,
     HELD_UP_BY_WALKS,
-    NO_LAYERS,
-    HostLayers,
     load_seconds,
     pages_of,
     pass_with_host_seconds,
@@ -20,6 +18,7 @@ from ridgeplan.roofline.host_link import (
     stream_seconds,
 )
 from ridgeplan.roofline.latency import RateTerms
+from ridgeplan.roofline.memory import NO_LAYERS, HostLayers
 from ridgeplan.roofline.plan.draft_selection import Quest, RetrievalHead
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset

@@ -7,8 +7,7 @@ import pytest
 import sympy
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
-from ridgeplan.roofline.catalog.profile import Rates, RowStep
-from ridgeplan.roofline.catalog.profile_lookup import profile_for
+from ridgeplan.roofline.catalog.profile import Rates, RowStep, profile_for
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import (
     Machine,

@@ -10,8 +10,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import prefill_seconds
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS
 from ridgeplan.roofline.latency import Device, Machine
-from ridgeplan.roofline.memory import full_kv
-from ridgeplan.roofline.placement import offload_layers, offload_thresholds, resident_memory, swapped_bytes
+from ridgeplan.roofline.memory import full_kv, offload_layers, offload_thresholds, resident_memory, swapped_bytes
 from ridgeplan.roofline.plan.plan import HostPart, KVCache, KVFormat, Placement, Plan, Speculation, Workload
 from ridgeplan.roofline.plan.presets import preset
 

@@ -1,4 +1,4 @@
 """Calibration: measures a machine's kernels class by class and fits the profile that predictions use.
 
-Not here: the profile's format (roofline/catalog/profile.py) and its lookup (profile_lookup.py there).
+Not here: the profile's format (roofline/catalog/profile.py).
 """

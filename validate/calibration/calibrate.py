@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck
 from ridgeplan.validate.measure import Progress, silent
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares, lsq_linear, minimize
 
-from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, MAX_UTILIZATION, Rates, RowStep
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, parts, text, whole
 from ridgeplan.roofline.cost import Cost

@@ -11,11 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.documents import parse_toml, read_document, read_tables
+from ridgeplan.roofline.catalog.files import parse_toml, read_document, read_tables
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.profile import NO_GAP, Profile, Rates
-from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.profile import NO_GAP, Profile, Rates, profile_for, shipped_profiles
 from ridgeplan.roofline.catalog.validation import (
     Checked,
     build,

@@ -1,7 +1,7 @@
 """SpeContext's memory model as published: Eq 6 to 8, the thresholds of Algorithm 1, the policy of Algorithm 2.
 
 It reproduces the paper, as printed and as we read it (docs/papers.md). Plans are priced by
-`ridgeplan.roofline.placement`, which includes formats and workspaces.
+`ridgeplan.roofline.memory`, which includes formats and workspaces.
 """
 
 from __future__ import annotations

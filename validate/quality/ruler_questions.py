@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.paths import cache_folder
+from ridgeplan.roofline.catalog.files import cache_folder
 from ridgeplan.validate.quality.ruler_samples import Material, QuestionSet, Sample, Task
 
 ANSWER_TOKENS = 32

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ridgeplan.planner.acceptance import AcceptanceRow
 from ridgeplan.planner.resolution import yarn_factor
-from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import Checked, build, number, numbers, parts, text, texts_by_name, whole
 from ridgeplan.roofline.plan.draft_selection import AllTokens, DraftSelection, SparseSelection, draft_selection

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.roofline.catalog.documents import fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.validation import (
     Checked,
     brief,

@@ -9,7 +9,7 @@ import pytest
 
 from ridgeplan.dashboards.cli.options import ListCommand
 from ridgeplan.planner.acceptance import commands_of
-from ridgeplan.roofline.catalog.profile_lookup import user_acceptance_path
+from ridgeplan.roofline.catalog.profile import user_acceptance_path
 
 TEXT = "It was the best of times, it was the worst of times. " * 40
 

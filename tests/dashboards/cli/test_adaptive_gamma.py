@@ -11,7 +11,7 @@ import pytest
 from ridgeplan.dashboards.cli.bench_decode import row_texts
 from ridgeplan.dashboards.cli.run import summary
 from ridgeplan.planner import Plan
-from ridgeplan.roofline.catalog.profile_lookup import user_acceptance_path
+from ridgeplan.roofline.catalog.profile import user_acceptance_path
 from ridgeplan.runtime.statistics import Statistics
 
 LLAMA = "meta-llama/Llama-3.1-8B"

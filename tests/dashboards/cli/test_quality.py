@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner.quality import FIDELITY, read_rows
-from ridgeplan.roofline.catalog.profile_lookup import user_quality_path
+from ridgeplan.roofline.catalog.profile import user_quality_path
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.validate.quality import ruler_questions
 from ridgeplan.validate.quality.ruler_questions import NoQuestions

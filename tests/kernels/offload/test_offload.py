@@ -17,8 +17,9 @@ from ridgeplan.kernels.offload import (
 from ridgeplan.kernels.offload.triton import Launch
 from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.host_link import HostLayers, load_seconds, stream_seconds
+from ridgeplan.roofline.host_link import load_seconds, stream_seconds
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.memory import HostLayers
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeplan.roofline.catalog.documents import (
+from ridgeplan.roofline.catalog.files import (
     build_catalog,
     existing_path,
     fields_of_schema,

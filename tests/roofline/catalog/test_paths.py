@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeplan.roofline.catalog.paths import NoHomeFolder, cache_folder, expanded, hub_folder
+from ridgeplan.roofline.catalog.files import NoHomeFolder, cache_folder, expanded, hub_folder
 
 
 @pytest.fixture

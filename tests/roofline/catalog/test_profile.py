@@ -6,9 +6,18 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan.roofline.catalog.hardware import load_hardware
-from ridgeplan.roofline.catalog.profile import NO_GAP, Profile, ProfileError, Rates, RowStep, load_profile
-from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles, user_profile_path
-from ridgeplan.roofline.catalog.profile_lookup import transferred as transferred_profile
+from ridgeplan.roofline.catalog.profile import (
+    NO_GAP,
+    Profile,
+    ProfileError,
+    Rates,
+    RowStep,
+    load_profile,
+    profile_for,
+    shipped_profiles,
+    user_profile_path,
+)
+from ridgeplan.roofline.catalog.profile import transferred as transferred_profile
 
 
 def test_round_trip(h200_profile):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
+from ridgeplan.roofline.catalog.profile import shipped_profiles
 from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime.policies.ranked import RankedPolicy
 from ridgeplan.runtime.sampling import SamplingParams

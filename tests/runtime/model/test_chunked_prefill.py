@@ -8,8 +8,8 @@ import transformers.models.llama.modeling_llama as llama
 
 from ridgeplan import runtime
 from ridgeplan.planner.lowering import strategy_of
-from ridgeplan.roofline.eviction import chunk_buffers
 from ridgeplan.roofline.latency import Device
+from ridgeplan.roofline.memory import chunk_buffers
 from ridgeplan.roofline.plan.plan import PlanError
 from ridgeplan.roofline.plan.policies import EVICTIONS
 from ridgeplan.runtime.buffers import Arena

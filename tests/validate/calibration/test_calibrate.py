@@ -12,8 +12,7 @@ from ridgeplan import validate
 from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import Profile, load_profile
-from ridgeplan.roofline.catalog.profile_lookup import user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import KERNEL_CLASSES, WIDE_SCANS
 from ridgeplan.roofline.plan.plan import Workload

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ridgeplan.roofline.catalog.profile import Profile, Rates, RowStep
-from ridgeplan.roofline.catalog.profile_lookup import shipped_profiles
+from ridgeplan.roofline.catalog.profile import Profile, Rates, RowStep, shipped_profiles
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import product_tiles
 from ridgeplan.roofline.latency import Machine, RateTerms

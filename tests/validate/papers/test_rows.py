@@ -7,7 +7,7 @@ import pytest
 from ridgeplan.planner.export.engine_profile import measured_rows
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile_lookup import profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.profile import profile_for, shipped_profiles
 from ridgeplan.roofline.evaluate import pass_ops
 from ridgeplan.roofline.latency import GIB, RateTerms
 from ridgeplan.roofline.speculation import accepted_share
