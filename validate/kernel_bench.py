@@ -15,7 +15,7 @@ import torch
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import machine
 from ridgeplan.validate.kernel_calls import attention, kv_cache, layer, linear, offload, sampling, sparse
-from ridgeplan.validate.kernel_calls.case import KernelCase, Peers, usable
+from ridgeplan.validate.kernel_calls.case import BenchCase, Peers, usable
 from ridgeplan.validate.kernel_calls.sizes import FULL, KERNELS, TINY, Sizes
 from ridgeplan.validate.measure import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
@@ -23,10 +23,10 @@ from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
 POOL_BYTES = 2 << 30  # memory for measuring the bandwidth
 TRIAL_S = 0.04
 MATMUL_SIZE = 8192
-MOST_ERROR = 0.02  # relative, explained by bfloat16; with a larger error no target is met
+MAX_ERROR = 0.02  # relative, explained by bfloat16; with a larger error no target is met
 PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
 
-FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[KernelCase]]] = {
+FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[BenchCase]]] = {
     "attention": attention.attention_cases,
     "ragged": attention.ragged_cases,
     "verification": attention.verification_cases,
@@ -106,7 +106,7 @@ class KernelRow:
     @property
     def met(self) -> bool:
         """Whether the target is met, with an error that bfloat16 explains."""
-        return self.ours_s <= self.target_s and self.error <= MOST_ERROR
+        return self.ours_s <= self.target_s and self.error <= MAX_ERROR
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; times in microseconds."""
@@ -173,7 +173,7 @@ def run_kernels_once(kernels: Iterable[str] = KERNELS) -> list[tuple[str, str, f
     half = Bench.build(_cuda_device(), 1 << 20, 1, TRIAL_S)
     benches = {"bf16": half, "fp32": replace(half, pool=half.pool.float())}
     return [
-        (case.kernel, f"{case.shape}, {name}", case.error())
+        (case.kernel, f"{case.call.name}, {name}", case.call.error())
         for name, bench in benches.items()
         for case in cases_of(bench, TINY, kernels)
     ]
@@ -181,7 +181,7 @@ def run_kernels_once(kernels: Iterable[str] = KERNELS) -> list[tuple[str, str, f
 
 def cases_of(
     bench: Bench, sizes: Sizes, kernels: Iterable[str], on_progress: Progress | None = None
-) -> Iterator[KernelCase]:
+) -> Iterator[BenchCase]:
     """The cases of `kernels`, created lazily, so that only one size's inputs are in memory."""
     chosen = [name for name in KERNELS if name in set(kernels)]
     for done, name in enumerate(chosen):
@@ -190,40 +190,41 @@ def cases_of(
         yield from FAMILIES[name](bench, getattr(sizes, name))
 
 
-def measured(bench: Bench, peaks: MachinePeaks, cases: Iterable[KernelCase]) -> Iterator[KernelRow]:
+def measured(bench: Bench, peaks: MachinePeaks, cases: Iterable[BenchCase]) -> Iterator[KernelRow]:
     """A row per case. Peers shared by consecutive cases are timed once; those that do not run are left out."""
     shared: Peers | None = None
     peers_s: dict[str, float] = {}
     for case in cases:
-        if case.peers is not shared:
-            shared = case.peers
-            peers_s = {name: bench.median_s(case.trial(call)) for name, call in usable(shared).items()}
-        yield row_of(case, bench.median_s(case.trial(case.call)), peers_s, peaks)
+        call = case.call
+        if call.peers is not shared:
+            shared = call.peers
+            peers_s = {name: bench.median_s(replace(call, run=peer)) for name, peer in usable(shared).items()}
+        yield row_of(case, bench.median_s(call), peers_s, peaks)
 
 
-def row_of(case: KernelCase, ours_s: float, peers_s: Mapping[str, float], peaks: MachinePeaks) -> KernelRow:
+def row_of(case: BenchCase, ours_s: float, peers_s: Mapping[str, float], peaks: MachinePeaks) -> KernelRow:
     """The row of a case that took `ours_s`, and its peers `peers_s`."""
-    roof_s = peaks.seconds(case.cost)
+    roof_s = peaks.seconds(case.call.cost)
     peer = case.over or (min(peers_s, key=peers_s.__getitem__) if peers_s else None)
     return KernelRow(
         kernel=case.kernel,
-        shape=case.shape,
+        shape=case.call.name,
         ours_s=ours_s,
         peers_s=peers_s,
         peer=peer,
         roof_s=roof_s,
-        error=case.error(),
+        error=case.call.error(),
         target_s=case.target.limit_s(math.nan if peer is None else peers_s[peer], roof_s),
     )
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """The installed ones of `packages`, with their versions."""
-    found = {}
+    installed = {}
     for name in packages:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def _cuda_device() -> torch.device:

@@ -14,7 +14,7 @@ import torch
 
 from ridgeplan.roofline.catalog.hardware import FIGURES, Hardware, detect_hardware, load_hardware
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.validate.timing import Bench, Trial
+from ridgeplan.validate.timing import Bench, KernelCall
 
 MEASURED = "measured by ridgeplan calibrate"
 REPORTED = "as the system reports it"
@@ -28,8 +28,8 @@ def copy_bytes_per_s(bench: Bench) -> float:
     half = bench.pool.numel() // 2
     source, target = bench.pool[:half], torch.empty_like(bench.pool[:half])
     copy, read = Cost(read_bytes=source.nbytes, write_bytes=target.nbytes), Cost(read_bytes=bench.pool.nbytes)
-    copied = bench.seconds(Trial("copy", "half the pool", copy, lambda _: target.copy_(source)))
-    summed = bench.seconds(Trial("sum", "the pool", read, lambda _: bench.pool.sum()))
+    copied = bench.seconds(KernelCall("copy", "half the pool", copy, lambda _: target.copy_(source)))
+    summed = bench.seconds(KernelCall("sum", "the pool", read, lambda _: bench.pool.sum()))
     return max(copy.bytes / copied, read.bytes / summed)
 
 
@@ -37,7 +37,7 @@ def matmul_flops(bench: Bench, size: int) -> float:
     """FLOP/s of a square product of random matrices in the models' dtype."""
     left, right = bench.random(2, size, size)
     cost = Cost(2 * size**3, left.nbytes + right.nbytes, left.nbytes)
-    return float(cost.flops / bench.seconds(Trial("matmul", str(size), cost, lambda _: left @ right)))
+    return float(cost.flops / bench.seconds(KernelCall("matmul", str(size), cost, lambda _: left @ right)))
 
 
 def host_link_bytes_per_s(bench: Bench) -> float:
@@ -45,7 +45,7 @@ def host_link_bytes_per_s(bench: Bench) -> float:
     host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device=bench.device)
     cost = Cost(write_bytes=host.nbytes)
-    return host.nbytes / bench.seconds(Trial("host link", "pinned", cost, lambda _: device.copy_(host, True)))
+    return host.nbytes / bench.seconds(KernelCall("host link", "pinned", cost, lambda _: device.copy_(host, True)))
 
 
 def free_library_workspaces(device: torch.device) -> None:

@@ -15,7 +15,7 @@ from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import kernel_bench
 from ridgeplan.validate.kernel_bench import (
     FAMILIES,
-    MOST_ERROR,
+    MAX_ERROR,
     MachinePeaks,
     bench_kernels,
     cases_of,
@@ -30,9 +30,9 @@ from ridgeplan.validate.kernel_calls import layer as kernel_fused
 from ridgeplan.validate.kernel_calls import linear as kernel_linear
 from ridgeplan.validate.kernel_calls import sampling as kernel_sampling
 from ridgeplan.validate.kernel_calls import sparse as kernel_sparse
-from ridgeplan.validate.kernel_calls.case import KernelCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
+from ridgeplan.validate.kernel_calls.case import BenchCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
 from ridgeplan.validate.kernel_calls.sizes import FULL, KERNELS, TINY, LayerSize
-from ridgeplan.validate.timing import Bench, Trial
+from ridgeplan.validate.timing import Bench, KernelCall
 
 PEAKS = MachinePeaks(bytes_per_s=1e12, flops=1e15)
 pytestmark = pytest.mark.filterwarnings("ignore:SDPA cuDNN does not run here")
@@ -49,10 +49,11 @@ def cold() -> Bench:
     return Bench.build(torch.device("cpu"), 8 << 20, 4 << 20, 0.002)
 
 
-def case(target: Target, peers: tuple[str, ...] = (), over: str | None = None, error: float = 0.0) -> KernelCase:
+def case(target: Target, peers: tuple[str, ...] = (), over: str | None = None, error: float = 0.0) -> BenchCase:
     """A kernel whose roof is a microsecond."""
     cost = Cost(read_bytes=1e6)
-    return KernelCase("k", "s", cost, lambda i: None, dict.fromkeys(peers, print), lambda: error, target, over)
+    call = KernelCall("k", "s", cost, lambda i: None, error=lambda: error, peers=dict.fromkeys(peers, print))
+    return BenchCase("k", call, target, over)
 
 
 def test_every_kernel_has_a_family_and_sizes() -> None:
@@ -62,14 +63,15 @@ def test_every_kernel_has_a_family_and_sizes() -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_cases_run_and_agree_with_their_references(bench: Bench, name: str) -> None:
-    found = list(cases_of(bench, TINY, [name]))
-    assert len({one.shape for one in found}) == len(found) >= 2
-    for one in found:
-        assert one.kernel == name
-        assert one.cost.bytes > 0 or one.shape.endswith("not taken")
-        assert one.error() < 1e-5, one.shape
-        one.call(one.variants - 1)
-        assert usable(one.peers) or not one.peers
+    cases = list(cases_of(bench, TINY, [name]))
+    assert {each.kernel for each in cases} == {name}
+    calls = [each.call for each in cases]
+    assert len({call.name for call in calls}) == len(calls) >= 2
+    for call in calls:
+        assert call.cost.bytes > 0 or call.name.endswith("not taken")
+        assert call.error() < 1e-5, call.name
+        call.run(call.variants - 1)
+        assert usable(call.peers) or not call.peers
 
 
 LINEAR = {f"{kind}_{weights}" for kind in ("linear", "gated") for weights in ("int4", "int8", "dense")}
@@ -83,11 +85,11 @@ ROTATED = (
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_weights_caches_and_logits_rotate_and_a_few_rows_of_activations_do_not(cold: Bench, name: str) -> None:
-    for one in cases_of(cold, TINY, [name]):
-        fills_caches = name in LINEAR and one.cost.read_bytes > cold.rotate_bytes
-        assert (one.variants > 1) == (name in ROTATED and not fills_caches), one.shape
-        for call in (one.call, *usable(one.peers).values()):
-            call(one.variants - 1)
+    for call in (each.call for each in cases_of(cold, TINY, [name])):
+        fills_caches = name in LINEAR and call.cost.read_bytes > cold.rotate_bytes
+        assert (call.variants > 1) == (name in ROTATED and not fills_caches), call.name
+        for run in (call.run, *usable(call.peers).values()):
+            run(call.variants - 1)
 
 
 def test_ragged_rows_read_what_rows_of_equal_lengths_do(bench: Bench) -> None:
@@ -95,9 +97,9 @@ def test_ragged_rows_read_what_rows_of_equal_lengths_do(bench: Bench) -> None:
     size = TINY.ragged[1]
     assert [length // 128 for length in size.lengths] == [6, 4, 2, 10, 12, 14]
     for found in kernel_attention.ragged_cases(bench, [size]):
-        equal = found.peers[found.over]
-        assert found.cost == equal.cost(torch.get_num_threads())
-        _, end, groups = found.call.visible
+        equal = found.call.peers[found.over]
+        assert found.call.cost == equal.call(torch.get_num_threads()).cost
+        _, end, groups = found.call.run.visible
         if groups is None:
             assert end.tolist() == list(size.lengths)
         else:
@@ -109,21 +111,17 @@ def test_ragged_rows_read_what_rows_of_equal_lengths_do(bench: Bench) -> None:
 @pytest.mark.parametrize("name", ["norm", "rope", "swiglu"])
 def test_activations_of_a_prompt_rotate(cold: Bench, name: str, rows: int) -> None:
     sizes = replace(TINY, **{name: (LayerSize(64, 64, 1, 1, 64, rows),)})
-    for one in cases_of(cold, sizes, [name]):
-        assert (one.variants > 1) == (rows == 512)
-        one.call(one.variants - 1)
-        assert one.error() < 1e-5
+    for call in (each.call for each in cases_of(cold, sizes, [name])):
+        assert (call.variants > 1) == (rows == 512)
+        call.run(call.variants - 1)
+        assert call.error() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["attention", "quantize"])
-def test_variants_have_data_of_their_own(cold: Bench, name: str) -> None:
-    found = next(cases_of(cold, TINY, [name]))
-    if name == "quantize":
-        for variant in range(found.variants):
-            found.call(variant)
-        results = list(found.call.codes.key_upper)
-    else:
-        results = [found.call(variant) for variant in range(found.variants)]
+def test_variants_have_data_of_their_own(cold: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(kernel_quantize, "quantize", lambda keys, *_: keys.clone())
+    call = next(cases_of(cold, TINY, [name])).call
+    results = [call.run(variant) for variant in range(call.variants)]
     assert not any(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -162,7 +160,7 @@ def test_a_wrong_kernel_shows(
 ) -> None:
     monkeypatch.setattr(module, function, scaled(getattr(module, function)))
     for one in cases_of(bench, TINY, [name]):
-        assert one.error() == pytest.approx(0.01, rel=0.01)
+        assert one.call.error() == pytest.approx(0.01, rel=0.01)
 
 
 def test_a_choice_of_other_tokens_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +172,9 @@ def test_a_choice_of_other_tokens_shows(bench: Bench, monkeypatch: pytest.Monkey
         return (index if backend == "reference" else index ^ 1), count
 
     cases = list(cases_of(bench, TINY, ["two_bit"]))
-    assert all(0 <= one.error() < 1e-3 for one in cases)
+    assert all(0 <= one.call.error() < 1e-3 for one in cases)
     monkeypatch.setattr(kernel_sparse, "two_bit_top_k", wrong)
-    assert all(one.error() > 0.1 for one in cases)
+    assert all(one.call.error() > 0.1 for one in cases)
 
 
 @pytest.mark.parametrize("name", ["draw", "rejection_sample"])
@@ -195,12 +193,12 @@ def test_wrong_tokens_show(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: 
     cases = list(cases_of(bench, TINY, [name]))
     monkeypatch.setattr(kernel_sampling, name, wrong)
     for one in cases:
-        assert one.error() > 0.05
+        assert one.call.error() > 0.05
 
 
 def test_a_flush_that_writes_no_codes_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ridgeplan.runtime.kv.storage.quantize", lambda *_, **__: None)
-    errors = {one.shape.partition(", ")[2]: one.error() for one in cases_of(bench, TINY, ["flush"])}
+    errors = {one.call.name.partition(", ")[2]: one.call.error() for one in cases_of(bench, TINY, ["flush"])}
     assert errors == {"taken": pytest.approx(1.0, rel=1e-5), "not taken": 0.0}
 
 
@@ -226,7 +224,7 @@ def test_the_peer_that_counts_is_the_fastest_unless_one_is_named() -> None:
     assert row_of(case(Within(1.0)), 4e-6, {}, PEAKS).ratio is None
 
 
-@pytest.mark.parametrize("error", [2 * MOST_ERROR, math.nan])
+@pytest.mark.parametrize("error", [2 * MAX_ERROR, math.nan])
 def test_a_fast_kernel_that_is_wrong_meets_nothing(error: float) -> None:
     row = row_of(case(Within(1.0), error=error), 1e-6, {}, PEAKS)
     assert not row.met
@@ -251,13 +249,13 @@ def test_rows_hold_what_json_shows(bench: Bench) -> None:
 
 
 def test_shared_peers_are_timed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[Trial] = []
-    monkeypatch.setattr(Bench, "median_s", lambda _, trial: float(timed.append(trial) or 1e-6))
+    timed: list[KernelCall] = []
+    monkeypatch.setattr(Bench, "median_s", lambda _, call: float(timed.append(call) or 1e-6))
     rows = list(measured(bench, PEAKS, cases_of(bench, TINY, ["attention"])))
     sizes, formats = len(TINY.attention), 3
     assert len(rows) == sizes * formats
     assert len(timed) == sizes * (formats + len(rows[0].peers_s))
-    assert all(trial.cost.bytes for trial in timed)
+    assert all(call.cost.bytes for call in timed)
 
 
 def test_progress_names_the_chosen_kernels(bench: Bench) -> None:
@@ -305,4 +303,4 @@ def test_without_a_gpu_nothing_is_measured() -> None:
 @pytest.mark.gpu
 def test_every_kernel_runs_once_on_the_gpu() -> None:
     for kernel, shape, error in kernel_bench.run_kernels_once():
-        assert error < MOST_ERROR, (kernel, shape)
+        assert error < MAX_ERROR, (kernel, shape)

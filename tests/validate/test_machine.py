@@ -7,7 +7,7 @@ import torch
 
 from ridgeplan.roofline.catalog.hardware import FIGURES
 from ridgeplan.validate import machine
-from ridgeplan.validate.timing import Bench, Trial
+from ridgeplan.validate.timing import Bench, KernelCall
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,9 @@ def test_ceilings_are_work_over_time(bench: Bench, monkeypatch: pytest.MonkeyPat
     """The pool has 8 MiB: a copy of one half to another reads and writes as many bytes as a sum reads."""
     seconds = {"copy": 2.0, "sum": 4.0, "matmul": 0.5}
 
-    def timed(_: Bench, trial: Trial) -> float:
-        trial.call(0)
-        return seconds[trial.kind]
+    def timed(_: Bench, call: KernelCall) -> float:
+        call.run(0)
+        return seconds[call.kind]
 
     monkeypatch.setattr(Bench, "seconds", timed)
     assert machine.copy_bytes_per_s(bench) == (8 << 20) / 2

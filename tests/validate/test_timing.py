@@ -1,4 +1,4 @@
-"""The bench that trials run on: chains of calls in one graph over cold inputs, and what is taken of their times."""
+"""The bench that calls run on: chains of calls in one graph over cold inputs, and what is taken of their times."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,27 +8,27 @@ import torch
 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import timing as module
-from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, LEAST_CALLS, LEAST_CHAIN, MOST_CALLS, Bench, Trial
+from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, MAX_CALLS, MIN_CALLS, MIN_CHAIN, Bench, KernelCall
 
 
 def test_the_median_is_above_the_quartile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "_host_times", lambda *_: [1.0, 2.0, 3.0, 4.0, 50.0])
     bench = Bench(torch.device("cpu"), torch.empty(0), 0, 0.0)
-    trial = Trial("test", "any", Cost(), lambda _: None)
-    assert (bench.seconds(trial), bench.median_s(trial)) == (2.0, 3.0)
+    call = KernelCall("test", "any", Cost(), lambda _: None)
+    assert (bench.seconds(call), bench.median_s(call)) == (2.0, 3.0)
 
 
 @pytest.mark.parametrize(
     ("variants", "nbytes", "calls"),
     [
-        (1, 0, MOST_CALLS), (1, 1e5, MOST_CALLS), (1, 1e10, LEAST_CHAIN), (3, 1e10, 21), (19, 1e10, 38),
-        (68, 9e6, 136), (120, 5e6, 120), (MOST_CALLS, 1e5, MOST_CALLS),
+        (1, 0, MAX_CALLS), (1, 1e5, MAX_CALLS), (1, 1e10, MIN_CHAIN), (3, 1e10, 21), (19, 1e10, 38),
+        (68, 9e6, 136), (120, 5e6, 120), (MAX_CALLS, 1e5, MAX_CALLS),
     ],
 )  # fmt: skip
 def test_a_chain_turns_over_all_variants_and_is_long_where_calls_are_short(
     variants: int, nbytes: float, calls: int
 ) -> None:
-    assert Trial("test", "any", Cost(read_bytes=nbytes), lambda _: None, variants).chain == calls
+    assert KernelCall("test", "any", Cost(read_bytes=nbytes), lambda _: None, variants).chain == calls
 
 
 @dataclass
@@ -75,11 +75,11 @@ def test_replays_queue_up_and_the_first_that_waited_for_its_launch_does_not_coun
     monkeypatch.setattr(module, "captured", captured)
     monkeypatch.setattr(module, "_mark", device.mark)
     there = Bench(torch.device("cuda"), torch.empty(0), 0, 0.0)
-    trial = Trial("test", "any", Cost(read_bytes=1e10), called.append, variants=3)
-    assert there.median_s(trial) == pytest.approx(4e-3 / 21)
+    call = KernelCall("test", "any", Cost(read_bytes=1e10), called.append, variants=3)
+    assert there.median_s(call) == pytest.approx(4e-3 / 21)
     assert called == [0, 1, 2, "capture", *(7 * [0, 1, 2])]
     assert device.log[:5] == ["replay", "wait for 0", "replay", "wait for 1", "replay"]
-    assert device.replays == LEAST_CALLS + 1
+    assert device.replays == MIN_CALLS + 1
 
 
 @pytest.mark.gpu
@@ -94,8 +94,8 @@ def test_a_chain_on_cuda_reads_cold_weights() -> None:
         calls.append(index)
         torch.nn.functional.linear(x, weights[index])
 
-    cold = Trial("test", "cold", cost, call, len(weights))
+    cold = KernelCall("test", "cold", cost, call, len(weights))
     cold_s = bench.median_s(cold)
     assert calls == [*range(18), *(index % 18 for index in range(cold.chain))]
     assert cold_s > weights[0].nbytes / 6e12
-    assert bench.median_s(Trial("test", "warm", cost, call)) < 0.9 * cold_s
+    assert bench.median_s(KernelCall("test", "warm", cost, call)) < 0.9 * cold_s

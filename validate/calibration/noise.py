@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, Rates
 
 if TYPE_CHECKING:
-    from ridgeplan.validate.timing import Bench, Trial
+    from ridgeplan.validate.timing import Bench, KernelCall
 
 Kept = TypeVar("Kept")
 AGREEMENT = 0.1  # largest relative distance of two readings that agree
-MOST_READINGS = 6
+MAX_READINGS = 6
 
 
 class NoisyMachine(ValueError):
@@ -27,16 +27,16 @@ class NoisyMachine(ValueError):
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds of a trial, and the relative distance of its two fastest readings."""
+    """Seconds of a call, and the relative distance of its two fastest readings."""
 
     seconds: float
     spread: float
 
 
 def steady_reading(read: Callable[[], Iterable[float]]) -> Reading:
-    """Reads, a few readings at once, until the two fastest agree or there are MOST_READINGS. The fastest counts."""
+    """Reads, a few readings at once, until the two fastest agree or there are MAX_READINGS. The fastest counts."""
     readings = list(read())
-    while not agree(readings) and len(readings) < MOST_READINGS:
+    while not agree(readings) and len(readings) < MAX_READINGS:
         readings.extend(read())
     return Reading(min(readings), distance(readings))
 
@@ -54,31 +54,31 @@ def agree(readings: Iterable[float]) -> bool:
 
 @dataclass(frozen=True)
 class NoiseCheck:
-    """Reads the trials of each class until they agree, and refuses noisy classes unless they are allowed.
+    """Reads the calls of each class until they agree, and refuses noisy classes unless they are allowed.
 
-    spreads: by class, the distance that three quarters of its trials' fastest readings stay below.
+    spreads: by class, the distance that three quarters of its calls' fastest readings stay below.
     """
 
     allowed: bool = False
     spreads: dict[str, float] = field(default_factory=dict)
 
     def readings(
-        self, kind: str, bench: Bench, trials: Iterable[Trial], keep: Callable[[Trial], Kept]
+        self, kind: str, bench: Bench, calls: Iterable[KernelCall], keep: Callable[[KernelCall], Kept]
     ) -> list[tuple[Kept, float]]:
-        """What `keep` takes of each trial of a class, and its seconds, read again if readings disagree.
+        """What `keep` takes of each call of a class, and its seconds, read again if readings disagree.
 
-        Trials themselves are not kept: each holds its inputs, which may fill a GPU. Raises NoisyMachine.
+        The calls themselves are not kept: each holds its inputs, which may fill a GPU. Raises NoisyMachine.
         """
-        found = [(keep(trial), steady_reading(partial(bench.readings, trial))) for trial in trials]
-        self.record(kind, [reading.spread for _, reading in found])
-        return [(kept, reading.seconds) for kept, reading in found]
+        readings = [(keep(call), steady_reading(partial(bench.readings, call))) for call in calls]
+        self.record(kind, [reading.spread for _, reading in readings])
+        return [(kept, reading.seconds) for kept, reading in readings]
 
     def record(self, kind: str, spreads: list[float]) -> None:
         """Keeps the spread of a class. Raises NoisyMachine if it is too wide and that is not allowed."""
         self.spreads[kind] = upper_quartile(spreads)
         if self.spreads[kind] > AGREEMENT and not self.allowed:
             raise NoisyMachine(
-                f"the machine is too busy: {MOST_READINGS} readings of {kind!r} differ by {self.spreads[kind]:.0%}; "
+                f"the machine is too busy: {MAX_READINGS} readings of {kind!r} differ by {self.spreads[kind]:.0%}; "
                 f"allowed: {AGREEMENT:.0%}, or any with --allow-noisy; try again once other programs have ended"
             )
 

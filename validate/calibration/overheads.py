@@ -27,7 +27,7 @@ from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.validate.calibration.fit import RoundSample
 from ridgeplan.validate.random_model import RandomDecoder, RandomModel, measured_round
-from ridgeplan.validate.timing import Bench, Trial, captured
+from ridgeplan.validate.timing import Bench, KernelCall, captured
 
 CONTEXT = 64
 HOST_CALLS = 20
@@ -71,15 +71,14 @@ def _prefill_seconds(model: RandomDecoder) -> float:
 
 
 def _unexplained_seconds(model: RandomDecoder, kernels: Machine) -> float:
-    trial = _step_trial(model)
-    return model.bench.seconds(trial) - _kernel_seconds(model, kernels)
+    return model.bench.seconds(_step_call(model)) - _kernel_seconds(model, kernels)
 
 
 def _host_seconds(model: RandomDecoder) -> float:
     """The host's time to launch one captured step, while the device executes earlier ones."""
-    trial = _step_trial(model)
-    trial.call(0)
-    graph = captured(lambda: trial.call(0))
+    call = _step_call(model)
+    call.run(0)
+    graph = captured(lambda: call.run(0))
     torch.cuda.synchronize(model.bench.device)
     start = time.perf_counter()
     for _ in range(HOST_CALLS):
@@ -107,11 +106,11 @@ def _kernel_seconds(model: RandomDecoder, kernels: Machine) -> float:
     return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(model.shape, terms)))
 
 
-def _step_trial(model: RandomDecoder) -> Trial:
+def _step_call(model: RandomDecoder) -> KernelCall:
     """One decode step at the end of the context."""
     weights, tokens, cache = model.weights(), model.tokens(1), model.cache
     cache.lengths.fill_(CONTEXT - 1)
-    return Trial(
+    return KernelCall(
         "dispatch",
         f"{model.shape.layers} layers",
         Cost(),

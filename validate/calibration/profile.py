@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib import metadata
 
@@ -12,26 +12,21 @@ import torch
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
-from ridgeplan.roofline.execution import GATHER_ROW_BYTES, rate_rows
-from ridgeplan.roofline.latency import linear_kind
+from ridgeplan.roofline.execution import rate_rows
 from ridgeplan.validate import machine
-from ridgeplan.validate.calibration import attention as attention_trials
-from ridgeplan.validate.calibration import layer as linear_trials
-from ridgeplan.validate.calibration import layer as step_trials
-from ridgeplan.validate.calibration.attention import SPARSE_CLASSES, sparse_trials, top_k_trials
+from ridgeplan.validate.calibration.calls import bench_for, class_calls, portable_calls
 from ridgeplan.validate.calibration.fit import Ceilings, Sample, Samples, SamplesError, fit_rates, fit_steps
 from ridgeplan.validate.calibration.link import link_classes
 from ridgeplan.validate.calibration.noise import NoiseCheck
 from ridgeplan.validate.calibration.overheads import measured_rounds, with_dispatch, with_fitted_gaps
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.measure import Progress
-from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
+from ridgeplan.validate.timing import Bench, KernelCall
 
 Keep = Callable[[Samples], object]  # called with what was measured
 PORTABLE = "portable"  # all classes of the kernels that older GPUs run
 LINK = "link"  # all classes of transfers between a GPU and the host
 LARGE_READ_BYTES = 200e6
-MOST_VARIANTS = 600  # so that even products of a megabyte find their weights cold, as in a step
 
 
 class CalibrationError(ValueError):
@@ -46,7 +41,7 @@ def measure_profile(
     place = _device(device)
     suite = _fitting(suite or suite_for(place.type, quick), place)
     on_progress("ceilings", 0, 1)
-    bench = _bench(place, suite)
+    bench = bench_for(place, suite)
     bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
     cuda = place.type == "cuda"
     hardware = machine.cuda_hardware(bench, bandwidth, compute) if cuda else machine.cpu_hardware(bandwidth, compute)
@@ -80,8 +75,8 @@ def measure_again(
     if device != base.device:
         raise CalibrationError(f"the profile is of {base.device}, this machine is {device}; calibrate it whole")
     suite = _fitting(suite or suite_for(place.type, quick), place)
-    bench = _bench(place, suite)
-    known = [*class_trials(bench, suite, base.hardware.num_sms), PORTABLE, LINK]
+    bench = bench_for(place, suite)
+    known = [*class_calls(bench, suite, base.hardware.num_sms), PORTABLE, LINK]
     if unknown := sorted(set(kinds) - set(known)):
         raise CalibrationError(f"class {unknown[0]!r} is none of: {', '.join(known)}")
     bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
@@ -134,12 +129,6 @@ def _fitting(suite: Suite, place: torch.device) -> Suite:
     return replace(suite, pool_bytes=min(suite.pool_bytes, memory_bytes // 4))
 
 
-def _bench(place: torch.device, suite: Suite) -> Bench:
-    cold_bytes = CUDA_ROTATE_BYTES if place.type == "cuda" else 2 * machine.last_cache_bytes()
-    bench = Bench.build(place, suite.pool_bytes, min(suite.pool_bytes, cold_bytes), suite.trial_s)
-    return replace(bench, most_variants=MOST_VARIANTS)
-
-
 def _with_link(bench: Bench, profile: Profile) -> Profile:
     """`profile` with the rates of the link to the host, measured on a GPU."""
     copied = machine.host_link_bytes_per_s(bench)
@@ -156,15 +145,14 @@ def _measured(
     kinds: Sequence[str] | None = None,
 ) -> dict[str, list[Sample]]:
     """Samples of all classes, or of `kinds`."""
-    trials = class_trials(bench, suite, num_sms)
-    if kinds is not None:
-        trials = {kind: items for kind, items in trials.items() if kind in kinds}
-    found = {}
-    for done, (kind, items) in enumerate(trials.items()):
-        on_progress(kind, done, len(trials))
-        readings = noise.readings(kind, bench, items, sample_of)
-        found[kind] = [replace(sample, seconds=seconds) for sample, seconds in readings]
-    return found
+    classes = class_calls(bench, suite, num_sms)
+    chosen = {kind: calls for kind, calls in classes.items() if kinds is None or kind in kinds}
+    samples = {}
+    for done, (kind, calls) in enumerate(chosen.items()):
+        on_progress(kind, done, len(chosen))
+        readings = noise.readings(kind, bench, calls, sample_of)
+        samples[kind] = [replace(sample, seconds=seconds) for sample, seconds in readings]
+    return samples
 
 
 def _ceilings(hardware: Hardware, copied: float, matmul: float, samples: Iterable[Sample]) -> Ceilings:
@@ -174,9 +162,9 @@ def _ceilings(hardware: Hardware, copied: float, matmul: float, samples: Iterabl
     return Ceilings(*peaks, matmul / peaks[1], min(1.0, max(copied, *large, 0.0) / peaks[0]), hardware.num_sms)
 
 
-def sample_of(trial: Trial) -> Sample:
-    """A trial's sizes, not timed yet."""
-    return Sample(trial.cost, math.nan, trial.rows, trial.width, trial.depth, trial.tiles)
+def sample_of(call: KernelCall) -> Sample:
+    """A call's sizes, not timed yet."""
+    return Sample(call.cost, math.nan, call.rows, call.width, call.depth, call.tiles)
 
 
 def _fitted(kind: str, samples: Sequence[Sample], ceilings: Ceilings, suite: Suite) -> Rates:
@@ -191,50 +179,6 @@ def _portable(bench: Bench, suite: Suite, num_sms: int, ceilings: Ceilings) -> d
     if not suite.portable:
         return {}
     samples: dict[str, list[Sample]] = {}
-    for trial in portable_trials(bench, suite, num_sms):
-        samples.setdefault(trial.kind, []).append(replace(sample_of(trial), seconds=bench.seconds(trial)))
+    for call in portable_calls(bench, suite, num_sms):
+        samples.setdefault(call.kind, []).append(replace(sample_of(call), seconds=bench.seconds(call)))
     return {kind: _fitted(kind, found, ceilings, suite) for kind, found in samples.items()}
-
-
-def portable_trials(bench: Bench, suite: Suite, num_sms: int) -> Iterator[Trial]:
-    """Trials of Triton's and the library's kernels, at some of the suite's sizes."""
-    yield from linear_trials.portable_trials(bench, suite.linear_shapes[::4], suite.quantized_rows[::3])
-    for sizes in suite.decode_sizes().values():
-        few = [size for size in sizes if size.batch != suite.batches[-1] and size.queries in suite.queries[::2]]
-        yield from attention_trials.decode_trials(bench, few[::7], num_sms, "triton")
-
-
-def class_trials(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterable[Trial]]:
-    """The trials of every class, created lazily."""
-    linear, attention, step = linear_trials, attention_trials, step_trials
-    quantized_shapes = (*suite.linear_shapes, *suite.head_shapes)
-    return {
-        "linear": linear.dense_trials(bench, "linear", suite.linear_shapes, suite.linear_rows),
-        "head": linear.dense_trials(bench, "head", suite.head_shapes, suite.head_rows),
-        **{
-            linear_kind(bits): linear.quantized_trials(bench, bits, quantized_shapes, suite.quantized_rows)
-            for bits in (4, 8)
-        },
-        **{kind: attention.decode_trials(bench, items, num_sms) for kind, items in suite.decode_sizes().items()},
-        "elementwise": (
-            trial
-            for shape in suite.elementwise
-            for trial in step.elementwise_trials(bench, shape, suite.elementwise_rows)
-        ),
-        "rope": (
-            trial for shape in suite.elementwise for trial in step.rope_trials(bench, shape, suite.elementwise_rows)
-        ),
-        "sampling": step.sampling_trials(bench, suite.vocabs[:2], suite.batches, suite.queries),
-        "quantize": attention.quantize_trials(bench, suite.heads, suite.quantize_tokens),
-        "gather": attention.gather_trials(bench, GATHER_ROW_BYTES // bench.element_bytes, suite.gather_rows),
-        **{
-            kind: sparse_trials(bench, kind, sizes, num_sms)
-            for kind, sizes in suite.sparse_sizes(SPARSE_CLASSES).items()
-        },
-        "top_k": top_k_trials(bench, suite.draft_sizes),
-        "prefill_linear": linear.dense_trials(bench, "prefill_linear", suite.prefill_shapes, suite.prefill_rows),
-        **{
-            kind: attention.prefill_trials(bench, heads, suite.prefill_tokens)
-            for kind, heads in suite.prefill_heads().items()
-        },
-    }

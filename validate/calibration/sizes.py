@@ -1,4 +1,4 @@
-"""The sizes of a calibration's trials, by device and thoroughness."""
+"""The sizes of a calibration's kernel calls, by device and thoroughness."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import product
 
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, prefill_attention_kind, scan_kind
-from ridgeplan.validate.calibration.attention import DecodeSize, Heads
+from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads
 from ridgeplan.validate.random_model import llama_like_shape
 
 Shapes = tuple[tuple[int, int], ...]
 DRAFT_STEP = 5  # of the sizes of decode attention, those at which sparse drafts are measured, too
-MOST_ELEMENT_BYTES = 4  # largest full-precision element of any device
+MAX_ELEMENT_BYTES = 4  # largest full-precision element of any device
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Sizes of all trials. Shapes are (outputs, inputs); rows are tokens per call."""
+    """Sizes of all kernel calls. Shapes are (outputs, inputs); rows are tokens per call."""
 
     pool_bytes: int
     trial_s: float
@@ -85,23 +85,24 @@ class Suite:
 
     def prefill_heads(self) -> dict[str, list[Heads]]:
         """Heads of prompts' attention, by kernel class."""
-        found: dict[str, list[Heads]] = {}
+        by_kind: dict[str, list[Heads]] = {}
         for heads in self.heads:
-            found.setdefault(prefill_attention_kind(heads.head_dim), []).append(heads)
-        return found
+            by_kind.setdefault(prefill_attention_kind(heads.head_dim), []).append(heads)
+        return by_kind
 
     def decode_sizes(self) -> dict[str, list[DecodeSize]]:
         """Decode attention at every length, batch and number of queries that fits the pool, by kernel class.
 
         Only drafts read 4-bit codes, and a draft has one query.
         """
-        found: dict[str, list[DecodeSize]] = {}
+        sizes: dict[str, list[DecodeSize]] = {}
         for bits, heads, batch, tokens in product((0, 4, 8), self.heads, self.batches, self.tokens):
             for queries in (1,) if bits == 4 else self.queries:
-                size = DecodeSize(heads, batch, tokens, queries, bits)
-                if size.full_kv_elements * MOST_ELEMENT_BYTES <= self.pool_bytes:
-                    found.setdefault(size.kind, []).append(size)
-        return found
+                elements = 2 * batch * heads.kv_heads * (tokens + queries) * heads.head_dim  # all in full precision
+                if elements * MAX_ELEMENT_BYTES <= self.pool_bytes:
+                    size = DecodeSize.of_cache(heads, batch, tokens, queries, bits)
+                    sizes.setdefault(size.kind, []).append(size)
+        return sizes
 
 
 # SmolLM2-135M's layers, and those of a model with 1 to 2 billion parameters.
@@ -204,7 +205,7 @@ _CUDA_FULL = replace(
 
 
 def suite_for(device: str, quick: bool) -> Suite:
-    """The trials for a device of type "cpu" or "cuda"."""
+    """The sizes for a device of type "cpu" or "cuda"."""
     if device == "cuda":
         return _CUDA_QUICK if quick else _CUDA_FULL
     return _CPU_QUICK if quick else _CPU_FULL

@@ -1,48 +1,218 @@
-"""Calls of decode attention: one query in every KV format, rows of unequal lengths, several queries against one."""
+"""Calls of attention: decoding in every KV format, with rows of unequal lengths and several queries, and prefill."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.attention import attention_cost, decode_attention
+from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import choose_splits
+from ridgeplan.roofline.latency import attention_kind, prefill_attention_kind
+from ridgeplan.runtime.model.prefill import causal_attention
 from ridgeplan.validate.kernel_calls.case import (
-    KernelCase,
+    BenchCase,
     Peers,
     SpeedUp,
-    Target,
     attention_peers,
     fresh,
     relative_error,
 )
 from ridgeplan.validate.kernel_calls.sizes import GROUP, AttentionSize, RaggedSize, VerificationSize
-from ridgeplan.validate.timing import Bench
+from ridgeplan.validate.timing import Bench, KernelCall
 
-BUFFER_SLOTS = 200  # full-precision tokens beside the quantized ones, about the double buffer's mean
+BUFFERED_TOKENS = 3 * GROUP // 2  # tokens in the double buffer, on average
+BUFFER_SLOTS = 200  # the bench's: full-precision tokens beside the codes, the queries' own included
 FULL_BITS = 16  # per full-precision element
 FORMATS = {0: "full", 4: "INT4", 8: "INT8"}
-MOST_SLOWDOWN = 1.2  # allowed for several queries against one
+MAX_SLOWDOWN = 1.2  # allowed for several queries against one
 ONE_QUERY = "ours, 1 query"
 EQUAL_LENGTHS = "ours, equal lengths"
-RAGGED_SHARE = 0.85  # least of the bandwidth at equal lengths
+RAGGED_SHARE = 0.85  # smallest share of the bandwidth at equal lengths
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head counts and head_dim of one attention layer."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class DecodeSize:
+    """Decode attention of `batch` sequences with `queries` queries each.
+
+    tokens: of a sequence. bits: of the codes, or 0 where everything is in full precision. quantized_tokens: of a
+    sequence, whole groups. full_tokens: of a sequence in full precision, the queries' own included.
+    """
+
+    name: str
+    heads: Heads
+    batch: int
+    tokens: int
+    queries: int
+    bits: int
+    quantized_tokens: int
+    full_tokens: int
+
+    @classmethod
+    def of_cache(cls, heads: Heads, batch: int, tokens: int, queries: int, bits: int) -> DecodeSize:
+        """The attention to a cache that holds `tokens` tokens of each sequence, most of them as codes."""
+        name = f"{heads.q_heads}/{heads.kv_heads} x {heads.head_dim}, batch {batch}, {tokens} tokens, {queries} queries"
+        if not bits:
+            return cls(name, heads, batch, tokens, queries, 0, 0, queries + tokens)
+        groups = max(1, (tokens - BUFFERED_TOKENS) // GROUP)
+        return cls(name, heads, batch, tokens, queries, bits, groups * GROUP, queries + BUFFERED_TOKENS)
+
+    @property
+    def kind(self) -> str:
+        """The kernel class."""
+        return attention_kind(self.bits, self.heads.head_dim)
+
+    @property
+    def groups(self) -> int:
+        """Quantized groups of a sequence."""
+        return self.quantized_tokens // GROUP
+
+    def splits(self, num_sms: int) -> int:
+        """How many ways the kernel cuts each sequence."""
+        return int(choose_splits(self.batch, self.heads.kv_heads, self.tokens, num_sms))
+
+    def cost(self, element_bytes: int, splits: int) -> Cost:
+        """The cost of a call, the merge of the splits included."""
+        heads = self.heads
+        return ops.attention(
+            self.batch, self.queries, heads.q_heads, heads.kv_heads, heads.head_dim, self.quantized_tokens,
+            self.full_tokens, self.bits, element_bytes, GROUP, splits,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
-    """Variants of keys and values [variants, B, Hkv, N, D], and queries [B, T, Hq, D] that read each of them.
+class DecodeAttention:
+    """Decode attention of queries [B, T, Hq, D] to one of several caches.
 
-    Quantized formats hold the same N tokens as codes.
+    keys, values: in full precision [variants, B, Hkv, slots, D]. codes: of all variants, [variants * B] rows.
+    lengths: tokens of each row, whole groups, where they differ; by default all that the cache has room for.
     """
+
+    size: DecodeSize
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    codes: QuantizedKV | None
+    lengths: tuple[int, ...] | None = None
+    backend: Backend = "auto"
+
+    @cached_property
+    def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """begin, end and groups of `decode_attention`."""
+        device = self.q.device
+        begin, end, groups = (
+            torch.full((self.size.batch,), value, dtype=torch.int32, device=device)
+            for value in (0, self.keys.shape[3] - self.size.queries + 1, self.size.groups)
+        )
+        lengths = None if self.lengths is None else torch.tensor(self.lengths, dtype=torch.int32, device=device)
+        if self.codes is None:
+            return begin, end if lengths is None else lengths, None
+        return begin, end, groups if lengths is None else lengths // GROUP
+
+    def __call__(self, variant: int) -> Tensor:
+        begin, end, groups = self.visible
+        return decode_attention(
+            self.q, self.keys[variant], self.values[variant], begin, end, self._codes(variant), groups,
+            lower=self.size.bits == 8, backend=self.backend,
+        )  # fmt: skip
+
+    def error(self) -> float:
+        """Relative error against the float32 reference on the same codes.
+
+        The reference runs first, as the kernel reads lengths and codes before kernels that just wrote them have ended.
+        """
+        q, keys, values = (tensor.float() for tensor in (self.q, self.keys[:1], self.values[:1]))
+        reference = replace(self, q=q, keys=keys, values=values, backend="reference")(0)
+        return relative_error(self(0), reference)
+
+    def call(self, num_sms: int, peers: Peers | None = None) -> KernelCall:
+        """The call; its cost and its time both include the merge of the splits."""
+        size, heads = self.size, self.size.heads
+        return KernelCall(
+            size.kind,
+            size.name,
+            size.cost(self.q.element_size(), size.splits(num_sms)),
+            self,
+            variants=len(self.keys),
+            rows=size.queries * heads.q_heads // heads.kv_heads,
+            width=size.batch * heads.kv_heads,
+            depth=size.quantized_tokens + size.full_tokens,
+            error=self.error,
+            peers=peers or {},
+        )
+
+    def _codes(self, variant: int) -> QuantizedKV | None:
+        """A new view for each call, as in the runtime's cache."""
+        batch = self.size.batch
+        return self.codes and self.codes.rows(slice(variant * batch, (variant + 1) * batch))
+
+
+def random_decode(bench: Bench, size: DecodeSize, num_sms: int, backend: Backend = "auto") -> KernelCall:
+    """Decode attention to random caches, whose variants together exceed the device's caches."""
+    heads, variants = size.heads, bench.variants(size.cost(bench.element_bytes, size.splits(num_sms)).read_bytes)
+    keys, values = bench.random(variants, 2, size.batch, heads.kv_heads, size.full_tokens, heads.head_dim).unbind(1)
+    codes = random_codes(bench, size, variants) if size.bits else None
+    q = bench.random(size.batch, size.queries, heads.q_heads, heads.head_dim)
+    return DecodeAttention(size, q, keys, values, codes, backend=backend).call(num_sms)
+
+
+def random_codes(bench: Bench, size: DecodeSize, variants: int) -> QuantizedKV:
+    """Random codes of `variants` caches that decode to about -1..1.
+
+    Larger keys would make attention weights so small that CPUs slow down on their denormal numbers.
+    """
+    heads, rows = size.heads, variants * size.batch
+    codes = QuantizedKV.allocate(
+        rows, heads.kv_heads, size.groups, GROUP, heads.head_dim, bench.device, lower=size.bits == 8
+    )
+    for field in fields(codes):
+        plane = getattr(codes, field.name)
+        if plane is not None and plane.dtype == torch.uint8:
+            fill_with_noise(bench, plane)
+        elif plane is not None:
+            plane.fill_(-1.0 if field.name.endswith("min") else 2 / 15)
+    return codes
+
+
+def fill_with_noise(bench: Bench, plane: Tensor) -> None:
+    """Fills a uint8 tensor with the pool's bytes."""
+    plane.copy_(bench.pool.view(torch.uint8)[: plane.numel()].view(plane.shape))
+
+
+def prefill_attention(bench: Bench, heads: Heads, tokens: int) -> KernelCall:
+    """Causal attention of a whole prompt, as in the runtime's prefill."""
+    q = bench.random(heads.q_heads, tokens, heads.head_dim)
+    keys, values = bench.random(2, heads.kv_heads, tokens, heads.head_dim)
+    cost = ops.causal_attention(
+        1, heads.q_heads, 2 * heads.kv_heads * heads.head_dim, heads.head_dim, heads.head_dim, tokens,
+        bench.element_bytes,
+    )  # fmt: skip
+    name = f"{heads.q_heads}/{heads.kv_heads} x {heads.head_dim}, {tokens} tokens"
+    kind = prefill_attention_kind(heads.head_dim)
+    return KernelCall(kind, name, cost, lambda _: causal_attention(q, keys, values, None))
+
+
+@dataclass(frozen=True, eq=False)
+class BenchInputs:
+    """Queries [B, T, Hq, D], and keys and values [variants, B, Hkv, N, D] that all formats of a bench case hold."""
 
     q: Tensor
     keys: Tensor
@@ -51,181 +221,77 @@ class Inputs:
     @classmethod
     def draw(
         cls, bench: Bench, size: AttentionSize | RaggedSize | VerificationSize, queries: int, bits: Iterable[int]
-    ) -> Inputs:
+    ) -> BenchInputs:
         """Random inputs, with enough variants to exceed the GPU's caches in the narrowest format of `bits`."""
         shape = (size.batch, size.kv_heads, size.tokens, size.head_dim)
-        least_bits = min(width or FULL_BITS for width in bits)
-        store = (bench.variants(2 * math.prod(shape) * least_bits / 8), *shape)
+        narrowest = min(width or FULL_BITS for width in bits)
+        caches = (bench.variants(2 * math.prod(shape) * narrowest / 8), *shape)
         q = fresh(bench, size.batch, queries, size.q_heads, size.head_dim)
-        return cls(q, fresh(bench, *store), fresh(bench, *store))
-
-    @property
-    def variants(self) -> int:
-        """Number of variants of the KV cache."""
-        return len(self.keys)
-
-    @property
-    def shape(self) -> str:
-        """The size as shown in tables."""
-        batch, queries, q_heads, head_dim = self.q.shape
-        several = f", {queries} queries" if queries > 1 else ""
-        return f"{q_heads}/{self.keys.shape[2]} x {head_dim}, B{batch}, {self.keys.shape[3]} tokens{several}"
+        return cls(q, fresh(bench, *caches), fresh(bench, *caches))
 
     @cached_property
     def codes(self) -> QuantizedKV:
         """All tokens of all variants, [variants * B] rows, as upper and lower codes; INT4 reads the upper ones only."""
         keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
         rows, kv_heads, tokens, head_dim = keys.shape
-        whole = QuantizedKV.allocate(rows, kv_heads, tokens // GROUP, GROUP, head_dim, keys.device, lower=True)
-        quantize(keys, values, whole, torch.zeros(rows, dtype=torch.int32, device=keys.device))
-        return whole
-
-    def integers(self, value: int) -> Tensor:
-        """int32 [B] filled with `value`, on the device."""
-        return torch.full((len(self.q),), value, dtype=torch.int32, device=self.q.device)
-
-    def first(self, queries: int) -> Inputs:
-        """The same inputs with only the first `queries` queries."""
-        return Inputs(self.q[:, :queries].contiguous(), self.keys, self.values)
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
-    """Decode attention over `inputs` in one format: codes and a buffer, or full-precision keys and values."""
-
-    inputs: Inputs
-    bits: int
-    keys: Tensor
-    values: Tensor
-    codes: QuantizedKV | None
-
-    @classmethod
-    def of(cls, inputs: Inputs, bits: int) -> AttentionCall:
-        """`inputs` read with `bits` bits, 0 for full precision."""
-        slots = BUFFER_SLOTS if bits else inputs.keys.shape[3]
-        keys, values = (store[..., :slots, :].contiguous() for store in (inputs.keys, inputs.values))
-        return cls(inputs, bits, keys, values, inputs.codes if bits else None)
-
-    @property
-    def name(self) -> str:
-        """The size and format as shown in tables."""
-        return f"{self.inputs.shape}, {FORMATS[self.bits]}"
+        codes = QuantizedKV.allocate(rows, kv_heads, tokens // GROUP, GROUP, head_dim, keys.device, lower=True)
+        quantize(keys, values, codes, torch.zeros(rows, dtype=torch.int32, device=keys.device))
+        return codes
 
     @cached_property
-    def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """begin, end and groups of `decode_attention`."""
-        whole = self.inputs.integers
-        end = self.keys.shape[3] - self.inputs.q.shape[1] + 1
-        return whole(0), whole(end), whole(self.codes.groups) if self.codes else None
+    def peers(self) -> Peers:
+        """Full-precision attention of other projects."""
+        return attention_peers(self.q, self.keys, self.values)
 
-    def __call__(self, variant: int) -> Tensor:
-        return self._attend(variant, self.keys.dtype, "auto")
+    def attention(self, bits: int, lengths: tuple[int, ...] | None = None) -> DecodeAttention:
+        """Attention in one format. lengths: tokens of each row, where they differ."""
+        batch, queries, q_heads, head_dim = self.q.shape
+        kv_heads, capacity = self.keys.shape[2:4]
+        heads, sizes = Heads(q_heads, kv_heads, head_dim), f"{q_heads}/{kv_heads} x {head_dim}, B{batch}"
+        tokens = sum(lengths) // len(lengths) if lengths else capacity
+        rows = f"{min(lengths)} to {max(lengths)}" if lengths else f"{tokens}"
+        several = f", {queries} queries" if queries > 1 else ""
+        name = f"{sizes}, {rows} tokens{several}, {FORMATS[bits]}"
+        quantized, full = (tokens // GROUP * GROUP, BUFFER_SLOTS) if bits else (0, tokens)
+        size = DecodeSize(name, heads, batch, tokens, queries, bits, quantized, full)
+        slots = BUFFER_SLOTS if bits else capacity
+        keys, values = (store[..., :slots, :].contiguous() for store in (self.keys, self.values))
+        return DecodeAttention(size, self.q, keys, values, self.codes if bits else None, lengths)
 
-    def error(self) -> float:
-        """Relative error against the float32 reference on the same codes.
-
-        The reference runs first, as the kernel reads lengths and codes before kernels that just wrote them have ended.
-        """
-        reference = self._attend(0, torch.float32, "reference")
-        return relative_error(self(0), reference)
-
-    def _attend(self, variant: int, dtype: torch.dtype, backend: Backend) -> Tensor:
-        q, keys, values = (tensor.to(dtype) for tensor in (self.inputs.q, self.keys[variant], self.values[variant]))
-        begin, end, groups = self.visible
-        lower, codes = self.bits == 8, self._codes(variant)
-        return decode_attention(q, keys, values, begin, end, codes, groups, lower=lower, backend=backend)
-
-    def _codes(self, variant: int) -> QuantizedKV | None:
-        batch = len(self.inputs.q)
-        return self.codes and self.codes.rows(slice(variant * batch, (variant + 1) * batch))
-
-    @property
-    def tokens(self) -> int:
-        """Mean tokens of a row, those in the buffer beside codes not counted."""
-        return self.inputs.keys.shape[3]
-
-    def cost(self, num_sms: int) -> Cost:
-        """Declared cost of the attention, including its merge."""
-        q, keys, codes = self.inputs.q, self.keys[0], self._codes(0)
-        splits = int(choose_splits(len(q), keys.shape[1], self.tokens, num_sms))
-        quantized, full = (self.tokens // GROUP * GROUP, keys.shape[2]) if codes else (0, self.tokens)
-        return attention_cost(q, keys, codes, self.bits == 8, quantized, full, splits)
+    def call(self, bits: int, peers: Peers | None = None, lengths: tuple[int, ...] | None = None) -> KernelCall:
+        """The call of `attention` on this device."""
+        attention, device = self.attention(bits, lengths), self.q.device
+        cuda = device.type == "cuda"
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else torch.get_num_threads()
+        return attention.call(num_sms, peers)
 
 
-@dataclass(frozen=True, eq=False)
-class RaggedCall(AttentionCall):
-    """Rows of unequal lengths, as sequences or KV heads have that keep different shares of their prompts.
-
-    lengths: tokens of each row, whole groups.
-    """
-
-    lengths: tuple[int, ...]
-
-    @classmethod
-    def of_size(cls, bench: Bench, size: RaggedSize, bits: int) -> RaggedCall:
-        """Random inputs of `size`, read with `bits` bits."""
-        whole = AttentionCall.of(Inputs.draw(bench, replace(size, tokens=max(size.lengths)), 1, [bits]), bits)
-        return cls(whole.inputs, whole.bits, whole.keys, whole.values, whole.codes, size.lengths)
-
-    @property
-    def name(self) -> str:
-        """The size with the shortest and the longest row."""
-        q_heads, kv_heads, head_dim = self.inputs.q.shape[2], self.keys.shape[2], self.keys.shape[4]
-        batch, rows = len(self.lengths), f"{min(self.lengths)} to {max(self.lengths)} tokens"
-        return f"{q_heads}/{kv_heads} x {head_dim}, B{batch}, {rows}, {FORMATS[self.bits]}"
-
-    @cached_property
-    def visible(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """begin, end and groups of `decode_attention`."""
-        begin, end, groups = super().visible
-        lengths = torch.tensor(self.lengths, dtype=torch.int32, device=begin.device)
-        return (begin, lengths, None) if groups is None else (begin, end, lengths // GROUP)
-
-    @property
-    def tokens(self) -> int:
-        """Mean tokens of a row."""
-        return sum(self.lengths) // len(self.lengths)
-
-
-def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[KernelCase]:
+def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[BenchCase]:
     """One query in all formats against the best full-precision attention."""
     for size in sizes:
-        inputs = Inputs.draw(bench, size, 1, (bits for bits, _ in size.speedups))
-        peers = attention_peers(inputs.q, inputs.keys, inputs.values)
-        for bits, least in size.speedups:
-            yield _case("attention", AttentionCall.of(inputs, bits), peers, SpeedUp(least))
+        inputs = BenchInputs.draw(bench, size, 1, (bits for bits, _ in size.speedups))
+        for bits, speedup in size.speedups:
+            yield BenchCase("attention", inputs.call(bits, inputs.peers), SpeedUp(speedup))
 
 
-def ragged_cases(bench: Bench, sizes: Iterable[RaggedSize]) -> Iterator[KernelCase]:
+def ragged_cases(bench: Bench, sizes: Iterable[RaggedSize]) -> Iterator[BenchCase]:
     """Rows of unequal lengths against as many of their mean length, which have as many bytes."""
     for size in sizes:
         for bits in FORMATS:
-            equal = AttentionCall.of(Inputs.draw(bench, size, 1, [bits]), bits)
-            ragged = RaggedCall.of_size(bench, size, bits)
-            yield _case("ragged", ragged, {EQUAL_LENGTHS: equal}, SpeedUp(RAGGED_SHARE), EQUAL_LENGTHS)
+            equal = BenchInputs.draw(bench, size, 1, [bits]).attention(bits)
+            inputs = BenchInputs.draw(bench, replace(size, tokens=max(size.lengths)), 1, [bits])
+            call = inputs.call(bits, {EQUAL_LENGTHS: equal}, size.lengths)
+            yield BenchCase("ragged", call, SpeedUp(RAGGED_SHARE), EQUAL_LENGTHS)
 
 
-def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Iterator[KernelCase]:
+def verification_cases(bench: Bench, sizes: Iterable[VerificationSize]) -> Iterator[BenchCase]:
     """Several queries, as in a verification, against one query of the same format.
 
     Full-precision peers apply no mask between the queries, which is no faster.
     """
     for size in sizes:
-        inputs = Inputs.draw(bench, size, size.queries, size.bits)
-        peers = attention_peers(inputs.q, inputs.keys, inputs.values)
-        one = inputs.first(1)
+        inputs = BenchInputs.draw(bench, size, size.queries, size.bits)
+        single = replace(inputs, q=inputs.q[:, :1].contiguous())
         for bits in size.bits:
-            both: Peers = {ONE_QUERY: AttentionCall.of(one, bits), **peers}
-            yield _case("verification", AttentionCall.of(inputs, bits), both, SpeedUp(1 / MOST_SLOWDOWN), ONE_QUERY)
-
-
-def _case(
-    kernel: str, attention_call: AttentionCall, peers: Peers, target: Target, over: str | None = None
-) -> KernelCase:
-    device = attention_call.inputs.q.device
-    cuda = device.type == "cuda"
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else torch.get_num_threads()
-    cost, variants = attention_call.cost(num_sms), attention_call.inputs.variants
-    return KernelCase(
-        kernel, attention_call.name, cost, attention_call, peers, attention_call.error, target, over, variants
-    )
+            peers: Peers = {ONE_QUERY: single.attention(bits), **inputs.peers}
+            yield BenchCase("verification", inputs.call(bits, peers), SpeedUp(1 / MAX_SLOWDOWN), ONE_QUERY)

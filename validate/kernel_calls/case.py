@@ -1,4 +1,4 @@
-"""A case of the kernel bench: one kernel at one size, its reference, its target, and other projects' kernels."""
+"""A case of the kernel bench: a call with its target, and other projects' kernels that it is compared with."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ridgeplan.roofline.cost import Cost
-from ridgeplan.validate.timing import Bench, Trial
+from ridgeplan.validate.timing import Bench, KernelCall
 
 H200_BYTES_PER_S = 4.3e12  # a device copy, read and write, from which time targets are derived
 Call = Callable[[int], object]
@@ -25,24 +24,24 @@ Peers = Mapping[str, Call]
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """At least `least` times as fast as the peer."""
+    """At least `factor` times as fast as the peer."""
 
-    least: float
+    factor: float
 
     def limit_s(self, peer_s: float, roof_s: float) -> float:
         """The longest time that meets the target."""
-        return peer_s / self.least
+        return peer_s / self.factor
 
 
 @dataclass(frozen=True)
 class RoofShare:
-    """At least `least` of the machine's roofline."""
+    """At least `share` of the machine's roofline."""
 
-    least: float
+    share: float
 
     def limit_s(self, peer_s: float, roof_s: float) -> float:
         """The longest time that meets the target."""
-        return roof_s / self.least
+        return roof_s / self.share
 
 
 @dataclass(frozen=True)
@@ -60,28 +59,17 @@ Target = SpeedUp | RoofShare | Within
 
 
 @dataclass(frozen=True)
-class KernelCase:
-    """One kernel at one size.
+class BenchCase:
+    """A call that the bench measures against a target.
 
-    call: `call(i)` runs it on variant i of `variants` of its inputs, see `timing.Trial`; so do peers.
-    cost: declared cost of all launches of a call. peers: other implementations on the same inputs; consecutive cases
-    may share them. error: runs one call and compares with a float32 reference (`relative_error`).
-    over: the peer to compare with, by default the fastest.
+    kernel: its name in `ridgeplan bench kernels --only`. over: the peer to compare with, by default the fastest.
+    Consecutive cases may share their calls' peers.
     """
 
     kernel: str
-    shape: str
-    cost: Cost
-    call: Call
-    peers: Peers
-    error: Callable[[], float]
+    call: KernelCall
     target: Target
     over: str | None = None
-    variants: int = 1
-
-    def trial(self, call: Call) -> Trial:
-        """The trial of `call`: this case's, or one of its peers'."""
-        return Trial(self.kernel, self.shape, self.cost, call, self.variants)
 
 
 def fresh(bench: Bench, *shape: int) -> Tensor:
@@ -97,7 +85,7 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
 
 def usable(peers: Peers) -> dict[str, Call]:
     """The peers that run here; a warning names each of the others."""
-    found = {}
+    usable_peers = {}
     for name, call in peers.items():
         try:
             call(0)
@@ -105,8 +93,8 @@ def usable(peers: Peers) -> dict[str, Call]:
             reason = str(error).strip().partition("\n")[0]
             warnings.warn(f"{name} does not run here and is left out: {reason}", stacklevel=2)
         else:
-            found[name] = call
-    return found
+            usable_peers[name] = call
+    return usable_peers
 
 
 PAGE_TOKENS = 64

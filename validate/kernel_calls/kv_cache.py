@@ -17,8 +17,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.validate.kernel_calls.case import (
     H200_BYTES_PER_S,
-    Call,
-    KernelCase,
+    BenchCase,
     RoofShare,
     Within,
     fresh,
@@ -26,66 +25,41 @@ from ridgeplan.validate.kernel_calls.case import (
 )
 from ridgeplan.validate.kernel_calls.sizes import GROUP, FlushSize, QuantizeSize
 from ridgeplan.validate.random_model import llama_like_shape
-from ridgeplan.validate.timing import Bench
+from ridgeplan.validate.timing import Bench, KernelCall
 
 GAMMA = 4  # QuantSpec's preset; the buffer also holds a round's tokens
-LEAST_SHARE = 0.5  # least share of the copy bandwidth
-MOST_OF_A_ROUND = 0.03
+MIN_SHARE = 0.5  # smallest share of the copy bandwidth
+MAX_OF_A_ROUND = 0.03
 
 
-def quantize_cases(bench: Bench, sizes: Iterable[QuantizeSize]) -> Iterator[KernelCase]:
+def quantize_cases(bench: Bench, sizes: Iterable[QuantizeSize]) -> Iterator[BenchCase]:
     """Quantization of one layer's keys and values of whole prompts into both planes."""
     for size in sizes:
-        prompts = Prompts.draw(bench, size)
-        yield KernelCase(
-            "quantize",
-            f"{size.kv_heads} x {size.head_dim}, {size.tokens} tokens, 2 planes",
-            prompts.cost,
-            prompts,
-            {},
-            prompts.error,
-            RoofShare(LEAST_SHARE),
-            variants=len(prompts.keys),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Prompts:
-    """Quantization of prompts: keys and values [variants, Hkv, N, D]; each variant's codes are a row of one batch."""
-
-    keys: Tensor
-    values: Tensor
-    codes: QuantizedKV
-    first: Tensor
-
-    @classmethod
-    def draw(cls, bench: Bench, size: QuantizeSize) -> Prompts:
-        """Random keys and values, with enough variants to exceed the GPU's caches."""
         shape = (size.kv_heads, size.tokens, size.head_dim)
         variants = bench.variants(2 * math.prod(shape) * bench.element_bytes)
         keys, values = fresh(bench, 2, variants, *shape)
-        return cls(keys, values, _empty_codes(keys), torch.zeros(1, dtype=torch.int32, device=bench.device))
+        name = f"{size.kv_heads} x {size.head_dim}, {size.tokens} tokens, 2 planes"
+        yield BenchCase("quantize", quantize_call(name, keys, values), RoofShare(MIN_SHARE))
 
-    def __call__(self, variant: int) -> None:
-        quantize(*self._one(variant), self.first)
 
-    @property
-    def cost(self) -> Cost:
-        """Declared cost of one prompt."""
-        return quantize_cost(*self._one(0))
+def quantize_call(name: str, keys: Tensor, values: Tensor) -> KernelCall:
+    """Quantization of prompts: keys and values [variants, Hkv, N, D]; each variant's codes are a row of one batch."""
+    codes, first = _empty_codes(keys), torch.zeros(1, dtype=torch.int32, device=keys.device)
 
-    def error(self) -> float:
-        """Relative error of the dequantized codes against the reference's."""
-        self(0)
-        keys, values, codes = self._one(0)
-        reference = _empty_codes(keys)
-        quantize(keys, values, reference, self.first, backend="reference")
-        pairs = zip(dequantize(codes, True), dequantize(reference, True, backend="reference"), strict=True)
-        return max(relative_error(ours, theirs) for ours, theirs in pairs)
-
-    def _one(self, variant: int) -> tuple[Tensor, Tensor, QuantizedKV]:
+    def operands(variant: int) -> tuple[Tensor, Tensor, QuantizedKV]:
         rows = slice(variant, variant + 1)
-        return self.keys[rows], self.values[rows], self.codes.rows(rows)
+        return keys[rows], values[rows], codes.rows(rows)
+
+    def error() -> float:
+        """Of the dequantized codes against the reference's."""
+        quantize(*operands(0), first)
+        reference = _empty_codes(keys[:1])
+        quantize(keys[:1], values[:1], reference, first, backend="reference")
+        pairs = zip(dequantize(operands(0)[2], True), dequantize(reference, True, backend="reference"), strict=True)
+        return max(relative_error(*pair) for pair in pairs)
+
+    cost = quantize_cost(*operands(0))
+    return KernelCall("quantize", name, cost, lambda i: quantize(*operands(i), first), len(keys), error=error)
 
 
 def _empty_codes(keys: Tensor) -> QuantizedKV:
@@ -93,30 +67,23 @@ def _empty_codes(keys: Tensor) -> QuantizedKV:
     return QuantizedKV.allocate(batch, kv_heads, tokens // GROUP, GROUP, head_dim, keys.device, lower=True)
 
 
-def flush_cases(bench: Bench, sizes: Iterable[FlushSize]) -> Iterator[KernelCase]:
+def flush_cases(bench: Bench, sizes: Iterable[FlushSize]) -> Iterator[BenchCase]:
     """The end of a round in the cache of all layers, with and without a group to flush.
 
     The target is a share of the shortest possible round, which reads all 16-bit weights once.
     """
     for size in sizes:
-        least_round_s = 2 * size.params / H200_BYTES_PER_S
+        shortest_round_s = 2 * size.params / H200_BYTES_PER_S
         for length in (size.context - 1, size.context):
             flushes = Flush.several(bench, size, length)
-            first = flushes[0]
-            yield KernelCase(
-                "flush",
-                f"{size.layers} layers of {size.kv_heads} x {size.head_dim}, {'taken' if first.taken else 'not taken'}",
-                first.cost,
-                _flushing(flushes),
-                {},
-                first.error,
-                Within(MOST_OF_A_ROUND * least_round_s),
-                variants=len(flushes),
-            )
+            call = _flush_call(f"{size.layers} layers of {size.kv_heads} x {size.head_dim}", flushes)
+            yield BenchCase("flush", call, Within(MAX_OF_A_ROUND * shortest_round_s))
 
 
-def _flushing(flushes: Sequence[Flush]) -> Call:
-    return lambda i: flushes[i]()
+def _flush_call(name: str, flushes: Sequence[Flush]) -> KernelCall:
+    first = flushes[0]
+    name = f"{name}, {'taken' if first.taken else 'not taken'}"
+    return KernelCall("flush", name, first.cost, lambda i: flushes[i](), len(flushes), error=first.error)
 
 
 @dataclass(frozen=True, eq=False)

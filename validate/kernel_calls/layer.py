@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,45 +20,117 @@ from ridgeplan.kernels.layer import (
     swiglu_cost,
 )
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.validate.kernel_calls.case import H200_BYTES_PER_S, KernelCase, Within, fresh, relative_error
+from ridgeplan.validate.kernel_calls.attention import Heads
+from ridgeplan.validate.kernel_calls.case import H200_BYTES_PER_S, BenchCase, Within, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import LayerSize
-from ridgeplan.validate.timing import Bench
+from ridgeplan.validate.timing import Bench, KernelCall
 
 EAGER = "eager torch"
 EPS = 1e-5
 PROMPT_ROWS = 256  # with this many rows it is a prompt, whose activations do not stay in the GPU's caches
 Results = Tensor | tuple[Tensor, ...]
-Variants = Callable[[int], Results]
 
 
-def norm_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[KernelCase]:
+def norm_call(name: str, inputs: Tensor, weight: Tensor) -> KernelCall:
+    """Residual addition and RMSNorm of inputs [variants, 2, ..., hidden]: the stream and its update."""
+
+    def norm(hidden: Tensor, update: Tensor, weight: Tensor, backend: Backend) -> Results:
+        return add_rms_norm(hidden, update, weight, EPS, backend=backend)
+
+    cost = add_rms_norm_cost(inputs[0, 0], inputs[0, 1], weight)
+    return _call("elementwise", name, cost, norm, inputs, weight, lambda pairs: [tuple(pair) for pair in pairs])
+
+
+def swiglu_call(name: str, inputs: Tensor) -> KernelCall:
+    """The gated activation of inputs [variants, ..., 2 * intermediate]."""
+
+    def activation(gate_up: Tensor, _: None, backend: Backend) -> Results:
+        return swiglu(gate_up, backend=backend)
+
+    cost = swiglu_cost(inputs[0])
+    return _call("elementwise", name, cost, activation, inputs, None, lambda several: [(each,) for each in several])
+
+
+def rope_call(name: str, inputs: Tensor, heads: Heads, qk_norm: Tensor | None = None) -> KernelCall:
+    """Rotary embedding and cache append of one sequence's projections, inputs [variants, 1, rows, width].
+
+    Results are the queries and the updated cache.
+    """
+    rows, device = inputs.shape[2], inputs.device
+    slots = torch.arange(rows, device=device)[None]
+    tables = rotary_tables(slots, 1e-4 ** torch.linspace(0, 1, heads.head_dim // 2, device=device), 1.0)
+
+    def append(qkv: Tensor, keys: Tensor, values: Tensor, qk_norm: Tensor | None, backend: Backend) -> Results:
+        q = rope_append(qkv, tables, keys, values, slots, heads.q_heads, qk_norm=qk_norm, eps=EPS, backend=backend)
+        return q, keys, values
+
+    def with_caches(qkv: Tensor) -> list[tuple[Tensor, ...]]:
+        caches = torch.zeros(2, len(qkv), 1, heads.kv_heads, rows, heads.head_dim, dtype=qkv.dtype, device=device)
+        return list(zip(qkv, *caches, strict=True))
+
+    return _call(
+        "rope", name, rope_append_cost(inputs[0], tables, slots, qk_norm), append, inputs, qk_norm, with_caches
+    )
+
+
+def _call(
+    kind: str,
+    name: str,
+    cost: Cost,
+    operation: Callable[..., Results],
+    inputs: Tensor,
+    weight: Tensor | None,
+    operands: Callable[[Tensor], list[tuple[Tensor, ...]]],
+) -> KernelCall:
+    """`operation(*operands, weight, backend)` for each variant of the inputs.
+
+    The peer is the reference in the model's dtype; the error is against the reference in float32. Both have operands
+    of their own, made when they are first needed, so that results are never shared.
+    """
+    ours, eager = operands(inputs), cache(lambda: operands(inputs))
+
+    def error() -> float:
+        exact_weight = None if weight is None else weight.float()
+        exact = operation(*operands(inputs[:1].float())[0], exact_weight, "reference")
+        result = operation(*ours[0], weight, "auto")
+        pairs = zip(*(each if isinstance(each, tuple) else (each,) for each in (result, exact)), strict=True)
+        return max(relative_error(*pair) for pair in pairs)
+
+    return KernelCall(
+        kind,
+        name,
+        cost,
+        lambda i: operation(*ours[i], weight, "auto"),
+        variants=len(inputs),
+        rows=inputs.shape[-2],
+        error=error,
+        peers={EAGER: lambda i: operation(*eager()[i], weight, "reference")},
+    )
+
+
+def norm_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[BenchCase]:
     """Residual addition and RMSNorm."""
     for size in sizes:
         inputs = _activations(bench, 2, size.rows, size.hidden)
-        hidden, update = inputs[0]
-        weight = fresh(bench, size.hidden)
-        exact = partial(add_rms_norm, hidden.float(), update.float(), weight.float(), EPS, backend="reference")
-        cost = add_rms_norm_cost(hidden, update, weight)
-        calls = _norm(inputs, weight, "auto"), _norm(inputs, weight, "reference")
-        yield _case("norm", f"{size.rows} x {size.hidden}", cost, *calls, exact, len(inputs))
+        yield _case("norm", norm_call(f"{size.rows} x {size.hidden}", inputs, fresh(bench, size.hidden)))
 
 
-def swiglu_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[KernelCase]:
+def swiglu_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[BenchCase]:
     """The gated activation."""
     for size in sizes:
         inputs = _activations(bench, size.rows, 2 * size.intermediate)
-        exact = partial(swiglu, inputs[0].float(), backend="reference")
-        calls = _swiglu(inputs, "auto"), _swiglu(inputs, "reference")
-        shape = f"{size.rows} x {size.intermediate}"
-        yield _case("swiglu", shape, swiglu_cost(inputs[0]), *calls, exact, len(inputs))
+        yield _case("swiglu", swiglu_call(f"{size.rows} x {size.intermediate}", inputs))
 
 
-def rope_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[KernelCase]:
+def rope_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[BenchCase]:
     """Rotary embedding and cache append of one sequence, with and without QK-norm."""
     for size in sizes:
+        heads = Heads(size.q_heads, size.kv_heads, size.head_dim)
         qk_norm = fresh(bench, size.q_heads + size.kv_heads, size.head_dim)
-        for norm in (None, qk_norm):
-            yield _rope_case(bench, size, norm)
+        name = f"{size.rows} x {size.q_heads}/{size.kv_heads} x {size.head_dim}"
+        for norm, suffix in ((None, ""), (qk_norm, ", QK-norm")):
+            inputs = _activations(bench, 1, size.rows, (size.q_heads + 2 * size.kv_heads) * size.head_dim)
+            yield _case("rope", rope_call(f"{name}{suffix}", inputs, heads, norm))
 
 
 def _activations(bench: Bench, *shape: int) -> Tensor:
@@ -67,56 +139,5 @@ def _activations(bench: Bench, *shape: int) -> Tensor:
     return fresh(bench, variants, *shape)
 
 
-def _norm(inputs: Tensor, weight: Tensor, backend: Backend) -> Variants:
-    return lambda i: add_rms_norm(inputs[i, 0], inputs[i, 1], weight, EPS, backend=backend)
-
-
-def _swiglu(inputs: Tensor, backend: Backend) -> Variants:
-    return lambda i: swiglu(inputs[i], backend=backend)
-
-
-def _rope_case(bench: Bench, size: LayerSize, qk_norm: Tensor | None) -> KernelCase:
-    inputs = _activations(bench, 1, size.rows, (size.q_heads + 2 * size.kv_heads) * size.head_dim)
-    slots = torch.arange(size.rows, device=bench.device)[None]
-    frequencies = 1e-4 ** torch.linspace(0, 1, size.head_dim // 2, device=bench.device)
-    tables = rotary_tables(slots, frequencies, 1.0)
-
-    def append(dtype: torch.dtype, backend: Backend, variants: int) -> Variants:
-        """Returns queries and the updated cache. Every call has a cache of its own, so results are never shared."""
-        shape = (2, variants, 1, size.kv_heads, size.rows, size.head_dim)
-        keys, values = torch.zeros(shape, dtype=dtype, device=bench.device)
-        norm = None if qk_norm is None else qk_norm.to(dtype)
-
-        def call(i: int) -> Results:
-            new, cache = inputs[i].to(dtype), (keys[i], values[i])
-            q = rope_append(new, tables, *cache, slots, size.q_heads, qk_norm=norm, eps=EPS, backend=backend)
-            return q, *cache
-
-        return call
-
-    shape = f"{size.rows} x {size.q_heads}/{size.kv_heads} x {size.head_dim}{'' if qk_norm is None else ', QK-norm'}"
-    ours, eager = append(inputs.dtype, "auto", len(inputs)), append(inputs.dtype, "reference", len(inputs))
-    exact = partial(append(torch.float32, "reference", 1), 0)
-    cost = rope_append_cost(inputs[0], tables, slots, qk_norm)
-    return _case("rope", shape, cost, ours, eager, exact, len(inputs))
-
-
-def _case(
-    kernel: str,
-    shape: str,
-    cost: Cost,
-    ours: Variants,
-    eager: Variants,
-    exact: Callable[[], Results],
-    variants: int,
-) -> KernelCase:
-    """The peer is the reference in the model's dtype; errors are measured against the reference in float32."""
-    target = Within(1.5 * cost.bytes / H200_BYTES_PER_S + 2e-6)
-    error = partial(_error, ours, exact)
-    return KernelCase(kernel, shape, cost, ours, {EAGER: eager}, error, target, variants=variants)
-
-
-def _error(ours: Variants, exact: Callable[[], Results]) -> float:
-    """The largest relative error of the results."""
-    pairs = zip(*(found if isinstance(found, tuple) else (found,) for found in (ours(0), exact())), strict=True)
-    return max(relative_error(result, reference) for result, reference in pairs)
+def _case(kernel: str, call: KernelCall) -> BenchCase:
+    return BenchCase(kernel, call, Within(1.5 * call.cost.bytes / H200_BYTES_PER_S + 2e-6))

@@ -22,49 +22,49 @@ from ridgeplan.kernels.offload import (
     gather_into_slots,
 )
 from ridgeplan.runtime.buffers import HostMemory
-from ridgeplan.validate.kernel_calls.case import KernelCase, Within, fresh, relative_error
+from ridgeplan.validate.kernel_calls.case import BenchCase, Within, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import GROUP, ResidencySize
-from ridgeplan.validate.timing import Bench
+from ridgeplan.validate.timing import Bench, KernelCall
 
-LINK_BYTES_PER_S = 40e9  # least rate over the link; PCIe 5.0 x16 copies pinned memory at 55 GB/s
+LINK_BYTES_PER_S = 40e9  # lowest rate over the link; PCIe 5.0 x16 copies pinned memory at 55 GB/s
 RESIDENCY_S = 30e-6
 STEPS = 20  # of a choice that drifts, until it comes back
 
 
-def host_copy_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[KernelCase]:
+def host_copy_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[BenchCase]:
     """One layer's keys, copied to the device; against a copy of the pinned memory by the DMA engines."""
     for size in sizes:
         copy = HostCopy.draw(bench, size)
         cost = copy_prefix_cost(copy.source, size.tokens)
-        peers = {"copy_": copy.by_dma}
-        yield KernelCase("host_copy", size.name, cost, copy, peers, copy.error, _over_link(cost.read_bytes))
+        call = KernelCall("host_copy", size.name, cost, copy, error=copy.error, peers={"copy_": copy.by_dma})
+        yield BenchCase("host_copy", call, _over_link(cost.read_bytes))
 
 
-def host_store_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[KernelCase]:
+def host_store_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[BenchCase]:
     """A flush of one group of every row to the host."""
     for size in sizes:
         store = HostStore.draw(bench, size)
         cost = flush_to_host_cost(store.recent, GROUP)
-        yield KernelCase("host_store", size.name, cost, store, {}, store.error, _over_link(cost.write_bytes))
+        call = KernelCall("host_store", size.name, cost, store, error=store.error)
+        yield BenchCase("host_store", call, _over_link(cost.write_bytes))
 
 
-def host_gather_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[KernelCase]:
+def host_gather_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[BenchCase]:
     """What one layer's slots miss of a choice; against torch's gather of the same tokens, by the same addresses."""
     for size in sizes:
         gather = HostGather.draw(bench, size)
         cost = gather_cost(gather.source, size.missing, size.page)
-        peers = {"gather": gather.by_torch}
-        yield KernelCase("host_gather", size.name, cost, gather, peers, gather.error, _over_link(cost.read_bytes))
+        call = KernelCall("host_gather", size.name, cost, gather, error=gather.error, peers={"gather": gather.by_torch})
+        yield BenchCase("host_gather", call, _over_link(cost.read_bytes))
 
 
-def take_slots_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[KernelCase]:
+def take_slots_cases(bench: Bench, sizes: Iterable[ResidencySize]) -> Iterator[BenchCase]:
     """Slots of a choice of which every step misses as many units as the last one."""
     for size in sizes:
         choice = DriftingChoice.draw(bench, size)
         cost = allocate_slots_cost(choice.table, choice.index[0])
-        yield KernelCase(
-            "take_slots", size.name, cost, choice, {}, choice.error, Within(RESIDENCY_S), variants=len(choice.index)
-        )
+        call = KernelCall("take_slots", size.name, cost, choice, len(choice.index), error=choice.error)
+        yield BenchCase("take_slots", call, Within(RESIDENCY_S))
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,8 +190,8 @@ class DriftingChoice:
         """The share of units that are not where the table says, and of loads that are too many, after two steps."""
         self(0)
         loads = self(1)
-        found = self.table.unit_of.gather(2, loads.slots.long())
-        wrong = (found != self.index[1]).float().mean() + (loads.count != self.missing).float().mean()
+        units = self.table.unit_of.gather(2, loads.slots.long())
+        wrong = (units != self.index[1]).float().mean() + (loads.count != self.missing).float().mean()
         return float(wrong)
 
 

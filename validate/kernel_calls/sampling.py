@@ -13,39 +13,40 @@ from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.sampling import draw, draw_cost, filter_cost, filter_logits, rejection_sample
 from ridgeplan.kernels.sampling.reference import Choice, Greedy, VerifyResult
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.validate.kernel_calls.case import KernelCase, Within, fresh
+from ridgeplan.validate.kernel_calls.case import BenchCase, Within, fresh
 from ridgeplan.validate.kernel_calls.sizes import SamplingSize
-from ridgeplan.validate.timing import Bench
+from ridgeplan.validate.timing import Bench, KernelCall
 
 SPREAD = 4.0  # standard deviation of logits, so that some tokens are likely, as in a model's
 DISAGREEMENT = 0.5  # standard deviation between a draft's logits and the target's
 REJECTION_S, DRAW_S = 150e-6, 25e-6  # target times
 
 
-def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCase]:
+def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[BenchCase]:
     """The next token of every sequence from a draft's logits, including filtering."""
     for size in sizes:
         variants = bench.variants(size.batch * size.vocab * bench.element_bytes)
         logits = SPREAD * fresh(bench, variants, size.batch, size.vocab)
-        drawings = [Drawing(size, row, _uniform(bench, size.batch)) for row in logits]
-        yield _case("draw", shape_of(size), drawings, DRAW_S)
+        drawings = [Drawing(size, rows, uniform_numbers(bench, size.batch)) for rows in logits]
+        yield BenchCase("draw", sampling_call(shape_of(size), drawings), Within(DRAW_S))
 
 
-def rejection_sample_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[KernelCase]:
+def rejection_sample_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[BenchCase]:
     """Rejection sampling of `gamma` drafts per sequence, including the filtering of the target's logits."""
     for size in sizes:
         variants = bench.variants((2 * size.gamma + 1) * size.batch * size.vocab * bench.element_bytes)
-        samplings = [RejectionSampling.build(bench, size) for _ in range(variants)]
-        yield _case("rejection_sample", f"{shape_of(size)}, gamma {size.gamma}", samplings, REJECTION_S)
+        samplings = [RejectionSampling.draw(bench, size) for _ in range(variants)]
+        call = sampling_call(f"{shape_of(size)}, gamma {size.gamma}", samplings)
+        yield BenchCase("rejection_sample", call, Within(REJECTION_S))
 
 
-def _case(
-    kernel: str, shape: str, variants: Sequence[Drawing] | Sequence[RejectionSampling], most_s: float
-) -> KernelCase:
+def sampling_call(name: str, variants: Sequence[Drawing] | Sequence[RejectionSampling]) -> KernelCall:
+    """A draw of one token of each sequence, or rejection sampling of a round, on variants of the logits."""
     first = variants[0]
-    return KernelCase(
-        kernel, shape, first.cost, lambda i: variants[i](), {}, first.error, Within(most_s), variants=len(variants)
-    )
+    return KernelCall(
+        "sampling", name, first.cost, lambda i: variants[i](), len(variants), first.queries,
+        first.queries * first.size.batch, first.queries, first.error,
+    )  # fmt: skip
 
 
 def shape_of(size: SamplingSize) -> str:
@@ -61,10 +62,10 @@ def misplaced(weights: Tensor, uniform: Tensor, tokens: Tensor) -> float:
     is then not wrong.
     """
     sums = weights.double().cumsum(-1)
-    at = tokens[:, None]
-    upper, share, total = sums.gather(1, at)[:, 0], weights.gather(1, at)[:, 0], sums[:, -1]
-    wanted = uniform * total
-    return float((torch.maximum(wanted - upper, upper - share - wanted).clamp_min(0) / total).max())
+    columns = tokens[:, None]
+    upper, share, total = sums.gather(1, columns)[:, 0], weights.gather(1, columns)[:, 0], sums[:, -1]
+    position = uniform * total
+    return float((torch.maximum(position - upper, upper - share - position).clamp_min(0) / total).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +75,7 @@ class Drawing:
     size: SamplingSize
     logits: Tensor
     uniform: Tensor
+    queries = 1
 
     def __call__(self) -> Tensor:
         return draw(_filtered(self.size, self.logits, "auto"), self.uniform)
@@ -93,25 +95,33 @@ class Drawing:
 class RejectionSampling:
     """Rejection sampling of drafted tokens [B, gamma], drawn from logits `drafts` [gamma, B, vocab].
 
-    target: logits [B, gamma + 1, vocab]; max_tokens: int32 [B], large enough for all drafts; uniform: [B, gamma + 1].
+    target: logits [B, gamma + 1, vocab]; uniform: [B, gamma + 1].
     """
 
     size: SamplingSize
     target: Tensor
     drafts: Tensor
     drafted: Tensor
-    max_tokens: Tensor
     uniform: Tensor
 
     @classmethod
-    def build(cls, bench: Bench, size: SamplingSize) -> RejectionSampling:
+    def draw(cls, bench: Bench, size: SamplingSize) -> RejectionSampling:
         """Drafts that differ slightly from the target, so that some are rejected."""
         target = SPREAD * fresh(bench, size.batch, size.gamma + 1, size.vocab)
         noise = DISAGREEMENT * fresh(bench, size.gamma, size.batch, size.vocab)
         drafts = target[:, :-1].transpose(0, 1) + noise
-        drafted = draw(_filtered(size, drafts, "auto"), _uniform(bench, size.gamma, size.batch)).t().contiguous()
-        max_tokens = torch.full((size.batch,), size.gamma + 1, dtype=torch.int32, device=bench.device)
-        return cls(size, target, drafts, drafted, max_tokens, _uniform(bench, size.batch, size.gamma + 1))
+        drafted = draw(_filtered(size, drafts, "auto"), uniform_numbers(bench, size.gamma, size.batch)).t().contiguous()
+        return cls(size, target, drafts, drafted, uniform_numbers(bench, size.batch, size.gamma + 1))
+
+    @property
+    def queries(self) -> int:
+        """Of each sequence."""
+        return self.size.gamma + 1
+
+    @cached_property
+    def max_tokens(self) -> Tensor:
+        """int32 [B], large enough for all drafts."""
+        return torch.full((self.size.batch,), self.queries, dtype=torch.int32, device=self.target.device)
 
     def __call__(self) -> VerifyResult:
         target = _filtered(self.size, self.target, "auto")
@@ -151,7 +161,8 @@ def _filtered(size: SamplingSize, logits: Tensor, backend: Backend) -> Choice:
     return filter_logits(logits, size.temperature, size.top_k, size.top_p, backend=backend)
 
 
-def _uniform(bench: Bench, *shape: int) -> Tensor:
+def uniform_numbers(bench: Bench, *shape: int) -> Tensor:
+    """Random numbers for draws."""
     return torch.rand(shape, dtype=torch.float64, device=bench.device)
 
 

@@ -38,8 +38,8 @@ class RaggedSize:
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each row, whole groups: pairs of rows, one as much shorter as the other is longer, by up to 3/4."""
         groups, pairs = self.tokens // GROUP, self.batch // 2
-        less = [round(groups * 3 * (pair + 1) / (4 * pairs)) for pair in range(pairs)]
-        return tuple(GROUP * (groups + sign * one) for sign in (-1, 1) for one in less)
+        differences = [round(groups * 3 * (pair + 1) / (4 * pairs)) for pair in range(pairs)]
+        return tuple(GROUP * (groups + sign * difference) for sign in (-1, 1) for difference in differences)
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,12 @@ class SparseSize:
     tokens: int
     ratio: float
     clustered: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        heads, neighbors = f"{self.q_heads}/{self.kv_heads} x {self.head_dim}", ", neighbors" if self.clustered else ""
+        return f"{heads}, B{self.batch}, {self.tokens} tokens, {self.ratio:.0%}{neighbors}"
 
 
 @dataclass(frozen=True)

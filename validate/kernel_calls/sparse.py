@@ -11,41 +11,46 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ridgeplan.kernels.attention import attention_cost, decode_attention, scores_cost
+from ridgeplan.kernels.attention import decode_attention, scores_cost
 from ridgeplan.kernels.attention.scores import ScoreRequest, What
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection import (
-    page_bounds,
-    page_scores,
-    page_scores_cost,
-    top_k,
-    top_k_cost,
-    two_bit_scores,
-    two_bit_top_k,
-    two_bit_top_k_cost,
-)
+from ridgeplan.kernels.selection import page_bounds, page_scores, top_k, two_bit_scores, two_bit_top_k
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
-from ridgeplan.kernels.sparse_attention import (
-    progressive_attention,
-    progressive_cost,
-    sparse_attention_cost,
-    sparse_decode_attention,
-)
+from ridgeplan.kernels.sparse_attention import progressive_attention, sparse_decode_attention
+from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
-from ridgeplan.validate.kernel_calls.case import KernelCase, Peers, RoofShare, SpeedUp, fresh, relative_error
+from ridgeplan.roofline.latency import scan_kind
+from ridgeplan.validate.kernel_calls.attention import BUFFER_SLOTS, DecodeSize, Heads, fill_with_noise, random_codes
+from ridgeplan.validate.kernel_calls.case import BenchCase, Peers, RoofShare, SpeedUp, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import GROUP, SparseSize
-from ridgeplan.validate.timing import Bench
+from ridgeplan.validate.timing import Bench, KernelCall
 
-BUFFER_SLOTS = 200  # full-precision tokens beside the quantized ones, about the double buffer's mean
+RATIO = 0.07  # of the tokens: what drafts read in calibration
+BENCH_SPLITS = 16  # of the bench's declared costs
+QUERIES = 8  # of a verification
+PAGE = 16  # tokens
+FULL_INT4, WITHOUT = "all upper codes", "without scores"
+BANDWIDTH_SHARE = 0.6  # of the contiguous kernel's, for the bytes that chosen tokens need
+MAX_OF_INT4 = {1: 0.35, 4: 0.30}  # progressive attention over attention to all upper codes, by batch
+MAX_COLLECTING = 1.02  # verification with scores over one without
+
+
+def chosen_tokens(ratio: float, tokens: int) -> int:
+    """Tokens that a KV head chooses."""
+    return max(1, int(ratio * tokens))
 
 
 @dataclass(frozen=True, eq=False)
-class Store:
-    """Random codes of `variants` caches with their planes, the recent tokens, and queries that read each of them."""
+class SparseDraft:
+    """Queries [B, T, Hq, D] that read some tokens of one of several caches, and their recent tokens [B, Hkv, N, D].
 
-    size: SparseSize
+    codes, planes: of all caches, [variants * B] rows. chosen: tokens that a KV head reads.
+    """
+
+    size: DecodeSize
+    chosen: int
     q: Tensor
     keys: Tensor
     values: Tensor
@@ -53,52 +58,57 @@ class Store:
     planes: DraftPlanes
 
     @classmethod
-    def draw(cls, bench: Bench, size: SparseSize, queries: int = 1, lower: bool = False) -> Store:
-        """Random keys and values, with enough variants for their 2-bit keys to exceed the GPU's caches."""
-        heads = (size.kv_heads, size.tokens, size.head_dim)
-        variants = bench.variants(size.batch * math.prod(heads) / 4)
-        rows = variants * size.batch
+    def random(cls, bench: Bench, size: DecodeSize) -> SparseDraft:
+        """One query of each sequence over random codes; the variants' 2-bit keys exceed the device's caches."""
+        heads = size.heads
+        variants = bench.variants(size.batch * heads.kv_heads * size.quantized_tokens * heads.head_dim / 2)
+        codes = random_codes(bench, size, variants)
+        planes = DraftPlanes.allocate(codes)
+        for plane in (planes.key_two_bit, planes.value_rows):
+            fill_with_noise(bench, plane)
+        q = bench.random(size.batch, 1, heads.q_heads, heads.head_dim)
+        keys, values = bench.random(2, size.batch, heads.kv_heads, size.full_tokens, heads.head_dim)
+        return cls(size, chosen_tokens(RATIO, size.quantized_tokens), q, keys, values, codes, planes)
+
+    @classmethod
+    def quantized(cls, bench: Bench, size: SparseSize, queries: int = 1, lower: bool = False) -> SparseDraft:
+        """Codes of random keys and values, with enough variants for their 2-bit keys to exceed the GPU's caches."""
+        head_shape = (size.kv_heads, size.tokens, size.head_dim)
+        rows = size.batch * bench.variants(size.batch * math.prod(head_shape) / 4)
         # Sharp queries, as models have: tokens at the edge of what is chosen weigh little.
         q = 4 * fresh(bench, size.batch, queries, size.q_heads, size.head_dim)
         codes = QuantizedKV.allocate(
             rows, size.kv_heads, size.tokens // GROUP, GROUP, size.head_dim, bench.device, lower
         )
-        first = torch.zeros(1, dtype=torch.int32, device=bench.device)
+        first, chosen = torch.zeros(1, dtype=torch.int32, device=bench.device), chosen_tokens(size.ratio, size.tokens)
         for row in range(rows):
-            drawn = fresh(bench, 2, 1, *heads)
+            keys, values = fresh(bench, 2, 1, *head_shape)
             if size.clustered:
-                drawn[0, 0, :, _cluster(size)] += _towards(q[row % size.batch], size.kv_heads)
-            quantize(drawn[0], drawn[1], codes.rows(slice(row, row + 1)), first)
+                neighbors = slice(size.tokens // 2, size.tokens // 2 + chosen)
+                keys[0, :, neighbors] += _towards(q[row % size.batch], size.kv_heads)
+            quantize(keys, values, codes.rows(slice(row, row + 1)), first)
         planes = DraftPlanes.allocate(codes)
         pack_draft_planes(codes, planes, first.expand(rows).contiguous(), codes.groups)
         keys, values = fresh(bench, 2, size.batch, size.kv_heads, BUFFER_SLOTS, size.head_dim)
-        return cls(size, q, keys, values, codes, planes)
+        heads = Heads(size.q_heads, size.kv_heads, size.head_dim)
+        decode = DecodeSize(
+            size.name, heads, size.batch, size.tokens, queries, 8 if lower else 4, size.tokens, BUFFER_SLOTS
+        )
+        return cls(decode, chosen, q, keys, values, codes, planes)
 
     @property
     def variants(self) -> int:
         """Number of caches."""
         return self.codes.batch // self.size.batch
 
-    @property
-    def chosen(self) -> int:
-        """Tokens that a KV head chooses."""
-        return _chosen(self.size)
-
-    @property
-    def name(self) -> str:
-        """The size as shown in tables."""
-        size, neighbors = self.size, ", neighbors" if self.size.clustered else ""
-        heads = f"{size.q_heads}/{size.kv_heads} x {size.head_dim}"
-        return f"{heads}, B{size.batch}, {size.tokens} tokens, {size.ratio:.0%}{neighbors}"
-
-    def integers(self, value: int, count: int | None = None) -> Tensor:
-        """int32 [count] filled with `value`, by default one per row of the batch."""
-        return torch.full((count or self.size.batch,), value, dtype=torch.int32, device=self.q.device)
+    def integers(self, value: int) -> Tensor:
+        """int32 [B] filled with `value`."""
+        return torch.full((self.size.batch,), value, dtype=torch.int32, device=self.q.device)
 
     @cached_property
     def window(self) -> tuple[Tensor, Tensor]:
         """begin and end of the recent tokens."""
-        return self.integers(0), self.integers(BUFFER_SLOTS - self.q.shape[1] + 1)
+        return self.integers(0), self.integers(self.keys.shape[2] - self.size.queries + 1)
 
     @cached_property
     def groups(self) -> Tensor:
@@ -110,40 +120,71 @@ class Store:
         """How many tokens each row chooses."""
         return self.integers(self.chosen)
 
-    def rows(self, variant: int) -> slice:
-        """The variant's rows of the codes."""
-        return slice(variant * self.size.batch, (variant + 1) * self.size.batch)
-
-    def variant(self, variant: int) -> tuple[QuantizedKV, DraftPlanes]:
+    def cache(self, variant: int) -> tuple[QuantizedKV, DraftPlanes]:
         """The codes and planes of one cache."""
-        return self.codes.rows(self.rows(variant)), self.planes.rows(self.rows(variant))
+        rows = slice(variant * self.size.batch, (variant + 1) * self.size.batch)
+        return self.codes.rows(rows), self.planes.rows(rows)
 
     def full(self, variant: int) -> Tensor:
         """Attention to all upper codes, the kernel that sparse drafts are compared with."""
-        codes, _ = self.variant(variant)
+        codes, _ = self.cache(variant)
         return decode_attention(self.q, self.keys, self.values, *self.window, codes, self.groups)
 
     def choose(self, variant: int, backend: Backend = "auto") -> Tensor:
         """The choice by 2-bit keys [B, Hkv, chosen]."""
-        keys = TwoBitKeys.of(*self.variant(variant))
+        keys = TwoBitKeys.of(*self.cache(variant))
         return two_bit_top_k(self.q, keys, self.groups, self.k, max_k=self.chosen, backend=backend)[0]
 
     def progressive(self, variant: int, backend: Backend = "auto") -> Tensor:
-        """The whole draft attention."""
-        codes, planes = self.variant(variant)
+        """Scan, choice and attention in one kernel."""
         return progressive_attention(
-            self.q, self.keys, self.values, *self.window, codes, planes, self.groups, self.k,
+            self.q, self.keys, self.values, *self.window, *self.cache(variant), self.groups, self.k,
             max_k=self.chosen, backend=backend,
         )  # fmt: skip
 
+    def choice_call(self) -> KernelCall:
+        """The choice by 2-bit keys.
 
-def _chosen(size: SparseSize) -> int:
-    return max(1, int(size.ratio * size.tokens))
+        Its error is the share of the best tokens' scores that the chosen ones lack. Where scores differ by less than
+        the kernel's steps it chooses other tokens, which costs hardly any score.
+        """
+        size, heads = self.size, self.size.heads
+        cost = ops.two_bit_top_k(
+            size.batch, heads.q_heads, heads.kv_heads, heads.head_dim, size.quantized_tokens, GROUP, self.chosen
+        )
+        kind = scan_kind("two_bit_scan", heads.q_heads, heads.kv_heads)
+        return KernelCall(kind, size.name, cost, self.choose, self.variants, error=self._lost_scores)
 
+    def progressive_call(self, splits: int, peers: Peers | None = None) -> KernelCall:
+        """The whole attention of one draft query."""
+        size, heads = self.size, self.size.heads
+        cost = ops.progressive_attention(
+            size.batch, heads.q_heads, heads.kv_heads, heads.head_dim, size.quantized_tokens, self.chosen,
+            size.full_tokens, self.q.element_size(), GROUP, splits,
+        )  # fmt: skip
+        kind = scan_kind("progressive_attention", heads.q_heads, heads.kv_heads)
 
-def _cluster(size: SparseSize) -> slice:
-    """As many neighbors as are chosen, in the middle."""
-    return slice(size.tokens // 2, size.tokens // 2 + _chosen(size))
+        def error() -> float:
+            return relative_error(self.progressive(0), self.progressive(0, "reference"))
+
+        return KernelCall(kind, size.name, cost, self.progressive, self.variants, error=error, peers=peers or {})
+
+    def sparse_cost(self, bits: int, splits: int, page: int = 1) -> Cost:
+        """Attention to the chosen tokens, of `bits` bits or 0 for full precision, without the merge of the splits."""
+        size, heads = self.size, self.size.heads
+        tokens = max(1, self.chosen // page) * page
+        return ops.sparse_attention(
+            size.batch, size.queries, heads.q_heads, heads.kv_heads, heads.head_dim, tokens, size.full_tokens, bits,
+            self.q.element_size(), GROUP, splits, size.batch * heads.kv_heads * tokens // page,
+        )  # fmt: skip
+
+    def _lost_scores(self) -> float:
+        scores = two_bit_scores(self.q, TwoBitKeys.of(*self.cache(0)), self.groups, backend="reference").exp()
+
+        def total(chosen: Tensor) -> Tensor:
+            return (scores * torch.zeros_like(scores).scatter_(2, chosen.long(), 1)).sum()
+
+        return 1 - float(total(self.choose(0)) / total(self.choose(0, "reference")))
 
 
 def _towards(q: Tensor, kv_heads: int) -> Tensor:
@@ -151,57 +192,74 @@ def _towards(q: Tensor, kv_heads: int) -> Tensor:
     return q.unflatten(1, (kv_heads, -1)).mean((0, 2))[:, None] / 4
 
 
-QUERIES = 8  # of a verification
-FULL_INT4, WITHOUT = "all upper codes", "without scores"
-BANDWIDTH_SHARE = 0.6  # of the contiguous kernel's, for the bytes that chosen tokens need
-MOST_OF_INT4 = {1: 0.35, 4: 0.30}  # progressive attention over attention to all upper codes, by batch
-MOST_COLLECTING = 1.02  # verification with scores over one without
+@dataclass(frozen=True, eq=False)
+class SparseAttention:
+    """Attention to an index list of tokens or pages of a draft's upper codes, of one length for every KV head.
 
-
-def two_bit_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelCase]:
-    """The choice by 2-bit keys; its error is the share of the best tokens' scores that the chosen ones have not.
-
-    Where scores differ by less than the kernel's steps it chooses other tokens, which costs hardly any score.
+    full: keys and values of all tokens in full precision instead, [variants, 2, B, Hkv, tokens, D].
     """
-    for size in sizes:
-        store = Store.draw(bench, size)
-        codes, planes = store.variant(0)
-        index = torch.empty(size.batch, size.kv_heads, store.chosen, dtype=torch.int32, device="meta")
-        cost = two_bit_top_k_cost(store.q, TwoBitKeys.of(codes, planes), size.tokens, index)
-        yield KernelCase(
-            "two_bit", store.name, cost, store.choose, {}, partial(_lost_scores, store), RoofShare(0.7),
-            variants=store.variants,
+
+    draft: SparseDraft
+    index: Tensor
+    count: Tensor
+    page: int
+    full: Tensor | None = None
+
+    @classmethod
+    def draw(cls, draft: SparseDraft, page: int = 1, full: Tensor | None = None) -> SparseAttention:
+        """Random distinct tokens or pages in ascending order, as top-k leaves them."""
+        size, device = draft.size, draft.q.device
+        sets, count = (size.batch, size.heads.kv_heads), max(1, draft.chosen // page)
+        pages = torch.rand(*sets, size.quantized_tokens // page, device=device).topk(count).indices.sort(-1).values
+        return cls(draft, pages.int(), torch.full(sets, count, dtype=torch.int32, device=device), page, full)
+
+    def __call__(self, variant: int) -> Tensor:
+        return self._attend(variant, "auto")
+
+    def gathered(self, variant: int) -> Tensor:
+        """The same by torch: dequantized beforehand, gathered, and given to scaled_dot_product_attention."""
+        keys, values = self._dense
+        places = self.index.long()[..., None] * self.page + torch.arange(self.page, device=self.index.device)
+        places = places.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[3])
+        gathered = keys.gather(2, places), values.gather(2, places)
+        return scaled_dot_product_attention(self.draft.q.transpose(1, 2), *gathered, enable_gqa=True)
+
+    def error(self) -> float:
+        """Relative error against the reference."""
+        return relative_error(self(0), self._attend(0, "reference"))
+
+    def call(self, cost: Cost, peers: Peers | None = None) -> KernelCall:
+        """The call with its cost, which includes the merge of the splits where the caller adds it."""
+        draft, pages = self.draft, f", pages of {self.page}" if self.page > 1 else ""
+        kind, variants = "sparse_attention", draft.variants
+        if self.full is not None:
+            kind, variants = "sparse_attention_full", len(self.full)
+        return KernelCall(kind, f"{draft.size.name}{pages}", cost, self, variants, error=self.error, peers=peers or {})
+
+    def _attend(self, variant: int, backend: Backend) -> Tensor:
+        draft, (begin, end) = self.draft, self.draft.window
+        if self.full is not None:
+            old = draft.size.quantized_tokens
+            return sparse_decode_attention(
+                draft.q, *self.full[variant], begin + old, end + old, self.index, self.count, page=self.page,
+                backend=backend,
+            )  # fmt: skip
+        codes, planes = draft.cache(variant)
+        return sparse_decode_attention(
+            draft.q, draft.keys, draft.values, begin, end, self.index, self.count, codes, draft.groups,
+            value_rows=planes.value_rows, page=self.page, backend=backend,
         )  # fmt: skip
 
-
-def _lost_scores(store: Store) -> float:
-    scores = two_bit_scores(store.q, TwoBitKeys.of(*store.variant(0)), store.groups, backend="reference").exp()
-
-    def of(chosen: Tensor) -> Tensor:
-        return (scores * torch.zeros_like(scores).scatter_(2, chosen.long(), 1)).sum()
-
-    return 1 - float(of(store.choose(0)) / of(store.choose(0, "reference")))
-
-
-def progressive_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelCase]:
-    """Scan, choice and attention of one draft query, against attention to all upper codes."""
-    for size in sizes:
-        store = Store.draw(bench, size)
-        codes, _ = store.variant(0)
-        cost = progressive_cost(store.q, codes, size.tokens, store.chosen, BUFFER_SLOTS, 16)
-
-        def error(store: Store = store) -> float:
-            return relative_error(store.progressive(0), store.progressive(0, "reference"))
-
-        target = SpeedUp(1 / MOST_OF_INT4.get(size.batch, 0.35))
-        peers: Peers = {FULL_INT4: store.full}
-        yield KernelCase(
-            "progressive", store.name, cost, store.progressive, peers, error, target, FULL_INT4, store.variants
-        )
+    @cached_property
+    def _dense(self) -> tuple[Tensor, Tensor]:
+        size, q = self.draft.size, self.draft.q
+        shape = (size.batch, size.heads.kv_heads, size.quantized_tokens, size.heads.head_dim)
+        keys, values = torch.randn(2, *shape, dtype=q.dtype, device=q.device)
+        return keys, values
 
 
 @dataclass(frozen=True, eq=False)
-class TopKCall:
+class TopK:
     """The choice of the `chosen` best of each row of scores [variants, rows, tokens]."""
 
     scores: Tensor
@@ -211,8 +269,9 @@ class TopKCall:
     def sizes(self) -> tuple[Tensor, Tensor]:
         """Lengths and k of all rows."""
         rows, tokens = self.scores.shape[1:]
-        device = self.scores.device
-        lengths, k = (torch.full((rows,), x, dtype=torch.int32, device=device) for x in (tokens, self.chosen))
+        lengths, k = (
+            torch.full((rows,), value, dtype=torch.int32, device=self.scores.device) for value in (tokens, self.chosen)
+        )
         return lengths, k
 
     def __call__(self, variant: int) -> Tensor:
@@ -227,129 +286,91 @@ class TopKCall:
         expected = top_k(self.scores[0], *self.sizes, self.chosen, backend="reference")[0]
         return float((self(0) != expected).float().mean())
 
+    def call(self, name: str) -> KernelCall:
+        """The call; its peer is torch's choice."""
+        variants, rows, tokens = self.scores.shape
+        cost = ops.top_k(rows, tokens, self.chosen)
+        return KernelCall("top_k", name, cost, self, variants, error=self.error, peers={"torch.topk": self.library})
 
-def top_k_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelCase]:
+
+def two_bit_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
+    """The choice by 2-bit keys."""
+    for size in sizes:
+        yield BenchCase("two_bit", SparseDraft.quantized(bench, size).choice_call(), RoofShare(0.7))
+
+
+def progressive_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
+    """Scan, choice and attention of one draft query, against attention to all upper codes."""
+    for size in sizes:
+        draft = SparseDraft.quantized(bench, size)
+        target = SpeedUp(1 / MAX_OF_INT4.get(size.batch, 0.35))
+        yield BenchCase("progressive", draft.progressive_call(BENCH_SPLITS, {FULL_INT4: draft.full}), target, FULL_INT4)
+
+
+def top_k_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
     """The choice of each KV head's best tokens, against torch's."""
     for size in sizes:
         rows = size.batch * size.kv_heads
-        variants = bench.variants(4 * rows * size.tokens)
-        scores = torch.randn(variants, rows, size.tokens, device=bench.device)
-        call = TopKCall(scores, max(1, int(size.ratio * size.tokens)))
-        cost = top_k_cost(scores[0], torch.empty(rows, call.chosen, dtype=torch.int32, device="meta"))
-        name = f"{rows} rows, {size.tokens} scores, {size.ratio:.0%}"
-        peers: Peers = {"torch.topk": call.library}
-        yield KernelCase("top_k", name, cost, call, peers, call.error, SpeedUp(1.0), variants=variants)
+        scores = torch.randn(bench.variants(4 * rows * size.tokens), rows, size.tokens, device=bench.device)
+        choice = TopK(scores, chosen_tokens(size.ratio, size.tokens))
+        yield BenchCase("top_k", choice.call(f"{rows} rows, {size.tokens} scores, {size.ratio:.0%}"), SpeedUp(1.0))
 
 
-def page_scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelCase]:
-    """Quest's bounds of pages of 16."""
+def page_scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
+    """Quest's bounds of pages."""
     for size in sizes:
-        heads = (size.batch, size.kv_heads, size.tokens, size.head_dim)
-        bounds = page_bounds(fresh(bench, *heads), 16)
-        variants = bench.variants(bounds.nbytes)
-        store = torch.stack([bounds] * variants)
+        bounds = page_bounds(fresh(bench, size.batch, size.kv_heads, size.tokens, size.head_dim), PAGE)
+        caches = torch.stack([bounds] * bench.variants(bounds.nbytes))
         q = fresh(bench, size.batch, 1, size.q_heads, size.head_dim)
         pages = torch.full((size.batch,), bounds.shape[2], dtype=torch.int32, device=bench.device)
-
-        def scan(i: int, store: Tensor = store, q: Tensor = q, pages: Tensor = pages) -> Tensor:
-            return page_scores(q, store[i], pages)
-
-        def error(store: Tensor = store, q: Tensor = q, pages: Tensor = pages) -> float:
-            return relative_error(page_scores(q, store[0], pages), page_scores(q, store[0], pages, backend="reference"))
-
-        name = f"{size.q_heads}/{size.kv_heads} x {size.head_dim}, B{size.batch}, {size.tokens} tokens, pages of 16"
-        yield KernelCase(
-            "page_scores", name, page_scores_cost(q, bounds), scan, {}, error, RoofShare(0.6), variants=variants
+        cost = ops.page_scan(
+            size.batch, size.q_heads, size.kv_heads, size.head_dim, bounds.shape[2], bench.element_bytes
         )
-
-
-@dataclass(frozen=True, eq=False)
-class SparseCall:
-    """Attention to an index list of tokens or pages of the store's upper codes, the same number for every KV head."""
-
-    store: Store
-    index: Tensor
-    count: Tensor
-    page: int
-
-    @classmethod
-    def draw(cls, store: Store, page: int) -> SparseCall:
-        """Random distinct tokens or pages in ascending order, as top-k leaves them."""
-        pages, wanted = store.size.tokens // page, max(1, store.chosen // page)
-        sets = (store.size.batch, store.size.kv_heads)
-        drawn = torch.rand(*sets, pages, device=store.q.device).topk(wanted).indices.sort(-1).values
-        return cls(store, drawn.int(), torch.full(sets, wanted, dtype=torch.int32, device=store.q.device), page)
-
-    def __call__(self, variant: int) -> Tensor:
-        return self._attend(variant, "auto")
-
-    def _attend(self, variant: int, backend: Backend) -> Tensor:
-        store, (codes, planes) = self.store, self.store.variant(variant)
-        return sparse_decode_attention(
-            store.q, store.keys, store.values, *store.window, self.index, self.count, codes, store.groups,
-            value_rows=planes.value_rows, page=self.page, backend=backend,
+        name = f"{size.q_heads}/{size.kv_heads} x {size.head_dim}, B{size.batch}, {size.tokens} tokens, pages of {PAGE}"
+        call = KernelCall(
+            "page_scores", name, cost, partial(_scan_pages, q, caches, pages), len(caches),
+            error=partial(_page_error, q, caches, pages),
         )  # fmt: skip
-
-    def gathered(self, variant: int) -> Tensor:
-        """The same by torch: dequantized beforehand, gathered, and given to scaled_dot_product_attention."""
-        keys, values = self._dense
-        at = self.index.long()[..., None] * self.page + torch.arange(self.page, device=self.index.device)
-        at = at.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[3])
-        gathered = keys.gather(2, at), values.gather(2, at)
-        return scaled_dot_product_attention(self.store.q.transpose(1, 2), *gathered, enable_gqa=True)
-
-    @cached_property
-    def _dense(self) -> tuple[Tensor, Tensor]:
-        shape = (self.store.size.batch, self.store.size.kv_heads, self.store.size.tokens, self.store.size.head_dim)
-        drawn = torch.randn(2, *shape, dtype=self.store.q.dtype, device=self.store.q.device)
-        return drawn[0], drawn[1]
-
-    def error(self) -> float:
-        """Relative error against the reference."""
-        return relative_error(self(0), self._attend(0, "reference"))
-
-    @property
-    def cost(self) -> Cost:
-        """Declared cost."""
-        chosen = self.index.shape[2] * self.page
-        codes, _ = self.store.variant(0)
-        return sparse_attention_cost(
-            self.store.q, self.store.keys, codes, False, self.index, chosen, BUFFER_SLOTS, 16, self.page
-        )
+        yield BenchCase("page_scores", call, RoofShare(0.6))
 
 
-def sparse_attention_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelCase]:
+def _scan_pages(q: Tensor, caches: Tensor, pages: Tensor, variant: int, backend: Backend = "auto") -> Tensor:
+    return page_scores(q, caches[variant], pages, backend=backend)
+
+
+def _page_error(q: Tensor, caches: Tensor, pages: Tensor) -> float:
+    return relative_error(_scan_pages(q, caches, pages, 0), _scan_pages(q, caches, pages, 0, "reference"))
+
+
+def sparse_attention_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
     """Attention to chosen tokens and to pages of 16, against all upper codes and against a gather by torch.
 
     The target: at least `BANDWIDTH_SHARE` of the contiguous kernel's bytes per second, for the bytes that are needed.
     """
     for size in sizes:
-        store = Store.draw(bench, size)
-        codes, _ = store.variant(0)
-        whole = attention_cost(store.q, store.keys, codes, False, size.tokens, BUFFER_SLOTS, 16)
-        for page in (1, 16):
-            call = SparseCall.draw(store, page)
-            least = BANDWIDTH_SHARE * float(whole.read_bytes / call.cost.read_bytes)
-            peers: Peers = {FULL_INT4: store.full, "torch gather + SDPA": call.gathered}
-            name = f"{store.name}, pages of {page}" if page > 1 else store.name
-            yield KernelCase(
-                "sparse_attention", name, call.cost, call, peers, call.error, SpeedUp(least), FULL_INT4, store.variants
-            )
+        draft = SparseDraft.quantized(bench, size)
+        all_codes = draft.size.cost(bench.element_bytes, BENCH_SPLITS)
+        for page in (1, PAGE):
+            attention, cost = SparseAttention.draw(draft, page), draft.sparse_cost(ops.UPPER_BITS, BENCH_SPLITS, page)
+            target = SpeedUp(BANDWIDTH_SHARE * float(all_codes.read_bytes / cost.read_bytes))
+            call = attention.call(cost, {FULL_INT4: draft.full, "torch gather + SDPA": attention.gathered})
+            yield BenchCase("sparse_attention", call, target, FULL_INT4)
 
 
 @dataclass(frozen=True, eq=False)
 class Verification:
     """A verification of several queries over INT8, which leaves the scores that are asked for."""
 
-    store: Store
+    draft: SparseDraft
     request: ScoreRequest
 
     @classmethod
-    def asking(cls, store: Store, what: What) -> Verification:
+    def asking(cls, draft: SparseDraft, what: What) -> Verification:
         """For scores of the first and the last query."""
-        size, device = store.size, store.q.device
-        out = torch.zeros(size.batch, size.kv_heads, size.tokens, device=device)
-        return cls(store, ScoreRequest(out, "ends", what, torch.zeros(size.batch, size.q_heads, device=device)))
+        size, device = draft.size, draft.q.device
+        out = torch.zeros(size.batch, size.heads.kv_heads, size.quantized_tokens, device=device)
+        lse = torch.zeros(size.batch, size.heads.q_heads, device=device)
+        return cls(draft, ScoreRequest(out, "ends", what, lse))
 
     def __call__(self, variant: int) -> Tensor:
         return self._verify(variant, self.request, "auto")
@@ -361,36 +382,35 @@ class Verification:
     def error(self) -> float:
         """Relative error of the scores against the reference's, from log-sum-exps that are the queries' own."""
         self(0)
-        given, asked = self.request.lse, self.request
-        expected = replace(asked, out=torch.zeros_like(asked.out), lse=None if given is None else given.clone())
+        request = self.request
+        lse = None if request.lse is None else request.lse.clone()
+        expected = replace(request, out=torch.zeros_like(request.out), lse=lse)
         self._verify(0, expected, "reference")
         self(0)
-        return relative_error(asked.out, expected.out)
+        return relative_error(request.out, expected.out)
+
+    def call(self, peers: Peers) -> KernelCall:
+        """The call, priced as attention to all codes and the scores that it leaves."""
+        size, q = self.draft.size, self.draft.q
+        attending = size.cost(q.element_size(), BENCH_SPLITS)
+        cost = attending + scores_cost(self.request, q, size.quantized_tokens)
+        name = f"{size.name.rpartition(',')[0]}, {QUERIES} queries, INT8, {self.request.what}"
+        return KernelCall(size.kind, name, cost, self, self.draft.variants, error=self.error, peers=peers)
 
     def _verify(self, variant: int, request: ScoreRequest | None, backend: Backend) -> Tensor:
-        store, (codes, _) = self.store, self.store.variant(variant)
+        draft, (codes, _) = self.draft, self.draft.cache(variant)
         return decode_attention(
-            store.q, store.keys, store.values, *store.window, codes, store.groups, lower=True, scores=request,
+            draft.q, draft.keys, draft.values, *draft.window, codes, draft.groups, lower=True, scores=request,
             backend=backend,
         )  # fmt: skip
 
-    @property
-    def cost(self) -> Cost:
-        """Declared cost."""
-        codes, _ = self.store.variant(0)
-        tokens = self.store.size.tokens
-        attending = attention_cost(self.store.q, self.store.keys, codes, True, tokens, BUFFER_SLOTS, 16)
-        return attending + scores_cost(self.request, self.store.q, tokens)
 
-
-def scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[KernelCase]:
+def scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
     """Verification of 8 queries that leaves the first and last one's scores, against one that does not."""
     kinds: tuple[What, ...] = ("logits", "probabilities")
     for size in sizes:
-        store = Store.draw(bench, size, QUERIES, lower=True)
-        calls = [Verification.asking(store, what) for what in kinds]
-        peers: Peers = {WITHOUT: calls[0].plain}
-        target = SpeedUp(1 / MOST_COLLECTING)
-        for call in calls:
-            name = f"{store.name.rpartition(',')[0]}, {QUERIES} queries, INT8, {call.request.what}"
-            yield KernelCase("scores", name, call.cost, call, peers, call.error, target, WITHOUT, store.variants)
+        draft = SparseDraft.quantized(bench, size, QUERIES, lower=True)
+        verifications = [Verification.asking(draft, what) for what in kinds]
+        peers = {WITHOUT: verifications[0].plain}
+        for verification in verifications:
+            yield BenchCase("scores", verification.call(peers), SpeedUp(1 / MAX_COLLECTING), WITHOUT)

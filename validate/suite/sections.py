@@ -24,14 +24,13 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, family_key, preset_name
 from ridgeplan.roofline.plan.support import only_estimated
+from ridgeplan.validate.calibration.calls import bench_for, class_calls
 from ridgeplan.validate.calibration.noise import steady_reading
-from ridgeplan.validate.calibration.profile import MOST_VARIANTS, class_trials
 from ridgeplan.validate.calibration.sizes import Suite
-from ridgeplan.validate.machine import last_cache_bytes
 from ridgeplan.validate.measure import Progress
 from ridgeplan.validate.random_model import RandomModel, RoundTimes, measured_round
 from ridgeplan.validate.suite.report import RegretRow, SuiteRow
-from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, Trial
+from ridgeplan.validate.timing import KernelCall
 
 KERNELS_METHOD = (
     "Each kernel as the runtime calls it, on inputs larger than the caches; the fastest of two readings or more, two "
@@ -39,48 +38,29 @@ KERNELS_METHOD = (
 )
 
 
-@dataclass(frozen=True)
-class KernelPrediction:
-    """Seconds of a trial by the cost model, and where its rates come from."""
-
-    seconds: float
-    source: str
-
-    @classmethod
-    def of(cls, trial: Trial, machine: Machine, profile: Profile) -> KernelPrediction:
-        """The prediction of a trial's class and cost."""
-        rows = rate_rows(trial.kind, trial.rows, trial.width, trial.depth)
-        rates = machine.rates[trial.kind].at_rows(rows)
-        seconds = machine.seconds(trial.cost, rates, trial.width, trial.depth, trial.tiles)
-        return cls(float(seconds), profile.rates(trial.kind).source)
+def predicted_seconds(call: KernelCall, machine: Machine) -> float:
+    """Seconds of a call by the cost model, at the rates of its class."""
+    rates = machine.rates[call.kind].at_rows(rate_rows(call.kind, call.rows, call.width, call.depth))
+    return float(machine.seconds(call.cost, rates, call.width, call.depth, call.tiles))
 
 
 @torch.inference_mode()
 def kernel_rows(profile: Profile, device: torch.device, sizes: Suite, on_progress: Progress) -> Iterator[SuiteRow]:
-    """A row for every trial of `sizes`, in microseconds."""
-    machine, bench = Machine.of(profile), _bench(device, sizes)
-    classes = class_trials(bench, sizes, profile.hardware.num_sms)
-    for done, (kind, trials) in enumerate(classes.items()):
+    """A row for every kernel call of `sizes`, in microseconds."""
+    machine, bench = Machine.of(profile), bench_for(device, sizes)
+    classes = class_calls(bench, sizes, profile.hardware.num_sms)
+    for done, (kind, calls) in enumerate(classes.items()):
         on_progress(kind, done, len(classes))
-        for trial in trials:
-            predicted = KernelPrediction.of(trial, machine, profile)
-            measured = steady_reading(partial(bench.readings, trial))
+        for call in calls:
             yield SuiteRow(
                 section="kernels",
                 kind=kind,
-                case=trial.name,
+                case=call.name,
                 unit="us",
-                predicted=1e6 * predicted.seconds,
-                measured=1e6 * measured.seconds,
-                source=predicted.source,
+                predicted=1e6 * predicted_seconds(call, machine),
+                measured=1e6 * steady_reading(partial(bench.readings, call)).seconds,
+                source=profile.rates(kind).source,
             )
-
-
-def _bench(device: torch.device, sizes: Suite) -> Bench:
-    """A bench whose data exceeds the caches."""
-    cold_bytes = CUDA_ROTATE_BYTES if device.type == "cuda" else 2 * last_cache_bytes()
-    bench = Bench.build(device, sizes.pool_bytes, min(sizes.pool_bytes, cold_bytes), sizes.trial_s)
-    return replace(bench, most_variants=MOST_VARIANTS)
 
 
 STEPS_METHOD = (

@@ -11,8 +11,8 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.validate.calibration.attention import Heads
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
+from ridgeplan.validate.kernel_calls.attention import Heads
 from ridgeplan.validate.random_model import llama_like_shape
 
 Workloads = tuple[tuple[int, int], ...]  # context, batch

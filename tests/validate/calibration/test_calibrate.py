@@ -18,12 +18,11 @@ from ridgeplan.roofline.latency import KERNEL_CLASSES, WIDE_SCANS
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate import timing
-from ridgeplan.validate.calibration.attention import DecodeSize, Heads, decode_trial
-from ridgeplan.validate.calibration.layer import quantized_trials
-from ridgeplan.validate.calibration.profile import class_trials
+from ridgeplan.validate.calibration.calls import class_calls, quantized_calls
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
+from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads, random_decode
 from ridgeplan.validate.random_model import llama_like_shape
-from ridgeplan.validate.timing import Bench, Trial
+from ridgeplan.validate.timing import Bench, KernelCall
 
 TINY = Suite(
     pool_bytes=8 << 20, trial_s=0.002, matmul_size=128,
@@ -138,40 +137,45 @@ def bench() -> Bench:
     return Bench.build(torch.device("cpu"), TINY.pool_bytes, 1 << 20, 0.01)
 
 
-def test_trials_compute_finite_numbers(bench: Bench) -> None:
-    for kind, trials in class_trials(bench, TINY, 2).items():
-        for trial in trials:
-            assert trial.kind == kind
-            assert trial.cost.bytes > 0, trial.name
-            result = trial.call(trial.variants - 1)
+def test_calls_compute_finite_numbers(bench: Bench) -> None:
+    for kind, calls in class_calls(bench, TINY, 2).items():
+        for call in calls:
+            assert call.kind == kind
+            assert call.cost.bytes > 0, call.name
+            result = call.run(call.variants - 1)
             if isinstance(result, torch.Tensor):
-                assert result.isfinite().all(), (kind, trial.name)
+                assert result.isfinite().all(), (kind, call.name)
 
 
 def test_a_reading_is_priced_by_what_it_reads(bench: Bench) -> None:
-    size = DecodeSize(Heads(3, 1, 32), 2, 512, 5, 8)
+    size = DecodeSize.of_cache(Heads(3, 1, 32), 2, 512, 5, 8)
     assert (size.groups, size.full_tokens) == (2, 197)
     expected = ops.attention(2, 5, 3, 1, 32, 256, 197, 8, 4, 128, 1)
-    assert decode_trial(bench, size, 1).cost == expected
+    assert random_decode(bench, size, 1).cost == expected
 
 
-def test_variants_of_a_trial_are_different_memory(bench: Bench) -> None:
+@pytest.mark.parametrize("bits", [0, 4, 8])
+def test_calibrated_attention_agrees_with_its_reference(bench: Bench, bits: int) -> None:
+    assert random_decode(bench, DecodeSize.of_cache(Heads(3, 1, 32), 2, 512, 1, bits), 1).error() < 1e-5
+
+
+def test_variants_of_a_call_are_different_memory(bench: Bench) -> None:
     stores = bench.randoms(64, 64)
     assert len(stores) == (1 << 20) // (64 * 64 * 4)
     assert len({store.data_ptr() for store in stores}) == len(stores)
 
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
-def test_caches_that_a_trial_rotates_over_amount_to_what_is_asked(bench: Bench, bits: int) -> None:
-    trial = decode_trial(bench, DecodeSize(Heads(3, 1, 32), 2, 2048, 1, bits), 1)
-    assert (trial.variants - 1) * trial.cost.read_bytes < bench.rotate_bytes <= trial.variants * trial.cost.read_bytes
-    results = [trial.call(variant) for variant in range(trial.variants)]
+def test_caches_that_a_call_rotates_over_amount_to_what_is_asked(bench: Bench, bits: int) -> None:
+    call = random_decode(bench, DecodeSize.of_cache(Heads(3, 1, 32), 2, 2048, 1, bits), 1)
+    assert (call.variants - 1) * call.cost.read_bytes < bench.rotate_bytes <= call.variants * call.cost.read_bytes
+    results = [call.run(variant) for variant in range(call.variants)]
     assert all(isinstance(result, torch.Tensor) and result.isfinite().all() for result in results)
 
 
 def test_packed_weights_rotate(bench: Bench) -> None:
-    (trial,) = quantized_trials(bench, 4, [(128, 128)], [1])
-    assert trial.variants > 100
+    (call,) = quantized_calls(bench, 4, [(128, 128)], [1])
+    assert call.variants > 100
 
 
 def test_the_clock_takes_the_undisturbed_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,9 +186,9 @@ def test_the_clock_takes_the_undisturbed_calls(bench: Bench, monkeypatch: pytest
         now[0] += 1e-3 if index else 5e-3
 
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    disturbed = Trial("test", "one call of four is slow", Cost(), call, variants=4)
+    disturbed = KernelCall("test", "one call of four is slow", Cost(), call, variants=4)
     assert bench.seconds(disturbed) == pytest.approx(1e-3)
-    assert bench.seconds(Trial("test", "all are", Cost(), lambda _: call(0))) == pytest.approx(5e-3)
+    assert bench.seconds(KernelCall("test", "all are", Cost(), lambda _: call(0))) == pytest.approx(5e-3)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -10,7 +10,7 @@ import torch
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, Rates
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.calibration.noise import (
-    MOST_READINGS,
+    MAX_READINGS,
     NoiseCheck,
     NoisyMachine,
     Reading,
@@ -18,7 +18,7 @@ from ridgeplan.validate.calibration.noise import (
     steady_reading,
     upper_quartile,
 )
-from ridgeplan.validate.timing import Bench, Trial
+from ridgeplan.validate.timing import Bench, KernelCall
 
 RATES = Rates(0.8, 0.5, 1e-6, 0.03)
 
@@ -43,14 +43,14 @@ def test_a_slow_reading_is_repeated_until_two_agree() -> None:
 
 def test_readings_that_never_agree_end() -> None:
     found, taken = reading(32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 1.0, 1.0)
-    assert (found, taken) == (Reading(1.0, 1.0), MOST_READINGS)
+    assert (found, taken) == (Reading(1.0, 1.0), MAX_READINGS)
 
 
 def test_the_distance_is_that_of_the_two_fastest() -> None:
     assert distance([3.0, 2.5, 2.0, 100.0]) == 0.25
 
 
-def test_a_quarter_of_noisy_trials_does_not_condemn_a_class() -> None:
+def test_a_quarter_of_noisy_calls_does_not_condemn_a_class() -> None:
     assert upper_quartile([0.5, 0.0, 0.0, 0.0, 0.0]) == 0.0
     assert upper_quartile([0.5]) == 0.5
 
@@ -74,37 +74,37 @@ def test_where_it_is_allowed_the_band_widens_by_the_noise() -> None:
     assert check.widened("gather", RATES).spread == MAX_SPREAD
 
 
-def test_what_is_kept_of_trials_comes_with_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bench, "readings", lambda _, trial: [3.0, 2.0, 2.1] if trial.name == "slow" else [1.0, 1.0])
+def test_what_is_kept_of_calls_comes_with_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "readings", lambda _, call: [3.0, 2.0, 2.1] if call.name == "slow" else [1.0, 1.0])
     bench = Bench(torch.device("cpu"), torch.empty(0), 0, 0.5)
-    trials = (Trial("linear", name, Cost(), lambda _: None, rows=5) for name in ("slow", "fast"))
+    calls = (KernelCall("linear", name, Cost(), lambda _: None, rows=5) for name in ("slow", "fast"))
     check = NoiseCheck()
-    assert check.readings("linear", bench, trials, lambda trial: (trial.name, trial.rows)) == [
+    assert check.readings("linear", bench, calls, lambda call: (call.name, call.rows)) == [
         (("slow", 5), 2.0),
         (("fast", 5), 1.0),
     ]
     assert check.spreads["linear"] == pytest.approx(0.75 * 0.05)  # the upper quartile of 0 and 5%
 
 
-def test_trials_are_dropped_once_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_dropped_once_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds its inputs, which may be gigabytes on a GPU."""
     monkeypatch.setattr(Bench, "readings", lambda *_: [1.0, 1.0])
-    alive: list[weakref.ref[Trial]] = []
+    alive: list[weakref.ref[KernelCall]] = []
 
-    def trials() -> Iterator[Trial]:
+    def calls() -> Iterator[KernelCall]:
         for _ in range(3):
             gc.collect()
             assert sum(one() is not None for one in alive) <= 1
-            trial = Trial("linear", "", Cost(), lambda _: None)
-            alive.append(weakref.ref(trial))
-            yield trial
+            call = KernelCall("linear", "", Cost(), lambda _: None)
+            alive.append(weakref.ref(call))
+            yield call
 
     bench = Bench(torch.device("cpu"), torch.empty(0), 0, 0.5)
-    NoiseCheck().readings("linear", bench, trials(), lambda trial: trial.name)
+    NoiseCheck().readings("linear", bench, calls(), lambda call: call.name)
 
 
-def test_a_trials_calls_are_read_in_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calls_times_are_read_in_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1 1 1 9 | 2 2 2 9 the lower quartiles are 1 and 2."""
     monkeypatch.setattr(Bench, "_times", lambda *_: [1.0, 1.0, 1.0, 9.0, 2.0, 2.0, 2.0, 9.0])
     bench = Bench(torch.device("cpu"), torch.empty(0), 0, 0.5)
-    assert bench.readings(Trial("linear", "", Cost(), lambda _: None)) == [1.0, 2.0]
+    assert bench.readings(KernelCall("linear", "", Cost(), lambda _: None)) == [1.0, 2.0]

@@ -11,8 +11,7 @@ from ridgeplan.kernels.attention.cuda import CTAS_PER_SM, AttentionVariant, Occu
 from ridgeplan.kernels.linear import schedule as dense_schedule
 from ridgeplan.kernels.linear import schedule as quantized_schedule
 from ridgeplan.kernels.linear.schedule import SUM_BUFFERS, DeviceLimits, LinearSchedule
-from ridgeplan.validate.kernel_calls.linear import GROUP
-from ridgeplan.validate.kernel_calls.sizes import TINY, LinearSize
+from ridgeplan.validate.kernel_calls.sizes import GROUP, TINY, LinearSize
 
 SMS = 132
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))

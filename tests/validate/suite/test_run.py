@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.validate.calibration.attention import Heads
+from ridgeplan.validate.kernel_calls.attention import Heads
 from ridgeplan.validate.random_model import llama_like_shape
 from ridgeplan.validate.suite import run as module
 from ridgeplan.validate.suite.report import SuiteReport

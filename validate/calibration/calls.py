@@ -1,0 +1,210 @@
+"""The kernel calls that calibration and the suite measure, by kernel class, on views of the bench's random data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from ridgeplan.kernels.linear import linear_dense, linear_quantized
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.roofline import ops
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.execution import GATHER_ROW_BYTES
+from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, linear_kind
+from ridgeplan.roofline.passes import weight_bytes
+from ridgeplan.runtime.model.linear import Dense
+from ridgeplan.runtime.model.weights import WeightFormat
+from ridgeplan.runtime.quantization.calibration import fitting_group, quantized_linear
+from ridgeplan.validate.calibration.sizes import Shapes, Suite
+from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads, prefill_attention, random_decode
+from ridgeplan.validate.kernel_calls.kv_cache import quantize_call
+from ridgeplan.validate.kernel_calls.layer import norm_call, rope_call, swiglu_call
+from ridgeplan.validate.kernel_calls.linear import linear_call
+from ridgeplan.validate.kernel_calls.sampling import Drawing, RejectionSampling, sampling_call, uniform_numbers
+from ridgeplan.validate.kernel_calls.sizes import SamplingSize
+from ridgeplan.validate.kernel_calls.sparse import RATIO, SparseAttention, SparseDraft, TopK, chosen_tokens
+from ridgeplan.validate.machine import last_cache_bytes
+from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, KernelCall
+
+WEIGHT_GROUP = 128
+MAX_VARIANTS = 600  # so that even products of a megabyte find their weights cold, as in a step
+SPARSE_CLASSES = (*SCANS, *WIDE_SCANS, "sparse_attention", "sparse_attention_full")
+
+
+def bench_for(device: torch.device, suite: Suite) -> Bench:
+    """A bench whose data exceeds the device's caches."""
+    cold_bytes = CUDA_ROTATE_BYTES if device.type == "cuda" else 2 * last_cache_bytes()
+    bench = Bench.build(device, suite.pool_bytes, min(suite.pool_bytes, cold_bytes), suite.trial_s)
+    return replace(bench, max_variants=MAX_VARIANTS)
+
+
+def class_calls(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterable[KernelCall]]:
+    """The calls of every class, created lazily, so that only one call's inputs are in memory."""
+    quantized_shapes = (*suite.linear_shapes, *suite.head_shapes)
+    return {
+        "linear": dense_calls(bench, "linear", suite.linear_shapes, suite.linear_rows),
+        "head": dense_calls(bench, "head", suite.head_shapes, suite.head_rows),
+        **{linear_kind(bits): quantized_calls(bench, bits, quantized_shapes, suite.quantized_rows) for bits in (4, 8)},
+        **{kind: decode_calls(bench, sizes, num_sms) for kind, sizes in suite.decode_sizes().items()},
+        "elementwise": _elementwise_calls(bench, suite.elementwise, suite.elementwise_rows),
+        "rope": _rope_calls(bench, suite.elementwise, suite.elementwise_rows),
+        "sampling": _sampling_calls(bench, suite.vocabs[:2], suite.batches, suite.queries),
+        "quantize": _quantize_calls(bench, suite.heads, suite.quantize_tokens),
+        "gather": _gather_calls(bench, GATHER_ROW_BYTES // bench.element_bytes, suite.gather_rows),
+        **{
+            kind: _sparse_calls(bench, kind, sizes, num_sms)
+            for kind, sizes in suite.sparse_sizes(SPARSE_CLASSES).items()
+        },
+        "top_k": _top_k_calls(bench, suite.draft_sizes),
+        "prefill_linear": dense_calls(bench, "prefill_linear", suite.prefill_shapes, suite.prefill_rows),
+        **{
+            kind: (prefill_attention(bench, *size) for size in product(heads, suite.prefill_tokens))
+            for kind, heads in suite.prefill_heads().items()
+        },
+    }
+
+
+def portable_calls(bench: Bench, suite: Suite, num_sms: int) -> Iterator[KernelCall]:
+    """Calls of Triton's and the library's kernels, as GPUs older than Hopper run them, at some of the suite's sizes."""
+    rows = suite.quantized_rows[::3]
+    for outputs, inputs in suite.linear_shapes[::4]:
+        dense = [partial(linear_dense, weight=weight, backend="reference") for weight in bench.randoms(outputs, inputs)]
+        for count in rows:
+            yield linear_call("linear", bench.random(1, count, inputs), dense, outputs, bench.element_bytes)
+        for bits in (4, 8):
+            yield from quantized_calls(bench, bits, [(outputs, inputs)], rows, portable=True)
+    for sizes in suite.decode_sizes().values():
+        few = [size for size in sizes if size.batch != suite.batches[-1] and size.queries in suite.queries[::2]]
+        yield from (random_decode(bench, size, num_sms, "triton") for size in few[::7])
+
+
+def dense_calls(bench: Bench, kind: str, shapes: Shapes, rows: Iterable[int]) -> Iterator[KernelCall]:
+    """Full-precision products of `rows` tokens."""
+    for outputs, inputs in shapes:
+        weights = [Dense(weight) for weight in bench.randoms(outputs, inputs)]
+        for count in rows:
+            yield linear_call(kind, bench.random(1, count, inputs), weights, outputs, bench.element_bytes)
+
+
+def quantized_calls(
+    bench: Bench, bits: int, shapes: Iterable[tuple[int, int]], rows: Iterable[int], portable: bool = False
+) -> Iterator[KernelCall]:
+    """Products with 4-bit or 8-bit weights, of Triton's kernel if `portable`.
+
+    Packing is slow, so variants are copies of one weight.
+    """
+    for outputs, inputs in shapes:
+        packed = quantized_linear(Dense(bench.random(outputs, inputs)), WeightFormat(bits, WEIGHT_GROUP))
+        copies = [copy.deepcopy(packed) for _ in range(bench.variants(packed.bytes))]
+        products: list[Any] = copies
+        if portable:
+            assert isinstance(packed.weight, (Int4Weight, Int8Weight)), "the layouts of GPUs"
+            products = [partial(linear_quantized, weight=each.weight, backend="triton") for each in copies]
+        per_parameter = weight_bytes(bits, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
+        for count in rows:
+            yield linear_call(linear_kind(bits), bench.random(1, count, inputs), products, outputs, per_parameter)
+
+
+def decode_calls(bench: Bench, sizes: Iterable[DecodeSize], num_sms: int) -> Iterator[KernelCall]:
+    """Decode attention as the runtime calls it, with each layer's KV cache cold."""
+    return (random_decode(bench, size, num_sms) for size in sizes)
+
+
+def _elementwise_calls(bench: Bench, shapes: Iterable[ModelShape], rows: Iterable[int]) -> Iterator[KernelCall]:
+    """Norm and activation of one layer on `rows` tokens of one sequence."""
+    for shape, count in product(shapes, rows):
+        inputs = bench.random(1, 2, 1, count, shape.hidden)
+        yield norm_call(f"norm, {count} rows", inputs, bench.random(shape.hidden))
+        yield swiglu_call(f"swiglu, {count} rows", bench.random(1, 1, count, 2 * shape.intermediate))
+
+
+def _rope_calls(bench: Bench, shapes: Iterable[ModelShape], rows: Iterable[int]) -> Iterator[KernelCall]:
+    """Rotary embedding and cache append of one layer on `rows` tokens of one sequence."""
+    for shape, count in product(shapes, rows):
+        inputs = bench.random(1, 1, count, shape.q_width + 2 * shape.kv_width)
+        yield rope_call(f"rope, {count} rows", inputs, Heads(shape.q_heads, shape.kv_heads, shape.head_dim))
+
+
+def _sampling_calls(
+    bench: Bench, vocabs: Iterable[int], batches: Iterable[int], queries: Iterable[int]
+) -> Iterator[KernelCall]:
+    """A draft step's draw from logits, and a verification's rejection sampling of the target's own likeliest tokens.
+
+    Most of these are accepted.
+    """
+    for vocab, batch, count in product(vocabs, batches, queries):
+        size = SamplingSize(vocab, count - 1, batch, 1.0, None, None)
+        logits, uniform = bench.random(batch, count, vocab), uniform_numbers(bench, batch, count)
+        if count == 1:
+            drawing = Drawing(size, logits[:, 0], uniform[:, 0])
+            yield sampling_call(f"{batch} draws from {vocab}", [drawing])
+        else:
+            drafts = logits[:, :-1].transpose(0, 1).contiguous()
+            sampling = RejectionSampling(size, logits, drafts, logits[:, :-1].argmax(-1), uniform)
+            yield sampling_call(f"rejection sampling of {batch} x {count} x {vocab}", [sampling])
+
+
+def _quantize_calls(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) -> Iterator[KernelCall]:
+    """Quantization of whole groups of one layer into both planes."""
+    for size, count in product(heads, tokens):
+        caches = bench.randoms(2, size.kv_heads, count, size.head_dim)
+        yield quantize_call(f"{size.kv_heads} x {size.head_dim}, {count} tokens", caches[:, 0], caches[:, 1])
+
+
+def _gather_calls(bench: Bench, row_elements: int, rows: Iterable[int]) -> Iterator[KernelCall]:
+    """Gathers of scattered rows from a large table, as a sparse draft reads single tokens' keys."""
+    table = bench.random(bench.pool.numel() // row_elements, row_elements)
+    for count in rows:
+        nbytes = count * row_elements * bench.element_bytes
+        index = torch.randint(len(table), (bench.variants(nbytes), count), device=bench.device)
+        cost = Cost(read_bytes=nbytes, write_bytes=nbytes)
+        yield KernelCall("gather", f"{count} rows", cost, partial(_gather, table, index), len(index))
+
+
+def _gather(table: torch.Tensor, index: torch.Tensor, variant: int) -> torch.Tensor:
+    return table.index_select(0, index[variant])
+
+
+def _sparse_calls(bench: Bench, kind: str, sizes: Iterable[DecodeSize], num_sms: int) -> Iterator[KernelCall]:
+    """The calls of class `kind`, one of `SPARSE_CLASSES`."""
+    for size in sizes:
+        draft = SparseDraft.random(bench, replace(size, name=f"{size.name}, {RATIO:.0%} chosen"))
+        splits = max(1, num_sms // (size.batch * size.heads.kv_heads))
+        match kind.removesuffix(WIDE):
+            case "two_bit_scan":
+                yield draft.choice_call()
+            case "progressive_attention":
+                yield draft.progressive_call(splits)
+            case "sparse_attention":
+                yield SparseAttention.draw(draft).call(_with_merge(draft, ops.UPPER_BITS, splits))
+            case "sparse_attention_full":
+                yield SparseAttention.draw(draft, full=_full_precision(bench, size)).call(_with_merge(draft, 0, splits))
+
+
+def _with_merge(draft: SparseDraft, bits: int, splits: int) -> Cost:
+    """The cost of attention to chosen tokens, and of merging its splits."""
+    size, heads = draft.size, draft.size.heads
+    element_bytes = draft.q.element_size()
+    merge = ops.merge(size.batch, 1, heads.q_heads, heads.head_dim, splits, element_bytes)
+    return draft.sparse_cost(bits, splits) + merge
+
+
+def _full_precision(bench: Bench, size: DecodeSize) -> torch.Tensor:
+    """Keys and values of all tokens, [variants, 2, B, Hkv, tokens, D]."""
+    return bench.randoms(
+        2, size.batch, size.heads.kv_heads, size.quantized_tokens + size.full_tokens, size.heads.head_dim
+    )
+
+
+def _top_k_calls(bench: Bench, sizes: Iterable[DecodeSize]) -> Iterator[KernelCall]:
+    """The choice of every KV head's best tokens; scores have just been written, so they are cached."""
+    for size in sizes:
+        scores = torch.randn(1, size.batch * size.heads.kv_heads, size.quantized_tokens, device=bench.device)
+        yield TopK(scores, chosen_tokens(RATIO, size.quantized_tokens)).call(size.name)
