@@ -1,5 +1,6 @@
 """Shared test setup: Triton's interpreter where no CUDA device is there, and skips that say why."""
 
+import gc
 import os
 import pydoc_data.topics
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Triton reads this when a kernel is decorated, so it must be set before any kernel module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# The collector would walk millions of objects of torch, sympy and transformers again and again.
+gc.set_threshold(100_000, 50, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

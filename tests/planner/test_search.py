@@ -180,7 +180,7 @@ def test_each_family_has_its_best_plan(model, gpu, context, options):
     found = search(question)
     by_name = {one.name: one for one in families(question.workload, offload=True, quality=question.quality)}
     assert len(found) > 40
-    for candidate in found[::12]:
+    for candidate in found[::24]:
         figures = [_figures(*point, question, model_of) for point in _plans(by_name[candidate.name])]
         objective, _, peak = np.transpose(figures)
         fits = peak <= question.memory_limit_bytes

@@ -4,6 +4,7 @@ from itertools import cycle
 
 import pytest
 import torch
+from grids import pairs
 
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.profile import shipped_profiles
@@ -72,14 +73,14 @@ def forced(monkeypatch):
     return force
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize(
-    "kv, draft_bits, agreeable",
-    [("int4x2", 16, True), ("int4x2", 4, False), ("bf16+int4", 4, True), ("bf16", 4, False)],
+    "kv, draft_bits, agreeable, name",
+    pairs([("int4x2", 16, True), ("int4x2", 4, False), ("bf16+int4", 4, True), ("bf16", 4, False)], list(PATTERNS)),
 )
 def test_changes_of_gamma_change_nothing(
-    kv, draft_bits, agreeable, pattern, tiny_model, make_plan, prompts, profile, forced
+    kv, draft_bits, agreeable, name, tiny_model, make_plan, prompts, profile, forced
 ):
+    pattern = PATTERNS[name]
     folder, ids = tiny_model(agreeable=agreeable).folder, prompts(*LENGTHS)
     plain = runtime.load(make_plan(kv, batch=3), folder).generate(ids, NEW)
     engine = runtime.load(make_plan(kv, 6, batch=3, draft_bits=draft_bits, adaptive=True), folder, profile=profile)
@@ -114,9 +115,9 @@ def test_changes_of_gamma_change_nothing_whatever_drafts_read(
     plan = make_plan(kv, 6, batch=3, codes=codes, adaptive=True, selection=name, **options)
     engine = runtime.load(plan, tiny_model(agreeable=True).folder, profile=profile)
     forced(engine, PATTERNS["up and down"])
-    found = engine.generate(prompts(*LENGTHS), NEW)
-    assert found.tokens == plain[kv]
-    assert found.statistics.flushes >= 9
+    found = engine.generate(prompts(*LENGTHS), 60)
+    assert found.tokens == [tokens[:60] for tokens in plain[kv]]
+    assert found.statistics.flushes >= 4
     assert {gamma for gamma, count in enumerate(found.statistics.rounds_at) if count} == {0, 1, 2, 4, 6}
     assert found.statistics.accepted < found.statistics.judged
 

@@ -1,5 +1,6 @@
 """Sampled speculative output follows the target's own distribution, across a flush of the quantized cache."""
 
+import functools
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -101,7 +102,12 @@ def test_sampled_triples_follow_the_target_where_drafts_read_nothing(nonsense, t
 
 
 def target_joint(plan, folder, prompt, options):
-    joint = exact_joint(runtime.load(plan, folder), torch.tensor(prompt), SamplingParams(**options))
+    return _target_joint(plan, folder, tuple(prompt), tuple(options.items()))
+
+
+@functools.cache
+def _target_joint(plan, folder, prompt, options):
+    joint = exact_joint(runtime.load(plan, folder), torch.tensor(prompt), SamplingParams(**dict(options)))
     assert joint.sum() == pytest.approx(1)
     return joint
 

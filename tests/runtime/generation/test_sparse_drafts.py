@@ -4,6 +4,7 @@ import functools
 from itertools import product
 
 import pytest
+from grids import pairs
 
 from ridgeplan import runtime
 
@@ -24,10 +25,10 @@ SELECTIONS = {
 CACHES = [("int4x2", None), ("bf16+int4", None), ("bf16+int4", "full"), ("int8", "full"), ("bf16", "full")]
 # 2-bit keys are those of codes, which a bf16 cache has none of.
 # Full precision under codes of the target and of a shadow: that of bf16 caches, where the others are checked each time.
+CACHES_IN_TURN = [CACHES[0], CACHES[4], CACHES[1]]
 DRAFTED = [
-    pytest.param(*cache, name, marks=[pytest.mark.slow] if cache in CACHES[2:4] else [])
-    for cache, name in product(CACHES, SELECTIONS)
-    if (cache[0], name) != ("bf16", "progressive")
+    *(case for case in pairs(list(SELECTIONS), CACHES_IN_TURN) if case.values[:2] != ("progressive", "bf16")),
+    *(pytest.param(name, *cache, marks=pytest.mark.slow) for cache, name in product(CACHES[2:4], SELECTIONS)),
 ]
 
 
@@ -56,8 +57,8 @@ def plain(tiny_model, make_plan, prompts):
     return {kv: made[target].tokens for kv, target in formats.items()}
 
 
-@pytest.mark.parametrize("kv, codes, selection", DRAFTED)
-def test_sparse_drafts_change_nothing(kv, codes, selection, plain, tiny_model, make_plan, prompts):
+@pytest.mark.parametrize("selection, kv, codes", DRAFTED)
+def test_sparse_drafts_change_nothing(selection, kv, codes, plain, tiny_model, make_plan, prompts):
     options = SMALL | SELECTIONS[selection]
     plan = make_plan(kv, 3, batch=3, codes=codes, selection=selection, **options)
     drafted = generate(plan, tiny_model(agreeable=True).folder, prompts(*LENGTHS))
@@ -66,8 +67,8 @@ def test_sparse_drafts_change_nothing(kv, codes, selection, plain, tiny_model, m
     assert 0 < drafted.statistics.accepted < drafted.statistics.judged
 
 
-@pytest.mark.parametrize("kv, codes, selection", DRAFTED)
-def test_drafts_that_may_read_everything_do(kv, codes, selection, once, tiny_model, make_plan, prompts):
+@pytest.mark.parametrize("selection, kv, codes", DRAFTED)
+def test_drafts_that_may_read_everything_do(selection, kv, codes, once, tiny_model, make_plan, prompts):
     """With a ratio of 1 every draft reads what one that selects nothing reads, across flushes."""
     folder, ids = tiny_model().folder, prompts(*LENGTHS)
     options = SELECTIONS[selection] | {"ratio": 1.0}

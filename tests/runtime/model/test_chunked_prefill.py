@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 import transformers.models.llama.modeling_llama as llama
+from grids import pairs
 
 from ridgeplan import runtime
 from ridgeplan.planner.lowering import strategy_of
@@ -231,8 +232,7 @@ def test_prompts_of_one_chunk_and_budgets_of_the_whole_context_change_no_bit(pol
                     assert torch.equal(ours[row, :, :count], theirs[row, :, :count])
 
 
-@pytest.mark.parametrize("kv, gamma", [("int4x2", 4), ("bf16+int4", 3), ("bf16", 2)])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy, kv, gamma", pairs(POLICIES, [("int4x2", 4), ("bf16+int4", 3), ("bf16", 2)], always=0))
 def test_drafts_change_nothing(policy, kv, gamma, tiny_model, make_plan, prompts):
     """Greedy output of ragged batches, of which one prompt is shorter than a chunk, is that of its own target."""
     folder, ids = tiny_model(agreeable=True, num_hidden_layers=LAYERS).folder, prompts(128, 70, 25)
