@@ -65,7 +65,7 @@ def sweep_page(found: GridSweep) -> str:
     """The page. Names and values are shown as text, whatever they hold."""
     parts = ["<h1>Fastest plans</h1><p>TTFT and tokens/s are the whole batch's; blank where no plan fits.</p>"]
     for point in found.points:
-        parts += [] if point.found is None else [figure_html(tpot_map(point, point.found))]
+        parts += [] if point.plans is None else [figure_html(tpot_map(point, point.plans))]
         parts.append(table(SHOWN, [[_shown(row[name]) for name in SHOWN] for row in point.rows()]))
     return html_page("ridgeplan sweep", parts)
 
@@ -82,7 +82,7 @@ def tpot_map(point: SweepPoint, found: PlanMap) -> go.Figure:
         hovertemplate="context %{y}, batch %{x}<br>%{customdata:.3g} ms per token<br>%{text}<extra></extra>",
     )  # fmt: skip
     figure = go.Figure(heat)
-    asked = ", ".join(f"{name} {value}" for name, value in point.asked.items())
+    asked = ", ".join(f"{name} {value}" for name, value in point.columns.items())
     title = f"{point.question.shape.name} on {point.question.profile.hardware.name}"
     figure.update_layout(title=f"{title}, {asked}" if asked else title, xaxis_title="batch", yaxis_title="context",
                          xaxis_type="category", yaxis_type="category")  # fmt: skip

@@ -11,6 +11,7 @@ from ridgeplan.planner.queries.estimate import PlanEstimate, estimate
 from ridgeplan.planner.queries.fit import fit
 from ridgeplan.planner.queries.gamma import best_gamma
 from ridgeplan.planner.queries.sweep import grid_sweep, sweep, thresholds
+from ridgeplan.planner.question import SearchOptions
 from ridgeplan.planner.recommend import recommend
 from ridgeplan.planner.recommendation import Recommendation
 from ridgeplan.planner.resolution import resolve, workload_for
@@ -18,7 +19,7 @@ from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 
 __all__ = [
-    "PRESETS", "NothingFits", "Plan", "PlanError", "PlanEstimate", "Prediction", "Recommendation", "Workload",
-    "best_gamma", "compare", "estimate", "fit", "grid_sweep", "predict", "preset", "recommend", "resolve",
+    "PRESETS", "NothingFits", "Plan", "PlanError", "PlanEstimate", "Prediction", "Recommendation", "SearchOptions",
+    "Workload", "best_gamma", "compare", "estimate", "fit", "grid_sweep", "predict", "preset", "recommend", "resolve",
     "serving_cost", "sweep", "thresholds", "workload_for",
 ]  # fmt: skip

@@ -31,34 +31,41 @@ ModelReference = str | ModelShape
 def usable_bytes(
     memory_bytes: float, memory_utilization: float = MEMORY_UTILIZATION, memory_limit: float | None = None
 ) -> float:
-    """Bytes that plans may take of a device: this share of its memory, or the limit where that is less.
+    """Bytes that plans may take of a device: a share of its memory, or the limit if that is less.
 
-    Raises PlanError.
+    Raises PlanError for values that are not allowed.
     """
+    check_memory_options(memory_utilization, memory_limit)
+    usable = memory_utilization * memory_bytes
+    return usable if memory_limit is None else min(usable, float(memory_limit))
+
+
+def usable_host_bytes(host_memory: float | None, memory_utilization: float, *, this_machine: bool) -> float:
+    """Bytes that plans may take of the host: `host_memory` if given.
+
+    Otherwise a share of this machine's memory, or HOST_MEMORY_BYTES for any other machine.
+    """
+    if host_memory is not None:
+        return float(host_memory)
+    if this_machine:
+        return memory_utilization * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return HOST_MEMORY_BYTES
+
+
+def check_memory_options(
+    memory_utilization: float, memory_limit: float | None = None, host_memory: float | None = None
+) -> None:
+    """Raises PlanError for a share outside (0, 1] and for sizes in bytes that are out of range."""
     share = f"memory_utilization is {brief(memory_utilization)}; allowed: above 0 up to 1"
     require(_is_number(memory_utilization) and 0 < memory_utilization <= 1, share)
-    usable = memory_utilization * memory_bytes
-    if memory_limit is None:
-        return usable
-    allowed = f"memory_limit is {brief(memory_limit)}; allowed: bytes above 0 up to {MAX_MEMORY_BYTES:.0e}"
-    require(_is_number(memory_limit) and 0 < memory_limit <= MAX_MEMORY_BYTES, allowed)
-    unit = f"memory_limit is {memory_limit:g} bytes; allowed: {LEAST_BARE_BYTES:.0e} or more, or a text such as '24GB'"
-    require(memory_limit >= LEAST_BARE_BYTES, unit)
-    return min(usable, float(memory_limit))
-
-
-def usable_host_bytes(host_memory: float | None, memory_utilization: float, *, own: bool) -> float:
-    """Bytes that plans may take of the host: those given, else this share of this machine's memory if it is meant.
-
-    Of a machine that is not this one, HOST_MEMORY_BYTES. Raises PlanError.
-    """
+    if memory_limit is not None:
+        allowed = f"memory_limit is {brief(memory_limit)}; allowed: bytes above 0 up to {MAX_MEMORY_BYTES:.0e}"
+        require(_is_number(memory_limit) and 0 < memory_limit <= MAX_MEMORY_BYTES, allowed)
+        unit = f"allowed: {LEAST_BARE_BYTES:.0e} or more, or a text such as '24GB'"
+        require(memory_limit >= LEAST_BARE_BYTES, f"memory_limit is {memory_limit:g} bytes; {unit}")
     if host_memory is not None:
         allowed = f"host_memory is {brief(host_memory)}; allowed: bytes from 0 to {MAX_MEMORY_BYTES:.0e}"
         require(_is_number(host_memory) and 0 <= host_memory <= MAX_MEMORY_BYTES, allowed)
-        return float(host_memory)
-    if own:
-        return memory_utilization * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return HOST_MEMORY_BYTES
 
 
 def _is_number(value: object) -> bool:
@@ -88,7 +95,7 @@ class Capacity:
         peaks, on_host = self._needed(context, batch, device)
         return (peaks <= (device or self.device).memory_bytes) & (on_host <= self.host_limit_bytes)
 
-    def least(self) -> int:
+    def smallest(self) -> int:
         """The plan with the lowest peak, of those that fit the host."""
         peaks, on_host = self._needed()
         return int(np.argmin(np.where(on_host <= self.host_limit_bytes, peaks, math.inf)))

@@ -21,21 +21,75 @@ from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, QUANTIZATION_GROUPS
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.policies.base import unpriced
+from ridgeplan.roofline.plan.policies.base import missing_cost_model
 from ridgeplan.roofline.plan.presets import describe, preset_name
-from ridgeplan.roofline.plan.support import allows_chunks, exceeds_window
+from ridgeplan.roofline.plan.support import Backend, allows_chunks, exceeds_window
 
 
-def runnable_families(question: Question, *, regroup: bool = False) -> list[Family]:
-    """Families that run and are allowed; with `regroup` each with every size of quantization groups, and evictions also
-    with prompts that go through in chunks.
+class NothingFits(ValueError):
+    """No plan that runs and that the options allow fits into memory. fixes: changes with which one would."""
+
+    def __init__(self, message: str, fixes: Sequence[Fix] = ()) -> None:
+        super().__init__(message)
+        self.fixes = tuple(fixes)
+
+
+def is_executable(plan: Plan, question: Question) -> bool:
+    """Whether the options allow the plan, the backend executes it, and the cost model covers it."""
+    return not (
+        question.constraint_violation(plan) or question.unsupported(plan) or missing_cost_model(plan, question.shape)
+    )
+
+
+def executable_families(question: Question, *, regroup: bool = False) -> list[Family]:
+    """Families that run and that the options allow; with `regroup`, each as `regrouped` varies it.
+
+    Raises NothingFits if the options rule out every family.
+    """
+    allowed = _executable_families(question)
+    if not allowed:
+        raise _contradiction(question)
+    return [variant for family in allowed for variant in regrouped(family)] if regroup else allowed
+
+
+def _executable_families(question: Question) -> list[Family]:
+    options = question.options
+    known = families(question.workload, offload=options.offload, quality=options.quality)
+    return [family for family in known if is_executable(family.template, question)]
+
+
+def _contradiction(question: Question) -> NothingFits:
+    """The error for a KV format that no plan of the quality and backend has."""
+    options = question.options
+    others = _executable_families(question.with_options(kv_format=None))
+    formats = dict.fromkeys(str(family.template.kv.format) for family in others)
+    fixes = [Fix({"kv_format": name}, f"KV format {name}") for name in formats]
+    qualities = (quality for quality in Quality if _executable_families(question.with_options(quality=quality)))
+    fixes += [Fix({"quality": str(quality)}, f"quality {quality}") for quality in list(qualities)[:1]]
+    executed = "" if options.backend is Backend.ANY else f" that {options.backend} executes"
+    missing = f"no plan of quality {options.quality}{executed} has KV format {options.kv_format}"
+    return NothingFits(f"{missing}; allowed: {', or '.join(fix.text for fix in fixes)}", fixes)
+
+
+def regrouped(family: Family) -> Iterator[Family]:
+    """The family with every size of quantization groups; evictions also with prompts that go through in chunks.
 
     Larger groups have fewer scales, smaller ones a smaller buffer in full precision; chunks have a smaller workspace.
-    They are only searched where the usual ones do not fit. Layers may be on the host if the question allows it.
+    They are only searched if the usual sizes do not fit.
     """
-    known = families(question.workload, offload=question.offload, quality=question.quality)
-    running = [family for family in known if runs(family.template, question)]
-    return [one for family in running for one in regrouped(family)] if regroup else running
+    yield from _with_groups(family)
+    if allows_chunks(family.template):
+        eviction = replace(family.template.eviction, chunk=PREFILL_CHUNK_TOKENS)
+        template = replace(family.template, eviction=eviction)
+        yield from _with_groups(replace(family, name=describe(template), template=template))
+
+
+def _with_groups(family: Family) -> Iterator[Family]:
+    template = family.template
+    quantized = template.weights.target_bits != 16 or template.weights.draft_differs
+    weights = replace(template.weights, group=max(QUANTIZATION_GROUPS)) if quantized else template.weights
+    for group in QUANTIZATION_GROUPS if template.kv.format.quantized else (template.kv.group,):
+        yield replace(family, template=replace(template, weights=weights, kv=replace(template.kv, group=group)))
 
 
 def smallest_plans(searched: Sequence[Family]) -> list[Plan]:
@@ -56,77 +110,47 @@ def context_limits(plans: Sequence[Plan], question: Question) -> np.ndarray:
     return np.where(bounded, min(within_window, longest), longest)
 
 
-def runs(plan: Plan, question: Question) -> bool:
-    """Whether the question's backend executes the plan, its profile prices it and it is wanted at all."""
-    return not question.unwanted(plan) and not question.unsupported(plan) and unpriced(plan, question.shape) is None
+def search_regrouped(question: Question) -> list[Candidate]:
+    """The plans that run and fit with any size of quantization groups, if the usual sizes do not fit."""
+    variants = executable_families(question, regroup=True)
+    fitting = _capacity(question, smallest_plans(variants)).fits()
+    searched = tuple(family for family, fits in zip(variants, fitting, strict=True) if fits)
+    candidates = search(question, searched) if searched else []
+    return [candidate for candidate in candidates if candidate.rejection(question) is None]
 
 
-def regrouped(family: Family) -> Iterator[Family]:
-    """The family with every size of quantization groups, and also in chunks where its eviction allows them."""
-    yield from _with_groups(family)
-    if allows_chunks(family.template):
-        evicting = replace(family.template.eviction, chunk=PREFILL_CHUNK_TOKENS)
-        template = replace(family.template, eviction=evicting)
-        yield from _with_groups(replace(family, name=describe(template), template=template))
-
-
-def _with_groups(family: Family) -> Iterator[Family]:
-    template = family.template
-    quantized = template.weights.target_bits != 16 or template.weights.draft_differs
-    weights = replace(template.weights, group=max(QUANTIZATION_GROUPS)) if quantized else template.weights
-    for group in QUANTIZATION_GROUPS if template.kv.format.quantized else (template.kv.group,):
-        yield replace(family, template=replace(template, weights=weights, kv=replace(template.kv, group=group)))
-
-
-class NothingFits(ValueError):
-    """No executable plan of the allowed quality fits into memory. fixes: what would make one fit."""
-
-    def __init__(self, message: str, fixes: Sequence[Fix] = ()) -> None:
-        super().__init__(message)
-        self.fixes = tuple(fixes)
-
-
-def tightest(question: Question) -> list[Candidate]:
-    """The plans that run and fit with any size of quantization groups, where the usual ones do not fit."""
-    regrouped = runnable_families(question, regroup=True)
-    fitting = _capacity(question, smallest_plans(regrouped)).fits()
-    searched = tuple(family for family, fits in zip(regrouped, fitting, strict=True) if fits)
-    found = search(question, searched) if searched else []
-    return [one for one in found if one.rejection(question) is None]
-
-
-def why_nothing_fits(question: Question, memory_utilization: float) -> NothingFits:
+def infeasible(question: Question) -> NothingFits:
     """The error, one line: the executable plan that needs the least memory, and what would make one fit."""
-    plans, workload = _least_plans(question), question.workload
+    plans, workload = _smallest_executable(question), question.workload
     capacity = _capacity(question, plans)
-    least, limit = capacity.least(), size_text(question.memory_limit_bytes)
+    smallest, limit = capacity.smallest(), size_text(question.memory_limit_bytes)
     needs = (
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
-        f"{size_text(capacity.peaks()[least])} ({preset_name(plans[least])}) of {limit} on {workload.hardware}"
+        f"{size_text(capacity.peaks()[smallest])} ({preset_name(plans[smallest])}) of {limit} on {workload.hardware}"
     )
-    fixes = [*_fixes(question, plans, memory_utilization), *_more_of_the_host(question)]
-    options = [one.text for one in fixes]
-    if not any("gpu" in one.changes for one in fixes):
-        options.append("no GPU of the catalog")
-    return NothingFits(f"{needs}; allowed: {', or '.join(options)}", fixes)
+    fixes = [*_fixes(question, plans), *_more_host_memory(question)]
+    texts = [fix.text for fix in fixes]
+    if not any("gpu" in fix.changes for fix in fixes):
+        texts.append("no GPU of the catalog")
+    return NothingFits(f"{needs}; allowed: {', or '.join(texts)}", fixes)
 
 
-def on_device(question: Question, memory_utilization: float) -> tuple[Fix, ...]:
+def on_device(question: Question) -> tuple[Fix, ...]:
     """What would make a plan fit the device alone, where none does without layers on the host."""
-    alone = replace(question, offload=False)
-    return tuple(_fixes(alone, _least_plans(alone), memory_utilization))
+    device_only = question.with_options(offload=False)
+    return tuple(_fixes(device_only, _smallest_executable(device_only)))
 
 
-def smallest_gpu(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Hardware | None:
+def smallest_gpu(question: Question, plans: Sequence[Plan]) -> Hardware | None:
     """The GPU of the catalog with the least memory on which any of the plans fits; None if none is enough."""
 
     @cache
     def capacity(element_bytes: int) -> Capacity:
-        like = replace(question.machine, element_bytes=element_bytes)
-        return Capacity(plans, question.shape, like, question.host_limit_bytes)
+        machine = replace(question.machine, element_bytes=element_bytes)
+        return Capacity(plans, question.shape, machine, question.host_limit_bytes)
 
-    for hardware in sorted(list_hardware(), key=lambda one: one.memory_bytes):
-        usable = usable_bytes(hardware.memory_bytes, memory_utilization)
+    for hardware in sorted(list_hardware(), key=lambda hardware: hardware.memory_bytes):
+        usable = usable_bytes(hardware.memory_bytes, question.options.memory_utilization)
         device = Device(memory_bytes=usable, element_bytes=hardware.element_bytes, num_sms=hardware.num_sms)
         if capacity(hardware.element_bytes).fits(device=device).any():
             return hardware
@@ -137,34 +161,35 @@ def _capacity(question: Question, plans: Sequence[Plan]) -> Capacity:
     return Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
 
 
-def _least_plans(question: Question) -> list[Plan]:
-    return smallest_plans(runnable_families(question, regroup=True))
+def _smallest_executable(question: Question) -> list[Plan]:
+    return smallest_plans(executable_families(question, regroup=True))
 
 
-def _fixes(question: Question, plans: Sequence[Plan], memory_utilization: float) -> Iterator[Fix]:
+def _fixes(question: Question, plans: Sequence[Plan]) -> Iterator[Fix]:
+    """Changes with which one of the plans fits: sizes first, those nearest to the asked ones before others."""
     workload, capacity = question.workload, _capacity(question, plans)
-    longest, batch = _longest(question, capacity), int(capacity.largest_batches().max())
-    sizes = []  # with how much less than asked for they are
+    longest, batch = _longest_context(question, capacity), int(capacity.largest_batches().max())
+    sizes = []  # with the factor by which they are smaller than asked for
     if longest:
-        found = Fix({"context": longest}, described_contexts(longest, workload, workload.batch))
-        sizes.append((workload.context / longest, found))
+        fix = Fix({"context": longest}, described_contexts(longest, workload, workload.batch))
+        sizes.append((workload.context / longest, fix))
     if batch:
-        found = Fix({"batch": batch}, f"batch up to {batch} with context {workload.context}")
-        sizes.append((workload.batch / batch, found))
+        fix = Fix({"batch": batch}, f"batch up to {batch} with context {workload.context}")
+        sizes.append((workload.batch / batch, fix))
     yield from (fix for _, fix in sorted(sizes, key=itemgetter(0)))
     if not sizes and workload.batch > 1:
-        yield from _alone(question)
-    yield from _without_limit(question, capacity, memory_utilization)
+        yield from _single_sequence(question)
+    yield from _without_limit(question, capacity)
     yield from _lower_quality(question)
-    gpu = smallest_gpu(question, plans, memory_utilization)
+    gpu = smallest_gpu(question, plans)
     if gpu:
         changes = {"gpu": gpu.name, "memory_limit": None}
         yield Fix(changes, f"a GPU such as {gpu.name} ({size_text(gpu.memory_bytes)})")
 
 
-def _without_limit(question: Question, capacity: Capacity, memory_utilization: float) -> Iterator[Fix]:
-    """All that the machine's memory allows, where a plan fits that and a lower limit was asked for."""
-    usable = usable_bytes(question.profile.hardware.memory_bytes, memory_utilization)
+def _without_limit(question: Question, capacity: Capacity) -> Iterator[Fix]:
+    """All that the machine's memory allows, if a plan fits that and a lower limit was asked for."""
+    usable = usable_bytes(question.profile.hardware.memory_bytes, question.options.memory_utilization)
     if capacity.fits(device=replace(question.machine, memory_bytes=usable)).any():
         yield Fix({"memory_limit": None}, f"no memory limit, as {size_text(usable)} may be used")
 
@@ -172,33 +197,35 @@ def _without_limit(question: Question, capacity: Capacity, memory_utilization: f
 def _lower_quality(question: Question) -> Iterator[Fix]:
     """The strictest quality at which a plan fits."""
     for quality in Quality:
-        if question.quality.allows(quality):
+        if question.options.quality.allows(quality):
             continue
-        plans = _least_plans(replace(question, quality=quality))
+        plans = _smallest_executable(question.with_options(quality=quality))
         capacity = _capacity(question, plans)
         if capacity.fits().any():
-            least = preset_name(plans[capacity.least()])
-            yield Fix({"quality": str(quality)}, f"quality {quality}, such as {least}")
+            smallest = preset_name(plans[capacity.smallest()])
+            yield Fix({"quality": str(quality)}, f"quality {quality}, such as {smallest}")
             return
 
 
-def _more_of_the_host(question: Question) -> Iterator[Fix]:
-    """The least memory of the host with which a plan fits that leaves layers there."""
-    roomy = replace(question, host_limit_bytes=math.inf)
-    needed = min((one.host_bytes for one in tightest(roomy)), default=0.0) if question.offload else 0.0
+def _more_host_memory(question: Question) -> Iterator[Fix]:
+    """The least memory of the host with which a plan fits that keeps layers there."""
+    if not question.options.offload:
+        return
+    candidates = search_regrouped(replace(question, host_limit_bytes=math.inf))
+    needed = min((candidate.host_bytes for candidate in candidates), default=0.0)
     if needed:
         yield Fix(
             {"host_memory": f"{math.ceil(needed / GB)}GB"}, f"{size_text(needed)} of the host's memory for layers"
         )
 
 
-def _longest(question: Question, capacity: Capacity) -> int:
+def _longest_context(question: Question, capacity: Capacity) -> int:
     return int(capacity.largest_contexts(context_limits(capacity.plans, question)).max())
 
 
-def _alone(question: Question) -> Iterator[Fix]:
+def _single_sequence(question: Question) -> Iterator[Fix]:
     """The contexts that fit a batch of 1."""
-    one = replace(question, workload=replace(question.workload, batch=1))
-    longest = _longest(one, _capacity(one, _least_plans(one)))
+    single = replace(question, workload=replace(question.workload, batch=1))
+    longest = _longest_context(single, _capacity(single, _smallest_executable(single)))
     if longest:
-        yield Fix({"context": longest, "batch": 1}, described_contexts(longest, one.workload, 1))
+        yield Fix({"context": longest, "batch": 1}, described_contexts(longest, single.workload, 1))

@@ -31,7 +31,7 @@ from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.plan.draft_selection import DraftSelection
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat, Plan, require
 from ridgeplan.roofline.plan.policies import draft_selection, evicted_to, eviction_settings, target_selection
-from ridgeplan.roofline.plan.policies.base import SelectionCost, unpriced
+from ridgeplan.roofline.plan.policies.base import SelectionCost, missing_cost_model
 from ridgeplan.roofline.plan.policies.evictions import kept_tokens
 from ridgeplan.roofline.speculation import RoundCosts
 from ridgeplan.roofline.strategy import (
@@ -51,7 +51,7 @@ CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.
 def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float) -> Strategy:
     """The plan's axes as plain numbers. Raises PlanError for what is not modelled: several GPUs, some policies."""
     require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
-    problem = unpriced(plan, shape)
+    problem = missing_cost_model(plan, shape)
     require(problem is None, problem or "")
     workload, speculation, attention = plan.workload, plan.speculation, plan.attention
     layers, kv_heads = shape.layers, shape.kv_heads

@@ -1,27 +1,27 @@
-"""The question to the planner: model, machine, workload, limits and objective, resolved and checked."""
+"""The question to the planner: a model, a machine and a workload, and the options of the search, all checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION, usable_bytes, usable_host_bytes
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION, check_memory_options, usable_bytes, usable_host_bytes
 from ridgeplan.planner.quality import Quality, losses, quality_of
 from ridgeplan.planner.quantities import size_bytes, size_text, tokens
 from ridgeplan.planner.resolution import resolve, workload_for
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.catalog.validation import brief
+from ridgeplan.roofline.catalog.validation import flag, one_of, whole
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.plan import KVFormat, Plan, Workload, require
+from ridgeplan.roofline.plan.draft_selection import PlanPart
+from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, KVFormat, Plan, Workload
 from ridgeplan.roofline.plan.support import Backend, as_loaded, is_converted, missing_architecture, unsupported
-
-Choice = TypeVar("Choice", bound=StrEnum)
 
 
 class Objective(StrEnum):
@@ -32,126 +32,146 @@ class Objective(StrEnum):
     MEMORY = "memory"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(PlanPart):
+    """What a search may use and give up. The keywords of `recommend` and of all other questions.
+
+    Sizes are bytes, or texts such as "24GB". Raises PlanError for values that are not allowed.
+    """
+
+    batch: int = whole(1, MAX_BATCH, default=1)  # sequences
+    new_tokens: int = whole(1, MAX_TOKENS, default=1024)  # generated for each sequence
+    quality: Quality = one_of(Quality, default=Quality.NEAR_LOSSLESS)  # what the target may give up
+    objective: Objective = one_of(Objective, default=Objective.LATENCY)  # what is minimized
+    memory_limit: float | None = None  # of the device; applies if it is less than memory_utilization allows
+    memory_utilization: float = MEMORY_UTILIZATION  # share of the device's memory that plans may use
+    profile: Profile | Path | str | None = None  # calibration to predict with, or its file
+    acceptance: Path | str | None = None  # file of `ridgeplan acceptance`; by default the one that it saved
+    yarn: bool = flag(False)  # stretch the rotary embedding beyond the model's context limit
+    backend: Backend = one_of(Backend, default=Backend.RIDGEPLAN)  # what is to execute the plan
+    kv_format: KVFormat | None = one_of(KVFormat, default=None)  # only plans with this KV cache; None for any
+    offload: bool = flag(True)  # layers of KV may be kept on the host if plans do not fit otherwise
+    host_memory: float | None = None  # that those layers may use; see `usable_host_bytes` for the default
+
+    def __post_init__(self) -> None:
+        """Validates all fields; sizes become bytes."""
+        for name in ("memory_limit", "host_memory"):
+            if isinstance(size := getattr(self, name), str):
+                vars(self)[name] = size_bytes(size)  # frozen instances refuse setattr
+        super().__post_init__()
+        check_memory_options(self.memory_utilization, self.memory_limit, self.host_memory)
+
+    @classmethod
+    def of(cls, options: SearchOptions | None, changes: Mapping[str, Any], **defaults: Any) -> SearchOptions:
+        """`options` with some fields changed; `defaults` apply if there are no options.
+
+        Raises PlanError for values that are not allowed, and TypeError for unknown fields.
+        """
+        names = [item.name for item in fields(cls)]
+        unknown = [name for name in changes if name not in names]
+        if unknown:
+            raise TypeError(f"unknown option {', '.join(unknown)}; allowed: {', '.join(names)}")
+        return cls(**{**defaults, **changes}) if options is None else replace(options, **changes)
+
+
 @dataclass(frozen=True)
 class Question:
-    """The inputs of a search. kv_format: the only one that is wanted, None for any.
-
-    yarn: contexts beyond the model's limit are reached by YaRN, where others than the workload's are asked for too.
-    """
+    """What a search answers. The limits are the bytes of the device and of the host that plans may use."""
 
     shape: ModelShape
     profile: Profile
     workload: Workload
-    quality: Quality
-    objective: Objective
+    options: SearchOptions
     memory_limit_bytes: float
-    backend: Backend = Backend.RIDGEPLAN
-    kv_format: KVFormat | None = None
-    offload: bool = True  # plans may leave KV on the host
-    yarn: bool = False
-    host_limit_bytes: float = HOST_MEMORY_BYTES  # of the host, for layers that plans leave there
+    host_limit_bytes: float
 
-    def misfit(self, peak_bytes: float, host_bytes: float) -> str | None:
-        """Which memory is not enough for a plan that takes so much of the device and of the host; None if both are."""
+    @classmethod
+    def of(
+        cls, shape: ModelShape, profile: Profile, workload: Workload, options: SearchOptions, *,
+        this_machine: bool = False,
+    ) -> Question:  # fmt: skip
+        """The question with the limits that the options set. this_machine: whether the host is this one."""
+        share, limit = options.memory_utilization, options.memory_limit
+        usable = usable_bytes(profile.hardware.memory_bytes, share, limit)
+        host_usable = usable_host_bytes(options.host_memory, share, this_machine=this_machine)
+        return cls(shape, profile, workload, options, usable, host_usable)
+
+    def resized(self, context: int, batch: int) -> Question:
+        """The same question at another context and batch. Raises PlanError for sizes out of range."""
+        new_tokens, yarn = self.options.new_tokens, self.options.yarn
+        workload = workload_for(self.shape, self.profile, context, new_tokens, batch, yarn=yarn)
+        return replace(self, workload=workload)
+
+    def with_options(self, **changes: Any) -> Question:
+        """The same question with other options; the limits stay."""
+        return replace(self, options=replace(self.options, **changes))
+
+    def oom_reason(self, peak_bytes: float, host_bytes: float) -> str | None:
+        """Which memory is too small for these bytes of the device and of the host; None if both are enough."""
         if peak_bytes > self.memory_limit_bytes:
             return f"does not fit: needs {size_text(peak_bytes)} of {size_text(self.memory_limit_bytes)}"
         if host_bytes > self.host_limit_bytes:
             return f"does not fit the host: needs {size_text(host_bytes)} of {size_text(self.host_limit_bytes)} there"
         return None
 
-    def fitting(self, peak_bytes: np.ndarray, host_bytes: np.ndarray) -> np.ndarray:
-        """Which of several plans have no misfit."""
+    def fits(self, peak_bytes: np.ndarray, host_bytes: np.ndarray) -> np.ndarray:
+        """Whether each of several plans fits the device and the host."""
         return np.asarray((peak_bytes <= self.memory_limit_bytes) & (host_bytes <= self.host_limit_bytes))
 
-    def unwanted(self, plan: Plan) -> str | None:
-        """Why a plan is no answer, on whatever backend; None if it may be one."""
-        if not self.quality.allows(quality_of(plan)):
+    def constraint_violation(self, plan: Plan) -> str | None:
+        """Why the options rule a plan out on any backend; None if they allow it."""
+        if not self.options.quality.allows(quality_of(plan)):
             return f"quality: {'; '.join(losses(plan))}"
-        if self.kv_format not in (None, plan.kv.format):
-            return f"KV format: {plan.kv.format.value}, not {self.kv_format.value}"
+        if self.options.kv_format not in (None, plan.kv.format):
+            return f"KV format: {plan.kv.format.value}, not {self.options.kv_format.value}"
         return None
 
     def unsupported(self, plan: Plan) -> str | None:
-        """What the backend lacks to execute a plan, or the profile to price it; None if nothing."""
-        return unsupported(plan, self.backend, self.shape, self.profile)
+        """What the backend lacks to execute a plan, or the profile to predict it; None if nothing."""
+        return unsupported(plan, self.options.backend, self.shape, self.profile)
 
     @cached_property
     def machine(self) -> Machine:
         """The profile's machine with the memory limit."""
         return replace(Machine.of(self.profile), memory_bytes=self.memory_limit_bytes)
 
-    def notes(self, memory_limit: float | str | None = None) -> Iterator[str]:
-        """Caveats of any answer; memory_limit: the one that was asked for."""
-        return notes(self.shape, self.profile, self.workload, _bytes(memory_limit), self.memory_limit_bytes)
-
     @property
     def as_executed(self) -> Question:
         """The same for the weights that the runtime holds, which converts some formats when it loads them."""
         return replace(self, shape=as_loaded(self.shape)) if is_converted(self.shape) else self
 
+    def notes(self) -> Iterator[str]:
+        """Caveats of any prediction for this model, machine and workload."""
+        shape, workload, hardware = self.shape, self.workload, self.profile.hardware
+        if missing := missing_architecture(shape):
+            yield missing
+        elif is_converted(shape):
+            yield f"weights stored as {shape.weight_bits.format} are decoded and held in the plan's format"
+        if workload.yarn_factor > 1:
+            yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
+        elif workload.final_context > shape.max_context:
+            yield f"{workload.final_context} tokens exceed the model's limit of {shape.max_context}; YaRN stretches it"
+        if hardware.is_amd:
+            yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"
+        if self.profile.transferred_from:
+            yield f"{hardware.name} is not calibrated: utilizations are those of {self.profile.transferred_from}"
+
+    def limit_notes(self) -> Iterator[str]:
+        """That the memory limit is more than may be used anyway."""
+        limit, hardware = self.options.memory_limit, self.profile.hardware
+        if limit is not None and limit > self.memory_limit_bytes:
+            yield (
+                f"the memory limit of {size_text(limit)} is more than {hardware.name} may use, "
+                f"{size_text(self.memory_limit_bytes)} of {size_text(hardware.memory_bytes)}"
+            )
+
 
 def ask(
-    model: str | ModelShape,
-    gpu: str,
-    context: int | str,
-    *,
-    batch: int = 1,
-    new_tokens: int = 1024,
-    quality: str = "near-lossless",
-    objective: str = "latency",
-    memory_limit: float | str | None = None,
-    memory_utilization: float = MEMORY_UTILIZATION,
-    profile: Profile | str | None = None,
-    acceptance: str | None = None,
-    yarn: bool = False,
-    backend: str = "ridgeplan",
-    kv_format: str | None = None,
-    offload: bool = True,
-    host_memory: float | str | None = None,
+    model: str | ModelShape, gpu: str, context: int | str, options: SearchOptions | None = None, **changes: Any
 ) -> Question:
-    """A question from what a user gives, as `recommend` documents it. Raises ValueErrors that name what is wrong."""
-    wanted, aim = choice(Quality, "quality", quality), choice(Objective, "objective", objective)
-    runs_on = choice(Backend, "backend", backend)
-    only = None if kv_format is None else choice(KVFormat, "kv_format", kv_format)
-    shape, used = resolve(model, gpu, profile, acceptance)
-    workload = workload_for(shape, used, tokens(context), new_tokens, batch, yarn=yarn)
-    limit = usable_bytes(used.hardware.memory_bytes, memory_utilization, _bytes(memory_limit))
-    own = gpu == "auto" and profile is None
-    host_limit = usable_host_bytes(_bytes(host_memory), memory_utilization, own=own)
-    return Question(shape, used, workload, wanted, aim, limit, runs_on, only, offload, yarn, host_limit)
-
-
-def _bytes(limit: float | str | None) -> float | None:
-    return size_bytes(limit) if isinstance(limit, str) else limit
-
-
-def choice(kind: type[Choice], name: str, value: str) -> Choice:
-    """The member of an enum by its value. Raises PlanError."""
-    allowed = [str(member) for member in kind]
-    require(value in allowed, f"{name} is {brief(value)}; allowed: {', '.join(allowed)}")
-    return kind(value)
-
-
-def notes(
-    shape: ModelShape, profile: Profile, workload: Workload, memory_limit: float | None = None, usable: float = 0
-) -> Iterator[str]:
-    """Caveats of any prediction for this model, machine and workload, and of a memory limit that was asked for."""
-    missing = missing_architecture(shape)
-    if missing:
-        yield missing
-    elif is_converted(shape):
-        stored = shape.weight_bits.format
-        yield f"weights stored as {stored} are decoded and held in the plan's format"
-    if workload.yarn_factor > 1:
-        yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
-    elif workload.final_context > shape.max_context:
-        yield f"{workload.final_context} tokens exceed the model's limit of {shape.max_context}; YaRN stretches it"
-    if profile.hardware.is_amd:
-        yield f"{profile.hardware.name} is an AMD GPU, on which this package's kernels have not run"
-    if profile.transferred_from:
-        yield f"{profile.hardware.name} is not calibrated: utilizations are those of {profile.transferred_from}"
-    if memory_limit is not None and memory_limit > usable:
-        yield (
-            f"the memory limit of {size_text(memory_limit)} is more than {profile.hardware.name} may use, "
-            f"{size_text(usable)} of {size_text(profile.hardware.memory_bytes)}"
-        )
+    """The question for what a user names, as `recommend` documents it. Raises ValueErrors that name what is wrong."""
+    options = SearchOptions.of(options, changes)
+    shape, profile = resolve(model, gpu, options.profile, options.acceptance)
+    workload = workload_for(shape, profile, tokens(context), options.new_tokens, options.batch, yarn=options.yarn)
+    this_machine = gpu == "auto" and options.profile is None
+    return Question.of(shape, profile, workload, options, this_machine=this_machine)

@@ -32,7 +32,7 @@ from ridgeplan.roofline.plan.plan import (
     Workload,
 )
 from ridgeplan.roofline.plan.policies import selections
-from ridgeplan.roofline.plan.policies.base import KV_BUDGET, Role, unpriced
+from ridgeplan.roofline.plan.policies.base import KV_BUDGET, Role, missing_cost_model
 from ridgeplan.roofline.plan.policies.evictions import dapq
 from ridgeplan.roofline.plan.policies.selections import autoregressive
 from ridgeplan.roofline.plan.presets import PRESETS, describe, family_key
@@ -160,23 +160,19 @@ class Candidate:
 
     def rejection(self, question: Question) -> str | None:
         """Why this plan cannot be recommended, however fast; None if it can."""
-        return self.exclusion(question) or self.unsupported(question)
+        return self.exclusion(question) or question.unsupported(self.plan)
 
     def exclusion(self, question: Question) -> str | None:
         """Why this plan is no answer, on whatever runtime; None if it is one."""
-        return question.misfit(self.peak_bytes, self.host_bytes) or question.unwanted(self.plan)
-
-    def unsupported(self, question: Question) -> str | None:
-        """What the backend lacks to execute this plan, or the profile to price it; None if nothing."""
-        return question.unsupported(self.plan)
+        return question.oom_reason(self.peak_bytes, self.host_bytes) or question.constraint_violation(self.plan)
 
 
 def search(question: Question, searched: tuple[Family, ...] | None = None) -> list[Candidate]:
     """The best plan of every family of the search space, or of those given."""
     if searched is None:
-        offload = question.offload and not fits_whole(question)
-        known = families(question.workload, offload=offload, quality=question.quality)
-        searched = tuple(family for family in known if unpriced(family.template, question.shape) is None)
+        offload = question.options.offload and not fits_whole(question)
+        known = families(question.workload, offload=offload, quality=question.options.quality)
+        searched = tuple(family for family in known if missing_cost_model(family.template, question.shape) is None)
     machine, grid = question.machine, _Grid.of(searched)
     templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
@@ -254,7 +250,7 @@ def _best_of_each(
     score, tpot, peak, host, offloaded = (
         np.broadcast_to(np.asarray(one, dtype=float), grid.shape).reshape(len(searched), -1) for one in figures
     )
-    fits = question.fitting(peak, host)
+    fits = question.fits(peak, host)
     ranked = np.where(fits.any(axis=1, keepdims=True), np.where(fits, score, math.inf), peak)
     for index, (family, best) in enumerate(zip(searched, ranked.argmin(axis=1), strict=True)):
         if family.template.placement.offload and family.name not in PRESETS and not offloaded[index, best]:
@@ -275,4 +271,4 @@ def _score(estimate: Estimate, question: Question) -> Term:
         Objective.LATENCY: estimate.tpot_s,
         Objective.TOTAL: estimate.ttft_s + question.workload.new_tokens * estimate.tpot_s,
         Objective.MEMORY: estimate.memory.peak,
-    }[question.objective]
+    }[question.options.objective]

@@ -12,7 +12,6 @@ from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.options import (
     BATCH,
     COUNT_LIST,
-    DEFAULT_NEW_TOKENS,
     TIME,
     Names,
     SavedPlanFile,
@@ -28,6 +27,7 @@ from ridgeplan.dashboards.cli.options import (
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, wrapped
 from ridgeplan.dashboards.cli.plan import LONGEST_NAME, shortened
+from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.compare import ComparedPlan, PlanComparison, compare_saved
 from ridgeplan.planner.queries.compare import compare as compared
@@ -59,30 +59,31 @@ COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "x 
 )  # fmt: skip
 def compare(
     subjects: Sequence[str], gpus: Sequence[str], presets: Sequence[str], ctx: int | None, max_model_len: int | None,
-    as_json: bool, **rest: Any,
+    as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """Plans side by side: of each MODEL on each GPU, by each preset; or of plan files, each for its own size."""
+    options = SearchOptions(**search)
     plans = [subject for subject in subjects if Path(subject).suffix == ".json" and Path(subject).name != "config.json"]
     if plans and len(plans) < len(subjects):
         raise click.UsageError("models and plan files were given; allowed: either")
     if plans:
-        _forbid(ctx, max_model_len, presets, rest)
+        _forbid(ctx, max_model_len, presets, options)
         saved = [SavedPlanFile().convert(path, None, None) for path in plans]
-        held = {name: rest[name] for name in ("memory_utilization", "memory_limit", "host_memory")}
-        found = compare_saved(saved, gpus, **held)
+        found = compare_saved(saved, gpus, options)
     else:
         if not gpus:
             raise click.UsageError("compare needs --gpu for a model; allowed: names with commas, such as h100,h200")
-        context = context_of(ctx, max_model_len, rest["new_tokens"])
-        found = compared(subjects, gpus, context, presets=presets, **rest)
+        context = context_of(ctx, max_model_len, options.new_tokens)
+        found = compared(subjects, gpus, context, presets=presets, options=options)
     if as_json:
         print_json(found.to_dict())
     else:
         _print_comparison(found)
 
 
-def _forbid(ctx: int | None, max_model_len: int | None, presets: Sequence[str], rest: dict[str, Any]) -> None:
-    sized = rest["batch"] != 1 or rest["new_tokens"] != DEFAULT_NEW_TOKENS or rest["yarn"]
+def _forbid(ctx: int | None, max_model_len: int | None, presets: Sequence[str], options: SearchOptions) -> None:
+    usual = SearchOptions()
+    sized = options.batch != usual.batch or options.new_tokens != usual.new_tokens or options.yarn
     if ctx or max_model_len or presets or sized:
         raise click.UsageError("plan files have their own size and plan; allowed with them: --gpu and memory options")
 
@@ -146,15 +147,19 @@ def _figures(one: ComparedPlan) -> tuple[str, ...]:
 )  # fmt: skip
 def cost(
     model: str, gpus: Sequence[str], prices: Sequence[str], ctx: int | None, max_model_len: int | None,
-    ttft_max: float | None, tpot_max: float | None, as_json: bool, **rest: Any,
+    batches: Sequence[int], preset: str | None, ttft_max: float | None, tpot_max: float | None, as_json: bool,
+    **search: Any,
 ) -> None:  # fmt: skip
     """Dollars per million output tokens of MODEL at every batch, tokens/s per GPU, and who meets the limits.
 
     A batch is served at a time: its prompts one after another, then its tokens; both are paid for. TTFT is one
     request's own prompt, TPOT one request's time per token.
     """
-    context = context_of(ctx, max_model_len, rest["new_tokens"])
-    found = serving_cost(model, _priced(gpus, prices), context, limits=Limits(ttft_max, tpot_max), **rest)
+    options = SearchOptions(**search)
+    found = serving_cost(
+        model, _priced(gpus, prices), context_of(ctx, max_model_len, options.new_tokens), batches=batches,
+        limits=Limits(ttft_max, tpot_max), preset=preset, options=options,
+    )  # fmt: skip
     if as_json:
         print_json(found.to_dict())
     else:

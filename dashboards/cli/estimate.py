@@ -31,14 +31,14 @@ from ridgeplan.dashboards.cli.options import (
     priced_by,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, wrapped, write_atomically
-from ridgeplan.planner import Plan, Prediction
-from ridgeplan.planner.capacity import usable_bytes, usable_host_bytes
+from ridgeplan.planner import Plan, Prediction, SearchOptions
+from ridgeplan.planner.capacity import usable_bytes
 from ridgeplan.planner.plan_file import SavedPlan, plan_json
 from ridgeplan.planner.prediction import predict_all
-from ridgeplan.planner.quality import Quality, saved_rows, stated_losses
+from ridgeplan.planner.quality import saved_rows, stated_losses
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.queries.estimate import PlanEstimate, drafting, estimate_plan
-from ridgeplan.planner.question import Objective, Question
+from ridgeplan.planner.question import Question
 from ridgeplan.planner.render.text import SOURCE_WORDS, beside_text, on_host_text, weights_or_kv
 from ridgeplan.planner.render.text import explain as meaning_of
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -97,13 +97,8 @@ def _of_plan(
     _forbid_beside_plan({"--preset": preset} | {f"--{name.replace('_', '-')}": rest[name] for name in stray})
     shape, profile = saved.resolve(model, rest["gpu"], rest["profile"], rest["acceptance"])
     plan = drafting(saved.on(shape, profile), gamma, adaptive=adaptive)
-    share = rest["memory_utilization"]
-    usable = usable_bytes(profile.hardware.memory_bytes, share, rest["memory_limit"])
-    of_host = usable_host_bytes(rest["host_memory"], share, own=False)
-    question = Question(
-        shape, profile, plan.workload, Quality.LOSSY, Objective.LATENCY, usable, host_limit_bytes=of_host
-    )
-    return estimate_plan(plan, question, question.notes(rest["memory_limit"]))
+    options = SearchOptions(**{name: rest[name] for name in ("memory_utilization", "memory_limit", "host_memory")})
+    return estimate_plan(plan, Question.of(shape, profile, plan.workload, options))
 
 
 def _of_preset(
@@ -115,11 +110,10 @@ def _of_preset(
     if not (model and preset and rest["gpu"] and (ctx, limit) != (None, None)):
         raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE")
     passed = ("memory_utilization", "memory_limit", "host_memory", "profile", "acceptance", "yarn")
-    return planner.estimate(
-        model, rest["gpu"], context_of(ctx, limit, new_tokens), preset=preset, gamma=gamma, adaptive=adaptive,
-        batch=1 if rest["batch"] is None else rest["batch"], new_tokens=new_tokens,
-        **{name: rest[name] for name in passed},
-    )  # fmt: skip
+    batch = 1 if rest["batch"] is None else rest["batch"]
+    options = SearchOptions(batch=batch, new_tokens=new_tokens, **{name: rest[name] for name in passed})
+    context = context_of(ctx, limit, new_tokens)
+    return planner.estimate(model, rest["gpu"], context, preset=preset, gamma=gamma, adaptive=adaptive, options=options)
 
 
 def _print(found: PlanEstimate) -> None:

@@ -28,6 +28,7 @@ from ridgeplan.dashboards.cli.options import (
     yarn,
 )
 from ridgeplan.dashboards.cli.output import print_json, print_table
+from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, size_text, tokens_text
 from ridgeplan.planner.queries.fit import BATCHES, FitRow, fit_gpus
 from ridgeplan.roofline.latency import GIB
@@ -61,24 +62,25 @@ from ridgeplan.roofline.latency import GIB
 )  # fmt: skip
 def fit(
     model: str, gpu: str | None, gpu_option: str | None, batches: Sequence[tuple[int, ...]],
-    contexts: Sequence[tuple[int, ...]], as_json: bool, **more: Any,
+    contexts: Sequence[tuple[int, ...]], preset: str | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """The largest context per batch, and the largest batch per context, that fit MODEL on GPU.
 
     Of the plans that run, keep their KV on the GPU and are allowed by --quality, the one that reaches the most is
     named. Without GPU: every GPU of the catalog for one --ctx and --batch, and the smallest that does.
     """
-    gpu, sizes, lengths = one_gpu(gpu, gpu_option), flat(batches), flat(contexts)
+    gpu, sizes, lengths, options = one_gpu(gpu, gpu_option), flat(batches), flat(contexts), SearchOptions(**search)
     if gpu is not None:
-        _on_one(model, gpu, sizes or BATCHES, lengths, as_json, more)
+        _on_one(model, gpu, sizes or BATCHES, lengths, preset, options, as_json)
     else:
-        _on_all(model, sizes or (1,), lengths, as_json, more)
+        _on_all(model, sizes or (1,), lengths, preset, options, as_json)
 
 
 def _on_one(
-    model: str, gpu: str, batches: Sequence[int], contexts: Sequence[int], as_json: bool, more: dict[str, Any]
-) -> None:
-    found = planner.fit(model, gpu, batches=batches, contexts=contexts, **more)
+    model: str, gpu: str, batches: Sequence[int], contexts: Sequence[int], preset: str | None, options: SearchOptions,
+    as_json: bool,
+) -> None:  # fmt: skip
+    found = planner.fit(model, gpu, batches=batches, contexts=contexts, preset=preset, options=options)
     if as_json:
         print_json(found.to_dict())
         return
@@ -99,10 +101,13 @@ def _print_rows(title: str, rows: Iterable[FitRow]) -> None:
     print_table(title, ("plan", "context", "batch", "GB", "limited by"), cells)
 
 
-def _on_all(model: str, batches: Sequence[int], contexts: Sequence[int], as_json: bool, more: dict[str, Any]) -> None:
-    if len(batches) != 1 or len(contexts) != 1 or more.pop("profile"):
+def _on_all(
+    model: str, batches: Sequence[int], contexts: Sequence[int], preset: str | None, options: SearchOptions,
+    as_json: bool,
+) -> None:  # fmt: skip
+    if len(batches) != 1 or len(contexts) != 1 or options.profile:
         raise click.UsageError("without a GPU, fit needs one --ctx and at most one --batch, and no --profile")
-    found = fit_gpus(model, contexts[0], batches[0], **more)
+    found = fit_gpus(model, contexts[0], batches[0], preset=preset, options=options)
     if as_json:
         print_json([one.to_dict() for one in found])
         return
@@ -115,5 +120,5 @@ def _on_all(model: str, batches: Sequence[int], contexts: Sequence[int], as_json
     largest = (f"context at batch {batches[0]}", f"batch at {tokens_text(contexts[0])}")
     print_table(f"{model}, {asked}", ("GPU", "GB", "fits", *largest, "plan"), rows)
     smallest = next((one for one in found if one.fits), None)
-    stricter = "" if more["quality"] == "lossy" else "; --quality lossy needs less"
+    stricter = "" if options.quality == "lossy" else "; --quality lossy needs less"
     click.echo(f"smallest GPU that does: {smallest.gpu}" if smallest else f"no GPU of the catalog is enough{stricter}")

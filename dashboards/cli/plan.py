@@ -27,7 +27,7 @@ from ridgeplan.dashboards.cli.options import (
     priced_by,
 )
 from ridgeplan.dashboards.cli.output import number, print_json, wrapped, write_atomically
-from ridgeplan.planner import Prediction, Recommendation
+from ridgeplan.planner import Prediction, Recommendation, SearchOptions
 from ridgeplan.planner.plan_file import plan_json
 from ridgeplan.planner.quantities import GB, size_text, time_text, tokens_text
 from ridgeplan.planner.question import Objective
@@ -183,7 +183,7 @@ FIGURE_WIDTH = 10  # eight of them fit 80 columns
 )  # fmt: skip
 def plan(
     model: str, gpu: str, ctx: int | None, max_model_len: int | None, new_tokens: int, output: Path | None,
-    adaptive: bool, show_all: bool, as_json: bool, **question: Any,
+    adaptive: bool, show_all: bool, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """The fastest plan for MODEL on a GPU that fits and runs, and the fastest of all, even if nothing runs it yet.
 
@@ -191,10 +191,11 @@ def plan(
     of `ridgeplan list models`, a config.json, a GGUF file, or a hub id.
     """
     context = context_of(ctx, max_model_len, new_tokens)
-    found = planner.recommend(model, gpu, context, new_tokens=new_tokens, **question)
+    options = SearchOptions(new_tokens=new_tokens, **search)
+    found = planner.recommend(model, gpu, context, options)
     if output:
         chosen = found.adaptive if adaptive and found.adaptive else found.plan
-        shape, profile = planner.resolve(model, gpu, question["profile"], question["acceptance"])
+        shape, profile = planner.resolve(model, gpu, options.profile, options.acceptance)
         write_atomically(output, plan_json(chosen, shape, profile))
     if as_json:
         print_json(found.to_dict())

@@ -37,13 +37,12 @@ from ridgeplan.dashboards.cli.options import (
 )
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, write_atomically
 from ridgeplan.dashboards.cli.plan import LONGEST_NAME, shortened
-from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.gamma import BATCHES, GammaCell
 from ridgeplan.planner.queries.sweep import AXES, TURNS, GridSweep, grid_sweep, parse_axes
-from ridgeplan.planner.question import notes
+from ridgeplan.planner.question import Question, ask
 from ridgeplan.planner.render.text import briefly
-from ridgeplan.roofline.plan.support import Backend, as_loaded, unsupported
 
 FORMATS = (".csv", ".json", ".html")
 SHOWN_ROWS = 20
@@ -71,14 +70,17 @@ COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "x
     click.option("-o", "--output", type=OutputFile(), help="Write all rows here, as .csv, .json or .html."),
     as_json,
 )  # fmt: skip
-def sweep(model: str, gpu: str | None, axes: str, ctx: int, output: Path | None, as_json: bool, **rest: Any) -> None:
+def sweep(
+    model: str, gpu: str | None, axes: str, ctx: int, preset: str | None, output: Path | None, as_json: bool,
+    **search: Any,
+) -> None:  # fmt: skip
     """The fastest plan for MODEL at every point of a grid."""
     over = parse_axes(axes)
     if gpu is None and "gpu" not in over:
         raise click.UsageError("sweep needs --gpu, or gpu=h100,h200 in --over")
     if output is not None and output.suffix not in FORMATS:
         raise click.UsageError(f"--output ends in {output.suffix!r}; allowed: {', '.join(FORMATS)}")
-    found = grid_sweep(model, gpu or "", over, context=ctx, **rest)
+    found = grid_sweep(model, gpu or "", over, context=ctx, preset=preset, options=SearchOptions(**search))
     if output is not None:
         write_atomically(output, _document(found, output.suffix))
     if as_json:
@@ -160,15 +162,15 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
 )  # fmt: skip
 def gamma(
     model: str, gpu: str | None, gpu_option: str | None, preset: str, contexts: Sequence[tuple[int, ...]],
-    batches: Sequence[tuple[int, ...]], as_json: bool, **more: Any,
+    batches: Sequence[tuple[int, ...]], as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """The best gamma of a preset for MODEL on GPU, over contexts and batches, with its speed-up over plain decoding."""
     gpu = one_gpu(gpu, gpu_option)
     if gpu is None:
         raise click.UsageError("gamma needs a GPU; allowed: as the second word or by --gpu")
-    lengths, sizes = flat(contexts), flat(batches) or BATCHES
-    cells = planner.best_gamma(model, gpu, preset=preset, contexts=lengths, batches=sizes, **more)
-    known = list(_notes(model, gpu, preset, max(cell.context for cell in cells), **more))
+    lengths, sizes, options = flat(contexts), flat(batches) or BATCHES, SearchOptions(**search)
+    cells = planner.best_gamma(model, gpu, preset=preset, contexts=lengths, batches=sizes, options=options)
+    known = list(_notes(ask(model, gpu, max(cell.context for cell in cells), options), preset))
     if as_json:
         print_json({"preset": preset, "cells": [asdict(cell) for cell in cells], "notes": known})
         return
@@ -180,17 +182,11 @@ def gamma(
     print_table(f"Best gamma of {preset}, and its speed-up", ("context", *(f"batch {one}" for one in sizes), ""), rows)
 
 
-def _notes(
-    model: str, gpu: str, preset: str, context: int, *, new_tokens: int, memory_utilization: float,
-    memory_limit: float | None, profile: str | None, yarn: bool,
-) -> Iterator[str]:  # fmt: skip
+def _notes(question: Question, preset: str) -> Iterator[str]:
     """Caveats of the table's longest context, and of a preset that is only estimated or not calibrated."""
-    shape, used = planner.resolve(model, gpu, profile)
-    workload = planner.workload_for(shape, used, context, new_tokens, 1, yarn=yarn)
-    usable = usable_bytes(used.hardware.memory_bytes, memory_utilization, memory_limit)
-    yield from notes(shape, used, workload, memory_limit, usable)
-    plan = planner.preset(preset, workload)
-    missing = unsupported(plan, Backend.RIDGEPLAN, as_loaded(shape), used)
+    yield from question.notes()
+    yield from question.limit_notes()
+    missing = question.as_executed.unsupported(planner.preset(preset, question.workload))
     if missing:
         yield missing
 

@@ -72,11 +72,11 @@ def length_fixes(page: PageQuestion | None) -> list[Fix]:
         shape = load_shape(page.model)
     except ValueError:  # the model itself is what is wrong
         return []
-    longest = longest_context(shape, page.new_tokens, yarn=page.yarn)
+    longest = longest_context(shape, page.options.new_tokens, yarn=page.options.yarn)
     if page.context <= longest:
         return []
     fixes = [Fix({"context": longest}, f"the longest context of {shape.name}")]
-    if not page.yarn and page.context <= longest_context(shape, page.new_tokens, yarn=True):
+    if not page.options.yarn and page.context <= longest_context(shape, page.options.new_tokens, yarn=True):
         fixes.append(Fix({"yarn": True}, "stretch the model's rotary embedding, which can cost quality"))
     return fixes
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import streamlit as st
 
 from ridgeplan import planner
-from ridgeplan.planner import PlanError, Recommendation
+from ridgeplan.planner import PlanError, Recommendation, SearchOptions
 from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import count, size_bytes, size_text, tokens, tokens_text
@@ -44,28 +44,15 @@ class PageQuestion:
     model: str
     gpu: str
     context: int
-    batch: int = 1
-    new_tokens: int = 1024
-    quality: str = str(Quality.NEAR_LOSSLESS)
-    objective: str = str(Objective.LATENCY)
-    memory_utilization: float = MEMORY_UTILIZATION
-    memory_limit: float | None = None  # bytes
-    host_memory: float | None = None  # bytes
-    yarn: bool = False
-    backend: str = str(Backend.RIDGEPLAN)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All arguments of `planner.recommend` beside model, GPU and context."""
-        return {name: value for name, value in vars(self).items() if name not in ("model", "gpu", "context")}
+    options: SearchOptions = field(default_factory=SearchOptions)
 
     def answer(self) -> Recommendation:
         """The recommendation. Raises a ValueError that says what to change."""
-        return planner.recommend(self.model, self.gpu, self.context, **self.options)
+        return planner.recommend(self.model, self.gpu, self.context, self.options)
 
     def asked(self) -> Question:
         """The planner's form of it, for the weights as the runtime holds them."""
-        return ask(self.model, self.gpu, self.context, **self.options).as_executed
+        return ask(self.model, self.gpu, self.context, self.options).as_executed
 
     def on(self, gpu: str) -> PageQuestion:
         """The same on another GPU."""
@@ -73,10 +60,10 @@ class PageQuestion:
 
     def command(self, verb: str = "plan") -> str:
         """The command that asks the same in a terminal."""
-        standard = PageQuestion(self.model, self.gpu, self.context)
+        usual = vars(SearchOptions())
         words = ["ridgeplan", verb, self.model, "--gpu", self.gpu, "--ctx", str(self.context)]
-        for name, value in self.options.items():
-            if value != getattr(standard, name):
+        for name, value in vars(self.options).items():
+            if value != usual[name]:
                 flag = f"--{name.replace('_', '-')}"
                 words += [flag] if value is True else [flag, _option_text(name, value)]
         return shlex.join(words)
@@ -111,9 +98,12 @@ def ask_question() -> PageQuestion:
                                 placeholder=size_text(HOST_MEMORY_BYTES))  # fmt: skip
         yarn = st.toggle("YaRN beyond the model's limit", key="yarn", bind=IN_URL)
     return PageQuestion(
-        model=(model or "").strip(), gpu=(gpu or "").strip(), context=tokens(context), batch=count(batch),
-        new_tokens=tokens(new_tokens), quality=quality, objective=objective, memory_utilization=share,
-        memory_limit=_size(limit), host_memory=_size(of_host), yarn=yarn, backend=backend,
+        (model or "").strip(), (gpu or "").strip(), tokens(context),
+        SearchOptions(
+            batch=count(batch), new_tokens=tokens(new_tokens), quality=quality, objective=objective,
+            memory_utilization=share, memory_limit=_size(limit), host_memory=_size(of_host), yarn=yarn,
+            backend=backend,
+        ),
     )  # fmt: skip
 
 

@@ -105,11 +105,11 @@ PLAIN = "autoregressive"
 def show_trade_offs(answer: Answer) -> None:
     """Throughput of the GPU over speed of a request."""
     question = answer.question
-    plans = compared(answer.recommendation, question.quality)
+    plans = compared(answer.recommendation, question.options.quality)
     curves = {name: over_batches(plan, question, BATCHES) for name, plan in plans.items()}
     curves = {name: curve for name, curve in curves.items() if len(curve.batches)}
     running = [name for name, curve in curves.items() if not question.unsupported(curve.plan)]
-    allowed = [name for name, plan in plans.items() if question.quality.allows(quality_of(plan))]
+    allowed = [name for name, plan in plans.items() if question.options.quality.allows(quality_of(plan))]
     figure = charts.trade_offs(curves, running, allowed)
     st.plotly_chart(figure, key="trade_offs", alt="Tokens per second of the GPU over those of one request")
     st.caption("Each line is a plan over batches, as far as they fit. Up and to the right is better.")
@@ -142,9 +142,9 @@ def show_capacity(page: PageQuestion) -> None:
     tpot_limit = tpot.text_input("Time per token, at most", key="tpot_max", bind=IN_URL, placeholder="such as 20ms")
     ttft_limit = ttft.text_input("First token, at most", key="ttft_max", bind=IN_URL, placeholder="such as 2s")
     # The map does not depend on the context and batch that are asked, so their sliders find it made.
-    found = best_plans(replace(page, context=1, batch=1, objective="latency"))
+    found = best_plans(replace(page, context=1, options=replace(page.options, batch=1, objective="latency")))
     figure = charts.capacity_map(
-        found, (page.context, page.batch), dollars or None, _milliseconds(tpot_limit), _milliseconds(ttft_limit)
+        found, (page.context, page.options.batch), dollars or None, _milliseconds(tpot_limit), _milliseconds(ttft_limit)
     )  # fmt: skip
     st.plotly_chart(figure, key="map", alt="Time per token of the best plan over context and batch")
     st.caption("The fastest plan that runs and fits, at each size. Hatched: nothing fits. The ring is what you ask.")

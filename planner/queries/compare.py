@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeplan.planner.feasibility import NothingFits
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.prediction import Prediction, predict_all
-from ridgeplan.planner.question import Question, ask
+from ridgeplan.planner.quality import Quality
+from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.recommend import recommend
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
 from ridgeplan.planner.search import best_of_preset
@@ -78,22 +79,22 @@ def compare(
     context: int | str,
     *,
     presets: str | Sequence[str] = (),
-    batch: int = 1,
-    **options: Any,
+    options: SearchOptions | None = None,
+    **changes: Any,
 ) -> PlanComparison:
-    """Every model on every GPU, by each preset at its fastest gamma; without presets by the recommended plan.
+    """Every model on every GPU: each preset at its fastest gamma, or without presets the recommended plan.
 
-    One model, GPU or preset may stand alone instead of in a list.
-    `options` are those of `recommend`. What has no answer is listed as missing. Raises as `recommend` does, and
-    NothingFits where nothing has an answer.
+    One model, GPU or preset may stand alone instead of in a list. Options are those of `recommend`. What has no answer
+    is listed as missing. Raises as `recommend` does, and NothingFits if nothing has an answer.
     """
+    options = SearchOptions.of(options, changes)
     names = (presets,) if isinstance(presets, str) else presets
     plans: list[ComparedPlan] = []
     missing: list[tuple[str, str]] = []
     for model in (models,) if isinstance(models, str | ModelShape) else models:
         for gpu in (gpus,) if isinstance(gpus, str) else gpus:
             try:
-                plans += _answers(model, gpu, context, names, {"batch": batch, **options})
+                plans += _answers(model, gpu, context, names, options)
             except NothingFits as error:
                 missing.append((f"{model if isinstance(model, str) else model.name} on {gpu}", str(error)))
     if not plans:
@@ -101,31 +102,29 @@ def compare(
     return PlanComparison(tuple(plans), tuple(missing))
 
 
-def compare_saved(saved: Sequence[SavedPlan], gpus: Sequence[str] = (), **options: Any) -> PlanComparison:
-    """Plans of files, each for its own size; on several GPUs where these are named. options: those of `ask`."""
-    return PlanComparison(tuple(_saved(one, gpu, options) for one in saved for gpu in gpus or (None,)), ())
+def compare_saved(
+    saved: Sequence[SavedPlan], gpus: Sequence[str] = (), options: SearchOptions | None = None, **changes: Any
+) -> PlanComparison:
+    """Plans of files, each for its own size; on several GPUs if these are named. Of the options only memory counts."""
+    options = SearchOptions.of(options, changes)
+    return PlanComparison(tuple(_saved(file, gpu, options) for file in saved for gpu in gpus or (None,)), ())
 
 
 def _answers(
-    model: ModelReference, gpu: str, context: int | str, presets: Sequence[str], options: dict[str, Any]
+    model: ModelReference, gpu: str, context: int | str, presets: Sequence[str], options: SearchOptions
 ) -> Iterator[ComparedPlan]:
-    question = ask(model, gpu, context, **options)
+    question = ask(model, gpu, context, options)
     if presets:
         for name in presets:
             yield _compared(best_of_preset(name, question.as_executed).plan, question)
     else:
-        yield _compared(recommend(model, gpu, context, **options).plan, question)
+        yield _compared(recommend(model, gpu, context, options).plan, question)
 
 
-def _saved(saved: SavedPlan, gpu: str | None, options: dict[str, Any]) -> ComparedPlan:
+def _saved(saved: SavedPlan, gpu: str | None, options: SearchOptions) -> ComparedPlan:
     shape, profile = saved.resolve(gpu=gpu)
     plan = saved.on(shape, profile)
-    size = plan.workload
-    question = ask(
-        shape, "auto", size.context, batch=size.batch, new_tokens=size.new_tokens, yarn=size.yarn_factor > 1,
-        profile=profile, quality="lossy", **options,
-    )  # fmt: skip
-    return _compared(plan, question)
+    return _compared(plan, Question.of(shape, profile, plan.workload, replace(options, quality=Quality.LOSSY)))
 
 
 def _compared(plan: Plan, asked: Question) -> ComparedPlan:
@@ -133,8 +132,8 @@ def _compared(plan: Plan, asked: Question) -> ComparedPlan:
     baseline, predicted = predict_all(
         [autoregressive(plan.workload), plan], question.shape, question.profile, question.machine
     )
-    misfit = question.misfit(predicted.best.peak_memory_bytes, predicted.host_bytes) or ""
-    note = misfit.partition(":")[0] or question.unwanted(plan) or question.unsupported(plan) or ""
+    oom_reason = question.oom_reason(predicted.best.peak_memory_bytes, predicted.host_bytes) or ""
+    note = oom_reason.partition(":")[0] or question.constraint_violation(plan) or question.unsupported(plan) or ""
     caveats = tuple(question.notes())
     return ComparedPlan(
         plan, preset_name(plan), predicted.against(baseline), question.memory_limit_bytes, note, caveats

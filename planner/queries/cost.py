@@ -8,7 +8,7 @@ from typing import Any
 
 from ridgeplan.planner.quantities import tokens
 from ridgeplan.planner.queries.maps import PlanMap, plan_map
-from ridgeplan.planner.question import ask
+from ridgeplan.planner.question import SearchOptions, ask
 from ridgeplan.planner.render.tables import Lines, Table
 from ridgeplan.roofline.plan.plan import Plan, require
 
@@ -70,8 +70,8 @@ class ServingCost(Table):
     def summary(self) -> str:
         """The cheapest row in one line."""
         best = self.cheapest
-        found = f"${best.dollars_per_million:.3g} per million on {best.gpu}, batch {best.batch}" if best else "none"
-        return f"{self.model}, {self.context} tokens; the cheapest within the limits: {found}"
+        cheapest = f"${best.dollars_per_million:.3g} per million on {best.gpu}, batch {best.batch}" if best else "none"
+        return f"{self.model}, {self.context} tokens; the cheapest within the limits: {cheapest}"
 
     @property
     def cheapest(self) -> CostRow | None:
@@ -99,42 +99,43 @@ def serving_cost(
     batches: Sequence[int] = BATCHES,
     limits: Limits = Limits(),
     preset: str | None = None,
-    **options: Any,
+    options: SearchOptions | None = None,
+    **changes: Any,
 ) -> ServingCost:
-    """The cost on every GPU of `prices`, which holds dollars per hour, at every batch. options: those of `recommend`.
+    """The cost on every GPU of `prices`, which holds dollars per hour, at every batch.
 
-    A batch is served at a time: its prompts one after another, then all its tokens. Raises as `recommend` does.
+    A batch is served at a time: its prompts one after another, then all its tokens. Options and errors are those of
+    `recommend`.
     """
     for gpu, price in prices.items():
         require(0 < price < 1e6, f"the price of {gpu} is {price}; allowed: dollars per hour above 0")
+    options, prompt_tokens = SearchOptions.of(options, changes), tokens(context)
+    questions = {gpu: ask(model, gpu, prompt_tokens, options) for gpu in prices}
     rows: list[CostRow] = []
-    size = tokens(context)
-    notes: list[str] = []
-    for gpu, price in prices.items():
-        question = ask(model, gpu, size, **options)
-        found = plan_map(question, (size,), batches, preset)
-        new_tokens, name = question.workload.new_tokens, question.profile.hardware.name
-        notes += question.notes()
-        rows += [_row(found, place, name, price, limits) for place in range(len(batches))]
-    told = tuple(dict.fromkeys(notes))
-    return ServingCost(question.shape.name, size, new_tokens, limits, tuple(rows), told)
+    for gpu, question in questions.items():
+        sizes = plan_map(question, (prompt_tokens,), batches, preset)
+        name = question.profile.hardware.name
+        rows += [_row(sizes, column, name, prices[gpu], limits) for column in range(len(batches))]
+    notes = dict.fromkeys(note for question in questions.values() for note in question.notes())
+    model = next(iter(questions.values())).shape.name
+    return ServingCost(model, prompt_tokens, options.new_tokens, limits, tuple(rows), tuple(notes))
 
 
-def _row(found: PlanMap, place: int, gpu: str, price: float, limits: Limits) -> CostRow:
-    batch, at = found.batches[place], (0, place)
-    first_s, tpot_s = float(found.ttft_s[at]) / batch, float(found.tpot_s[at])
-    per_second = float(found.served_tokens_per_s[at])
-    checks = {"TTFT": (first_s, limits.ttft_s), "TPOT": (tpot_s, limits.tpot_s)}
+def _row(sizes: PlanMap, column: int, gpu: str, price: float, limits: Limits) -> CostRow:
+    batch, at = sizes.batches[column], (0, column)
+    ttft_s, tpot_s = float(sizes.ttft_s[at]) / batch, float(sizes.tpot_s[at])
+    tokens_per_s = float(sizes.served_tokens_per_s[at])
+    checks = {"TTFT": (ttft_s, limits.ttft_s), "TPOT": (tpot_s, limits.tpot_s)}
     return CostRow(
         gpu=gpu,
         batch=batch,
-        plan=found.plan(*at),
-        name=str(found.names[at]),
-        fits=bool(found.fits[at]),
-        ttft_ms=1e3 * first_s,
+        plan=sizes.plan(*at),
+        name=str(sizes.names[at]),
+        fits=bool(sizes.fits[at]),
+        ttft_ms=1e3 * ttft_s,
         tpot_ms=1e3 * tpot_s,
-        tokens_per_s=per_second,
-        dollars_per_million=price / HOUR_S / per_second * 1e6,
-        peak_memory_bytes=float(found.peak_bytes[at]),
-        misses=tuple(name for name, (took, most) in checks.items() if most is not None and took > most),
+        tokens_per_s=tokens_per_s,
+        dollars_per_million=price / HOUR_S / tokens_per_s * 1e6,
+        peak_memory_bytes=float(sizes.peak_bytes[at]),
+        misses=tuple(name for name, (seconds, limit) in checks.items() if limit is not None and seconds > limit),
     )

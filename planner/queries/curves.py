@@ -65,10 +65,10 @@ def resized(plan: Plan, context: int, batch: int | None = None) -> Plan:
 def contexts_of(question: Question, count: int) -> list[int]:
     """Up to `count` contexts, evenly spaced on a log scale, up to the longest that the question's model may have."""
     workload = question.workload
-    reached = longest_context(question.shape, workload.new_tokens, yarn=question.yarn or workload.yarn_factor > 1)
-    longest = max(reached, workload.context)
-    found: list[int] = np.unique(np.round(np.geomspace(min(SHORTEST, longest), longest, count)).astype(int)).tolist()
-    return found
+    yarn = question.options.yarn or workload.yarn_factor > 1
+    longest = max(longest_context(question.shape, workload.new_tokens, yarn=yarn), workload.context)
+    contexts = np.round(np.geomspace(min(SHORTEST, longest), longest, count)).astype(int)
+    return [int(context) for context in np.unique(contexts)]
 
 
 def over_contexts(plan: Plan, question: Question, contexts: Sequence[int]) -> list[Prediction]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ridgeplan.planner.prediction import Prediction, predict_all
-from ridgeplan.planner.quality import saved_rows, stated_losses
-from ridgeplan.planner.question import Question, ask
+from ridgeplan.planner.quality import Quality, saved_rows, stated_losses
+from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -45,7 +44,7 @@ class PlanEstimate(Table):
     @property
     def fits(self) -> bool:
         """Whether the predicted peak is within what may be used, and so is what lies on the host."""
-        return self.question.misfit(self.predicted.best.peak_memory_bytes, self.predicted.host_bytes) is None
+        return self.question.oom_reason(self.predicted.best.peak_memory_bytes, self.predicted.host_bytes) is None
 
     @property
     def losses(self) -> list[str]:
@@ -88,26 +87,27 @@ def estimate(
     preset: str,
     gamma: int | None = None,
     adaptive: bool = False,
-    memory_limit: float | str | None = None,
-    **options: Any,
+    options: SearchOptions | None = None,
+    **changes: Any,
 ) -> PlanEstimate:
     """The figures of one preset, with its speed-up over plain decoding.
 
     It is taken at the gamma and ratio that are fastest for the question, as `recommend` lists it; with a `gamma`, at
     the other hyperparameters that are published. `adaptive` lets gamma adapt to what is accepted, up to that many.
-    `options` are those of `recommend`, and the errors too.
+    Options and errors are those of `recommend`; the quality is not limited.
     """
-    question = ask(model, gpu, ctx, quality="lossy", memory_limit=memory_limit, **options)
+    question = ask(model, gpu, ctx, options, **changes).with_options(quality=Quality.LOSSY)
     published = preset_of(preset, question.workload)
     plan = published if gamma is not None else best_of_preset(preset, question.as_executed).plan
-    return estimate_plan(drafting(plan, gamma, adaptive=adaptive), question, question.notes(memory_limit))
+    return estimate_plan(drafting(plan, gamma, adaptive=adaptive), question)
 
 
-def estimate_plan(plan: Plan, question: Question, notes: Iterable[str] = ()) -> PlanEstimate:
+def estimate_plan(plan: Plan, question: Question) -> PlanEstimate:
     """The figures of a plan, whose workload is the question's, on the question's machine."""
-    plans, held = [autoregressive(plan.workload), plan], question.as_executed
-    baseline, predicted = predict_all(plans, held.shape, held.profile, held.machine)
-    return PlanEstimate(plan, question, predicted.against(baseline), baseline, tuple(notes))
+    plans, executed = [autoregressive(plan.workload), plan], question.as_executed
+    baseline, predicted = predict_all(plans, executed.shape, executed.profile, executed.machine)
+    notes = (*question.notes(), *question.limit_notes())
+    return PlanEstimate(plan, question, predicted.against(baseline), baseline, notes)
 
 
 def drafting(plan: Plan, gamma: int | None, *, adaptive: bool) -> Plan:

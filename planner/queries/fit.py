@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.capacity import MEMORY_UTILIZATION, Capacity
-from ridgeplan.planner.feasibility import context_limits, runnable_families, smallest_plans
+from ridgeplan.planner.capacity import Capacity
+from ridgeplan.planner.feasibility import context_limits, executable_families, smallest_plans
 from ridgeplan.planner.quantities import size_text
-from ridgeplan.planner.question import Question, ask
+from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.recommend import preference
 from ridgeplan.planner.render.tables import Lines, Table
-from ridgeplan.planner.resolution import longest_context, workload_for
-from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
+from ridgeplan.planner.resolution import longest_context
+from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import MAX_BATCH, Plan
 from ridgeplan.roofline.plan.presets import preset as preset_of
 from ridgeplan.roofline.plan.presets import preset_name
@@ -75,43 +74,25 @@ def fit(
     *,
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] = (),
-    new_tokens: int = 1024,
     preset: str | None = None,
-    quality: str = "near-lossless",
-    memory_limit: float | str | None = None,
-    memory_utilization: float = MEMORY_UTILIZATION,
-    profile: Profile | str | None = None,
-    yarn: bool = False,
-    backend: str = "ridgeplan",
-    kv_format: str | None = None,
-    offload: bool = False,
-    host_memory: float | str | None = None,
+    options: SearchOptions | None = None,
+    **changes: Any,
 ) -> Fit:
     """The largest context for each of `batches`, and the largest batch for each of `contexts`.
 
-    Of the preset, or else of whichever plan runs, is allowed by `quality` and reaches the most; of several that reach
-    as much, the most exact and then the simplest. `contexts` default to the powers of 2 up to the model's limit. Layers
-    may only be on the host with `offload`, as plans that need that are slow. Other arguments, and errors, are those of
-    `recommend`.
+    Answers for the preset, or for whichever executable plan reaches the most; of several that reach as much, for the
+    most exact and then the simplest. `contexts` default to the powers of 2 up to the model's limit. `offload` defaults
+    to False here, as plans with layers on the host are slow. Other options, and errors, are those of `recommend`.
     """
-    asked = ask(
-        model, gpu, 1, new_tokens=new_tokens, quality=quality, memory_limit=memory_limit,
-        memory_utilization=memory_utilization, profile=profile, yarn=yarn, backend=backend, kv_format=kv_format,
-        offload=offload, host_memory=host_memory,
-    )  # fmt: skip
-    longest = longest_context(asked.shape, new_tokens, yarn=yarn)
-    sizes = contexts or tuple(one for one in CONTEXTS if one <= longest) or (longest,)
-
-    def resized(context: int, batch: int) -> Question:
-        workload = workload_for(asked.shape, asked.profile, context, new_tokens, batch, yarn=yarn)
-        return replace(asked, workload=workload).as_executed
-
+    asked = ask(model, gpu, 1, SearchOptions.of(options, changes, offload=False))
+    longest = longest_context(asked.shape, asked.options.new_tokens, yarn=asked.options.yarn)
+    sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
     return Fit(
         model=asked.shape.name,
         hardware=asked.profile.hardware.name,
-        contexts=tuple(_largest_context(resized(longest, batch), preset) for batch in batches),
-        batches=tuple(_largest_batch(resized(context, 1), preset) for context in sizes),
-        notes=tuple(asked.notes(memory_limit)),
+        contexts=tuple(_largest_context(asked.resized(longest, batch).as_executed, preset) for batch in batches),
+        batches=tuple(_largest_batch(asked.resized(context, 1).as_executed, preset) for context in sizes),
+        notes=(*asked.notes(), *asked.limit_notes()),
         memory_limit_bytes=asked.memory_limit_bytes,
     )
 
@@ -134,16 +115,23 @@ class GpuFit:
         return asdict(self)
 
 
-def fit_gpus(model: str | ModelShape, context: int, batch: int, **options: Any) -> tuple[GpuFit, ...]:
-    """What fits every GPU of the catalog, from the smallest. options and errors are those of `fit`."""
-    smallest_first = sorted(list_hardware(), key=lambda one: one.memory_bytes)
-    return tuple(_gpu_fit(one, fit(model, one.name, batches=(batch,), contexts=(context,), **options))
-                 for one in smallest_first)  # fmt: skip
-
-
-def _gpu_fit(hardware: Hardware, found: Fit) -> GpuFit:
-    ((longest,), (most,)) = found.contexts, found.batches
-    return GpuFit(hardware.name, hardware.memory_bytes, most.batch >= longest.batch, longest, most)
+def fit_gpus(
+    model: str | ModelShape,
+    context: int,
+    batch: int,
+    *,
+    preset: str | None = None,
+    options: SearchOptions | None = None,
+    **changes: Any,
+) -> tuple[GpuFit, ...]:
+    """What fits every GPU of the catalog, from the smallest. Options and errors are those of `fit`."""
+    options = SearchOptions.of(options, changes, offload=False)
+    rows = []
+    for gpu in sorted(list_hardware(), key=lambda gpu: gpu.memory_bytes):
+        fits = fit(model, gpu.name, batches=(batch,), contexts=(context,), preset=preset, options=options)
+        longest, largest = fits.contexts[0], fits.batches[0]
+        rows.append(GpuFit(gpu.name, gpu.memory_bytes, largest.batch >= batch, longest, largest))
+    return tuple(rows)
 
 
 def _largest_context(question: Question, preset: str | None) -> FitRow:
@@ -180,5 +168,5 @@ def _plans(question: Question, preset: str | None) -> list[Plan]:
     """
     if preset:
         return [preset_of(preset, question.workload)]
-    running = [*runnable_families(question), *runnable_families(question, regroup=True)]
+    running = [*executable_families(question), *executable_families(question, regroup=True)]
     return sorted(smallest_plans(running), key=preference)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.lowering import estimate_gammas
-from ridgeplan.planner.question import Question, ask
-from ridgeplan.planner.resolution import workload_for
+from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.search import GAMMAS
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import require
 from ridgeplan.roofline.plan.policies.selections import autoregressive
 from ridgeplan.roofline.plan.presets import preset as preset_of
@@ -24,9 +23,9 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class GammaCell:
-    """The gamma with the least time per token of those that fit at one size, and its speed-up over plain decoding.
+    """The gamma with the least time per token that fits at one size, and its speed-up over plain decoding.
 
-    Where none fits, it is the best of all gammas.
+    If none fits, it is the fastest of all gammas.
     """
 
     context: int
@@ -44,41 +43,30 @@ def best_gamma(
     preset: str = "quantspec",
     contexts: Sequence[int] = (),
     batches: Sequence[int] = BATCHES,
-    new_tokens: int = 1024,
-    memory_limit: float | str | None = None,
-    memory_utilization: float = MEMORY_UTILIZATION,
-    profile: Profile | str | None = None,
-    yarn: bool = False,
+    options: SearchOptions | None = None,
+    **changes: Any,
 ) -> tuple[GammaCell, ...]:
     """The best gamma of a preset that drafts, for every context and batch.
 
-    `contexts` default to those of `CONTEXTS` within the model's limit. Other arguments, and errors, are those of
-    `recommend`; raises PlanError for a preset without drafts.
+    `contexts` default to those of `CONTEXTS` within the model's limit. Options and errors are those of `recommend`;
+    also raises PlanError for a preset without drafts.
     """
-    asked = ask(
-        model, gpu, 1, new_tokens=new_tokens, memory_limit=memory_limit, memory_utilization=memory_utilization,
-        profile=profile, yarn=yarn,
-    )  # fmt: skip
+    asked = ask(model, gpu, 1, options, **changes)
     drafts = preset_of(preset, asked.workload).speculation.active
     require(drafts, f"preset {preset!r} drafts nothing; allowed: one that speculates, such as quantspec")
     longest = asked.shape.max_context
-    sizes = contexts or tuple(one for one in CONTEXTS if one <= longest) or (longest,)
-    questions = [
-        replace(asked, workload=workload_for(asked.shape, asked.profile, context, new_tokens, batch, yarn=yarn))
-        for context in sizes
-        for batch in batches
-    ]
-    return tuple(_cell(question.as_executed, preset) for question in questions)
+    sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
+    return tuple(_cell(asked.resized(*size).as_executed, preset) for size in product(sizes, batches))
 
 
 def _cell(question: Question, preset: str) -> GammaCell:
     workload = question.workload
-    priced = question.shape, question.profile, question.machine
-    found = estimate_gammas(preset_of(preset, workload), *priced, GAMMAS)
-    plain = estimate_gammas(autoregressive(workload), *priced, (0,))
-    fits = np.broadcast_to(found.memory.peak <= question.memory_limit_bytes, (len(GAMMAS),))
-    best = int(np.argmin(np.where(fits | ~fits.any(), found.tpot_s, np.inf)))
-    tpot_s = float(found.tpot_s[best])
+    machine = question.shape, question.profile, question.machine
+    drafting = estimate_gammas(preset_of(preset, workload), *machine, GAMMAS)
+    plain = estimate_gammas(autoregressive(workload), *machine, (0,))
+    fits = np.broadcast_to(drafting.memory.peak <= question.memory_limit_bytes, (len(GAMMAS),))
+    best = int(np.argmin(np.where(fits | ~fits.any(), drafting.tpot_s, np.inf)))
+    tpot_s = float(drafting.tpot_s[best])
     return GammaCell(
         context=workload.context,
         batch=workload.batch,

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.feasibility import regrouped, runs
+from ridgeplan.planner.feasibility import executable_families, regrouped
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.recommend import preference
-from ridgeplan.planner.resolution import workload_for
 from ridgeplan.planner.search import Family, families, family_of, within_limit
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.plan.plan import Plan, Workload, require
@@ -100,8 +99,9 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
     sizes = len(contexts) * len(batches)
     require(0 < sizes <= MOST_SIZES, f"{len(contexts)} contexts x {len(batches)} batches; allowed: 1 to {MOST_SIZES}")
     asked = question.as_executed
-    _workload(asked, min(contexts), min(batches))  # refuses sizes below 1; the largest are refused below
-    grid = _Grid(asked, tuple(_workload(asked, one, max(batches)) for one in contexts), tuple(batches))
+    asked.resized(min(contexts), min(batches))  # refuses sizes below 1; the largest are refused below
+    workloads = tuple(asked.resized(context, max(batches)).workload for context in contexts)
+    grid = _Grid(asked, workloads, tuple(batches))
     searched = _searched(grid, preset)
     found = _fastest(grid, _narrowed(grid, _points(searched)))
     if preset:
@@ -200,20 +200,17 @@ class _Figures:
     fits: np.ndarray
 
 
-def _workload(question: Question, context: int, batch: int) -> Workload:
-    asked = question.workload
-    return workload_for(question.shape, question.profile, context, asked.new_tokens, batch, yarn=question.yarn)
-
-
 def _searched(grid: _Grid, preset: str | None) -> list[Family]:
     """Families at the longest context, where no budget is cut; those that run at the shortest, within any window."""
     ordered = sorted(grid.workloads, key=lambda one: one.context)
     shortest, longest = ordered[0], ordered[-1]
     if preset:
         return [family_of(preset, preset_of(preset, longest))]
-    known = families(longest, offload=grid.question.offload, quality=grid.question.quality)
-    found = [one for one in known if runs(at_workload(one.template, shortest), grid.question)]
-    return sorted(found, key=lambda one: preference(one.template))  # of equally fast plans the first is taken
+    question = grid.question
+    names = {family.name for family in executable_families(replace(question, workload=shortest))}
+    known = families(longest, offload=question.options.offload, quality=question.options.quality)
+    executable = [family for family in known if family.name in names]
+    return sorted(executable, key=lambda family: preference(family.template))  # ties go to the first
 
 
 def _points(searched: Sequence[Family]) -> _Points:
@@ -308,7 +305,7 @@ def _figures(grid: _Grid, points: _Points) -> _Figures:
         for one in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak, estimate.host_bytes)
     )
     allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
-    return _Figures(tpot_s, ttft_s, peak, host, allowed & question.fitting(peak, host))
+    return _Figures(tpot_s, ttft_s, peak, host, allowed & question.fits(peak, host))
 
 
 def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,7 +14,7 @@ from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.quantities import count, time_text, tokens, values
 from ridgeplan.planner.queries.maps import PlanMap, plan_map
-from ridgeplan.planner.question import Question, ask
+from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.render.tables import Lines, Table
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -84,7 +85,7 @@ SIZES = {"ctx": tokens, "batch": count}
 TURNS = ("new_tokens", "memory_limit", "gpu", "model", "preset", "quality", "backend", "kv_format")
 SHOWN_TURNS = tuple(name for name in TURNS if name not in ("model", "gpu"))  # as columns of their own
 AXES = (*SIZES, *TURNS)
-MOST_POINTS = 100_000
+MAX_POINTS = 100_000
 
 
 # Of a row without an answer.
@@ -96,45 +97,45 @@ UNANSWERED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One point: what was asked in turn, with the map of all its contexts and batches.
+    """The fastest plans of one question at all contexts and batches. columns: its values on the other axes.
 
-    found: of the contexts up to `longest`, beyond which the model cannot go; None where all are longer.
+    plans: at the contexts up to `longest`, beyond which the model cannot go; None if all are longer.
     """
 
-    asked: Mapping[str, Any]
+    columns: Mapping[str, Any]
     question: Question
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
     longest: int
-    found: PlanMap | None
+    plans: PlanMap | None
 
     @property
     def beyond(self) -> str:
         """Why the longer contexts have no answer; "" where there are none."""
-        stretch = "" if self.question.yarn else "; --yarn stretches it"
+        stretch = "" if self.question.options.yarn else "; --yarn stretches it"
         return f"beyond the model's limit of {self.longest}{stretch}" if max(self.contexts) > self.longest else ""
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A flat row per context and batch."""
-        places = {} if self.found is None else {context: row for row, context in enumerate(self.found.contexts)}
+        rows = {} if self.plans is None else {context: row for row, context in enumerate(self.plans.contexts)}
         for context in self.contexts:
             for column, batch in enumerate(self.batches):
                 yield {
-                    **self.asked, "model": self.question.shape.name, "gpu": self.question.profile.hardware.name,
-                    "context": context, "batch": batch, **self._figures(places.get(context), column),
+                    **self.columns, "model": self.question.shape.name, "gpu": self.question.profile.hardware.name,
+                    "context": context, "batch": batch, **self._figures(rows.get(context), column),
                 }  # fmt: skip
 
     def _figures(self, row: int | None, column: int) -> dict[str, Any]:
-        one, batch = self.found, self.batches[column]
-        if one is None or row is None:
+        plans, batch = self.plans, self.batches[column]
+        if plans is None or row is None:
             return {**UNANSWERED, "why_not": self.beyond}
         at = row, column
-        tpot_s, fits = float(one.tpot_s[at]), bool(one.fits[at])
+        tpot_s, fits = float(plans.tpot_s[at]), bool(plans.fits[at])
         return {
-            "plan": one.names[at], "gamma": int(one.gamma[at]), "ratio": float(one.ratio[at]), "fits": fits,
-            "tpot_ms": 1e3 * tpot_s, "ttft_ms": 1e3 * float(one.ttft_s[at]), "tokens_per_s": batch / tpot_s,
-            "peak_memory_bytes": float(one.peak_bytes[at]), "speedup": float(one.plain_tpot_s[at]) / tpot_s,
-            "plain_fits": bool(one.plain_fits[at]), "why_not": "" if fits else "does not fit",
+            "plan": plans.names[at], "gamma": int(plans.gamma[at]), "ratio": float(plans.ratio[at]), "fits": fits,
+            "tpot_ms": 1e3 * tpot_s, "ttft_ms": 1e3 * float(plans.ttft_s[at]), "tokens_per_s": batch / tpot_s,
+            "peak_memory_bytes": float(plans.peak_bytes[at]), "speedup": float(plans.plain_tpot_s[at]) / tpot_s,
+            "plain_fits": bool(plans.plain_fits[at]), "why_not": "" if fits else "does not fit",
         }  # fmt: skip
 
 
@@ -156,8 +157,8 @@ class GridSweep(Table):
     @property
     def notes(self) -> tuple[str, ...]:
         """Caveats of the models and machines that were asked for, and of contexts that have no answer."""
-        found = (note for point in self.points for note in (*point.question.notes(), *_unanswered(point)))
-        return tuple(dict.fromkeys(found))
+        notes = (note for point in self.points for note in (*point.question.notes(), *_unanswered(point)))
+        return tuple(dict.fromkeys(notes))
 
     def table(self) -> list[dict[str, Any]]:
         """A flat row per question, for CSV and data frames."""
@@ -174,25 +175,30 @@ def grid_sweep(
     over: Mapping[str, Sequence[Any]],
     *,
     context: int | str = 8192,
-    batch: int = 1,
-    **options: Any,
+    preset: str | None = None,
+    options: SearchOptions | None = None,
+    **changes: Any,
 ) -> GridSweep:
     """The fastest plan that runs at every point; `over` names axes of `AXES` with their values.
 
-    What does not vary is as given. Contexts beyond a model's limit have rows that say so, and no figures. `options`
-    are those of `recommend`, and `preset`. Where `recommend` prefers a plan that is more exact or simpler and as
-    fast within the noise, this still names the fastest. Raises PlanError, and as `recommend` does.
+    What does not vary is as given; options are those of `recommend`. Contexts beyond a model's limit have rows that say
+    so, and no figures. Where `recommend` prefers a plan that is more exact or simpler and as fast within the noise,
+    this still names the fastest. Raises PlanError, and as `recommend` does.
     """
     unknown = [name for name in over if name not in AXES]
     require(not unknown, f"unknown axis {', '.join(unknown)}; allowed: {', '.join(AXES)}")
-    sizes = {"ctx": over.get("ctx", (tokens(context),)), "batch": over.get("batch", (batch,))}
-    turns = {name: chosen for name, chosen in over.items() if name not in sizes}
-    points = list(product(*turns.values()))
-    asked = len(points) * len(sizes["ctx"]) * len(sizes["batch"])
-    require(asked <= MOST_POINTS, f"the grid has {asked} points; allowed: up to {MOST_POINTS}")
-    found = tuple(_point(dict(zip(turns, point, strict=True)), sizes, model, gpu, options) for point in points)
-    require(any(point.found for point in found), f"every context is {found[0].beyond}")
-    return GridSweep(found)
+    options = SearchOptions.of(options, changes)
+    contexts, batches = tuple(over.get("ctx", (tokens(context),))), tuple(over.get("batch", (options.batch,)))
+    turns = {name: values for name, values in over.items() if name not in SIZES}
+    count = math.prod(map(len, turns.values())) * len(contexts) * len(batches)
+    require(count <= MAX_POINTS, f"the grid has {count} points; allowed: up to {MAX_POINTS}")
+    fixed = {"model": model, "gpu": gpu, "preset": preset}
+    points = tuple(
+        _point(dict(zip(turns, values, strict=True)), fixed, options, contexts, batches)
+        for values in product(*turns.values())
+    )
+    require(any(point.plans for point in points), f"every context is {points[0].beyond}")
+    return GridSweep(points)
 
 
 def _unanswered(point: SweepPoint) -> Iterator[str]:
@@ -207,7 +213,7 @@ def parse_axes(text: str) -> dict[str, tuple[Any, ...]]:
     """
     pieces: dict[str, list[str]] = {}
     name = ""
-    for piece in filter(None, (one.strip() for one in text.split(","))):
+    for piece in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = piece.partition("=")
         if equals:
             name = key.strip().replace("-", "_")
@@ -217,24 +223,24 @@ def parse_axes(text: str) -> dict[str, tuple[Any, ...]]:
         )
         pieces.setdefault(name, []).append(value.strip() if equals else key)
     require(bool(pieces), "no axis; allowed: such as ctx=4k..1M,batch=1..64")
-    return {name: _axis(name, found) for name, found in pieces.items()}
+    return {name: _axis(name, texts) for name, texts in pieces.items()}
 
 
-def _axis(name: str, found: Sequence[str]) -> tuple[Any, ...]:
+def _axis(name: str, texts: Sequence[str]) -> tuple[Any, ...]:
     if name in SIZES:
-        return values(",".join(found), SIZES[name])
-    return values(",".join(found)) if name == "new_tokens" else tuple(dict.fromkeys(found))
+        return values(",".join(texts), SIZES[name])
+    return values(",".join(texts)) if name == "new_tokens" else tuple(dict.fromkeys(texts))
 
 
 def _point(
-    turn: dict[str, Any], sizes: Mapping[str, Sequence[int]], model: str, gpu: str, options: Mapping[str, Any]
-) -> SweepPoint:
-    asked = {"model": model, "gpu": gpu, **options, **turn}
-    preset = asked.pop("preset", None)
-    question = ask(asked.pop("model"), asked.pop("gpu"), 1, **asked)
-    shown = {name: value for name, value in turn.items() if name in SHOWN_TURNS}
-    contexts, batches = tuple(sizes["ctx"]), tuple(sizes["batch"])
-    longest = longest_context(question.shape, question.workload.new_tokens, yarn=question.yarn)
+    turn: dict[str, Any], fixed: dict[str, Any], options: SearchOptions, contexts: tuple[int, ...],
+    batches: tuple[int, ...],
+) -> SweepPoint:  # fmt: skip
+    values = fixed | turn
+    model, gpu, preset = (values.pop(name) for name in fixed)
+    question = ask(model, gpu, 1, options, batch=1, **values)
+    longest = longest_context(question.shape, question.options.new_tokens, yarn=question.options.yarn)
     within = [context for context in contexts if context <= longest]
-    found = plan_map(question, within, batches, preset) if within else None
-    return SweepPoint(shown, question, contexts, batches, longest, found)
+    plans = plan_map(question, within, batches, preset) if within else None
+    columns = {name: value for name, value in turn.items() if name in SHOWN_TURNS}
+    return SweepPoint(columns, question, contexts, batches, longest, plans)

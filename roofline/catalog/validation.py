@@ -161,7 +161,10 @@ def text(default: Any = MISSING) -> Any:
 
 
 def one_of(allowed: Iterable[Any], default: Any = MISSING) -> Any:
-    """A field that holds a member of an enum, which may be given by its value, or one of some ints or strings."""
+    """A field that holds a member of an enum, which may be given by its value, or one of some ints or strings.
+
+    Default None also allows None.
+    """
     if isinstance(allowed, type) and issubclass(allowed, Enum):
         values = [member.value for member in allowed]
         schema: CoreSchema = core_schema.enum_schema(allowed, list(allowed), sub_type="str")
@@ -170,6 +173,8 @@ def one_of(allowed: Iterable[Any], default: Any = MISSING) -> Any:
         literal = core_schema.literal_schema(values)  # alone it would accept 4.0 for 4
         kind = core_schema.int_schema if isinstance(values[0], int) else core_schema.str_schema
         schema = core_schema.chain_schema([kind(strict=True), literal])
+    if default is None:
+        schema = core_schema.nullable_schema(schema)
     return _checked(schema, ", ".join(map(str, values)), default)
 
 

@@ -8,7 +8,13 @@ import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner.capacity import Capacity, peak_bytes, usable_bytes
-from ridgeplan.planner.feasibility import context_limits, runnable_families, smallest_gpu, smallest_plans, tightest
+from ridgeplan.planner.feasibility import (
+    context_limits,
+    executable_families,
+    search_regrouped,
+    smallest_gpu,
+    smallest_plans,
+)
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.question import ask
 from ridgeplan.roofline.catalog.hardware import list_hardware, load_hardware
@@ -139,14 +145,14 @@ def test_groups_of_other_sizes_are_searched_before_giving_up(h200_profile):
     With groups of 256 inputs 7.5 billion weights in two planes have 234 MB less of scales and zeros.
     """
     question = ask(LLAMA, "h200", 131_072, profile=h200_profile, offload=False)
-    usual = Capacity(smallest_plans(runnable_families(question)), question.shape, question.machine).peaks().min()
+    usual = Capacity(smallest_plans(executable_families(question)), question.shape, question.machine).peaks().min()
     limit = usual - 250e6
     found = planner.recommend(LLAMA, "h200", 131_072, profile=h200_profile, memory_limit=limit, offload=False)
     assert (found.plan.kv.group, found.plan.weights.group) == (256, 256)
     assert found.predicted.best.peak_memory_bytes <= limit
     tight = replace(question, memory_limit_bytes=limit)
-    assert {(one.plan.kv.group, one.plan.weights.group) for one in tightest(tight)} == {(256, 256)}
-    assert tightest(replace(question, memory_limit_bytes=1e9)) == []
+    assert {(one.plan.kv.group, one.plan.weights.group) for one in search_regrouped(tight)} == {(256, 256)}
+    assert search_regrouped(replace(question, memory_limit_bytes=1e9)) == []
 
 
 def test_prompts_go_through_in_chunks_where_whole_ones_do_not_fit(h200_profile):
@@ -171,7 +177,7 @@ def test_prompts_go_through_in_chunks_where_whole_ones_do_not_fit(h200_profile):
 def test_short_prompts_in_large_batches_have_small_groups():
     """The buffer holds two groups of every sequence in full precision: smaller groups need less."""
     question = ask(LLAMA, "h200", 64, batch=64, new_tokens=8)
-    searched = runnable_families(question, regroup=True)
+    searched = executable_families(question, regroup=True)
     plans = [one.template for one in searched if one.name == "int8"]
     peaks = Capacity(plans, question.shape, question.machine).peaks()
     assert [plan.kv.group for plan in plans] == list(QUANTIZATION_GROUPS)
@@ -194,7 +200,33 @@ def test_the_smallest_gpu_is_that_with_the_least_memory():
     question = ask("Qwen/Qwen2.5-0.5B", "h200", 4096)
     plans = [preset("autoregressive", question.workload)]
     smallest = min(list_hardware(), key=lambda one: one.memory_bytes)
-    assert smallest_gpu(question, plans, 0.9) == smallest
+    assert smallest_gpu(question, plans) == smallest
     needed = Capacity(plans, question.shape, Machine.of(question.profile)).peaks()[0]
     enough = [one for one in list_hardware() if usable_bytes(one.memory_bytes, 0.1) >= 1.02 * needed]
-    assert smallest_gpu(question, plans, 0.1) == min(enough, key=lambda one: one.memory_bytes)
+    assert smallest_gpu(question.with_options(memory_utilization=0.1), plans) == min(
+        enough, key=lambda one: one.memory_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"quality": "exact"}, "KV format bf16, or KV format bf16+int4, or quality near-lossless"),
+        ({"backend": "sglang"}, "KV format bf16"),
+    ],
+)
+def test_a_kv_format_that_no_allowed_plan_has_is_refused_with_those_that_are(options, allowed):
+    for ask_planner in (
+        lambda **options: planner.recommend(LLAMA, "h200", 8192, **options),
+        lambda **options: planner.fit(LLAMA, "h200", batches=(1,), contexts=(8192,), **options),
+        lambda **options: planner.grid_sweep(LLAMA, "h200", {"ctx": (8192,)}, **options),
+    ):
+        with pytest.raises(planner.NothingFits) as caught:
+            ask_planner(kv_format="int8", **options)
+        assert str(caught.value).endswith(f"has KV format int8; allowed: {allowed}")
+
+
+def test_an_unknown_option_is_one_clear_error():
+    with pytest.raises(TypeError, match=r"unknown option batches; allowed: batch, new_tokens, quality"):
+        planner.recommend(LLAMA, "h200", 8192, batches=4)
+    assert planner.recommend(LLAMA, "h200", "8k", planner.SearchOptions(batch=2), batch=4).plan.workload.batch == 4

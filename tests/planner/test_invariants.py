@@ -15,7 +15,7 @@ import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.feasibility import runnable_families, tightest
+from ridgeplan.planner.feasibility import executable_families, search_regrouped
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.quality import Quality, quality_of
@@ -27,7 +27,7 @@ from ridgeplan.roofline.catalog.profile import profile_for, shipped_profiles
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Placement, Workload
-from ridgeplan.roofline.plan.policies.base import KV_BUDGET, unpriced
+from ridgeplan.roofline.plan.policies.base import KV_BUDGET, missing_cost_model
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.roofline.plan.support import missing_execution
 
@@ -68,12 +68,12 @@ def question_at(model, gpu, context, batch, share, quality=Quality.LOSSY):
     first = question_of(model, gpu)
     workload = planner.workload_for(first.shape, first.profile, context, 1024, batch, yarn=True)
     limit = share * first.profile.hardware.memory_bytes
-    return replace(first, workload=workload, quality=quality, memory_limit_bytes=limit)
+    return replace(first, workload=workload, memory_limit_bytes=limit).with_options(quality=quality)
 
 
 def best_score(question: Question) -> float:
     """Seconds per token of the fastest plan that runs; infinite where none fits."""
-    found = [one for one in search(question, tuple(runnable_families(question))) if one.rejection(question) is None]
+    found = [one for one in search(question, tuple(executable_families(question))) if one.rejection(question) is None]
     assert all(one.peak_bytes <= question.memory_limit_bytes for one in found)
     return min((one.score for one in found), default=math.inf)
 
@@ -121,16 +121,16 @@ def a_preset_fits(question: Question) -> bool:
     running = [
         plan
         for plan in (*plans, *(replace(plan, placement=on_host) for plan in plans))
-        if not missing_execution(plan, question.shape) and question.quality.allows(quality_of(plan))
+        if not missing_execution(plan, question.shape) and question.options.quality.allows(quality_of(plan))
     ]
     machine = replace(Machine.of(question.profile), memory_bytes=question.memory_limit_bytes)
     found = predict_all(running, question.shape, question.profile, machine)
-    return any(question.misfit(one.best.peak_memory_bytes, one.host_bytes) is None for one in found)
+    return any(question.oom_reason(one.best.peak_memory_bytes, one.host_bytes) is None for one in found)
 
 
 def contradicted(question: Question) -> bool:
     """Whether a preset that fits is priced where the search finds nothing."""
-    return a_preset_fits(question) and not tightest(question)
+    return a_preset_fits(question) and not search_regrouped(question)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ DRAFTING = [
     for name in PRESETS
     for model in RISING_MODELS
     if name.startswith(("quantspec", "magicdec"))
-    and unpriced(preset(name, Workload(model, "h200", 8192)), load_shape(model)) is None
+    and missing_cost_model(preset(name, Workload(model, "h200", 8192)), load_shape(model)) is None
 ]
 
 

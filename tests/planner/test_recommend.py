@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from ridgeplan import planner
+from ridgeplan.planner.capacity import HOST_MEMORY_BYTES
 from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.planner.question import Objective, Question, ask
-from ridgeplan.planner.recommend import TOLERANCE, chosen, contenders, preference, sampled_scores, why_preferred
+from ridgeplan.planner.question import Objective, Question, SearchOptions, ask
+from ridgeplan.planner.recommend import TOLERANCE, choose, contenders, preference, sampled_scores, why_preferred
 from ridgeplan.planner.search import Candidate, search
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Plan, PlanError, Speculation, Weights, Workload
@@ -53,7 +54,7 @@ def test_the_recommendation_is_the_best_of_everything_that_is_allowed(h200_profi
 
 def test_vectorized_search_and_single_prediction_agree(h200_profile):
     shape, workload = load_shape(LLAMA), Workload("Llama-3.1-8B", "h200", 65536)
-    question = Question(shape, h200_profile, workload, Quality.LOSSY, Objective.LATENCY, 141e9)
+    question = Question(shape, h200_profile, workload, SearchOptions(quality="lossy"), 141e9, HOST_MEMORY_BYTES)
     for candidate in search(question):
         predicted = planner.predict(candidate.plan, shape, h200_profile)
         assert predicted.best.tpot_ms == pytest.approx(1e3 * candidate.tpot_s, rel=1e-9)
@@ -274,7 +275,8 @@ def test_a_larger_gamma_never_costs_less_per_round(h200_profile):
 
 def question(profile, context=32768, limit=141e9, objective=Objective.LATENCY, batch=1, new_tokens=1024):
     workload = Workload("Llama-3.1-8B", "h200", context, new_tokens, batch)
-    return Question(load_shape(LLAMA), profile, workload, Quality.LOSSY, objective, limit)
+    options = SearchOptions(quality="lossy", objective=objective)
+    return Question(load_shape(LLAMA), profile, workload, options, limit, HOST_MEMORY_BYTES)
 
 
 @pytest.mark.parametrize("objective", Objective)
@@ -408,21 +410,21 @@ def test_every_format_beside_bf16_counts():
 
 def test_drafts_that_read_every_token_are_simpler_than_those_that_choose():
     fast, simple = candidate("progressive-int8"), candidate("quantspec-int8", 1.02)
-    assert chosen([fast, simple], samples([1, 1, 1, 1, 2], [1.1, 1.1, 1.1, 1.1, 1])) is simple
+    assert choose([fast, simple], samples([1, 1, 1, 1, 2], [1.1, 1.1, 1.1, 1.1, 1])) is simple
     assert why_preferred(simple.plan, fast.plan) == "simpler"
 
 
 def test_an_exact_plan_wins_inside_the_noise():
     fast, exact = candidate("quantspec"), candidate("quantspec-exact", 1.02)
     even = samples([1, 1, 1, 1, 2], [1.1, 1.1, 1.1, 1.1, 1])  # faster in 80%
-    assert chosen([fast, exact], even) is exact
+    assert choose([fast, exact], even) is exact
     surely = samples([1, 1, 1, 1, 1, 1, 2], [1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1])  # in 86%
-    assert chosen([fast, exact], surely) is fast
+    assert choose([fast, exact], surely) is fast
 
 
 def test_a_preferred_plan_as_fast_in_every_sample_wins():
     fast, plain = candidate("quantspec"), candidate("autoregressive")
-    assert chosen([fast, plain], samples([1, 2], [1, 2])) is plain
+    assert choose([fast, plain], samples([1, 2], [1, 2])) is plain
 
 
 @pytest.mark.parametrize("objective, kept", [("latency", 3), ("total", 3), ("memory", 2)])

@@ -7,7 +7,7 @@ import pytest
 from ridgeplan import planner
 from ridgeplan.planner import PlanError, recommend
 from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.planner.question import Objective, Question
+from ridgeplan.planner.question import Question, SearchOptions
 from ridgeplan.planner.render.text import crossover_context
 from ridgeplan.planner.search import families, search
 from ridgeplan.roofline.catalog.model_shape import WeightBits
@@ -112,8 +112,8 @@ def test_the_best_of_all_is_the_fastest_that_fits_and_is_allowed(h200_profile, m
     selection = ask(h200_profile, context=16384, quality=quality).plan.speculation.selection.name
     monkeypatch.setitem(SELECTIONS, selection, replace(SELECTIONS[selection], executable=frozenset()))
     answer = ask(h200_profile, context=16384, quality=quality)
-    question = Question(load_shape(LLAMA), h200_profile, answer.plan.workload, quality, Objective.LATENCY,
-                        answer.memory_limit_bytes)  # fmt: skip
+    options = SearchOptions(quality=quality)
+    question = Question.of(load_shape(LLAMA), h200_profile, answer.plan.workload, options)
     allowed = [one for one in search(question) if quality.allows(quality_of(one.plan))]
     fastest = min((one for one in allowed if one.peak_bytes <= answer.memory_limit_bytes), key=lambda one: one.tpot_s)
     best = answer.best_estimated

@@ -28,7 +28,7 @@ from ridgeplan.roofline.plan.plan import (
     Workload,
 )
 from ridgeplan.roofline.plan.policies import selections
-from ridgeplan.roofline.plan.policies.base import Role, unpriced
+from ridgeplan.roofline.plan.policies.base import Role, missing_cost_model
 from ridgeplan.roofline.plan.presets import PRESETS, describe, family_key, preset, preset_name
 
 WORKLOAD = Workload("m", "h200", 32768)
@@ -178,7 +178,7 @@ def test_each_family_has_its_best_plan(model, gpu, context, options):
     question = ask(model, gpu, context, **options)
     model_of = AcceptanceModel.of_profile(question.shape, context, question.profile)
     found = search(question)
-    by_name = {one.name: one for one in families(question.workload, offload=True, quality=question.quality)}
+    by_name = {one.name: one for one in families(question.workload, offload=True, quality=question.options.quality)}
     assert len(found) > 40
     for candidate in found[::24]:
         figures = [_figures(*point, question, model_of) for point in _plans(by_name[candidate.name])]
@@ -203,15 +203,15 @@ def test_whole_answers_are_those_of_a_search_plan_by_plan(model, gpu, context, o
 def plan_by_plan(question, searched=None):
     """`search` where each plan has its own strategy and rates, and the best of a family is sought one by one."""
     if searched is None:
-        offload = question.offload and not fits_whole(question)
-        known = families(question.workload, offload=offload, quality=question.quality)
-        searched = [family for family in known if unpriced(family.template, question.shape) is None]
+        offload = question.options.offload and not fits_whole(question)
+        known = families(question.workload, offload=offload, quality=question.options.quality)
+        searched = [family for family in known if missing_cost_model(family.template, question.shape) is None]
     plans = [plan for family in searched for _, plan in _plans(family)]
     figures = iter(zip(plans, *_figures_of_all(searched, plans, question), strict=True))
     found = []
     for family in searched:
         own = [next(figures) for _ in range(family.size)]
-        fitting = [one for one in own if question.misfit(*one[3:5]) is None]
+        fitting = [one for one in own if question.oom_reason(*one[3:5]) is None]
         best = min(fitting, key=lambda one: one[1]) if fitting else min(own, key=lambda one: one[3])
         if family.name in PRESETS or not family.template.placement.offload or best[5]:
             found.append(Candidate(family.name, within_limit(best[0], question.memory_limit_bytes), *best[1:5]))
@@ -252,7 +252,7 @@ def _figures(family, plan, question, model):
 def _objective(estimate, question):
     tokens_s = question.workload.new_tokens * estimate.tpot_s
     found = {"latency": estimate.tpot_s, "total": estimate.ttft_s + tokens_s, "memory": estimate.memory.peak}
-    return found[question.objective]
+    return found[question.options.objective]
 
 
 # The best gamma of a grid is the best of all gammas, one at a time.

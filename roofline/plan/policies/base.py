@@ -249,7 +249,7 @@ def evicting(policy: EvictionPolicy) -> Preset:
 UNSCORED = {EvictionPolicy.NONE.value, "all", "streamingllm"}
 
 
-def unpriced(plan: Plan, shape: ModelShape) -> str | None:
+def missing_cost_model(plan: Plan, shape: ModelShape) -> str | None:
     """Why the plan's policies cannot be priced for this model; None if they can."""
     if shape.is_mla and (chosen := _chosen_by(plan)):
         return (

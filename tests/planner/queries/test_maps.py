@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ridgeplan.planner import PlanError, best_gamma, fit, predict, preset, recommend
-from ridgeplan.planner.feasibility import tightest
+from ridgeplan.planner.feasibility import search_regrouped
 from ridgeplan.planner.queries import maps as module
 from ridgeplan.planner.queries.curves import SpeculationMap, speculation_map
 from ridgeplan.planner.queries.maps import plan_map
@@ -33,7 +33,7 @@ def test_every_place_has_the_time_of_the_fastest_plan_that_runs(gpu: str, option
     found = plan_map(question, CONTEXTS, BATCHES)
     for row, column in PLACES:
         here = at(question, CONTEXTS[row], BATCHES[column])
-        possible = [one for one in search(here) if one.rejection(here) is None] or tightest(here)
+        possible = [one for one in search(here) if one.rejection(here) is None] or search_regrouped(here)
         assert found.fits[row, column] == bool(possible)
         if possible:
             assert found.tpot_s[row, column] == pytest.approx(min(one.tpot_s for one in possible), rel=1e-9)

@@ -82,7 +82,7 @@ def test_contexts_beyond_the_limit_are_stretched_by_yarn() -> None:
     swept = grid_sweep(LLAMA, "h200", {"ctx": (8192, 262_144)}, yarn=True)
     (point,) = swept.points
     assert [row["context"] for row in swept.table()] == [8192, 262_144]
-    assert [point.found.plan(row, 0).workload.yarn_factor for row in (0, 1)] == [1.0, 2.5]
+    assert [point.plans.plan(row, 0).workload.yarn_factor for row in (0, 1)] == [1.0, 2.5]
 
 
 def test_contexts_beyond_the_limit_are_marked_and_the_others_answered() -> None:
