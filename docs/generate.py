@@ -229,7 +229,7 @@ def published() -> str:
             f"{len(one.cells) - len(one.unpredicted)} of {len(one.cells)}",
             f"{one.median_error:.1%}" if one.errors else "",
             f"{max(one.errors, key=abs):+.0%}" if one.errors else "",
-            "; ".join(target.told(one).removeprefix("target: ") for target in targets_of(one)),
+            "; ".join(target.describe(one).removeprefix("target: ") for target in targets_of(one)),
         )
         for one in compare_all()
     ]

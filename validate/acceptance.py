@@ -252,8 +252,8 @@ def measure_acceptance(
         draft_weights = draft_weights or draft_weights_of(engine, drafts, passage.calibration)
         measured = TeacherForced(engine, draft_weights, drafts).run(ids, plan.workload.context, counted.one_more)
         engine.close()
-        for one in measured:
-            yield MeasuredAcceptance(_row(one, engine, shape, passage, checkpoint_of(model)), one.by_position)
+        for result in measured:
+            yield MeasuredAcceptance(_row(result, engine, shape, passage, checkpoint_of(model)), result.by_position)
 
 
 class HasWeights(Protocol):

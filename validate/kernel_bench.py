@@ -16,7 +16,7 @@ from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import machine
 from ridgeplan.validate.kernel_calls import attention, kv_cache, layer, linear, offload, sampling, sparse
 from ridgeplan.validate.kernel_calls.case import BenchCase, Peers, usable
-from ridgeplan.validate.kernel_calls.sizes import FULL, KERNELS, TINY, Sizes
+from ridgeplan.validate.kernel_calls.sizes import FULL, KERNELS, TINY, BenchSizes
 from ridgeplan.validate.measure import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
 
@@ -180,7 +180,7 @@ def run_kernels_once(kernels: Iterable[str] = KERNELS) -> list[tuple[str, str, f
 
 
 def cases_of(
-    bench: Bench, sizes: Sizes, kernels: Iterable[str], on_progress: Progress | None = None
+    bench: Bench, sizes: BenchSizes, kernels: Iterable[str], on_progress: Progress | None = None
 ) -> Iterator[BenchCase]:
     """The cases of `kernels`, created lazily, so that only one size's inputs are in memory."""
     chosen = [name for name in KERNELS if name in set(kernels)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 SEGMENTS = 10  # that a generation is measured in, if it is long enough
-FEWEST_FOR_SPREAD = 4  # with fewer, quartiles say nothing
+MIN_FOR_SPREAD = 4  # with fewer, quartiles say nothing
 # A quiet machine's segments differ by a few percent; their context grows by less than a tenth in a measurement.
 BUSY_SPREAD = 0.2
 
@@ -47,7 +47,7 @@ def median_round_s(segments: Sequence[Segment]) -> float:
 
 def spread_of(values: Sequence[float]) -> float | None:
     """Interquartile range over the median; None for too few values to tell."""
-    if len(values) < FEWEST_FOR_SPREAD:
+    if len(values) < MIN_FOR_SPREAD:
         return None
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / middle
@@ -128,7 +128,7 @@ def measure(
     """
     run = Run(engine, prompts, max_new_tokens, sampling, on_progress)
     take_turns([run])
-    return run.measured(alone=True)
+    return run.measured(exclusive=True)
 
 
 def last_run(engine: Engine) -> Measured:
@@ -186,8 +186,8 @@ class Run:
         if rounds:
             self._segments.append(Segment(time.perf_counter() - start, rounds))
 
-    def measured(self, *, alone: bool, freed_bytes: int = 0) -> Measured:
-        """The finished generation. alone: whether nothing else ran on the device between its rounds.
+    def measured(self, *, exclusive: bool, freed_bytes: int = 0) -> Measured:
+        """The finished generation. exclusive: whether nothing else ran on the device between its rounds.
 
         freed_bytes: what runs that had begun before this one held beside their targets' weights, known once they are
         freed. The peak leaves it out.
@@ -196,10 +196,10 @@ class Run:
         segment does not count if there are others: its last round was launched in the one before (GraphRounds).
         """
         timed = tuple(self._segments[:-1] or self._segments)
-        found = replace(last_run(self.engine), tokens=tuple(map(tuple, self._tokens)), segments=timed)
-        if not alone:
-            found = replace(found, statistics=self._own(found.statistics, freed_bytes))
-        return replace(found, driver_bytes=self._driver_bytes)
+        result = replace(last_run(self.engine), tokens=tuple(map(tuple, self._tokens)), segments=timed)
+        if not exclusive:
+            result = replace(result, statistics=self._own(result.statistics, freed_bytes))
+        return replace(result, driver_bytes=self._driver_bytes)
 
     def _own(self, statistics: Statistics, freed_bytes: int) -> Statistics:
         """The engine's statistics without what other runs did between its rounds; its waits are not known then."""

@@ -105,7 +105,7 @@ class RandomDecoder:
 
 WARM_ROUNDS = 2
 TIMED_ROUNDS = {"cuda": 12, "cpu": 5}
-MOST_TRIES = 3
+MAX_TRIES = 3
 SAMPLING = SamplingParams(temperature=1.0)  # the cost model prices draws, not greedy decoding
 
 
@@ -180,8 +180,8 @@ class RandomModel:
         """The weights that the plan's verification reads; 4-bit ones have a dense head."""
         if plan.weights.target_bits == 16:
             return self.weights
-        found = self._quantized(WeightFormat(*plan.weights.target_format))
-        return found if plan.weights.target_bits == 8 else dataclasses.replace(found, head=self.weights.head)
+        weights = self._quantized(WeightFormat(*plan.weights.target_format))
+        return weights if plan.weights.target_bits == 8 else dataclasses.replace(weights, head=self.weights.head)
 
     def drafter(self, plan: Plan) -> DecoderWeights:
         """The weights that the plan's drafts read."""
@@ -216,7 +216,7 @@ def measured_round(model: RandomModel, plan: Plan, cache: Cache | None = None) -
     cache: one of the plan that has been filled; by default it is made here. Measured again while the spread says that
     the machine is busy; raises BusyMachine if it stays so.
     """
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         times = _round_times(model, plan, cache)
         if not is_busy(times.spread):
             return times
@@ -259,8 +259,8 @@ def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
     head = random_head(model.shape, embedding).for_model(model.shape, embedding) if missing_head(plan) else None
     policy = draft_policy(plan.speculation.selection, cache, head)
     reads = SparseTargetAttention.of(plan.attention.chosen, cache, head)
-    for one in observers(policy, reads):
-        one.start()
+    for observer in observers(policy, reads):
+        observer.start()
     target, drafter = model.target(plan), model.drafter(plan)
     return Speculator(model.decoder, target, drafter, cache, policy, SAMPLING, generator, reads)
 

@@ -27,7 +27,7 @@ STABLE = 0.97  # of the most tokens per round: with more tokens read, acceptance
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TuningPoint:
     """A ratio and gamma, with the tokens per round that were measured and the times that are predicted."""
 
     ratio: float
@@ -46,17 +46,17 @@ class Step:
     """What one step compared, and the index of what it chose."""
 
     name: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TuningPoint, ...]
     index: int
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> TuningPoint:
         """The step's choice."""
         return self.candidates[self.index]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        rows = [{**asdict(one), "tpot_ms": one.tpot_ms} for one in self.candidates]
+        rows = [{**asdict(candidate), "tpot_ms": candidate.tpot_ms} for candidate in self.candidates]
         return {"name": self.name, "candidates": rows, "chosen": rows[self.index]}
 
 
@@ -72,11 +72,11 @@ class Landscape:
     round_s: Callable[[float, int], float]
     group: int | None = None
 
-    def candidate(self, ratio: float, gamma: int) -> Candidate:
+    def candidate(self, ratio: float, gamma: int) -> TuningPoint:
         """One point."""
         tokens = tokens_at(self.acceptance_at[ratio], gamma)
         capped = tokens if self.group is None else float(flush_capped(tokens, self.group))
-        return Candidate(ratio, gamma, capped, 1e3 * self.round_s(ratio, gamma))
+        return TuningPoint(ratio, gamma, capped, 1e3 * self.round_s(ratio, gamma))
 
 
 def tune_steps(known: Landscape, gammas: Sequence[int]) -> tuple[Step, ...]:
@@ -90,19 +90,19 @@ def tune_steps(known: Landscape, gammas: Sequence[int]) -> tuple[Step, ...]:
     return first, second, third
 
 
-def _stable(candidates: Sequence[Candidate]) -> Step:
+def _stable(candidates: Sequence[TuningPoint]) -> Step:
     """The smallest ratio with nearly the most tokens per round."""
-    most = max(one.tokens_per_round for one in candidates)
-    index = next(at for at, one in enumerate(candidates) if one.tokens_per_round >= STABLE * most)
+    max_tokens = max(candidate.tokens_per_round for candidate in candidates)
+    index = next(at for at, candidate in enumerate(candidates) if candidate.tokens_per_round >= STABLE * max_tokens)
     return Step("ratio", tuple(candidates), index)
 
 
-def _fastest(name: str, candidates: Iterable[Candidate]) -> Step:
-    found = tuple(candidates)
-    return Step(name, found, min(range(len(found)), key=lambda index: found[index].tpot_ms))
+def _fastest(name: str, candidates: Iterable[TuningPoint]) -> Step:
+    options = tuple(candidates)
+    return Step(name, options, min(range(len(options)), key=lambda index: options[index].tpot_ms))
 
 
-FEWEST_DRAFTS = 32  # of a position, for a row of its own
+MIN_DRAFTS = 32  # of a position, for a row of its own
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class MeasuredDrafts:
         """
         name, drafts, context = row_name(self.plan), self.plan.speculation.selection, self.plan.workload.context
         for position, (judged, accepted) in enumerate(zip(self.judged_at, self.accepted_at, strict=True), start=1):
-            if name and judged >= FEWEST_DRAFTS:
+            if name and judged >= MIN_DRAFTS:
                 yield AcceptanceRow(
                     draft=name,
                     model=shape.name,
@@ -181,7 +181,7 @@ class Tuning:
     rows: tuple[AcceptanceRow, ...]
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> TuningPoint:
         """The last step's choice."""
         return self.steps[-1].chosen
 
@@ -209,14 +209,14 @@ def tune(
     require(plan.speculation.active, "the plan has gamma 0; allowed: a plan that drafts")
     require(1 <= largest <= MAX_GAMMA, f"the largest gamma is {largest}; allowed: 1 to {MAX_GAMMA}")
     plans = list(_measured_plans(plan, largest, passage.tokens))
-    found, rows, shape = _measure(plans, model, passage, device, on_progress)
+    drafts, rows, shape = _measure(plans, model, passage, device, on_progress)
 
     @cache
     def costs(ratio: float) -> RoundCosts:
         return round_costs(_with(plan, ratio=ratio, gamma=largest, adaptive=False), shape, profile, range(largest + 1))
 
     known = Landscape(
-        acceptance_at={one.ratio: one.acceptance_at for one in found},
+        acceptance_at={measured.ratio: measured.acceptance_at for measured in drafts},
         round_s=lambda ratio, gamma: costs(ratio).seconds[gamma],
         group=plan.kv.group if plan.kv.format.buffered else None,
     )
@@ -238,8 +238,8 @@ def _ratios(plan: Plan, tokens: int) -> list[float]:
     if not plan.speculation.sparse:
         return [1.0]
     ratios = sorted({*RATIOS, plan.speculation.ratio})
-    longest, least = plan.workload.context + tokens, plan.speculation.selection.least_tokens
-    alike = sum(ratio * longest <= least for ratio in ratios)
+    longest, min_tokens = plan.workload.context + tokens, plan.speculation.selection.least_tokens
+    alike = sum(ratio * longest <= min_tokens for ratio in ratios)
     return ratios[max(alike - 1, 0) :]
 
 
@@ -253,7 +253,7 @@ def _measure(
 ) -> tuple[list[MeasuredDrafts], list[AcceptanceRow], ModelShape]:
     """Counts and rows of every plan, and the model's shape as it runs. Weights are loaded and quantized once."""
     engine: Engine | None = None
-    found: list[MeasuredDrafts] = []
+    measured: list[MeasuredDrafts] = []
     rows: list[AcceptanceRow] = []
     name = named_shape(model).name
     for number, plan in enumerate(plans):
@@ -264,8 +264,8 @@ def _measure(
         )
         shape = replace(engine.config.shape, name=name)
         prompts = prompt_batch(engine.tokenizer, plan.workload.context, plan.workload.batch, passage.text)
-        found.append(MeasuredDrafts.of(engine, prompts))
-        rows += found[-1].rows(engine, shape, passage.name, passage.calibration is not None)
+        measured.append(MeasuredDrafts.of(engine, prompts))
+        rows += measured[-1].rows(engine, shape, passage.name, passage.calibration is not None)
         engine.close()
     on_progress("tuned", len(plans), len(plans))
-    return found, rows, shape
+    return measured, rows, shape

@@ -58,8 +58,8 @@ class Validation:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         runs = {"plan": self.planned, "plain": self.plain}
-        told = {name: {**run.comparison.to_dict(), "texts": list(run.texts)} for name, run in runs.items()}
-        return {**told, "in_turns": self.in_turns}
+        comparisons = {name: {**run.comparison.to_dict(), "texts": list(run.texts)} for name, run in runs.items()}
+        return {**comparisons, "in_turns": self.in_turns}
 
 
 def validate_plan(
@@ -77,12 +77,12 @@ def validate_plan(
 ) -> Validation:
     """Runs plain decoding and `plan` by `run_plans`, whose arguments it takes."""
     plans = (autoregressive(plan.workload), plan)
-    found = run_plans(
+    plan_runs = run_plans(
         plans, model, prompts, max_new_tokens, sampling,
         device=device, profile=profile, calibration=calibration, retrieval_head=retrieval_head, on_progress=on_progress,
     )  # fmt: skip
-    plain, planned = found.runs
-    return Validation(plain, planned, found.in_turns)
+    plain, planned = plan_runs.runs
+    return Validation(plain, planned, plan_runs.in_turns)
 
 
 def run_plans(
@@ -105,12 +105,12 @@ def run_plans(
     weights, as for `runtime.load`. retrieval_head: the file of a head, for the plans that choose by one.
     Raises what `runtime.load` and `Engine.generate` raise, and ProfileError where this machine is not calibrated.
     """
-    request = Request(prompts, max_new_tokens, sampling, on_progress or _silent)
+    request = GenerationSettings(prompts, max_new_tokens, sampling, on_progress or _silent)
     return _Lanes(plans, model, device, profile or this_machine(), calibration, retrieval_head, request).run()
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationSettings:
     """What every plan generates."""
 
     prompts: Prompts
@@ -132,7 +132,7 @@ class _Lanes:
     profile: Profile
     calibration: Sequence[int] | None
     retrieval_head: str | None
-    request: Request
+    request: GenerationSettings
     weights: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
     plain: Measured | None = None
     freed_bytes: int = 0
@@ -148,9 +148,9 @@ class _Lanes:
         except WorkloadError:
             return PlanRuns(tuple(self._one_by_one(runs)), False)
         take_turns(runs)
-        alone = len(runs) == 1
+        exclusive = len(runs) == 1
         runs.reverse()  # the first one ends first: what it held is not the later ones'
-        return PlanRuns(tuple(self._freed(plan, runs, alone) for plan in self.plans), True)
+        return PlanRuns(tuple(self._freed(plan, runs, exclusive) for plan in self.plans), True)
 
     def _one_by_one(self, begun: list[Run]) -> Iterator[PlanRun]:
         """The first run goes on alone; the others start again, each once the one before is closed."""
@@ -158,13 +158,13 @@ class _Lanes:
             run.engine.close()
         del begun[1:]
         take_turns(begun)
-        yield self._freed(self.plans[0], begun, alone=False)  # others had begun
+        yield self._freed(self.plans[0], begun, exclusive=False)  # others had begun
         for index in range(1, len(self.plans)):
             kept = self.plans[index].weights.target_format
             self.weights = {kind: weights for kind, weights in self.weights.items() if kind == kept}
             run = self._begun(index)
             take_turns([run])
-            yield self._ended(self.plans[index], run, alone=True)
+            yield self._ended(self.plans[index], run, exclusive=True)
             del run
 
     def _begun(self, index: int) -> Run:
@@ -188,17 +188,17 @@ class _Lanes:
             engine.close()
             raise
 
-    def _freed(self, plan: Plan, runs: list[Run], alone: bool) -> PlanRun:
+    def _freed(self, plan: Plan, runs: list[Run], exclusive: bool) -> PlanRun:
         """The comparison of the last of the finished runs, which is then freed.
 
         What that frees is what it held: not the workspaces that libraries keep, which every run's peak contains,
         whichever run was the first to need them.
         """
         before_bytes = self._allocated_bytes()
-        found = self._ended(plan, runs.pop(), alone)
+        plan_run = self._ended(plan, runs.pop(), exclusive)
         gc.collect()
         self.freed_bytes += before_bytes - self._allocated_bytes()
-        return found
+        return plan_run
 
     def _allocated_bytes(self) -> int:
         """Memory that torch has allocated on the weights' GPU; 0 on a CPU."""
@@ -209,9 +209,9 @@ class _Lanes:
 
         return torch.cuda.memory_allocated(device)
 
-    def _ended(self, plan: Plan, run: Run, alone: bool) -> PlanRun:
+    def _ended(self, plan: Plan, run: Run, exclusive: bool) -> PlanRun:
         """The comparison of a finished run, whose engine is closed."""
-        engine, measured = run.engine, run.measured(alone=alone, freed_bytes=self.freed_bytes)
+        engine, measured = run.engine, run.measured(exclusive=exclusive, freed_bytes=self.freed_bytes)
         engine.close()
         self.plain = self.plain or measured
         texts = tuple(engine.tokenizer.batch_decode([list(tokens) for tokens in measured.tokens]))

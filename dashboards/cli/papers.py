@@ -71,7 +71,7 @@ def summary_lines(result: TableResult) -> list[str]:
     error = result.median_error
     counts = f"{len(result.cells) - len(result.unpredicted)} of {len(result.cells)} cells predicted"
     told = f"; median absolute error {error:.1%} of {len(result.errors)} with numbers" if error is not None else ""
-    return [counts + told, *(target.told(result) for target in targets_of(result))]
+    return [counts + told, *(target.describe(result) for target in targets_of(result))]
 
 
 def table_rows(result: TableResult) -> Iterator[tuple[str, ...]]:

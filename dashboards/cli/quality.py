@@ -48,7 +48,7 @@ from ridgeplan.roofline.plan.plan import MAX_TOKENS
 from ridgeplan.roofline.plan.presets import PRESETS
 
 if TYPE_CHECKING:
-    from ridgeplan.validate.quality.question import PlanMaker, Question
+    from ridgeplan.validate.quality.options import PlanMaker, QualityOptions
     from ridgeplan.validate.quality.ruler_samples import Material, Task
 
 COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPOT ms", "KV MB", "tasks")
@@ -108,7 +108,7 @@ def quality(
     from ridgeplan.validate.acceptance import named_shape
     from ridgeplan.validate.prompts import read_prompt, sample_text
     from ridgeplan.validate.quality.measure import default_batch
-    from ridgeplan.validate.quality.question import Question
+    from ridgeplan.validate.quality.options import QualityOptions
 
     sizes["batch"] = default_batch() if batch is None else batch
     with warnings_as_notes():
@@ -116,7 +116,7 @@ def quality(
         content = sample_text() if text is None else read_prompt(text)
         material, chosen = _material(content, tasks)
         name = "Python's help topics" if text is None else Path(text).stem
-        question = Question(source, named_shape(source), tuple(makers), ctx, content, name, tasks=chosen, **sizes)
+        question = QualityOptions(source, named_shape(source), tuple(makers), ctx, content, name, tasks=chosen, **sizes)
         question.require_head()  # before anything is measured
         for line in question.refused():
             click.echo(f"skipped: {line}", err=True)
@@ -127,7 +127,7 @@ def quality(
 
 
 def _makers(plans: Sequence[str], budgets: Sequence[int], chunks: Sequence[int]) -> Iterator[PlanMaker]:
-    from ridgeplan.validate.quality.question import of_file, with_budgets
+    from ridgeplan.validate.quality.options import of_file, with_budgets
 
     for one in plans:
         if one in PRESETS or not Path(one).exists():
@@ -153,7 +153,7 @@ def _material(text: str, names: Sequence[str]) -> tuple[Material, tuple[Task, ..
     return material(text, questions), chosen
 
 
-def _measured(question: Question, material: Material, known: Sequence[QualityRow]) -> Iterator[list[QualityRow]]:
+def _measured(question: QualityOptions, material: Material, known: Sequence[QualityRow]) -> Iterator[list[QualityRow]]:
     from ridgeplan.validate.quality.measure import measure_quality
 
     with progress() as bars:
@@ -166,10 +166,10 @@ def _measured(question: Question, material: Material, known: Sequence[QualityRow
         )
 
 
-def _report(question: Question, rows: Sequence[QualityRow], path: Path, as_json: bool) -> None:
-    from ridgeplan.validate.quality.measure import asked
+def _report(question: QualityOptions, rows: Sequence[QualityRow], path: Path, as_json: bool) -> None:
+    from ridgeplan.validate.quality.measure import is_requested
 
-    found = [row for row in rows if asked(question, row)]
+    found = [row for row in rows if is_requested(question, row)]
     if as_json:
         print_json({"path": str(path), "rows": [asdict(row) for row in found]})
         return

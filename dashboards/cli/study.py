@@ -191,10 +191,10 @@ def retrieval(
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import named_shape
     from ridgeplan.validate.prompts import read_prompt
-    from ridgeplan.validate.studies.retrieval import Sizes, study
+    from ridgeplan.validate.studies.retrieval import RetrievalSizes, study
 
     chosen = methods or (METHODS if retrieval_head else METHODS[2:])
-    asked, content = Sizes(contexts=ctx, methods=chosen, **sizes), read_prompt(text)
+    asked, content = RetrievalSizes(contexts=ctx, methods=chosen, **sizes), read_prompt(text)
     with warnings_as_notes(), progress() as bars:
         source, bar = embedded_or(model), bars.add_task("loading")
 
@@ -261,7 +261,7 @@ def dapq(
     from ridgeplan.validate.prompts import read_prompt, sample_text
     from ridgeplan.validate.studies import dapq as measured
 
-    asked, content = measured.Sizes(**sizes), sample_text() if text is None else read_prompt(text)
+    asked, content = measured.DapqSizes(**sizes), sample_text() if text is None else read_prompt(text)
     with warnings_as_notes(), progress() as bars:
         source, bar = embedded_or(model), bars.add_task("loading")
         shape = named_shape(source)

@@ -39,7 +39,7 @@ from ridgeplan.validate.suite.report import SECTIONS, SUITES, RegretRow, SuiteRe
 if TYPE_CHECKING:
     from ridgeplan.validate import Comparison
     from ridgeplan.validate.suite.report import Summary
-    from ridgeplan.validate.suite.run import Question
+    from ridgeplan.validate.suite.run import SuiteOptions
 
 
 WORST = 12  # rows shown
@@ -65,12 +65,12 @@ def run_suite(
     earlier = read_report(output) if output is not None and output.exists() else None
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.prompts import read_prompt
-    from ridgeplan.validate.suite.run import Question, heading
+    from ridgeplan.validate.suite.run import SuiteOptions, heading
 
     generating = not only or "generations" in only
     sources = tuple(embedded_or(model) for model in models or (None,)) if generating else ()
     texts = (None if path is None else read_prompt(path) for path in (prompt_file, other_text))
-    question = Question(suite, only, calibrated, sources, *texts)
+    question = SuiteOptions(suite, only, calibrated, sources, *texts)
     if earlier is not None:
         heading(question).merged_into(earlier)
     report = _measured(question)
@@ -146,7 +146,7 @@ def regret_texts(row: RegretRow) -> tuple[str, ...]:
     return f"{row.model} {row.context}x{row.batch}", *times, f"{row.regret:.1%}", plans
 
 
-def _measured(question: Question) -> SuiteReport:
+def _measured(question: SuiteOptions) -> SuiteReport:
     from ridgeplan.validate.suite import run
 
     with warnings_as_notes(), progress() as bars:

@@ -112,8 +112,8 @@ def test_runs_take_turns_segment_by_segment(clock: Clock) -> None:
     take_turns(runs)
     assert "".join(log).startswith("sssssfff" * 3)
     # Each pays for its own rounds only, although the other ran between them.
-    assert runs[0].measured(alone=False).tpot_ms == pytest.approx(1000 * 1.0 / 2)
-    assert runs[1].measured(alone=False).tpot_ms == pytest.approx(1000 * 2.0 / 2)
+    assert runs[0].measured(exclusive=False).tpot_ms == pytest.approx(1000 * 1.0 / 2)
+    assert runs[1].measured(exclusive=False).tpot_ms == pytest.approx(1000 * 2.0 / 2)
 
 
 def test_in_turns_times_and_peak_are_the_runs_own(clock: Clock) -> None:
@@ -121,11 +121,11 @@ def test_in_turns_times_and_peak_are_the_runs_own(clock: Clock) -> None:
     run = Run(engine, [[1]], 41, others_bytes=400)  # type: ignore[arg-type]
     engine.peak_memory_bytes = 9000  # what others allocated later
     take_turns([run])
-    statistics = run.measured(alone=False).statistics
+    statistics = run.measured(exclusive=False).statistics
     assert statistics.peak_memory_bytes == 600
     assert statistics.decode_s == pytest.approx(40 * 0.5)
     assert statistics.idle_s == 0
-    assert run.measured(alone=False, freed_bytes=250).statistics.peak_memory_bytes == 350
+    assert run.measured(exclusive=False, freed_bytes=250).statistics.peak_memory_bytes == 350
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3])

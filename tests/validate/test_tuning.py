@@ -92,7 +92,7 @@ def test_a_plan_gets_the_gamma_that_is_fastest(plan, tiny_folder, h200_profile):
 
 
 def test_rows_say_what_was_counted(plan, tiny_folder, h200_profile, monkeypatch):
-    monkeypatch.setattr(measured_module, "FEWEST_DRAFTS", 20)
+    monkeypatch.setattr(measured_module, "MIN_DRAFTS", 20)
     rows = tune(plan, str(tiny_folder), TEXT, h200_profile, 3, "cpu").rows
     assert [row.position for row in rows] == [1, 2, 3][: len(rows)]
     first = rows[0]

@@ -126,9 +126,9 @@ def test_each_run_frees_what_the_later_ones_peaks_leave_out(tiny_folder: Path, m
         engines.append(weakref.ref(engine))
         return engine
 
-    def noted(run: Run, *, alone: bool, freed_bytes: int) -> Any:
+    def noted(run: Run, *, exclusive: bool, freed_bytes: int) -> Any:
         left_out.append(freed_bytes)
-        return measured(run, alone=alone, freed_bytes=freed_bytes)
+        return measured(run, exclusive=exclusive, freed_bytes=freed_bytes)
 
     monkeypatch.setattr(runtime, "load", remembered)
     monkeypatch.setattr(Run, "measured", noted)

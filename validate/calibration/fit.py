@@ -116,14 +116,14 @@ def _fit(times: _Times, fastest: tuple[float, float], free: tuple[int, ...]) -> 
         logs[chosen] = values
         return times.residuals(logs)
 
-    found = least_squares(
+    solution = least_squares(
         residuals, logs[chosen], bounds=(lowest[chosen], highest[chosen]), loss="soft_l1", f_scale=OUTLIER
     )
-    logs[chosen] = found.x
-    return _Fit(logs, float(found.cost))
+    logs[chosen] = solution.x
+    return _Fit(logs, float(solution.cost))
 
 
-MOST_TRIALS = 1000
+MAX_TRIALS = 1000
 CONVERGED = 1e-12  # change of the loss, in units of an outlier's
 NEGLIGIBLE = 1e-4  # largest share of any sample's time
 PARTS = ("launch_s", "inverse_utilization", "tile_s", "fill_s", "width_s", "depth_s")
@@ -143,10 +143,10 @@ def fit_steps(samples: Sequence[Sample], ceilings: Ceilings, above_rows: Sequenc
         raise ValueError("a fit needs at least one sample of the fewest rows")
     sizes = _sizes(samples, ceilings)
     seconds = np.array([sample.seconds for sample in samples])
-    found = _coefficients(sizes / seconds[:, None], index, ceilings.read_utilization, len(above_rows) + 1)
-    terms = sizes * np.cumsum(found, axis=0)[index]
+    coefficients = _coefficients(sizes / seconds[:, None], index, ceilings.read_utilization, len(above_rows) + 1)
+    terms = sizes * np.cumsum(coefficients, axis=0)[index]
     errors = np.log((terms * _shares(terms)).sum(1) / seconds)
-    first, *steps = (_named(step) for step in found)
+    first, *steps = (_named(step) for step in coefficients)
     return Rates(
         bandwidth_utilization=min(MAX_UTILIZATION, 1 / first.pop("inverse_utilization")),
         compute_utilization=_arithmetic(samples, terms[:, READING], ceilings),
@@ -165,8 +165,15 @@ def _sizes(samples: Sequence[Sample], ceilings: Ceilings) -> np.ndarray:
     bandwidth, num_sms = ceilings.bandwidth_bytes_per_s, ceilings.num_sms
     return np.array(
         [
-            (1.0, one.cost.bytes / bandwidth, one.tiles / num_sms, filled(one.tiles / num_sms), one.width, one.depth)
-            for one in samples
+            (
+                1.0,
+                sample.cost.bytes / bandwidth,
+                sample.tiles / num_sms,
+                filled(sample.tiles / num_sms),
+                sample.width,
+                sample.depth,
+            )
+            for sample in samples
         ],
         dtype=float,
     )
@@ -196,15 +203,15 @@ def _coefficients(relative: np.ndarray, index: np.ndarray, read_utilization: flo
 
     def loss(scaled: np.ndarray) -> tuple[float, np.ndarray]:
         """The sum of soft L1 losses, and its gradient."""
-        found = terms(scaled)
-        errors = ((found * _shares(found)).sum(1) - 1) / OUTLIER
+        parts_s = terms(scaled)
+        errors = ((parts_s * _shares(parts_s)).sum(1) - 1) / OUTLIER
         roots = np.sqrt(1 + errors**2)
-        slopes = _by_step(reached, relative * _shares(found)) / scale
+        slopes = _by_step(reached, relative * _shares(parts_s)) / scale
         return float((roots - 1).sum()), errors / roots / OUTLIER @ slopes
 
     start = lsq_linear(matrix / scale, np.ones(len(matrix)), bounds=(lowest, np.inf)).x
     # scipy's least_squares does not converge: it keeps its distance from bounds, and most parts of most steps are 0.
-    options = {"maxiter": MOST_TRIALS, "ftol": CONVERGED}
+    options = {"maxiter": MAX_TRIALS, "ftol": CONVERGED}
     fit = minimize(loss, np.maximum(start, lowest), jac=True, bounds=[(low, None) for low in lowest], method="SLSQP",
                    options=options)  # fmt: skip
     return np.where(matrix.any(0) & (fit.x > NEGLIGIBLE), fit.x / scale, 0.0).reshape(count, -1)
@@ -217,7 +224,7 @@ def _by_step(reached: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def _arithmetic(samples: Sequence[Sample], reading_s: np.ndarray, ceilings: Ceilings) -> float:
     """The lowest share of the compute peak at which no sample's FLOPs take longer than its bytes, as far as any is."""
-    computing_s = np.array([one.cost.flops for one in samples], float) / ceilings.compute_flops
+    computing_s = np.array([sample.cost.flops for sample in samples], float) / ceilings.compute_flops
     return float(np.clip(max(computing_s / reading_s), 1e-9, ceilings.matmul_utilization))
 
 
@@ -289,9 +296,9 @@ class Samples(Checked):
     rounds: tuple[RoundSample, ...] = parts(RoundSample, default=())
 
     @classmethod
-    def of(cls, device: str, date: str, ceilings: Ceilings, found: Mapping[str, Sequence[Sample]]) -> Samples:
+    def of(cls, device: str, date: str, ceilings: Ceilings, by_kind: Mapping[str, Sequence[Sample]]) -> Samples:
         """The samples of kernel classes, by class."""
-        kernels = tuple(KernelSample.of(kind, one) for kind, samples in found.items() for one in samples)
+        kernels = tuple(KernelSample.of(kind, sample) for kind, samples in by_kind.items() for sample in samples)
         return cls(device, date, ceilings.matmul_utilization, ceilings.read_utilization, kernels)
 
     def with_rounds(self, rounds: Sequence[RoundSample]) -> Samples:
@@ -300,14 +307,14 @@ class Samples(Checked):
 
     def by_kind(self) -> dict[str, list[Sample]]:
         """The kernels' samples by class, in the order in which the classes were measured."""
-        found: dict[str, list[Sample]] = {}
-        for one in self.kernels:
-            found.setdefault(one.kind, []).append(one.sample)
-        return found
+        by_kind: dict[str, list[Sample]] = {}
+        for row in self.kernels:
+            by_kind.setdefault(row.kind, []).append(row.sample)
+        return by_kind
 
     def to_json(self) -> str:
         """JSON text that `read_samples` reads back to equal samples, one sample a line."""
-        lists = {name: ",\n".join(json.dumps(asdict(one)) for one in getattr(self, name)) for name in LISTS}
+        lists = {name: ",\n".join(json.dumps(asdict(row)) for row in getattr(self, name)) for name in LISTS}
         head = {name: value for name, value in vars(self).items() if name not in LISTS}
         body = "".join(f', "{name}": [\n{lines}\n]' for name, lines in lists.items())
         return json.dumps({"schema": SCHEMA, **head}, allow_nan=False)[:-1] + body + "}\n"

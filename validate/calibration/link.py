@@ -56,8 +56,8 @@ class LinkTimes:
 
 def link_classes(device: torch.device, link_bytes_per_s: float) -> dict[str, Rates]:
     """Rates of `LINK_CLASSES`."""
-    found = measured_link(device)
-    return {kind: found[kind].rates(link_bytes_per_s) for kind in LINK_CLASSES}
+    times = measured_link(device)
+    return {kind: times[kind].rates(link_bytes_per_s) for kind in LINK_CLASSES}
 
 
 @torch.inference_mode()
@@ -69,20 +69,20 @@ def measured_link(device: torch.device, size: int = SIZE, spread: int = SPREAD) 
     tokens = size // (2 * HEADS * HEAD_DIM * 2)
     keys, values = torch.zeros(2, 1, HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16, device=device)
     out = keys, values
-    found = _copies(size, out, device)
+    times_by_kind = _copies(size, out, device)
     spread = max(size, min(spread, (available_bytes() or 2 * spread) // 2))
     rows = spread // LAYERS // (2 * HEADS * HEAD_DIM * 2) // 16 * 16
     by_token = HostMemory.allocate(spread, device).split(
         [(torch.Size((1, rows, HEADS, 2, HEAD_DIM)), torch.bfloat16)] * LAYERS
     )
-    layers = [(one[:, :, :, 0].transpose(1, 2), one[:, :, :, 1].transpose(1, 2)) for one in by_token]
-    wanted = min(tokens, max(16, rows // SPACING))
+    layers = [(layer[:, :, :, 0].transpose(1, 2), layer[:, :, :, 1].transpose(1, 2)) for layer in by_token]
+    loaded_tokens = min(tokens, max(16, rows // SPACING))
     for kind, page in (("host_gather", 1), ("host_gather_pages", 16)):
-        loads = [random_loads(rows, wanted, page, device) for _ in layers]
-        pages = sum(pages_with(one, page) for one in loads) // len(loads) if page == 1 else 0
+        loads = [random_loads(rows, loaded_tokens, page, device) for _ in layers]
+        pages = sum(pages_with(layer, page) for layer in loads) // len(loads) if page == 1 else 0
         times = _gather_times(layers, out, loads, page, rows)
-        found[kind] = LinkTimes(2 * loads[0].units.numel() * page * HEAD_DIM * 2, *times, pages)
-    return found
+        times_by_kind[kind] = LinkTimes(2 * loads[0].units.numel() * page * HEAD_DIM * 2, *times, pages)
+    return times_by_kind
 
 
 def _copies(size: int, out: KeysAndValues, device: torch.device) -> dict[str, LinkTimes]:
@@ -112,12 +112,12 @@ def _gather_times(
     gather = partial(gather_into_slots, page=page, concurrent=True)
 
     def step() -> None:
-        for layer, one in zip(layers, loads, strict=True):
-            gather(layer, out, one)
+        for layer, load in zip(layers, loads, strict=True):
+            gather(layer, out, load)
 
     def draw_anew() -> None:
-        for one in loads:
-            one.units.copy_(_random_units(tokens, one.units.shape[2], page, device))
+        for load in loads:
+            load.units.copy_(_random_units(tokens, load.units.shape[2], page, device))
 
     times = _times(device, _replay(device, step), draw_anew)
     nothing = replace(loads[0], count=torch.zeros_like(loads[0].count))
@@ -132,15 +132,15 @@ def _copy(source: KeysAndValues, out: KeysAndValues, count: Tensor) -> None:
 
 def random_loads(tokens: int, wanted_tokens: int, page: int, device: torch.device) -> SlotLoads:
     """Loads of some of the tokens, in random units, other ones for each KV head."""
-    wanted = wanted_tokens // page
-    into = torch.arange(wanted, dtype=torch.int32, device=device).expand(1, HEADS, wanted).contiguous()
-    count = torch.full((1, HEADS), wanted, dtype=torch.int32, device=device)
-    return SlotLoads(into, _random_units(tokens, wanted, page, device), into, count)
+    units = wanted_tokens // page
+    into = torch.arange(units, dtype=torch.int32, device=device).expand(1, HEADS, units).contiguous()
+    count = torch.full((1, HEADS), units, dtype=torch.int32, device=device)
+    return SlotLoads(into, _random_units(tokens, units, page, device), into, count)
 
 
-def _random_units(tokens: int, wanted: int, page: int, device: torch.device) -> Tensor:
+def _random_units(tokens: int, count: int, page: int, device: torch.device) -> Tensor:
     """`wanted` units of each KV head, which ascend, as choices do, so that the heads' neighbours share pages."""
-    drawn = [torch.randperm(tokens // page, device=device)[:wanted].sort().values for _ in range(HEADS)]
+    drawn = [torch.randperm(tokens // page, device=device)[:count].sort().values for _ in range(HEADS)]
     return torch.stack(drawn)[None].int()
 
 

@@ -148,16 +148,16 @@ class Unexplained:
 
 def measured_rounds(profile: Profile, shapes: Sequence[ModelShape], device: torch.device) -> list[RoundSample]:
     """Rounds of models of `shapes` on this machine."""
-    return [one for index, shape in enumerate(shapes) for one in _rounds(index, shape, profile, device)]
+    return [sample for index, shape in enumerate(shapes) for sample in _rounds(index, shape, profile, device)]
 
 
 def with_fitted_gaps(profile: Profile, shapes: Sequence[ModelShape], rounds: Sequence[RoundSample]) -> Profile:
     """`profile` with the gaps of whole rounds on models of `shapes`, which must differ in layers."""
     kernels = {kind: rates for kind, rates in profile.classes.items() if kind != "gap"}
     profile = replace(profile, classes=kernels, draft_gap_s=0.0, target_gap_s=0.0, round_s=0.0)
-    found = [Unexplained.of(one, shapes[one.model], profile) for one in rounds]
-    fitted = fit_gaps(found)
-    round_s = float(np.median([item.round_s for item in found]))
+    unexplained = [Unexplained.of(sample, shapes[sample.model], profile) for sample in rounds]
+    fitted = fit_gaps(unexplained)
+    round_s = float(np.median([item.round_s for item in unexplained]))
     classes = {**profile.classes, "gap": fitted.layer}
     return replace(profile, classes=classes, draft_gap_s=fitted.draft_s, target_gap_s=fitted.target_s, round_s=round_s)
 
@@ -171,10 +171,10 @@ class Gaps:
     layer: Rates
 
 
-def fit_gaps(found: Sequence[Unexplained]) -> Gaps:
+def fit_gaps(unexplained: Sequence[Unexplained]) -> Gaps:
     """Least squares; a layer's gap grows in steps of rows, and nothing is negative."""
-    rows = [(item, 0.0, item.batch * item.queries, item.target_s) for item in found]
-    rows += [(item, 1.0, item.batch, item.draft_s) for item in found if item.draft_s is not None]
+    rows = [(item, 0.0, item.batch * item.queries, item.target_s) for item in unexplained]
+    rows += [(item, 1.0, item.batch, item.draft_s) for item in unexplained if item.draft_s is not None]
     table = [
         (drafting, 1 - drafting, item.layers, *(item.layers * (count > above) for above in GAP_STEPS))
         for item, drafting, count, _ in rows

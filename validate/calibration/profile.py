@@ -46,13 +46,15 @@ def measure_profile(
     cuda = place.type == "cuda"
     hardware = machine.cuda_hardware(bench, bandwidth, compute) if cuda else machine.cpu_hardware(bandwidth, compute)
     samples = _measured(bench, suite, hardware.num_sms, on_progress, noise)
-    ceilings = _ceilings(hardware, bandwidth, compute, (one for found in samples.values() for one in found))
+    ceilings = _ceilings(hardware, bandwidth, compute, (sample for of_kind in samples.values() for sample in of_kind))
     profile = Profile(
         hardware=hardware,
         device=torch.cuda.get_device_name(place) if cuda else machine.cpu_model(),
         software=_software(),
         date=_today(),
-        classes={kind: noise.widened(kind, _fitted(kind, found, ceilings, suite)) for kind, found in samples.items()},
+        classes={
+            kind: noise.widened(kind, _fitted(kind, of_kind, ceilings, suite)) for kind, of_kind in samples.items()
+        },
         asynchronous=cuda,
         portable=_portable(bench, suite, hardware.num_sms, ceilings),
     )
@@ -81,8 +83,10 @@ def measure_again(
         raise CalibrationError(f"class {unknown[0]!r} is none of: {', '.join(known)}")
     bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
     samples = _measured(bench, suite, base.hardware.num_sms, on_progress, noise, kinds)
-    ceilings = _ceilings(base.hardware, bandwidth, compute, (one for found in samples.values() for one in found))
-    fitted = {kind: noise.widened(kind, _fitted(kind, found, ceilings, suite)) for kind, found in samples.items()}
+    ceilings = _ceilings(
+        base.hardware, bandwidth, compute, (sample for of_kind in samples.values() for sample in of_kind)
+    )
+    fitted = {kind: noise.widened(kind, _fitted(kind, of_kind, ceilings, suite)) for kind, of_kind in samples.items()}
     portable = _portable(bench, suite, base.hardware.num_sms, ceilings) if PORTABLE in kinds else base.portable
     profile = replace(
         base, software=_software(), date=_today(), classes={**base.classes, **fitted}, portable=dict(portable)
@@ -99,8 +103,8 @@ def fitted_again(base: Profile, samples: Samples, suite: Suite) -> Profile:
         raise SamplesError(f"the samples are of {samples.device}, the profile is of {base.device}; allowed: the same")
     hardware, reached = base.hardware, (samples.matmul_utilization, samples.read_utilization)
     ceilings = Ceilings(hardware.bandwidth_bytes_per_s, hardware.compute_flops, *reached, hardware.num_sms)
-    stepped = {kind: found for kind, found in samples.by_kind().items() if suite.steps_of(kind) is not None}
-    fitted = {kind: _fitted(kind, found, ceilings, suite) for kind, found in stepped.items()}
+    stepped = {kind: of_kind for kind, of_kind in samples.by_kind().items() if suite.steps_of(kind) is not None}
+    fitted = {kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in stepped.items()}
     profile = replace(base, classes={**base.classes, **fitted}, date=samples.date)
     return with_fitted_gaps(profile, suite.gap_shapes, samples.rounds) if samples.rounds else profile
 
@@ -157,7 +161,7 @@ def _measured(
 
 def _ceilings(hardware: Hardware, copied: float, matmul: float, samples: Iterable[Sample]) -> Ceilings:
     """Nothing is read faster than a copy, a sum or the fastest kernel that reads far more than a cache holds."""
-    large = [one.cost.bytes / one.seconds for one in samples if one.cost.bytes > LARGE_READ_BYTES]
+    large = [sample.cost.bytes / sample.seconds for sample in samples if sample.cost.bytes > LARGE_READ_BYTES]
     peaks = hardware.bandwidth_bytes_per_s, hardware.compute_flops
     return Ceilings(*peaks, matmul / peaks[1], min(1.0, max(copied, *large, 0.0) / peaks[0]), hardware.num_sms)
 
@@ -169,7 +173,7 @@ def sample_of(call: KernelCall) -> Sample:
 
 def _fitted(kind: str, samples: Sequence[Sample], ceilings: Ceilings, suite: Suite) -> Rates:
     """Rates in steps of rows for the classes that a decode pass's rows and queries go through, if the suite has any."""
-    samples = [replace(one, rows=rate_rows(kind, one.rows, one.width, one.depth)) for one in samples]
+    samples = [replace(sample, rows=rate_rows(kind, sample.rows, sample.width, sample.depth)) for sample in samples]
     steps = suite.steps_of(kind)
     return fit_rates(samples, ceilings) if steps is None else fit_steps(samples, ceilings, steps)
 
@@ -181,4 +185,4 @@ def _portable(bench: Bench, suite: Suite, num_sms: int, ceilings: Ceilings) -> d
     samples: dict[str, list[Sample]] = {}
     for call in portable_calls(bench, suite, num_sms):
         samples.setdefault(call.kind, []).append(replace(sample_of(call), seconds=bench.seconds(call)))
-    return {kind: _fitted(kind, found, ceilings, suite) for kind, found in samples.items()}
+    return {kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in samples.items()}

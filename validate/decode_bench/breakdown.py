@@ -90,8 +90,8 @@ class KernelRecording:
         torch.cuda.synchronize()
         self._profiler.stop()
         events = (event for event in self._profiler.events() or () if event.device_type == DeviceType.CUDA)
-        found = (Launch(event.name, event.time_range.start, event.time_range.end) for event in events)
-        return tuple(sorted(found, key=lambda launch: launch.begin_us))
+        launches = (Launch(event.name, event.time_range.start, event.time_range.end) for event in events)
+        return tuple(sorted(launches, key=lambda launch: launch.begin_us))
 
 
 def busy_us(launches: Iterable[Launch]) -> float:
@@ -191,12 +191,12 @@ def breakdowns(
     require_cuda(model.device.type)
     attach()
     plans = [row.case.plan(model, profile, new_tokens) for row in rows]
-    found: dict[int, Breakdown] = {}
+    by_row: dict[int, Breakdown] = {}
     drafts: dict[int, DecoderWeights] = {}
     for index in sorted(range(len(rows)), key=lambda index: run_order(rows[index].case, plans[index])):
         launches = _launches(model, plans[index], drafts, text, temperature)
-        found[index] = breakdown(plans[index], model.shape, profile, rows[index].measured, launches)
-    return [found[index] for index in range(len(rows))]
+        by_row[index] = breakdown(plans[index], model.shape, profile, rows[index].measured, launches)
+    return [by_row[index] for index in range(len(rows))]
 
 
 def require_cuda(device: str) -> None:
@@ -220,17 +220,17 @@ def breakdown(
     """The traced rounds of `plan` and the prediction for the measured lengths."""
     predicted = predicted_us(plan, measured, shape, profile)
     rounds = rounds_of(launches)
-    found: defaultdict[Key, list[Launch]] = defaultdict(list)
-    for one in rounds:
-        for key, launch in classified(one):
-            found[key].append(launch)
+    by_key: defaultdict[Key, list[Launch]] = defaultdict(list)
+    for round_launches in rounds:
+        for key, launch in classified(round_launches):
+            by_key[key].append(launch)
     count = max(len(rounds), 1)
-    rows = (_row(plan, key, found[key], predicted.get(key, 0.0), count) for key in _keys(found, predicted))
-    spans = [one[-1][1].end_us - one[0][1].begin_us for one in rounds]
+    rows = (_row(plan, key, by_key[key], predicted.get(key, 0.0), count) for key in _keys(by_key, predicted))
+    spans = [round_launches[-1][1].end_us - round_launches[0][1].begin_us for round_launches in rounds]
     return Breakdown(
         rows=tuple(rows),
         rounds=len(rounds),
-        busy_us=sum(busy_us(launch for _, launch in one) for one in rounds) / count,
+        busy_us=sum(busy_us(launch for _, launch in round_launches) for round_launches in rounds) / count,
         traced_round_us=sum(spans) / count,
         round_us=_round_us(measured.statistics),
     )
@@ -244,8 +244,8 @@ def rounds_of(launches: Sequence[Launch]) -> list[list[tuple[str, Launch]]]:
     """
     stamps = [index for index, launch in enumerate(launches) if launch.name == STAMP]
     readings = len(PHASES) + 1
-    whole = (stamps[at : at + readings] for at in range(0, len(stamps) - readings + 1, readings))
-    return [_parts(launches, at) for at in whole]
+    complete = (stamps[at : at + readings] for at in range(0, len(stamps) - readings + 1, readings))
+    return [_parts(launches, at) for at in complete]
 
 
 def _parts(launches: Sequence[Launch], stamps: Sequence[int]) -> list[tuple[str, Launch]]:
@@ -255,7 +255,7 @@ def _parts(launches: Sequence[Launch], stamps: Sequence[int]) -> list[tuple[str,
 
 def classified(launches: Sequence[tuple[str, Launch]]) -> list[tuple[Key, Launch]]:
     """The launches of a round with their parts and classes. The head is the product that sampling follows."""
-    found: list[tuple[Key, Launch]] = []
+    keyed: list[tuple[Key, Launch]] = []
     following = ""
     for part, launch in reversed(launches):
         kind = class_of(launch.name)
@@ -263,8 +263,8 @@ def classified(launches: Sequence[tuple[str, Launch]]) -> list[tuple[Key, Launch
             kind = HEAD
         elif kind not in (LINEAR, OTHER):
             following = kind
-        found.append(((part, kind), launch))
-    return found[::-1]
+        keyed.append(((part, kind), launch))
+    return keyed[::-1]
 
 
 def class_of(kernel: str) -> str:
@@ -304,8 +304,8 @@ def class_of_op(op: OpTime) -> str:
         return GAP
     kind = re.search("linear|attention|rope", op.kind)
     named = re.search("norm|swiglu|rotary", op.op)
-    found = kind or named
-    return {"rope": "rope + append", "rotary": "rope + append"}.get(found[0], found[0]) if found else OTHER
+    match = kind or named
+    return {"rope": "rope + append", "rotary": "rope + append"}.get(match[0], match[0]) if match else OTHER
 
 
 def _keys(*tables: Mapping[Key, Any]) -> Iterator[Key]:

@@ -61,9 +61,9 @@ class InflatedModel:
         config = decoder_config(hub, source)
         limited = inflated_shape(config, shape)
         ChannelMap(config, limited).check()
-        found = cls(source, hub, load_tokenizer(source), limited, place)
-        _require_weight_memory(limited, place, found.dtype)
-        return found
+        inflated = cls(source, hub, load_tokenizer(source), limited, place)
+        _require_weight_memory(limited, place, inflated.dtype)
+        return inflated
 
     @property
     def dtype(self) -> torch.dtype:

@@ -103,8 +103,8 @@ class ChannelMap:
     @property
     def frequencies(self) -> tuple[float, ...]:
         """The small head's RoPE pairs come first; the frequencies of the other pairs do not matter."""
-        own = self.config.rotary_frequencies
-        return own + (own[-1],) * (self.shape.head_dim // 2 - len(own))
+        small = self.config.rotary_frequencies
+        return small + (small[-1],) * (self.shape.head_dim // 2 - len(small))
 
     @property
     def kv_heads(self) -> list[int]:
@@ -166,10 +166,10 @@ def _placed(small: int, large: int) -> Tensor | None:
 
     None where they do not fit.
     """
-    own = fitting_group(small, GROUP)
-    if own is None or small // own * GROUP > large:
+    group = fitting_group(small, GROUP)
+    if group is None or small // group * GROUP > large:
         return None
-    return (torch.arange(small // own)[:, None] * GROUP + torch.arange(own)).flatten()
+    return (torch.arange(small // group)[:, None] * GROUP + torch.arange(group)).flatten()
 
 
 CONSTANT = 2.0**-10  # in the residual stream, whose root mean square is about 0.1 to 1000

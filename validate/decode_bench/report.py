@@ -29,8 +29,8 @@ def vllm_tpot_ms(device: str, model: str, context: int, batch: int) -> float | N
     measured = measured_rows("vllm")
     if (device, model) != (measured.device, measured.model):
         return None
-    wanted = (context, batch, "bf16", "auto")
-    return next((row.tpot_ms for row in measured.rows if (row.context, row.batch, row.weights, row.kv) == wanted), None)
+    key = (context, batch, "bf16", "auto")
+    return next((row.tpot_ms for row in measured.rows if (row.context, row.batch, row.weights, row.kv) == key), None)
 
 
 PLAIN = "autoregressive"
@@ -189,12 +189,12 @@ def bench_decode(
         require_executable(plan)
         _require_no_head(plan)
     sizes = dict.fromkeys((case.context, case.batch) for case in cases)
-    made = (
+    make_prompts = (
         partial(random_batch, len(model.tokenizer))
         if random_tokens
         else partial(prompt_batch, model.tokenizer, text=text)
     )
-    prompts = {size: made(*size) for size in sizes}
+    prompts = {size: make_prompts(*size) for size in sizes}
     bench = _Run(model, profile, temperature, calibration)
     rows: dict[int, DecodeRow] = {}
     for index in sorted(range(len(cases)), key=lambda index: run_order(cases[index], plans[index])):
@@ -252,9 +252,9 @@ class _Run:
         if case.preset == PLAIN:
             self.plain[case.context, case.batch] = measured
         plain = self.plain.get((case.context, case.batch))
-        found = compare_measured(plan, self.model.shape, self.profile, measured, plain)
+        comparison = compare_measured(plan, self.model.shape, self.profile, measured, plain)
         vllm = vllm_tpot_ms(_device_name(self.model), self.model.shape.name, case.context, case.batch)
-        return DecodeRow(case, plan.speculation.gamma, measured, found, vllm)
+        return DecodeRow(case, plan.speculation.gamma, measured, comparison, vllm)
 
     def _measured(self, plan: Plan, prompts: list[list[int]]) -> Measured:
         """One measurement; only the draft weights of the plan's engine are kept."""

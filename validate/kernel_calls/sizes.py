@@ -155,7 +155,7 @@ class ResidencySize:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BenchSizes:
     """All sizes; a field's name is the kernel's name in `ridgeplan bench kernels --only`."""
 
     attention: tuple[AttentionSize, ...]
@@ -186,7 +186,7 @@ class Sizes:
     take_slots: tuple[ResidencySize, ...]
 
 
-KERNELS = tuple(field.name for field in fields(Sizes))
+KERNELS = tuple(field.name for field in fields(BenchSizes))
 
 
 def _layers(rows: tuple[int, ...], *layers: tuple[int, int, int, int, int]) -> tuple[LayerSize, ...]:
@@ -221,7 +221,7 @@ _RESIDENCY = (
     ResidencySize(8, 128, 4, 131072, 120, 12, page=16),
 )
 
-FULL = Sizes(
+FULL = BenchSizes(
     attention=(
         AttentionSize(32, 32, 128, 1, 65536, MULTI_HEAD),
         AttentionSize(32, 32, 128, 1, 262144, MULTI_HEAD),
@@ -281,7 +281,7 @@ _TINY_QUANTIZED = (
 _TINY_GATED = (LinearSize(96, 256, ((1, 1.0), (5, 1.0), (9, 1.0))),)
 _TINY_SPARSE = (SparseSize(8, 2, 128, 2, 512, 0.1), SparseSize(14, 2, 64, 1, 1024, 0.05))
 _TINY_RESIDENCY = (ResidencySize(2, 64, 2, 512, 24, 5), ResidencySize(2, 24, 1, 512, 6, 2, page=16))
-TINY = Sizes(
+TINY = BenchSizes(
     # Splits of few rows are reduced by a separate kernel, splits of many rows by each row's last CTA.
     attention=(
         AttentionSize(4, 2, 128, 2, 256, GROUPED),

@@ -22,7 +22,7 @@ from ridgeplan.roofline.plan.plan import Placement, Plan, Weights, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.speculation import conditional_acceptance
 from ridgeplan.roofline.strategy import Strategy
-from ridgeplan.validate.papers.rows import Engine, Row, load_engine
+from ridgeplan.validate.papers.rows import PublishedEngine, PublishedRow, load_engine
 
 MEMORY_UTILIZATION = 0.9  # vLLM's default: the rest is for the driver, the allocator's gaps and other processes
 
@@ -40,15 +40,15 @@ HOST_AND_GAPS = (
 class Case:
     """One row on its engine. With several GPUs, `shape` is one GPU's share and `machine` one GPU."""
 
-    row: Row
-    engine: Engine
+    row: PublishedRow
+    engine: PublishedEngine
     shape: ModelShape
     machine: Machine
     strategy: Strategy
     rates: StrategyRates
 
     @classmethod
-    def of(cls, row: Row) -> Case:
+    def of(cls, row: PublishedRow) -> Case:
         """The case of a row that can be predicted. Raises ValueError for names that are unknown."""
         engine, shape = load_engine(row.engine), sharded(load_shape(row.model), row.gpus)
         machine, plan = _machine(engine, row.gpu, shape), plan_of(row, shape)
@@ -101,7 +101,7 @@ class Case:
 
 
 @cache
-def _machine(engine: Engine, gpu: str, shape: ModelShape) -> Machine:
+def _machine(engine: PublishedEngine, gpu: str, shape: ModelShape) -> Machine:
     """The engine on its GPU; what it ranks tokens by is priced as a stream, its papers' own kernels are not known."""
     machine = Machine.of(engine.profile(load_hardware(gpu), shape))
     streamed = RateTerms(machine.rates["attention"].bandwidth_utilization, 1.0, 0.0)
@@ -122,9 +122,9 @@ def sharded(shape: ModelShape, gpus: int) -> ModelShape:
     )
 
 
-def _plain_row(row: Row) -> Row:
+def _plain_row(row: PublishedRow) -> PublishedRow:
     """The workload of plain decoding that ratios of a row are over, without what tells rows of one workload apart."""
-    plain = Row(case="plain", method="plain", model=row.model, gpu=row.gpu, gpus=row.gpus, cells={})
+    plain = PublishedRow(case="plain", method="plain", model=row.model, gpu=row.gpu, gpus=row.gpus, cells={})
     return replace(
         plain,
         context=row.baseline_context or row.context,
@@ -136,11 +136,11 @@ def _plain_row(row: Row) -> Row:
 
 
 @cache
-def _plain_case(row: Row) -> Case:
+def _plain_case(row: PublishedRow) -> Case:
     return Case.of(row)
 
 
-def plan_of(row: Row, shape: ModelShape) -> Plan:
+def plan_of(row: PublishedRow, shape: ModelShape) -> Plan:
     """The row's preset with its hyperparameters."""
     plan = preset(row.preset, Workload(shape.name, row.gpu, row.context, row.new_tokens, row.batch))
     speculation = replace(plan.speculation, **_given(gamma=row.gamma))
@@ -165,7 +165,7 @@ def _given(**values: Any) -> Mapping[str, Any]:
     return {name: value for name, value in values.items() if value}
 
 
-def _acceptance(row: Row, plan: Plan, shape: ModelShape) -> float:
+def _acceptance(row: PublishedRow, plan: Plan, shape: ModelShape) -> float:
     """The published acceptance where there is one, as conditional acceptance; else the planner's estimate."""
     if not plan.speculation.active:
         return 1.0

@@ -16,8 +16,8 @@ from ridgeplan.validate.papers.rows import (
     OUT_OF_MEMORY,
     PAPERS,
     PublishedError,
+    PublishedRow,
     PublishedTable,
-    Row,
     load_tables,
 )
 
@@ -105,7 +105,7 @@ def compare(table: PublishedTable) -> TableResult:
     return TableResult(table.paper, table.name, table.title, tuple(cells))
 
 
-def _cells(row: Row) -> Iterator[Cell]:
+def _cells(row: PublishedRow) -> Iterator[Cell]:
     if row.unpredictable:
         for name, value in row.cells.items():
             yield Cell(row.case, row.method, name, value, None, row.unpredictable)
@@ -119,7 +119,7 @@ def _cells(row: Row) -> Iterator[Cell]:
         yield Cell(row.case, row.method, name, value, predicted, flag)
 
 
-def _extreme(row: Row, name: str, others: Iterable[Cell]) -> Cell:
+def _extreme(row: PublishedRow, name: str, others: Iterable[Cell]) -> Cell:
     known = [cell.predicted for cell in others if cell.metric == name and isinstance(cell.predicted, float)]
     predicted = {"max": max, "min": min}[row.over](known)
     return Cell(row.case, row.method, name, row.cells[name], predicted, row.note)
@@ -168,10 +168,11 @@ class Target:
             "met": reached >= self.required,
         }
 
-    def told(self, result: TableResult) -> str:
+    def describe(self, result: TableResult) -> str:
         """`result` as one line."""
-        found = self.result(result)
-        return f"target: {self.text}: {found['reached']} of {found['of']}, {'met' if found['met'] else 'not met'}"
+        counts = self.result(result)
+        met = "met" if counts["met"] else "not met"
+        return f"target: {self.text}: {counts['reached']} of {counts['of']}, {met}"
 
 
 def targets_of(result: TableResult) -> tuple[Target, ...]:

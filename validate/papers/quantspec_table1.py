@@ -66,12 +66,12 @@ def leading_terms(expression: sympy.Expr) -> sympy.Expr:
     growing = [symbol(name) for name in GROWING]
     polynomial = sympy.Poly(sympy.expand(expression), *growing)
     powers = [power for power, _ in polynomial.terms()]
-    kept = [one for one in powers if not any(one != other and _divides(one, other) for other in powers)]
-    return sympy.Add(*(sympy.Mul(*(base**power for base, power in zip(growing, one, strict=True))) for one in kept))
+    kept = [power for power in powers if not any(power != other and _divides(power, other) for other in powers)]
+    return sympy.Add(*(sympy.Mul(*map(sympy.Pow, growing, power)) for power in kept))
 
 
-def _divides(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return all(small <= large for small, large in zip(one, other, strict=True))
+def _divides(power: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(small <= large for small, large in zip(power, other, strict=True))
 
 
 def _multi_head_shape() -> ModelShape:

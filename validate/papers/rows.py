@@ -39,7 +39,7 @@ class PublishedError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Checked):
+class PublishedRow(Checked):
     """One row of a table, as published. 0 and "" stand for "not given".
 
     case: rows of the same case are comparable, such as one workload on several engines. baseline: the engine of the
@@ -93,7 +93,7 @@ class PublishedTable(Checked):
     paper: str = one_of(PAPERS)
     name: str = text()
     title: str = text()
-    rows: tuple[Row, ...] = parts(Row)
+    rows: tuple[PublishedRow, ...] = parts(PublishedRow)
 
 
 @cache
@@ -140,7 +140,7 @@ class UnknownEngine(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine(Checked):
+class PublishedEngine(Checked):
     """One engine. 0 stands for this package's own figure on the machine.
 
     launch_s: time of a launch beyond its bytes, in every class. streaming_utilization: bandwidth utilization of
@@ -173,12 +173,12 @@ class Engine(Checked):
     def profile(self, hardware: Hardware, shape: ModelShape) -> Profile:
         """The machine's profile, measured or transferred, with the engine's own figures in place of the runtime's."""
         base = profile_for(hardware, shipped_profiles())
-        own = replace(
+        profile = replace(
             base,
             classes={kind: self._rates(kind, base, shape) for kind in KERNEL_CLASSES},
             layer_dispatch_s=self.layer_dispatch_s or base.layer_dispatch_s,
         )
-        return _without_gaps(own) if self.launches_itself else own
+        return _without_gaps(profile) if self.launches_itself else profile
 
     def passes_of(self, shape: ModelShape) -> float:
         """How often KV moves through memory in one step's attention."""
@@ -219,19 +219,19 @@ def _without_gaps(profile: Profile) -> Profile:
     return replace(profile, classes=classes, draft_gap_s=0.0, target_gap_s=0.0, round_s=0.0)
 
 
-def load_engine(name: str) -> Engine:
+def load_engine(name: str) -> PublishedEngine:
     """An engine of engines.toml. Raises UnknownEngine."""
     if name not in _engines():
         raise UnknownEngine(f"unknown engine {name!r}; allowed: {', '.join(_engines())}")
     return _engines()[name]
 
 
-def list_engines() -> tuple[Engine, ...]:
+def list_engines() -> tuple[PublishedEngine, ...]:
     """Every engine of engines.toml, in the file's order."""
     return tuple(_engines().values())
 
 
 @cache
-def _engines() -> dict[str, Engine]:
+def _engines() -> dict[str, PublishedEngine]:
     tables = read_tables(Path(__file__).with_name("engines.toml"))
-    return {name: build(Engine, {"name": name, **table}, f"engine {name}: ") for name, table in tables.items()}
+    return {name: build(PublishedEngine, {"name": name, **table}, f"engine {name}: ") for name, table in tables.items()}

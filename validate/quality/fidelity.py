@@ -24,21 +24,21 @@ from ridgeplan.runtime.engine import Engine
 
 
 @dataclass(frozen=True)
-class Passage:
+class ForcedPassage:
     """A prompt, and the tokens that follow it in the text, of which the last is only predicted."""
 
     prompt: tuple[int, ...]
     continuation: tuple[int, ...]
 
     @classmethod
-    def split(cls, ids: Sequence[int], tokens: int) -> Passage:
+    def split(cls, ids: Sequence[int], tokens: int) -> ForcedPassage:
         """Measures on `tokens` tokens at the end of `ids`."""
         return cls(tuple(ids[: -tokens - 1]), tuple(ids[-tokens - 1 :]))
 
 
-def next_logits(engine: Engine, passages: Sequence[Passage]) -> Tensor:
+def next_logits(engine: Engine, passages: Sequence[ForcedPassage]) -> Tensor:
     """Logits float32 [passages, tokens, vocab] after each token of the continuations but their last, on the device."""
-    prompts, tokens = [one.prompt for one in passages], [one.continuation[:-1] for one in passages]
+    prompts, tokens = [passage.prompt for passage in passages], [passage.continuation[:-1] for passage in passages]
     return engine.forced_logits_batch(prompts, tokens)[:, 1:].float()
 
 
@@ -47,10 +47,10 @@ def overlap(logits: Tensor, others: Tensor) -> float:
     return float(torch.minimum(logits.softmax(-1), others.softmax(-1)).sum(-1).double().mean())
 
 
-def surprise(logits: Tensor, passage: Passage) -> float:
+def surprise(logits: Tensor, passage: ForcedPassage) -> float:
     """Mean negative log-likelihood, nats a token, of the continuation's tokens that `next_logits` predicts."""
-    wanted = torch.tensor(passage.continuation[1:], device=logits.device)
-    return float(torch.nn.functional.cross_entropy(logits.double(), wanted))
+    expected = torch.tensor(passage.continuation[1:], device=logits.device)
+    return float(torch.nn.functional.cross_entropy(logits.double(), expected))
 
 
 def perplexity(surprises: Sequence[float]) -> float:
@@ -95,8 +95,10 @@ def plan_agreement(
 
     Where engines run in float32 anyway, as on a CPU, nothing can differ.
     """
-    own, reference = (load(plan, model, dtype=one, retrieval_head=retrieval_head) for one in (None, torch.float32))
-    return agreement(own, reference, prompt, new_tokens)
+    engine, reference = (
+        load(plan, model, dtype=dtype, retrieval_head=retrieval_head) for dtype in (None, torch.float32)
+    )
+    return agreement(engine, reference, prompt, new_tokens)
 
 
 def agreement(engine: Engine, reference: Engine, prompt: Sequence[int], new_tokens: int) -> Agreement:
@@ -106,8 +108,8 @@ def agreement(engine: Engine, reference: Engine, prompt: Sequence[int], new_toke
     """
     tokens = engine.generate(prompt, new_tokens).tokens[0]
     ours, exact = (each.forced_logits(prompt, tokens[:-1]).float().cpu() for each in (engine, reference))
-    chosen, wanted = ours.argmax(-1), exact.argmax(-1)
-    differing = (chosen != wanted).nonzero()[:, 0]
-    gaps = exact[differing, wanted[differing]] - exact[differing, chosen[differing]]
+    chosen, expected = ours.argmax(-1), exact.argmax(-1)
+    differing = (chosen != expected).nonzero()[:, 0]
+    gaps = exact[differing, expected[differing]] - exact[differing, chosen[differing]]
     moves = (ours - ours.mean(-1, keepdim=True)) - (exact - exact.mean(-1, keepdim=True))
     return Agreement(len(tokens), tuple(gaps.tolist()), float(moves.std()))

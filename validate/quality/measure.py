@@ -38,8 +38,8 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.validate.machine import cpu_model
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
-from ridgeplan.validate.quality.fidelity import Passage, next_logits, overlap, perplexity, surprise
-from ridgeplan.validate.quality.question import TIMED_TOKENS, Question, cache_bytes, label
+from ridgeplan.validate.quality.fidelity import ForcedPassage, next_logits, overlap, perplexity, surprise
+from ridgeplan.validate.quality.options import TIMED_TOKENS, QualityOptions, cache_bytes, label
 from ridgeplan.validate.quality.ruler import Prompt, PromptMaker
 from ridgeplan.validate.quality.ruler_samples import Material, Task
 
@@ -65,58 +65,61 @@ class Group:
 class Inputs:
     """Passages and prompts of one context, made once for all plans, and the plain model's logits on the passages."""
 
-    def __init__(self, question: Question, context: int, maker: PromptMaker, plain: Callable[[], Engine]) -> None:
+    def __init__(self, options: QualityOptions, context: int, maker: PromptMaker, plain: Callable[[], Engine]) -> None:
         """plain: an engine of plain decoding, which is not closed here."""
-        self._question, self._context, self._maker, self._plain = question, context, maker, plain
+        self._options, self._context, self._maker, self._plain = options, context, maker, plain
         self._prompts: dict[str, list[Prompt]] = {}
 
     @cached_property
-    def passages(self) -> list[Passage]:
+    def passages(self) -> list[ForcedPassage]:
         """Of the text, spread over it. Raises PromptError for a text that is too short."""
-        one = self._question
-        length = self._context - one.headroom + one.tokens + 1
-        batch = prompt_batch(self._maker.tokenizer, length, one.passages, one.text)
-        return [Passage.split(ids, one.tokens) for ids in batch]
+        options = self._options
+        length = self._context - options.headroom + options.tokens + 1
+        batch = prompt_batch(self._maker.tokenizer, length, options.passages, options.text)
+        return [ForcedPassage.split(ids, options.tokens) for ids in batch]
 
     @cached_property
     def plain_logits(self) -> list[Tensor]:
         """float32 [tokens, vocab] of each passage."""
         engine = self._plain()
-        return [one for part in parts(self.passages, self._question.rows) for one in next_logits(engine, part)]
+        return [logits for part in parts(self.passages, self._options.rows) for logits in next_logits(engine, part)]
 
     def prompts(self, task: Task) -> list[Prompt]:
         """A task's prompts. Raises TaskError for a context that is too short."""
-        one = self._question
+        options = self._options
         if task.name not in self._prompts:
-            tokens = self._context - one.headroom
-            made = [self._maker.prompt(task, tokens, index, one.seed) for index in range(one.samples)]
-            self._prompts[task.name] = made
+            tokens = self._context - options.headroom
+            prompts = [self._maker.prompt(task, tokens, index, options.seed) for index in range(options.samples)]
+            self._prompts[task.name] = prompts
         return self._prompts[task.name]
 
     @cached_property
     def groups(self) -> list[Group]:
         """Everything that is measured of a plan: tasks together, as far as a batch holds their prompts."""
-        one = self._question
-        text = Group("text", TEXT_MEASURES, one.passages, one.rows, self._on_text)
+        options = self._options
+        text = Group("text", TEXT_MEASURES, options.passages, options.rows, self._on_text)
         return [text, Group("times", COST_MEASURES, 1, 1, self._times), *self._task_groups()]
 
     def _task_groups(self) -> Iterator[Group]:
-        one = self._question
-        for together in parts(one.tasks, max(1, one.batch // one.samples)):
+        options = self._options
+        for together in parts(options.tasks, max(1, options.batch // options.samples)):
             names = tuple(task.name for task in together)
-            yield Group(" ".join(names), names, one.samples, one.rows, self._answering(together))
+            yield Group(" ".join(names), names, options.samples, options.rows, self._answering(together))
 
     def _on_text(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
-        found: list[list[tuple[float, float]]] = [[] for _ in engines]
+        by_engine: list[list[tuple[float, float]]] = [[] for _ in engines]
         pairs = list(zip(self.passages, self.plain_logits, strict=True))
-        for part in parts(pairs, self._question.rows):
+        for part in parts(pairs, self._options.rows):
             passages = [passage for passage, _ in part]
             tell_oracles(engines, passages)
-            share_prefill(engines, [one.prompt for one in passages], self._question.tokens + 1)
-            for engine, figures in zip(engines, found, strict=True):
+            share_prefill(engines, [passage.prompt for passage in passages], self._options.tokens + 1)
+            for engine, figures in zip(engines, by_engine, strict=True):
                 logits = zip(part, next_logits(engine, passages), strict=True)
-                figures += [(overlap(plain, own), surprise(own, passage)) for (passage, plain), own in logits]
-        return [text_values(figures) for figures in found]
+                figures += [
+                    (overlap(plain, logits_of_plan), surprise(logits_of_plan, passage))
+                    for (passage, plain), logits_of_plan in logits
+                ]
+        return [text_values(figures) for figures in by_engine]
 
     def _times(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
         prompt = self.passages[0].prompt
@@ -125,20 +128,24 @@ class Inputs:
         return [times(engine, prompt) for engine in engines]
 
     def _answering(self, tasks: Sequence[Task]) -> Callable[[Sequence[Engine], Collection[str]], list[Values]]:
-        def run(engines: Sequence[Engine], wanted: Collection[str]) -> list[Values]:
-            asked = [(task, prompt) for task in tasks if task.name in wanted for prompt in self.prompts(task)]
-            found = [answer_scores(engines, part, self._maker.tokenizer) for part in parts(asked, self._question.rows)]
-            return [mean_scores(asked, [score for part in found for score in part[at]]) for at in range(len(engines))]
+        def run(engines: Sequence[Engine], names: Collection[str]) -> list[Values]:
+            prompts = [(task, prompt) for task in tasks if task.name in names for prompt in self.prompts(task)]
+            scores = [
+                answer_scores(engines, part, self._maker.tokenizer) for part in parts(prompts, self._options.rows)
+            ]
+            return [
+                mean_scores(prompts, [score for part in scores for score in part[at]]) for at in range(len(engines))
+            ]
 
         return run
 
 
-def tell_oracles(engines: Sequence[Engine], passages: Sequence[Passage]) -> None:
+def tell_oracles(engines: Sequence[Engine], passages: Sequence[ForcedPassage]) -> None:
     """Tells engines whose eviction is an oracle what follows each prompt."""
     for engine in engines:
         if isinstance(engine.eviction, Oracle):
-            for one in passages:
-                engine.eviction.tell(one.prompt, one.continuation)
+            for passage in passages:
+                engine.eviction.tell(passage.prompt, passage.continuation)
 
 
 def text_values(figures: Sequence[tuple[float, float]]) -> Values:
@@ -168,15 +175,15 @@ def share_prefill(engines: Sequence[Engine], prompts: Sequence[Sequence[int]], n
         first.prefill_with(others, prompts, new_tokens)
 
 
-def answer_scores(engines: Sequence[Engine], asked: Sequence[Asked], tokenizer: Any) -> list[list[float]]:
+def answer_scores(engines: Sequence[Engine], pairs: Sequence[Asked], tokenizer: Any) -> list[list[float]]:
     """For each engine the score, from 0 to 1, of its greedy answer to each prompt; all answers in one batch."""
-    prompts, new_tokens = [prompt.ids for _, prompt in asked], max(task.new_tokens for task, _ in asked)
+    prompts, new_tokens = [prompt.ids for _, prompt in pairs], max(task.new_tokens for task, _ in pairs)
     stop = tokenizer.eos_token_id
     sampling = SamplingParams(stop_token_ids=() if stop is None else (stop,))
     share_prefill(engines, prompts, new_tokens)
     answers = [engine.generate(prompts, new_tokens, sampling).tokens for engine in engines]
     return [
-        [_score(task, prompt, tokens, tokenizer) for (task, prompt), tokens in zip(asked, of_one, strict=True)]
+        [_score(task, prompt, tokens, tokenizer) for (task, prompt), tokens in zip(pairs, of_one, strict=True)]
         for of_one in answers
     ]
 
@@ -186,31 +193,31 @@ def _score(task: Task, prompt: Prompt, tokens: Sequence[int], tokenizer: Any) ->
     return task.score(tokenizer.decode(tokens[: task.new_tokens], skip_special_tokens=True), prompt.answers)
 
 
-def mean_scores(asked: Sequence[Asked], scores: Sequence[float]) -> Values:
+def mean_scores(pairs: Sequence[Asked], scores: Sequence[float]) -> Values:
     """The mean score of each task."""
     by_task: dict[str, list[float]] = {}
-    for (task, _), score in zip(asked, scores, strict=True):
+    for (task, _), score in zip(pairs, scores, strict=True):
         by_task.setdefault(task.name, []).append(score)
-    return {name: sum(found) / len(found) for name, found in by_task.items()}
+    return {name: sum(task_scores) / len(task_scores) for name, task_scores in by_task.items()}
 
 
-def parts(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+def parts(items: Sequence[T], max_items: int) -> Iterator[Sequence[T]]:
     """The items in order, up to `most` at a time."""
-    return (items[start : start + most] for start in range(0, len(items), most))
+    return (items[start : start + max_items] for start in range(0, len(items), max_items))
 
 
 CACHES_SHARE = 0.7  # of the free memory; the rest is for weights and workspaces
 
 
 def measure_quality(
-    question: Question, material: Material, known: Sequence[QualityRow] = (), on_progress: Progress = silent
+    options: QualityOptions, material: Material, known: Sequence[QualityRow] = (), on_progress: Progress = silent
 ) -> Iterator[list[QualityRow]]:
     """New rows of each group of measures as soon as they are measured; what `known` has is not measured again.
 
     Raises what `ridgeplan.runtime.load` raises, PromptError for a text that is too short, and TaskError.
     """
-    run = _Run(question, material, known, on_progress)
-    for context in question.contexts:
+    run = _Run(options, material, known, on_progress)
+    for context in options.contexts:
         yield from run.at(context)
 
 
@@ -223,22 +230,22 @@ class _Run:
     """The state of a run: the rows that are there, open engines and the weights that they share, and progress."""
 
     def __init__(
-        self, question: Question, material: Material, known: Sequence[QualityRow], on_progress: Progress
+        self, options: QualityOptions, material: Material, known: Sequence[QualityRow], on_progress: Progress
     ) -> None:
-        self._question, self._on_progress, self._done = question, on_progress, 0
-        self._maker = PromptMaker(load_tokenizer(model_source(question.model)), material)
+        self._options, self._on_progress, self._done = options, on_progress, 0
+        self._maker = PromptMaker(load_tokenizer(model_source(options.model)), material)
         self._rows = {row.cell: row for row in known}
         self._weights: dict[tuple[int, int | None, bool], DecoderWeights] = {}
         self._engines: dict[tuple[Plan, int], Engine] = {}
-        self._on_cuda = question.device != "cpu" and torch.cuda.is_available()
+        self._on_cuda = options.device != "cpu" and torch.cuda.is_available()
         self._where = torch.cuda.get_device_name() if self._on_cuda else cpu_model()
         self._dtype = "bfloat16" if self._on_cuda else "float32"  # what `load` chooses
 
     def at(self, context: int) -> Iterator[list[QualityRow]]:
         """The rows of one context: plain decoding's first, as the others hold its figures."""
-        families = self._question.families_at(context)
+        families = self._options.families_at(context)
         (plain,) = families[0]
-        inputs = Inputs(self._question, context, self._maker, lambda: self._engine(plain, self._question.rows))
+        inputs = Inputs(self._options, context, self._maker, lambda: self._engine(plain, self._options.rows))
         figures: Values = {}
         for family in self._that_fit(families):
             for group in inputs.groups:
@@ -250,9 +257,9 @@ class _Run:
 
     def _that_fit(self, families: Sequence[tuple[Plan, ...]]) -> Iterator[tuple[Plan, ...]]:
         """The families, in as many parts as their engines need to be in memory at once."""
-        question, element_bytes = self._question, 2 if self._on_cuda else 4
+        options, element_bytes = self._options, 2 if self._on_cuda else 4
         for family in families:
-            largest = max(cache_bytes(plan, question.shape, question.rows, element_bytes) for plan in family)
+            largest = max(cache_bytes(plan, options.shape, options.rows, element_bytes) for plan in family)
             together = max(1, int(CACHES_SHARE * _free_bytes(self._on_cuda) / largest))
             yield from (tuple(part) for part in parts(family, together))
 
@@ -264,11 +271,11 @@ class _Run:
         todo = [plan for plan in family if missing[plan]]
         if not todo:
             return
-        wanted = {name for names in missing.values() for name in names}
-        found = group.run([self._engine(plan, group.rows) for plan in todo], wanted)
+        names = {name for names in missing.values() for name in names}
+        values_by_plan = group.run([self._engine(plan, group.rows) for plan in todo], names)
         rows = [
             self._row(plan, context, group, name, values[name], plain)
-            for plan, values in zip(todo, found, strict=True)
+            for plan, values in zip(todo, values_by_plan, strict=True)
             for name in missing[plan]
         ]
         self._rows.update((row.cell, row) for row in rows)
@@ -276,7 +283,7 @@ class _Run:
 
     def _missing(self, plan: Plan, context: int, group: Group, plain: Values) -> list[str]:
         """The group's measures that there is no row of, and that are not left out."""
-        known, left_out = self._known(plan, context, group), self._question.leaves_out
+        known, left_out = self._known(plan, context, group), self._options.leaves_out
         return [name for name in group.measures if name not in known and not left_out(plan, name, plain)]
 
     def _known(self, plan: Plan, context: int, group: Group) -> Values:
@@ -287,31 +294,31 @@ class _Run:
     def _row(
         self, plan: Plan, context: int, group: Group, name: str, value: float, plain: dict[str, float]
     ) -> QualityRow:
-        question = self._question
+        options = self._options
         return QualityRow(
-            model=question.shape.name,
+            model=options.shape.name,
             plan=label(plan),
-            target={**target_values(plan), **question.head_named(plan)},
+            target={**target_values(plan), **options.head_named(plan)},
             context=context,
             measure=name,
             value=value,
             plain=plain.get(name, value),  # its own has none before it
             samples=group.samples,
-            tokens=question.tokens,
-            seed=question.seed,
+            tokens=options.tokens,
+            seed=options.seed,
             dtype=self._dtype,
             where=self._where,
             date=datetime.date.today().isoformat(),
-            text=question.text_name,
+            text=options.text_name,
         )
 
     def _engine(self, plan: Plan, rows: int) -> Engine:
         """An open engine of a plan for so many sequences, which shares the weights of others of the same format."""
         if (plan, rows) not in self._engines:
-            kind, question = plan.weights.target_format, self._question
-            shared = {"weights": self._weights.get(kind), "retrieval_head": question.head_of(plan)}
+            kind, options = plan.weights.target_format, self._options
+            shared = {"weights": self._weights.get(kind), "retrieval_head": options.head_of(plan)}
             for_rows = replace(plan, workload=replace(plan.workload, batch=rows))
-            engine = load(for_rows, question.model, device=question.device, **shared)  # type: ignore[arg-type]
+            engine = load(for_rows, options.model, device=options.device, **shared)  # type: ignore[arg-type]
             self._weights[kind], self._engines[plan, rows] = engine.weights, engine
         return self._engines[plan, rows]
 
@@ -321,8 +328,8 @@ class _Run:
         self._engines.clear()
 
     def _report(self, what: str, plans: int, inputs: Inputs) -> None:
-        question = self._question
-        total = sum(len(question.plans_at(one)) for one in question.contexts) * len(inputs.groups)
+        options = self._options
+        total = sum(len(options.plans_at(context)) for context in options.contexts) * len(inputs.groups)
         self._on_progress(what, self._done, total)
         self._done += plans
 
@@ -340,15 +347,15 @@ def named(plans: Sequence[Plan]) -> str:
     return label(plans[0]) + (f" and {len(plans) - 1} more" if len(plans) > 1 else "")
 
 
-def asked(question: Question, row: QualityRow) -> bool:
-    """Whether a row is of the question's model, text, plans and contexts, and of its numbers of samples."""
+def is_requested(options: QualityOptions, row: QualityRow) -> bool:
+    """Whether a row is of the run's model, text, plans and contexts, and of its numbers of samples."""
     same = (row.model, row.text, row.tokens, row.seed) == (
-        question.shape.name, question.text_name, question.tokens, question.seed,
+        options.shape.name, options.text_name, options.tokens, options.seed,
     )  # fmt: skip
-    if not same or row.context not in question.contexts:
+    if not same or row.context not in options.contexts:
         return False
-    counted = row.samples in (1, question.passages, question.samples)
-    plans = question.plans_at(row.context)
+    counted = row.samples in (1, options.passages, options.samples)
+    plans = options.plans_at(row.context)
     return counted and (row.plan, row.target.get(HEAD)) in {
-        (label(one), question.head_named(one).get(HEAD)) for one in plans
+        (label(plan), options.head_named(plan).get(HEAD)) for plan in plans
     }

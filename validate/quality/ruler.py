@@ -33,7 +33,7 @@ Draw = Callable[[random.Random, int], list[str]]  # that many different keys or 
 
 @dataclass(frozen=True)
 class Needles:
-    """What is hidden. keys: needles with different keys; values: of each key; asked: keys that are asked for.
+    """What is hidden. keys: needles with different keys; values: of each key; queried: keys that are asked for.
 
     haystack: "noise" repeats a few sentences, "text" is prose, "needles" are further needles.
     """
@@ -44,7 +44,7 @@ class Needles:
     kind: str
     keys: int = 1
     values: int = 1
-    asked: int = 1
+    queried: int = 1
 
     def sample(self, material: Material, size: int, generator: random.Random) -> Sample:
         """A haystack of `size` sentences, or of as many other needles, with the needles in it."""
@@ -53,14 +53,14 @@ class Needles:
         owners = [key for key in keys for _ in range(self.values)]
         needles = [self._needle(key, value) for key, value in zip(owners, values, strict=True)]
         text = " ".join(_hidden(self._hay(material, size, generator, set(keys)), needles, generator))
-        asked = keys[: self.asked]
-        wanted = [value for key, value in zip(owners, values, strict=True) if key in asked]
-        named = _listed(asked)
+        queried = keys[: self.queried]
+        answers = [value for key, value in zip(owners, values, strict=True) if key in queried]
+        named = _listed(queried)
         return Sample(
             f"Below is a long text. Some secret {self.kind}s are stated in it. Read it and remember them, as you will "
             f"be asked for them.\n\n{text}\n\nWhich secret {self.kind}s does the text state for {named}?",
             f"The secret {self.kind}s that the text states for {named} are",
-            tuple(wanted),
+            tuple(answers),
         )
 
     def _needle(self, key: str, value: str) -> str:
@@ -78,7 +78,7 @@ class Needles:
 
 def numbers(generator: random.Random, count: int) -> list[str]:
     """Different numbers of seven digits."""
-    return [str(one) for one in generator.sample(range(10**6, 10**7), count)]
+    return [str(number) for number in generator.sample(range(10**6, 10**7), count)]
 
 
 def identifiers(generator: random.Random, count: int) -> list[str]:
@@ -112,7 +112,7 @@ NEEDLE_TASKS = (
     _task("niah_multikey_2", Needles("needles", pairs, numbers, "number")),
     _task("niah_multikey_3", Needles("needles", identifiers, identifiers, "identifier")),
     _task("niah_multivalue", IN_TEXT(numbers, "number", values=4)),
-    _task("niah_multiquery", IN_TEXT(numbers, "number", keys=4, asked=4)),
+    _task("niah_multiquery", IN_TEXT(numbers, "number", keys=4, queried=4)),
 )
 
 
@@ -120,7 +120,7 @@ HOPS = 4
 COMMON_WORDS, COMMON_TIMES, OTHER_TIMES = 10, 30, 3
 CODED_LETTERS, FREQUENT_WORDS, ZIPF_EXPONENT, BLANK = 6, 3, 2, "..."
 CODED_WORDS = 2000
-FEWEST_CODED = 40  # with which the most frequent words differ in number
+MIN_CODED = 40  # with which the most frequent words differ in number
 VARIABLE_EXAMPLE = (
     "Assignments: VAR KQZ = 71508. A cart rolls by. VAR MWF = VAR KQZ. VAR TBX = VAR MWF.\n"
     "Question: which variables hold 71508? Answer: KQZ MWF TBX\n\n"
@@ -169,7 +169,7 @@ def frequent_words(_: Material, size: int, generator: random.Random) -> Sample:
     words = list(dict.fromkeys(_coded(generator) for _ in range(CODED_WORDS)))
     words[0] = BLANK
     total = sum(rank**-ZIPF_EXPONENT for rank in range(1, len(words) + 1))
-    counts = (int((size + FEWEST_CODED) * rank**-ZIPF_EXPONENT / total) for rank in range(1, len(words) + 1))
+    counts = (int((size + MIN_CODED) * rank**-ZIPF_EXPONENT / total) for rank in range(1, len(words) + 1))
     text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
     generator.shuffle(text)
     return Sample(
@@ -224,7 +224,7 @@ class PromptMaker:
         Raises TaskError where the smallest sample is longer.
         """
         name, ids = f"{task.name} {tokens} {index} {seed}", cache(self.ids)
-        sample = sample_that_fits(task, self.material, name, lambda one: len(ids(one)), tokens)
+        sample = sample_that_fits(task, self.material, name, lambda candidate: len(ids(candidate)), tokens)
         return Prompt(ids(sample), sample.answers)
 
     def ids(self, sample: Sample) -> list[int]:

@@ -68,38 +68,40 @@ class Task:
 
     def score(self, output: str, answers: Sequence[str]) -> float:
         """From 0 to 1: the share of the answers that the output contains, in any case of letters."""
-        found = [answer.lower() in output.lower() for answer in answers]
-        return float(any(found)) if self.any_answer else sum(found) / len(found)
+        contained = [answer.lower() in output.lower() for answer in answers]
+        return float(any(contained)) if self.any_answer else sum(contained) / len(contained)
 
 
-def sample_that_fits(task: Task, material: Material, seed: str, count: Callable[[Sample], int], most: int) -> Sample:
-    """The largest sample of `seed` that is at most `most` tokens long by `count`. Raises TaskError if none is.
+def sample_that_fits(
+    task: Task, material: Material, seed: str, count: Callable[[Sample], int], max_tokens: int
+) -> Sample:
+    """The largest sample of `seed` that is at most `max_tokens` tokens long by `count`. Raises TaskError if none is.
 
-    Tokens grow almost linearly with size, so the next size is where the line through the last two reaches `most`.
+    Tokens grow almost linearly with size, so the next size is where the line through the last two reaches `max_tokens`.
     """
 
     def measured(size: int) -> tuple[int, int]:
         return size, count(task.make(material, size, random.Random(seed)))
 
     last = before = fits = measured(1)
-    if fits[1] > most:
-        raise TaskError(f"{task.name} takes {fits[1]} tokens at least; allowed by the context: {most}")
+    if fits[1] > max_tokens:
+        raise TaskError(f"{task.name} takes {fits[1]} tokens at least; allowed by the context: {max_tokens}")
     beyond: int | None = None  # the smallest size that does not fit, as far as is known
     while beyond is None or beyond - fits[0] > 1:
         largest = GROWTH * fits[0] if beyond is None else beyond - 1
-        size = _where(min(before, last), max(before, last), most) + (beyond is None)
+        size = _where(min(before, last), max(before, last), max_tokens) + (beyond is None)
         before, last = last, measured(min(max(size, fits[0] + 1), largest))
-        if last[1] <= most:
+        if last[1] <= max_tokens:
             fits = last
         else:
             beyond = last[0]
     return task.make(material, fits[0], random.Random(seed))
 
 
-def _where(one: tuple[int, int], other: tuple[int, int], tokens: int) -> int:
+def _where(first: tuple[int, int], second: tuple[int, int], tokens: int) -> int:
     """The size at which the line through two sizes with their tokens reaches `tokens`; far away for a level line."""
-    size, found = one
-    return size + (other[0] - size or tokens) * (tokens - found) // max(1, other[1] - found)
+    size, first_tokens = first
+    return size + (second[0] - size or tokens) * (tokens - first_tokens) // max(1, second[1] - first_tokens)
 
 
 class OwnWords(NamedTuple):
@@ -125,7 +127,7 @@ def noise(count: int) -> list[str]:
 def pairs(generator: random.Random, count: int) -> list[str]:
     """Different words such as calm-river, drawn from all pairs of an adjective and a noun; numbered where these end."""
     total = len(own_words().adjectives) * len(own_words().nouns)
-    return [_pair(*divmod(one, total)) for one in generator.sample(range(total * -(-count // total)), count)]
+    return [_pair(*divmod(number, total)) for number in generator.sample(range(total * -(-count // total)), count)]
 
 
 def _pair(copy: int, index: int) -> str:
@@ -142,8 +144,8 @@ def sentences_of(text: str) -> tuple[str, ...]:
 
 def words_of(text: str) -> tuple[str, ...]:
     """The different words of four letters or more in a text, in alphabetic order, then our own."""
-    found = sorted(set(re.findall(r"\b[a-z]{4,12}\b", text)))
-    return tuple(dict.fromkeys([*found, *own_words().adjectives, *own_words().nouns]))
+    words = sorted(set(re.findall(r"\b[a-z]{4,12}\b", text)))
+    return tuple(dict.fromkeys([*words, *own_words().adjectives, *own_words().nouns]))
 
 
 def cycled(items: tuple[str, ...], count: int) -> list[str]:
@@ -155,7 +157,7 @@ def scattered(parts: list[str], inserted: list[str], generator: random.Random) -
     """`parts` with `inserted` between them, in order, at random places."""
     places = sorted(generator.choices(range(len(parts) + 1), k=len(inserted)))
     merged, taken = [], 0
-    for place, one in zip(places, inserted, strict=True):
-        merged += [*parts[taken:place], one]
+    for place, part in zip(places, inserted, strict=True):
+        merged += [*parts[taken:place], part]
         taken = place
     return merged + parts[taken:]

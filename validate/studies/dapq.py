@@ -41,7 +41,7 @@ Figures = dict[tuple[Any, ...], float]  # by kind and what it depends on
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DapqSizes:
     """Tokens of a prompt and of its continuation, and how many of them. Raises PlanError for values out of range."""
 
     context: int = 4096
@@ -50,8 +50,8 @@ class Sizes:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least, most = 2 * max(BUDGETS), MAX_TOKENS
-        require(least <= self.context <= most, f"context is {self.context}; allowed: {least} to {most}")
+        shortest, longest = 2 * max(BUDGETS), MAX_TOKENS
+        require(shortest <= self.context <= longest, f"context is {self.context}; allowed: {shortest} to {longest}")
         allowed = PSEUDO_TOKENS, 1 << 12
         require(
             allowed[0] <= self.response <= allowed[1],
@@ -61,7 +61,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Passage:
+class DapqPassage:
     """Token ids of a prompt and of the text's own continuation; other: those of another content."""
 
     prompt: tuple[int, ...]
@@ -79,7 +79,7 @@ class Claim:
     detail: str
 
 
-def study_passage(engine: Engine, passage: Passage) -> Figures:
+def study_passage(engine: Engine, passage: DapqPassage) -> Figures:
     """All figures of one passage, by ("similarity", content, position, when), ("offset", tokens), and so on."""
     recorded = RecordedPrompt(engine, passage.prompt)
     truth = recorded.ask(passage.response, recorded.length, attention=True)
@@ -93,19 +93,24 @@ def study_passage(engine: Engine, passage: Passage) -> Figures:
 
 
 def study(
-    model: str, shape: ModelShape, text: str, sizes: Sizes, device: str | None = None, on_progress: Progress = silent
+    model: str,
+    shape: ModelShape,
+    text: str,
+    sizes: DapqSizes,
+    device: str | None = None,
+    on_progress: Progress = silent,
 ) -> list[Figures]:
     """The figures of every passage. Raises what `ridgeplan.runtime.load` raises, and PromptError for a short text."""
     workload = Workload(shape.name, "this machine", sizes.context, sizes.response + max(RECALL_WINDOWS))
     engine = load(autoregressive(workload), model, device=device)
     batches = prompt_batch(engine.tokenizer, sizes.context + sizes.response, sizes.passages, text)
     other, vocab = engine.tokenizer.encode(NONSENSE, add_special_tokens=False), engine.config.shape.vocab
-    found = []
+    figures = []
     for index, passage in enumerate(passages(batches, sizes.response, other, vocab, sizes.seed)):
         on_progress(f"passage {index + 1}", index, sizes.passages)
-        found.append(study_passage(engine, passage))
+        figures.append(study_passage(engine, passage))
     engine.close()
-    return found
+    return figures
 
 
 def similarity(queries: Tensor, others: Tensor) -> float:
@@ -144,62 +149,62 @@ def pseudo_tokens(prompt: Sequence[int], count: int) -> tuple[int, ...]:
 
 def passages(
     batches: Iterable[Sequence[int]], response: int, other: Sequence[int], vocab: int, seed: int
-) -> Iterator[Passage]:
+) -> Iterator[DapqPassage]:
     """Each batch of token ids, with a response of `response` tokens at its end."""
     for index, ids in enumerate(batches):
         noise = random.Random(f"{seed} {index}").choices(range(vocab), k=max(RECALL_WINDOWS))
         repeated = (tuple(other) * PSEUDO_TOKENS)[:PSEUDO_TOKENS]
-        yield Passage(tuple(ids[:-response]), tuple(ids[-response:]), repeated, tuple(noise))
+        yield DapqPassage(tuple(ids[:-response]), tuple(ids[-response:]), repeated, tuple(noise))
 
 
-def summary(found: Sequence[Figures]) -> list[dict[str, Any]]:
+def summary(by_passage: Sequence[Figures]) -> list[dict[str, Any]]:
     """Mean and standard deviation over passages of every figure, as JSON values."""
     return [
         {
             "figure": list(key),
-            "mean": statistics.fmean(one[key] for one in found),
-            "deviation": statistics.pstdev(one[key] for one in found),
+            "mean": statistics.fmean(figures[key] for figures in by_passage),
+            "deviation": statistics.pstdev(figures[key] for figures in by_passage),
         }
-        for key in found[0]
+        for key in by_passage[0]
     ]
 
 
-def claims(found: Sequence[Figures]) -> list[Claim]:
+def claims(by_passage: Sequence[Figures]) -> list[Claim]:
     """The paper's findings, each true or false of the means over passages."""
-    mean = {key: statistics.fmean(one[key] for one in found) for key in found[0]}
+    mean = {key: statistics.fmean(figures[key] for figures in by_passage) for key in by_passage[0]}
     return [*_similarity_claims(mean), *_recall_claims(mean), *_attention_claims(mean)]
 
 
-def _similarities(recorded: RecordedPrompt, passage: Passage, truth: Recording) -> Figures:
+def _similarities(recorded: RecordedPrompt, passage: DapqPassage, truth: Recording) -> Figures:
     contents = {
         "same": passage.response[:PSEUDO_TOKENS],
         "other": passage.other,
         "random": passage.noise[:PSEUDO_TOKENS],
     }
     decoder = recorded.engine.decoder
-    wanted = _first(truth, PSEUDO_TOKENS)
-    found = {}
+    expected = _first(truth, PSEUDO_TOKENS)
+    figures = {}
     for content, tokens in contents.items():
         for position, start in (("same", recorded.length), ("other", 0)):
-            asked = recorded.ask(tokens, start)
-            pairs = {"after": (wanted.queries, asked.queries),
-                     "before": (wanted.before_rope(decoder), asked.before_rope(decoder))}  # fmt: skip
-            for when, (one, other) in pairs.items():
-                found["similarity", content, position, when] = similarity(one, other)
-    return found
+            recording = recorded.ask(tokens, start)
+            pairs = {"after": (expected.queries, recording.queries),
+                     "before": (expected.before_rope(decoder), recording.before_rope(decoder))}  # fmt: skip
+            for when, (queries, others) in pairs.items():
+                figures["similarity", content, position, when] = similarity(queries, others)
+    return figures
 
 
-def _offsets(recorded: RecordedPrompt, passage: Passage, truth: Recording) -> Figures:
+def _offsets(recorded: RecordedPrompt, passage: DapqPassage, truth: Recording) -> Figures:
     """The true tokens, `offset` positions before their own."""
-    wanted, tokens = _first(truth, PSEUDO_TOKENS).queries, passage.response[:PSEUDO_TOKENS]
+    expected, tokens = _first(truth, PSEUDO_TOKENS).queries, passage.response[:PSEUDO_TOKENS]
     return {
-        ("offset", offset): similarity(wanted, recorded.ask(tokens, recorded.length - offset).queries)
+        ("offset", offset): similarity(expected, recorded.ask(tokens, recorded.length - offset).queries)
         for offset in OFFSETS
         if offset <= recorded.length
     }
 
 
-def _windows(recorded: RecordedPrompt, passage: Passage) -> Iterator[tuple[tuple[str, int], Tensor]]:
+def _windows(recorded: RecordedPrompt, passage: DapqPassage) -> Iterator[tuple[tuple[str, int], Tensor]]:
     """Attention [layers, window, kv_heads, prompt] of each method's observation window."""
     last = recorded.last(max(ATTENTION_WINDOWS), passage.prompt).attention
     noise = recorded.ask(passage.noise, recorded.length, attention=True).attention
@@ -207,29 +212,29 @@ def _windows(recorded: RecordedPrompt, passage: Passage) -> Iterator[tuple[tuple
     for window in ATTENTION_WINDOWS:
         yield (SNAPKV, window), last[:, -window:]
         yield (DAPQ_RANDOM, window), noise[:, :window]
-        own = recorded.ask(pseudo_tokens(passage.prompt, window), recorded.length, attention=True).attention
-        assert own is not None, "it was wanted"
-        yield (DAPQ, window), own
+        pseudo = recorded.ask(pseudo_tokens(passage.prompt, window), recorded.length, attention=True).attention
+        assert pseudo is not None, "it was wanted"
+        yield (DAPQ, window), pseudo
 
 
 def _recalls(truth: Recording, windows: dict[tuple[str, int], Tensor], prompt: int) -> Figures:
     assert truth.attention is not None, "it was wanted"
-    found: Figures = {}
-    for budget in (one for one in BUDGETS if one < prompt):
+    figures: Figures = {}
+    for budget in (tokens for tokens in BUDGETS if tokens < prompt):
         gold = top(truth.attention, budget)
         for (method, window), attention in windows.items():
             if window in RECALL_WINDOWS:
-                found["recall", method, window, budget] = recall(gold, top(attention, budget))
+                figures["recall", method, window, budget] = recall(gold, top(attention, budget))
         for window in RECALL_WINDOWS:
-            found["recall", STREAMING, window, budget] = recall(gold, streaming(gold, budget))
-    return found
+            figures["recall", STREAMING, window, budget] = recall(gold, streaming(gold, budget))
+    return figures
 
 
 def _attentions(truth: Recording, windows: dict[tuple[str, int], Tensor]) -> Figures:
     assert truth.attention is not None, "it was wanted"
-    wanted = truth.attention.mean(1)
+    expected = truth.attention.mean(1)
     return {
-        ("attention", method, window): similarity(wanted, attention.mean(1))
+        ("attention", method, window): similarity(expected, attention.mean(1))
         for (method, window), attention in windows.items()
     }
 
@@ -243,8 +248,10 @@ def _similarity_claims(mean: Figures) -> Iterator[Claim]:
     yield Claim("after RoPE, the position alone makes queries more alike than the content alone (Table 1)",
                 position > content, f"{position:.4f} and {content:.4f}")  # fmt: skip
     curve = [value for (kind, *_), value in mean.items() if kind == "offset"]
-    falls = all(one >= other for one, other in pairwise(curve))
-    yield Claim("similarity falls with every larger offset (Figure 2b)", falls, " ".join(f"{one:.3f}" for one in curve))
+    falls = all(value >= other for value, other in pairwise(curve))
+    yield Claim(
+        "similarity falls with every larger offset (Figure 2b)", falls, " ".join(f"{value:.3f}" for value in curve)
+    )
 
 
 def _recall_claims(mean: Figures) -> Iterator[Claim]:

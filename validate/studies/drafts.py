@@ -43,7 +43,7 @@ from ridgeplan.validate.prompts import prompt_tokens
 
 GAMMA = 7
 ROUND = GAMMA + 1  # tokens
-FEWEST_TOKENS = 2 * ROUND  # the first round is not counted
+MIN_TOKENS = 2 * ROUND  # the first round is not counted
 HINDSIGHT = "hindsight"  # SpecAttn's Eq 2 by the round's own verification, which no draft can know
 # Policies with the hyperparameters that differ from a plan's: a budget of the ratio alone.
 POLICIES: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ FORMATS = {"bf16": (DraftCodes.FULL, False), "kv4": (DraftCodes.UPPER, False), "
 
 
 @dataclass(frozen=True)
-class Draft:
+class StudyDraft:
     """A policy of `POLICIES` or "all", the share of tokens that it reads, and what of them: a format of `FORMATS`."""
 
     policy: str
@@ -109,7 +109,7 @@ class Draft:
 class DraftAcceptance:
     """Conditional acceptance by position in a round, each the mean over all rounds."""
 
-    draft: Draft
+    draft: StudyDraft
     context: int
     rounds: int
     by_position: tuple[float, ...]
@@ -122,10 +122,10 @@ class DraftAcceptance:
     @property
     def tokens_per_round(self) -> float:
         """Expected tokens of a round of all positions' drafts: 1 and, for each, that all up to it are accepted."""
-        return 1 + sum(itertools.accumulate(self.by_position, lambda all_before, one: all_before * one))
+        return 1 + sum(itertools.accumulate(self.by_position, lambda all_before, acceptance: all_before * acceptance))
 
 
-def drafts_of(policies: Sequence[str], ratios: Sequence[float], formats: Sequence[str]) -> list[Draft]:
+def drafts_of(policies: Sequence[str], ratios: Sequence[float], formats: Sequence[str]) -> list[StudyDraft]:
     """Every combination, and for each format that differs from the target's the drafts that read all tokens.
 
     Raises WorkloadError for names that are not in `POLICIES` and `FORMATS`, and for ratios outside 0 to 1.
@@ -137,8 +137,8 @@ def drafts_of(policies: Sequence[str], ratios: Sequence[float], formats: Sequenc
     for ratio in ratios:
         if not 0 < ratio < 1:
             raise WorkloadError(f"ratio is {ratio}; allowed: above 0 and below 1")
-    dense = [Draft("all", 1.0, one) for one in formats if one != "bf16"]
-    return dense + [Draft(*each) for each in itertools.product(policies, ratios, formats)]
+    dense = [StudyDraft("all", 1.0, format_name) for format_name in formats if format_name != "bf16"]
+    return dense + [StudyDraft(*each) for each in itertools.product(policies, ratios, formats)]
 
 
 def plan_of(plain: Plan) -> Plan:
@@ -150,10 +150,10 @@ def plan_of(plain: Plan) -> Plan:
 def study(
     model: str,
     passage: Passage,
-    drafts: Sequence[Draft],
+    drafts: Sequence[StudyDraft],
     device: str | None = None,
     on_progress: Progress = silent,
-    known: Container[tuple[int, Draft]] = (),
+    known: Container[tuple[int, StudyDraft]] = (),
 ) -> Iterator[DraftAcceptance]:
     """Acceptance of drafts of a model at each context of a passage: a safetensors folder, a GGUF file or a hub id.
 
@@ -161,27 +161,27 @@ def study(
     policy nothing to choose. Raises what `load` raises, PlanError for lengths, WorkloadError for fewer tokens than are
     counted, and PromptError for a text that is too short.
     """
-    if passage.tokens < FEWEST_TOKENS:
-        allowed = f"{FEWEST_TOKENS} or more, as the first {ROUND} are not counted"
+    if passage.tokens < MIN_TOKENS:
+        allowed = f"{MIN_TOKENS} or more, as the first {ROUND} are not counted"
         raise WorkloadError(f"tokens is {passage.tokens}; allowed: {allowed}")
     weights = draft_weights = None
     plans = [plan_of(plain) for plain in passage.plans(named_shape(model))]  # no length is refused after hours
     for plan in plans:
         what = f"{plan.workload.context} tokens"
-        asked = [draft for draft in drafts if (plan.workload.context, draft) not in known]
-        if not asked:
+        missing = [draft for draft in drafts if (plan.workload.context, draft) not in known]
+        if not missing:
             continue
-        _warn_of_starved(asked, plan.workload.context)
+        _warn_of_starved(missing, plan.workload.context)
         on_progress(what, 0, 1)
         engine = load(plan, model, device=device, weights=weights)
         weights = engine.weights
         ids = prompt_tokens(engine.tokenizer, plan.workload.final_context, passage.text)
-        draft_weights = draft_weights or draft_weights_of(engine, asked, passage.calibration)
-        yield from measure(engine, draft_weights, asked, ids, partial(on_progress, what))
+        draft_weights = draft_weights or draft_weights_of(engine, missing, passage.calibration)
+        yield from measure(engine, draft_weights, missing, ids, partial(on_progress, what))
         engine.close()
 
 
-def _warn_of_starved(drafts: Sequence[Draft], context: int) -> None:
+def _warn_of_starved(drafts: Sequence[StudyDraft], context: int) -> None:
     ratios = sorted({draft.ratio for draft in drafts if draft.starved_at(context)})
     if ratios:
         always = SparseSelection.sinks + SparseSelection.recent
@@ -196,7 +196,7 @@ def _warn_of_starved(drafts: Sequence[Draft], context: int) -> None:
 def measure(
     engine: Engine,
     draft_weights: DecoderWeights | None,
-    drafts: Sequence[Draft],
+    drafts: Sequence[StudyDraft],
     ids: Sequence[int],
     on_round: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[DraftAcceptance]:
@@ -208,13 +208,13 @@ def measure(
     context, text = engine.plan.workload.context, torch.tensor(ids, device=engine.device)
     engine.cache.reset(1)
     drafters = list(_drafters(engine.cache, drafts))
-    observer = PromptObservers([one.policy for one in drafters])
+    observer = PromptObservers([drafter.policy for drafter in drafters])
     prefill(engine.decoder, engine.weights, engine.cache, 0, text[:context], observer=observer)
     starts = range(context, len(text) - ROUND + 1, ROUND)
     rounds = []
     for index, start in enumerate(starts):
-        found = _round(engine, draft_weights, drafters, text[None, start : start + ROUND])
-        rounds += [found] if index else []
+        acceptance = _round(engine, draft_weights, drafters, text[None, start : start + ROUND])
+        rounds += [acceptance] if index else []
         on_round(index + 1, len(starts))
     means = torch.stack(rounds).double().mean(0).tolist()
     by_draft = zip(drafts, means, strict=True)
@@ -225,12 +225,12 @@ def measure(
 class _Drafter:
     """A draft with its policy. collects: whether verification leaves scores for it, and for those that share them."""
 
-    draft: Draft
+    draft: StudyDraft
     policy: DraftPolicy
     collects: bool
 
 
-def _drafters(cache: Cache, drafts: Sequence[Draft]) -> Iterator[_Drafter]:
+def _drafters(cache: Cache, drafts: Sequence[StudyDraft]) -> Iterator[_Drafter]:
     """Policies over one storage. Those that rank the same scores share them: they differ in ratio or in codes."""
     reading = {codes: cache.reading(codes) for codes in DraftCodes}
     first: dict[object, RankedPolicy] = {}
@@ -251,16 +251,16 @@ def _round(
     """Acceptance [drafts, GAMMA] of one round's tokens [1, ROUND], which then enter the cache."""
     assert engine.cache is not None, "the engine is open"
     target = engine.weights
-    for one in drafters:
-        if one.collects and one.draft.policy == HINDSIGHT:
-            _pass(engine, target, tokens, one.policy.target_metadata(ROUND))
+    for drafter in drafters:
+        if drafter.collects and drafter.draft.policy == HINDSIGHT:
+            _pass(engine, target, tokens, drafter.policy.target_metadata(ROUND))
     drafted = [
-        _drafted(engine, draft_weights if one.draft.quantized_weights else target, one.policy, tokens)
-        for one in drafters
+        _drafted(engine, draft_weights if drafter.draft.quantized_weights else target, drafter.policy, tokens)
+        for drafter in drafters
     ]
-    for one in drafters:
-        if one.collects and one.draft.policy != HINDSIGHT:
-            _pass(engine, target, tokens, one.policy.target_metadata(ROUND))
+    for drafter in drafters:
+        if drafter.collects and drafter.draft.policy != HINDSIGHT:
+            _pass(engine, target, tokens, drafter.policy.target_metadata(ROUND))
     p = _pass(engine, target, tokens, engine.cache.target_metadata(ROUND))[:GAMMA]
     engine.cache.advance(torch.full_like(engine.cache.lengths[:1], ROUND))
     overlaps = torch.stack([torch.minimum(p, q).sum(-1) for q in drafted])
@@ -305,16 +305,24 @@ class SavedRow(Checked):
     by_position: tuple[float, ...] = numbers(0, 1)
 
     @property
-    def draft(self) -> tuple[int, Draft]:
+    def draft(self) -> tuple[int, StudyDraft]:
         """The context and the draft."""
-        return self.context, Draft(self.policy, self.ratio, self.format)
+        return self.context, StudyDraft(self.policy, self.ratio, self.format)
 
 
-def row_of(found: DraftAcceptance) -> SavedRow:
+def row_of(result: DraftAcceptance) -> SavedRow:
     """The row of a measured draft."""
-    draft, mean = found.draft, min(1.0, found.mean)  # a sum of rounded quotients may pass 1
-    return SavedRow(found.context, draft.policy, draft.ratio, draft.format, found.rounds, mean, found.tokens_per_round,
-                    found.by_position)  # fmt: skip
+    draft, mean = result.draft, min(1.0, result.mean)  # a sum of rounded quotients may pass 1
+    return SavedRow(
+        result.context,
+        draft.policy,
+        draft.ratio,
+        draft.format,
+        result.rounds,
+        mean,
+        result.tokens_per_round,
+        result.by_position,
+    )
 
 
 @dataclass(frozen=True)
@@ -326,7 +334,7 @@ class SavedStudy(Checked):
 
     error = WorkloadError
     model: str = text()
-    tokens: int = whole(FEWEST_TOKENS, MAX_TOKENS_MEASURED)
+    tokens: int = whole(MIN_TOKENS, MAX_TOKENS_MEASURED)
     calibration: str = text("")
     rows: tuple[SavedRow, ...] = parts(SavedRow, ())
     device: str = text("")
@@ -335,7 +343,7 @@ class SavedStudy(Checked):
     text: str = text("")  # last, as it hides the function of that name
 
     @property
-    def known(self) -> frozenset[tuple[int, Draft]]:
+    def known(self) -> frozenset[tuple[int, StudyDraft]]:
         """Contexts and drafts that have a row."""
         return frozenset(row.draft for row in self.rows)
 
@@ -345,9 +353,9 @@ class SavedStudy(Checked):
         conditions = {name: getattr(self, name) for name in CONDITIONS}
         return {"schema": SCHEMA, **conditions, "rows": [vars(row) for row in self.rows]}
 
-    def with_row(self, found: DraftAcceptance) -> SavedStudy:
+    def with_row(self, result: DraftAcceptance) -> SavedStudy:
         """With one more row."""
-        return replace(self, rows=(*self.rows, row_of(found)))
+        return replace(self, rows=(*self.rows, row_of(result)))
 
     def resumed(self, path: Path) -> SavedStudy:
         """With the rows of a file. Raises WorkloadError for a damaged one, and for one of other conditions."""

@@ -80,14 +80,14 @@ class RecordedPrompt:
     @torch.inference_mode()
     def last(self, count: int, prompt: Sequence[int]) -> Recording:
         """The prompt's own last `count` tokens, each over those up to itself."""
-        own = slice(self.length - count, self.length)
+        last = slice(self.length - count, self.length)
         # This pass writes the same keys and values once more, and rounds them otherwise than prefill did.
-        stored = [store[:, 0, :, own].clone() for store in (self.cache.keys, self.cache.values)]
-        found = self._over(prompt[-count:], own.start, own.start, attention=True)
+        stored = [store[:, 0, :, last].clone() for store in (self.cache.keys, self.cache.values)]
+        recording = self._over(prompt[-count:], last.start, last.start, attention=True)
         for store, kept in zip((self.cache.keys, self.cache.values), stored, strict=True):
-            store[:, 0, :, own] = kept
-        assert found.attention is not None, "it was wanted"
-        return found
+            store[:, 0, :, last] = kept
+        assert recording.attention is not None, "it was wanted"
+        return recording
 
     def _over(self, tokens: Sequence[int], start: int, cached: int, attention: bool) -> Recording:
         recorder, engine = _Recorder(self.engine.decoder), self.engine
@@ -108,11 +108,11 @@ class RecordedPrompt:
 
     def _attention(self, queries: Tensor, cached: int) -> Tensor:
         """Of queries whose own tokens lie in the cache from slot `cached` on."""
-        found = []
-        for layer, asked in enumerate(queries):
-            keys = self.cache.full(layer)[0][0, :, : cached + len(asked)]
-            found.append(attention_weights(asked, keys)[..., : self.length])
-        return torch.stack(found)
+        weights = []
+        for layer, queries_of_layer in enumerate(queries):
+            keys = self.cache.full(layer)[0][0, :, : cached + len(queries_of_layer)]
+            weights.append(attention_weights(queries_of_layer, keys)[..., : self.length])
+        return torch.stack(weights)
 
 
 def attention_weights(queries: Tensor, keys: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ def attention_weights(queries: Tensor, keys: Tensor) -> Tensor:
     tokens, kv_heads, count = len(queries), *keys.shape[:2]
     grouped = queries.float().unflatten(1, (kv_heads, -1))
     scores = torch.einsum("tkgd,knd->tkgn", grouped, keys.float()) * queries.shape[-1] ** -0.5
-    own = torch.arange(count - tokens, count, device=keys.device)
-    unseen = torch.arange(count, device=keys.device) > own[:, None]
+    places = torch.arange(count - tokens, count, device=keys.device)
+    unseen = torch.arange(count, device=keys.device) > places[:, None]
     return scores.masked_fill(unseen[:, None, None], float("-inf")).softmax(-1).mean(2)
 
 
@@ -151,11 +151,11 @@ def fused_layers(layers: int) -> tuple[int, int, int]:
 @torch.inference_mode()
 def features_before(engine: Engine, tokens: Tensor) -> Tensor:
     """The target's features of the token before each of a text [tokens], zeros before the first: [tokens, 3 hidden]."""
-    decoder, hidden, found = engine.decoder, functional.embedding(tokens, engine.weights.embedding), {}
-    wanted = fused_layers(len(engine.weights.layers))
+    decoder, hidden, by_layer = engine.decoder, functional.embedding(tokens, engine.weights.embedding), {}
+    layers = fused_layers(len(engine.weights.layers))
     for index, (layer, window) in enumerate(zip(engine.weights.layers, decoder.config.windows, strict=True)):
-        if index in wanted:
-            found[index] = hidden.clone()
+        if index in layers:
+            by_layer[index] = hidden.clone()
         prefill_layer(decoder, layer, hidden, window)
-    features = torch.cat([found[index] for index in wanted], dim=-1)
+    features = torch.cat([by_layer[index] for index in layers], dim=-1)
     return torch.cat([torch.zeros_like(features[:1]), features[:-1]])

@@ -47,7 +47,7 @@ RECENT = 128  # tokens that every method reads, as the caches' buffers do
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RetrievalSizes:
     """What is measured. Raises PlanError for values out of range. tokens: steps after each of `passages` contexts."""
 
     contexts: tuple[int, ...] = (4096,)
@@ -59,16 +59,16 @@ class Sizes:
     def __post_init__(self) -> None:
         for name in self.methods:
             require(name in METHODS, f"method is {name!r}; allowed: {', '.join(METHODS)}")
-        least, shortest = 2 * RECENT, min(self.contexts)
-        require(shortest > least, f"context is {shortest}; allowed: more than {least}, the smallest budget")
+        smallest, shortest = 2 * RECENT, min(self.contexts)
+        require(shortest > smallest, f"context is {shortest}; allowed: more than {smallest}, the smallest budget")
         for budget in self.budgets:
-            require(least <= budget < shortest, f"budget is {budget}; allowed: {least} to {shortest - 1}")
+            require(smallest <= budget < shortest, f"budget is {budget}; allowed: {smallest} to {shortest - 1}")
         require(2 <= self.tokens <= 1 << 16, f"tokens is {self.tokens}; allowed: 2 to {1 << 16}")
         require(1 <= self.passages <= 1 << 12, f"passages is {self.passages}; allowed: 1 to {1 << 12}")
 
 
 @dataclass(frozen=True)
-class Row:
+class RetrievalRow:
     """Figures of a method, each the mean over steps, layers and KV heads, and of `hit` by layer too.
 
     hit: share of the `budget` tokens with the most attention that the method reads. distant: the same of those that
@@ -93,9 +93,15 @@ def plan_of(plain: Plan) -> Plan:
 
 
 def study(
-    model: str, text: str, sizes: Sizes, head: str | None = None, *, yarn: bool = False, device: str | None = None,
+    model: str,
+    text: str,
+    sizes: RetrievalSizes,
+    head: str | None = None,
+    *,
+    yarn: bool = False,
+    device: str | None = None,
     on_progress: Progress = silent,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[RetrievalRow]:
     """Rows of each context. head: the file of a retrieval head, for the methods that choose by one.
 
     Raises what `ridgeplan.runtime.load` raises, and PromptError for a text that is too short.
@@ -103,9 +109,9 @@ def study(
     methods = sizes.methods
     if head is None and any(METHODS[name][0] == "retrieval-head" for name in methods):
         raise WorkloadError("methods of a retrieval head need one: give its file, or leave them out")
-    asked = Passage(text, "text", sizes.contexts, -(-sizes.tokens // 8) * 8, yarn=yarn)
+    passage = Passage(text, "text", sizes.contexts, -(-sizes.tokens // 8) * 8, yarn=yarn)
     weights = None
-    for plan in map(plan_of, asked.plans(named_shape(model))):
+    for plan in map(plan_of, passage.plans(named_shape(model))):
         engine = load(plan, model, device=device, weights=weights)
         weights = engine.weights
         bound = head and load_head(head).for_model(engine.config.shape, engine.weights.embedding)
@@ -134,14 +140,14 @@ class _Figures:
         """Of one step and the one before."""
         self._overlaps[method, budget].append(overlap)
 
-    def rows(self, context: int) -> Iterator[Row]:
+    def rows(self, context: int) -> Iterator[RetrievalRow]:
         """A row for each method and budget."""
         for (method, budget), steps in self._sums.items():
             layers = torch.stack(steps).nanmean(0)
             hit, distant, mass = layers.nanmean(0).tolist()
             overlaps = self._overlaps[method, budget]
             overlap = sum(overlaps) / len(overlaps)
-            yield Row(context, budget, method, hit, distant, mass, overlap, tuple(layers[:, 0].tolist()))
+            yield RetrievalRow(context, budget, method, hit, distant, mass, overlap, tuple(layers[:, 0].tolist()))
 
 
 @dataclass(eq=False)
@@ -185,13 +191,13 @@ def mask_of(index: TokenIndex, kv_heads: int, tokens: int) -> Tensor:
     return wide[:, :tokens].expand(kv_heads, -1)
 
 
-def _choosers(cache: Cache, sizes: Sizes, head: Head | None, features: Tensor | None) -> list[list[_Chooser]]:
+def _choosers(cache: Cache, sizes: RetrievalSizes, head: Head | None, features: Tensor | None) -> list[list[_Chooser]]:
     """For each method one chooser a budget; their policies share what they choose by.
 
     features: of the token before each, for a head of full width.
     """
     reading = cache.reading(DraftCodes.FULL)
-    found = []
+    choosers = []
     for method in sizes.methods:
         name, options = METHODS[method]
         selection = draft_selection(name, recent=RECENT, **options)
@@ -203,8 +209,8 @@ def _choosers(cache: Cache, sizes: Sizes, head: Head | None, features: Tensor | 
             first = draft_policy(selection, reading, head)
         assert isinstance(first, SparsePolicy)
         first.start()
-        found.append([_at_budget(method, first, budget) for budget in sizes.budgets])
-    return found
+        choosers.append([_at_budget(method, first, budget) for budget in sizes.budgets])
+    return choosers
 
 
 def _at_budget(method: str, first: SparsePolicy, budget: int) -> _Chooser:
@@ -214,7 +220,7 @@ def _at_budget(method: str, first: SparsePolicy, budget: int) -> _Chooser:
 
 
 @torch.inference_mode()
-def _measure(engine: Engine, head: Head | None, sizes: Sizes, ids: Sequence[int], figures: _Figures) -> None:
+def _measure(engine: Engine, head: Head | None, sizes: RetrievalSizes, ids: Sequence[int], figures: _Figures) -> None:
     """Adds the figures of one passage: a context, then `sizes.tokens` steps."""
     cache = engine.cache
     assert cache is not None, "the engine is open"
@@ -224,7 +230,7 @@ def _measure(engine: Engine, head: Head | None, sizes: Sizes, ids: Sequence[int]
     methods = _choosers(cache, sizes, head, features_before(engine, text) if needs_features else None)
     observer = PromptObservers([choosers[0].policy for choosers in methods])
     prefill(engine.decoder, engine.weights, cache, 0, text[: -sizes.tokens], observer=observer)
-    choosers = [one for method in methods for one in method]
+    choosers = [chooser for method in methods for chooser in method]
     choosers += [_Chooser(MODEL, budget, methods[0][0].policy, 4) for budget in sizes.budgets]
     before = None
     for token in text[-sizes.tokens :]:
@@ -239,17 +245,17 @@ class _Step:
 
     def __init__(self, cache: Cache, choosers: Sequence[_Chooser]) -> None:
         self._cache, self._choosers, self._tokens = cache, choosers, int(cache.lengths[0]) + 1
-        self._sinks = torch.tensor([one.sinks for one in choosers], device=cache.lengths.device)
+        self._sinks = torch.tensor([chooser.sinks for chooser in choosers], device=cache.lengths.device)
         self._found: list[Tensor] = []
         self._chosen: list[Tensor] = []
 
     def metadata(self, tokens: Tensor) -> AttentionMetadata:
         """Of the target's pass over tokens [1, 1]."""
-        for one in self._choosers:
-            if one.method != MODEL:
-                one.policy.before_pass(tokens, 0)
+        for chooser in self._choosers:
+            if chooser.method != MODEL:
+                chooser.policy.before_pass(tokens, 0)
         counted = self._cache.lengths[:1] + 1
-        self._first_recent = torch.cat([one.first_recent(counted) for one in self._choosers])
+        self._first_recent = torch.cat([chooser.first_recent(counted) for chooser in self._choosers])
         return replace(self._cache.target_metadata(1), attend=self._attend)
 
     def add_to(self, figures: _Figures, before: Tensor | None) -> Tensor:
@@ -258,25 +264,25 @@ class _Step:
         before, and the result: bool [choosers, layers, kv_heads, tokens].
         """
         chosen = torch.stack(self._chosen, dim=1)
-        for one, layers in zip(self._choosers, torch.stack(self._found, dim=1).cpu(), strict=True):
-            figures.add(one.method, one.budget, layers)
+        for chooser, layers in zip(self._choosers, torch.stack(self._found, dim=1).cpu(), strict=True):
+            figures.add(chooser.method, chooser.budget, layers)
         if before is not None:
             again = (chosen[..., : before.shape[-1]] & before).flatten(1).sum(1)
             shares = again / chosen.flatten(1).sum(1).clamp_min(1)
-            for one, share in zip(self._choosers, shares.tolist(), strict=True):
-                figures.add_overlap(one.method, one.budget, share)
+            for chooser, share in zip(self._choosers, shares.tolist(), strict=True):
+                figures.add_overlap(chooser.method, chooser.budget, share)
         return chosen
 
     def _attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
         keys, values = self._cache.full(layer)
         weights = attention_weights(query[0], keys[0, :, : self._tokens])[0]
-        tops = {budget: _top(weights, budget) for budget in {one.budget for one in self._choosers}}
+        tops = {budget: _top(weights, budget) for budget in {chooser.budget for chooser in self._choosers}}
         chosen = torch.stack([
-            tops[one.budget] if one.method == MODEL else one.chosen(layer, query, self._tokens)
-            for one in self._choosers
+            tops[chooser.budget] if chooser.method == MODEL else chooser.chosen(layer, query, self._tokens)
+            for chooser in self._choosers
         ])  # fmt: skip
         recent = torch.arange(self._tokens, device=chosen.device) >= self._first_recent[:, None]
-        top = torch.stack([tops[one.budget] for one in self._choosers])
+        top = torch.stack([tops[chooser.budget] for chooser in self._choosers])
         self._chosen.append(chosen)
         self._found.append(compared(chosen | recent[:, None], top, weights, self._sinks))
         return decode_attention(query, keys, values, metadata.begin, metadata.end)
@@ -284,8 +290,8 @@ class _Step:
 
 def _top(weights: Tensor, budget: int) -> Tensor:
     """Where the `budget` largest weights of each row are, bool [kv_heads, tokens]."""
-    found = torch.zeros_like(weights, dtype=torch.bool)
-    return found.scatter_(1, weights.topk(budget, dim=1).indices, True)
+    mask = torch.zeros_like(weights, dtype=torch.bool)
+    return mask.scatter_(1, weights.topk(budget, dim=1).indices, True)
 
 
 def compared(read: Tensor, top: Tensor, weights: Tensor, sinks: Tensor) -> Tensor:
@@ -295,6 +301,6 @@ def compared(read: Tensor, top: Tensor, weights: Tensor, sinks: Tensor) -> Tenso
     """
     places = torch.arange(top.shape[2], device=top.device)
     distant = top & ((places >= sinks[:, None]) & (places < top.shape[2] - RECENT))[:, None]
-    shares = [(read & wanted).sum(2) / wanted.sum(2) for wanted in (top, distant)]  # NaN where none is wanted
+    shares = [(read & tokens).sum(2) / tokens.sum(2) for tokens in (top, distant)]  # NaN where none is wanted
     mass = (weights * read).sum(2) / weights.sum(1)
     return torch.stack([*shares, mass], dim=1).nanmean(2)

@@ -116,7 +116,7 @@ class SuiteReport(Checked):
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, which `from_json` accepts."""
         head = {name: value for name, value in vars(self).items() if name not in ("rows", "regret")}
-        rows, regret = ([row.to_dict() for row in found] for found in (self.rows, self.regret))
+        rows, regret = ([row.to_dict() for row in items] for items in (self.rows, self.regret))
         return {"schema": SCHEMA, **head, "rows": rows, "regret": regret}
 
     def to_json(self) -> str:
@@ -230,8 +230,8 @@ class Summary:
     @property
     def met(self) -> bool | None:
         """Whether all targets are met; None without any."""
-        asked = {name: limit for name, limit in asdict(self.limits).items() if limit is not None}
-        return all(getattr(self, name) <= limit for name, limit in asked.items()) if asked else None
+        limits = {name: limit for name, limit in asdict(self.limits).items() if limit is not None}
+        return all(getattr(self, name) <= limit for name, limit in limits.items()) if limits else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

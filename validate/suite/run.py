@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.9  # of what is free, for weights and caches
 
 
 @dataclass(frozen=True)
-class Question:
+class SuiteOptions:
     """What to run. models: those that generate, the first also inside the large shape; text, other: by default halves
     of the sample text.
     """
@@ -47,7 +47,7 @@ class Question:
 
 
 @dataclass(eq=False)
-class _Found:
+class _Results:
     """What has been measured so far."""
 
     rows: list[SuiteRow] = field(default_factory=list)
@@ -55,31 +55,33 @@ class _Found:
     skipped: list[str] = field(default_factory=list)
 
 
-def run_suite(question: Question, on_progress: Progress = silent, sizes: SuiteSizes | None = None) -> SuiteReport:
+def run_suite(options: SuiteOptions, on_progress: Progress = silent, sizes: SuiteSizes | None = None) -> SuiteReport:
     """Runs the chosen sections on the GPU if there is one, else on the CPU. sizes: by default the suite's own.
 
     Generations come first, as a wrong model or a short text is refused there.
     Raises ModelError, InflationError, PromptError, WorkloadError, and what `load_shape` raises.
     """
     device = _device()
-    sizes = sizes or sizes_for(question.suite, device.type)
-    found = _Found()
-    if "generations" in question.sections:
-        _generations(question, sizes, found, on_progress)
-    if "kernels" in question.sections:
-        found.rows += sections.kernel_rows(question.profile, device, sizes.kernels, on_progress)
-    if {"steps", "regret"} & set(question.sections):
-        _models(question, sizes, device, found, on_progress)
-    return replace(heading(question), rows=tuple(found.rows), regret=tuple(found.regret), skipped=tuple(found.skipped))
+    sizes = sizes or sizes_for(options.suite, device.type)
+    results = _Results()
+    if "generations" in options.sections:
+        _generations(options, sizes, results, on_progress)
+    if "kernels" in options.sections:
+        results.rows += sections.kernel_rows(options.profile, device, sizes.kernels, on_progress)
+    if {"steps", "regret"} & set(options.sections):
+        _models(options, sizes, device, results, on_progress)
+    return replace(
+        heading(options), rows=tuple(results.rows), regret=tuple(results.regret), skipped=tuple(results.skipped)
+    )
 
 
-def heading(question: Question) -> SuiteReport:
+def heading(options: SuiteOptions) -> SuiteReport:
     """The report before anything has been measured."""
     return SuiteReport(
-        suite=question.suite,
+        suite=options.suite,
         **measured_here(),
-        profile=_profile_text(question.profile),
-        methods={section: METHODS[section] for section in question.sections},
+        profile=_profile_text(options.profile),
+        methods={section: METHODS[section] for section in options.sections},
         rows=(),
         regret=(),
     )
@@ -94,14 +96,14 @@ def _profile_text(profile: Profile) -> str:
     return f"{profile.hardware.name}: {profile.source} on {profile.device}, {profile.date}{origin}"
 
 
-def _generations(question: Question, sizes: SuiteSizes, found: _Found, on_progress: Progress) -> None:
-    texts = generations.Texts.of(question.text, question.other)
-    for source in question.models:
+def _generations(options: SuiteOptions, sizes: SuiteSizes, results: _Results, on_progress: Progress) -> None:
+    texts = generations.Texts.of(options.text, options.other)
+    for source in options.models:
         model = generations.small_model(source, texts)
-        _run_cases(model, sizes.generations, question.profile, sizes.new_tokens, texts, found, on_progress)
-    if sizes.inflated_shape is not None and question.models:
-        model = generations.inflated_model(question.models[0], sizes.inflated_shape, texts)
-        _run_cases(model, sizes.inflated, question.profile, sizes.new_tokens, texts, found, on_progress)
+        _run_cases(model, sizes.generations, options.profile, sizes.new_tokens, texts, results, on_progress)
+    if sizes.inflated_shape is not None and options.models:
+        model = generations.inflated_model(options.models[0], sizes.inflated_shape, texts)
+        _run_cases(model, sizes.inflated, options.profile, sizes.new_tokens, texts, results, on_progress)
 
 
 def _run_cases(
@@ -110,7 +112,7 @@ def _run_cases(
     profile: Profile,
     new_tokens: int,
     texts: generations.Texts,
-    found: _Found,
+    results: _Results,
     on_progress: Progress,
 ) -> None:
     """Cases with 4-bit drafts run last, so that those weights take no memory of the others."""
@@ -121,48 +123,50 @@ def _run_cases(
     for done, case in enumerate(sorted(cases, key=drafting)):
         on_progress(f"{model.shape.name}: {case.preset}, {case.context} x {case.batch}", done, len(cases))
         rows, reason = generations.generation_rows(model, case, profile, new_tokens, texts)
-        found.rows += rows
-        found.skipped += [reason] if reason else []
+        results.rows += rows
+        results.skipped += [reason] if reason else []
 
 
-def _models(question: Question, sizes: SuiteSizes, device: torch.device, found: _Found, on_progress: Progress) -> None:
+def _models(
+    options: SuiteOptions, sizes: SuiteSizes, device: torch.device, results: _Results, on_progress: Progress
+) -> None:
     """Steps and regret, model by model, so that each one's weights are made once."""
     for shape in sizes.models:
         on_progress(f"random weights of {shape.name}", 0, 1)
-        machine = replace(Machine.of(question.profile), memory_bytes=MEMORY_SHARE * _free_bytes(device))
+        machine = replace(Machine.of(options.profile), memory_bytes=MEMORY_SHARE * _free_bytes(device))
         model = RandomModel.build(shape, device, machine)
-        if "steps" in question.sections:
-            found.rows += _steps(question, sizes, model, found, on_progress)
-        if "regret" in question.sections:
-            found.regret += _regret(question, sizes, model, found, on_progress)
+        if "steps" in options.sections:
+            results.rows += _steps(options, sizes, model, results, on_progress)
+        if "regret" in options.sections:
+            results.regret += _regret(options, sizes, model, results, on_progress)
         del model  # its memory is the next one's
 
 
 def _steps(
-    question: Question, sizes: SuiteSizes, model: RandomModel, found: _Found, on_progress: Progress
+    options: SuiteOptions, sizes: SuiteSizes, model: RandomModel, results: _Results, on_progress: Progress
 ) -> Iterator[SuiteRow]:
     for done, case in enumerate(sizes.steps):
-        plan = case.plan(model.shape, question.profile, sections.NEW_TOKENS)
+        plan = case.plan(model.shape, options.profile, sections.NEW_TOKENS)
         on_progress(f"{model.shape.name}: {sections.case_text(plan)}", done, len(sizes.steps))
         named = f"{model.shape.name}, {sections.case_text(plan)}"
         if not model.fits(plan):
-            found.skipped.append(f"{named}: does not fit into memory")
+            results.skipped.append(f"{named}: does not fit into memory")
             continue
         try:
-            yield from sections.step_rows(model, plan, question.profile)
+            yield from sections.step_rows(model, plan, options.profile)
         except BusyMachine as error:
-            found.skipped.append(f"{named}: {error}")
+            results.skipped.append(f"{named}: {error}")
 
 
 def _regret(
-    question: Question, sizes: SuiteSizes, model: RandomModel, found: _Found, on_progress: Progress
+    options: SuiteOptions, sizes: SuiteSizes, model: RandomModel, results: _Results, on_progress: Progress
 ) -> Iterator[RegretRow]:
     for done, (context, batch) in enumerate(sizes.regret):
         on_progress(f"{model.shape.name}: regret, {context} x {batch}", done, len(sizes.regret))
         try:
-            yield sections.regret_row(model, question.profile, context, batch, sizes.candidates)
+            yield sections.regret_row(model, options.profile, context, batch, sizes.candidates)
         except (NothingFits, BusyMachine) as error:
-            found.skipped.append(f"{model.shape.name}, regret at {context} tokens, batch {batch}: {error}")
+            results.skipped.append(f"{model.shape.name}, regret at {context} tokens, batch {batch}: {error}")
 
 
 def _free_bytes(device: torch.device) -> float:

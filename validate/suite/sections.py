@@ -117,7 +117,7 @@ REGRET_METHOD = (
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RegretCandidate:
     """A plan that might be recommended, with its prediction."""
 
     plan: Plan
@@ -134,8 +134,8 @@ class Candidate:
         return family_key(self.plan)
 
 
-def regret_row(model: RandomModel, profile: Profile, context: int, batch: int, most: int) -> RegretRow:
-    """Measures the candidates of one workload, at most `most` beside those that are always measured.
+def regret_row(model: RandomModel, profile: Profile, context: int, batch: int, max_candidates: int) -> RegretRow:
+    """Measures the candidates of one workload, at most `max_candidates` beside those that are always measured.
 
     Raises NothingFits where none fits into the model's memory, and BusyMachine.
     """
@@ -143,13 +143,15 @@ def regret_row(model: RandomModel, profile: Profile, context: int, batch: int, m
         model.shape, "auto", context, batch=batch, new_tokens=NEW_TOKENS, quality=QUALITY.value, profile=profile,
         yarn=True, memory_limit=float(model.machine.memory_bytes),
     )  # fmt: skip
-    found = candidates(answer, model.shape, profile, model)
-    chosen, left_out = to_measure(found, answer.plan, most)
-    measured_ms = {one.plan: _measured_ms(model, one) for one in chosen}
+    ranked = candidates(answer, model.shape, profile, model)
+    chosen, left_out = to_measure(ranked, answer.plan, max_candidates)
+    measured_ms = {candidate.plan: _measured_ms(model, candidate) for candidate in chosen}
     return row_of(answer.plan, chosen, measured_ms, left_out)
 
 
-def row_of(recommended: Plan, chosen: Sequence[Candidate], measured_ms: dict[Plan, float], left_out: int) -> RegretRow:
+def row_of(
+    recommended: Plan, chosen: Sequence[RegretCandidate], measured_ms: dict[Plan, float], left_out: int
+) -> RegretRow:
     """The row of measured candidates, of which `recommended` is one."""
     best = min(measured_ms, key=lambda plan: measured_ms[plan])
     workload = recommended.workload
@@ -164,24 +166,26 @@ def row_of(recommended: Plan, chosen: Sequence[Candidate], measured_ms: dict[Pla
         left_out=left_out,
         candidates=tuple(
             {
-                "plan": preset_name(one.plan),
-                "gamma": one.predicted.gamma,
-                "acceptance": one.predicted.acceptance.best,
-                "predicted_ms": one.tpot_ms,
-                "measured_ms": measured_ms[one.plan],
+                "plan": preset_name(candidate.plan),
+                "gamma": candidate.predicted.gamma,
+                "acceptance": candidate.predicted.acceptance.best,
+                "predicted_ms": candidate.tpot_ms,
+                "measured_ms": measured_ms[candidate.plan],
             }
-            for one in chosen
+            for candidate in chosen
         ),
     )
 
 
-def candidates(answer: Recommendation, shape: ModelShape, profile: Profile, model: RandomModel) -> list[Candidate]:
+def candidates(
+    answer: Recommendation, shape: ModelShape, profile: Profile, model: RandomModel
+) -> list[RegretCandidate]:
     """All executable plans of the allowed quality that fit, the fastest first as predicted; each once."""
     plans = dict.fromkeys((answer.plan, *_executable(answer.plan.workload, shape)))
     fitting = [plan for plan in plans if model.fits(plan)]
     predicted = predict_all(fitting, shape, profile)
-    found = [Candidate(*pair) for pair in zip(fitting, predicted, strict=True)]
-    return sorted(found, key=lambda one: one.tpot_ms)
+    ranked = [RegretCandidate(*pair) for pair in zip(fitting, predicted, strict=True)]
+    return sorted(ranked, key=lambda candidate: candidate.tpot_ms)
 
 
 def _executable(workload: Workload, shape: ModelShape) -> Iterator[Plan]:
@@ -201,20 +205,26 @@ def _presets(workload: Workload) -> list[Plan]:
     return [make(workload) for make in PRESETS.values()]
 
 
-def to_measure(found: Sequence[Candidate], recommended: Plan, most: int) -> tuple[list[Candidate], int]:
+def to_measure(
+    ranked: Sequence[RegretCandidate], recommended: Plan, max_candidates: int
+) -> tuple[list[RegretCandidate], int]:
     """The candidates to measure, and the number of those near the best that are left out.
 
-    found: the fastest first. most: of those near the best, beside the best of each family there. The recommended plan
-    and the presets are always measured.
+    ranked: the fastest first. max_candidates: of those near the best, beside the best of each family there. The
+    recommended plan and the presets are always measured.
     """
     named = {recommended, *_presets(recommended.workload)}
-    near = [one for one in found if one.tpot_ms <= NEAR_BEST * found[0].tpot_ms]
-    best_of_family = {one.family: one for one in reversed(near)}
-    always = [one for one in found if one.plan in named or best_of_family.get(one.family) is one]
-    others = [one for one in near if one not in always]
-    return always + others[:most], max(0, len(others) - most)
+    near = [candidate for candidate in ranked if candidate.tpot_ms <= NEAR_BEST * ranked[0].tpot_ms]
+    best_of_family = {candidate.family: candidate for candidate in reversed(near)}
+    always = [
+        candidate
+        for candidate in ranked
+        if candidate.plan in named or best_of_family.get(candidate.family) is candidate
+    ]
+    others = [candidate for candidate in near if candidate not in always]
+    return always + others[:max_candidates], max(0, len(others) - max_candidates)
 
 
-def _measured_ms(model: RandomModel, one: Candidate) -> float:
+def _measured_ms(model: RandomModel, candidate: RegretCandidate) -> float:
     """Time per token of a measured round at the predicted tokens per round."""
-    return 1e3 * measured_round(model, one.plan).total_s / one.predicted.tokens_per_round
+    return 1e3 * measured_round(model, candidate.plan).total_s / candidate.predicted.tokens_per_round

@@ -17,7 +17,7 @@ from ridgeplan.runtime import load
 from ridgeplan.validate import NoiseCheck
 from ridgeplan.validate.calibration.fit import Samples, read_samples
 from ridgeplan.validate.suite.report import SuiteReport, read_report
-from ridgeplan.validate.suite.run import Question, heading
+from ridgeplan.validate.suite.run import SuiteOptions, heading
 
 WORKLOAD = Workload("HuggingFaceTB/SmolLM2-135M", "h200", 160, 6)
 PLAIN_ROWS = {"prefill", "decode step", "tpot", "peak memory", "speed-up over plain decoding"}
@@ -231,11 +231,11 @@ def results(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Question]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[SuiteOptions]:
     """The questions that would have been measured; each has one step as its answer."""
-    asked: list[Question] = []
+    asked: list[SuiteOptions] = []
 
-    def run(question: Question) -> SuiteReport:
+    def run(question: SuiteOptions) -> SuiteReport:
         asked.append(question)
         return replace(heading(question), rows=(replace(ROW, section=question.sections[0]),))
 
@@ -269,7 +269,7 @@ def test_options_of_the_suite_are_refused_beside_a_plan(refuses: Any, recommenda
 
 
 def test_parts_are_merged_in_one_file(
-    invoke: Any, measured: list[Question], profile_path: Path, tmp_path: Path
+    invoke: Any, measured: list[SuiteOptions], profile_path: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "results.json"
     for part in ("steps", "kernels", "steps"):
@@ -283,7 +283,7 @@ def test_parts_are_merged_in_one_file(
 
 
 def test_a_file_of_another_machine_is_refused_before_anything_runs(
-    refuses: Any, measured: list[Question], profile_path: Path, results: Path
+    refuses: Any, measured: list[SuiteOptions], profile_path: Path, results: Path
 ) -> None:
     before = results.read_text()
     command = ("validate", "--suite", "full", "--only", "steps", "--profile", profile_path, "--output", results)
@@ -293,7 +293,7 @@ def test_a_file_of_another_machine_is_refused_before_anything_runs(
 
 
 def test_models_and_texts_reach_the_suite(
-    invoke: Any, measured: list[Question], profile: Profile, profile_path: Path, tmp_path: Path
+    invoke: Any, measured: list[SuiteOptions], profile: Profile, profile_path: Path, tmp_path: Path
 ) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(f"the text {name}")
@@ -309,7 +309,7 @@ def test_models_and_texts_reach_the_suite(
     )
     answer = invoke("validate", "--suite", "smoke", "--profile", profile_path, *arguments, "--json")
     question = measured[0]
-    assert question == Question("smoke", (), profile, ("one", "two"), "the text a.txt", "the text b.txt")
+    assert question == SuiteOptions("smoke", (), profile, ("one", "two"), "the text a.txt", "the text b.txt")
     assert {"summary", "rows", "regret"} <= json.loads(answer.stdout).keys()
 
 

@@ -201,5 +201,5 @@ def test_a_lower_bound_must_be_exceeded():
 def test_a_target_says_how_many_it_counts_and_whether_that_is_enough():
     result = table(cell("a", "x", "OOM", "OOM"), cell("b", "x", "OOM", 1.0))
     met, missed = (Target("specontext", "Table 3", "memory right", memory_right, required) for required in (1, 2))
-    assert met.told(result) == "target: memory right: 1 of 2, met"
-    assert missed.told(result) == "target: memory right: 1 of 2, not met"
+    assert met.describe(result) == "target: memory right: 1 of 2, met"
+    assert missed.describe(result) == "target: memory right: 1 of 2, not met"

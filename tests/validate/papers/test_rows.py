@@ -16,7 +16,7 @@ from ridgeplan.validate.papers.comparison import compare
 from ridgeplan.validate.papers.rows import (
     PAPERS,
     PublishedError,
-    Row,
+    PublishedRow,
     UnknownEngine,
     load_engine,
     load_tables,
@@ -24,7 +24,7 @@ from ridgeplan.validate.papers.rows import (
 )
 
 LLAMA = "meta-llama/Llama-3.1-8B"
-ROW = Row(case="a", method="b", model=LLAMA, gpu="h20", context=8192, new_tokens=128, cells={"step_ms": 1.0})
+ROW = PublishedRow(case="a", method="b", model=LLAMA, gpu="h20", context=8192, new_tokens=128, cells={"step_ms": 1.0})
 TABLE = """
 [[table]]
 name = "T"
@@ -38,7 +38,7 @@ rows = [{case = "a", method = "b", context = 10, cells = {step_ms = 1.5}}]
 def test_predictions_do_not_depend_on_published_figures(paper):
     """No constant is fitted to a row: with every printed number replaced, predictions are the same."""
 
-    def replaced(row: Row) -> Row:
+    def replaced(row: PublishedRow) -> PublishedRow:
         return replace(row, cells={name: 1.0 for name, value in row.cells.items() if value != "OOM"})
 
     for table in load_tables(paper):
@@ -49,7 +49,7 @@ def test_predictions_do_not_depend_on_published_figures(paper):
 
 
 def test_a_row_has_no_number_but_its_workload_its_plan_and_its_acceptance():
-    numbers = {item.name for item in fields(Row) if item.type in ("int", "float")}
+    numbers = {item.name for item in fields(PublishedRow) if item.type in ("int", "float")}
     workload = {"gpus", "context", "new_tokens", "batch", "baseline_batch", "baseline_context", "weight_bits"}
     assert numbers == workload | {"gamma", "ratio", "budget", "queries", "accepted_share"}
 

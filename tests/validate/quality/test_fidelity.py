@@ -13,7 +13,7 @@ from ridgeplan.validate.acceptance import ROUND, Draft, TeacherForced
 from ridgeplan.validate.quality import fidelity as module
 from ridgeplan.validate.quality.fidelity import (
     Agreement,
-    Passage,
+    ForcedPassage,
     agreement,
     next_logits,
     overlap,
@@ -38,14 +38,14 @@ def test_overlap_is_one_minus_half_the_absolute_difference():
 
 def test_perplexity_by_hand():
     # The second token has probability 1/2 after the first, the third 1/8 after the second: (2 * 8) ** (1/2) = 4.
-    passage = Passage((9,), (5, 0, 1))
+    passage = ForcedPassage((9,), (5, 0, 1))
     logits = torch.log(torch.tensor([[0.5, 0.5], [0.875, 0.125]]))
     assert surprise(logits, passage) == pytest.approx(math.log(4))
     assert perplexity([math.log(2), math.log(8)]) == pytest.approx(4)
 
 
 def test_passages_end_with_the_tokens_that_are_measured():
-    assert Passage.split([1, 2, 3, 4, 5], 2) == Passage((1, 2), (3, 4, 5))
+    assert ForcedPassage.split([1, 2, 3, 4, 5], 2) == ForcedPassage((1, 2), (3, 4, 5))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_the_plain_plan_is_faithful_to_itself_and_predicts_as_transformers_does(
     import transformers
 
     plain, _ = engines
-    passage = Passage.split(TEXT, TOKENS)
+    passage = ForcedPassage.split(TEXT, TOKENS)
     (logits,) = next_logits(plain, [passage])
     assert logits.shape == (TOKENS, 256)
     assert overlap(logits, next_logits(plain, [passage])[0]) == pytest.approx(1, abs=1e-6)
@@ -73,7 +73,7 @@ def test_the_plain_plan_is_faithful_to_itself_and_predicts_as_transformers_does(
 
 def test_fidelity_is_the_acceptance_of_the_same_difference(engines):
     plain, int8 = engines
-    passage = Passage.split(TEXT, TOKENS)
+    passage = ForcedPassage.split(TEXT, TOKENS)
     fidelity = overlap(next_logits(plain, [passage])[0], next_logits(int8, [passage])[0])
     (accepted,) = TeacherForced(plain, None, [Draft("kv8")]).run(TEXT[:-1], CONTEXT, lambda: None)
     assert fidelity == pytest.approx(accepted.mean, abs=1e-5)

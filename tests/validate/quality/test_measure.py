@@ -17,14 +17,14 @@ from ridgeplan.validate.quality import measure as module
 from ridgeplan.validate.quality.measure import (
     Inputs,
     answer_scores,
-    asked,
+    is_requested,
     mean_scores,
     measure_quality,
     parts,
     times,
     warm,
 )
-from ridgeplan.validate.quality.question import Question, named_plan, with_budgets
+from ridgeplan.validate.quality.options import QualityOptions, named_plan, with_budgets
 from ridgeplan.validate.quality.ruler import Prompt, PromptMaker, chosen_tasks, material
 from ridgeplan.validate.quality.ruler_samples import Task
 
@@ -40,7 +40,7 @@ def tokenizer(tiny_folder):
 
 @pytest.fixture(scope="module")
 def engines(tiny_folder):
-    plans = Question(str(tiny_folder), load_shape(str(tiny_folder)), tuple(map(named_plan, ("dapq", "snapkv"))),
+    plans = QualityOptions(str(tiny_folder), load_shape(str(tiny_folder)), tuple(map(named_plan, ("dapq", "snapkv"))),
                      (512,), "text", "a text").families_at(512)  # fmt: skip
     made = (replace(plan, workload=replace(plan.workload, batch=2)) for family in plans for plan in family)
     first, *others = made
@@ -81,7 +81,7 @@ def test_parts_hold_all_in_order():
     ],
 )
 def test_tasks_run_together_as_far_as_a_batch_holds_them(batch, rows, names, tiny_folder):
-    question = Question(str(tiny_folder), load_shape(str(tiny_folder)), (), (1024,), "text", "a text", samples=2,
+    question = QualityOptions(str(tiny_folder), load_shape(str(tiny_folder)), (), (1024,), "text", "a text", samples=2,
                         passages=3, tasks=chosen_tasks(["vt", "cwe", "fwe"]), batch=batch)  # fmt: skip
     groups = Inputs(question, 1024, None, lambda: pytest.fail("nothing is measured")).groups
     assert [(one.name, one.rows) for one in groups] == [("text", rows), ("times", 1), *((one, rows) for one in names)]
@@ -112,7 +112,7 @@ def test_engines_are_warmed_by_one_prompt_and_timed_by_their_own(engines, filled
 
 
 def test_only_the_tasks_that_are_wanted_are_asked(tiny_folder, monkeypatch):
-    question = Question(str(tiny_folder), load_shape(str(tiny_folder)), (), (1024,), "text", "a text", samples=2,
+    question = QualityOptions(str(tiny_folder), load_shape(str(tiny_folder)), (), (1024,), "text", "a text", samples=2,
                         tasks=chosen_tasks(["vt", "cwe", "fwe"]), batch=4)  # fmt: skip
     inputs = Inputs(question, 1024, PromptMaker(None, None), lambda: pytest.fail("nothing is measured"))
     monkeypatch.setattr(Inputs, "prompts", lambda _, task: [Prompt([1], ("a",))] * 2)
@@ -130,7 +130,7 @@ TASK = "niah_single_1"
 
 def question(folder, plans=("int8",), contexts=(1200,), **options):
     sizes = {"passages": 2, "tokens": 16, "samples": 1, "tasks": chosen_tasks([TASK]), "device": "cpu", **options}
-    return Question(
+    return QualityOptions(
         str(folder), load_shape(str(folder)), tuple(map(named_plan, plans)), contexts, TEXT, "foxes", **sizes
     )
 
@@ -202,12 +202,12 @@ def test_weights_are_shared_and_progress_counts_the_cells(tiny_folder, monkeypat
 
 
 def test_rows_of_the_question_are_told_from_others(measured, tiny_folder):
-    assert all(asked(question(tiny_folder), row) for row in measured)
-    assert not any(asked(question(tiny_folder, contexts=(1300,)), row) for row in measured)
-    assert not any(asked(question(tiny_folder, seed=1), row) for row in measured)
-    fewer = [row for row in measured if not asked(question(tiny_folder, passages=3), row)]
+    assert all(is_requested(question(tiny_folder), row) for row in measured)
+    assert not any(is_requested(question(tiny_folder, contexts=(1300,)), row) for row in measured)
+    assert not any(is_requested(question(tiny_folder, seed=1), row) for row in measured)
+    fewer = [row for row in measured if not is_requested(question(tiny_folder, passages=3), row)]
     assert {row.measure for row in fewer} == {FIDELITY, PERPLEXITY}
-    only_plain = [row for row in measured if asked(question(tiny_folder, plans=()), row)]
+    only_plain = [row for row in measured if is_requested(question(tiny_folder, plans=()), row)]
     assert {row.plan for row in only_plain} == {"autoregressive"}
 
 
@@ -227,7 +227,7 @@ def test_rows_name_the_head_of_plans_that_choose_by_one(tiny_folder, tmp_path):
     again = rows(two, measured)
     assert {row.plan for row in again} == {row.plan for row in measured} - {"autoregressive"}
     assert all(row.target[HEAD].startswith("two ") for row in again)
-    assert all(asked(two, row) for row in again) and not any(asked(one, row) for row in again)
+    assert all(is_requested(two, row) for row in again) and not any(is_requested(one, row) for row in again)
 
 
 def test_a_text_that_is_too_short_is_refused(tiny_folder):

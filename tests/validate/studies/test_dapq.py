@@ -7,7 +7,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import PlanError
 from ridgeplan.validate.prompts import PromptError
 from ridgeplan.validate.studies.dapq import (
-    Sizes,
+    DapqSizes,
     claims,
     passages,
     pseudo_tokens,
@@ -99,7 +99,7 @@ def test_a_summary_has_means_and_deviations_over_passages():
 
 
 def test_a_study_of_a_tiny_model(tiny_folder, long_text):
-    sizes = Sizes(context=512, response=32, passages=2)
+    sizes = DapqSizes(context=512, response=32, passages=2)
     seen = []
     found = study(str(tiny_folder), load_shape(str(tiny_folder)), long_text, sizes, "cpu", lambda *w: seen.append(w))
     assert [done for _, done, _ in seen] == [0, 1]
@@ -127,9 +127,9 @@ def test_a_study_of_a_tiny_model(tiny_folder, long_text):
 )
 def test_sizes_out_of_range_are_refused(sizes, message):
     with pytest.raises(PlanError, match=message):
-        Sizes(**sizes)
+        DapqSizes(**sizes)
 
 
 def test_a_text_that_is_too_short_is_refused(tiny_folder):
     with pytest.raises(PromptError, match="needed: 659"):
-        study(str(tiny_folder), load_shape(str(tiny_folder)), "short " * 20, Sizes(512), "cpu")
+        study(str(tiny_folder), load_shape(str(tiny_folder)), "short " * 20, DapqSizes(512), "cpu")

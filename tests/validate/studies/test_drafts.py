@@ -5,7 +5,7 @@ import pytest
 from ridgeplan.roofline.plan.draft_selection import SpecAttn
 from ridgeplan.runtime import WorkloadError
 from ridgeplan.validate.acceptance import Passage
-from ridgeplan.validate.studies.drafts import GAMMA, Draft, DraftAcceptance, drafts_of, study
+from ridgeplan.validate.studies.drafts import GAMMA, DraftAcceptance, StudyDraft, drafts_of, study
 
 TEXT = "It was the best of times, it was the worst of times. " * 60
 CONTEXT, TOKENS = 300, 32  # 300 to 332 tokens: codes of 128, and of 256 from 384 on
@@ -15,13 +15,13 @@ CHOOSING = 0.6  # of 300 tokens, of which 132 are always read
 @pytest.fixture(scope="module")
 def found(tiny_folder):
     asked = [
-        Draft("all", 1.0, "bf16"),
-        Draft("all", 1.0, "kv4"),
-        *(Draft(name, 0.999, "bf16") for name in ("specattn", "hindsight", "streamingllm", "snapkv")),
-        *(Draft(name, 0.999, "kv4") for name in ("quest", "progressive", "oracle")),
-        Draft("specattn", CHOOSING, "bf16"),
-        Draft("hindsight", CHOOSING, "bf16"),
-        Draft("streamingllm", CHOOSING, "bf16"),
+        StudyDraft("all", 1.0, "bf16"),
+        StudyDraft("all", 1.0, "kv4"),
+        *(StudyDraft(name, 0.999, "bf16") for name in ("specattn", "hindsight", "streamingllm", "snapkv")),
+        *(StudyDraft(name, 0.999, "kv4") for name in ("quest", "progressive", "oracle")),
+        StudyDraft("specattn", CHOOSING, "bf16"),
+        StudyDraft("hindsight", CHOOSING, "bf16"),
+        StudyDraft("streamingllm", CHOOSING, "bf16"),
     ]
     passage = Passage(TEXT, "cities", (CONTEXT,), TOKENS)
     measured = study(str(tiny_folder), passage, asked, device="cpu")
@@ -49,14 +49,14 @@ def test_fewer_tokens_agree_less(found):
 
 
 def test_tokens_of_a_round_are_one_and_each_draft_whose_predecessors_are_accepted():
-    measured = DraftAcceptance(Draft("quest", 0.1, "bf16"), 100, 3, (0.5, 0.8))
+    measured = DraftAcceptance(StudyDraft("quest", 0.1, "bf16"), 100, 3, (0.5, 0.8))
     assert measured.mean == pytest.approx(0.65)
     assert measured.tokens_per_round == pytest.approx(1 + 0.5 + 0.5 * 0.8)
 
 
 def test_every_combination_is_measured_and_formats_without_selection():
     found = drafts_of(("specattn-heads", "quest"), (0.03, 0.07), ("bf16", "w4kv4"))
-    assert found[0] == Draft("all", 1.0, "w4kv4")
+    assert found[0] == StudyDraft("all", 1.0, "w4kv4")
     assert len(found) == len(set(found)) == 1 + 2 * 2 * 2
     assert found[1].selection == SpecAttn(ratio=0.03, floor=0, per_kv_head=True)
 
@@ -75,10 +75,10 @@ def test_wrong_names_and_ratios_are_named(asked, message):
 
 
 def test_ratios_that_leave_nothing_to_choose_are_named(tiny_folder):
-    assert Draft("quest", 0.44, "bf16").starved_at(CONTEXT)  # 132 tokens: four sinks and 128 recent ones
-    assert not Draft("quest", 0.45, "bf16").starved_at(CONTEXT)
-    assert not Draft("all", 1.0, "kv4").starved_at(1)
-    asked = [Draft("streamingllm", ratio, "bf16") for ratio in (0.1, 0.4, 0.6)]
+    assert StudyDraft("quest", 0.44, "bf16").starved_at(CONTEXT)  # 132 tokens: four sinks and 128 recent ones
+    assert not StudyDraft("quest", 0.45, "bf16").starved_at(CONTEXT)
+    assert not StudyDraft("all", 1.0, "kv4").starved_at(1)
+    asked = [StudyDraft("streamingllm", ratio, "bf16") for ratio in (0.1, 0.4, 0.6)]
     with pytest.warns(
         UserWarning, match="at 300 tokens, ratios up to 0.4 leave policies nothing to choose: 132 tokens"
     ):
@@ -87,4 +87,4 @@ def test_ratios_that_leave_nothing_to_choose_are_named(tiny_folder):
 
 def test_fewer_tokens_than_two_rounds_are_refused_before_anything_is_loaded():
     with pytest.raises(WorkloadError, match="tokens is 8; allowed: 16 or more"):
-        next(study("no model", Passage(TEXT, "cities", (CONTEXT,), 8), [Draft("quest", 0.6, "bf16")]))
+        next(study("no model", Passage(TEXT, "cities", (CONTEXT,), 8), [StudyDraft("quest", 0.6, "bf16")]))

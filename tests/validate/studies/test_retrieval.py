@@ -14,7 +14,7 @@ from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.policies.base import TokenIndex
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of, save_head
 from ridgeplan.validate.studies.recorded import features_before, fused_layers
-from ridgeplan.validate.studies.retrieval import METHODS, MODEL, RECENT, Sizes, compared, mask_of, study
+from ridgeplan.validate.studies.retrieval import METHODS, MODEL, RECENT, RetrievalSizes, compared, mask_of, study
 
 UNTRAINED = tuple(name for name in METHODS if not name.startswith("retrieval"))
 
@@ -44,7 +44,7 @@ def test_an_index_list_as_a_mask():
 
 @pytest.fixture(scope="module")
 def rows(tiny_folder, long_text):
-    sizes = Sizes((600,), (256, 520), UNTRAINED, tokens=3)
+    sizes = RetrievalSizes((600,), (256, 520), UNTRAINED, tokens=3)
     found = study(str(tiny_folder), long_text, sizes, device="cpu")
     return {(row.method, row.budget): row for row in found}
 
@@ -64,13 +64,13 @@ def test_what_holds_for_any_model(rows):
 
 def test_what_cannot_be_studied_is_named(tiny_folder, long_text):
     with pytest.raises(PlanError, match="context is 256; allowed: more than 256, the smallest budget"):
-        Sizes((256, 600))
+        RetrievalSizes((256, 600))
     with pytest.raises(PlanError, match="budget is 255; allowed: 256 to 599"):
-        Sizes((600,), (2 * RECENT - 1,))
+        RetrievalSizes((600,), (2 * RECENT - 1,))
     with pytest.raises(PlanError, match="method is 'guess'; allowed: retrieval-head, retrieval-batch"):
-        Sizes(methods=("guess",))
+        RetrievalSizes(methods=("guess",))
     with pytest.raises(WorkloadError, match="methods of a retrieval head need one"):
-        next(study(str(tiny_folder), long_text, Sizes((600,), (256,))))
+        next(study(str(tiny_folder), long_text, RetrievalSizes((600,), (256,))))
 
 
 # Heads of full width in the study: the target's features of the token before, and what is chosen by them.
@@ -118,7 +118,7 @@ def test_a_full_head_is_studied_by_its_features(tiny_folder, reference, long_tex
     for config, one in ((half, weights), (full, silent), (full, wide)):
         path = tmp_path / "head.safetensors"
         save_head(path, Head(config, one))
-        asked = Sizes((600,), (300,), ("retrieval-head",), tokens=2)
+        asked = RetrievalSizes((600,), (300,), ("retrieval-head",), tokens=2)
         rows.append(next(study(str(tiny_folder), long_text, asked, str(path), device="cpu")))
     assert rows[0] == rows[1]
     assert rows[1].mass != rows[2].mass

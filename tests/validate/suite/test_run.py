@@ -11,7 +11,7 @@ from ridgeplan.validate.kernel_calls.attention import Heads
 from ridgeplan.validate.random_model import llama_like_shape
 from ridgeplan.validate.suite import run as module
 from ridgeplan.validate.suite.report import SuiteReport
-from ridgeplan.validate.suite.run import Question, heading, run_suite
+from ridgeplan.validate.suite.run import SuiteOptions, heading, run_suite
 from ridgeplan.validate.suite.sizes import PlanCase, SuiteSizes, sizes_for
 
 SHAPE = llama_like_shape(1, 64, 96, 4, 2, 32)
@@ -40,7 +40,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_sections_end_up_in_one_report(tiny_folder: Path, h200_profile: Profile) -> None:
     told: list[str] = []
-    question = Question("smoke", (), h200_profile, (str(tiny_folder),))
+    question = SuiteOptions("smoke", (), h200_profile, (str(tiny_folder),))
     report = run_suite(question, lambda what, done, total: told.append(what), SIZES)
     assert report.sections == ("kernels", "steps", "generations", "regret")
     kinds = {row.section: {one.kind for one in report.rows if one.section == row.section} for row in report.rows}
@@ -65,13 +65,13 @@ def test_only_the_chosen_sections_run(h200_profile: Profile, monkeypatch: pytest
     monkeypatch.setattr(module.sections, "kernel_rows", refused)
     monkeypatch.setattr(module.sections, "regret_row", refused)
     monkeypatch.setattr(module, "_generations", refused)
-    report = run_suite(Question("smoke", ("steps",), h200_profile), sizes=SIZES)
+    report = run_suite(SuiteOptions("smoke", ("steps",), h200_profile), sizes=SIZES)
     assert report.sections == ("steps",)
     assert {row.section for row in report.rows} == {"steps"}
 
 
 def test_the_heading_says_what_predicts(h200_profile: Profile) -> None:
-    found = heading(Question("full", ("kernels",), replace(h200_profile, transferred_from="another GPU")))
+    found = heading(SuiteOptions("full", ("kernels",), replace(h200_profile, transferred_from="another GPU")))
     assert found.profile == "h200: calibrated on test H200, 2026-01-01, rates of another GPU"
     assert found.rows == ()
     assert set(found.software) == {"torch", "ridgeplan"}

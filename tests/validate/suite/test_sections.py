@@ -13,7 +13,7 @@ from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.roofline.plan.support import missing_execution
 from ridgeplan.validate.suite import sections as module
-from ridgeplan.validate.suite.sections import Candidate, candidates, row_of, to_measure
+from ridgeplan.validate.suite.sections import RegretCandidate, candidates, row_of, to_measure
 
 WORKLOAD = Workload("Qwen2.5-0.5B", "h200", 20_000, 256)
 SHAPE = load_shape("Qwen2.5-0.5B")
@@ -24,10 +24,10 @@ def with_gamma(gamma: int, name: str = "quantspec") -> Plan:
     return replace(plan, speculation=replace(plan.speculation, gamma=gamma))
 
 
-def candidate(plan: Plan, tpot_ms: float, gamma: int = 0, acceptance: float = 0.9) -> Candidate:
+def candidate(plan: Plan, tpot_ms: float, gamma: int = 0, acceptance: float = 0.9) -> RegretCandidate:
     best, known = SimpleNamespace(tpot_ms=tpot_ms), SimpleNamespace(best=acceptance)
     predicted: Any = SimpleNamespace(best=best, gamma=gamma, acceptance=known, tokens_per_round=2.0)
-    return Candidate(plan, predicted)
+    return RegretCandidate(plan, predicted)
 
 
 def test_regret_is_the_recommended_plans_time_over_the_best_measured() -> None:
@@ -62,7 +62,7 @@ def test_presets_the_best_of_each_family_and_what_is_near_the_best_are_measured(
         candidate(with_gamma(9), 1.21), candidate(named["autoregressive"], 2.0),
         candidate(with_gamma(5, "quantspec-kv"), 3.0),
     ]  # fmt: skip
-    chosen, left_out = to_measure(found, near[1], most=1)
+    chosen, left_out = to_measure(found, near[1], max_candidates=1)
     plans = [one.plan for one in chosen]
     assert set(plans) == {near[1], named["quantspec"], named["autoregressive"], family_best, near[0]}
     assert len(plans) == 5
@@ -71,7 +71,7 @@ def test_presets_the_best_of_each_family_and_what_is_near_the_best_are_measured(
 
 def test_the_recommended_plan_is_measured_wherever_it_is_predicted() -> None:
     slow = with_gamma(11)
-    chosen, _ = to_measure([candidate(with_gamma(3), 1.0), candidate(slow, 9.0)], slow, most=0)
+    chosen, _ = to_measure([candidate(with_gamma(3), 1.0), candidate(slow, 9.0)], slow, max_candidates=0)
     assert slow in [one.plan for one in chosen]
 
 

@@ -28,7 +28,7 @@ MAX_SAMPLES = 10_000
 
 
 @dataclass(frozen=True)
-class Question:
+class QualityOptions:
     """What is measured. Raises PlanError for counts out of range.
 
     plans: make each plan for a workload. contexts: tokens of whole sequences, with what is measured or generated.
@@ -56,9 +56,9 @@ class Question:
 
     def __post_init__(self) -> None:
         limits = {"tokens": MAX_TOKENS_MEASURED, "passages": MAX_SAMPLES, "samples": MAX_SAMPLES, "batch": MAX_BATCH}
-        for name, most in limits.items():
+        for name, largest in limits.items():
             value = getattr(self, name)
-            require(1 <= value <= most, f"{name} is {value}; allowed: 1 to {most}")
+            require(1 <= value <= largest, f"{name} is {value}; allowed: 1 to {largest}")
         require(0 <= self.seed < 1 << 31, f"seed is {self.seed}; allowed: 0 to {(1 << 31) - 1}")
 
     @property
@@ -98,8 +98,8 @@ class Question:
     def plans_at(self, context: int) -> tuple[Plan, ...]:
         """Plain decoding, with which the others are compared, then the plans that the runtime executes, each once."""
         workload = self.workload(context)
-        made = (_chunked_if_longer(make(workload)) for make in self.plans)
-        return tuple(dict.fromkeys([autoregressive(workload), *(one for one in made if not self._missing(one))]))
+        plans = (_chunked_if_longer(make(workload)) for make in self.plans)
+        return tuple(dict.fromkeys([autoregressive(workload), *(plan for plan in plans if not self._missing(plan))]))
 
     def families_at(self, context: int) -> list[tuple[Plan, ...]]:
         """The same plans: plain decoding alone, then together those whose prompts are processed once for all.
@@ -136,7 +136,7 @@ class Question:
     def refused(self) -> Iterator[str]:
         """A line for each plan that cannot be executed, also for lack of a head. Raises UnsupportedPlan if all are."""
         plans = [make(self.workload(self.contexts[0])) for make in self.plans]
-        lines = [f"{label(one)}: {missing}" for one in plans if (missing := self._missing(one))]
+        lines = [f"{label(plan)}: {missing}" for plan in plans if (missing := self._missing(plan))]
         if plans and len(lines) == len(plans):
             raise UnsupportedPlan("; ".join(lines))
         yield from lines
@@ -163,7 +163,7 @@ def cache_bytes(plan: Plan, shape: ModelShape, rows: int, element_bytes: int) ->
     """At most what an engine holds of `rows` sequences: full precision, and as much again for what chooses of it."""
     kept = evicted_to(plan, shape.layers) or (MAX_TOKENS,) * shape.layers
     workload = plan.workload
-    tokens = sum(min(workload.final_context, one + workload.new_tokens) for one in kept)
+    tokens = sum(min(workload.final_context, layer_tokens + workload.new_tokens) for layer_tokens in kept)
     return (1 + plan.attention.active) * rows * tokens * shape.kv_elements_per_token_per_layer * element_bytes
 
 
@@ -215,9 +215,11 @@ def with_budgets(names: Sequence[str], budgets: Sequence[int], chunks: Sequence[
     for name in names:
         plan = _plan(name, Workload("any", "any", MAX_TOKENS // 2))
         has_budget = plan.eviction.active or plan.attention.budget
-        own = (allows_chunks(plan) and chunks) or (0,)
+        chunks_of_plan = (allows_chunks(plan) and chunks) or (0,)
         yield from (
-            named_plan(name, budget, chunk) for chunk in own for budget in ((has_budget and budgets) or (None,))
+            named_plan(name, budget, chunk)
+            for chunk in chunks_of_plan
+            for budget in ((has_budget and budgets) or (None,))
         )
 
 

@@ -9,14 +9,14 @@ from ridgeplan.roofline.plan.plan import Eviction, Plan, PlanError, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime import UnsupportedPlan
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.validate.quality.question import Question, cache_bytes, label, named_plan, of_file, with_budgets
+from ridgeplan.validate.quality.options import QualityOptions, cache_bytes, label, named_plan, of_file, with_budgets
 from ridgeplan.validate.quality.ruler import TASKS
 
 WORKLOAD = Workload("m", "this machine", 4000)
 
 
 def question(folder, *plans, **options):
-    return Question(str(folder), load_shape(str(folder)), plans, (512,), "text", "a text", **options)
+    return QualityOptions(str(folder), load_shape(str(folder)), plans, (512,), "text", "a text", **options)
 
 
 def test_presets_with_a_budget_are_made_once_for_each():
