@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from ridgeplan.planner.lowering import stack, strategy_of
-from ridgeplan.planner.quantities import GB, LEAST_BARE_BYTES
+from ridgeplan.planner.quantities import GB, MIN_BARE_BYTES
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.validation import brief
@@ -61,8 +61,8 @@ def check_memory_options(
     if memory_limit is not None:
         allowed = f"memory_limit is {brief(memory_limit)}; allowed: bytes above 0 up to {MAX_MEMORY_BYTES:.0e}"
         require(_is_number(memory_limit) and 0 < memory_limit <= MAX_MEMORY_BYTES, allowed)
-        unit = f"allowed: {LEAST_BARE_BYTES:.0e} or more, or a text such as '24GB'"
-        require(memory_limit >= LEAST_BARE_BYTES, f"memory_limit is {memory_limit:g} bytes; {unit}")
+        unit = f"allowed: {MIN_BARE_BYTES:.0e} or more, or a text such as '24GB'"
+        require(memory_limit >= MIN_BARE_BYTES, f"memory_limit is {memory_limit:g} bytes; {unit}")
     if host_memory is not None:
         allowed = f"host_memory is {brief(host_memory)}; allowed: bytes from 0 to {MAX_MEMORY_BYTES:.0e}"
         require(_is_number(host_memory) and 0 <= host_memory <= MAX_MEMORY_BYTES, allowed)

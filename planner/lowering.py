@@ -111,7 +111,7 @@ def _draft(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) -
         round_score_bytes=score_bytes * (not per_query),
         has_weights=int(plan.weights.draft_copy),
         ratio=speculation.ratio,
-        min_tokens=speculation.selection.least_tokens,
+        min_tokens=speculation.selection.min_tokens,
         loads=int(plan.loads_chosen and speculation.sparse),
     )
 
@@ -330,7 +330,7 @@ def estimate_gammas(
     return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))
 
 
-def settled_gamma(plan: Plan, shape: ModelShape, profile: Profile, machine: Machine) -> int:
+def steady_state_gamma(plan: Plan, shape: ModelShape, profile: Profile, machine: Machine) -> int:
     """The gamma that an adaptive plan settles at where drafts are accepted as predicted; a fixed plan's own."""
     gammas = plan.speculation.gammas
     if len(gammas) == 1:

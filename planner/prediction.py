@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
-from ridgeplan.planner.lowering import kernel_class, rates_of, selection_classes, settled_gamma, stack, strategy_of
+from ridgeplan.planner.lowering import kernel_class, rates_of, selection_classes, stack, steady_state_gamma, strategy_of
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
 from ridgeplan.roofline.cost import Cost, Term
@@ -129,7 +129,7 @@ class Prediction:
         return tuple(self.breakdown_source.op_times())
 
     @property
-    def beside_ms(self) -> float:
+    def overhead_ms(self) -> float:
         """Milliseconds of a target step beyond the operations of `breakdown`: for choosing tokens, and for the host."""
         listed_s = sum(op.seconds for op in self.breakdown if op.part == "target")
         return max(0.0, self.verify_ms - 1e3 * listed_s)
@@ -179,7 +179,7 @@ def predict_all(
     machine = machine or Machine.of(profile)
     contexts = {plan.workload.context for plan in plans}
     models = {context: AcceptanceModel.of_profile(shape, context, profile) for context in contexts}
-    gammas = [settled_gamma(plan, shape, profile, machine) for plan in plans]
+    gammas = [steady_state_gamma(plan, shape, profile, machine) for plan in plans]
     known = [
         models[plan.workload.context].of(_with_gamma(plan, gamma)) for plan, gamma in zip(plans, gammas, strict=True)
     ]

@@ -22,8 +22,8 @@ BYTE_UNITS = {"b": 1} | {
     for power, letter in enumerate("kmgt", start=1)
 }
 SECOND_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
-LEAST_BARE_BYTES = 1_000_000  # a smaller number without a unit was meant in another unit
-MOST_VALUES = 4096
+MIN_BARE_BYTES = 1_000_000  # a smaller number without a unit was meant in another unit
+MAX_VALUES = 4096
 GB = 1e9
 
 
@@ -57,7 +57,7 @@ def size_bytes(value: float | str) -> float:
     require(number is not None and (not unit or unit in BYTE_UNITS), f"{brief(value)} is not a size; {allowed}")
     found = float(number or 0) * BYTE_UNITS.get(unit, 1)
     require(0 < found < math.inf, f"{brief(value)} is not a size above 0; {allowed}")
-    require(bool(unit) or found >= LEAST_BARE_BYTES, f"{brief(value)} is a size without a unit; {allowed}")
+    require(bool(unit) or found >= MIN_BARE_BYTES, f"{brief(value)} is a size without a unit; {allowed}")
     return found
 
 
@@ -75,7 +75,7 @@ def values(text: str, parse: Callable[[str], int] = tokens) -> tuple[int, ...]:
     Each once and ascending. Raises PlanError.
     """
     found = sorted({one for piece in text.split(",") for one in _range(piece, parse)})
-    require(0 < len(found) <= MOST_VALUES, f"{brief(text)} holds {len(found)} values; allowed: 1 to {MOST_VALUES}")
+    require(0 < len(found) <= MAX_VALUES, f"{brief(text)} holds {len(found)} values; allowed: 1 to {MAX_VALUES}")
     return tuple(found)
 
 
@@ -91,7 +91,7 @@ def _range(text: str, parse: Callable[[str], int]) -> Iterable[int]:
     if not colon:
         return (*takewhile(lambda one: one < last, (first << power for power in range(64))), last)
     points = count(number)
-    require(1 <= points <= MOST_VALUES, f"{brief(text)} asks for {points} values; allowed: 1 to {MOST_VALUES}")
+    require(1 <= points <= MAX_VALUES, f"{brief(text)} asks for {points} values; allowed: 1 to {MAX_VALUES}")
     ratio = math.log(last / first) / max(points - 1, 1)
     return (round(first * math.exp(ratio * index)) for index in range(points))
 

@@ -9,7 +9,7 @@ from typing import Any
 from ridgeplan.planner.prediction import Prediction
 from ridgeplan.planner.quantities import size_text, time_text
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
-from ridgeplan.planner.render.text import on_host_text, weights_or_kv
+from ridgeplan.planner.render.text import bottleneck, on_host_text
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
 from ridgeplan.roofline.plan.plan import Plan
@@ -140,7 +140,7 @@ class Recommendation(Table):
             *([f"  {self.warning}"] if self.warning else []),
             *([f"  all on the GPU: {', or '.join(one.text for one in self.on_device)}"] if self.on_device else []),
             f"  best of all: {self._best_of_all()}",
-            *(f"  {line}" for line in weights_or_kv(self.baseline, self.shape, workload)),
+            *(f"  {line}" for line in bottleneck(self.baseline, self.shape, workload)),
         ]
 
     @property
@@ -192,7 +192,7 @@ class Recommendation(Table):
     def _rest(self) -> list[str]:
         peak = self.predicted.best.peak_memory_bytes
         lines = [f"  peak memory {size_text(peak)} of {size_text(self.memory_limit_bytes)}"]
-        lines += [f"  gives up: {loss}" for loss in self.losses]
+        lines += [f"  quality cost: {loss}" for loss in self.losses]
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  not {other.preset}: {other.rejected}" for other in self.alternatives[:5]]
         return lines

@@ -238,7 +238,7 @@ def _ratios(plan: Plan, tokens: int) -> list[float]:
     if not plan.speculation.sparse:
         return [1.0]
     ratios = sorted({*RATIOS, plan.speculation.ratio})
-    longest, min_tokens = plan.workload.context + tokens, plan.speculation.selection.least_tokens
+    longest, min_tokens = plan.workload.context + tokens, plan.speculation.selection.min_tokens
     alike = sum(ratio * longest <= min_tokens for ratio in ratios)
     return ratios[max(alike - 1, 0) :]
 

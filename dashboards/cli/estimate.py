@@ -39,7 +39,7 @@ from ridgeplan.planner.quality import saved_rows, stated_losses
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.queries.estimate import PlanEstimate, drafting, estimate_plan
 from ridgeplan.planner.question import Question
-from ridgeplan.planner.render.text import SOURCE_WORDS, beside_text, on_host_text, weights_or_kv
+from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, on_host_text, overhead_text
 from ridgeplan.planner.render.text import explain as meaning_of
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import Machine
@@ -143,7 +143,7 @@ def _beside(found: PlanEstimate) -> Iterator[str]:
     """What the table of operations does not show."""
     if found.predicted.offloaded_layers:
         yield on_host_text(found.predicted, found.question.host_limit_bytes)
-    beside = beside_text(found.plan, found.predicted)
+    beside = overhead_text(found.plan, found.predicted)
     if beside:
         yield f"a target step takes {beside}, beside its operations"
 
@@ -199,7 +199,7 @@ def _lines(
     known, meaning = preset_name(plan), describe(plan)
     yield "  " + (f"it is {meaning}; " if known != meaning else "") + (missing or "it runs here")
     yield from _time(plan, predicted, plain)
-    yield from (f"  {line}" for line in weights_or_kv(plain, shape, workload))
+    yield from (f"  {line}" for line in bottleneck(plain, shape, workload))
     yield from _memory(predicted, usable_bytes)
     for loss in stated_losses(plan, saved_rows()):
         yield f"  gives up: {loss}"
@@ -223,7 +223,7 @@ def _time(plan: Plan, predicted: Prediction, plain: Prediction) -> Iterator[str]
         yield f"  acceptance {known.best:.3f} ({known.low:.3f} to {known.high:.3f}), {known.source}: {known.where}"
     target = sorted((op for op in predicted.breakdown if op.part == "target"), key=lambda op: -op.seconds)
     longest = ", ".join(f"{op.op} {time_text(1e3 * op.seconds)}" for op in target[:LONGEST_OPERATIONS])
-    beside = beside_text(plan, predicted)
+    beside = overhead_text(plan, predicted)
     yield f"  the target's pass: {longest}" + (f"; beside its operations {beside}" if beside else "")
     yield f"  first token{'s of the batch' if plan.workload.batch > 1 else ''} after {time_text(best.ttft_ms)}"
 

@@ -33,7 +33,7 @@ CONVERGED = 1e-2  # change of an effect, in log disagreement
 T_DEGREES = 4.0  # of the residuals' Student-t distribution (Lange et al. 1989)
 PRIOR_COUNT = 3.0  # how many effects the starting value of a variance counts as
 RESIDUALS = {"measured": 0.1, "published": 0.1}  # starting standard deviations
-LEAST_DISAGREEMENT = 1e-4
+MIN_DISAGREEMENT = 1e-4
 HELD = 1e-12  # variance of a slope that is held at 0
 
 
@@ -123,7 +123,7 @@ class _Problem:
             for number, part in enumerate(one.parts):
                 for effect, value in part.items():
                     self.design[row, number, self.index[effect]] = value
-        self.target = np.log([max(one.disagreement, LEAST_DISAGREEMENT) for one in observations])
+        self.target = np.log([max(one.disagreement, MIN_DISAGREEMENT) for one in observations])
         self.residuals = np.array([one.residual for one in observations])
         self.groups = np.array([group_of(effect) for effect in effects])
         self.signs = np.array([COMMON[effect[0]].sign if effect[0] in COMMON else 0 for effect in effects])

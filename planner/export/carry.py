@@ -138,7 +138,7 @@ def _drafts(placed: Served) -> tuple[Drafts | None, tuple[Carried, ...]]:
     if not request.plan.speculation.active:
         return None, ()
     asked = _drafting(placed)
-    problem = _misfit(replace(placed, drafts=asked))
+    problem = _memory_shortfall(replace(placed, drafts=asked))
     drafts = asked if problem else _at_best_gammas(placed, asked)
     if not drafts.gamma:
         problem = f"{request.engine.title} would be slower with them"
@@ -193,7 +193,7 @@ def _told(request: Request) -> str:
     return f"gamma {adaptive}{speculation.gamma} on {read}{bits}"
 
 
-def _misfit(with_drafts: Served) -> str | None:
+def _memory_shortfall(with_drafts: Served) -> str | None:
     """How much memory drafts lack beside the target."""
     lacking = with_drafts.missing_gib - with_drafts.offload_gib
     return f"a second model and its cache lack {lacking} GiB" if lacking > 0 else None

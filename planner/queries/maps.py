@@ -25,7 +25,7 @@ from ridgeplan.roofline.plan.policies.selections import autoregressive
 from ridgeplan.roofline.plan.presets import preset as preset_of
 from ridgeplan.roofline.plan.support import exceeds_window
 
-MOST_SIZES = 65_536  # of a grid
+MAX_SIZES = 65_536  # of a grid
 DIRECT = 1_000_000  # plans x sizes that are evaluated without narrowing
 COARSE = 4  # sizes along either axis at which plans are narrowed
 NEAR_FASTEST = 1.05  # times the fastest there
@@ -97,7 +97,7 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
     Raises PlanError for sizes out of range.
     """
     sizes = len(contexts) * len(batches)
-    require(0 < sizes <= MOST_SIZES, f"{len(contexts)} contexts x {len(batches)} batches; allowed: 1 to {MOST_SIZES}")
+    require(0 < sizes <= MAX_SIZES, f"{len(contexts)} contexts x {len(batches)} batches; allowed: 1 to {MAX_SIZES}")
     asked = question.as_executed
     asked.resized(min(contexts), min(batches))  # refuses sizes below 1; the largest are refused below
     workloads = tuple(asked.resized(context, max(batches)).workload for context in contexts)

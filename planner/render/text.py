@@ -31,7 +31,7 @@ def briefly(name: str) -> str:
     return name
 
 
-LEAST_SHARE = 0.005  # of a target step that is worth a word
+MIN_SHARE = 0.005  # of a target step that is worth a word
 
 
 def on_host_text(predicted: Prediction, limit_bytes: float | None = None) -> str:
@@ -41,19 +41,19 @@ def on_host_text(predicted: Prediction, limit_bytes: float | None = None) -> str
     return f"KV of {layers} is on the host, {size_text(predicted.host_bytes)}{limit}"
 
 
-def beside_text(plan: Plan, predicted: Prediction) -> str | None:
+def overhead_text(plan: Plan, predicted: Prediction) -> str | None:
     """What a target step takes beside its operations, and for what; None for next to nothing."""
-    if predicted.beside_ms < LEAST_SHARE * predicted.verify_ms:
+    if predicted.overhead_ms < MIN_SHARE * predicted.verify_ms:
         return None
     causes = (("choosing and gathering tokens", plan.attention.active), ("layers on the host", predicted.host_bytes))
     named = " and ".join(cause for cause, applies in causes if applies)
-    return f"{time_text(predicted.beside_ms)} for {named or 'gathering tokens'}"
+    return f"{time_text(predicted.overhead_ms)} for {named or 'gathering tokens'}"
 
 
 BALANCED_WITHIN = 0.1  # neither side of a step is called the bottleneck if attention takes 40% to 60% of it
 
 
-def weights_or_kv(plain: Prediction, shape: ModelShape, workload: Workload) -> Iterator[str]:
+def bottleneck(plain: Prediction, shape: ModelShape, workload: Workload) -> Iterator[str]:
     """Two sentences on a prediction of plain decoding."""
     share = attention_share(plain)
     yield f"plain decoding spends {100 * share:.0f}% of a step on attention: {_bottleneck(share)}"
@@ -108,7 +108,7 @@ SOURCE_WORDS = {
     "calibrated": "from kernels that were timed on this machine",
     "transferred": "from kernels or acceptance of another machine or model",
     "published": "from a paper's figures",
-    "extrapolated": "beyond all data that there is",
+    "extrapolated": "outside the measured range",
     "prior": "an assumption: nothing like it was measured",
 }
 

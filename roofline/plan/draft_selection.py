@@ -49,13 +49,13 @@ class DraftSelection(PlanPart):
     attention_class: ClassVar[str | None] = None  # of kernels of its own that attend to what it chooses
 
     @property
-    def least_tokens(self) -> int:
+    def min_tokens(self) -> int:
         """Tokens that a draft reads at least, if the cache has as many."""
         return 0
 
     def share_of(self, tokens: float, ratio: Any) -> Any:
         """The share of a cache of `tokens` that a draft reads with `ratio`, one or an array, instead of its own."""
-        return np.minimum(np.maximum(ratio, self.least_tokens / tokens), 1.0)
+        return np.minimum(np.maximum(ratio, self.min_tokens / tokens), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class SparseSelection(DraftSelection):
     recent: int = whole(1, MAX_KEPT, default=128)
 
     @property
-    def least_tokens(self) -> int:
+    def min_tokens(self) -> int:
         """See `DraftSelection`."""
         return self.floor
 

@@ -114,7 +114,7 @@ def _choose_alike(plan: Plan) -> bool:
     target, drafts = plan.attention.selection, plan.speculation.selection
     if not isinstance(drafts, SparseSelection) or plan.speculation.codes is DraftCodes.UPPER:
         return False
-    return replace(drafts, ratio=target.ratio, floor=target.least_tokens) == target
+    return replace(drafts, ratio=target.ratio, floor=target.min_tokens) == target
 
 
 def only_estimated(plan: Plan, shape: ModelShape | None = None, *, has_head: bool = False) -> str | None:

@@ -44,7 +44,7 @@ class SparseTargetAttention:
     @classmethod
     def of(cls, selection: Any, cache: Cache, head: Head | None) -> SparseTargetAttention | None:
         """For a plan's `attention.chosen`; None where that cannot leave out any token."""
-        if not 0 < selection.least_tokens < cache.config.longest:
+        if not 0 < selection.min_tokens < cache.config.longest:
             return None
         policy = draft_policy(selection, cache.reading(DraftCodes.FULL), head)
         assert isinstance(policy, SparsePolicy), "all others read every token"

@@ -82,7 +82,7 @@ def test_it_names_the_rounds_arithmetic_and_the_memory(h200_profile):
     assert f"{predicted.speedup:.2f}x plain decoding" in text
     gigabytes = predicted.best.peak_memory_bytes / 1e9
     assert f"peak memory {gigabytes:.3g} GB of {answer.memory_limit_bytes / 1e9:.3g} GB" in text
-    assert "gives up: INT8 KV" in text
+    assert "quality cost: INT8 KV" in text
     assert text.count("\n  not ") == 5
 
 
