@@ -37,6 +37,8 @@ fuzz: $(INSTALLED)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/count_lines.py
 	$(BIN)/python docs/generate.py --check
 	$(MAKE) --no-print-directory $(TYPED)
 	MYPYPATH=$(TYPED) $(BIN)/mypy $(PACKAGES:%=-p ridgeplan.%)
