@@ -26,33 +26,12 @@ MATMUL_SIZE = 8192
 MAX_ERROR = 0.02  # relative, explained by bfloat16; with a larger error no target is met
 PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
 
+# By kernel, what makes its cases: the functions called KERNEL_cases of the modules of kernel calls.
 FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[BenchCase]]] = {
-    "attention": attention.attention_cases,
-    "ragged": attention.ragged_cases,
-    "verification": attention.verification_cases,
-    "linear_int4": linear.int4_cases,
-    "linear_int8": linear.int8_cases,
-    "linear_dense": linear.dense_cases,
-    "gated_int4": linear.gated_int4_cases,
-    "gated_int8": linear.gated_int8_cases,
-    "gated_dense": linear.gated_dense_cases,
-    "quantize": kv_cache.quantize_cases,
-    "flush": kv_cache.flush_cases,
-    "norm": layer.norm_cases,
-    "rope": layer.rope_cases,
-    "swiglu": layer.swiglu_cases,
-    "rejection_sample": sampling.rejection_sample_cases,
-    "draw": sampling.draw_cases,
-    "two_bit": sparse.two_bit_cases,
-    "page_scores": sparse.page_scores_cases,
-    "top_k": sparse.top_k_cases,
-    "sparse_attention": sparse.sparse_attention_cases,
-    "progressive": sparse.progressive_cases,
-    "scores": sparse.scores_cases,
-    "host_copy": offload.host_copy_cases,
-    "host_store": offload.host_store_cases,
-    "host_gather": offload.host_gather_cases,
-    "take_slots": offload.take_slots_cases,
+    name.removesuffix("_cases"): make
+    for module in (attention, linear, kv_cache, layer, sampling, sparse, offload)
+    for name, make in vars(module).items()
+    if name.endswith("_cases") and not name.startswith("_")
 }
 
 

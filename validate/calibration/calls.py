@@ -102,11 +102,11 @@ def quantized_calls(
     """
     for outputs, inputs in shapes:
         packed = quantized_linear(Dense(bench.random(outputs, inputs)), WeightFormat(bits, WEIGHT_GROUP))
-        copies = [copy.deepcopy(packed) for _ in range(bench.variants(packed.bytes))]
-        products: list[Any] = copies
+        products: list[Any] = [packed]
         if portable:
-            assert isinstance(packed.weight, (Int4Weight, Int8Weight)), "the layouts of GPUs"
-            products = [partial(linear_quantized, weight=each.weight, backend="triton") for each in copies]
+            assert isinstance(packed.weight, Int4Weight | Int8Weight), "the layouts of GPUs"
+            products = [partial(linear_quantized, weight=packed.weight, backend="triton")]
+        products = [copy.deepcopy(products[0]) for _ in range(bench.variants(packed.bytes))]
         per_parameter = weight_bytes(bits, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
         for count in rows:
             yield linear_call(linear_kind(bits), bench.random(1, count, inputs), products, outputs, per_parameter)

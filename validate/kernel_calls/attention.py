@@ -27,7 +27,7 @@ from ridgeplan.validate.kernel_calls.case import (
     fresh,
     relative_error,
 )
-from ridgeplan.validate.kernel_calls.sizes import GROUP, AttentionSize, RaggedSize, VerificationSize
+from ridgeplan.validate.kernel_calls.sizes import GROUP, AttentionSize, CacheSize, RaggedSize, VerificationSize
 from ridgeplan.validate.timing import Bench, KernelCall
 
 BUFFERED_TOKENS = 3 * GROUP // 2  # tokens in the double buffer, on average
@@ -219,9 +219,7 @@ class BenchInputs:
     values: Tensor
 
     @classmethod
-    def draw(
-        cls, bench: Bench, size: AttentionSize | RaggedSize | VerificationSize, queries: int, bits: Iterable[int]
-    ) -> BenchInputs:
+    def draw(cls, bench: Bench, size: CacheSize, queries: int, bits: Iterable[int]) -> BenchInputs:
         """Random inputs, with enough variants to exceed the GPU's caches in the narrowest format of `bits`."""
         shape = (size.batch, size.kv_heads, size.tokens, size.head_dim)
         narrowest = min(width or FULL_BITS for width in bits)

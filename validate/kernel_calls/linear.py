@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -68,99 +69,71 @@ def gated_call(
     )  # fmt: skip
 
 
-def _random_codes(bench: Bench, size: LinearSize, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes below `levels`, scale and zero, as the weights' `pack` takes them."""
-    codes = torch.randint(levels, (size.outputs, size.inputs), dtype=torch.int32, device=bench.device)
-    scale, zero = STEP * 16 / levels * fresh(bench, 2, size.outputs, size.inputs // GROUP)
-    return codes, scale, zero
+@dataclass(frozen=True)
+class Weights:
+    """Variants of one weight. weight_bytes: per parameter. exact: makes the weight in float32 [outputs, inputs].
+
+    dense: makes copies in full precision [variants, outputs, inputs]. peers: other projects' products of the weight.
+    """
+
+    products: Products
+    weight_bytes: float
+    exact: Callable[[], Tensor]
+    dense: Callable[[], Tensor]
+    peers: Mapping[str, Product] = field(default_factory=dict)
+
+    @classmethod
+    def draw(cls, bench: Bench, kind: str, size: LinearSize) -> Weights:
+        """Random weights of a kernel class. Packing is slow, so variants are copies of one weight."""
+        if kind == "linear":
+            weight = STEP * fresh(bench, size.outputs, size.inputs)
+            copies = weight.repeat(bench.variants(weight.nbytes), 1, 1)
+            products = [partial(linear_dense, weight=each) for each in copies]
+            return cls(products, bench.element_bytes, weight.float, lambda: copies)
+        levels, pack = {"linear_int4": (16, Int4Weight.pack), "linear_int8": (256, Int8Weight.pack)}[kind]
+        codes = torch.randint(levels, (size.outputs, size.inputs), dtype=torch.int32, device=bench.device)
+        scale, zero = STEP * 16 / levels * fresh(bench, 2, size.outputs, size.inputs // GROUP)
+        packed: QuantizedWeight = pack(codes, scale, zero)
+        variants, peers = bench.variants(packed.bytes), {}
+        if kind == "linear_int4" and bench.device.type == "cuda":
+            peers["torch tinygemm"] = tinygemm(codes, scale, zero, variants)
+        return cls(
+            [partial(linear_quantized, weight=copy.deepcopy(packed)) for _ in range(variants)],
+            packed.bytes / (size.outputs * size.inputs),
+            packed.dequantize,
+            lambda: packed.dequantize(bench.pool.dtype).repeat(variants, 1, 1),
+            peers,
+        )
 
 
-def _quantized_products(bench: Bench, weight: QuantizedWeight) -> Products:
-    """Packing is slow, so variants are copies of one weight."""
-    return [partial(linear_quantized, weight=copy.deepcopy(weight)) for _ in range(bench.variants(weight.bytes))]
+def _linear_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
+    """Products against 16-bit weights in cuBLAS and, with 4-bit weights, against torch's own 4-bit product."""
+    for size in sizes:
+        weights = Weights.draw(bench, kind, size)
+        peers = {DENSE: _dense_product(weights.dense()), **weights.peers}
+        for rows, speedup in size.speedups:
+            x = fresh(bench, rows, size.inputs)
+            call = linear_call(kind, x, weights.products, size.outputs, weights.weight_bytes, weights.exact, peers)
+            yield BenchCase(kernel, call, SpeedUp(speedup), DENSE)
 
 
-def _dense_products(weights: Tensor) -> Product:
+def _dense_product(weights: Tensor) -> Product:
     return lambda x, i: functional.linear(x, weights[i])
 
 
-def _weight_bytes(weight: QuantizedWeight) -> float:
-    return weight.bytes / (weight.outputs * weight.inputs)
-
-
-def int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
-    """4-bit weights against 16-bit weights in cuBLAS, and against torch's own 4-bit product."""
+def _gated_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
+    """Gate and up weights with fused SwiGLU, against the same product followed by `swiglu`."""
     for size in sizes:
-        codes, scale, zero = _random_codes(bench, size, 16)
-        weight = Int4Weight.pack(codes, scale, zero)
-        peers: dict[str, Product] = {}
-        if bench.device.type == "cuda":
-            peers["torch tinygemm"] = tinygemm(codes, scale, zero, bench.variants(weight.bytes))
-        yield from _quantized_cases(bench, "linear_int4", size, weight, peers)
-
-
-def int8_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
-    """8-bit weights, plain or hierarchical, against 16-bit weights in cuBLAS."""
-    for size in sizes:
-        yield from _quantized_cases(bench, "linear_int8", size, Int8Weight.pack(*_random_codes(bench, size, 256)), {})
-
-
-def _quantized_cases(
-    bench: Bench, kernel: str, size: LinearSize, weight: QuantizedWeight, peers: Mapping[str, Product]
-) -> Iterator[BenchCase]:
-    products = _quantized_products(bench, weight)
-    dense = _dense_products(weight.dequantize(bench.pool.dtype).repeat(len(products), 1, 1))
-    for rows, speedup in size.speedups:
-        x = fresh(bench, rows, size.inputs)
-        call = linear_call(
-            kernel, x, products, size.outputs, _weight_bytes(weight), weight.dequantize, {DENSE: dense, **peers}
-        )
-        yield BenchCase(kernel, call, SpeedUp(speedup), DENSE)
-
-
-def dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
-    """16-bit weights against cuBLAS; variants are copies of one weight."""
-    for size in sizes:
-        weight, weights, products = _dense_weights(bench, size)
+        weights = Weights.draw(bench, kind, size)
         for rows, speedup in size.speedups:
             x = fresh(bench, rows, size.inputs)
-            peers = {DENSE: _dense_products(weights)}
-            call = linear_call("linear", x, products, size.outputs, bench.element_bytes, weight.float, peers)
-            yield BenchCase("linear_dense", call, SpeedUp(speedup), DENSE)
+            call = gated_call(kind, x, weights.products, size.outputs, weights.weight_bytes, weights.exact)
+            yield BenchCase(kernel, call, SpeedUp(speedup), APART)
 
 
-def _dense_weights(bench: Bench, size: LinearSize) -> tuple[Tensor, Tensor, Products]:
-    """A weight, copies of it [variants, outputs, inputs], and their products."""
-    weight = STEP * fresh(bench, size.outputs, size.inputs)
-    weights = weight.repeat(bench.variants(weight.nbytes), 1, 1)
-    return weight, weights, [partial(linear_dense, weight=each) for each in weights]
-
-
-def gated_int4_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
-    """4-bit gate and up weights with fused SwiGLU, against the same product followed by `swiglu`."""
-    for size in sizes:
-        yield from _gated_cases(bench, "int4", size, Int4Weight.pack(*_random_codes(bench, size, 16)))
-
-
-def gated_int8_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
-    """The same with 8-bit weights."""
-    for size in sizes:
-        yield from _gated_cases(bench, "int8", size, Int8Weight.pack(*_random_codes(bench, size, 256)))
-
-
-def _gated_cases(bench: Bench, bits: str, size: LinearSize, weight: QuantizedWeight) -> Iterator[BenchCase]:
-    products = _quantized_products(bench, weight)
-    for rows, speedup in size.speedups:
-        x = fresh(bench, rows, size.inputs)
-        call = gated_call(f"linear_{bits}", x, products, size.outputs, _weight_bytes(weight), weight.dequantize)
-        yield BenchCase(f"gated_{bits}", call, SpeedUp(speedup), APART)
-
-
-def gated_dense_cases(bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
-    """The same with 16-bit weights."""
-    for size in sizes:
-        weight, _, products = _dense_weights(bench, size)
-        for rows, speedup in size.speedups:
-            x = fresh(bench, rows, size.inputs)
-            call = gated_call("linear", x, products, size.outputs, bench.element_bytes, weight.float)
-            yield BenchCase("gated_dense", call, SpeedUp(speedup), APART)
+linear_int4_cases = partial(_linear_cases, "linear_int4", "linear_int4")
+linear_int8_cases = partial(_linear_cases, "linear_int8", "linear_int8")
+linear_dense_cases = partial(_linear_cases, "linear_dense", "linear")
+gated_int4_cases = partial(_gated_cases, "gated_int4", "linear_int4")
+gated_int8_cases = partial(_gated_cases, "gated_int8", "linear_int8")
+gated_dense_cases = partial(_gated_cases, "gated_dense", "linear")

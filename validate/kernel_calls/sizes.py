@@ -13,26 +13,26 @@ MULTI_HEAD = ((0, BF16_SPEEDUP), (4, 3.0), (8, 1.7))
 
 
 @dataclass(frozen=True)
-class AttentionSize:
-    """Decode attention of one query. speedups: (bits of the codes or 0 for bf16, target over the best bf16 peer)."""
+class CacheSize:
+    """Heads, and the tokens that the cache of each of `batch` sequences holds."""
 
     q_heads: int
     kv_heads: int
     head_dim: int
     batch: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class AttentionSize(CacheSize):
+    """Decode attention of one query. speedups: (bits of the codes or 0 for bf16, target over the best bf16 peer)."""
+
     speedups: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
-class RaggedSize:
+class RaggedSize(CacheSize):
     """Decode attention of one query over rows of `tokens` tokens in the mean, an even number of groups."""
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    batch: int
-    tokens: int
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -43,14 +43,9 @@ class RaggedSize:
 
 
 @dataclass(frozen=True)
-class VerificationSize:
+class VerificationSize(CacheSize):
     """Decode attention of several queries against one query, in the formats `bits` (0 is bf16)."""
 
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    batch: int
-    tokens: int
     queries: int
     bits: tuple[int, ...]
 
@@ -113,17 +108,12 @@ class SamplingSize:
 
 
 @dataclass(frozen=True)
-class SparseSize:
+class SparseSize(CacheSize):
     """A sparse draft's step: each KV head reads `ratio` of `tokens` quantized tokens per sequence.
 
     clustered: whether those that it scores highest are neighbors, as passages of a text are.
     """
 
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    batch: int
-    tokens: int
     ratio: float
     clustered: bool = False
 

@@ -239,9 +239,9 @@ class SparseAttention:
     def _attend(self, variant: int, backend: Backend) -> Tensor:
         draft, (begin, end) = self.draft, self.draft.window
         if self.full is not None:
-            old = draft.size.quantized_tokens
+            (keys, values), old = self.full[variant], draft.size.quantized_tokens
             return sparse_decode_attention(
-                draft.q, *self.full[variant], begin + old, end + old, self.index, self.count, page=self.page,
+                draft.q, keys, values, begin + old, end + old, self.index, self.count, page=self.page,
                 backend=backend,
             )  # fmt: skip
         codes, planes = draft.cache(variant)

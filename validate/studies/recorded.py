@@ -17,7 +17,7 @@ from ridgeplan.kernels.layer import rotate
 from ridgeplan.roofline.plan import draft_selection as selections
 from ridgeplan.runtime import WorkloadError
 from ridgeplan.runtime.engine import Engine
-from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill import prefill, prefill_layer
@@ -52,7 +52,7 @@ class _Recorder(Decoder):
         self.config, self.frequencies = decoder.config, decoder.frequencies
         self.queries: list[Tensor] = []
 
-    def _attend(self, index: int, cache: Cache, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+    def _attend(self, index: int, cache: KVAccess, metadata: AttentionMetadata, q: Tensor) -> Tensor:
         self.queries.append(q[0].clone())
         return super()._attend(index, cache, metadata, q)
 
