@@ -10,7 +10,7 @@ the context grows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from ridgeplan.kernels.attention import merge
 from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot, launch_metadata
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import NO_PLANES, QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.execution import choose_splits
 
@@ -45,20 +45,16 @@ def quantized_block(
     q_second,
     at,
     scale,
-    key_upper,
-    key_lower,
-    key_scale,
-    key_min,
-    value_upper,
-    value_lower,
-    value_scale,
-    value_min,
+    key_planes,
+    value_planes,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr,
     dtype: tl.constexpr,
 ):
     """Adds group `at` (flat over batch, head, group) to the online softmax; all its tokens are visible."""
+    key_upper, key_lower, key_scale, key_min = key_planes
+    value_upper, value_lower, value_scale, value_min = value_planes
     HALF_GROUP: tl.constexpr = GROUP // 2
     HALF_DIM: tl.constexpr = HEAD_DIM // 2
     channels = tl.arange(0, HALF_DIM)
@@ -141,10 +137,10 @@ def full_block(
 @triton.jit
 def load_earlier_lse(lse, at, valid, SUMMED: tl.constexpr):
     """Base-2 log-sum-exps to which the rows' probabilities refer (`ScoreRequest.lse`); else zeros, which none uses."""
-    found = tl.zeros(at.shape, tl.float32)
+    earlier = tl.zeros(at.shape, tl.float32)
     if SUMMED == "probabilities":
-        found = tl.load(lse + at, mask=valid, other=0.0) / LN_2
-    return found
+        earlier = tl.load(lse + at, mask=valid, other=0.0) / LN_2
+    return earlier
 
 
 @triton.jit
@@ -155,6 +151,8 @@ def store_sums(to, tokens, mask, scores, counts, lse, SUMMED: tl.constexpr):
         part = tl.exp2(scores - lse[:, None]) if SUMMED == "probabilities" else scores * LN_2
         tl.store(to + tokens, tl.sum(tl.where(counts[:, None], part, 0.0), 0), mask=mask)
 
+
+# Attention of the splits
 
 LOG2_E = 1.4426950408889634
 MAX_ROWS = 128  # query rows per tile; with more (wide MQA with many queries) further tiles read KV again
@@ -203,13 +201,26 @@ def _attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str,
 
 @triton.jit(launch_metadata=_attention_metadata, do_not_specialize=DO_NOT_SPECIALIZE)
 def _attention_kernel(
-    q, keys, values, begin, end, groups, partial, lse, scale, capacity, group_capacity, splits,
-    q_batch_stride, q_query_stride, q_head_stride, key_batch_stride, key_head_stride, key_stride,
-    value_batch_stride, value_head_stride, value_stride, scores, score_lse, width,
-    key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
+    q,  # [batch, QUERIES, q_heads, head_dim]
+    keys,  # [batch, kv_heads, capacity, head_dim]
+    values,  # as keys
+    begin, end,  # int32 [batch]
+    groups,  # int32 [batch], or None without codes
+    partial,  # out: float32 [batch, QUERIES, q_heads, splits, head_dim]
+    lse,  # out: float32 [batch, QUERIES, q_heads, splits]
+    scale,  # of the softmax, times log2(e)
+    capacity, group_capacity, splits,  # slots and groups of a row, and splits of either
+    q_strides,  # of batch, query and head
+    key_strides, value_strides,  # of batch, head and slot
+    scores, score_lse,  # `ScoreRequest`: float32 [batch, kv_heads, width] and [batch, q_heads], or None
+    width,
+    key_planes, value_planes,  # `QuantizedKV.key_planes`, or four times None
     QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SUMMED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    q_batch_stride, q_query_stride, q_head_stride = q_strides
+    key_batch_stride, key_head_stride, key_stride = key_strides
+    value_batch_stride, value_head_stride, value_stride = value_strides
     flat = tl.program_id(0).to(tl.int64)
     batch, kv_head, split = flat // KV_HEADS, flat % KV_HEADS, tl.program_id(1)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -218,8 +229,8 @@ def _attention_kernel(
     valid = rows < RATIO * QUERIES
     result = ((batch * QUERIES + query) * (KV_HEADS * RATIO) + head) * splits + split
 
-    first, own = tl.load(begin + batch), tl.load(end + batch)
-    last = tl.minimum(own + QUERIES - 1, capacity)
+    first, first_end = tl.load(begin + batch), tl.load(end + batch)  # first_end: of the first query's tokens
+    last = tl.minimum(first_end + QUERIES - 1, capacity)
     visible = tl.minimum(tl.load(groups + batch), group_capacity) if BITS > 0 else 0
     start, stop = _split_range(visible + tl.cdiv(tl.maximum(last - first, 0), BLOCK), split, splits)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
@@ -240,8 +251,7 @@ def _attention_kernel(
         for group in range(start, tl.minimum(stop, visible)):
             row_max, row_sum, acc, scores0, scores1 = quantized_block(
                 row_max, row_sum, acc, q_first, q_second, flat * group_capacity + group, scale,
-                key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
-                GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
+                key_planes, value_planes, GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
             )  # fmt: skip
             tokens = flat * width + group * GROUP + tl.arange(0, GROUP // 2)
             store_sums(scores, tokens, tokens >= 0, scores0, counts, earlier, SUMMED)
@@ -252,11 +262,13 @@ def _attention_kernel(
     for block in range(tl.maximum(start, visible), stop):
         slots = first + (block - visible) * BLOCK + tl.arange(0, BLOCK)
         row_max, row_sum, acc, logits = full_block(
-            row_max, row_sum, acc, q_tile, own + query, slots, last, scale, keys, values, key_stride, value_stride,
-            HEAD_DIM,
+            row_max, row_sum, acc, q_tile, first_end + query, slots, last, scale, keys, values,
+            key_stride, value_stride, HEAD_DIM,
         )  # fmt: skip
         if BITS == 0:
-            store_sums(scores, flat * width + slots, slots < tl.minimum(own, capacity), logits, counts, earlier, SUMMED)
+            store_sums(
+                scores, flat * width + slots, slots < tl.minimum(first_end, capacity), logits, counts, earlier, SUMMED
+            )
 
     divisor = tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(lse + result, (row_max + tl.log2(divisor)) * LN_2, mask=valid)
@@ -299,7 +311,6 @@ def decode_attention_triton(
     rows = _tile_rows(queries * (q_heads // kv_heads), scores is not None)
     partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
-    planes = vars(codes) if codes is not None else {field.name: None for field in fields(QuantizedKV)}
     _attention_kernel[batch * kv_heads, splits, triton.cdiv(queries * (q_heads // kv_heads), rows)](
         q,
         keys,
@@ -313,8 +324,9 @@ def decode_attention_triton(
         capacity,
         group_capacity,
         splits,
-        *(stride for tensor in (q, keys, values) for stride in tensor.stride()[:3]),
-        **planes,
+        *(tensor.stride()[:3] for tensor in (q, keys, values)),
+        key_planes=NO_PLANES if codes is None else codes.key_planes,
+        value_planes=NO_PLANES if codes is None else codes.value_planes,
         QUERIES=queries,
         RATIO=q_heads // kv_heads,
         KV_HEADS=kv_heads,
@@ -339,11 +351,11 @@ def _tile_rows(rows: int, scored: bool) -> int:
 
 
 def _score_arguments(request: ScoreRequest | None, queries: int) -> dict[str, object]:
-    """What the kernel is told of the scores that it leaves, by the names of its arguments."""
+    """The kernel's arguments for the scores that it leaves."""
     if request is None:
         return {"scores": None, "score_lse": None, "width": 0, "SUMMED": None, "STEP": 1}
-    told = {"scores": request.out, "score_lse": request.lse, "width": request.out.shape[2]}
-    return {**told, "SUMMED": request.what, "STEP": request.step(queries)}
+    tensors = {"scores": request.out, "score_lse": request.lse, "width": request.out.shape[2]}
+    return {**tensors, "SUMMED": request.what, "STEP": request.step(queries)}
 
 
 def _check_tiles(head_dim: int, group: int, *tensors: Tensor) -> None:
@@ -354,7 +366,9 @@ def _check_tiles(head_dim: int, group: int, *tensors: Tensor) -> None:
         raise ValueError("q, keys and values need contiguous channels (stride 1 in the last dimension)")
 
 
-CHUNK = 16  # splits whose partials are in flight together
+# Merge of the splits
+
+MERGE_CHUNK = 16  # splits whose partials are in flight together
 
 
 def _merge_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,7 +377,14 @@ def _merge_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any
 
 
 @triton.jit(launch_metadata=_merge_metadata, do_not_specialize=["splits"])
-def _merge_kernel(partial, lse, out, splits, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr):
+def _merge_kernel(
+    partial,  # float32 [rows, splits, head_dim]
+    lse,  # float32 [rows, splits]
+    out,  # [rows, head_dim]
+    splits,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, HEAD_DIM)
     row_max = -3.0e38  # finite, so that the difference of two is no NaN if all splits are empty
@@ -396,7 +417,7 @@ def merge_triton(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
         out,
         splits,
         HEAD_DIM=head_dim,
-        CHUNK=CHUNK,
+        CHUNK=MERGE_CHUNK,
         num_warps=2,
     )
     return out

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Planes = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # upper and lower codes, scale, minimum
+NO_PLANES: Planes = (None, None, None, None)
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedKV:
@@ -84,6 +87,16 @@ class QuantizedKV:
         whole: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         part: dict[str, Any] = {name: tensor if tensor is None else tensor[rows] for name, tensor in whole.items()}
         return QuantizedKV(**part)
+
+    @property
+    def key_planes(self) -> Planes:
+        """Upper and lower codes, scale and minimum of the keys."""
+        return self.key_upper, self.key_lower, self.key_scale, self.key_min
+
+    @property
+    def value_planes(self) -> Planes:
+        """Upper and lower codes, scale and minimum of the values."""
+        return self.value_upper, self.value_lower, self.value_scale, self.value_min
 
     @property
     def batch(self) -> int:

@@ -48,8 +48,9 @@ def _pack(first, second):
 
 
 @triton.jit
-def _quantize_keys(x, stride, at, upper, lower, scale, minimum, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _quantize_keys(x, stride, at, planes, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     """One group of keys [GROUP, HEAD_DIM]: one pair per channel, both halves of the channels in a byte."""
+    upper, lower, scale, minimum = planes
     HALF: tl.constexpr = HEAD_DIM // 2
     tokens = tl.arange(0, GROUP)[:, None]
     channels = tl.arange(0, HALF)[None, :]
@@ -71,8 +72,9 @@ def _quantize_keys(x, stride, at, upper, lower, scale, minimum, GROUP: tl.conste
 
 
 @triton.jit
-def _quantize_values(x, stride, at, upper, lower, scale, minimum, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _quantize_values(x, stride, at, planes, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     """One group of values [GROUP, HEAD_DIM]: one pair per token, transposed, both halves of the tokens in a byte."""
+    upper, lower, scale, minimum = planes
     HALF: tl.constexpr = GROUP // 2
     tokens = tl.arange(0, HALF)[:, None]
     channels = tl.arange(0, HEAD_DIM)
@@ -96,37 +98,29 @@ def _quantize_values(x, stride, at, upper, lower, scale, minimum, GROUP: tl.cons
 def _quantize_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
     """The kernel's cost as if no row were masked."""
     batch, kv_heads, tokens, head_dim = args["keys"].shape
-    element_bytes, planes = args["keys"].element_size(), 1 if args["key_lower"] is None else 2
+    element_bytes, planes = args["keys"].element_size(), 1 if args["key_planes"][1] is None else 2
     cost = ops.quantize(batch, kv_heads, head_dim, tokens, element_bytes, args["GROUP"], planes)
     return launch_metadata("quantize", cost, element_bytes)
 
 
 @triton.jit(launch_metadata=_quantize_metadata)
 def _quantize_kernel(
-    keys,
-    values,
-    group_index,
-    mask,
-    first_slot,
-    group_capacity,
-    key_batch_stride,
-    key_head_stride,
-    key_stride,
-    value_batch_stride,
-    value_head_stride,
-    value_stride,
-    key_upper,
-    key_lower,
-    key_scale,
-    key_min,
-    value_upper,
-    value_lower,
-    value_scale,
-    value_min,
+    keys,  # [batch, kv_heads, tokens, head_dim]
+    values,  # as keys
+    group_index,  # int32 [batch]
+    mask,  # bool [batch] or None
+    first_slot,  # int32 [batch] or None
+    group_capacity,  # groups of a row
+    key_strides,  # of batch, head and token
+    value_strides,
+    key_planes,  # `QuantizedKV.key_planes`
+    value_planes,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
+    key_batch_stride, key_head_stride, key_stride = key_strides
+    value_batch_stride, value_head_stride, value_stride = value_strides
     flat = tl.program_id(0).to(tl.int64)
     batch = flat // KV_HEADS
     kv_head = flat % KV_HEADS
@@ -143,12 +137,10 @@ def _quantize_kernel(
             slot = tl.load(first_slot + batch).to(tl.int64)
         if tl.program_id(2) == 0:
             keys += batch * key_batch_stride + kv_head * key_head_stride + slot * key_stride
-            _quantize_keys(keys, key_stride, at, key_upper, key_lower, key_scale, key_min, GROUP, HEAD_DIM)
+            _quantize_keys(keys, key_stride, at, key_planes, GROUP, HEAD_DIM)
         else:
             values += batch * value_batch_stride + kv_head * value_head_stride + slot * value_stride
-            _quantize_values(
-                values, value_stride, at, value_upper, value_lower, value_scale, value_min, GROUP, HEAD_DIM
-            )
+            _quantize_values(values, value_stride, at, value_planes, GROUP, HEAD_DIM)
 
 
 def quantize_triton(
@@ -169,9 +161,10 @@ def quantize_triton(
         mask.contiguous() if mask is not None else None,
         first_slot.contiguous() if first_slot is not None else None,
         out.groups,
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        **vars(out),
+        keys.stride()[:3],
+        values.stride()[:3],
+        out.key_planes,
+        out.value_planes,
         KV_HEADS=kv_heads,
         GROUP=out.group,
         HEAD_DIM=head_dim,
@@ -181,9 +174,8 @@ def quantize_triton(
 
 
 @triton.jit
-def _decode_keys(
-    at, upper, lower, scale, minimum, out, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr
-):
+def _decode_keys(at, planes, out, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    upper, lower, scale, minimum = planes
     HALF: tl.constexpr = HEAD_DIM // 2
     tokens = tl.arange(0, GROUP)[:, None]
     channels = tl.arange(0, HALF)[None, :]
@@ -199,9 +191,8 @@ def _decode_keys(
 
 
 @triton.jit
-def _decode_values(
-    at, upper, lower, scale, minimum, out, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr
-):
+def _decode_values(at, planes, out, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
+    upper, lower, scale, minimum = planes
     HALF: tl.constexpr = GROUP // 2
     channels = tl.arange(0, HEAD_DIM)[:, None]
     tokens = tl.arange(0, HALF)[None, :]
@@ -225,23 +216,17 @@ def _dequantize_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str
 
 @triton.jit(launch_metadata=_dequantize_metadata)
 def _dequantize_kernel(
-    keys,
-    values,
-    key_upper,
-    key_lower,
-    key_scale,
-    key_min,
-    value_upper,
-    value_lower,
-    value_scale,
-    value_min,
+    keys,  # out: [batch, kv_heads, groups * GROUP, head_dim]
+    values,  # out, as keys
+    key_planes,  # `QuantizedKV.key_planes`
+    value_planes,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
-    _decode_keys(at, key_upper, key_lower, key_scale, key_min, keys, GROUP, HEAD_DIM, BITS)
-    _decode_values(at, value_upper, value_lower, value_scale, value_min, values, GROUP, HEAD_DIM, BITS)
+    _decode_keys(at, key_planes, keys, GROUP, HEAD_DIM, BITS)
+    _decode_values(at, value_planes, values, GROUP, HEAD_DIM, BITS)
 
 
 def dequantize_triton(codes: QuantizedKV, lower: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -251,7 +236,8 @@ def dequantize_triton(codes: QuantizedKV, lower: bool, dtype: torch.dtype) -> tu
     _dequantize_kernel[(codes.batch * codes.kv_heads * codes.groups,)](
         keys,
         values,
-        **vars(codes),
+        codes.key_planes,
+        codes.value_planes,
         GROUP=codes.group,
         HEAD_DIM=codes.head_dim,
         BITS=8 if lower else 4,
@@ -260,7 +246,7 @@ def dequantize_triton(codes: QuantizedKV, lower: bool, dtype: torch.dtype) -> tu
     return keys, values
 
 
-BLOCK = 64  # offsets within a group per program
+SHIFT_BLOCK = 64  # offsets within a group per program
 SHIFT_WARPS = 4
 
 
@@ -279,22 +265,20 @@ def _shift(x, stride, capacity, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_D
 
 @triton.jit(do_not_specialize=["capacity"])
 def _shift_kernel(
-    keys,
-    values,
-    mask,
-    capacity,
-    key_batch_stride,
-    key_head_stride,
-    key_stride,
-    value_batch_stride,
-    value_head_stride,
-    value_stride,
+    keys,  # [batch, kv_heads, capacity, head_dim], in place
+    values,  # as keys
+    mask,  # bool [batch]
+    capacity,  # slots
+    key_strides,  # of batch, head and slot
+    value_strides,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ):
+    key_batch_stride, key_head_stride, key_stride = key_strides
+    value_batch_stride, value_head_stride, value_stride = value_strides
     flat = tl.program_id(0).to(tl.int64)
     batch = flat // KV_HEADS
     kv_head = flat % KV_HEADS
@@ -310,16 +294,16 @@ def _shift_kernel(
 def shift_slots_triton(keys: Tensor, values: Tensor, group: int, mask: Tensor) -> None:
     """See `ridgeplan.kernels.kv_cache.shift_slots`."""
     batch, kv_heads, capacity, head_dim = keys.shape
-    _shift_kernel[(batch * kv_heads, triton.cdiv(group, BLOCK), 2)](
+    _shift_kernel[(batch * kv_heads, triton.cdiv(group, SHIFT_BLOCK), 2)](
         keys,
         values,
         mask.contiguous(),
         capacity,
-        *keys.stride()[:3],
-        *values.stride()[:3],
+        keys.stride()[:3],
+        values.stride()[:3],
         KV_HEADS=kv_heads,
         GROUP=group,
-        BLOCK=BLOCK,
+        BLOCK=SHIFT_BLOCK,
         HEAD_DIM=head_dim,
         PADDED=triton.next_power_of_2(head_dim),
         num_warps=SHIFT_WARPS,

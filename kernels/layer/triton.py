@@ -15,6 +15,8 @@ from torch import Tensor
 from ridgeplan.kernels.device.cuda import pdl_options
 from ridgeplan.kernels.device.triton_helpers import pdl_launch_dependents_and_wait
 
+# RMSNorm
+
 FEW_ROWS = 16  # most rows that are split into parts
 PART = 1024  # channels per part
 
@@ -32,11 +34,11 @@ def _stream(hidden, update, at, inside, ORDERED: tl.constexpr):
 
 @triton.jit
 def _add_rms_norm_kernel(
-    hidden,
-    update,
-    weight,
-    total,
-    normed,
+    hidden,  # [rows, HIDDEN]
+    update,  # as hidden, or None
+    weight,  # [HIDDEN]
+    total,  # out, as hidden
+    normed,  # out, as hidden
     eps,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -50,23 +52,23 @@ def _add_rms_norm_kernel(
     ORDERED: tl.constexpr = PARTS > 0
     WIDTH: tl.constexpr = BLOCK // PARTS if ORDERED else BLOCK
     row = tl.program_id(0).to(tl.int64) * HIDDEN
-    own = tl.arange(0, WIDTH)
+    channel = tl.arange(0, WIDTH)
     if ORDERED:
-        own += tl.program_id(1) * WIDTH
-    written = own < HIDDEN
-    scale = tl.load(weight + own, mask=written, other=0.0, volatile=ORDERED).to(tl.float32)
+        channel += tl.program_id(1) * WIDTH
+    written = channel < HIDDEN
+    scale = tl.load(weight + channel, mask=written, other=0.0, volatile=ORDERED).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = _stream(hidden, update, row + own, written, ORDERED)
-    whole = x
+    x = _stream(hidden, update, row + channel, written, ORDERED)
+    all_x = x
     if WIDTH < BLOCK:
-        every = tl.arange(0, BLOCK)
-        whole = _stream(hidden, update, row + every, every < HIDDEN, ORDERED)
-    whole = whole.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(whole * whole, 0) / HIDDEN + eps)
+        all_channels = tl.arange(0, BLOCK)
+        all_x = _stream(hidden, update, row + all_channels, all_channels < HIDDEN, ORDERED)
+    all_x = all_x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(all_x * all_x, 0) / HIDDEN + eps)
     if update is not None:
-        tl.store(total + row + own, x, mask=written)
-    tl.store(normed + row + own, (x.to(tl.float32) * inverse * scale).to(normed.dtype.element_ty), mask=written)
+        tl.store(total + row + channel, x, mask=written)
+    tl.store(normed + row + channel, (x.to(tl.float32) * inverse * scale).to(normed.dtype.element_ty), mask=written)
 
 
 def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -95,6 +97,8 @@ def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, e
     )
     return total, normed
 
+
+# Rotary embedding
 
 TABLE_BLOCK = 128  # angles per program
 FEW_ELEMENTS = 300_000  # elements of queries, keys and values up to which many small programs are faster
@@ -145,23 +149,19 @@ def _normalized(first, second, first_weight, second_weight, like, eps, HEAD_DIM:
 
 @triton.jit(do_not_specialize=["tokens", "capacity"])
 def _rope_append_kernel(
-    qkv,
-    cos,
-    sin,
-    weight,
-    slots,
-    queries,
-    keys,
-    values,
+    qkv,  # [batch, tokens, (Q_HEADS + 2 KV_HEADS) * HEAD_DIM]
+    cos,  # float32 [batch, tokens, HEAD_DIM / 2]
+    sin,  # as cos
+    weight,  # [Q_HEADS + KV_HEADS, HEAD_DIM], or None without QK-norm
+    slots,  # int64 [batch, tokens]
+    queries,  # out: [batch, tokens, Q_HEADS, HEAD_DIM]
+    keys,  # out: [batch, KV_HEADS, capacity, HEAD_DIM]
+    values,  # out, as keys
     eps,
     tokens,
     capacity,
-    key_batch_stride,
-    key_head_stride,
-    key_stride,
-    value_batch_stride,
-    value_head_stride,
-    value_stride,
+    key_strides,  # of batch, head and slot
+    value_strides,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -170,6 +170,8 @@ def _rope_append_kernel(
     PDL: tl.constexpr,
 ):
     pdl_launch_dependents_and_wait(PDL)
+    key_batch_stride, key_head_stride, key_stride = key_strides
+    value_batch_stride, value_head_stride, value_stride = value_strides
     ROTATED: tl.constexpr = Q_HEADS + KV_HEADS
     ALL: tl.constexpr = ROTATED + KV_HEADS
     batch = tl.program_id(1).to(tl.int64)
@@ -248,8 +250,8 @@ def rope_append_triton(
         eps,
         tokens,
         capacity,
-        *keys.stride()[:3],
-        *values.stride()[:3],
+        keys.stride()[:3],
+        values.stride()[:3],
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -261,8 +263,10 @@ def rope_append_triton(
     return queries
 
 
-BLOCK = 1024  # channels per program
-WARPS = 4
+# SwiGLU
+
+SWIGLU_BLOCK = 1024  # channels per program
+SWIGLU_WARPS = 4
 
 
 @triton.jit
@@ -285,6 +289,6 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     *rows, both = gate_up.shape
     width = both // 2
     out = torch.empty(*rows, width, dtype=gate_up.dtype, device=gate_up.device)
-    grid = (gate_up.numel() // both, triton.cdiv(width, BLOCK))
-    _swiglu_kernel[grid](gate_up, out, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS, **pdl_options(gate_up))
+    grid = (gate_up.numel() // both, triton.cdiv(width, SWIGLU_BLOCK))
+    _swiglu_kernel[grid](gate_up, out, WIDTH=width, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS, **pdl_options(gate_up))
     return out

@@ -38,8 +38,8 @@ class SplitKConfig:
 
     def splits(self, tile_programs: int, chunks: int) -> int:
         """Ways to split chunks of inputs where one way would have `tile_programs` programs; a power of 2."""
-        wanted = triton.next_power_of_2(triton.cdiv(self.programs, tile_programs))
-        return min(self.max_splits, wanted, triton.next_power_of_2(chunks))
+        ways = triton.next_power_of_2(triton.cdiv(self.programs, tile_programs))
+        return min(self.max_splits, ways, triton.next_power_of_2(chunks))
 
 
 # The fastest of a sweep on an H100 over 4096 x 4096, 10240 x 8192 and 2048 x 8192 (docs/kernels/linear.md).
@@ -71,14 +71,14 @@ def _pairs(packed, tiles, k_tile, tile_words, GROUP: tl.constexpr, TILES: tl.con
 
 @triton.jit
 def _plane_product(
-    own, sums, packed, tiles, step, tile_words, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
+    x, sums, packed, tiles, step, tile_words, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
 ):
     """x [ROWS, CHUNK] times a chunk of one plane's tiles. x times codes is exact; scales and zeros multiply sums."""
     k_tile = step * CHUNK // GROUP
     codes = _codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
-    codes = codes.to(tl.float32).to(own.dtype)
+    codes = codes.to(tl.float32).to(x.dtype)
     scale, zero = _pairs(packed, tiles, k_tile, tile_words, GROUP, TILES)
-    product = tl.dot(own, tl.trans(codes), input_precision="ieee")
+    product = tl.dot(x, tl.trans(codes), input_precision="ieee")
     return product * scale[None, :] + sums[:, None] * zero[None, :]
 
 
@@ -93,11 +93,11 @@ def _dense_tiles(packed, tiles, step, tile_words, GROUP: tl.constexpr, CHUNK: tl
 
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
-    x,
-    packed,
-    lower,
-    bias,
-    out,
+    x,  # [rows, inputs]
+    packed,  # int32 [output_tiles, inputs / GROUP, 2 * GROUP + 16], as `Int4Weight.packed`
+    lower,  # as packed: the second plane of 8-bit weights, or None
+    bias,  # [outputs] or None
+    out,  # [SPLITS, rows, outputs]
     rows,
     inputs,
     outputs,
@@ -108,10 +108,7 @@ def _product_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """ROWS rows of x times TILES output tiles, of one of SPLITS ranges of inputs, into out [SPLITS, rows, outputs].
-
-    lower: the second plane of 8-bit weights.
-    """
+    """ROWS rows of x times TILES output tiles, over one of SPLITS ranges of inputs."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
     safe = tl.minimum(tiles, output_tiles - 1).to(tl.int64)
@@ -120,13 +117,13 @@ def _product_kernel(
     steps, split = inputs // CHUNK, tl.program_id(2)
     for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
         columns = step * CHUNK + tl.arange(0, CHUNK)
-        own = tl.load(x + row[:, None].to(tl.int64) * inputs + columns[None, :], mask=row[:, None] < rows, other=0.0)
+        x_tile = tl.load(x + row[:, None].to(tl.int64) * inputs + columns[None, :], mask=row[:, None] < rows, other=0.0)
         if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584)
-            own = own.to(tl.float32)
-        sums = tl.sum(own.to(tl.float32), 1)
-        acc += _plane_product(own, sums, packed, safe, step, tile_words, GROUP, CHUNK, TILES)
+            x_tile = x_tile.to(tl.float32)
+        sums = tl.sum(x_tile.to(tl.float32), 1)
+        acc += _plane_product(x_tile, sums, packed, safe, step, tile_words, GROUP, CHUNK, TILES)
         if lower is not None:
-            acc += _plane_product(own, sums, lower, safe, step, tile_words, GROUP, CHUNK, TILES)
+            acc += _plane_product(x_tile, sums, lower, safe, step, tile_words, GROUP, CHUNK, TILES)
     output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
     if bias is not None:
         acc += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
@@ -264,18 +261,20 @@ def _through_copies(x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | N
     return out if bias is None else out.add_(bias)
 
 
-OUTPUTS = 16  # per program
+# Rounding of GPTQ
+
+ROUND_OUTPUTS = 16  # per program
 # Adding and subtracting this rounds a number, ties to even, as float32 then has no bits left below 1.
 ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
 def _round_kernel(
-    steps,
-    feedback,
-    near,
-    codes,
-    errors,
+    steps,  # float32 [outputs, GROUP]
+    feedback,  # float32 [GROUP, GROUP]
+    near,  # as steps, or None
+    codes,  # out, as steps
+    errors,  # out, as steps
     outputs,
     TOP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -286,27 +285,27 @@ def _round_kernel(
     inputs = tl.arange(0, PADDED)
     inside = (output < outputs) & (inputs < GROUP)[None, :]
     at = output.to(tl.int64) * GROUP + inputs[None, :]
-    rest = tl.load(steps + at, mask=inside, other=0.0)
-    missed = tl.zeros_like(rest)
+    remaining = tl.load(steps + at, mask=inside, other=0.0)
+    error_of = tl.zeros_like(remaining)
     if near is not None:
-        whole = tl.load(near + at, mask=inside, other=0.0)
-        least, most = tl.floor(whole), tl.ceil(whole)
+        unrounded = tl.load(near + at, mask=inside, other=0.0)
+        lowest, highest = tl.floor(unrounded), tl.ceil(unrounded)
     for i in range(GROUP):
-        own = (inputs == i)[None, :]
-        wanted = tl.sum(tl.where(own, rest, 0.0), 1, keep_dims=True)
+        current = (inputs == i)[None, :]
+        step = tl.sum(tl.where(current, remaining, 0.0), 1, keep_dims=True)
         # Codes are clamped anyway, and the addition would not round very large numbers.
-        code = (tl.minimum(tl.maximum(wanted, -16.0), 2.0 * TOP + 2.0) + ROUNDER) - ROUNDER
+        code = (tl.minimum(tl.maximum(step, -16.0), 2.0 * TOP + 2.0) + ROUNDER) - ROUNDER
         if near is not None:
-            code = tl.maximum(code, tl.sum(tl.where(own, least, 0.0), 1, keep_dims=True))
-            code = tl.minimum(code, tl.sum(tl.where(own, most, 0.0), 1, keep_dims=True))
+            code = tl.maximum(code, tl.sum(tl.where(current, lowest, 0.0), 1, keep_dims=True))
+            code = tl.minimum(code, tl.sum(tl.where(current, highest, 0.0), 1, keep_dims=True))
         code = tl.minimum(tl.maximum(code, 0.0), TOP * 1.0)
-        error = wanted - code
-        passed = tl.load(feedback + i * GROUP + inputs, mask=(inputs > i) & (inputs < GROUP), other=0.0)
+        error = step - code
+        factors = tl.load(feedback + i * GROUP + inputs, mask=(inputs > i) & (inputs < GROUP), other=0.0)
         # A rounded input keeps its code, as no further error is passed to it.
-        rest = tl.where(own, code, rest - error * passed[None, :])
-        missed = tl.where(own, error, missed)
-    tl.store(codes + at, rest, mask=inside)
-    tl.store(errors + at, missed, mask=inside)
+        remaining = tl.where(current, code, remaining - error * factors[None, :])
+        error_of = tl.where(current, error, error_of)
+    tl.store(codes + at, remaining, mask=inside)
+    tl.store(errors + at, error_of, mask=inside)
 
 
 def gptq_round_triton(steps: Tensor, feedback: Tensor, near: Tensor | None, top_code: int) -> tuple[Tensor, Tensor]:
@@ -314,7 +313,7 @@ def gptq_round_triton(steps: Tensor, feedback: Tensor, near: Tensor | None, top_
     steps = steps.contiguous()
     outputs, group = steps.shape
     codes, errors = torch.empty_like(steps), torch.empty_like(steps)
-    _round_kernel[(triton.cdiv(outputs, OUTPUTS),)](
+    _round_kernel[(triton.cdiv(outputs, ROUND_OUTPUTS),)](
         steps,
         feedback.contiguous(),
         None if near is None else near.contiguous(),
@@ -324,7 +323,7 @@ def gptq_round_triton(steps: Tensor, feedback: Tensor, near: Tensor | None, top_
         TOP=top_code,
         GROUP=group,
         PADDED=triton.next_power_of_2(group),
-        OUTPUTS=OUTPUTS,
+        OUTPUTS=ROUND_OUTPUTS,
         num_warps=4,
     )
     return codes, errors

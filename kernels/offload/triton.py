@@ -36,21 +36,17 @@ EXCLUSIVE, CONCURRENT = Launch(32, 1), Launch(16, 1)
 
 @triton.jit
 def _gather_kernel(
-    keys,
-    values,
-    slot_keys,
-    slot_values,
-    units,
-    into,
-    count,
+    keys,  # [rows, kv_heads, tokens, head_dim], on the host
+    values,  # as keys
+    slot_keys,  # out: [rows, kv_heads, slots, head_dim]
+    slot_values,  # out, as slot_keys
+    units,  # int32 [rows, SETS, width]
+    into,  # int32 [rows, SETS, width]
+    count,  # int32 [rows, SETS]
     width,
     rows,
-    batch_stride,
-    head_stride,
-    token_stride,
-    slot_batch_stride,
-    slot_head_stride,
-    slot_stride,
+    strides,  # of batch, head and token
+    slot_strides,  # of batch, head and slot
     KV_HEADS: tl.constexpr,
     SETS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -60,21 +56,23 @@ def _gather_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ):
+    batch_stride, head_stride, token_stride = strides
+    slot_batch_stride, slot_head_stride, slot_stride = slot_strides
     channel = tl.arange(0, PADDED)[None, :]
     for turn in range(TURNS):
         item = tl.program_id(0) + turn * tl.num_programs(0)
         batch = (item // PARTS // KV_HEADS).to(tl.int64)
         if batch < rows:
             head = (item // PARTS % KV_HEADS).to(tl.int64)
-            own = batch * SETS + head % SETS
-            tokens = tl.load(count + own) * PAGE
+            unit_set = batch * SETS + head % SETS
+            tokens = tl.load(count + unit_set) * PAGE
             source = batch * batch_stride + head * head_stride + channel
             slots = batch * slot_batch_stride + head * slot_head_stride + channel
             for first in range(item % PARTS * ROWS, tokens, PARTS * ROWS):
                 place = first + tl.arange(0, ROWS)
                 inside = place < tokens
-                unit = tl.load(units + own * width + place // PAGE, mask=inside, other=0).to(tl.int64)
-                slot = tl.load(into + own * width + place // PAGE, mask=inside, other=0).to(tl.int64)
+                unit = tl.load(units + unit_set * width + place // PAGE, mask=inside, other=0).to(tl.int64)
+                slot = tl.load(into + unit_set * width + place // PAGE, mask=inside, other=0).to(tl.int64)
                 at = source + ((unit * PAGE + place % PAGE) * token_stride)[:, None]
                 to = slots + ((slot * PAGE + place % PAGE) * slot_stride)[:, None]
                 mask = inside[:, None] & (channel < HEAD_DIM)
@@ -102,8 +100,8 @@ def gather_into_slots_triton(
         loads.count,
         loads.units.shape[2],
         batch,
-        *source[0].stride()[:3],
-        *out[0].stride()[:3],
+        source[0].stride()[:3],
+        out[0].stride()[:3],
         KV_HEADS=kv_heads,
         SETS=loads.count.shape[1],
         PAGE=page,
@@ -122,22 +120,20 @@ STORE_WARPS = 4
 
 @triton.jit
 def _flush_to_host_kernel(
-    recent,
-    out,
-    first,
-    mask,
-    batch_stride,
-    head_stride,
-    slot_stride,
-    out_batch_stride,
-    out_head_stride,
-    out_stride,
+    recent,  # [batch, kv_heads, slots, head_dim]
+    out,  # [batch, kv_heads, tokens, head_dim], on the host
+    first,  # int32 [batch], tokens
+    mask,  # bool [batch]
+    strides,  # of batch, head and slot
+    out_strides,  # of batch, head and token
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,
 ):
+    batch_stride, head_stride, slot_stride = strides
+    out_batch_stride, out_head_stride, out_stride = out_strides
     batch = (tl.program_id(0) // KV_HEADS).to(tl.int64)
     head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
     if tl.load(mask + batch) != 0:
@@ -158,8 +154,8 @@ def flush_to_host_triton(recent: Tensor, out: Tensor, first: Tensor, group: int,
         out,
         first,
         mask.contiguous(),
-        *recent.stride()[:3],
-        *out.stride()[:3],
+        recent.stride()[:3],
+        out.stride()[:3],
         KV_HEADS=kv_heads,
         GROUP=group,
         BLOCK=STORE_BLOCK,
@@ -176,9 +172,9 @@ COPY_WARPS = 8
 
 @triton.jit(do_not_specialize=["source_entries", "out_entries"])
 def _copy_prefix_kernel(
-    source,
-    out,
-    count,
+    source,  # int32 [batch, heads, source_entries, ENTRY_WORDS]
+    out,  # int32 [batch, heads, out_entries, ENTRY_WORDS]
+    count,  # int32 [batch], entries
     source_entries,
     out_entries,
     ENTRY_WORDS: tl.constexpr,
@@ -236,35 +232,35 @@ def _leaving(last_use, now, misses):
 
 @triton.jit(do_not_specialize=["units", "slots", "width"])
 def _allocate_slots_kernel(
-    slot_of,
-    unit_of,
-    used,
-    step,
-    requested,
-    loaded,
-    index,
-    count,
-    out_slots,
-    out_units,
-    out_into,
-    out_count,
+    slot_of,  # int32 [sets, units]
+    unit_of,  # int32 [sets, slots]
+    used,  # int32 [sets, slots]
+    step,  # int32 [1]
+    requested,  # int64 [sets]
+    loaded,  # int64 [sets]
+    index,  # int32 [sets, width]
+    count,  # int32 [sets]
+    out_slots,  # int32 [sets, width]
+    out_units,  # as out_slots
+    out_into,  # as out_slots
+    out_count,  # int32 [sets]
     units,
     slots,
     width,
     SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    own = tl.program_id(0).to(tl.int64)
-    slot_of += own * units
-    unit_of += own * slots
-    used += own * slots
-    out_units += own * width
-    out_into += own * width
+    unit_set = tl.program_id(0).to(tl.int64)
+    slot_of += unit_set * units
+    unit_of += unit_set * slots
+    used += unit_set * slots
+    out_units += unit_set * width
+    out_into += unit_set * width
     now = tl.load(step)
-    total = tl.load(count + own)
+    total = tl.load(count + unit_set)
     place = tl.arange(0, WIDTH)
     chosen = place < total
-    unit = tl.load(index + own * width + place, mask=chosen, other=0)
+    unit = tl.load(index + unit_set * width + place, mask=chosen, other=0)
     slot = tl.load(slot_of + unit, mask=chosen, other=-1)
     hit = chosen & (slot >= 0)
     tl.store(used + slot, now, mask=hit)
@@ -287,10 +283,10 @@ def _allocate_slots_kernel(
     tl.store(unit_of + into, unit, mask=missing)
     tl.store(used + into, now, mask=missing)
     tl.store(out_units + order, unit, mask=missing)
-    tl.store(out_slots + own * width + place, tl.where(hit, slot, into), mask=chosen)
-    tl.store(out_count + own, misses)
-    tl.store(requested + own, tl.load(requested + own) + total)
-    tl.store(loaded + own, tl.load(loaded + own) + misses)
+    tl.store(out_slots + unit_set * width + place, tl.where(hit, slot, into), mask=chosen)
+    tl.store(out_count + unit_set, misses)
+    tl.store(requested + unit_set, tl.load(requested + unit_set) + total)
+    tl.store(loaded + unit_set, tl.load(loaded + unit_set) + misses)
 
 
 def allocate_slots_triton(table: SlotTable, index: Tensor, count: Tensor, out: SlotLoads) -> None:

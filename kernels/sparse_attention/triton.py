@@ -8,7 +8,6 @@ lengths are read on the device and the grid is sized by capacity, so a captured 
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from ridgeplan.kernels.attention.triton import (
     softmax_step,
 )
 from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot, launch_metadata
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import NO_PLANES, QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.execution import choose_splits
 
@@ -61,14 +60,8 @@ def gathered_block(
     inside,
     first_group,
     scale,
-    key_upper,
-    key_lower,
-    key_scale,
-    key_min,
-    value_upper,
-    value_lower,
-    value_scale,
-    value_min,
+    key_planes,
+    value_planes,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr,
@@ -79,6 +72,8 @@ def gathered_block(
     Tokens outside are read but do not count, so they must exist. VALUE_ROWS: value_upper holds values by token, as
     `DraftPlanes.value_rows`; else by channel, as `QuantizedKV`.
     """
+    key_upper, key_lower, key_scale, key_min = key_planes
+    value_upper, value_lower, value_scale, value_min = value_planes
     HALF_DIM: tl.constexpr = HEAD_DIM // 2
     HALF_GROUP: tl.constexpr = GROUP // 2
     dtype: tl.constexpr = q0.dtype
@@ -186,14 +181,26 @@ def _sparse_attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mappi
     do_not_specialize=["scale", "capacity", "group_capacity", "splits", "index_capacity"],
 )
 def _sparse_attention_kernel(
-    q, keys, values, begin, end, index, count, groups, partial, lse, scale, capacity, group_capacity, splits,
-    index_capacity, sets,
-    q_batch_stride, q_query_stride, q_head_stride, key_batch_stride, key_head_stride, key_stride,
-    value_batch_stride, value_head_stride, value_stride,
-    key_upper, key_lower, key_scale, key_min, value_upper, value_lower, value_scale, value_min,
+    q,  # [batch, QUERIES, q_heads, head_dim]
+    keys,  # [batch, kv_heads, capacity, head_dim]
+    values,  # as keys
+    begin, end,  # int32 [batch]
+    index,  # int32 [batch, sets, index_capacity], pages
+    count,  # int32 [batch, sets]
+    groups,  # int32 [batch], or None without codes
+    partial,  # out: float32 [batch, QUERIES, q_heads, splits, head_dim]
+    lse,  # out: float32 [batch, QUERIES, q_heads, splits]
+    scale,  # of the softmax, times log2(e)
+    capacity, group_capacity, splits, index_capacity, sets,
+    q_strides,  # of batch, query and head
+    key_strides, value_strides,  # of batch, head and slot
+    key_planes, value_planes,  # `QuantizedKV.key_planes`, or four times None; with VALUE_ROWS values by token
     QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr, VALUE_ROWS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    q_batch_stride, q_query_stride, q_head_stride = q_strides
+    key_batch_stride, key_head_stride, key_stride = key_strides
+    value_batch_stride, value_head_stride, value_stride = value_strides
     flat, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, kv_head = flat // KV_HEADS, flat % KV_HEADS
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -202,8 +209,8 @@ def _sparse_attention_kernel(
     valid = rows < RATIO * QUERIES
     result = ((batch * QUERIES + query) * (KV_HEADS * RATIO) + head) * splits + split
 
-    first, own = tl.load(begin + batch), tl.load(end + batch)
-    last = tl.minimum(own + QUERIES - 1, capacity)
+    first, first_end = tl.load(begin + batch), tl.load(end + batch)  # first_end: of the first query's tokens
+    last = tl.minimum(first_end + QUERIES - 1, capacity)
     chosen_set = batch * sets + kv_head % sets
     entries = tl.minimum(tl.load(count + chosen_set), index_capacity)
     chosen = tl.cdiv(entries * PAGE, BLOCK)  # blocks
@@ -229,8 +236,8 @@ def _sparse_attention_kernel(
         token, inside = _load_tokens(index, block * BLOCK + tl.arange(0, BLOCK), entries, limit, PAGE)
         if BITS > 0:
             row_max, row_sum, acc0, acc1 = gathered_block(
-                row_max, row_sum, acc0, acc1, q0, q1, token, inside, flat * group_capacity, scale, key_upper, key_lower,
-                key_scale, key_min, value_upper, value_lower, value_scale, value_min, GROUP, HEAD_DIM, BITS, VALUE_ROWS,
+                row_max, row_sum, acc0, acc1, q0, q1, token, inside, flat * group_capacity, scale,
+                key_planes, value_planes, GROUP, HEAD_DIM, BITS, VALUE_ROWS,
             )  # fmt: skip
         else:
             row_max, row_sum, acc0, acc1 = slots_block(
@@ -240,8 +247,8 @@ def _sparse_attention_kernel(
     for block in range(tl.maximum(start, chosen), stop):
         slots = first + (block - chosen) * BLOCK + tl.arange(0, BLOCK)
         row_max, row_sum, acc0, acc1 = slots_block(
-            row_max, row_sum, acc0, acc1, q0, q1, own + query, slots, slots < last, scale, keys, values, key_stride,
-            value_stride, HEAD_DIM,
+            row_max, row_sum, acc0, acc1, q0, q1, first_end + query, slots, slots < last, scale, keys, values,
+            key_stride, value_stride, HEAD_DIM,
         )  # fmt: skip
 
     _store_result(partial, lse, result, valid, row_max, row_sum, acc0, acc1, HEAD_DIM)
@@ -279,16 +286,15 @@ def sparse_decode_attention_triton(
     rows = min(MAX_ROWS, max(16, triton.next_power_of_2(queries * ratio)))
     partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, queries, q_heads, splits, dtype=torch.float32, device=q.device)
-    planes = vars(codes) if codes is not None else {field.name: None for field in fields(QuantizedKV)}
+    key_planes, value_planes = (NO_PLANES, NO_PLANES) if codes is None else (codes.key_planes, codes.value_planes)
     if value_rows is not None:
-        planes = {**planes, "value_upper": value_rows.contiguous()}
+        value_planes = (value_rows.contiguous(), *value_planes[1:])
     lengths = (x if x is None else x.contiguous() for x in (begin, end, index, count, groups))
-    strides = (*q.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
+    strides = (q.stride()[:3], keys.stride()[:3], values.stride()[:3])
     group_capacity = codes.groups if codes is not None else 0
     _sparse_attention_kernel[(batch * kv_heads, splits, triton.cdiv(queries * ratio, rows))](
         q, keys, values, *lengths, partial, lse, scale * LOG2_E, capacity, group_capacity, splits, entries,
-        index.shape[1], *strides,
-        **planes,
+        index.shape[1], *strides, key_planes, value_planes,
         QUERIES=queries,
         RATIO=ratio,
         KV_HEADS=kv_heads,

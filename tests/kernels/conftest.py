@@ -40,13 +40,18 @@ shared = {}
 for name, job in json.loads(sys.stdin.read()).items():
     kernel = getattr(import_module("ridgeplan.kernels." + job["module"]), job["kernel"])
     signature, constants, hints = {}, {}, {}
-    for i, argument in enumerate(kernel.arg_names):
-        kind = job["types"].get(argument, "constexpr")
-        signature[argument] = kind
+
+    def describe(kind, path, argument):
+        if isinstance(kind, list):  # a tuple of arguments
+            return tuple(describe(member, (*path, i), argument) for i, member in enumerate(kind))
         if kind == "constexpr":
-            constants[(i,)] = job["constants"].get(argument)
-        elif kind.startswith("*") or argument.endswith("stride"):
-            hints[(i,)] = ALIGNED
+            constants[path] = job["constants"].get(argument)
+        elif kind.startswith("*") or "stride" in argument:
+            hints[path] = ALIGNED
+        return kind
+
+    for i, argument in enumerate(kernel.arg_names):
+        signature[argument] = describe(job["types"].get(argument, "constexpr"), (i,), argument)
     source = ASTSource(kernel, signature, constants, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=job["options"])
     assert compiled.asm["cubin"], name

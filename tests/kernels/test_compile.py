@@ -17,9 +17,13 @@ import pytest
 HOPPER_SHARED_BYTES = 227 * 1024
 ADA_SHARED_BYTES = 99 * 1024
 
-CODES = {f"{x}_{plane}": "*u8" for x in ("key", "value") for plane in ("upper", "lower")}
-PAIRS = {f"{x}_{pair}": "*fp16" for x in ("key", "value") for pair in ("scale", "min")}
-STRIDES = [f"{x}{axis}_stride" for x in ("key", "value") for axis in ("", "_batch", "_head")]
+STRIDES = {"key_strides": ["i32"] * 3, "value_strides": ["i32"] * 3}
+
+
+def planes(bits: int) -> dict[str, list[str]]:
+    """Types of quantized keys and values: 4-bit codes lack the lower plane; 0 bits are no codes at all."""
+    types = ["*u8", "*u8" if bits == 8 else "constexpr", "*fp16", "*fp16"] if bits else ["constexpr"] * 4
+    return {"key_planes": types, "value_planes": types}
 
 
 def attention(element: str, head_dim: int, bits: int, rows: int, summed: str | None = None) -> dict[str, Any]:
@@ -27,11 +31,9 @@ def attention(element: str, head_dim: int, bits: int, rows: int, summed: str | N
 
     config = DEFAULT_CONFIG if element == "fp32" else CONFIGS[head_dim, bits]
     sizes = ("capacity", "group_capacity", "splits", "width")
-    integers = [*STRIDES, "q_batch_stride", "q_query_stride", "q_head_stride", *sizes]
-    types = dict.fromkeys(("q", "keys", "values"), "*" + element) | dict.fromkeys(integers, "i32")
-    types |= dict.fromkeys(("begin", "end", "groups"), "*i32") | CODES | PAIRS
+    types = {**dict.fromkeys(("q", "keys", "values"), "*" + element), **dict.fromkeys(sizes, "i32")}
+    types |= {"q_strides": ["i32"] * 3, **STRIDES, **planes(bits), **dict.fromkeys(("begin", "end", "groups"), "*i32")}
     types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
-    absent = [] if bits == 8 else ["key_lower", "value_lower"] if bits == 4 else [*CODES, *PAIRS, "groups"]
     constants = {
         "QUERIES": rows // 4,
         "RATIO": 4,
@@ -43,7 +45,7 @@ def attention(element: str, head_dim: int, bits: int, rows: int, summed: str | N
         "BLOCK": config.block,
         "SUMMED": summed,
         "STEP": rows // 4 - 1,
-        **dict.fromkeys(absent),
+        **({} if bits else {"groups": None}),
     }
     types |= {"scores": "*fp32", "score_lse": "*fp32"} if summed else {}
     options = {"num_warps": config.warps * (2 if rows >= 64 else 1), "num_stages": config.stages}
@@ -52,14 +54,14 @@ def attention(element: str, head_dim: int, bits: int, rows: int, summed: str | N
 
 def quantization(element: str, masked: bool) -> dict[str, Any]:
     types = {"keys": "*" + element, "values": "*" + element, "group_index": "*i32", "group_capacity": "i32"}
-    types |= {"mask": "*i1", "first_slot": "*i32"} | dict.fromkeys(STRIDES, "i32") | CODES | PAIRS
-    absent = [] if masked else ["mask", "first_slot", "key_lower", "value_lower"]
+    types |= {"mask": "*i1", "first_slot": "*i32", **STRIDES, **planes(8 if masked else 4)}
+    absent = [] if masked else ["mask", "first_slot"]
     constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": 128, **dict.fromkeys(absent)}
     return job("kv_cache.triton", "_quantize_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False})
 
 
 def shift() -> dict[str, Any]:
-    types = {"keys": "*bf16", "values": "*bf16", "mask": "*i1", "capacity": "i32"} | dict.fromkeys(STRIDES, "i32")
+    types = {"keys": "*bf16", "values": "*bf16", "mask": "*i1", "capacity": "i32", **STRIDES}
     constants = {"KV_HEADS": 8, "GROUP": 128, "BLOCK": 64, "HEAD_DIM": 128, "PADDED": 128}
     return job("kv_cache.triton", "_shift_kernel", types, constants, {"num_warps": 4})
 
@@ -77,7 +79,9 @@ def swiglu() -> dict[str, Any]:
 
 
 def rope(head_dim: int, normed: bool) -> dict[str, Any]:
-    types = dict.fromkeys(("qkv", "weight", "queries", "keys", "values"), "*bf16") | dict.fromkeys(STRIDES, "i64")
+    types = dict.fromkeys(("qkv", "weight", "queries", "keys", "values"), "*bf16") | {
+        key: ["i64"] * 3 for key in STRIDES
+    }
     types |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64", "eps": "fp32", "tokens": "i32", "capacity": "i32"}
     constants = {"Q_HEADS": 14, "KV_HEADS": 2, "HEAD_DIM": head_dim, "HEADS": 8, "HALF_PADDED": 64, "PDL": True}
     constants |= {} if normed else {"weight": None}
@@ -91,9 +95,8 @@ def tables() -> dict[str, Any]:
 
 
 def dequantization(bits: int) -> dict[str, Any]:
-    types = {"keys": "*bf16", "values": "*bf16"} | CODES | PAIRS
-    absent = [] if bits == 8 else ["key_lower", "value_lower"]
-    constants = {"GROUP": 128, "HEAD_DIM": 128, "BITS": bits, **dict.fromkeys(absent)}
+    types = {"keys": "*bf16", "values": "*bf16", **planes(bits)}
+    constants = {"GROUP": 128, "HEAD_DIM": 128, "BITS": bits}
     return job("kv_cache.triton", "_dequantize_kernel", types, constants, {"num_warps": 8})
 
 
@@ -177,10 +180,9 @@ def test_every_kernel_compiles_for_hopper(compiled_for_hopper: Callable[[dict[st
 
 # Triton's kernels of selections, sparse attention and scores compile for Hopper without a GPU, within its limits.
 
-Q_STRIDES = ["q_batch_stride", "q_query_stride", "q_head_stride"]
 SIZES = ["capacity", "group_capacity", "splits", "index_capacity", "sets", "width", "max_k", "parts"]
 TYPES = {
-    **dict.fromkeys((*STRIDES, *Q_STRIDES, *SIZES), "i32"),
+    **dict.fromkeys((*SIZES, "q_batch_stride", "q_head_stride"), "i32"),
     **dict.fromkeys(("begin", "end", "groups", "index", "count", "pages", "lengths", "k"), "*i32"),
     **dict.fromkeys(("histograms", "counts", "group_index"), "*i32"),
     **dict.fromkeys(("partial", "lse", "scores", "out"), "*fp32"),
@@ -190,7 +192,6 @@ TYPES = {
     "scale": "fp32",
     "mask": "*i1",
 }
-LOWER = {"key_lower": "*u8", "value_lower": "*u8"}
 HEADS = {"KV_HEADS": 8, "RATIO": 4, "GROUP": 128, "HEAD_DIM": 128}
 
 
@@ -200,7 +201,7 @@ def sparse_job(module: str, kernel: str, warps: int, types: dict[str, str], **co
 
 def sparse(bits: int, queries: int, rows: int, value_rows: bool = False, page: int = 1) -> dict[str, Any]:
     constants = {**HEADS, "QUERIES": queries, "BITS": bits, "VALUE_ROWS": value_rows, "PAGE": page, "ROWS": rows}
-    types = TYPES | (LOWER if bits == 8 else {})
+    types = TYPES | {"q_strides": ["i32"] * 3, **STRIDES, **planes(bits)}
     return sparse_job("sparse_attention.triton", "_sparse_attention_kernel", 4, types, **constants, BLOCK=32)
 
 
@@ -232,15 +233,13 @@ def test_every_sparse_kernel_compiles_for_hopper(
 
 INDEXES = ["slot_of", "unit_of", "used", "step", "index", "count", "into"]
 OUT = [f"out_{name}" for name in ("slots", "units", "into", "count")]
-HOST_STRIDES = [f"{prefix}{axis}stride" for prefix in ("", "slot_") for axis in ("batch_", "head_")]
 SLOTS = dict.fromkeys((*INDEXES, *OUT), "*i32") | dict.fromkeys(("units", "slots", "width"), "i32")
-SLOTS |= dict.fromkeys(("wanted", "loaded"), "*i64")
-GATHER = dict.fromkeys(("units", "into", "count"), "*i32") | dict.fromkeys(("width", "rows", *HOST_STRIDES), "i32")
+SLOTS |= dict.fromkeys(("requested", "loaded"), "*i64")
+GATHER = dict.fromkeys(("units", "into", "count"), "*i32") | dict.fromkeys(("width", "rows"), "i32")
 GATHER |= dict.fromkeys(("keys", "values", "slot_keys", "slot_values"), "*bf16")
-GATHER |= dict.fromkeys(("token_stride", "slot_stride"), "i32")
-STORE_STRIDES = [f"{prefix}{axis}stride" for prefix in ("", "out_") for axis in ("batch_", "head_")]
-STORE = {"recent": "*bf16", "out": "*bf16", "first": "*i32", "mask": "*i1", "slot_stride": "i32", "out_stride": "i32"}
-STORE |= dict.fromkeys(STORE_STRIDES, "i32")
+GATHER |= {"strides": ["i32"] * 3, "slot_strides": ["i32"] * 3}
+STORE = {"recent": "*bf16", "out": "*bf16", "first": "*i32", "mask": "*i1"}
+STORE |= {"strides": ["i32"] * 3, "out_strides": ["i32"] * 3}
 COPY = {"source": "*i32", "out": "*i32", "count": "*i32", "source_entries": "i32", "out_entries": "i32"}
 
 

@@ -142,7 +142,7 @@ def test_two_bit_top_k_at_128k() -> None:
 SIZES = {"KV_HEADS": 3, "GROUP": 32, "HEAD_DIM": 64, "BITS": 8, "PAGE": 1, "group_capacity": 6, "capacity": 40,
          "splits": 7, "GAMMA": 4}  # fmt: skip
 LOGITS = fp32(3, 5, 100), fp32(3, 100)
-ATTENTION = {**vars(CODES), **SIZES, "q": Q, "keys": KV[0], "values": KV[1], "index": int32(2, 3, 9)}
+ATTENTION = {**SIZES, "q": Q, "keys": KV[0], "values": KV[1], "index": int32(2, 3, 9)}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ ATTENTION = {**vars(CODES), **SIZES, "q": Q, "keys": KV[0], "values": KV[1], "in
         (attention_kernels, "_merge_kernel", "_merge_metadata", {**SIZES, "out": Q},
          ("merge", 32, ops.merge(2, 5, 12, 64, 7, 2))),
         (kv_cache_kernels, "_quantize_kernel", "_quantize_metadata",
-         {**vars(CODES), **SIZES, "keys": bf16(2, 3, 64, 64)},
+         {**SIZES, "key_planes": CODES.key_planes, "keys": bf16(2, 3, 64, 64)},
          ("quantize", 16, quantize_cost(*[bf16(2, 3, 64, 64)] * 2, CODES))),
         (kv_cache_kernels, "_dequantize_kernel", "_dequantize_metadata", {**SIZES, "keys": bf16(2, 3, 192, 64)},
          ("dequantize", 32, dequantize_cost(CODES, True, 2))),
