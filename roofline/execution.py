@@ -115,8 +115,8 @@ def many_channels(kind: str, width: float, depth: float) -> bool:
 def library_rows(rows: Term) -> Term:
     """What `rows` rows of a dense product of many channels count as in rates: where the library takes them, as many as
     it takes of every dense product."""
-    own = indicator(rows, CUDA_LARGE_GEMM_ROWS)
-    return own * rows + (1 - own) * maximum(rows, CUDA_SKINNY_GEMM_ROWS + 1)
+    few = indicator(rows, CUDA_LARGE_GEMM_ROWS)
+    return few * rows + (1 - few) * maximum(rows, CUDA_SKINNY_GEMM_ROWS + 1)
 
 
 def rate_rows(kind: str, rows: int, width: float, depth: float) -> int:
@@ -175,5 +175,5 @@ def mean_splits(batch: Term, kv_heads: Term, tokens: Term, num_sms: Term) -> Ter
 
 def choose_splits(batch: Term, kv_heads: Term, tokens: Term, num_sms: Term) -> Term:
     """How many ways split-KV attention cuts each sequence: two programs per SM, each of at least SPLIT_TOKENS."""
-    wanted = -(-2 * num_sms // (batch * kv_heads))
-    return maximum(1, minimum(wanted, -(-tokens // SPLIT_TOKENS)))
+    filling = -(-2 * num_sms // (batch * kv_heads))
+    return maximum(1, minimum(filling, -(-tokens // SPLIT_TOKENS)))

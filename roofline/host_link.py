@@ -14,10 +14,10 @@ from ridgeplan.roofline.memory import HostLayers
 from ridgeplan.roofline.ops import allocate_slots
 from ridgeplan.roofline.strategy import Strategy
 
-# Loads and the kernels beside them wait for each other, on an H200. Of the time that a layer's loads take alone,
-# kernels lose HELD_UP_BY_WALKS where page tables are walked for pieces of 512 bytes, and HELD_UP_BY_COPIES where pieces
-# of 4 KB are copied; loads lose HELD_UP_BY_LAYERS of the time that a layer's kernels take alone.
-HELD_UP_BY_WALKS, HELD_UP_BY_COPIES, HELD_UP_BY_LAYERS = 0.43, 0.25, 0.5
+# On an H200, loads and the kernels that run beside them slow each other down. Kernels lose a share of the time that a
+# layer's loads take alone: HELD_UP_BY_PAGE_WALKS where page tables are walked for pieces of 512 bytes,
+# HELD_UP_BY_TRANSFERS where pieces of 4 KB are copied. Loads lose HELD_UP_BY_LAYERS of the kernels' time alone.
+HELD_UP_BY_PAGE_WALKS, HELD_UP_BY_TRANSFERS, HELD_UP_BY_LAYERS = 0.43, 0.25, 0.5
 
 
 def stream_seconds(machine: Machine, strategy: Strategy, host: HostLayers, context: Term) -> Term:
@@ -36,7 +36,7 @@ def load_seconds(
 ) -> tuple[Term, Term]:
     """Seconds to load what one layer's slots miss of `chosen` tokens of `context`, in runs of `run_tokens` together.
 
-    -> of walks of page tables and of copying, of which the longer one counts.
+    Returns the seconds of page walks and of the transfer; the longer of the two counts.
 
     Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). A walk of page tables for
     each page of the host's memory that they lie in bounds the link, and takes as long as a piece of HOST_PIECE_BYTES
@@ -48,8 +48,8 @@ def load_seconds(
     run = minimum(run_tokens, chosen)
     pieces = missed_bytes / (2 * run * shape.head_dim * machine.element_bytes)
     walks = strategy.batch * pages_of(pieces, run * token_bytes, context * token_bytes)
-    walked_s = machine.link_seconds("host_gather", walks * HOST_PIECE_BYTES)
-    return walked_s, machine.link_seconds("host_copy", strategy.batch * missed_bytes)
+    page_walk_s = machine.link_seconds("host_gather", walks * HOST_PIECE_BYTES)
+    return page_walk_s, machine.link_seconds("host_copy", strategy.batch * missed_bytes)
 
 
 def pages_of(pieces: Term, piece_bytes: Term, held_bytes: Term) -> Term:
@@ -62,7 +62,7 @@ def pages_of(pieces: Term, piece_bytes: Term, held_bytes: Term) -> Term:
     return pages * (1 - (1 - 1 / pages) ** drawn)
 
 
-def residency_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, chosen: Term) -> Term:
+def slot_lookup_seconds(machine: Machine, shape: ModelShape, strategy: Strategy, chosen: Term) -> Term:
     """Seconds to find which of a layer's `chosen` tokens are in slots, and room for the others.
 
     The kernel has a program for each set, as sampling has for each row, whose rates it is given.
@@ -123,17 +123,17 @@ def _selected_seconds(
     """
     chosen, run_tokens = minimum(strategy.target.budget, context), strategy.target.host_run_tokens
     loads = load_seconds(machine, shape, strategy, host, context, chosen, run_tokens)
-    walked_s, copied_s = (strategy.kv_reads * one for one in loads)
-    load_s = maximum(walked_s, copied_s)
-    found_s = strategy.kv_reads * host.some * residency_seconds(machine, shape, strategy, chosen)
-    own_lookup_s = (1 - strategy.target.shared_across_layers) * found_s
-    common_lookup_s = strategy.target.shared_across_layers * found_s
+    page_walk_s, transfer_s = (strategy.kv_reads * seconds for seconds in loads)
+    load_s = maximum(page_walk_s, transfer_s)
+    lookup_s = strategy.kv_reads * host.some * slot_lookup_seconds(machine, shape, strategy, chosen)
+    layer_lookup_s = (1 - strategy.target.shared_across_layers) * lookup_s
+    shared_lookup_s = strategy.target.shared_across_layers * lookup_s
     layer_s = target_s / shape.layers
     before_s = maximum(shape.layers - host.layers - strategy.offload.prefetch, 0) * layer_s
-    loaded_s = before_s + host.layers * (load_s + own_lookup_s + HELD_UP_BY_LAYERS * layer_s)
-    held_up_s = target_s + host.layers * maximum(HELD_UP_BY_WALKS * walked_s, HELD_UP_BY_COPIES * copied_s)
-    ahead_s = choice_s + common_lookup_s + maximum(held_up_s, host.some * loaded_s)
-    return where(strategy.target.selected_before_pass, ahead_s, target_s + choice_s + host.layers * (load_s + found_s))
+    loaded_s = before_s + host.layers * (load_s + layer_lookup_s + HELD_UP_BY_LAYERS * layer_s)
+    held_up_s = target_s + host.layers * maximum(HELD_UP_BY_PAGE_WALKS * page_walk_s, HELD_UP_BY_TRANSFERS * transfer_s)
+    ahead_s = choice_s + shared_lookup_s + maximum(held_up_s, host.some * loaded_s)
+    return where(strategy.target.selected_before_pass, ahead_s, target_s + choice_s + host.layers * (load_s + lookup_s))
 
 
 def prompt_to_host_seconds(machine: Machine, strategy: Strategy, host: HostLayers) -> Term:

@@ -76,8 +76,8 @@ class RateTerms:
     def of(cls, rates: Rates) -> RateTerms:
         """A profile's rates."""
         steps = [StepTerms(**vars(step)) for step in rates.steps]
-        own = {item.name: getattr(rates, item.name) for item in fields(cls)}
-        return cls(**own | {"steps": (*steps, *[NO_STEP] * (MAX_ROW_STEPS - len(steps)))})
+        terms = {item.name: getattr(rates, item.name) for item in fields(cls)}
+        return cls(**terms | {"steps": (*steps, *[NO_STEP] * (MAX_ROW_STEPS - len(steps)))})
 
     def at_rows(self, rows: Term) -> RateTerms:
         """The rates of calls with `rows` rows: every step below them is added."""
@@ -186,8 +186,8 @@ class Machine(Device):
 
     def rates_for(self, op: Op, pass_rates: Mapping[str, RateTerms]) -> RateTerms:
         """The pass's own rates for the operation's kind if it has any, else the machine's."""
-        own = pass_rates.get(op.kind)
-        return self.rates[op.kind] if own is None else pass_rates.get(op.rate_kind, own)
+        rates = pass_rates.get(op.kind)
+        return self.rates[op.kind] if rates is None else pass_rates.get(op.rate_kind, rates)
 
     def gemm_rates(self, rows: Term, dense: Term, decode: RateTerms) -> RateTerms:
         """Rates of a matrix product of `rows` rows: those of its class in a decode pass, as far as they were measured.
@@ -221,22 +221,22 @@ class Machine(Device):
 
 def select_rates(condition: Term, yes: RateTerms, no: RateTerms) -> RateTerms:
     """`yes` where the 0-or-1 term `condition` is 1, else `no`; both without steps."""
-    return _combined(lambda one, other: where(condition, one, other), yes, no)
+    return _combined(lambda first, second: where(condition, first, second), yes, no)
 
 
-def slower_rates(one: RateTerms, other: RateTerms) -> RateTerms:
+def slower_rates(first: RateTerms, second: RateTerms) -> RateTerms:
     """The slower of two rates in each of their parts, without steps: no call is faster than at either."""
-    slow = _combined(maximum, one, other)
+    slow = _combined(maximum, first, second)
     return replace(
         slow,
-        bandwidth_utilization=minimum(one.bandwidth_utilization, other.bandwidth_utilization),
-        compute_utilization=minimum(one.compute_utilization, other.compute_utilization),
+        bandwidth_utilization=minimum(first.bandwidth_utilization, second.bandwidth_utilization),
+        compute_utilization=minimum(first.compute_utilization, second.compute_utilization),
     )
 
 
-def _combined(choose: Callable[[Term, Term], Term], one: RateTerms, other: RateTerms) -> RateTerms:
+def _combined(choose: Callable[[Term, Term], Term], first: RateTerms, second: RateTerms) -> RateTerms:
     names = [item.name for item in fields(RateTerms) if item.name != "steps"]
-    return RateTerms(**{name: choose(getattr(one, name), getattr(other, name)) for name in names})
+    return RateTerms(**{name: choose(getattr(first, name), getattr(second, name)) for name in names})
 
 
 # Every class of kernels that a pass or a round launches.

@@ -130,8 +130,8 @@ def windowed_tokens(shape: ModelShape, tokens: Term) -> Term:
 
 
 def _stored_tokens(shape: ModelShape, tokens: Term) -> Term:
-    whole = shape.architecture in WHOLE_WINDOW_ARCHITECTURES
-    return shape.layers * tokens if whole else windowed_tokens(shape, tokens)
+    stores_all = shape.architecture in WHOLE_WINDOW_ARCHITECTURES
+    return shape.layers * tokens if stores_all else windowed_tokens(shape, tokens)
 
 
 def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, group: Term) -> Term:
@@ -247,8 +247,8 @@ def _offloaded(
     excess_bytes = maximum(parts.peak - limit_bytes, 0)
     freed_bytes = maximum(kv_bytes + plane_bytes, 0)
     some = strategy.offload.active * minimum(excess_bytes, 1) * minimum(freed_bytes, 1)
-    wanted = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
-    layers = some * minimum(where(strategy.offload.all_at_once, shape.layers, wanted), shape.layers)
+    needed = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
+    layers = some * minimum(where(strategy.offload.all_at_once, shape.layers, needed), shape.layers)
     buffers = parts.buffers + some * staged_bytes - layers * plane_bytes
     return replace(parts, kv=parts.kv - layers * kv_bytes, buffers=buffers), layers
 

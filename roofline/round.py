@@ -198,8 +198,10 @@ def _draft_loads_seconds(
 ) -> Term:
     """Loads of what one draft chooses of the layers on the host."""
     chosen = minimum(_draft_tokens(strategy, tokens), strategy.offload.budget)
-    walked_s, copied_s = load_seconds(machine, shape, strategy, host, tokens, chosen, strategy.draft.host_run_tokens)
-    return strategy.draft.loads * host.layers * maximum(walked_s, copied_s)
+    page_walk_s, transfer_s = load_seconds(
+        machine, shape, strategy, host, tokens, chosen, strategy.draft.host_run_tokens
+    )
+    return strategy.draft.loads * host.layers * maximum(page_walk_s, transfer_s)
 
 
 def cached_tokens(strategy: Strategy, context: Term) -> Term:
@@ -241,7 +243,7 @@ def draft_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: 
 
 
 def _pass_rates(
-    shape: ModelShape, machine: Machine, own: PassRates, batch: Term, queries: Term, dense: tuple[Term, Term]
+    shape: ModelShape, machine: Machine, formats: PassRates, batch: Term, queries: Term, dense: tuple[Term, Term]
 ) -> dict[str, RateTerms]:
     """`dense`: whether the layers' products and the head have 16-bit weights."""
     rows = batch * queries
@@ -249,37 +251,37 @@ def _pass_rates(
     query_rows = queries * shape.q_heads / shape.cached_rows
     by_row = {kind: machine.rates[kind].at_rows(rows) for kind in ("elementwise", "rope", "gap")}
     return by_row | {
-        "linear": machine.gemm_rates(rows, dense[0], own.linear),
-        MANY_CHANNELS: machine.gemm_rates(beyond, dense[0], own.linear),
+        "linear": machine.gemm_rates(rows, dense[0], formats.linear),
+        MANY_CHANNELS: machine.gemm_rates(beyond, dense[0], formats.linear),
         "grouped_linear": machine.rates["grouped_linear"].at_rows(rows),
-        "head": machine.gemm_rates(rows, dense[1], own.head),
-        "attention": own.attention.at_rows(query_rows),
+        "head": machine.gemm_rates(rows, dense[1], formats.head),
+        "attention": formats.attention.at_rows(query_rows),
         "attention_mla": machine.rates["attention_mla"].at_rows(query_rows),
     }
 
 
 def prefill_rates(
-    shape: ModelShape, machine: Machine, strategy: Strategy, own: RateTerms | None = None
+    shape: ModelShape, machine: Machine, strategy: Strategy, target_linear: RateTerms | None = None
 ) -> dict[str, RateTerms]:
     """Rates of operations over many rows; the head has one row.
 
-    own: of the target's products in decode passes, by which a CPU multiplies by codes in prompts, too, instead of by
-    dense copies of them. Without it, all weights are dense.
+    target_linear: rates of the target's products in decode passes. A CPU multiplies by codes in prompts as well, at
+    these rates; a GPU multiplies by dense copies. Without it, all weights are dense.
     """
     linear = machine.rates["prefill_linear"]
-    if own is not None:
+    if target_linear is not None:
         dense = maximum(machine.asynchronous, strategy.target.dense)
-        linear = select_rates(dense, linear, slower_rates(linear, own.at_rows(PREFILL_CHUNK_TOKENS)))
+        linear = select_rates(dense, linear, slower_rates(linear, target_linear.at_rows(PREFILL_CHUNK_TOKENS)))
     rates = dict.fromkeys(("linear", "grouped_linear"), linear)
     rates["prefill_attention"] = _prompt_attention(machine.rates[prefill_attention_kind(shape.head_dim)], strategy)
     return rates | {kind: machine.rates[kind].at_rows(PREFILL_CHUNK_TOKENS) for kind in ("elementwise", "rope")}
 
 
-def _prompt_attention(whole: RateTerms, strategy: Strategy) -> RateTerms:
-    """Rates of a prompt's attention, `whole` without chunks; all chunks but the first attend to held tokens, too."""
+def _prompt_attention(rates: RateTerms, strategy: Strategy) -> RateTerms:
+    """Rates of a prompt's attention in chunks: all but the first also attend to earlier tokens, which is slower."""
     count = strategy.prompt_chunks.count
     slower = 1 + (1 / HELD_ATTENTION_SHARE - 1) * (count - 1) / count
-    return replace(whole, compute_utilization=whole.compute_utilization / slower)
+    return replace(rates, compute_utilization=rates.compute_utilization / slower)
 
 
 def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:

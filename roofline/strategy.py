@@ -142,9 +142,9 @@ class Strategy:
         for name, term in terms.items():
             if name not in TERM_NAMES:
                 raise ValueError(f"{name!r} is not a term of a strategy; allowed: {', '.join(sorted(TERM_NAMES))}")
-            part, own_name = TERM_NAMES[name]
-            changes[part][own_name] = term
-        parts = {part: replace(getattr(self, part), **own) for part, own in changes.items() if part}
+            part, field_name = TERM_NAMES[name]
+            changes[part][field_name] = term
+        parts = {part: replace(getattr(self, part), **own_terms) for part, own_terms in changes.items() if part}
         return replace(self, **changes[""], **parts)
 
     @property

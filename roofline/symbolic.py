@@ -111,12 +111,12 @@ def decode_formulas(shape: ModelShape) -> list[Formula]:
 def _letters(shape: ModelShape) -> SymbolicShape:
     """The shape with letters for the sizes that every decoder has."""
     letters = {name: symbol(name) for name in LETTERS}
-    return SymbolicShape(**{one.name: getattr(shape, one.name) for one in fields(ModelShape)} | letters)
+    return SymbolicShape(**{item.name: getattr(shape, item.name) for item in fields(ModelShape)} | letters)
 
 
 def _formula(op: Op) -> Formula:
     cost = (op.launches, op.cost.flops, op.cost.read_bytes, op.cost.write_bytes)
-    return Formula(op.name, op.kind, *(sympy.factor_terms(sympy.sympify(one)) for one in cost))
+    return Formula(op.name, op.kind, *(sympy.factor_terms(sympy.sympify(term)) for term in cost))
 
 
 FIGURES: dict[str, Callable[[Estimate], Term]] = {

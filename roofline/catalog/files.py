@@ -43,13 +43,13 @@ def fields_of_schema(document: object, schema: int, advice: str, error: type[Val
     """The fields of an object except "schema". Raises `error` for another schema, with advice for an older one."""
     if not isinstance(document, dict):
         raise error(f"it is {brief(document)}; allowed: an object with named fields")
-    found = document.get("schema")
-    if type(found) is not int or found < 1:
-        raise error(f"schema is {brief(found)}; allowed: {schema}")
-    if found > schema:
-        raise error(f"schema {brief(found)} is newer than this version reads; allowed: up to {schema}")
-    if found < schema:
-        raise error(f"schema {found} is of an older version; {advice}")
+    version = document.get("schema")
+    if type(version) is not int or version < 1:
+        raise error(f"schema is {brief(version)}; allowed: {schema}")
+    if version > schema:
+        raise error(f"schema {brief(version)} is newer than this version reads; allowed: up to {schema}")
+    if version < schema:
+        raise error(f"schema {version} is of an older version; {advice}")
     return {name: value for name, value in document.items() if name != "schema"}
 
 
@@ -69,12 +69,12 @@ def _json_value(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in members:
             raise ValueError(f"the key {brief(key)} stands twice in one object")
-        found[key] = value
-    return found
+        members[key] = value
+    return members
 
 
 def _integer(digits: str) -> int:
@@ -111,8 +111,8 @@ class Catalog(Generic[Entry]):
 
     def suggestion(self, reference: str) -> str:
         """' Did you mean a, b?' with up to three entries whose names are similar, else ''."""
-        wanted = self.normalize(reference)[:200]  # matching takes time quadratic in the length
-        near = get_close_matches(wanted, list(self.by_name), n=8, cutoff=0.6)
+        normalized = self.normalize(reference)[:200]  # matching takes time quadratic in the length
+        near = get_close_matches(normalized, list(self.by_name), n=8, cutoff=0.6)
         names = list(dict.fromkeys(self.by_name[match].name for match in near))[:3]
         return f" Did you mean {', '.join(names)}?" if names else ""
 
@@ -166,8 +166,8 @@ def home_folder() -> Path:
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/ridgeplan, by default ~/.cache/ridgeplan. Raises NoHomeFolder."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    return (Path(given) if given else home_folder() / ".cache") / "ridgeplan"
+    folder = os.environ.get("XDG_CACHE_HOME")
+    return (Path(folder) if folder else home_folder() / ".cache") / "ridgeplan"
 
 
 def quantized_folder() -> Path:
@@ -177,8 +177,8 @@ def quantized_folder() -> Path:
 
 def hub_folder() -> Path:
     """Where huggingface_hub caches models: $HF_HUB_CACHE, $HF_HOME/hub, or ~/.cache/huggingface/hub."""
-    if given := os.environ.get("HF_HUB_CACHE"):
-        return Path(given)
+    if folder := os.environ.get("HF_HUB_CACHE"):
+        return Path(folder)
     home = os.environ.get("HF_HOME")
     return (Path(home) if home else home_folder() / ".cache" / "huggingface") / "hub"
 

@@ -123,12 +123,12 @@ class _Cursor:
     def whole(self, code: str = "Q") -> int:
         return int(self.scalar(code))
 
-    def count(self, item_bytes: int, most: int = MAX_HEADER_BYTES) -> int:
+    def count(self, item_bytes: int, limit_items: int = MAX_HEADER_BYTES) -> int:
         """A count of items of at least `item_bytes` each. Raises ValueError if the file cannot hold that many."""
-        found, fitting = self.whole(), self.left // item_bytes
-        if found > min(fitting, most):
-            raise ValueError(f"it announces {found} items in its header; allowed here: up to {min(fitting, most)}")
-        return found
+        number, limit = self.whole(), min(self.left // item_bytes, limit_items)
+        if number > limit:
+            raise ValueError(f"it announces {number} items in its header; allowed here: up to {limit}")
+        return number
 
     def string(self) -> str:
         length = self.whole()
@@ -238,10 +238,10 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
         raise ValueError(f"architecture {brief(architecture)} is not supported; supported: {supported}")
 
     def value(key: str, default: object = None) -> Any:
-        found = header.metadata.get(f"{architecture}.{key}", default)
-        if found is None:
+        entry = header.metadata.get(f"{architecture}.{key}", default)
+        if entry is None:
             raise ValueError(f"{architecture}.{key} is missing")
-        return found
+        return entry
 
     if value("expert_count", 0):
         raise ValueError("mixtures of experts are read from their config.json only")

@@ -97,12 +97,12 @@ def load_hardware(reference: str) -> Hardware:
     """
     if reference.lower().endswith(".toml"):
         return _from_file(Path(reference))
-    found = _catalog().find(reference)
-    if found is None:
+    hardware = _catalog().find(reference)
+    if hardware is None:
         names = ", ".join(item.name for item in list_hardware())
         hint = _catalog().suggestion(reference)
         raise UnknownHardware(f"unknown GPU {brief(reference)}.{hint} Known: {names}, or a path to a TOML file")
-    return found
+    return hardware
 
 
 def list_hardware() -> tuple[Hardware, ...]:
@@ -123,12 +123,12 @@ def detect_hardware() -> str | None:
 def match_driver_name(listing: str) -> str | None:
     """The catalog name of the first line of `name, memory in MiB` as nvidia-smi prints it, or None."""
     name, _, memory = listing.strip().partition("\n")[0].rpartition(",")
-    found = _catalog().find(name) if name else None
-    if found is None or not memory.strip().isdigit():
+    hardware = _catalog().find(name) if name else None
+    if hardware is None or not memory.strip().isdigit():
         return None
     # Some names cover several capacities (H20 with 96 or 141 GB): a different size is a different device.
-    off = abs(int(memory) * 2**20 / found.memory_bytes - 1)
-    return found.name if off < 0.1 else None
+    deviation = abs(int(memory) * 2**20 / hardware.memory_bytes - 1)
+    return hardware.name if deviation < 0.1 else None
 
 
 def _version(capability: str) -> tuple[int, ...]:
@@ -156,10 +156,10 @@ def _from_file(path: Path) -> Hardware:
         if len(tables) != 1:
             raise ValueError(f"one [table] is allowed, it has {len(tables)}")
         [(name, table)] = tables.items()
-        given = table.get("sources", {})
-        if isinstance(given, dict):  # the field's check reports anything else
-            given = {**dict.fromkeys(FIGURES, f"given in {path.name}"), **given}
-        return _from_table(name, {**table, "sources": given})
+        sources = table.get("sources", {})
+        if isinstance(sources, dict):  # the field's check reports anything else
+            sources = {**dict.fromkeys(FIGURES, f"given in {path.name}"), **sources}
+        return _from_table(name, {**table, "sources": sources})
     except OSError as error:
         raise BadHardwareFile(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:

@@ -16,11 +16,11 @@ FULL_BITS = 16.0
 DECODED_BITS = {"gptq": (2, 4, 8), "awq": (4,), "compressed-tensors": (2, 4, 8)}  # of formats with several sizes
 PACKED_FORMATS = (*DECODED_BITS, "fp8")  # of safetensors
 CONVERTED_FORMATS = ("bf16", "float32", "gguf", *PACKED_FORMATS)
-MOST_BITS = 16
+MAX_BITS = 16
 OTHER_BITS = tuple(
     f"{method} of {bits} bits"
     for method, decoded in DECODED_BITS.items()
-    for bits in range(2, MOST_BITS + 1)
+    for bits in range(2, MAX_BITS + 1)
     if bits not in decoded
 )
 OTHER_LAYOUTS = tuple(f"{method} in another layout" for method in DECODED_BITS)

@@ -36,9 +36,8 @@ def load_shape(reference: str) -> ModelShape:
         shape = _from_path(Path(reference))
         if shape:
             return shape
-    found = _catalog().find(reference)
-    if found:
-        return found
+    if shape := _catalog().find(reference):
+        return shape
     if _HUB_ID.fullmatch(reference):
         return shape_from_config_file(_hub_config(reference), name=reference)
     hint = _catalog().suggestion(reference)

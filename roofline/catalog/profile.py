@@ -182,8 +182,8 @@ class Profile(Checked):
             if name not in RELATIVES:
                 raise ProfileError(f"profile of {self.device} has no rates for {kind!r} or a related class")
             name = RELATIVES[name]
-        found = self.classes[name]
-        return found if name == kind else replace(found, spread=transferred_spread(found.spread), source="prior")
+        rates = self.classes[name]
+        return rates if name == kind else replace(rates, spread=transferred_spread(rates.spread), source="prior")
 
     def to_json(self) -> str:
         """JSON text that `Profile.from_json` reads back to an equal profile."""
@@ -245,21 +245,21 @@ class _Limits:
     issue: float  # of instructions: SMs x clock
     clock: float  # of instructions of one SM
 
-    def inverse_utilization(self, found: float) -> float:
-        """The inverse utilization there of one whose inverse here is `found`."""
-        bound_by_memory = found * self.streaming <= 1 / BOUND_SHARE
-        reached = min(max(1 / self.streaming, found * self.bandwidth / self.issue), 1 / MIN_UTILIZATION)
-        return min(found, reached) if bound_by_memory else reached
+    def inverse_utilization(self, inverse: float) -> float:
+        """The inverse utilization there of one whose inverse here is `inverse`."""
+        bound_by_memory = inverse * self.streaming <= 1 / BOUND_SHARE
+        reached = min(max(1 / self.streaming, inverse * self.bandwidth / self.issue), 1 / MIN_UTILIZATION)
+        return min(inverse, reached) if bound_by_memory else reached
 
-    def parts(self, found: Rates | RowStep) -> dict[str, Any]:
+    def parts(self, rates: Rates | RowStep) -> dict[str, Any]:
         """The times there of what instructions bind: per tile of one SM, and per output of all SMs."""
-        times = {"tile_s": found.tile_s / self.clock, "width_s": found.width_s / self.issue}
+        times = {"tile_s": rates.tile_s / self.clock, "width_s": rates.width_s / self.issue}
         return {name: min(seconds, MAX_PART_S) for name, seconds in times.items()}
 
-    def compute_utilization(self, found: float) -> float:
-        """The share there of a share here. None gets smaller: kernels are written anew for higher peaks."""
-        bound_by_peak = found >= BOUND_SHARE * self.peak
-        return found if bound_by_peak else max(found, min(self.peak, found * self.issue / self.compute))
+    def compute_utilization(self, share: float) -> float:
+        """What `share` of the peak here becomes there. It never shrinks: higher peaks get new kernels."""
+        bound_by_peak = share >= BOUND_SHARE * self.peak
+        return share if bound_by_peak else max(share, min(self.peak, share * self.issue / self.compute))
 
 
 def transferred(profile: Profile, hardware: Hardware) -> Profile:
@@ -309,11 +309,11 @@ def _issue_ratio(source: Hardware, target: Hardware) -> float:
 
 def _streaming(name: str, kernels: Mapping[str, Rates]) -> float:
     """The most of the bandwidth that a class can reach: what it, or one of its relatives, does."""
-    found = [kernels[name].bandwidth_utilization]
+    utilizations = [kernels[name].bandwidth_utilization]
     while name in RELATIVES:
         name = RELATIVES[name]
-        found += [kernels[name].bandwidth_utilization] if name in kernels else []
-    return min(1.0, max(found))
+        utilizations += [kernels[name].bandwidth_utilization] if name in kernels else []
+    return min(1.0, max(utilizations))
 
 
 def _transferred(rates: Rates, limits: _Limits) -> Rates:
@@ -380,6 +380,6 @@ def profile_for(hardware: Hardware, calibrated: tuple[Profile, ...]) -> Profile:
     return transferred(nearest, hardware)
 
 
-def _distance(one: Hardware, other: Hardware) -> float:
-    ridge = abs(math.log2(one.ridge_point / other.ridge_point))
-    return ridge + abs(math.log2(one.bandwidth_bytes_per_s / other.bandwidth_bytes_per_s))
+def _distance(first: Hardware, second: Hardware) -> float:
+    ridge = abs(math.log2(first.ridge_point / second.ridge_point))
+    return ridge + abs(math.log2(first.bandwidth_bytes_per_s / second.bandwidth_bytes_per_s))

@@ -238,10 +238,10 @@ def build(kind: type[Made], values: object, owner: str = "") -> Made:
     """
     checked: Any = kind
     try:
-        made: Made = _validator(checked).validate_python(values)
+        instance: Made = _validator(checked).validate_python(values)
     except ValidationError as invalid:
         raise kind.error(owner + listed(invalid, _arguments_schema(kind))) from None
-    return made
+    return instance
 
 
 def _real(low: float, high: float) -> CoreSchema:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ridgeplan.roofline.catalog.model_shape import FULL_BITS, MOST_BITS, ModelShape, WeightBits, format_of, mean_bits
+from ridgeplan.roofline.catalog.model_shape import FULL_BITS, MAX_BITS, ModelShape, WeightBits, format_of, mean_bits
 from ridgeplan.roofline.catalog.validation import brief
 
 Config = Mapping[str, Any]
@@ -154,9 +154,9 @@ def _per_group(config: Config, key: str, default: int | None = None) -> float:
 
 def _refuse(config: Config, *keys: str) -> None:
     """Raises ValueError for settings that change what is stored and that are not modelled."""
-    given = next((key for key in keys if config.get(key)), None)
-    if given:
-        raise ValueError(f"{given} {brief(config[given])} is not supported; allowed: none")
+    key = next((key for key in keys if config.get(key)), None)
+    if key:
+        raise ValueError(f"{key} {brief(config[key])} is not supported; allowed: none")
 
 
 def _gptq(config: Config) -> Scheme:
@@ -218,10 +218,12 @@ def _compressed_tensors(config: Config) -> Scheme:
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config_groups must be an object with a group, not {brief(groups)}")
     usual = config.get("format") in USUAL_LAYOUTS
-    found = {(_group_bits(one), _group_format(one, usual)) for one in map(_group_weights, groups.values())}
-    if len(found) > 1:
-        raise ValueError(f"config_groups hold weights of {len(found)} sizes; supported: one")
-    ((bits, layout),) = found
+    formats = {
+        (_group_bits(weights), _group_format(weights, usual)) for weights in map(_group_weights, groups.values())
+    }
+    if len(formats) > 1:
+        raise ValueError(f"config_groups hold weights of {len(formats)} sizes; supported: one")
+    ((bits, layout),) = formats
     return Scheme(bits, _names(config, "ignore"), head=True, format=layout)
 
 
@@ -234,14 +236,14 @@ def _group_weights(group: object) -> Config:
 
 def _group_format(weights: Config, usual: bool) -> str:
     """The name in `FORMATS` of a group of modules; `usual`: whether the layout is."""
-    bits = _whole(weights, "num_bits", 2, MOST_BITS)
+    bits = _whole(weights, "num_bits", 2, MAX_BITS)
     if weights.get("strategy") == "tensor_group":
         return "nvfp4"
     return format_of("compressed-tensors", bits, usual=usual and not (weights.get("type") == "float" and bits < 8))
 
 
 def _group_bits(weights: Config) -> float:
-    bits, strategy = _whole(weights, "num_bits", 2, MOST_BITS), weights.get("strategy")
+    bits, strategy = _whole(weights, "num_bits", 2, MAX_BITS), weights.get("strategy")
     zero_bits = 0 if weights.get("symmetric", True) else bits
     if strategy in ("channel", "tensor"):
         return bits

@@ -8,9 +8,9 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES
 from ridgeplan.roofline.host_link import (
-    HELD_UP_BY_COPIES,
     HELD_UP_BY_LAYERS,
-    HELD_UP_BY_WALKS,
+    HELD_UP_BY_PAGE_WALKS,
+    HELD_UP_BY_TRANSFERS,
     load_seconds,
     pages_of,
     pass_with_host_seconds,
@@ -130,7 +130,7 @@ def test_choices_made_in_a_layer_add_their_loads_and_those_known_ahead_hold_kern
     load_s, found_s = 0.1 * 2048 * TOKEN_BYTES / 1e10, 8 * 5 * 2048 * 4 / 1e12
     assert rounds["quest"] == pytest.approx(20 * (load_s + found_s))
     walked_s = 4096 * (1 - (1 - 1 / 4096) ** (0.1 * 2048 * 8)) * 512 / 1e10
-    held_up_s = 20 * max(HELD_UP_BY_WALKS * walked_s, HELD_UP_BY_COPIES * load_s)
+    held_up_s = 20 * max(HELD_UP_BY_PAGE_WALKS * walked_s, HELD_UP_BY_TRANSFERS * load_s)
     assert rounds["head"] == pytest.approx(held_up_s + found_s)
     assert rounds["by layer"] == pytest.approx(held_up_s)
 
