@@ -237,7 +237,7 @@ def _styled(figure: go.Figure, title: str, x: str) -> go.Figure:
     )
 
 
-Rows = Sequence[Mapping[str, Any]]  # of `validate.studies.retrieval.Row`
+Rows = Sequence[Mapping[str, Any]]  # of `validate.studies.retrieval.RetrievalRow`
 FIGURES = {
     "hit": "Share of the model's own top tokens that are read (Fig 5)",
     "distant": "The same of tokens that are neither first nor recent",

@@ -32,12 +32,14 @@ def table_of(paper: str, name: str) -> published.PublishedTable:
     return found
 
 
-def own_row(method: str, **fields: Any) -> published.Row:
+def own_row(method: str, **fields: Any) -> published.PublishedRow:
     """A row of no table, for what a paper's figure shows and its tables do not."""
-    return published.Row(case="no table", method=method, cells={"tokens_per_s": published.NOT_PRINTED}, **fields)
+    return published.PublishedRow(
+        case="no table", method=method, cells={"tokens_per_s": published.NOT_PRINTED}, **fields
+    )
 
 
-def _row(row: published.Row, metric: str, changes: dict[str, Any]) -> Row:
+def _row(row: published.PublishedRow, metric: str, changes: dict[str, Any]) -> Row:
     own = {name: value for name, value in changes.items() if getattr(row, name)}
     asked = replace(row, **own)
     printed = row.cells[metric] if asked == row else published.NOT_PRINTED
@@ -52,7 +54,7 @@ def _row(row: published.Row, metric: str, changes: dict[str, Any]) -> Row:
     }
 
 
-def _predicted(row: published.Row, metric: str, printed: float | str) -> float | str | None:
+def _predicted(row: published.PublishedRow, metric: str, printed: float | str) -> float | str | None:
     """The prediction; a size that the paper ran is predicted even if by our count it needs too much memory."""
     if row.unpredictable:
         return None

@@ -90,9 +90,10 @@ class Weights:
             copies = weight.repeat(bench.variants(weight.nbytes), 1, 1)
             products = [partial(linear_dense, weight=each) for each in copies]
             return cls(products, bench.element_bytes, weight.float, lambda: copies)
-        levels, pack = {"linear_int4": (16, Int4Weight.pack), "linear_int8": (256, Int8Weight.pack)}[kind]
+        levels = {"linear_int4": 16, "linear_int8": 256}[kind]
         codes = torch.randint(levels, (size.outputs, size.inputs), dtype=torch.int32, device=bench.device)
         scale, zero = STEP * 16 / levels * fresh(bench, 2, size.outputs, size.inputs // GROUP)
+        pack = Int4Weight.pack if levels == 16 else Int8Weight.pack
         packed: QuantizedWeight = pack(codes, scale, zero)
         variants, peers = bench.variants(packed.bytes), {}
         if kind == "linear_int4" and bench.device.type == "cuda":

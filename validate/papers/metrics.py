@@ -45,19 +45,9 @@ class Metric:
         return self.limit(case) if self.limit else self.of(case.at_full_rates())
 
 
-def step_ms(case: Case) -> float:
-    """Milliseconds of a step, or of a round by its tokens."""
-    return 1e3 * float(case.tpot_s)
-
-
 def tokens_per_s(case: Case) -> float:
     """Tokens per second of the batch while decoding."""
     return case.row.batch / float(case.tpot_s)
-
-
-def request_tokens_per_s(case: Case) -> float:
-    """New tokens per second of a batch of whole requests, prefill included."""
-    return case.row.batch * case.row.new_tokens / case.request_s
 
 
 def speedup(case: Case) -> float:
@@ -65,24 +55,9 @@ def speedup(case: Case) -> float:
     return float(case.plain.tpot_s / case.tpot_s)
 
 
-def request_speedup(case: Case) -> float:
-    """Throughput of whole requests over the baseline's."""
-    return request_tokens_per_s(case) / request_tokens_per_s(case.plain)
-
-
-def slowdown(case: Case) -> float:
-    """Time per token over that at the baseline's context."""
-    return float(case.tpot_s / case.plain.tpot_s)
-
-
-def ttft_s(case: Case) -> float:
-    """Seconds to the first token."""
-    return float(case.estimate.ttft_s)
-
-
-def peak_gib(case: Case) -> float:
-    """Peak memory of all GPUs."""
-    return peak_bytes(case) / GIB
+def request_tokens_per_s(case: Case) -> float:
+    """New tokens per second of a batch of whole requests, prefill included."""
+    return case.row.batch * case.row.new_tokens / case.request_s
 
 
 def attention_ms(case: Case) -> float:
@@ -93,21 +68,6 @@ def attention_ms(case: Case) -> float:
 def draft_attention_ms(case: Case) -> float:
     """One layer's attention in a draft step."""
     return 1e3 * _attention_s(case, "draft")
-
-
-def attention_speedup(case: Case) -> float:
-    """Plain decoding's attention over that of the target's pass."""
-    return attention_ms(case.plain) / attention_ms(case)
-
-
-def draft_attention_speedup(case: Case) -> float:
-    """Plain decoding's attention over that of a draft step."""
-    return attention_ms(case.plain) / draft_attention_ms(case)
-
-
-def draft_share(case: Case) -> float:
-    """A draft step over a plain step."""
-    return float(case.estimate.round.draft_s / case.plain.tpot_s)
 
 
 def unselected(case: Case) -> Case:
@@ -155,16 +115,6 @@ def best_gamma(case: Case) -> float:
     return float(gammas[np.argmin(tpot_s_of_gammas(case, gammas))])
 
 
-def kv_gib(case: Case) -> float:
-    """The KV cache at the row's context."""
-    return float(_kv_bytes(case)) / GIB
-
-
-def kv_read_ms(case: Case) -> float:
-    """Reading the whole KV cache once at the datasheet's bandwidth."""
-    return 1e3 * float(_kv_bytes(case) / case.machine.bandwidth_bytes_per_s)
-
-
 def max_requests(case: Case) -> float:
     """Requests whose KV fits beside the weights in the usable memory."""
     weights = memory.weight_memory(case.shape, case.strategy.target.weight_bytes, case.machine.element_bytes)
@@ -200,24 +150,38 @@ def _attention_s(case: Case, part: str) -> float:
 
 
 METRICS = {
-    "step_ms": Metric(step_ms, Bound.LEAST),
+    # Milliseconds of a step, or of a round by its tokens.
+    "step_ms": Metric(lambda case: 1e3 * float(case.tpot_s), Bound.LEAST),
     "tokens_per_s": Metric(tokens_per_s, Bound.MOST),
     "request_tokens_per_s": Metric(request_tokens_per_s, Bound.MOST),
     "speedup": Metric(speedup),
-    "request_speedup": Metric(request_speedup),
-    "slowdown": Metric(slowdown),
-    "ttft_s": Metric(ttft_s, Bound.LEAST),
-    "peak_gib": Metric(peak_gib, Bound.LEAST, lambda case: required_bytes(case) / GIB),
+    # Throughput of whole requests over the baseline's.
+    "request_speedup": Metric(lambda case: request_tokens_per_s(case) / request_tokens_per_s(case.plain)),
+    # Time per token over that at the baseline's context.
+    "slowdown": Metric(lambda case: float(case.tpot_s / case.plain.tpot_s)),
+    # Seconds to the first token.
+    "ttft_s": Metric(lambda case: float(case.estimate.ttft_s), Bound.LEAST),
+    # Peak memory of all GPUs.
+    "peak_gib": Metric(lambda case: peak_bytes(case) / GIB, Bound.LEAST, lambda case: required_bytes(case) / GIB),
     "attention_ms": Metric(attention_ms, Bound.LEAST, whole_model=False),
     "draft_attention_ms": Metric(draft_attention_ms, Bound.LEAST, whole_model=False),
-    "attention_speedup": Metric(attention_speedup, whole_model=False),
-    "draft_attention_speedup": Metric(draft_attention_speedup, whole_model=False),
-    "draft_share": Metric(draft_share),
+    # Plain decoding's attention over that of the target's pass.
+    "attention_speedup": Metric(lambda case: attention_ms(case.plain) / attention_ms(case), whole_model=False),
+    # Plain decoding's attention over that of a draft step.
+    "draft_attention_speedup": Metric(
+        lambda case: attention_ms(case.plain) / draft_attention_ms(case), whole_model=False
+    ),
+    # A draft step over a plain step.
+    "draft_share": Metric(lambda case: float(case.estimate.round.draft_s / case.plain.tpot_s)),
     "selection_overhead": Metric(selection_overhead),
     "logits_overhead": Metric(logits_overhead, whole_model=False),
     "best_gamma": Metric(best_gamma),
-    "kv_gib": Metric(kv_gib, whole_model=False),
-    "kv_read_ms": Metric(kv_read_ms, whole_model=False),
+    # The KV cache at the row's context.
+    "kv_gib": Metric(lambda case: float(_kv_bytes(case)) / GIB, whole_model=False),
+    # Reading the whole KV cache once at the datasheet's bandwidth.
+    "kv_read_ms": Metric(
+        lambda case: 1e3 * float(_kv_bytes(case) / case.machine.bandwidth_bytes_per_s), whole_model=False
+    ),
     "max_requests": Metric(max_requests, whole_model=False),
     "cliff_loss": Metric(cliff_loss, whole_model=False),
 }
