@@ -21,9 +21,8 @@ from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, QUANTIZATION_GROUPS
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.policies.base import missing_cost_model
 from ridgeplan.roofline.plan.presets import describe, preset_name
-from ridgeplan.roofline.plan.support import Backend, allows_chunks, exceeds_window
+from ridgeplan.roofline.plan.support import Backend, allows_chunks, exceeds_window, missing_cost_model
 
 
 class NothingFits(ValueError):

@@ -28,11 +28,10 @@ from ridgeplan.roofline.latency import (
 )
 from ridgeplan.roofline.ops import TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.passes import weight_bytes
-from ridgeplan.roofline.plan.draft_selection import DraftSelection
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat, Plan, require
-from ridgeplan.roofline.plan.policies import draft_selection, evicted_to, eviction_settings, target_selection
-from ridgeplan.roofline.plan.policies.base import SelectionCost, missing_cost_model
-from ridgeplan.roofline.plan.policies.evictions import kept_tokens
+from ridgeplan.roofline.plan.policies.evictions import kept_tokens, layer_budgets
+from ridgeplan.roofline.plan.policy import SelectionCost, TokenSelection
+from ridgeplan.roofline.plan.support import missing_cost_model
 from ridgeplan.roofline.speculation import RoundCosts
 from ridgeplan.roofline.strategy import (
     UNLIMITED_BYTES,
@@ -55,8 +54,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     require(problem is None, problem or "")
     workload, speculation, attention = plan.workload, plan.speculation, plan.attention
     layers, kv_heads = shape.layers, shape.kv_heads
-    draft_cost, target_policy = draft_selection(plan).cost(speculation.selection), target_selection(plan)
-    target_cost = target_policy.cost(attention.selection) if target_policy else SelectionCost()
+    draft_cost, target_cost = speculation.selection.cost(), attention.selection.cost()
     draft_scores = draft_cost.scores_at_once(layers) if speculation.selection.per_query else layers
     held_score_bytes = draft_cost.held_score_bytes(kv_heads) * draft_scores
     held_score_bytes += target_cost.held_score_bytes(kv_heads) * target_cost.scores_at_once(layers)
@@ -131,7 +129,7 @@ def _weight_terms(plan: Plan, shape: ModelShape, device: Device, bits: int, head
 
 
 def _selection_terms(
-    shape: ModelShape, cost: SelectionCost, selection: DraftSelection, active: bool
+    shape: ModelShape, cost: SelectionCost, selection: TokenSelection, active: bool
 ) -> dict[str, float]:
     """What a step moves and launches to select tokens. active: whether the pass attends to a selection."""
     layers, kv_heads = shape.layers, shape.kv_heads
@@ -171,7 +169,7 @@ def _offload(plan: Plan, shape: ModelShape, draft_cost: SelectionCost, target_co
 
 
 def _eviction(plan: Plan, shape: ModelShape) -> EvictionStrategy:
-    settings, budgets = eviction_settings(plan), evicted_to(plan, shape.layers)
+    settings, budgets = plan.eviction.method, layer_budgets(plan, shape.layers)
     kept = kept_tokens(plan.workload.context, budgets, plan.kv.step) if budgets else ()
     return EvictionStrategy(
         budget=sum(kept) / shape.layers if budgets else UNLIMITED_TOKENS,
@@ -212,13 +210,10 @@ def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]
 
     Drafts scan 2-bit keys within their attention.
     """
-    policy, selection = {
-        "draft": (draft_selection(plan), plan.speculation.selection),
-        "target": (target_selection(plan), plan.attention.selection),
-    }[part]
-    if policy is None or _chosen_class(plan, shape, part) is None:
+    if _chosen_class(plan, shape, part) is None:
         return
-    cost = policy.cost(selection)
+    selection = (plan.speculation if part == "draft" else plan.attention).selection
+    cost = selection.cost()
     if cost.score_rows:
         yield "top_k"
     if selection.needs_codes and part == "target":

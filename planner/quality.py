@@ -18,8 +18,7 @@ from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path, fields
 from ridgeplan.roofline.catalog.profile import user_quality_path
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, values_by_name, whole
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, Plan, PlanError
-from ridgeplan.roofline.plan.policies import eviction, target_selection
-from ridgeplan.roofline.plan.policies.base import FULL_RULER
+from ridgeplan.roofline.plan.policy import EVICTION_BUDGET, EVICTIONS, FULL_RULER
 
 QUALITY_SCHEMA = 1
 REMEASURE = "make it again with `ridgeplan quality`"
@@ -224,8 +223,21 @@ def losses(plan: Plan) -> list[str]:
         found.append(f"INT8 weights ({kind}): {WEIGHT_FIDELITY[kind]}, {FITTED}")
     if plan.weights.target_bits == 4:
         found.append("INT4 weights: perplexity 5.47 to 5.73 for Llama-2-7B, rounded to nearest (AWQ, Table 4)")
-    policies = (eviction(plan), target_selection(plan))
-    return found + [policy.loss(plan) for policy in policies if policy]
+    if plan.eviction.active:
+        found.append(_eviction_loss(plan))
+    if plan.attention.active:
+        found.append(f"{plan.attention.selection.name} reads {plan.attention.budget} tokens a step")
+    return found
+
+
+def _eviction_loss(plan: Plan) -> str:
+    context, eviction, ruler = plan.workload.context, plan.eviction, EVICTIONS[plan.eviction.policy].ruler
+    kept, how = f"{eviction.policy} keeps {eviction.tokens(context)} of {context} prompt tokens", ""
+    if chunk := eviction.chunk_at(context):
+        kept, how = f"{kept}, chosen after every {chunk}", " chosen at once"
+    if ruler is None:
+        return kept
+    return f"{kept}: RULER {ruler:g} of {FULL_RULER:g} with {EVICTION_BUDGET} tokens{how} (DapQ, Table 11)"
 
 
 def stated_losses(plan: Plan, rows: Sequence[QualityRow]) -> list[str]:
@@ -242,10 +254,10 @@ def published_loss(plan: Plan) -> float:
 
     It ranks plans that are otherwise equal; it is not the loss at the plan's own budget.
     """
-    policy = eviction(plan)
-    if policy is None:
+    if not plan.eviction.active:
         return 0.0
-    return 1.0 if policy.ruler is None else 1 - policy.ruler / FULL_RULER
+    ruler = EVICTIONS[plan.eviction.policy].ruler
+    return 1.0 if ruler is None else 1 - ruler / FULL_RULER
 
 
 def quality_of(plan: Plan) -> Quality:

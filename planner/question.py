@@ -19,8 +19,8 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.validation import flag, one_of, whole
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.draft_selection import PlanPart
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, KVFormat, Plan, Workload
+from ridgeplan.roofline.plan.policy import PlanPart
 from ridgeplan.roofline.plan.support import Backend, as_loaded, is_converted, missing_architecture, unsupported
 
 

@@ -23,8 +23,7 @@ from ridgeplan.planner.search import Candidate, search
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import next_gamma
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.policies.selections import autoregressive
-from ridgeplan.roofline.plan.presets import PRESETS
+from ridgeplan.roofline.plan.presets import PRESETS, autoregressive
 from ridgeplan.roofline.plan.support import ENGINE_FORMATS, is_converted, missing_architecture
 
 CONFIDENCE = 0.84  # that the faster plan is faster

@@ -17,7 +17,6 @@ from ridgeplan.planner.question import Objective, Question
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.memory import resident_memory
-from ridgeplan.roofline.plan.draft_selection import draft_selection
 from ridgeplan.roofline.plan.plan import (
     MAX_GAMMA,
     DraftCodes,
@@ -31,12 +30,10 @@ from ridgeplan.roofline.plan.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.roofline.plan.policies import selections
-from ridgeplan.roofline.plan.policies.base import KV_BUDGET, Role, missing_cost_model
-from ridgeplan.roofline.plan.policies.evictions import dapq
-from ridgeplan.roofline.plan.policies.selections import autoregressive
-from ridgeplan.roofline.plan.presets import PRESETS, describe, family_key
+from ridgeplan.roofline.plan.policy import KV_BUDGET, SELECTIONS
+from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, describe, family_key
 from ridgeplan.roofline.plan.presets import preset as preset_of
+from ridgeplan.roofline.plan.support import missing_cost_model
 
 RATIOS = (0.02, 0.04, 0.07, 0.1, 0.15, 0.25, 0.5)
 GAMMAS = tuple(range(1, MAX_GAMMA + 1))
@@ -98,7 +95,7 @@ WEIGHT_BITS = ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4))
 
 
 def _joint(workload: Workload, quality: Quality) -> Iterator[Plan]:
-    evicted = dapq(workload).eviction  # the policy that loses least, by published figures
+    evicted = PRESETS["dapq"](workload).eviction  # the policy that loses least, by published figures
     for eviction, (kv, codes), (target_bits, draft_bits) in product((Eviction(), evicted), DRAFT_READS, WEIGHT_BITS):
         target = Plan(workload, Weights(target_bits, target_bits), KVCache(kv), eviction=eviction)
         if not quality.allows(quality_of(target)):
@@ -126,8 +123,8 @@ def _offloaded(workload: Workload, quality: Quality) -> Iterator[Plan]:
 
 def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:
     """Drafts that read all tokens or, if none were evicted, what a policy selects."""
-    for policy in selections(Role.DRAFT):
-        speculation = Speculation(1, codes, draft_selection(policy.name))
+    for policy in SELECTIONS.values():
+        speculation = Speculation(1, codes, policy())
         missing_codes = speculation.selection.needs_codes and not plain.kv.format.quantized
         if missing_codes or not policy.searched or (speculation.sparse and plain.eviction.active):
             continue

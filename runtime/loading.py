@@ -14,8 +14,9 @@ from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.model_shape import ModelShape, sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.plan.draft_selection import DraftSelection, RetrievalHead
 from ridgeplan.roofline.plan.plan import KVFormat, Plan
+from ridgeplan.roofline.plan.policies.selections import RetrievalHead
+from ridgeplan.roofline.plan.policy import TokenSelection
 from ridgeplan.roofline.plan.support import as_loaded, exceeds_window, missing_execution, missing_head
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
@@ -156,7 +157,7 @@ def _head(plan: Plan, path: str | Path | None, shape: ModelShape) -> Head | None
 def _chosen_by(plan: Plan, head: Head) -> Plan:
     """The plan as it is executed with this head, which chooses for each layer or once for all."""
 
-    def of_head(selection: DraftSelection) -> DraftSelection:
+    def of_head(selection: TokenSelection) -> TokenSelection:
         if not isinstance(selection, RetrievalHead) or selection.level == "batch":
             return selection
         return replace(selection, by_layer=head.config.layers > 1)

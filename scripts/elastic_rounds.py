@@ -18,8 +18,8 @@ from torch import Tensor
 from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import quantized_groups
-from ridgeplan.roofline.plan.draft_selection import RetrievalHead
 from ridgeplan.roofline.plan.plan import Placement, Plan
+from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.strategy import ELASTIC_OVERLAP
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.offload.slots import Choice, LoadsAhead

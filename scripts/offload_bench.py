@@ -36,8 +36,8 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Device, Machine
-from ridgeplan.roofline.plan.draft_selection import RetrievalHead
 from ridgeplan.roofline.plan.plan import HostPart, KVCache, KVFormat, Placement, Plan, Speculation, Workload
+from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.plan.support import as_loaded
 from ridgeplan.runtime import load

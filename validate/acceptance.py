@@ -21,9 +21,9 @@ from ridgeplan.planner.acceptance import AcceptanceRow
 from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.plan.draft_selection import MIN_RATIO
 from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan, PlanError, Workload, require
-from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.policies.dense import autoregressive
+from ridgeplan.roofline.plan.policy import MIN_RATIO
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata

@@ -15,8 +15,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.policies.selections import autoregressive
-from ridgeplan.roofline.plan.presets import preset_name
+from ridgeplan.roofline.plan.presets import autoregressive, preset_name
 from ridgeplan.validate.measure import Measured, is_busy, last_run, widest
 
 if TYPE_CHECKING:

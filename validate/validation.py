@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.roofline.plan.support import missing_head
 from ridgeplan.validate.comparison import Comparison, compare_measured, shape_of
 from ridgeplan.validate.measure import Measured, Prompts, Run, take_turns

@@ -21,7 +21,7 @@ from ridgeplan.planner.question import Question
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.hardware import list_hardware
-from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.policies.dense import autoregressive
 
 POINTS = 17  # contexts of a curve
 GPUS, PLANS, ALL = "GPUs", "Plans", "All plans here"

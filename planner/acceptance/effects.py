@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.acceptance.rows import SELECTIONS, core_name, variant_name
-from ridgeplan.roofline.plan.draft_selection import draft_selection
-from ridgeplan.roofline.plan.policies import SELECTIONS as POLICIES
+from ridgeplan.planner.acceptance.rows import SPARSE_SELECTIONS, core_name, variant_name
+from ridgeplan.roofline.plan.policy import SELECTIONS
 
 Effect = tuple[str, ...]
 Part = Mapping[Effect, Any]  # numbers, or arrays of one shape
@@ -112,7 +111,7 @@ class Subject:
             part[("eight bits",)] = 1.0
         if difference == "w4":
             part[("quantizer", self.quantizer)] = 1.0
-        if difference in SELECTIONS:
+        if difference in SPARSE_SELECTIONS:
             part[("policy", difference)] = 1.0
             part[("ratio", difference)] = log_ratio_factor(self.ratio)
         return {effect: value for effect, value in part.items() if _matters(value)}
@@ -142,13 +141,13 @@ def place_of(context: float) -> float:
 @cache
 def group_of(effect: Effect) -> str:
     """The group of an effect that belongs to one model, text, run, place or policy."""
-    of_tokens = "tokens" in effect or any(policy in effect for policy in SELECTIONS)
+    of_tokens = "tokens" in effect or any(policy in effect for policy in SPARSE_SELECTIONS)
     return f"{effect[0]}, tokens" if of_tokens and effect[0] != "policy" else effect[0]
 
 
 def family_of(difference: str) -> str:
     """Differences of one family share the slopes and the effects of models and texts."""
-    if difference in SELECTIONS:
+    if difference in SPARSE_SELECTIONS:
         return "tokens"
     return "kv" if difference in ("kv4", "kv8") else difference
 
@@ -166,14 +165,14 @@ def _matters(value: Any) -> bool:
 @cache
 def _context_slope(difference: str) -> Effect:
     """Selections have slopes of their own: what a query of its own picks ages less than what an earlier one did."""
-    if difference not in SELECTIONS:
+    if difference not in SPARSE_SELECTIONS:
         return "context", family_of(difference)
-    return "context, anew" if draft_selection(difference).per_query else "context", difference
+    return "context, anew" if SELECTIONS[difference].per_query else "context", difference
 
 
 def _ageing(difference: str) -> str:
     """Sets chosen once a round, by the last verification's scores, age with the positions of its drafts."""
-    policy = POLICIES.get(difference)
+    policy = SELECTIONS.get(difference)
     if policy is None:
         return family_of(difference)
     return "once a round" if policy.from_verification else "each step"

@@ -17,7 +17,7 @@ import numpy as np
 from ridgeplan.planner.acceptance.effects import Subject, place_of
 from ridgeplan.planner.acceptance.regression import Fit, Observation, fit, start_of
 from ridgeplan.planner.acceptance.rows import (
-    SELECTIONS,
+    SPARSE_SELECTIONS,
     AcceptanceRow,
     core_name,
     differences,
@@ -123,7 +123,7 @@ class AcceptanceModel:
         whole, ratio = row_name(plan), float(self._read(plan, plan.speculation.ratio))
         if any(row.draft == whole and self._owns(row) and self._near(row, ratio) for row in self.rows):
             return [(whole, ratio)]
-        return [(name, ratio if name in SELECTIONS else 1.0) for name in draft_names(plan)]
+        return [(name, ratio if name in SPARSE_SELECTIONS else 1.0) for name in draft_names(plan)]
 
     def _subject(self, plan: Plan, gamma: Any, ratio: Any) -> Subject:
         return Subject(

@@ -26,6 +26,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance.effects import COMMON, GROUPS, Effect, Part, group_of
 from ridgeplan.planner.acceptance.rows import AcceptanceRow
+from ridgeplan.roofline.plan.policy import SELECTIONS
 
 STEPS = 60
 DAMPING = 0.6  # of a Gauss-Newton step; whole ones can swing between two parts that share a disagreement
@@ -86,7 +87,10 @@ class Fit:
 def prior(effect: Effect, variances: Mapping[str, float]) -> tuple[float, float]:
     """Mean and variance of an effect before any row."""
     common = COMMON.get(effect[0])
-    return (0.0, variances[group_of(effect)]) if common is None else (common.mean, common.deviation**2)
+    if common is not None:
+        return common.mean, common.deviation**2
+    mean = SELECTIONS[effect[1]].log_disagreement_prior if effect[0] == "policy" else 0.0
+    return mean, variances[group_of(effect)]
 
 
 @dataclass(frozen=True)

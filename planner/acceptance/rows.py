@@ -17,18 +17,20 @@ from typing import Any
 from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, whole
-from ridgeplan.roofline.plan.draft_selection import MIN_RATIO
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DraftCodes, KVFormat, Plan, PlanError
-from ridgeplan.roofline.plan.policies import selections
-from ridgeplan.roofline.plan.policies.base import Role
-from ridgeplan.roofline.plan.policies.selections import ALL
+from ridgeplan.roofline.plan.policy import MIN_RATIO, SELECTIONS
 from ridgeplan.roofline.speculation import MAX_GAMMA, conditional_acceptance
 
 BITS = ("kv8", "kv4", "w4")
-SELECTIONS = tuple(policy.name for policy in selections(Role.DRAFT) if policy is not ALL)
+SPARSE_SELECTIONS = tuple(name for name in SELECTIONS if name != "all")
 FEWER_BITS = ("w4kv4", "w4", "kv4")  # that drafts may have besides reading fewer tokens
 # Names of rows: one difference, both kinds of fewer bits, or fewer bits of fewer tokens.
-DRAFTS = (*BITS, "w4kv4", *SELECTIONS, *(f"{bits}+{tokens}" for tokens in SELECTIONS for bits in FEWER_BITS))
+DRAFTS = (
+    *BITS,
+    "w4kv4",
+    *SPARSE_SELECTIONS,
+    *(f"{bits}+{tokens}" for tokens in SPARSE_SELECTIONS for bits in FEWER_BITS),
+)
 
 
 @cache

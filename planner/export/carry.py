@@ -98,7 +98,7 @@ def _evicted(request: Request) -> Iterator[Carried]:
     if eviction.active:
         kept = f"{eviction.tokens(request.plan.workload.context)} tokens kept"
         kept += f", in chunks of {eviction.chunk}" if eviction.chunk else ""
-        yield Carried("eviction", f"{eviction.policy.value}, {kept}", "none: every token stays and is read", False)
+        yield Carried("eviction", f"{eviction.policy}, {kept}", "none: every token stays and is read", False)
 
 
 def _placement(placed: Served) -> Iterator[Carried]:

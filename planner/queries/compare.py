@@ -16,8 +16,7 @@ from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.policies.selections import autoregressive
-from ridgeplan.roofline.plan.presets import preset_name
+from ridgeplan.roofline.plan.presets import autoregressive, preset_name
 
 ModelReference = str | ModelShape
 

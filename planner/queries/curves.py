@@ -17,8 +17,8 @@ from ridgeplan.planner.search import GAMMAS
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.memory import MemoryBreakdown, offload_thresholds, resident_memory
 from ridgeplan.roofline.plan.plan import Placement, Plan
-from ridgeplan.roofline.plan.policies.base import KV_BUDGET
-from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.policies.dense import autoregressive
+from ridgeplan.roofline.plan.policy import KV_BUDGET
 
 TINY = 1e-12
 

@@ -12,9 +12,8 @@ from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import Plan, require
-from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.presets import autoregressive, preset_name
 from ridgeplan.roofline.plan.presets import preset as preset_of
-from ridgeplan.roofline.plan.presets import preset_name
 from ridgeplan.roofline.plan.support import missing_execution
 
 

@@ -14,7 +14,7 @@ from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.search import GAMMAS
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import require
-from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.roofline.plan.presets import preset as preset_of
 
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)

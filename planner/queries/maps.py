@@ -21,7 +21,7 @@ from ridgeplan.planner.recommend import preference
 from ridgeplan.planner.search import Family, families, family_of, within_limit
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.plan.plan import Plan, Workload, require
-from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.roofline.plan.presets import preset as preset_of
 from ridgeplan.roofline.plan.support import exceeds_window
 

@@ -180,17 +180,23 @@ def one_of(allowed: Iterable[Any], default: Any = MISSING) -> Any:
 
 def part(kind: type["Checked"], required: bool = False) -> Any:
     """A field that holds another checked dataclass, by default one with its own defaults."""
-    return field(default_factory=MISSING if required else kind, metadata={"check": _object_schema(kind)})
+    return field(default_factory=MISSING if required else kind, metadata={"check": lambda: _object_schema(kind)})
 
 
 def variant(kinds: Mapping[str, type["Checked"]], default: Any = MISSING) -> Any:
-    """A field that holds one of several checked dataclasses, which their field `name` tells apart."""
-    schema = core_schema.tagged_union_schema(
-        {name: _object_schema(kind) for name, kind in kinds.items()},
-        discriminator="name",
-        custom_error_type="allowed",
-        custom_error_message=f"an object whose name is one of {', '.join(kinds)}",
-    )
+    """A field that holds one of several checked dataclasses, which their field `name` tells apart.
+
+    `kinds` may be a registry that is filled later, before the first check.
+    """
+
+    def schema() -> CoreSchema:
+        return core_schema.tagged_union_schema(
+            {name: _object_schema(kind) for name, kind in kinds.items()},
+            discriminator="name",
+            custom_error_type="allowed",
+            custom_error_message=f"an object whose name is one of {', '.join(kinds)}",
+        )
+
     return field(default=default, metadata={"check": schema})
 
 
@@ -291,6 +297,8 @@ def _arguments_schema(kind: Any) -> CoreSchema:
 
 def _field_schema(item: Field[Any]) -> CoreSchema:
     schema = item.metadata.get("check") or core_schema.any_schema()
+    if callable(schema):
+        schema = schema()
     if item.default is not MISSING:
         return core_schema.with_default_schema(schema, default=item.default)
     if item.default_factory is not MISSING:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json
 from ridgeplan.roofline.catalog.validation import (
+    brief,
     build,
     flag,
     number,
@@ -22,15 +23,17 @@ from ridgeplan.roofline.catalog.validation import (
     whole,
 )
 from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
-from ridgeplan.roofline.plan.draft_selection import (
-    DRAFT_SELECTIONS,
+from ridgeplan.roofline.plan.policy import (
+    EVICTIONS,
     MIN_RATIO,
+    SELECTIONS,
     TARGET_SELECTIONS,
     AllTokens,
-    DraftSelection,
     PlanError,
     PlanPart,
     SparseSelection,
+    TokenEviction,
+    TokenSelection,
 )
 from ridgeplan.roofline.speculation import MAX_GAMMA
 
@@ -44,6 +47,7 @@ class HostPart(StrEnum):
 
 SCHEMA = 1
 MAX_BATCH = 4096
+NO_EVICTION = "none"
 MAX_DEVICES = 64
 MAX_YARN_FACTOR = 64
 MAX_MEMORY_BYTES = 10**18
@@ -67,21 +71,6 @@ class KVFormat(StrEnum):
     def buffered(self) -> bool:
         """Whether old tokens are stored only as upper and lower codes, and recent ones in a full-precision buffer."""
         return self in (KVFormat.INT8, KVFormat.HIERARCHICAL)
-
-
-class EvictionPolicy(StrEnum):
-    """Which tokens are evicted from the cache for good, once, after prefill."""
-
-    NONE = "none"
-    STREAMING = "streamingllm"
-    H2O = "h2o"
-    SNAPKV = "snapkv"
-    PYRAMIDKV = "pyramidkv"
-    LACACHE = "lacache"
-    EXPECTED_ATTENTION = "expected-attention"
-    DAPQ = "dapq"
-    RANDOM = "random"
-    ORACLE = "oracle"
 
 
 class DraftCodes(StrEnum):
@@ -187,20 +176,22 @@ class Eviction(PlanPart):
     """One-time eviction after prefill.
 
     The budget is of prompt tokens that stay in a layer, on average over the layers: a number, or a share of the
-    workload's context. settings: the policy's hyperparameters that differ from their defaults. chunk: prompts go
+    workload's context. policy: a name of `EVICTIONS`, or none. settings: its hyperparameters that differ from their
+    defaults. chunk: prompts go
     through all layers in chunks of up to so many tokens, and each layer evicts after every chunk; 0 is at once, as are
-    a chunk or a budget of the whole context. (ridgeplan.planner.policies.eviction checks settings, and which policies
-    allow a chunk.)
+    a chunk or a budget of the whole context.
     """
 
-    policy: EvictionPolicy = one_of(EvictionPolicy, default=EvictionPolicy.NONE)
+    policy: str = text(default=NO_EVICTION)
     budget: int = _budget()
     share: float = number(0, 1, default=0.0)
     settings: Mapping[str, Any] = values_by_name(default_factory=dict)
     chunk: int = whole(0, MAX_TOKENS, default=0)
 
     def _contradiction(self) -> str | None:
-        if self.policy is EvictionPolicy.NONE:
+        if self.policy not in (NO_EVICTION, *EVICTIONS):
+            return f"policy is {brief(self.policy)}; allowed: {', '.join((NO_EVICTION, *EVICTIONS))}"
+        if self.policy == NO_EVICTION:
             given = self.share or self.settings or self.chunk
             problem = "share, settings or chunk without a policy"
             return problem if given else _budget_problem("eviction", False, self.budget)
@@ -211,7 +202,17 @@ class Eviction(PlanPart):
     @property
     def active(self) -> bool:
         """Whether any token is evicted."""
-        return self.policy is not EvictionPolicy.NONE
+        return self.policy != NO_EVICTION
+
+    @property
+    def method(self) -> TokenEviction | None:
+        """The policy with its hyperparameters; None without eviction. Raises PlanError for those out of range."""
+        if not self.active:
+            return None
+        kind = EVICTIONS[self.policy]
+        chunked = f"eviction chunk is {self.chunk}; allowed: 0, as {kind.name} scores a whole prompt at once"
+        require(kind.chunked or not self.chunk, chunked)
+        return build(kind, dict(self.settings), f"{kind.name} settings: ")
 
     def tokens(self, context: int) -> int:
         """The budget in tokens, for prompts of up to `context`."""
@@ -259,7 +260,7 @@ class TargetAttention(PlanPart):
     The budget stands in the place of the selection's `ratio` and `floor`, which are of drafts.
     """
 
-    selection: DraftSelection = variant(TARGET_SELECTIONS, default=AllTokens())  # noqa: RUF009
+    selection: TokenSelection = variant(TARGET_SELECTIONS, default=AllTokens())  # noqa: RUF009
     budget: int = _budget()
 
     def _contradiction(self) -> str | None:
@@ -275,7 +276,7 @@ class TargetAttention(PlanPart):
         return not isinstance(self.selection, AllTokens)
 
     @property
-    def chosen(self) -> DraftSelection:
+    def chosen(self) -> TokenSelection:
         """The selection with the budget as its floor and in effect no ratio, so that it reads the budget."""
         if not isinstance(self.selection, SparseSelection):
             return self.selection
@@ -291,7 +292,7 @@ class Speculation(PlanPart):
 
     gamma: int = whole(0, MAX_GAMMA, default=0)
     codes: DraftCodes = one_of(DraftCodes, default=DraftCodes.FULL)
-    selection: DraftSelection = variant(DRAFT_SELECTIONS, default=AllTokens())  # noqa: RUF009
+    selection: TokenSelection = variant(SELECTIONS, default=AllTokens())  # noqa: RUF009
     adaptive: bool = flag(False)
 
     def _contradiction(self) -> str | None:
@@ -407,7 +408,13 @@ class Plan(PlanPart):
 def _selection_with_ratio(values: dict[str, Any]) -> dict[str, Any]:
     """The speculation of a plan's file, where it is one of the first: there a ratio stood beside a selection's name."""
     speculation = values.get("speculation")
-    if not isinstance(speculation, dict) or not isinstance(speculation.get("selection", ""), str):
+    if not isinstance(speculation, dict):
+        return {}
+    selection = speculation.get("selection", "")
+    if isinstance(selection, dict) and "pool" in selection:  # SnapKV's pooling had that name
+        renamed = {"pooling" if name == "pool" else name: value for name, value in selection.items()}
+        return {"speculation": speculation | {"selection": renamed}}
+    if not isinstance(selection, str):
         return {}
     kept = {name: value for name, value in speculation.items() if name not in ("selection", "ratio")}
     found = {"name": speculation.get("selection", "all")}

@@ -6,11 +6,13 @@ from difflib import get_close_matches
 
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, Plan, PlanError, Workload
-from ridgeplan.roofline.plan.policies import POLICIES
-from ridgeplan.roofline.plan.policies.base import Preset
+from ridgeplan.roofline.plan.policies.dense import DENSE_PRESETS, autoregressive
+from ridgeplan.roofline.plan.policy import EVICTIONS, SELECTIONS, Preset
 
 OFFLOADED = {HostPart.ALL: "offload", HostPart.LOWER: "offloaded lower codes"}
-PRESETS: dict[str, Preset] = {name: make for policy in POLICIES for name, make in policy.presets.items()}
+PRESETS: dict[str, Preset] = dict(DENSE_PRESETS)
+for _policy in (*SELECTIONS.values(), *EVICTIONS.values()):
+    PRESETS |= _policy.presets()
 
 
 def preset(name: str, workload: Workload) -> Plan:
@@ -34,7 +36,7 @@ def describe(plan: Plan) -> str:
     words = [
         f"w{plan.weights.target_bits}" if plan.weights.target_bits != 16 else "",
         f"{plan.kv.format.value} KV" if plan.kv.format.quantized else "",
-        plan.eviction.policy.value + (" in chunks" if plan.eviction.chunk else "") if plan.eviction.active else "",
+        plan.eviction.policy + (" in chunks" if plan.eviction.chunk else "") if plan.eviction.active else "",
         OFFLOADED[plan.placement.part] if plan.placement.offload else "",
         f"target on {plan.attention.selection.name}" if plan.attention.active else "",
     ]
@@ -63,3 +65,6 @@ def family_key(plan: Plan) -> tuple[object, ...]:
         speculation.selection.name,
         plan.tensor_parallel,
     )
+
+
+__all__ = ["PRESETS", "Preset", "autoregressive", "describe", "family_key", "preset", "preset_name"]

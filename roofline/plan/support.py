@@ -8,11 +8,9 @@ from enum import StrEnum
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, uses_draft_swap
-from ridgeplan.roofline.plan.draft_selection import SparseSelection
 from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan
-from ridgeplan.roofline.plan.policies import draft_selection, evicted_to, eviction, target_selection
-from ridgeplan.roofline.plan.policies.base import Role
-from ridgeplan.roofline.plan.policies.selections import RETRIEVAL_HEAD
+from ridgeplan.roofline.plan.policies.evictions import layer_budgets
+from ridgeplan.roofline.plan.policy import EVICTIONS, SparseSelection
 
 SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse drafts need
 
@@ -43,7 +41,7 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
 def _missing_in(plan: Plan, engine: Backend) -> list[str]:
     """The plan's values that another engine has no counterpart of, one phrase each."""
     checks = {
-        f"eviction {plan.eviction.policy.value!r}": plan.eviction.active,
+        f"eviction {plan.eviction.policy!r}": plan.eviction.active,
         "offload of a running sequence's KV": plan.placement.offload,
         f"target selection {plan.attention.selection.name!r}": plan.attention.active,
         "self-speculation that shares its cache": plan.speculation.active,
@@ -57,18 +55,19 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
 
     With `shape`, also the limits for this model.
     """
-    evicting, target, drafts = eviction(plan), target_selection(plan), draft_selection(plan)
+    evicting, drafts = EVICTIONS.get(plan.eviction.policy), plan.speculation.selection
+    target = plan.attention.selection if plan.attention.active else None
     window = shape.window_tokens if shape else None
     held = shape.weight_bits.format if shape and is_converted(shape) else None
     checks = {
-        f"eviction {plan.eviction.policy.value!r}": evicting and not evicting.executable,
+        f"eviction {plan.eviction.policy!r}": evicting and not evicting.executable,
         **_missing_offload(plan),
-        f"target selection {plan.attention.selection.name!r}": target and Role.TARGET not in target.executable,
-        f"draft selection {drafts.name!r}": Role.DRAFT not in drafts.executable,
+        f"target selection {plan.attention.selection.name!r}": target and not target.executable,
+        f"draft selection {drafts.name!r}": not drafts.executable,
         f"draft selection {drafts.name!r} after an eviction that leaves layers of different lengths": _ragged(plan)
         and plan.speculation.sparse,
         f"target selection {plan.attention.selection.name!r} after an eviction": target and evicting,
-        f"draft selection {drafts.name!r} after an eviction": evicting and drafts.name == RETRIEVAL_HEAD.name,
+        f"draft selection {drafts.name!r} after an eviction": evicting and drafts.needs_head,
         f"draft selection {drafts.name!r}, which chooses by what a verification of all tokens scores": target
         and drafts.from_verification,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
@@ -81,8 +80,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
 
 def allows_chunks(plan: Plan) -> bool:
     """Whether the plan's eviction, if it has one, may run after each chunk of a prompt."""
-    policy = eviction(plan)
-    return policy is not None and policy.chunked
+    return plan.eviction.active and EVICTIONS[plan.eviction.policy].chunked
 
 
 def _missing_offload(plan: Plan) -> dict[str, object]:
@@ -90,12 +88,13 @@ def _missing_offload(plan: Plan) -> dict[str, object]:
     if not plan.placement.offload:
         return {}
     kv, adaptive = plan.kv.format, plan.placement.adaptive
-    chosen_by = plan.attention.selection.name, plan.speculation.selection.name
+    selections = plan.attention.selection, plan.speculation.selection
+    scans_all_keys = any(selection.needs_all_keys for selection in selections)
     return {
         f"adaptive placement of {kv.value!r} KV": adaptive and not kv.buffered,
         "adaptive placement with drafts that gather codes": adaptive and plan.gathers_codes,
         "offloaded KV after an eviction": plan.eviction.active,
-        "a selection by 'oracle' from offloaded KV": "oracle" in chosen_by,  # it scores by every key
+        "a selection by 'oracle' from offloaded KV": scans_all_keys,  # the host holds them
         **(_missing_loads(plan) if plan.attention.active else {f"offloaded KV in {kv.value!r}": kv is KVFormat.SHADOW}),
     }
 
@@ -127,8 +126,7 @@ def only_estimated(plan: Plan, shape: ModelShape | None = None, *, has_head: boo
 
 def missing_head(plan: Plan) -> str | None:
     """That the plan needs a retrieval head for its model, which has to be trained first; None if it needs none."""
-    chosen_by = (plan.speculation.selection.name, plan.attention.selection.name)
-    if RETRIEVAL_HEAD.name not in chosen_by:
+    if not (plan.speculation.selection.needs_head or plan.attention.selection.needs_head):
         return None
     return "estimated only: it needs a retrieval head for this model, which `ridgeplan distill` trains"
 
@@ -137,7 +135,7 @@ def uncalibrated(plan: Plan, profile: Profile) -> str | None:
     """That the plan attends to chosen tokens by kernels that the profile has no rates of; None if it has them."""
     if not (plan.speculation.sparse or plan.attention.active) or SPARSE_CLASS in profile.classes:
         return None
-    name = draft_selection(plan).name if plan.speculation.sparse else plan.attention.selection.name
+    name = plan.speculation.selection.name if plan.speculation.sparse else plan.attention.selection.name
     return f"not calibrated on {profile.device}: kernels of {name!r}; run `ridgeplan calibrate`"
 
 
@@ -153,7 +151,7 @@ def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
 
 def _ragged(plan: Plan) -> bool:
     """Whether layers hold different numbers of tokens: with two of them, a policy's first and last budgets differ."""
-    return len(set(evicted_to(plan, 2))) > 1
+    return len(set(layer_budgets(plan, 2))) > 1
 
 
 def missing_architecture(shape: ModelShape) -> str | None:
@@ -180,3 +178,15 @@ def is_converted(shape: ModelShape) -> bool:
 def swaps_draft_weights(plan: Plan) -> bool:
     """Whether, on a GPU, the plan's prompts use the memory of the draft's weights for their long buffers."""
     return plan.weights.draft_copy and bool(uses_draft_swap(plan.workload.context))
+
+
+def missing_cost_model(plan: Plan, shape: ModelShape) -> str | None:
+    """Why the cost model does not cover the plan's policies for this model; None if it does."""
+    kinds = (EVICTIONS.get(plan.eviction.policy), plan.attention.selection, plan.speculation.selection)
+    unsupported = next((kind.name for kind in kinds if kind and not kind.supports_mla), None)
+    if not (shape.is_mla and unsupported):
+        return None
+    return (
+        f"{unsupported} chooses tokens for each KV head, and {shape.name} caches one latent row for all heads; "
+        "allowed: plans that read every token, and StreamingLLM"
+    )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.policies import eviction, eviction_settings
 from ridgeplan.runtime.eviction.base import EvictionPolicy
 from ridgeplan.runtime.eviction.expected_attention import ExpectedAttention
 from ridgeplan.runtime.eviction.policies import H2O, DapQ, LaCache, Oracle, PyramidKV, Random, SnapKV, StreamingLLM
@@ -28,14 +27,14 @@ EVICTION_POLICIES: Mapping[str, Callable[[Any], EvictionPolicy]] = {
 
 def eviction_policy(plan: Plan) -> EvictionPolicy | None:
     """The policy that executes the plan's eviction, if it has one. Raises PlanError for unknown hyperparameters."""
-    policy = eviction(plan)
-    return None if policy is None else EVICTION_POLICIES[policy.name](policy.settings_of(plan))
+    eviction = plan.eviction.method
+    return None if eviction is None else EVICTION_POLICIES[eviction.name](eviction)
 
 
 def most_appended(plan: Plan) -> int:
     """Most tokens that the plan's eviction appends to a prompt; 0 without one."""
-    settings = eviction_settings(plan)
-    return 0 if settings is None else settings.appended_tokens
+    eviction = plan.eviction.method
+    return 0 if eviction is None else eviction.appended_tokens
 
 
 __all__ = ["EVICTION_POLICIES", "EvictionPolicy", "Oracle", "eviction_policy", "most_appended"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.layer import rotary_tables
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
-from ridgeplan.roofline.plan.policies.evictions import ExpectedAttentionSettings
+from ridgeplan.roofline.plan.policies.evictions import ExpectedAttentionEviction
 from ridgeplan.runtime.eviction.base import PromptLayer, nothing_appended, protect
 
 
@@ -23,7 +23,7 @@ from ridgeplan.runtime.eviction.base import PromptLayer, nothing_appended, prote
 class ExpectedAttention:
     """See `EvictionPolicy`."""
 
-    settings: ExpectedAttentionSettings
+    settings: ExpectedAttentionEviction
 
     def appended(self, prompt: Tensor) -> Tensor:
         return nothing_appended(prompt)

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from ridgeplan.roofline.plan.policies.evictions import (
-    DapQSettings,
-    H2OSettings,
-    LaCacheSettings,
-    OracleSettings,
-    RandomSettings,
-    SnapKVSettings,
-    StreamingLLMSettings,
+    DapQEviction,
+    H2OEviction,
+    LaCacheEviction,
+    OracleEviction,
+    RandomEviction,
+    SnapKVEviction,
+    StreamingLLMEviction,
 )
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.eviction.base import PromptLayer, nothing_appended, pooled, protect
@@ -41,7 +41,7 @@ from ridgeplan.runtime.eviction.base import PromptLayer, nothing_appended, poole
 class StreamingLLM:
     """See `EvictionPolicy`."""
 
-    settings: StreamingLLMSettings
+    settings: StreamingLLMEviction
 
     def appended(self, prompt: Tensor) -> Tensor:
         return nothing_appended(prompt)
@@ -56,7 +56,7 @@ class StreamingLLM:
 class LaCache:
     """See `EvictionPolicy`."""
 
-    settings: LaCacheSettings
+    settings: LaCacheEviction
 
     def appended(self, prompt: Tensor) -> Tensor:
         return nothing_appended(prompt)
@@ -78,7 +78,7 @@ class LaCache:
 class Random:
     """See `EvictionPolicy`."""
 
-    settings: RandomSettings
+    settings: RandomEviction
 
     def appended(self, prompt: Tensor) -> Tensor:
         return nothing_appended(prompt)
@@ -93,7 +93,7 @@ class Random:
 class SnapKV:
     """See `EvictionPolicy`."""
 
-    settings: SnapKVSettings
+    settings: SnapKVEviction
 
     def appended(self, prompt: Tensor) -> Tensor:
         return nothing_appended(prompt)
@@ -116,7 +116,7 @@ class PyramidKV(SnapKV):
 class H2O:
     """See `EvictionPolicy`."""
 
-    settings: H2OSettings
+    settings: H2OEviction
 
     def appended(self, prompt: Tensor) -> Tensor:
         return nothing_appended(prompt)
@@ -131,7 +131,7 @@ class H2O:
 class DapQ:
     """See `EvictionPolicy`."""
 
-    settings: DapQSettings
+    settings: DapQEviction
 
     def appended(self, prompt: Tensor) -> Tensor:
         """The prompt's first and last tokens (section 5.1), of which a short prompt has fewer."""
@@ -147,7 +147,7 @@ class DapQ:
 class Oracle:
     """See `EvictionPolicy`. coming: the tokens after each prompt that it was told of."""
 
-    settings: OracleSettings
+    settings: OracleEviction
     coming: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def tell(self, prompt: Sequence[int], coming: Sequence[int]) -> None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline.execution import quantized_groups
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVCache, KVFormat, Plan
-from ridgeplan.roofline.plan.policies import evicted_to
-from ridgeplan.roofline.plan.policies.evictions import kept_tokens
+from ridgeplan.roofline.plan.policies.evictions import kept_tokens, layer_budgets
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class KVCacheConfig:
             draft_codes=speculation.codes,
             draft_planes=plan.gathers_codes,
             target_chooses_by_codes=plan.attention.selection.needs_codes,
-            budgets=evicted_to(plan, layers),
+            budgets=layer_budgets(plan, layers),
             new_tokens=workload.new_tokens,
             host_layers=host_layers,
             host_part=placement.part,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.selection import top_k
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
-from ridgeplan.roofline.plan.draft_selection import DraftSelection, SparseSelection
+from ridgeplan.roofline.plan.policy import SparseSelection, TokenSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.offload.slots import Choice, LoadsAhead
@@ -28,7 +28,7 @@ class DraftPolicy:
 
     window = 0  # of a prompt's last queries, which `after_prefill` is given
 
-    def __init__(self, selection: DraftSelection, cache: Cache) -> None:
+    def __init__(self, selection: TokenSelection, cache: Cache) -> None:
         self.selection, self.cache = selection, cache
 
     def start(self) -> None:

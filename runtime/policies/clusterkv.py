@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.roofline.plan import draft_selection as selections
+from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.policies.per_query import PerQueryPolicy
 

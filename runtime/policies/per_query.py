@@ -13,8 +13,8 @@ from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.selection import page_bounds, page_scores, two_bit_top_k
 from ridgeplan.kernels.sparse_attention import progressive_attention
-from ridgeplan.roofline.plan import draft_selection as selections
-from ridgeplan.roofline.plan.draft_selection import SparseSelection
+from ridgeplan.roofline.plan.policies import selections
+from ridgeplan.roofline.plan.policy import SparseSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.policies.base import SparsePolicy, TokenIndex

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from ridgeplan.kernels.attention.scores import Rows, ScoreRequest, What
 from ridgeplan.kernels.selection import top_k
-from ridgeplan.roofline.plan import draft_selection as selections
-from ridgeplan.roofline.plan.draft_selection import SparseSelection
+from ridgeplan.roofline.plan.policies import selections
+from ridgeplan.roofline.plan.policy import SparseSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.policies.base import SparsePolicy, TokenIndex
@@ -101,7 +101,7 @@ class SnapKV(SparsePolicy):
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         scores = prompt_scores(queries, keys, positions, "probabilities")
-        pooled = functional.max_pool1d(scores, self.selection.pool, 1, self.selection.pool // 2)
+        pooled = functional.max_pool1d(scores, self.selection.pooling, 1, self.selection.pooling // 2)
         pooled[:, : self.selection.sinks] = torch.inf
         lengths = torch.full_like(self.cache.lengths[:1], keys.shape[1])
         old, budget = self.old_of(lengths), self.budget_of(lengths)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
-from ridgeplan.roofline.plan import draft_selection as selections
+from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache

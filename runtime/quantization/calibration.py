@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight, split_codes
 from ridgeplan.roofline import execution
-from ridgeplan.roofline.plan.draft_selection import AllTokens
+from ridgeplan.roofline.plan.policy import AllTokens
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig

@@ -16,8 +16,8 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, Rates, profile_for, shipped_profiles
 from ridgeplan.roofline.catalog.validation import InvalidField
 from ridgeplan.roofline.plan.plan import Workload
-from ridgeplan.roofline.plan.policies.base import unpriced
 from ridgeplan.roofline.plan.presets import PRESETS, preset
+from ridgeplan.roofline.plan.support import missing_cost_model
 
 H200 = load_hardware("h200")
 SHAPES = [load_shape(name) for name in ("Llama-3.1-8B", "DeepSeek-V3", "gpt-oss-20b", "Qwen3-30B-A3B")]
@@ -56,7 +56,7 @@ def test_predictions_at_the_ends_of_all_ranges_are_finite(
     profile = profile_with(rates, hardware)
     workload = Workload(**{"model": "m", "hardware": "other", "context": 4096, **asked, "yarn_factor": 1.0})
     plans = [preset(name, workload) for name in sorted(PRESETS)]
-    plan = data.draw(st.sampled_from([one for one in plans if unpriced(one, shape) is None]))
+    plan = data.draw(st.sampled_from([one for one in plans if missing_cost_model(one, shape) is None]))
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         predicted = planner.predict(plan, shape, profile)
     for values in (predicted.best, predicted.low, predicted.high):

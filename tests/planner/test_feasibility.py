@@ -21,7 +21,7 @@ from ridgeplan.roofline.catalog.hardware import list_hardware, load_hardware
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, Weights
-from ridgeplan.roofline.plan.policies.base import KV_BUDGET
+from ridgeplan.roofline.plan.policy import KV_BUDGET
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.roofline.plan.support import missing_execution
 

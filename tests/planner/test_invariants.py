@@ -27,7 +27,7 @@ from ridgeplan.roofline.catalog.profile import profile_for, shipped_profiles
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Placement, Workload
-from ridgeplan.roofline.plan.policies.base import KV_BUDGET, missing_cost_model
+from ridgeplan.roofline.plan.policy import KV_BUDGET, missing_cost_model
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.roofline.plan.support import missing_execution
 

@@ -10,8 +10,8 @@ from ridgeplan.roofline.catalog.model_shape import WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import KERNEL_CLASSES, Device, Machine, RateTerms
 from ridgeplan.roofline.passes import decode_pass
-from ridgeplan.roofline.plan.draft_selection import RetrievalHead
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, PlanError, Speculation, Workload
+from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import target_terms
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS

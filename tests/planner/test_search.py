@@ -14,7 +14,6 @@ from ridgeplan.planner.question import ask
 from ridgeplan.planner.search import RATIOS, Candidate, Family, families, fits_whole, search, within_limit
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import evaluate
-from ridgeplan.roofline.plan.draft_selection import SpecAttn
 from ridgeplan.roofline.plan.plan import (
     DraftCodes,
     Eviction,
@@ -27,14 +26,15 @@ from ridgeplan.roofline.plan.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.roofline.plan.policies import selections
-from ridgeplan.roofline.plan.policies.base import Role, missing_cost_model
+from ridgeplan.roofline.plan.policies.selections import SpecAttn
+from ridgeplan.roofline.plan.policy import SELECTIONS
 from ridgeplan.roofline.plan.presets import PRESETS, describe, family_key, preset, preset_name
+from ridgeplan.roofline.plan.support import missing_cost_model
 
 WORKLOAD = Workload("m", "h200", 32768)
 # 4 caches x 2 target weights x 2 draft weights x selections, of which one needs codes (4); the target itself is no
 # draft (4), plain caches are no drafts (4).
-JOINT = 4 * 2 * 2 * sum(policy.searched for policy in selections(Role.DRAFT)) - 4 - 4 + 4
+JOINT = 4 * 2 * 2 * sum(policy.searched for policy in SELECTIONS.values()) - 4 - 4 + 4
 
 
 @pytest.fixture(scope="module")

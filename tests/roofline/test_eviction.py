@@ -11,7 +11,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import eviction_ops, prefill_launches, prefill_ops, prefill_seconds
 from ridgeplan.roofline.execution import HELD_ATTENTION_SHARE
 from ridgeplan.roofline.memory import chunk_buffers, eviction_workspace, resident_memory
-from ridgeplan.roofline.plan.plan import Eviction, EvictionPolicy, KVCache, KVFormat, Plan, Workload
+from ridgeplan.roofline.plan.plan import Eviction, KVCache, KVFormat, Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import prefill_rates
 
@@ -73,7 +73,7 @@ def test_dapqs_first_token_comes_less_than_2_percent_after_snapkvs(shape, ideal)
 
 @pytest.mark.parametrize("name", ["dapq", "h2o", "pyramidkv"])
 def test_a_budget_of_the_whole_context_costs_nothing(name, shape, ideal):
-    whole = Eviction(EvictionPolicy(name), share=1.0)
+    whole = Eviction(name, share=1.0)
     evicting, plain = lowered(name, shape, ideal, eviction=whole), lowered("autoregressive", shape, ideal)
     assert (evicting.evicts, evicting.appended_tokens, evicting.scored_pairs) == (0, 0, 0)
     assert prefill_seconds(shape, ideal, evicting) == prefill_seconds(shape, ideal, plain)
@@ -82,7 +82,7 @@ def test_a_budget_of_the_whole_context_costs_nothing(name, shape, ideal):
 
 def test_memory_is_what_stays_and_one_layers_kv(shape, ideal):
     """8192 of 32768 tokens stay. The prompt's buffers, of one layer, are those of plain decoding."""
-    quarter = lowered("snapkv", shape, ideal, eviction=Eviction(EvictionPolicy.SNAPKV, share=0.25))
+    quarter = lowered("snapkv", shape, ideal, eviction=Eviction("snapkv", share=0.25))
     evicted, plain = (
         resident_memory(shape, ideal, each) for each in (quarter, lowered("autoregressive", shape, ideal))
     )
@@ -103,7 +103,7 @@ def test_a_block_of_scores_is_64_mib_or_one_query_of_a_kv_head(shape, ideal):
 def test_the_mean_of_layers_budgets_is_what_decoding_reads(shape, ideal):
     strategy = lowered("pyramidkv", shape, ideal)
     assert strategy.kept_tokens == pytest.approx(1024, abs=1)
-    plan = Plan(Workload("Llama-3.1-8B", "h200", 1500), eviction=Eviction(EvictionPolicy.PYRAMIDKV, 1024))
+    plan = Plan(Workload("Llama-3.1-8B", "h200", 1500), eviction=Eviction("pyramidkv", 1024))
     # Layers with budgets above the prompt of 1500 keep 1500.
     assert strategy_of(plan, shape, ideal, 1.0).kept_tokens < 1024
 
@@ -126,7 +126,7 @@ ACTIVATED = 4096 * (2 * 4096 + 3 * 14336) * 2  # bytes of a chunk's activations 
 @pytest.fixture
 def in_chunks(shape, ideal):
     def make(policy="snapkv", context=CHUNKED_CONTEXT, budget=BUDGET, chunk=CHUNK, kv=KVFormat.FULL, settings=None):
-        eviction = Eviction(EvictionPolicy(policy), budget, chunk=chunk, settings=settings or {})
+        eviction = Eviction(policy, budget, chunk=chunk, settings=settings or {})
         plan = Plan(Workload("Llama-3.1-8B", "h200", context), kv=KVCache(kv), eviction=eviction)
         return strategy_of(plan, shape, ideal, 1.0)
 

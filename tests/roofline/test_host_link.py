@@ -19,8 +19,8 @@ from ridgeplan.roofline.host_link import (
 )
 from ridgeplan.roofline.latency import RateTerms
 from ridgeplan.roofline.memory import NO_LAYERS, HostLayers
-from ridgeplan.roofline.plan.draft_selection import Quest, RetrievalHead
 from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.policies.selections import Quest, RetrievalHead
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import round_at, round_rates
 

@@ -33,7 +33,7 @@ from ridgeplan.roofline.memory import (
     windowed_tokens,
 )
 from ridgeplan.roofline.passes import PassTerms, decode_pass, prefill_pass, weight_bytes, windowed
-from ridgeplan.roofline.plan.policies.base import unpriced
+from ridgeplan.roofline.plan.support import missing_cost_model
 
 SIZES = {
     "hidden_size": 64,
@@ -262,11 +262,11 @@ def test_policies_that_choose_by_kv_head_are_refused_under_latent_attention(name
     with pytest.raises(PlanError, match="one latent row for all heads; allowed: plans that read every token") as caught:
         strategy_of(plan, shape, Machine.of(profile), 1.0)
     assert "\n" not in str(caught.value)
-    assert unpriced(plan, load_shape("Qwen3-8B")) is None
+    assert missing_cost_model(plan, load_shape("Qwen3-8B")) is None
 
 
 def test_a_search_leaves_out_what_cannot_be_priced() -> None:
     question = ask("DeepSeek-V2-Lite", "h200", 32768)
     found = search(question)
     assert {"autoregressive", "quantspec"} <= {one.name for one in found}
-    assert all(unpriced(one.plan, question.shape) is None for one in found)
+    assert all(missing_cost_model(one.plan, question.shape) is None for one in found)

@@ -12,11 +12,9 @@ from ridgeplan.planner.capacity import offloaded_layers, predicted_memory
 from ridgeplan.roofline import execution
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import Device
-from ridgeplan.roofline.plan.draft_selection import draft_selection
 from ridgeplan.roofline.plan.plan import (
     DraftCodes,
     Eviction,
-    EvictionPolicy,
     HostPart,
     KVCache,
     KVFormat,
@@ -27,6 +25,7 @@ from ridgeplan.roofline.plan.plan import (
     Weights,
     Workload,
 )
+from ridgeplan.roofline.plan.policy import make_selection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.model.checkpoint import load_config
 from ridgeplan.runtime.model.config import decoder_config
@@ -170,13 +169,13 @@ def make_plan() -> Callable[..., Plan]:
             Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor),
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
-            eviction=Eviction(EvictionPolicy(evict), budget, settings=settings or {}, chunk=chunk),
-            attention=TargetAttention(draft_selection(target, **(target_options or {})), target_budget),
+            eviction=Eviction(evict, budget, settings=settings or {}, chunk=chunk),
+            attention=TargetAttention(make_selection(target, **(target_options or {})), target_budget),
             placement=placement or Placement(),
             speculation=Speculation(
                 gamma,
                 DraftCodes(codes or ("upper" if stored else "full")),
-                draft_selection(selection, **hyperparameters),
+                make_selection(selection, **hyperparameters),
                 adaptive,
             ),
         )

@@ -7,8 +7,8 @@ import torch
 from elastic_rounds import OVERLAPS, DriftingCache, elastic_round, loading_ms
 
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.draft_selection import RetrievalHead
 from ridgeplan.roofline.plan.plan import Placement, Workload
+from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate import random_model
 from ridgeplan.validate.random_model import RandomModel, llama_like_shape

@@ -4,11 +4,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ridgeplan.roofline.plan.draft_selection import DRAFT_SELECTIONS, TARGET_SELECTIONS, AllTokens
 from ridgeplan.roofline.plan.plan import (
     DraftCodes,
     Eviction,
-    EvictionPolicy,
     KVCache,
     KVFormat,
     Placement,
@@ -18,7 +16,7 @@ from ridgeplan.roofline.plan.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.roofline.plan.policies import EVICTIONS
+from ridgeplan.roofline.plan.policy import EVICTIONS, SELECTIONS, TARGET_SELECTIONS, AllTokens
 
 
 @st.composite
@@ -27,11 +25,11 @@ def plans(draw: Any, workloads: st.SearchStrategy[Workload], parallel: st.Search
     gamma = draw(st.integers(0, 15))
     kv = draw(st.sampled_from(KVFormat))
     upper = gamma > 0 and kv in (KVFormat.SHADOW, KVFormat.HIERARCHICAL) and draw(st.booleans())
-    kinds = [kind for kind in DRAFT_SELECTIONS.values() if kv.quantized or not kind.needs_codes]
+    kinds = [kind for kind in SELECTIONS.values() if kv.quantized or not kind.needs_codes]
     kind = draw(st.sampled_from(kinds))
     sparse = {} if kind is AllTokens else {"ratio": draw(st.floats(1e-6, 1)), "sinks": draw(st.integers(0, 4096))}
-    policy = draw(st.sampled_from(EvictionPolicy))
-    chunked = policy is not EvictionPolicy.NONE and EVICTIONS[policy.value].chunked
+    policy = draw(st.sampled_from(("none", *EVICTIONS)))
+    chunked = policy != "none" and EVICTIONS[policy].chunked
     chunk = draw(st.sampled_from((0, 512, 4096))) if chunked else 0
     target = draw(st.sampled_from([one for one in TARGET_SELECTIONS.values() if kv.quantized or not one.needs_codes]))
     offload, budget = draw(st.booleans()), draw(st.integers(1, 4096))
@@ -40,7 +38,7 @@ def plans(draw: Any, workloads: st.SearchStrategy[Workload], parallel: st.Search
         draw(workloads),
         Weights(bits, 4 if gamma and draw(st.booleans()) else bits, draw(st.sampled_from((32, 64, 128, 256)))),
         KVCache(kv),
-        Eviction(policy, budget if policy is not EvictionPolicy.NONE else 0, chunk=chunk),
+        Eviction(policy, budget if policy != "none" else 0, chunk=chunk),
         Placement(offload, budget if offload else 0),
         TargetAttention(target(), budget if target is not AllTokens else 0),
         Speculation(gamma, DraftCodes.UPPER if upper else DraftCodes.FULL, kind(**sparse)),

@@ -7,8 +7,8 @@ import pytest
 
 from ridgeplan.planner.search import RATIOS
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.plan.draft_selection import StreamingLLM
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Speculation, Workload
+from ridgeplan.roofline.plan.policies.selections import StreamingLLM
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.speculation import flush_capped
 from ridgeplan.validate import tuning as measured_module

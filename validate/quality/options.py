@@ -11,11 +11,10 @@ from pathlib import Path
 from ridgeplan.planner.quality import HEAD, SOLVED, TEXT_MEASURES
 from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, EvictionPolicy, Plan, PlanError, Workload, require
-from ridgeplan.roofline.plan.policies import EVICTIONS, evicted_to
-from ridgeplan.roofline.plan.policies.base import evicting
-from ridgeplan.roofline.plan.policies.selections import autoregressive
-from ridgeplan.roofline.plan.presets import PRESETS, preset, preset_name
+from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, Plan, PlanError, Workload, require
+from ridgeplan.roofline.plan.policies.evictions import evicting, layer_budgets
+from ridgeplan.roofline.plan.policy import EVICTIONS
+from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, preset, preset_name
 from ridgeplan.roofline.plan.support import allows_chunks, missing_head, only_estimated
 from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.runtime.retrieval.head import load_head
@@ -76,7 +75,7 @@ class QualityOptions:
 
         Of an oracle that evicts only those of a text are measured, as it must know what comes next.
         """
-        if plan.eviction.policy is EvictionPolicy.ORACLE and measure not in TEXT_MEASURES:
+        if plan.eviction.policy == "oracle" and measure not in TEXT_MEASURES:
             return True
         is_task = any(measure == task.name for task in self.tasks)
         return self.only_solved and is_task and plain.get(measure, 1.0) < SOLVED
@@ -150,7 +149,7 @@ def _family(plan: Plan) -> object:
     """What plans agree in whose prompts are processed together."""
     if plan.eviction.chunk:
         return plan
-    oracle = plan.eviction.policy is EvictionPolicy.ORACLE  # appends other tokens
+    oracle = plan.eviction.policy == "oracle"  # appends other tokens
     return plan.weights, plan.speculation, plan.placement, oracle, tuple(sorted(plan.eviction.settings.items()))
 
 
@@ -161,7 +160,7 @@ def _chunked_if_longer(plan: Plan) -> Plan:
 
 def cache_bytes(plan: Plan, shape: ModelShape, rows: int, element_bytes: int) -> float:
     """At most what an engine holds of `rows` sequences: full precision, and as much again for what chooses of it."""
-    kept = evicted_to(plan, shape.layers) or (MAX_TOKENS,) * shape.layers
+    kept = layer_budgets(plan, shape.layers) or (MAX_TOKENS,) * shape.layers
     workload = plan.workload
     tokens = sum(min(workload.final_context, layer_tokens + workload.new_tokens) for layer_tokens in kept)
     return (1 + plan.attention.active) * rows * tokens * shape.kv_elements_per_token_per_layer * element_bytes
@@ -183,7 +182,7 @@ def label(plan: Plan) -> str:
 def _plan(name: str, workload: Workload) -> Plan:
     """A preset's plan, or that of an eviction that has none: random or an oracle. Raises PlanError for other names."""
     if name in EVICTIONS and name not in PRESETS:
-        return evicting(EvictionPolicy(name))(workload)
+        return evicting(name)(workload)
     return preset(name, workload)
 
 

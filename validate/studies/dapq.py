@@ -21,7 +21,7 @@ from torch.nn.functional import cosine_similarity
 
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, Workload, require
-from ridgeplan.roofline.plan.policies.selections import autoregressive
+from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.validate.measure import Progress, silent

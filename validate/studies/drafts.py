@@ -26,8 +26,8 @@ from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import Checked, build, number, numbers, parts, text, texts_by_name, whole
-from ridgeplan.roofline.plan.draft_selection import AllTokens, DraftSelection, SparseSelection, draft_selection
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DraftCodes, KVCache, KVFormat, Plan, Speculation
+from ridgeplan.roofline.plan.policy import AllTokens, SparseSelection, TokenSelection, make_selection
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
@@ -72,12 +72,12 @@ class StudyDraft:
     format: str
 
     @property
-    def selection(self) -> DraftSelection:
+    def selection(self) -> TokenSelection:
         """The plan's selection."""
         if self.policy == "all":
             return AllTokens()
         name = "specattn" if self.policy == HINDSIGHT else self.policy.split("-")[0]
-        return draft_selection(name, ratio=self.ratio, floor=0, **POLICIES[self.policy])
+        return make_selection(name, ratio=self.ratio, floor=0, **POLICIES[self.policy])
 
     @property
     def codes(self) -> DraftCodes:
@@ -143,7 +143,7 @@ def drafts_of(policies: Sequence[str], ratios: Sequence[float], formats: Sequenc
 
 def plan_of(plain: Plan) -> Plan:
     """A plan for the same workload whose cache serves every draft: in full precision, with an INT4 shadow."""
-    speculation = Speculation(GAMMA, DraftCodes.UPPER, draft_selection("progressive"))
+    speculation = Speculation(GAMMA, DraftCodes.UPPER, make_selection("progressive"))
     return replace(plain, kv=KVCache(KVFormat.SHADOW), speculation=speculation)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.layer import rotate
-from ridgeplan.roofline.plan import draft_selection as selections
+from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.runtime import WorkloadError
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.roofline.plan.draft_selection import MIN_RATIO, RetrievalHead, SparseSelection, draft_selection
 from ridgeplan.roofline.plan.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, require
+from ridgeplan.roofline.plan.policies.selections import RetrievalHead
+from ridgeplan.roofline.plan.policy import MIN_RATIO, SparseSelection, make_selection
 from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
@@ -88,7 +89,7 @@ class RetrievalRow:
 
 def plan_of(plain: Plan) -> Plan:
     """A plan for the same workload whose cache serves every method: in full precision, with codes beside it."""
-    drafts = Speculation(1, DraftCodes.FULL, draft_selection("progressive"))
+    drafts = Speculation(1, DraftCodes.FULL, make_selection("progressive"))
     return replace(plain, kv=KVCache(KVFormat.SHADOW), speculation=drafts)
 
 
@@ -200,7 +201,7 @@ def _choosers(cache: Cache, sizes: RetrievalSizes, head: Head | None, features: 
     choosers = []
     for method in sizes.methods:
         name, options = METHODS[method]
-        selection = draft_selection(name, recent=RECENT, **options)
+        selection = make_selection(name, recent=RECENT, **options)
         assert isinstance(selection, SparseSelection)
         first: DraftPolicy
         if isinstance(selection, RetrievalHead) and head is not None and features is not None:

@@ -1,15 +1,30 @@
-"""Eviction policies: hyperparameters, budgets, quality and presets of each method that evicts tokens after prefill."""
+"""Eviction policies: the tokens of a prompt that stay in the cache after prefill, and each layer's share of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 from ridgeplan.roofline.catalog.validation import number, whole
-from ridgeplan.roofline.plan.plan import EvictionPolicy, Plan, Workload
-from ridgeplan.roofline.plan.policies.base import EvictionSettings, TokenEviction, evicting
-from ridgeplan.roofline.plan.policies.selections import quantspec
+from ridgeplan.roofline.plan.plan import Eviction, Plan, Workload
+from ridgeplan.roofline.plan.policies.dense import quantspec
+from ridgeplan.roofline.plan.policy import EVICTION_BUDGET, MAX_KEPT, SINKS, Preset, TokenEviction, policy
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
+
+
+def layer_budgets(plan: Plan, layers: int) -> tuple[int, ...]:
+    """The most prompt tokens that each layer keeps; empty without eviction.
+
+    A budget of the whole context is every layer's.
+    """
+    context, eviction = plan.workload.context, plan.eviction.method
+    if eviction is None:
+        return ()
+    budget = plan.eviction.tokens(context)
+    if budget >= context:
+        return (context,) * layers
+    return aligned_budgets(eviction.budgets(budget, layers), budget, plan.kv.step)
 
 
 def aligned_budgets(budgets: Sequence[int], budget: int, group: int) -> tuple[int, ...]:
@@ -25,7 +40,7 @@ def aligned_budgets(budgets: Sequence[int], budget: int, group: int) -> tuple[in
 def kept_tokens(tokens: int, budgets: Sequence[int], group: int) -> tuple[int, ...]:
     """Tokens of a prompt of `tokens` that each layer keeps: at least 1, and as many as others up to whole groups.
 
-    budgets: as `aligned_budgets` makes them. A layer keeps at most its budget, or a group where the budget is smaller.
+    budgets: as `aligned_budgets` makes them. A layer keeps at most its budget, or a group if the budget is smaller.
     """
     longest = min(tokens, max(budgets))
     evicted = (-(-max(longest - budget, 0) // group) * group for budget in budgets)
@@ -33,17 +48,27 @@ def kept_tokens(tokens: int, budgets: Sequence[int], group: int) -> tuple[int, .
     return tuple(each if each > 0 else each + group for each in kept)
 
 
-dapq = evicting(EvictionPolicy.DAPQ)
+def evicting(name: str) -> Preset:
+    """Plain decoding on up to EVICTION_BUDGET tokens of the prompt."""
+
+    def preset(workload: Workload) -> Plan:
+        return Plan(workload, eviction=Eviction(name, min(EVICTION_BUDGET, workload.context)))
+
+    return preset
 
 
-def dapq_quantspec(workload: Workload) -> Plan:
-    """DapQ evicts after prefill, and QuantSpec decodes the rest; not published."""
-    return replace(quantspec(workload), eviction=dapq(workload).eviction)
+class _NamedPreset(TokenEviction):
+    """An eviction with a preset of its own name."""
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """Plain decoding on what the policy keeps."""
+        return {cls.name: evicting(cls.name)}
 
 
-@dataclass(frozen=True)
-class DapQSettings(EvictionSettings):
-    """Pseudo tokens: the prompt's first `prefix` and last `suffix` tokens (section 5.1; Table 10 also has 8 + 24).
+@policy
+class DapQEviction(_NamedPreset):
+    """Pseudo queries score a prompt: its first `prefix` and last `suffix` tokens again (section 5.1; Table 10: 8 + 24).
 
     recent: latest tokens that always stay; Eq 5 protects none. pooling: tokens over which the largest score is taken;
     1 is off, as Eq 4 says nothing of it (docs/papers.md).
@@ -51,77 +76,84 @@ class DapQSettings(EvictionSettings):
 
     prefix: int = whole(0, 1024, default=4)
     suffix: int = whole(1, 1024, default=28)
-    recent: int = whole(0, 4096, default=0)
+    recent: int = whole(0, MAX_KEPT, default=0)
     pooling: int = whole(1, 255, default=1)
+
+    name: ClassVar[str] = "dapq"
+    chunked: ClassVar[bool] = True
+    ruler: ClassVar[float | None] = 77.56
 
     @property
     def scored_queries(self) -> float:
+        """Those of the appended tokens."""
         return self.appended_tokens
 
     @property
     def appended_tokens(self) -> int:
+        """The pseudo tokens."""
         return self.prefix + self.suffix
 
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """DapQ, and QuantSpec on what DapQ keeps (not published)."""
+        dapq = evicting(cls.name)
 
-DAPQ = TokenEviction(
-    name="dapq",
-    settings=DapQSettings,
-    executable=True,
-    chunked=True,
-    ruler=77.56,
-    presets={"dapq": dapq, "dapq-quantspec": dapq_quantspec},
-)
+        def dapq_quantspec(workload: Workload) -> Plan:
+            return replace(quantspec(workload), eviction=dapq(workload).eviction)
+
+        return {"dapq": dapq, "dapq-quantspec": dapq_quantspec}
 
 
-@dataclass(frozen=True)
-class SnapKVSettings(EvictionSettings):
-    """window: the prompt's last tokens, which count towards the budget. pooling: tokens over which the largest score
-    is taken, 1 for none. The defaults are the paper's for LongBench.
+@policy
+class SnapKVEviction(_NamedPreset):
+    """The tokens that the prompt's last queries attend to most (Li et al. 2024).
+
+    window: the prompt's last tokens, which count towards the budget. pooling: tokens over which the largest score is
+    taken, 1 for none. The defaults are the paper's for LongBench.
     """
 
     window: int = whole(1, 4096, default=32)
     pooling: int = whole(1, 255, default=7)
 
+    name: ClassVar[str] = "snapkv"
+    chunked: ClassVar[bool] = True
+    ruler: ClassVar[float | None] = 69.94
+
     @property
     def scored_queries(self) -> float:
+        """Those of the window."""
         return self.window
 
 
-SNAPKV = TokenEviction(
-    name="snapkv",
-    settings=SnapKVSettings,
-    executable=True,
-    chunked=True,
-    ruler=69.94,
-    presets={"snapkv": evicting(EvictionPolicy.SNAPKV)},
-)
+@policy
+class H2OEviction(_NamedPreset):
+    """The tokens that the whole prompt attends to most (Zhang et al. 2023).
 
-
-@dataclass(frozen=True)
-class H2OSettings(EvictionSettings):
-    """recent_share: the part of the budget that the latest tokens have (section 5: half)."""
+    recent_share: the part of the budget that the latest tokens have (section 5: half).
+    """
 
     recent_share: float = number(0, 1, default=0.5)
 
+    name: ClassVar[str] = "h2o"
+    ruler: ClassVar[float | None] = 52.54
+
     @property
     def scored_queries(self) -> float:
+        """All of the prompt's."""
         return UNLIMITED_TOKENS
 
 
-H2O = TokenEviction(
-    name="h2o",
-    settings=H2OSettings,
-    executable=True,
-    ruler=52.54,
-    presets={"h2o": evicting(EvictionPolicy.H2O)},
-)
+@policy
+class PyramidKVEviction(SnapKVEviction):
+    """SnapKV with budgets that fall from layer to layer (Cai et al. 2024).
 
-
-@dataclass(frozen=True)
-class PyramidKVSettings(SnapKVSettings):
-    """steepness: the last layer keeps the window and 1/steepness of the average rest (the paper's beta, of 20)."""
+    steepness: the last layer keeps the window and 1/steepness of the average rest (the paper's beta, of 20).
+    """
 
     steepness: float = number(1, 1000, default=20.0)
+
+    name: ClassVar[str] = "pyramidkv"
+    ruler: ClassVar[float | None] = 68.67
 
     def budgets(self, budget: int, layers: int) -> tuple[int, ...]:
         """An arithmetic sequence from the first layer to the last (section 4.2), `budget` on average."""
@@ -131,62 +163,48 @@ class PyramidKVSettings(SnapKVSettings):
         return tuple(max(1, round(budget + step * (middle - layer))) for layer in range(layers))
 
 
-PYRAMIDKV = TokenEviction(
-    name="pyramidkv",
-    settings=PyramidKVSettings,
-    executable=True,
-    chunked=True,
-    ruler=68.67,
-    presets={"pyramidkv": evicting(EvictionPolicy.PYRAMIDKV)},
-)
+@policy
+class StreamingLLMEviction(_NamedPreset):
+    """The first `sinks` tokens and the latest (Xiao et al. 2024, section 3.2)."""
+
+    sinks: int = whole(0, MAX_KEPT, default=SINKS)
+
+    name: ClassVar[str] = "streamingllm"
+    chunked: ClassVar[bool] = True
+    supports_mla: ClassVar[bool] = True
+    ruler: ClassVar[float | None] = 16.35
 
 
-@dataclass(frozen=True)
-class StreamingLLMSettings(EvictionSettings):
-    """sinks: the first tokens, which always stay (section 3.2)."""
+@policy
+class LaCacheEviction(_NamedPreset):
+    """Ladders of spans that move from layer to layer (Shi et al. 2025).
 
-    sinks: int = whole(0, 4096, default=4)
-
-
-STREAMINGLLM = TokenEviction(
-    name="streamingllm",
-    settings=StreamingLLMSettings,
-    executable=True,
-    chunked=True,
-    ruler=16.35,
-    presets={"streamingllm": evicting(EvictionPolicy.STREAMING)},
-)
-
-
-@dataclass(frozen=True)
-class LaCacheSettings(EvictionSettings):
-    """sinks: first tokens that always stay. recent_share: the latest tokens' part of the budget. ladders: how many
-    times the ladder of spans repeats between them.
+    sinks: first tokens, which always stay. recent_share: the latest tokens' part of the budget. ladders: how many times
+    the ladder of spans repeats between them.
     """
 
-    sinks: int = whole(0, 4096, default=4)
+    sinks: int = whole(0, MAX_KEPT, default=SINKS)
     recent_share: float = number(0, 1, default=0.5)
     ladders: int = whole(1, 4096, default=4)
 
-
-LACACHE = TokenEviction(
-    name="lacache",
-    settings=LaCacheSettings,
-    executable=True,
-    chunked=True,
-    ruler=14.89,
-    presets={"lacache": evicting(EvictionPolicy.LACACHE)},
-)
+    name: ClassVar[str] = "lacache"
+    chunked: ClassVar[bool] = True
+    ruler: ClassVar[float | None] = 14.89
 
 
-@dataclass(frozen=True)
-class ExpectedAttentionSettings(EvictionSettings):
-    """future: coming positions that the rotation is averaged over. sinks: first tokens, which always stay and whose
+@policy
+class ExpectedAttentionEviction(_NamedPreset):
+    """The tokens that coming queries are expected to attend to most (Devoto et al. 2025).
+
+    future: coming positions that the rotation is averaged over. sinks: first tokens, which always stay and whose
     queries do not count. The defaults are those of the authors' library.
     """
 
     future: int = whole(1, 65536, default=512)
-    sinks: int = whole(0, 4096, default=4)
+    sinks: int = whole(0, MAX_KEPT, default=SINKS)
+
+    name: ClassVar[str] = "expected-attention"
+    chunked: ClassVar[bool] = True
 
     @property
     def scored_queries(self) -> float:
@@ -194,38 +212,29 @@ class ExpectedAttentionSettings(EvictionSettings):
         return 256
 
 
-EXPECTED_ATTENTION = TokenEviction(
-    name="expected-attention",
-    settings=ExpectedAttentionSettings,
-    executable=True,
-    chunked=True,
-    presets={"expected-attention": evicting(EvictionPolicy.EXPECTED_ATTENTION)},
-)
-
-
-@dataclass(frozen=True)
-class RandomSettings(EvictionSettings):
-    """seed: of the choice, which differs by layer and KV head."""
+@policy
+class RandomEviction(TokenEviction):
+    """Random tokens, as a bound from below. seed: of the choice, which differs by layer and KV head."""
 
     seed: int = whole(0, 2**31 - 1, default=0)
 
+    name: ClassVar[str] = "random"
 
-RANDOM = TokenEviction(name="random", settings=RandomSettings, executable=True)
 
-
-@dataclass(frozen=True)
-class OracleSettings(EvictionSettings):
-    """coming: how many of the coming tokens it asks, at most."""
+@policy
+class OracleEviction(TokenEviction):
+    """The tokens that the coming tokens attend to most, as a bound. coming: how many of them it asks, at most."""
 
     coming: int = whole(1, 65536, default=128)
 
+    name: ClassVar[str] = "oracle"
+
     @property
     def scored_queries(self) -> float:
+        """Those of the coming tokens."""
         return self.coming
 
     @property
     def appended_tokens(self) -> int:
+        """The coming tokens."""
         return self.coming
-
-
-ORACLE = TokenEviction(name="oracle", settings=OracleSettings, executable=True)

@@ -1,25 +1,12 @@
-"""Selection policies: hyperparameters, cost and presets of each method that chooses which tokens a step reads.
-
-Not published: a set chosen once a round is stale after a token or two at long context, and 2-bit keys choose nearly as
-well as exact ones.
-"""
+"""Selection policies: the tokens that a step of drafts or of a target reads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
-from ridgeplan.roofline.plan.draft_selection import (
-    ClusterKV,
-    Oracle,
-    Progressive,
-    Quest,
-    RetrievalHead,
-    ShadowKV,
-    SnapKV,
-    SpecAttn,
-    SpecExtend,
-    StreamingLLM,
-)
+from ridgeplan.roofline.catalog.validation import flag, one_of, whole
 from ridgeplan.roofline.plan.plan import (
     MAX_PREFETCH,
     DraftCodes,
@@ -28,322 +15,327 @@ from ridgeplan.roofline.plan.plan import (
     Placement,
     Plan,
     Speculation,
-    Weights,
+    TargetAttention,
     Workload,
 )
-from ridgeplan.roofline.plan.policies.base import (
+from ridgeplan.roofline.plan.policies.dense import quantspec, quantspec_int8
+from ridgeplan.roofline.plan.policy import (
     KV_BUDGET,
-    MAGICDEC_RATIO,
-    Role,
+    MAX_KEPT,
+    Preset,
     SelectionCost,
+    SparseSelection,
     TokenSelection,
-    drafting,
-    selecting,
+    named,
+    policy,
 )
 
-
-def quantspec(workload: Workload) -> Plan:
-    """INT4 weights and upper KV codes draft for an INT8-KV target (QuantSpec, section 4)."""
-    return Plan(
-        workload,
-        weights=Weights(draft_bits=4),
-        kv=KVCache(KVFormat.HIERARCHICAL),
-        speculation=Speculation(4, DraftCodes.UPPER),
-    )
+PAGES = (16, 32)  # tokens; they divide every group
+MAGICDEC_RATIO = 0.25  # QuantSpec, section 5.1: the baselines' budget is a quarter of the context
 
 
-def quantspec_kv(workload: Workload) -> Plan:
-    """QuantSpec with full-precision draft weights (its Fig 4, KV cache only)."""
-    return replace(quantspec(workload), weights=Weights())
+def drafting(selection: TokenSelection, gamma: int) -> Preset:
+    """Full-precision drafts that read the selected tokens."""
+
+    def preset(workload: Workload) -> Plan:
+        return Plan(workload, speculation=Speculation(gamma, selection=selection))
+
+    return preset
 
 
-def quantspec_weights(workload: Workload) -> Plan:
-    """Drafts with INT4 weights over a full-precision cache (QuantSpec, Fig 4, weights only)."""
-    return Plan(workload, weights=Weights(draft_bits=4), speculation=Speculation(4))
+def selecting(selection: TokenSelection, kv: KVFormat = KVFormat.FULL) -> Preset:
+    """Plain decoding whose target reads up to KV_BUDGET tokens a step."""
+
+    def preset(workload: Workload) -> Plan:
+        attention = TargetAttention(selection, min(KV_BUDGET, workload.context))
+        return Plan(workload, kv=KVCache(kv), attention=attention)
+
+    return preset
 
 
-def quantspec_exact(workload: Workload) -> Plan:
-    """Drafts read an INT4 shadow of the cache, the target the full-precision cache itself."""
-    return replace(quantspec(workload), kv=KVCache(KVFormat.SHADOW))
+@policy
+class StreamingLLM(SparseSelection):
+    """The sinks and the latest tokens (Xiao et al. 2024)."""
+
+    name: str = named("streamingllm")
+
+    for_target: ClassVar[bool] = True
+    ahead: ClassVar[bool] = True
+    supports_mla: ClassVar[bool] = True
+
+    def cost(self) -> SelectionCost:
+        """Nothing is scored, and all but one token were read by the previous step."""
+        return SelectionCost(overlap=1.0)
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """MagicDec's drafts, and a target that streams."""
+        return {
+            "magicdec-streaming": drafting(cls(ratio=MAGICDEC_RATIO), 2),
+            "streamingllm-target": selecting(cls()),
+        }
 
 
-def quantspec_int8(workload: Workload) -> Plan:
-    """QuantSpec's cache, and its idea for weights: drafts read the upper 4 bits of one copy, the target all 8."""
-    return replace(quantspec(workload), weights=Weights(target_bits=8, draft_bits=4))
+@policy
+class SnapKV(SparseSelection):
+    """The tokens that the prompt's last `window` queries attend to most (Li et al. 2024, section 4).
 
-
-def quantspec_int4(workload: Workload) -> Plan:
-    """QuantSpec's cache with one copy of the weights, in 4 bits, that drafts and the target read."""
-    return replace(quantspec(workload), weights=Weights(target_bits=4, draft_bits=4))
-
-
-def autoregressive(workload: Workload) -> Plan:
-    """Plain decoding in full precision, the baseline of speed-ups."""
-    return Plan(workload)
-
-
-def int8(workload: Workload) -> Plan:
-    """Plain decoding on an INT8 KV cache: QuantSpec's target by itself."""
-    return Plan(workload, kv=KVCache(KVFormat.INT8))
-
-
-def int8_weights(workload: Workload) -> Plan:
-    """Plain decoding with 8-bit target weights."""
-    return Plan(workload, weights=Weights(target_bits=8, draft_bits=8))
-
-
-def int8_weights_int8(workload: Workload) -> Plan:
-    """Plain decoding with 8-bit target weights on an INT8 KV cache."""
-    return Plan(workload, weights=Weights(target_bits=8, draft_bits=8), kv=KVCache(KVFormat.INT8))
-
-
-def int4_weights(workload: Workload) -> Plan:
-    """Plain decoding with 4-bit target weights."""
-    return Plan(workload, weights=Weights(target_bits=4, draft_bits=4))
-
-
-def int4_weights_int8(workload: Workload) -> Plan:
-    """Plain decoding with 4-bit target weights on an INT8 KV cache."""
-    return Plan(workload, weights=Weights(target_bits=4, draft_bits=4), kv=KVCache(KVFormat.INT8))
-
-
-ALL = TokenSelection(
-    name="all",
-    roles=frozenset({Role.DRAFT}),
-    executable=frozenset({Role.DRAFT}),
-    presets={
-        "autoregressive": autoregressive,
-        "int8": int8,
-        "int8-weights": int8_weights,
-        "int8-weights-int8": int8_weights_int8,
-        "int4-weights": int4_weights,
-        "int4-weights-int8": int4_weights_int8,
-        "quantspec": quantspec,
-        "quantspec-kv": quantspec_kv,
-        "quantspec-weights": quantspec_weights,
-        "quantspec-exact": quantspec_exact,
-        "quantspec-int8": quantspec_int8,
-        "quantspec-int4": quantspec_int4,
-    },
-)
-
-
-def streamingllm_cost(_: StreamingLLM) -> SelectionCost:
-    """Nothing is scored, and all but one token were there before."""
-    return SelectionCost(overlap=1.0)
-
-
-STREAMINGLLM = TokenSelection(
-    name="streamingllm",
-    roles=frozenset({Role.DRAFT, Role.TARGET}),
-    executable=frozenset({Role.DRAFT, Role.TARGET}),
-    cost=streamingllm_cost,
-    presets={
-        "magicdec-streaming": drafting(StreamingLLM(ratio=MAGICDEC_RATIO), 2),
-        "streamingllm-target": selecting(StreamingLLM()),
-    },
-)
-
-
-def snapkv_cost(_: SnapKV) -> SelectionCost:
-    """Steps score nothing; the tokens that they read lie apart."""
-    return SelectionCost(run_tokens=1)
-
-
-SNAPKV = TokenSelection(
-    name="snapkv",
-    roles=frozenset({Role.DRAFT}),
-    executable=frozenset({Role.DRAFT}),
-    cost=snapkv_cost,
-    presets={"magicdec-snapkv": drafting(SnapKV(ratio=MAGICDEC_RATIO), 2)},
-)
-
-
-def quest_cost(selection: Quest) -> SelectionCost:
-    """Two bounds and a score a page."""
-    bounds = 2 / selection.page
-    return SelectionCost(
-        scored_keys=bounds, held_keys=bounds, score_rows=1 / selection.page, run_tokens=selection.page, overlap=0.71
-    )
-
-
-QUEST = TokenSelection(
-    name="quest",
-    roles=frozenset({Role.DRAFT, Role.TARGET}),
-    executable=frozenset({Role.DRAFT, Role.TARGET}),
-    cost=quest_cost,
-    presets={
-        "magicdec-quest": drafting(Quest(), 4),
-        "quest": selecting(Quest()),
-    },
-)
-
-
-def specextend_cost(selection: SpecExtend) -> SelectionCost:
-    """As for SpecAttn; the means of pages are ranked."""
-    return SelectionCost(score_rows=1, run_tokens=selection.page, shared_by_heads=True)
-
-
-SPECEXTEND = TokenSelection(
-    name="specextend",
-    roles=frozenset({Role.DRAFT}),
-    executable=frozenset({Role.DRAFT}),
-    cost=specextend_cost,
-    from_verification=True,
-    presets={"specextend": drafting(SpecExtend(), 4)},
-)
-
-
-def specattn_cost(selection: SpecAttn) -> SelectionCost:
-    """Verification adds up queries and the query heads of a KV head before it writes their scores."""
-    return SelectionCost(score_rows=1, run_tokens=1, shared_by_heads=not selection.per_kv_head)
-
-
-def specattn_int4(workload: Workload) -> Plan:
-    """Upper codes of the selected tokens only: SpecAttn on QuantSpec's cache; not published."""
-    return replace(quantspec(workload), speculation=Speculation(4, DraftCodes.UPPER, SpecAttn()))
-
-
-SPECATTN = TokenSelection(
-    name="specattn",
-    roles=frozenset({Role.DRAFT}),
-    executable=frozenset({Role.DRAFT}),
-    cost=specattn_cost,
-    from_verification=True,
-    presets={"specattn": drafting(SpecAttn(), 7), "specattn-int4": specattn_int4},
-)
-
-
-def progressive_cost(_: Progressive) -> SelectionCost:
-    """2-bit keys are scanned in every layer, at what their groups cost; the fused kernel keeps their scores on chip."""
-    return SelectionCost(run_tokens=1, overlap=0.72)
-
-
-def progressive(workload: Workload) -> Plan:
-    """2-bit keys choose, INT4 weights and upper codes draft, for QuantSpec's INT8-KV target."""
-    return replace(quantspec(workload), speculation=Speculation(4, DraftCodes.UPPER, Progressive()))
-
-
-def progressive_exact(workload: Workload) -> Plan:
-    """The same for a full-precision target: drafts read an INT4 shadow of its cache."""
-    return replace(progressive(workload), kv=KVCache(KVFormat.SHADOW))
-
-
-def progressive_int8(workload: Workload) -> Plan:
-    """The same with 8-bit weights, whose upper halves drafts read."""
-    return replace(quantspec_int8(workload), speculation=progressive(workload).speculation)
-
-
-def specontext_two_bit(workload: Workload) -> Plan:
-    """SpeContext with 2-bit keys in the place of its head: they stay on the device when their layer leaves it.
-
-    Every layer chooses by its own query, so that its loads wait for it.
+    Scores are max-pooled over `pooling` tokens, so that what surrounds a token stays with it.
     """
-    chosen = selecting(Progressive(), KVFormat.SHADOW)(workload)
-    return replace(chosen, placement=Placement(True, min(KV_BUDGET, workload.context)))
+
+    name: str = named("snapkv")
+    window: int = whole(1, 256, default=32)
+    pooling: int = one_of((1, 3, 5, 7, 9, 11, 13), default=7)
+
+    def cost(self) -> SelectionCost:
+        """Steps score nothing; the tokens that they read are not contiguous."""
+        return SelectionCost(run_tokens=1)
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """MagicDec's drafts."""
+        return {"magicdec-snapkv": drafting(cls(ratio=MAGICDEC_RATIO), 2)}
 
 
-PROGRESSIVE = TokenSelection(
-    name="progressive",
-    roles=frozenset({Role.DRAFT, Role.TARGET}),
-    executable=frozenset({Role.DRAFT, Role.TARGET}),
-    cost=progressive_cost,
-    presets={
-        "progressive": progressive,
-        "progressive-exact": progressive_exact,
-        "progressive-int8": progressive_int8,
-        # 2-bit keys choose what the target itself reads, in full precision or as 8-bit codes; nothing is trained.
-        "progressive-target": selecting(Progressive(), KVFormat.SHADOW),
-        "progressive-target-int8": selecting(Progressive(), KVFormat.INT8),
-        "specontext-two-bit": specontext_two_bit,
-    },
-)
+@policy
+class Quest(SparseSelection):
+    """Pages whose keys may score highest, by the minimum and maximum of each channel (Tang et al. 2024)."""
+
+    name: str = named("quest")
+    page: int = one_of(PAGES, default=16)
+
+    for_target: ClassVar[bool] = True
+    per_query: ClassVar[bool] = True
+
+    def cost(self) -> SelectionCost:
+        """Two bounds and a score per page."""
+        bounds = 2 / self.page
+        return SelectionCost(
+            scored_keys=bounds, held_keys=bounds, score_rows=1 / self.page, run_tokens=self.page, overlap=0.71
+        )
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """MagicDec's drafts, and Quest's own target."""
+        return {"magicdec-quest": drafting(cls(), 4), "quest": selecting(cls())}
 
 
-def oracle_cost(_: Oracle) -> SelectionCost:
-    """All keys are scanned in every layer, and a score a token and KV head is ranked."""
-    return SelectionCost(scored_keys=1, score_rows=1, run_tokens=1)
+@policy
+class SpecExtend(SparseSelection):
+    """Pages that the last verified token attended to most, by the mean of their scores (Cha et al. 2025)."""
+
+    name: str = named("specextend")
+    page: int = one_of((1, *PAGES), default=32)
+
+    from_verification: ClassVar[bool] = True
+
+    def cost(self) -> SelectionCost:
+        """As SpecAttn's; the means of pages are ranked."""
+        return SelectionCost(score_rows=1, run_tokens=self.page, shared_by_heads=True)
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """SpecExtend's drafts."""
+        return {"specextend": drafting(cls(), 4)}
 
 
-ORACLE = TokenSelection(
-    name="oracle",
-    roles=frozenset({Role.DRAFT, Role.TARGET}),
-    executable=frozenset({Role.DRAFT, Role.TARGET}),
-    cost=oracle_cost,
-    searched=False,
-    presets={"oracle-target": selecting(Oracle())},
-)
+@policy
+class SpecAttn(SparseSelection):
+    """The tokens that the last verification attended to most.
 
-
-def retrieval_head_cost(selection: RetrievalHead) -> SelectionCost:
-    """The head's own keys, as many as one layer's, are scanned once for all layers.
-
-    A score a token and KV head is ranked, of every layer if these choose for themselves; one set for all heads has
-    their mean.
+    rows: the verification's first and last query (Eq 3), or all of them (Eq 2). score: logits, or their probabilities
+    exp(logit - lse). per_kv_head: a set for each KV head; in the paper a layer's heads share one.
     """
-    return SelectionCost(
-        scored_keys=1,
-        scores_one_layer=True,
-        sets_by_layer=selection.by_layer,
-        held_keys=1,
-        score_rows=1,
-        run_tokens=1,
-        shared_by_heads=selection.level == "batch",
-        projects=True,
-        overlap=0.90 if selection.level == "batch" else 0.80,
-    )
+
+    name: str = named("specattn")
+    rows: str = one_of(("ends", "all"), default="ends")
+    score: str = one_of(("probabilities", "logits"), default="probabilities")
+    per_kv_head: bool = flag(False)
+
+    from_verification: ClassVar[bool] = True
+
+    def cost(self) -> SelectionCost:
+        """Verification adds up queries and the query heads of a KV head before it writes their scores."""
+        return SelectionCost(score_rows=1, run_tokens=1, shared_by_heads=not self.per_kv_head)
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """The paper's drafts, and drafts that read upper codes of the selected tokens (not published)."""
+
+        def specattn_int4(workload: Workload) -> Plan:
+            return replace(quantspec(workload), speculation=Speculation(4, DraftCodes.UPPER, cls()))
+
+        return {"specattn": drafting(cls(), 7), "specattn-int4": specattn_int4}
 
 
-def specontext(workload: Workload) -> Plan:
-    """The head selects for the target; layers are offloaded at Algorithm 1's thresholds (SpeContext).
+@policy
+class Progressive(SparseSelection):
+    """The tokens that each draft's query scores highest by 2-bit keys, for each KV head; not published.
 
-    Its loads may run as far ahead as they can: their slots are there anyway.
+    The 2-bit keys are the upper bits of the cache's codes. They select nearly as well as exact keys, and a set that is
+    selected once a round is stale after a token or two at long context.
     """
-    placement = Placement(True, min(KV_BUDGET, workload.context), prefetch=MAX_PREFETCH)
-    return replace(selecting(RetrievalHead())(workload), placement=placement)
+
+    name: str = named("progressive")
+
+    for_target: ClassVar[bool] = True
+    per_query: ClassVar[bool] = True
+    needs_codes: ClassVar[bool] = True
+    attention_class: ClassVar[str | None] = "progressive_attention"
+
+    def cost(self) -> SelectionCost:
+        """2-bit keys are scanned in every layer at the cost of their groups; the fused kernel keeps scores on chip."""
+        return SelectionCost(run_tokens=1, overlap=0.72)
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """Drafts on QuantSpec's caches, and targets that read what 2-bit keys select; nothing is trained."""
+        speculation = Speculation(4, DraftCodes.UPPER, cls())
+
+        def progressive(workload: Workload) -> Plan:
+            """INT4 weights and upper codes draft for QuantSpec's INT8-KV target."""
+            return replace(quantspec(workload), speculation=speculation)
+
+        def progressive_exact(workload: Workload) -> Plan:
+            """The same for a full-precision target: drafts read an INT4 shadow of its cache."""
+            return replace(progressive(workload), kv=KVCache(KVFormat.SHADOW))
+
+        def progressive_int8(workload: Workload) -> Plan:
+            """The same with 8-bit weights, whose upper halves drafts read."""
+            return replace(quantspec_int8(workload), speculation=speculation)
+
+        return {
+            "progressive": progressive,
+            "progressive-exact": progressive_exact,
+            "progressive-int8": progressive_int8,
+            "progressive-target": selecting(cls(), KVFormat.SHADOW),
+            "progressive-target-int8": selecting(cls(), KVFormat.INT8),
+            # SpeContext with 2-bit keys in place of its head: they stay on the device when their layer leaves it.
+            # Every layer selects by its own query, so that its loads wait for it.
+            "specontext-two-bit": offloading(selecting(cls(), KVFormat.SHADOW)),
+        }
 
 
-RETRIEVAL_HEAD = TokenSelection(
-    name="retrieval-head",
-    roles=frozenset({Role.DRAFT, Role.TARGET}),
-    executable=frozenset({Role.DRAFT, Role.TARGET}),
-    cost=retrieval_head_cost,
-    presets={"specontext": specontext, "specontext-resident": selecting(RetrievalHead())},
-)
+@policy
+class Oracle(SparseSelection):
+    """The tokens that each draft's query scores highest by the keys that it reads: a bound for the other policies."""
+
+    name: str = named("oracle")
+
+    for_target: ClassVar[bool] = True
+    searched: ClassVar[bool] = False
+    per_query: ClassVar[bool] = True
+    needs_all_keys: ClassVar[bool] = True
+
+    def cost(self) -> SelectionCost:
+        """All keys are scanned in every layer, and a score per token and KV head is ranked."""
+        return SelectionCost(scored_keys=1, score_rows=1, run_tokens=1)
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """A target's bound."""
+        return {"oracle-target": selecting(cls())}
+
+
+@policy
+class RetrievalHead(SparseSelection):
+    """The tokens that SpeContext's retrieval head scores highest (section 4.3).
+
+    level: "head" for a set for each KV head of the target, "batch" for one that they share (Fig 5). by_layer: whether
+    each layer has sets of its own, by a head that was trained for that; in the paper all layers share them.
+    """
+
+    name: str = named("retrieval-head")
+    level: str = one_of(("head", "batch"), default="head")
+    by_layer: bool = flag(False)
+
+    for_target: ClassVar[bool] = True
+    per_query: ClassVar[bool] = True
+    ahead: ClassVar[bool] = True
+    needs_head: ClassVar[bool] = True
+
+    def _contradiction(self) -> str | None:
+        if self.by_layer and self.level == "batch":
+            return "by_layer is true with level 'batch'; allowed: level 'head'"
+        return super()._contradiction()
+
+    def cost(self) -> SelectionCost:
+        """The head's own keys, as many as one layer's, are scanned once for all layers.
+
+        A score per token and KV head is ranked, of every layer if these select for themselves; one set for all heads
+        has their mean.
+        """
+        shared = self.level == "batch"
+        return SelectionCost(
+            scored_keys=1, scores_one_layer=True, sets_by_layer=self.by_layer, held_keys=1, score_rows=1, run_tokens=1,
+            shared_by_heads=shared, projects=True, overlap=0.90 if shared else 0.80,
+        )  # fmt: skip
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """SpeContext with layers on the host at Algorithm 1's thresholds, and with all of them on the device."""
+        return {
+            # Its loads may run as far ahead as they can: their slots are there anyway.
+            "specontext": offloading(selecting(cls()), prefetch=MAX_PREFETCH),
+            "specontext-resident": selecting(cls()),
+        }
+
+
+def offloading(preset: Preset, prefetch: int = 1) -> Preset:
+    """A preset with layers on the host, of which the device holds KV_BUDGET tokens each."""
+
+    def offloaded(workload: Workload) -> Plan:
+        placement = Placement(True, min(KV_BUDGET, workload.context), prefetch=prefetch)
+        return replace(preset(workload), placement=placement)
+
+    return offloaded
 
 
 LABELS = 1 / 64  # of the keys: an int32 beside 128 channels of 16 bits
 
 
-def clusterkv_cost(selection: ClusterKV) -> SelectionCost:
-    """A centroid a cluster, and for each token its cluster's number, by which its score is looked up and ranked."""
-    read = 1 / selection.cluster + LABELS
-    return SelectionCost(scored_keys=read, held_keys=read, score_rows=1, run_tokens=1, overlap=0.78)
+@policy
+class ClusterKV(SparseSelection):
+    """Clusters of `cluster` keys on average, by their centroids (Liu et al. 2024, sections 3.2 and 3.3)."""
+
+    name: str = named("clusterkv")
+    cluster: int = whole(2, 1024, default=80)
+
+    for_target: ClassVar[bool] = True
+    searched: ClassVar[bool] = False
+    per_query: ClassVar[bool] = True
+
+    def cost(self) -> SelectionCost:
+        """A centroid per cluster, and for each token its cluster's number, by which its score is looked up."""
+        read = 1 / self.cluster + LABELS
+        return SelectionCost(scored_keys=read, held_keys=read, score_rows=1, run_tokens=1, overlap=0.78)
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """ClusterKV's own target."""
+        return {"clusterkv": selecting(cls())}
 
 
-CLUSTERKV = TokenSelection(
-    name="clusterkv",
-    roles=frozenset({Role.DRAFT, Role.TARGET}),
-    executable=frozenset({Role.DRAFT, Role.TARGET}),
-    cost=clusterkv_cost,
-    searched=False,
-    presets={"clusterkv": selecting(ClusterKV())},
-)
+@policy
+class ShadowKV(SparseSelection):
+    """Chunks of keys by their means, and the `outliers` chunks that these describe worst (Sun et al. 2024)."""
 
+    name: str = named("shadowkv")
+    chunk: int = one_of((8, *PAGES), default=8)
+    outliers: int = whole(0, MAX_KEPT, default=48)
 
-def shadowkv_cost(selection: ShadowKV) -> SelectionCost:
-    """Landmarks are kept twice, as Quest's kernel reads bounds: two that are equal."""
-    landmarks, chunks = 2 / selection.chunk, 1 / selection.chunk
-    return SelectionCost(
-        scored_keys=landmarks, held_keys=landmarks, score_rows=chunks, run_tokens=selection.chunk, overlap=0.79
-    )
+    for_target: ClassVar[bool] = True
+    searched: ClassVar[bool] = False
+    per_query: ClassVar[bool] = True
 
+    def cost(self) -> SelectionCost:
+        """Landmarks are stored twice, because Quest's kernel reads two bounds, which are equal here."""
+        landmarks, chunks = 2 / self.chunk, 1 / self.chunk
+        return SelectionCost(
+            scored_keys=landmarks, held_keys=landmarks, score_rows=chunks, run_tokens=self.chunk, overlap=0.79
+        )
 
-SHADOWKV = TokenSelection(
-    name="shadowkv",
-    roles=frozenset({Role.DRAFT, Role.TARGET}),
-    executable=frozenset({Role.DRAFT, Role.TARGET}),
-    cost=shadowkv_cost,
-    searched=False,
-    presets={"shadowkv": selecting(ShadowKV())},
-)
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """ShadowKV's own target."""
+        return {"shadowkv": selecting(cls())}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner.acceptance import load_rows
-from ridgeplan.roofline.plan.draft_selection import RetrievalHead
 from ridgeplan.roofline.plan.plan import Plan, TargetAttention, Workload
+from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 
 TEXT = "It was the best of times, it was the worst of times. " * 60
 

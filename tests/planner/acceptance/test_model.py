@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.acceptance.model import BAND, observation, subject
 from ridgeplan.planner.acceptance.regression import fit
-from ridgeplan.planner.acceptance.rows import AcceptanceRow, core_name, shipped_rows
+from ridgeplan.planner.acceptance.rows import SPARSE_SELECTIONS, AcceptanceRow, core_name, shipped_rows
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.plan.draft_selection import SPARSE_RATIO, draft_selection
 from ridgeplan.roofline.plan.plan import Workload
-from ridgeplan.roofline.plan.policies import selections
-from ridgeplan.roofline.plan.policies.base import Role
+from ridgeplan.roofline.plan.policy import SPARSE_RATIO, make_selection
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.speculation import tokens_per_round
 
@@ -31,7 +29,7 @@ def changed(plan, selection=None, ratio=None, **speculation):
     """The plan with another gamma, another selection or another ratio."""
     made = replace(plan.speculation, **speculation)
     if selection is not None:
-        made = replace(made, selection=draft_selection(selection, ratio=made.ratio if made.sparse else SPARSE_RATIO))
+        made = replace(made, selection=make_selection(selection, ratio=made.ratio if made.sparse else SPARSE_RATIO))
     return replace(plan, speculation=made if ratio is None else made.with_ratio(ratio))
 
 
@@ -198,7 +196,7 @@ def test_grid_and_single_agree():
 MODELS = st.sampled_from(
     [LLAMA, "Qwen3-8B", "Llama-2-7B-32K", "SmolLM2-135M", "Qwen2.5-0.5B", "meta-llama/Llama-3.1-70B"]
 )
-SELECTIONS = st.sampled_from([policy.name for policy in selections(Role.DRAFT) if policy.name != "all"])
+SELECTIONS = st.sampled_from(SPARSE_SELECTIONS)
 CONTEXTS = st.integers(512, 4_000_000)
 
 

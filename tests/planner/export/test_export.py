@@ -19,7 +19,7 @@ from ridgeplan.planner.export import ENGINES, Request, engine_named, export, sch
 from ridgeplan.planner.export.carry import rounds_of, served
 from ridgeplan.planner.export.drafts import ranges
 from ridgeplan.roofline.catalog.models import list_models, load_shape
-from ridgeplan.roofline.plan.plan import Eviction, EvictionPolicy, Placement, Plan, Weights, Workload
+from ridgeplan.roofline.plan.plan import Eviction, Placement, Plan, Weights, Workload
 from ridgeplan.roofline.speculation import tokens_per_round
 
 MODELS = [shape.name for shape in list_models()]
@@ -174,7 +174,7 @@ def test_drafts_that_do_not_fit_are_left_out(request_for: Callable[..., Request]
 
 
 def test_what_no_engine_has_is_said(request_for: Callable[..., Request]) -> None:
-    evicting = {"eviction": Eviction(EvictionPolicy.SNAPKV, 2048)}
+    evicting = {"eviction": Eviction("snapkv", 2048)}
     exported = export(request_for("autoregressive", plan=evicting))
     assert axis(exported, "eviction").engine == "none: every token stays and is read"
     sparse = export(request_for("specontext", gpu="h200"))

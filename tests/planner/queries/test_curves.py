@@ -24,7 +24,7 @@ from ridgeplan.planner.queries.curves import (
 )
 from ridgeplan.planner.question import Question, ask
 from ridgeplan.roofline.plan.plan import Placement
-from ridgeplan.roofline.plan.policies.base import KV_BUDGET
+from ridgeplan.roofline.plan.policy import KV_BUDGET
 
 CONTEXTS = (1000, 30_000, 120_000)
 

@@ -6,10 +6,8 @@ import pytest
 
 from ridgeplan.planner.quality import losses, published_loss, target_values
 from ridgeplan.planner.recommend import preference, why_preferred
-from ridgeplan.roofline.plan.draft_selection import SpecAttn
 from ridgeplan.roofline.plan.plan import (
     Eviction,
-    EvictionPolicy,
     KVCache,
     KVFormat,
     Plan,
@@ -17,8 +15,9 @@ from ridgeplan.roofline.plan.plan import (
     Speculation,
     Workload,
 )
-from ridgeplan.roofline.plan.policies import EVICTIONS, evicted_to, eviction_settings
-from ridgeplan.roofline.plan.policies.evictions import PyramidKVSettings, aligned_budgets, kept_tokens
+from ridgeplan.roofline.plan.policies.evictions import PyramidKVEviction, aligned_budgets, kept_tokens, layer_budgets
+from ridgeplan.roofline.plan.policies.selections import SpecAttn
+from ridgeplan.roofline.plan.policy import EVICTIONS
 from ridgeplan.roofline.plan.presets import PRESETS, preset, preset_name
 from ridgeplan.roofline.plan.support import missing_execution
 
@@ -26,7 +25,7 @@ WORKLOAD = Workload("m", "h", 4000)
 
 
 def evicting(policy="snapkv", **values):
-    return Plan(WORKLOAD, eviction=Eviction(EvictionPolicy(policy), **values))
+    return Plan(WORKLOAD, eviction=Eviction(policy, **values))
 
 
 def test_sparse_drafts_need_layers_of_one_length():
@@ -44,10 +43,10 @@ def test_sparse_drafts_need_layers_of_one_length():
 
 
 def test_a_budget_is_in_tokens_or_a_share_of_the_context():
-    assert evicted_to(evicting(budget=100), 2) == (100, 100)
-    assert evicted_to(evicting(share=0.25), 2) == (1000, 1000)
-    assert evicted_to(evicting(budget=5000), 2) == evicted_to(evicting(share=1.0), 2) == (4000, 4000)
-    assert evicted_to(Plan(WORKLOAD), 2) == ()
+    assert layer_budgets(evicting(budget=100), 2) == (100, 100)
+    assert layer_budgets(evicting(share=0.25), 2) == (1000, 1000)
+    assert layer_budgets(evicting(budget=5000), 2) == layer_budgets(evicting(share=1.0), 2) == (4000, 4000)
+    assert layer_budgets(Plan(WORKLOAD), 2) == ()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_without_a_policy_there_is_nothing_to_set():
 def test_settings_travel_with_the_plan(policy, settings):
     plan = Plan.from_json(evicting(policy, budget=100, settings=settings).to_json())
     assert plan == evicting(policy, budget=100, settings=settings)
-    found = eviction_settings(plan)
+    found = plan.eviction.method
     assert {name: getattr(found, name) for name in settings} == settings
 
 
@@ -84,7 +83,7 @@ def test_settings_travel_with_the_plan(policy, settings):
 )
 def test_unknown_and_wrong_settings_are_named(settings, message):
     with pytest.raises(PlanError, match=message):
-        evicted_to(evicting(budget=100, settings=settings), 2)
+        layer_budgets(evicting(budget=100, settings=settings), 2)
 
 
 def test_a_chunk_travels_with_the_plan_and_counts_where_something_is_evicted():
@@ -137,7 +136,7 @@ def test_no_layer_keeps_more_than_it_had_and_a_chunk(wanted, group):
 
 @pytest.mark.parametrize("layers", [1, 2, 7, 32])
 def test_pyramids_fall_evenly_to_a_twentieth_and_keep_the_mean(layers):
-    budgets = PyramidKVSettings(window=32).budgets(1032, layers)
+    budgets = PyramidKVEviction(window=32).budgets(1032, layers)
     assert sum(budgets) / layers == pytest.approx(1032, abs=0.5)
     assert list(budgets) == sorted(budgets, reverse=True)
     if layers > 1:
@@ -145,7 +144,7 @@ def test_pyramids_fall_evenly_to_a_twentieth_and_keep_the_mean(layers):
 
 
 def test_a_pyramid_smaller_than_its_window_is_flat():
-    assert PyramidKVSettings(window=32).budgets(20, 4) == (20, 20, 20, 20)
+    assert PyramidKVEviction(window=32).budgets(20, 4) == (20, 20, 20, 20)
 
 
 def test_aligned_budgets_differ_by_whole_groups():
@@ -178,8 +177,8 @@ def test_uniform_budgets_keep_all_they_can():
 def test_codes_align_layers_and_full_precision_does_not():
     plan = evicting("pyramidkv", budget=300)
     coded = replace(plan, kv=KVCache(KVFormat.INT8, 64))
-    assert len({each % 64 for each in evicted_to(coded, 8)}) == 1
-    assert len({each % 64 for each in evicted_to(plan, 8)}) > 1
+    assert len({each % 64 for each in layer_budgets(coded, 8)}) == 1
+    assert len({each % 64 for each in layer_budgets(plan, 8)}) > 1
 
 
 def test_what_loses_less_is_preferred_among_evictions():

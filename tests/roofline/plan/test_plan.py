@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import plans
 
-from ridgeplan.roofline.plan.draft_selection import AllTokens, Quest, SpecAttn, draft_selection
 from ridgeplan.roofline.plan.plan import (
     DraftCodes,
     Eviction,
-    EvictionPolicy,
     KVCache,
     KVFormat,
     Placement,
@@ -22,6 +20,8 @@ from ridgeplan.roofline.plan.plan import (
     Weights,
     Workload,
 )
+from ridgeplan.roofline.plan.policies.selections import Quest, SpecAttn
+from ridgeplan.roofline.plan.policy import AllTokens, make_selection
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 
 WORKLOAD = Workload("model", "h200", 4096)
@@ -170,7 +170,7 @@ def test_other_numbers_are_checked_at_both_ends_of_their_range():
 @pytest.mark.parametrize(
     ("make", "on"),
     [
-        (Eviction, EvictionPolicy.H2O),
+        (Eviction, "h2o"),
         (Placement, True),
         (TargetAttention, Quest()),
     ],
@@ -204,7 +204,7 @@ def test_plans_of_the_first_files_name_a_targets_selection_by_a_text():
 
 def test_a_target_that_chooses_by_codes_needs_them():
     with pytest.raises(PlanError, match=r"^selection is 'progressive' with kv format 'bf16'; allowed: formats with"):
-        Plan(WORKLOAD, attention=TargetAttention(draft_selection("progressive"), 512))
+        Plan(WORKLOAD, attention=TargetAttention(make_selection("progressive"), 512))
     assert preset("progressive-target", WORKLOAD).gathers_codes
     assert not preset("quest", WORKLOAD).gathers_codes
 
@@ -255,14 +255,14 @@ def test_a_policy_keeps_its_hyperparameters_at_another_ratio():
     speculation = Speculation(3, selection=SpecAttn(rows="all", sinks=7))
     assert speculation.with_ratio(0.2) == Speculation(3, selection=SpecAttn(rows="all", sinks=7, ratio=0.2))
     with pytest.raises(PlanError, match=r"^draft selection is 'best'; allowed: all, streamingllm, "):
-        draft_selection("best")
+        make_selection("best")
 
 
 def test_two_bit_keys_need_codes():
     for stored in (KVFormat.SHADOW, KVFormat.HIERARCHICAL, KVFormat.INT8):
-        Plan(WORKLOAD, kv=KVCache(stored), speculation=Speculation(4, selection=draft_selection("progressive")))
+        Plan(WORKLOAD, kv=KVCache(stored), speculation=Speculation(4, selection=make_selection("progressive")))
     with pytest.raises(PlanError, match=r"^selection is 'progressive' with kv format 'bf16'; allowed: formats with"):
-        Plan(WORKLOAD, speculation=Speculation(4, selection=draft_selection("progressive")))
+        Plan(WORKLOAD, speculation=Speculation(4, selection=make_selection("progressive")))
 
 
 def test_derived_values():

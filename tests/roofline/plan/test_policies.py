@@ -8,44 +8,31 @@ import pytest
 
 from ridgeplan import validate
 from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.quality import losses
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
-from ridgeplan.roofline.plan.draft_selection import DRAFT_SELECTIONS, TARGET_SELECTIONS, Quest, SpecAttn, SpecExtend
-from ridgeplan.roofline.plan.draft_selection import draft_selection as named
-from ridgeplan.roofline.plan.plan import EvictionPolicy, KVCache, Placement, Plan, Speculation, Weights, Workload
-from ridgeplan.roofline.plan.policies import (
-    EVICTIONS,
-    POLICIES,
-    SELECTIONS,
-    draft_selection,
-    eviction,
-    selections,
-    target_selection,
-)
-from ridgeplan.roofline.plan.policies.base import KV_BUDGET, Role, SelectionCost
+from ridgeplan.roofline.plan.plan import KVCache, Placement, Plan, Speculation, Weights, Workload
+from ridgeplan.roofline.plan.policies.selections import Quest, SpecAttn, SpecExtend
+from ridgeplan.roofline.plan.policy import EVICTIONS, KV_BUDGET, SELECTIONS, SelectionCost
+from ridgeplan.roofline.plan.policy import make_selection as named
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.roofline.plan.support import missing_architecture, missing_execution
 
 WORKLOAD = Workload("Llama-3.1-8B", "h200", 32768)
 
 
-def test_plans_can_name_exactly_the_registered_policies():
-    assert {policy.name for policy in selections(Role.DRAFT)} == set(DRAFT_SELECTIONS)
-    assert {policy.name for policy in selections(Role.TARGET)} == set(TARGET_SELECTIONS) - {"all"}
-    assert set(EVICTIONS) == set(EvictionPolicy) - {"none"}
-
-
 def test_every_policy_has_presets_of_its_own():
-    for policy in POLICIES:
-        for name, make in policy.presets.items():
+    for policy in (*SELECTIONS.values(), *EVICTIONS.values()):
+        for name, make in policy.presets().items():
             plan = make(WORKLOAD)
-            assert policy in (draft_selection(plan), target_selection(plan), eviction(plan)), name
-    assert len(PRESETS) == sum(len(policy.presets) for policy in POLICIES)  # no two of one name
+            used = plan.speculation.selection.name, plan.attention.selection.name, plan.eviction.policy
+            assert PRESETS[name](WORKLOAD) == plan  # no two of one name
+            assert policy.name in used if policy.name in EVICTIONS else policy().name in used
 
 
 def test_plain_decoding_uses_no_policy():
     plan = Plan(WORKLOAD)
-    assert (draft_selection(plan).name, target_selection(plan), eviction(plan)) == ("all", None, None)
+    assert (plan.speculation.selection.name, plan.attention.active, plan.eviction.method) == ("all", False, None)
 
 
 @pytest.mark.parametrize(
@@ -69,44 +56,39 @@ def test_keys_scored_at_a_step_of_32_layers(name, layers_of_keys):
 
 def cost_of(name):
     """What choosing costs with the policy's own hyperparameters."""
-    return SELECTIONS[name].cost(named(name))
+    return named(name).cost()
 
 
 def test_hyperparameters_change_the_cost():
     """Of 8 KV heads: a set each is ranked from its own scores, a set for all from their sums."""
-    shared, own = (SELECTIONS["specattn"].cost(SpecAttn(per_kv_head=each)) for each in (False, True))
+    shared, own = (SpecAttn(per_kv_head=each).cost() for each in (False, True))
     assert (shared.moved_score_bytes(8), own.moved_score_bytes(8)) == (4 * (8 + 8 + 7), 4 * 7 * 8)
     assert (shared.run_of(8), own.run_of(8)) == (8, 1)
-    assert SELECTIONS["quest"].cost(Quest(page=32)).scored_keys == 2 / 32
-    assert SELECTIONS["specextend"].cost(SpecExtend(page=32)).run_of(8) == 32 * 8
+    assert Quest(page=32).cost().scored_keys == 2 / 32
+    assert SpecExtend(page=32).cost().run_of(8) == 32 * 8
 
 
 def test_losses_name_the_policy_and_what_it_keeps():
     evicting, selecting = preset("snapkv", WORKLOAD), preset("clusterkv", WORKLOAD)
-    assert (
-        eviction(evicting).loss(evicting).startswith("snapkv keeps 1024 of 32768 prompt tokens: RULER 69.94 of 96.65")
-    )
-    assert target_selection(selecting).loss(selecting) == "clusterkv reads 2048 tokens a step"
+    assert losses(evicting)[0].startswith("snapkv keeps 1024 of 32768 prompt tokens: RULER 69.94 of 96.65")
+    assert losses(selecting) == ["clusterkv reads 2048 tokens a step"]
 
 
 def test_something_is_known_of_every_draft_selections_acceptance():
     known = AcceptanceModel.for_model(load_shape("Llama-3.1-8B"), 32768)
-    for policy in selections(Role.DRAFT):
-        if policy.name != "all":
-            drafts = Plan(WORKLOAD, kv=KVCache("int4x2"), speculation=Speculation(4, selection=named(policy.name)))
+    for name in SELECTIONS:
+        if name != "all":
+            drafts = Plan(WORKLOAD, kv=KVCache("int4x2"), speculation=Speculation(4, selection=named(name)))
             assert 0 < known.of(drafts).best < 1
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_run_unless_they_need_a_policy_that_is_only_estimated(name):
     plan = preset(name, WORKLOAD)
-    target, evicting = target_selection(plan), eviction(plan)
-    executed = (
-        Role.DRAFT in draft_selection(plan).executable,
-        target is None or Role.TARGET in target.executable,
-        evicting is None or evicting.executable,
-    )
-    assert bool(missing_execution(plan)) == (not all(executed))
+    eviction = plan.eviction.method
+    selections = (plan.speculation.selection, plan.attention.selection)
+    executed = all(selection.executable for selection in selections) and (eviction is None or eviction.executable)
+    assert bool(missing_execution(plan)) == (not executed)
 
 
 def test_what_is_missing_is_named():
@@ -201,8 +183,7 @@ def measured(model):
 
 
 def cost(method, **options):
-    (policy,) = [one for one in selections(Role.TARGET) if one.name == method]
-    return policy.cost(named(method, **options))
+    return named(method, **options).cost()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -233,3 +214,11 @@ def test_other_budgets_follow_from_it(method, budget):
 
 def test_of_a_few_tokens_all_may_be_new():
     assert SelectionCost(overlap=0.5).overlap_at(1) == 0
+
+
+def test_saved_plans_of_snapkv_load_with_the_old_name_of_pooling():
+    plan = Plan(WORKLOAD, speculation=Speculation(2, selection=named("snapkv", pooling=5)))
+    saved = plan.to_dict()
+    selection = saved["speculation"]["selection"]
+    selection["pool"] = selection.pop("pooling")
+    assert Plan.from_dict(saved) == plan

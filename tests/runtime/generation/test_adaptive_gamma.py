@@ -21,7 +21,7 @@ PATTERNS = {
 }
 SPARSE = {  # selections with what differs from small budgets for all
     "streamingllm": {},
-    "snapkv": {"window": 8, "pool": 3},
+    "snapkv": {"window": 8, "pooling": 3},
     "quest": {},
     "specextend": {"page": 16},
     "specattn": {},

@@ -5,7 +5,7 @@ import torch
 from grids import pairs
 
 from ridgeplan import runtime
-from ridgeplan.roofline.plan.policies.evictions import OracleSettings
+from ridgeplan.roofline.plan.policies.evictions import OracleEviction
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.eviction import EVICTION_POLICIES, most_appended
 from ridgeplan.runtime.eviction.base import largest
@@ -136,7 +136,7 @@ def test_draft_policies_learn_from_the_prompts_own_queries_and_what_stays_of_it(
 
 def told(oracle, prompt, coming):
     """An oracle that knows what follows a prompt."""
-    made = oracle(OracleSettings())
+    made = oracle(OracleEviction())
     made.tell(prompt.tolist(), coming.tolist())
     return made
 

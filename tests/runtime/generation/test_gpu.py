@@ -12,7 +12,7 @@ from ridgeplan import runtime
 from ridgeplan.kernels.linear.weights import Int4Weight
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import HostPart
-from ridgeplan.roofline.plan.policies import EVICTIONS
+from ridgeplan.roofline.plan.policy import EVICTIONS
 from ridgeplan.runtime.buffers import HostMemory
 from ridgeplan.runtime.model.linear import Int4, LibraryInt4Weight
 from ridgeplan.runtime.model.prefill import causal_attention

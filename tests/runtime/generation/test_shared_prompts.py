@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.roofline.plan.policies.evictions import OracleSettings
+from ridgeplan.roofline.plan.policies.evictions import OracleEviction
 from ridgeplan.runtime.eviction import EVICTION_POLICIES
 from ridgeplan.runtime.eviction.policies import Oracle
 from ridgeplan.runtime.kv.cache import Cache
@@ -111,7 +111,7 @@ def test_a_policy_sees_what_it_appends_and_no_more(opened, prompts):
     def cache():
         return Cache(engine.config.shape, config, engine.device, torch.float32)
 
-    oracles, target = [Oracle(OracleSettings(coming=count)) for count in (5, 9)], (engine.decoder, engine.weights)
+    oracles, target = [Oracle(OracleEviction(coming=count)) for count in (5, 9)], (engine.decoder, engine.weights)
     for oracle in oracles:
         oracle.tell(text[:90].tolist(), text[90:].tolist())
     to = [Destination(cache(), 0, oracle) for oracle in oracles]

@@ -13,7 +13,7 @@ LENGTHS = [100, 37, 65]
 SMALL = {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6}
 SELECTIONS = {
     "streamingllm": {},
-    "snapkv": {"window": 8, "pool": 3},
+    "snapkv": {"window": 8, "pooling": 3},
     "quest": {},
     "specextend": {"page": 16},
     "specattn": {"score": "logits"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
-from ridgeplan.roofline.plan.draft_selection import draft_selection
+from ridgeplan.roofline.plan.policy import make_selection
 from ridgeplan.runtime.policies.retrieval_head import RetrievalHead
 from ridgeplan.runtime.retrieval.head import load_head
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
@@ -159,7 +159,7 @@ def test_a_head_that_chooses_by_layer_has_a_query_for_each_layer_and_kv_head(mod
     engine.cache.lengths.fill_(len(prompt))
 
     def chosen(one, layer):
-        selection = draft_selection("retrieval-head", ratio=0.3, floor=40, recent=6, sinks=2)
+        selection = make_selection("retrieval-head", ratio=0.3, floor=40, recent=6, sinks=2)
         policy = RetrievalHead(selection, engine.cache, one)
         policy.before_prefill(0, torch.tensor(prompt))
         policy.before_pass(torch.tensor([[5]]), 0)

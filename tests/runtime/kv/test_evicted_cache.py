@@ -9,7 +9,6 @@ from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import (
     DraftCodes,
     Eviction,
-    EvictionPolicy,
     KVCache,
     KVFormat,
     Plan,
@@ -102,7 +101,7 @@ def test_storage_is_what_the_planner_predicts(policy, kv_format, share):
     plan = Plan(
         Workload("m", "h", 8192, 512, 2),
         kv=KVCache(kv_format),
-        eviction=Eviction(EvictionPolicy(policy), share=share),
+        eviction=Eviction(policy, share=share),
         speculation=Speculation(3, DraftCodes.UPPER if kv_format in ("int4x2", "bf16+int4") else DraftCodes.FULL),
     )
     cache = Cache(shape, KVCacheConfig.of(plan, shape.layers), CPU, torch.bfloat16)
@@ -122,7 +121,7 @@ def test_a_quarter_in_int4x2_is_more_than_seven_and_a_half_times_smaller():
         plan = Plan(
             Workload("m", "h", 32768, 1),
             kv=KVCache(kv_format),
-            eviction=Eviction(EvictionPolicy.DAPQ, share=share) if share < 1 else Eviction(),
+            eviction=Eviction("dapq", share=share) if share < 1 else Eviction(),
         )
         return Cache(shape, KVCacheConfig.of(plan, 1), CPU, torch.bfloat16).stores[0]
 

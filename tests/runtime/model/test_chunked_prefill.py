@@ -12,7 +12,7 @@ from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.memory import chunk_buffers
 from ridgeplan.roofline.plan.plan import PlanError
-from ridgeplan.roofline.plan.policies import EVICTIONS
+from ridgeplan.roofline.plan.policy import EVICTIONS
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.model.chunked_prefill import chunk_bounds, chunked_prefill
 from ridgeplan.runtime.policies.base import DraftPolicy
@@ -83,7 +83,7 @@ class Simulation:
 
     def __init__(self, reference, prompt, bounds, policy, kept):
         self.model, self.policy, self.tokens, self.bounds = reference, policy, len(prompt), bounds
-        settings = EVICTIONS[policy].settings(**SETTINGS.get(policy, {}))
+        settings = EVICTIONS[policy](**SETTINGS.get(policy, {}))
         self.settings, self.kept = settings, kept
         pseudo = torch.cat([prompt[: settings.prefix], prompt[-settings.suffix :]]) if policy == "dapq" else prompt[:0]
         chunks = len(bounds) - 1

@@ -5,10 +5,8 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.plan.draft_selection import DRAFT_SELECTIONS, draft_selection
 from ridgeplan.roofline.plan.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, Workload
-from ridgeplan.roofline.plan.policies import SELECTIONS
-from ridgeplan.roofline.plan.policies.base import Role
+from ridgeplan.roofline.plan.policy import SELECTIONS, make_selection
 from ridgeplan.roofline.plan.support import missing_execution
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
@@ -23,7 +21,7 @@ def test_the_registry_holds_what_the_planner_takes_for_executable():
         plan = Plan(Workload("m", "h", 64), kv=KVCache("int4x2"), speculation=Speculation(2, "full", kind()))
         return not missing_execution(plan)
 
-    assert set(POLICIES) == {name for name, kind in DRAFT_SELECTIONS.items() if executable(kind)}
+    assert set(POLICIES) == {name for name, kind in SELECTIONS.items() if executable(kind)}
 
 
 def test_a_policy_chooses_for_every_draft_of_a_round(tiny_model, make_plan, prompts, monkeypatch):
@@ -47,14 +45,14 @@ def test_a_policy_chooses_for_every_draft_of_a_round(tiny_model, make_plan, prom
 
 
 def test_drafts_are_executed_by_the_policies_that_say_so() -> None:
-    assert {name for name, policy in SELECTIONS.items() if Role.DRAFT in policy.executable} == set(POLICIES)
+    assert {name for name, policy in SELECTIONS.items() if policy.executable} == set(POLICIES)
 
 
 def test_every_policy_of_the_runtime_has_the_plans_name() -> None:
     for name, make in POLICIES.items():
         assert isinstance(make, type), name
         assert issubclass(make, DraftPolicy), name
-        assert make.__name__ == DRAFT_SELECTIONS[name].__name__
+        assert make.__name__ == SELECTIONS[name].__name__
 
 
 # What sparse policies select, on values counted by hand: budgets, sinks, recent tokens, scores, and what grows old.
@@ -80,7 +78,7 @@ def made(name, lengths, kv="bf16", codes="full", **options):
     cache.reset(len(lengths))
     cache.lengths.copy_(torch.tensor(lengths))
     cache.keys.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(0)))
-    policy = draft_policy(draft_selection(name, **({"floor": 0, "sinks": 2, "recent": 10} | options)), cache)
+    policy = draft_policy(make_selection(name, **({"floor": 0, "sinks": 2, "recent": 10} | options)), cache)
     policy.start()
     return policy, cache
 
@@ -234,7 +232,7 @@ def test_queries_score_what_an_eviction_left_before_them():
 
 
 def test_a_prompts_set_stays_and_what_grows_old_joins_it():
-    policy, cache = made("snapkv", [60], ratio=0.25, window=1, pool=3)
+    policy, cache = made("snapkv", [60], ratio=0.25, window=1, pooling=3)
     keys = torch.zeros(2, 60, 8)
     keys[:, 30] = 10.0  # pooled over its neighbours
     policy.after_prefill(0, 0, torch.ones(1, 4, 8), keys, torch.arange(-60, 0)[None])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeplan.roofline.plan.draft_selection import SpecAttn
+from ridgeplan.roofline.plan.policies.selections import SpecAttn
 from ridgeplan.runtime import WorkloadError
 from ridgeplan.validate.acceptance import Passage
 from ridgeplan.validate.studies.drafts import GAMMA, DraftAcceptance, StudyDraft, drafts_of, study

@@ -8,8 +8,8 @@ import transformers
 
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.plan.draft_selection import RetrievalHead
 from ridgeplan.roofline.plan.plan import Plan, PlanError, TargetAttention, Workload
+from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.policies.base import TokenIndex
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of, save_head
