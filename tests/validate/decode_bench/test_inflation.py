@@ -8,7 +8,7 @@ import torch
 from ridgeplan.kernels.linear.weights import Int4Weight
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Workload
-from ridgeplan.roofline.plan.policies.selections import quantspec_kv
+from ridgeplan.roofline.plan.policies.dense import quantspec_kv
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.cache import Cache
