@@ -11,7 +11,7 @@ PACKAGES := roofline planner kernels runtime validate dashboards
 # Debian's chromium, or any other: `CHROMIUM=/path make test-browser`.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: demo test test-slow test-browser fuzz lint docs notebooks clean $(TYPED)
+.PHONY: demo test test-slow test-browser fuzz mutants lint docs notebooks clean $(TYPED)
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -34,6 +34,16 @@ test-browser: $(INSTALLED)
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 RIDGEPLAN_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/fuzz --numprocesses auto \
 		--dist worksteal --override-ini timeout=3600
+
+# Faults made on purpose, each of which a test must notice: the listed ones, or with MODULE=roofline/ops.py
+# TESTS=tests/roofline all that cosmic-ray makes of one module (in a copy: it edits the file).
+mutants: $(INSTALLED)
+ifdef MODULE
+	$(BIN)/python -m pip install --quiet "cosmic-ray>=8.4"
+	$(BIN)/python tests/mutants/module.py $(MODULE) $(TESTS)
+else
+	$(BIN)/python tests/mutants/run.py
+endif
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
