@@ -25,7 +25,9 @@ SHAPES = [load_shape(name) for name in ("Llama-3.1-8B", "DeepSeek-V3", "gpt-oss-
 
 def ends(kind: type) -> st.SearchStrategy[dict[str, Any]]:
     """Up to three of a dataclass's numbers, each at an end of its range."""
-    ranges = {item.name: numbers(item.metadata.get("check")) for item in fields(kind)}
+    ranges = {
+        item.name: numbers(check() if callable(check := item.metadata.get("check")) else check) for item in fields(kind)
+    }
     found = {name: st.sampled_from(pair) for name, pair in ranges.items() if pair}
     some = st.lists(st.sampled_from(sorted(found)), max_size=3, unique=True)
     return some.flatmap(lambda names: st.fixed_dictionaries({name: found[name] for name in names}))

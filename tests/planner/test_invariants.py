@@ -27,9 +27,9 @@ from ridgeplan.roofline.catalog.profile import profile_for, shipped_profiles
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Placement, Workload
-from ridgeplan.roofline.plan.policy import KV_BUDGET, missing_cost_model
+from ridgeplan.roofline.plan.policy import KV_BUDGET
 from ridgeplan.roofline.plan.presets import PRESETS, preset
-from ridgeplan.roofline.plan.support import missing_execution
+from ridgeplan.roofline.plan.support import missing_cost_model, missing_execution
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "Qwen/Qwen2.5-7B",
