@@ -16,29 +16,30 @@ from ridgeplan.runtime.request import Request, SequenceState
 from ridgeplan.runtime.speculation.gamma_control import GammaSchedule
 from ridgeplan.runtime.speculation.rounds import Rounds
 from ridgeplan.runtime.speculation.speculator import NOTHING, RowResult, Speculator
-from ridgeplan.runtime.statistics import Statistics, Stopwatch, Tally
+from ridgeplan.runtime.statistics import Statistics, StatsCollector, Stopwatch
 
 
 @dataclass(eq=False)
 class DecodeLoop:
     """What one generation goes on with, after prefill.
 
-    prepared: rounds for the layers that are on the device by then. mover: of the layers that may leave.
+    prepare: makes the rounds for the layers that are on the device by then. mover: moves layers that may leave.
     """
 
     request: Request
     speculator: Speculator
     schedule: GammaSchedule
     mover: LayerMover | None
-    prepared: Callable[[], Rounds]
+    prepare: Callable[[], Rounds]
     stopwatch: Stopwatch
     rows: list[SequenceState] = field(init=False)
-    tally: Tally = field(init=False)
+    collector: StatsCollector = field(init=False)
 
     def __post_init__(self) -> None:
         request, stops = self.request, frozenset(self.request.sampling.stop_token_ids)
         self.rows = [SequenceState(len(prompt), request.max_new_tokens, stops) for prompt in request.prompts]
-        self.tally = Tally(self.speculator.cache.config.gamma, tuple(map(len, request.prompts)))
+        prompt_tokens = tuple(map(len, request.prompts))
+        self.collector = StatsCollector(self.speculator.cache.config.gamma, prompt_tokens)
 
     def steps(self, first: Tensor) -> Iterator[list[list[int]]]:
         """New tokens of every sequence: the one that prefill drew, of `first` [rows], then those of each round."""
@@ -51,19 +52,25 @@ class DecodeLoop:
                 rounds, following = self._switched(rounds, following), None
             gamma, results = self._round(rounds, launch=following is None)
             self.schedule.add(gamma, results)
-            self.tally.add(gamma, results)
+            self.collector.add(gamma, results)
             for row, result in zip(self.rows, results, strict=True):
                 row.cached += len(result.tokens)
             yield self._extend([result.tokens for result in results])
 
     def statistics(self, peak: PeakMemory) -> Statistics:
         """Figures of the generation so far."""
-        tally, cache = self.tally, self.speculator.cache
-        tally.flushes = sum(_flushes(row, cache.config) for row in self.rows)
-        tally.host_layers = cache.layers - cache.first_on_host
-        tally.moved_layers = self.mover.moved if self.mover is not None else 0
-        tally.wanted_loads, tally.loads = cache.loads()
-        return tally.statistics(sum(len(row.tokens) for row in self.rows), self.stopwatch, peak)
+        cache = self.speculator.cache
+        wanted_loads, loads = cache.loads()
+        return self.collector.statistics(
+            self.stopwatch,
+            peak,
+            generated=sum(len(row.tokens) for row in self.rows),
+            flushes=sum(_flushes(row, cache.config) for row in self.rows),
+            host_layers=cache.layers - cache.first_on_host,
+            moved_layers=self.mover.moved if self.mover is not None else 0,
+            wanted_loads=wanted_loads,
+            loads=loads,
+        )
 
     @torch.inference_mode()
     def _started(self, first: Tensor) -> Rounds:
@@ -73,8 +80,8 @@ class DecodeLoop:
         speculator.cache.limit(self.request.max_new_tokens - 1)
         if self.mover is not None:
             with self.mover.next_placement(self.request.longest):
-                self.prepared()
-        rounds = self.prepared()
+                self.prepare()
+        rounds = self.prepare()
         # Capturing draws random numbers; a generation must not depend on whether it was the first of its kind.
         speculator.generator.manual_seed(sampling.seed + 1)
         rounds.start(first)
@@ -88,7 +95,7 @@ class DecodeLoop:
             return None
         self.mover.begin_switch()
         drawn = self.speculator.generator.get_state()
-        following = self.prepared()
+        following = self.prepare()
         self.speculator.generator.set_state(drawn)  # capturing draws random numbers
         return following
 
@@ -113,9 +120,9 @@ class DecodeLoop:
                 rounds.launch(self.schedule.next())
             result = rounds.collect()
         self.stopwatch.add(result.seconds)
-        found = [NOTHING if row.done else one for row, one in zip(rows, result.rows, strict=True)]
-        require_finite([one.finite for one in found])
-        return result.gamma, found
+        results = [NOTHING if row.done else new for row, new in zip(rows, result.rows, strict=True)]
+        require_finite([new.finite for new in results])
+        return result.gamma, results
 
     def _extend(self, tokens: list[list[int]]) -> list[list[int]]:
         """Appends each sequence's tokens and returns them; a sequence that hit a stop token also ends in the cache."""

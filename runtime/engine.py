@@ -15,13 +15,13 @@ from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.decode_loop import DecodeLoop, require_finite
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.eviction import eviction_policy, most_appended
+from ridgeplan.runtime.eviction import eviction_scorer, most_appended
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.chunked_prefill import chunked_prefill
@@ -29,15 +29,15 @@ from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.prefill import Destination, PromptObservers, plan_attention, prefill_all
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.offload.layer_mover import layer_mover
-from ridgeplan.runtime.policies import draft_policy
-from ridgeplan.runtime.policies.base import DraftPolicy
+from ridgeplan.runtime.policies import token_selector
+from ridgeplan.runtime.policies.base import TokenSelector
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.gamma_control import AdaptiveGamma, FixedGamma, GammaSchedule
 from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphedStep, GraphRounds, Rounds
-from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention, observers
+from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 from ridgeplan.runtime.speculation.speculator import Speculator, all_finite
 from ridgeplan.runtime.statistics import Statistics, Stopwatch
 
@@ -45,7 +45,7 @@ from ridgeplan.runtime.statistics import Statistics, Stopwatch
 GraphKey = tuple[int, int, tuple[float, int | None, float | None]]
 # Kinds of rounds whose graphs are kept. Each holds a round's workspace; a plan's predicted memory counts one.
 KEPT_GRAPHS = 8
-FORCED_TOKENS = 8  # of a pass; the attention kernels take them with up to 8 query heads a KV head
+TEACHER_FORCED_TOKENS = 8  # of a pass; the attention kernels take them with up to 8 query heads a KV head
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,14 @@ class Engine:
             self.draft_weights = weights.upper
         elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
-        self.eviction = eviction_policy(plan)
+        self.scorer = eviction_scorer(plan)
         cache_config, own = KVCacheConfig.of(plan, config.shape.layers, host_layers, spare_bytes), weights.embedding
         head = head and head.for_model(config.shape, own)
         self.cache: Cache | None = Cache(config.shape, cache_config, device, own.dtype)
         self._mover = layer_mover(self.cache)
-        self._policy: DraftPolicy | None = draft_policy(plan.speculation.selection, self.cache, head)
-        self._reads = SparseTargetAttention.of(plan.attention.chosen, self.cache, head)
+        builder = AttentionMetadataBuilder(self.cache)
+        self._selector: TokenSelector | None = token_selector(plan.speculation.selection, builder, head)
+        self._sparse_target = SparseTargetAttention.of(plan.attention.chosen, self.cache, head)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
@@ -171,12 +172,8 @@ class Engine:
         """Like `stream` for several prompts: the new tokens of each, first from prefill, then from every round."""
         return self._run(Request.build(prompts, max_new_tokens, sampling))
 
-    def forced_logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """`forced_logits_batch` of one prompt, [len(tokens) + 1, vocab]."""
-        return self.forced_logits_batch([prompt], [tokens])[0]
-
     @torch.inference_mode()
-    def forced_logits_batch(self, prompts: Prompts, tokens: Sequence[Sequence[int]]) -> Tensor:
+    def teacher_forced_logits(self, prompts: Prompts, tokens: Sequence[Sequence[int]]) -> Tensor:
         """The target's logits [rows, len(tokens[0]) + 1, vocab] after each prompt and after each of its `tokens`.
 
         The prompts' cache is the one that `generate` decodes with. Passes of the target are without drafts: over one
@@ -184,19 +181,22 @@ class Engine:
         tokens: equally many for each prompt.
         Raises WorkloadError as `generate` does, for a generation of one token more.
         """
-        ids = torch.tensor([list(each) for each in tokens], dtype=torch.int64, device=self.device)
+        ids = torch.tensor([list(row) for row in tokens], dtype=torch.int64, device=self.device)
         request = Request.build(prompts, ids.shape[1] + 1, None)
         with self._exclusive(request) as cache:
             speculator = self._speculator(cache, request.sampling)
             self._begin(request, speculator, request.longest)
             logits = [self._prompt_logits(request, speculator)[:, None]]
-            stored, step = [cache.config.stored(len(prompt)) for prompt in request.prompts], self._forced(speculator)
-            one_by_one = self._reads is not None or isinstance(step, GraphedStep)
-            passes = cache.config.passes(stored, ids.shape[1], 1 if one_by_one else FORCED_TOKENS)
+            stored, step = (
+                [cache.config.stored(len(prompt)) for prompt in request.prompts],
+                self._teacher_forced_step(speculator),
+            )
+            one_by_one = self._sparse_target is not None or isinstance(step, GraphedStep)
+            passes = cache.config.passes(stored, ids.shape[1], 1 if one_by_one else TEACHER_FORCED_TOKENS)
             logits += [step(ids[:, part]) for part in passes]
         return torch.cat(logits, dim=1)
 
-    def _forced(self, speculator: Speculator) -> Callable[[Tensor], Tensor]:
+    def _teacher_forced_step(self, speculator: Speculator) -> Callable[[Tensor], Tensor]:
         """A pass of the target: of tokens [rows, queries], which are then in the cache, logits [rows, queries, vocab].
 
         On CUDA of one query.
@@ -206,8 +206,9 @@ class Engine:
         def step(tokens: Tensor) -> Tensor:
             queries = tokens.shape[1]
             cache.begin_streaming()
-            if self._reads is None:
-                logits = self.decoder.step(self.weights, cache, tokens, cache.target_metadata(queries))
+            if self._sparse_target is None:
+                metadata = AttentionMetadataBuilder(cache).target_metadata(queries)
+                logits = self.decoder.step(self.weights, cache, tokens, metadata)
             else:
                 logits = speculator.target_logits(tokens)
             cache.advance(cache.active().int() * queries)
@@ -219,8 +220,8 @@ class Engine:
     def prefill_with(self, others: Sequence[Engine], prompts: Prompts, max_new_tokens: int) -> None:
         """Processes prompts once, for this engine and others of the same weights, which keep different parts of them.
 
-        The next `generate` or `forced_logits_batch` of each over just these prompts, by up to `max_new_tokens`, starts
-        from what is then in its cache; its statistics have no time of prefill. Raises WorkloadError as `generate` does,
+        The next `generate` or `teacher_forced_logits` of each over just these prompts, by up to `max_new_tokens`,
+        starts from its filled cache; its statistics have no time of prefill. Raises WorkloadError as `generate` does,
         for other weights and for evictions in chunks; ValueError for evictions that append different tokens.
         """
         request, engines = Request.build(prompts, max_new_tokens, None), [self, *others]
@@ -248,7 +249,7 @@ class Engine:
         """Releases the caches and captured graphs. The weights are freed with their last reference."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # rounds of an abandoned generation may still read the host's memory
-        self.cache = self._policy = self._reads = self._mover = self._filled = None
+        self.cache = self._selector = self._sparse_target = self._mover = self._filled = None
         self._graphs.clear()
 
     def _drafts(self, given: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
@@ -263,11 +264,6 @@ class Engine:
 
         return draft_weights_for(self.plan, self.weights, made)
 
-    def _run(self, request: Request) -> Iterator[list[list[int]]]:
-        """New tokens of every sequence, first from prefill, then from each round."""
-        with self._exclusive(request) as cache:
-            yield from self._rounds(request, cache)
-
     @contextmanager
     def _exclusive(self, request: Request) -> Iterator[Cache]:
         """The cache, for one checked request at a time."""
@@ -281,25 +277,23 @@ class Engine:
             with readable_out_of_memory(self.device):
                 yield self.cache
         except WorkloadError:
-            self._release()
+            self._graphs.clear()  # what ran out of memory leaves room for a smaller generation
+            torch.cuda.empty_cache()
             raise
         finally:
             self._running = False
 
-    def _release(self) -> None:
-        """Frees what a generation that ran out of memory left behind, so that a smaller one can run."""
-        self._graphs.clear()
-        torch.cuda.empty_cache()
-
-    def _rounds(self, request: Request, cache: Cache) -> Iterator[list[list[int]]]:
-        self._meter.restart()
-        speculator, stopwatch = self._speculator(cache, request.sampling), Stopwatch(self.device)
-        prepared = partial(self._prepared, speculator, stopwatch)
-        loop = DecodeLoop(request, speculator, self._schedule(request), self._mover, prepared, stopwatch)
-        try:
-            yield from loop.steps(self._prefill(request, speculator, stopwatch))
-        finally:
-            self._statistics = loop.statistics(self._meter.peak())
+    def _run(self, request: Request) -> Iterator[list[list[int]]]:
+        """New tokens of every sequence, first from prefill, then from each round."""
+        with self._exclusive(request) as cache:
+            self._meter.restart()
+            speculator, stopwatch = self._speculator(cache, request.sampling), Stopwatch(self.device)
+            rounds = partial(self._rounds, speculator, stopwatch)
+            loop = DecodeLoop(request, speculator, self._schedule(request), self._mover, rounds, stopwatch)
+            try:
+                yield from loop.steps(self._prefill(request, speculator, stopwatch))
+            finally:
+                self._statistics = loop.statistics(self._meter.peak())
 
     def _schedule(self, request: Request) -> GammaSchedule:
         """The gammas of a generation. An adaptive one is fit for the request's own lengths and batch."""
@@ -325,17 +319,23 @@ class Engine:
         speculator.cache.reset(len(request.prompts))
         if self._mover is not None:
             self._mover.start(longest)
-        speculator.policy.start()
-        if self._reads is not None:
-            self._reads.start(speculator.cache.rows)
+        for selector in speculator.selectors:
+            selector.start()
 
     def _speculator(self, cache: Cache, sampling: SamplingParams) -> Speculator:
-        assert self._policy is not None, "an engine with a cache has a policy"
+        assert self._selector is not None, "an engine with a cache has a selector"
         return Speculator(
-            self.decoder, self.weights, self.draft_weights, cache, self._policy, sampling, self._generator, self._reads
+            decoder=self.decoder,
+            target=self.weights,
+            drafter=self.draft_weights,
+            cache=cache,
+            selector=self._selector,
+            sampling=sampling,
+            generator=self._generator,
+            sparse_target=self._sparse_target,
         )
 
-    def _prepared(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
+    def _rounds(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
         """Rounds for this number of rows and these sampling parameters; on CUDA their graphs are captured once."""
         if self.device.type != "cuda":
             return EagerRounds(speculator)
@@ -366,20 +366,18 @@ class Engine:
 
     def _fill(self, request: Request, into: Sequence[tuple[Engine, Speculator]]) -> Tensor:
         """Fills the caches of engines that share weights; returns the logits [rows, vocab] that follow each prompt."""
+        logits = []
         with prompt_arena(self.plan, self.draft_weights, self.device) as arena:
-            logits = []
-            for row, prompt in enumerate(request.prompts):
-                to = [engine._destination(speculator, row) for engine, speculator in into]
-                ids = torch.tensor(prompt, device=self.device)
-                logits.append(self._filled_by(to, ids, arena))
+            for row, tokens in enumerate(request.prompts):
+                destinations = [engine._destination(speculator, row) for engine, speculator in into]
+                prompt = torch.tensor(tokens, device=self.device)
+                if 0 < self._chunk < len(tokens):
+                    (destination,) = destinations
+                    last = chunked_prefill(self.decoder, self.weights, destination, prompt, self._chunk, arena)
+                else:
+                    last = prefill_all(self.decoder, self.weights, destinations, prompt, arena=arena)
+                logits.append(last)
             return torch.stack(logits)
-
-    def _filled_by(self, to: Sequence[Destination], prompt: Tensor, arena: Arena) -> Tensor:
-        """Processes one prompt at once, or in chunks; returns the logits [vocab] that follow it."""
-        if not 0 < self._chunk < len(prompt):
-            return prefill_all(self.decoder, self.weights, to, prompt, arena=arena)
-        (alone,) = to
-        return chunked_prefill(self.decoder, self.weights, alone, prompt, self._chunk, arena)
 
     @property
     def _chunk(self) -> int:
@@ -387,5 +385,4 @@ class Engine:
         return self.plan.eviction.chunk_at(self.plan.workload.context)
 
     def _destination(self, speculator: Speculator, row: int) -> Destination:
-        observer = PromptObservers(observers(speculator.policy, speculator.reads))
-        return Destination(speculator.cache, row, self.eviction, observer)
+        return Destination(speculator.cache, row, self.scorer, PromptObservers(speculator.selectors))

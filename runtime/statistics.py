@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -64,7 +64,7 @@ class Statistics:
     gamma: the most drafts of a round. rounds_at[g]: rounds of g drafts. drafted: drafts for unfinished sequences.
     prompt_tokens: per sequence. rounds: forward passes of the target after prefill; sequence_rounds: their sum over
     unfinished sequences. generated: tokens delivered; decoded: tokens that rounds kept, some of them past a stop token.
-    judged_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
+    verified_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
     draft_s, verify_s: medians of one drafted token and of one verification; flush_s, decode_s, prefill_s: sums.
     idle_s: sum of the device's waits between rounds, 0 on a CPU.
     capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused.
@@ -79,7 +79,7 @@ class Statistics:
     sequence_rounds: int
     generated: int
     decoded: int
-    judged_at: tuple[int, ...]
+    verified_at: tuple[int, ...]
     accepted_at: tuple[int, ...]
     flushes: int
     prefill_s: float
@@ -105,9 +105,9 @@ class Statistics:
         return 1 - self.loads / self.wanted_loads if self.wanted_loads else 0.0
 
     @property
-    def judged(self) -> int:
+    def num_draft_tokens_verified(self) -> int:
         """Drafts that were compared with the target: those whose predecessors in the round were all accepted."""
-        return sum(self.judged_at)
+        return sum(self.verified_at)
 
     @property
     def accepted(self) -> int:
@@ -122,12 +122,12 @@ class Statistics:
     @property
     def acceptance(self) -> float:
         """Acceptance of a draft, given that all earlier ones of its round were accepted (Leviathan et al. 2023)."""
-        return _ratio(self.accepted, self.judged)
+        return _ratio(self.accepted, self.num_draft_tokens_verified)
 
     @property
     def acceptance_at(self) -> tuple[float, ...]:
         """The conditional acceptance of each position of a round."""
-        return tuple(_ratio(a, j) for a, j in zip(self.accepted_at, self.judged_at, strict=True))
+        return tuple(_ratio(a, j) for a, j in zip(self.accepted_at, self.verified_at, strict=True))
 
     @property
     def accepted_share(self) -> float:
@@ -145,54 +145,38 @@ class Statistics:
         return 1e3 * self.prefill_s
 
 
-@dataclass
-class Tally:
-    """Running counts of a generation, on the host."""
+class StatsCollector:
+    """Counts the rounds of a generation, on the host."""
 
-    gamma: int
-    prompt_tokens: tuple[int, ...]
-    rounds: int = 0
-    sequence_rounds: int = 0
-    decoded: int = 0
-    drafted: int = 0
-    flushes: int = 0
-    host_layers: int = 0
-    moved_layers: int = 0
-    wanted_loads: int = 0
-    loads: int = 0
-    gammas: list[int] = field(default_factory=list)  # of the rounds, in order
-    judged_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.judged_at = [0] * self.gamma
-        self.accepted_at = [0] * self.gamma
+    def __init__(self, gamma: int, prompt_tokens: tuple[int, ...]) -> None:
+        """gamma: the most drafts of a round. prompt_tokens: of each sequence."""
+        self._gamma, self._prompt_tokens = gamma, prompt_tokens
+        self._gammas: list[int] = []  # of the rounds, in order
+        self._sequence_rounds = self._decoded = self._drafted = 0
+        self._verified_at, self._accepted_at = [0] * gamma, [0] * gamma
 
     def add(self, gamma: int, rows: list[RowResult]) -> None:
         """Adds a round of gamma drafts; rows that kept nothing were inactive."""
         active = sum(bool(row.tokens) for row in rows)
-        self.rounds += 1
-        self.gammas.append(gamma)
-        self.sequence_rounds += active
-        self.drafted += gamma * active
-        self.decoded += sum(len(row.tokens) for row in rows)
-        for position in range(self.gamma):
-            self.accepted_at[position] += sum(row.accepted > position for row in rows)
-            self.judged_at[position] += sum(row.verified > position for row in rows)
+        self._gammas.append(gamma)
+        self._sequence_rounds += active
+        self._drafted += gamma * active
+        self._decoded += sum(len(row.tokens) for row in rows)
+        for position in range(self._gamma):
+            self._accepted_at[position] += sum(row.accepted > position for row in rows)
+            self._verified_at[position] += sum(row.verified > position for row in rows)
 
-    def statistics(self, generated: int, stopwatch: Stopwatch, peak: PeakMemory) -> Statistics:
-        """The finished figures."""
-        drafts_s = zip(stopwatch.seconds("draft"), self.gammas, strict=False)  # a round that failed was not added
+    def statistics(self, stopwatch: Stopwatch, peak: PeakMemory, **counts: int) -> Statistics:
+        """The figures so far. counts: those fields of `Statistics` that rounds do not tell."""
+        drafts_s = zip(stopwatch.seconds("draft"), self._gammas, strict=False)  # a round that failed was not added
         return Statistics(
-            gamma=self.gamma,
-            prompt_tokens=self.prompt_tokens,
-            rounds=self.rounds,
-            sequence_rounds=self.sequence_rounds,
-            generated=generated,
-            decoded=self.decoded,
-            judged_at=tuple(self.judged_at),
-            accepted_at=tuple(self.accepted_at),
-            flushes=self.flushes,
+            gamma=self._gamma,
+            prompt_tokens=self._prompt_tokens,
+            rounds=len(self._gammas),
+            sequence_rounds=self._sequence_rounds,
+            decoded=self._decoded,
+            verified_at=tuple(self._verified_at),
+            accepted_at=tuple(self._accepted_at),
             prefill_s=sum(stopwatch.seconds("prefill")),
             draft_s=_median([seconds / gamma for seconds, gamma in drafts_s if gamma]),
             verify_s=_median(stopwatch.seconds("verify")),
@@ -203,12 +187,9 @@ class Tally:
             peak_memory_bytes=peak.allocated,
             peak_device_bytes=peak.device,
             outside_bytes=peak.outside,
-            rounds_at=tuple(map(self.gammas.count, range(self.gamma + 1))),
-            drafted=self.drafted,
-            host_layers=self.host_layers,
-            moved_layers=self.moved_layers,
-            wanted_loads=self.wanted_loads,
-            loads=self.loads,
+            rounds_at=tuple(map(self._gammas.count, range(self._gamma + 1))),
+            drafted=self._drafted,
+            **counts,
         )
 
 

@@ -23,8 +23,8 @@ from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.strategy import ELASTIC_OVERLAP
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.offload.slots import Choice, LoadsAhead
-from ridgeplan.runtime.policies import POLICIES
-from ridgeplan.runtime.policies.base import SparsePolicy
+from ridgeplan.runtime.policies import SELECTORS
+from ridgeplan.runtime.policies.base import SparseSelector
 from ridgeplan.validate.random_model import RandomModel, fill, measured_round
 from ridgeplan.validate.timing import captured
 
@@ -59,8 +59,8 @@ class DriftingCache(Cache):
             choice = self._other(layer, choice)
         return super().load_chosen(layer, choice, ahead)
 
-    def begin_loading(self, choose: Callable[[int], Choice], alike: bool) -> LoadsAhead | None:
-        return super().begin_loading(lambda layer: self._other(layer, choose(layer)), alike)
+    def begin_loading(self, choose: Callable[[int], Choice], shared_across_layers: bool) -> LoadsAhead | None:
+        return super().begin_loading(lambda layer: self._other(layer, choose(layer)), shared_across_layers)
 
     def _other(self, layer: int, choice: Choice) -> Choice:
         index, count, page = choice
@@ -153,11 +153,15 @@ def loading_ms(cache: Cache, plan: Plan, chosen: int) -> tuple[float, float]:
     index = torch.zeros(cache.rows, sets, plan.attention.budget, dtype=torch.int32, device=device)
     count = torch.full(index.shape[:2], chosen, dtype=torch.int32, device=device)
 
-    policy, choice = POLICIES[plan.attention.selection.name], (index, count, 1)
-    assert isinstance(policy, type) and issubclass(policy, SparsePolicy), "a target's selection is a class"
+    selector, choice = SELECTORS[plan.attention.selection.name], (index, count, 1)
+    assert issubclass(selector, SparseSelector), "a sparse target has one"
 
     def once() -> None:
-        ahead = cache.begin_loading(lambda _: choice, policy.alike) if policy.known_ahead else None
+        ahead = (
+            cache.begin_loading(lambda _: choice, selector.shared_across_layers)
+            if selector.selected_before_pass
+            else None
+        )
         for layer in range(cache.first_on_host, cache.layers):
             cache.load_chosen(layer, choice, ahead)
 

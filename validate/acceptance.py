@@ -29,6 +29,7 @@ from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
@@ -129,7 +130,10 @@ class _Caches:
             ours[:, :, :, :SINKS] = store[:, :, :, :SINKS]
             ours[:, :, :, SINKS:kept] = store[:, :, :, length - kept + SINKS : length]
         cache.finish_prompt(0, kept)
-        return cache, replace(cache.target_metadata(queries), positions=self.plain.target_metadata(queries).positions)
+        return cache, replace(
+            AttentionMetadataBuilder(cache).target_metadata(queries),
+            positions=AttentionMetadataBuilder(self.plain).target_metadata(queries).positions,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +165,9 @@ class TeacherForced:
     def _round(self, caches: _Caches, tokens: Tensor) -> Tensor:
         """Acceptance [drafts, ROUND] of one round's tokens [1, ROUND], which then enter the caches."""
         drafted = [self._drafted(draft, caches, tokens) for draft in self.drafts]
-        plain, *coded = (self._pass(cache, tokens, cache.target_metadata(ROUND)) for cache in caches.both)
+        plain, *coded = (
+            self._pass(cache, tokens, AttentionMetadataBuilder(cache).target_metadata(ROUND)) for cache in caches.both
+        )
         for cache in caches.both:
             cache.advance(torch.full_like(cache.lengths, ROUND))
         pairs = [
@@ -179,7 +185,7 @@ class TeacherForced:
             window, metadata = caches.window(draft.ratio, ROUND)
             return self._pass(window, tokens, metadata)
         cache = caches.coded if draft.reads_codes and caches.coded is not None else caches.plain
-        return self._pass(cache, tokens, cache.draft_metadata(0, ROUND), weights)
+        return self._pass(cache, tokens, AttentionMetadataBuilder(cache).draft_metadata(0, ROUND), weights)
 
     def _pass(
         self, cache: Cache, tokens: Tensor, metadata: AttentionMetadata, weights: DecoderWeights | None = None

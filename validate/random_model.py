@@ -23,17 +23,18 @@ from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.support import missing_head
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.kv.storage import KVStore
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.offload.host_store import HostKVStore
-from ridgeplan.runtime.policies import draft_policy
+from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.quantization.calibration import quantized_linear
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphRounds, Rounds
-from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention, observers
+from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 from ridgeplan.runtime.speculation.speculator import RoundResult, Speculator
 from ridgeplan.validate.measure import is_busy, spread_of
 from ridgeplan.validate.timing import Bench
@@ -257,12 +258,13 @@ def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
     """The plan's parts of a round, over a cache that is filled."""
     generator, embedding = torch.Generator(model.device).manual_seed(0), model.weights.embedding
     head = random_head(model.shape, embedding).for_model(model.shape, embedding) if missing_head(plan) else None
-    policy = draft_policy(plan.speculation.selection, cache, head)
-    reads = SparseTargetAttention.of(plan.attention.chosen, cache, head)
-    for observer in observers(policy, reads):
-        observer.start()
+    selector = token_selector(plan.speculation.selection, AttentionMetadataBuilder(cache), head)
+    sparse_target = SparseTargetAttention.of(plan.attention.chosen, cache, head)
     target, drafter = model.target(plan), model.drafter(plan)
-    return Speculator(model.decoder, target, drafter, cache, policy, SAMPLING, generator, reads)
+    speculator = Speculator(model.decoder, target, drafter, cache, selector, SAMPLING, generator, sparse_target)
+    for each in speculator.selectors:
+        each.start()
+    return speculator
 
 
 def _prepared(speculator: Speculator, plan: Plan) -> Rounds:

@@ -110,7 +110,7 @@ class MeasuredDrafts:
     """How often the drafts of a plan were compared with the target, and accepted, by position in a round."""
 
     plan: Plan
-    judged_at: tuple[int, ...]
+    verified_at: tuple[int, ...]
     accepted_at: tuple[int, ...]
 
     @classmethod
@@ -118,7 +118,7 @@ class MeasuredDrafts:
         """From a generation of the engine's plan at temperature 1, of which stop tokens are ignored."""
         tokens = engine.plan.workload.new_tokens
         figures = engine.generate(prompts, tokens, SamplingParams(temperature=1.0)).statistics
-        return cls(engine.plan, figures.judged_at, figures.accepted_at)
+        return cls(engine.plan, figures.verified_at, figures.accepted_at)
 
     @property
     def ratio(self) -> float:
@@ -128,8 +128,8 @@ class MeasuredDrafts:
     @property
     def acceptance_at(self) -> tuple[float, ...]:
         """Conditional acceptance by position; one that few drafts reached is about that of the one before."""
-        mean = (sum(self.accepted_at) + 0.5) / (sum(self.judged_at) + 1)
-        return tuple(Evidence(self.judged_at, self.accepted_at).acceptance_at(mean))
+        mean = (sum(self.accepted_at) + 0.5) / (sum(self.verified_at) + 1)
+        return tuple(Evidence(self.verified_at, self.accepted_at).acceptance_at(mean))
 
     def rows(self, engine: Engine, shape: ModelShape, text: str, calibrated: bool) -> Iterator[AcceptanceRow]:
         """A row for every position that enough drafts reached; none for drafts that read what the target reads.
@@ -137,22 +137,22 @@ class MeasuredDrafts:
         shape: by the name that the rows have. Acceptance is the mean of Jeffreys' posterior, so it is never 0 or 1.
         """
         name, drafts, context = row_name(self.plan), self.plan.speculation.selection, self.plan.workload.context
-        for position, (judged, accepted) in enumerate(zip(self.judged_at, self.accepted_at, strict=True), start=1):
-            if name and judged >= MIN_DRAFTS:
+        for position, (verified, accepted) in enumerate(zip(self.verified_at, self.accepted_at, strict=True), start=1):
+            if name and verified >= MIN_DRAFTS:
                 yield AcceptanceRow(
                     draft=name,
                     model=shape.name,
                     parameters=shape.parameters / 1e9,
                     context=context,
-                    acceptance=(accepted + 0.5) / (judged + 1),
+                    acceptance=(accepted + 0.5) / (verified + 1),
                     source="measured",
-                    where=f"{judged} drafts at position {position} after {text}, {device_name(engine)}",
+                    where=f"{verified} drafts at position {position} after {text}, {device_name(engine)}",
                     ratio=float(drafts.share_of(context, self.ratio)),
                     gamma=self.plan.speculation.gamma,
                     position=position,
                     quantizer=quantizer_of(engine.device.type, calibrated),
                     dtype=str(engine.weights.embedding.dtype).removeprefix("torch."),
-                    tokens=judged,
+                    tokens=verified,
                     date=datetime.date.today().isoformat(),
                     text=text,
                 )

@@ -44,6 +44,7 @@ STATISTICS = (
     "rounds_at", "ttft_ms", "tpot_ms", "peak_memory_bytes",
     "host_layers", "moved_layers", "wanted_loads", "loads", "overlap",
 )  # fmt: skip
+ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose attribute has another name
 
 
 @click.command(
@@ -144,7 +145,7 @@ def text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> It
 
 def statistics_dict(statistics: Statistics) -> dict[str, Any]:
     """The figures of a generation as JSON values."""
-    return {name: getattr(statistics, name) for name in STATISTICS}
+    return {name: getattr(statistics, ATTRIBUTES.get(name, name)) for name in STATISTICS}
 
 
 def summary(statistics: Statistics) -> str:

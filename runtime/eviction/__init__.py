@@ -1,34 +1,24 @@
-"""Eviction policies: which prompt tokens stay in the cache, by the name that plans use.
+"""Eviction during prefill: which prompt tokens stay in the cache, by the names that plans use.
 
-Not here: budgets and hyperparameters (planner/policies/eviction), and how prefill asks a policy (runtime/model).
+All files of this folder are imported and their scorers register themselves: a new policy is one file here and one entry
+in roofline/plan/policies.
+Not here: budgets and hyperparameters (roofline/plan/policies), and when prefill asks a scorer (runtime/model).
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from importlib import import_module
+from pkgutil import iter_modules
 
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.runtime.eviction.base import EvictionPolicy
-from ridgeplan.runtime.eviction.expected_attention import ExpectedAttention
-from ridgeplan.runtime.eviction.policies import H2O, DapQ, LaCache, Oracle, PyramidKV, Random, SnapKV, StreamingLLM
+from ridgeplan.runtime.eviction.base import SCORERS, EvictionScorer
 
-# By the plan's name for a policy. Each is made with the plan's hyperparameters, of the planner's class for it.
-EVICTION_POLICIES: Mapping[str, Callable[[Any], EvictionPolicy]] = {
-    "dapq": DapQ,
-    "snapkv": SnapKV,
-    "h2o": H2O,
-    "pyramidkv": PyramidKV,
-    "streamingllm": StreamingLLM,
-    "lacache": LaCache,
-    "expected-attention": ExpectedAttention,
-    "random": Random,
-    "oracle": Oracle,
-}
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
 
-def eviction_policy(plan: Plan) -> EvictionPolicy | None:
-    """The policy that executes the plan's eviction, if it has one. Raises PlanError for unknown hyperparameters."""
+def eviction_scorer(plan: Plan) -> EvictionScorer | None:
+    """The scorer that executes the plan's eviction, if it has one. Raises PlanError for unknown hyperparameters."""
     eviction = plan.eviction.method
-    return None if eviction is None else EVICTION_POLICIES[eviction.name](eviction)
+    return None if eviction is None else SCORERS[eviction.name](eviction)
 
 
 def most_appended(plan: Plan) -> int:
@@ -37,4 +27,4 @@ def most_appended(plan: Plan) -> int:
     return 0 if eviction is None else eviction.appended_tokens
 
 
-__all__ = ["EVICTION_POLICIES", "EvictionPolicy", "Oracle", "eviction_policy", "most_appended"]
+__all__ = ["SCORERS", "EvictionScorer", "eviction_scorer", "most_appended"]

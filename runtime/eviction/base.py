@@ -1,15 +1,18 @@
-"""What eviction policies share: the layer that they score, attention mass, protected tokens, compaction."""
+"""What eviction scorers share: their interface, the layer they score, attention mass, protected tokens, compaction."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.roofline.execution import EVICTION_SCORE_ELEMENTS
+
+Scorer = TypeVar("Scorer", bound="EvictionScorer")
 
 
 def attention_mass(queries: Tensor, keys: Tensor, first: int, tokens: int) -> Tensor:
@@ -94,29 +97,45 @@ class PromptLayer:
 
         first, stop: places among the layer's tokens, of which they have queries.
         """
-        asked = first, stop, tokens
-        if asked not in self.masses:
+        key = first, stop, tokens
+        if key not in self.masses:
             queries = self.queries[first - self.held : stop - self.held]
-            self.masses[asked] = attention_mass(queries, self.keys, first, tokens)
-        return self.masses[asked].clone()
+            self.masses[key] = attention_mass(queries, self.keys, first, tokens)
+        return self.masses[key].clone()
 
 
-class EvictionPolicy(Protocol):
-    """Scores the tokens of a prompt, layer by layer; in every KV head the largest scores stay.
+class EvictionScorer:
+    """Scores the tokens of a prompt, layer by layer; in every KV head those with the largest scores stay.
 
-    Scoring works in blocks: nothing of the size of tokens x tokens ever exists.
+    Scoring works in blocks: nothing of the size of tokens x tokens ever exists. settings: the plan's hyperparameters,
+    of the plan's class for the policy.
     """
+
+    settings: Any
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
 
     def appended(self, prompt: Tensor) -> Tensor:
         """Token ids that prefill runs after the prompt [tokens]; they enter no cache, and no prompt token sees them."""
+        return prompt[:0]
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Scores of the prompt's tokens, float32 [kv_heads, tokens], or [1, tokens] for the same in all heads."""
+        raise NotImplementedError
 
 
-def nothing_appended(prompt: Tensor) -> Tensor:
-    """The result of `EvictionPolicy.appended` for policies that need nothing."""
-    return prompt[:0]
+SCORERS: dict[str, type[EvictionScorer]] = {}  # by the plan's name for an eviction policy
+
+
+def register_scorer(name: str) -> Callable[[type[Scorer]], type[Scorer]]:
+    """Class decorator: plans whose eviction policy has this name are executed by the class."""
+
+    def register(scorer: type[Scorer]) -> type[Scorer]:
+        SCORERS[name] = scorer
+        return scorer
+
+    return register
 
 
 def protect(scores: Tensor, *, first: int = 0, last: int = 0) -> Tensor:

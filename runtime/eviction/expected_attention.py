@@ -8,25 +8,18 @@ through in chunks, the queries are the chunk's, and the coming positions those a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ridgeplan.kernels.layer import rotary_tables
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.plan.policies.evictions import ExpectedAttentionEviction
-from ridgeplan.runtime.eviction.base import PromptLayer, nothing_appended, protect
+from ridgeplan.runtime.eviction.base import EvictionScorer, PromptLayer, protect, register_scorer
 
 
-@dataclass(frozen=True)
-class ExpectedAttention:
-    """See `EvictionPolicy`."""
-
+@register_scorer("expected-attention")
+class ExpectedAttentionScorer(EvictionScorer):
     settings: ExpectedAttentionEviction
-
-    def appended(self, prompt: Tensor) -> Tensor:
-        return nothing_appended(prompt)
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Expected attention, averaged over the query heads of a KV head, times the norm of the value."""

@@ -19,7 +19,6 @@ the chunk, as the next tokens that read what stays do. After the last chunk that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,17 +33,12 @@ from ridgeplan.roofline.plan.policies.evictions import (
     StreamingLLMEviction,
 )
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.eviction.base import PromptLayer, nothing_appended, pooled, protect
+from ridgeplan.runtime.eviction.base import EvictionScorer, PromptLayer, pooled, protect, register_scorer
 
 
-@dataclass(frozen=True)
-class StreamingLLM:
-    """See `EvictionPolicy`."""
-
+@register_scorer("streamingllm")
+class StreamingLLMScorer(EvictionScorer):
     settings: StreamingLLMEviction
-
-    def appended(self, prompt: Tensor) -> Tensor:
-        return nothing_appended(prompt)
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """The later a token, the more it counts."""
@@ -52,14 +46,9 @@ class StreamingLLM:
         return protect(places[None], first=min(self.settings.sinks, layer.budget - 1))
 
 
-@dataclass(frozen=True)
-class LaCache:
-    """See `EvictionPolicy`."""
-
+@register_scorer("lacache")
+class LaCacheScorer(EvictionScorer):
     settings: LaCacheEviction
-
-    def appended(self, prompt: Tensor) -> Tensor:
-        return nothing_appended(prompt)
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """The nearer a token to this layer's rung of its ladder, the more it counts."""
@@ -74,14 +63,9 @@ class LaCache:
         return protect(-distance.float()[None], first=sinks, last=recent)
 
 
-@dataclass(frozen=True)
-class Random:
-    """See `EvictionPolicy`."""
-
+@register_scorer("random")
+class RandomScorer(EvictionScorer):
     settings: RandomEviction
-
-    def appended(self, prompt: Tensor) -> Tensor:
-        return nothing_appended(prompt)
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Drawn on the host, so that every device keeps the same tokens."""
@@ -89,14 +73,10 @@ class Random:
         return torch.rand(len(layer.keys), layer.tokens, generator=generator).to(layer.keys.device)
 
 
-@dataclass(frozen=True)
-class SnapKV:
-    """See `EvictionPolicy`."""
-
+@register_scorer("snapkv")
+@register_scorer("pyramidkv")
+class SnapKVScorer(EvictionScorer):
     settings: SnapKVEviction
-
-    def appended(self, prompt: Tensor) -> Tensor:
-        return nothing_appended(prompt)
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Attention that the window pays to the tokens before it; the window lies within the prompt's last chunk."""
@@ -108,18 +88,9 @@ class SnapKV:
         return protect(scores, last=window)
 
 
-class PyramidKV(SnapKV):
-    """See `EvictionPolicy`."""
-
-
-@dataclass(frozen=True)
-class H2O:
-    """See `EvictionPolicy`."""
-
+@register_scorer("h2o")
+class H2OScorer(EvictionScorer):
     settings: H2OEviction
-
-    def appended(self, prompt: Tensor) -> Tensor:
-        return nothing_appended(prompt)
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Attention that every token of the prompt pays to those before it and to itself."""
@@ -127,10 +98,8 @@ class H2O:
         return protect(mass, last=round(self.settings.recent_share * layer.budget))
 
 
-@dataclass(frozen=True)
-class DapQ:
-    """See `EvictionPolicy`."""
-
+@register_scorer("dapq")
+class DapQScorer(EvictionScorer):
     settings: DapQEviction
 
     def appended(self, prompt: Tensor) -> Tensor:
@@ -143,12 +112,15 @@ class DapQ:
         return protect(pooled(mass, self.settings.pooling), last=min(self.settings.recent, layer.budget))
 
 
-@dataclass(frozen=True, eq=False)
-class Oracle:
-    """See `EvictionPolicy`. coming: the tokens after each prompt that it was told of."""
+@register_scorer("oracle")
+class OracleScorer(EvictionScorer):
+    """coming: the tokens after each prompt that it was told of."""
 
     settings: OracleEviction
-    coming: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    def __init__(self, settings: OracleEviction) -> None:
+        super().__init__(settings)
+        self.coming: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def tell(self, prompt: Sequence[int], coming: Sequence[int]) -> None:
         """What follows a prompt."""

@@ -1,4 +1,4 @@
-"""Eviction during prefill: a policy scores each layer, and only the tokens that stay enter the cache."""
+"""Eviction during prefill: a scorer ranks the tokens of each layer, and only the tokens that stay enter the cache."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.runtime.eviction.base import EvictionPolicy, PromptLayer, compact, largest
+from ridgeplan.runtime.eviction.base import EvictionScorer, PromptLayer, compact, largest
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 
 
 @dataclass(frozen=True, eq=False)
 class PromptEviction:
-    """What stays of one prompt, int64 [tokens], under `policy`; None keeps everything.
+    """What stays of one prompt, int64 [tokens], under `scorer`; None keeps everything.
 
-    kept: tokens that each layer keeps, empty without a policy.
+    kept: tokens that each layer keeps, empty without a scorer.
     """
 
     decoder: Decoder
-    policy: EvictionPolicy | None
+    scorer: EvictionScorer | None
     prompt: Tensor
     kept: tuple[int, ...]
 
     @classmethod
-    def of(cls, decoder: Decoder, policy: EvictionPolicy | None, prompt: Tensor, cache: Cache) -> PromptEviction:
+    def of(cls, decoder: Decoder, scorer: EvictionScorer | None, prompt: Tensor, cache: Cache) -> PromptEviction:
         """For a prompt that enters `cache`, which has room for what its configuration says is kept."""
         kept = cache.config.kept(len(prompt))
-        assert policy is not None or not kept, "a cache of evicted prompts needs a policy"
-        return cls(decoder, policy, prompt, kept if min(kept, default=len(prompt)) < len(prompt) else ())
+        assert scorer is not None or not kept, "a cache of evicted prompts needs a scorer"
+        return cls(decoder, scorer, prompt, kept if min(kept, default=len(prompt)) < len(prompt) else ())
 
     def text(self) -> Tensor:
-        """The prompt's tokens and those that the policy appends, if anything is evicted at all."""
-        if self.policy is None or not self.kept:
+        """The prompt's tokens and those that the scorer appends, if anything is evicted at all."""
+        if self.scorer is None or not self.kept:
             return self.prompt
-        return torch.cat([self.prompt, self.policy.appended(self.prompt)])
+        return torch.cat([self.prompt, self.scorer.appended(self.prompt)])
 
     def choose(
         self, index: int, queries: Tensor, keys: Tensor, values: Tensor, masses: dict[Any, Tensor]
@@ -48,7 +48,7 @@ class PromptEviction:
         masses: of `PromptLayer`, shared by all that choose from this layer.
         """
         tokens = len(self.prompt)
-        if self.policy is None or not self.kept or self.kept[index] == tokens:
+        if self.scorer is None or not self.kept or self.kept[index] == tokens:
             return None
         layer = prompt_layer(
             self.decoder,
@@ -60,7 +60,7 @@ class PromptEviction:
             values=values,
             masses=masses,
         )
-        return largest(self.policy.scores(layer), layer.budget)
+        return largest(self.scorer.scores(layer), layer.budget)
 
     def remaining(self, places: Tensor | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, kept, head_dim] of the chosen places."""

@@ -49,13 +49,13 @@ class AttentionMetadata:
     streamed: bool = False
     by_layer: Mapping[int, AttentionMetadata] = field(default_factory=dict)
 
-    def at(self, layer: int) -> AttentionMetadata:
+    def layer_metadata(self, layer: int) -> AttentionMetadata:
         """The metadata of one layer."""
         return self.by_layer.get(layer, self)
 
     def changed(self, **changes: Any) -> AttentionMetadata:
         """The same with other values of some fields, in every layer."""
-        by_layer = {layer: replace(own, **changes) for layer, own in self.by_layer.items()}
+        by_layer = {layer: replace(metadata, **changes) for layer, metadata in self.by_layer.items()}
         return replace(self, by_layer=by_layer, **changes)
 
     def of_store(self, index: int) -> AttentionMetadata:

@@ -10,9 +10,7 @@ After an eviction n counts the tokens that are stored, fewer than the position i
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -21,7 +19,6 @@ from torch import Tensor
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.plan.plan import DraftCodes, HostPart
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, LayerKV
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.storage import CodedLayers, KVStore, MovableCodes
@@ -47,15 +44,17 @@ class Cache:
         self.first_on_host = model.layers - config.host_layers
         self.stores: list[KVStore | HostKVStore] = [
             (HostKVStore if on_host else KVStore).allocate(model, config, len(list(same)), tokens, device, dtype)
-            for (tokens, on_host), same in groupby(map(self._kind, range(model.layers)))
+            for (tokens, on_host), same in groupby(range(model.layers), self._kind)
         ]
         self._places = [(place, layer) for place, store in enumerate(self.stores) for layer in range(store.layers)]
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.longest)
-        self._old: Tensor | None = None  # int32 [batch], most old tokens, where they are fixed within a pass
         self.evicted = torch.zeros_like(self.lengths)
         self.fewer = self.lengths.new_zeros(len(self.stores), config.batch)
-        self.stream = self._stream(device) if config.streams else None
+        self.stream: LayerStream | None = None
+        if config.streams:
+            spare = 0 if config.buffered else config.buffer_slots
+            self.stream = LayerStream(self._host_parts(), config.prefetch + 1, device, spare)
         self.loader: SlotLoader | None = None
         last = self.stores[-1]
         if config.elastic and isinstance(last, HostKVStore):
@@ -127,9 +126,8 @@ class Cache:
         self.ends.copy_(ends)
 
     def quantized(self, lengths: Tensor) -> Tensor:
-        """Tokens held as codes at these lengths: `quantized_groups` on the device."""
-        found = (lengths // self.config.group - 1).clamp_min(0) * self.config.group
-        return found if self._old is None else torch.minimum(found, self._old[: found.shape[-1]])
+        """Tokens held as codes at these lengths: `KVCacheConfig.quantized_groups` on the device."""
+        return (lengths // self.config.group - 1).clamp_min(0) * self.config.group
 
     def active(self) -> Tensor:
         """bool [rows], whether a row has not reached its end."""
@@ -145,26 +143,13 @@ class Cache:
         max_tokens = (self.ends[: self.rows] - lengths).clamp_min(1)
         return torch.minimum(max_tokens, group - lengths % group) if self.config.target_uses_codes else max_tokens
 
-    def reading(self, codes: DraftCodes) -> Cache:
-        """The same storage for drafts that read other codes."""
-        other = copy.copy(self)
-        other.config = replace(self.config, draft_codes=codes)
-        return other
-
-    def later(self, tokens: int) -> Cache:
-        """The same storage, of rows that hold `tokens` more tokens: those of a pass that are in their slots by then.
-
-        No group moves to the host within a pass: beyond it rounds end, and what later queries read does not matter.
-        """
-        other = copy.copy(self)
-        other.lengths = self.lengths + tokens
-        if self.config.target_loads:
-            other._old = self.quantized(self.lengths)
-        return other
+    def store_of(self, layer: int) -> int:
+        """The number of the store that holds a layer."""
+        return self._places[layer][0]
 
     def stored(self, layer: int) -> Tensor:
         """int32 [rows], tokens that a layer holds of each row."""
-        return (self.lengths - self.fewer[self._places[layer][0]])[: self.rows]
+        return (self.lengths - self.fewer[self.store_of(layer)])[: self.rows]
 
     def full(self, layer: int) -> tuple[Tensor, Tensor]:
         """Full-precision keys and values [rows, kv_heads, slots, head_dim] of a layer."""
@@ -259,15 +244,14 @@ class Cache:
         assert planes is not None, "plans that choose by 2-bit keys hold codes"
         return TwoBitKeys.of(self.codes(layer), planes)
 
-    def oldest_group(self) -> tuple[Tensor, Tensor]:
-        """Keys [layers, batch, kv_heads, group, head_dim] of the group that grows old next, and its first token.
+    def oldest_group(self, first: Tensor) -> Tensor:
+        """Keys [layers, batch, kv_heads, group, head_dim] of the group that grows old next.
 
-        Of a cache whose layers hold equally many tokens. The latter is int32 [batch]. Keys of rows that do not hold the
-        whole group are undefined.
+        first: int32 [batch], its first token. The layers must hold equally many tokens. Keys of rows that do not hold
+        the whole group are undefined.
         """
-        first = self.quantized(self.lengths)
         keys = [self._oldest(store, first) for store in self.stores]
-        return torch.cat(keys) if len(keys) > 1 else keys[0], first
+        return torch.cat(keys) if len(keys) > 1 else keys[0]
 
     def _oldest(self, store: KVStore | HostKVStore, first: Tensor) -> Tensor:
         keys = store.keys
@@ -279,67 +263,6 @@ class Cache:
         slots = slots.clamp_max(keys.shape[3] - 1).long()
         sizes = (*keys.shape[:3], self.config.group, keys.shape[4])
         return keys.gather(3, slots[None, :, None, :, None].expand(sizes))
-
-    def target_metadata(self, queries: int) -> AttentionMetadata:
-        """For a pass of the target over `queries` tokens that follow the cached ones."""
-        every = self._metadata(queries, 0, coded=self.config.buffered, lower=True)
-        return every.changed(streamed=self.config.streams and self.first_on_host < self.layers)
-
-    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
-        """For a draft's pass over `queries` tokens, from `ahead` after the cached ones on, that reads every token."""
-        upper = self.config.drafts_read_upper
-        every = self._metadata(queries, ahead, coded=self.config.buffered or upper, lower=not upper)
-        return self._on_host(every, self._near) if self.config.keeps_window else every
-
-    def _near(self, reads: AttentionMetadata) -> AttentionMetadata:
-        """What drafts read of a layer on the host: the tokens that stay on the device."""
-        most = self.config.window_groups
-        if reads.groups is not None:
-            lower_only = self.config.host_part is HostPart.LOWER
-            return reads if lower_only else replace(reads, groups=reads.groups.clamp_max(most))
-        old_groups = self.quantized(self.lengths[: self.rows]) // self.config.group
-        return replace(reads, begin=reads.begin - old_groups.clamp_max(most) * self.config.group)
-
-    def _on_host(
-        self, every: AttentionMetadata, change: Callable[[AttentionMetadata], AttentionMetadata]
-    ) -> AttentionMetadata:
-        """The metadata with that of layers on the host changed."""
-        if self.first_on_host == self.layers:
-            return every
-        changed = change(every.at(self.first_on_host))
-        return replace(every, by_layer=dict.fromkeys(range(self.first_on_host, self.layers), changed))
-
-    def _metadata(self, queries: int, ahead: int, coded: bool, lower: bool) -> AttentionMetadata:
-        """Of all layers; where they hold different numbers of tokens, `by_layer` has each store's."""
-        if not self.config.budgets:
-            every = self._reads(self.lengths[: self.rows], queries, ahead, coded, lower)
-            return every if self.config.buffered else self._on_host(every, self._buffered)
-        all_stores = self._reads((self.lengths - self.fewer)[:, : self.rows], queries, ahead, coded, lower)
-        each = [all_stores.of_store(index) for index in range(len(self.stores))]
-        return replace(each[0], by_layer={layer: each[store] for layer, (store, _) in enumerate(self._places)})
-
-    def _buffered(self, reads: AttentionMetadata) -> AttentionMetadata:
-        """The same for full-precision layers on the host, where a buffer of recent tokens follows slots for others."""
-        first_recent, old = self.config.window_slots, self.quantized(self.lengths[: self.rows])
-        moved = first_recent - old
-        begin = torch.full_like(old, first_recent)
-        return replace(reads, slots=reads.slots + moved[:, None], begin=begin, end=reads.end + moved)
-
-    def _reads(self, stored: Tensor, queries: int, ahead: int, coded: bool, lower: bool) -> AttentionMetadata:
-        """For rows that hold `stored` tokens, int32 [rows] or [stores, rows]."""
-        quantized, buffered = self.quantized(stored), self.config.buffered
-        first = stored + ahead
-        slot = first - quantized if buffered else first
-        offsets = torch.arange(queries, device=stored.device)
-        position = self.lengths[: self.rows] + self.evicted[: self.rows] + ahead
-        return AttentionMetadata(
-            positions=position[:, None] + offsets,
-            slots=slot[..., None] + offsets,
-            begin=quantized if coded and not buffered else torch.zeros_like(stored),
-            end=slot + 1,
-            groups=quantized // self.config.group if coded else None,
-            lower=lower,
-        )
 
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Stores what a layer keeps of a row's prompt, [kv_heads, tokens, head_dim], in the order of the text."""
@@ -373,10 +296,6 @@ class Cache:
     def _kind(self, layer: int) -> tuple[int, bool]:
         """What stores differ by: tokens that a layer holds, and whether all of it lies on the host."""
         return self.config.capacity(layer), layer >= self.first_on_host and not self.config.buffered
-
-    def _stream(self, device: torch.device) -> LayerStream:
-        spare = 0 if self.config.buffered else self.config.buffer_slots
-        return LayerStream(self._host_parts(), self.config.prefetch + 1, device, spare)
 
     def _host_parts(self) -> Sequence[Sequence[Tensor]]:
         """What lies on the host of every layer that does."""

@@ -64,9 +64,9 @@ class _ChunkedPrompt:
         bounds: Sequence[int],
         arena: Arena,
     ) -> None:
-        assert to.policy is not None, "what layers hold is bounded by an eviction"
-        self._decoder, self._weights, self._to, self._policy, self._prompt = decoder, weights, to, to.policy, prompt
-        self._appended = to.policy.appended(prompt)
+        assert to.scorer is not None, "what layers hold is bounded by an eviction"
+        self._decoder, self._weights, self._to, self._scorer, self._prompt = decoder, weights, to, to.scorer, prompt
+        self._appended = to.scorer.appended(prompt)
         most = max(stop - start for start, stop in pairwise(bounds)) + len(self._appended)
         shape, dtype = decoder.config.shape, weights.embedding.dtype
         rooms = [max(counts) for counts in zip(*map(to.cache.config.kept, bounds[1:-1]), strict=True)]
@@ -118,7 +118,7 @@ class _ChunkedPrompt:
             held=buffers.held,
             start=start,
         )
-        return largest(self._policy.scores(layer), kept)
+        return largest(self._scorer.scores(layer), kept)
 
     def _last_queries(self, buffers: LayerBuffers, chunk: int) -> Tensor:
         """What the observer asks for of the prompt's last queries, as far as the last chunk has them."""

@@ -54,7 +54,7 @@ class Decoder:
         tables = self.rotary(metadata.positions)
         for index, layer in enumerate(weights.layers):
             hidden, normed = self.norm(hidden, update, layer.attention_norm)
-            reads = metadata.at(index)
+            reads = metadata.layer_metadata(index)
             q = self.project(layer, normed, tables, *cache.full(index), reads.slots)
             attended = self._attend(index, cache, reads, q)
             hidden, normed = self.norm(hidden, layer.output(attended.flatten(2)), layer.mlp_norm)

@@ -27,7 +27,7 @@ from ridgeplan.roofline.execution import (
     padded_prompt,
 )
 from ridgeplan.runtime.buffers import Arena
-from ridgeplan.runtime.eviction.base import EvictionPolicy
+from ridgeplan.runtime.eviction.base import EvictionScorer
 from ridgeplan.runtime.eviction.prompt import PromptEviction, longest_text
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
@@ -79,24 +79,24 @@ def prefill(
     prompt: Tensor,
     chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     arena: Arena | None = None,
-    policy: EvictionPolicy | None = None,
+    scorer: EvictionScorer | None = None,
     observer: PromptObserver | None = None,
 ) -> Tensor:
     """Fills `row` of the cache from prompt [tokens]; returns the logits [vocab] that follow its last token.
 
-    arena: what the long buffers are taken from, cleared first; without one they are allocated. policy: chooses what
+    arena: what the long buffers are taken from, cleared first; without one they are allocated. scorer: chooses what
     stays where the cache has room for only a part of the prompt.
     """
-    return prefill_all(decoder, weights, [Destination(cache, row, policy, observer)], prompt, chunk_tokens, arena)
+    return prefill_all(decoder, weights, [Destination(cache, row, scorer, observer)], prompt, chunk_tokens, arena)
 
 
 @dataclass(frozen=True, eq=False)
 class Destination:
-    """Where a prompt's KV goes: a row of a cache, with the policy and the observer that `prefill` describes."""
+    """Where a prompt's KV goes: a row of a cache, with the scorer and the observer that `prefill` describes."""
 
     cache: Cache
     row: int
-    policy: EvictionPolicy | None = None
+    scorer: EvictionScorer | None = None
     observer: PromptObserver | None = None
 
 
@@ -142,7 +142,7 @@ class _Filled:
         if to.observer is not None:
             to.observer.before_prefill(to.row, prompt)
         self._last = slice(max(0, tokens - to.observer.window) if to.observer else tokens, tokens)
-        self._eviction = PromptEviction.of(decoder, to.policy, prompt, to.cache)
+        self._eviction = PromptEviction.of(decoder, to.scorer, prompt, to.cache)
         self.text = self._eviction.text()
 
     def choose(self, index: int, buffers: LayerBuffers, masses: dict[Any, Tensor]) -> None:

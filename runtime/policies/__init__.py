@@ -1,44 +1,29 @@
-"""Draft and target policies: which cached tokens a step reads, by the name that plans use.
+"""Selectors of cached tokens for drafts or a sparse target, by the names that plans use.
 
-base.py says what a policy does; sparse.py, ranked.py and verified.py are what several share. Those that score by the
-query itself are in per_query.
-Not here: their hyperparameters (planner/axes), and what a policy costs and how often its drafts are accepted (planner).
+base.py has the interface and what several selectors share. All files of this folder are imported and their classes
+register themselves: a new selector is one file here and one entry in roofline/plan/policies.
+Not here: hyperparameters and costs (roofline/plan), and how often drafts are accepted (planner/acceptance).
 """
 
-from collections.abc import Callable, Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
-from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.policies.base import AllTokens, DraftPolicy, StreamingLLM
-from ridgeplan.runtime.policies.clusterkv import ClusterKV
-from ridgeplan.runtime.policies.per_query import Oracle, Progressive, Quest, ShadowKV
-from ridgeplan.runtime.policies.ranked import SnapKV, SpecAttn, SpecExtend
-from ridgeplan.runtime.policies.retrieval_head import RetrievalHead
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.policies.base import SELECTORS, TokenSelector
 from ridgeplan.runtime.retrieval.head import Head
 
-# By the plan's name for a selection. Each is made with the plan's selection and the cache.
-POLICIES: Mapping[str, Callable[..., DraftPolicy]] = {
-    "all": AllTokens,
-    "streamingllm": StreamingLLM,
-    "snapkv": SnapKV,
-    "quest": Quest,
-    "specextend": SpecExtend,
-    "specattn": SpecAttn,
-    "progressive": Progressive,
-    "oracle": Oracle,
-    "retrieval-head": RetrievalHead,
-    "clusterkv": ClusterKV,
-    "shadowkv": ShadowKV,
-}
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
 
-def draft_policy(selection: Any, cache: Cache, head: Head | None = None) -> DraftPolicy:
-    """The policy of a plan's selection, for one cache. head: the model's retrieval head, for the policy of that name.
+def token_selector(selection: Any, builder: AttentionMetadataBuilder, head: Head | None = None) -> TokenSelector:
+    """The selector that executes a plan's selection on one cache.
 
-    Raises WorkloadError where that is missing.
+    head: the model's retrieval head. Raises WorkloadError where the selection needs one and there is none.
     """
-    make = POLICIES[selection.name]
-    return make(selection, cache, head) if make is RetrievalHead else make(selection, cache)
+    selector = SELECTORS[selection.name]
+    return selector(selection, builder, head) if selector.uses_head else selector(selection, builder)
 
 
-__all__ = ["POLICIES", "AllTokens", "DraftPolicy", "draft_policy"]
+__all__ = ["SELECTORS", "TokenSelector", "token_selector"]

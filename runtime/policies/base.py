@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,22 +15,25 @@ from ridgeplan.kernels.selection import top_k
 from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.roofline.plan.policy import SparseSelection, TokenSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
-from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.offload.slots import Choice, LoadsAhead
 
+Selector = TypeVar("Selector", bound="TokenSelector")
 
-class DraftPolicy:
+
+class TokenSelector:
     """Chooses what each draft of a round reads, or each query of a target, with the hyperparameters of the plan.
 
-    An engine makes one for drafts and one for a target that selects (target_reads.py), beside its cache. Between
-    `start` and the end of a generation its methods run inside the round that a CUDA graph captures: they work on
-    tensors of fixed size and never ask the device for a value. Only `before_prefill` and `after_prefill` run outside.
+    An engine has one for drafts, and one for a target that selects (speculation/sparse_target.py). Between `start` and
+    the end of a generation its methods run inside the round that a CUDA graph captures: they work on tensors of fixed
+    size and never ask the device for a value. Only `before_prefill` and `after_prefill` run outside.
     """
 
     window = 0  # of a prompt's last queries, which `after_prefill` is given
+    uses_head: ClassVar[bool] = False  # whether it is made with the model's retrieval head
 
-    def __init__(self, selection: TokenSelection, cache: Cache) -> None:
-        self.selection, self.cache = selection, cache
+    def __init__(self, selection: TokenSelection, builder: AttentionMetadataBuilder) -> None:
+        self.selection, self.builder, self.cache = selection, builder, builder.cache
 
     def start(self) -> None:
         """Forgets the last generation; the cache has been emptied."""
@@ -51,25 +55,39 @@ class DraftPolicy:
     def before_drafts(self) -> None:
         """A round's drafts begin: what they share is chosen here. Rounds of plain decoding have none."""
 
-    def before_pass(self, tokens: Tensor, ahead: int) -> None:
-        """A pass over tokens [rows, queries] is about to run, from `ahead` positions after the cached ones on."""
+    def before_pass(self, tokens: Tensor, offset: int) -> None:
+        """A pass over tokens [rows, queries] is about to run, from `offset` positions after the cached ones on."""
 
-    def at(self, ahead: int) -> Self:
-        """This policy for a target's query at `ahead` positions after the cached tokens. State is shared."""
+    def with_offset(self, offset: int) -> Self:
+        """This selector for a target's query at `offset` positions after the cached tokens. State is shared."""
         other = copy.copy(self)
-        other.cache = self.cache.later(ahead)
+        other.builder = self.builder.with_offset(offset)
         return other
 
-    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
-        """For a draft that forwards `queries` tokens per row, from `ahead` positions after the cached ones on."""
-        return self.cache.draft_metadata(ahead, queries)
+    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
+        """For a draft that forwards `queries` tokens per row; the first is `offset` after the cached ones."""
+        return self.builder.draft_metadata(offset, queries)
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
         """For the verification of `queries` tokens; a policy that chooses by it asks for its scores here."""
-        return self.cache.target_metadata(queries)
+        return self.builder.target_metadata(queries)
 
 
-class AllTokens(DraftPolicy):
+SELECTORS: dict[str, type[TokenSelector]] = {}  # by the plan's name for a selection
+
+
+def register_selector(name: str) -> Callable[[type[Selector]], type[Selector]]:
+    """Class decorator: plans whose selection has this name are executed by the class."""
+
+    def register(selector: type[Selector]) -> type[Selector]:
+        SELECTORS[name] = selector
+        return selector
+
+    return register
+
+
+@register_selector("all")
+class AllTokensSelector(TokenSelector):
     """The whole cache; nothing is chosen."""
 
 
@@ -91,19 +109,19 @@ class TokenIndex:
         return self.index, self.count, self.page
 
 
-class SparsePolicy(DraftPolicy):
+class SparseSelector(TokenSelector):
     """A policy that chooses among a row's first `old` tokens; drafts also read all later ones, in full precision.
 
     candidates: most old tokens that a row can have.
     """
 
     selection: SparseSelection
-    known_ahead: ClassVar[bool] = False  # a query's choice, in all layers, before the first one
-    alike: bool = False  # it is then the same in all layers
+    selected_before_pass: ClassVar[bool] = False  # a query's choice, in all layers, before the first one
+    shared_across_layers: bool = False  # it is then the same in all layers
 
-    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
-        super().__init__(selection, cache)
-        config = cache.config
+    def __init__(self, selection: SparseSelection, builder: AttentionMetadataBuilder) -> None:
+        super().__init__(selection, builder)
+        config = builder.config
         self._ahead: LoadsAhead | None = None
         self.reads_codes = config.drafts_read_codes
         # What is offloaded leaves in whole groups, so that tokens are old as they are in formats with codes.
@@ -114,7 +132,7 @@ class SparsePolicy(DraftPolicy):
 
     def old_of(self, lengths: Tensor) -> Tensor:
         """Tokens that may be chosen at these lengths, int32 [n]: those in codes, or all but the recent ones."""
-        return self.cache.quantized(lengths) if self.whole_groups else (lengths - self.selection.recent).clamp_min(0)
+        return self.builder.quantized(lengths) if self.whole_groups else (lengths - self.selection.recent).clamp_min(0)
 
     def total_of(self, lengths: Tensor) -> Tensor:
         """Tokens that drafts read at these lengths, recent ones included, int32 [n]: clamp(ceil(ratio n), floor, n)."""
@@ -129,17 +147,17 @@ class SparsePolicy(DraftPolicy):
 
     def old(self) -> Tensor:
         """`old_of` the cached tokens, int32 [batch]."""
-        return self.old_of(self.cache.lengths)
+        return self.old_of(self.builder.lengths)
 
     def budget(self) -> Tensor:
         """`budget_of` the cached tokens, int32 [batch]."""
-        return self.budget_of(self.cache.lengths)
+        return self.budget_of(self.builder.lengths)
 
     @property
     def max_budget(self) -> int:
         """The largest budget at any length of a row."""
         selection = self.selection
-        total = max(math.ceil(selection.ratio * self.cache.config.longest), selection.floor, selection.sinks, 1)
+        total = max(math.ceil(selection.ratio * self.builder.config.longest), selection.floor, selection.sinks, 1)
         return min(total, self.candidates)
 
     def best(self, scores: Tensor, page: int) -> tuple[Tensor, Tensor]:
@@ -161,18 +179,18 @@ class SparsePolicy(DraftPolicy):
         index, count = top_k(scores.flatten(0, -2), lengths, k, -(-self.max_budget // page))
         return index.unflatten(0, scores.shape[:-1]), count.unflatten(0, scores.shape[:-1])
 
-    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
-        every = super().draft_metadata(ahead, queries)
-        if self.known_ahead:
-            self._ahead = self.cache.begin_loading(self._known_choice, self.alike)
-        begin = every.begin if self.reads_codes else self.old()[: self.cache.rows]
-        by_layer = every.by_layer
-        if self.cache.config.elastic:
-            by_layer = {layer: replace(reads, attend=self.attend) for layer, reads in by_layer.items()}
-        return replace(every, begin=begin, attend=self.attend, by_layer=by_layer)
+    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
+        metadata = super().draft_metadata(offset, queries)
+        if self.selected_before_pass:
+            self._ahead = self.cache.begin_loading(self._choice_of, self.shared_across_layers)
+        begin = metadata.begin if self.reads_codes else self.old()[: self.cache.rows]
+        by_layer = metadata.by_layer
+        if self.builder.config.elastic:
+            by_layer = {layer: replace(of_layer, attend=self.attend) for layer, of_layer in by_layer.items()}
+        return replace(metadata, begin=begin, attend=self.attend, by_layer=by_layer)
 
-    def _known_choice(self, layer: int) -> Choice:
-        return self.select(layer, self.cache.lengths).choice  # any tensor: no query is asked
+    def _choice_of(self, layer: int) -> Choice:
+        return self.select(layer, self.builder.lengths).choice  # any tensor: no query is asked
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         """The old tokens that a draft's queries [rows, queries, q_heads, head_dim] read in a layer."""
@@ -187,21 +205,22 @@ class SparsePolicy(DraftPolicy):
         cache = self.cache
         index = cache.load_chosen(layer, chosen.choice, self._ahead)
         codes = None if metadata.groups is None else cache.codes(layer)
-        planes = cache.planes(layer) if cache.config.drafts_read_upper else None
+        planes = cache.planes(layer) if self.builder.config.drafts_read_upper else None
         return sparse_decode_attention(
             query, *cache.full(layer), metadata.begin, metadata.end, index, chosen.count, codes, metadata.groups,
             value_rows=planes.value_rows if planes else None, page=chosen.page, lower=metadata.lower,
         )  # fmt: skip
 
 
-class StreamingLLM(SparsePolicy):
+@register_selector("streamingllm")
+class StreamingLLMSelector(SparseSelector):
     """In a full-precision cache the latest tokens are one run, so that only the sinks are gathered."""
 
-    known_ahead = True
-    alike = True
+    selected_before_pass = True
+    shared_across_layers = True
 
-    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
-        super().__init__(selection, cache)
+    def __init__(self, selection: SparseSelection, builder: AttentionMetadataBuilder) -> None:
+        super().__init__(selection, builder)
         self._chosen: tuple[Tensor, Tensor] | None = None
 
     def old_of(self, lengths: Tensor) -> Tensor:

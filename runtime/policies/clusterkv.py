@@ -7,14 +7,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.roofline.plan.policies import selections
-from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.policies.per_query import PerQueryPolicy
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.policies.base import register_selector
+from ridgeplan.runtime.policies.per_query import PerQuerySelector
 
 ITERATIONS = 10  # of k-means
 COMPARED_TOKENS = 4096  # with all centroids at once
 
 
-class ClusterKV(PerQueryPolicy):
+@register_selector("clusterkv")
+class ClusterKVSelector(PerQuerySelector):
     """Tokens rank by their cluster's score, so that whole clusters are read, the last one in part (section 3.3).
 
     centroids: [layers, batch, kv_heads, clusters, head_dim], means of a prompt's keys. labels: int32 [layers, batch,
@@ -24,8 +26,9 @@ class ClusterKV(PerQueryPolicy):
 
     selection: selections.ClusterKV
 
-    def __init__(self, selection: selections.ClusterKV, cache: Cache) -> None:
-        super().__init__(selection, cache)
+    def __init__(self, selection: selections.ClusterKV, builder: AttentionMetadataBuilder) -> None:
+        super().__init__(selection, builder)
+        cache = self.cache
         keys, group, device = cache.stores[0].keys, cache.config.group, cache.lengths.device
         sets = cache.layers, *keys.shape[1:3]
         groups = -(-self.candidates // group) + 1  # one more, which is not old yet
@@ -43,7 +46,8 @@ class ClusterKV(PerQueryPolicy):
         self.clusters[row] = count
 
     def before_round(self) -> None:
-        keys, first = self.cache.oldest_group()
+        first = self.old()
+        keys = self.cache.oldest_group(first)
         likeness = _likeness(keys, self.centroids)
         unused = torch.arange(self.centroids.shape[3], device=keys.device) >= self.clusters[:, None]
         labels = likeness.masked_fill_(unused[None, :, None, None], -torch.inf).argmax(-1).int()

@@ -16,16 +16,16 @@ from ridgeplan.kernels.sparse_attention import progressive_attention
 from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.roofline.plan.policy import SparseSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
-from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.policies.base import SparsePolicy, TokenIndex
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex, register_selector
 
 
-class PerQueryPolicy(SparsePolicy):
+class PerQuerySelector(SparseSelector):
     """A subclass scores pages of `page` tokens by the query.
 
     What it scores by is made of whole groups, so that old tokens are those that the rule of codes would quantize, also
     in a full-precision cache. What depends on lengths alone is computed once for all layers of a query: old_tokens and
-    budgets int32 [rows], and page_limits, see `SparsePolicy.limits`.
+    budgets int32 [rows], and page_limits, see `SparseSelector.limits`.
     """
 
     page = 1
@@ -34,13 +34,13 @@ class PerQueryPolicy(SparsePolicy):
     page_limits: tuple[Tensor, Tensor]
 
     def old_of(self, lengths: Tensor) -> Tensor:
-        return self.cache.quantized(lengths)
+        return self.builder.quantized(lengths)
 
-    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
         rows = self.cache.rows
         self.old_tokens, self.budgets = self.old()[:rows], self.budget()[:rows]
         self.page_limits = self.limits(self.page, torch.Size((rows, self.cache.kv_heads)))
-        return super().draft_metadata(ahead, queries)
+        return super().draft_metadata(offset, queries)
 
     def query_scores(self, layer: int, query: Tensor) -> Tensor:
         """Scores of pages by a query [rows, 1, q_heads, head_dim] -> float32 [rows, kv_heads, pages]."""
@@ -51,15 +51,16 @@ class PerQueryPolicy(SparsePolicy):
         return TokenIndex(*self.best_of(scores, self.page, *self.page_limits), self.page)
 
 
-class Bounded(PerQueryPolicy):
+class PageBoundsSelector(PerQuerySelector):
     """Bounds [layers, batch, kv_heads, pages, 2, head_dim] of the keys in full precision, by pages of `page` tokens.
 
     Every round computes those of the group that will grow old next, while its keys are still in full precision.
     """
 
-    def __init__(self, selection: SparseSelection, cache: Cache, page: int) -> None:
+    def __init__(self, selection: SparseSelection, builder: AttentionMetadataBuilder, page: int) -> None:
         self.page = page
-        super().__init__(selection, cache)
+        super().__init__(selection, builder)
+        cache = self.cache
         groups = -(-self.candidates // cache.config.group) + 1  # one more, which is not old yet
         keys, pages = cache.stores[0].keys, groups * cache.config.group // page
         sizes = (cache.layers, *keys.shape[1:3], pages, 2, keys.shape[4])
@@ -74,14 +75,15 @@ class Bounded(PerQueryPolicy):
         self.bounds[layer, row, :, :whole] = self.bounds_of(keys[None, :, : whole * self.page])[0]
 
     def before_round(self) -> None:
-        keys, first = self.cache.oldest_group()
+        first = self.old()
+        keys = self.cache.oldest_group(first)
         pages = first[:, None] // self.page + torch.arange(keys.shape[3] // self.page, device=keys.device)
         at = pages.long()[None, :, None, :, None, None].expand(*keys.shape[:3], -1, 2, keys.shape[4])
         bounds = self.bounds_of(keys.flatten(0, 1))
         self.bounds.scatter_(3, at, bounds.unflatten(0, keys.shape[:2]))
 
-    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
-        metadata = super().draft_metadata(ahead, queries)
+    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
+        metadata = super().draft_metadata(offset, queries)
         self.pages = self.old_tokens // self.page
         return metadata
 
@@ -89,17 +91,19 @@ class Bounded(PerQueryPolicy):
         return page_scores(query, self.bounds[layer, : self.cache.rows], self.pages)
 
 
-class Quest(Bounded):
+@register_selector("quest")
+class QuestSelector(PageBoundsSelector):
     """The smallest and the largest key of each page and channel."""
 
-    def __init__(self, selection: selections.Quest, cache: Cache) -> None:
-        super().__init__(selection, cache, selection.page)
+    def __init__(self, selection: selections.Quest, builder: AttentionMetadataBuilder) -> None:
+        super().__init__(selection, builder, selection.page)
 
     def bounds_of(self, keys: Tensor) -> Tensor:
         return page_bounds(keys, self.page)
 
 
-class ShadowKV(Bounded):
+@register_selector("shadowkv")
+class ShadowKVSelector(PageBoundsSelector):
     """Landmarks, the means of chunks' keys after RoPE: bounds whose ends are equal, so that they score as one key.
 
     outlier: bool [layers, batch, kv_heads, chunks], the prompt's chunks with a key that is least like their landmark.
@@ -108,8 +112,8 @@ class ShadowKV(Bounded):
 
     selection: selections.ShadowKV
 
-    def __init__(self, selection: selections.ShadowKV, cache: Cache) -> None:
-        super().__init__(selection, cache, selection.chunk)
+    def __init__(self, selection: selections.ShadowKV, builder: AttentionMetadataBuilder) -> None:
+        super().__init__(selection, builder, selection.chunk)
         self.outlier = torch.zeros(self.bounds.shape[:4], dtype=torch.bool, device=self.bounds.device)
 
     def start(self) -> None:
@@ -133,11 +137,12 @@ class ShadowKV(Bounded):
         return scores.masked_fill(self.outlier[layer, : self.cache.rows], torch.inf)
 
 
-class Progressive(PerQueryPolicy):
+@register_selector("progressive")
+class ProgressiveSelector(PerQuerySelector):
     """The 2-bit keys are the upper bits of the upper codes, so the cache must hold codes."""
 
-    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
-        metadata = super().draft_metadata(ahead, queries)
+    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
+        metadata = super().draft_metadata(offset, queries)
         self.groups = self.old_tokens // self.cache.config.group
         return metadata
 
@@ -147,7 +152,7 @@ class Progressive(PerQueryPolicy):
 
     def attend(self, layer: int, query: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Where drafts read upper codes, one operation scans, chooses and reads."""
-        if not self.cache.config.drafts_read_upper:
+        if not self.builder.config.drafts_read_upper:
             return super().attend(layer, query, metadata)
         planes = self.cache.planes(layer)
         assert planes is not None, "plans that choose by 2-bit keys hold codes"
@@ -157,20 +162,22 @@ class Progressive(PerQueryPolicy):
         )  # fmt: skip
 
 
-class Oracle(PerQueryPolicy):
+@register_selector("oracle")
+class OracleSelector(PerQuerySelector):
     """The scores that attention to every token leaves; its output is not used.
 
     Of two calls, the first leaves the log-sum-exps to which the second one's probabilities refer.
     """
 
-    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
-        super().__init__(selection, cache)
+    def __init__(self, selection: SparseSelection, builder: AttentionMetadataBuilder) -> None:
+        super().__init__(selection, builder)
+        cache = self.cache
         sizes = (cache.config.batch, cache.kv_heads, self.candidates)
         self._scores = torch.zeros(sizes, dtype=torch.float32, device=cache.lengths.device)
         self._lse = torch.zeros(cache.config.batch, cache.q_heads, dtype=torch.float32, device=cache.lengths.device)
 
     def query_scores(self, layer: int, query: Tensor) -> Tensor:
-        every = self.cache.draft_metadata(0)
+        every = self.builder.draft_metadata(0)
         rows = slice(self.cache.rows)
         scores = ScoreRequest(self._scores[rows], "last", "probabilities", self._lse[rows])
         codes = None if every.groups is None else self.cache.codes(layer)

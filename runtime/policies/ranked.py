@@ -11,13 +11,13 @@ from ridgeplan.kernels.selection import top_k
 from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.roofline.plan.policy import SparseSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
-from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.policies.base import SparsePolicy, TokenIndex
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex, register_selector
 
 UNSCORED = float(1 << 22)  # above any score; float32 still tells 2^22 positions apart
 
 
-class RankedPolicy(SparsePolicy):
+class RankedSelector(SparseSelector):
     """Scores float32 [layers, batch, kv_heads, candidates], which a subclass fills in.
 
     Tokens without a score were recent when the others were scored. They come first, the latest before others. page:
@@ -26,10 +26,11 @@ class RankedPolicy(SparsePolicy):
 
     page = 1
     shared = True
-    known_ahead = True
+    selected_before_pass = True
 
-    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
-        super().__init__(selection, cache)
+    def __init__(self, selection: SparseSelection, builder: AttentionMetadataBuilder) -> None:
+        super().__init__(selection, builder)
+        cache = self.cache
         sizes = (cache.layers, cache.config.batch, cache.kv_heads, self.candidates)
         self.scores = torch.zeros(sizes, dtype=torch.float32, device=cache.lengths.device)
         self._chosen: tuple[Tensor, Tensor] | None = None
@@ -56,7 +57,7 @@ class RankedPolicy(SparsePolicy):
 def prompt_scores(queries: Tensor, keys: Tensor, positions: Tensor, what: str) -> Tensor:
     """Scores of a prompt's cached tokens by its last queries -> float32 [kv_heads, tokens].
 
-    queries, keys, positions: as `DraftPolicy.after_prefill` has them. what: "logits" or "probabilities", summed over
+    queries, keys, positions: as `TokenSelector.after_prefill` has them. what: "logits" or "probabilities", summed over
     queries and over the query heads of a KV head, which take turns to bound the workspace.
     """
     kv_heads, tokens, head_dim = keys.shape
@@ -81,7 +82,8 @@ def prompt_lse(query: Tensor, keys: Tensor) -> Tensor:
 MAX_JOINED = 4096  # generated tokens that join the sets
 
 
-class SnapKV(SparsePolicy):
+@register_selector("snapkv")
+class SnapKVSelector(SparseSelector):
     """A set for each KV head, chosen in prefill; what is generated later joins it as it grows old.
 
     index: int32 [layers, batch, kv_heads, K], a prompt's set and then the tokens from its end on. chosen, first: int32
@@ -90,8 +92,9 @@ class SnapKV(SparsePolicy):
 
     selection: selections.SnapKV
 
-    def __init__(self, selection: selections.SnapKV, cache: Cache) -> None:
-        super().__init__(selection, cache)
+    def __init__(self, selection: selections.SnapKV, builder: AttentionMetadataBuilder) -> None:
+        super().__init__(selection, builder)
+        cache = self.cache
         self.window = selection.window
         width = min(self.candidates, self.max_budget + MAX_JOINED)
         sizes = (cache.layers, cache.config.batch, cache.kv_heads, width)
@@ -126,7 +129,7 @@ class SnapKV(SparsePolicy):
         return TokenIndex(index, count)
 
 
-class VerifiedPolicy(RankedPolicy):
+class VerificationSelector(RankedSelector):
     """Of these query rows of a verification, these scores; the first round has those of the prompt's last token.
 
     lse: float32 [layers, batch, q_heads], log-sum-exps of the last query before the next verification, to which its
@@ -137,8 +140,9 @@ class VerifiedPolicy(RankedPolicy):
     rows: Rows = "last"
     what: What = "probabilities"
 
-    def __init__(self, selection: SparseSelection, cache: Cache) -> None:
-        super().__init__(selection, cache)
+    def __init__(self, selection: SparseSelection, builder: AttentionMetadataBuilder) -> None:
+        super().__init__(selection, builder)
+        cache = self.cache
         sizes = (cache.layers, cache.config.batch, cache.q_heads)
         self.lse = torch.zeros(sizes, dtype=torch.float32, device=self.scores.device)
 
@@ -157,21 +161,23 @@ class VerifiedPolicy(RankedPolicy):
         return ScoreRequest(self.scores[layer, rows], self.rows, self.what, self.lse[layer, rows])
 
 
-class SpecExtend(VerifiedPolicy):
+@register_selector("specextend")
+class SpecExtendSelector(VerificationSelector):
     """By the last verification query: which one is accepted last is not known before its scores are written."""
 
-    def __init__(self, selection: selections.SpecExtend, cache: Cache) -> None:
+    def __init__(self, selection: selections.SpecExtend, builder: AttentionMetadataBuilder) -> None:
         self.page = selection.page
-        super().__init__(selection, cache)
+        super().__init__(selection, builder)
 
 
-class SpecAttn(VerifiedPolicy):
+@register_selector("specattn")
+class SpecAttnSelector(VerificationSelector):
     """By the first and the last verification query (Eq 3), or by all (Eq 2); a set per layer or per KV head."""
 
     selection: selections.SpecAttn
 
-    def __init__(self, selection: selections.SpecAttn, cache: Cache) -> None:
-        super().__init__(selection, cache)
+    def __init__(self, selection: selections.SpecAttn, builder: AttentionMetadataBuilder) -> None:
+        super().__init__(selection, builder)
         self.rows = "all" if selection.rows == "all" else "ends"
         self.what = "logits" if selection.score == "logits" else "probabilities"
         self.shared = not selection.per_kv_head

@@ -11,15 +11,16 @@ from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
-from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.policies.base import SparsePolicy, TokenIndex
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex, register_selector
 from ridgeplan.runtime.retrieval.head import Head, Rotary, head_logits, head_scores
 
 ALIGNED_SLOTS = 64  # an odd number of columns of scores keeps cuBLAS from its fast products: 2.4 ms instead of 0.3
 NO_HEAD = "the plan chooses tokens by a retrieval head and none was given; `ridgeplan distill` trains one"
 
 
-class RetrievalHead(SparsePolicy):
+@register_selector("retrieval-head")
+class RetrievalHeadSelector(SparseSelector):
     """A set for each KV head of the target, or one for all ("batch": by the mean over them), for all layers.
 
     A head that was trained by layer has a set for each KV head of each of them.
@@ -27,12 +28,16 @@ class RetrievalHead(SparsePolicy):
     """
 
     selection: selections.RetrievalHead
-    known_ahead = True
+    selected_before_pass = True
+    uses_head = True
     inputs: ClassVar[str] = "embedding"  # of the head, as its configuration calls them
 
-    def __init__(self, selection: selections.RetrievalHead, cache: Cache, head: Head | None = None) -> None:
+    def __init__(
+        self, selection: selections.RetrievalHead, builder: AttentionMetadataBuilder, head: Head | None = None
+    ) -> None:
         """Raises WorkloadError without a head, and for one that needs the target's features."""
-        super().__init__(selection, cache)
+        super().__init__(selection, builder)
+        cache = self.cache
         if head is None or head.tokens is None:
             raise WorkloadError(NO_HEAD)
         if head.config.inputs != self.inputs:
@@ -45,7 +50,7 @@ class RetrievalHead(SparsePolicy):
         self._queries = self.keys.new_zeros(0)
         self._query = 0
         self.layers = config.layers if selection.level == "head" else 1
-        self.alike = self.layers == 1
+        self.shared_across_layers = self.layers == 1
         self._chosen: tuple[TokenIndex, ...] = ()
 
     def project(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,36 +64,36 @@ class RetrievalHead(SparsePolicy):
             _, keys = self.project(prompt[part], positions)
             self.keys[row, :, part][:, : len(keys)] = keys.transpose(0, 1)
 
-    def before_pass(self, tokens: Tensor, ahead: int) -> None:
+    def before_pass(self, tokens: Tensor, offset: int) -> None:
         rows, queries = tokens.shape
-        offsets = torch.arange(ahead, ahead + queries, device=tokens.device)
-        positions = self.cache.lengths[:rows, None].long() + offsets
+        offsets = torch.arange(offset, offset + queries, device=tokens.device)
+        positions = self.builder.lengths[:rows, None].long() + offsets
         self._queries, keys = self.project(tokens, positions)
         places = positions[:, None, :, None].expand(-1, keys.shape[2], -1, keys.shape[3])
         self.keys[:rows].scatter_(2, places, keys.transpose(1, 2))
         self._query = 0
 
-    def at(self, ahead: int) -> Self:
-        other = super().at(ahead)
-        other._query = ahead
+    def with_offset(self, offset: int) -> Self:
+        other = super().with_offset(offset)
+        other._query = offset
         return other
 
-    def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
+    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
         """Chooses for the query of the pass that is about to run, then as for every sparse policy."""
-        index, count = self.best(self._scores(ahead), 1)
-        by_layer = (one.unflatten(1, (-1, self.layers)).movedim(2, 0).contiguous() for one in (index, count))
-        self._chosen = tuple(TokenIndex(*one) for one in zip(*by_layer, strict=True))
-        return super().draft_metadata(ahead, queries)
+        index, count = self.best(self._scores(offset), 1)
+        by_layer = (part.unflatten(1, (-1, self.layers)).movedim(2, 0).contiguous() for part in (index, count))
+        self._chosen = tuple(TokenIndex(*of_layer) for of_layer in zip(*by_layer, strict=True))
+        return super().draft_metadata(offset, queries)
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         assert self._chosen, "a pass has begun"
-        return self._chosen[0 if self.alike else layer]
+        return self._chosen[0 if self.shared_across_layers else layer]
 
-    def _scores(self, ahead: int) -> Tensor:
+    def _scores(self, offset: int) -> Tensor:
         """Of all tokens up to the query's own, float32 [rows, 1 or kv_heads * layers, slots]; later ones have any."""
-        rows, cache = self.cache.rows, self.cache
-        queries, keys, sets = self._queries[:, self._query], self.keys[:rows], cache.kv_heads * self.head.config.layers
+        rows, sets = self.cache.rows, self.cache.kv_heads * self.head.config.layers
+        queries, keys = self._queries[:, self._query], self.keys[:rows]
         if sets == self.head.config.q_heads and self.selection.level == "head":
             return head_logits(queries, keys)
-        scores = head_scores(queries, keys, cache.lengths[:rows] + ahead + 1, sets)
+        scores = head_scores(queries, keys, self.builder.lengths[:rows] + offset + 1, sets)
         return scores.mean(1, keepdim=True) if self.selection.level == "batch" else scores

@@ -17,11 +17,12 @@ from ridgeplan.roofline.plan.policy import AllTokens
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight, Linear
 from ridgeplan.runtime.model.prefill import prefill_layer
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
-from ridgeplan.runtime.policies import draft_policy
+from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.quantization.gptq import Parts, quantize_planes, quantize_weight
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.speculator import Speculator
@@ -40,8 +41,8 @@ def self_generated_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     cache = Cache(shape, KVCacheConfig(batch=SEQUENCES, context=TOKENS), device, weights.embedding.dtype)
     cache.reset(SEQUENCES)
     generator = torch.Generator(device).manual_seed(0)
-    policy, sampling = draft_policy(AllTokens(), cache), SamplingParams(temperature=1.0)
-    writer = Speculator(decoder, weights, weights, cache, policy, sampling, generator)
+    selector = token_selector(AllTokens(), AttentionMetadataBuilder(cache))
+    writer = Speculator(decoder, weights, weights, cache, selector, SamplingParams(temperature=1.0), generator)
     tokens = [torch.randint(shape.vocab, (SEQUENCES,), generator=generator, device=device)]
     while len(tokens) < TOKENS:
         verification = writer.verify(tokens[-1], writer.draft(tokens[-1], 0))

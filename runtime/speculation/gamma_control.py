@@ -55,7 +55,7 @@ class FixedGamma:
 class Evidence:
     """Drafts that were compared with the target and accepted, by position in a round; older ones weigh less."""
 
-    judged: tuple[float, ...]
+    verified: tuple[float, ...]
     accepted: tuple[float, ...]
 
     @classmethod
@@ -67,25 +67,25 @@ class Evidence:
         """With a round's rows, which all count alike; earlier rounds keep 1 - 1/memory of their weight."""
         kept = 1 - 1 / memory
         return Evidence(
-            tuple(kept * old + sum(row.verified > at for row in rows) for at, old in enumerate(self.judged)),
+            tuple(kept * old + sum(row.verified > at for row in rows) for at, old in enumerate(self.verified)),
             tuple(kept * old + sum(row.accepted > at for row in rows) for at, old in enumerate(self.accepted)),
         )
 
     def faded(self, rounds: float) -> Evidence:
         """With at most the weight of `rounds` drafts at every position, the acceptance unchanged."""
-        scales = [min(1.0, rounds / max(judged, rounds)) for judged in self.judged]
+        scales = [min(1.0, rounds / max(verified, rounds)) for verified in self.verified]
         return Evidence(
-            tuple(scale * judged for scale, judged in zip(scales, self.judged, strict=True)),
+            tuple(scale * verified for scale, verified in zip(scales, self.verified, strict=True)),
             tuple(scale * accepted for scale, accepted in zip(scales, self.accepted, strict=True)),
         )
 
     def acceptance_at(self, expected: float) -> list[float]:
         """Conditional acceptance by position; each is expected to be as the one before, and the first `expected`."""
-        found: list[float] = []
-        for judged, accepted in zip(self.judged, self.accepted, strict=True):
-            expected = (accepted + PRIOR_DRAFTS * expected) / (judged + PRIOR_DRAFTS)
-            found.append(expected)
-        return found
+        acceptance: list[float] = []
+        for verified, accepted in zip(self.verified, self.accepted, strict=True):
+            expected = (accepted + PRIOR_DRAFTS * expected) / (verified + PRIOR_DRAFTS)
+            acceptance.append(expected)
+        return acceptance
 
 
 @dataclass(frozen=True)

@@ -16,63 +16,55 @@ from torch import Tensor
 from ridgeplan.roofline.plan.plan import DraftCodes
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.policies import draft_policy
-from ridgeplan.runtime.policies.base import DraftPolicy, SparsePolicy
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.policies import token_selector
+from ridgeplan.runtime.policies.base import SparseSelector
 from ridgeplan.runtime.retrieval.head import Head
 
 
 @dataclass(frozen=True, eq=False)
 class PerQuerySelection:
-    """One query of a pass: its policy, at its own length, and what it reads beside the selection."""
+    """One query of a pass: its selector, at its own length, and what it reads beside the selected tokens."""
 
-    policy: SparsePolicy
+    selector: SparseSelector
     metadata: AttentionMetadata
 
 
 class SparseTargetAttention:
-    """Attention by a policy's selection, for one cache. steps: of the pass that runs, one for each query.
+    """Attention to what a selector chooses, for one cache. queries: those of the pass that runs.
 
-    The index lists of policies that choose ahead are there before the first layer: `steps[query].policy.select(layer,
-    None)` is the same for every layer.
+    Selectors that choose before the pass have chosen before the first layer: `queries[i].selector.select(layer, None)`
+    is then the same for every layer.
     """
 
-    def __init__(self, policy: SparsePolicy) -> None:
-        """policy: over a cache that is read as the target reads it."""
-        self.policy = policy
-        self.steps: tuple[PerQuerySelection, ...] = ()
+    def __init__(self, selector: SparseSelector) -> None:
+        """selector: over a cache that is read as the target reads it."""
+        self.selector = selector
+        self.queries: tuple[PerQuerySelection, ...] = ()
 
     @classmethod
     def of(cls, selection: Any, cache: Cache, head: Head | None) -> SparseTargetAttention | None:
         """For a plan's `attention.chosen`; None where that cannot leave out any token."""
         if not 0 < selection.min_tokens < cache.config.longest:
             return None
-        policy = draft_policy(selection, cache.reading(DraftCodes.FULL), head)
-        assert isinstance(policy, SparsePolicy), "all others read every token"
-        return cls(policy)
-
-    def start(self, rows: int) -> None:
-        """Forgets the last generation; the cache has been emptied."""
-        self.policy.cache.reset(rows)
-        self.policy.start()
+        selector = token_selector(selection, AttentionMetadataBuilder(cache, DraftCodes.FULL), head)
+        assert isinstance(selector, SparseSelector), "all others read every token"
+        return cls(selector)
 
     def metadata(self, tokens: Tensor) -> AttentionMetadata:
         """For a pass over tokens [rows, queries] that follow the cached ones."""
-        self.policy.before_pass(tokens, 0)
-        self.steps = tuple(self._step(query) for query in range(tokens.shape[1]))
-        return self.policy.cache.target_metadata(tokens.shape[1]).changed(attend=self._attend)
+        self.selector.before_pass(tokens, 0)
+        self.queries = tuple(self._select(offset) for offset in range(tokens.shape[1]))
+        return self.selector.builder.target_metadata(tokens.shape[1]).changed(attend=self._attend)
 
-    def _step(self, query: int) -> PerQuerySelection:
-        policy = self.policy.at(query)
-        policy.before_round()
-        return PerQuerySelection(policy, policy.draft_metadata(0))
+    def _select(self, offset: int) -> PerQuerySelection:
+        selector = self.selector.with_offset(offset)
+        selector.before_round()
+        return PerQuerySelection(selector, selector.draft_metadata(0))
 
     def _attend(self, layer: int, query: Tensor, _: AttentionMetadata) -> Tensor:
-        parts = query.split(1, dim=1)
-        steps = zip(self.steps, parts, strict=True)
-        attended = [step.policy.attend(layer, one, step.metadata.at(layer)) for step, one in steps]
+        attended = [
+            each.selector.attend(layer, part, each.metadata.layer_metadata(layer))
+            for each, part in zip(self.queries, query.split(1, dim=1), strict=True)
+        ]
         return torch.cat(attended, dim=1)
-
-
-def observers(policy: DraftPolicy, reads: SparseTargetAttention | None) -> list[DraftPolicy]:
-    """The policies that learn from prompts."""
-    return [policy] if reads is None else [policy, reads.policy]

@@ -16,7 +16,7 @@ from ridgeplan.kernels.sampling.reference import Choice, VerifyResult
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.policies.base import DraftPolicy
+from ridgeplan.runtime.policies.base import TokenSelector
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 
@@ -29,46 +29,24 @@ class RoundFigures:
 
     @classmethod
     def of(cls, tokens: Tensor, kept: Tensor, accepted: Tensor, verified: Tensor, finite: Tensor) -> RoundFigures:
-        """From tokens [rows, gamma + 1], counts [rows], and whether the target's logits were finite, bool [rows]."""
+        """Packs a round's result.
+
+        tokens: int64 [rows, gamma + 1]. kept: int64 [rows], tokens appended to the text, 0 for an inactive row.
+        accepted, verified: int64 [rows], drafts that the target agreed with, and those compared with it. finite: bool
+        [rows], whether all of the target's logits were finite.
+        """
         return cls(torch.cat([tokens, torch.stack([kept, accepted, verified, finite], dim=1)], dim=1))
 
     @staticmethod
     def width(gamma: int) -> int:
-        """Figures per row: its tokens, three counts, and whether the target's logits were finite."""
+        """Figures per row: tokens, of which it keeps the first `kept`, and the other four arguments of `of`."""
         return gamma + 5
-
-    @property
-    def tokens(self) -> Tensor:
-        """int64 [rows, gamma + 1], of which a row keeps the first `kept`."""
-        return self.values[:, :-4]
-
-    @property
-    def kept(self) -> Tensor:
-        """int64 [rows], tokens appended to the text; 0 for an inactive row."""
-        return self.values[:, -4]
-
-    @property
-    def accepted(self) -> Tensor:
-        """int64 [rows], drafts that the target agreed with."""
-        return self.values[:, -3]
-
-    @property
-    def verified(self) -> Tensor:
-        """int64 [rows], drafts that were compared with the target."""
-        return self.values[:, -2]
-
-    @property
-    def finite(self) -> Tensor:
-        """int64 [rows], 1 where all of the target's logits were finite."""
-        return self.values[:, -1]
 
     def rows(self) -> list[RowResult]:
         """The result of each row, on the host."""
-        views = (self.tokens, self.kept, self.accepted, self.verified, self.finite)
-        columns = zip(*(view.tolist() for view in views), strict=True)
         return [
-            RowResult(tokens[:kept], accepted, verified, bool(finite))
-            for tokens, kept, accepted, verified, finite in columns
+            RowResult(row[: row[-4]], accepted=row[-3], verified=row[-2], finite=bool(row[-1]))
+            for row in self.values.tolist()
         ]
 
 
@@ -127,18 +105,23 @@ def all_finite(logits: Tensor) -> Tensor:
 class Speculator:
     """The parts of a round. Nothing here waits for the device, so a whole round can be captured as a graph.
 
-    Between rounds, `pending` [rows] is each row's last token: emitted, but not in the cache yet. reads: what a target
-    that selects reads; None if it reads everything.
+    Between rounds, `pending` [rows] is each row's last token: emitted, but not in the cache yet. selector: chooses what
+    drafts read. sparse_target: attention of a target that selects; None if it reads everything.
     """
 
     decoder: Decoder
     target: DecoderWeights
     drafter: DecoderWeights
     cache: Cache
-    policy: DraftPolicy
+    selector: TokenSelector
     sampling: SamplingParams
     generator: torch.Generator
-    reads: SparseTargetAttention | None = None
+    sparse_target: SparseTargetAttention | None = None
+
+    @property
+    def selectors(self) -> list[TokenSelector]:
+        """The selectors that learn from prompts: the drafts', and the target's if it selects."""
+        return [self.selector] if self.sparse_target is None else [self.selector, self.sparse_target.selector]
 
     def first(self, logits: Tensor) -> Tensor:
         """The tokens [rows] that follow the prompts, from logits [rows, vocab]."""
@@ -149,24 +132,27 @@ class Speculator:
         token, tokens, choices = pending, [], []
         uniform = self._uniform(gamma, len(pending))
         self.cache.begin_streaming()
-        self.policy.before_round()
+        self.selector.before_round()
         if gamma:
-            self.policy.before_drafts()
-        for ahead in range(gamma):
-            self.policy.before_pass(token[:, None], ahead)
-            metadata = self.policy.draft_metadata(ahead)
+            self.selector.before_drafts()
+        for offset in range(gamma):
+            self.selector.before_pass(token[:, None], offset)
+            metadata = self.selector.draft_metadata(offset)
             logits = self.decoder.step(self.drafter, self.cache, token[:, None], metadata)
             choices.append(self.sampling.choice(logits[:, 0]))
-            token = draw(choices[-1], uniform[ahead])
+            token = draw(choices[-1], uniform[offset])
             tokens.append(token)
         drafted = torch.stack(tokens, dim=1) if tokens else pending.new_zeros(len(pending), 0)
         return Drafts(drafted, choices)
 
     def target_logits(self, tokens: Tensor) -> Tensor:
         """Logits [rows, queries, vocab] of the target for tokens [rows, queries] that follow the cached ones."""
-        self.policy.before_pass(tokens, 0)
-        own = self.policy.target_metadata(tokens.shape[1]) if self.reads is None else self.reads.metadata(tokens)
-        return self.decoder.step(self.target, self.cache, tokens, own)
+        self.selector.before_pass(tokens, 0)
+        if self.sparse_target is None:
+            metadata = self.selector.target_metadata(tokens.shape[1])
+        else:
+            metadata = self.sparse_target.metadata(tokens)
+        return self.decoder.step(self.target, self.cache, tokens, metadata)
 
     def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
         """Verifies the drafts in one pass of the target, whose KV replaces theirs."""

@@ -29,8 +29,8 @@ from ridgeplan.roofline.plan.policy import make_selection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.model.checkpoint import load_config
 from ridgeplan.runtime.model.config import decoder_config
-from ridgeplan.runtime.policies import POLICIES
-from ridgeplan.runtime.policies.base import DraftPolicy
+from ridgeplan.runtime.policies import SELECTORS
+from ridgeplan.runtime.policies.base import TokenSelector
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of, save_head
 
 TINY = {
@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class Nonsense(DraftPolicy):
+class Nonsense(TokenSelector):
     """Drafts read nothing but their own token."""
 
     def draft_metadata(self, ahead: int, queries: int = 1) -> AttentionMetadata:
@@ -69,7 +69,7 @@ class Nonsense(DraftPolicy):
 @pytest.fixture
 def nonsense(monkeypatch: pytest.MonkeyPatch) -> str:
     """The selection by whose name drafts read nothing."""
-    monkeypatch.setitem(POLICIES, "streamingllm", Nonsense)
+    monkeypatch.setitem(SELECTORS, "streamingllm", Nonsense)
     return "streamingllm"
 
 

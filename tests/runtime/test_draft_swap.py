@@ -79,7 +79,7 @@ def own(drafts, target):
 
 def outcome(result):
     """Tokens, and what the drafts had to do with them: spoilt ones would be rejected, unnoticed in the tokens."""
-    return result.tokens, result.statistics.accepted_at, result.statistics.judged_at
+    return result.tokens, result.statistics.accepted_at, result.statistics.verified_at
 
 
 def test_drafts_lie_in_one_piece_and_share_with_the_target_what_they_shared(plain):

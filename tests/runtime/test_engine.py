@@ -151,12 +151,12 @@ def test_statistics_follow_their_definitions(engine, prompts):
     assert statistics.drafted == 3 * statistics.sequence_rounds
     assert statistics.decoded == statistics.generated - 2  # prefill gives each sequence its first token
     assert statistics.tokens_per_round == statistics.decoded / statistics.sequence_rounds
-    assert statistics.acceptance == statistics.accepted / statistics.judged
+    assert statistics.acceptance == statistics.accepted / statistics.num_draft_tokens_verified
     assert statistics.accepted_share == statistics.accepted / statistics.drafted
     assert statistics.acceptance >= statistics.accepted_share
     # A later draft is verified only where the one before it was accepted.
-    assert all(j <= a for j, a in zip(statistics.judged_at[1:], statistics.accepted_at, strict=False))
-    assert statistics.acceptance_at[0] == statistics.accepted_at[0] / statistics.judged_at[0]
+    assert all(j <= a for j, a in zip(statistics.verified_at[1:], statistics.accepted_at, strict=False))
+    assert statistics.acceptance_at[0] == statistics.accepted_at[0] / statistics.verified_at[0]
     assert statistics.ttft_ms == pytest.approx(1e3 * statistics.prefill_s)
     round_ms = 1e3 * statistics.decode_s / statistics.rounds
     assert statistics.tpot_ms == pytest.approx(round_ms / statistics.tokens_per_round)
@@ -172,7 +172,7 @@ def test_a_perfect_draft_accepts_everything(tiny_model, make_plan, prompts):
     statistics = runtime.load(plan, tiny_model().folder).generate(prompts(50), 41).statistics
     assert (statistics.rounds, statistics.tokens_per_round) == (10, 4.0)
     assert statistics.acceptance_at == (1.0, 1.0, 1.0)
-    assert (statistics.judged, statistics.accepted_share, statistics.flushes) == (30, 1.0, 0)
+    assert (statistics.num_draft_tokens_verified, statistics.accepted_share, statistics.flushes) == (30, 1.0, 0)
 
 
 def test_plain_decoding_has_no_acceptance(tiny_model, make_plan, prompts):
@@ -327,26 +327,26 @@ def test_a_plan_for_the_model_that_runs_says_nothing(tiny_model, make_plan, recw
     assert not recwarn
 
 
-def test_forced_logits_are_those_of_generation(tiny_model, make_plan, prompts):
+def test_teacher_forced_logits_are_those_of_generation(tiny_model, make_plan, prompts):
     plan = make_plan("int8", context=100, new_tokens=40)
     engine = runtime.load(plan, tiny_model().folder, device="cpu")
     (prompt,) = prompts(90)
     tokens = engine.generate(prompt, 40).tokens[0]
     assert engine.statistics.flushes > 0
-    logits = engine.forced_logits(prompt, tokens[:-1])
+    logits = engine.teacher_forced_logits([prompt], [tokens[:-1]])[0]
     assert logits.argmax(-1).tolist() == tokens
     # An engine whose last generation ended early in the cache is reset to the plan's whole context.
     engine.generate(prompt[:5], 2)
-    assert torch.equal(engine.forced_logits(prompt, tokens[:-1]), logits)
+    assert torch.equal(engine.teacher_forced_logits([prompt], [tokens[:-1]])[0], logits)
     # Plans that draft are forced as well: their target is the same, and drafts do not matter.
     drafting = runtime.load(make_plan("int8", 3, context=100, new_tokens=40), tiny_model().folder, device="cpu")
-    assert torch.equal(drafting.forced_logits(prompt, tokens[:-1]), logits)
+    assert torch.equal(drafting.teacher_forced_logits([prompt], [tokens[:-1]])[0], logits)
 
 
 def test_forced_requests_are_checked_like_generations(tiny_model, make_plan):
     engine = runtime.load(make_plan(context=8, new_tokens=4), tiny_model().folder, device="cpu")
     with pytest.raises(runtime.WorkloadError, match="max_new_tokens is 5; allowed by the plan: up to 4"):
-        engine.forced_logits([1, 2, 3], [4] * 4)
+        engine.teacher_forced_logits([[1, 2, 3]], [[4] * 4])[0]
     engine.close()
     with pytest.raises(runtime.WorkloadError, match="the engine is closed"):
-        engine.forced_logits([1, 2, 3], [4])
+        engine.teacher_forced_logits([[1, 2, 3]], [[4]])[0]

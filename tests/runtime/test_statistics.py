@@ -5,7 +5,7 @@ import torch
 
 from ridgeplan.runtime.memory import PeakMemory
 from ridgeplan.runtime.speculation.speculator import NOTHING, RowResult
-from ridgeplan.runtime.statistics import Statistics, Stopwatch, Tally
+from ridgeplan.runtime.statistics import Statistics, StatsCollector, Stopwatch
 
 # Two drafts a round. The first sequence has three tokens from its first round and two from its second; the second
 # one's draft is rejected, and then it is done.
@@ -17,22 +17,22 @@ ROUNDS = [
 
 @pytest.fixture
 def statistics() -> Statistics:
-    tally, stopwatch = Tally(2, (50, 70)), Stopwatch(torch.device("cpu"))
+    collector, stopwatch = StatsCollector(2, (50, 70)), Stopwatch(torch.device("cpu"))
     for rows in ROUNDS:
-        tally.add(2, rows)
+        collector.add(2, rows)
     stopwatch.add({"draft": 0.004, "verify": 0.010, "flush": 0.001, "round": 0.020})
     stopwatch.add({"draft": 0.008, "verify": 0.030, "flush": 0.002, "round": 0.028, "idle": 0.0005})
     stopwatch.add({"prefill": 0.3, "capture": 0.7})
-    return tally.statistics(8, stopwatch, PeakMemory(12345, 23456, 789))
+    return collector.statistics(stopwatch, PeakMemory(12345, 23456, 789), generated=8, flushes=0)
 
 
 def test_counts(statistics):
     assert (statistics.gamma, statistics.prompt_tokens) == (2, (50, 70))
     assert (statistics.rounds, statistics.sequence_rounds) == (2, 3)
     assert (statistics.generated, statistics.decoded) == (8, 6)
-    assert statistics.judged_at == (3, 2)
+    assert statistics.verified_at == (3, 2)
     assert statistics.accepted_at == (2, 1)
-    assert (statistics.drafted, statistics.judged, statistics.accepted) == (6, 5, 3)
+    assert (statistics.drafted, statistics.num_draft_tokens_verified, statistics.accepted) == (6, 5, 3)
     peaks = statistics.peak_memory_bytes, statistics.peak_device_bytes, statistics.outside_bytes
     assert peaks == (12345, 23456, 789)
 
@@ -56,6 +56,7 @@ def test_times(statistics):
 
 
 def test_without_rounds_every_figure_is_zero():
-    statistics = Tally(0, (5,)).statistics(1, Stopwatch(torch.device("cpu")), PeakMemory(None))
+    stopwatch = Stopwatch(torch.device("cpu"))
+    statistics = StatsCollector(0, (5,)).statistics(stopwatch, PeakMemory(None), generated=1, flushes=0)
     assert (statistics.acceptance, statistics.accepted_share, statistics.tokens_per_round) == (0.0, 0.0, 0.0)
     assert (statistics.tpot_ms, statistics.draft_s, statistics.verify_s) == (0.0, 0.0, 0.0)

@@ -9,6 +9,7 @@ import transformers
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime import WorkloadError, load
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.validate import acceptance as module
@@ -61,7 +62,11 @@ def one_by_one(engine, draft_weights, cache):
     found = []
     for ahead in range(ROUND):
         token = torch.tensor([[TEXT[CONTEXT + ahead]]])
-        found.append(engine.decoder.step(draft_weights, cache, token, cache.draft_metadata(ahead))[0, 0])
+        found.append(
+            engine.decoder.step(draft_weights, cache, token, AttentionMetadataBuilder(cache).draft_metadata(ahead))[
+                0, 0
+            ]
+        )
     return torch.stack(found).softmax(-1)
 
 
@@ -83,7 +88,9 @@ def test_one_pass_over_a_round_equals_single_drafts(tiny_folder, name, draft, to
         prefill(speculating.decoder, speculating.weights, cache, 0, torch.tensor(TEXT[:CONTEXT]))
         q = one_by_one(speculating, speculating.draft_weights, cache)
         tokens = torch.tensor([TEXT[CONTEXT : CONTEXT + ROUND]])
-        p = speculating.decoder.step(speculating.weights, cache, tokens, cache.target_metadata(ROUND))[0].softmax(-1)
+        p = speculating.decoder.step(
+            speculating.weights, cache, tokens, AttentionMetadataBuilder(cache).target_metadata(ROUND)
+        )[0].softmax(-1)
     assert found.by_position == pytest.approx(torch.minimum(p, q).sum(-1).tolist(), abs=tolerance)
     assert 0.2 < found.mean < 0.99
 

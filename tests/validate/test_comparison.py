@@ -27,7 +27,7 @@ def statistics() -> Statistics:
     """20 rounds of 4 drafts for 2 sequences: 144 of 160 drafts accepted, 64 of 80 at the last position."""
     return Statistics(
         gamma=4, prompt_tokens=(900, 1100), rounds=20, sequence_rounds=40,
-        generated=182, decoded=180, judged_at=(40, 38, 36, 34),
+        generated=182, decoded=180, verified_at=(40, 38, 36, 34),
         accepted_at=(38, 36, 34, 32), flushes=2, prefill_s=0.5, draft_s=0.002, verify_s=0.006, flush_s=0.001,
         decode_s=0.3, idle_s=0.0, capture_s=0.0, peak_memory_bytes=2 << 30,
     )  # fmt: skip
@@ -86,7 +86,7 @@ def test_errors_of_acceptance_and_of_the_cost_model_are_told_apart(measured: Mea
 
 
 def test_the_measured_speed_up_needs_plain_decoding(measured: Measured, statistics: Statistics) -> None:
-    plain = replace(statistics, gamma=0, decode_s=0.6, rounds=90, sequence_rounds=180, judged_at=(), accepted_at=())
+    plain = replace(statistics, gamma=0, decode_s=0.6, rounds=90, sequence_rounds=180, verified_at=(), accepted_at=())
     compared = compare_measured(PLAN, SHAPE, PROFILE, measured, replace(measured, statistics=plain))
     row = compared.row("speed-up over plain decoding")
     assert row.measured == pytest.approx(plain.tpot_ms / statistics.tpot_ms)
@@ -110,7 +110,7 @@ def test_on_a_busy_machine_the_spread_stands_in_the_place_of_the_speed_up(measur
 
 
 def test_plain_decoding_has_no_rows_of_speculation(measured: Measured, statistics: Statistics) -> None:
-    plain = replace(statistics, gamma=0, judged_at=(), accepted_at=(), peak_memory_bytes=None)
+    plain = replace(statistics, gamma=0, verified_at=(), accepted_at=(), peak_memory_bytes=None)
     plan = preset("autoregressive", PLAN.workload)
     compared = compare_measured(plan, SHAPE, PROFILE, replace(measured, statistics=plain))
     assert [row.name for row in compared.rows] == [

@@ -57,7 +57,7 @@ class FakeEngine:
     @property
     def statistics(self) -> Statistics:
         return Statistics(
-            gamma=0, prompt_tokens=(3,), rounds=40, sequence_rounds=40, generated=41, decoded=80, judged_at=(),
+            gamma=0, prompt_tokens=(3,), rounds=40, sequence_rounds=40, generated=41, decoded=80, verified_at=(),
             accepted_at=(), flushes=0, prefill_s=5.0, draft_s=0.0, verify_s=0.0, flush_s=0.0, decode_s=99.0,
             idle_s=3.0, capture_s=0.0, peak_memory_bytes=5000,
         )  # fmt: skip

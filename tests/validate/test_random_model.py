@@ -13,6 +13,7 @@ from ridgeplan.roofline.plan.plan import Speculation, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.speculation.speculator import RoundResult, RowResult
 from ridgeplan.validate import random_model as module
@@ -101,7 +102,7 @@ def test_a_filled_cache_holds_what_a_prompt_would_leave(name: str) -> None:
     assert cache.keys.std() == pytest.approx(1, abs=0.05)
     if cache.all_codes is not None:
         # Groups of 128, of which the last whole one stays in full precision: 700 // 128 - 1 = 4.
-        metadata = cache.draft_metadata(0)
+        metadata = AttentionMetadataBuilder(cache).draft_metadata(0)
         assert metadata.groups is not None and metadata.groups.tolist() == [4, 4]
 
 

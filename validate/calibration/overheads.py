@@ -24,6 +24,7 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.passes import PassTerms, decode_pass
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.validate.calibration.fit import RoundSample
 from ridgeplan.validate.random_model import RandomDecoder, RandomModel, measured_round
@@ -114,7 +115,7 @@ def _step_call(model: RandomDecoder) -> KernelCall:
         "dispatch",
         f"{model.shape.layers} layers",
         Cost(),
-        lambda _: model.decoder.step(weights, cache, tokens, cache.target_metadata(1)),
+        lambda _: model.decoder.step(weights, cache, tokens, AttentionMetadataBuilder(cache).target_metadata(1)),
     )
 
 

@@ -39,7 +39,7 @@ class ForcedPassage:
 def next_logits(engine: Engine, passages: Sequence[ForcedPassage]) -> Tensor:
     """Logits float32 [passages, tokens, vocab] after each token of the continuations but their last, on the device."""
     prompts, tokens = [passage.prompt for passage in passages], [passage.continuation[:-1] for passage in passages]
-    return engine.forced_logits_batch(prompts, tokens)[:, 1:].float()
+    return engine.teacher_forced_logits(prompts, tokens)[:, 1:].float()
 
 
 def overlap(logits: Tensor, others: Tensor) -> float:
@@ -107,7 +107,7 @@ def agreement(engine: Engine, reference: Engine, prompt: Sequence[int], new_toke
     reference: an engine of the same plan and model in float32. Raises what `Engine.generate` raises.
     """
     tokens = engine.generate(prompt, new_tokens).tokens[0]
-    ours, exact = (each.forced_logits(prompt, tokens[:-1]).float().cpu() for each in (engine, reference))
+    ours, exact = (each.teacher_forced_logits([prompt], [tokens[:-1]])[0].float().cpu() for each in (engine, reference))
     chosen, expected = ours.argmax(-1), exact.argmax(-1)
     differing = (chosen != expected).nonzero()[:, 0]
     gaps = exact[differing, expected[differing]] - exact[differing, chosen[differing]]

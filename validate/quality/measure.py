@@ -31,7 +31,7 @@ from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime import SamplingParams, load
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.engine import Engine
-from ridgeplan.runtime.eviction.policies import Oracle
+from ridgeplan.runtime.eviction.policies import OracleScorer
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
@@ -143,9 +143,9 @@ class Inputs:
 def tell_oracles(engines: Sequence[Engine], passages: Sequence[ForcedPassage]) -> None:
     """Tells engines whose eviction is an oracle what follows each prompt."""
     for engine in engines:
-        if isinstance(engine.eviction, Oracle):
+        if isinstance(engine.scorer, OracleScorer):
             for passage in passages:
-                engine.eviction.tell(passage.prompt, passage.continuation)
+                engine.scorer.tell(passage.prompt, passage.continuation)
 
 
 def text_values(figures: Sequence[tuple[float, float]]) -> Values:

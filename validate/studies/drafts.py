@@ -32,11 +32,12 @@ from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import PromptObservers, prefill
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.runtime.policies import draft_policy
-from ridgeplan.runtime.policies.base import DraftPolicy
-from ridgeplan.runtime.policies.ranked import RankedPolicy
+from ridgeplan.runtime.policies import token_selector
+from ridgeplan.runtime.policies.base import TokenSelector
+from ridgeplan.runtime.policies.ranked import RankedSelector
 from ridgeplan.validate.acceptance import MAX_TOKENS_MEASURED, Passage, draft_weights_of, named_shape, quantizer_of
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_tokens
@@ -226,18 +227,18 @@ class _Drafter:
     """A draft with its policy. collects: whether verification leaves scores for it, and for those that share them."""
 
     draft: StudyDraft
-    policy: DraftPolicy
+    policy: TokenSelector
     collects: bool
 
 
 def _drafters(cache: Cache, drafts: Sequence[StudyDraft]) -> Iterator[_Drafter]:
     """Policies over one storage. Those that rank the same scores share them: they differ in ratio or in codes."""
-    reading = {codes: cache.reading(codes) for codes in DraftCodes}
-    first: dict[object, RankedPolicy] = {}
+    reading = {codes: AttentionMetadataBuilder(cache, codes) for codes in DraftCodes}
+    first: dict[object, RankedSelector] = {}
     for draft in drafts:
-        policy = draft_policy(draft.selection, reading[draft.codes])
+        policy = token_selector(draft.selection, reading[draft.codes])
         collects = False
-        if isinstance(policy, RankedPolicy):
+        if isinstance(policy, RankedSelector):
             key = draft.policy == HINDSIGHT, replace(draft.selection, ratio=1.0)
             owner = first.setdefault(key, policy)
             policy.scores, collects = owner.scores, owner is policy
@@ -261,13 +262,13 @@ def _round(
     for drafter in drafters:
         if drafter.collects and drafter.draft.policy != HINDSIGHT:
             _pass(engine, target, tokens, drafter.policy.target_metadata(ROUND))
-    p = _pass(engine, target, tokens, engine.cache.target_metadata(ROUND))[:GAMMA]
+    p = _pass(engine, target, tokens, AttentionMetadataBuilder(engine.cache).target_metadata(ROUND))[:GAMMA]
     engine.cache.advance(torch.full_like(engine.cache.lengths[:1], ROUND))
     overlaps = torch.stack([torch.minimum(p, q).sum(-1) for q in drafted])
     return overlaps.clamp_max(1)  # sums of float32 probabilities may pass 1
 
 
-def _drafted(engine: Engine, weights: DecoderWeights | None, policy: DraftPolicy, tokens: Tensor) -> Tensor:
+def _drafted(engine: Engine, weights: DecoderWeights | None, policy: TokenSelector, tokens: Tensor) -> Tensor:
     """The distributions [GAMMA, vocab] of a draft; sets that last a round serve all positions in one pass."""
     assert weights is not None, "weights are quantized for drafts that have their own"
     policy.before_round()

@@ -18,10 +18,10 @@ from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.runtime import WorkloadError
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess
-from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill import prefill, prefill_layer
-from ridgeplan.runtime.policies.retrieval_head import RetrievalHead
+from ridgeplan.runtime.policies.retrieval_head import RetrievalHeadSelector
 from ridgeplan.runtime.retrieval.head import Head
 
 TOGETHER = 16  # queries of one pass, the most that the attention kernels take
@@ -97,7 +97,9 @@ class RecordedPrompt:
         for first in range(0, len(ids), TOGETHER):
             part = slice(first, first + TOGETHER)
             self.cache.finish_prompt(0, cached + first)
-            metadata = replace(self.cache.target_metadata(len(ids[part])), positions=positions[None, part])
+            metadata = replace(
+                AttentionMetadataBuilder(self.cache).target_metadata(len(ids[part])), positions=positions[None, part]
+            )
             recorder.step(engine.weights, self.cache, ids[None, part], metadata)
             chunks.append(torch.stack(recorder.queries))
             recorder.queries.clear()
@@ -129,13 +131,15 @@ def attention_weights(queries: Tensor, keys: Tensor) -> Tensor:
     return scores.masked_fill(unseen[:, None, None], float("-inf")).softmax(-1).mean(2)
 
 
-class FullHead(RetrievalHead):
+class FullHead(RetrievalHeadSelector):
     """features: [tokens, 3 hidden], of the token before each of the text, as `features_before` makes them."""
 
     inputs = "full"
 
-    def __init__(self, selection: selections.RetrievalHead, cache: Cache, head: Head, features: Tensor) -> None:
-        super().__init__(selection, cache, head)
+    def __init__(
+        self, selection: selections.RetrievalHead, builder: AttentionMetadataBuilder, head: Head, features: Tensor
+    ) -> None:
+        super().__init__(selection, builder, head)
         self.features = features
 
     def project(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

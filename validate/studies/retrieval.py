@@ -23,9 +23,10 @@ from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import PromptObservers, prefill
-from ridgeplan.runtime.policies import draft_policy
-from ridgeplan.runtime.policies.base import DraftPolicy, SparsePolicy, TokenIndex
+from ridgeplan.runtime.policies import token_selector
+from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex, TokenSelector
 from ridgeplan.runtime.retrieval.head import Head, load_head
 from ridgeplan.validate.acceptance import Passage, named_shape
 from ridgeplan.validate.measure import Progress, silent
@@ -157,7 +158,7 @@ class _Chooser:
 
     method: str
     budget: int
-    policy: SparsePolicy
+    policy: SparseSelector
     sinks: int
 
     def chosen(self, layer: int, query: Tensor, tokens: int) -> Tensor:
@@ -197,24 +198,24 @@ def _choosers(cache: Cache, sizes: RetrievalSizes, head: Head | None, features: 
 
     features: of the token before each, for a head of full width.
     """
-    reading = cache.reading(DraftCodes.FULL)
+    reading = AttentionMetadataBuilder(cache, DraftCodes.FULL)
     choosers = []
     for method in sizes.methods:
         name, options = METHODS[method]
         selection = make_selection(name, recent=RECENT, **options)
         assert isinstance(selection, SparseSelection)
-        first: DraftPolicy
+        first: TokenSelector
         if isinstance(selection, RetrievalHead) and head is not None and features is not None:
             first = FullHead(selection, reading, head, features)
         else:
-            first = draft_policy(selection, reading, head)
-        assert isinstance(first, SparsePolicy)
+            first = token_selector(selection, reading, head)
+        assert isinstance(first, SparseSelector)
         first.start()
         choosers.append([_at_budget(method, first, budget) for budget in sizes.budgets])
     return choosers
 
 
-def _at_budget(method: str, first: SparsePolicy, budget: int) -> _Chooser:
+def _at_budget(method: str, first: SparseSelector, budget: int) -> _Chooser:
     policy = copy.copy(first)
     policy.selection = replace(first.selection, ratio=MIN_RATIO, floor=budget)
     return _Chooser(method, budget, policy, policy.selection.sinks)
@@ -257,7 +258,7 @@ class _Step:
                 chooser.policy.before_pass(tokens, 0)
         counted = self._cache.lengths[:1] + 1
         self._first_recent = torch.cat([chooser.first_recent(counted) for chooser in self._choosers])
-        return replace(self._cache.target_metadata(1), attend=self._attend)
+        return replace(AttentionMetadataBuilder(self._cache).target_metadata(1), attend=self._attend)
 
     def add_to(self, figures: _Figures, before: Tensor | None) -> Tensor:
         """Adds the step's figures, and the overlap with the step before; returns what was chosen.

@@ -96,7 +96,7 @@ def test_a_table_tells_adaptive_gammas_from_others() -> None:
 )
 def test_a_summary_counts_the_rounds_of_each_gamma(rounds_at: tuple[int, ...], words: str) -> None:
     statistics = Statistics(
-        gamma=2, prompt_tokens=(10,), rounds=12, sequence_rounds=12, generated=30, decoded=30, judged_at=(9, 9),
+        gamma=2, prompt_tokens=(10,), rounds=12, sequence_rounds=12, generated=30, decoded=30, verified_at=(9, 9),
         accepted_at=(9, 9), flushes=0, prefill_s=0.1, draft_s=0.001, verify_s=0.001, flush_s=0.0, decode_s=0.1,
         idle_s=0.0, capture_s=0.0, peak_memory_bytes=None, rounds_at=rounds_at, drafted=18,
     )  # fmt: skip

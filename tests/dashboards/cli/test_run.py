@@ -161,7 +161,7 @@ def test_the_end_of_text_stops_a_run_and_is_not_shown(
 @pytest.mark.parametrize("graphs", [True, False])
 def test_what_graphs_cost_is_shown(graphs: bool) -> None:
     figures = Statistics(
-        gamma=1, prompt_tokens=(8,), rounds=4, sequence_rounds=4, generated=8, decoded=7, judged_at=(4,),
+        gamma=1, prompt_tokens=(8,), rounds=4, sequence_rounds=4, generated=8, decoded=7, verified_at=(4,),
         accepted_at=(3,), flushes=0, prefill_s=1.0, draft_s=1e-3, verify_s=2e-3, flush_s=0.0, decode_s=0.02,
         idle_s=68e-6 * graphs, capture_s=0.25 * graphs, peak_memory_bytes=None,
     )  # fmt: skip

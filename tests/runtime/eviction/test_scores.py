@@ -14,10 +14,18 @@ from ridgeplan.roofline.plan.policies.evictions import (
     StreamingLLMEviction,
 )
 from ridgeplan.roofline.plan.policy import EVICTIONS
-from ridgeplan.runtime.eviction import EVICTION_POLICIES, base
+from ridgeplan.runtime.eviction import SCORERS, base
 from ridgeplan.runtime.eviction.base import PromptLayer, largest
-from ridgeplan.runtime.eviction.expected_attention import ExpectedAttention
-from ridgeplan.runtime.eviction.policies import H2O, DapQ, LaCache, Oracle, Random, SnapKV, StreamingLLM
+from ridgeplan.runtime.eviction.expected_attention import ExpectedAttentionScorer
+from ridgeplan.runtime.eviction.policies import (
+    DapQScorer,
+    H2OScorer,
+    LaCacheScorer,
+    OracleScorer,
+    RandomScorer,
+    SnapKVScorer,
+    StreamingLLMScorer,
+)
 
 TOKENS, APPENDED, BUDGET = 61, 8, 20
 KV_HEADS, RATIO, DIM = 2, 3, 16
@@ -70,21 +78,21 @@ def blocks(request, monkeypatch):
 @pytest.mark.parametrize("pooling", [1, 2, 7])
 def test_snapkv(pooling, blocks):
     layer = prompt_layer()
-    scores = SnapKV(SnapKVEviction(window=9, pooling=pooling)).scores(layer)
+    scores = SnapKVScorer(SnapKVEviction(window=9, pooling=pooling)).scores(layer)
     before = mass(layer, slice(TOKENS - 9, TOKENS))[:, : TOKENS - 9]
     torch.testing.assert_close(scores[:, : TOKENS - 9].double(), widest(before, pooling), rtol=1e-5, atol=1e-7)
     assert scores[:, TOKENS - 9 :].isinf().all()
 
 
 def test_snapkvs_window_is_at_most_the_budget():
-    scores = SnapKV(SnapKVEviction(window=32)).scores(prompt_layer(budget=5))
+    scores = SnapKVScorer(SnapKVEviction(window=32)).scores(prompt_layer(budget=5))
     assert scores.isinf().sum(1).tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("pooling", [1, 5])
 def test_dapq(pooling, blocks):
     layer = prompt_layer()
-    scores = DapQ(DapQEviction(pooling=pooling, recent=3)).scores(layer)
+    scores = DapQScorer(DapQEviction(pooling=pooling, recent=3)).scores(layer)
     attended = mass(layer, slice(TOKENS, None))
     expected = widest(attended, pooling)
     torch.testing.assert_close(scores[:, :-3].double(), expected[:, :-3], rtol=1e-5, atol=1e-7)
@@ -94,14 +102,14 @@ def test_dapq(pooling, blocks):
 
 
 def test_dapqs_pseudo_tokens_are_the_prompts_first_and_last():
-    policy = DapQ(DapQEviction(prefix=2, suffix=3))
+    policy = DapQScorer(DapQEviction(prefix=2, suffix=3))
     assert policy.appended(torch.arange(10)).tolist() == [0, 1, 7, 8, 9]
     assert policy.appended(torch.tensor([5])).tolist() == [5, 5]
 
 
 def test_the_oracle_scores_with_what_comes(blocks):
     layer, prompt, coming = prompt_layer(), torch.arange(TOKENS), torch.arange(100, 100 + APPENDED)
-    oracle = Oracle(OracleEviction(coming=APPENDED))
+    oracle = OracleScorer(OracleEviction(coming=APPENDED))
     oracle.tell(range(TOKENS), range(100, 100 + 2 * APPENDED))
     oracle.tell(range(5), range(7))
     assert torch.equal(oracle.appended(prompt), coming)
@@ -110,7 +118,7 @@ def test_the_oracle_scores_with_what_comes(blocks):
 
 def test_h2o(blocks):
     layer = prompt_layer()
-    scores = H2O(H2OEviction(recent_share=0.25)).scores(layer)
+    scores = H2OScorer(H2OEviction(recent_share=0.25)).scores(layer)
     recent = BUDGET // 4
     expected = mass(layer, slice(TOKENS))
     torch.testing.assert_close(scores[:, :-recent].double(), expected[:, :-recent], rtol=1e-5, atol=1e-6)
@@ -121,7 +129,7 @@ def test_expected_attention_is_the_mean_over_draws_of_coming_queries():
     """Monte Carlo: Gaussian queries, rotated by the mean of the coming rotations."""
     layer = prompt_layer()
     settings = ExpectedAttentionEviction(future=4, sinks=2)
-    scores = ExpectedAttention(settings).scores(layer)
+    scores = ExpectedAttentionScorer(settings).scores(layer)
     angles = torch.arange(TOKENS)[:, None] * FREQUENCIES
     back = torch.polar(torch.ones_like(angles), -angles)
     pairs = torch.complex(*layer.queries[:TOKENS].chunk(2, dim=-1)) * back[:, None]
@@ -145,13 +153,13 @@ def test_expected_attention_is_the_mean_over_draws_of_coming_queries():
 
 
 def test_streamingllm_keeps_sinks_and_the_latest():
-    places = largest(StreamingLLM(StreamingLLMEviction(sinks=4)).scores(prompt_layer()), BUDGET)
+    places = largest(StreamingLLMScorer(StreamingLLMEviction(sinks=4)).scores(prompt_layer()), BUDGET)
     assert places.tolist() == [[0, 1, 2, 3, *range(TOKENS - BUDGET + 4, TOKENS)]]
 
 
 def test_lacaches_layers_keep_different_rungs_that_cover_the_ladder():
     """41 tokens lie between 4 sinks and 16 recent ones, of which each of 5 layers keeps 10 of one ladder."""
-    policy, covered = LaCache(LaCacheEviction(sinks=4, recent_share=16 / 30, ladders=1)), set()
+    policy, covered = LaCacheScorer(LaCacheEviction(sinks=4, recent_share=16 / 30, ladders=1)), set()
     starts = []
     for index in range(5):
         places = largest(policy.scores(prompt_layer(index, 5, budget=30)), 30)[0].tolist()
@@ -167,14 +175,14 @@ def test_lacaches_layers_keep_different_rungs_that_cover_the_ladder():
 
 
 def test_lacaches_ladder_repeats():
-    policy = LaCache(LaCacheEviction(sinks=0, recent_share=0, ladders=3))
+    policy = LaCacheScorer(LaCacheEviction(sinks=0, recent_share=0, ladders=3))
     places = torch.tensor(largest(policy.scores(prompt_layer(0, 4, budget=12)), 12)[0].tolist())
     assert (places.diff() > 1).sum() == 2  # three runs
 
 
 def test_random_choices_differ_by_head_and_layer_but_not_by_run():
     def kept(seed, index):
-        return largest(Random(RandomEviction(seed=seed)).scores(prompt_layer(index)), BUDGET)
+        return largest(RandomScorer(RandomEviction(seed=seed)).scores(prompt_layer(index)), BUDGET)
 
     assert torch.equal(kept(3, 0), kept(3, 0))
     assert not torch.equal(kept(3, 0), kept(3, 1))
@@ -188,4 +196,4 @@ def test_of_equal_scores_the_latest_stay():
 
 
 def test_the_runtime_has_the_policies_that_the_planner_says():
-    assert {name for name, policy in EVICTIONS.items() if policy.executable} == set(EVICTION_POLICIES)
+    assert {name for name, policy in EVICTIONS.items() if policy.executable} == set(SCORERS)

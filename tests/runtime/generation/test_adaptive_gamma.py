@@ -9,7 +9,7 @@ from grids import pairs
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.profile import shipped_profiles
 from ridgeplan.runtime import engine as engine_module
-from ridgeplan.runtime.policies.ranked import RankedPolicy
+from ridgeplan.runtime.policies.ranked import RankedSelector
 from ridgeplan.runtime.sampling import SamplingParams
 
 NEW = 110  # with groups of 32: three flushes
@@ -94,7 +94,7 @@ def test_changes_of_gamma_change_nothing(
     rounds_at = found.statistics.rounds_at
     assert sum(rounds_at) == found.statistics.rounds
     assert {gamma for gamma, count in enumerate(rounds_at) if count} == set(pattern)
-    assert agreeable or found.statistics.accepted < found.statistics.judged
+    assert agreeable or found.statistics.accepted < found.statistics.num_draft_tokens_verified
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_changes_of_gamma_change_nothing_whatever_drafts_read(
     assert found.tokens == [tokens[:60] for tokens in plain[kv]]
     assert found.statistics.flushes >= 4
     assert {gamma for gamma, count in enumerate(found.statistics.rounds_at) if count} == {0, 1, 2, 4, 6}
-    assert found.statistics.accepted < found.statistics.judged
+    assert found.statistics.accepted < found.statistics.num_draft_tokens_verified
 
 
 def test_rounds_of_plain_decoding_choose_nothing(tiny_model, make_plan, prompts, profile, forced, monkeypatch):
     """Choosing for no drafts would make a step slower than plain decoding's."""
     chosen = []
-    choose = RankedPolicy.before_drafts
-    monkeypatch.setattr(RankedPolicy, "before_drafts", lambda policy: (chosen.append(1), choose(policy)))
+    choose = RankedSelector.before_drafts
+    monkeypatch.setattr(RankedSelector, "before_drafts", lambda policy: (chosen.append(1), choose(policy)))
     plan = make_plan("bf16", 2, adaptive=True, selection="specattn", floor=8, sinks=2, recent=6)
     engine = runtime.load(plan, tiny_model().folder, profile=profile)
     forced(engine, [0, 2, 0, 0])
@@ -135,7 +135,7 @@ def test_rounds_of_plain_decoding_choose_nothing(tiny_model, make_plan, prompts,
     assert len(chosen) == sum(rounds_at[1:]) > 0
 
 
-def test_tokens_drafted_and_judged_are_those_of_each_rounds_gamma(tiny_model, make_plan, prompts, profile, forced):
+def test_tokens_drafted_and_verified_are_those_of_each_rounds_gamma(tiny_model, make_plan, prompts, profile, forced):
     """Drafts that read what the target reads are all accepted, so every round is known."""
     engine = runtime.load(make_plan("bf16", 6, adaptive=True), tiny_model().folder, profile=profile)
     forced(engine, [0, 2, 6])
@@ -144,7 +144,7 @@ def test_tokens_drafted_and_judged_are_those_of_each_rounds_gamma(tiny_model, ma
     assert statistics.rounds_at == (6, 0, 6, 0, 0, 0, 6)
     assert statistics.drafted == 2 * 6 + 6 * 6
     # The last round needs one token alone, its first draft; the others are not compared.
-    assert statistics.judged_at == (12, 11, 5, 5, 5, 5)
+    assert statistics.verified_at == (12, 11, 5, 5, 5, 5)
     assert statistics.acceptance == 1.0
 
 

@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 
 from ridgeplan import runtime
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.sampling import SamplingParams
 
@@ -32,7 +33,9 @@ def exact_joint(engine, prompt, sampling):
     joint = sampling.choice(logits[0]).probabilities()[first]
 
     def after(tokens):
-        logits = engine.decoder.step(engine.weights, cache, tokens[:, None], cache.target_metadata(1))
+        logits = engine.decoder.step(
+            engine.weights, cache, tokens[:, None], AttentionMetadataBuilder(cache).target_metadata(1)
+        )
         cache.advance(torch.ones(rows, dtype=torch.int32))
         return sampling.choice(logits[:, 0]).probabilities()
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Linear
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
@@ -68,7 +69,11 @@ class Step:
         self.cache = Cache(model.shape, config, bench.device, bench.pool.dtype)
         self._fill()
         self.decoder, self.patient = model.decoder, Patient(model.decoder.config, bench.device)
-        self.metadata = self.cache.draft_metadata(0) if drafting else self.cache.target_metadata(4)
+        self.metadata = (
+            AttentionMetadataBuilder(self.cache).draft_metadata(0)
+            if drafting
+            else AttentionMetadataBuilder(self.cache).target_metadata(4)
+        )
         self.weights = changed(model.weights(), lambda linear: own(linear, drafting))
         self.tokens = torch.zeros(rows, 1 if drafting else 4, dtype=torch.int64, device=device)
         self._generator = torch.Generator(device).manual_seed(1)

@@ -7,16 +7,17 @@ from grids import pairs
 from ridgeplan import runtime
 from ridgeplan.roofline.plan.policies.evictions import OracleEviction
 from ridgeplan.runtime.buffers import Arena
-from ridgeplan.runtime.eviction import EVICTION_POLICIES, most_appended
+from ridgeplan.runtime.eviction import SCORERS, most_appended
 from ridgeplan.runtime.eviction.base import largest
-from ridgeplan.runtime.eviction.policies import Oracle
+from ridgeplan.runtime.eviction.policies import OracleScorer
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import causal_attention, plan_attention, prefill
-from ridgeplan.runtime.policies.base import DraftPolicy
+from ridgeplan.runtime.policies.base import TokenSelector
 
 LENGTHS, BUDGET, NEW = [128, 70, 37], 45, 90
-POLICIES = tuple(name for name in EVICTION_POLICIES if name != "oracle")  # which knows no text here
+POLICIES = tuple(name for name in SCORERS if name != "oracle")  # which knows no text here
 FORMATS = ["bf16", "bf16+int4", "int8", "int4x2"]
 PSEUDO = {"prefix": 3, "suffix": 19}  # two calls of decode attention
 
@@ -53,7 +54,7 @@ def test_a_budget_of_the_whole_prompt_changes_no_bit(policy, kv, tiny_model, mak
     for layer in range(2):
         for ours, theirs in zip(*(engine.cache.full(layer) for engine in engines), strict=True):
             for row in range(3):
-                count = min(ours.shape[2], int(engines[0].cache.target_metadata(1).end[row]))
+                count = min(ours.shape[2], int(AttentionMetadataBuilder(engines[0].cache).target_metadata(1).end[row]))
                 assert torch.equal(ours[row, :, :count], theirs[row, :, :count])
 
 
@@ -68,22 +69,22 @@ def test_pseudo_tokens_leave_no_trace(length, tiny_model, make_plan, prompts, pa
     evicting = runtime.load(make_plan(evict="dapq", budget=20, settings=PSEUDO), folder)
     places = []
 
-    class Watched(type(evicting.eviction)):
+    class Watched(type(evicting.scorer)):
         def scores(self, layer):
             scores = super().scores(layer)
             places.append(largest(scores, layer.budget))
             return scores
 
     logits = [
-        prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, policy=policy)
-        for engine, policy in ((plain, None), (evicting, Watched(evicting.eviction.settings)))
+        prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, scorer=policy)
+        for engine, policy in ((plain, None), (evicting, Watched(evicting.scorer.settings)))
     ]
     assert torch.equal(*logits)
     for layer, kept in enumerate(places):
         for whole, part in zip(plain.cache.full(layer), evicting.cache.full(layer), strict=True):
             for head in range(2):
                 assert torch.equal(part[0, head, :20], whole[0, head, kept[head]])
-    metadata = evicting.cache.target_metadata(2)
+    metadata = AttentionMetadataBuilder(evicting.cache).target_metadata(2)
     assert metadata.positions.tolist() == [[length, length + 1]]
     assert metadata.slots.tolist() == [[20, 21]]
 
@@ -114,7 +115,7 @@ def test_draft_policies_learn_from_the_prompts_own_queries_and_what_stays_of_it(
         for name, budget, settings in (("none", 0, {}), ("dapq", 20, PSEUDO))
     ]
 
-    class Observer(DraftPolicy):
+    class Observer(TokenSelector):
         window = 7
 
         def __init__(self):
@@ -125,7 +126,7 @@ def test_draft_policies_learn_from_the_prompts_own_queries_and_what_stays_of_it(
 
     whole, part = Observer(), Observer()
     for engine, observer in zip(engines, (whole, part), strict=True):
-        prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, policy=engine.eviction, observer=observer)
+        prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, scorer=engine.scorer, observer=observer)
     for layer, (queries, keys, positions) in enumerate(part.seen):
         own_queries, all_keys, all_positions = whole.seen[layer]
         assert all_positions.tolist() == [list(range(-100, 0))]
@@ -155,14 +156,14 @@ def test_pseudo_queries_are_those_of_a_longer_prompt(tiny_model, make_plan, prom
     engine = runtime.load(make_plan(evict="dapq", budget=20), folder)
     seen = []
 
-    class Watched(Oracle):
+    class Watched(OracleScorer):
         def scores(self, layer):
             seen.append(layer.queries.clone())
             return super().scores(layer)
 
-    prefill(engine.decoder, engine.weights, engine.cache, 0, text[:100], policy=told(Watched, text[:100], text[100:]))
+    prefill(engine.decoder, engine.weights, engine.cache, 0, text[:100], scorer=told(Watched, text[:100], text[100:]))
     short = seen[:]
-    prefill(engine.decoder, engine.weights, engine.cache, 0, text, policy=told(Watched, text, text[:0]))
+    prefill(engine.decoder, engine.weights, engine.cache, 0, text, scorer=told(Watched, text, text[:0]))
     for ours, theirs in zip(short, seen[2:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -182,13 +183,13 @@ def test_decoding_attends_to_what_is_kept_at_its_own_positions(policy, settings,
     engine = runtime.load(make_plan(evict=policy, budget=30, settings=settings), model.folder)
     kept = []
 
-    class Watched(type(engine.eviction)):
+    class Watched(type(engine.scorer)):
         def scores(self, layer):
             scores = super().scores(layer)
             kept.append(largest(scores, layer.budget))
             return scores
 
-    engine.eviction = Watched(engine.eviction.settings)
+    engine.scorer = Watched(engine.scorer.settings)
     tokens = engine.generate(prompt, 12).tokens[0]
     assert [places.shape[1] for places in kept] == sizes
     assert tokens == reference_tokens(model.reference, prompt, kept, 12)

@@ -50,7 +50,7 @@ def test_sparse_drafts_in_a_graph_change_nothing(kv, codes, selection, tiny_mode
     plain, sparse = (runtime.load(plan, folder, device="cuda", dtype=torch.float32) for plan in plans)
     for ids in (prompts(100, 37, 65), prompts(30, 99, 64)):
         assert sparse.generate(ids, 75).tokens == plain.generate(ids, 75).tokens
-        assert 0 < sparse.statistics.accepted < sparse.statistics.judged
+        assert 0 < sparse.statistics.accepted < sparse.statistics.num_draft_tokens_verified
 
 
 @pytest.mark.gpu
@@ -311,9 +311,9 @@ def test_forced_logits_of_a_graph_are_those_of_the_references(kv, name, model, m
         runtime.load(plan, model.folder, device=device, dtype=torch.float32, retrieval_head=head)
         for device in ("cpu", "cuda")
     )
-    expected = reference.forced_logits_batch(ids, after)
+    expected = reference.teacher_forced_logits(ids, after)
     for _ in range(2):
-        assert torch.allclose(graphed.forced_logits_batch(ids, after).cpu(), expected, rtol=1e-3, atol=2e-3)
+        assert torch.allclose(graphed.teacher_forced_logits(ids, after).cpu(), expected, rtol=1e-3, atol=2e-3)
         assert graphed.generate(ids, 40).tokens == reference.generate(ids, 40).tokens
 
 

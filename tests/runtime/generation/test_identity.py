@@ -31,7 +31,7 @@ def test_hierarchical_drafts_change_nothing(gamma, batch, agreeable, tiny_model,
     if agreeable:
         assert drafted.statistics.acceptance > 0.8
     else:
-        assert drafted.statistics.accepted < drafted.statistics.judged
+        assert drafted.statistics.accepted < drafted.statistics.num_draft_tokens_verified
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_exact_plans_equal_full_precision(kv, gamma, codes, draft_bits, tiny_mod
     drafted = generate(plan, folder, ids)
     assert drafted.tokens == plain.tokens
     if draft_bits == 4:
-        assert drafted.statistics.accepted < drafted.statistics.judged
+        assert drafted.statistics.accepted < drafted.statistics.num_draft_tokens_verified
     if codes == "full" and draft_bits == 16:
         assert drafted.statistics.acceptance == 1.0
         # The prompt gives the first token, and the last round is cut where the sequence ends.

@@ -13,6 +13,7 @@ from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.runtime import loading
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model import checkpoint
 from ridgeplan.runtime.model.linear import Dense, Int4, Int8
@@ -41,7 +42,7 @@ def logits_of(engine, tokens, prompt_tokens):
     ids = torch.tensor(tokens)
     steps = [prefill(engine.decoder, engine.weights, engine.cache, 0, ids[:prompt_tokens])]
     for token in ids[prompt_tokens:]:
-        metadata = engine.cache.target_metadata(1)
+        metadata = AttentionMetadataBuilder(engine.cache).target_metadata(1)
         steps.append(engine.decoder.step(engine.weights, engine.cache, token.view(1, 1), metadata)[0, 0])
         engine.cache.advance(torch.ones(1, dtype=torch.int32))
     return torch.stack(steps)
@@ -100,7 +101,7 @@ def test_drafts_of_int4_targets_change_nothing(kv, gamma, agreeable, exact, tiny
     if kv in ("bf16", "int8"):
         assert drafted.statistics.acceptance == 1  # drafts read what the target reads
     else:
-        assert 0 < drafted.statistics.accepted < drafted.statistics.judged
+        assert 0 < drafted.statistics.accepted < drafted.statistics.num_draft_tokens_verified
     assert kv == "bf16" or drafted.statistics.flushes >= 9
 
 
@@ -240,7 +241,7 @@ def test_drafts_of_int8_targets_change_nothing(kv, gamma, agreeable, exact_int8,
     plain = Engine(undrafted, folder, drafting.config, drafting.weights, cpu, MemoryMeter(cpu))
     drafted = drafting.generate(ids, 70)
     assert drafted.tokens == plain.generate(ids, 70).tokens
-    assert 0 < drafted.statistics.accepted < drafted.statistics.judged
+    assert 0 < drafted.statistics.accepted < drafted.statistics.num_draft_tokens_verified
 
 
 SPARSE = {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6}

@@ -5,8 +5,8 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.roofline.plan.policies.evictions import OracleEviction
-from ridgeplan.runtime.eviction import EVICTION_POLICIES
-from ridgeplan.runtime.eviction.policies import Oracle
+from ridgeplan.runtime.eviction import SCORERS
+from ridgeplan.runtime.eviction.policies import OracleScorer
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.prefill import Destination, prefill, prefill_all
@@ -34,7 +34,7 @@ def evicting(kv="bf16", gamma=0):
     """Plans of all policies at two budgets, that of DapQ with its pseudo tokens."""
     return [
         {"kv": kv, "gamma": gamma, "evict": policy, "budget": budget}
-        for policy in EVICTION_POLICIES
+        for policy in SCORERS
         if policy != "oracle"
         for budget in BUDGETS
     ]
@@ -71,16 +71,16 @@ def test_different_selections_and_formats_learn_from_the_same_prompts(opened, pr
         assert shared.generate(ids, NEW).tokens == own.generate(ids, NEW).tokens
 
 
-def test_forced_logits_go_on_from_shared_prompts(opened, prompts):
+def test_teacher_forced_logits_go_on_from_shared_prompts(opened, prompts):
     ids = prompts(90, 90, 60)
     after = [list(range(40)), list(range(40, 80)), list(range(80, 120))]
     alone, together = (opened(*evicting()) for _ in range(2))
     together[0].prefill_with(together[1:], ids, 41)
     for own, shared in zip(alone, together, strict=True):
-        expected = own.forced_logits_batch(ids, after)
-        assert torch.equal(shared.forced_logits_batch(ids, after), expected)
+        expected = own.teacher_forced_logits(ids, after)
+        assert torch.equal(shared.teacher_forced_logits(ids, after), expected)
         for row in range(3):
-            single = own.forced_logits(ids[row], after[row])
+            single = own.teacher_forced_logits([ids[row]], [after[row]])[0]
             torch.testing.assert_close(expected[row], single, rtol=1e-4, atol=1e-4)
 
 
@@ -111,14 +111,14 @@ def test_a_policy_sees_what_it_appends_and_no_more(opened, prompts):
     def cache():
         return Cache(engine.config.shape, config, engine.device, torch.float32)
 
-    oracles, target = [Oracle(OracleEviction(coming=count)) for count in (5, 9)], (engine.decoder, engine.weights)
+    oracles, target = [OracleScorer(OracleEviction(coming=count)) for count in (5, 9)], (engine.decoder, engine.weights)
     for oracle in oracles:
         oracle.tell(text[:90].tolist(), text[90:].tolist())
     to = [Destination(cache(), 0, oracle) for oracle in oracles]
     logits = prefill_all(*target, to, text[:90])
     for one, oracle in zip(to, oracles, strict=True):
         own = cache()
-        torch.testing.assert_close(prefill(*target, own, 0, text[:90], policy=oracle), logits)
+        torch.testing.assert_close(prefill(*target, own, 0, text[:90], scorer=oracle), logits)
         for layer in range(3):
             for ours, theirs in zip(one.cache.full(layer), own.full(layer), strict=True):
                 torch.testing.assert_close(ours[:, :, :20], theirs[:, :, :20])

@@ -64,7 +64,7 @@ def test_sparse_drafts_change_nothing(selection, kv, codes, plain, tiny_model, m
     drafted = generate(plan, tiny_model(agreeable=True).folder, prompts(*LENGTHS))
     assert drafted.tokens == plain[kv]
     assert drafted.statistics.flushes >= (0 if kv == "bf16" else 6)
-    assert 0 < drafted.statistics.accepted < drafted.statistics.judged
+    assert 0 < drafted.statistics.accepted < drafted.statistics.num_draft_tokens_verified
 
 
 @pytest.mark.parametrize("selection, kv, codes", DRAFTED)
@@ -75,7 +75,7 @@ def test_drafts_that_may_read_everything_do(selection, kv, codes, once, tiny_mod
     every = once(make_plan(kv, 2, batch=3, codes=codes), folder, frozen(ids), 40)
     chosen = generate(make_plan(kv, 2, batch=3, codes=codes, selection=selection, **options), folder, ids, 40)
     assert chosen.tokens == every.tokens
-    counted = "judged", "accepted", "rounds", "flushes"
+    counted = "num_draft_tokens_verified", "accepted", "rounds", "flushes"
     assert [getattr(chosen.statistics, name) for name in counted] == [
         getattr(every.statistics, name) for name in counted
     ]

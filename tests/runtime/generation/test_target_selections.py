@@ -9,7 +9,8 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.roofline.plan.policy import make_selection
-from ridgeplan.runtime.policies.retrieval_head import RetrievalHead
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.policies.retrieval_head import RetrievalHeadSelector
 from ridgeplan.runtime.retrieval.head import load_head
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 
@@ -76,7 +77,7 @@ def test_rounds_change_nothing(kv, name, generated):
 def test_a_budget_of_every_token_is_the_dense_target(kv, name, generated, engine_of, prompts):
     """Bit for bit where it covers all that a sequence may have; in a long cache by the same tokens."""
     (prompt,), after = prompts(70), list(range(40))
-    dense, chosen = (engine_of(kv, *reads).forced_logits(prompt, after) for reads in ((), (name, 256)))
+    dense, chosen = (engine_of(kv, *reads).teacher_forced_logits([prompt], [after])[0] for reads in ((), (name, 256)))
     assert torch.equal(dense, chosen)
     assert generated(kv, name, 255).tokens == generated(kv).tokens
 
@@ -160,7 +161,7 @@ def test_a_head_that_chooses_by_layer_has_a_query_for_each_layer_and_kv_head(mod
 
     def chosen(one, layer):
         selection = make_selection("retrieval-head", ratio=0.3, floor=40, recent=6, sinks=2)
-        policy = RetrievalHead(selection, engine.cache, one)
+        policy = RetrievalHeadSelector(selection, AttentionMetadataBuilder(engine.cache), one)
         policy.before_prefill(0, torch.tensor(prompt))
         policy.before_pass(torch.tensor([[5]]), 0)
         policy.draft_metadata(0)

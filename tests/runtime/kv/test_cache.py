@@ -13,6 +13,7 @@ from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.validate.random_model import llama_like_shape
 
 GROUP = 32
@@ -46,7 +47,7 @@ def prefill(cache, kv, lengths):
 def decode(cache, kv, tokens):
     """Appends tokens[row] tokens to each row in one round."""
     queries = max(tokens)
-    metadata = cache.target_metadata(queries)
+    metadata = AttentionMetadataBuilder(cache).target_metadata(queries)
     at = metadata.positions.clamp_max(299)
     for layer, row in product(range(2), range(2)):
         for store, new in zip(cache.full(layer), kv, strict=True):
@@ -57,7 +58,7 @@ def decode(cache, kv, tokens):
 def contents(cache, layer, row):
     """Everything the target sees of a row: dequantized groups, then full-precision tokens."""
     length = int(cache.lengths[row])
-    metadata = cache.target_metadata(1)
+    metadata = AttentionMetadataBuilder(cache).target_metadata(1)
     full = cache.full(layer)[0][row, :, int(metadata.begin[row]) : int(metadata.end[row]) - 1]
     if metadata.groups is None:
         return full
@@ -103,14 +104,14 @@ def test_a_shadow_holds_the_upper_codes_of_old_tokens(kv):
     prefill(cache, kv, [62, 90])
     for _ in range(4):
         decode(cache, kv, [4, 3])
-    metadata = cache.draft_metadata(0)
+    metadata = AttentionMetadataBuilder(cache).draft_metadata(0)
     assert metadata.groups.tolist() == [1, 2]
     assert metadata.begin.tolist() == [32, 64]
     expected = QuantizedKV.allocate(1, 2, 2, GROUP, 16, "cpu", lower=False)
     quantize(*(store[1, 1:, :, : 2 * GROUP] for store in kv), expected, torch.zeros(1, dtype=torch.int32))
     assert torch.equal(cache.codes(1).key_upper[1, :, :2], expected.key_upper[0])
     assert torch.equal(cache.codes(1).value_upper[1, :, :2], expected.value_upper[0])
-    assert cache.target_metadata(1).groups is None
+    assert AttentionMetadataBuilder(cache).target_metadata(1).groups is None
 
 
 def test_planes_by_token_are_those_of_the_codes_whether_a_prompt_or_a_flush_wrote_them(kv):
@@ -190,21 +191,21 @@ def test_positions_count_from_the_texts_start_and_slots_from_the_buffers():
     for kv_format, slots in {"int4x2": [[64, 65], [37, 38]], "bf16+int4": [[64, 65], [101, 102]]}.items():
         cache = build(kv_format, gamma=3)
         cache.lengths.copy_(lengths)
-        one = cache.draft_metadata(1)
+        one = AttentionMetadataBuilder(cache).draft_metadata(1)
         assert one.positions.tolist() == [[64], [101]]
         assert one.slots.tolist() == [row[:1] for row in slots]
         assert one.end.tolist() == [row[0] + 1 for row in slots]
-        assert cache.target_metadata(3).positions.tolist() == [[63, 64, 65], [100, 101, 102]]
-        assert [row[1:] for row in cache.target_metadata(3).slots.tolist()] == slots
+        assert AttentionMetadataBuilder(cache).target_metadata(3).positions.tolist() == [[63, 64, 65], [100, 101, 102]]
+        assert [row[1:] for row in AttentionMetadataBuilder(cache).target_metadata(3).slots.tolist()] == slots
 
 
 def test_only_targets_read_lower_codes_where_drafts_have_the_upper():
     for kv_format, lower in {"int4x2": False, "bf16+int4": False, "int8": True}.items():
         cache = build(kv_format, gamma=3)
-        assert cache.draft_metadata(0).lower == lower
-        assert cache.target_metadata(1).lower
-        assert cache.draft_metadata(0).groups is not None
-    assert build("bf16", gamma=3).draft_metadata(0).groups is None
+        assert AttentionMetadataBuilder(cache).draft_metadata(0).lower == lower
+        assert AttentionMetadataBuilder(cache).target_metadata(1).lower
+        assert AttentionMetadataBuilder(cache).draft_metadata(0).groups is not None
+    assert AttentionMetadataBuilder(build("bf16", gamma=3)).draft_metadata(0).groups is None
 
 
 def test_the_buffer_never_overflows():
@@ -219,7 +220,7 @@ def test_rows_that_do_not_advance_stay_as_they_are(kv):
     before = contents(cache, 0, 1).clone()
     decode(cache, kv, [1, 0])
     assert cache.lengths.tolist() == [96, 95]
-    assert cache.target_metadata(1).groups.tolist() == [2, 1]
+    assert AttentionMetadataBuilder(cache).target_metadata(1).groups.tolist() == [2, 1]
     assert torch.equal(contents(cache, 0, 1), before)
 
 

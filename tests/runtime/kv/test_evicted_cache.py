@@ -17,6 +17,7 @@ from ridgeplan.roofline.plan.plan import (
 )
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.validate.random_model import llama_like_shape
 
 GROUP, CPU = 32, torch.device("cpu")
@@ -54,9 +55,9 @@ def test_positions_stored_and_slots_are_told_apart(kv_format, kv):
         [64, 38 if kv_format.quantized else 64],
         [32, 6 if kv_format.quantized else 32],
     ]
-    metadata = cache.target_metadata(2)
+    metadata = AttentionMetadataBuilder(cache).target_metadata(2)
     for layer, stored in enumerate(cache.stored(layer) for layer in range(3)):
-        at = metadata.at(layer)
+        at = metadata.layer_metadata(layer)
         assert at.positions.tolist() == [[300, 301], [70, 71]]
         codes = cache.quantized(stored) if kv_format.buffered else torch.zeros_like(stored)
         assert at.slots[:, 0].tolist() == (stored - codes).tolist()
@@ -70,11 +71,13 @@ def test_flushes_keep_every_token_of_every_layer(kv_format, kv):
     fill(cache, (300, 70), kv)
     stored = [[int(cache.stored(layer)[row]) for row in range(2)] for layer in range(3)]
     for step in range(100):
-        metadata = cache.target_metadata(1)
+        metadata = AttentionMetadataBuilder(cache).target_metadata(1)
         for layer in range(3):
             for store, new in zip(cache.full(layer), kv, strict=True):
                 for row in range(2):
-                    store[row, :, metadata.at(layer).slots[row, 0]] = new[layer, row, :, stored[layer][row] + step]
+                    store[row, :, metadata.layer_metadata(layer).slots[row, 0]] = new[
+                        layer, row, :, stored[layer][row] + step
+                    ]
         ending = cache.max_tokens() == 1
         cache.advance(torch.ones(2, dtype=torch.int32))
         assert not kv_format.buffered or torch.equal(ending, cache.lengths % GROUP == 0)

@@ -14,8 +14,9 @@ from ridgeplan.roofline.memory import chunk_buffers
 from ridgeplan.roofline.plan.plan import PlanError
 from ridgeplan.roofline.plan.policy import EVICTIONS
 from ridgeplan.runtime.buffers import Arena
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.chunked_prefill import chunk_bounds, chunked_prefill
-from ridgeplan.runtime.policies.base import DraftPolicy
+from ridgeplan.runtime.policies.base import TokenSelector
 
 POLICIES = tuple(name for name, policy in EVICTIONS.items() if policy.chunked)
 SETTINGS = {
@@ -28,7 +29,7 @@ BUDGET, NEW = 30, 40
 LAYERS, KV_HEADS, RATIO, DIM = 3, 2, 2, 32
 
 
-class Observer(DraftPolicy):
+class Observer(TokenSelector):
     """Sees the last queries of a prompt, and what layers keep of it."""
 
     window = 7
@@ -60,7 +61,7 @@ def test_every_policy_against_whole_matrices(policy, length, model, opened, prom
     """Logits, positions and keys of a simulation that compacts nothing: a mask hides what each layer and head lost."""
     engine, prompt, observer = opened(policy, chunk=29), torch.tensor(prompts(length)[0]), Observer()
     to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-    to = type(to)(engine.cache, 0, engine.eviction, observer)
+    to = type(to)(engine.cache, 0, engine.scorer, observer)
     logits = chunked_prefill(engine.decoder, engine.weights, to, prompt, 29)
     simulated = Simulation(model.reference, prompt, chunk_bounds(length, 29), policy, engine.cache.config.kept)
     torch.testing.assert_close(logits, simulated.logits(), rtol=1e-4, atol=1e-4)
@@ -225,7 +226,7 @@ def test_prompts_of_one_chunk_and_budgets_of_the_whole_context_change_no_bit(pol
         assert tokens[0] == tokens[1]
         whole, chunked = (engine.cache for engine in same)
         for layer in range(LAYERS):
-            end = whole.target_metadata(1).at(layer).end
+            end = AttentionMetadataBuilder(whole).target_metadata(1).layer_metadata(layer).end
             for ours, theirs in zip(whole.full(layer), chunked.full(layer), strict=True):
                 for row in range(3):
                     count = min(ours.shape[2], theirs.shape[2], int(end[row]))
@@ -261,7 +262,7 @@ def test_codes_are_of_what_full_precision_keeps(opened, prompts):
     for kv in ("bf16", "int8", "int4x2"):
         engine, observer = opened("dapq", kv=kv, chunk=32), Observer()
         to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-        chunked_prefill(engine.decoder, engine.weights, type(to)(engine.cache, 0, engine.eviction, observer), ids, 32)
+        chunked_prefill(engine.decoder, engine.weights, type(to)(engine.cache, 0, engine.scorer, observer), ids, 32)
         seen.append(observer.seen)
     for one in seen[1:]:
         for ours, theirs in zip(seen[0], one, strict=True):
@@ -274,7 +275,7 @@ def test_the_last_queries_are_the_last_chunks(opened, prompts):
     observer.window = 64
     ids = torch.tensor(prompts(95)[0])
     to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-    chunked_prefill(engine.decoder, engine.weights, type(to)(engine.cache, 0, engine.eviction, observer), ids, 10)
+    chunked_prefill(engine.decoder, engine.weights, type(to)(engine.cache, 0, engine.scorer, observer), ids, 10)
     assert {len(queries) for queries, _, _ in observer.seen} == {10}
     kept = [*range(-95, -91), *range(4 - BUDGET, 0)]
     assert [positions.tolist() for _, _, positions in observer.seen] == [[kept] * KV_HEADS] * LAYERS

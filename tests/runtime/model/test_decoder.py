@@ -8,6 +8,7 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import causal_attention, prefill
 
 TOLERANCE = 1e-3
@@ -61,7 +62,9 @@ def logits_of(engine, tokens, prompt_tokens, chunk_tokens=2048):
     ids = torch.tensor(tokens)
     steps = [prefill(engine.decoder, engine.weights, cache, 0, ids[:prompt_tokens], chunk_tokens)]
     for token in ids[prompt_tokens:]:
-        logits = engine.decoder.step(engine.weights, cache, token.view(1, 1), cache.target_metadata(1))
+        logits = engine.decoder.step(
+            engine.weights, cache, token.view(1, 1), AttentionMetadataBuilder(cache).target_metadata(1)
+        )
         steps.append(logits[0, 0])
         cache.advance(torch.ones(1, dtype=torch.int32))
     return torch.stack(steps)

@@ -12,6 +12,7 @@ from ridgeplan.runtime.buffers import HostMemory, split_bytes
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.offload.layer_mover import LayerMover
 from ridgeplan.runtime.offload.streaming import LayerStream, Window
 from ridgeplan.validate.random_model import llama_like_shape
@@ -44,12 +45,12 @@ def grow(cache, rounds):
     """Rounds of one token for each row, with the same random keys and values in any cache."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(rounds):
-        metadata = cache.target_metadata(1)
+        metadata = AttentionMetadataBuilder(cache).target_metadata(1)
         new = torch.randn(SHAPE.layers, 2, 2, 2, 1, 16, generator=generator)
         for layer in range(SHAPE.layers):
             for store, tokens in zip(cache.full(layer), new[layer], strict=True):
                 for row in range(2):
-                    store[row, :, metadata.at(layer).slots[row]] = tokens[row]
+                    store[row, :, metadata.layer_metadata(layer).slots[row]] = tokens[row]
         cache.advance(torch.ones(2, dtype=torch.int32))
 
 
@@ -57,7 +58,7 @@ def read(cache, metadata):
     """What a pass reads of every layer, copies of codes included."""
     found = []
     for layer in range(SHAPE.layers):
-        with cache.layer_kv(layer, metadata.at(layer)) as reads:
+        with cache.layer_kv(layer, metadata.layer_metadata(layer)) as reads:
             tensors = [reads.keys, reads.values]
             parts = [reads.begin.clone(), reads.end.clone()]
             codes = None if reads.codes is None else [x.clone() for x in vars(reads.codes).values() if x is not None]
@@ -74,7 +75,7 @@ def test_the_target_reads_the_same_codes(part, host_layers, prefetch):
     for cache in (plain, offloaded):
         prompt(cache, [300, 97])
         grow(cache, 70)
-        metadata = cache.target_metadata(2)
+        metadata = AttentionMetadataBuilder(cache).target_metadata(2)
         results.append([read(cache, metadata) for _ in range(2)])  # twice: slots are used again
     groups = (plain.quantized(plain.lengths) // GROUP).tolist()
     assert groups == [370 // GROUP - 1, 167 // GROUP - 1]
@@ -92,7 +93,7 @@ def test_full_precision_layers_are_copied_with_their_recent_tokens_behind():
     for cache in (plain, offloaded):
         prompt(cache, [300, 97])
         grow(cache, 70)
-        results.append(read(cache, cache.target_metadata(1)))
+        results.append(read(cache, AttentionMetadataBuilder(cache).target_metadata(1)))
     for ours, theirs in zip(*results, strict=True):
         for row, length in enumerate([370, 167]):
             assert int(theirs[0][1][row]) - int(theirs[0][0][row]) == length + 1
@@ -113,10 +114,10 @@ def test_drafts_read_the_first_and_the_latest_groups():
     for group, place in held.items():
         assert int(window.place(torch.tensor(group))) == place
         assert torch.equal(window.codes.key_upper[0, :, place], every.key_upper[0, :, group])
-    near = codes.draft_metadata(0).at(3)
+    near = AttentionMetadataBuilder(codes).draft_metadata(0).layer_metadata(3)
     assert near.groups.tolist() == [4, 2]
-    assert codes.draft_metadata(0).at(0).groups.tolist() == [10, 2]
-    reads = full.draft_metadata(0).at(3)
+    assert AttentionMetadataBuilder(codes).draft_metadata(0).layer_metadata(0).groups.tolist() == [10, 2]
+    reads = AttentionMetadataBuilder(full).draft_metadata(0).layer_metadata(3)
     assert (reads.end - reads.begin).tolist() == [4 * GROUP + 370 - 320 + 1, 110 + 1]
     plain = built(KVFormat.FULL)
     prompt(plain, [300, 40])
@@ -170,7 +171,7 @@ def test_a_layer_that_leaves_changes_nothing_that_is_read():
             mover.begin_switch()
             mover.finish_switch(lengths)
             moved += 1
-        ours, theirs = (read(each, each.target_metadata(1)) for each in (cache, plain))
+        ours, theirs = (read(each, AttentionMetadataBuilder(each).target_metadata(1)) for each in (cache, plain))
         for layer in range(4):
             for a, b in zip(ours[layer][2], theirs[layer][2], strict=True):
                 for row, count in enumerate((plain.quantized(plain.lengths) // GROUP).tolist()):

@@ -10,8 +10,9 @@ from ridgeplan.roofline.plan.policy import SELECTIONS, make_selection
 from ridgeplan.roofline.plan.support import missing_execution
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.policies import POLICIES, draft_policy
-from ridgeplan.runtime.policies.base import AllTokens, DraftPolicy
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.policies import SELECTORS, token_selector
+from ridgeplan.runtime.policies.base import AllTokensSelector, TokenSelector
 from ridgeplan.runtime.policies.clusterkv import k_means
 from ridgeplan.runtime.policies.ranked import prompt_scores
 
@@ -21,19 +22,19 @@ def test_the_registry_holds_what_the_planner_takes_for_executable():
         plan = Plan(Workload("m", "h", 64), kv=KVCache("int4x2"), speculation=Speculation(2, "full", kind()))
         return not missing_execution(plan)
 
-    assert set(POLICIES) == {name for name, kind in SELECTIONS.items() if executable(kind)}
+    assert set(SELECTORS) == {name for name, kind in SELECTIONS.items() if executable(kind)}
 
 
 def test_a_policy_chooses_for_every_draft_of_a_round(tiny_model, make_plan, prompts, monkeypatch):
     asked = []
 
-    class Watched(AllTokens):
+    class Watched(AllTokensSelector):
         def draft_metadata(self, ahead, queries=1):
             metadata = super().draft_metadata(ahead, queries)
             asked.append((ahead, metadata.positions.tolist()))
             return metadata
 
-    monkeypatch.setitem(POLICIES, "all", Watched)
+    monkeypatch.setitem(SELECTORS, "all", Watched)
     engine = runtime.load(make_plan("int4x2", 3), tiny_model().folder, device="cpu")
     rounds = engine.generate(prompts(50), 6).statistics.rounds
     assert len(asked) == 3 * rounds
@@ -45,14 +46,14 @@ def test_a_policy_chooses_for_every_draft_of_a_round(tiny_model, make_plan, prom
 
 
 def test_drafts_are_executed_by_the_policies_that_say_so() -> None:
-    assert {name for name, policy in SELECTIONS.items() if policy.executable} == set(POLICIES)
+    assert {name for name, policy in SELECTIONS.items() if policy.executable} == set(SELECTORS)
 
 
 def test_every_policy_of_the_runtime_has_the_plans_name() -> None:
-    for name, make in POLICIES.items():
+    for name, make in SELECTORS.items():
         assert isinstance(make, type), name
-        assert issubclass(make, DraftPolicy), name
-        assert make.__name__ == SELECTIONS[name].__name__
+        assert issubclass(make, TokenSelector), name
+        assert make.__name__ == f"{SELECTIONS[name].__name__}Selector"
 
 
 # What sparse policies select, on values counted by hand: budgets, sinks, recent tokens, scores, and what grows old.
@@ -78,7 +79,9 @@ def made(name, lengths, kv="bf16", codes="full", **options):
     cache.reset(len(lengths))
     cache.lengths.copy_(torch.tensor(lengths))
     cache.keys.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(0)))
-    policy = draft_policy(make_selection(name, **({"floor": 0, "sinks": 2, "recent": 10} | options)), cache)
+    policy = token_selector(
+        make_selection(name, **({"floor": 0, "sinks": 2, "recent": 10} | options)), AttentionMetadataBuilder(cache)
+    )
     policy.start()
     return policy, cache
 
@@ -211,7 +214,7 @@ def test_an_oracles_scores_are_exact_probabilities():
     """Of each of the two query heads of a KV head, those of all tokens it sees add up to one."""
     policy, cache = made("oracle", [40])
     query = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(3))
-    seen = int(cache.draft_metadata(0).end[0])
+    seen = int(AttentionMetadataBuilder(cache).draft_metadata(0).end[0])
     scores = policy.query_scores(0, query)[..., :seen]
     torch.testing.assert_close(scores.sum(2), torch.full((1, 2), 2.0))
 

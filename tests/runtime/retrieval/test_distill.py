@@ -257,7 +257,7 @@ def test_a_head_is_the_queries_and_keys_of_its_student(family, by_layer, tiny_mo
     )
     (prompt,) = prompts(100)
     assert chosen.generate(prompt, 30).tokens == dense.generate(prompt, 30).tokens
-    assert torch.isfinite(sparse.forced_logits(prompt, [1, 2, 3])).all()
+    assert torch.isfinite(sparse.teacher_forced_logits([prompt], [[1, 2, 3]])[0]).all()
 
 
 def test_what_cannot_be_trained_is_named(tiny_model, ids, made):

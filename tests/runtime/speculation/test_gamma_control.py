@@ -176,10 +176,10 @@ def test_it_does_not_swing_between_gammas_that_are_as_good():
 
 def test_evidence_is_counted_by_position_and_shared_by_rows():
     found = Evidence.none(3).add([row(2, 3), row(0, 3), RowResult([1], 0, 0)], memory=32)
-    assert found.judged == (2, 1, 1)
+    assert found.verified == (2, 1, 1)
     assert found.accepted == (1, 1, 0)
     later = found.add([row(3, 3)], memory=4)  # earlier rounds keep three quarters
-    assert later.judged == (2.5, 1.75, 1.75)
+    assert later.verified == (2.5, 1.75, 1.75)
     assert later.accepted == (1.75, 1.75, 1)
 
 
@@ -192,7 +192,7 @@ def test_untried_positions_are_expected_to_do_as_the_one_before():
 
 def test_old_evidence_fades_without_changing_what_it_says():
     found = Evidence((40.0, 4.0), (30.0, 1.0)).faded(8)
-    assert found.judged == (8.0, 4.0)
+    assert found.verified == (8.0, 4.0)
     assert found.accepted == (6.0, 1.0)
 
 

@@ -51,7 +51,7 @@ def measured(gamma: int = 0) -> Measured:
     times = {"prefill_s": 1.0, "draft_s": 2e-5, "verify_s": 5e-5, "flush_s": 3e-5, "decode_s": 1.0, "idle_s": 0.0}
     counts = {"rounds": 10, "sequence_rounds": 10, "generated": 20, "decoded": 20, "flushes": 0}
     figures = Statistics(
-        gamma=gamma, prompt_tokens=(4096,), judged_at=(), accepted_at=(), capture_s=0.0, peak_memory_bytes=None,
+        gamma=gamma, prompt_tokens=(4096,), verified_at=(), accepted_at=(), capture_s=0.0, peak_memory_bytes=None,
         **counts, **times,
     )  # fmt: skip
     return Measured(4096, 256, 1, figures)

@@ -13,6 +13,7 @@ from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
@@ -117,7 +118,7 @@ def test_codes_of_keys_and_values_are_the_small_models(seed):
         cache = Cache(config.shape, sizes, CPU, torch.float32)
         decoder, token = Decoder(config, CPU), torch.tensor([[5]])
         prefill(decoder, weights, cache, 0, prompt)
-        steps = [cache.draft_metadata(0), cache.target_metadata(1)]
+        steps = [AttentionMetadataBuilder(cache).draft_metadata(0), AttentionMetadataBuilder(cache).target_metadata(1)]
         found.append([decoder.step(weights, cache, token, metadata)[0, 0, :128] for metadata in steps])
     (draft, target), (large_draft, large_target) = found
     tolerance = 1e-3 * target.std()
@@ -212,8 +213,8 @@ def acceptance(config, weights, text, tokens, context, vocab):
 
     agreed = []
     for token in tokens[context:]:
-        drafted = [probabilities(draft, token, cache.draft_metadata(0)) for draft in drafts]
-        target = probabilities(weights, token, cache.target_metadata(1))
+        drafted = [probabilities(draft, token, AttentionMetadataBuilder(cache).draft_metadata(0)) for draft in drafts]
+        target = probabilities(weights, token, AttentionMetadataBuilder(cache).target_metadata(1))
         agreed.append([float(torch.minimum(target, one).sum()) for one in drafted])
         cache.advance(torch.ones(1, dtype=torch.int32))
     return torch.tensor(agreed).mean(0)

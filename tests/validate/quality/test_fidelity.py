@@ -105,12 +105,14 @@ def test_gaps_are_the_references_and_noise_is_what_is_left_of_a_common_shift():
     asked = []
 
     def fake(name):
-        def forced(prompt, tokens):
-            asked.append((name, prompt, tokens))
-            return logits[name]
+        def teacher_forced_logits(prompts, tokens):
+            asked.append((name, *prompts, *tokens))
+            return logits[name][None]
 
         generated = SimpleNamespace(tokens=[[0, 1, 1]])
-        return SimpleNamespace(forced_logits=forced, generate=lambda prompt, new_tokens: generated)
+        return SimpleNamespace(
+            teacher_forced_logits=teacher_forced_logits, generate=lambda prompt, new_tokens: generated
+        )
 
     found = agreement(fake("engine"), fake("reference"), [8, 9], 3)
     assert asked == [("engine", [8, 9], [0, 1]), ("reference", [8, 9], [0, 1])]

@@ -26,7 +26,7 @@ def measured() -> Measured:
     """40 rounds of 4 drafts that gain 3 tokens each, of 6 ms."""
     statistics = Statistics(
         gamma=4, prompt_tokens=(8000,), rounds=40, sequence_rounds=40, generated=121, decoded=120,
-        judged_at=(40, 30, 20, 10), accepted_at=(35, 25, 15, 5), flushes=0, prefill_s=0.1, draft_s=0.001,
+        verified_at=(40, 30, 20, 10), accepted_at=(35, 25, 15, 5), flushes=0, prefill_s=0.1, draft_s=0.001,
         verify_s=0.002, flush_s=0.0, decode_s=0.24, idle_s=0.0, capture_s=0.0, peak_memory_bytes=2 << 30,
         outside_bytes=1 << 29,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def test_tpot_is_predicted_at_both_texts_acceptance(measured: Measured, h200_pro
 
 
 def test_plain_decoding_has_a_time_and_a_peak(measured: Measured, h200_profile: Any) -> None:
-    statistics = replace(measured.statistics, gamma=0, judged_at=(), accepted_at=(), decoded=40)
+    statistics = replace(measured.statistics, gamma=0, verified_at=(), accepted_at=(), decoded=40)
     plain = replace(measured, statistics=statistics, driver_bytes=None)
     plan = preset("autoregressive", PLAN.workload)
     rows = list(rows_of(plan, SHAPE, h200_profile, plain, None))
