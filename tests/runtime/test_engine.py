@@ -106,7 +106,7 @@ def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     def prepared(temperature, seed=0, rows=1, near=2):
         sampling = SamplingParams(temperature, seed=seed, stop_token_ids=(seed,))
         speculator = SimpleNamespace(cache=SimpleNamespace(rows=rows, first_on_host=near), sampling=sampling)
-        return engine_module.Engine._prepared(engine, speculator, stopwatch)
+        return engine_module.Engine._rounds(engine, speculator, stopwatch)
 
     first = prepared(1)
     for temperature in (2, 3, 1, 4):  # 1 is used again, so 2 goes
