@@ -122,7 +122,7 @@ class Capacity:
     ) -> tuple[np.ndarray, ...]:
         """Bytes of the device, at the peak, and of the host: each [plans]."""
         sizes = {name: size for name, size in (("context", context), ("batch", batch)) if size is not None}
-        found = offload_layers(self.shape, device or self.device, replace(self._strategy, **sizes))
+        found = offload_layers(self.shape, device or self.device, self._strategy.with_terms(**sizes))
         both = (np.asarray(one, dtype=float) for one in (found.memory.peak, found.host_bytes))
         return tuple(np.broadcast_to(one, (len(self.plans),)) for one in both)
 
