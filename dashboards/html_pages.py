@@ -10,7 +10,16 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from ridgeplan.dashboards.charts.results import errors, hover, regrets, scatter
+from ridgeplan.dashboards.charts.results import (
+    attentions,
+    errors,
+    hover,
+    offsets,
+    recalls,
+    regrets,
+    scatter,
+    similarities,
+)
 from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.planner.queries.maps import PlanMap
 from ridgeplan.planner.queries.sweep import GridSweep, SweepPoint
@@ -244,6 +253,12 @@ FIGURES = {
     "mass": "Share of the attention on what is read",
     "overlap": "Share of the choice that was chosen one step before (Fig 6b)",
 }
+
+
+def dapq_study_page(document: Mapping[str, Any]) -> str:
+    """The HTML of the study's JSON: its plots."""
+    plots = (similarities, offsets, recalls, attentions)
+    return html_page("DapQ", (figure_html(draw(document["figures"])) for draw in plots))
 
 
 def retrieval_study_page(document: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ def commands() -> str:
 
 def command_options() -> str:
     """A section for each command: usage, description, options and examples."""
-    root = click.Context(main, info_name="ridgeplan")
+    root = click.Context(main, info_name="ridgeplan", show_default=True)
     return "\n\n".join(part for context in _contexts(main, root) for part in _command(context))
 
 

@@ -101,13 +101,7 @@ def _hatched(base: float, length: float, y: float, width: float) -> go.Bar:
 
 
 def _contour(
-    name: str,
-    x: np.ndarray,
-    y: np.ndarray,
-    values: np.ndarray,
-    level: float,
-    color: str,
-    found: PlanMap,
+    name: str, x: np.ndarray, y: np.ndarray, values: np.ndarray, level: float, color: str, found: PlanMap
 ) -> list[go.Contour]:
     """The line along which a figure has one value, where plans fit, on a dark edge. A nameless one has no legend."""
     z = np.where(found.fits, values, np.nan).T

@@ -1,4 +1,4 @@
-"""`ridgeplan acceptance` and `tune`: how often drafts are accepted on a text, and the best ratio and gamma."""
+"""`ridgeplan acceptance` and `tune`: acceptance of drafts on a text, and the best sparse ratio and gamma."""
 
 from __future__ import annotations
 
@@ -8,33 +8,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, require_planned_model
-from ridgeplan.dashboards.cli.options import (
-    TOKENS,
-    ListCommand,
-    OutputFile,
-    SavedPlanFile,
-    as_json,
-    calibration_file,
-    model_to_run,
-    options,
-    profile_file,
-    yarn,
-)
-from ridgeplan.dashboards.cli.output import (
-    number,
-    print_json,
-    print_table,
-    progress,
-    require_writable,
-    warnings_as_notes,
-    write_atomically,
-)
+from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress
+from ridgeplan.dashboards.files import require_writable, write_atomically
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
@@ -49,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedRows:
-    """A file's rows, and the commands that made them."""
+    """The rows of a file and the commands that produced them."""
 
     path: Path
     rows: tuple[AcceptanceRow, ...] = ()
@@ -57,30 +39,26 @@ class SavedRows:
 
 
 def saved_in(path: Path | None) -> SavedRows:
-    """What a file holds, by default the one where `recommend` looks; nothing if there is none yet.
+    """The rows of a file, by default the one that `recommend` reads; none if it does not exist yet.
 
-    Raises FileProblem for one that cannot be written, and PlanError for damaged rows.
+    Raises FileProblem for a file that cannot be written, and PlanError for damaged rows.
     """
     path = path or user_acceptance_path()
     require_writable(path)
     return SavedRows(path, load_rows(path), commands_of(path)) if path.exists() else SavedRows(path)
 
 
-def save_rows(known: SavedRows, rows: Sequence[AcceptanceRow]) -> None:
-    """Writes the file with `rows`, which replace those that they repeat, and the command that runs."""
-    write_atomically(known.path, rows_json(merged(known.rows, rows), (*known.commands, _command())))
-
-
-def _command() -> str:
-    """What was typed, for the file's reader: files without their folders."""
-    return shlex.join(["ridgeplan", *(Path(one).name if os.sep in one else one for one in sys.argv[1:])])
+def save_rows(saved: SavedRows, rows: Sequence[AcceptanceRow]) -> None:
+    """Adds `rows`, which replace rows of the same case, and the command line without its folders."""
+    command = shlex.join(["ridgeplan", *(Path(word).name if os.sep in word else word for word in sys.argv[1:])])
+    write_atomically(saved.path, rows_json(merged(saved.rows, rows), (*saved.commands, command)))
 
 
 DRAFTS = ("kv8", "kv4", "w4", "w4kv4", "streamingllm:0.07")
 
 
 @click.command(
-    cls=ListCommand,
+    cls=opt.ListCommand,
     epilog=examples(
         "ridgeplan acceptance --text book.txt",
         "ridgeplan acceptance model.gguf --text book.txt --ctx 4k 32k",
@@ -88,60 +66,57 @@ DRAFTS = ("kv8", "kv4", "w4", "w4kv4", "streamingllm:0.07")
     ),
 )
 @click.argument("model", required=False)
-@options(
-    click.option("--text", metavar="FILE", required=True, help="UTF-8 text like what will be decoded."),
-    click.option("--text-name", help="What rows call the text.  [default: its file's name]"),
-    click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), show_default=True,
-                 help="Tokens of context, a list."),
-    click.option("--drafts", multiple=True, default=DRAFTS, show_default=True,
-                 help="What differs in drafts, a list: bits of KV and of weights, or tokens read."),
-    click.option("--tokens", type=int, default=256, show_default=True, help="Tokens after the context to measure on."),
-    calibration_file,
-    yarn,
-    click.option("--output", type=OutputFile(), help="Merge rows into this file.  [default: where recommend looks]"),
-    as_json,
-)  # fmt: skip
+@opt.text_file
+@opt.text_name
+@opt.contexts
+@click.option(
+    "--drafts",
+    multiple=True,
+    default=DRAFTS,
+    help="Drafts to measure, a list: bits of KV (kv4) and weights (w4), or a policy and its sparse ratio.",
+)
+@opt.tokens_after
+@opt.calibration_file
+@opt.yarn
+@opt.rows_output("--output")
+@opt.as_json
 def acceptance(
     model: str | None, text: str, text_name: str | None, ctx: tuple[int, ...], drafts: tuple[str, ...], tokens: int,
     calibration: str | None, yarn: bool, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """How often drafts of MODEL are accepted on a text at temperature 1, saved for `recommend` and `estimate`.
+    """Measure how often drafts of MODEL are accepted on a text at temperature 1.
 
-    MODEL is a safetensors folder, a GGUF file or a hub id, by default the embedded SmolLM2-135M-Instruct. Rows of the
-    same model, text, context and draft are replaced.
+    The rows are saved, and `plan` and `estimate` use them. MODEL is a safetensors folder, a GGUF file or a hub id, by
+    default the embedded SmolLM2-135M-Instruct. Rows of the same model, text, context and draft are replaced.
     """
-    known = saved_in(output)
+    saved = saved_in(output)
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import Draft, Passage, measure_acceptance
     from ridgeplan.validate.prompts import read_prompt
 
-    wanted, content = [Draft.parse(draft) for draft in drafts], read_prompt(text)
-    with warnings_as_notes(), progress() as bars:
-        source, bar = embedded_or(model), bars.add_task("loading")
+    parsed, content = [Draft.parse(draft) for draft in drafts], read_prompt(text)
+    with progress("loading") as on_progress:
+        source = embedded_or(model)
         fitted_to = calibration_tokens(source, calibration)
         passage = Passage(content, text_name or Path(text).stem, ctx, tokens, fitted_to, yarn)
-
-        def show(what: str, done: int, total: int) -> None:
-            bars.update(bar, description=what, completed=done, total=total)
-
-        measured = list(measure_acceptance(source, passage, wanted, on_progress=show))
-    save_rows(known, [one.row for one in measured])
-    _report(measured, known.path, as_json)
+        measured = list(measure_acceptance(source, passage, parsed, on_progress=on_progress))
+    save_rows(saved, [result.row for result in measured])
+    _report(measured, saved.path, as_json)
 
 
 def _report(measured: Sequence[MeasuredAcceptance], path: Path, as_json: bool) -> None:
-    rows: list[AcceptanceRow] = [one.row for one in measured]
+    first: AcceptanceRow = measured[0].row
     if as_json:
-        found = [{**asdict(one.row), "by_position": list(one.by_position)} for one in measured]
-        print_json({"path": str(path), "rows": found})
+        rows = [{**asdict(result.row), "by_position": list(result.by_position)} for result in measured]
+        print_json({"path": str(path), "rows": rows})
         return
     positions = range(1, 1 + len(measured[0].by_position))
     print_table(
-        f"Conditional acceptance of {rows[0].model} on {rows[0].text}: {rows[0].where}",
+        f"Conditional acceptance of {first.model} on {first.text}: {first.where}",
         ("draft", "context", "mean", *map(str, positions), "weights"),
-        ((_draft_name(one.row), str(one.row.context), f"{one.row.acceptance:.3f}",
-          *(f"{value:.3f}" for value in one.by_position), one.row.quantizer if "w4" in one.row.draft else "")
-         for one in measured),
+        ((_draft_name(result.row), str(result.row.context), f"{result.row.acceptance:.3f}",
+          *(f"{value:.3f}" for value in result.by_position), result.row.quantizer if "w4" in result.row.draft else "")
+         for result in measured),
     )  # fmt: skip
     click.echo(f"saved to {path}")
 
@@ -157,86 +132,73 @@ def _draft_name(row: AcceptanceRow) -> str:
         "ridgeplan tune plan.json --text book.txt --tokens 512 --json",
     )
 )
-@click.argument("saved", metavar="PLAN", type=SavedPlanFile())
-@options(
-    model_to_run,
-    click.option("--text", metavar="FILE", required=True, help="UTF-8 text like what will be decoded."),
-    click.option("--text-name", help="What rows call the text.  [default: its file's name]"),
-    click.option("--tokens", type=click.IntRange(1, MAX_TOKENS), default=256, show_default=True,
-                 help="Tokens to generate after each prompt, for every ratio."),
-    click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), default=8, show_default=True,
-                 help="The largest gamma that is considered."),
-    calibration_file,
-    profile_file,
-    click.option("--rows", type=OutputFile(),
-                 help="Merge acceptance into this file.  [default: where recommend looks]"),
-    click.option("--output", type=OutputFile(), help="Write the tuned plan to this file."),
-    as_json,
-)  # fmt: skip
+@click.argument("saved", metavar="PLAN", type=opt.SavedPlanFile())
+@opt.model_to_run
+@opt.text_file
+@opt.text_name
+@click.option("--tokens", type=click.IntRange(1, MAX_TOKENS), default=256, help="Tokens to generate after each prompt.")
+@click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), default=8, help="Largest gamma to consider.")
+@opt.calibration_file
+@opt.profile_file
+@opt.rows_output("--rows")
+@click.option("--output", type=opt.OutputFile(), help="Write the tuned plan to this file.")
+@opt.as_json
 def tune(
     saved: SavedPlan, model: str | None, text: str, text_name: str | None, tokens: int, gamma: int,
     calibration: str | None, profile: str | None, rows: Path | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Tune the drafts of the plan in file PLAN for a text: sparse ratio, gamma, and the ratio again.
+    """Find the fastest sparse ratio and gamma for the drafts of the plan in file PLAN.
 
-    Each ratio is measured by a generation at temperature 1 that continues the text, and priced at this machine's
-    calibrated rates. A plan that reads all tokens has no ratio to tune. The acceptance by position is saved for
-    `recommend` and `estimate`.
+    The ratio is tuned first, then gamma, then the ratio again. Each ratio is measured by a generation at temperature 1
+    that continues the text, and costed at this machine's calibrated rates. A plan whose drafts read all tokens has no
+    ratio to tune. The acceptance by position is saved, and `plan` and `estimate` use it.
     """
     require_planned_model(saved, model)
-    known = saved_in(rows)
+    acceptance_rows = saved_in(rows)
     rates = this_machine() if profile is None else load_profile(profile)
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.prompts import read_prompt
     from ridgeplan.validate.tuning import TuningText
-    from ridgeplan.validate.tuning import tune as tuned_by
+    from ridgeplan.validate.tuning import tune as measure_tuning
 
     content = read_prompt(text)
-    with warnings_as_notes(), progress() as bars:
-        source, bar = embedded_or(model), bars.add_task("loading")
+    with progress("loading") as on_progress:
+        source = embedded_or(model)
         passage = TuningText(content, text_name or Path(text).stem, tokens, calibration_tokens(source, calibration))
-
-        def show(what: str, done: int, total: int) -> None:
-            bars.update(bar, description=what, completed=done, total=total)
-
-        found = tuned_by(saved.plan, source, passage, rates, gamma, on_progress=show)
-    if found.rows:
-        save_rows(known, found.rows)
+        tuning = measure_tuning(saved.plan, source, passage, rates, gamma, on_progress=on_progress)
+    if tuning.rows:
+        save_rows(acceptance_rows, tuning.rows)
     if output:
-        write_atomically(output, replace(saved, plan=found.plan).to_json())
+        write_atomically(output, replace(saved, plan=tuning.plan).to_json())
     if as_json:
-        print_json(_to_dict(found, known.path))
+        print_json({
+            "plan": tuning.plan.to_dict(),
+            "steps": [step.to_dict() for step in tuning.steps],
+            "plain_ms": tuning.plain_ms,
+            "speedup": tuning.speedup,
+            "rows": len(tuning.rows),
+            "path": str(acceptance_rows.path),
+        })  # fmt: skip
     else:
-        _print(found, known.path)
+        _print(tuning, acceptance_rows.path)
 
 
-def _to_dict(found: Tuning, path: Path) -> dict[str, Any]:
-    return {
-        "plan": found.plan.to_dict(),
-        "steps": [step.to_dict() for step in found.steps],
-        "plain_ms": found.plain_ms,
-        "speedup": found.speedup,
-        "rows": len(found.rows),
-        "path": str(path),
-    }
-
-
-def _print(found: Tuning, path: Path) -> None:
-    for step in found.steps:
+def _print(tuning: Tuning, path: Path) -> None:
+    for step in tuning.steps:
         print_table(f"Step: {step.name}", ("ratio", "gamma", "tokens/round", "round ms", "TPOT ms", ""), _cells(step))
-    best = found.chosen
-    slower = "; plain decoding is faster" if found.speedup < 1 else ""
+    best = tuning.chosen
+    slower = "; plain decoding is faster" if tuning.speedup < 1 else ""
     click.echo(
         f"ratio {best.ratio:g}, gamma {best.gamma}: {number(best.tpot_ms)} ms per token, "
-        f"{found.speedup:.2f}x plain decoding with the same target{slower}"
+        f"{tuning.speedup:.2f}x plain decoding with the same target{slower}"
     )
-    few = "no position was reached by enough drafts for a row of acceptance; more --tokens do"
-    click.echo(f"saved {len(found.rows)} rows of acceptance to {path}" if found.rows else few)
+    few = "no acceptance saved, because too few drafts reached any position; increase --tokens"
+    click.echo(f"saved {len(tuning.rows)} acceptance rows to {path}" if tuning.rows else few)
 
 
 def _cells(step: Step) -> list[tuple[str, ...]]:
     return [
-        (f"{one.ratio:g}", f"{one.gamma}", f"{one.tokens_per_round:.2f}", number(one.round_ms), number(one.tpot_ms),
-         "chosen" if index == step.index else "")
-        for index, one in enumerate(step.candidates)
+        (f"{candidate.ratio:g}", f"{candidate.gamma}", f"{candidate.tokens_per_round:.2f}", number(candidate.round_ms),
+         number(candidate.tpot_ms), "chosen" if index == step.index else "")
+        for index, candidate in enumerate(step.candidates)
     ]  # fmt: skip

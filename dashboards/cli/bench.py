@@ -1,8 +1,7 @@
-"""`ridgeplan bench`: this machine's kernels compared with their peers, and the planner's speed."""
+"""`ridgeplan bench kernels` and `planner`: kernels beside their peers, and the planner's speed."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,16 +9,10 @@ from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
-from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
-from ridgeplan.dashboards.cli.output import (
-    number,
-    print_json,
-    print_table,
-    progress,
-    warnings_as_notes,
-    write_atomically,
-)
+from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, warnings_as_notes
+from ridgeplan.dashboards.files import write_json
 from ridgeplan.validate.kernel_calls.sizes import KERNELS
 
 
@@ -30,26 +23,23 @@ from ridgeplan.validate.kernel_calls.sizes import KERNELS
         "ridgeplan bench kernels --once",
     )
 )
-@options(
-    click.option(
-        "--only",
-        type=click.Choice(KERNELS),
-        multiple=True,
-        metavar="KERNEL",
-        help=f"One of {', '.join(KERNELS)}; repeat for several.  [default: all]",
-    ),
-    click.option("--once", is_flag=True, help="Run each kernel once at a tiny size, untimed, for memory checkers."),
-    click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),
-    as_json,
+@click.option(
+    "--only",
+    type=click.Choice(KERNELS),
+    multiple=True,
+    metavar="KERNEL",
+    help=f"One of {', '.join(KERNELS)}; repeat for several.  [default: all]",
 )
+@click.option("--once", is_flag=True, help="Run each kernel once at a tiny size without timing, for memory checkers.")
+@opt.json_output
+@opt.as_json
 def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: bool) -> None:
     """Time the package's kernels beside their peers on this machine's GPU.
 
-    Targets are for an H200. FlashInfer is a peer where it is installed.
+    Targets are for an H200. FlashInfer is a peer if it is installed.
     """
     report = run_once(only or KERNELS) if once else measure(only or KERNELS)
-    if output is not None:
-        write_atomically(output, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    write_json(output, report)
     if as_json:
         print_json(report)
     elif once:
@@ -66,33 +56,27 @@ def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: boo
         "ridgeplan bench planner --output planner.json",
     )
 )
-@options(
-    click.option("--runs", type=click.IntRange(min=1), default=5, show_default=True, help="Processes that are timed."),
-    click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),
-    as_json,
-)
+@click.option("--runs", type=click.IntRange(min=1), default=5, help="Processes to time.")
+@opt.json_output
+@opt.as_json
 def planner(runs: int, output: Path | None, as_json: bool) -> None:
-    """Time how fast the planner answers: cold, warm, and in plans per second."""
+    """Time the planner's answers: cold, warm, and in plans per second."""
     from ridgeplan.validate.planner_speed import CONTEXT, GPU, MODEL, measure_planner
 
-    with progress() as bars:
-        bar = bars.add_task("timing")
-        found = measure_planner(
-            runs, lambda what, done, total: bars.update(bar, description=f"timing {what}", completed=done, total=total)
-        )
-    if output is not None:
-        write_atomically(output, json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n")
+    with progress("timing") as on_progress:
+        speed = measure_planner(runs, on_progress)
+    write_json(output, speed.to_dict())
     if as_json:
-        print_json(found.to_dict())
+        print_json(speed.to_dict())
         return
     click.echo(f"plan {MODEL} --gpu {GPU} --ctx {CONTEXT}, medians:")
-    click.echo(f"  a new process          {1e3 * found.cold_s:.0f} ms ({1e3 * found.help_s:.0f} ms for --help)")
-    click.echo(f"  first call in one      {1e3 * found.first_s:.0f} ms")
-    click.echo(f"  each further call      {1e3 * found.warm_s:.1f} ms for {found.searched_plans:,} plans")
-    click.echo(f"  a map of 64 x 16 sizes {1e3 * found.map_s:.0f} ms")
-    click.echo(f"  1,000 questions        {found.grid_s:.2f} s, on 5 GPUs at 2 qualities")
-    click.echo(f"  search, all included   {found.searched_plans_per_s / 1e6:.2f} million plans per second")
-    click.echo(f"  a compiled sweep       {found.swept_plans_per_s / 1e6:.1f} million plans per second")
+    click.echo(f"  new process            {1e3 * speed.cold_s:.0f} ms ({1e3 * speed.help_s:.0f} ms for --help)")
+    click.echo(f"  first call             {1e3 * speed.first_s:.0f} ms")
+    click.echo(f"  further calls          {1e3 * speed.warm_s:.1f} ms for {speed.searched_plans:,} plans")
+    click.echo(f"  map of 64 x 16 sizes   {1e3 * speed.map_s:.0f} ms")
+    click.echo(f"  1,000 questions        {speed.grid_s:.2f} s, on 5 GPUs at 2 qualities")
+    click.echo(f"  whole search           {speed.searched_plans_per_s / 1e6:.2f} million plans per second")
+    click.echo(f"  compiled sweep         {speed.swept_plans_per_s / 1e6:.1f} million plans per second")
 
 
 def measure(chosen: Sequence[str]) -> dict[str, Any]:
@@ -100,13 +84,8 @@ def measure(chosen: Sequence[str]) -> dict[str, Any]:
     # Importing torch takes seconds, so the options are checked first.
     from ridgeplan.validate.kernel_bench import bench_kernels
 
-    with warnings_as_notes(), progress() as bars:
-        bar = bars.add_task("measuring")
-
-        def show(what: str, done: int, total: int) -> None:
-            bars.update(bar, description=f"measuring {what}", completed=done, total=total)
-
-        return bench_kernels(chosen, show).to_dict()
+    with progress("measuring") as on_progress:
+        return bench_kernels(chosen, on_progress).to_dict()
 
 
 def run_once(chosen: Sequence[str]) -> dict[str, Any]:
@@ -114,11 +93,11 @@ def run_once(chosen: Sequence[str]) -> dict[str, Any]:
     from ridgeplan.validate.kernel_bench import run_kernels_once
 
     with warnings_as_notes():
-        found = run_kernels_once(chosen)
+        results = run_kernels_once(chosen)
     return {
         "rows": [
             {"kernel": kernel, "shape": shape, "error": error if math.isfinite(error) else None}
-            for kernel, shape, error in found
+            for kernel, shape, error in results
         ]
     }
 

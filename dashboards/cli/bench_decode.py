@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,26 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
-from ridgeplan.dashboards.cli.options import (
-    POSITIVE_TOKENS,
-    OutputFile,
-    PlanFile,
-    as_json,
-    calibration_file,
-    options,
-    profile_file,
-    prompt_file,
-)
-from ridgeplan.dashboards.cli.output import (
-    number,
-    print_json,
-    print_table,
-    progress,
-    warnings_as_notes,
-    write_atomically,
-)
+from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, warnings_as_notes
+from ridgeplan.dashboards.files import write_json
 from ridgeplan.planner import Plan, Workload
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.models import load_shape
@@ -45,22 +29,16 @@ if TYPE_CHECKING:
     from ridgeplan.validate.decode_bench.report import DecodeRow
 
 
-def print_breakdowns(rows: Sequence[DecodeRow], rounds: Sequence[Breakdown]) -> None:
-    """Prints a table of each case's round."""
-    for row, one in zip(rows, rounds, strict=True):
-        print_breakdown(row, one)
-
-
-def print_breakdown(row: DecodeRow, found: Breakdown) -> None:
-    """Prints a table of a round's classes of operations, and the names of the kernels without a class."""
+def print_breakdown(row: DecodeRow, breakdown: Breakdown) -> None:
+    """Prints a table of a round's classes of operations, and the names of kernels without a class."""
     case = row.case
     title = f"\n{case.preset}, context {case.context}, batch {case.batch}, gamma {row.gamma}: one round"
     columns = ("operation", "launches", "measured us", "predicted us", "other kernels")
-    print_table(title, columns, map(breakdown_texts, found.rows))
+    print_table(title, columns, map(breakdown_texts, breakdown.rows))
     click.echo(
-        f"kernels {number(found.kernels_us)} us, of which {number(found.overlap_us)} us beside others; a round takes "
-        f"{number(found.round_us)} us ({number(found.traced_round_us)} us while traced), "
-        f"predicted {number(found.predicted_us)} us"
+        f"kernels take {number(breakdown.kernels_us)} us, {number(breakdown.overlap_us)} us of them beside others; a "
+        f"round takes {number(breakdown.round_us)} us ({number(breakdown.traced_round_us)} us while traced, "
+        f"{number(breakdown.predicted_us)} us predicted)"
     )
 
 
@@ -164,20 +142,24 @@ def executable_presets() -> list[str]:
     return [name for name, plan in plans.items() if not only_estimated(plan)]
 
 
-shared = options(
+shared = opt.combine(
     click.option(
-        "--model-shape", required=True, help="Catalog name, or a folder with a config.json, whose size is run."
+        "--model-shape",
+        required=True,
+        help="Large model whose sizes are run: a catalog name or a folder with a config.json.",
     ),
-    click.option("--model", help="Small model whose function is run.  [default: the embedded SmolLM2-135M-Instruct]"),
-    prompt_file,
-    click.option("--random-tokens", is_flag=True, help="Continue random tokens instead, on which drafts do badly."),
-    click.option("--new-tokens", type=POSITIVE_TOKENS, default=256, show_default=True, help="Tokens to generate."),
-    click.option("--temperature", type=click.FloatRange(0), default=1.0, show_default=True),
-    calibration_file,
-    profile_file,
-    click.option("--breakdown", is_flag=True, help="Show what each kernel takes of a round, beside its prediction."),
-    click.option("--output", type=OutputFile(), help="Where to save the results as JSON."),
-    as_json,
+    click.option(
+        "--model", help="Small model that computes the tokens.  [default: the embedded SmolLM2-135M-Instruct]"
+    ),
+    opt.prompt_file,
+    click.option("--random-tokens", is_flag=True, help="Continue random tokens, which drafts predict badly."),
+    click.option("--new-tokens", type=opt.POSITIVE_TOKENS, default=256, help="Tokens to generate."),
+    click.option("--temperature", type=click.FloatRange(0), default=1.0, help="Temperature of the sampling."),
+    opt.calibration_file,
+    opt.profile_file,
+    click.option("--breakdown", is_flag=True, help="Show the time of each kernel in a round beside its prediction."),
+    opt.json_output,
+    opt.as_json,
 )
 
 
@@ -188,18 +170,16 @@ shared = options(
         "ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 32k --gamma 4 --output decode.json",
     )
 )
-@options(
-    click.option("--ctx", "context", type=POSITIVE_TOKENS, required=True, help="Tokens of a prompt."),
-    click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, show_default=True),
-    click.option("--preset", "chosen", type=click.Choice(executable_presets()), default="quantspec", show_default=True),
-    click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), help="Drafted tokens a round.  [default: the preset's]"),
-    click.option("--adaptive", is_flag=True, help="Let gamma adapt to what is accepted, up to that many."),
-    shared,
-)
+@click.option("--ctx", "context", type=opt.POSITIVE_TOKENS, required=True, help="Prompt length in tokens.")
+@click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, help="Sequences that run together.")
+@click.option("--preset", "chosen", type=click.Choice(executable_presets()), default="quantspec", help="Preset to run.")
+@click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), help="Drafts per round.  [default: the preset's]")
+@click.option("--adaptive", is_flag=True, help="Adapt gamma to the acceptance, up to that number of drafts.")
+@shared
 def decode(context: int, batch: int, chosen: str, gamma: int | None, adaptive: bool, **rest: Any) -> None:
-    """Run plain decoding and one preset, with a small real model inflated to a large shape.
+    """Time plain decoding and one preset with a small real model inflated to a large shape.
 
-    They run one after another, each with the memory to itself.
+    The two run one after the other, so that each has the whole memory.
     """
     case = DecodeCase(chosen, context, batch, gamma, adaptive and chosen != PLAIN)
     cases = list(dict.fromkeys((DecodeCase(PLAIN, context, batch, gamma), case)))
@@ -213,29 +193,45 @@ def decode(context: int, batch: int, chosen: str, gamma: int | None, adaptive: b
         "ridgeplan bench suite --model-shape Llama-3.1-8B --preset quantspec --json",
     )
 )
-@options(
-    click.option(
-        "--workload", "workloads", type=WorkloadParam(), multiple=True, default=SUITE_WORKLOADS, show_default=True,
-        help="Context and batch; repeat for several.",
-    ),
-    click.option(
-        "--gamma", "gammas", type=click.IntRange(1, MAX_GAMMA), multiple=True, default=SUITE_GAMMAS, show_default=True,
-        help="Drafted tokens a round; repeat for several.",
-    ),
-    click.option(
-        "--preset", "presets", type=click.Choice(ABLATION), multiple=True, default=ABLATION, show_default=True,
-        help="What is run beside plain decoding; repeat for several.",
-    ),
-    click.option(
-        "--case", "cases", type=CaseParam(), multiple=True,
-        help="Run just this, and plain decoding of its workload; repeat for several.",
-    ),
-    click.option(
-        "--plan", "plans", type=PlanFile(), multiple=True,
-        help="Run this plan's file like a case, at its context and batch; repeat for several.",
-    ),
-    shared,
-)  # fmt: skip
+@click.option(
+    "--workload",
+    "workloads",
+    type=WorkloadParam(),
+    multiple=True,
+    default=SUITE_WORKLOADS,
+    help="Context and batch; repeat for several.",
+)
+@click.option(
+    "--gamma",
+    "gammas",
+    type=click.IntRange(1, MAX_GAMMA),
+    multiple=True,
+    default=SUITE_GAMMAS,
+    help="Drafts per round; repeat for several.",
+)
+@click.option(
+    "--preset",
+    "presets",
+    type=click.Choice(ABLATION),
+    multiple=True,
+    default=ABLATION,
+    help="Preset to run beside plain decoding; repeat for several.",
+)
+@click.option(
+    "--case",
+    "cases",
+    type=CaseParam(),
+    multiple=True,
+    help="Run only this case and plain decoding at its workload; repeat for several.",
+)
+@click.option(
+    "--plan",
+    "plans",
+    type=opt.PlanFile(),
+    multiple=True,
+    help="Run this plan file like a case, at its context and batch; repeat for several.",
+)
+@shared
 def suite(
     workloads: Sequence[tuple[int, int]],
     gammas: Sequence[int],
@@ -244,10 +240,10 @@ def suite(
     plans: Sequence[Plan],
     **rest: Any,
 ) -> None:
-    """Run plain decoding, an INT8 cache, and QuantSpec with each of its parts alone and both (its Fig 4).
+    """Time plain decoding, an INT8 cache, and QuantSpec with either or both of its parts (its Fig 4).
 
-    All presets run with all gammas at all workloads, unless cases or plans are given. They run one after another, each
-    with the memory to itself; where a run's spread says that the machine was busy, the table says so.
+    All presets run with all gammas at all workloads, unless cases or plans are given. They run one after the other, so
+    that each has the whole memory. The table marks runs whose spread shows that the machine was busy.
     """
     chosen = [*cases, *map(DecodeCase.of, plans)]
     report(with_plain(chosen) if chosen else suite_cases(workloads, sorted(set(gammas)), presets), **rest)
@@ -272,9 +268,9 @@ def report(
     Raises NoBreakdown for a breakdown on a CPU, and UsageError for options that exclude each other.
     """
     if breakdown and any(case.adaptive for case in cases):
-        raise click.UsageError("--breakdown is given with an adaptive gamma; allowed: with a gamma that stays")
+        raise click.UsageError("--breakdown cannot be combined with an adaptive gamma; allowed: a fixed gamma")
     if random_tokens and prompt_file is not None:
-        raise click.UsageError("--random-tokens and --prompt-file were given; allowed: one of them")
+        raise click.UsageError("--random-tokens and --prompt-file cannot be combined; allowed: one of them")
     shape = load_shape(model_shape)
     calibrated = this_machine() if profile is None else load_profile(profile)
     # Importing torch takes seconds, so the options are checked first.
@@ -288,33 +284,26 @@ def report(
     small = embedded_or(model)
     text = read_prompt(prompt_file) if prompt_file is not None else None
     fitted = calibration_tokens(small, calibration) or ()
-    with warnings_as_notes(), progress() as bars:
-        bar = bars.add_task("inflating the model", total=len(cases))
+    with progress("inflating the model") as on_progress:
         inflated = InflatedModel.load(small, shape, device())
-        found = bench_decode(
+        result = bench_decode(
             inflated, cases, calibrated, new_tokens, text=text, random_tokens=random_tokens, temperature=temperature,
-            calibration=fitted,
-            on_progress=lambda what, done, total: bars.update(bar, description=what, completed=done, total=total),
-            on_report=lambda so_far: save(output, so_far.to_dict()),
+            calibration=fitted, on_progress=on_progress, on_report=lambda part: write_json(output, part.to_dict()),
         )  # fmt: skip
-    data = found.to_dict()
+    data = result.to_dict()
     if not as_json:
         print_report(data)
     if breakdown:
         with warnings_as_notes():
-            rounds = breakdowns(inflated, found.rows, calibrated, new_tokens, text=text, temperature=temperature)
-        data["rows"] = [{**row, "breakdown": one.to_dict()} for row, one in zip(data["rows"], rounds, strict=True)]
-        save(output, data)
+            rounds = breakdowns(inflated, result.rows, calibrated, new_tokens, text=text, temperature=temperature)
+        pairs = zip(data["rows"], rounds, strict=True)
+        data["rows"] = [{**row, "breakdown": breakdown.to_dict()} for row, breakdown in pairs]
+        write_json(output, data)
         if not as_json:
-            print_breakdowns(found.rows, rounds)
+            for row, breakdown in zip(result.rows, rounds, strict=True):
+                print_breakdown(row, breakdown)
     if as_json:
         print_json(data)
-
-
-def save(output: Path | None, data: dict[str, Any]) -> None:
-    """Writes a report to `output` if given. Raises FileProblem."""
-    if output is not None:
-        write_atomically(output, json.dumps(data, indent=2, allow_nan=False) + "\n")
 
 
 def device() -> str:

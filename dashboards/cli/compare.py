@@ -1,4 +1,4 @@
-"""`ridgeplan compare` and `cost`: GPUs, models and plans side by side, and their dollars per million tokens."""
+"""`ridgeplan compare` and `cost`: GPUs, models and plans side by side, and their price per million tokens."""
 
 from __future__ import annotations
 
@@ -8,25 +8,10 @@ from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
-from ridgeplan.dashboards.cli.options import (
-    BATCH,
-    COUNT_LIST,
-    TIME,
-    Names,
-    SavedPlanFile,
-    as_json,
-    batch,
-    context_of,
-    ctx,
-    limits,
-    max_model_len,
-    new_tokens,
-    options,
-    priced_by,
-)
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, wrapped
-from ridgeplan.dashboards.cli.plan import LONGEST_NAME, shortened
+from ridgeplan.dashboards.cli.plan import MAX_NAME, shortened
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.compare import ComparedPlan, PlanComparison, compare_saved
@@ -34,7 +19,7 @@ from ridgeplan.planner.queries.compare import compare as compared
 from ridgeplan.planner.queries.cost import BATCHES, CostRow, Limits, ServingCost, serving_cost
 from ridgeplan.planner.render.text import briefly
 
-COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "x plain", "")
+COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "speed-up", "")
 
 
 @click.command(
@@ -45,79 +30,68 @@ COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "x 
     )
 )
 @click.argument("subjects", metavar="MODEL...|PLAN.json...", nargs=-1, required=True)
-@options(
-    click.option("--gpu", "gpus", type=Names(), default=(), help="GPUs with commas between them."),
-    click.option("--preset", "presets", type=Names(), default=(),
-                 help="Presets with commas between them, each at its fastest gamma.  [default: the recommended plan]"),
-    ctx,
-    max_model_len,
-    batch,
-    new_tokens,
-    limits,
-    priced_by,
-    as_json,
-)  # fmt: skip
+@opt.gpus
+@click.option(
+    "--preset",
+    "presets",
+    type=opt.Names(),
+    default=(),
+    help="Presets, separated by commas, each at its fastest gamma.  [default: the recommended plan]",
+)
+@opt.workload
+@opt.limits
+@opt.priced_by
+@opt.as_json
 def compare(
     subjects: Sequence[str], gpus: Sequence[str], presets: Sequence[str], ctx: int | None, max_model_len: int | None,
     as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
-    """Plans side by side: of each MODEL on each GPU, by each preset; or of plan files, each for its own size."""
-    options = SearchOptions(**search)
+    """Compare the plans of each MODEL on each GPU, for each preset; or compare plan files at their own workloads."""
+    options, defaults = SearchOptions(**search), SearchOptions()
     plans = [subject for subject in subjects if Path(subject).suffix == ".json" and Path(subject).name != "config.json"]
     if plans and len(plans) < len(subjects):
-        raise click.UsageError("models and plan files were given; allowed: either")
+        raise click.UsageError("models and plan files cannot be mixed; allowed: only models or only plan files")
     if plans:
-        _forbid(ctx, max_model_len, presets, options)
-        saved = [SavedPlanFile().convert(path, None, None) for path in plans]
-        found = compare_saved(saved, gpus, options)
+        sized = options.batch != defaults.batch or options.new_tokens != defaults.new_tokens or options.yarn
+        if ctx or max_model_len or presets or sized:
+            raise click.UsageError("plan files have their own workload; allowed with them: --gpu and memory options")
+        saved = [opt.SavedPlanFile().convert(path, None, None) for path in plans]
+        result = compare_saved(saved, gpus, options)
     else:
         if not gpus:
-            raise click.UsageError("compare needs --gpu for a model; allowed: names with commas, such as h100,h200")
-        context = context_of(ctx, max_model_len, options.new_tokens)
-        found = compared(subjects, gpus, context, presets=presets, options=options)
+            raise click.UsageError("compare needs --gpu for models; allowed: names with commas, such as h100,h200")
+        context = opt.context_of(ctx, max_model_len, options.new_tokens)
+        result = compared(subjects, gpus, context, presets=presets, options=options)
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        _print_comparison(found)
+        _print_comparison(result)
 
 
-def _forbid(ctx: int | None, max_model_len: int | None, presets: Sequence[str], options: SearchOptions) -> None:
-    usual = SearchOptions()
-    sized = options.batch != usual.batch or options.new_tokens != usual.new_tokens or options.yarn
-    if ctx or max_model_len or presets or sized:
-        raise click.UsageError("plan files have their own size and plan; allowed with them: --gpu and memory options")
-
-
-def _print_comparison(found: PlanComparison) -> None:
-    """A table whose rows name only what differs; what all have in common stands above it."""
-    subjects = [_subject(one) for one in found.plans]
-    common = [part for part in zip(*subjects, strict=True) if len(set(part)) == 1]
+def _print_comparison(result: PlanComparison) -> None:
+    """Prints what all plans have in common, then a table whose rows name only what differs."""
+    parts = list(zip(*map(_subject, result.plans), strict=True))
+    common = ", ".join(part[0] for part in parts if len(set(part)) == 1)
     if common:
-        click.echo(", ".join(part[0] for part in common))
-    kept = [[part for part in zip(*subjects, strict=True) if len(set(part)) > 1]]
-    differing = list(zip(*kept[0], strict=True)) if kept[0] else [()] * len(subjects)
-    print_notes(found.notes)
-    rows = [
-        (" ".join((*own, shortened(briefly(one.name), LONGEST_NAME))), *_figures(one))
-        for own, one in zip(differing, found.plans, strict=True)
-    ]
-    print_table("TTFT and tokens/s of the whole batch", COMPARE_COLUMNS, rows)
-    for what, why in found.missing:
-        click.echo(f"{what}: {why}")
+        click.echo(common)
+    print_notes(result.notes)
+    rows = []
+    for index, compared_plan in enumerate(result.plans):
+        differing = [part[index] for part in parts if len(set(part)) > 1]
+        name = " ".join((*differing, shortened(briefly(compared_plan.name), MAX_NAME)))
+        predicted, best = compared_plan.predicted, compared_plan.predicted.best
+        sizes = best.tpot_ms, best.ttft_ms, best.tokens_per_s, best.peak_memory_bytes / GB
+        note = compared_plan.note.partition(":")[0]
+        rows.append((name, str(predicted.gamma), *map(number, sizes), f"{predicted.speedup:.2f}x", note))
+    print_table("Plans (TTFT and tokens/s of the whole batch)", COMPARE_COLUMNS, rows)
+    for subject, reason in result.missing:
+        click.echo(f"{subject}: {reason}")
 
 
-def _subject(one: ComparedPlan) -> tuple[str, ...]:
-    workload = one.plan.workload
+def _subject(compared_plan: ComparedPlan) -> tuple[str, ...]:
+    workload = compared_plan.plan.workload
     model = workload.model.rpartition("/")[2]
     return model, workload.hardware, f"{tokens_text(workload.context)} tokens", f"batch {workload.batch}"
-
-
-def _figures(one: ComparedPlan) -> tuple[str, ...]:
-    best = one.predicted.best
-    return (
-        str(one.predicted.gamma), number(best.tpot_ms), number(best.ttft_ms), number(best.tokens_per_s),
-        number(best.peak_memory_bytes / GB), f"{one.predicted.speedup:.2f}x", one.note.partition(":")[0],
-    )  # fmt: skip
 
 
 @click.command(
@@ -128,48 +102,53 @@ def _figures(one: ComparedPlan) -> tuple[str, ...]:
     )
 )
 @click.argument("model")
-@options(
-    click.option("--gpu", "gpus", type=Names(), required=True, help="GPUs with commas between them."),
-    click.option("--price", "prices", type=Names(), required=True,
-                 help="Dollars per hour of a GPU: one for all, or one for each with commas."),
-    ctx,
-    max_model_len,
-    click.option(*BATCH[:-1], "batches", type=COUNT_LIST, default=",".join(map(str, BATCHES)), show_default=True,
-                 help="Sequences at a time, such as 1..64 or 1,4,16."),
-    new_tokens,
-    click.option("--ttft-max", type=TIME,
-                 help="Longest time of a request's own prompt, without waiting for others, such as 2s."),
-    click.option("--tpot-max", type=TIME, help="Longest time per token of a request, such as 20ms."),
-    click.option("--preset", help="Only this named plan.  [default: the fastest that runs]"),
-    limits,
-    priced_by,
-    as_json,
-)  # fmt: skip
+@opt.gpus
+@click.option(
+    "--price",
+    "prices",
+    type=opt.Names(),
+    required=True,
+    help="Dollars per GPU-hour: one price, or one for each GPU, separated by commas.",
+)
+@opt.ctx
+@opt.max_model_len
+@opt.batch_list(f"Batches, such as 1..64 or 1,4,16.  [default: {','.join(map(str, BATCHES))}]")
+@opt.new_tokens
+@click.option("--ttft-max", type=opt.TIME, help="Limit on a request's own prefill, without queueing, such as 2s.")
+@click.option("--tpot-max", type=opt.TIME, help="Limit on a request's time per token, such as 20ms.")
+@opt.only_preset
+@opt.limits
+@opt.priced_by
+@opt.as_json
 def cost(
     model: str, gpus: Sequence[str], prices: Sequence[str], ctx: int | None, max_model_len: int | None,
     batches: Sequence[int], preset: str | None, ttft_max: float | None, tpot_max: float | None, as_json: bool,
     **search: Any,
 ) -> None:  # fmt: skip
-    """Dollars per million output tokens of MODEL at every batch, tokens/s per GPU, and who meets the limits.
+    """Price a million output tokens of MODEL at every batch, and show which batches meet the latency limits.
 
-    A batch is served at a time: its prompts one after another, then its tokens; both are paid for. TTFT is one
-    request's own prompt, TPOT one request's time per token.
+    One batch is served at a time: first its prompts, one after another, then its tokens. The price includes both. TTFT
+    is the prefill of a request's own prompt, and TPOT a request's time per token.
     """
+    if not gpus:
+        raise click.UsageError("cost needs --gpu; allowed: names with commas, such as h100,h200")
     options = SearchOptions(**search)
-    found = serving_cost(
-        model, _priced(gpus, prices), context_of(ctx, max_model_len, options.new_tokens), batches=batches,
-        limits=Limits(ttft_max, tpot_max), preset=preset, options=options,
+    result = serving_cost(
+        model, _prices(gpus, prices), opt.context_of(ctx, max_model_len, options.new_tokens),
+        batches=batches or BATCHES, limits=Limits(ttft_max, tpot_max), preset=preset, options=options,
     )  # fmt: skip
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        _print_costs(found)
+        _print_costs(result)
 
 
-def _priced(gpus: Sequence[str], prices: Sequence[str]) -> dict[str, float]:
+def _prices(gpus: Sequence[str], prices: Sequence[str]) -> dict[str, float]:
     """Dollars per hour of each GPU. Raises UsageError."""
     if len(prices) not in (1, len(gpus)):
-        raise click.UsageError(f"{len(prices)} prices for {len(gpus)} GPUs; allowed: one, or one for each")
+        raise click.UsageError(
+            f"{len(prices)} prices were given for {len(gpus)} GPUs; allowed: one price, or one for each GPU"
+        )
     try:
         numbers = [float(price.removeprefix("$")) for price in prices]
     except ValueError:
@@ -177,19 +156,20 @@ def _priced(gpus: Sequence[str], prices: Sequence[str]) -> dict[str, float]:
     return dict(zip(gpus, numbers * len(gpus) if len(numbers) == 1 else numbers, strict=False))
 
 
-def _print_costs(found: ServingCost) -> None:
-    click.echo(f"{found.model}, {tokens_text(found.context)} tokens of prompt, {tokens_text(found.new_tokens)} new")
-    several = len({row.gpu for row in found.rows}) > 1
-    limited = found.limits != type(found.limits)()
-    rows = [_cells(row, several, limited) for row in found.rows]
-    print_notes(found.notes)
-    print_table("TTFT of a request's own prompt, without waiting; tokens/s and dollars of a GPU", COST_COLUMNS, rows)
-    best = found.cheapest
+def _print_costs(result: ServingCost) -> None:
+    prompt, new = tokens_text(result.context), tokens_text(result.new_tokens)
+    click.echo(f"{result.model}, {prompt} prompt tokens, {new} new tokens")
+    several = len({row.gpu for row in result.rows}) > 1
+    limited = result.limits != type(result.limits)()
+    rows = [_cells(row, several, limited) for row in result.rows]
+    print_notes(result.notes)
+    print_table("Cost (TTFT without queueing; tokens/s and dollars of one GPU)", COST_COLUMNS, rows)
+    best = result.cheapest
     if best is None:
-        click.echo("none fits and meets the limits; larger limits, a shorter --ctx or another --gpu may")
+        click.echo("no batch fits and meets the limits; try larger limits, a shorter --ctx or another --gpu")
         return
-    found_at = f"{best.gpu} at batch {best.batch} with {best.name}"
-    click.echo(wrapped(f"cheapest: {found_at}: ${best.dollars_per_million:.3g} per million tokens"))
+    price = f"${best.dollars_per_million:.3g} per million tokens"
+    click.echo(wrapped(f"cheapest: {price} on {best.gpu} at batch {best.batch} with {best.name}"))
 
 
 COST_COLUMNS = ("plan", "batch", "TTFT ms", "TPOT ms", "tokens/s", "GB", "$/M", "verdict")
@@ -197,10 +177,15 @@ NAME_WIDTH = 25  # what the other columns leave of 80
 
 
 def _cells(row: CostRow, several: bool, limited: bool) -> tuple[str, ...]:
-    """several: whether there are other GPUs; limited: whether there are limits to meet."""
+    """The cells under `COST_COLUMNS`. several: whether other rows have other GPUs; limited: whether limits are set."""
     name = f"{row.gpu} {briefly(row.name)}" if several else briefly(row.name)
-    serves = "meets" if limited else "fits"
-    verdict = serves if row.serves else "does not fit" if not row.fits else f"misses {', '.join(row.misses)}"
+    verdict = (
+        ("meets" if limited else "fits")
+        if row.serves
+        else "does not fit"
+        if not row.fits
+        else f"misses {', '.join(row.misses)}"
+    )
     return (
         shortened(name, NAME_WIDTH), f"{row.batch}", number(row.ttft_ms), number(row.tpot_ms),
         number(row.tokens_per_s), number(row.peak_memory_bytes / GB), f"{row.dollars_per_million:,.3g}", verdict,

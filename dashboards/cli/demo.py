@@ -1,4 +1,4 @@
-"""`ridgeplan demo`: calibrates this machine, recommends a plan for the embedded model, runs and checks it."""
+"""`ridgeplan demo`: calibrates this machine, recommends a plan for the embedded model, runs it and checks it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan import planner
+from ridgeplan.dashboards.cli import options as opt
+from ridgeplan.dashboards.cli.calibrate import calibrate_with_progress
 from ridgeplan.dashboards.cli.groups import examples
-from ridgeplan.dashboards.cli.machine import calibrate_with_progress
 from ridgeplan.dashboards.cli.model_inputs import EMBEDDED_MODEL, embedded_or, opening_tokens
-from ridgeplan.dashboards.cli.options import POSITIVE_TOKENS, as_json, options
-from ridgeplan.dashboards.cli.output import print_json, progress, warnings_as_notes
+from ridgeplan.dashboards.cli.output import print_json, progress_bars
 from ridgeplan.dashboards.cli.run import statistics_dict
 from ridgeplan.dashboards.cli.validate import note_order, print_comparison
 from ridgeplan.planner import Plan, Recommendation
@@ -25,53 +25,47 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    epilog=examples(
-        "ridgeplan demo",
-        "ridgeplan demo --context 4k --new-tokens 128",
-        "ridgeplan demo --json",
-    )
+    epilog=examples("ridgeplan demo", "ridgeplan demo --context 4k --new-tokens 128", "ridgeplan demo --json")
 )
-@options(
-    click.option("--context", type=POSITIVE_TOKENS, default=1024, show_default=True, help="Tokens of the prompt."),
-    click.option("--new-tokens", type=POSITIVE_TOKENS, default=64, show_default=True, help="Tokens to generate."),
-    as_json,
-)
+@click.option("--context", type=opt.POSITIVE_TOKENS, default=1024, help="Prompt length in tokens.")
+@click.option("--new-tokens", type=opt.POSITIVE_TOKENS, default=64, help="Tokens to generate.")
+@opt.as_json
 def demo(context: int, new_tokens: int, as_json: bool) -> None:
     """Recommend, run and check plans for the embedded SmolLM2-135M-Instruct on this machine."""
     source = embedded_or(None)
-    profile = own_profile()
+    profile = saved_or_quick_profile()
     recommendation = planner.recommend(EMBEDDED_MODEL, "auto", context, new_tokens=new_tokens, profile=profile)
     if not as_json:
         click.echo(recommendation.explain() + "\n")
     plans = plans_to_run(recommendation)
-    with warnings_as_notes(), progress() as bars:
-        found = execute(plans, source, profile, bars)
-    titled = list(zip(plans.values(), found.runs, strict=True))
+    with progress_bars() as bars:
+        results = execute(plans, source, profile, bars)
+    titled = list(zip(plans.values(), results.runs, strict=True))
     if as_json:
-        told = {"runs": [run_dict(*one) for one in titled], "in_turns": found.in_turns}
-        print_json({"recommendation": recommendation.to_dict(), **told})
+        runs = [run_dict(title, run) for title, run in titled]
+        print_json({"recommendation": recommendation.to_dict(), "runs": runs, "in_turns": results.in_turns})
         return
     for title, run in titled:
         click.echo(f"{title} continues the prompt:\n{run.texts[0].strip()}\n")
     for title, run in titled:
         print_comparison(title, run.comparison)
-    note_order(found.in_turns)
+    note_order(results.in_turns)
 
 
-def own_profile() -> Profile:
-    """This machine's saved profile; measured now if there is none, with a note of the classes that were noisy."""
+def saved_or_quick_profile() -> Profile:
+    """This machine's saved profile. Without one it is measured now, with a note of the noisy kernel classes."""
     path = existing_path(str(user_profile_path()))
     if path:
         return load_profile(path)
     profile, noise = calibrate_with_progress(quick=True, output=None, allow_noisy=True)
     noisy = [f"{kind} {spread:.0%}" for kind, spread in noise.spreads.items() if noise.noisy(kind)]
     if noisy:
-        click.echo(f"note: the machine was busy while it was calibrated, readings differ: {', '.join(noisy)}", err=True)
+        click.echo(f"note: the machine was busy during calibration; readings differ: {', '.join(noisy)}", err=True)
     return profile
 
 
 def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:
-    """Plain decoding, the recommended plan and QuantSpec's, with their titles; each once."""
+    """Plain decoding, the recommended plan and QuantSpec's, each once, with their titles."""
     workload = recommendation.plan.workload
     titled = (
         ("plain decoding", planner.preset("autoregressive", workload)),
@@ -85,7 +79,7 @@ def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:
 
 
 def execute(plans: dict[Plan, str], source: str, profile: Profile, bars: Progress) -> PlanRuns:
-    """Runs the plans on the start of the same text with the same weights; the first is the baseline of speed-ups."""
+    """Runs the plans on the same prompt and weights. The first one is the baseline of speed-ups."""
     from ridgeplan.validate import run_plans
 
     workload = next(iter(plans)).workload
@@ -99,5 +93,5 @@ def execute(plans: dict[Plan, str], source: str, profile: Profile, bars: Progres
 
 def run_dict(title: str, run: PlanRun) -> dict[str, Any]:
     """A run as plain JSON values."""
-    took = {"statistics": statistics_dict(run.measured.statistics), "comparison": run.comparison.to_dict()}
-    return {"title": title, "text": run.texts[0], **took}
+    statistics = statistics_dict(run.measured.statistics)
+    return {"title": title, "text": run.texts[0], "statistics": statistics, "comparison": run.comparison.to_dict()}

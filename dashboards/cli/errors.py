@@ -1,4 +1,4 @@
-"""How a command ends: user errors as one line on stderr, exit codes, streams and signals."""
+"""The end of a command: user errors as one line on stderr, exit codes, streams and signals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from ridgeplan.dashboards.user_errors import FileProblem, about_input
+from ridgeplan.dashboards.files import FileProblem, is_user_error
 
 BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
 EXIT_CODES = {
@@ -33,9 +33,9 @@ LONGEST_WORD, LONGEST_MESSAGE = 250, 1500  # characters in an error's line
 
 
 def exit_code(action: Callable[[], Any]) -> int:
-    """Runs `action` and returns its exit code.
+    """Runs `action` and returns an exit code of `EXIT_CODES`, or the code that `action` returns.
 
-    0, 2 for bad input, 3 if nothing fits, 4 if the machine is too busy, 130 after Ctrl-C, or the code that it returns.
+    Errors that are no user's raise.
     """
     try:
         code = action()
@@ -49,7 +49,7 @@ def exit_code(action: Callable[[], Any]) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), BAD_INPUT)
     except ValueError as error:
-        if not about_input(error):
+        if not is_user_error(error):
             raise
         return _fail(str(error), CODES.get(type(error).__name__, BAD_INPUT))
     except OSError as error:
@@ -63,17 +63,17 @@ def exit_code(action: Callable[[], Any]) -> int:
 
 
 def shortened(message: str) -> str:
-    """`message` on one line, with very long words and tails cut."""
+    """`message` on one line; very long words and a very long end are cut."""
     words = (word if len(word) < LONGEST_WORD else f"{word[: LONGEST_WORD - 3]}..." for word in message.split())
     line = " ".join(words)
     return line if len(line) <= LONGEST_MESSAGE else f"{line[: LONGEST_MESSAGE - 3]}..."
 
 
 def _drop_output() -> None:
-    """Discards buffered output for stdout, on which the interpreter would fail again at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Discards stdout's buffer; otherwise the interpreter would fail again at exit."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
 
 
 def _fail(message: str, code: int) -> int:
@@ -87,7 +87,7 @@ PAUSE_S = 0.05
 
 
 def prepare_process() -> None:
-    """Unencodable characters become question marks, and SIGTERM ends a command as Ctrl-C does.
+    """Prints unencodable characters as question marks, and ends on SIGTERM as on Ctrl-C.
 
     Raises FileProblem if stdout is closed.
     """
@@ -106,7 +106,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _send_again(ignored: Any) -> None:
-    """A signal that arrives in a finalizer is lost with what it raises there, so it is sent once more."""
+    """Sends a signal again that arrived in a finalizer, where Python ignores the exception that it raises."""
     number = RAISED_BY.get(ignored.exc_type)
     if number is None:
         sys.__unraisablehook__(ignored)

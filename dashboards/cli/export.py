@@ -8,19 +8,10 @@ from pathlib import Path
 
 import click
 
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
-from ridgeplan.dashboards.cli.options import (
-    GPU_HELP,
-    SIZE,
-    OutputFile,
-    SavedPlanFile,
-    acceptance_file,
-    as_json,
-    memory_utilization,
-    options,
-    profile_file,
-)
-from ridgeplan.dashboards.cli.output import number, print_json, wrapped, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, wrapped
+from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan
 from ridgeplan.planner.export import ENGINES, Exported, Request, engine_named, export, schema_for
 from ridgeplan.planner.export.carry import Carried
@@ -42,31 +33,37 @@ COLUMNS = 78
         "ridgeplan export plan.json --to sglang --kv-cache-dtype bf16 --json",
     ),
 )
-@click.argument("plan", type=SavedPlanFile())
-@options(
-    click.option("--to", "target", type=click.Choice([*ENGINES]), required=True, help="The engine."),
-    click.option("--engine-version", metavar="VERSION", help="The engine's version.  [default: the latest known]"),
-    click.option("--model", help="Path or hub id to load, such as a fine-tune.  [default: the plan's model]"),
-    click.option("--draft-model", metavar="MODEL", help="A draft of your own, such as a 4-bit copy or a small model."),
-    click.option("--draft-method", type=click.Choice(["draft_model", "eagle3"]), default="draft_model",
-                 show_default=True, help="What --draft-model is: a whole model or an EAGLE-3 head."),
-    click.option("--kv-cache-dtype", metavar="DTYPE", help="The engine's KV format.  [default: the plan's nearest]"),
-    click.option("--host-cache", type=SIZE, help="Memory of the host that keeps prefixes' KV, such as 64GiB."),
-    click.option("--host-cache-backend", type=click.Choice(["native", "lmcache"]), default="native",
-                 show_default=True, help="What keeps them in vLLM."),
-    click.option("--gpu", help=f"{GPU_HELP}  [default: the plan's]"),
-    memory_utilization,
-    profile_file,
-    acceptance_file,
-    click.option("--output", "-o", type=OutputFile(), help="Write the arguments as YAML, for the engine's --config."),
-    as_json,
-)  # fmt: skip
+@click.argument("plan", type=opt.SavedPlanFile())
+@click.option("--to", "target", type=click.Choice([*ENGINES]), required=True, help="Engine that serves the plan.")
+@click.option("--engine-version", metavar="VERSION", help="Version of the engine.  [default: the latest known]")
+@click.option("--model", help="Path or hub id to load, such as a fine-tune.  [default: the plan's model]")
+@click.option("--draft-model", metavar="MODEL", help="A draft of your own, such as a 4-bit copy or a small model.")
+@click.option(
+    "--draft-method",
+    type=click.Choice(["draft_model", "eagle3"]),
+    default="draft_model",
+    help="Kind of --draft-model: a whole model or an EAGLE-3 head.",
+)
+@click.option("--kv-cache-dtype", metavar="DTYPE", help="The engine's KV format.  [default: the plan's nearest]")
+@click.option("--host-cache", type=opt.SIZE, help="Host memory for the KV of prefixes, such as 64GiB.")
+@click.option(
+    "--host-cache-backend", type=click.Choice(["native", "lmcache"]), default="native", help="vLLM's store for them."
+)
+@click.option("--gpu", help=f"{opt.GPU_HELP}  [default: the plan's]")
+@opt.memory_utilization
+@opt.profile_file
+@opt.acceptance_file
+@click.option("--output", "-o", type=opt.OutputFile(), help="Write the arguments as YAML, for the engine's --config.")
+@opt.as_json
 def export_plan(
     plan: SavedPlan, target: str, engine_version: str | None, model: str | None, draft_model: str | None,
     draft_method: str, kv_cache_dtype: str | None, host_cache: float | None, host_cache_backend: str, gpu: str | None,
     memory_utilization: float, profile: str | None, acceptance: str | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """PLAN as the serve command of vLLM or SGLang: what it carries, what it cannot, and what the engine will reach."""
+    """Write PLAN as the serve command of vLLM or SGLang.
+
+    The report shows how the engine carries each axis of the plan, known problems, and the predicted speed.
+    """
     shape, used = plan.resolve(gpu=gpu, profile=profile, acceptance=acceptance)
     exported = export(
         Request(
@@ -104,7 +101,7 @@ def report(plan: Plan, exported: Exported) -> list[str]:
         "",
         exported.command.shell(),
     ]
-    lines += ["", "what it carries:", *(line for one in exported.carried for line in _axis(one))]
+    lines += ["", "carried by the engine:", *(line for one in exported.carried for line in _axis(one))]
     if exported.rules:
         lines += ["", "known problems:"]
     return [*lines, *(line for rule in exported.rules for line in _problem(rule))]
@@ -137,7 +134,9 @@ def _served_model(plan: Plan, model: str | None) -> str:
     """What the engine loads. Raises UsageError where the plan's model is neither a hub id nor given."""
     name = plan.workload.model if model is None else model
     if model is None and "/" not in name:
-        raise click.UsageError(f"the plan's model {name!r} is no hub id; allowed: --model with what the engine loads")
+        raise click.UsageError(
+            f"the plan's model {name!r} is not a hub id; allowed: --model with the path or hub id that the engine loads"
+        )
     if not name.strip() or name.startswith("-"):
         raise click.UsageError(f"--model is {name!r}; allowed: a path or a hub id")
     return name

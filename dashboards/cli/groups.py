@@ -1,8 +1,8 @@
-"""Groups of commands, imported when asked for: their classes, `bench`, `study`, and completion in a shell."""
+"""Groups whose commands are imported when they run: their classes, `bench`, `study`, and shell completion."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+HERE = "ridgeplan.dashboards.cli"
 Sections = Mapping[str, Mapping[str, tuple[str, str]]]
 
 
@@ -19,10 +20,10 @@ def examples(*lines: str) -> str:
 
 
 class OneLineGroup(click.Group):
-    """A group of commands whose errors are one line and whose exit code is 0, 2, 3, 4 or 130."""
+    """A group whose errors are one line and whose exit codes are those of `errors.EXIT_CODES`."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Like click's own, which would print errors over several lines."""
+        """Runs as click does, which would print errors over several lines."""
         from ridgeplan.dashboards.cli.errors import exit_code, prepare_process
 
         run = super().main
@@ -35,70 +36,67 @@ class OneLineGroup(click.Group):
 
 
 class LazyGroup(OneLineGroup):
-    """Such a group whose commands are listed by section and imported by name.
+    """A group whose commands are listed by section and imported by name.
 
-    sections: of each a title, and its commands: "module:attribute" below `package`, and what the list says of it; a
-    command without that is not listed.
+    sections: by title, each command's "module:attribute" below `package` and its summary. A command without a summary
+    is not listed.
     """
 
     def __init__(self, *args: Any, package: str = "", sections: Sections | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.package, self.sections = package, sections or {}
 
-    def _known(self) -> Iterator[tuple[str, tuple[str, str]]]:
-        for commands in self.sections.values():
-            yield from commands.items()
+    def _entries(self) -> dict[str, tuple[str, str]]:
+        return {name: entry for commands in self.sections.values() for name, entry in commands.items()}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names, aliases too."""
-        return [name for name, _ in self._known()]
+        """All names, aliases included."""
+        return list(self._entries())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of a name, imported now."""
-        place = next((place for name, (place, _) in self._known() if name == cmd_name), None)
-        if place is None:
+        """Imports the command of a name; None for an unknown one."""
+        if cmd_name not in self._entries():
             return None
-        module, _, attribute = place.partition(":")
-        found: click.Command = getattr(import_module(f"{self.package}.{module}"), attribute)
-        return found
+        module, _, attribute = self._entries()[cmd_name][0].partition(":")
+        command: click.Command = getattr(import_module(f"{self.package}.{module}"), attribute)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Like click's own; for a name that is not known it says which are near."""
+        """Resolves as click does, and suggests near names for an unknown one."""
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             near = get_close_matches(args[0], self.list_commands(ctx), n=2)
             hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise click.UsageError(f"no command {args[0][:40]!r}.{hint} `{ctx.command_path} --help` lists them")
+            raise click.UsageError(f"no command {args[0][:40]!r}.{hint} `{ctx.command_path} --help` lists all commands")
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Names of verbs, for which none is imported, and options."""
-        listed = [CompletionItem(name, help=told) for name, (_, told) in self._known() if name.startswith(incomplete)]
-        return [*listed, *click.Command.shell_complete(self, ctx, incomplete)]
+        """Completes verbs, without importing any, and options."""
+        entries = self._entries().items()
+        verbs = [CompletionItem(name, help=summary) for name, (_, summary) in entries if name.startswith(incomplete)]
+        return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands, for which none is imported."""
+        """Lists the commands by section, without importing any."""
         for title, commands in self.sections.items():
-            rows = [(name, told) for name, (_, told) in commands.items() if told]
             with formatter.section(title):
-                formatter.write_dl(rows, col_max=12)
+                formatter.write_dl([(name, text) for name, (_, text) in commands.items() if text], col_max=12)
 
 
-HERE = "ridgeplan.dashboards.cli"
 BENCHMARKS = {
     "Benchmarks": {
-        "kernels": ("bench:kernels", "This machine's kernels beside their peers."),
-        "decode": ("bench_decode:decode", "Decoding at a large model's size, beside plain decoding."),
-        "suite": ("bench_decode:suite", "The same over workloads, presets and gammas."),
-        "planner": ("bench:planner", "How fast the planner answers."),
+        "kernels": ("bench:kernels", "Time this machine's kernels beside their peers."),
+        "decode": ("bench_decode:decode", "Time decoding at a large model's size, beside plain decoding."),
+        "suite": ("bench_decode:suite", "Time decoding over workloads, presets and gammas."),
+        "planner": ("bench:planner", "Time the planner's answers."),
     }
 }
 STUDIES = {
     "Studies": {
-        "drafts": ("study:drafts", "How often sparse drafts are accepted, by policy and ratio."),
-        "retrieval": ("study:retrieval", "What selections find of what the model attends to."),
-        "dapq": ("study:dapq", "Whether queries follow positions more than content."),
+        "drafts": ("study:drafts", "Measure acceptance of sparse drafts by policy and ratio."),
+        "retrieval": ("study:retrieval", "Measure how much of the attention each selection finds."),
+        "dapq": ("study:dapq", "Test whether queries follow positions more than content."),
     }
 }
 
@@ -111,7 +109,7 @@ STUDIES = {
     ),
 )  # fmt: skip
 def bench() -> None:
-    """Measure this machine's speed against other software's."""
+    """Time this machine's kernels, decoding and planner."""
 
 
 @click.group(
@@ -121,7 +119,7 @@ def bench() -> None:
     ),
 )  # fmt: skip
 def study() -> None:
-    """Measure what the papers' methods rest on, with your model and text."""
+    """Test the papers' claims on your model and text."""
 
 
 @click.command(
@@ -135,7 +133,7 @@ def study() -> None:
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
     """Print the script that completes commands, options and their values in SHELL."""
-    kind = get_completion_class(shell)
-    if kind is None:
+    completer = get_completion_class(shell)
+    if completer is None:
         raise click.UsageError(f"no completion for {shell!r}")
-    click.echo(kind(ctx.find_root().command, {}, "ridgeplan", "_RIDGEPLAN_COMPLETE").source())
+    click.echo(completer(ctx.find_root().command, {}, "ridgeplan", "_RIDGEPLAN_COMPLETE").source())

@@ -1,4 +1,4 @@
-"""`ridgeplan list`: the models, GPUs and presets that are known by name."""
+"""`ridgeplan list`: the catalogs of models, GPUs and presets."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
-from ridgeplan.dashboards.cli.options import as_json, options
 from ridgeplan.dashboards.cli.output import print_json, print_table, wrapped
 from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.quality import quality_of
@@ -25,24 +25,24 @@ from ridgeplan.roofline.plan.support import missing_architecture, missing_execut
 EXAMPLES = ("ridgeplan list models", "ridgeplan list gpus --json", "ridgeplan list presets")
 TEMPLATE = Path(__file__).with_name("gpu_template.toml")
 PRESETS_LEGEND = (
-    "w8, int8: bits of weights, of the KV cache; int4x2: two planes of 4 bits; upper, full: what drafts read, and "
-    ":quest which tokens of it; /w4: the drafts' weights.",
-    "`ridgeplan explain PRESET` says it in words.",
+    "w8: 8-bit weights. int8: 8-bit KV cache. int4x2: two planes of 4-bit codes. upper, full: the codes that drafts "
+    "read. :quest: the policy that selects their tokens. /w4: the drafts' weights.",
+    "`ridgeplan explain PRESET` describes a preset in words.",
 )
-SAMPLE = Workload("any", "any", 32_768)  # presets are described at
+SAMPLE = Workload("any", "any", 32_768)  # the workload at which presets are described
 
 
 @click.group(epilog=examples(*EXAMPLES))
 def lists() -> None:
-    """What is known by name: models, GPUs and presets."""
+    """List the models, GPUs and presets of the catalogs."""
 
 
 @click.command(
     epilog=examples(EXAMPLES[0], "ridgeplan list models --json", "ridgeplan plan Qwen3-8B --gpu h200 --ctx 8k")
 )
-@as_json
+@opt.as_json
 def models(as_json: bool) -> None:
-    """Model shapes that are known by name; any other comes from its config.json or GGUF file."""
+    """List the model shapes of the catalog. Any other model is read from its config.json or GGUF file."""
     shapes = list_models()
     if as_json:
         print_json([
@@ -62,14 +62,12 @@ def models(as_json: bool) -> None:
         "ridgeplan plan Llama-3.1-8B --gpu mine.toml --ctx 8k",
     )
 )
-@options(
-    click.option("--template", is_flag=True, help="Print a TOML file with the figures of a GPU, to fill in."),
-    as_json,
-)
+@click.option("--template", is_flag=True, help="Print a TOML template for a GPU of your own.")
+@opt.as_json
 def gpus(template: bool, as_json: bool) -> None:
-    """GPUs that are known by name; any other comes from a TOML file of the same figures."""
+    """List the GPUs of the catalog. Any other GPU is read from a TOML file."""
     if template and as_json:
-        raise click.UsageError("--template and --json were given; allowed: one of them")
+        raise click.UsageError("--template and --json cannot be combined; allowed: one of them")
     if template:
         click.echo(TEMPLATE.read_text(encoding="utf-8"), nl=False)
         return
@@ -93,9 +91,9 @@ def gpus(template: bool, as_json: bool) -> None:
 @click.command(
     epilog=examples(EXAMPLES[2], "ridgeplan explain quantspec", "ridgeplan compare Llama-3.1-8B --gpu h200 --ctx 32k")
 )
-@as_json
+@opt.as_json
 def presets(as_json: bool) -> None:
-    """Plans with a name, such as the papers' systems: what each changes against plain decoding."""
+    """List the named plans, such as the papers' systems, and how each differs from plain decoding."""
     plans = {name: make(SAMPLE) for name, make in PRESETS.items()}
     if as_json:
         print_json([
@@ -107,7 +105,7 @@ def presets(as_json: bool) -> None:
         (name, quality_of(plan), "no" if missing_execution(plan) else "yes", briefly(describe(plan)))
         for name, plan in plans.items()
     )
-    print_table("Presets", ("preset", "quality", "runs", "what it changes"), rows)
+    print_table("Presets", ("preset", "quality", "runs", "changes to plain decoding"), rows)
     for line in PRESETS_LEGEND:
         click.echo(wrapped(line))
 

@@ -1,4 +1,4 @@
-"""The model and the texts that commands run on, from their options."""
+"""Models and texts that commands run on, from their options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW_CALIBRATION_TOKENS = 1000  # with fewer, weights are overfitted
 
 
 def embedded_or(model: str | None) -> str:
-    """The given model, else the embedded one. Raises ModelError if that is not installed."""
+    """The given model, by default the embedded one. Raises ModelError if that is not installed."""
     from ridgeplan.runtime import embedded_model_path
 
     if model == "":
@@ -26,10 +26,9 @@ def embedded_or(model: str | None) -> str:
 
 
 def require_planned_model(saved: SavedPlan, model: str | None, otherwise: str = "") -> None:
-    """Raises UsageError where a model's sizes are not those that the plan is for; nothing is read but its description.
+    """Raises UsageError where the model's sizes differ from those of the plan's model. No weights are read.
 
-    otherwise: what the error names as allowed beside the plan's model.
-    A model or plan whose sizes are not known here is let through; the runtime then compares what it loads.
+    otherwise: another way out that the error names. Models of unknown sizes pass; the runtime compares them on loading.
     """
     try:
         planned = saved.shape or load_shape(saved.plan.workload.model)
@@ -38,9 +37,9 @@ def require_planned_model(saved: SavedPlan, model: str | None, otherwise: str = 
         return
     if sizes_of(planned) != sizes_of(running):
         other = f"{running.name} ({running.parameters / 1e9:.3g}B)"
-        given = f"--model is {other}" if model else f"without --model the embedded {other} would run"
+        actual = f"--model is {other}" if model else f"without --model the embedded {other} would run"
         raise click.UsageError(
-            f"the plan is for {planned.name} ({planned.parameters / 1e9:.3g}B), and {given}; allowed: the plan's model "
+            f"the plan is for {planned.name} ({planned.parameters / 1e9:.3g}B), but {actual}; allowed: its model "
             f"as --model{otherwise}"
         )
 
@@ -48,52 +47,44 @@ def require_planned_model(saved: SavedPlan, model: str | None, otherwise: str = 
 def prompt_text(text: str | None, path: str | None) -> str | None:
     """The prompt given as an argument or a file; None for neither. Raises UsageError and PromptError."""
     if text is not None and path is not None:
-        raise click.UsageError("--prompt and --prompt-file were given; allowed: one of them")
+        raise click.UsageError("--prompt and --prompt-file cannot be combined; allowed: one of them")
     if text == "":
-        raise click.UsageError("--prompt is empty; allowed: text of one character or more")
-    if path is None:
-        return None if text is None else _plain_text(text)
-    from ridgeplan.validate.prompts import read_prompt
+        raise click.UsageError("--prompt is empty; allowed: at least one character")
+    if path is not None:
+        from ridgeplan.validate.prompts import read_prompt
 
-    return read_prompt(path)
-
-
-def prompt_tokens(source: str, workload: Workload, text: str | None, new_tokens: int) -> list[int]:
-    """Token ids of a text, by default as many of Python's own text as the plan's context holds. No weights are read.
-
-    Raises PromptError for a text with none, or with more than that context; WorkloadError for more new tokens than the
-    plan's, and for tokens outside the model's vocabulary.
-    """
-    from ridgeplan.runtime.model.checkpoint import load_config
-    from ridgeplan.runtime.model.source import model_source
-    from ridgeplan.runtime.request import Request
-
-    tokens = opening_tokens(source, None, workload.context) if text is None else _given(source, workload, text)
-    Request.build(tokens, new_tokens, None).check(workload, load_config(model_source(source)).vocab_size)
-    return tokens
-
-
-def _given(source: str, workload: Workload, text: str) -> list[int]:
-    from ridgeplan.validate.prompts import PromptError
-
-    tokens, most = _first_tokens(source, text, workload.context + 1), workload.context
-    if not 1 <= len(tokens) <= most:
-        found = f"more than {most} tokens" if tokens else "no tokens of this model's vocabulary"
-        raise PromptError(f"the prompt has {found}; allowed by the plan: 1 to {most}")
-    return tokens
-
-
-def _plain_text(text: str) -> str:
-    """The text itself. Raises UsageError for bytes that are invalid in the terminal's encoding."""
+        return read_prompt(path)
     try:
-        text.encode()
-    except UnicodeEncodeError:
+        (text or "").encode()
+    except UnicodeEncodeError:  # bytes that are invalid in the terminal's encoding
         raise click.UsageError("--prompt holds bytes that are not UTF-8; allowed: text, or --prompt-file") from None
     return text
 
 
+def prompt_tokens(source: str, workload: Workload, text: str | None, new_tokens: int) -> list[int]:
+    """Token ids of a text, by default the plan's context full of Python's help topics. No weights are read.
+
+    Raises PromptError for a text without tokens or longer than the plan's context, and WorkloadError for more new
+    tokens than the plan's or for tokens outside the model's vocabulary.
+    """
+    from ridgeplan.runtime.model.checkpoint import load_config
+    from ridgeplan.runtime.model.source import model_source
+    from ridgeplan.runtime.request import Request
+    from ridgeplan.validate.prompts import PromptError
+
+    if text is None:
+        tokens = opening_tokens(source, None, workload.context)
+    else:
+        tokens, limit = _first_tokens(source, text, workload.context + 1), workload.context
+        if not 1 <= len(tokens) <= limit:
+            count = f"more than {limit} tokens" if tokens else "no tokens of this model's vocabulary"
+            raise PromptError(f"the prompt has {count}; allowed by the plan: 1 to {limit}")
+    Request.build(tokens, new_tokens, None).check(workload, load_config(model_source(source)).vocab_size)
+    return tokens
+
+
 def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
-    """The first `tokens` token ids of a file (all of a shorter one), by default of Python's own text."""
+    """The first `tokens` token ids of a file, or all of a shorter one; by default of Python's help topics."""
     from ridgeplan.validate import prompts
 
     text = prompts.read_prompt(path) if path is not None else None
@@ -114,10 +105,13 @@ def _tokenizer(source: str) -> Any:
 
 
 def calibration_tokens(source: str, path: str | None) -> list[int] | None:
-    """Token ids of a file to calibrate drafts with, with a note if it is short; None without a file."""
+    """Token ids of a calibration text, with a note if it is short; None without a file."""
     if path is None:
         return None
     tokens = opening_tokens(source, path, CALIBRATION_TOKENS)
     if len(tokens) < FEW_CALIBRATION_TOKENS:
-        click.echo(f"note: {path} has {len(tokens)} tokens; {FEW_CALIBRATION_TOKENS} or more calibrate well", err=True)
+        click.echo(
+            f"note: {path} has only {len(tokens)} tokens; good calibration needs {FEW_CALIBRATION_TOKENS} or more",
+            err=True,
+        )
     return tokens

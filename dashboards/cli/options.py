@@ -1,9 +1,11 @@
-"""Options shared by several commands, and the types of their values. Names of vLLM's and of benchmarks are aliases."""
+"""Options that several commands share, and the types of their values.
+
+Names that vLLM and benchmark clients use for the same option are aliases.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from ridgeplan.dashboards.cli.output import number
-from ridgeplan.dashboards.user_errors import FileProblem
+from ridgeplan.dashboards.files import FileProblem, is_writable
 from ridgeplan.planner import Plan, Prediction, quantities
 from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION
 from ridgeplan.planner.plan_file import SavedPlan, read_plan
@@ -31,7 +33,7 @@ class Quantity(click.ParamType):
         self.name, self.parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """What the parser makes of a text."""
+        """Parses a text; other values pass unchanged."""
         try:
             return self.parse(value) if isinstance(value, str) else value
         except PlanError as error:
@@ -39,9 +41,9 @@ class Quantity(click.ParamType):
 
 
 def _positive_tokens(value: str) -> int:
-    found = quantities.tokens(value)
-    require(1 <= found <= MAX_TOKENS, f"{value!r} is out of range; allowed: 1 to {MAX_TOKENS}")
-    return found
+    tokens = quantities.tokens(value)
+    require(1 <= tokens <= MAX_TOKENS, f"{value!r} is out of range; allowed: 1 to {MAX_TOKENS}")
+    return tokens
 
 
 TOKENS = Quantity("tokens", quantities.tokens)
@@ -53,48 +55,38 @@ TIME = Quantity("time", quantities.duration_s)
 
 
 class Names(click.ParamType):
-    """Names with commas between them."""
+    """A comma-separated list of names."""
 
     name = "names"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """Each once, in the order given."""
+        """The distinct names in order."""
         if not isinstance(value, str):
             return tuple(value)
-        found = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
-        return found or self.fail(f"{value!r} holds no name; allowed: one, or several with commas", param, ctx)
-
-
-def may_be_written(path: Path) -> bool:
-    """Whether a regular file of that name can be written; a device or a pipe of that name would be replaced."""
-    try:
-        target = Path(os.path.realpath(path))
-        free = target.is_file() or not target.exists()
-        return free and target.parent.is_dir() and os.access(target.parent, os.W_OK)
-    except (OSError, ValueError):  # an invalid file name
-        return False
+        names = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
+        return names or self.fail(f"{value!r} holds no name; allowed: one name, or several with commas", param, ctx)
 
 
 class OutputFile(click.ParamType):
-    """A file to write. Checked before any work starts."""
+    """A file to write, checked before any work starts."""
 
     name = "file"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path, if its folder exists and may be written to."""
         path = Path(value)
-        if not may_be_written(path):
+        if not is_writable(path):
             self.fail(f"cannot write {value!r}; allowed: a file in an existing, writable folder", param, ctx)
         return path
 
 
 class SavedPlanFile(click.ParamType):
-    """A plan's file, as written by `plan --output`, with what it says of its model and machine."""
+    """A plan file as `plan --output` writes it, with the shape of its model and the profile of its machine."""
 
     name = "plan.json"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> SavedPlan:
-        """The plan. Raises PlanError or FileProblem naming the file."""
+        """Reads the file. Raises PlanError or FileProblem, which name it."""
         if isinstance(value, SavedPlan):
             return value
         try:
@@ -106,15 +98,15 @@ class SavedPlanFile(click.ParamType):
 
 
 class PlanFile(SavedPlanFile):
-    """The plan alone."""
+    """A plan file of which only the plan is needed."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The plan. Raises as SavedPlanFile does."""
+        """Reads the plan. Raises as SavedPlanFile does."""
         return value if isinstance(value, Plan) else super().convert(value, param, ctx).plan
 
 
-def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Combines several click decorators, in the order in which `--help` shows them."""
+def combine(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """One decorator for several options, in the order in which `--help` lists them."""
 
     def decorate(command: Command) -> Command:
         for decorator in reversed(decorators):
@@ -124,135 +116,177 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
     return decorate
 
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-profile_file = click.option("--profile", metavar="FILE", help="Calibration to predict with, of `ridgeplan calibrate`.")
-acceptance_file = click.option(
-    "--acceptance", metavar="FILE", help="Rows of `ridgeplan acceptance`.  [default: those that it saved]"
+class ListCommand(click.Command):
+    """A command whose `multiple` options are lists: they take every value up to the next option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Repeats the option's name before every further value of a list, then parses as click does."""
+        lists = {name for param in self.params if isinstance(param, click.Option) and param.multiple
+                 for name in param.opts}  # fmt: skip
+        repeated: list[str] = []
+        option = ""
+        for arg in args:
+            if arg.startswith("-"):
+                option = arg if arg in lists else ""
+            elif option and repeated[-1] != option:
+                repeated.append(option)
+            repeated.append(arg)
+        return super().parse_args(ctx, repeated)
+
+
+GPU_HELP = "A name from `ridgeplan list gpus`, a TOML file, or auto for this machine."
+DEFAULT_NEW_TOKENS = 1024
+DEFAULT_RUN_TOKENS = 128
+CTX = ("--ctx", "--isl", "--input-len")
+BATCH = ("--batch", "--max-num-seqs", "--concurrency")
+NEW_TOKENS = ("--new-tokens", "--osl", "--output-len")
+# vLLM's and SGLang's names of the same KV-cache formats.
+KV_NAMES = {
+    "auto": None, "bfloat16": KVFormat.FULL, "float16": KVFormat.FULL, "int8_per_token_head": KVFormat.INT8,
+} | {form.value: form for form in KVFormat}  # fmt: skip
+
+
+def _only_one_gpu(ctx: click.Context, param: click.Parameter, value: int) -> None:
+    if value != 1:
+        raise PlanError(f"tensor parallelism is {value}; allowed: 1, because plans are costed for one GPU")
+
+
+# The workload.
+gpu = click.option("--gpu", required=True, help=GPU_HELP)
+ctx = click.option(*CTX, "ctx", type=TOKENS, help="Prompt length in tokens, such as 128k.")
+max_model_len = click.option("--max-model-len", type=TOKENS, help="Prompt and new tokens together; replaces --ctx.")
+batch = click.option(*BATCH, "batch", type=int, default=1, help="Sequences that run together.")
+new_tokens = click.option(
+    *NEW_TOKENS, "new_tokens", type=TOKENS, default=DEFAULT_NEW_TOKENS, help="Tokens to generate per sequence."
 )
-yarn = click.option("--yarn", is_flag=True, help="Stretch rotary embeddings beyond the model's context limit.")
+workload = combine(ctx, max_model_len, batch, new_tokens)
+gpu_argument = combine(click.argument("gpu", required=False), click.option("--gpu", "gpu_option", help=GPU_HELP))
+
+
+def _distinct(ctx: click.Context, param: click.Parameter, lists: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(value for values in lists for value in values))
+
+
+def context_list(text: str) -> Callable[[Command], Command]:
+    """The option --ctx of a command that takes several contexts."""
+    return click.option(*CTX, "contexts", type=TOKEN_LIST, multiple=True, callback=_distinct, help=text)
+
+
+def batch_list(text: str) -> Callable[[Command], Command]:
+    """The option --batch of a command that takes several batches."""
+    return click.option(*BATCH, "batches", type=COUNT_LIST, multiple=True, callback=_distinct, help=text)
+
+
+gpus = click.option("--gpu", "gpus", type=Names(), default=(), help="GPUs, separated by commas.")
+
+# Which plans are allowed.
+quality = click.option(
+    "--quality", type=click.Choice([*map(str, Quality)]), default="near-lossless",
+    help="exact keeps the model's output distribution; near-lossless also allows 8-bit weights and KV cache; lossy "
+    "allows everything.",
+)  # fmt: skip
+kv_format = click.option(
+    "--kv-cache-dtype", "kv_format", type=click.Choice([*KV_NAMES]), default="auto",
+    callback=lambda ctx, param, value: KV_NAMES[value], help="Consider only plans with this KV-cache format.",
+)  # fmt: skip
+backend = click.option(
+    "--backend", type=click.Choice([*map(str, Backend)]), default="ridgeplan",
+    help="Engine that will run the plan; any includes plans that no engine runs yet.",
+)  # fmt: skip
+tensor_parallel = click.option(
+    "--tp", "--tensor-parallel-size", type=int, default=1, expose_value=False, callback=_only_one_gpu,
+    help="GPUs per model; only 1 is supported.",
+)  # fmt: skip
+limits = combine(quality, kv_format, backend, tensor_parallel)
+only_preset = click.option("--preset", help="Consider only this preset.  [default: every plan that runs]")
+
+# What predictions rest on.
 memory_utilization = click.option(
     "--memory-utilization", "--gpu-memory-utilization", "memory_utilization", type=float, default=MEMORY_UTILIZATION,
-    show_default=True, help="Share of the machine's memory that may be used.",
+    help="Fraction of the machine's memory that plans may use.",
 )  # fmt: skip
+memory_limit = click.option("--memory-limit", type=SIZE, help="Memory that plans may use at most, such as 24GB.")
+host_memory = click.option(
+    "--host-memory", type=SIZE,
+    help="Host memory for layers that do not fit the GPU.  [default: with auto that fraction of this machine's, else "
+    f"{size_text(HOST_MEMORY_BYTES)}]",
+)  # fmt: skip
+profile_file = click.option("--profile", metavar="FILE", help="Calibration written by `ridgeplan calibrate`.")
+acceptance_file = click.option(
+    "--acceptance", metavar="FILE", help="Acceptance written by `ridgeplan acceptance`.  [default: the saved rows]"
+)
+yarn = click.option("--yarn", is_flag=True, help="Scale rotary embeddings beyond the model's context limit (YaRN).")
+priced_by = combine(memory_utilization, memory_limit, host_memory, profile_file, acceptance_file, yarn)
+
+# Models and texts to run.
 model_to_run = click.option(
     "--model", help="Folder, GGUF file or hub id to run.  [default: the embedded SmolLM2-135M-Instruct]"
 )
 prompt_file = click.option(
-    "--prompt-file", metavar="FILE", help="UTF-8 text to continue.  [default: a text that comes with Python]"
+    "--prompt-file", metavar="FILE", help="UTF-8 text to continue.  [default: a text that ships with Python]"
 )
+max_new_tokens = click.option(
+    "--max-new-tokens", "--new-tokens", "--osl", "max_new_tokens", type=TOKENS,
+    help=f"Tokens to generate.  [default: {DEFAULT_RUN_TOKENS}, or the plan's if fewer]",
+)  # fmt: skip
 retrieval_head = click.option(
-    "--retrieval-head", metavar="FILE", help="Head of `ridgeplan distill`, for plans that choose tokens by one."
+    "--retrieval-head", metavar="FILE", help="Head from `ridgeplan distill`, for plans that select tokens with one."
 )
 calibration_file = click.option(
-    "--calibration", metavar="FILE", help="UTF-8 text like what will be decoded, to fit 4-bit weights to."
+    "--calibration", metavar="FILE", help="UTF-8 text similar to the workload, to fit 4-bit weights to."
 )
+text_file = click.option("--text", metavar="FILE", required=True, help="UTF-8 text similar to the workload.")
+text_name = click.option("--text-name", help="Name of the text in saved rows.  [default: the file's name]")
+contexts = click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), help="Context lengths in tokens, a list.")
+tokens_after = click.option("--tokens", type=int, default=256, help="Tokens to measure after each context.")
 
 
-class ListCommand(click.Command):
-    """A command whose `multiple` options take all values up to the next option."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click."""
-        lists = {name for one in self.params if isinstance(one, click.Option) and one.multiple for name in one.opts}
-        return super().parse_args(ctx, list(_repeated(args, lists)))
-
-
-def _repeated(args: list[str], lists: set[str]) -> Iterator[str]:
-    """The arguments, with the option's name before every further value of a list."""
-    option, taken = "", False
-    for arg in args:
-        if arg.startswith("-"):
-            option, taken = arg if arg in lists else "", False
-        elif option:
-            if taken:
-                yield option
-            taken = True
-        yield arg
+# What a command writes.
+def rows_output(name: str) -> Callable[[Command], Command]:
+    """The option of a command that saves acceptance or quality rows."""
+    return click.option(
+        name, type=OutputFile(), help="Merge rows into this file.  [default: the file that `plan` reads]"
+    )
 
 
-GPU_HELP = "A name of `ridgeplan list gpus`, a TOML file, or auto for this machine."
-FIGURES = ("gamma", "TPOT ms", "low", "high", "TTFT ms", "tokens/s", "GB", "speed-up")
-DEFAULT_NEW_TOKENS = 1024
-# vLLM's and SGLang's names of cache formats that mean the same here.
-KV_NAMES = {
-    "auto": None, "bfloat16": KVFormat.FULL, "float16": KVFormat.FULL, "int8_per_token_head": KVFormat.INT8,
-} | {one.value: one for one in KVFormat}  # fmt: skip
-
-CTX = ("--ctx", "--isl", "--input-len", "ctx")
-BATCH = ("--batch", "--max-num-seqs", "--concurrency", "batch")
-NEW_TOKENS = ("--new-tokens", "--osl", "--output-len", "new_tokens")
-
-
-def _one_device(ctx: click.Context, param: click.Parameter, value: int) -> None:
-    if value != 1:
-        raise PlanError(f"tensor parallelism is {value}; allowed: 1, as plans are priced for one GPU")
-
-
-ctx = click.option(*CTX, type=TOKENS, help="Tokens of a prompt, such as 128k.")
-max_model_len = click.option("--max-model-len", type=TOKENS, help="Prompt and new tokens together, instead of --ctx.")
-batch = click.option(*BATCH, type=int, default=1, show_default=True, help="Sequences at a time.")
-new_tokens = click.option(
-    *NEW_TOKENS, type=TOKENS, default=DEFAULT_NEW_TOKENS, show_default=True, help="Tokens to generate for each."
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+plan_output = click.option("-o", "--output", type=OutputFile(), help="Write the plan to this file.")
+json_output = click.option("--output", type=OutputFile(), help="Write the results to this file as JSON.")
+html_output = click.option(
+    "--html", type=OutputFile(), help="Write tables and plots to this file, a self-contained page."
 )
-quality = click.option(
-    "--quality", type=click.Choice([*map(str, Quality)]), default="near-lossless", show_default=True,
-    help="What the target may give up.",
-)  # fmt: skip
-memory_limit = click.option(
-    "--memory-limit", type=SIZE, help="Memory that may be used, such as 24GB, where that is less than this share."
-)
-host_memory = click.option(
-    "--host-memory",
-    type=SIZE,
-    help="Memory of the host for layers that do not fit the GPU.  [default: with auto this share of the machine's, "
-    f"else {size_text(HOST_MEMORY_BYTES)}]",
-)
-backend = click.option(
-    "--backend", type=click.Choice([*map(str, Backend)]), default="ridgeplan", show_default=True,
-    help="What is to run the plan; any: also what nothing runs yet.",
-)  # fmt: skip
-kv_format = click.option(
-    "--kv-cache-dtype", "kv_format", type=click.Choice([*KV_NAMES]), default="auto", show_default=True,
-    callback=lambda ctx, param, value: KV_NAMES[value], help="Only plans with this KV cache.",
-)  # fmt: skip
-tensor_parallel = click.option(
-    "--tp", "--tensor-parallel-size", type=int, default=1, show_default=True, expose_value=False,
-    callback=_one_device, help="GPUs that share a model; only 1 is priced.",
-)  # fmt: skip
-limits = options(quality, kv_format, backend, tensor_parallel)  # of what may be answered
-# What figures rest on.
-priced_by = options(memory_utilization, memory_limit, host_memory, profile_file, acceptance_file, yarn)
 
 
 def context_of(ctx: int | None, max_model_len: int | None, new_tokens: int) -> int:
-    """The prompt's tokens, from either option. Raises UsageError for none, both, or a limit without room for them."""
+    """Prompt tokens from --ctx or --max-model-len.
+
+    Raises UsageError for neither, for both, or for a --max-model-len that leaves no room for a prompt.
+    """
     if (ctx is None) == (max_model_len is None):
         raise click.UsageError("--ctx or --max-model-len is needed; allowed: one of them, such as --ctx 128k")
     if ctx is not None:
         return ctx
     prompt = (max_model_len or 0) - new_tokens
     if prompt < 1:
-        raise click.UsageError(f"--max-model-len {max_model_len} has no room for a prompt and {new_tokens} new tokens")
+        raise click.UsageError(
+            f"--max-model-len {max_model_len} leaves no room for a prompt and {new_tokens} new tokens"
+        )
     return prompt
 
 
-def figures(predicted: Prediction) -> tuple[str, ...]:
-    """The cells of `FIGURES`."""
-    best = predicted.best
-    return (
-        str(predicted.gamma), number(best.tpot_ms), number(predicted.low.tpot_ms), number(predicted.high.tpot_ms),
-        number(best.ttft_ms), number(best.tokens_per_s), number(best.peak_memory_bytes / GB),
-        f"{predicted.speedup:.2f}x",
-    )  # fmt: skip
+def gpu_of(argument: str | None, option: str | None) -> str | None:
+    """The GPU from the argument or from --gpu; None for neither. Raises UsageError for both."""
+    if argument is not None and option is not None:
+        raise click.UsageError("the GPU was given twice; allowed: as the second argument or by --gpu")
+    return option if argument is None else argument
 
 
-def one_gpu(word: str | None, option: str | None) -> str | None:
-    """The GPU that was given as a word or by --gpu, None for neither. Raises UsageError for both."""
-    if word is not None and option is not None:
-        raise click.UsageError("GPU was given twice; allowed: as the second word or by --gpu")
-    return option if word is None else word
+FIGURES = ("gamma", "TPOT ms", "low", "high", "TTFT ms", "tokens/s", "GB", "speed-up")
 
 
-def flat(several: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The values of an option that takes several and may be repeated."""
-    return tuple(dict.fromkeys(one for values in several for one in values))
+def figures(prediction: Prediction) -> tuple[str, ...]:
+    """The cells under `FIGURES`."""
+    best = prediction.best
+    times = best.tpot_ms, prediction.low.tpot_ms, prediction.high.tpot_ms, best.ttft_ms
+    sizes = best.tokens_per_s, best.peak_memory_bytes / GB
+    return str(prediction.gamma), *map(number, (*times, *sizes)), f"{prediction.speedup:.2f}x"

@@ -1,50 +1,47 @@
-"""Output of commands: JSON, tables, files."""
+"""Output of commands on the terminal: JSON, tables, notes and progress."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import tempfile
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.user_errors import FileProblem
+from ridgeplan.dashboards.files import json_text
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
 PIPE_COLUMNS = 140  # width of tables without a terminal
-TEXT_COLUMNS = 80  # of paragraphs
+TEXT_COLUMNS = 80  # width of paragraphs
+OnProgress = Callable[[str, int, int], None]  # what is done now, steps done, steps in total
 
 
 def print_json(data: Any) -> None:
     """Prints `data` as indented JSON on stdout."""
-    click.echo(json.dumps(data, indent=2, allow_nan=False))
+    click.echo(json_text(data), nl=False)
 
 
 def number(value: float) -> str:
-    """Three significant digits below 1000, all whole digits above."""
+    """Three significant digits below 1000, all integer digits above."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def wrapped(line: str) -> str:
-    """A line in as many as 80 columns need, those after the first further in. Words stay whole."""
+    """A line wrapped at 80 columns with a hanging indent; words stay whole."""
     inner = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.fill(line, TEXT_COLUMNS, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a titled table on stdout; the first and the last column hold words, the others figures.
+    """Prints a titled table; the first and last columns hold words, the others figures.
 
-    Words are wrapped where the screen is narrow, those of the last column first.
+    Words wrap where the screen is narrow, those of the last column first. An empty last column is left out.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -55,12 +52,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     screen = console()
     gap = 2 if sum(widths) + 2 * (shown - 1) <= screen.width else 1
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
-    longest = max((len(word) for row in body for word in row[shown - 1].split()), default=0)
-    room = sum(widths[:-1]) + gap * (shown - 1) + longest <= screen.width
+    longest_word = max((len(word) for row in body for word in row[shown - 1].split()), default=0)
+    first_fits = sum(widths[:-1]) + gap * (shown - 1) + longest_word <= screen.width
     for index, column in enumerate(columns[:shown]):
         words = index in (0, len(columns) - 1)
-        whole = not words or (index == 0 and room)
-        table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=whole)
+        no_wrap = not words or (index == 0 and first_fits)
+        table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=no_wrap)
     for row in body:
         table.add_row(*map(escape, row[:shown]))
     click.echo(title)
@@ -68,24 +65,39 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    """Prints caveats, one to a line."""
+    """Prints a line for each note."""
     for note in notes:
         click.echo(wrapped(f"note: {note}"))
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console as wide as the terminal, or wide enough for the tables without one."""
+    """A console as wide as the terminal, or wide enough for tables without one."""
     from rich.console import Console
 
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return Console(stderr=stderr, highlight=False, width=None if terminal else PIPE_COLUMNS)
 
 
-def progress() -> Progress:
-    """Progress bars on stderr if it is a terminal, erased at the end."""
+@contextmanager
+def progress_bars() -> Iterator[Progress]:
+    """Progress bars on stderr if it is a terminal, erased at the end. Warnings inside the body become notes."""
     from rich.progress import Progress
 
-    return Progress(console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    shown = sys.stderr.isatty()
+    with warnings_as_notes(), Progress(console=console(stderr=True), transient=True, disable=not shown) as bars:
+        yield bars
+
+
+@contextmanager
+def progress(first: str) -> Iterator[OnProgress]:
+    """One progress bar. It says `first` until the function that the block gets is called."""
+    with progress_bars() as bars:
+        bar = bars.add_task(first)
+
+        def show(what: str, done: int, total: int) -> None:
+            bars.update(bar, description=what, completed=done, total=total)
+
+        yield show
 
 
 @contextmanager
@@ -98,28 +110,3 @@ def warnings_as_notes() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = note
         yield
-
-
-def require_writable(path: Path) -> None:
-    """Raises FileProblem if `path` cannot be written. Check early, so no result is lost."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise FileProblem(
-            f"cannot write {str(path)!r}: {error.strerror}; allowed: XDG_CACHE_HOME at a folder that can be written"
-        ) from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file completely or not at all; a link stays one. Raises FileProblem."""
-    target = Path(os.path.realpath(path))
-    staging = target.with_name(f".ridgeplan-{os.getpid()}")
-    try:
-        staging.write_text(text, encoding="utf-8")
-        staging.replace(target)
-    except OSError as error:
-        raise FileProblem(f"cannot write {str(path)!r}: {error.strerror}") from error
-    finally:
-        staging.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
-from ridgeplan.dashboards.cli.options import OutputFile, as_json, options
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, require_writable, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, print_table
+from ridgeplan.dashboards.files import csv_text, require_writable, write_atomically, write_json
 
 if TYPE_CHECKING:
     from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row
@@ -25,29 +25,29 @@ COLUMNS = ("cell", "quantity", "published", "predicted", "error", "flag")
 
 @click.command(
     epilog=examples(
-        "ridgeplan papers",
-        "ridgeplan papers --paper quantspec --paper dapq",
-        "ridgeplan papers --output papers.json",
+        "ridgeplan papers", "ridgeplan papers --paper quantspec --paper dapq", "ridgeplan papers --output papers.json"
     )
 )
-@options(
-    click.option("--paper", "chosen", metavar="NAME", multiple=True,
-                 help="Only quantspec, specontext, specattn or dapq; may be repeated."),
-    click.option("--output", type=OutputFile(), help="Write the JSON to this file."),
-    as_json,
-)  # fmt: skip
+@click.option(
+    "--paper",
+    "chosen",
+    metavar="NAME",
+    multiple=True,
+    help="Only quantspec, specontext, specattn or dapq; may be repeated.",
+)
+@opt.json_output
+@opt.as_json
 def papers(chosen: tuple[str, ...], output: Path | None, as_json: bool) -> None:
-    """Published tables of QuantSpec, SpeContext, SpecAttn and DapQ against predictions.
+    """Compare the published tables of QuantSpec, SpeContext, SpecAttn and DapQ with predictions.
 
-    Published acceptance is an input where it is given. Cells that bytes do not allow, and cells that cannot be
-    predicted, say so.
+    Predictions use the published acceptance where a paper gives it. The table marks cells that contradict the memory
+    traffic and cells that cannot be predicted.
     """
     from ridgeplan.validate.papers.comparison import compare_all
     from ridgeplan.validate.papers.rows import PAPERS
 
     results = compare_all(chosen or PAPERS)
-    if output:
-        write_atomically(output, json.dumps(document(results), indent=2, allow_nan=False) + "\n")
+    write_json(output, document(results))
     if as_json:
         print_json(document(results))
         return
@@ -108,7 +108,7 @@ class Setting(click.ParamType):
         """`gpu=h200` as a pair."""
         name, equals, chosen = str(value).partition("=")
         if not (name and equals and chosen):
-            self.fail(f"{value!r} is no setting; allowed: a slider and its value, such as gpu=h200", param, ctx)
+            self.fail(f"{value!r} is not a setting; allowed: a slider and its value, such as gpu=h200", param, ctx)
         return name.strip(), chosen.strip()
 
 
@@ -120,25 +120,41 @@ class Setting(click.ParamType):
     )
 )
 @click.argument("names", nargs=-1)
-@options(
-    click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
-                 help="Write the figures to this folder."),
-    click.option("--format", "formats", type=click.Choice(FORMATS), multiple=True,
-                 help="Only these files; may be repeated.  [default: html and csv, and png with kaleido]"),
-    click.option("--set", "given", type=Setting(), multiple=True,
-                 help="Another setting than the paper's, such as gpu=h200; may be repeated."),
-    click.option("--measured", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-                 help="Results of `python scripts/offload_bench.py --only cliff`, drawn as points of "
-                 "specontext-placement."),
-    as_json,
-)  # fmt: skip
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Write the figures to this folder.",
+)
+@click.option(
+    "--format",
+    "formats",
+    type=click.Choice(FORMATS),
+    multiple=True,
+    help="Only these files; may be repeated.  [default: html and csv, and png with kaleido]",
+)
+@click.option(
+    "--set",
+    "given",
+    type=Setting(),
+    multiple=True,
+    help="Another setting than the paper's, such as gpu=h200; may be repeated.",
+)
+@click.option(
+    "--measured",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Results of `python scripts/offload_bench.py --only cliff`, drawn as points of specontext-placement.",
+)
+@opt.as_json
 def figures(
     names: tuple[str, ...], output: Path | None, formats: tuple[str, ...], given: tuple[tuple[str, str], ...],
     measured: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Figures of QuantSpec, SpeContext, SpecAttn and DapQ, made from the model.
+    """Draw the figures of QuantSpec, SpeContext, SpecAttn and DapQ from the model.
 
-    NAMES are figures or papers; none is all. Without --output they are listed, with the settings that each takes.
+    NAMES are figures or papers, by default all. Without --output the figures and their settings are listed.
     """
     from ridgeplan.dashboards.figures import figures_named
 
@@ -183,7 +199,7 @@ def _settings(chosen: Iterable[PaperFigure], given: Mapping[str, str]) -> dict[P
 def _print_list(chosen: Sequence[PaperFigure]) -> None:
     for paper in dict.fromkeys(figure.paper for figure in chosen):
         rows = [(figure.name, _about(figure)) for figure in chosen if figure.paper == paper]
-        print_table(paper, ("figure", "what it shows, and the paper's settings"), rows)
+        print_table(paper, ("figure", "content and the paper's settings"), rows)
 
 
 def _about(figure: PaperFigure) -> str:
@@ -199,7 +215,6 @@ def _document(figure: PaperFigure, settings: Mapping[str, Any], rows: Sequence[R
 def _write(drawn: Drawn, folder: Path, formats: Sequence[str]) -> None:
     """All files of the wanted formats, and a line that says what was written."""
     from ridgeplan.dashboards.figures import paper_figure
-    from ridgeplan.dashboards.figures.paper_figure import csv_text
 
     wanted = formats or [name for name in FORMATS if name != "png" or paper_figure.can_draw()]
     require_writable(folder / PAGE)
@@ -212,7 +227,7 @@ def _write(drawn: Drawn, folder: Path, formats: Sequence[str]) -> None:
             write_atomically(folder / f"{figure.name}.csv", csv_text(rows))
     click.echo(f"{len(drawn)} figures as {', '.join(wanted)} in {folder}")
     if not formats and "png" not in wanted:
-        click.echo("note: no PNG files, which need kaleido: `pip install 'ridgeplan[png]'`", err=True)
+        click.echo("note: no PNG files, because they need kaleido: `pip install 'ridgeplan[png]'`", err=True)
 
 
 def _write_pngs(drawn: Drawn, folder: Path) -> None:

@@ -10,23 +10,10 @@ from typing import Any
 import click
 
 from ridgeplan import planner
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
-from ridgeplan.dashboards.cli.options import (
-    FIGURES,
-    GPU_HELP,
-    OutputFile,
-    as_json,
-    batch,
-    context_of,
-    ctx,
-    figures,
-    limits,
-    max_model_len,
-    new_tokens,
-    options,
-    priced_by,
-)
-from ridgeplan.dashboards.cli.output import number, print_json, wrapped, write_atomically
+from ridgeplan.dashboards.cli.output import number, print_json, wrapped
+from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Prediction, Recommendation, SearchOptions
 from ridgeplan.planner.plan_file import plan_json
 from ridgeplan.planner.quantities import GB, size_text, time_text, tokens_text
@@ -37,57 +24,71 @@ from ridgeplan.roofline.latency import GIB
 
 WIDTH = 80
 ROWS = 5
-LONGEST_NAME = 30  # characters of a plan's, where more follows
-COLUMNS = (("plan", 35), ("gamma", 5), ("ms/token", 8), ("GB", 6), ("x plain", 7), ("", 14))
+MAX_NAME = 30  # characters of a plan's name where more follows
+COLUMNS = (("plan", 34), ("gamma", 5), ("ms/token", 8), ("GB", 6), ("speed-up", 8), ("", 14))
 SHORT_VERDICTS = {
-    "within the noise": "within noise", "estimated only here": "estimated only", "quality": "gives up more",
+    "within the noise": "within noise", "estimated only here": "estimated only", "quality": "lower quality",
 }  # fmt: skip
+ENGINES = {"any": "any engine", "vllm": "vLLM", "sglang": "SGLang"}
 
 
-def answer_text(found: Recommendation) -> str:
-    """The answer, the first rows of the ranking, and what the word of its source means.
+def answer_text(recommendation: Recommendation) -> str:
+    """The answer, the first rows of the ranking, and the meaning of its source.
 
-    Where it is no plain success, a warning stands above it, with what would be better.
+    Where the plan does not fit the GPU alone or is slow, a warning stands first, with better questions.
     """
-    source, hidden = found.predicted.source, max(len(found.alternatives) + 1 - ROWS, 0)
-    legend = f"[{source}]: {SOURCE_WORDS[source]}"
-    more = f"{hidden} more plans, full names and all reasons: --all"
-    answer = map(shortened, answer_lines(found))
-    parts = warning_lines(found), answer, table_lines(_rows(found)), (shortened(legend), more)
+    source = recommendation.predicted.source
+    hidden = max(len(recommendation.alternatives) + 1 - ROWS, 0)
+    answer = [shortened(line) for line in answer_lines(recommendation)]
+    legend = [shortened(f"[{source}]: {SOURCE_WORDS[source]}"),
+              f"--all shows {hidden} more plans, full names and all reasons"]  # fmt: skip
+    parts = (warning_lines(recommendation), answer, table_lines(_rows(recommendation)), legend)
     return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
-def answer_lines(found: Recommendation) -> list[str]:
-    """Six lines: what was asked, the plan, how soon and how fast, memory, what it gives up, and what else there is."""
-    workload, predicted, best = found.plan.workload, found.predicted, found.predicted.best
+def answer_lines(recommendation: Recommendation) -> list[str]:
+    """The question, the plan, its speed, its memory, its quality cost, and the most important caveat."""
+    workload, predicted, best = recommendation.plan.workload, recommendation.predicted, recommendation.predicted.best
     low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
-    many = workload.batch > 1
-    each = f", {number(best.tokens_per_s / workload.batch)} per request" if many else ""
-    size = f"{tokens_text(workload.context)} tokens, batch {workload.batch}"
-    name = shortened(briefly(found.name), LONGEST_NAME) + _gamma(predicted)
-    gain = f"{predicted.speedup:.2f}x plain" if found.baseline_fits else "plain: no room"
+    batched = workload.batch > 1
+    per_request = f", {number(best.tokens_per_s / workload.batch)} per request" if batched else ""
+    verdict, gamma = headline(recommendation), f", gamma {predicted.gamma}" if predicted.gamma else ""
+    name = shortened(briefly(recommendation.name), WIDTH - len(f"{verdict}: {gamma}"))
+    speedup = f"{predicted.speedup:.2f}x plain decoding"
     return [
-        f"{workload.model} on {workload.hardware}, {size}, {tokens_text(workload.new_tokens)} new",
-        f"{_verb(found)} {name}: {time_text(best.tpot_ms)} per token ({low} to {high})",
-        f"{gain}; first token{'s' if many else ''} after {time_text(best.ttft_ms)}; "
-        f"{number(best.tokens_per_s)} tokens/s{each}",
-        f"Memory {size_text(best.peak_memory_bytes)} of {size_text(found.memory_limit_bytes)} "
-        f"({best.peak_memory_bytes / GIB:.1f} of {found.memory_limit_bytes / GIB:.1f} GiB)",
-        _losses(found.losses),
-        _caveat(found),
+        f"{workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens, batch {workload.batch}, "
+        f"{tokens_text(workload.new_tokens)} new tokens",
+        f"{verdict}: {name}{gamma}",
+        f"{time_text(best.tpot_ms)} per token ({low} to {high}), "
+        f"{speedup if recommendation.baseline_fits else 'unquantized baseline does not fit'}",
+        f"First token{'s' if batched else ''} after {time_text(best.ttft_ms)}; {number(best.tokens_per_s)} tokens/s"
+        f"{per_request}",
+        f"Memory: {size_text(best.peak_memory_bytes)} of {size_text(recommendation.memory_limit_bytes)} "
+        f"({best.peak_memory_bytes / GIB:.1f} of {recommendation.memory_limit_bytes / GIB:.1f} GiB)",
+        _quality_cost(recommendation.losses),
+        _caveat(recommendation),
     ]
 
 
-def warning_lines(found: Recommendation) -> Iterator[str]:
-    """That a plan does not fit the GPU alone or is slow, and what to ask instead."""
-    if found.warning:
-        yield wrapped(found.warning)
-    if found.on_device:
-        yield wrapped(f"All on the GPU: {', or '.join(one.text for one in found.on_device)}")
+def headline(recommendation: Recommendation) -> str:
+    """What kind of answer the plan is."""
+    if recommendation.warning:
+        return "Fits only with offloading" if recommendation.on_device else "Fits, but is slow"
+    if recommendation.backend != "ridgeplan":
+        return f"For {ENGINES[recommendation.backend]}"
+    return "Recommended" if recommendation.model_runs else "Best plan that ridgeplan cannot execute yet"
+
+
+def warning_lines(recommendation: Recommendation) -> Iterator[str]:
+    """The warning that a plan is slow or does not fit the GPU alone, and questions whose plans do."""
+    if recommendation.warning:
+        yield wrapped(recommendation.warning)
+    if recommendation.on_device:
+        yield wrapped(f"These fit the GPU alone: {', or '.join(fix.text for fix in recommendation.on_device)}")
 
 
 def table_lines(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Aligned columns of `COLUMNS`, names on the left and figures on the right."""
+    """Aligned columns of `COLUMNS`, names on the left and figures on the right. Loading rich would take too long."""
     for cells in ([title for title, _ in COLUMNS], *rows):
         padded = [
             shortened(cell, width).ljust(width) if index in (0, len(COLUMNS) - 1) else cell.rjust(width)
@@ -97,65 +98,55 @@ def table_lines(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def shortened(line: str, width: int = WIDTH) -> str:
-    """A line of at most `width` characters, its end replaced by dots where it is longer."""
+    """A line of at most `width` characters; dots replace the end of a longer one."""
     return line if len(line) <= width else f"{line[: width - 3].rstrip()}..."
 
 
-def _verb(found: Recommendation) -> str:
-    if found.warning:
-        return "Possible:"
-    if found.backend == "ridgeplan":
-        return "Run" if found.model_runs else "Not run here:"
-    return f"For {found.backend}:"
-
-
-def _gamma(predicted: Prediction) -> str:
-    return f", gamma {predicted.gamma}" if predicted.gamma else ""
-
-
-def _losses(losses: Sequence[str]) -> str:
-    """What is given up by name; each says how much after a colon."""
+def _quality_cost(losses: Sequence[str]) -> str:
+    """The losses by name; the text after each colon says how large it is."""
     if not losses:
-        return "Gives up nothing: the output keeps its distribution"
-    return f"Gives up {', '.join(loss.partition(':')[0] for loss in losses)}; how much: --all"
+        return "Quality cost: none; the output keeps the model's distribution"
+    return f"Quality cost: {', '.join(loss.partition(':')[0] for loss in losses)} (--all shows how much)"
 
 
-def _caveat(found: Recommendation) -> str:
-    """The first note, else how sure the gain is."""
-    if found.notes:
-        return f"Note: {found.notes[0]}"
-    sure = found.predicted.beats_plain
-    if not sure or not found.plan.speculation.active:
-        return f"Plain decoding takes {time_text(found.baseline.best.tpot_ms)} per token"
-    percent = "over 99%" if sure > 0.99 else f"{100 * sure:.0f}%"
-    return f"Faster than plain decoding with {percent} probability [{found.predicted.source}]"
+def _caveat(recommendation: Recommendation) -> str:
+    """The first note, else the probability that the plan is faster."""
+    if recommendation.notes:
+        return f"Note: {recommendation.notes[0]}"
+    chance = recommendation.predicted.beats_plain
+    if not chance or not recommendation.plan.speculation.active:
+        return f"Plain decoding takes {time_text(recommendation.baseline.best.tpot_ms)} per token"
+    percent = "over 99%" if chance > 0.99 else f"{100 * chance:.0f}%"
+    return f"Faster than plain decoding with {percent} probability [{recommendation.predicted.source}]"
 
 
-def _rows(found: Recommendation) -> list[tuple[str, ...]]:
-    """The plan, the best of all where another is, and the next of the ranking."""
-    best = found.best_estimated
-    rows = [_row(found.name, found.predicted, "recommended")]
-    if best:
-        rows.append(_row(best.preset, best.predicted, _verdict(best)))
-    others = [one for one in found.alternatives if not best or one.plan != best.plan]
-    return rows + [_row(one.preset, one.predicted, _verdict(one)) for one in others[: ROWS - len(rows)]]
+def _rows(recommendation: Recommendation) -> list[tuple[str, ...]]:
+    """The recommended plan, the best of all if that is another, and the next plans of the ranking."""
+    rows = [_row(recommendation.name, recommendation.predicted, "recommended")]
+    return rows + [
+        _row(plan.preset, plan.predicted, _short_verdict(plan)) for plan in _others(recommendation)[: ROWS - 1]
+    ]
+
+
+def _others(recommendation: Recommendation) -> list[Alternative]:
+    """All other plans; the best of all is first."""
+    best = recommendation.best_estimated
+    others = [other for other in recommendation.alternatives if not best or other.plan != best.plan]
+    return [best, *others] if best else others
 
 
 def _row(name: str, predicted: Prediction, verdict: str) -> tuple[str, ...]:
     best = predicted.best
-    memory, gain = f"{best.peak_memory_bytes / GB:,.1f}", f"{predicted.speedup:.2f}x"
-    return briefly(name), str(predicted.gamma), number(best.tpot_ms), memory, gain, verdict
+    memory, speedup = f"{best.peak_memory_bytes / GB:,.1f}", f"{predicted.speedup:.2f}x"
+    return briefly(name), str(predicted.gamma), number(best.tpot_ms), memory, speedup, verdict
 
 
-def _verdict(other: Alternative) -> str:
-    """The reason in a word or two: what stands before the first colon or comma."""
+def _short_verdict(other: Alternative) -> str:
+    """The reason in a word or two: the text before the first colon or comma."""
     words = re.split(r"[:,]| on | has no ", other.rejected)[0]
     if " has no " in other.rejected:
         return f"not in {words}"
     return SHORT_VERDICTS.get(words, words)
-
-
-FIGURE_WIDTH = 10  # eight of them fit 80 columns
 
 
 @click.command(
@@ -166,65 +157,59 @@ FIGURE_WIDTH = 10  # eight of them fit 80 columns
     )
 )
 @click.argument("model")
-@options(
-    click.option("--gpu", required=True, help=GPU_HELP),
-    ctx,
-    max_model_len,
-    batch,
-    new_tokens,
-    limits,
-    click.option("--objective", type=click.Choice([*map(str, Objective)]), default="latency", show_default=True,
-                 help="Minimize time per token, time of the whole request, or peak memory."),
-    priced_by,
-    click.option("-o", "--output", type=OutputFile(), help="Write the plan to this file, for `ridgeplan run`."),
-    click.option("--adaptive", is_flag=True, help="Write it with a gamma that adapts, where it drafts."),
-    click.option("--all", "show_all", is_flag=True, help="Show every plan, with its band and the reason it lost."),
-    as_json,
-)  # fmt: skip
+@opt.gpu
+@opt.workload
+@opt.limits
+@click.option(
+    "--objective",
+    type=click.Choice([*map(str, Objective)]),
+    default="latency",
+    help="Minimize time per token, time of the whole request, or peak memory.",
+)
+@opt.priced_by
+@opt.plan_output
+@click.option("--adaptive", is_flag=True, help="Write the plan with an adaptive gamma, if it drafts.")
+@click.option("--all", "show_all", is_flag=True, help="Show every plan with its band and the reason it lost.")
+@opt.as_json
 def plan(
     model: str, gpu: str, ctx: int | None, max_model_len: int | None, new_tokens: int, output: Path | None,
     adaptive: bool, show_all: bool, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
-    """The fastest plan for MODEL on a GPU that fits and runs, and the fastest of all, even if nothing runs it yet.
+    """Find the fastest plan for MODEL that fits a GPU and runs.
 
-    A plan that is more exact or simpler is preferred where a faster one is not faster beyond the noise. MODEL is a name
-    of `ridgeplan list models`, a config.json, a GGUF file, or a hub id.
+    The answer also names the fastest plan that nothing runs yet. Where a faster plan is not faster beyond the noise of
+    the predictions, the more exact or simpler one is recommended. MODEL is a name from `ridgeplan list models`, a
+    config.json, a GGUF file or a hub id.
     """
-    context = context_of(ctx, max_model_len, new_tokens)
+    context = opt.context_of(ctx, max_model_len, new_tokens)
     options = SearchOptions(new_tokens=new_tokens, **search)
-    found = planner.recommend(model, gpu, context, options)
+    recommendation = planner.recommend(model, gpu, context, options)
     if output:
-        chosen = found.adaptive if adaptive and found.adaptive else found.plan
+        chosen = recommendation.adaptive if adaptive and recommendation.adaptive else recommendation.plan
         shape, profile = planner.resolve(model, gpu, options.profile, options.acceptance)
         write_atomically(output, plan_json(chosen, shape, profile))
     if as_json:
-        print_json(found.to_dict())
+        print_json(recommendation.to_dict())
     elif show_all:
-        print_everything(found)
+        print_everything(recommendation)
     else:
-        click.echo(answer_text(found))
+        click.echo(answer_text(recommendation))
 
 
-def print_everything(found: Recommendation) -> None:
-    """Every reason, and all plans: the name with its verdict, and below it a line of figures."""
-    click.echo("\n".join(map(wrapped, found.explain().splitlines())) + "\n")
-    click.echo("Plans (TTFT and tokens/s of the whole batch)")
-    click.echo(_columns(FIGURES))
-    for name, predicted, verdict in _verdicts(found):
+def print_everything(recommendation: Recommendation) -> None:
+    """Every reason and all plans: each plan's name and verdict, and below it a line of figures."""
+
+    def columns(cells: Iterable[str]) -> str:
+        return "".join(cell.rjust(10) for cell in cells)  # eight of them fit 80 columns
+
+    click.echo("\n".join(map(wrapped, recommendation.explain().splitlines())))
+    click.echo(f"\nPlans (TTFT and tokens/s of the whole batch)\n{columns(opt.FIGURES)}")
+    best = recommendation.best_estimated
+    verdicts = [(recommendation.name, recommendation.predicted, "recommended")]
+    verdicts += [
+        (other.preset, other.predicted, f"best of all; {other.rejected}" if other is best else other.rejected)
+        for other in _others(recommendation)
+    ]
+    for name, predicted, verdict in verdicts:
         click.echo(wrapped(f"{name}: {verdict}"))
-        click.echo(_columns(figures(predicted)))
-
-
-def _verdicts(found: Recommendation) -> Iterator[tuple[str, Prediction, str]]:
-    """Every plan by name with what is said of it."""
-    yield found.name, found.predicted, "recommended"
-    best = found.best_estimated
-    if best:
-        yield best.preset, best.predicted, f"best of all; {best.rejected}"
-    for other in found.alternatives:
-        if not best or other.plan != best.plan:
-            yield other.preset, other.predicted, other.rejected
-
-
-def _columns(cells: Sequence[str]) -> str:
-    return "".join(cell.rjust(FIGURE_WIDTH) for cell in cells)
+        click.echo(columns(opt.figures(predicted)))

@@ -1,4 +1,4 @@
-"""`ridgeplan quality`: what plans give up, measured on a text and on RULER's tasks, beside plain decoding."""
+"""`ridgeplan quality`: the quality of plans beside plain decoding, on a text and on RULER's tasks."""
 
 from __future__ import annotations
 
@@ -9,28 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
-from ridgeplan.dashboards.cli.options import (
-    TOKENS,
-    ListCommand,
-    OutputFile,
-    PlanFile,
-    as_json,
-    model_to_run,
-    options,
-    retrieval_head,
-    yarn,
-)
-from ridgeplan.dashboards.cli.output import (
-    number,
-    print_json,
-    print_table,
-    progress,
-    require_writable,
-    warnings_as_notes,
-    write_atomically,
-)
+from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, warnings_as_notes
+from ridgeplan.dashboards.files import require_writable, write_atomically
 from ridgeplan.planner.quality import (
     FIDELITY,
     KV_BYTES,
@@ -55,7 +38,7 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
 
 
 @click.command(
-    cls=ListCommand,
+    cls=opt.ListCommand,
     epilog=examples(
         "ridgeplan quality quantspec int8 --model model.gguf --ctx 4k",
         "ridgeplan quality plan.json --tasks none --passages 8",
@@ -64,41 +47,51 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
     ),
 )
 @click.argument("plans", nargs=-1, required=True, metavar="PLAN...")
-@options(
-    model_to_run,
-    click.option("--text", metavar="FILE",
-                 help="UTF-8 text to measure on, also the haystack.  [default: a text that comes with Python]"),
-    click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), show_default=True,
-                 help="Tokens of a sequence with its answer, a list."),
-    click.option("--budgets", type=click.IntRange(1, MAX_TOKENS), multiple=True,
-                 help="Tokens that presets with a budget keep or read, a list.  [default: each preset's own]"),
-    click.option("--chunks", type=click.IntRange(0, MAX_TOKENS), multiple=True,
-                 help="Tokens of a prompt after which presets evict, a list; 0: after all, the default. Policies that "
-                      "need whole prompts evict after all of it in any case."),
-    click.option("--tasks", multiple=True, default=("all",), show_default=True,
-                 help="RULER's tasks, a list: all, none, or names such as niah_single_1, vt, cwe, fwe, qa_1."),
-    click.option("--samples", type=int, default=5, show_default=True, help="Prompts of each task."),
-    click.option("--batch", type=int,
-                 help="Prompts or passages that run together.  [default: 8 on a GPU, else 1]"),
-    click.option("--only-solved", is_flag=True, help=f"Leave out tasks that plain decoding solves below {SOLVED:.0%}."),
-    click.option("--passages", type=int, default=4, show_default=True, help="Passages of the text."),
-    click.option("--tokens", type=int, default=128, show_default=True, help="Tokens of a passage to measure on."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of the tasks."),
-    retrieval_head,
-    yarn,
-    click.option("--output", type=OutputFile(), help="Merge rows into this file.  [default: where recommend looks]"),
-    as_json,
-)  # fmt: skip
+@opt.model_to_run
+@click.option(
+    "--text",
+    metavar="FILE",
+    help="UTF-8 text for the passages and RULER's haystack.  [default: a text that ships with Python]",
+)
+@opt.contexts
+@click.option(
+    "--budgets",
+    type=click.IntRange(1, MAX_TOKENS),
+    multiple=True,
+    help="Tokens that presets with a budget keep or read, a list.  [default: each preset's own]",
+)
+@click.option(
+    "--chunks",
+    type=click.IntRange(0, MAX_TOKENS),
+    multiple=True,
+    help="Prompt tokens after which presets evict, a list. 0, the default, evicts once after the prompt, as do all "
+    "policies that need the whole prompt.",
+)
+@click.option(
+    "--tasks",
+    multiple=True,
+    default=("all",),
+    help="RULER tasks, a list: all, none, or names such as niah_single_1, vt, cwe, fwe, qa_1.",
+)
+@click.option("--samples", type=int, default=5, help="Prompts per task.")
+@click.option("--batch", type=int, help="Prompts or passages that run together.  [default: 8 on a GPU, else 1]")
+@click.option("--only-solved", is_flag=True, help=f"Skip tasks that plain decoding solves below {SOLVED:.0%}.")
+@click.option("--passages", type=int, default=4, help="Passages of the text.")
+@click.option("--tokens", type=int, default=128, help="Tokens to measure per passage.")
+@click.option("--seed", type=int, default=0, help="Seed of the tasks.")
+@opt.retrieval_head
+@opt.yarn
+@opt.rows_output("--output")
+@opt.as_json
 def quality(
     plans: tuple[str, ...], model: str | None, text: str | None, ctx: tuple[int, ...], budgets: tuple[int, ...],
     chunks: tuple[int, ...], tasks: tuple[str, ...], batch: int | None, output: Path | None, as_json: bool,
     **sizes: Any,
 ) -> None:  # fmt: skip
-    """Fidelity, perplexity, RULER scores, times and KV memory of each PLAN: a preset's name, `random`, `oracle` or a
-    plan's file.
+    """Measure fidelity, perplexity, RULER scores, times and KV memory of each PLAN beside plain decoding.
 
-    Every figure stands beside plain decoding's. What the output file has already is not measured again, so that an
-    interrupted run goes on where it stopped. `recommend` and `estimate` show what was measured of a plan.
+    PLAN is a preset, `random`, `oracle` or a plan file. Results that the output file already has are not measured
+    again, so an interrupted run continues where it stopped. `plan` and `estimate` show the results.
     """
     path = output or user_quality_path()
     require_writable(path)
@@ -107,7 +100,7 @@ def quality(
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import named_shape
     from ridgeplan.validate.prompts import read_prompt, sample_text
-    from ridgeplan.validate.quality.measure import default_batch
+    from ridgeplan.validate.quality.measure import default_batch, measure_quality
     from ridgeplan.validate.quality.options import QualityOptions
 
     sizes["batch"] = default_batch() if batch is None else batch
@@ -120,77 +113,65 @@ def quality(
         question.require_head()  # before anything is measured
         for line in question.refused():
             click.echo(f"skipped: {line}", err=True)
-        for new in _measured(question, material, list(rows.values())):
-            rows.update((row.cell, row) for row in new)
-            write_atomically(path, rows_json(rows.values()))
+        with progress("loading") as on_progress:
+            for measured in measure_quality(question, material, list(rows.values()), on_progress):
+                rows.update((row.cell, row) for row in measured)
+                write_atomically(path, rows_json(rows.values()))
     _report(question, list(rows.values()), path, as_json)
 
 
 def _makers(plans: Sequence[str], budgets: Sequence[int], chunks: Sequence[int]) -> Iterator[PlanMaker]:
     from ridgeplan.validate.quality.options import of_file, with_budgets
 
-    for one in plans:
-        if one in PRESETS or not Path(one).exists():
-            yield from with_budgets([one], budgets, chunks)
+    for plan in plans:
+        if plan in PRESETS or not Path(plan).exists():
+            yield from with_budgets([plan], budgets, chunks)
         else:
-            yield of_file(PlanFile().convert(one, None, None))
+            yield of_file(opt.PlanFile().convert(plan, None, None))
 
 
 def _material(text: str, names: Sequence[str]) -> tuple[Material, tuple[Task, ...]]:
-    """What tasks are made of, and the tasks. Those whose data cannot be had are left out, with one line."""
+    """The material of the tasks, and the tasks. Tasks without data are skipped with one line."""
     from ridgeplan.validate.quality.ruler import TASKS, chosen_tasks, material
     from ridgeplan.validate.quality.ruler_questions import NoQuestions, question_sets
 
-    named = [task for one in names for task in {"all": [*TASKS], "none": []}.get(one, [one])]
-    chosen, questions = chosen_tasks(named), None
+    expanded = [task for name in names for task in {"all": [*TASKS], "none": []}.get(name, [name])]
+    chosen, questions = chosen_tasks(expanded), None
     if any(task.data for task in chosen):
         try:
             questions = question_sets()
         except NoQuestions as error:
-            left_out = [task for task in chosen if task.data]
-            click.echo(f"skipped: {', '.join(task.name for task in left_out)}: {error}", err=True)
+            click.echo(f"skipped: {', '.join(task.name for task in chosen if task.data)}: {error}", err=True)
             chosen = tuple(task for task in chosen if not task.data)
     return material(text, questions), chosen
-
-
-def _measured(question: QualityOptions, material: Material, known: Sequence[QualityRow]) -> Iterator[list[QualityRow]]:
-    from ridgeplan.validate.quality.measure import measure_quality
-
-    with progress() as bars:
-        bar = bars.add_task("loading")
-        yield from measure_quality(
-            question,
-            material,
-            known,
-            lambda what, done, total: bars.update(bar, description=what, completed=done, total=total),
-        )
 
 
 def _report(question: QualityOptions, rows: Sequence[QualityRow], path: Path, as_json: bool) -> None:
     from ridgeplan.validate.quality.measure import is_requested
 
-    found = [row for row in rows if is_requested(question, row)]
+    requested = [row for row in rows if is_requested(question, row)]
     if as_json:
-        print_json({"path": str(path), "rows": [asdict(row) for row in found]})
+        print_json({"path": str(path), "rows": [asdict(row) for row in requested]})
         return
-    first = found[0]
-    title = f"Quality of {first.model} on {first.text}: {question.passages} passages, {question.samples} prompts a task"
-    print_table(f"{title}, {first.where}", COLUMNS, table_rows(found))
+    first = requested[0]
+    sizes = f"{question.passages} passages, {question.samples} prompts per task"
+    print_table(f"Quality of {first.model} on {first.text}: {sizes}, {first.where}", COLUMNS, table_rows(requested))
     click.echo(
-        f"RULER: mean of the tasks that plain decoding solves at {100 * SOLVED:.0f}% or more; its own in brackets"
+        f"RULER: mean over the tasks that plain decoding solves at {100 * SOLVED:.0f}% or more; plain decoding's mean "
+        "in brackets"
     )
     click.echo(f"saved to {path}")
 
 
 def table_rows(rows: Sequence[QualityRow]) -> Iterator[tuple[str, ...]]:
-    """One line for each plan and context."""
+    """A line for each plan and context."""
     for plan, context in dict.fromkeys((row.plan, row.context) for row in rows):
-        own = [row for row in rows if (row.plan, row.context) == (plan, context)]
-        value = {row.measure: row.value for row in own}
-        costs = (number(value[one]) if one in value else "" for one in (TTFT, TPOT))
-        memory = f"{value[KV_BYTES] / 1e6:.1f}" if KV_BYTES in value else ""
-        yield plan, str(context), _figure(value, FIDELITY, 4), _figure(value, PERPLEXITY, 2), _average(own), *costs, \
-            memory, _tasks(own)  # fmt: skip
+        cells = [row for row in rows if (row.plan, row.context) == (plan, context)]
+        values = {row.measure: row.value for row in cells}
+        times = (number(values[measure]) if measure in values else "" for measure in (TTFT, TPOT))
+        memory = f"{values[KV_BYTES] / 1e6:.1f}" if KV_BYTES in values else ""
+        text_figures = _figure(values, FIDELITY, 4), _figure(values, PERPLEXITY, 2)
+        yield plan, str(context), *text_figures, _average(cells), *times, memory, _tasks(cells)
 
 
 def _figure(values: dict[str, float], name: str, digits: int) -> str:

@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.acceptance import save_rows, saved_in
 from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
-from ridgeplan.dashboards.cli.options import (
-    TOKENS,
-    ListCommand,
-    OutputFile,
-    as_json,
-    calibration_file,
-    model_to_run,
-    options,
-    retrieval_head,
-    yarn,
-)
-from ridgeplan.dashboards.cli.output import print_json, print_table, progress, warnings_as_notes, write_atomically
+from ridgeplan.dashboards.cli.output import print_json, print_table, progress
+from ridgeplan.dashboards.files import write_atomically, write_json
 
 
-def delivered(
-    document: Mapping[str, Any],
-    output: Path | None,
-    html: Path | None,
-    as_json: bool,
-    write_page: Callable[[Mapping[str, Any], Path], None],
-) -> bool:
-    """Writes the files, with where results come from. True if they were printed as JSON too, so no table is wanted."""
+def deliver(
+    document: Mapping[str, Any], output: Path | None, html: Path | None, as_json: bool, page: str
+) -> bool:  # fmt: skip
+    """Writes the files and adds the machine to them. True if JSON was printed, so that no table is needed.
+
+    page: the function of html_pages that makes the HTML.
+    """
     from ridgeplan.validate.machine import measured_here  # imports torch, which takes seconds
 
     document = {**measured_here(), **document}
-    if output is not None:
-        write_atomically(output, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    if html is not None:
-        write_page(document, html)
+    write_json(output, document)
+    if html is not None and importlib.util.find_spec("plotly") is None:
+        click.echo("note: plotly is not installed, so no HTML is written", err=True)
+    elif html is not None:
+        from ridgeplan.dashboards import html_pages
+
+        write_atomically(html, getattr(html_pages, page)(document))
     if as_json:
         print_json(document)
     return as_json
@@ -56,7 +48,7 @@ FORMATS = ("bf16", "kv4", "w4kv4")
 
 
 @click.command(
-    cls=ListCommand,
+    cls=opt.ListCommand,
     epilog=examples(
         "ridgeplan study drafts --text book.txt --ctx 4k",
         "ridgeplan study drafts --text book.txt --policies quest progressive --ratios 0.03 0.1",
@@ -64,35 +56,38 @@ FORMATS = ("bf16", "kv4", "w4kv4")
         "ridgeplan study drafts --text book.txt --ctx 4k 8k --output drafts.json --resume",
     ),
 )
-@options(
-    model_to_run,
-    click.option("--text", metavar="FILE", required=True, help="UTF-8 text."),
-    click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), show_default=True,
-                 help="Tokens of context, a list."),
-    click.option("--ratios", type=float, multiple=True, default=(0.03, 0.07, 0.15, 0.25), show_default=True,
-                 help="Shares of the tokens that drafts read, a list."),
-    click.option("--policies", multiple=True, default=POLICIES, show_default=True, help="What selects them, a list."),
-    click.option("--formats", multiple=True, default=FORMATS, show_default=True,
-                 help="Bits of the drafts' KV and weights, a list."),
-    click.option("--tokens", type=int, default=256, show_default=True, help="Tokens after the context to measure on."),
-    calibration_file,
-    yarn,
-    click.option("--output", type=OutputFile(), help="Write the JSON to this file, after every context."),
-    click.option("--resume", is_flag=True, help="Keep the rows of the output's file, and measure what it lacks."),
-    click.option("--rows", type=OutputFile(),
-                 help="Merge the acceptance of drafts that plans can have into this file, as `acceptance` writes it."),
-    click.option("--html", type=OutputFile(), help="Write tables and plots to this file, which loads nothing."),
-    as_json,
-)  # fmt: skip
+@opt.model_to_run
+@opt.text_file
+@opt.contexts
+@click.option(
+    "--ratios",
+    type=float,
+    multiple=True,
+    default=(0.03, 0.07, 0.15, 0.25),
+    help="Shares of the tokens that drafts read, a list.",
+)
+@click.option("--policies", multiple=True, default=POLICIES, help="Policies that select the tokens, a list.")
+@click.option("--formats", multiple=True, default=FORMATS, help="Formats of the drafts' KV and weights, a list.")
+@opt.tokens_after
+@opt.calibration_file
+@opt.yarn
+@opt.json_output
+@click.option("--resume", is_flag=True, help="Keep the rows of the output file and measure only the missing ones.")
+@click.option(
+    "--rows", type=opt.OutputFile(), help="Merge the acceptance of executable drafts into this file of `acceptance`."
+)
+@opt.html_output
+@opt.as_json
 def drafts(
     model: str | None, text: str, ctx: tuple[int, ...], ratios: tuple[float, ...], policies: tuple[str, ...],
     formats: tuple[str, ...], tokens: int, calibration: str | None, yarn: bool, output: Path | None, resume: bool,
     rows: Path | None, html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Acceptance of drafts that read a share of the tokens, teacher-forced on a text at temperature 1.
+    """Measure the acceptance of drafts that read a share of the tokens.
 
-    The policies' own code selects, in rounds of seven drafts. "hindsight" is a bound: a set for each round and KV head
-    by the round's own verification. "specattn" has variants: a set for each KV head, logits, and all rows (Eq 2).
+    Drafts are teacher-forced on a text at temperature 1, in rounds of seven, and each policy selects with the code that
+    the runtime uses. "hindsight" is an upper bound: the round's own verification selects, for each KV head. Variants
+    of "specattn" select for each KV head, from logits, or from all rows (Eq 2).
     """
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import Passage, checkpoint_of, named_shape
@@ -101,33 +96,24 @@ def drafts(
     from ridgeplan.validate.studies.drafts import SavedStudy, acceptance_rows, drafts_of, study
 
     if resume and output is None:
-        raise click.UsageError("--resume was given without --output; allowed: with the file to resume")
-    asked, content, merged = drafts_of(policies, ratios, formats), read_prompt(text), saved_in(rows) if rows else None
-    with warnings_as_notes(), progress() as bars:
-        source, bar = embedded_or(model), bars.add_task("loading")
+        raise click.UsageError("--resume needs --output; allowed: with the file to resume")
+    cases, content = drafts_of(policies, ratios, formats), read_prompt(text)
+    saved_rows = saved_in(rows) if rows else None
+    with progress("loading") as on_progress:
+        source = embedded_or(model)
         passage = Passage(content, Path(text).stem, ctx, tokens, calibration_tokens(source, calibration), yarn)
         fitted_to = Path(calibration).stem if calibration else ""
         saved = SavedStudy(named_shape(source).name, tokens, fitted_to, device=device_here(), text=passage.name)
         if resume and output is not None and output.exists():
             saved = saved.resumed(output)
-
-        def show(what: str, done: int, total: int) -> None:
-            bars.update(bar, description=what, completed=done, total=total)
-
-        for found in study(source, passage, asked, on_progress=show, known=saved.known):
-            saved = saved.with_row(found)
+        for row in study(source, passage, cases, on_progress=on_progress, known=saved.known):
+            saved = saved.with_row(row)
             if output is not None:
-                delivered(saved.document, output, None, False, _write_drafts_page)
-    if merged is not None:
-        save_rows(merged, acceptance_rows(saved, named_shape(source), checkpoint_of(source)))
-    if not delivered(saved.document, output, html, as_json, _write_drafts_page):
+                deliver(saved.document, output, None, False, "")
+    if saved_rows is not None:
+        save_rows(saved_rows, acceptance_rows(saved, named_shape(source), checkpoint_of(source)))
+    if not deliver(saved.document, output, html, as_json, "draft_study_page"):
         _print_drafts(saved.document)
-
-
-def _write_drafts_page(document: Mapping[str, Any], path: Path) -> None:
-    from ridgeplan.dashboards.html_pages import draft_study_page
-
-    write_atomically(path, draft_study_page(document))
 
 
 def _print_drafts(document: Mapping[str, Any]) -> None:
@@ -139,10 +125,10 @@ def _print_drafts(document: Mapping[str, Any]) -> None:
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Iterator[Sequence[str]]]:
     """Columns and lines of a table: a line for each policy and ratio, a column for each format."""
-    formats = [one for one in FORMATS if any(row["format"] == one for row in rows)]
+    formats = [name for name in FORMATS if any(row["format"] == name for row in rows)]
     means = {(row["policy"], row["ratio"], row["format"]): f"{row['mean']:.3f}" for row in rows}
     cases = dict.fromkeys((row["policy"], row["ratio"]) for row in rows)
-    lines = ((policy, f"{ratio:g}", *(means.get((policy, ratio, one), "") for one in formats), "")
+    lines = ((policy, f"{ratio:g}", *(means.get((policy, ratio, name), "") for name in formats), "")
              for policy, ratio in cases)  # fmt: skip
     return ("policy", "ratio", *formats, ""), lines
 
@@ -155,38 +141,42 @@ FIGURES = ("hit", "distant", "mass", "overlap")
 
 
 @click.command(
-    cls=ListCommand,
+    cls=opt.ListCommand,
     epilog=examples(
         "ridgeplan study retrieval --text book.txt --ctx 4k",
         "ridgeplan study retrieval --text book.txt --retrieval-head head.safetensors --budgets 512 2k",
         "ridgeplan study retrieval --text book.txt --methods quest clusterkv --html retrieval.html",
     ),
 )
-@options(
-    model_to_run,
-    click.option("--text", metavar="FILE", required=True, help="UTF-8 text."),
-    retrieval_head,
-    click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), show_default=True,
-                 help="Tokens of context, a list."),
-    click.option("--budgets", type=TOKENS, multiple=True, default=(512, 1024, 2048), show_default=True,
-                 help="Tokens that each method reads, a list."),
-    click.option("--methods", multiple=True,
-                 help=f"A list of {', '.join(METHODS)}.  [default: all; the first two with a head]"),
-    click.option("--tokens", type=int, default=32, show_default=True, help="Steps after each context."),
-    click.option("--passages", type=int, default=1, show_default=True, help="Passages, spread over the text."),
-    yarn,
-    click.option("--output", type=OutputFile(), help="Write the JSON to this file."),
-    click.option("--html", type=OutputFile(), help="Write tables and plots to this file, which loads nothing."),
-    as_json,
-)  # fmt: skip
+@opt.model_to_run
+@opt.text_file
+@opt.retrieval_head
+@opt.contexts
+@click.option(
+    "--budgets",
+    type=opt.TOKENS,
+    multiple=True,
+    default=(512, 1024, 2048),
+    help="Tokens that each method reads, a list.",
+)
+@click.option(
+    "--methods", multiple=True, help=f"A list of {', '.join(METHODS)}.  [default: all; the first two need a head]"
+)
+@click.option("--tokens", type=int, default=32, help="Decode steps after each context.")
+@click.option("--passages", type=int, default=1, help="Passages, spread over the text.")
+@opt.yarn
+@opt.json_output
+@opt.html_output
+@opt.as_json
 def retrieval(
     model: str | None, text: str, retrieval_head: str | None, ctx: tuple[int, ...], methods: tuple[str, ...],
     yarn: bool, output: Path | None, html: Path | None, as_json: bool, **sizes: Any,
 ) -> None:  # fmt: skip
-    """How many of the tokens that the model attends to most each selection finds, at equal budgets.
+    """Measure how much of the model's attention each selection finds at equal budgets.
 
-    "hit" is the share of the model's own per-layer top tokens, "distant" of those that are neither first nor recent,
-    "mass" the attention on what is read, "overlap" the share of a step's choice that was chosen one step before.
+    "hit" is the share of the model's own top tokens of each layer that are selected, "distant" the same for tokens that
+    are neither first nor recent, "mass" the attention on the selected tokens, and "overlap" the share of a step's
+    selection that the step before had selected too.
     """
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import named_shape
@@ -194,30 +184,20 @@ def retrieval(
     from ridgeplan.validate.studies.retrieval import RetrievalSizes, study
 
     chosen = methods or (METHODS if retrieval_head else METHODS[2:])
-    asked, content = RetrievalSizes(contexts=ctx, methods=chosen, **sizes), read_prompt(text)
-    with warnings_as_notes(), progress() as bars:
-        source, bar = embedded_or(model), bars.add_task("loading")
-
-        def show(what: str, done: int, total: int) -> None:
-            bars.update(bar, description=what, completed=done, total=total)
-
-        rows = list(study(source, content, asked, retrieval_head, yarn=yarn, on_progress=show))
+    question, content = RetrievalSizes(contexts=ctx, methods=chosen, **sizes), read_prompt(text)
+    with progress("loading") as on_progress:
+        source = embedded_or(model)
+        rows = list(study(source, content, question, retrieval_head, yarn=yarn, on_progress=on_progress))
         name = named_shape(source).name
     document = {
         "schema": RETRIEVAL_SCHEMA,
         "model": name,
         "text": Path(text).stem,
-        "sizes": asdict(asked),
+        "sizes": asdict(question),
         "rows": [asdict(row) for row in rows],
     }
-    if not delivered(document, output, html, as_json, _write_retrieval_page):
+    if not deliver(document, output, html, as_json, "retrieval_study_page"):
         _print_retrieval(document)
-
-
-def _write_retrieval_page(document: Mapping[str, Any], path: Path) -> None:
-    from ridgeplan.dashboards.html_pages import retrieval_study_page
-
-    write_atomically(path, retrieval_study_page(document))
 
 
 def _print_retrieval(document: Mapping[str, Any]) -> None:
@@ -240,71 +220,54 @@ DAPQ_SCHEMA = 1
         "ridgeplan study dapq --model model.gguf --passages 5 --json",
     )
 )
-@options(
-    model_to_run,
-    click.option("--text", metavar="FILE", help="UTF-8 text.  [default: a text that comes with Python]"),
-    click.option("--ctx", "context", type=TOKENS, default=4096, show_default=True, help="Tokens of a prompt."),
-    click.option("--response", type=int, default=128, show_default=True,
-                 help="Tokens of the text's own continuation."),
-    click.option("--passages", type=int, default=20, show_default=True, help="Passages, spread over the text."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random tokens."),
-    click.option("--output", type=OutputFile(), help="Write the JSON to this file."),
-    click.option("--html", type=OutputFile(), help="Write plots to this file, which loads nothing."),
-    as_json,
-)  # fmt: skip
+@opt.model_to_run
+@click.option("--text", metavar="FILE", help="UTF-8 text.  [default: a text that ships with Python]")
+@click.option("--ctx", "context", type=opt.TOKENS, default=4096, help="Prompt length in tokens.")
+@click.option("--response", type=int, default=128, help="Tokens of the text's continuation.")
+@click.option("--passages", type=int, default=20, help="Passages, spread over the text.")
+@click.option("--seed", type=int, default=0, help="Seed of the random tokens.")
+@opt.json_output
+@opt.html_output
+@opt.as_json
 def dapq(
     model: str | None, text: str | None, output: Path | None, html: Path | None, as_json: bool, **sizes: Any
 ) -> None:
-    """Similarity of queries, recall and attention behind DapQ's eviction, and where they differ from the paper's."""
+    """Test DapQ's claims on query similarity, recall and attention, and show where results differ."""
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import named_shape
     from ridgeplan.validate.prompts import read_prompt, sample_text
-    from ridgeplan.validate.studies import dapq as measured
+    from ridgeplan.validate.studies import dapq as dapq_study
 
-    asked, content = measured.DapqSizes(**sizes), sample_text() if text is None else read_prompt(text)
-    with warnings_as_notes(), progress() as bars:
-        source, bar = embedded_or(model), bars.add_task("loading")
+    question, content = dapq_study.DapqSizes(**sizes), sample_text() if text is None else read_prompt(text)
+    with progress("loading") as on_progress:
+        source = embedded_or(model)
         shape = named_shape(source)
-        found = measured.study(
-            source, shape, content, asked,
-            on_progress=lambda what, done, total: bars.update(bar, description=what, completed=done, total=total),
-        )  # fmt: skip
+        results = dapq_study.study(source, shape, content, question, on_progress=on_progress)
     document = {
         "schema": DAPQ_SCHEMA,
         "model": shape.name,
         "text": "Python's help topics" if text is None else Path(text).stem,
-        "sizes": asdict(asked),
-        "figures": measured.summary(found),
-        "claims": [asdict(claim) for claim in measured.claims(found)],
+        "sizes": asdict(question),
+        "figures": dapq_study.summary(results),
+        "claims": [asdict(claim) for claim in dapq_study.claims(results)],
     }
-    if not delivered(document, output, html, as_json, _write_plots):
+    if not deliver(document, output, html, as_json, "dapq_study_page"):
         _print_dapq(document)
-
-
-def _write_plots(document: Mapping[str, Any], path: Path) -> None:
-    """One HTML file with all plots; a note where plotly is not installed."""
-    if importlib.util.find_spec("plotly") is None:
-        click.echo("note: plotly is not installed, so no HTML is written", err=True)
-        return
-    from ridgeplan.dashboards.charts import results
-    from ridgeplan.dashboards.html_pages import figure_html, html_page
-
-    rows = document["figures"]
-    charts = (results.similarities, results.offsets, results.recalls, results.attentions)
-    write_atomically(path, html_page("DapQ", (figure_html(draw(rows)) for draw in charts)))
 
 
 def _print_dapq(document: Mapping[str, Any]) -> None:
     sizes = document["sizes"]
     click.echo(f"{document['model']} on {document['text']}, {sizes['passages']} passages of {sizes['context']} tokens")
     means = {tuple(row["figure"]): row["mean"] for row in document["figures"]}
-    print_table("Similarity of queries (Table 1)", ("content", "position", "after RoPE", "before RoPE", ""),
+    print_table("Query similarity (Table 1)", ("content", "position", "after RoPE", "before RoPE", ""),
                 _similarities(means))  # fmt: skip
     offsets = [key for key in means if key[0] == "offset"]
-    print_table("Similarity at earlier positions (Figure 2b)", ("", *(str(key[1]) for key in offsets), ""),
+    print_table("Query similarity at earlier positions (Figure 2b)", ("", *(str(key[1]) for key in offsets), ""),
                 [("similarity", *(f"{means[key]:.4f}" for key in offsets), "")])  # fmt: skip
-    _print_by_window(means, "recall", "Recall of the most read prompt tokens (Figure 3): budget/window")
-    _print_by_window(means, "attention", "Similarity of attention (Table 8): window")
+    _print_by_window(
+        means, "recall", "Recall of the prompt tokens with the most attention (Figure 3), by budget/window"
+    )
+    _print_by_window(means, "attention", "Attention similarity (Table 8), by window")
     for claim in document["claims"]:
         click.echo(f"{'holds' if claim['holds'] else 'differs here'}: {claim['text']}: {claim['detail']}")
 

@@ -1,10 +1,7 @@
-"""`ridgeplan sweep` and `gamma`: the fastest plan, and the best number of drafts a round, over contexts and batches."""
+"""`ridgeplan sweep` and `gamma`: the fastest plan, and the best number of drafts per round, over a grid."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -14,29 +11,11 @@ from typing import Any
 import click
 
 from ridgeplan import planner
+from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
-from ridgeplan.dashboards.cli.options import (
-    BATCH,
-    COUNT_LIST,
-    CTX,
-    GPU_HELP,
-    TOKEN_LIST,
-    TOKENS,
-    OutputFile,
-    as_json,
-    flat,
-    limits,
-    memory_limit,
-    memory_utilization,
-    new_tokens,
-    one_gpu,
-    options,
-    priced_by,
-    profile_file,
-    yarn,
-)
-from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, write_atomically
-from ridgeplan.dashboards.cli.plan import LONGEST_NAME, shortened
+from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.plan import MAX_NAME, shortened
+from ridgeplan.dashboards.files import csv_text, json_text, write_atomically
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.gamma import BATCHES, GammaCell
@@ -46,7 +25,7 @@ from ridgeplan.planner.render.text import briefly
 
 FORMATS = (".csv", ".json", ".html")
 SHOWN_ROWS = 20
-COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "x plain", "")
+COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "speed-up", "")
 
 
 @click.command(
@@ -57,78 +36,69 @@ COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "x
     )
 )
 @click.argument("model")
-@options(
-    click.option("--gpu", help=GPU_HELP + " Or an axis."),
-    click.option("--over", "axes", required=True, metavar="AXES",
-                 help=f"What varies: {', '.join(AXES)}. 4k..1M doubles; 4k..1M:64 is 64 values."),
-    click.option(*CTX, type=TOKENS, default=8192, show_default=True, help="Tokens of a prompt, where not an axis."),
-    click.option(*BATCH, type=int, default=1, show_default=True, help="Sequences at a time, where not an axis."),
-    click.option("--preset", help="Only this named plan, at its fastest gamma.  [default: the fastest that runs]"),
-    new_tokens,
-    limits,
-    priced_by,
-    click.option("-o", "--output", type=OutputFile(), help="Write all rows here, as .csv, .json or .html."),
-    as_json,
-)  # fmt: skip
+@click.option("--gpu", help=f"{opt.GPU_HELP} It can be an axis instead.")
+@click.option(
+    "--over",
+    "axes",
+    required=True,
+    metavar="AXES",
+    help=f"Axes of the grid: {', '.join(AXES)}. 4k..1M doubles at each step; 4k..1M:64 has 64 values.",
+)
+@click.option(*opt.CTX, "ctx", type=opt.TOKENS, default=8192, help="Prompt length in tokens, if that is no axis.")
+@click.option(*opt.BATCH, "batch", type=int, default=1, help="Sequences that run together, if that is no axis.")
+@opt.only_preset
+@opt.new_tokens
+@opt.limits
+@opt.priced_by
+@click.option("-o", "--output", type=opt.OutputFile(), help="Write all rows to this file: .csv, .json or .html.")
+@opt.as_json
 def sweep(
     model: str, gpu: str | None, axes: str, ctx: int, preset: str | None, output: Path | None, as_json: bool,
     **search: Any,
 ) -> None:  # fmt: skip
-    """The fastest plan for MODEL at every point of a grid."""
+    """Find the fastest plan for MODEL at every point of a grid."""
     over = parse_axes(axes)
     if gpu is None and "gpu" not in over:
         raise click.UsageError("sweep needs --gpu, or gpu=h100,h200 in --over")
     if output is not None and output.suffix not in FORMATS:
         raise click.UsageError(f"--output ends in {output.suffix!r}; allowed: {', '.join(FORMATS)}")
-    found = grid_sweep(model, gpu or "", over, context=ctx, preset=preset, options=SearchOptions(**search))
+    result = grid_sweep(model, gpu or "", over, context=ctx, preset=preset, options=SearchOptions(**search))
     if output is not None:
-        write_atomically(output, _document(found, output.suffix))
+        write_atomically(output, _document(result, output.suffix))
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        _print(found, output)
+        _print(result, output)
 
 
-def _document(found: GridSweep, suffix: str) -> str:
+def _document(result: GridSweep, suffix: str) -> str:
     if suffix == ".json":
-        return json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n"
+        return json_text(result.to_dict())
     if suffix == ".csv":
-        return csv_text(found.table())
+        return csv_text(result.table())
     from ridgeplan.dashboards.html_pages import sweep_page  # imports plotly
 
-    return sweep_page(found)
+    return sweep_page(result)
 
 
-def csv_text(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of flat rows, with their names in the first line."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _print(found: GridSweep, output: Path | None) -> None:
-    """Rows spread evenly over the sweep, where there are too many for a terminal."""
-    rows = found.table()
-    print_notes(found.notes)
+def _print(result: GridSweep, output: Path | None) -> None:
+    """Prints the rows; of too many for a terminal, some that are spread evenly over the grid."""
+    rows = result.table()
+    print_notes(result.notes)
     step = math.ceil(len(rows) / SHOWN_ROWS)
     varying = [name for name in TURNS if len({row.get(name) for row in rows}) > 1]
     cells = (_cells(row, varying) for row in rows[::step])
     print_table("Fastest plans (tokens/s of the whole batch)", COLUMNS, cells)
     shown = len(rows[::step])
-    rest = f", of which {shown} are shown" if shown < len(rows) else ""
-    click.echo(f"{len(rows)} points{rest}" + (f"; all in {output}" if output else ""))
+    part = f", {shown} of them shown" if shown < len(rows) else ""
+    click.echo(f"{len(rows)} points{part}" + (f"; all are in {output}" if output else ""))
 
 
 def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
-    """The cells of `COLUMNS`; before the plan stands what varies besides sizes, a model without its owner.
-
-    Where there is no answer, why stands in the plan's place.
-    """
-    turn = [str(row[name]).rpartition("/")[2] for name in varying]
+    """The cells under `COLUMNS`. The first names the other axes' values and the plan, or why there is none."""
+    values = [str(row[name]).rpartition("/")[2] for name in varying]  # a model without its owner
     name = briefly(row["plan"]) or row["why_not"].partition(" of ")[0]
-    size = " ".join((*turn, shortened(name, LONGEST_NAME))), tokens_text(row["context"]), str(row["batch"])
+    size = " ".join((*values, shortened(name, MAX_NAME))), tokens_text(row["context"]), str(row["batch"])
     if not row["plan"]:
         return (*size, *[""] * (len(COLUMNS) - len(size)))
     return (
@@ -145,45 +115,45 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
     )
 )
 @click.argument("model")
-@click.argument("gpu", required=False)
-@options(
-    click.option("--gpu", "gpu_option", help=GPU_HELP),
-    click.option("--preset", default="quantspec", show_default=True, help="A named plan that drafts."),
-    click.option(*CTX[:-1], "contexts", type=TOKEN_LIST, multiple=True,
-                 help="Tokens of a prompt, such as 4k..128k.  [default: 4k to the model's limit]"),
-    click.option(*BATCH[:-1], "batches", type=COUNT_LIST, multiple=True,
-                 help="Sequences at a time, such as 1..64.  [default: 1..32]"),
-    new_tokens,
-    memory_utilization,
-    memory_limit,
-    profile_file,
-    yarn,
-    as_json,
-)  # fmt: skip
+@opt.gpu_argument
+@click.option("--preset", default="quantspec", help="A preset that drafts.")
+@opt.context_list("Contexts, such as 4k..128k.  [default: 4k to the model's limit]")
+@opt.batch_list("Batches, such as 1..64.  [default: 1..32]")
+@opt.new_tokens
+@opt.memory_utilization
+@opt.memory_limit
+@opt.profile_file
+@opt.yarn
+@opt.as_json
 def gamma(
-    model: str, gpu: str | None, gpu_option: str | None, preset: str, contexts: Sequence[tuple[int, ...]],
-    batches: Sequence[tuple[int, ...]], as_json: bool, **search: Any,
+    model: str, gpu: str | None, gpu_option: str | None, preset: str, contexts: Sequence[int],
+    batches: Sequence[int], as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
-    """The best gamma of a preset for MODEL on GPU, over contexts and batches, with its speed-up over plain decoding."""
-    gpu = one_gpu(gpu, gpu_option)
+    """Find the best gamma of a preset for MODEL on GPU, over contexts and batches.
+
+    Each cell also shows the speed-up over plain decoding.
+    """
+    gpu, batches = opt.gpu_of(gpu, gpu_option), batches or BATCHES
     if gpu is None:
-        raise click.UsageError("gamma needs a GPU; allowed: as the second word or by --gpu")
-    lengths, sizes, options = flat(contexts), flat(batches) or BATCHES, SearchOptions(**search)
-    cells = planner.best_gamma(model, gpu, preset=preset, contexts=lengths, batches=sizes, options=options)
-    known = list(_notes(ask(model, gpu, max(cell.context for cell in cells), options), preset))
+        raise click.UsageError("gamma needs a GPU; allowed: as the second argument or by --gpu")
+    options = SearchOptions(**search)
+    cells = planner.best_gamma(model, gpu, preset=preset, contexts=contexts, batches=batches, options=options)
+    caveats = list(_notes(ask(model, gpu, max(cell.context for cell in cells), options), preset))
     if as_json:
-        print_json({"preset": preset, "cells": [asdict(cell) for cell in cells], "notes": known})
+        print_json({"preset": preset, "cells": [asdict(cell) for cell in cells], "notes": caveats})
         return
-    print_notes(known)
+    print_notes(caveats)
     rows = [
         (tokens_text(context), *(_text(cell) for cell in cells if cell.context == context), "")
         for context in dict.fromkeys(cell.context for cell in cells)
     ]
-    print_table(f"Best gamma of {preset}, and its speed-up", ("context", *(f"batch {one}" for one in sizes), ""), rows)
+    print_table(
+        f"Best gamma of {preset}, and its speed-up", ("context", *(f"batch {batch}" for batch in batches), ""), rows
+    )
 
 
 def _notes(question: Question, preset: str) -> Iterator[str]:
-    """Caveats of the table's longest context, and of a preset that is only estimated or not calibrated."""
+    """Caveats of the longest context, and of a preset that is only estimated or not calibrated."""
     yield from question.notes()
     yield from question.limit_notes()
     missing = question.as_executed.unsupported(planner.preset(preset, question.workload))
@@ -192,5 +162,5 @@ def _notes(question: Question, preset: str) -> Iterator[str]:
 
 
 def _text(cell: GammaCell) -> str:
-    """The gamma and its speed-up; no figures where the plan does not fit."""
+    """The gamma and its speed-up."""
     return f"{cell.gamma} ({cell.speedup:.2f}x)" if cell.fits else "does not fit"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -76,16 +74,6 @@ class PaperFigure:
     def plot(self, **given: Value) -> go.Figure:
         """The plotly figure at these settings. Raises FigureError."""
         return self.draw(self.data(**given))
-
-
-def csv_text(rows: Sequence[Row]) -> str:
-    """Rows as CSV with a header; an absent value is empty."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 # Okabe and Ito's colours, which people with any kind of colour blindness tell apart.

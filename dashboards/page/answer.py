@@ -10,8 +10,8 @@ import streamlit as st
 
 from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.charts.memory import staircase_text
+from ridgeplan.dashboards.files import is_user_error
 from ridgeplan.dashboards.page.inputs import PageQuestion, change, escaped
-from ridgeplan.dashboards.user_errors import about_input
 from ridgeplan.planner import NothingFits, Prediction, Recommendation
 from ridgeplan.planner.plan_file import plan_json
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
@@ -32,7 +32,7 @@ def problems_shown(page: PageQuestion | None = None) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not about_input(error):
+        if not is_user_error(error):
             raise
         _show_problem(error, page)
 

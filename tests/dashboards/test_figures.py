@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ridgeplan.dashboards.figures import PAPER_FIGURES, figures_named, quantspec, specattn, specontext
-from ridgeplan.dashboards.figures.paper_figure import FigureError, PaperFigure, csv_text
+from ridgeplan.dashboards.figures.paper_figure import FigureError, PaperFigure
 from ridgeplan.dashboards.figures.published_table import dumbbells, lines, table_rows
+from ridgeplan.dashboards.files import csv_text
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.validate.papers.comparison import compare_all
 

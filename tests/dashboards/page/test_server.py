@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import pytest
 
-from ridgeplan.dashboards.cli import machine
-
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, invoke: Callable) -> Callable[..., list[str]]:

@@ -1,0 +1,133 @@
+"""`ridgeplan calibrate`: measures this machine and saves its profile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ridgeplan.dashboards.cli import options as opt
+from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.output import print_json, print_table, progress
+from ridgeplan.dashboards.files import FileProblem, require_writable, write_atomically
+from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
+from ridgeplan.validate.calibration.noise import NoiseCheck
+
+if TYPE_CHECKING:
+    from ridgeplan.validate.calibration.fit import Samples
+
+
+@click.command(
+    epilog=examples(
+        "ridgeplan calibrate --quick",
+        "ridgeplan calibrate --output machine.json",
+        "ridgeplan calibrate --allow-noisy --json",
+        "ridgeplan calibrate --samples samples.json",
+        "ridgeplan calibrate --only link --only rope",
+    )
+)
+@click.option("--quick", is_flag=True, help="Take under a minute and widen the bands.")
+@click.option("--allow-noisy", is_flag=True, help="Keep kernel classes whose readings differ, with wider bands.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="CLASS",
+    help="Measure only this kernel class again, and update the saved profile; repeat for several.",
+)
+@click.option("--samples", type=opt.OutputFile(), help="Also save the measurements for a later --refit.")
+@click.option(
+    "--refit",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Fit the saved profile again to the samples of a full calibration, without measuring.",
+)
+@click.option(
+    "--output", type=opt.OutputFile(), help="Save the profile to this file.  [default: the file that --gpu auto reads]"
+)
+@opt.as_json
+def calibrate(
+    quick: bool,
+    allow_noisy: bool,
+    only: tuple[str, ...],
+    samples: Path | None,
+    refit: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use.
+
+    Every size is measured until two readings agree. If they never do, nothing is saved and the exit code is 4.
+    """
+    if refit and (quick or only or samples):
+        raise click.UsageError("--refit measures nothing; allowed: without --quick, --only and --samples")
+    if only and samples:
+        raise click.UsageError("--samples needs all kernel classes; allowed: without --only")
+    if refit:
+        profile, noise = _refitted(refit, output), NoiseCheck()
+    else:
+        profile, noise = calibrate_with_progress(quick, output, allow_noisy, only, samples)
+    if as_json:
+        path = str(output or user_profile_path())
+        print_json({"path": path, "noise": noise.spreads, "profile": json.loads(profile.to_json())})
+        return
+    hardware = profile.hardware
+    click.echo(
+        f"{profile.device}: {hardware.bandwidth_bytes_per_s / 1e9:.4g} GB/s, "
+        f"{hardware.compute_flops / 1e12:.3g} TFLOP/s, ridge point {hardware.ridge_point:.3g} FLOP/byte"
+    )
+    print_table(
+        "Kernel classes, as shares of these ceilings",
+        ("class", "bandwidth", "compute", "launch us", "spread of the fit", "of readings", "source"),
+        ((name, f"{rates.bandwidth_utilization:.0%}", f"{rates.compute_utilization:.0%}", f"{1e6 * rates.launch_s:.3g}",
+          f"{rates.spread:.0%}", f"{noise.spreads[name]:.1%}" if name in noise.spreads else "", rates.source)
+         for name, rates in profile.classes.items()),
+    )  # fmt: skip
+    click.echo(f"saved to {output or user_profile_path()}")
+
+
+def _refitted(samples: Path, output: Path | None) -> Profile:
+    """The profile that is there, fitted to samples again and saved in its place."""
+    target = output or user_profile_path()
+    require_writable(target)
+    from ridgeplan import validate
+    from ridgeplan.validate.calibration.calibrate import refit
+
+    profile = refit(load_profile(target), samples)
+    validate.save_profile(profile, target)
+    return profile
+
+
+def calibrate_with_progress(
+    quick: bool, output: Path | None, allow_noisy: bool, only: Sequence[str] = (), samples: Path | None = None
+) -> tuple[Profile, NoiseCheck]:
+    """The profile of this machine, measured with a progress bar and saved, and how noisy its classes were.
+
+    only: classes that are measured again; the others are those of the profile that is there. samples: where to save
+    what was measured.
+    Raises FileProblem, and NoisyMachine unless that is allowed; ProfileError where there is no profile to start from.
+    """
+    target = output or user_profile_path()
+    for path in (target, samples) if samples else (target,):
+        require_writable(path)
+    base = load_profile(target) if only else None
+    from ridgeplan import validate
+
+    noise = validate.NoiseCheck(allow_noisy)
+    with progress("calibrating") as on_progress:
+
+        def keep(measured: Samples) -> None:
+            if samples:
+                write_atomically(samples, measured.to_json())
+
+        if base is None:
+            profile = validate.calibrate(quick, noise=noise, on_progress=on_progress, keep=keep)
+        else:
+            profile = validate.recalibrate(base, only, quick, noise=noise, on_progress=on_progress)
+    try:
+        validate.save_profile(profile, output)
+    except OSError as error:
+        raise FileProblem(f"cannot write {str(target)!r}: {error.strerror}") from error
+    return profile, noise
