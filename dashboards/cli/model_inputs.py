@@ -39,8 +39,8 @@ def require_planned_model(saved: SavedPlan, model: str | None, otherwise: str = 
         other = f"{running.name} ({running.parameters / 1e9:.3g}B)"
         actual = f"--model is {other}" if model else f"without --model the embedded {other} would run"
         raise click.UsageError(
-            f"the plan is for {planned.name} ({planned.parameters / 1e9:.3g}B), but {actual}; allowed: its model "
-            f"as --model{otherwise}"
+            f"the plan is for {planned.name} ({planned.parameters / 1e9:.3g}B), but {actual}; allowed: the plan's "
+            f"model as --model{otherwise}"
         )
 
 

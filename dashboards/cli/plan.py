@@ -106,7 +106,7 @@ def _quality_cost(losses: Sequence[str]) -> str:
     """The losses by name; the text after each colon says how large it is."""
     if not losses:
         return "Quality cost: none; the output keeps the model's distribution"
-    return f"Quality cost: {', '.join(loss.partition(':')[0] for loss in losses)} (--all shows how much)"
+    return f"Quality cost: {', '.join(loss.partition(':')[0] for loss in losses)}; --all shows how much"
 
 
 def _caveat(recommendation: Recommendation) -> str:

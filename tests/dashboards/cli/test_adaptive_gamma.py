@@ -70,8 +70,8 @@ def test_bench_cases_may_adapt(invoke: Any, refuses: Any, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "options, words",
     [
-        (("--adaptive", "--breakdown"), "--breakdown is given with an adaptive gamma"),
-        (("--random-tokens", "--prompt-file", "x"), "--random-tokens and --prompt-file were given"),
+        (("--adaptive", "--breakdown"), "--breakdown cannot be combined with an adaptive gamma"),
+        (("--random-tokens", "--prompt-file", "x"), "--random-tokens and --prompt-file cannot be combined"),
     ],
 )
 def test_options_that_exclude_each_other(refuses: Any, options: tuple[str, ...], words: str) -> None:
@@ -184,7 +184,7 @@ def test_tune_prints_its_steps_and_replaces_its_own_rows(invoke: Any, tuning: tu
 
 def test_tune_without_enough_drafts_saves_no_rows(invoke: Any, tuning: tuple[object, ...]) -> None:
     shown = invoke(*tuning, "--tokens", 2).stdout
-    assert "more --tokens do" in shown
+    assert "increase --tokens" in shown
     assert not user_acceptance_path().exists()
 
 

@@ -194,7 +194,7 @@ def test_a_breakdown_shows_each_class_beside_its_prediction(
     cells = re.split(r"\s{2,}", other.strip())
     assert cells[1:3] == ["2", "10"]
     assert cells[4] == "_record_timestamp_kernel 5, fill of FillFunctor 5"
-    assert "kernels 30 us, of which 5 us beside others; a round takes" in shown
+    assert "kernels take 30 us, 5 us of them beside others; a round takes" in shown
     rows = json.loads(saved.read_text())["rows"]
     lines = [re.split(r"\s{2,}", line.strip()) for line in shown.splitlines() if "64x1" in line]
     assert [line[-1] for line in lines] == ["autoregressive", "quantspec-kv, gamma 2"]

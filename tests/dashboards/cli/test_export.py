@@ -67,5 +67,5 @@ def test_a_model_without_an_owner_must_be_named(refuses: Any, invoke: Any, saved
     plan = json.loads(saved.read_text())
     plan["workload"]["model"] = "llama-3.1-8b"
     saved.write_text(json.dumps(plan))
-    assert "is no hub id; allowed: --model" in refuses("export", saved, "--to", "vllm")
+    assert "is not a hub id; allowed: --model" in refuses("export", saved, "--to", "vllm")
     assert "vllm serve ./weights" in invoke("export", saved, "--to", "vllm", "--model", "./weights").stdout

@@ -120,7 +120,7 @@ def test_without_kaleido_or_chrome_nothing_is_written(
     [
         (("nope",), "unknown figure 'nope'; allowed: quantspec"),
         (("dapq", "--set", "gamma=3"), "no chosen figure has the setting 'gamma'; allowed: budget, gpu, model"),
-        (("dapq", "--set", "gpu"), "'gpu' is no setting; allowed: a slider and its value"),
+        (("dapq", "--set", "gpu"), "'gpu' is not a setting; allowed: a slider and its value"),
         (("dapq", "--set", "gpu=x"), "gpu is 'x'; allowed: h20, a6000"),
     ],
 )

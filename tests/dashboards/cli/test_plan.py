@@ -246,7 +246,7 @@ def test_estimate_tables_and_what_does_not_fit(invoke: Any) -> None:
         ((*QUESTION, "--preset", "quantspec", "--gamma", 0), "gamma is 0 with draft codes"),
         ((LLAMA, "--gpu", "h200", "--ctx", 0, "--preset", "quantspec"), "context is 0; allowed"),
         ((*QUESTION, "--preset", "int8", "--batch", -2), "batch is -2; allowed"),
-        (QUESTION, "estimate needs MODEL, --preset, --gpu and --ctx, or --plan FILE"),
+        (QUESTION, "estimate needs MODEL, --preset, --gpu and --ctx, or else --plan FILE"),
     ],
 )
 def test_estimate_refuses(refuses: Any, arguments: tuple[object, ...], words: str) -> None:
@@ -289,7 +289,7 @@ def test_missing_and_unreadable_plans_are_refused(refuses: Any, tmp_path: Path) 
 def test_a_plan_keeps_its_own_workload(refuses: Any, invoke: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert invoke("recommend", *QUESTION, "--output", path).exit_code == 0
-    assert "--ctx cannot be given with --plan" in refuses("estimate", "--plan", path, "--ctx", 0)
+    assert "--ctx cannot be combined with --plan" in refuses("estimate", "--plan", path, "--ctx", 0)
 
 
 def test_unknown_command_suggests_a_near_one(refuses: Any) -> None:

@@ -76,7 +76,7 @@ def test_recommend_and_estimate_show_what_was_measured(run: Any, invoke: Any, ti
     (loss,) = json.loads(invoke(*asked, "--json").stdout)["losses"]
     assert f"fidelity {fidelity:.3f}" in loss
     assert loss.endswith("at 1100 tokens of cities [measured]")
-    assert f"gives up: {loss}" in " ".join(invoke(*asked).stdout.split())
+    assert f"quality cost: {loss}" in " ".join(invoke(*asked).stdout.split())
 
 
 def test_questions_that_cannot_be_had_are_skipped_with_one_line(

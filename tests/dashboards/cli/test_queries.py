@@ -46,8 +46,8 @@ def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path)
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (("compare", LLAMA, "--ctx", "8k"), "compare needs --gpu for a model"),
-        (("compare", LLAMA, "plan.json", "--gpu", "h200"), "models and plan files were given"),
+        (("compare", LLAMA, "--ctx", "8k"), "compare needs --gpu for models"),
+        (("compare", LLAMA, "plan.json", "--gpu", "h200"), "models and plan files cannot be mixed"),
         (("compare", LLAMA, "--gpu", "h200,h20o", "--ctx", "8k"), "unknown GPU 'h20o'. Did you mean h20"),
         (("compare", "nothing.json"), "cannot read plan 'nothing.json'"),
         (("compare",), "Missing argument"),
@@ -58,7 +58,10 @@ def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path)
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k"), "Missing option '--price'"),
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "cheap"), "--price is 'cheap'; allowed: dollars"),
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "nan"), "the price of h200 is nan; allowed"),
-        (("cost", LLAMA, "--gpu", "h200,h100", "--ctx", "8k", "--price", "1,2,3"), "3 prices for 2 GPUs; allowed"),
+        (
+            ("cost", LLAMA, "--gpu", "h200,h100", "--ctx", "8k", "--price", "1,2,3"),
+            "3 prices were given for 2 GPUs; allowed",
+        ),
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "1", "--ttft-max", "2"), "'2' is not a time"),
         (("fit", LLAMA, "--ctx", "8k,16k"), "without a GPU, fit needs one --ctx"),
         (("explain", "gama"), "unknown term 'gama'. Did you mean gamma"),
@@ -81,7 +84,7 @@ def test_a_sweep_is_written_in_three_formats(invoke: Any, tmp_path: Path) -> Non
     assert json.loads((tmp_path / "sweep.json").read_text())["rows"] == rows
     shown = invoke(*line, "-o", tmp_path / "sweep.html")
     page = (tmp_path / "sweep.html").read_text()
-    assert "9 points; all in" in shown.stdout
+    assert "9 points; all are in" in shown.stdout
     assert all(row["plan"] in page for row in rows)
     assert {row["fits"] for row in rows} == {True}  # layers leave for the host
     small = as_json(invoke(*line, "--memory-limit", "6GB", "--json"))["rows"]
@@ -94,7 +97,7 @@ def test_a_sweep_is_written_in_three_formats(invoke: Any, tmp_path: Path) -> Non
 
 def test_many_points_are_shown_in_part(invoke: Any) -> None:
     text = invoke("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=4k..64k:20,batch=1..16").stdout
-    assert "100 points, of which 20 are shown" in text
+    assert "100 points, 20 of them shown" in text
 
 
 def test_questions_in_turn_show_what_varies(invoke: Any) -> None:
@@ -112,11 +115,11 @@ def test_cost_prints_what_its_json_holds(invoke: Any) -> None:
     found = as_json(invoke(*line, "--json"))
     text = invoke(*line).stdout
     best = found["cheapest"]
-    assert f"cheapest: h200 at batch {best['batch']} with {best['name']}: ${best['dollars_per_million']:.3g}" in text
+    assert f"cheapest: ${best['dollars_per_million']:.3g} per million tokens on h200 at batch {best['batch']}" in text
     assert best == min((row for row in found["rows"] if row["serves"]), key=lambda row: row["dollars_per_million"])
     assert found["limits"] == {"ttft_s": None, "tpot_s": 0.015}
     assert "misses TPOT" in text
-    assert "none fits and meets the limits" in invoke(*line, "--ttft-max", "1us").stdout
+    assert "no batch fits and meets the limits" in invoke(*line, "--ttft-max", "1us").stdout
 
 
 def test_only_limits_that_are_given_are_met(invoke: Any) -> None:
@@ -131,10 +134,10 @@ def test_fit_names_the_smallest_gpu_of_the_catalog(invoke: Any) -> None:
     memory = [load_hardware(one["gpu"]).memory_bytes for one in found]
     assert memory == sorted(one.memory_bytes for one in list_hardware())
     first = next(one for one in found if one["fits"])
-    assert f"smallest GPU that does: {first['gpu']}" in invoke(*line).stdout
+    assert f"smallest GPU that fits: {first['gpu']}" in invoke(*line).stdout
     for one in found:
         assert one["fits"] == (one["batch"]["batch"] >= 4) == (one["context"]["context"] == 131_072)
-    assert "no GPU of the catalog is enough" in invoke("fit", "Llama-3.1-70B", "--ctx", "128k", "--batch", 64).stdout
+    assert "no GPU of the catalog fits" in invoke("fit", "Llama-3.1-70B", "--ctx", "128k", "--batch", 64).stdout
 
 
 def test_explain_divides_a_round_among_its_parts(invoke: Any, tmp_path: Path) -> None:
@@ -150,7 +153,7 @@ def test_explain_divides_a_round_among_its_parts(invoke: Any, tmp_path: Path) ->
     assert "at batch 1, fewer bits of weights gain more than of KV up to about 11" in " ".join(text.split())
     for part, seconds in predicted["round_s"].items():
         assert (f"    {part} " in text) == (seconds > 0)
-    assert "it does not fit" in invoke("explain", path, "--memory-limit", "10GB").stdout
+    assert "which does not fit" in invoke("explain", path, "--memory-limit", "10GB").stdout
 
 
 @pytest.mark.parametrize(

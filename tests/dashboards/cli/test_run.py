@@ -53,9 +53,12 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--prompt", "a", "--prompt-file", "b"), "--prompt and --prompt-file were given; allowed: one of them"),
+        (
+            ("--prompt", "a", "--prompt-file", "b"),
+            "--prompt and --prompt-file cannot be combined; allowed: one of them",
+        ),
         (("--prompt", "a", "--model", "missing.gguf"), "no model at 'missing.gguf'"),
-        (("--prompt", ""), "--prompt is empty; allowed: text of one character or more"),
+        (("--prompt", ""), "--prompt is empty; allowed: at least one character"),
         (("--prompt", "caf\udce9"), "--prompt holds bytes that are not UTF-8; allowed: text, or --prompt-file"),
         (("--prompt", "a", "--model", ""), "--model is empty; allowed: a safetensors folder, a .gguf file or a hub id"),
         (("--prompt", "a", "--seed", "first"), "'first' is not a valid integer"),
@@ -167,8 +170,8 @@ def test_what_graphs_cost_is_shown(graphs: bool) -> None:
     )  # fmt: skip
     shown = summary(figures)
     assert "peak memory not measured" in shown
-    assert ("before the first round 0.25 s to capture its graph" in shown) == graphs
-    assert ("between rounds the device waits 17 us for the host" in shown) == graphs
+    assert ("graph capture before the first round took 0.25 s" in shown) == graphs
+    assert ("the device waits 17 us for the host between rounds" in shown) == graphs
 
 
 @pytest.mark.parametrize(("words", "noted"), [(199, True), (200, False)])
@@ -178,7 +181,7 @@ def test_a_short_calibration_text_is_noted(
     text = tmp_path / "text.txt"
     text.write_text("word " * words, encoding="utf-8")
     assert calibration_tokens(str(tiny_folder), str(text))
-    assert ("1000 or more calibrate well" in capsys.readouterr().err) == noted
+    assert ("good calibration needs 1000 or more" in capsys.readouterr().err) == noted
 
 
 def test_drafts_are_fitted_to_the_calibration_file(
@@ -214,7 +217,7 @@ def test_a_model_of_other_sizes_is_refused_before_anything_is_loaded(
     with monkeypatch.context() as patched:
         patched.setattr("ridgeplan.runtime.load", lambda *_, **__: pytest.fail("a model was loaded"))
         line = refuses("run", path, "--model", tiny_folder, "--prompt", "a")
-        assert "the plan is for meta-llama/Llama-3.1-8B (8.03B), and --model is" in line
+        assert "the plan is for meta-llama/Llama-3.1-8B (8.03B), but --model is" in line
         assert "without --model the embedded HuggingFaceTB/SmolLM2-135M" in refuses("run", path, "--prompt", "a")
     run = ("run", path, "--model", tiny_folder, "--prompt", "a", "--max-new-tokens", 2, "--any-model")
     assert invoke(*run).exit_code == 0

@@ -102,7 +102,7 @@ def test_a_study_of_other_conditions_is_not_resumed(
     output = tmp_path / "study.json"
     again = ("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--resume")
     assert "its tokens is 16; allowed: 32" in refuses(*again, "--tokens", 32, "--output", output)
-    assert "--resume was given without --output" in refuses(*again, "--tokens", 16)
+    assert "--resume needs --output" in refuses(*again, "--tokens", 16)
     for damaged, problem in (("[]", "it is []"), ('{"schema": 1, "rows": [{"context": 0}]}', "context is 0")):
         output.write_text(damaged)
         assert problem in refuses(*again, "--tokens", 16, "--output", output)

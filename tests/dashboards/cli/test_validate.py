@@ -165,11 +165,11 @@ def test_demo_calibrates_only_once_and_notes_noise(
     measured_profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert demo.own_profile() == measured_profile
+    assert demo.saved_or_quick_profile() == measured_profile
     assert "readings differ: linear_int4 25%" in capsys.readouterr().err
     assert load_profile(tmp_path / "ridgeplan" / "profile.json") == measured_profile
     monkeypatch.setattr("ridgeplan.validate.calibrate", None)
-    assert demo.own_profile() == measured_profile
+    assert demo.saved_or_quick_profile() == measured_profile
 
 
 def test_calibrate_saves_and_prints_the_profile(invoke: Any, measured_profile: Profile, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_calibrate_keeps_what_was_measured_and_fits_it_again(
     assert invoke("calibrate", "--refit", samples, "--output", path).exit_code == 0
     assert load_profile(path) == replace(measured_profile, date="2026-11-22")  # there was nothing to fit
     assert "--refit measures nothing" in refuses("calibrate", "--refit", samples, "--quick", "--output", path)
-    assert "--samples needs all classes" in refuses("calibrate", "--only", "rope", "--samples", samples)
+    assert "--samples needs all kernel classes" in refuses("calibrate", "--only", "rope", "--samples", samples)
     assert "cannot read samples" in refuses("calibrate", "--refit", tmp_path / "none.json", "--output", path)
     assert "calibrate it whole" in refuses("calibrate", "--only", "rope", "--output", path)  # the profile's are others
 
@@ -239,7 +239,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[SuiteOptions]:
         asked.append(question)
         return replace(heading(question), rows=(replace(ROW, section=question.sections[0]),))
 
-    monkeypatch.setattr(module, "_measured", run)
+    monkeypatch.setattr("ridgeplan.validate.suite.run.run_suite", lambda question, _: run(question))
     return asked
 
 

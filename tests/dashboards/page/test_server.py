@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from ridgeplan.dashboards.cli import dashboard
+
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, invoke: Callable) -> Callable[..., list[str]]:
@@ -42,16 +44,16 @@ def test_without_a_port_it_takes_the_next_free_one(
         other.bind(("127.0.0.1", 0))
         other.listen()
         taken = other.getsockname()[1]
-        monkeypatch.setattr(machine, "FIRST_PORT", taken)
+        monkeypatch.setattr(dashboard, "FIRST_PORT", taken)
         assert int(value(started(), "server.port")) > taken
 
 
 def test_where_no_port_is_free_it_says_so(invoke: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "PORTS", 1)
+    monkeypatch.setattr(dashboard, "PORTS", 1)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        monkeypatch.setattr(machine, "FIRST_PORT", other.getsockname()[1])
+        monkeypatch.setattr(dashboard, "FIRST_PORT", other.getsockname()[1])
         result = invoke("dashboard")
     assert result.exit_code == 2
     assert "are all in use; give a free --port" in result.stderr
