@@ -23,7 +23,8 @@ def token_selector(selection: Any, builder: AttentionMetadataBuilder, head: Head
     head: the model's retrieval head. Raises WorkloadError where the selection needs one and there is none.
     """
     selector = SELECTORS[selection.name]
-    return selector(selection, builder, head) if selector.uses_head else selector(selection, builder)
+    arguments = (head,) if selector.uses_head else ()
+    return selector(selection, builder, *arguments)
 
 
 __all__ = ["SELECTORS", "TokenSelector", "token_selector"]
