@@ -122,9 +122,9 @@ class Capacity:
     ) -> tuple[np.ndarray, ...]:
         """Bytes of the device, at the peak, and of the host: each [plans]."""
         sizes = {name: size for name, size in (("context", context), ("batch", batch)) if size is not None}
-        found = offload_layers(self.shape, device or self.device, self._strategy.with_terms(**sizes))
-        both = (np.asarray(one, dtype=float) for one in (found.memory.peak, found.host_bytes))
-        return tuple(np.broadcast_to(one, (len(self.plans),)) for one in both)
+        layout = offload_layers(self.shape, device or self.device, self._strategy.with_terms(**sizes))
+        both = (np.asarray(value, dtype=float) for value in (layout.memory.peak, layout.host_bytes))
+        return tuple(np.broadcast_to(value, (len(self.plans),)) for value in both)
 
 
 def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | None:
@@ -154,9 +154,9 @@ def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> tuple[int
     And the bytes that are then left of what the plan may use.
     """
     strategy = strategy_of(plan, shape, device, CERTAIN)
-    found = offload_layers(shape, device, strategy)
+    layout = offload_layers(shape, device, strategy)
     limit = min(device.memory_bytes, strategy.offload.memory_limit_bytes)
-    return int(found.host.layers), max(0, int(limit - found.memory.peak))
+    return int(layout.host.layers), max(0, int(limit - layout.memory.peak))
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:

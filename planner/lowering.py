@@ -227,9 +227,9 @@ def _chosen_class(plan: Plan, shape: ModelShape, part: str) -> str | None:
     if part == "draft":
         if not plan.speculation.sparse:
             return None
-        own = plan.speculation.selection.attention_class
+        fused_class = plan.speculation.selection.attention_class
         listed = sparse_attention_kind(draft_code_bits(plan))
-        return scan_kind(own, shape.q_heads, shape.kv_heads) if own else listed
+        return scan_kind(fused_class, shape.q_heads, shape.kv_heads) if fused_class else listed
     return sparse_attention_kind(target_code_bits(plan)) if plan.attention.active else None
 
 
@@ -279,7 +279,7 @@ def stack(items: Sequence[Any], counts: Sequence[int]) -> Any:
 def mapped(change: Callable[[Any], Any], values: Any) -> Any:
     """Dataclasses and tuples of numbers and arrays, with every number and array changed."""
     if isinstance(values, tuple):
-        return tuple(mapped(change, one) for one in values)
+        return tuple(mapped(change, value) for value in values)
     if is_dataclass(values) and not isinstance(values, type):
         return type(values)(**{f.name: mapped(change, getattr(values, f.name)) for f in fields(values)})
     return change(values)
@@ -287,7 +287,7 @@ def mapped(change: Callable[[Any], Any], values: Any) -> Any:
 
 def reshaped(values: Any, shape: tuple[int, ...]) -> Any:
     """Dataclasses and tuples of numbers and arrays, the arrays in another shape; numbers stay."""
-    return mapped(lambda one: one.reshape(shape) if isinstance(one, np.ndarray) else one, values)
+    return mapped(lambda value: value.reshape(shape) if isinstance(value, np.ndarray) else value, values)
 
 
 def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
@@ -308,10 +308,10 @@ def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
 
 def round_costs(plan: Plan, shape: ModelShape, profile: Profile, gammas: Sequence[int] = ()) -> RoundCosts:
     """Costs at the plan's gammas, or at those given, and at 0; averaged over the generation of the plan's workload."""
-    wanted = sorted({0, *(gammas or plan.speculation.gammas)})
-    found = estimate_gammas(plan, shape, profile, Machine.of(profile), wanted)
+    all_gammas = sorted({0, *(gammas or plan.speculation.gammas)})
+    estimate = estimate_gammas(plan, shape, profile, Machine.of(profile), all_gammas)
     acceptance = AcceptanceModel.of_profile(shape, plan.workload.context, profile).of(plan).best
-    return RoundCosts(dict(zip(wanted, map(float, found.round.total_s), strict=True)), acceptance)
+    return RoundCosts(dict(zip(all_gammas, map(float, estimate.round.total_s), strict=True)), acceptance)
 
 
 def estimate_gammas(

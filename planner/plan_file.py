@@ -52,16 +52,16 @@ class SavedPlan:
     ) -> tuple[ModelShape, Profile]:
         """Model and machine: those given, else the plan's own. Raises as `ridgeplan.planner.resolve` does."""
         named = self.plan.workload
-        wanted = model if model is not None else self.shape or named.model
+        reference = model if model is not None else self.shape or named.model
         if gpu is None and profile is None and self.profile is not None:
-            shape = wanted if isinstance(wanted, ModelShape) else load_shape(wanted)
+            shape = reference if isinstance(reference, ModelShape) else load_shape(reference)
             return shape, with_rows(self.profile, acceptance)
-        return resolve(wanted, named.hardware if gpu is None else gpu, profile, acceptance)
+        return resolve(reference, named.hardware if gpu is None else gpu, profile, acceptance)
 
     def on(self, shape: ModelShape, profile: Profile) -> Plan:
         """The plan for this model and machine. Raises PlanError where its context is beyond the model's."""
-        asked = replace(self.plan.workload, model=shape.name, hardware=profile.hardware.name)
-        return replace(self.plan, workload=within_context(asked, shape))
+        workload = replace(self.plan.workload, model=shape.name, hardware=profile.hardware.name)
+        return replace(self.plan, workload=within_context(workload, shape))
 
 
 def plan_json(plan: Plan, shape: ModelShape, profile: Profile) -> str:

@@ -120,7 +120,7 @@ class Prediction:
     beats_plain: float | None = None  # probability; None where it was not sampled
 
     def __repr__(self) -> str:
-        best, low, high = (f"{one.tpot_ms:.3g}" for one in (self.best, self.low, self.high))
+        best, low, high = (f"{figures.tpot_ms:.3g}" for figures in (self.best, self.low, self.high))
         return f"Prediction({best} ms per token ({low} to {high}), {self.speedup:.2f}x, {self.source})"
 
     @cached_property
@@ -184,12 +184,12 @@ def predict_all(
         models[plan.workload.context].of(_with_gamma(plan, gamma)) for plan, gamma in zip(plans, gammas, strict=True)
     ]
     # A single plan stays in numbers; several become arrays with one entry each.
-    ones = [1] * len(plans)
+    counts = [1] * len(plans)
     strategies = [strategy_of(plan, shape, machine, 1.0) for plan in plans]
     if overlap is not None:
         strategies = [strategy.with_terms(offload_overlap=overlap) for strategy in strategies]
-    strategy = stack([replace(one, gamma=gamma) for one, gamma in zip(strategies, gammas, strict=True)], ones)
-    rates = stack([rates_of(plan, shape, machine) for plan in plans], ones)
+    strategy = stack([replace(item, gamma=gamma) for item, gamma in zip(strategies, gammas, strict=True)], counts)
+    rates = stack([rates_of(plan, shape, machine) for plan in plans], counts)
     ends = {end: replace(strategy, acceptance=np.array([getattr(item, end) for item in known])) for end in ENDS}
     best = evaluate(shape, machine, ends["best"], rates)
     slow, fast = (at_acceptance(best, ends[end]) for end in ("low", "high"))
@@ -218,8 +218,8 @@ def _parts(
     passes = pass_ops(shape, machine, strategy)
     timed = {name: [_timed(op, machine, pass_rates[name]) for op in ops] for name, ops in passes.items()}
     for name, gap_s in (("draft", machine.draft_gap_s), ("target", machine.target_gap_s)):
-        gap, own = Op("between kernels", "gap", Cost(), shape.layers), pass_rates[name]
-        timed[name].append((gap, machine.gap_seconds(own, shape.layers, gap_s), own["gap"].spread))
+        gap, part_rates = Op("between kernels", "gap", Cost(), shape.layers), pass_rates[name]
+        timed[name].append((gap, machine.gap_seconds(part_rates, shape.layers, gap_s), part_rates["gap"].spread))
     return tuple(_part(name, rows, count) for name, rows in timed.items())
 
 
@@ -302,14 +302,14 @@ def _ordered(
 
 
 def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
-    one = estimate.round
+    times = estimate.round
     parts = {
-        "draft": one.gamma * one.draft_s,
-        "verification": one.verify_s,
-        "acceptance": one.accept_s,
-        "selection": one.select_s,
-        "flush": one.flush_s,
-        "overhead": one.overhead_s,
+        "draft": times.gamma * times.draft_s,
+        "verification": times.verify_s,
+        "acceptance": times.accept_s,
+        "selection": times.select_s,
+        "flush": times.flush_s,
+        "overhead": times.overhead_s,
     }
     return {name: _at(value, index) for name, value in parts.items()}
 
@@ -348,14 +348,16 @@ def sampled_tpot_ms(predictions: Sequence[Prediction], profile: Profile) -> np.n
     Every class's time is scaled by a log-normal factor of the spread of its fit; the acceptance follows a normal
     distribution on either side of its best estimate, as wide as its band there.
     """
-    rounds = _scaled([_round_s_by_class(one) for one in predictions], profile)
-    tokens = np.stack([_sampled_tokens(one, _deviations()[-1]) for one in predictions])
+    rounds = _scaled([_round_s_by_class(predicted) for predicted in predictions], profile)
+    tokens = np.stack([_sampled_tokens(predicted, _deviations()[-1]) for predicted in predictions])
     return 1e3 * rounds / tokens
 
 
 def sampled_ttft_ms(predictions: Sequence[Prediction], profile: Profile) -> np.ndarray:
     """Milliseconds to the first token, [plans, samples], with the same errors as `sampled_tpot_ms`."""
-    return 1e3 * _scaled([_by_class(one, "prefill", one.best.ttft_ms / 1e3) for one in predictions], profile)
+    return 1e3 * _scaled(
+        [_by_class(predicted, "prefill", predicted.best.ttft_ms / 1e3) for predicted in predictions], profile
+    )
 
 
 @cache
@@ -368,7 +370,7 @@ def _scaled(seconds: Sequence[Mapping[str, float]], profile: Profile) -> np.ndar
     """The sum of each plan's seconds by class, every class scaled by its sampled error: [plans, samples]."""
     spreads = np.array([profile.rates(name).spread for name in KERNEL_CLASSES])
     factors = np.exp(np.log1p(spreads)[:, None] * _deviations()[:-1])
-    return np.array([[one.get(name, 0.0) for name in KERNEL_CLASSES] for one in seconds]) @ factors
+    return np.array([[by_class.get(name, 0.0) for name in KERNEL_CLASSES] for by_class in seconds]) @ factors
 
 
 def _round_s_by_class(predicted: Prediction) -> dict[str, float]:
@@ -381,9 +383,9 @@ def _round_s_by_class(predicted: Prediction) -> dict[str, float]:
 
 def _by_class(predicted: Prediction, part: str, seconds: float) -> dict[str, float]:
     """`seconds` of one part of the work, divided among kernel classes as its operations' times are."""
-    found = _sum(*({op.kind: op.seconds} for op in predicted.breakdown if op.part == part))
-    scale = seconds / sum(found.values())
-    return {kind: own * scale for kind, own in found.items()}
+    by_kind = _sum(*({op.kind: op.seconds} for op in predicted.breakdown if op.part == part))
+    scale = seconds / sum(by_kind.values())
+    return {kind: op_s * scale for kind, op_s in by_kind.items()}
 
 
 def _sum(*parts: Mapping[str, float]) -> dict[str, float]:

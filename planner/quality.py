@@ -100,7 +100,7 @@ def _attention(plan: Plan) -> dict[str, Any]:
 def _flat(name: str, value: Any) -> dict[str, Any]:
     """Nested fields as `axis.field`; enums as their texts, truth values as numbers."""
     if isinstance(value, dict):
-        return {key: one for field, part in value.items() for key, one in _flat(f"{name}.{field}", part).items()}
+        return {key: item for field, part in value.items() for key, item in _flat(f"{name}.{field}", part).items()}
     return {name: str(value) if isinstance(value, str) else int(value) if isinstance(value, bool) else value}
 
 
@@ -143,14 +143,14 @@ def saved_rows() -> tuple[QualityRow, ...]:
 
 def measured_quality(plan: Plan, rows: Sequence[QualityRow]) -> str | None:
     """What was measured of the plan's target on its model, at the context nearest to its own; None without a row."""
-    own = [row for row in rows if _is_of(row, plan)]
-    if not own or not target_values(plan):
+    matching = [row for row in rows if _is_of(row, plan)]
+    if not matching or not target_values(plan):
         return None
     # Of several heads the one that was measured last.
-    nearest = max(own, key=lambda row: (-_factor(row.context, plan), row.date))
-    found = [row for row in own if _source(row) == _source(nearest)]
+    nearest = max(matching, key=lambda row: (-_factor(row.context, plan), row.date))
+    same_source = [row for row in matching if _source(row) == _source(nearest)]
     head = f", with the retrieval head {row_head}" if (row_head := nearest.target.get(HEAD)) else ""
-    return f"{'; '.join(_told(found))}; at {nearest.context} tokens of {nearest.text}{head} [measured]"
+    return f"{'; '.join(_figure_texts(same_source))}; at {nearest.context} tokens of {nearest.text}{head} [measured]"
 
 
 def _source(row: QualityRow) -> tuple[Any, ...]:
@@ -164,11 +164,11 @@ def _is_of(row: QualityRow, plan: Plan) -> bool:
 
 
 def _factor(context: int, plan: Plan) -> float:
-    own = plan.workload.final_context
-    return max(context / own, own / context)
+    plan_context = plan.workload.final_context
+    return max(context / plan_context, plan_context / context)
 
 
-def _told(rows: Sequence[QualityRow]) -> Iterator[str]:
+def _figure_texts(rows: Sequence[QualityRow]) -> Iterator[str]:
     for row in rows:
         if row.measure == FIDELITY:
             yield f"fidelity {row.value:.3f} (1 - TV)"
@@ -215,19 +215,19 @@ def losses(plan: Plan) -> list[str]:
 
     Speculation is never a loss: the output has the target's distribution whatever the drafts read.
     """
-    found = []
+    lost = []
     if plan.kv.target_bits == 8:
-        found.append("INT8 KV: perplexity +0.16% on WikiText-2, +0.004% on C4 (QuantSpec, Table 2)")
+        lost.append("INT8 KV: perplexity +0.16% on WikiText-2, +0.004% on C4 (QuantSpec, Table 2)")
     if plan.weights.target_bits == 8:
         kind = "hierarchical" if plan.weights.hierarchical else "plain"
-        found.append(f"INT8 weights ({kind}): {WEIGHT_FIDELITY[kind]}, {FITTED}")
+        lost.append(f"INT8 weights ({kind}): {WEIGHT_FIDELITY[kind]}, {FITTED}")
     if plan.weights.target_bits == 4:
-        found.append("INT4 weights: perplexity 5.47 to 5.73 for Llama-2-7B, rounded to nearest (AWQ, Table 4)")
+        lost.append("INT4 weights: perplexity 5.47 to 5.73 for Llama-2-7B, rounded to nearest (AWQ, Table 4)")
     if plan.eviction.active:
-        found.append(_eviction_loss(plan))
+        lost.append(_eviction_loss(plan))
     if plan.attention.active:
-        found.append(f"{plan.attention.selection.name} reads {plan.attention.budget} tokens a step")
-    return found
+        lost.append(f"{plan.attention.selection.name} reads {plan.attention.budget} tokens a step")
+    return lost
 
 
 def _eviction_loss(plan: Plan) -> str:

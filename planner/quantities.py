@@ -32,10 +32,10 @@ def tokens(value: int | str) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     number, unit = _split(value)
-    found = number * TOKEN_UNITS[unit] if number is not None and unit in TOKEN_UNITS else None
-    whole = found is not None and found == int(found)
-    require(whole, f"{brief(value)} is not a number of tokens; allowed: one such as 8192, 128k (131072) or 1M")
-    return int(found or 0)
+    scaled = number * TOKEN_UNITS[unit] if number is not None and unit in TOKEN_UNITS else None
+    is_whole = scaled is not None and scaled == int(scaled)
+    require(is_whole, f"{brief(value)} is not a number of tokens; allowed: one such as 8192, 128k (131072) or 1M")
+    return int(scaled or 0)
 
 
 def count(value: int | str) -> int:
@@ -55,18 +55,18 @@ def size_bytes(value: float | str) -> float:
     number, unit = _split(value)
     allowed = "allowed: one with a unit, such as 24GB or 24GiB"
     require(number is not None and (not unit or unit in BYTE_UNITS), f"{brief(value)} is not a size; {allowed}")
-    found = float(number or 0) * BYTE_UNITS.get(unit, 1)
-    require(0 < found < math.inf, f"{brief(value)} is not a size above 0; {allowed}")
-    require(bool(unit) or found >= MIN_BARE_BYTES, f"{brief(value)} is a size without a unit; {allowed}")
-    return found
+    size = float(number or 0) * BYTE_UNITS.get(unit, 1)
+    require(0 < size < math.inf, f"{brief(value)} is not a size above 0; {allowed}")
+    require(bool(unit) or size >= MIN_BARE_BYTES, f"{brief(value)} is a size without a unit; {allowed}")
+    return size
 
 
 def duration_s(value: str) -> float:
     """A time in seconds: "20ms", "2s" or "0.5s". Raises PlanError, also without a unit."""
     number, unit = _split(value)
-    found = float(number or 0) * SECOND_UNITS.get(unit, 0)
-    require(0 < found < math.inf, f"{brief(value)} is not a time; allowed: one with a unit, such as 20ms or 2s")
-    return found
+    seconds = float(number or 0) * SECOND_UNITS.get(unit, 0)
+    require(0 < seconds < math.inf, f"{brief(value)} is not a time; allowed: one with a unit, such as 20ms or 2s")
+    return seconds
 
 
 def values(text: str, parse: Callable[[str], int] = tokens) -> tuple[int, ...]:
@@ -74,9 +74,9 @@ def values(text: str, parse: Callable[[str], int] = tokens) -> tuple[int, ...]:
 
     Each once and ascending. Raises PlanError.
     """
-    found = sorted({one for piece in text.split(",") for one in _range(piece, parse)})
-    require(0 < len(found) <= MAX_VALUES, f"{brief(text)} holds {len(found)} values; allowed: 1 to {MAX_VALUES}")
-    return tuple(found)
+    numbers = sorted({number for piece in text.split(",") for number in _range(piece, parse)})
+    require(0 < len(numbers) <= MAX_VALUES, f"{brief(text)} holds {len(numbers)} values; allowed: 1 to {MAX_VALUES}")
+    return tuple(numbers)
 
 
 def _range(text: str, parse: Callable[[str], int]) -> Iterable[int]:
@@ -89,7 +89,7 @@ def _range(text: str, parse: Callable[[str], int]) -> Iterable[int]:
         1 <= first <= last <= MAX_TOKENS, f"{brief(text)} is not a range; allowed: from a smaller number, 1 or more"
     )
     if not colon:
-        return (*takewhile(lambda one: one < last, (first << power for power in range(64))), last)
+        return (*takewhile(lambda value: value < last, (first << power for power in range(64))), last)
     points = count(number)
     require(1 <= points <= MAX_VALUES, f"{brief(text)} asks for {points} values; allowed: 1 to {MAX_VALUES}")
     ratio = math.log(last / first) / max(points - 1, 1)

@@ -43,8 +43,8 @@ def recommend(
 
     Raises PlanError, UnknownModel, UnknownHardware or ProfileError (all ValueError) for bad input, and NothingFits.
     """
-    asked = ask(model, gpu, ctx, options, **changes)
-    question = asked.as_executed
+    as_stored = ask(model, gpu, ctx, options, **changes)
+    question = as_stored.as_executed
 
     candidates = ranked(search(question))
     executable = _executable(candidates, question)
@@ -55,7 +55,7 @@ def recommend(
     finalists = contenders(executable, question)
     listed = _listed(candidates, [*executable[:MAX_UNNAMED], *finalists])
     baseline, predictions = _predicted(listed, question)
-    winner = choose(finalists, sampled_scores([predictions[one] for one in finalists], question))
+    winner = choose(finalists, sampled_scores([predictions[candidate] for candidate in finalists], question))
 
     return Recommendation(
         shape=question.shape,
@@ -63,14 +63,14 @@ def recommend(
         name=winner.name,
         predicted=_with_speedup(predictions[winner], baseline, question),
         baseline=baseline,
-        best_estimated=_best_estimated(asked, candidates, executable[0], predictions, baseline),
+        best_estimated=_best_estimated(as_stored, candidates, executable[0], predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
         losses=tuple(stated_losses(winner.plan, saved_rows())),
-        notes=tuple(_notes(predictions[winner], fits_device, question, asked)),
+        notes=tuple(_notes(predictions[winner], fits_device, question, as_stored)),
         memory_limit_bytes=question.memory_limit_bytes,
         host_limit_bytes=question.host_limit_bytes,
         on_device=() if fits_device else on_device(question),
-        model_runs=missing_architecture(asked.shape) is None and not asked.profile.hardware.is_amd,
+        model_runs=missing_architecture(as_stored.shape) is None and not as_stored.profile.hardware.is_amd,
         backend=question.options.backend,
         adaptive=_adaptive(winner.plan, question),
     )
@@ -177,7 +177,7 @@ def _with_speedup(predicted: Prediction, baseline: Prediction, question: Questio
 
 
 def _best_estimated(
-    asked: Question,
+    as_stored: Question,
     candidates: Sequence[Candidate],
     fastest: Candidate,
     predictions: Mapping[Candidate, Prediction],
@@ -187,13 +187,13 @@ def _best_estimated(
 
     Weights that the runtime converts could also stay as the checkpoint has them, which is searched separately.
     """
-    searches = [(asked.as_executed, candidates)]
-    if is_converted(asked.shape):
-        searches.append((asked, search(asked)))
+    searches = [(as_stored.as_executed, candidates)]
+    if is_converted(as_stored.shape):
+        searches.append((as_stored, search(as_stored)))
     better = [
         (candidate, question)
-        for question, found in searches
-        for candidate in found
+        for question, searched in searches
+        for candidate in searched
         if candidate.score < fastest.score
         and candidate.exclusion(question) is None
         and question.unsupported(candidate.plan)
@@ -241,15 +241,15 @@ def _why_it_lost(loser: Candidate, winner: Candidate, question: Question) -> str
     return f"{'larger' if memory else 'slower'}: {times}"
 
 
-def _notes(predicted: Prediction, fits_device: bool, question: Question, asked: Question) -> Iterator[str]:
+def _notes(predicted: Prediction, fits_device: bool, question: Question, as_stored: Question) -> Iterator[str]:
     """Caveats of the recommended plan, of its engine, and of the question."""
     if fits_device and predicted.offloaded_layers:
         yield f"{on_host_text(predicted, question.host_limit_bytes)}; plans without offloading are slower"
     backend = question.options.backend
     if backend in ENGINE_FORMATS:
         yield f"times are of ridgeplan's kernels; `ridgeplan export` predicts those of {backend}"
-    yield from asked.notes()
-    yield from asked.limit_notes()
+    yield from as_stored.notes()
+    yield from as_stored.limit_notes()
 
 
 def _adaptive(plan: Plan, question: Question) -> Plan | None:

@@ -84,10 +84,10 @@ class Recommendation(Table):
     def table(self) -> list[dict[str, Any]]:
         """A flat row per plan: the recommended one, the best of all, and all others with why they lost."""
         best = self.best_estimated
-        others = [one for one in self.alternatives if best is None or one.plan != best.plan]
+        others = [other for other in self.alternatives if best is None or other.plan != best.plan]
         return [
             {**plan_row(self.plan, self.name, self.predicted), "verdict": "recommended"},
-            *(one.row() for one in ([best] if best else []) + others),
+            *(other.row() for other in ([best] if best else []) + others),
         ]
 
     def summary(self) -> str:
@@ -108,7 +108,7 @@ class Recommendation(Table):
             "memory_limit_bytes": self.memory_limit_bytes,
             "host_limit_bytes": self.host_limit_bytes,
             "warning": self.warning,
-            "on_device": [asdict(one) for one in self.on_device],
+            "on_device": [asdict(fix) for fix in self.on_device],
             "model_runs": self.model_runs,
             "backend": self.backend,
             "adaptive": self.adaptive.to_dict() if self.adaptive else None,
@@ -124,8 +124,8 @@ class Recommendation(Table):
         slow = self.predicted.best.tpot_ms > READING_TPOT_MS
         if not self.on_device:
             return "Slower than people read" if slow else None
-        told = f"Does not fit the GPU alone: {on_host_text(self.predicted, self.host_limit_bytes)}"
-        return f"{told}; slower than people read" if slow else told
+        text = f"Does not fit the GPU alone: {on_host_text(self.predicted, self.host_limit_bytes)}"
+        return f"{text}; slower than people read" if slow else text
 
     @property
     def baseline_fits(self) -> bool:
@@ -138,7 +138,7 @@ class Recommendation(Table):
             f"{workload.model} on {workload.hardware}, {workload.context} tokens of context, batch {workload.batch}:",
             f"  {self._where}: {self._headline(self.name, self.predicted)}",
             *([f"  {self.warning}"] if self.warning else []),
-            *([f"  all on the GPU: {', or '.join(one.text for one in self.on_device)}"] if self.on_device else []),
+            *([f"  all on the GPU: {', or '.join(fix.text for fix in self.on_device)}"] if self.on_device else []),
             f"  best of all: {self._best_of_all()}",
             *(f"  {line}" for line in bottleneck(self.baseline, self.shape, workload)),
         ]
@@ -186,8 +186,10 @@ class Recommendation(Table):
         if self.adaptive is None:
             return []
         gammas = ", ".join(map(str, self.adaptive.speculation.gammas))
-        most = 100 * (RUNNING_LOSS + STARTING_LOSS)
-        return [f"  adaptive: gamma {gammas} by what is accepted, at most {most:.3g}% slower than plain on any text"]
+        max_loss = 100 * (RUNNING_LOSS + STARTING_LOSS)
+        return [
+            f"  adaptive: gamma {gammas} by what is accepted, at most {max_loss:.3g}% slower than plain on any text"
+        ]
 
     def _rest(self) -> list[str]:
         peak = self.predicted.best.peak_memory_bytes

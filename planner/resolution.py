@@ -36,19 +36,19 @@ def resolve(
     Raises UnknownModel, BadModelFile, UnknownHardware, BadHardwareFile, ProfileError or PlanError (all ValueError).
     """
     shape = model if isinstance(model, ModelShape) else load_shape(model)
-    own = load_profile(profile) if isinstance(profile, (str, Path)) else profile
+    user_profile = load_profile(profile) if isinstance(profile, (str, Path)) else profile
     if gpu == "auto":
-        return shape, with_rows(own or _calibrated(), acceptance)
+        return shape, with_rows(user_profile or _calibrated(), acceptance)
     hardware = load_hardware(gpu)
-    return shape, with_rows(profile_for(hardware, (own,) if own else shipped_profiles()), acceptance)
+    return shape, with_rows(profile_for(hardware, (user_profile,) if user_profile else shipped_profiles()), acceptance)
 
 
 def with_rows(profile: Profile, path: str | Path | None = None) -> Profile:
     """The profile with the rows of a file of `ridgeplan acceptance`, by default the user's own if there is one."""
-    found = path or _saved_rows()
-    if found is None:
+    rows_path = path or _saved_rows()
+    if rows_path is None:
         return profile
-    rows = merged(map(AcceptanceRow.read, profile.acceptance), load_rows(found))
+    rows = merged(map(AcceptanceRow.read, profile.acceptance), load_rows(rows_path))
     return replace(profile, acceptance=tuple(map(asdict, rows)))
 
 
@@ -69,9 +69,9 @@ def this_machine() -> Profile:
 
 
 def _calibrated() -> Profile:
-    own = existing_path(str(user_profile_path()))
-    if own:
-        return load_profile(own)
+    saved_path = existing_path(str(user_profile_path()))
+    if saved_path:
+        return load_profile(saved_path)
     name = detect_hardware()
     if name is None:
         raise ProfileError(

@@ -30,7 +30,7 @@ from ridgeplan.roofline.plan.plan import (
     Weights,
     Workload,
 )
-from ridgeplan.roofline.plan.policy import KV_BUDGET, SELECTIONS
+from ridgeplan.roofline.plan.policy import KV_BUDGET, SELECTIONS, make_selection
 from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, describe, family_key
 from ridgeplan.roofline.plan.presets import preset as preset_of
 from ridgeplan.roofline.plan.support import missing_cost_model
@@ -123,8 +123,8 @@ def _offloaded(workload: Workload, quality: Quality) -> Iterator[Plan]:
 
 def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan]:
     """Drafts that read all tokens or, if none were evicted, what a policy selects."""
-    for policy in SELECTIONS.values():
-        speculation = Speculation(1, codes, policy())
+    for name, policy in SELECTIONS.items():
+        speculation = Speculation(1, codes, make_selection(name))
         missing_codes = speculation.selection.needs_codes and not plain.kv.format.quantized
         if missing_codes or not policy.searched or (speculation.sparse and plain.eviction.active):
             continue
@@ -216,14 +216,14 @@ def _acceptance(searched: Sequence[Family], grid: _Grid, question: Question) -> 
     """Conditional acceptance of every plan's drafts, in the shape of the grid."""
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     gamma, ratio = (np.broadcast_to(axis, grid.shape).reshape(len(searched), -1) for axis in (grid.gamma, grid.ratio))
-    found = model.best_of_all([family.template for family in searched], list(zip(gamma, ratio, strict=True)))
-    return np.reshape(found, grid.shape)
+    acceptance = model.best_of_all([family.template for family in searched], list(zip(gamma, ratio, strict=True)))
+    return np.reshape(acceptance, grid.shape)
 
 
 def best_of_preset(name: str, question: Question) -> Candidate:
     """The named preset at its fastest gamma and ratio that fit, as `recommend` lists it. Raises PlanError."""
-    (found,) = search(question, (family_of(name, preset_of(name, question.workload)),))
-    return found
+    (candidate,) = search(question, (family_of(name, preset_of(name, question.workload)),))
+    return candidate
 
 
 def fits_whole(question: Question) -> bool:
@@ -245,7 +245,7 @@ def _best_of_each(
         estimate.offloaded_layers,
     )  # fmt: skip
     score, tpot, peak, host, offloaded = (
-        np.broadcast_to(np.asarray(one, dtype=float), grid.shape).reshape(len(searched), -1) for one in figures
+        np.broadcast_to(np.asarray(figure, dtype=float), grid.shape).reshape(len(searched), -1) for figure in figures
     )
     fits = question.fits(peak, host)
     ranked = np.where(fits.any(axis=1, keepdims=True), np.where(fits, score, math.inf), peak)
@@ -253,7 +253,7 @@ def _best_of_each(
         if family.template.placement.offload and family.name not in PRESETS and not offloaded[index, best]:
             continue
         plan = within_limit(grid.plan(family, index, int(best)), question.memory_limit_bytes)
-        yield Candidate(family.name, plan, *(float(one[index, best]) for one in (score, tpot, peak, host)))
+        yield Candidate(family.name, plan, *(float(figure[index, best]) for figure in (score, tpot, peak, host)))
 
 
 def within_limit(plan: Plan, limit_bytes: float) -> Plan:

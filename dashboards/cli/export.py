@@ -13,7 +13,7 @@ from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.output import number, print_json, wrapped
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan
-from ridgeplan.planner.export import ENGINES, Exported, Request, engine_named, export, schema_for
+from ridgeplan.planner.export import ENGINES, Exported, ServeCommandOptions, engine_named, export, schema_for
 from ridgeplan.planner.export.carry import Carried
 from ridgeplan.planner.export.rules import Rule
 from ridgeplan.planner.plan_file import SavedPlan
@@ -66,7 +66,7 @@ def export_plan(
     """
     shape, used = plan.resolve(gpu=gpu, profile=profile, acceptance=acceptance)
     exported = export(
-        Request(
+        ServeCommandOptions(
             plan=plan.plan,
             shape=_served_shape(shape, model),
             profile=used,

@@ -75,9 +75,9 @@ class AcceptanceModel:
 
         Predictions are for the text of the model's own rows in the profile, if they are of one text, else for any.
         """
-        own = tuple(map(AcceptanceRow.read, own_rows))
-        texts = {row.text for row in own if variant_name(row.model) == variant_name(shape.name)}
-        rows, fitted = _fitted(own)
+        profile_rows = tuple(map(AcceptanceRow.read, own_rows))
+        texts = {row.text for row in profile_rows if variant_name(row.model) == variant_name(shape.name)}
+        rows, fitted = _fitted(profile_rows)
         text = texts.pop() if len(texts) == 1 else ""
         spans = spans_of(rows, shape.name)
         return cls(rows, fitted, shape.name, shape.parameters / 1e9, context, *EXECUTION[kind], text, spans)
@@ -94,9 +94,9 @@ class AcceptanceModel:
             return CERTAIN
         best, deviation = float(self.fitted.disagreement(parts)), self.fitted.deviation(parts)
         low, high = (1 - min(1.0, best * math.exp(sign * BAND * deviation)) for sign in (1, -1))
-        found = [self._provenance(*draft) for draft in self._known_as(plan)]
-        source = max((one for one, _ in found), key=SOURCES.index)
-        return Acceptance(low, 1 - best, high, source, "; ".join(dict.fromkeys(where for _, where in found)))
+        provenances = [self._provenance(*draft) for draft in self._known_as(plan)]
+        source = max((source for source, _ in provenances), key=SOURCES.index)
+        return Acceptance(low, 1 - best, high, source, "; ".join(dict.fromkeys(where for _, where in provenances)))
 
     def best(self, plan: Plan, gamma: np.ndarray, ratio: np.ndarray) -> np.ndarray:
         """The best estimate of `of(plan)` for each of gamma [n] and ratio [n] instead of the plan's own."""
@@ -107,22 +107,22 @@ class AcceptanceModel:
 
     def best_of_all(self, plans: Sequence[Plan], grids: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
         """`best` of each plan for its grid of gamma and ratio; plans whose drafts differ alike share the work."""
-        found: dict[Hashable, np.ndarray] = {}
+        results: dict[Hashable, np.ndarray] = {}
         keys = []
         for plan, (gamma, ratio) in zip(plans, grids, strict=True):
             keys.append((plan_differences(plan), gamma.tobytes(), self._read(plan, ratio).tobytes()))
-            if keys[-1] not in found:
-                found[keys[-1]] = self.best(plan, gamma, ratio)
-        return [found[key] for key in keys]
+            if keys[-1] not in results:
+                results[keys[-1]] = self.best(plan, gamma, ratio)
+        return [results[key] for key in keys]
 
     def _known_as(self, plan: Plan) -> list[tuple[str, float]]:
         """The drafts, with the ratio that each reads, whose rows a plan's prediction rests on.
 
         That is the plan's own draft where the model has a row of it, else the drafts that it is made of.
         """
-        whole, ratio = row_name(plan), float(self._read(plan, plan.speculation.ratio))
-        if any(row.draft == whole and self._owns(row) and self._near(row, ratio) for row in self.rows):
-            return [(whole, ratio)]
+        draft, ratio = row_name(plan), float(self._read(plan, plan.speculation.ratio))
+        if any(row.draft == draft and self._owns(row) and self._near(row, ratio) for row in self.rows):
+            return [(draft, ratio)]
         return [(name, ratio if name in SPARSE_SELECTIONS else 1.0) for name in draft_names(plan)]
 
     def _subject(self, plan: Plan, gamma: Any, ratio: Any) -> Subject:
@@ -153,8 +153,8 @@ class AcceptanceModel:
 
     def _rows_with(self, draft: str) -> list[AcceptanceRow]:
         """Rows whose drafts differ from their target in all that this one does."""
-        wanted = set(differences(draft))
-        having = {one for one in {row.draft for row in self.rows} if wanted.issubset(differences(one))}
+        required = set(differences(draft))
+        having = {name for name in {row.draft for row in self.rows} if required.issubset(differences(name))}
         return [row for row in self.rows if row.draft in having]
 
     def _owns(self, row: AcceptanceRow) -> bool:
@@ -165,9 +165,9 @@ class AcceptanceModel:
 
     def _nearest(self, rows: Sequence[AcceptanceRow], draft: str, ratio: float) -> AcceptanceRow:
         """The nearest row: of this draft and model, on its text, then by size, context and ratio."""
-        alike = [row for row in rows if row.draft == draft] or rows
-        own = [row for row in alike if self._owns(row)] or alike
-        return min(own, key=lambda row: self._distance(row, ratio))
+        same_draft = [row for row in rows if row.draft == draft] or rows
+        same_model = [row for row in same_draft if self._owns(row)] or same_draft
+        return min(same_model, key=lambda row: self._distance(row, ratio))
 
     def _distance(self, row: AcceptanceRow, ratio: float) -> tuple[Any, ...]:
         factors = (
@@ -184,7 +184,7 @@ def spans_of(rows: Iterable[AcceptanceRow], model: str) -> dict[str, tuple[float
         if core_name(row.model) == core_name(model):
             for difference in differences(row.draft):
                 places.setdefault(difference, []).append(place_of(row.context))
-    return {difference: (min(found), max(found)) for difference, found in places.items()}
+    return {difference: (min(reached), max(reached)) for difference, reached in places.items()}
 
 
 def observation(row: AcceptanceRow) -> Observation:
@@ -209,16 +209,16 @@ def shipped_fit() -> Fit:
 
 
 @lru_cache(maxsize=8)
-def _fitted(own: tuple[AcceptanceRow, ...]) -> tuple[tuple[AcceptanceRow, ...], Fit]:
+def _fitted(profile_rows: tuple[AcceptanceRow, ...]) -> tuple[tuple[AcceptanceRow, ...], Fit]:
     """All rows and their fit; own rows change the effects, but not how much models and texts differ."""
-    rows = merged(shipped_rows(), own)
-    if not own:
+    rows = merged(shipped_rows(), profile_rows)
+    if not profile_rows:
         return rows, shipped_fit()
     return rows, fit([observation(row) for row in rows], shipped_fit().variances)
 
 
-def _factor(one: float, other: float) -> float:
-    return max(one / other, other / one)
+def _factor(value: float, other: float) -> float:
+    return max(value / other, other / value)
 
 
 def _within(value: float, known: Sequence[float]) -> bool:

@@ -76,8 +76,8 @@ class Fit:
         return np.asarray(sum(value * self._mean(effect) for effect, value in part.items()))
 
     def _mean(self, effect: Effect) -> float:
-        found = self._means.get(effect)
-        return prior(effect, self.variances)[0] if found is None else found
+        mean = self._means.get(effect)
+        return prior(effect, self.variances)[0] if mean is None else mean
 
     @cached_property
     def _means(self) -> dict[Effect, float]:
@@ -117,18 +117,18 @@ class _Problem:
     """Observations as arrays: design [rows, parts, effects], `used` [rows, parts], log disagreement [rows]."""
 
     def __init__(self, observations: Sequence[Observation]) -> None:
-        effects = dict.fromkeys(effect for one in observations for part in one.parts for effect in part)
+        effects = dict.fromkeys(effect for observation in observations for part in observation.parts for effect in part)
         self.index = {effect: place for place, effect in enumerate(effects)}
-        most = max(len(one.parts) for one in observations)
-        self.design = np.zeros((len(observations), most, len(effects)))
-        self.used = np.zeros((len(observations), most), dtype=bool)
-        for row, one in enumerate(observations):
-            self.used[row, : len(one.parts)] = True
-            for number, part in enumerate(one.parts):
+        max_parts = max(len(observation.parts) for observation in observations)
+        self.design = np.zeros((len(observations), max_parts, len(effects)))
+        self.used = np.zeros((len(observations), max_parts), dtype=bool)
+        for row, observation in enumerate(observations):
+            self.used[row, : len(observation.parts)] = True
+            for number, part in enumerate(observation.parts):
                 for effect, value in part.items():
                     self.design[row, number, self.index[effect]] = value
-        self.target = np.log([max(one.disagreement, MIN_DISAGREEMENT) for one in observations])
-        self.residuals = np.array([one.residual for one in observations])
+        self.target = np.log([max(observation.disagreement, MIN_DISAGREEMENT) for observation in observations])
+        self.residuals = np.array([observation.residual for observation in observations])
         self.groups = np.array([group_of(effect) for effect in effects])
         self.signs = np.array([COMMON[effect[0]].sign if effect[0] in COMMON else 0 for effect in effects])
 
@@ -210,10 +210,10 @@ DIGITS = 6
 
 def start_of(rows: Sequence[AcceptanceRow]) -> Start:
     """The start that ships if it is of these rows, else none."""
-    found = json.loads(START.read_text(encoding="utf-8"))
-    if found["rows"] != digest(rows):
+    stored = json.loads(START.read_text(encoding="utf-8"))
+    if stored["rows"] != digest(rows):
         return Start()
-    return Start({tuple(effect): value for *effect, value in found["effects"]}, found["variances"])
+    return Start({tuple(effect): value for *effect, value in stored["effects"]}, stored["variances"])
 
 
 def digest(rows: Sequence[AcceptanceRow]) -> str:

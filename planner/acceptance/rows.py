@@ -36,7 +36,9 @@ DRAFTS = (
 @cache
 def differences(draft: str) -> tuple[str, ...]:
     """The single differences that a row's draft has together."""
-    return tuple(one for name in draft.split("+") for one in (("w4", "kv4") if name == "w4kv4" else (name,)))
+    return tuple(
+        difference for name in draft.split("+") for difference in (("w4", "kv4") if name == "w4kv4" else (name,))
+    )
 
 
 def row_name(plan: Plan) -> str:
@@ -46,8 +48,8 @@ def row_name(plan: Plan) -> str:
 
 def draft_names(plan: Plan) -> tuple[str, ...]:
     """The drafts, as rows name them, that a plan's drafts are together."""
-    found = plan_differences(plan)
-    return ("w4kv4", *found[2:]) if found[:2] == ("w4", "kv4") else found
+    names = plan_differences(plan)
+    return ("w4kv4", *names[2:]) if names[:2] == ("w4", "kv4") else names
 
 
 def plan_differences(plan: Plan) -> tuple[str, ...]:
@@ -58,9 +60,9 @@ def plan_differences(plan: Plan) -> tuple[str, ...]:
     weights = ("w4",) if plan.weights.draft_bits == 4 and plan.weights.draft_differs else ()
     codes = ("kv4",) if speculation.codes is DraftCodes.UPPER else ()
     tokens = (speculation.selection.name,) if speculation.sparse else ()
-    found = (*weights, *codes, *tokens)
+    names = (*weights, *codes, *tokens)
     # Drafts of a cache with an INT4 shadow that read its full precision: priced like INT8 storage.
-    return found or (("kv8",) if plan.kv.format is KVFormat.SHADOW else ())
+    return names or (("kv8",) if plan.kv.format is KVFormat.SHADOW else ())
 
 
 ROWS_SCHEMA = 1

@@ -5,7 +5,7 @@ Not here: how their arguments are extracted (validate/engine_arguments), and the
 
 from ridgeplan.planner.export.engines import ENGINES, engine_named
 from ridgeplan.planner.export.export import Exported, export
-from ridgeplan.planner.export.request import Request
+from ridgeplan.planner.export.options import ServeCommandOptions
 from ridgeplan.planner.export.schema import schema_for, versions
 
-__all__ = ["ENGINES", "Exported", "Request", "engine_named", "export", "schema_for", "versions"]
+__all__ = ["ENGINES", "Exported", "ServeCommandOptions", "engine_named", "export", "schema_for", "versions"]

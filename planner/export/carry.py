@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ridgeplan.planner.export.drafts import Drafts, Rounds, ranges
-from ridgeplan.planner.export.request import Request, Served
+from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, require
@@ -25,33 +25,33 @@ class Carried:
     exact: bool
 
 
-def served(request: Request) -> tuple[Served, tuple[Carried, ...]]:
+def served(options: ServeCommandOptions) -> tuple[Served, tuple[Carried, ...]]:
     """What the engine is to run, and how each axis of the plan is carried.
 
     Drafts that do not fit beside the target, or make it no faster, are left out. Raises PlanError for a model that does
     not fit: for a plan that offloads, not even with most of its weights on the host.
     """
-    plain = Served(request, kv=_kv(request), quantization=_quantization(request))
+    plain = Served(options, kv=_kv(options), quantization=_quantization(options))
     placed = replace(plain, offload_gib=plain.missing_gib)
     _require_fits(placed)
-    drafts, told = _drafts(placed)
+    drafts, draft_axes = _drafts(placed)
     axes = (
-        *_length(request), _weights(placed), _cache(placed), *_evicted(request), *_placement(placed),
-        *_selection(request), *told,
+        *_length(options), _weights(placed), _cache(placed), *_evicted(options), *_placement(placed),
+        *_selection(options), *draft_axes,
     )  # fmt: skip
     return replace(placed, drafts=drafts), axes
 
 
-def _kv(request: Request) -> str:
-    if request.kv_cache_dtype is not None:
-        return request.kv_cache_dtype
-    return request.engine.kv_dtypes.get(request.plan.kv.format, "auto")
+def _kv(options: ServeCommandOptions) -> str:
+    if options.kv_cache_dtype is not None:
+        return options.kv_cache_dtype
+    return options.engine.kv_dtypes.get(options.plan.kv.format, "auto")
 
 
-def _quantization(request: Request) -> str:
+def _quantization(options: ServeCommandOptions) -> str:
     """What makes the plan's bits of the checkpoint; none where it is taken as it is, or quantized already."""
-    bits = request.plan.weights.target_bits
-    return "" if bits == 16 or is_quantized(request.shape) else request.engine.weights[bits]
+    bits = options.plan.weights.target_bits
+    return "" if bits == 16 or is_quantized(options.shape) else options.engine.weights[bits]
 
 
 def is_quantized(shape: ModelShape) -> bool:
@@ -59,29 +59,29 @@ def is_quantized(shape: ModelShape) -> bool:
     return shape.weight_bits.format not in UNQUANTIZED
 
 
-def _length(request: Request) -> Iterator[Carried]:
+def _length(options: ServeCommandOptions) -> Iterator[Carried]:
     """Where a generation would end beyond the model's limit."""
-    workload, most = request.plan.workload, request.max_model_len
-    if workload.final_context > most:
+    workload, limit = options.plan.workload, options.max_model_len
+    if workload.final_context > limit:
         plan = f"{workload.context} tokens of context and {workload.new_tokens} new ones"
-        stops = f"{most} together, the model's limit; --yarn of `ridgeplan plan` stretches it"
+        stops = f"{limit} together, the model's limit; --yarn of `ridgeplan plan` stretches it"
         yield Carried("length", plan, stops, False)
 
 
 def _weights(placed: Served) -> Carried:
-    request = placed.request
-    bits, held = request.plan.weights.target_bits, request.shape.weight_bits.format
+    options = placed.options
+    bits, held = options.plan.weights.target_bits, options.shape.weight_bits.format
     if not placed.quantization:
         checkpoint = f"the {held} checkpoint"
         return Carried("weights", checkpoint if bits == 16 else f"{bits} bits", checkpoint, bits == 16)
     nearest = f"{placed.quantization}, 8 bits"
     if bits == 4:
         nearest += "; engines make no INT4 of a checkpoint: name a 4-bit one (AWQ, GPTQ) with --model"
-    return Carried("weights", f"{bits} bits, groups of {request.plan.weights.group}", nearest, False)
+    return Carried("weights", f"{bits} bits, groups of {options.plan.weights.group}", nearest, False)
 
 
 def _cache(placed: Served) -> Carried:
-    kv, request = placed.request.plan.kv, placed.request
+    kv, options = placed.options.plan.kv, placed.options
     names = {
         KVFormat.FULL: "the model's own type",
         KVFormat.SHADOW: "bf16, with INT4 codes for drafts",
@@ -89,31 +89,31 @@ def _cache(placed: Served) -> Carried:
         KVFormat.HIERARCHICAL: "INT4 + INT4 codes, 8 bits for the target",
     }
     exact = placed.kv == "auto" and kv.format in (KVFormat.FULL, KVFormat.SHADOW)
-    chosen = placed.kv if request.kv_cache_dtype is None else f"{placed.kv}, as asked"
+    chosen = placed.kv if options.kv_cache_dtype is None else f"{placed.kv}, as asked"
     return Carried("KV cache", names[kv.format], "the model's own type" if placed.kv == "auto" else chosen, exact)
 
 
-def _evicted(request: Request) -> Iterator[Carried]:
-    eviction = request.plan.eviction
+def _evicted(options: ServeCommandOptions) -> Iterator[Carried]:
+    eviction = options.plan.eviction
     if eviction.active:
-        kept = f"{eviction.tokens(request.plan.workload.context)} tokens kept"
+        kept = f"{eviction.tokens(options.plan.workload.context)} tokens kept"
         kept += f", in chunks of {eviction.chunk}" if eviction.chunk else ""
         yield Carried("eviction", f"{eviction.policy}, {kept}", "none: every token stays and is read", False)
 
 
 def _placement(placed: Served) -> Iterator[Carried]:
-    if not placed.request.plan.placement.offload:
+    if not placed.options.plan.placement.offload:
         return
     plan = "KV of layers on the host, where it does not fit"
     if not placed.offload_gib:
         yield Carried("placement", plan, "all on the GPU, where it fits", True)
         return
-    option = placed.request.engine.cpu_offload
+    option = placed.options.engine.cpu_offload
     yield Carried("placement", plan, f"{option} {placed.offload_gib}: weights on the host, read every step", False)
 
 
-def _selection(request: Request) -> Iterator[Carried]:
-    attention = request.plan.attention
+def _selection(options: ServeCommandOptions) -> Iterator[Carried]:
+    attention = options.plan.attention
     if attention.active:
         plan = f"{attention.selection.name}, {attention.budget} tokens a step"
         yield Carried("attention", plan, "full attention", False)
@@ -121,46 +121,46 @@ def _selection(request: Request) -> Iterator[Carried]:
 
 def _require_fits(placed: Served) -> None:
     """Raises PlanError for more on the host than the plan allows, or than weights make room for."""
-    request, workload = placed.request, placed.request.plan.workload
-    weights_gib = placed.weight_bytes / request.plan.tensor_parallel / GIB
-    most = MAX_OFFLOAD_SHARE * weights_gib if request.plan.placement.offload else 0
+    options, workload = placed.options, placed.options.plan.workload
+    weights_gib = placed.weight_bytes / options.plan.tensor_parallel / GIB
+    max_offload_gib = MAX_OFFLOAD_SHARE * weights_gib if options.plan.placement.offload else 0
     require(
-        placed.offload_gib <= most,
-        f"{request.engine.title} needs {placed.needed_bytes / GIB:.1f} GiB for weights and KV of batch "
-        f"{workload.batch} with {request.max_model_len} tokens each, of {placed.usable_bytes / GIB:.1f} GiB; allowed: "
+        placed.offload_gib <= max_offload_gib,
+        f"{options.engine.title} needs {placed.needed_bytes / GIB:.1f} GiB for weights and KV of batch "
+        f"{workload.batch} with {options.max_model_len} tokens each, of {placed.usable_bytes / GIB:.1f} GiB; allowed: "
         "a plan with less KV or with offloading, --kv-cache-dtype fp8, or more GPUs",
     )
 
 
 def _drafts(placed: Served) -> tuple[Drafts | None, tuple[Carried, ...]]:
     """The engine's drafts for the plan's, or why there are none."""
-    request = placed.request
-    if not request.plan.speculation.active:
+    options = placed.options
+    if not options.plan.speculation.active:
         return None, ()
-    asked = _drafting(placed)
-    problem = _memory_shortfall(replace(placed, drafts=asked))
-    drafts = asked if problem else _at_best_gammas(placed, asked)
+    requested = _drafting(placed)
+    problem = _memory_shortfall(replace(placed, drafts=requested))
+    drafts = requested if problem else _at_best_gammas(placed, requested)
     if not drafts.gamma:
-        problem = f"{request.engine.title} would be slower with them"
+        problem = f"{options.engine.title} would be slower with them"
     if problem:
-        return None, (Carried("drafts", _told(request), f"none: {problem}", False),)
+        return None, (Carried("drafts", _draft_text(options), f"none: {problem}", False),)
     model = f"{drafts.model} once more in {drafts.quantization}" if drafts.quantization else drafts.model
     nearest = f"{drafts.method}: {model}, gamma {drafts.gamma}, with a KV cache of its own that it reads whole"
-    return drafts, (Carried("drafts", _told(request), nearest, False),)
+    return drafts, (Carried("drafts", _draft_text(options), nearest, False),)
 
 
 def _drafting(placed: Served) -> Drafts:
-    request, own = placed.request, placed.request.draft_model
-    shadow = request.plan.kv.format is KVFormat.SHADOW
-    other_dtype = request.schema.has_field("--speculative-config", "kv_cache_dtype")
+    options, draft_model = placed.options, placed.options.draft_model
+    shadow = options.plan.kv.format is KVFormat.SHADOW
+    other_dtype = options.schema.has_field("--speculative-config", "kv_cache_dtype")
     return Drafts(
-        model=own or request.model,
-        method=request.draft_method,
-        quantization="" if own or is_quantized(request.shape) else request.engine.weights[8],
-        kv=request.engine.kv_dtypes[KVFormat.INT8] if shadow and other_dtype else placed.kv,
-        gamma=request.plan.speculation.gamma,
-        acceptance=request.acceptance,
-        shape=request.draft_shape if own else request.shape,
+        model=draft_model or options.model,
+        method=options.draft_method,
+        quantization="" if draft_model or is_quantized(options.shape) else options.engine.weights[8],
+        kv=options.engine.kv_dtypes[KVFormat.INT8] if shadow and other_dtype else placed.kv,
+        gamma=options.plan.speculation.gamma,
+        acceptance=options.acceptance,
+        shape=options.draft_shape if draft_model else options.shape,
     )
 
 
@@ -169,23 +169,23 @@ def _at_best_gammas(placed: Served, drafts: Drafts) -> Drafts:
     rounds = rounds_of(placed, drafts)
     if rounds is None:
         return drafts
-    gammas = rounds.best_gammas(placed.request.plan.workload.batch)
-    if not placed.request.engine.schedules_gamma:
+    gammas = rounds.best_gammas(placed.options.plan.workload.batch)
+    if not placed.options.engine.schedules_gamma:
         return replace(drafts, gamma=gammas[-1])
     return replace(drafts, gamma=max(gammas), schedule=tuple(ranges(gammas)))
 
 
 def rounds_of(placed: Served, drafts: Drafts) -> Rounds | None:
     """The times of rounds with these drafts; None where they are not predicted: unknown drafts, several GPUs."""
-    request = placed.request
-    if drafts.shape is None or drafts.method != "draft_model" or request.plan.tensor_parallel > 1:
+    options = placed.options
+    if drafts.shape is None or drafts.method != "draft_model" or options.plan.tensor_parallel > 1:
         return None
-    return Rounds(request.speed, request.shape, request.hardware, placed.step(), placed.host_s, drafts)
+    return Rounds(options.speed, options.shape, options.hardware, placed.step(), placed.host_s, drafts)
 
 
-def _told(request: Request) -> str:
+def _draft_text(options: ServeCommandOptions) -> str:
     """The plan's drafts in a few words."""
-    speculation, weights = request.plan.speculation, request.plan.weights
+    speculation, weights = options.plan.speculation, options.plan.weights
     codes = "upper codes" if speculation.codes is DraftCodes.UPPER else "the target's KV"
     read = f"{speculation.selection.name} of {codes}" if speculation.sparse else codes
     bits = f", {weights.draft_bits}-bit weights" if weights.draft_differs else ""

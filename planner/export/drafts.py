@@ -105,7 +105,7 @@ def _vllm(schema: Schema, drafts: Drafts, tensor_parallel: int) -> Iterator[tupl
     if drafts.kv != "auto":
         config["kv_cache_dtype"] = drafts.kv
     if drafts.scheduled:
-        config["num_speculative_tokens_per_batch_size"] = [list(one) for one in drafts.schedule]
+        config["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in drafts.schedule]
     name = "--speculative-config"
     yield name, {field: value for field, value in config.items() if schema.has_field(name, field)}
 

@@ -155,15 +155,15 @@ def fit(engine: str, rows: Sequence[EngineRow]) -> EngineProfile:
     kinds = tuple(dict.fromkeys(DTYPES[row.kv].kind for row in rows))
     terms = np.array([_linear_terms(Step.of(row), shape, hardware, kinds) for row in rows])
     seconds = np.array([row.tpot_ms / 1e3 for row in rows])
-    found, *_ = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(rows)), rcond=None)
+    solution, *_ = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(rows)), rcond=None)
     library = profile_for(hardware, shipped_profiles())
     return EngineProfile(
         engine=engine,
         source=measured.source,
         hardware=hardware.name,
-        launch_s=float(found[0]),
-        weight_utilization=float(1 / found[1]),
-        kv_utilization={kind: float(1 / inverse) for kind, inverse in zip(kinds, found[2:], strict=True)},
+        launch_s=float(solution[0]),
+        weight_utilization=float(1 / solution[1]),
+        kv_utilization={kind: float(1 / inverse) for kind, inverse in zip(kinds, solution[2:], strict=True)},
         linear_compute=library.rates("prefill_linear").compute_utilization,
         attention_compute=library.rates("prefill_attention").compute_utilization,
         spread=0.0,
@@ -177,7 +177,7 @@ def _linear_terms(step: Step, shape: ModelShape, hardware: Hardware, kinds: Sequ
                           for ops in (weights, cache_reads))  # fmt: skip
     kind = DTYPES[step.kv].kind
     launches = sum(op.launches for op in (*weights, *cache_reads))
-    return [launches, weights_s, *(cache_s if one == kind else 0.0 for one in kinds)]
+    return [launches, weights_s, *(cache_s if other == kind else 0.0 for other in kinds)]
 
 
 @cache

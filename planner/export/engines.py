@@ -32,8 +32,8 @@ def _per_token_head(bits: int, scale_bytes: int) -> float:
 
 # vLLM: vllm/config/cache.py and vllm/v1/attention; SGLang: its own help of --kv-cache-dtype.
 DTYPES = {
-    one.name: one
-    for one in (
+    dtype.name: dtype
+    for dtype in (
         KVDtype("auto", 16, "bf16"),
         KVDtype("bfloat16", 16, "bf16"),
         KVDtype("bf16", 16, "bf16"),

@@ -12,7 +12,7 @@ from ridgeplan.planner.export import drafts as drafting
 from ridgeplan.planner.export.carry import Carried, rounds_of, served
 from ridgeplan.planner.export.engine_profile import BAND
 from ridgeplan.planner.export.engines import DTYPES
-from ridgeplan.planner.export.request import Request, Served
+from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.planner.export.rules import Rule, applying
 from ridgeplan.roofline.catalog.profile import TRANSFER_SPREAD
 from ridgeplan.roofline.plan.plan import require
@@ -98,48 +98,48 @@ class Exported:
             "command": self.command.shell(),
             "words": list(self.command.words),
             "yaml": self.command.yaml(),
-            "carried": [asdict(one) for one in self.carried],
+            "carried": [asdict(axis) for axis in self.carried],
             "warnings": [{"rule": rule.name, "says": rule.says, "sources": list(rule.sources)} for rule in self.rules],
             "predicted": asdict(self.times) if self.times else None,
             "unpredicted": self.unpredicted,
         }
 
 
-def export(request: Request) -> Exported:
-    """A plan as a serve command of the request's engine.
+def export(options: ServeCommandOptions) -> Exported:
+    """A plan as a serve command of the options' engine.
 
     Raises PlanError where it does not fit, where the engine has no such argument or choice, and where a known
     incompatibility would make its output wrong.
     """
-    _check_choices(request)
-    running, carried = served(request)
+    _check_choices(options)
+    running, carried = served(options)
     rules = tuple(applying(running))
     forbidden = next((rule for rule in rules if rule.forbids), None)
     require(forbidden is None, f"{forbidden.says} ({forbidden.sources[0]})" if forbidden else "")
     times, unpredicted = _times(running)
-    command = Command(_serve(request), tuple(_arguments(running)))
-    return Exported(request.engine.title, request.schema.version, command, carried, rules, times, unpredicted)
+    command = Command(_serve(options), tuple(_arguments(running)))
+    return Exported(options.engine.title, options.schema.version, command, carried, rules, times, unpredicted)
 
 
-def _check_choices(request: Request) -> None:
+def _check_choices(options: ServeCommandOptions) -> None:
     """Raises PlanError for a KV dtype or a method of drafting that this version does not have."""
-    kv, schema, engine = request.kv_cache_dtype, request.schema, request.engine
+    kv, schema, engine = options.kv_cache_dtype, options.schema, options.engine
     name = f"{engine.title} {schema.version}"
-    known = [one for one in schema.arguments[engine.kv_cache_dtype]["choices"] if one in DTYPES]
+    known = [choice for choice in schema.arguments[engine.kv_cache_dtype]["choices"] if choice in DTYPES]
     require(kv is None or kv in known, f"kv_cache_dtype is {kv!r}; allowed in {name}: {', '.join(known)}")
     methods = drafting.METHODS
-    require(request.draft_method in methods, f"draft method is {request.draft_method!r}; allowed: {', '.join(methods)}")
+    require(options.draft_method in methods, f"draft method is {options.draft_method!r}; allowed: {', '.join(methods)}")
 
 
-def _serve(request: Request) -> tuple[str, ...]:
-    return (*request.engine.serve, *((request.engine.model,) if request.engine.model else ()), request.model)
+def _serve(options: ServeCommandOptions) -> tuple[str, ...]:
+    return (*options.engine.serve, *((options.engine.model,) if options.engine.model else ()), options.model)
 
 
 def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
-    request, engine, plan = running.request, running.request.engine, running.request.plan
-    yield engine.max_model_len, request.max_model_len
+    options, engine, plan = running.options, running.options.engine, running.options.plan
+    yield engine.max_model_len, options.max_model_len
     yield engine.max_num_seqs, plan.workload.batch
-    yield engine.memory, request.memory_utilization
+    yield engine.memory, options.memory_utilization
     yield engine.tensor_parallel, plan.tensor_parallel
     if running.quantization:
         yield engine.quantization, running.quantization
@@ -147,17 +147,17 @@ def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
         yield engine.kv_cache_dtype, running.kv
     if running.offload_gib:
         yield engine.cpu_offload, running.offload_gib
-    if request.host_cache_gib:
-        yield from engine.host_cache(request.host_cache_gib, request.host_cache_backend)
+    if options.host_cache_gib:
+        yield from engine.host_cache(options.host_cache_gib, options.host_cache_backend)
     if plan.workload.yarn_factor > 1:
-        yield engine.overrides, {"rope_parameters": _yarn(request)}
+        yield engine.overrides, {"rope_parameters": _yarn(options)}
     if running.drafts is not None:
-        yield from drafting.arguments(engine, request.schema, running.drafts, plan.tensor_parallel)
+        yield from drafting.arguments(engine, options.schema, running.drafts, plan.tensor_parallel)
 
 
-def _yarn(request: Request) -> dict[str, Any]:
+def _yarn(options: ServeCommandOptions) -> dict[str, Any]:
     """RoPE's parameters, as transformers 5 names them in a config.json."""
-    shape, factor = request.shape, request.plan.workload.yarn_factor
+    shape, factor = options.shape, options.plan.workload.yarn_factor
     original = shape.rope_original_context or shape.max_context
     stretched = factor * shape.max_context / original
     return {
@@ -169,31 +169,31 @@ def _yarn(request: Request) -> dict[str, Any]:
 
 
 def _times(running: Served) -> tuple[EngineTimes | None, str]:
-    request = running.request
-    if request.plan.tensor_parallel > 1:
+    options = running.options
+    if options.plan.tensor_parallel > 1:
         return None, UNPREDICTED_PARALLEL
-    plain_s = request.speed.step_s(running.step(), request.shape, request.hardware) + running.host_s
+    plain_s = options.speed.step_s(running.step(), options.shape, options.hardware) + running.host_s
     tpot_s, kvs = plain_s, [running.kv]
     if running.drafts is not None:
         rounds = rounds_of(running, running.drafts)
         if rounds is None:
             return None, UNPREDICTED_DRAFTS
-        batch = request.plan.workload.batch
+        batch = options.plan.workload.batch
         tpot_s, kvs = rounds.tpot_s(batch, rounds.best_gammas(batch)[-1]), [running.kv, running.drafts.kv]
-    return _banded(request, kvs, tpot_s, plain_s), ""
+    return _banded(options, kvs, tpot_s, plain_s), ""
 
 
-def _banded(request: Request, kvs: Sequence[str], tpot_s: float, plain_s: float) -> EngineTimes:
-    source, spread = _certainty(request, kvs)
+def _banded(options: ServeCommandOptions, kvs: Sequence[str], tpot_s: float, plain_s: float) -> EngineTimes:
+    source, spread = _certainty(options, kvs)
     below, above = max(1 - BAND * spread, 0), 1 + BAND * spread
     ms, plain_ms = 1e3 * float(tpot_s), 1e3 * float(plain_s)
     return EngineTimes(ms * below, ms, ms * above, plain_ms, source)
 
 
-def _certainty(request: Request, kvs: Sequence[str]) -> tuple[str, float]:
+def _certainty(options: ServeCommandOptions, kvs: Sequence[str]) -> tuple[str, float]:
     """The source of a prediction and its relative deviation: wider for another machine, engine, or kind of KV."""
-    speed = request.speed
+    speed = options.speed
     if not all(map(speed.knows, kvs)):
         return "prior", speed.spread + TRANSFER_SPREAD
-    measured = request.engine.name == speed.engine and request.hardware.name == speed.hardware
+    measured = options.engine.name == speed.engine and options.hardware.name == speed.hardware
     return ("calibrated", speed.spread) if measured else ("transferred", speed.spread + TRANSFER_SPREAD)

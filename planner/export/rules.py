@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ridgeplan.planner.export.engines import DTYPES
-from ridgeplan.planner.export.request import Served
+from ridgeplan.planner.export.options import Served
 
 VLLM = "https://github.com/vllm-project/vllm/"
 SGLANG = "https://github.com/sgl-project/sglang/"
@@ -30,7 +30,7 @@ class Rule:
 
 def applying(served: Served) -> Iterator[Rule]:
     """The rules that apply to what an engine is to run."""
-    engine = served.request.engine.name
+    engine = served.options.engine.name
     return (rule for rule in RULES if engine in rule.engines and rule.applies(served))
 
 
@@ -40,8 +40,8 @@ def _kind(served: Served) -> str:
 
 def _generation(served: Served) -> tuple[int, ...]:
     """Compute capability: 8.x is Ampere and Ada, 9 Hopper, 10 and up Blackwell; () on other vendors' GPUs."""
-    found = served.request.hardware.compute_capability.split(".")
-    return tuple(map(int, found)) if all(part.isdecimal() for part in found) else ()
+    numbers = served.options.hardware.compute_capability.split(".")
+    return tuple(map(int, numbers)) if all(number.isdecimal() for number in numbers) else ()
 
 
 def _is_ampere(served: Served) -> bool:
@@ -57,12 +57,12 @@ def _drafts_from(served: Served, method: str) -> bool:
 
 
 def _keeps_prefixes(served: Served, backend: str) -> bool:
-    return served.request.host_cache_gib > 0 and served.request.host_cache_backend == backend
+    return served.options.host_cache_gib > 0 and served.options.host_cache_backend == backend
 
 
 def _vocabulary_differs(served: Served) -> bool:
     drafts = served.drafts
-    return drafts is not None and drafts.shape is not None and drafts.shape.vocab != served.request.shape.vocab
+    return drafts is not None and drafts.shape is not None and drafts.shape.vocab != served.options.shape.vocab
 
 
 RULES = (
@@ -77,7 +77,7 @@ RULES = (
     Rule(
         "codes-with-latent-attention",
         ("vllm",),
-        lambda served: _kind(served) in ("turboquant", "per_token_head") and served.request.shape.is_mla,
+        lambda served: _kind(served) in ("turboquant", "per_token_head") and served.options.shape.is_mla,
         "no backend of multi-head latent attention reads TurboQuant or per-token-head KV; allowed: auto, fp8",
         (f"{VLLM}issues/40069",),
         forbids=True,
@@ -122,7 +122,7 @@ RULES = (
         "sglang-fp8-kv-small-batch",
         ("sglang",),
         lambda served: (
-            _kind(served) == "fp8" and _is_hopper(served) and served.request.plan.workload.batch <= FP8_KV_BATCH
+            _kind(served) == "fp8" and _is_hopper(served) and served.options.plan.workload.batch <= FP8_KV_BATCH
         ),
         "fp8 KV decodes slower than bf16 at batches up to 8 on Hopper: it is quantized by unfused kernels",
         (f"{SGLANG}issues/30815",),
@@ -138,7 +138,7 @@ RULES = (
     Rule(
         "eagle3-at-long-context",
         ANY,
-        lambda served: _drafts_from(served, "eagle3") and served.request.max_model_len > EAGLE_CONTEXT,
+        lambda served: _drafts_from(served, "eagle3") and served.options.max_model_len > EAGLE_CONTEXT,
         "an EAGLE-3 head's acceptance length falls from 2.30 at 2k tokens to 1.08 at 20k, unless it was trained with a "
         "sliding window",
         (f"{SPECULATORS}pull/684",),
@@ -146,7 +146,7 @@ RULES = (
     Rule(
         "eagle3-without-head",
         ("sglang",),
-        lambda served: _drafts_from(served, "eagle3") and served.request.draft_model is None,
+        lambda served: _drafts_from(served, "eagle3") and served.options.draft_model is None,
         "EAGLE3 without a draft model takes the target for its head and crashes: name one with --draft-model",
         (f"{SGLANG}issues/36528",),
         forbids=True,
@@ -162,7 +162,7 @@ RULES = (
     Rule(
         "adaptive-gamma-is-for-eagle",
         ("sglang",),
-        lambda served: _drafts_from(served, "draft_model") and served.request.plan.speculation.adaptive,
+        lambda served: _drafts_from(served, "draft_model") and served.options.plan.speculation.adaptive,
         "--speculative-adaptive serves EAGLE only, so gamma is fixed",
         (f"{SGLANG}pull/21599",),
     ),
@@ -199,7 +199,7 @@ RULES = (
     Rule(
         "offload-of-latent-attention",
         ("vllm",),
-        lambda served: served.offload_gib > 0 and served.request.shape.is_mla,
+        lambda served: served.offload_gib > 0 and served.options.shape.is_mla,
         "weight offload kept most weights of DeepSeek-V2-Lite on the GPU",
         (f"{VLLM}issues/15871",),
     ),

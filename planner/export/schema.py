@@ -54,10 +54,10 @@ class Schema:
     def _parser(self) -> argparse.ArgumentParser:
         parser = _Parser(prog=self.engine, allow_abbrev=False, add_help=False)
         parser.add_argument("model_tag", nargs="?")
-        made: set[str] = set()
+        added: set[str] = set()
         for argument in self.arguments.values():
-            if argument["names"][0] not in made:
-                made.add(argument["names"][0])
+            if argument["names"][0] not in added:
+                added.add(argument["names"][0])
                 parser.add_argument(*argument["names"], **self._options(argument))
         return parser
 
@@ -132,7 +132,7 @@ def schema_for(engine: str, version: str | None = None) -> Schema:
     if version is None:
         return _load(engine, known[-1])
     readable = re.fullmatch(r"\d+(\.\d+)*", version) is not None
-    older = [one for one in known if ordered(one) <= ordered(version)] if readable else []
+    older = [candidate for candidate in known if ordered(candidate) <= ordered(version)] if readable else []
     require(bool(older), f"{engine} {version} is not known; allowed: {known[0]} or newer (known: {', '.join(known)})")
     return _load(engine, older[-1])
 
@@ -144,9 +144,9 @@ def ordered(version: str) -> tuple[int, ...]:
 
 @cache
 def _load(engine: str, version: str) -> Schema:
-    found = json.loads((FOLDER / f"{engine}-{version}.json").read_text(encoding="utf-8"))
-    arguments = {name: argument for argument in found["arguments"] for name in argument["names"]}
-    return Schema(found["engine"], found["version"], found["source"], arguments, found["objects"])
+    document = json.loads((FOLDER / f"{engine}-{version}.json").read_text(encoding="utf-8"))
+    arguments = {name: argument for argument in document["arguments"] for name in argument["names"]}
+    return Schema(document["engine"], document["version"], document["source"], arguments, document["objects"])
 
 
 __all__ = ["FOLDER", "PlanError", "Rejected", "Schema", "ordered", "schema_for", "versions"]

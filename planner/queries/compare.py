@@ -54,17 +54,17 @@ class PlanComparison(Table):
         """How many there are, and which is the fastest."""
         if not self.plans:
             return f"no plan; {len(self.missing)} without an answer"
-        best = min(self.plans, key=lambda one: one.predicted.best.tpot_ms)
+        best = min(self.plans, key=lambda compared: compared.predicted.best.tpot_ms)
         return f"{len(self.plans)} plans; the fastest: {plan_text(best.plan, best.name, best.predicted)}"
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The plans' caveats, each once."""
-        return tuple(dict.fromkeys(caveat for one in self.plans for caveat in one.caveats))
+        return tuple(dict.fromkeys(caveat for compared in self.plans for caveat in compared.caveats))
 
     def table(self) -> list[dict[str, Any]]:
         """A flat row per plan."""
-        return [one.figures() for one in self.plans]
+        return [compared.figures() for compared in self.plans]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -126,14 +126,14 @@ def _saved(saved: SavedPlan, gpu: str | None, options: SearchOptions) -> Compare
     return _compared(plan, Question.of(shape, profile, plan.workload, replace(options, quality=Quality.LOSSY)))
 
 
-def _compared(plan: Plan, asked: Question) -> ComparedPlan:
-    question = asked.as_executed
+def _compared(plan: Plan, question: Question) -> ComparedPlan:
+    executed = question.as_executed
     baseline, predicted = predict_all(
-        [autoregressive(plan.workload), plan], question.shape, question.profile, question.machine
+        [autoregressive(plan.workload), plan], executed.shape, executed.profile, executed.machine
     )
-    oom_reason = question.oom_reason(predicted.best.peak_memory_bytes, predicted.host_bytes) or ""
-    note = oom_reason.partition(":")[0] or question.constraint_violation(plan) or question.unsupported(plan) or ""
-    caveats = tuple(question.notes())
+    oom_reason = executed.oom_reason(predicted.best.peak_memory_bytes, predicted.host_bytes) or ""
+    note = oom_reason.partition(":")[0] or executed.constraint_violation(plan) or executed.unsupported(plan) or ""
+    caveats = tuple(executed.notes())
     return ComparedPlan(
-        plan, preset_name(plan), predicted.against(baseline), question.memory_limit_bytes, note, caveats
+        plan, preset_name(plan), predicted.against(baseline), executed.memory_limit_bytes, note, caveats
     )

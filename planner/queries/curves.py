@@ -35,21 +35,21 @@ class Crossing:
 
 def crossings(x: Sequence[float], curves: Mapping[str, np.ndarray]) -> list[Crossing]:
     """All crossings of named curves over common x, both positive and interpolated on log scales; NaN is no value."""
-    found = [one for pair in combinations(curves.items(), 2) for one in _of_pair(np.log(x), *pair)]
-    return sorted(found, key=lambda one: one.x)
+    points = [point for pair in combinations(curves.items(), 2) for point in _of_pair(np.log(x), *pair)]
+    return sorted(points, key=lambda point: point.x)
 
 
-def _of_pair(log_x: np.ndarray, one: tuple[str, np.ndarray], other: tuple[str, np.ndarray]) -> list[Crossing]:
-    (name, first), (other_name, second) = ((label, np.log(values)) for label, values in (one, other))
+def _of_pair(log_x: np.ndarray, curve: tuple[str, np.ndarray], other: tuple[str, np.ndarray]) -> list[Crossing]:
+    (name, first), (other_name, second) = ((label, np.log(values)) for label, values in (curve, other))
     gap = first - second
     gap = np.where(gap == 0, TINY, gap)  # curves that meet at a point are apart on both sides of it
-    found = []
+    points = []
     for index in np.flatnonzero(gap[:-1] * gap[1:] < 0):
         share = gap[index] / (gap[index] - gap[index + 1])
         x, y = (np.exp(values[index] + share * np.diff(values)[index]) for values in (log_x, first))
         before, after = (name, other_name) if gap[index] < 0 else (other_name, name)
-        found.append(Crossing(float(x), float(y), before, after))
-    return found
+        points.append(Crossing(float(x), float(y), before, after))
+    return points
 
 
 SHORTEST = 1024
@@ -81,9 +81,9 @@ def memory_over_contexts(plan: Plan, question: Question, contexts: Sequence[int]
     """Bytes by purpose with everything on the GPU, each [contexts]."""
     shape, machine = question.shape, question.machine
     strategies = [strategy_of(resized(plan, context), shape, machine, CERTAIN) for context in contexts]
-    found = resident_memory(shape, machine, stack(strategies, [1] * len(strategies)))
+    memory = resident_memory(shape, machine, stack(strategies, [1] * len(strategies)))
     like = np.zeros(len(contexts))
-    return MemoryBreakdown(**{name: like + value for name, value in vars(found).items()})
+    return MemoryBreakdown(**{name: like + value for name, value in vars(memory).items()})
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,9 @@ def over_batches(plan: Plan, question: Question, batches: Sequence[int]) -> Batc
     strategy = strategy_of(plan, shape, machine, 1.0)
     varied = replace(strategy, batch=rows[:, None], gamma=gammas, acceptance=acceptance)
     estimate = evaluate(shape, machine, varied, rates_of(plan, shape, machine))
-    peak, tpot = (np.broadcast_to(one, (len(rows), len(gammas))) for one in (estimate.memory.peak, estimate.tpot_s))
+    peak, tpot = (
+        np.broadcast_to(figure, (len(rows), len(gammas))) for figure in (estimate.memory.peak, estimate.tpot_s)
+    )
     ranked = np.where(peak <= question.memory_limit_bytes, tpot, np.inf)
     place = np.flatnonzero(np.isfinite(ranked).any(axis=1)), ranked.argmin(axis=1)
     chosen = place[0], place[1][place[0]]

@@ -111,8 +111,8 @@ def estimate_plan(plan: Plan, question: Question) -> PlanEstimate:
 
 def drafting(plan: Plan, gamma: int | None, *, adaptive: bool) -> Plan:
     """The plan with another gamma, or one that adapts. Raises PlanError for a plan without drafts."""
-    given = f"gamma is {gamma}" if gamma is not None else "adaptive is given"
+    option = f"gamma is {gamma}" if gamma is not None else "adaptive is given"
     changed = gamma is not None or adaptive
-    require(plan.speculation.active or not changed, f"{given}; allowed: none, as {preset_name(plan)} drafts nothing")
+    require(plan.speculation.active or not changed, f"{option}; allowed: none, as {preset_name(plan)} drafts nothing")
     speculation = plan.speculation if gamma is None else replace(plan.speculation, gamma=gamma)
     return replace(plan, speculation=replace(speculation, adaptive=speculation.adaptive or adaptive))

@@ -84,16 +84,16 @@ def fit(
     most exact and then the simplest. `contexts` default to the powers of 2 up to the model's limit. `offload` defaults
     to False here, as plans with layers on the host are slow. Other options, and errors, are those of `recommend`.
     """
-    asked = ask(model, gpu, 1, SearchOptions.of(options, changes, offload=False))
-    longest = longest_context(asked.shape, asked.options.new_tokens, yarn=asked.options.yarn)
+    question = ask(model, gpu, 1, SearchOptions.of(options, changes, offload=False))
+    longest = longest_context(question.shape, question.options.new_tokens, yarn=question.options.yarn)
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
     return Fit(
-        model=asked.shape.name,
-        hardware=asked.profile.hardware.name,
-        contexts=tuple(_largest_context(asked.resized(longest, batch).as_executed, preset) for batch in batches),
-        batches=tuple(_largest_batch(asked.resized(context, 1).as_executed, preset) for context in sizes),
-        notes=(*asked.notes(), *asked.limit_notes()),
-        memory_limit_bytes=asked.memory_limit_bytes,
+        model=question.shape.name,
+        hardware=question.profile.hardware.name,
+        contexts=tuple(_largest_context(question.resized(longest, batch).as_executed, preset) for batch in batches),
+        batches=tuple(_largest_batch(question.resized(context, 1).as_executed, preset) for context in sizes),
+        notes=(*question.notes(), *question.limit_notes()),
+        memory_limit_bytes=question.memory_limit_bytes,
     )
 
 

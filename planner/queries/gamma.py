@@ -51,12 +51,12 @@ def best_gamma(
     `contexts` default to those of `CONTEXTS` within the model's limit. Options and errors are those of `recommend`;
     also raises PlanError for a preset without drafts.
     """
-    asked = ask(model, gpu, 1, options, **changes)
-    drafts = preset_of(preset, asked.workload).speculation.active
+    question = ask(model, gpu, 1, options, **changes)
+    drafts = preset_of(preset, question.workload).speculation.active
     require(drafts, f"preset {preset!r} drafts nothing; allowed: one that speculates, such as quantspec")
-    longest = asked.shape.max_context
+    longest = question.shape.max_context
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
-    return tuple(_cell(asked.resized(*size).as_executed, preset) for size in product(sizes, batches))
+    return tuple(_cell(question.resized(*size).as_executed, preset) for size in product(sizes, batches))
 
 
 def _cell(question: Question, preset: str) -> GammaCell:

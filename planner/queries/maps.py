@@ -57,7 +57,7 @@ class PlanMap:
     @property
     def contexts(self) -> tuple[int, ...]:
         """Tokens of a prompt, by row."""
-        return tuple(one.context for one in self.workloads)
+        return tuple(workload.context for workload in self.workloads)
 
     @property
     def names(self) -> np.ndarray:
@@ -98,18 +98,18 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
     """
     sizes = len(contexts) * len(batches)
     require(0 < sizes <= MAX_SIZES, f"{len(contexts)} contexts x {len(batches)} batches; allowed: 1 to {MAX_SIZES}")
-    asked = question.as_executed
-    asked.resized(min(contexts), min(batches))  # refuses sizes below 1; the largest are refused below
-    workloads = tuple(asked.resized(context, max(batches)).workload for context in contexts)
-    grid = _Grid(asked, workloads, tuple(batches))
+    executed = question.as_executed
+    executed.resized(min(contexts), min(batches))  # refuses sizes below 1; the largest are refused below
+    workloads = tuple(executed.resized(context, max(batches)).workload for context in contexts)
+    grid = _Grid(executed, workloads, tuple(batches))
     searched = _searched(grid, preset)
-    found = _fastest(grid, _narrowed(grid, _points(searched)))
+    result = _fastest(grid, _narrowed(grid, _points(searched)))
     if preset:
-        return found
-    smaller = [one for family in searched for one in regrouped(family)]
-    alone = [one for one in smaller if not one.template.placement.offload]
-    found = _replaced(found, *_fitting(found.fits & (found.host_bytes > 0), grid, alone))
-    return _replaced(found, ~found.fits, grid, smaller)
+        return result
+    smaller = [variant for family in searched for variant in regrouped(family)]
+    device_only = [variant for variant in smaller if not variant.template.placement.offload]
+    result = _replaced(result, *_fitting(result.fits & (result.host_bytes > 0), grid, device_only))
+    return _replaced(result, ~result.fits, grid, smaller)
 
 
 def _fitting(where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> tuple[np.ndarray, _Grid, list[Family]]:
@@ -120,18 +120,18 @@ def _fitting(where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> tupl
     if not where.any():
         return fits, grid, []
     part, place = grid.around(where)
-    least = [replace(one, gammas=one.gammas[:1], ratios=one.ratios[:1]) for one in searched]
-    found = _figures(part, _points(least)).fits & where[place][:, None]
-    fits[place] = found.any(axis=1)
-    return fits, grid, [one for one, fit in zip(searched, found.any(axis=(0, 2)), strict=True) if fit]
+    smallest = [replace(family, gammas=family.gammas[:1], ratios=family.ratios[:1]) for family in searched]
+    fitting = _figures(part, _points(smallest)).fits & where[place][:, None]
+    fits[place] = fitting.any(axis=1)
+    return fits, grid, [family for family, fit in zip(searched, fitting.any(axis=(0, 2)), strict=True) if fit]
 
 
-def _replaced(found: PlanMap, where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> PlanMap:
+def _replaced(result: PlanMap, where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> PlanMap:
     """The map with the plans of other families at the sizes of a mask, where they are faster or nothing fits."""
     if not where.any():
-        return found
+        return result
     part, place = grid.around(where)
-    return _merged(found, _fastest(part, _narrowed(part, _points(searched))), place, where[place])
+    return _merged(result, _fastest(part, _narrowed(part, _points(searched))), place, where[place])
 
 
 def at_workload(plan: Plan, workload: Workload) -> Plan:
@@ -186,7 +186,7 @@ class _Points:
     def kept(self, mask: np.ndarray) -> _Points:
         """Those of a mask [plans], with the families that are left."""
         left, family = np.unique(self.family[mask], return_inverse=True)
-        return _Points(tuple(self.families[one] for one in left), family, self.gamma[mask], self.ratio[mask])
+        return _Points(tuple(self.families[index] for index in left), family, self.gamma[mask], self.ratio[mask])
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class _Figures:
 
 def _searched(grid: _Grid, preset: str | None) -> list[Family]:
     """Families at the longest context, where no budget is cut; those that run at the shortest, within any window."""
-    ordered = sorted(grid.workloads, key=lambda one: one.context)
+    ordered = sorted(grid.workloads, key=lambda workload: workload.context)
     shortest, longest = ordered[0], ordered[-1]
     if preset:
         return [family_of(preset, preset_of(preset, longest))]
@@ -215,7 +215,7 @@ def _searched(grid: _Grid, preset: str | None) -> list[Family]:
 
 def _points(searched: Sequence[Family]) -> _Points:
     gamma, ratio = (np.concatenate(axis) for axis in zip(*(family.grid() for family in searched), strict=True))
-    family = np.repeat(np.arange(len(searched)), [one.size for one in searched])
+    family = np.repeat(np.arange(len(searched)), [family.size for family in searched])
     return _Points(tuple(searched), family, gamma, ratio)
 
 
@@ -223,11 +223,11 @@ def _narrowed(grid: _Grid, points: _Points) -> _Points:
     """The plans that are near the fastest, or need the least memory, at some size of a coarser grid."""
     if len(points.gamma) * grid.sizes <= DIRECT:
         return points
-    found = _figures(grid.coarse, points)
-    score = np.where(found.fits, found.tpot_s, np.inf)
+    figures = _figures(grid.coarse, points)
+    score = np.where(figures.fits, figures.tpot_s, np.inf)
     near = (score <= NEAR_FASTEST * score.min(axis=1, keepdims=True)) & np.isfinite(score)
-    least = found.peak_bytes == found.peak_bytes.min(axis=1, keepdims=True)
-    return points.kept((near | least).any(axis=(0, 2)))
+    smallest = figures.peak_bytes == figures.peak_bytes.min(axis=1, keepdims=True)
+    return points.kept((near | smallest).any(axis=(0, 2)))
 
 
 def _places(length: int) -> list[int]:
@@ -236,9 +236,9 @@ def _places(length: int) -> list[int]:
 
 def _fastest(grid: _Grid, points: _Points) -> PlanMap:
     """Of each size the fastest plan that fits, else the one that needs least memory."""
-    found, plain = _figures(grid, points), _figures(grid, _points([_plain(grid)]))
-    fits = np.asarray(found.fits.any(axis=1))
-    score = np.where(fits[:, None], np.where(found.fits, found.tpot_s, np.inf), found.peak_bytes)
+    figures, plain = _figures(grid, points), _figures(grid, _points([_plain(grid)]))
+    fits = np.asarray(figures.fits.any(axis=1))
+    score = np.where(fits[:, None], np.where(figures.fits, figures.tpot_s, np.inf), figures.peak_bytes)
     best = score.argmin(axis=1)
 
     def at_best(values: np.ndarray) -> np.ndarray:
@@ -252,10 +252,10 @@ def _fastest(grid: _Grid, points: _Points) -> PlanMap:
         index=points.family[best],
         gamma=points.gamma[best],
         ratio=points.ratio[best],
-        tpot_s=at_best(found.tpot_s),
-        ttft_s=at_best(found.ttft_s),
-        peak_bytes=at_best(found.peak_bytes),
-        host_bytes=at_best(found.host_bytes),
+        tpot_s=at_best(figures.tpot_s),
+        ttft_s=at_best(figures.ttft_s),
+        peak_bytes=at_best(figures.peak_bytes),
+        host_bytes=at_best(figures.host_bytes),
         fits=fits,
         plain_tpot_s=plain.tpot_s[:, 0],
         plain_fits=plain.fits[:, 0],
@@ -286,12 +286,12 @@ def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...], wher
 
 def _figures(grid: _Grid, points: _Points) -> _Figures:
     question, shape, machine = grid.question, grid.question.shape, grid.question.machine
-    templates = [[at_workload(one.template, workload) for one in points.families] for workload in grid.workloads]
+    templates = [[at_workload(family.template, workload) for family in points.families] for workload in grid.workloads]
     counts = np.bincount(points.family)
     shaped = (len(grid.workloads), len(points.gamma), 1)
     flat = [strategy_of(plan, shape, machine, 1.0) for row in templates for plan in row]
     strategy = reshaped(stack(flat, list(counts) * len(templates)), shaped).with_terms(
-        context=np.array([one.context for one in grid.workloads], dtype=float)[:, None, None],
+        context=np.array([workload.context for workload in grid.workloads], dtype=float)[:, None, None],
         batch=np.array(grid.batches, dtype=float),
         gamma=points.gamma[:, None],
         draft_ratio=points.ratio[:, None],
@@ -301,8 +301,8 @@ def _figures(grid: _Grid, points: _Points) -> _Figures:
     estimate = evaluate(shape, machine, strategy, reshaped(rates, shaped[1:]))
     full = (*shaped[:2], len(grid.batches))
     tpot_s, ttft_s, peak, host = (
-        np.broadcast_to(np.asarray(one, dtype=float), full)
-        for one in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak, estimate.host_bytes)
+        np.broadcast_to(np.asarray(figure, dtype=float), full)
+        for figure in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak, estimate.host_bytes)
     )
     allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
     return _Figures(tpot_s, ttft_s, peak, host, allowed & question.fits(peak, host))

@@ -70,7 +70,7 @@ def placement_times(plan: Plan, shape: ModelShape, profile: Profile, contexts: S
     adaptive, static = (
         evaluate(shape, machine, strategy.with_terms(offload_all_at_once=every), rates) for every in (0, 1)
     )
-    times = (tuple((1e3 * np.broadcast_to(one.tpot_s, len(contexts))).tolist()) for one in (adaptive, static))
+    times = (tuple((1e3 * np.broadcast_to(estimate.tpot_s, len(contexts))).tolist()) for estimate in (adaptive, static))
     layers = np.broadcast_to(np.asarray(adaptive.offloaded_layers, dtype=int), len(contexts))
     return PlacementTimes(tuple(contexts), tuple(layers.tolist()), *times)
 

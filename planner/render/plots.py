@@ -40,11 +40,13 @@ def _lines(rows: Rows, chart: Lines) -> go.Figure:
     """A line for each combination of what varies beside the horizontal axis."""
     varying = [name for name in chart.over if len({row[name] for row in rows}) > 1] or list(chart.over[:1])
     across, others = varying[0], [*varying[1:], *chart.by]
-    told = labels(rows, others) if others else [""] * len(rows)
+    row_labels = labels(rows, others) if others else [""] * len(rows)
     figure = go.Figure()
-    for name in dict.fromkeys(told):
-        own = sorted((row for row, label in zip(rows, told, strict=True) if label == name), key=lambda row: row[across])
-        figure.add_scatter(name=name, x=[row[across] for row in own], y=[row[chart.height] for row in own],
+    for name in dict.fromkeys(row_labels):
+        points = sorted(
+            (row for row, label in zip(rows, row_labels, strict=True) if label == name), key=lambda row: row[across]
+        )
+        figure.add_scatter(name=name, x=[row[across] for row in points], y=[row[chart.height] for row in points],
                            mode="lines+markers")  # fmt: skip
     figure.update_xaxes(type="log", title_text=across)
     figure.update_yaxes(title_text=chart.unit)

@@ -117,19 +117,19 @@ SOURCE_WORDS = {
 def terms() -> dict[str, str]:
     """Every term with its meaning, in the file's order; then the words for sources."""
     with Path(__file__).with_name("terms.toml").open("rb") as file:
-        found: dict[str, str] = tomllib.load(file)
-    return found | {word: f"A source of figures: {told}." for word, told in SOURCE_WORDS.items()}
+        glossary: dict[str, str] = tomllib.load(file)
+    return glossary | {word: f"A source of figures: {meaning}." for word, meaning in SOURCE_WORDS.items()}
 
 
 def explain(word: str) -> str:
     """What a term or a preset is. Raises PlanError with near words for an unknown one."""
-    wanted = word.strip().casefold()
+    term = word.strip().casefold()
     known = {name.casefold(): text for name, text in terms().items()}
-    if wanted in known:
-        return known[wanted]
-    if wanted in PRESETS:
-        return explain_preset(wanted)
-    near = get_close_matches(wanted, [*known, *PRESETS], n=3)
+    if term in known:
+        return known[term]
+    if term in PRESETS:
+        return explain_preset(term)
+    near = get_close_matches(term, [*known, *PRESETS], n=3)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
     raise PlanError(f"unknown term {brief(word)}.{hint} Allowed: a preset, or one of {', '.join(terms())}")
 

@@ -192,9 +192,9 @@ class Eviction(PlanPart):
         if self.policy not in (NO_EVICTION, *EVICTIONS):
             return f"policy is {brief(self.policy)}; allowed: {', '.join((NO_EVICTION, *EVICTIONS))}"
         if self.policy == NO_EVICTION:
-            given = self.share or self.settings or self.chunk
+            detail = self.share or self.settings or self.chunk
             problem = "share, settings or chunk without a policy"
-            return problem if given else _budget_problem("eviction", False, self.budget)
+            return problem if detail else _budget_problem("eviction", False, self.budget)
         if self.share and self.budget:
             return f"budget is {self.budget} and share {self.share}; allowed: one of them"
         return None if self.share else _budget_problem("eviction", True, self.budget)
@@ -349,7 +349,7 @@ class Plan(PlanPart):
         """Whether anything chooses by codes, or drafts gather upper ones: planes by token are then kept beside them."""
         upper = self.speculation.codes is DraftCodes.UPPER
         chosen_by = (self.attention.selection, self.speculation.selection)
-        return (self.speculation.sparse and upper) or any(one.needs_codes for one in chosen_by)
+        return (self.speculation.sparse and upper) or any(selection.needs_codes for selection in chosen_by)
 
     @property
     def loads_chosen(self) -> bool:
@@ -417,10 +417,10 @@ def _selection_with_ratio(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(selection, str):
         return {}
     kept = {name: value for name, value in speculation.items() if name not in ("selection", "ratio")}
-    found = {"name": speculation.get("selection", "all")}
+    named = {"name": speculation.get("selection", "all")}
     if "ratio" in speculation:
-        found["ratio"] = speculation["ratio"]
-    return {"speculation": kept | {"selection": found}}
+        named["ratio"] = speculation["ratio"]
+    return {"speculation": kept | {"selection": named}}
 
 
 def _named_target_selection(values: dict[str, Any]) -> dict[str, Any]:

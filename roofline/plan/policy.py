@@ -234,15 +234,15 @@ Policy = TypeVar("Policy", bound=TokenSelection | TokenEviction)
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def policy(kind: type[Policy]) -> type[Policy]:
     """Makes the class a frozen dataclass with keyword arguments, and registers it under its name."""
-    made = dataclass(frozen=True, kw_only=True)(kind)
-    if issubclass(made, TokenEviction):
-        EVICTIONS[made.name] = made
-    elif issubclass(made, TokenSelection):
-        name = made().name  # type: ignore[call-arg]
-        SELECTIONS[name] = made
-        if made.for_target:
-            TARGET_SELECTIONS[name] = made
-    return made
+    registered = dataclass(frozen=True, kw_only=True)(kind)
+    if issubclass(registered, TokenEviction):
+        EVICTIONS[registered.name] = registered
+    elif issubclass(registered, TokenSelection):
+        name = registered().name  # type: ignore[call-arg]
+        SELECTIONS[name] = registered
+        if registered.for_target:
+            TARGET_SELECTIONS[name] = registered
+    return registered
 
 
 def named(name: str) -> Any:

@@ -7,11 +7,12 @@ from difflib import get_close_matches
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, Plan, PlanError, Workload
 from ridgeplan.roofline.plan.policies.dense import DENSE_PRESETS, autoregressive
-from ridgeplan.roofline.plan.policy import EVICTIONS, SELECTIONS, Preset
+from ridgeplan.roofline.plan.policy import EVICTIONS, SELECTIONS, Preset, TokenEviction, TokenSelection
 
 OFFLOADED = {HostPart.ALL: "offload", HostPart.LOWER: "offloaded lower codes"}
 PRESETS: dict[str, Preset] = dict(DENSE_PRESETS)
-for _policy in (*SELECTIONS.values(), *EVICTIONS.values()):
+_POLICIES: list[type[TokenSelection] | type[TokenEviction]] = [*SELECTIONS.values(), *EVICTIONS.values()]
+for _policy in _POLICIES:
     PRESETS |= _policy.presets()
 
 

@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner import preset, resolve, workload_for
-from ridgeplan.planner.export import Request, engine_named, schema_for
+from ridgeplan.planner.export import ServeCommandOptions, engine_named, schema_for
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
 
 @pytest.fixture
-def request_for() -> Callable[..., Request]:
+def request_for() -> Callable[..., ServeCommandOptions]:
     """A request for a preset of a model on a GPU, with changes to the plan and to what the user decides."""
 
     def make(
         name: str = "quantspec", engine: str = "vllm", model: str = LLAMA, gpu: str = "h200", context: int = 32768,
         batch: int = 1, version: str | None = None, plan: dict[str, Any] | None = None, yarn: bool = False,
         **decided: Any,
-    ) -> Request:  # fmt: skip
+    ) -> ServeCommandOptions:  # fmt: skip
         shape, profile = resolve(model, gpu)
         made = preset(name, workload_for(shape, profile, context, 1024, batch, yarn=yarn))
         changed, schema = replace(made, **(plan or {})), schema_for(engine, version)
-        return Request(changed, shape, profile, engine_named(engine), schema, shape.name, **decided)
+        return ServeCommandOptions(changed, shape, profile, engine_named(engine), schema, shape.name, **decided)
 
     return make

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from random_plans import plans
 
 from ridgeplan.planner import PlanError, resolve
-from ridgeplan.planner.export import ENGINES, Request, engine_named, export, schema_for, versions
+from ridgeplan.planner.export import ENGINES, ServeCommandOptions, engine_named, export, schema_for, versions
 from ridgeplan.planner.export.carry import rounds_of, served
 from ridgeplan.planner.export.drafts import ranges
 from ridgeplan.roofline.catalog.models import list_models, load_shape
@@ -35,7 +35,7 @@ WORKLOADS = st.builds(
 
 
 @st.composite
-def requests(draw: Any) -> Request:
+def requests(draw: Any) -> ServeCommandOptions:
     """A random plan for a catalog model on as many GPUs as hold it, any engine and version."""
     plan: Plan = draw(plans(WORKLOADS, st.sampled_from([1, 2, 8, 16])))
     shape, profile = resolve(plan.workload.model, plan.workload.hardware)
@@ -45,7 +45,7 @@ def requests(draw: Any) -> Request:
     draft = draw(st.sampled_from([None, "meta-llama/Llama-3.2-1B", "someone/unknown"]))
     known = load_shape(draft) if draft in MODELS else None
     assume(known is None or known.vocab == shape.vocab)
-    return Request(
+    return ServeCommandOptions(
         plan, shape, profile, engine_named(name), schema, shape.name, draft_model=draft, draft_shape=known, **host_cache
     )
 
@@ -56,7 +56,7 @@ def requests(draw: Any) -> Request:
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 @given(requests())
-def test_no_parser_rejects_an_exported_plan(asked: Request) -> None:
+def test_no_parser_rejects_an_exported_plan(asked: ServeCommandOptions) -> None:
     """200 plans: as words and as the YAML that vLLM turns into words (str of every value, none of a flag's)."""
     try:
         command = export(asked).command
@@ -81,7 +81,7 @@ def axis(exported: Any, name: str) -> Any:
     return next(one for one in exported.carried if one.axis == name)
 
 
-def test_plain_decoding_is_carried_exactly(request_for: Callable[..., Request]) -> None:
+def test_plain_decoding_is_carried_exactly(request_for: Callable[..., ServeCommandOptions]) -> None:
     exported = export(request_for("autoregressive"))
     assert all(one.exact for one in exported.carried)
     assert dict(exported.command.arguments) == {
@@ -93,7 +93,9 @@ def test_plain_decoding_is_carried_exactly(request_for: Callable[..., Request]) 
     assert exported.times is not None and exported.times.tpot_ms == pytest.approx(6.19, rel=0.04)  # measured
 
 
-def test_a_length_beyond_the_models_limit_is_cut_to_it_and_said(request_for: Callable[..., Request]) -> None:
+def test_a_length_beyond_the_models_limit_is_cut_to_it_and_said(
+    request_for: Callable[..., ServeCommandOptions],
+) -> None:
     """Llama-3.1's limit is 131072: 131072 tokens of context leave no room for 1024 more, unless YaRN stretches it."""
     within, cut = export(request_for(context=130_048)), export(request_for(context=131_072))
     assert [dict(one.command.arguments)["--max-model-len"] for one in (within, cut)] == [131_072, 131_072]
@@ -105,7 +107,7 @@ def test_a_length_beyond_the_models_limit_is_cut_to_it_and_said(request_for: Cal
     assert dict(stretched.command.arguments)["--max-model-len"] == 132_096
 
 
-def test_drafts_become_the_same_model_in_8_bits(request_for: Callable[..., Request]) -> None:
+def test_drafts_become_the_same_model_in_8_bits(request_for: Callable[..., ServeCommandOptions]) -> None:
     exported = export(request_for(context=120_000))
     config = dict(exported.command.arguments)["--speculative-config"]
     assert (config["method"], config["model"]) == ("draft_model", "meta-llama/Llama-3.1-8B")
@@ -116,7 +118,7 @@ def test_drafts_become_the_same_model_in_8_bits(request_for: Callable[..., Reque
 
 @pytest.mark.parametrize(("version", "own"), [("0.24.0", False), ("0.27.1", True)])
 def test_drafts_have_a_kv_dtype_of_their_own_where_the_engine_takes_one(
-    request_for: Callable[..., Request], version: str, own: bool
+    request_for: Callable[..., ServeCommandOptions], version: str, own: bool
 ) -> None:
     """vLLM 0.24's SpeculativeConfig has no such field, and rejects unknown ones."""
     exported = export(request_for("quantspec", version=version, context=120_000))
@@ -126,7 +128,7 @@ def test_drafts_have_a_kv_dtype_of_their_own_where_the_engine_takes_one(
     schema_for("vllm", version).parse(exported.command.options)
 
 
-def test_gamma_by_batch_is_the_fastest_at_each_batch(request_for: Callable[..., Request]) -> None:
+def test_gamma_by_batch_is_the_fastest_at_each_batch(request_for: Callable[..., ServeCommandOptions]) -> None:
     """Against the time of every gamma: (gamma drafts + a verification) over the tokens of a round."""
     running, _ = served(request_for(batch=16))
     assert running.drafts is not None
@@ -145,7 +147,7 @@ def test_gamma_by_batch_is_the_fastest_at_each_batch(request_for: Callable[..., 
             assert chosen_s <= plain_s
             others = (rounds.tpot_s(batch, other) for other in range(running.drafts.gamma + 1))
             assert chosen_s == pytest.approx(min(others))
-    config = dict(export(running.request).command.arguments)["--speculative-config"]
+    config = dict(export(running.options).command.arguments)["--speculative-config"]
     assert config["num_speculative_tokens_per_batch_size"] == [list(one) for one in running.drafts.schedule]
     assert config["num_speculative_tokens"] == max(gamma for *_, gamma in running.drafts.schedule)
 
@@ -159,21 +161,21 @@ def test_a_schedule_covers_every_batch_once_from_1(gammas: list[int]) -> None:
     assert all(one[1] + 1 == other[0] and one[2] != other[2] for one, other in pairwise(found))
 
 
-def test_drafts_that_would_slow_the_engine_are_left_out(request_for: Callable[..., Request]) -> None:
+def test_drafts_that_would_slow_the_engine_are_left_out(request_for: Callable[..., ServeCommandOptions]) -> None:
     """INT8 KV per token and head takes 14 ms a step, for drafts as for the target."""
     exported = export(request_for(kv_cache_dtype="int8_per_token_head", context=120_000))
     assert "--speculative-config" not in dict(exported.command.arguments)
     assert axis(exported, "drafts").engine == "none: vLLM would be slower with them"
 
 
-def test_drafts_that_do_not_fit_are_left_out(request_for: Callable[..., Request]) -> None:
+def test_drafts_that_do_not_fit_are_left_out(request_for: Callable[..., ServeCommandOptions]) -> None:
     """16.1 GB of weights and 4.4 GB of KV are most of a 24 GB card."""
     exported = export(request_for("quantspec-exact", gpu="rtx4090"))
     assert "--speculative-config" not in dict(exported.command.arguments)
     assert "lack" in axis(exported, "drafts").engine
 
 
-def test_what_no_engine_has_is_said(request_for: Callable[..., Request]) -> None:
+def test_what_no_engine_has_is_said(request_for: Callable[..., ServeCommandOptions]) -> None:
     evicting = {"eviction": Eviction("snapkv", 2048)}
     exported = export(request_for("autoregressive", plan=evicting))
     assert axis(exported, "eviction").engine == "none: every token stays and is read"
@@ -181,7 +183,9 @@ def test_what_no_engine_has_is_said(request_for: Callable[..., Request]) -> None
     assert (axis(sparse, "attention").engine, axis(sparse, "attention").exact) == ("full attention", False)
 
 
-def test_what_does_not_fit_goes_to_the_host_for_a_plan_that_offloads(request_for: Callable[..., Request]) -> None:
+def test_what_does_not_fit_goes_to_the_host_for_a_plan_that_offloads(
+    request_for: Callable[..., ServeCommandOptions],
+) -> None:
     """Weights of 8.03e9 x 2 bytes and 101,024 tokens of 128 KiB, of 90% of 24,564 MiB."""
     offloading = {"placement": Placement(True, 1024)}
     asked = request_for("autoregressive", gpu="rtx4090", context=100_000, plan=offloading)
@@ -191,18 +195,20 @@ def test_what_does_not_fit_goes_to_the_host_for_a_plan_that_offloads(request_for
     assert times is not None and times.tpot_ms > 1e3 * math.ceil(lacking) * 2**30 / 32e9  # over PCIe 4.0
 
 
-def test_a_plan_that_does_not_offload_is_refused_where_it_does_not_fit(request_for: Callable[..., Request]) -> None:
+def test_a_plan_that_does_not_offload_is_refused_where_it_does_not_fit(
+    request_for: Callable[..., ServeCommandOptions],
+) -> None:
     with pytest.raises(PlanError, match=r"vLLM needs 27.3 GiB .* of 21.6 GiB; allowed"):
         export(request_for("autoregressive", gpu="rtx4090", context=100_000))
 
 
-def test_4_bit_weights_say_that_a_checkpoint_is_needed(request_for: Callable[..., Request]) -> None:
+def test_4_bit_weights_say_that_a_checkpoint_is_needed(request_for: Callable[..., ServeCommandOptions]) -> None:
     exported = export(request_for("autoregressive", plan={"weights": Weights(4, 4)}))
     assert dict(exported.command.arguments)["--quantization"] == "fp8_per_channel"
     assert "--model" in axis(exported, "weights").engine
 
 
-def test_a_quantized_checkpoint_is_not_quantized_again(request_for: Callable[..., Request]) -> None:
+def test_a_quantized_checkpoint_is_not_quantized_again(request_for: Callable[..., ServeCommandOptions]) -> None:
     """gpt-oss's experts come in MXFP4: engines refuse another quantization beside it."""
     asked = request_for("autoregressive", model="openai/gpt-oss-20b", plan={"weights": Weights(8, 8)})
     exported = export(asked)
@@ -210,13 +216,13 @@ def test_a_quantized_checkpoint_is_not_quantized_again(request_for: Callable[...
     assert (axis(exported, "weights").engine, axis(exported, "weights").exact) == ("the mxfp4 checkpoint", False)
 
 
-def test_yarn_is_told_as_transformers_names_it(request_for: Callable[..., Request]) -> None:
+def test_yarn_is_told_as_transformers_names_it(request_for: Callable[..., ServeCommandOptions]) -> None:
     exported = export(request_for("autoregressive", model="Qwen/Qwen3-8B", context=80_000, yarn=True))
     rope = dict(exported.command.arguments)["--hf-overrides"]["rope_parameters"]
     assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.0, 40960)
 
 
-def test_sglang_has_one_more_draft_token_than_steps(request_for: Callable[..., Request]) -> None:
+def test_sglang_has_one_more_draft_token_than_steps(request_for: Callable[..., ServeCommandOptions]) -> None:
     """A chain: topk 1, and its root counts as a draft token."""
     found = dict(export(request_for(engine="sglang", context=120_000)).command.arguments)
     assert found["--speculative-algorithm"] == "STANDALONE"
@@ -224,7 +230,7 @@ def test_sglang_has_one_more_draft_token_than_steps(request_for: Callable[..., R
     assert found["--speculative-eagle-topk"] == 1
 
 
-def test_sources_of_times(request_for: Callable[..., Request]) -> None:
+def test_sources_of_times(request_for: Callable[..., ServeCommandOptions]) -> None:
     sources = {
         (engine, gpu, kv): export(request_for("autoregressive", engine=engine, gpu=gpu, kv_cache_dtype=kv)).times.source
         for engine, gpu, kv in [
@@ -237,7 +243,7 @@ def test_sources_of_times(request_for: Callable[..., Request]) -> None:
     assert [*sources.values()] == ["calibrated", "transferred", "transferred", "prior"]
 
 
-def test_several_gpus_and_unknown_drafts_are_not_predicted(request_for: Callable[..., Request]) -> None:
+def test_several_gpus_and_unknown_drafts_are_not_predicted(request_for: Callable[..., ServeCommandOptions]) -> None:
     parallel = export(request_for("autoregressive", plan={"tensor_parallel": 2}))
     assert parallel.times is None and "GPUs" in parallel.unpredicted
     unknown = export(request_for(draft_model="someone/unknown"))
@@ -253,13 +259,13 @@ def test_several_gpus_and_unknown_drafts_are_not_predicted(request_for: Callable
     ],
 )
 def test_choices_that_the_engine_lacks_are_refused(
-    request_for: Callable[..., Request], decided: dict[str, Any], message: str
+    request_for: Callable[..., ServeCommandOptions], decided: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
         export(request_for(**decided))
 
 
-def test_a_command_is_a_shells_and_json_is_plain(request_for: Callable[..., Request]) -> None:
+def test_a_command_is_a_shells_and_json_is_plain(request_for: Callable[..., ServeCommandOptions]) -> None:
     exported = export(request_for(context=120_000))
     assert tuple(shlex.split(exported.command.shell().replace("\\\n", " "))) == exported.command.words
     assert json.loads(json.dumps(exported.to_dict()))["engine"] == "vLLM"

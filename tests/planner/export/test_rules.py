@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner import PlanError
-from ridgeplan.planner.export import Request, export
+from ridgeplan.planner.export import ServeCommandOptions, export
 from ridgeplan.planner.export.carry import served
 from ridgeplan.planner.export.rules import RULES, Rule, applying
 from ridgeplan.roofline.catalog.models import load_shape
@@ -65,7 +65,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def found(request_for: Callable[..., Request], case: dict[str, Any]) -> tuple[Request, dict[str, Rule]]:
+def found(
+    request_for: Callable[..., ServeCommandOptions], case: dict[str, Any]
+) -> tuple[ServeCommandOptions, dict[str, Rule]]:
     adaptive = case.get("plan") == "adaptive"
     made = request_for(**{key: value for key, value in case.items() if not (adaptive and key == "plan")})
     if adaptive:
@@ -81,7 +83,9 @@ def test_every_rule_has_a_case_and_a_thread() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rule_applies_where_it_was_reported_and_not_beside_it(request_for: Callable[..., Request], name: str) -> None:
+def test_a_rule_applies_where_it_was_reported_and_not_beside_it(
+    request_for: Callable[..., ServeCommandOptions], name: str
+) -> None:
     applies, spared = CASES[name]
     made, rules = found(request_for, applies)
     assert name in rules

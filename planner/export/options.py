@@ -23,7 +23,7 @@ CALIBRATED = "vllm"  # the engine whose rows were measured; others are predicted
 
 
 @dataclass(frozen=True)
-class Request:
+class ServeCommandOptions:
     """A plan, its model and machine, and what the user decides beside it.
 
     model: what the engine loads. kv_cache_dtype: in place of the plan's nearest. draft_model, draft_shape: a draft of
@@ -72,7 +72,7 @@ class Request:
 class Served:
     """What the engine runs. quantization: "" for the checkpoint's own format. offload_gib: of weights, on the host."""
 
-    request: Request
+    options: ServeCommandOptions
     kv: str
     quantization: str = ""
     drafts: Drafts | None = None
@@ -85,43 +85,43 @@ class Served:
 
     def step(self) -> Step:
         """A plain decode step of the plan's batch, halfway through the generation."""
-        workload = self.request.plan.workload
+        workload = self.options.plan.workload
         return Step(workload.batch, workload.context + workload.new_tokens / 2, self.weight_bits, self.kv)
 
     @property
     def host_s(self) -> float:
         """Seconds that a pass takes to read the weights that are on the host."""
-        return self.offload_gib * GIB / self.request.hardware.host_link_bytes_per_s
+        return self.offload_gib * GIB / self.options.hardware.host_link_bytes_per_s
 
     @property
     def weight_bytes(self) -> float:
         """The target's weights."""
-        return float(weight_memory(self.request.shape, self.weight_bits / 8, BF16_BYTES))
+        return float(weight_memory(self.options.shape, self.weight_bits / 8, BF16_BYTES))
 
     @property
     def needed_bytes(self) -> float:
         """Weights and KV of every sequence at its end, those of drafts included; activations and graphs come on top."""
-        own = self.weight_bytes + _kv_bytes(self.request, self.request.shape, self.kv)
+        target_bytes = self.weight_bytes + _kv_bytes(self.options, self.options.shape, self.kv)
         if self.drafts is None:
-            return own
-        shape = self.drafts.shape or self.request.shape
+            return target_bytes
+        shape = self.drafts.shape or self.options.shape
         weights = float(weight_memory(shape, self.drafts.weight_bits / 8, BF16_BYTES))
-        return own + weights + _kv_bytes(self.request, shape, self.drafts.kv)
+        return target_bytes + weights + _kv_bytes(self.options, shape, self.drafts.kv)
 
     @property
     def usable_bytes(self) -> float:
         """Bytes of all GPUs that the engine may use."""
-        request = self.request
-        return request.memory_utilization * request.hardware.memory_bytes * request.plan.tensor_parallel
+        options = self.options
+        return options.memory_utilization * options.hardware.memory_bytes * options.plan.tensor_parallel
 
     @property
     def missing_gib(self) -> int:
         """GiB by which what is needed exceeds the memory, for each GPU; 0 where it fits."""
-        short = max(self.needed_bytes - self.usable_bytes, 0) / self.request.plan.tensor_parallel
+        short = max(self.needed_bytes - self.usable_bytes, 0) / self.options.plan.tensor_parallel
         return math.ceil(short / GIB)
 
 
-def _kv_bytes(request: Request, shape: ModelShape, kv: str) -> float:
+def _kv_bytes(options: ServeCommandOptions, shape: ModelShape, kv: str) -> float:
     """The cache of all sequences at their end; engines free what has left a sliding window."""
-    stored = request.plan.workload.batch * windowed_tokens(shape, request.max_model_len)
+    stored = options.plan.workload.batch * windowed_tokens(shape, options.max_model_len)
     return float(stored * shape.kv_elements_per_token_per_layer * DTYPES[kv].bits / 8)
