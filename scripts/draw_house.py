@@ -1,6 +1,6 @@
 """Draws the code in Mermaid: packages as floors, folders as rooms, imports as arrows.
 
-    python scripts/draw_house.py [ROOT]
+python scripts/draw_house.py [ROOT]
 """
 
 from __future__ import annotations
