@@ -1,7 +1,5 @@
 """CUDA C++ kernels of decode attention for Hopper (csrc/): schedules, arguments and launches.
 
-docs/kernels/attention.md has the measurements behind the numbers.
-
 docs/kernels/attention.md explains how they work and what was measured.
 """
 
@@ -134,10 +132,10 @@ class Occupancy:
         tiles: KV tiles of the call, at most. What a CTA does before its first tile and after its last takes as long as
         several tiles, so short rows want fewer CTAs.
         """
-        most = self.variant.ctas_per_sm
-        ctas = min(most, max(MIN_CTAS_PER_SM, tiles // (self.num_sms * MIN_TILES_PER_CTA)))
+        max_ctas = self.variant.ctas_per_sm
+        ctas = min(max_ctas, max(MIN_CTAS_PER_SM, tiles // (self.num_sms * MIN_TILES_PER_CTA)))
         available_bytes = self.sm_bytes // ctas - RESERVED_BYTES - self.variant.static_bytes(MAX_STAGES)
-        return ctas * self.num_sms, self.shared_bytes if ctas == most else available_bytes // 16 * 16
+        return ctas * self.num_sms, self.shared_bytes if ctas == max_ctas else available_bytes // 16 * 16
 
     def grid(self, kv_rows: int, row_tiles: int) -> tuple[int, int]:
         """CTAs for `kv_rows` (batch row, KV head) pairs of at most `row_tiles` KV tiles each; their shared memory.
@@ -224,14 +222,13 @@ class AttentionKernel:
         kv_rows, rows = batch * kv_heads, q_heads // kv_heads * queries
         ctas, shared_bytes = self._grid(kv_rows, sizes, splits)
         fused = fuses_reduction(ctas, kv_rows, rows * head_dim)
-        given = {"begin": begin, "end": end, "groups": groups}
-        lengths = {name: None if length is None else length.contiguous() for name, length in given.items()}
+        lengths = {"begin": begin, "end": end, "groups": groups}
         outputs = self._outputs(q, kv_rows, rows, ctas)
         params = AttentionParams(
             q=q,
             keys=keys,
             values=values,
-            **lengths,
+            **{name: None if length is None else length.contiguous() for name, length in lengths.items()},
             **outputs,
             **_score_fields(scores, queries),
             key_codes=key_planes(codes),
@@ -242,7 +239,7 @@ class AttentionKernel:
             scale=scale,
         )
         # A copy just made is not yet visible before griddepcontrol.wait.
-        early = all(length is None or length.is_contiguous() for length in given.values())
+        early = all(length is None or length.is_contiguous() for length in lengths.values())
         with torch.cuda.device(q.device):
             launch_with_pdl(self.attend, (ctas, 1, 1), (THREADS, 1, 1), params, shared_bytes, early=early)
             if not fused:
@@ -308,8 +305,8 @@ def _variant(
 @cache
 def _compiled(variant: AttentionVariant, device: torch.device) -> AttentionKernel | None:
     """None where an SM is too small for the variant and, with one warning, where a kernel does not compile."""
-    found = torch.cuda.get_device_properties(device)
-    occupancy = Occupancy(variant, found.multi_processor_count, found.shared_memory_per_multiprocessor)
+    properties = torch.cuda.get_device_properties(device)
+    occupancy = Occupancy(variant, properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
     if not occupancy.fits:
         return None
     text = program(SOURCE, AttentionParams)

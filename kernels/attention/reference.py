@@ -42,11 +42,11 @@ def decode_attention_reference(
     return out
 
 
-def _full_scores(rows: Tensor, keys: Tensor, own: int, queries: int) -> Tensor:
-    """Scores [Hkv, rows, slots] of full-precision keys, of which query t sees the first own + t."""
+def _full_scores(rows: Tensor, keys: Tensor, visible: int, queries: int) -> Tensor:
+    """Scores [Hkv, rows, slots] of full-precision keys; query t sees the first visible + t of them."""
     scores = rows @ keys.float().mT
     if queries > 1:
-        limit = own + torch.arange(rows.shape[1], device=rows.device) % queries
+        limit = visible + torch.arange(rows.shape[1], device=rows.device) % queries
         slots = torch.arange(keys.shape[1], device=rows.device)
         scores.masked_fill_(slots >= limit[:, None], -torch.inf)
     return scores

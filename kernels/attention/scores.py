@@ -51,17 +51,17 @@ class ScoreRequest:
             raise ValueError(f"lse is contiguous float32 [B, Hq], not {self.lse.dtype} {self.lse.shape}")
 
     def step(self, queries: int) -> int:
-        """Distance between the summed ones of `queries` queries, which are counted from the last one down."""
+        """Distance between summed queries of `queries`, counted down from the last one."""
         return {"all": 1, "last": queries, "ends": max(1, queries - 1)}[self.rows]
 
     def summed(self, queries: int) -> list[int]:
         """Numbers of the summed queries, of `queries`."""
         return list(range(queries - 1, -1, -self.step(queries)))
 
-    def keep_lse(self, found: Tensor) -> None:
-        """Leaves the last query's log-sum-exps [B, Hq]; -inf where it sees nothing."""
+    def keep_lse(self, lse: Tensor) -> None:
+        """Stores the last query's log-sum-exps `lse` [B, Hq] in `self.lse`, except -inf, where it sees nothing."""
         if self.lse is not None and self.what == "probabilities":
-            self.lse.copy_(torch.where(found.isfinite(), found, self.lse))
+            self.lse.copy_(torch.where(lse.isfinite(), lse, self.lse))
 
     def require(self, batch: int, q_heads: int, kv_heads: int, tokens: int) -> None:
         """Raises ValueError where `out` has no room for `tokens` tokens of these rows and heads, or `lse` for these."""

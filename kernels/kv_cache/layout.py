@@ -13,7 +13,6 @@ reads upper codes never touches the lower ones.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,9 +83,8 @@ class QuantizedKV:
 
     def rows(self, rows: slice) -> "QuantizedKV":
         """A view of the codes of some rows of the batch."""
-        whole: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        part: dict[str, Any] = {name: tensor if tensor is None else tensor[rows] for name, tensor in whole.items()}
-        return QuantizedKV(**part)
+        tensors = (getattr(self, field.name) for field in fields(self))
+        return QuantizedKV(*(None if tensor is None else tensor[rows] for tensor in tensors))
 
     @property
     def key_planes(self) -> Planes:

@@ -19,7 +19,7 @@ def add_rms_norm(
 
     RMSNorm (Zhang and Sennrich, 2019, eq. 4) as in Llama: the sum is rounded to the model's dtype, statistics and
     scaling are float32, and the result is rounded once. On Hopper and newer GPUs the weight is read while earlier
-    kernels of the stream may still run (see device/launch.py). Raises ValueError when shapes disagree.
+    kernels of the stream may still run (see device/cuda.py). Raises ValueError when shapes disagree.
     """
     if weight.shape != hidden.shape[-1:]:
         raise ValueError(f"weight {list(weight.shape)} does not fit hidden states {list(hidden.shape)}")

@@ -21,7 +21,7 @@ def linear_dense(
 
     x: [..., inputs]; weight: [outputs, inputs] as torch's Linear holds it; bias: [outputs]. On CUDA, few rows of 16
     bits run in CUDA C++ on Hopper and newer; everything else, and every backend but "auto", is the library's product.
-    The CUDA kernel reads the weight while earlier kernels of the stream may still run (see device/launch.py). If gated,
+    The CUDA kernel reads the weight while earlier kernels of the stream may still run (see device/cuda.py). If gated,
     it does not round between the product and the activation.
     Raises ValueError when x does not match the weight's inputs, or the bias its outputs.
     """
@@ -48,7 +48,8 @@ def linear_dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None
 
 def linear_dense_cost(x: Tensor, weight: Tensor, gated: bool = False) -> Cost:
     """Cost of `linear_dense`."""
-    return _product_cost(x, *weight.shape, weight.nbytes, gated)
+    outputs, inputs = weight.shape
+    return _product_cost(x, outputs, inputs, weight.nbytes, gated)
 
 
 QuantizedWeight = Int4Weight | Int8Weight
@@ -62,7 +63,7 @@ def linear_quantized(
     x: [..., inputs]; bias: [outputs], rounded to x's dtype. On CUDA, up to 64 rows of a 16-bit dtype run in CUDA C++
     on Hopper and newer, other few rows in a Triton kernel, and many rows in the library's product with a dense copy, a
     slab of outputs at a time. The CUDA kernel reads the weight while earlier kernels of the stream may still run (see
-    device/launch.py). If gated, it does not round between the product and the activation.
+    device/cuda.py). If gated, it does not round between the product and the activation.
     Raises ValueError when x does not match the weight's inputs, or the bias its outputs.
     """
     if x.shape[-1] != weight.inputs:

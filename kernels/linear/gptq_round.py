@@ -55,4 +55,5 @@ def gptq_round_reference(
 
 def gptq_round_cost(steps: Tensor, near: Tensor | None = None) -> Cost:
     """Cost of `gptq_round`."""
-    return ops.gptq_round(*steps.shape, bounded=0 if near is None else 1)
+    outputs, group = steps.shape
+    return ops.gptq_round(outputs, group, bounded=0 if near is None else 1)

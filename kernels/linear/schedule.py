@@ -142,8 +142,8 @@ class LinearSchedule:
     @cached_property
     def mma_warps(self) -> int:
         """The format's number of warps, or one fewer if that divides full stages evenly."""
-        most, k_tiles = self.weights.mma_warps, self.stage_inputs // self.weights.k_tile_inputs
-        return most - 1 if k_tiles % most and k_tiles % (most - 1) == 0 and k_tiles >= 2 * most else most
+        warps, k_tiles = self.weights.mma_warps, self.stage_inputs // self.weights.k_tile_inputs
+        return warps - 1 if k_tiles % warps and k_tiles % (warps - 1) == 0 and k_tiles >= 2 * warps else warps
 
     @cached_property
     def other_bytes(self) -> int:
@@ -264,15 +264,15 @@ def splits(bits: int) -> tuple[SplitK, ...]:
 
     A stage holds as many bytes with any number of bits.
     """
-    whole = 16384 // bits
+    stage_inputs = 16384 // bits
     return (
-        SplitK(ways=1, stage_inputs=whole, min_stages=4),
-        SplitK(ways=1, stage_inputs=whole // 2, min_stages=4, max_inputs=8192),
-        SplitK(ways=2, stage_inputs=whole, min_stages=3),
-        SplitK(ways=4, stage_inputs=whole, min_stages=2),
-        SplitK(ways=8, stage_inputs=whole, min_stages=2),
+        SplitK(ways=1, stage_inputs=stage_inputs, min_stages=4),
+        SplitK(ways=1, stage_inputs=stage_inputs // 2, min_stages=4, max_inputs=8192),
+        SplitK(ways=2, stage_inputs=stage_inputs, min_stages=3),
+        SplitK(ways=4, stage_inputs=stage_inputs, min_stages=2),
+        SplitK(ways=8, stage_inputs=stage_inputs, min_stages=2),
         # For outputs whose sums would fill a cluster's shared memory, and for gated ones, which are never split.
-        SplitK(ways=1, stage_inputs=whole // 2, min_stages=2),
+        SplitK(ways=1, stage_inputs=stage_inputs // 2, min_stages=2),
     )
 
 
@@ -299,9 +299,9 @@ def make_quantized_schedule(
     rows: int, outputs: int, inputs: int, group: int, bf16: bool, gated: bool, device: DeviceLimits, bits: int = 4
 ) -> LinearSchedule | None:
     """The fewest passes over the codes for which each pass's rows of x fit shared memory; None if none does."""
-    for most_rows in ROWS_PER_PASS:
+    for max_rows in ROWS_PER_PASS:
         for split in splits(bits):
-            rows_per_pass, weights = min(rows, most_rows), weight_format(group, bits)
+            rows_per_pass, weights = min(rows, max_rows), weight_format(group, bits)
             schedule = LinearSchedule(weights, split, device, bf16, rows, outputs, inputs, rows_per_pass, gated)
             if schedule.fits:
                 return schedule

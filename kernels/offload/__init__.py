@@ -9,6 +9,7 @@ device, without the host.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +30,8 @@ def flush_to_host(
     with contiguous channels. first: int32 [B], mask: bool [B], on the device.
     Raises ValueError for other shapes or dtypes.
     """
-    alike = (*recent.shape[:2], recent.shape[3], recent.dtype) == (*out.shape[:2], out.shape[3], out.dtype)
-    if not alike or recent.shape[2] < group or recent.stride(3) != 1 or out.stride(3) != 1:
+    agree = (*recent.shape[:2], recent.shape[3], recent.dtype) == (*out.shape[:2], out.shape[3], out.dtype)
+    if not agree or recent.shape[2] < group or recent.stride(3) != 1 or out.stride(3) != 1:
         raise ValueError(f"slots {list(recent.shape)} and tokens {list(out.shape)} disagree with a group of {group}")
     require_rows(len(recent), torch.int32, first=first)
     require_rows(len(recent), torch.bool, mask=mask)
@@ -198,12 +199,12 @@ def gather_into_slots_reference(source: KeysAndValues, out: KeysAndValues, loads
     offsets = torch.arange(page, device=loads.units.device)
     for row in range(batch):
         for head in range(kv_heads):
-            own = row, head % sets
-            count = int(loads.count[own])
-            at = (loads.units[own][:count, None] * page + offsets).flatten().long()
-            to = (loads.into[own][:count, None] * page + offsets).flatten().long()
-            for held, slots in zip(source, out, strict=True):
-                slots[row, head, to] = held[row, head, at]
+            unit_set = row, head % sets
+            count = int(loads.count[unit_set])
+            at = (loads.units[unit_set][:count, None] * page + offsets).flatten().long()
+            to = (loads.into[unit_set][:count, None] * page + offsets).flatten().long()
+            for store, slots in zip(source, out, strict=True):
+                slots[row, head, to] = store[row, head, at]
 
 
 def gather_cost(source: KeysAndValues, units: int, page: int = 1) -> Cost:
@@ -214,9 +215,9 @@ def gather_cost(source: KeysAndValues, units: int, page: int = 1) -> Cost:
 def _check(source: KeysAndValues, out: KeysAndValues, loads: SlotLoads) -> None:
     batch, kv_heads, _, head_dim = source[0].shape
     tensors = (*source, *out)
-    alike = all((*x.shape[:2], x.shape[3], x.dtype) == (batch, kv_heads, head_dim, source[0].dtype) for x in tensors)
+    agree = all((*x.shape[:2], x.shape[3], x.dtype) == (batch, kv_heads, head_dim, source[0].dtype) for x in tensors)
     paired = source[0].shape == source[1].shape and out[0].shape == out[1].shape
-    if not alike or not paired or any(x.stride(3) != 1 for x in tensors):
+    if not agree or not paired or any(x.stride(3) != 1 for x in tensors):
         raise ValueError(f"source {list(source[0].shape)} and slots {list(out[0].shape)} disagree, or have strides")
     if loads.count.shape[0] != batch or loads.count.shape[1] not in (1, kv_heads):
         raise ValueError(f"loads of sets {list(loads.count.shape)}; allowed: [{batch}, 1 or {kv_heads}]")
@@ -249,26 +250,26 @@ def allocate_slots(table: SlotTable, index: Tensor, count: Tensor, *, backend: B
 def allocate_slots_reference(table: SlotTable, index: Tensor, count: Tensor, out: SlotLoads) -> None:
     """The same in plain torch, set by set."""
     now = int(table.step)
-    for at in torch.cartesian_prod(*(torch.arange(size) for size in count.shape)).tolist():
-        row, own = at
-        chosen = index[row, own, : int(count[row, own])].long()
-        slots = table.slot_of[row, own, chosen].long()
-        used, held = table.used[row, own], table.unit_of[row, own]
+    for row, unit_set in itertools.product(*map(range, count.shape)):
+        chosen = index[row, unit_set, : int(count[row, unit_set])].long()
+        slots = table.slot_of[row, unit_set, chosen].long()
+        used, held = table.used[row, unit_set], table.unit_of[row, unit_set]
         used[slots[slots != EMPTY]] = now
         missing = chosen[slots == EMPTY]
         into = used.argsort(stable=True)[: len(missing)].sort().values
         evicted = held[into]
-        table.slot_of[row, own, evicted[evicted != EMPTY].long()] = EMPTY
-        table.slot_of[row, own, missing] = into.int()
+        table.slot_of[row, unit_set, evicted[evicted != EMPTY].long()] = EMPTY
+        table.slot_of[row, unit_set, missing] = into.int()
         held[into], used[into] = missing.int(), now
         slots[slots == EMPTY] = into
-        out.slots[row, own, : len(chosen)] = slots.int()
-        out.units[row, own, : len(missing)], out.into[row, own, : len(missing)] = missing.int(), into.int()
-        out.count[row, own] = len(missing)
-        table.requested[row, own] += len(chosen)
-        table.loaded[row, own] += len(missing)
+        out.slots[row, unit_set, : len(chosen)] = slots.int()
+        out.units[row, unit_set, : len(missing)], out.into[row, unit_set, : len(missing)] = missing.int(), into.int()
+        out.count[row, unit_set] = len(missing)
+        table.requested[row, unit_set] += len(chosen)
+        table.loaded[row, unit_set] += len(missing)
 
 
 def allocate_slots_cost(table: SlotTable, index: Tensor) -> Cost:
     """Cost of `allocate_slots` where nothing is missing."""
-    return ops.allocate_slots(*index.shape, table.used.shape[2])
+    batch, sets, chosen = index.shape
+    return ops.allocate_slots(batch, sets, chosen, table.used.shape[2])

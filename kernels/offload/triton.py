@@ -24,14 +24,14 @@ GATHER_WARPS = 4
 
 
 @dataclass(frozen=True)
-class Launch:
+class GatherConfig:
     """programs: in all. at_once: batch rows that they work on together; fewer touch fewer pages of host memory."""
 
     programs: int
     at_once: int
 
 
-EXCLUSIVE, CONCURRENT = Launch(32, 1), Launch(16, 1)
+EXCLUSIVE, CONCURRENT = GatherConfig(32, 1), GatherConfig(16, 1)
 
 
 @triton.jit
@@ -83,15 +83,15 @@ def _gather_kernel(
 
 
 def gather_into_slots_triton(
-    source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int, launch: Launch
+    source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int, config: GatherConfig
 ) -> None:
     """See `ridgeplan.kernels.offload.gather_into_slots`."""
     batch, kv_heads, _, head_dim = source[0].shape
     assert source[0].stride() == source[1].stride(), "keys and values lie alike"
     assert out[0].stride() == out[1].stride(), "slots of keys and values lie alike"
-    parts = triton.cdiv(launch.programs, min(launch.at_once, batch) * kv_heads)
+    parts = triton.cdiv(config.programs, min(config.at_once, batch) * kv_heads)
     items = batch * kv_heads * parts
-    programs = min(launch.programs, items)
+    programs = min(config.programs, items)
     _gather_kernel[(programs,)](
         *source,
         *out,

@@ -48,8 +48,8 @@ def filter_logits(
     if kernel is not None:
         return kernel.run(logits, temperature, top_k, top_p)
     cutoff = None if top_k is None or top_k >= logits.shape[-1] else kth_largest(logits, top_k)
-    whole = softmax_distribution(logits, temperature, cutoff, backend=backend)
-    return whole if top_p is None or top_p == 1 else nucleus(whole, top_p)
+    distribution = softmax_distribution(logits, temperature, cutoff, backend=backend)
+    return distribution if top_p is None or top_p == 1 else nucleus(distribution, top_p)
 
 
 def softmax_distribution(

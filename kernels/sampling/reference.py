@@ -62,7 +62,7 @@ class VerifyResult:
 
 
 @dataclass(frozen=True, eq=False)
-class Table(Distribution):
+class StoredDistribution(Distribution):
     """A distribution that stores its probabilities, float32 [..., vocab], which is fastest on a CPU."""
 
     table: Tensor
@@ -72,7 +72,7 @@ class Table(Distribution):
         return self.table
 
 
-def softmax_distribution_reference(logits: Tensor, temperature: float, cutoff: Tensor | None) -> Table:
+def softmax_distribution_reference(logits: Tensor, temperature: float, cutoff: Tensor | None) -> StoredDistribution:
     """See `ridgeplan.kernels.sampling.softmax_distribution`."""
     values = logits.float()
     peak = values.amax(-1)
@@ -82,7 +82,7 @@ def softmax_distribution_reference(logits: Tensor, temperature: float, cutoff: T
         values = values.masked_fill(values < cutoff[..., None], -torch.inf)
     table = (values / temperature).softmax(-1)
     # The likeliest token's weight is 1, so its probability is 1 / mass.
-    return Table(logits, temperature, peak, cutoff, 1 / table.amax(-1), table)
+    return StoredDistribution(logits, temperature, peak, cutoff, 1 / table.amax(-1), table)
 
 
 def kth_largest(logits: Tensor, k: int) -> Tensor:
@@ -90,20 +90,23 @@ def kth_largest(logits: Tensor, k: int) -> Tensor:
     return logits.topk(k, dim=-1).values[..., -1].float().contiguous()
 
 
-def nucleus(whole: Distribution, top_p: float) -> Table:
-    """The smallest set of likeliest tokens of `whole` whose mass reaches `top_p` (Holtzman et al. 2020).
+def nucleus(distribution: Distribution, top_p: float) -> StoredDistribution:
+    """The smallest set of likeliest tokens of `distribution` whose mass reaches `top_p` (Holtzman et al. 2020).
 
     Ties with the last kept token are all kept.
     """
-    table = whole.probabilities()
+    table = distribution.probabilities()
     ordered = table.sort(dim=-1, descending=True)
     sums = ordered.values.cumsum(-1, dtype=torch.float64)
-    last = (sums < top_p * sums[..., -1:]).sum(-1, keepdim=True).clamp_max(whole.vocab - 1)
-    cutoff = whole.logits.gather(-1, ordered.indices.gather(-1, last)).float()
-    table = table.masked_fill(whole.logits < cutoff, 0)
+    last = (sums < top_p * sums[..., -1:]).sum(-1, keepdim=True).clamp_max(distribution.vocab - 1)
+    cutoff = distribution.logits.gather(-1, ordered.indices.gather(-1, last)).float()
+    table = table.masked_fill(distribution.logits < cutoff, 0)
     kept = table.sum(-1)
     table = table / kept[..., None]
-    return Table(whole.logits, whole.temperature, whole.peak, cutoff[..., 0].contiguous(), whole.mass * kept, table)
+    mass = distribution.mass * kept
+    return StoredDistribution(
+        distribution.logits, distribution.temperature, distribution.peak, cutoff[..., 0].contiguous(), mass, table
+    )
 
 
 def draw_reference(distribution: Distribution, uniform: Tensor) -> Tensor:
@@ -143,9 +146,9 @@ def _residual(target: Tensor, draft: Tensor, accepted: Tensor) -> Tensor:
     distribution, and p is returned.
     """
     rows = torch.arange(len(accepted), device=accepted.device)
-    wanted = target[rows, accepted]
-    beyond = (wanted - draft[rows, accepted]).clamp_min_(0)
-    return torch.where((beyond > 0).any(-1, keepdim=True), beyond, wanted)
+    p = target[rows, accepted]
+    residual = (p - draft[rows, accepted]).clamp_min_(0)
+    return torch.where((residual > 0).any(-1, keepdim=True), residual, p)
 
 
 def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -156,5 +159,5 @@ def _pick(weights: Tensor, uniform: Tensor) -> Tensor:
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
     total = sums[..., -1:]
-    wanted = torch.minimum(uniform[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, wanted, right=True)[..., 0].clamp_max_(weights.shape[-1] - 1)
+    threshold = torch.minimum(uniform[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, threshold, right=True)[..., 0].clamp_max_(weights.shape[-1] - 1)

@@ -1,10 +1,8 @@
 """Triton kernels of sampling: argmax, softmax statistics, inverse-CDF draws and rejection sampling.
 
-A row is read in chunks by separate programs, so that a few rows fill the GPU too; a second kernel joins the chunks.
-
-A row is read in chunks by separate programs, so that a few rows fill the GPU too. Weights are summed as integers in
-units of 2^-60 of a probability, so sums are exact in any order: the kernel that adds up chunks and the one that
-searches a chunk agree, and tokens of probability 0 can never be drawn.
+A row is read in chunks by separate programs, so that even a few rows fill the GPU; a second kernel joins the chunks.
+Weights are summed as integers in units of 2^-60 of a probability, so sums are exact in any order. The kernel that adds
+up chunks and the one that searches a chunk therefore agree, and tokens of probability 0 are never drawn.
 
 A distribution is passed as the tuple (logits, peaks, cutoffs, masses); the drafts' as a tuple of four tuples, one entry
 per draft in each. Kernels unpack them into names first.
@@ -75,9 +73,9 @@ def _join_kernel(
     """Joins the chunks of a row; without a filter the cutoff is -inf."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    every = tl.arange(0, PADDED)
-    chunk_peaks = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
-    chunk_masses = tl.load(masses + row * CHUNKS + every, mask=every < CHUNKS, other=0.0)
+    chunks = tl.arange(0, PADDED)
+    chunk_peaks = tl.load(peaks + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=float("-inf"))
+    chunk_masses = tl.load(masses + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=0.0)
     row_peak = tl.max(chunk_peaks, 0)
     tl.store(peak + row, row_peak)
     tl.store(mass + row, tl.sum(chunk_masses * tl.exp2((chunk_peaks - row_peak) * scale), 0))
@@ -91,9 +89,9 @@ def softmax_distribution_triton(logits: Tensor, temperature: float, cutoff: Tens
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     rows, chunks = lead.numel(), triton.cdiv(vocab, SOFTMAX_CHUNK)
     peaks, masses = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
-    peak, mass, whole = torch.empty(3, *lead, dtype=torch.float32, device=logits.device)
+    peak, mass, unfiltered_cutoff = torch.empty(3, *lead, dtype=torch.float32, device=logits.device)
     filtered, scale = cutoff is not None, LOG2_E / temperature
-    cutoff = whole if cutoff is None else cutoff
+    cutoff = unfiltered_cutoff if cutoff is None else cutoff
     _softmax_kernel[(rows, chunks)](
         logits,
         cutoff,
@@ -214,9 +212,9 @@ def _weigh_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    residual, whole = _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
+    residual, p = _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
     tl.store(sums + row * 2 * CHUNKS + chunk, tl.sum(residual, 0))
-    tl.store(sums + (row * 2 + 1) * CHUNKS + chunk, tl.sum(whole, 0))
+    tl.store(sums + (row * 2 + 1) * CHUNKS + chunk, tl.sum(p, 0))
 
 
 @triton.jit
@@ -228,20 +226,20 @@ def _pick_kernel(
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
-    every = tl.arange(0, PADDED)
-    residuals = tl.load(sums + row * 2 * CHUNKS + every, mask=every < CHUNKS, other=0)
-    wholes = tl.load(sums + (row * 2 + 1) * CHUNKS + every, mask=every < CHUNKS, other=0)
-    some = tl.sum(residuals, 0) > 0
-    sizes = tl.where(some, residuals, wholes)
+    chunks = tl.arange(0, PADDED)
+    residuals = tl.load(sums + row * 2 * CHUNKS + chunks, mask=chunks < CHUNKS, other=0)
+    p_sums = tl.load(sums + (row * 2 + 1) * CHUNKS + chunks, mask=chunks < CHUNKS, other=0)
+    has_residual = tl.sum(residuals, 0) > 0
+    sizes = tl.where(has_residual, residuals, p_sums)
     total = tl.sum(sizes, 0)
-    wanted = (tl.load(uniform + row * (GAMMA + 1) + GAMMA) * total.to(tl.float64)).to(tl.int64)
-    wanted = tl.minimum(wanted, total - 1)
-    chunk = tl.sum((tl.cumsum(sizes, 0) <= wanted).to(tl.int32), 0)
-    wanted -= tl.sum(tl.where(every < chunk, sizes, 0), 0)
+    threshold = (tl.load(uniform + row * (GAMMA + 1) + GAMMA) * total.to(tl.float64)).to(tl.int64)
+    threshold = tl.minimum(threshold, total - 1)
+    chunk = tl.sum((tl.cumsum(sizes, 0) <= threshold).to(tl.int32), 0)
+    threshold -= tl.sum(tl.where(chunks < chunk, sizes, 0), 0)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    residual, whole = _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
-    reached = tl.cumsum(tl.where(some, residual, whole), 0)
-    token = chunk * CHUNK + tl.sum((reached <= wanted).to(tl.int32), 0)
+    residual, p = _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
+    reached = tl.cumsum(tl.where(has_residual, residual, p), 0)
+    token = chunk * CHUNK + tl.sum((reached <= threshold).to(tl.int32), 0)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
     for j in tl.static_range(GAMMA):
         kept = tl.load(drafted + row * GAMMA + j)
@@ -327,9 +325,9 @@ def _join_best_kernel(peaks, places, best, vocab, CHUNKS: tl.constexpr, PADDED: 
     """The first token that has a row's largest logit; the last of the vocabulary where the logits are NaN."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    every = tl.arange(0, PADDED)
-    chunk_peaks = tl.load(peaks + row * CHUNKS + every, mask=every < CHUNKS, other=float("-inf"))
-    first = tl.load(places + row * CHUNKS + every, mask=every < CHUNKS, other=2147483647)
+    chunks = tl.arange(0, PADDED)
+    chunk_peaks = tl.load(peaks + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=float("-inf"))
+    first = tl.load(places + row * CHUNKS + chunks, mask=chunks < CHUNKS, other=2147483647)
     token = tl.min(tl.where(chunk_peaks == tl.max(chunk_peaks, 0), first, 2147483647), 0)
     tl.store(best + row, tl.minimum(token, vocab - 1).to(tl.int64))
 
@@ -339,8 +337,8 @@ def _agree_kernel(best, drafted, max_tokens, counts, GAMMA: tl.constexpr, PADDED
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PADDED)
-    wanted = tl.load(best + row * (GAMMA + 1) + index, mask=index < GAMMA, other=-1)
-    agreeing = tl.load(drafted + row * GAMMA + index, mask=index < GAMMA, other=-2) == wanted
+    expected = tl.load(best + row * (GAMMA + 1) + index, mask=index < GAMMA, other=-1)
+    agreeing = tl.load(drafted + row * GAMMA + index, mask=index < GAMMA, other=-2) == expected
     limit = tl.load(max_tokens + row)
     _store_counts(counts, row, tl.min(tl.where(agreeing & (index < limit), PADDED, index), 0), limit, GAMMA)
 

@@ -194,8 +194,8 @@ def two_bit_top_k(
         return two_bit_top_k_cuda(kernel, q, keys, groups, k, max_k, sinks, scale)
     scores = two_bit_scores(q, keys, groups, scale=scale, backend=backend)
     scores[:, :, :sinks] = torch.inf
-    tokens, wanted = (x[:, None].expand(-1, keys.kv_heads).flatten() for x in (groups * keys.group, k))
-    index, count = top_k(scores.flatten(0, 1), tokens.int(), wanted, max_k, backend=backend)
+    lengths, head_k = (x[:, None].expand(-1, keys.kv_heads).flatten() for x in (groups * keys.group, k))
+    index, count = top_k(scores.flatten(0, 1), lengths.int(), head_k, max_k, backend=backend)
     return index.view(batch, -1, max_k), count.view(batch, -1)
 
 
@@ -207,7 +207,8 @@ def page_scores_cost(q: Tensor, bounds: Tensor) -> Cost:
 
 def top_k_cost(scores: Tensor, index: Tensor) -> Cost:
     """Cost of `top_k` of whole rows of scores [R, N] into index [R, max_k]."""
-    return ops.top_k(*scores.shape, index.shape[-1])
+    rows, width = scores.shape
+    return ops.top_k(rows, width, index.shape[-1])
 
 
 def two_bit_top_k_cost(q: Tensor, keys: TwoBitKeys, tokens: int, index: Tensor) -> Cost:

@@ -62,9 +62,9 @@ def aligned(tensor: Tensor) -> bool:
     return strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(s % ALIGNMENT for s in strides[:-1])
 
 
-def parts_of(rows: int, num_sms: int, least: int = 1) -> int:
-    """CTAs of a row, at least `least`: as many as run at once, or in the fewest turns that give enough."""
-    turns = -(-least * rows // num_sms)  # rounded up
+def parts_of(rows: int, num_sms: int, min_parts: int = 1) -> int:
+    """CTAs of a row, at least `min_parts`: as many as run at once, or in the fewest turns that give enough."""
+    turns = -(-min_parts * rows // num_sms)  # rounded up
     return turns * num_sms // rows
 
 
@@ -127,13 +127,13 @@ def find_two_bit_kernels(q: Tensor, keys: TwoBitKeys) -> TwoBitKernels | None:
 @cache
 def compiled_kernels(variant: ScanVariant, device: torch.device) -> TwoBitKernels | None:
     """The kernels of a variant. None, with one warning, if they do not compile."""
-    found = []
+    kernels = []
     for entry, shared_bytes in ((SCAN, scan_bytes(variant)), (CHOOSE, 0)):
         text = program(f"selection/csrc/{entry}.cu", TwoBitParams)
         fallback = f"the CUDA kernel {entry} does not compile, Triton's run instead"
         kernel = compile_kernel(text, entry, variant.options, device, shared_bytes=shared_bytes, fallback=fallback)
-        found.append(kernel)
-    scan, choose = found
+        kernels.append(kernel)
+    scan, choose = kernels
     if scan is None or choose is None:
         return None
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -139,28 +139,29 @@ def _sort_keys(scores, at, inside):
 
 
 @triton.jit
-def _find_digit(histogram, wanted):
-    """The digit of the `wanted`-th largest key, and how many of the keys with this digit are still wanted."""
+def _find_digit(histogram, rank):
+    """The digit of the `rank`-th largest key, and that key's rank among the keys with this digit."""
     bins = tl.arange(0, TOP_K_BINS)
     counts = tl.load(histogram + bins)
     above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
-    digit = tl.max(tl.where(above + counts >= wanted, bins, 0), 0)
-    return digit, wanted - tl.sum(tl.where(bins == digit, above, 0), 0)
+    digit = tl.max(tl.where(above + counts >= rank, bins, 0), 0)
+    return digit, rank - tl.sum(tl.where(bins == digit, above, 0), 0)
 
 
 @triton.jit
-def _wanted(lengths, k, row, max_k):
+def _num_chosen(lengths, k, row, max_k):
+    """How many scores a row chooses: the smallest of k, max_k and its length."""
     return tl.maximum(tl.minimum(tl.minimum(tl.load(lengths + row), tl.load(k + row)), max_k), 0)
 
 
 @triton.jit
-def _prefix(histograms, wanted, DIGITS: tl.constexpr):
-    """The first DIGITS digits of the key of the last chosen score, as a number, and how many with them are wanted."""
+def _prefix(histograms, rank, DIGITS: tl.constexpr):
+    """The first DIGITS digits of the `rank`-th largest key, as a number, and its rank among the keys with them."""
     prefix = tl.zeros([], tl.uint32)
     for i in tl.static_range(DIGITS):
-        digit, wanted = _find_digit(histograms + i * TOP_K_BINS, wanted)
+        digit, rank = _find_digit(histograms + i * TOP_K_BINS, rank)
         prefix = (prefix << 8) | digit.to(tl.uint32)
-    return prefix, wanted
+    return prefix, rank
 
 
 @triton.jit(do_not_specialize=["width", "max_k"])
@@ -170,12 +171,12 @@ def _histogram_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * CHUNK
-    wanted = _wanted(lengths, k, row, max_k)
+    num_chosen = _num_chosen(lengths, k, row, max_k)
     stop = tl.minimum(tl.load(lengths + row), first + CHUNK)
-    if (first >= stop) | (wanted == 0):
+    if (first >= stop) | (num_chosen == 0):
         return
     histograms += row * PASSES * TOP_K_BINS
-    prefix, _ = _prefix(histograms, wanted, DIGIT)
+    prefix, _ = _prefix(histograms, num_chosen, DIGIT)
     counts = tl.zeros([TOP_K_BINS], tl.int32)
     for start in range(first, stop, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -195,12 +196,12 @@ def _count_kernel(
     """Each program's number of keys above the last chosen one's, and of those equal to it."""
     row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = program * CHUNK
-    wanted = _wanted(lengths, k, row, max_k)
+    num_chosen = _num_chosen(lengths, k, row, max_k)
     stop = tl.minimum(tl.load(lengths + row), first + CHUNK)
     counts += (row * tl.num_programs(1) + program) * 2
     above, equal = 0, 0
-    if (first < stop) & (wanted > 0):
-        last, _ = _prefix(histograms + row * PASSES * TOP_K_BINS, wanted, PASSES)
+    if (first < stop) & (num_chosen > 0):
+        last, _ = _prefix(histograms + row * PASSES * TOP_K_BINS, num_chosen, PASSES)
         for start in range(first, stop, BLOCK):
             at = start + tl.arange(0, BLOCK)
             keys = _sort_keys(scores, row * width + at, at < stop)
@@ -217,13 +218,13 @@ def _write_kernel(
 ):  # fmt: skip
     row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = program * CHUNK
-    wanted = _wanted(lengths, k, row, max_k)
+    num_chosen = _num_chosen(lengths, k, row, max_k)
     stop = tl.minimum(tl.load(lengths + row), first + CHUNK)
     if program == 0:
-        tl.store(count + row, wanted)
-    if (first >= stop) | (wanted == 0):
+        tl.store(count + row, num_chosen)
+    if (first >= stop) | (num_chosen == 0):
         return
-    last, equals = _prefix(histograms + row * PASSES * TOP_K_BINS, wanted, PASSES)
+    last, equals = _prefix(histograms + row * PASSES * TOP_K_BINS, num_chosen, PASSES)
     programs = tl.arange(0, PROGRAMS)
     before = counts + row * tl.num_programs(1) * 2 + programs * 2
     above = tl.sum(tl.load(before, mask=programs < program, other=0), 0)
@@ -255,12 +256,12 @@ def top_k_triton(scores: Tensor, lengths: Tensor, k: Tensor, max_k: int) -> tupl
         (rows, programs),
         {"PASSES": TOP_K_PASSES, "BLOCK": TOP_K_BLOCK, "CHUNK": chunk, "num_warps": TOP_K_WARPS},
     )
-    given = (scores, lengths, k, histograms)
+    inputs = (scores, lengths, k, histograms)
     for digit in range(TOP_K_PASSES):
-        _histogram_kernel[grid](*given, width, max_k, DIGIT=digit, **sizes)
-    _count_kernel[grid](*given, counts, width, max_k, **sizes)
+        _histogram_kernel[grid](*inputs, width, max_k, DIGIT=digit, **sizes)
+    _count_kernel[grid](*inputs, counts, width, max_k, **sizes)
     padded = triton.next_power_of_2(programs)
-    _write_kernel[grid](*given, counts, index, count, width, max_k, PROGRAMS=padded, **sizes)
+    _write_kernel[grid](*inputs, counts, index, count, width, max_k, PROGRAMS=padded, **sizes)
     return index, count
 
 

@@ -88,7 +88,7 @@ class SparseKernel:
     """A kernel compiled for a variant on one device.
 
     shared_bytes: dynamic shared memory of a CTA, whatever it reads. group_bytes: more for each of its groups, of which
-    it may have most_groups (None: any number). arrivals: int32 [MAX_ROWS], which calls leave at zero. Calls on one
+    it may have max_groups (None: any number). arrivals: int32 [MAX_ROWS], which calls leave at zero. Calls on one
     device must not overlap (on several streams, for example): they share them.
     """
 
@@ -98,7 +98,7 @@ class SparseKernel:
     shared_bytes: int
     arrivals: Tensor
     group_bytes: int = 0
-    most_groups: int | None = None
+    max_groups: int | None = None
 
     def run(
         self,
@@ -150,10 +150,10 @@ class SparseKernel:
         Where a CTA chooses among its own groups it has at least one for each warp: a share of k taken from few groups
         differs much from the best k of the row.
         """
-        if self.most_groups is None:
+        if self.max_groups is None:
             return parts_of(rows, self.num_sms)
-        least = max(1, -(-groups // self.most_groups))
-        return max(least, min(parts_of(rows, self.num_sms, least), -(-groups // WARPS)))
+        min_parts = max(1, -(-groups // self.max_groups))
+        return max(min_parts, min(parts_of(rows, self.num_sms, min_parts), -(-groups // WARPS)))
 
 
 def supported_variant(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseVariant | None:
@@ -177,19 +177,19 @@ def compiled_kernel(
     device: torch.device,
     buffers: int,
     group_bytes: int = 0,
-    most_groups: int | None = None,
+    max_groups: int | None = None,
 ) -> SparseKernel | None:
     """The kernel `entry`, whose warps have `buffers` bytes each. None, with one warning, if it does not compile."""
     shared_bytes = variant.shared_bytes(buffers)
     fallback = f"the CUDA kernel {entry} does not compile, Triton's run instead"
-    largest = shared_bytes + group_bytes * (most_groups or 0)
+    largest = shared_bytes + group_bytes * (max_groups or 0)
     text = program(source, SparseParams)
     compiled = compile_kernel(text, entry, variant.options, device, shared_bytes=largest, fallback=fallback)
     if compiled is None:
         return None
     arrivals = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return SparseKernel(compiled, variant, num_sms, shared_bytes, arrivals, group_bytes, most_groups)
+    return SparseKernel(compiled, variant, num_sms, shared_bytes, arrivals, group_bytes, max_groups)
 
 
 def _strides(q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
@@ -233,7 +233,7 @@ def index_list_attention_cuda(
 
 PROGRESSIVE_SOURCE, PROGRESSIVE_ENTRY = "sparse_attention/csrc/progressive.cu", "progressive"
 GROUP_BYTES = 2 * GROUP  # bins of a group's scores
-MOST_GROUPS = 512  # of a CTA
+MAX_GROUPS = 512  # of a CTA
 RESERVED_BYTES = 1024  # shared memory of an SM that the driver keeps
 STATIC_BYTES = 15 * 1024  # shared memory of a CTA beside its warps' buffers and the bins, at most
 
@@ -243,9 +243,9 @@ def buffer_bytes(variant: SparseVariant) -> int:
     return max(STAGES * variant.stage_bytes, TILES * variant.tile_bytes)
 
 
-def most_groups(variant: SparseVariant, cta_bytes: int) -> int:
+def max_groups(variant: SparseVariant, cta_bytes: int) -> int:
     """Groups of a CTA whose bins fit into its shared memory of `cta_bytes`."""
-    return min(MOST_GROUPS, (cta_bytes - STATIC_BYTES - variant.shared_bytes(buffer_bytes(variant))) // GROUP_BYTES)
+    return min(MAX_GROUPS, (cta_bytes - STATIC_BYTES - variant.shared_bytes(buffer_bytes(variant))) // GROUP_BYTES)
 
 
 def find_progressive_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV) -> SparseKernel | None:
@@ -254,7 +254,7 @@ def find_progressive_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: Quan
     if variant is None:
         return None
     sm_bytes = torch.cuda.get_device_properties(q.device).shared_memory_per_multiprocessor
-    groups = most_groups(variant, sm_bytes - RESERVED_BYTES)
+    groups = max_groups(variant, sm_bytes - RESERVED_BYTES)
     if groups < 1:
         return None
     return compiled_kernel(

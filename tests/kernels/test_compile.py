@@ -1,6 +1,6 @@
 """The kernels compile for Hopper (sm_90) on a machine without a GPU, and fit its registers and shared memory.
 
-Those that start early touch no memory before they wait, and no others let the next one start (device/launch.py). The
+Those that start early touch no memory before they wait, and no others let the next one start (device/cuda.py). The
 interpreter accepts programs that the compiler refuses, so CPU runs need this too. Kernels are decorated for either the
 interpreter or the compiler when imported, hence the process of its own.
 """

@@ -190,7 +190,7 @@ def test_top_k_and_top_p(dtype: torch.dtype, aligned: bool, cluster: int, compil
 def test_attention_to_chosen_tokens(head_dim: int, heads: int, bf16: bool, compile_cuda: Compile) -> None:
     variant = sparse.SparseVariant(head_dim, heads, bf16)
     cta_bytes = H200.sm_bytes - 1024  # the driver keeps 1 KiB
-    bins = sparse.GROUP_BYTES * sparse.most_groups(variant, cta_bytes)
+    bins = sparse.GROUP_BYTES * sparse.max_groups(variant, cta_bytes)
     shared = (
         (sparse.PROGRESSIVE_SOURCE, sparse.PROGRESSIVE_ENTRY, sparse.buffer_bytes(variant), bins),
         (sparse.INDEX_LIST_SOURCE, sparse.INDEX_LIST_ENTRY, sparse.TILES * variant.tile_bytes, 0),

@@ -14,7 +14,7 @@ from ridgeplan.kernels.sampling import (
     softmax_distribution,
     triton,
 )
-from ridgeplan.kernels.sampling.reference import Distribution, Greedy, Table, nucleus
+from ridgeplan.kernels.sampling.reference import Distribution, Greedy, StoredDistribution, nucleus
 
 VOCAB = 6
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -99,10 +99,10 @@ def test_top_p_keeps_the_smallest_set_of_that_mass(top_p: float, kept: int) -> N
 def test_a_set_whose_mass_is_just_top_p_is_enough(top_p: float, kept: int) -> None:
     """Probabilities 1/2, 1/4, 1/8 and 1/8, whose sums are exact; the last two are equally likely."""
     table = torch.tensor([0.125, 0.5, 0.25, 0.125])
-    whole = Table(
+    distribution = StoredDistribution(
         table.log2(), math.log2(math.e), torch.tensor(-1.0), torch.tensor(-torch.inf), torch.tensor(2.0), table
     )
-    assert (nucleus(whole, top_p).probabilities() > 0).sum() == kept
+    assert (nucleus(distribution, top_p).probabilities() > 0).sum() == kept
 
 
 @FILTERS
@@ -305,10 +305,10 @@ def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(
     backend: str, device: str, temperature: float, value: float, vocab: int
 ) -> None:
     """Which ones is of no account, but they must index the embedding until the engine has seen that logits broke."""
-    whole = torch.full((2, 3, vocab), value, device=device)
+    distribution = torch.full((2, 3, vocab), value, device=device)
     partly = random_logits(2, 3, vocab, seed=5).to(device)
     partly[:, :, vocab // 2] = value
-    for logits in (whole, partly):
+    for logits in (distribution, partly):
         target = filter_logits(logits, temperature, backend=backend)
         drafts = [filter_logits(logits[:, j].contiguous(), temperature, backend=backend) for j in range(2)]
         uniform = random_uniform(2, 3, seed=6).to(device)

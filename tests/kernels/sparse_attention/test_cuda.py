@@ -23,7 +23,7 @@ from ridgeplan.kernels.sparse_attention.cuda import (
     find_index_list_kernel,
     find_progressive_kernel,
     index_list_attention_cuda,
-    most_groups,
+    max_groups,
     progressive_attention_cuda,
 )
 
@@ -249,8 +249,8 @@ def test_warps_have_two_groups_then_three_tiles() -> None:
 
 def test_a_cta_has_room_for_the_bins_of_a_row_of_131072_tokens_in_four_parts() -> None:
     """And for 3% more, as caches are longer than prompts. A thread counts a group, so 512 are the most."""
-    assert most_groups(VARIANT, CTA_BYTES) >= 1.03 * 1024 / 4
-    assert most_groups(SparseVariant(64, 4, True), CTA_BYTES) <= 512
+    assert max_groups(VARIANT, CTA_BYTES) >= 1.03 * 1024 / 4
+    assert max_groups(SparseVariant(64, 4, True), CTA_BYTES) <= 512
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_cta_has_room_for_the_bins_of_a_row_of_131072_tokens_in_four_parts() -
 )
 def test_a_cta_that_chooses_has_a_group_for_each_warp(rows: int, groups: int, parts: int) -> None:
     """Unless its shared memory holds fewer, or as many CTAs run at once."""
-    kernel = SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS, group_bytes=256, most_groups=270)
+    kernel = SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS, group_bytes=256, max_groups=270)
     assert kernel.parts(rows, groups) == parts
     assert SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS).parts(rows, groups) == max(1, SMS // rows)
 
@@ -277,7 +277,7 @@ def test_the_launch_of_progressive_attention(launches) -> None:  # type: ignore[
     planes = DraftPlanes.allocate(codes)
     q, keys, values, begin, end, groups = problem()
     k = torch.tensor([300, 60], dtype=torch.int32)
-    kernel = SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS, group_bytes=256, most_groups=270)
+    kernel = SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS, group_bytes=256, max_groups=270)
     out = progressive_attention_cuda(kernel, q, keys, values, (begin, end, groups), codes, planes, k, 4, 0.5)
     assert out.shape == (2, 1, 32, 128)
     [(compiled, grid, threads, params, shared_bytes, early)] = launches.asked
