@@ -1,8 +1,11 @@
 """Policies: the registry holds what plans can name, and each states its cost and its presets."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -222,3 +225,55 @@ def test_saved_plans_of_snapkv_load_with_the_old_name_of_pooling():
     selection = saved["speculation"]["selection"]
     selection["pool"] = selection.pop("pooling")
     assert Plan.from_dict(saved) == plan
+
+
+NEW_POLICY = """
+    from typing import ClassVar
+
+    from ridgeplan.roofline.catalog.validation import whole
+    from ridgeplan.roofline.plan.policies.selections import drafting
+    from ridgeplan.roofline.plan.policy import SelectionCost, SparseSelection, named, policy
+
+
+    @policy
+    class Strided(SparseSelection):
+        name: str = named("strided")
+        stride: int = whole(1, 64, default=4)
+
+        executable: ClassVar[bool] = False
+
+        def cost(self):
+            return SelectionCost(run_tokens=1)
+
+        @classmethod
+        def presets(cls):
+            return {"strided-drafts": drafting(cls(stride=8), 3)}
+"""
+USE_OF_NEW_POLICY = """
+    import sys
+    from importlib import import_module
+
+    from ridgeplan.roofline.plan import policies
+
+    policies.__path__.append(sys.argv[1])
+    import_module(f"{policies.__name__}.strided")
+
+    from ridgeplan.planner import estimate
+    from ridgeplan.planner.search import families
+    from ridgeplan.roofline.plan.plan import Plan
+
+    answer = estimate("Llama-3.1-8B", "h200", 32768, preset="strided-drafts", gamma=3)
+    assert answer.plan.speculation.selection.stride == 8
+    assert Plan.from_json(answer.plan.to_json()) == answer.plan
+    assert 0 < answer.predicted.acceptance.best < 1
+    assert answer.to_dict()["not_executable"] == ["draft selection 'strided'"]
+    assert "drafts on full codes of strided" in {family.name for family in families(answer.plan.workload, offload=False)}
+"""
+
+
+def test_a_new_file_is_all_that_a_draft_policy_needs_in_the_planner(tmp_path):
+    """Plans, presets, predictions and the search find it in the registry. A process of its own keeps ours clean."""
+    (tmp_path / "strided.py").write_text(dedent(NEW_POLICY), encoding="utf-8")
+    command = [sys.executable, "-c", dedent(USE_OF_NEW_POLICY), str(tmp_path)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
