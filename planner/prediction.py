@@ -1,7 +1,8 @@
 """Predictions of plans: figures with bands and sources, breakdown by operation, and samples under uncertainty.
 
-Errors are shared. A kernel class that is slower than its calibration says is slower in every plan that uses it, and a
-text on which drafts agree less often is the text of all plans, so plans that differ little are told apart by little.
+All plans share the same errors: a kernel class that is slower than its calibration slows every plan that uses it, and
+a text on which drafts agree less often affects every plan. The difference of two similar plans is therefore known more
+precisely than either time.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class BreakdownSource:
 class Prediction:
     """Predicted figures of a plan: the best estimate, a band around it, and the weakest source used.
 
-    gamma: drafts of a round; of an adaptive one, those where it settles. `round_s` holds the seconds of a round by
-    part, `memory_bytes` the bytes by purpose.
+    gamma: drafts per round; the steady-state value if gamma is adaptive. round_s: seconds of a round by part.
+    memory_bytes: bytes by purpose.
     """
 
     best: Figures
@@ -130,7 +131,7 @@ class Prediction:
 
     @property
     def overhead_ms(self) -> float:
-        """Milliseconds of a target step beyond the operations of `breakdown`: for choosing tokens, and for the host."""
+        """Milliseconds of a target step outside the operations of `breakdown`: token selection and host transfers."""
         listed_s = sum(op.seconds for op in self.breakdown if op.part == "target")
         return max(0.0, self.verify_ms - 1e3 * listed_s)
 
@@ -170,20 +171,21 @@ def predict_all(
 ) -> list[Prediction]:
     """Predictions of several plans, at the contexts and batches of their workloads, in one evaluation.
 
-    `machine` defaults to the profile's; with less memory, layers are offloaded earlier. overlap: share of what a step
-    chooses that the step before had chosen too, in place of what is known of each plan's policy.
-    An adaptive gamma is predicted at the gamma where it settles if drafts are accepted as predicted, with the memory of
-    the largest. Bands come from the spread of the calibration's fit, weighted by the time of each kernel class, and
-    from the band of the acceptance.
+    `machine` defaults to the profile's; with less memory, layers are offloaded earlier. `overlap` replaces the share of
+    selected tokens that the previous step had selected too, which otherwise comes from each plan's policy.
+
+    An adaptive plan is predicted at its steady-state gamma, with the memory of its largest. Bands combine the spread of
+    the calibration, weighted by the time of each kernel class, with the band of the acceptance.
     """
     machine = machine or Machine.of(profile)
     contexts = {plan.workload.context for plan in plans}
     models = {context: AcceptanceModel.of_profile(shape, context, profile) for context in contexts}
     gammas = [steady_state_gamma(plan, shape, profile, machine) for plan in plans]
     known = [
-        models[plan.workload.context].of(_with_gamma(plan, gamma)) for plan, gamma in zip(plans, gammas, strict=True)
+        models[plan.workload.context].of(plan, max(1, gamma) if plan.speculation.adaptive else None)
+        for plan, gamma in zip(plans, gammas, strict=True)
     ]
-    # A single plan stays in numbers; several become arrays with one entry each.
+    # A single plan stays scalar; several are stacked into arrays.
     counts = [1] * len(plans)
     strategies = [strategy_of(plan, shape, machine, 1.0) for plan in plans]
     if overlap is not None:
@@ -198,13 +200,6 @@ def predict_all(
         _prediction(index, plan, gammas[index], shape, known[index], (slow, best, fast), parts, profile)
         for index, plan in enumerate(plans)
     ]
-
-
-def _with_gamma(plan: Plan, gamma: int) -> Plan:
-    """The plan with rounds of `gamma` drafts where any are drafted, for their acceptance."""
-    if not plan.speculation.adaptive:
-        return plan
-    return replace(plan, speculation=replace(plan.speculation, gamma=max(1, gamma)))
 
 
 def _parts(
@@ -315,7 +310,7 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
 
 
 def _source(plan: Plan, shape: ModelShape, profile: Profile, acceptance: Acceptance) -> str:
-    """The weakest source among linear layers, attention and, where they matter, selection and acceptance."""
+    """The weakest source among linear layers, attention and, if the plan uses them, selection and acceptance."""
     parts = ("target", "draft") if plan.speculation.active else ("target",)
     classes = [kernel_class(plan, shape, part, kind) for part in parts for kind in ("linear", "attention")]
     classes += [kind for part in parts for kind in selection_classes(plan, shape, part)]
@@ -325,7 +320,7 @@ def _source(plan: Plan, shape: ModelShape, profile: Profile, acceptance: Accepta
     if plan.placement.offload and LINK_CLASSES[0] not in profile.classes:
         used.append("prior")  # the link follows its datasheet
     if not shape.weight_bits.full:
-        used.append("prior")  # weights as a checkpoint stores them are priced by rates of full precision
+        used.append("prior")  # weights in the checkpoint's quantized format are costed at full-precision rates
     return max(used, key=SOURCES.index)
 
 
@@ -395,11 +390,8 @@ def _sum(*parts: Mapping[str, float]) -> dict[str, float]:
 
 def _sampled_tokens(predicted: Prediction, deviations: np.ndarray) -> np.ndarray:
     """Tokens per round at sampled acceptances: [samples]."""
-    sampled = tokens_per_round(_sampled_acceptance(predicted.acceptance, deviations), predicted.gamma)
-    best = tokens_per_round(predicted.acceptance.best, predicted.gamma)
-    return np.asarray(predicted.tokens_per_round * sampled / best)
-
-
-def _sampled_acceptance(known: Acceptance, deviations: np.ndarray) -> np.ndarray:
+    known = predicted.acceptance
     width = np.where(deviations > 0, known.high - known.best, known.best - known.low)
-    return np.clip(known.best + width * deviations / BAND_DEVIATIONS, 0, 1)
+    sampled = np.clip(known.best + width * deviations / BAND_DEVIATIONS, 0, 1)
+    ratio = tokens_per_round(sampled, predicted.gamma) / tokens_per_round(known.best, predicted.gamma)
+    return np.asarray(predicted.tokens_per_round * ratio)

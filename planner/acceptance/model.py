@@ -1,6 +1,6 @@
 """Predicted acceptance of a plan's drafts, with its band and its source.
 
-All figures are conditional acceptance. The regression is fitted to the rows when it is first asked; only its start is
+All figures are conditional acceptance. The regression is fitted to the rows on first use; only its starting point is
 stored.
 """
 
@@ -55,7 +55,7 @@ CERTAIN = Acceptance(1.0, 1.0, 1.0, "measured", "the draft reads what the target
 
 @dataclass(frozen=True)
 class AcceptanceModel:
-    """Acceptance of the drafts of one model at one context. text: what will be decoded; "" where it is not known."""
+    """Acceptance of the drafts of one model at one context. text: the text that is decoded; "" if unknown."""
 
     rows: tuple[AcceptanceRow, ...]
     fitted: Fit
@@ -87,9 +87,13 @@ class AcceptanceModel:
         """For plans on the profile's machine, with the rows that the profile holds."""
         return cls.for_model(shape, context, profile.acceptance, profile.hardware.kind)
 
-    def of(self, plan: Plan) -> Acceptance:
-        """Conditional acceptance of a plan's drafts, the mean over a round, with its band."""
-        parts = self._subject(plan, plan.speculation.gamma, plan.speculation.ratio).parts
+    def of(self, plan: Plan, gamma: int | None = None) -> Acceptance:
+        """Conditional acceptance of a plan's drafts, the mean over a round, with its band.
+
+        gamma: drafts per round, by default the plan's.
+        """
+        speculation = plan.speculation
+        parts = self._subject(plan, speculation.gamma if gamma is None else gamma, speculation.ratio).parts
         if not plan_differences(plan):
             return CERTAIN
         best, deviation = float(self.fitted.disagreement(parts)), self.fitted.deviation(parts)
@@ -106,7 +110,7 @@ class AcceptanceModel:
         return np.broadcast_to(1 - disagreement, (len(gamma),))
 
     def best_of_all(self, plans: Sequence[Plan], grids: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
-        """`best` of each plan for its grid of gamma and ratio; plans whose drafts differ alike share the work."""
+        """`best` of each plan over its grid of gamma and ratio; plans with equal draft differences share the work."""
         results: dict[Hashable, np.ndarray] = {}
         keys = []
         for plan, (gamma, ratio) in zip(plans, grids, strict=True):
@@ -116,9 +120,9 @@ class AcceptanceModel:
         return [results[key] for key in keys]
 
     def _known_as(self, plan: Plan) -> list[tuple[str, float]]:
-        """The drafts, with the ratio that each reads, whose rows a plan's prediction rests on.
+        """The drafts, each with its ratio, whose rows support a plan's prediction.
 
-        That is the plan's own draft where the model has a row of it, else the drafts that it is made of.
+        This is the plan's draft itself if the model has a row of it, else its single differences.
         """
         draft, ratio = row_name(plan), float(self._read(plan, plan.speculation.ratio))
         if any(row.draft == draft and self._owns(row) and self._near(row, ratio) for row in self.rows):
@@ -132,14 +136,14 @@ class AcceptanceModel:
         )  # fmt: skip
 
     def _read(self, plan: Plan, ratio: Any) -> Any:
-        """The shares of the cached tokens that drafts read: rows are of these, whatever a plan's floor is."""
+        """The share of the cached tokens that drafts read, with the plan's floor applied; rows record this share."""
         return plan.speculation.selection.share_of(self.context, ratio)
 
     def _provenance(self, draft: str, ratio: float) -> tuple[str, str]:
-        """The source of a draft's prediction, and the row or rows that it rests on."""
+        """The source of a draft's prediction, and a description of the rows behind it."""
         rows = self._rows_with(draft)
         if not rows:
-            return "prior", f"no rows of {draft}: as other selections differ"
+            return "prior", f"no rows of {draft}: predicted from other selections"
         nearest = self._nearest(rows, draft, ratio)
         if nearest.draft == draft and self._owns(nearest) and self._near(nearest, ratio):
             return nearest.source, str(nearest)
@@ -148,11 +152,11 @@ class AcceptanceModel:
         models = len({variant_name(row.model) for row in rows})
         where = f"fitted to {len(rows)} rows of {draft} from {models} models, the nearest {nearest}"
         if beyond:
-            return "extrapolated", f"beyond all rows in {' and '.join(beyond)}; {where}"
+            return "extrapolated", f"outside the range of all rows in {' and '.join(beyond)}; {where}"
         return "transferred", where
 
     def _rows_with(self, draft: str) -> list[AcceptanceRow]:
-        """Rows whose drafts differ from their target in all that this one does."""
+        """Rows whose drafts have at least the differences of this one."""
         required = set(differences(draft))
         having = {name for name in {row.draft for row in self.rows} if required.issubset(differences(name))}
         return [row for row in self.rows if row.draft in having]
@@ -194,7 +198,7 @@ def observation(row: AcceptanceRow) -> Observation:
 
 
 def subject(row: AcceptanceRow) -> Subject:
-    """What a row is about."""
+    """The subject of a row."""
     return Subject(
         differences(row.draft), row.model, row.parameters, row.context, row.quantizer, row.dtype, row.text or row.where,
         row.mean_position, row.ratio,
@@ -203,14 +207,14 @@ def subject(row: AcceptanceRow) -> Subject:
 
 @cache
 def shipped_fit() -> Fit:
-    """The regression over the shipped rows, which starts where it once ended."""
+    """The regression over the shipped rows, started from the stored result of an earlier fit."""
     rows = shipped_rows()
     return fit([observation(row) for row in rows], start=start_of(rows))
 
 
 @lru_cache(maxsize=8)
 def _fitted(profile_rows: tuple[AcceptanceRow, ...]) -> tuple[tuple[AcceptanceRow, ...], Fit]:
-    """All rows and their fit; own rows change the effects, but not how much models and texts differ."""
+    """All rows and their fit. The profile's rows change the effects but not the variances between models and texts."""
     rows = merged(shipped_rows(), profile_rows)
     if not profile_rows:
         return rows, shipped_fit()
@@ -222,5 +226,5 @@ def _factor(value: float, other: float) -> float:
 
 
 def _within(value: float, known: Sequence[float]) -> bool:
-    """Whether a value lies among known ones, or within a factor `NEAR` of them."""
+    """Whether a value lies within the range of the known ones, widened by a factor `NEAR`."""
     return min(known) / NEAR <= value <= max(known) * NEAR

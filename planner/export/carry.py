@@ -1,4 +1,4 @@
-"""What of a plan an engine carries, axis by axis: its value there, or the nearest that it can."""
+"""Maps a plan onto an engine, axis by axis: the engine's equivalent, or the nearest that it offers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNQUANTIZED = ("bf16", "float32")
 
 @dataclass(frozen=True)
 class Carried:
-    """One axis of the plan. exact: whether the engine computes the same there."""
+    """One axis of the plan beside what the engine does there. exact: whether both compute the same."""
 
     axis: str
     plan: str
@@ -26,46 +26,49 @@ class Carried:
 
 
 def served(options: ServeCommandOptions) -> tuple[Served, tuple[Carried, ...]]:
-    """What the engine is to run, and how each axis of the plan is carried.
+    """What the engine runs for the plan, and how it carries each axis.
 
-    Drafts that do not fit beside the target, or make it no faster, are left out. Raises PlanError for a model that does
-    not fit: for a plan that offloads, not even with most of its weights on the host.
+    Drafts are left out if they do not fit beside the target or make it no faster. Raises PlanError for a model that
+    does not fit, even with most of its weights on the host if the plan offloads.
     """
-    plain = Served(options, kv=_kv(options), quantization=_quantization(options))
+    kv = options.kv_cache_dtype or options.engine.kv_dtypes.get(options.plan.kv.format, "auto")
+    bits = options.plan.weights.target_bits
+    # A quantized checkpoint stays as it is: engines refuse to quantize it again.
+    quantization = "" if bits == 16 or is_quantized(options.shape) else options.engine.weights[bits]
+    plain = Served(options, kv=kv, quantization=quantization)
     placed = replace(plain, offload_gib=plain.missing_gib)
     _require_fits(placed)
     drafts, draft_axes = _drafts(placed)
-    axes = (
-        *_length(options), _weights(placed), _cache(placed), *_evicted(options), *_placement(placed),
-        *_selection(options), *draft_axes,
-    )  # fmt: skip
+    axes = (*_target_axes(placed), *draft_axes)
     return replace(placed, drafts=drafts), axes
 
 
-def _kv(options: ServeCommandOptions) -> str:
-    if options.kv_cache_dtype is not None:
-        return options.kv_cache_dtype
-    return options.engine.kv_dtypes.get(options.plan.kv.format, "auto")
-
-
-def _quantization(options: ServeCommandOptions) -> str:
-    """What makes the plan's bits of the checkpoint; none where it is taken as it is, or quantized already."""
-    bits = options.plan.weights.target_bits
-    return "" if bits == 16 or is_quantized(options.shape) else options.engine.weights[bits]
-
-
 def is_quantized(shape: ModelShape) -> bool:
-    """Whether the checkpoint has a quantization of its own, beside which engines refuse another."""
+    """Whether the checkpoint is quantized already."""
     return shape.weight_bits.format not in UNQUANTIZED
 
 
-def _length(options: ServeCommandOptions) -> Iterator[Carried]:
-    """Where a generation would end beyond the model's limit."""
-    workload, limit = options.plan.workload, options.max_model_len
-    if workload.final_context > limit:
-        plan = f"{workload.context} tokens of context and {workload.new_tokens} new ones"
-        stops = f"{limit} together, the model's limit; --yarn of `ridgeplan plan` stretches it"
-        yield Carried("length", plan, stops, False)
+def _target_axes(placed: Served) -> Iterator[Carried]:
+    """How the engine carries everything but the drafts; axes that the plan leaves at their defaults may be missing."""
+    options, plan = placed.options, placed.options.plan
+    workload, eviction, attention = plan.workload, plan.eviction, plan.attention
+    if workload.final_context > options.max_model_len:
+        length = f"{workload.context} tokens of context and {workload.new_tokens} new ones"
+        stops = f"{options.max_model_len} together, the model's limit; --yarn of `ridgeplan plan` stretches it"
+        yield Carried("length", length, stops, False)
+    yield _weights(placed)
+    yield _cache(placed)
+    if eviction.active:
+        kept = f"{eviction.tokens(workload.context)} tokens kept"
+        kept += f", in chunks of {eviction.chunk}" if eviction.chunk else ""
+        yield Carried("eviction", f"{eviction.policy}, {kept}", "none: every token stays and is read", False)
+    if plan.placement.offload:
+        option = f"{options.engine.cpu_offload} {placed.offload_gib}: weights on the host, read every step"
+        engine = option if placed.offload_gib else "all on the GPU, where it fits"
+        yield Carried("placement", "KV of layers on the host, where it does not fit", engine, not placed.offload_gib)
+    if attention.active:
+        read = f"{attention.selection.name}, {attention.budget} tokens a step"
+        yield Carried("attention", read, "full attention", False)
 
 
 def _weights(placed: Served) -> Carried:
@@ -93,34 +96,8 @@ def _cache(placed: Served) -> Carried:
     return Carried("KV cache", names[kv.format], "the model's own type" if placed.kv == "auto" else chosen, exact)
 
 
-def _evicted(options: ServeCommandOptions) -> Iterator[Carried]:
-    eviction = options.plan.eviction
-    if eviction.active:
-        kept = f"{eviction.tokens(options.plan.workload.context)} tokens kept"
-        kept += f", in chunks of {eviction.chunk}" if eviction.chunk else ""
-        yield Carried("eviction", f"{eviction.policy}, {kept}", "none: every token stays and is read", False)
-
-
-def _placement(placed: Served) -> Iterator[Carried]:
-    if not placed.options.plan.placement.offload:
-        return
-    plan = "KV of layers on the host, where it does not fit"
-    if not placed.offload_gib:
-        yield Carried("placement", plan, "all on the GPU, where it fits", True)
-        return
-    option = placed.options.engine.cpu_offload
-    yield Carried("placement", plan, f"{option} {placed.offload_gib}: weights on the host, read every step", False)
-
-
-def _selection(options: ServeCommandOptions) -> Iterator[Carried]:
-    attention = options.plan.attention
-    if attention.active:
-        plan = f"{attention.selection.name}, {attention.budget} tokens a step"
-        yield Carried("attention", plan, "full attention", False)
-
-
 def _require_fits(placed: Served) -> None:
-    """Raises PlanError for more on the host than the plan allows, or than weights make room for."""
+    """Raises PlanError if more must be offloaded than the plan allows or than the weights could free."""
     options, workload = placed.options, placed.options.plan.workload
     weights_gib = placed.weight_bytes / options.plan.tensor_parallel / GIB
     max_offload_gib = MAX_OFFLOAD_SHARE * weights_gib if options.plan.placement.offload else 0
@@ -133,12 +110,13 @@ def _require_fits(placed: Served) -> None:
 
 
 def _drafts(placed: Served) -> tuple[Drafts | None, tuple[Carried, ...]]:
-    """The engine's drafts for the plan's, or why there are none."""
+    """The engine's counterpart of the plan's drafts; None, with the reason in the axis, if it has none."""
     options = placed.options
     if not options.plan.speculation.active:
         return None, ()
     requested = _drafting(placed)
-    problem = _memory_shortfall(replace(placed, drafts=requested))
+    shortfall_gib = replace(placed, drafts=requested).missing_gib - placed.offload_gib
+    problem = f"a second model and its cache lack {shortfall_gib} GiB" if shortfall_gib > 0 else None
     drafts = requested if problem else _at_best_gammas(placed, requested)
     if not drafts.gamma:
         problem = f"{options.engine.title} would be slower with them"
@@ -165,7 +143,7 @@ def _drafting(placed: Served) -> Drafts:
 
 
 def _at_best_gammas(placed: Served, drafts: Drafts) -> Drafts:
-    """The drafts at the best gamma, by batch where the engine can; as the plan has it where times are not predicted."""
+    """The drafts at their best gamma, by batch if the engine can. Without predicted times the plan's gamma stays."""
     rounds = rounds_of(placed, drafts)
     if rounds is None:
         return drafts
@@ -176,7 +154,7 @@ def _at_best_gammas(placed: Served, drafts: Drafts) -> Drafts:
 
 
 def rounds_of(placed: Served, drafts: Drafts) -> Rounds | None:
-    """The times of rounds with these drafts; None where they are not predicted: unknown drafts, several GPUs."""
+    """Times of rounds with these drafts; None if they cannot be predicted (unknown draft model, several GPUs)."""
     options = placed.options
     if drafts.shape is None or drafts.method != "draft_model" or options.plan.tensor_parallel > 1:
         return None
@@ -191,9 +169,3 @@ def _draft_text(options: ServeCommandOptions) -> str:
     bits = f", {weights.draft_bits}-bit weights" if weights.draft_differs else ""
     adaptive = "adaptive up to " if speculation.adaptive else ""
     return f"gamma {adaptive}{speculation.gamma} on {read}{bits}"
-
-
-def _memory_shortfall(with_drafts: Served) -> str | None:
-    """How much memory drafts lack beside the target."""
-    lacking = with_drafts.missing_gib - with_drafts.offload_gib
-    return f"a second model and its cache lack {lacking} GiB" if lacking > 0 else None

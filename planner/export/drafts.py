@@ -25,9 +25,9 @@ METHODS = ("draft_model", "eagle3")
 
 @dataclass(frozen=True)
 class Drafts:
-    """What drafts in the engine. model: its id or path. quantization: "" for a checkpoint's own format.
+    """The draft model in the engine. model: its id or path. quantization: "" for the checkpoint's own format.
 
-    shape: None where it is not known, as of an EAGLE-3 head. schedule: gamma by batch, (first, last, gamma) each.
+    shape: None if it is unknown, as for an EAGLE-3 head. schedule: gamma by batch, as (first, last, gamma).
     """
 
     model: str
@@ -52,7 +52,7 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The times of an engine's rounds with these drafts. host_s: of what a pass of the target reads from the host."""
+    """Times of an engine's rounds with these drafts. host_s: seconds in which a target pass reads from the host."""
 
     profile: EngineProfile
     shape: ModelShape

@@ -1,4 +1,4 @@
-"""Export of a plan as the serve command of another engine, with what that engine will reach."""
+"""Exports a plan as the serve command of another engine, with the latency predicted for that engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ridgeplan.roofline.plan.plan import require
 
 @dataclass(frozen=True)
 class Command:
-    """serve: the words before the arguments. arguments: names with a number, a text, True for a flag, or an object."""
+    """A serve command. arguments: (name, value), where the value is a number, a text, True for a flag, or an object."""
 
     serve: tuple[str, ...]
     arguments: tuple[tuple[str, Any], ...]
@@ -117,22 +117,19 @@ def export(options: ServeCommandOptions) -> Exported:
     forbidden = next((rule for rule in rules if rule.forbids), None)
     require(forbidden is None, f"{forbidden.says} ({forbidden.sources[0]})" if forbidden else "")
     times, unpredicted = _times(running)
-    command = Command(_serve(options), tuple(_arguments(running)))
+    model_argument = (options.engine.model,) if options.engine.model else ()
+    command = Command((*options.engine.serve, *model_argument, options.model), tuple(_arguments(running)))
     return Exported(options.engine.title, options.schema.version, command, carried, rules, times, unpredicted)
 
 
 def _check_choices(options: ServeCommandOptions) -> None:
-    """Raises PlanError for a KV dtype or a method of drafting that this version does not have."""
+    """Raises PlanError for a KV dtype or a draft method that this version of the engine lacks."""
     kv, schema, engine = options.kv_cache_dtype, options.schema, options.engine
     name = f"{engine.title} {schema.version}"
     known = [choice for choice in schema.arguments[engine.kv_cache_dtype]["choices"] if choice in DTYPES]
     require(kv is None or kv in known, f"kv_cache_dtype is {kv!r}; allowed in {name}: {', '.join(known)}")
     methods = drafting.METHODS
     require(options.draft_method in methods, f"draft method is {options.draft_method!r}; allowed: {', '.join(methods)}")
-
-
-def _serve(options: ServeCommandOptions) -> tuple[str, ...]:
-    return (*options.engine.serve, *((options.engine.model,) if options.engine.model else ()), options.model)
 
 
 def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
@@ -191,7 +188,7 @@ def _banded(options: ServeCommandOptions, kvs: Sequence[str], tpot_s: float, pla
 
 
 def _certainty(options: ServeCommandOptions, kvs: Sequence[str]) -> tuple[str, float]:
-    """The source of a prediction and its relative deviation: wider for another machine, engine, or kind of KV."""
+    """The source of a prediction and its relative deviation, which grows for another machine, engine or KV kind."""
     speed = options.speed
     if not all(map(speed.knows, kvs)):
         return "prior", speed.spread + TRANSFER_SPREAD

@@ -1,4 +1,4 @@
-"""What is exported, and what the engine is to run for it."""
+"""The input of an export, and the serving setup that the engine runs for it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CALIBRATED = "vllm"  # the engine whose rows were measured; others are predicted
 
 @dataclass(frozen=True)
 class ServeCommandOptions:
-    """A plan, its model and machine, and what the user decides beside it.
+    """A plan, its model and machine, and the user's choices.
 
-    model: what the engine loads. kv_cache_dtype: in place of the plan's nearest. draft_model, draft_shape: a draft of
-    the user's own; the shape is None where it is not known. host_cache_gib: memory of the host that keeps the KV of
-    prefixes, by vLLM's own means or LMCache's.
+    model: the checkpoint that the engine loads. kv_cache_dtype: replaces the nearest to the plan's format. draft_model,
+    draft_shape: the user's draft model; its shape is None if it is unknown. host_cache_gib: host memory for the KV of
+    prefixes, managed by vLLM itself or by LMCache.
     """
 
     plan: Plan
@@ -58,12 +58,12 @@ class ServeCommandOptions:
 
     @cached_property
     def speed(self) -> EngineProfile:
-        """The engine's profile, or that of the one that was measured."""
+        """The fitted profile of the measured engine, which stands in for the others."""
         return engine_profile(CALIBRATED)
 
     @cached_property
     def acceptance(self) -> float:
-        """The predicted acceptance of the plan's drafts; those of an engine read no less of the model or the cache."""
+        """The acceptance predicted for the plan's drafts. An engine's drafts read at least as many bits and tokens."""
         model = AcceptanceModel.of_profile(self.shape, self.plan.workload.context, self.profile)
         return float(model.of(self.plan).best)
 
@@ -116,7 +116,7 @@ class Served:
 
     @property
     def missing_gib(self) -> int:
-        """GiB by which what is needed exceeds the memory, for each GPU; 0 where it fits."""
+        """GiB by which each GPU lacks memory; 0 if everything fits."""
         short = max(self.needed_bytes - self.usable_bytes, 0) / self.options.plan.tensor_parallel
         return math.ceil(short / GIB)
 

@@ -18,7 +18,7 @@ ANY = ("vllm", "sglang")
 
 @dataclass(frozen=True)
 class Rule:
-    """When it applies, what then happens, and where that was reported. forbids: the output would be wrong."""
+    """An incompatibility: when it applies, its effect and its reports. forbids: the output would be wrong."""
 
     name: str
     engines: tuple[str, ...]
@@ -46,10 +46,6 @@ def _generation(served: Served) -> tuple[int, ...]:
 
 def _is_ampere(served: Served) -> bool:
     return (8, 0) <= _generation(served) < (8, 9)
-
-
-def _is_hopper(served: Served) -> bool:
-    return _generation(served)[:1] == (9,)
 
 
 def _drafts_from(served: Served, method: str) -> bool:
@@ -122,7 +118,9 @@ RULES = (
         "sglang-fp8-kv-small-batch",
         ("sglang",),
         lambda served: (
-            _kind(served) == "fp8" and _is_hopper(served) and served.options.plan.workload.batch <= FP8_KV_BATCH
+            _kind(served) == "fp8"
+            and _generation(served)[:1] == (9,)
+            and served.options.plan.workload.batch <= FP8_KV_BATCH
         ),
         "fp8 KV decodes slower than bf16 at batches up to 8 on Hopper: it is quantized by unfused kernels",
         (f"{SGLANG}issues/30815",),
@@ -170,8 +168,8 @@ RULES = (
         "host-cache-races",
         ("vllm",),
         lambda served: _keeps_prefixes(served, "native"),
-        "KV that came back from the host was corrupted at high concurrency: copies raced with compute, of which the "
-        "stores are mended",
+        "KV loaded back from the host was corrupted at high concurrency, because copies raced with compute; only the "
+        "race of the stores is fixed",
         (f"{VLLM}pull/46278", f"{VLLM}issues/47282", f"{VLLM}issues/31210"),
     ),
     Rule(

@@ -28,8 +28,8 @@ class Rejected(ValueError):
 class Schema:
     """Arguments of one version of an engine.
 
-    arguments: for every name, the argument's kind and its choices or bounds. objects: the same of the fields of what
-    is given as JSON.
+    arguments: the kind, and choices or bounds, of each argument by name. objects: the same for the fields of arguments
+    that are JSON objects.
     """
 
     engine: str
@@ -39,7 +39,7 @@ class Schema:
     objects: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     def allows(self, name: str, value: object = None) -> bool:
-        """Whether the engine has this argument and, of one with choices, this choice."""
+        """Whether the engine has this argument and, if it lists choices, this choice."""
         argument = self.arguments.get(name)
         return argument is not None and (value is None or value in argument.get("choices", [value]))
 
@@ -68,16 +68,14 @@ class Schema:
             return {"action": argparse.BooleanOptionalAction}
         if kind == "switch":
             return {"action": "store_true"}
-        return {"type": self._reader(argument), "nargs": "+" if kind == "list" else None}
 
-    def _reader(self, argument: Mapping[str, Any]) -> Callable[[str], Any]:
         def read(text: str) -> Any:
-            return self.checked(argument, _READERS.get(argument["kind"], str)(text))
+            return self.checked(argument, _READERS.get(kind, str)(text))
 
-        return read
+        return {"type": read, "nargs": "+" if kind == "list" else None}
 
     def checked(self, argument: Mapping[str, Any], value: Any) -> Any:
-        """The value itself. Raises Rejected where it breaks the choices, the bounds or the fields of an argument."""
+        """The value, unchanged. Raises Rejected if it breaks the argument's choices, bounds or fields."""
         if "choices" in argument and value not in argument["choices"]:
             raise Rejected(f"{value!r} is not one of {argument['choices']}")
         broken = [f"{rule} {argument[rule]}" for rule, holds in _BOUNDS.items() if rule in argument

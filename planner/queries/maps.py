@@ -113,9 +113,7 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
 
 
 def _fitting(where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> tuple[np.ndarray, _Grid, list[Family]]:
-    """The sizes of a mask at which any family fits with its fewest drafts, which take the least memory; the grid; and
-    those families.
-    """
+    """The masked sizes that any family fits with its fewest drafts (least memory), the grid, and those families."""
     fits = np.zeros_like(where)
     if not where.any():
         return fits, grid, []
@@ -148,7 +146,7 @@ def at_workload(plan: Plan, workload: Workload) -> Plan:
 
 @dataclass(frozen=True)
 class _Grid:
-    """What is evaluated at: one workload per context, each with all batches."""
+    """The sizes to evaluate: one workload per context, each with all batches."""
 
     question: Question
     workloads: tuple[Workload, ...]
@@ -176,7 +174,7 @@ class _Grid:
 
 @dataclass(frozen=True)
 class _Points:
-    """Plans: of each its family's index, gamma and ratio. Arrays are [plans], those of one family side by side."""
+    """Plans as arrays [plans] of family index, gamma and ratio; the plans of a family are adjacent."""
 
     families: tuple[Family, ...]
     family: np.ndarray
@@ -184,14 +182,14 @@ class _Points:
     ratio: np.ndarray
 
     def kept(self, mask: np.ndarray) -> _Points:
-        """Those of a mask [plans], with the families that are left."""
+        """The plans of a mask [plans], with the families that remain."""
         left, family = np.unique(self.family[mask], return_inverse=True)
         return _Points(tuple(self.families[index] for index in left), family, self.gamma[mask], self.ratio[mask])
 
 
 @dataclass(frozen=True)
 class _Figures:
-    """Of every plan at every size: [contexts, plans, batches]. A plan that is ruled out at a size has infinite time."""
+    """Figures of every plan at every size: [contexts, plans, batches]. fits is False for plans ruled out at a size."""
 
     tpot_s: np.ndarray
     ttft_s: np.ndarray
@@ -235,8 +233,9 @@ def _places(length: int) -> list[int]:
 
 
 def _fastest(grid: _Grid, points: _Points) -> PlanMap:
-    """Of each size the fastest plan that fits, else the one that needs least memory."""
-    figures, plain = _figures(grid, points), _figures(grid, _points([_plain(grid)]))
+    """The fastest plan that fits at each size, else the plan with the lowest peak memory."""
+    plain_family = family_of("autoregressive", autoregressive(grid.workloads[-1]))
+    figures, plain = _figures(grid, points), _figures(grid, _points([plain_family]))
     fits = np.asarray(figures.fits.any(axis=1))
     score = np.where(fits[:, None], np.where(figures.fits, figures.tpot_s, np.inf), figures.peak_bytes)
     best = score.argmin(axis=1)
@@ -262,13 +261,10 @@ def _fastest(grid: _Grid, points: _Points) -> PlanMap:
     )
 
 
-def _plain(grid: _Grid) -> Family:
-    return family_of("autoregressive", autoregressive(grid.workloads[-1]))
-
-
 def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...], where: np.ndarray) -> PlanMap:
-    """The first map, and the second, which is of a part of its sizes, at those of a mask of them where it is faster
-    or nothing of the first fits.
+    """The first map with plans of the second where `where` allows it and the second is faster or the first fits none.
+
+    The second map covers the sizes `place` of the first.
     """
     faster = second.fits & (second.tpot_s < first.tpot_s[place])
     changed = where & (faster | ~first.fits[place])

@@ -50,10 +50,10 @@ def thresholds(plan: Plan, shape: ModelShape, profile: Profile) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class PlacementTimes:
-    """Milliseconds per token over the context: with as many layers on the host as must be, and with all once one must.
+    """Milliseconds per token over the context, with adaptive and with static offloading.
 
-    The latter lose most of their speed to a slightly longer context (SpeContext, section 6.1). host_layers: the
-    former's.
+    adaptive_ms: as few layers as possible are on the host, `host_layers` of them. static_ms: all layers move to the
+    host as soon as one must, which makes a slightly longer context much slower (SpeContext, section 6.1).
     """
 
     contexts: tuple[int, ...]
@@ -80,7 +80,7 @@ def _strategy(plan: Plan, shape: ModelShape, profile: Profile) -> Strategy:
     return strategy_of(plan, shape, Machine.of(profile), acceptance)
 
 
-# What may vary, and how its values are read: the two that one evaluation covers, then those that are asked in turn.
+# Axes: SIZES share one evaluation and have parsers; TURNS need an evaluation for each value.
 SIZES = {"ctx": tokens, "batch": count}
 TURNS = ("new_tokens", "memory_limit", "gpu", "model", "preset", "quality", "backend", "kv_format")
 SHOWN_TURNS = tuple(name for name in TURNS if name not in ("model", "gpu"))  # as columns of their own
@@ -114,6 +114,12 @@ class SweepPoint:
         """Why the longer contexts have no answer; "" where there are none."""
         stretch = "" if self.question.options.yarn else "; --yarn stretches it"
         return f"beyond the model's limit of {self.longest}{stretch}" if max(self.contexts) > self.longest else ""
+
+    def all_notes(self) -> Iterator[str]:
+        """Caveats of the question, and of contexts without an answer."""
+        yield from self.question.notes()
+        if self.beyond:
+            yield f"{self.question.shape.name}: some contexts are {self.beyond}"
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """A flat row per context and batch."""
@@ -157,7 +163,7 @@ class GridSweep(Table):
     @property
     def notes(self) -> tuple[str, ...]:
         """Caveats of the models and machines that were asked for, and of contexts that have no answer."""
-        notes = (note for point in self.points for note in (*point.question.notes(), *_unanswered(point)))
+        notes = (note for point in self.points for note in point.all_notes())
         return tuple(dict.fromkeys(notes))
 
     def table(self) -> list[dict[str, Any]]:
@@ -201,11 +207,6 @@ def grid_sweep(
     return GridSweep(points)
 
 
-def _unanswered(point: SweepPoint) -> Iterator[str]:
-    if point.beyond:
-        yield f"{point.question.shape.name}: some contexts are {point.beyond}"
-
-
 def parse_axes(text: str) -> dict[str, tuple[Any, ...]]:
     """Axes with their values: "ctx=4k..1M,batch=1,4,16,gpu=h100,h200". Raises PlanError.
 
@@ -223,13 +224,11 @@ def parse_axes(text: str) -> dict[str, tuple[Any, ...]]:
         )
         pieces.setdefault(name, []).append(value.strip() if equals else key)
     require(bool(pieces), "no axis; allowed: such as ctx=4k..1M,batch=1..64")
-    return {name: _axis(name, texts) for name, texts in pieces.items()}
-
-
-def _axis(name: str, texts: Sequence[str]) -> tuple[Any, ...]:
-    if name in SIZES:
-        return values(",".join(texts), SIZES[name])
-    return values(",".join(texts)) if name == "new_tokens" else tuple(dict.fromkeys(texts))
+    parsers = SIZES | {"new_tokens": tokens}
+    return {
+        name: values(",".join(texts), parsers[name]) if name in parsers else tuple(dict.fromkeys(texts))
+        for name, texts in pieces.items()
+    }
 
 
 def _point(

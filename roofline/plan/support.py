@@ -16,7 +16,7 @@ SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse draf
 
 
 class Backend(StrEnum):
-    """What is to execute a plan: this package, another engine, or anything, even plans that nothing runs yet."""
+    """The engine that executes a plan: this package or another. ANY admits plans that no engine runs yet."""
 
     ANY = "any"
     RIDGEPLAN = "ridgeplan"
@@ -29,7 +29,7 @@ ENGINE_FORMATS = {Backend.VLLM: (KVFormat.FULL, KVFormat.INT8), Backend.SGLANG: 
 
 
 def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profile) -> str | None:
-    """What the backend lacks to execute the plan, or the profile to price it; None if nothing."""
+    """What the backend lacks to execute the plan, or the profile to predict it; None if nothing."""
     if backend is Backend.ANY:
         return None
     if backend is Backend.RIDGEPLAN:
@@ -39,7 +39,7 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
 
 
 def _missing_in(plan: Plan, engine: Backend) -> list[str]:
-    """The plan's values that another engine has no counterpart of, one phrase each."""
+    """The plan's values that another engine does not support, one phrase each."""
     checks = {
         f"eviction {plan.eviction.policy!r}": plan.eviction.active,
         "offload of a running sequence's KV": plan.placement.offload,
@@ -64,7 +64,10 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         **_missing_offload(plan),
         f"target selection {plan.attention.selection.name!r}": target and not target.executable,
         f"draft selection {drafts.name!r}": not drafts.executable,
-        f"draft selection {drafts.name!r} after an eviction that leaves layers of different lengths": _ragged(plan)
+        f"draft selection {drafts.name!r} after an eviction that leaves layers of different lengths": len(
+            set(layer_budgets(plan, 2))
+        )
+        > 1
         and plan.speculation.sparse,
         f"target selection {plan.attention.selection.name!r} after an eviction": target and evicting,
         f"draft selection {drafts.name!r} after an eviction": evicting and drafts.needs_head,
@@ -84,10 +87,10 @@ def allows_chunks(plan: Plan) -> bool:
 
 
 def _missing_offload(plan: Plan) -> dict[str, object]:
-    """Of offloaded layers, what cannot be executed, and whether the plan has it."""
+    """Combinations with offloaded layers that cannot be executed, each with whether the plan has it."""
     if not plan.placement.offload:
         return {}
-    kv, adaptive = plan.kv.format, plan.placement.adaptive
+    kv, adaptive, selects = plan.kv.format, plan.placement.adaptive, plan.attention.active
     selections = plan.attention.selection, plan.speculation.selection
     scans_all_keys = any(selection.needs_all_keys for selection in selections)
     return {
@@ -95,21 +98,17 @@ def _missing_offload(plan: Plan) -> dict[str, object]:
         "adaptive placement with drafts that gather codes": adaptive and plan.gathers_codes,
         "offloaded KV after an eviction": plan.eviction.active,
         "a selection by 'oracle' from offloaded KV": scans_all_keys,  # the host holds them
-        **(_missing_loads(plan) if plan.attention.active else {f"offloaded KV in {kv.value!r}": kv is KVFormat.SHADOW}),
-    }
-
-
-def _missing_loads(plan: Plan) -> dict[str, object]:
-    """The same of a target that has what it chooses loaded to slots, which drafts share with it."""
-    drafts_differ = plan.speculation.active and not _choose_alike(plan)
-    return {
-        f"a target's selection from offloaded KV in {plan.kv.format.value!r}": plan.kv.format.buffered,
-        "drafts that choose by other means than a target that reads a selection of offloaded KV": drafts_differ,
+        f"offloaded KV in {kv.value!r}": kv is KVFormat.SHADOW and not selects,
+        # The target's selected tokens are loaded to slots, which drafts share.
+        f"a target's selection from offloaded KV in {kv.value!r}": kv.buffered and selects,
+        "drafts that choose by other means than a target that reads a selection of offloaded KV": selects
+        and plan.speculation.active
+        and not _choose_alike(plan),
     }
 
 
 def _choose_alike(plan: Plan) -> bool:
-    """Whether drafts choose by the target's policy, but for how many tokens, and read what it reads."""
+    """Whether drafts select by the target's policy, apart from the number of tokens, and read the same codes."""
     target, drafts = plan.attention.selection, plan.speculation.selection
     if not isinstance(drafts, SparseSelection) or plan.speculation.codes is DraftCodes.UPPER:
         return False
@@ -117,7 +116,7 @@ def _choose_alike(plan: Plan) -> bool:
 
 
 def only_estimated(plan: Plan, shape: ModelShape | None = None, *, has_head: bool = False) -> str | None:
-    """That the runtime cannot execute the plan, and what it lacks, such as a retrieval head; None if it can."""
+    """Why the plan is only estimated, such as a missing retrieval head; None if the runtime executes it."""
     missing = missing_execution(plan, shape)
     if missing:
         return f"estimated only, the runtime cannot execute {', '.join(missing)} yet"
@@ -125,14 +124,14 @@ def only_estimated(plan: Plan, shape: ModelShape | None = None, *, has_head: boo
 
 
 def missing_head(plan: Plan) -> str | None:
-    """That the plan needs a retrieval head for its model, which has to be trained first; None if it needs none."""
+    """A message if the plan needs a retrieval head, which must first be trained; None otherwise."""
     if not (plan.speculation.selection.needs_head or plan.attention.selection.needs_head):
         return None
     return "estimated only: it needs a retrieval head for this model, which `ridgeplan distill` trains"
 
 
 def uncalibrated(plan: Plan, profile: Profile) -> str | None:
-    """That the plan attends to chosen tokens by kernels that the profile has no rates of; None if it has them."""
+    """A message if the profile lacks rates of the sparse attention kernels that the plan needs; None otherwise."""
     if not (plan.speculation.sparse or plan.attention.active) or SPARSE_CLASS in profile.classes:
         return None
     name = plan.speculation.selection.name if plan.speculation.sparse else plan.attention.selection.name
@@ -147,11 +146,6 @@ def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
     plain = not (plan.kv.format.quantized or plan.speculation.active or plan.eviction.active or plan.attention.active)
     window = shape.window_tokens or plan.workload.final_context
     return plan.workload.final_context > window and not plain
-
-
-def _ragged(plan: Plan) -> bool:
-    """Whether layers hold different numbers of tokens: with two of them, a policy's first and last budgets differ."""
-    return len(set(layer_budgets(plan, 2))) > 1
 
 
 def missing_architecture(shape: ModelShape) -> str | None:

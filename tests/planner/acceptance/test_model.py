@@ -126,7 +126,7 @@ def test_fewer_tokens_and_fewer_bits_combine_like_standard_deviations():
 def test_sources(model, name, context, source):
     found = known(model, name, context)
     assert found.source == source
-    assert ("beyond all rows" in found.where) == (source == "extrapolated")
+    assert ("outside the range of all rows" in found.where) == (source == "extrapolated")
 
 
 def test_a_ratio_beyond_all_rows_is_extrapolated():
