@@ -267,7 +267,8 @@ USE_OF_NEW_POLICY = """
     assert Plan.from_json(answer.plan.to_json()) == answer.plan
     assert 0 < answer.predicted.acceptance.best < 1
     assert answer.to_dict()["not_executable"] == ["draft selection 'strided'"]
-    assert "int8 KV + drafts on full codes of strided" in {family.name for family in families(answer.plan.workload, offload=False)}
+    searched = {family.name for family in families(answer.plan.workload, offload=False)}
+    assert "int8 KV + drafts on full codes of strided" in searched
 """
 
 
