@@ -1,4 +1,4 @@
-"""A plan's memory by purpose over the context, against what may be used."""
+"""A plan's memory by purpose over the context, against the usable memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def memory_over_context(
             )  # fmt: skip
     capacity = capacity_bytes / GB
     figure.add_hline(capacity, line_dash="dash", line_color=RED, annotation_position="top left",
-                     annotation_text=f"{size_text(capacity_bytes)} may be used")  # fmt: skip
+                     annotation_text=f"{size_text(capacity_bytes)} usable")  # fmt: skip
     figure.add_vline(asked, line_color=GREY, line_dash="dot")
     total = max(map(sum, zip(*parts.values(), strict=True))) / GB
     figure.update_yaxes(title_text="GB", range=[0, 1.12 * max(capacity, min(total, 2 * capacity))])

@@ -297,11 +297,11 @@ def report(
         with warnings_as_notes():
             rounds = breakdowns(inflated, result.rows, calibrated, new_tokens, text=text, temperature=temperature)
         pairs = zip(data["rows"], rounds, strict=True)
-        data["rows"] = [{**row, "breakdown": breakdown.to_dict()} for row, breakdown in pairs]
+        data["rows"] = [{**row, "breakdown": parts.to_dict()} for row, parts in pairs]
         write_json(output, data)
         if not as_json:
-            for row, breakdown in zip(result.rows, rounds, strict=True):
-                print_breakdown(row, breakdown)
+            for case_row, parts in zip(result.rows, rounds, strict=True):
+                print_breakdown(case_row, parts)
     if as_json:
         print_json(data)
 

@@ -88,8 +88,7 @@ def run(
         stop = engine.tokenizer.eos_token_id
         stream = engine.stream(prompt_ids, limit, replace(params, stop_token_ids=() if stop is None else (stop,)))
         tokens: list[int] = []
-        recorded = (tokens.append(token) or token for token in stream)
-        for piece in text_pieces(recorded, text_decoder(engine)):
+        for piece in text_pieces(_recorded(stream, tokens), text_decoder(engine)):
             if not as_json:
                 click.echo(piece, nl=False)
     if as_json:
@@ -103,6 +102,12 @@ def run(
         })  # fmt: skip
     else:
         click.echo("\n\n" + summary(engine.statistics))
+
+
+def _recorded(stream: Iterable[int], tokens: list[int]) -> Iterator[int]:
+    for token in stream:
+        tokens.append(token)
+        yield token
 
 
 def text_decoder(engine: Engine) -> Callable[[list[int]], str]:

@@ -106,7 +106,7 @@ def show_head(answer: Answer) -> None:
     st.markdown(f"### {escaped(verdict(found))}")
     st.caption(escaped(f"{subject(found)} {best_of_all(found)}"), help=SOURCES_HELP)
     if found.on_device:
-        show_fixes(found.on_device, "What would fit the GPU alone")
+        show_fixes(found.on_device, "Questions whose plans fit the GPU alone")
     _show_tiles(found)
     for note in found.notes:
         st.warning(escaped(note))
@@ -125,17 +125,18 @@ def verdict(found: Recommendation) -> str:
     predicted = found.predicted
     each = f"{time_text(predicted.best.tpot_ms)} per token"
     if found.warning:
-        return f"{found.warning}. Possible: {found.name}, {each}."
+        kind = "Fits only with offloading" if found.on_device else "Fits, but is slow"
+        return f"{found.warning}. {kind}: {found.name}, {each}."
     if not predicted.beats_plain:
-        return f"Plain decoding is best here ({found.name}): {each}, and nothing that runs is surely faster."
+        return f"Recommended: plain decoding ({found.name}), {each}. No plan that runs is reliably faster."
     chance = f"faster with {probability(predicted.beats_plain)} probability"
-    return f"{found.name} is best here: {each}, {predicted.speedup:.2f}x plain decoding, {chance}."
+    return f"Recommended: {found.name}, {each}, {predicted.speedup:.2f}x plain decoding, {chance}."
 
 
 def subject(found: Recommendation) -> str:
     """What the verdict is about, and what its figures rest on."""
     workload, low, high = found.plan.workload, found.predicted.low.tpot_ms, found.predicted.high.tpot_ms
-    here = "" if found.model_runs else " (this model does not run here, so all is estimated)"
+    here = "" if found.model_runs else " (ridgeplan cannot execute this model yet, so all figures are estimates)"
     return (
         f"{workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens of context, "
         f"batch {workload.batch}{here}. Figures are {found.predicted.source}, {time_text(low)} to {time_text(high)}."
@@ -151,8 +152,9 @@ def best_of_all(found: Recommendation) -> str:
     """The best plan that is only estimated, beside the one that runs."""
     other = found.best_estimated
     if other is None:
-        return "No plan that is only estimated is faster."
-    return f"Best of all: {other.preset}, {time_text(other.predicted.best.tpot_ms)} per token ({other.rejected})."
+        return "No plan that ridgeplan cannot execute yet is faster."
+    each = time_text(other.predicted.best.tpot_ms)
+    return f"Best plan that ridgeplan cannot execute yet: {other.preset}, {each} per token ({other.rejected})."
 
 
 def tiles(found: Recommendation) -> list[tuple[str, str, str]]:
@@ -165,13 +167,13 @@ def tiles(found: Recommendation) -> list[tuple[str, str, str]]:
         ("First token", time_text(best.ttft_ms), f"{time_text(low.ttft_ms)} to {time_text(high.ttft_ms)}"),
         ("Tokens/s", f"{best.tokens_per_s:,.0f}", f"{whose}; {low.tokens_per_s:,.0f} to {high.tokens_per_s:,.0f}"),
         _gain_tile(found),
-        ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that may be used"),
+        ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that plans may use"),
     ]
 
 
 def _gain_tile(found: Recommendation) -> tuple[str, str, str]:
     if not found.baseline_fits:
-        return "Speed-up", "none", "as plain decoding does not fit"
+        return "Speed-up", "none", "the unquantized baseline does not fit"
     return "Speed-up", f"{found.predicted.speedup:.2f}x", f"plain decoding {time_text(found.baseline.best.tpot_ms)}"
 
 

@@ -29,8 +29,11 @@ GPU_HELP = (
     "Choose one, or type a TOML file with one GPU's figures. `auto` is this machine, once calibrated by "
     "`ridgeplan calibrate`."
 )
-QUALITY_HELP = "What answers may give up: nothing; INT8 KV; or more, with the expected loss."
-HOST_HELP = "For layers that do not fit the GPU. Empty: this much, or with `auto` 90% of this machine's."
+QUALITY_HELP = (
+    "exact keeps the model's output distribution; near-lossless also allows 8-bit weights and KV cache; lossy allows "
+    "everything and states the expected loss."
+)
+HOST_HELP = "Memory for layers that do not fit the GPU. By default this much, or with `auto` 90% of this machine's."
 SIZES = ("memory_limit", "host_memory")  # inputs in bytes
 CONTEXT_STEPS = tuple(sorted(step << power for power in range(10, 21) for step in (2, 3) if step << power <= 1 << 20))
 BATCH_STEPS = tuple(1 << power for power in range(9))
@@ -90,13 +93,15 @@ def ask_question() -> PageQuestion:
     with st.expander("More"):
         objective = st.selectbox("Objective", [*map(str, Objective)], key="objective", bind=IN_URL)
         backend = st.selectbox("Backend", [*map(str, Backend)], [*Backend].index(Backend.RIDGEPLAN), key="backend",
-                               help="What is to execute the plan.", bind=IN_URL)  # fmt: skip
-        share = st.slider("Share of the memory that may be used", 0.1, 1.0, MEMORY_UTILIZATION, 0.05,
+                               help="Engine that will run the plan.", bind=IN_URL)  # fmt: skip
+        share = st.slider("Memory utilization", 0.1, 1.0, MEMORY_UTILIZATION, 0.05,
                           key="memory_utilization", bind=IN_URL)  # fmt: skip
-        limit = st.text_input("Memory limit", key="memory_limit", bind=IN_URL, placeholder="none, or such as 24GB")
+        limit = st.text_input(
+            "Memory limit", key="memory_limit", bind=IN_URL, placeholder="none, or a size such as 24GB"
+        )
         of_host = st.text_input("Host memory", key="host_memory", bind=IN_URL, help=HOST_HELP,
                                 placeholder=size_text(HOST_MEMORY_BYTES))  # fmt: skip
-        yarn = st.toggle("YaRN beyond the model's limit", key="yarn", bind=IN_URL)
+        yarn = st.toggle("YaRN beyond the model's context limit", key="yarn", bind=IN_URL)
     return PageQuestion(
         (model or "").strip(), (gpu or "").strip(), tokens(context),
         SearchOptions(
@@ -114,7 +119,7 @@ def _size(text: str) -> float | None:
 
 def quantity(label: str, key: str, default: str, steps: Sequence[int], parse: Callable[[str], int]) -> str:
     """A text such as `128k`, and a slider that writes the same text."""
-    text = st.text_input(label, default, key=key, bind=IN_URL, help="Digits, or such as 128k or 1M.")
+    text = st.text_input(label, default, key=key, bind=IN_URL, help="A number such as 120000, 128k or 1M.")
     st.session_state[f"{key}_slider"] = _nearest(text, steps, parse)
     st.select_slider(
         label, steps, key=f"{key}_slider", format_func=tokens_text, label_visibility="collapsed",

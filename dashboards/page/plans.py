@@ -17,7 +17,7 @@ from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.quantities import duration_s
 from ridgeplan.planner.queries.curves import contexts_of, crossings, over_batches, over_contexts
 from ridgeplan.planner.queries.maps import PlanMap, plan_map
-from ridgeplan.planner.question import Question
+from ridgeplan.planner.question import Objective, Question
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.hardware import list_hardware
@@ -112,7 +112,7 @@ def show_trade_offs(answer: Answer) -> None:
     allowed = [name for name, plan in plans.items() if question.options.quality.allows(quality_of(plan))]
     figure = charts.trade_offs(curves, running, allowed)
     st.plotly_chart(figure, key="trade_offs", alt="Tokens per second of the GPU over those of one request")
-    st.caption("Each line is a plan over batches, as far as they fit. Up and to the right is better.")
+    st.caption("Each line is one plan over the batches that fit. Points further up and to the right are better.")
 
 
 def compared(found: Recommendation, quality: Quality) -> dict[str, Plan]:
@@ -139,15 +139,15 @@ def show_capacity(page: PageQuestion) -> None:
     """The map, with inputs for its contours. It also shows where plans fit if none fits what is asked."""
     price, tpot, ttft = st.columns(3)
     dollars = price.number_input("Price of a GPU-hour ($)", 0.0, value=2.5, step=0.25, key="price", bind=IN_URL)
-    tpot_limit = tpot.text_input("Time per token, at most", key="tpot_max", bind=IN_URL, placeholder="such as 20ms")
-    ttft_limit = ttft.text_input("First token, at most", key="ttft_max", bind=IN_URL, placeholder="such as 2s")
-    # The map does not depend on the context and batch that are asked, so their sliders find it made.
-    found = best_plans(replace(page, context=1, options=replace(page.options, batch=1, objective="latency")))
+    tpot_limit = tpot.text_input("Time per token limit", key="tpot_max", bind=IN_URL, placeholder="such as 20ms")
+    ttft_limit = ttft.text_input("First token limit", key="ttft_max", bind=IN_URL, placeholder="such as 2s")
+    # The map does not depend on the question's context and batch, so their sliders reuse it.
+    found = best_plans(replace(page, context=1, options=replace(page.options, batch=1, objective=Objective.LATENCY)))
     figure = charts.capacity_map(
         found, (page.context, page.options.batch), dollars or None, _milliseconds(tpot_limit), _milliseconds(ttft_limit)
     )  # fmt: skip
     st.plotly_chart(figure, key="map", alt="Time per token of the best plan over context and batch")
-    st.caption("The fastest plan that runs and fits, at each size. Hatched: nothing fits. The ring is what you ask.")
+    st.caption("Each cell shows the fastest plan that runs; nothing fits hatched cells. The ring marks your question.")
 
 
 @st.cache_data(max_entries=KEPT, ttl=10 * MINUTE, show_spinner="Searching all sizes")

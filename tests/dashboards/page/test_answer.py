@@ -45,7 +45,7 @@ def charts_of(page: AppTest) -> int:
 def test_one_sentence_names_the_plan_its_speed_and_how_sure_that_is(page: AppTest) -> None:
     page.run()
     expected = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120_000)
-    found = re.fullmatch(r"### (\S+) is best here: ([\d.]+) ms per token, ([\d.]+)x plain decoding, faster with "
+    found = re.fullmatch(r"### Recommended: (\S+), ([\d.]+) ms per token, ([\d.]+)x plain decoding, faster with "
                          r"(over 99|\d+)% probability\.", verdict(page))  # fmt: skip
     assert found
     assert found[1] == expected.name == "quantspec-int8"
@@ -64,20 +64,22 @@ def test_where_nothing_is_surely_faster_plain_decoding_is_the_verdict(page: AppT
     page.selectbox(key="quality").set_value("exact").run()
     best = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 1024, batch=256, quality="exact")
     assert best.name == "autoregressive"
-    assert verdict(page).startswith("### Plain decoding is best here (autoregressive): ")
+    assert verdict(page).startswith("### Recommended: plain decoding (autoregressive), ")
 
 
 def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None:
     page.run()
-    assert re.search(r"Best of all: .* \((estimated only[,:]|not calibrated on) ", shown(page))
+    assert re.search(
+        r"Best plan that ridgeplan cannot execute yet: .* \((estimated only[,:]|not calibrated on) ", shown(page)
+    )
     page.selectbox(key="objective").set_value("memory").run()
-    assert "No plan that is only estimated is faster." in shown(page)
+    assert "No plan that ridgeplan cannot execute yet is faster." in shown(page)
 
 
 def test_the_share_of_the_memory_is_an_input(page: AppTest) -> None:
     page.run()
     page.slider(key="memory_utilization").set_value(0.5).run()
-    assert "of 75.4 GB that may be used" in shown(page)  # half of the catalog's 150.8 GB
+    assert "of 75.4 GB that plans may use" in shown(page)  # half of the catalog's 150.8 GB
 
 
 def test_the_copied_command_gives_the_plan_that_is_shown(
