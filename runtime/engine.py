@@ -99,9 +99,10 @@ class Engine:
         elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
         self.scorer = eviction_scorer(plan)
-        cache_config, own = KVCacheConfig.of(plan, config.shape.layers, host_layers, spare_bytes), weights.embedding
-        head = head and head.for_model(config.shape, own)
-        self.cache: Cache | None = Cache(config.shape, cache_config, device, own.dtype)
+        cache_config = KVCacheConfig.of(plan, config.shape.layers, host_layers, spare_bytes)
+        embedding = weights.embedding
+        head = head and head.for_model(config.shape, embedding)
+        self.cache: Cache | None = Cache(config.shape, cache_config, device, embedding.dtype)
         self._mover = layer_mover(self.cache)
         builder = AttentionMetadataBuilder(self.cache)
         self._selector: TokenSelector | None = token_selector(plan.speculation.selection, builder, head)
@@ -252,17 +253,17 @@ class Engine:
         self.cache = self._selector = self._sparse_target = self._mover = self._filled = None
         self._graphs.clear()
 
-    def _drafts(self, given: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
-        if isinstance(given, SwappableWeights):
-            return given
+    def _drafts(self, weights: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
+        if isinstance(weights, SwappableWeights):
+            return weights
 
-        def made() -> DecoderWeights:
-            if given is not None:
-                return given
+        def load() -> DecoderWeights:
+            if weights is not None:
+                return weights
             fitted = text or CalibrationText.of_model(self.decoder, self.weights)
             return quantized_draft(self.decoder, self.weights, self.plan.weights.group, fitted)
 
-        return draft_weights_for(self.plan, self.weights, made)
+        return draft_weights_for(self.plan, self.weights, load)
 
     @contextmanager
     def _exclusive(self, request: Request) -> Iterator[Cache]:

@@ -34,8 +34,8 @@ def one_line(error: BaseException) -> str:
 
 def require_whole(name: str, value: object, low: int, high: int | None) -> None:
     """Raises WorkloadError unless `value` is a whole number from `low` to `high`, or of `low` or more."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):  # type: ignore[operator]
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):  # type: ignore[operator]
         allowed = f"{low} or more" if high is None else f"from {low} to {high}"
         raise WorkloadError(f"{name} is {brief(value)}; allowed: a whole number {allowed}")
 

@@ -80,12 +80,12 @@ def load(
     meter = MemoryMeter(place, weights.bytes if weights else 0)
     _check_context(plan, config.shape)
     _compare_models(plan, config.shape, model)
-    text = None if calibration is None else CalibrationText.given(calibration, config.shape.vocab)
+    text = None if calibration is None else CalibrationText.from_tokens(calibration, config.shape.vocab)
     if weights is None:
         fetch_weights(model)
         # Weights that will be quantized stay on the host until then.
-        whole = plan.weights.target_bits == 16
-        require_weight_memory(source, config.shape, place if whole else HOST, dtype, whole)
+        unquantized = plan.weights.target_bits == 16
+        require_weight_memory(source, config.shape, place if unquantized else HOST, dtype, unquantized)
     shared_bytes = weights.bytes if weights else 0
     offloading = require_memory(plan, config.shape, place, dtype, shared_bytes, memory_utilization)
     with readable_out_of_memory(place):
@@ -122,23 +122,27 @@ def _target(
     """The target's weights on `device`. Those that become codes are fitted once, and then read as they were saved."""
     if plan.weights.target_bits == 16:
         return load_state_dict(source, config.shape, dtype).decoder_weights(device)
-    wanted = WeightFormat(*plan.weights.target_format)
+    weight_format = WeightFormat(*plan.weights.target_format)
 
     def fitted() -> DecoderWeights:
-        return _quantized(load_state_dict(source, config.shape, dtype), wanted, config, device, text)
+        return _quantized(load_state_dict(source, config.shape, dtype), weight_format, config, device, text)
 
-    return saved_weights(weights_path(source, dtype, device, wanted, text), device, fitted)
+    return saved_weights(weights_path(source, dtype, device, weight_format, text), device, fitted)
 
 
 def _quantized(
-    dense: StateDict, wanted: WeightFormat, config: DecoderConfig, device: torch.device, text: CalibrationText | None
+    dense: StateDict,
+    weight_format: WeightFormat,
+    config: DecoderConfig,
+    device: torch.device,
+    text: CalibrationText | None,
 ) -> DecoderWeights:
-    """Weights in the format `wanted`; dense ones are on `device` only one layer at a time."""
+    """Weights in `weight_format`; dense ones are on `device` only one layer at a time."""
     decoder, ends = Decoder(config, device), dense.ends(device)
     if text is None:
         # The dense model may not fit the device, so a copy rounded to nearest writes the text.
-        text = CalibrationText.of_model(decoder, rounded_target(ends, dense.layers(device, keep=True), wanted))
-    return quantized_target(decoder, ends, dense.layers(device), wanted, text)
+        text = CalibrationText.of_model(decoder, rounded_target(ends, dense.layers(device, keep=True), weight_format))
+    return quantized_target(decoder, ends, dense.layers(device), weight_format, text)
 
 
 def _head(plan: Plan, path: str | Path | None, shape: ModelShape) -> Head | None:
@@ -179,8 +183,8 @@ def require_executable(plan: Plan) -> None:
 
 def _format(plan: Plan, shape: ModelShape) -> WeightFormat:
     """`DecoderWeights.format` of the plan's target."""
-    wanted = WeightFormat(*plan.weights.target_format)
-    return wanted if wanted.group is None else replace(wanted, group=fitting_group(shape.hidden, wanted.group))
+    target = WeightFormat(*plan.weights.target_format)
+    return target if target.group is None else replace(target, group=fitting_group(shape.hidden, target.group))
 
 
 def _device(name: str | None) -> torch.device:

@@ -102,15 +102,15 @@ def require_memory(
 
 
 def require_weight_memory(
-    source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype, whole: bool = True
+    source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype, unpacked: bool = True
 ) -> None:
     """Raises WorkloadError if the weights in the folder `source` exceed what is free, before any of them is read.
 
     The sizes come from the weights' files, not from the configuration; 16-bit weights double if `dtype` is float32.
-    whole: as for `decoded_elements`.
+    unpacked: as for `decoded_elements`.
     """
     available = _available(device, dtype, 0, 1.0)
-    needed_bytes = decoded_elements(source, shape, whole) * dtype.itemsize
+    needed_bytes = decoded_elements(source, shape, unpacked) * dtype.itemsize
     if available is not None and needed_bytes > available.memory_bytes:
         raise WorkloadError(
             f"the weights in {source} take {needed_bytes / 1e9:.1f} GB as {dtype} and "

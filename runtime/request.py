@@ -99,7 +99,7 @@ def _prompts(prompts: Prompts) -> tuple[tuple[int, ...], ...]:
     if not prompts:
         return ()
     several = isinstance(prompts[0], (Sequence, Tensor))
-    nested: Any = [one.tolist() if isinstance(one, Tensor) else one for one in prompts] if several else [prompts]
+    nested: Any = [row.tolist() if isinstance(row, Tensor) else row for row in prompts] if several else [prompts]
     for index, prompt in enumerate(nested):
         _require_tokens(f"prompt {index} is", prompt)
     return tuple(map(tuple, nested))

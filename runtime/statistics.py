@@ -193,8 +193,8 @@ class StatsCollector:
         )
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+def _ratio(part: float, total: float) -> float:
+    return part / total if total else 0.0
 
 
 def _median(values: list[float]) -> float:

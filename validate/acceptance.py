@@ -316,7 +316,7 @@ def draft_weights_of(
     text = (
         CalibrationText.of_model(decoder, weights)
         if calibration is None
-        else CalibrationText.given(calibration, decoder.config.shape.vocab)
+        else CalibrationText.from_tokens(calibration, decoder.config.shape.vocab)
     )
     return quantized_draft(decoder, weights, WEIGHT_GROUP, text)
 

@@ -88,7 +88,7 @@ class PromptLayer:
     start: int = 0
 
     @property
-    def own(self) -> int:
+    def text_tokens(self) -> int:
         """Tokens of the prompt that have queries."""
         return self.tokens - self.held
 

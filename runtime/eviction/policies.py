@@ -80,7 +80,7 @@ class SnapKVScorer(EvictionScorer):
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Attention that the window pays to the tokens before it; the window lies within the prompt's last chunk."""
-        window = min(self.settings.window, layer.budget, layer.own)
+        window = min(self.settings.window, layer.budget, layer.text_tokens)
         first = layer.tokens - window
         mass = layer.mass(first, layer.tokens, first)
         scores = mass.new_empty(len(mass), layer.tokens)

@@ -227,7 +227,7 @@ class Cache:
     def loads(self) -> tuple[int, int]:
         """Tokens or pages that steps have chosen of layers on the host, and those that had to be loaded."""
         counts = [store.loads() for store in self.stores if isinstance(store, HostKVStore)]
-        return sum(wanted for wanted, _ in counts), sum(loaded for _, loaded in counts)
+        return sum(requested for requested, _ in counts), sum(loaded for _, loaded in counts)
 
     def planes(self, layer: int) -> DraftPlanes | None:
         """Quantized groups of a layer by token, if they are kept."""

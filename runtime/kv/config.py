@@ -133,15 +133,15 @@ class KVCacheConfig:
         """Tokens of a prompt of `tokens` in the layers that keep the most."""
         return max(self.kept(tokens), default=tokens)
 
-    def passes(self, stored: Sequence[int], tokens: int, most: int) -> Iterator[slice]:
-        """Passes over `tokens` tokens that follow each row's `stored` ones, each of up to `most`.
+    def passes(self, stored: Sequence[int], tokens: int, max_tokens: int) -> Iterator[slice]:
+        """Passes over `tokens` tokens that follow each row's `stored` ones, each of up to `max_tokens`.
 
         None goes beyond a multiple of the group in any row: there a flush changes what the target reads.
         """
         start = 0
         while start < tokens:
-            whole = min(self.group - (one + start) % self.group for one in stored)
-            stop = min(tokens, start + most, start + whole)
+            group_left = min(self.group - (count + start) % self.group for count in stored)
+            stop = min(tokens, start + max_tokens, start + group_left)
             yield slice(start, stop)
             start = stop
 

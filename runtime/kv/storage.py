@@ -80,11 +80,11 @@ class CodedLayers:
 
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Quantizes whole groups of a row's prompt, [kv_heads, tokens, head_dim], from its first token on."""
-        own, first = self.rows(layer, row, 1), torch.zeros(1, dtype=torch.int32, device=keys.device)
-        codes = self.codes.rows(own)
+        rows, first = self.rows(layer, row, 1), torch.zeros(1, dtype=torch.int32, device=keys.device)
+        codes = self.codes.rows(rows)
         quantize(keys[None], values[None], codes, first)
         if self.planes:
-            pack_draft_planes(codes, self.planes.rows(own), first, keys.shape[1] // self.config.group)
+            pack_draft_planes(codes, self.planes.rows(rows), first, keys.shape[1] // self.config.group)
         if self.window:
             self.window.store_prompt(row, keys, values)
 
@@ -157,17 +157,17 @@ class MovableCodes:
 
     def capacity(self, resident: int) -> int:
         """Groups that rows may have while `resident` layers are on the device."""
-        return min(self.most_groups, self.units // resident) if resident else self.most_groups
+        return min(self.max_groups, self.units // resident) if resident else self.max_groups
 
     @property
-    def most_groups(self) -> int:
+    def max_groups(self) -> int:
         """Groups that a row may ever have."""
         return self.config.groups(self.config.longest)
 
     def resident(self, groups: int) -> int:
         """The most layers that may be on the device with rows of up to `groups` groups, or as many as rows may have."""
-        wanted = min(groups, self.most_groups)
-        fitting = (count for count in range(self.layers, self.staying, -1) if self.capacity(count) >= wanted)
+        needed = min(groups, self.max_groups)
+        fitting = (count for count in range(self.layers, self.staying, -1) if self.capacity(count) >= needed)
         return next(fitting, self.staying)
 
     def coded(self, resident: int) -> tuple[CodedLayers, ...]:
@@ -264,8 +264,8 @@ class KVStore:
         """Codes of all layers, concatenated along the batch, where none is offloaded; None if nothing is quantized."""
         if not self.coded:
             return None
-        (whole,) = self.coded
-        return whole.codes
+        (store,) = self.coded
+        return store.codes
 
     @property
     def bytes(self) -> int:
@@ -306,11 +306,11 @@ class KVStore:
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Stores what a layer keeps of a row's prompt, [kv_heads, tokens, head_dim]."""
         tokens = keys.shape[1]
-        whole = self.config.quantized_groups(tokens) * self.config.group
-        if whole:
+        quantized = self.config.quantized_groups(tokens) * self.config.group
+        if quantized:
             coded, index = self.coded_layer(layer)
-            coded.store_prompt(index, row, keys[:, :whole], values[:, :whole])
-        start = whole if self.config.buffered else 0
+            coded.store_prompt(index, row, keys[:, :quantized], values[:, :quantized])
+        start = quantized if self.config.buffered else 0
         self.keys[layer, row, :, : tokens - start] = keys[:, start:]
         self.values[layer, row, :, : tokens - start] = values[:, start:]
 
@@ -323,8 +323,8 @@ class KVStore:
         first_slot = torch.zeros_like(before) if self.config.buffered else before
         index, start = before // self.config.group, 0
         for coded in self.coded:
-            own = slice(start, start + coded.layers)
-            coded.flush(self.keys[own], self.values[own], index, first_slot, crossed)
+            layers = slice(start, start + coded.layers)
+            coded.flush(self.keys[layers], self.values[layers], index, first_slot, crossed)
             start += coded.layers
         if self.config.buffered:
             keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)

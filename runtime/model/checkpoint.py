@@ -143,8 +143,8 @@ def load_state_dict(source: str, shape: ModelShape, dtype: torch.dtype) -> State
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"the checkpoint {source} lacks {len(missing)} weights, the first is {missing[0]}")
-    for name, found, needed in sorted(info["mismatched_keys"]):
-        sizes = f"{list(found)}; its config.json needs {list(needed)}"
+    for name, actual, needed in sorted(info["mismatched_keys"]):
+        sizes = f"{list(actual)}; its config.json needs {list(needed)}"
         raise ModelError(f"in the checkpoint {source} the weight {name} is {sizes}")
     return StateDict(source, shape, dict(model.state_dict()))
 
@@ -171,8 +171,8 @@ def load_tensor(source: str, name: str) -> Tensor:
         for path in _weight_files(Path(source)):
             with safe_open(path, framework="pt") as file:
                 if name in file.keys():  # noqa: SIM118
-                    found: Tensor = file.get_tensor(name)
-                    return found
+                    tensor: Tensor = file.get_tensor(name)
+                    return tensor
         raise ValueError(f"it has no tensor {name}")
 
 
@@ -182,16 +182,16 @@ def checkpoint_elements(source: str) -> int:
         return sum(map(math.prod, _tensor_sizes(source)))
 
 
-def decoded_elements(source: str, shape: ModelShape, whole: bool) -> int:
+def decoded_elements(source: str, shape: ModelShape, unpacked: bool) -> int:
     """Elements that are held at once while the checkpoint loads. Raises ModelError.
 
-    Of packed ones these are, unless the `whole` model is wanted in full precision, one layer, the embedding and the
-    head; of others all that the folder holds.
+    A packed checkpoint needs one layer, the embedding and the head in full precision, or the whole model if `unpacked`
+    is set. Any other checkpoint needs everything that the folder holds.
     """
     if shape.weight_bits.format not in PACKED_FORMATS:
         return checkpoint_elements(source)
     tables = shape.embedding_params * (1 if shape.tied_embeddings else 2)
-    return shape.parameters if whole else tables + (shape.parameters - tables) // shape.layers
+    return shape.parameters if unpacked else tables + (shape.parameters - tables) // shape.layers
 
 
 def _require_layers(source: str, layers: int) -> None:
@@ -234,10 +234,10 @@ def _require_decoder(config: bytes) -> None:
     kind = keys.get("model_type") if isinstance(keys, dict) else None
     if kind not in EXECUTABLE_ARCHITECTURES:
         raise ValueError(f"model_type is {brief(kind)}; supported: {', '.join(EXECUTABLE_ARCHITECTURES)}")
-    for name, most in (("num_hidden_layers", MAX_LAYERS), ("num_labels", MAX_LABELS)):
+    for name, limit in (("num_hidden_layers", MAX_LAYERS), ("num_labels", MAX_LABELS)):
         count = keys.get(name)
-        if isinstance(count, (int, float)) and count > most:
-            raise ValueError(f"{name} is {brief(count)}; allowed: up to {most}")
+        if isinstance(count, (int, float)) and count > limit:
+            raise ValueError(f"{name} is {brief(count)}; allowed: up to {limit}")
 
 
 def _require_plain_files(folder: Path) -> None:

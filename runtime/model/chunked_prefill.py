@@ -67,10 +67,10 @@ class _ChunkedPrompt:
         assert to.scorer is not None, "what layers hold is bounded by an eviction"
         self._decoder, self._weights, self._to, self._scorer, self._prompt = decoder, weights, to, to.scorer, prompt
         self._appended = to.scorer.appended(prompt)
-        most = max(stop - start for start, stop in pairwise(bounds)) + len(self._appended)
+        max_rows = max(stop - start for start, stop in pairwise(bounds)) + len(self._appended)
         shape, dtype = decoder.config.shape, weights.embedding.dtype
         rooms = [max(counts) for counts in zip(*map(to.cache.config.kept, bounds[1:-1]), strict=True)]
-        self._hidden = arena.empty((most, shape.hidden), dtype)
+        self._hidden = arena.empty((max_rows, shape.hidden), dtype)
         self._buffers = LayerBuffers.take(arena, shape, self._hidden, max(rooms))
         for buffer in self._buffers.padded:
             buffer.zero_()  # short chunks leave a part of it unwritten, which is masked but must be finite
@@ -79,7 +79,7 @@ class _ChunkedPrompt:
     def process(self, start: int, stop: int, kept: Sequence[int]) -> Tensor:
         """Runs the tokens from `start` to `stop`, after which layers hold `kept`; returns their hidden states."""
         last, chunk = stop == len(self._prompt), self._prompt[start:stop]
-        evicts = any(one.count + len(chunk) > count for one, count in zip(self._held, kept, strict=True))
+        evicts = any(held.count + len(chunk) > count for held, count in zip(self._held, kept, strict=True))
         text = torch.cat([chunk, self._appended]) if evicts else chunk
         positions = torch.arange(start, stop, dtype=torch.int32, device=text.device)
         hidden, parts = self._hidden[: len(text)], Parts(len(chunk), len(text))

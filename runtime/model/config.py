@@ -53,8 +53,8 @@ def yarn_frequencies(head_dim: int, theta: float, trained: int, context: int) ->
     config.rope_parameters = {
         "rope_type": kind, "rope_theta": theta, "factor": factor, "original_max_position_embeddings": trained,
     }  # fmt: skip
-    made, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return tuple(made.tolist()), float(scale)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return tuple(frequencies.tolist()), float(scale)
 
 
 def _require(condition: bool, name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -66,9 +66,9 @@ def _stretched(hub: Any, yarn_factor: float) -> Any:
     """A copy of the configuration with YaRN's `yarn_factor`, or the configuration itself for 1."""
     if yarn_factor == 1:
         return hub
-    own = hub.rope_parameters["rope_type"]
-    if own != "default":
-        raise ModelError(f"yarn_factor is {yarn_factor}, but the model's own rope_type is {brief(own)}; allowed: 1")
+    kind = hub.rope_parameters["rope_type"]
+    if kind != "default":
+        raise ModelError(f"yarn_factor is {yarn_factor}, but the model's own rope_type is {brief(kind)}; allowed: 1")
     hub = copy.deepcopy(hub)
     hub.rope_parameters |= {
         "rope_type": "yarn",
@@ -86,8 +86,8 @@ def _rotary(hub: Any, shape: ModelShape) -> tuple[tuple[float, ...], float]:
         return plain_frequencies(shape), 1.0
     what = f"the model's rope_parameters are {brief(hub.rope_parameters)}"
     with failures_as(what):
-        made, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"))
-        frequencies = (*made.tolist(), float(scale))
-    if made.numel() != shape.head_dim // 2 or not all(0 < one < math.inf for one in frequencies):
+        inverse, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"))
+        frequencies = (*inverse.tolist(), float(scale))
+    if inverse.numel() != shape.head_dim // 2 or not all(0 < frequency < math.inf for frequency in frequencies):
         raise ModelError(f"{what}; allowed: those that give {shape.head_dim // 2} finite frequencies above 0")
     return frequencies[:-1], frequencies[-1]

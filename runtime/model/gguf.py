@@ -118,12 +118,12 @@ def _convert_into(path: Path, folder: Path) -> None:
 def _convert(path: Path, staging: Path) -> None:
     """Writes config, weights and tokenizer; in float32, since dequantized 4-bit values need more than 16 bits."""
     # transformers would also read configurations beside the file, which may not be its own and may name Python to run.
-    alone = staging / "alone"
-    alone.mkdir()
-    link = alone / "model.gguf"
+    folder = staging / "alone"
+    folder.mkdir()
+    link = folder / "model.gguf"
     link.symlink_to(path.resolve())
     where: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(alone),
+        "pretrained_model_name_or_path": str(folder),
         "gguf_file": link.name,
         "trust_remote_code": False,  # left out, transformers asks on stdin
     }
@@ -132,7 +132,7 @@ def _convert(path: Path, staging: Path) -> None:
         tensors = _tensors(link, config)
         with quiet_rust():
             tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    shutil.rmtree(alone)
+    shutil.rmtree(folder)
     with quiet_transformers():
         config.save_pretrained(staging)
         tokenizer.save_pretrained(staging)

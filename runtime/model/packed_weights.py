@@ -138,12 +138,12 @@ class PackedTensors:
         cls, source: str, shape: ModelShape, dtype: torch.dtype, settings: Settings, files: Sequence[Path]
     ) -> PackedTensors:
         """The tensors in safetensors `files`. Raises ModelError for one that cannot be read."""
-        found: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         with failures_as(f"cannot load the model {source}"):
             for path in files:
                 with safe_open(path, framework="pt") as file:
-                    found |= dict.fromkeys(file.keys(), path)
-        return cls(source, shape, dtype, settings, found)
+                    paths |= dict.fromkeys(file.keys(), path)
+        return cls(source, shape, dtype, settings, paths)
 
     def get(self, name: str, *default: Any) -> Any:
         """The tensor, or a default where there is none. Raises ModelError for a missing or a misshapen one."""

@@ -114,8 +114,8 @@ def prefill_all(
     """
     arena = arena or Arena.without_memory(prompt.device)
     arena.clear()
-    filled = [_Filled(decoder, prompt, one) for one in destinations]
-    text, tokens = longest_text([one.text for one in filled]), len(prompt)
+    filled = [_Filled(decoder, prompt, destination) for destination in destinations]
+    text, tokens = longest_text([fill.text for fill in filled]), len(prompt)
     hidden = arena.empty((len(text), decoder.config.shape.hidden), weights.embedding.dtype)
     buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
     torch.index_select(weights.embedding, 0, text, out=hidden)
@@ -123,12 +123,12 @@ def prefill_all(
     for index, layer in enumerate(weights.layers):
         project_layer(decoder, layer, hidden, buffers, parts)
         masses: dict[Any, Tensor] = {}
-        for one in filled:
-            one.choose(index, buffers, masses)
+        for fill in filled:
+            fill.choose(index, buffers, masses)
         attend_layer(buffers, parts, decoder.config.windows[index])
         finish_layer(decoder, layer, hidden, buffers, parts)
-        for one in filled:
-            one.store(index, buffers)
+        for fill in filled:
+            fill.store(index, buffers)
     for to in destinations:
         to.cache.finish_prompt(to.row, tokens)
     return weights.head(decoder.norm(hidden[tokens - 1 : tokens], None, weights.norm)[1])[0]
@@ -147,8 +147,8 @@ class _Filled:
 
     def choose(self, index: int, buffers: LayerBuffers, masses: dict[Any, Tensor]) -> None:
         """Before the layer's attention, which overwrites the queries."""
-        own = slice(len(self.text))  # without what others append
-        queries, keys, values = buffers.queries[own], buffers.keys[:, own], buffers.values[:, own]
+        prompt = slice(len(self.text))  # without what others append
+        queries, keys, values = buffers.queries[prompt], buffers.keys[:, prompt], buffers.values[:, prompt]
         self._kept = self._eviction.choose(index, queries, keys, values, masses)
         self._queries = queries[self._last].clone()
 

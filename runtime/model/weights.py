@@ -107,7 +107,7 @@ def _with_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(item, Tensor):
         return change(item)
     if isinstance(item, tuple):
-        return tuple(_with_tensors(one, change) for one in item)
+        return tuple(_with_tensors(element, change) for element in item)
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         names = [field.name for field in dataclasses.fields(item)]
         return dataclasses.replace(item, **{name: _with_tensors(getattr(item, name), change) for name in names})

@@ -67,8 +67,8 @@ class TwoBitLayers:
         for first in range(0, keys.shape[1] // group, PROMPT_GROUPS):
             last = min(first + PROMPT_GROUPS, keys.shape[1] // group)
             tokens = slice(first * group, last * group)
-            made = _two_bit_keys(keys[None, :, tokens], values[None, :, tokens], last - first, group)
-            for held, new in zip(_tensors(self.keys), _tensors(made), strict=True):
+            two_bit_keys = _two_bit_keys(keys[None, :, tokens], values[None, :, tokens], last - first, group)
+            for held, new in zip(_tensors(self.keys), _tensors(two_bit_keys), strict=True):
                 held[at, :, first:last] = new[0]
 
     def flush(self, keys: Tensor, values: Tensor, index: Tensor, first_slot: Tensor, crossed: Tensor) -> None:
@@ -77,9 +77,9 @@ class TwoBitLayers:
         first = torch.zeros_like(index)
         quantize(keys.flatten(0, 1), values.flatten(0, 1), self.staged, first, mask, first_slot=slot)
         pack_draft_planes(self.staged, self.planes, first, mask=mask)
-        made = TwoBitKeys.of(self.staged, self.planes)
+        two_bit_keys = TwoBitKeys.of(self.staged, self.planes)
         row, place = torch.arange(len(index), device=index.device), index.clamp_max(self.keys.groups - 1).long()
-        for held, new in zip(_tensors(self.keys), _tensors(made), strict=True):
+        for held, new in zip(_tensors(self.keys), _tensors(two_bit_keys), strict=True):
             kept = mask.view(-1, *[1] * (held.dim() - 2))
             held[row, :, place] = torch.where(kept, new[:, :, 0], held[row, :, place])
 
@@ -159,14 +159,14 @@ class HostKVStore:
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Stores a row's prompt, [kv_heads, tokens, head_dim]."""
         tokens, group, first_recent = keys.shape[1], self.config.group, self.config.window_slots
-        whole = quantized_groups(tokens, group) * group
+        quantized = quantized_groups(tokens, group) * group
         if self.two_bit:
-            self.two_bit.store_prompt(layer, row, keys[:, :whole], values[:, :whole])
+            self.two_bit.store_prompt(layer, row, keys[:, :quantized], values[:, :quantized])
         for new, slots, held in zip((keys, values), (self.keys, self.values), self.on_host[layer], strict=True):
-            held[row, :, :whole] = new[:, :whole]
-            slots[layer, row, :, first_recent : first_recent + tokens - whole] = new[:, whole:]
+            held[row, :, :quantized] = new[:, :quantized]
+            slots[layer, row, :, first_recent : first_recent + tokens - quantized] = new[:, quantized:]
             if self.config.keeps_window:
-                last, groups = whole // group, self.config.window_groups
+                last, groups = quantized // group, self.config.window_groups
                 for number in {*range(min(1, last)), *range(max(1, last - groups + 1), last)}:
                     start = int(self.window_slot(torch.tensor(number)))
                     slots[layer, row, :, start : start + group] = new[:, number * group : (number + 1) * group]
@@ -216,8 +216,8 @@ class HostKVStore:
     def loads(self) -> tuple[int, int]:
         """Units that steps have chosen, and those that had to be loaded, of all layers and KV heads."""
         times = {layer: self.layers if layer == ALL_LAYERS else 1 for layer in self.tables}
-        wanted = sum(times[layer] * int(table.requested.sum()) for layer, table in self.tables.items())
-        return wanted, sum(times[layer] * int(table.loaded.sum()) for layer, table in self.tables.items())
+        requested = sum(times[layer] * int(table.requested.sum()) for layer, table in self.tables.items())
+        return requested, sum(times[layer] * int(table.loaded.sum()) for layer, table in self.tables.items())
 
     def _table(self, layer: int, index: Tensor, page: int) -> SlotTable:
         if layer not in self.tables:

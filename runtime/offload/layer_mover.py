@@ -42,7 +42,7 @@ class LayerMover:
         ahead: tokens that rounds in flight may still add. Waits for the copy where rows have no room left.
         """
         movable, resident = self._movable, self._cache.first_on_host
-        if resident == movable.staying or movable.capacity(resident) == movable.most_groups:
+        if resident == movable.staying or movable.capacity(resident) == movable.max_groups:
             return False
         held = [self._cache.config.quantized_groups(length) for length in lengths]
         left = movable.capacity(resident) - self._cache.config.quantized_groups(max(lengths) + ahead)

@@ -169,8 +169,8 @@ class SparseSelector(TokenSelector):
 
     def limits(self, page: int, sets: torch.Size) -> tuple[Tensor, Tensor]:
         """Old pages and how many of them to choose, int32, of every set of sizes [..., rows, sets], flattened."""
-        pages, wanted = self.old()[: sets[-2]] // page, -(-self.budget()[: sets[-2]] // page)
-        lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, wanted))
+        pages, budgets = self.old()[: sets[-2]] // page, -(-self.budget()[: sets[-2]] // page)
+        lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, budgets))
         return lengths, k
 
     def best_of(self, scores: Tensor, page: int, lengths: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

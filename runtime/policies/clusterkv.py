@@ -32,8 +32,8 @@ class ClusterKVSelector(PerQuerySelector):
         keys, group, device = cache.stores[0].keys, cache.config.group, cache.lengths.device
         sets = cache.layers, *keys.shape[1:3]
         groups = -(-self.candidates // group) + 1  # one more, which is not old yet
-        most = -(-self.candidates // selection.cluster)
-        self.centroids = torch.zeros(*sets, most, keys.shape[4], dtype=keys.dtype, device=device)
+        max_clusters = -(-self.candidates // selection.cluster)
+        self.centroids = torch.zeros(*sets, max_clusters, keys.shape[4], dtype=keys.dtype, device=device)
         self.labels = torch.zeros(*sets, groups * group, dtype=torch.int32, device=device)
         self.clusters = torch.zeros_like(cache.lengths)
 
@@ -84,8 +84,8 @@ def _members(keys: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tenso
     By products, as scattered additions on a GPU would differ from run to run.
     """
     sums, counts = torch.zeros((), device=keys.device), torch.zeros((), device=keys.device)
-    for part, own in zip(keys.split(COMPARED_TOKENS, 1), labels.split(COMPARED_TOKENS, 1), strict=True):
-        belongs = (own[:, None] == torch.arange(clusters, device=keys.device)[:, None]).float()
+    for part, assigned in zip(keys.split(COMPARED_TOKENS, 1), labels.split(COMPARED_TOKENS, 1), strict=True):
+        belongs = (assigned[:, None] == torch.arange(clusters, device=keys.device)[:, None]).float()
         sums, counts = sums + belongs @ part.float(), counts + belongs.sum(2, keepdim=True)
     return sums, counts
 

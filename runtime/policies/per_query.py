@@ -71,8 +71,8 @@ class PageBoundsSelector(PerQuerySelector):
         raise NotImplementedError
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
-        whole = min(keys.shape[1] // self.page, self.bounds.shape[3])
-        self.bounds[layer, row, :, :whole] = self.bounds_of(keys[None, :, : whole * self.page])[0]
+        pages = min(keys.shape[1] // self.page, self.bounds.shape[3])
+        self.bounds[layer, row, :, :pages] = self.bounds_of(keys[None, :, : pages * self.page])[0]
 
     def before_round(self) -> None:
         first = self.old()

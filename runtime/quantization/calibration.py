@@ -65,7 +65,7 @@ class CalibrationText:
     natural: bool
 
     @classmethod
-    def given(cls, tokens: Sequence[int], vocab: int) -> CalibrationText:
+    def from_tokens(cls, tokens: Sequence[int], vocab: int) -> CalibrationText:
         """One text, a few thousand tokens of what will be decoded. Raises WorkloadError for tokens not in `vocab`."""
         _check(tokens, vocab)
         return cls(torch.tensor(tokens)[None], natural=True)

@@ -77,14 +77,14 @@ class QuantizedRows:
         below the diagonal and r = x - e, e being what rounding x leaves. So x = T y + T L e, with T = (1 + L)^-1, and
         this is what gptq_round computes for steps T y and the feedback -(T L)^T.
         """
-        own = self.hessian[inside, inside]
-        below = (own / own.diagonal()).triu(1).T
+        block = self.hessian[inside, inside]
+        below = (block / block.diagonal()).triu(1).T
         solved = torch.linalg.solve_triangular(
-            below + torch.eye(self.group, device=own.device), below, upper=False, unitriangular=True
+            below + torch.eye(self.group, device=block.device), below, upper=False, unitriangular=True
         )
         scale = self.scale[:, index, None]
-        wanted = -self.gradient[:, inside] / (_divisor(scale) * own.diagonal())
-        steps = self.codes[:, inside] + wanted - wanted @ solved.T
+        step = -self.gradient[:, inside] / (_divisor(scale) * block.diagonal())
+        steps = self.codes[:, inside] + step - step @ solved.T
         codes, _ = gptq_round(steps, -solved.T, near, top_code=self.top)
         self._move(inside, (codes - self.codes[:, inside]) * scale)
         self.codes[:, inside] = codes
@@ -95,9 +95,9 @@ class QuantizedRows:
             self._refit_group(index, slice(index * self.group, (index + 1) * self.group))
 
     def _refit_group(self, index: int, inside: slice) -> None:
-        codes, own = self.codes[:, inside] - self.middle, self.hessian[inside, inside]
-        heavy = codes @ own
-        square, cross, count = (heavy * codes).sum(1), heavy.sum(1), own.sum()
+        codes, block = self.codes[:, inside] - self.middle, self.hessian[inside, inside]
+        heavy = codes @ block
+        square, cross, count = (heavy * codes).sum(1), heavy.sum(1), block.sum()
         slope, shift = (self.gradient[:, inside] * codes).sum(1), self.gradient[:, inside].sum(1)
         determinant = square * count - cross.square()
         regular = determinant > SINGULAR * square * count
@@ -289,9 +289,9 @@ def _fit(centred: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, top: 
     return _Fit(fitted, -fitted * mean, fitted * covariance)
 
 
-def _better(one: _Fit, other: _Fit) -> _Fit:
-    improved = other.explained > one.explained
-    return _Fit(*(torch.where(improved, new, old) for old, new in zip(one, other, strict=True)))
+def _better(fit: _Fit, other: _Fit) -> _Fit:
+    improved = other.explained > fit.explained
+    return _Fit(*(torch.where(improved, new, old) for old, new in zip(fit, other, strict=True)))
 
 
 def _steps(weight: Tensor, scale: Tensor, zero: Tensor, top: int) -> Tensor:

@@ -50,19 +50,19 @@ def saved_weights(path: Path | None, device: torch.device, make: Callable[[], De
     """
     if path is None:
         return make()
-    found = _read(path, device)
-    if found is not None:
-        return found
+    weights = _read(path, device)
+    if weights is not None:
+        return weights
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         return make()
     with FileLock(path.with_suffix(".lock")):
-        found = _read(path, device)  # another process may have finished meanwhile
-        if found is None:
-            found = make()
-            _save(found, path)
-    return found
+        weights = _read(path, device)  # another process may have finished meanwhile
+        if weights is None:
+            weights = make()
+            _save(weights, path)
+    return weights
 
 
 def weights_path(
@@ -93,10 +93,10 @@ def _read(path: Path, device: torch.device) -> DecoderWeights | None:
         with safe_open(path, framework="pt", device=str(device)) as file:
             structure = json.loads(file.metadata()[STRUCTURE])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        found = _restored(structure, tensors)
+        weights = _restored(structure, tensors)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         return None
-    return found if isinstance(found, DecoderWeights) else None
+    return weights if isinstance(weights, DecoderWeights) else None
 
 
 def _save(weights: DecoderWeights, path: Path) -> None:
@@ -125,7 +125,7 @@ def _described(item: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
         name, _ = tensors.setdefault(item.data_ptr(), (f"t{len(tensors)}", item))
         return {"tensor": name}
     if isinstance(item, tuple):
-        return [_described(one, tensors) for one in item]
+        return [_described(element, tensors) for element in item]
     if dataclasses.is_dataclass(item):
         values = {field.name: _described(getattr(item, field.name), tensors) for field in dataclasses.fields(item)}
         return {"part": type(item).__name__, "fields": values}
@@ -135,7 +135,7 @@ def _described(item: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
 def _restored(described: Any, tensors: dict[str, Tensor]) -> Any:
     """What `_described` turned into JSON."""
     if isinstance(described, list):
-        return tuple(_restored(one, tensors) for one in described)
+        return tuple(_restored(element, tensors) for element in described)
     if not isinstance(described, dict):
         return described
     if "tensor" in described:

@@ -57,9 +57,9 @@ def student_logits(student: Any, tokens: Tensor, queries: Tensor) -> Tensor:
         each = getattr(attention, norm)(each) if hasattr(attention, norm) else each
         return (each * cos[at, None] + rotate_half(each) * sin[at, None]).transpose(0, 1)
 
-    asked = heads(query_projection(student), "q_norm", queries)
+    rotated = heads(query_projection(student), "q_norm", queries)
     keys = heads(attention.k_proj, "k_norm", places)
-    logits = asked.unflatten(0, (len(keys), -1)) @ keys.mT[:, None] * attention.head_dim**-0.5
+    logits = rotated.unflatten(0, (len(keys), -1)) @ keys.mT[:, None] * attention.head_dim**-0.5
     return logits.flatten(0, 1).float()
 
 
@@ -73,9 +73,9 @@ def attention_loss(logits: Tensor, taught: Tensor, queries: Tensor) -> Tensor:
     distant = distant_tokens(queries, logits.shape[-1])
     weights = logits.masked_fill(unseen, -torch.inf).log_softmax(-1)
     chosen_by = weights.unflatten(0, (len(taught), -1)).amax(1)
-    own = chosen_by.masked_fill(~distant, -torch.inf).log_softmax(-1)
+    predicted = chosen_by.masked_fill(~distant, -torch.inf).log_softmax(-1)
     known = taught.clamp_min(torch.finfo(torch.float32).tiny).log()
-    return (taught * (known - own).masked_fill(~distant, 0.0)).sum(-1).mean()
+    return (taught * (known - predicted).masked_fill(~distant, 0.0)).sum(-1).mean()
 
 
 KEY = "ridgeplan.distillation"
@@ -109,9 +109,9 @@ class Training(Checked):
 
     def _contradiction(self) -> str | None:
         if (self.by_layer or not self.language) and (not self.attention or self.tokens <= SINKS + RECENT):
-            found = f"attention is {self.attention} and tokens is {self.tokens}"
+            actual = f"attention is {self.attention} and tokens is {self.tokens}"
             lesson = "queries by layer" if self.by_layer else "a head alone, with language 0"
-            return f"{found}; allowed for {lesson}: above 0, and {SINKS + RECENT + 1} or more"
+            return f"{actual}; allowed for {lesson}: above 0, and {SINKS + RECENT + 1} or more"
         return None
 
     def rate_at(self, step: int) -> float:
@@ -206,13 +206,13 @@ class Distillation:
 
     def _passages(self) -> list[tuple[Tensor, Tensor]]:
         """The passages of a step and places in them whose attention is learned: of the seed and the step alone."""
-        one = self.training
-        generator = torch.Generator().manual_seed(one.seed * 1_000_003 + self.step)
-        starts = torch.randint(len(self.ids) - one.tokens + 1, (one.batch,), generator=generator)
-        passages = [self.ids[start : start + one.tokens] for start in starts.tolist()]
+        config = self.training
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + self.step)
+        starts = torch.randint(len(self.ids) - config.tokens + 1, (config.batch,), generator=generator)
+        passages = [self.ids[start : start + config.tokens] for start in starts.tolist()]
         first = SINKS + RECENT  # that has distant tokens
-        most = one.queries if one.attention else 0
-        places = [torch.randperm(max(0, one.tokens - first), generator=generator)[:most] + first for _ in passages]
+        queries, distant = config.queries if config.attention else 0, max(0, config.tokens - first)
+        places = [torch.randperm(distant, generator=generator)[:queries] + first for _ in passages]
         return [(tokens, at.to(tokens.device)) for tokens, at in zip(passages, places, strict=True)]
 
     def _passage(self, tokens: Tensor, queries: Tensor) -> float:
@@ -229,9 +229,9 @@ class Distillation:
         hidden = self.student.model(tokens[None]).last_hidden_state[0]
         cut = hidden.detach().requires_grad_()
         total = 0.0
-        for known, own in zip(taught.split(LOGITS_TOKENS), cut.split(LOGITS_TOKENS), strict=True):
+        for known, states in zip(taught.split(LOGITS_TOKENS), cut.split(LOGITS_TOKENS), strict=True):
             expected = self.teacher.logits(known).log_softmax(-1)
-            drawn = self.student.lm_head(own).float().log_softmax(-1)
+            drawn = self.student.lm_head(states).float().log_softmax(-1)
             divergence = functional.kl_div(drawn, expected, log_target=True, reduction="sum") / len(tokens)
             loss = self.training.language * divergence
             (loss / self.training.batch).backward()

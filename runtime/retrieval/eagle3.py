@@ -46,7 +46,7 @@ def import_eagle3(path: str | Path, shape: ModelShape, probe: Tensor, inputs: st
 def _head(
     keys: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: ModelShape, probe: Tensor, inputs: str
 ) -> Head:
-    prefix = next((one for one in LAYERS if f"{one}self_attn.q_proj.weight" in tensors), None)
+    prefix = next((candidate for candidate in LAYERS if f"{candidate}self_attn.q_proj.weight" in tensors), None)
     if prefix is None:
         raise ValueError(f"it has no {LAYERS[0]}self_attn.q_proj.weight")
     config = HeadConfig(
@@ -67,8 +67,8 @@ def _head(
         if name not in tensors:
             raise ValueError(f"it lacks {name}")
         if list(tensors[name].shape) != list(size) or tensors[name].dtype not in DTYPES:
-            found = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-            raise ValueError(f"{name} is {found}; the model needs floating numbers {list(size)}, of 16 or 32 bits")
+            actual = f"{tensors[name].dtype} {list(tensors[name].shape)}"
+            raise ValueError(f"{name} is {actual}; the model needs floating numbers {list(size)}, of 16 or 32 bits")
         if not torch.stack(torch.aminmax(tensors[name].float())).isfinite().all():
             raise ValueError(f"{name} holds values that are NaN or infinite")
         return tensors[name]

@@ -120,8 +120,8 @@ def probe_of(embedding: Tensor) -> Tensor:
 
 def is_probe_of(probe: Tensor, embedding: Tensor) -> bool:
     """Whether `probe_of` that embedding gave the probe, in whatever precision."""
-    found = probe_of(embedding)
-    apart = (found - probe).abs().max() / found.abs().max().clamp_min(1e-30)
+    expected = probe_of(embedding)
+    apart = (expected - probe).abs().max() / expected.abs().max().clamp_min(1e-30)
     return bool(apart <= PROBE_TOLERANCE)
 
 
@@ -150,8 +150,8 @@ class Head:
         if not is_probe_of(self.weights.probe, embedding):
             raise self._other()
         tensors = vars(self.weights).items()
-        own: dict[str, Any] = {name: value if value is None else value.to(embedding) for name, value in tensors}
-        weights = HeadWeights(**own)
+        converted: dict[str, Any] = {name: value if value is None else value.to(embedding) for name, value in tensors}
+        weights = HeadWeights(**converted)
         return replace(self, weights=weights, tokens=embedding if weights.embedding is None else weights.embedding)
 
     def _other(self) -> ModelError:
@@ -196,9 +196,9 @@ class Rotary:
 
     @cached_property
     def _frequencies(self) -> tuple[Tensor, float]:
-        one = self.config
-        made, scale = yarn_frequencies(one.head_dim, one.rope_theta, one.context, self.context)
-        return torch.tensor(made, dtype=torch.float32, device=self.device), scale
+        config = self.config
+        frequencies, scale = yarn_frequencies(config.head_dim, config.rope_theta, config.context, self.context)
+        return torch.tensor(frequencies, dtype=torch.float32, device=self.device), scale
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [..., head_dim / 2] of positions [...]."""
@@ -226,11 +226,11 @@ def head_logits(queries: Tensor, keys: Tensor) -> Tensor:
     return _products(heads.flatten(0, 1), keys.flatten(0, 1).mT).view(len(queries), -1, slots)
 
 
-def _products(one: Tensor, other: Tensor) -> Tensor:
+def _products(left: Tensor, right: Tensor) -> Tensor:
     """Batched products in float32, whatever the dtype of the factors."""
-    if one.is_cuda and one.dtype != torch.float32:
-        return torch.bmm(one, other, out_dtype=torch.float32)
-    return torch.bmm(one, other).float()
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return torch.bmm(left, right).float()
 
 
 KEY = "ridgeplan.retrieval_head"
@@ -299,12 +299,12 @@ def _require_sizes(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
     for name in tensors.keys() - sizes.keys():
         raise ValueError(f"it holds {brief(name)}; allowed: {', '.join(sizes)}")
     for name, (size, required) in sizes.items():
-        found = tensors.get(name)
-        if found is None:
+        tensor = tensors.get(name)
+        if tensor is None:
             if required:
                 raise ValueError(f"it lacks {name}")
             continue
-        if list(found.shape) != size or found.dtype not in DTYPES:
-            raise ValueError(f"{name} is {found.dtype} {list(found.shape)}; allowed: floating numbers {size}")
-        if not torch.stack(torch.aminmax(found.float())).isfinite().all():
+        if list(tensor.shape) != size or tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; allowed: floating numbers {size}")
+        if not torch.stack(torch.aminmax(tensor.float())).isfinite().all():
             raise ValueError(f"{name} holds values that are NaN or infinite")

@@ -51,13 +51,13 @@ class Teacher:
         """
         shape, hidden = self.decoder.config.shape, functional.embedding(tokens, self.weights.embedding)
         buffers = LayerBuffers.take(Arena.without_memory(hidden.device), shape, hidden)
-        parts, found = Parts(len(hidden), len(hidden)), []
+        parts, masses = Parts(len(hidden), len(hidden)), []
         for layer, window in zip(self.weights.layers, self.decoder.config.windows, strict=True):
             project_layer(self.decoder, layer, hidden, buffers, parts)
-            found.append(softened_attention(buffers.queries[queries], buffers.keys, queries))
+            masses.append(softened_attention(buffers.queries[queries], buffers.keys, queries))
             attend_layer(buffers, parts, window)
             finish_layer(self.decoder, layer, hidden, buffers, parts)
-        return self.decoder.norm(hidden, None, self.weights.norm)[1], torch.stack(found, dim=1)
+        return self.decoder.norm(hidden, None, self.weights.norm)[1], torch.stack(masses, dim=1)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -65,14 +65,14 @@ class Teacher:
         return self.weights.head(hidden).float()
 
 
-def softened_attention(asked: Tensor, keys: Tensor, queries: Tensor) -> Tensor:
+def softened_attention(target_queries: Tensor, keys: Tensor, queries: Tensor) -> Tensor:
     """What is taught of one layer, float32 [kv_heads, queries, tokens], as `Teacher.read` has it.
 
-    asked: [queries, q_heads, head_dim], of the tokens at `queries`; keys: [kv_heads, tokens, head_dim].
+    target_queries: [queries, q_heads, head_dim], of the tokens at `queries`; keys: [kv_heads, tokens, head_dim].
     """
     tokens = keys.shape[1]
-    heads = asked.float().unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
-    logits = heads @ keys.float().mT[:, None] * asked.shape[-1] ** -0.5
+    heads = target_queries.float().unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
+    logits = heads @ keys.float().mT[:, None] * target_queries.shape[-1] ** -0.5
     logits.masked_fill_(~visible_tokens(queries, tokens), -torch.inf)
     kept = logits.softmax(-1).mean(1).pow(1 / TEMPERATURE) * distant_tokens(queries, tokens)
     return kept / kept.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
@@ -88,21 +88,21 @@ def make_student(config: Any, state: StateDict, device: torch.device, by_layer: 
     their tensors. by_layer: it also learns a query for each KV head of each of the target's layers, which its own
     forward does not use; not published.
     """
-    one = copy.deepcopy(config)
-    one.num_hidden_layers, one.use_cache, one.layer_types = 1, False, ["full_attention"]
-    one.rope_parameters = {"rope_type": "default", "rope_theta": one.rope_parameters["rope_theta"]}
-    if getattr(one, "use_sliding_window", None):
-        one.use_sliding_window = False
+    reduced = copy.deepcopy(config)
+    reduced.num_hidden_layers, reduced.use_cache, reduced.layer_types = 1, False, ["full_attention"]
+    reduced.rope_parameters = {"rope_type": "default", "rope_theta": reduced.rope_parameters["rope_theta"]}
+    if getattr(reduced, "use_sliding_window", None):
+        reduced.use_sliding_window = False
     with torch.device("meta"):
-        student = transformers.AutoModelForCausalLM.from_config(one, attn_implementation="sdpa", **UNTRUSTED)
-    found = {name: state.tensors.get(name, None) for name in student.state_dict()}
+        student = transformers.AutoModelForCausalLM.from_config(reduced, attn_implementation="sdpa", **UNTRUSTED)
+    initial = {name: state.tensors.get(name, None) for name in student.state_dict()}
     values = {
         name: value.float().to(device, copy=not name.startswith(FROZEN))
-        for name, value in found.items() if value is not None
+        for name, value in initial.items() if value is not None
     }  # fmt: skip
     student.load_state_dict(values, strict=False, assign=True)
     student.tie_weights()
-    student.model.rotary_emb = type(student.model.rotary_emb)(config=one).to(device)
+    student.model.rotary_emb = type(student.model.rotary_emb)(config=reduced).to(device)
     if by_layer:
         _add_layer_queries(student, config.num_hidden_layers)
     for name, parameter in student.named_parameters():
@@ -120,9 +120,9 @@ def _add_layer_queries(student: Any, layers: int) -> None:
         for name, value in start.named_parameters()
     }  # fmt: skip
     with torch.device("meta"):
-        made = nn.Linear(start.in_features, len(copies["weight"]), bias="bias" in copies)
-    made.load_state_dict(copies, assign=True)
-    attention.layer_queries = made
+        projection = nn.Linear(start.in_features, len(copies["weight"]), bias="bias" in copies)
+    projection.load_state_dict(copies, assign=True)
+    attention.layer_queries = projection
 
 
 def query_projection(student: Any) -> Any:
@@ -149,7 +149,7 @@ def pruned(student: Any, shape: ModelShape, context: int) -> Head:
     layer, norm = student.model.layers[0], student.model.layers[0].input_layernorm
     attention, config, queries = layer.self_attn, student.config, query_projection(student)
     by_layer = queries is not attention.q_proj
-    made = HeadConfig(
+    head_config = HeadConfig(
         model=shape.name,
         hidden=shape.hidden,
         vocab=shape.vocab,
@@ -161,7 +161,7 @@ def pruned(student: Any, shape: ModelShape, context: int) -> Head:
         rope_theta=float(config.rope_parameters["rope_theta"]),
         norm_eps=config.rms_norm_eps,
     )
-    found: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         "norm": norm.weight,
         "q": queries.weight,
         "k": attention.k_proj.weight,
@@ -171,5 +171,5 @@ def pruned(student: Any, shape: ModelShape, context: int) -> Head:
         "k_norm": getattr(getattr(attention, "k_norm", None), "weight", None),
         "probe": probe_of(student.model.embed_tokens.weight),
     }
-    copies: dict[str, Any] = {name: x if x is None else x.detach().clone() for name, x in found.items()}
-    return Head(made, HeadWeights(**copies))
+    copies: dict[str, Any] = {name: x if x is None else x.detach().clone() for name, x in tensors.items()}
+    return Head(head_config, HeadWeights(**copies))

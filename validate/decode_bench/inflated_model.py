@@ -113,7 +113,7 @@ class InflatedModel:
     def _text(self, plan: Plan, calibration: Sequence[int] | None) -> CalibrationText | None:
         if not plan.weights.quantized:
             return None
-        return self.text if calibration is None else CalibrationText.given(calibration, self.shape.vocab)
+        return self.text if calibration is None else CalibrationText.from_tokens(calibration, self.shape.vocab)
 
     def _target(self, plan: Plan, text: CalibrationText | None) -> DecoderWeights:
         config, small = self._small()

@@ -152,7 +152,7 @@ def test_hessians_are_of_the_inputs_that_transformers_sees(
 
 def test_every_projection_and_the_head_are_quantized(tiny_model, make_plan, prompts):
     engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
-    text = CalibrationText.given(prompts(100)[0], 128)
+    text = CalibrationText.from_tokens(prompts(100)[0], 128)
     draft = quantized_draft(engine.decoder, engine.weights, 32, text)
     linears = [draft.head]
     for layer in draft.layers:
@@ -290,5 +290,5 @@ def test_acceptance_rises_further_with_a_text_that_the_model_writes(real, rounde
 @pytest.mark.slow
 def test_acceptance_rises_further_with_a_text_of_the_kind(real, rounded):
     engine, tokens, acceptance = real
-    text = CalibrationText.given(tokens[-512:], engine.config.shape.vocab)
+    text = CalibrationText.from_tokens(tokens[-512:], engine.config.shape.vocab)
     assert acceptance(quantized_draft(engine.decoder, engine.weights, 128, text)) > rounded + 0.10
