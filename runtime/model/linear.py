@@ -102,14 +102,18 @@ class LibraryInt8Weight:
 
 
 @dataclass(frozen=True, eq=False)
-class Int4:
-    """y = x W^T + bias with a 4-bit weight."""
+class QuantizedLinear:
+    """y = x W^T + bias with a weight stored as codes."""
 
-    weight: Int4Weight | LibraryInt4Weight
+    weight: Int4Weight | Int8Weight | LibraryInt4Weight | LibraryInt8Weight
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
-        return _quantized_product(x, self.weight, self.bias, gated)
+        if isinstance(self.weight, (Int4Weight, Int8Weight)):
+            return linear_quantized(x, self.weight, self.bias, gated=gated)
+        out = self.weight(x)
+        out = out if self.bias is None else out + self.bias
+        return swiglu(out) if gated else out
 
     @property
     def bytes(self) -> int:
@@ -118,38 +122,23 @@ class Int4:
 
 
 @dataclass(frozen=True, eq=False)
-class Int8:
-    """y = x W^T + bias with an 8-bit weight. hierarchical: whether its upper plane was fitted to serve drafts."""
+class Int4(QuantizedLinear):
+    """A linear layer with a 4-bit weight."""
+
+    weight: Int4Weight | LibraryInt4Weight
+
+
+@dataclass(frozen=True, eq=False)
+class Int8(QuantizedLinear):
+    """A linear layer with an 8-bit weight. hierarchical: whether its upper plane was fitted to serve drafts."""
 
     weight: Int8Weight | LibraryInt8Weight
-    bias: Tensor | None = None
     hierarchical: bool = False
-
-    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
-        return _quantized_product(x, self.weight, self.bias, gated)
 
     @property
     def upper(self) -> Int4:
         """The layer that drafts use, in the same memory."""
         return Int4(self.weight.upper, self.bias)
-
-    @property
-    def bytes(self) -> int:
-        """Storage of codes, scales, zeros and the bias."""
-        return self.weight.bytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-def _quantized_product(
-    x: Tensor,
-    weight: Int4Weight | Int8Weight | LibraryInt4Weight | LibraryInt8Weight,
-    bias: Tensor | None,
-    gated: bool,
-) -> Tensor:
-    if isinstance(weight, (Int4Weight, Int8Weight)):
-        return linear_quantized(x, weight, bias, gated=gated)
-    out = weight(x)
-    out = out if bias is None else out + bias
-    return swiglu(out) if gated else out
 
 
 def _thin_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +38,10 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 LONG_PROMPT_BACKENDS = [SDPBackend.CUDNN_ATTENTION, *BACKENDS]
 
 
-class PromptObserver(Protocol):
-    """What learns from a prompt while it is processed. window: of the prompt's last queries."""
+class PromptObserver:
+    """Learns from a prompt while it is processed. The hooks of this base class do nothing."""
 
-    window: int
+    window = 0  # number of the prompt's last queries that `after_prefill` receives
 
     def before_prefill(self, row: int, prompt: Tensor) -> None:
         """A row's prompt, int64 [tokens], is about to be processed."""
@@ -50,12 +50,12 @@ class PromptObserver(Protocol):
         """A layer of a row's prompt is in the cache.
 
         queries: [window or fewer, q_heads, head_dim], of the last tokens. keys: [kv_heads, tokens, head_dim], of the
-        tokens that the layer keeps. positions: int64 [kv_heads or 1, tokens], of the keys, from the prompt's end: its
-        last token is at -1.
+        tokens that the layer keeps. positions: int64 [kv_heads or 1, tokens], of the keys, counted from the prompt's
+        end: its last token is at -1.
         """
 
 
-class PromptObservers:
+class PromptObservers(PromptObserver):
     """Passes a prompt on to several observers, each with as many queries as it asks for."""
 
     def __init__(self, observers: Sequence[PromptObserver]) -> None:

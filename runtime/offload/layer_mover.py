@@ -15,6 +15,7 @@ import torch
 
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.storage import MovableCodes
+from ridgeplan.runtime.offload.side_stream import SideStream
 
 LEAD_GROUPS = 2  # a layer begins to leave this long before rows outgrow their place
 
@@ -24,8 +25,7 @@ class LayerMover:
 
     def __init__(self, cache: Cache, movable: MovableCodes) -> None:
         self._cache, self._movable = cache, movable
-        device = cache.lengths.device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = SideStream(cache.lengths.device)
         self._since: list[int] = []  # groups of each row when the copy began; empty if none is under way
         self._arrived: Any = None
         self.moved = 0
@@ -71,8 +71,7 @@ class LayerMover:
     def finish_switch(self, lengths: Sequence[int]) -> None:
         """Completes the layer's copy for rows of these lengths, and gives its memory to the others."""
         resident = self._cache.first_on_host + 1
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+        self._side.wait_all()
         held = [self._cache.config.quantized_groups(length) for length in lengths]
         self._movable.catch_up(resident, self._since, held)
         self._movable.spread(resident)
@@ -83,15 +82,9 @@ class LayerMover:
         missing = self._cache.config.batch - len(held)
         groups = torch.tensor([*held, *[0] * missing], dtype=torch.int32).to(self._cache.lengths.device)
         self._since = held
-        with self._beside():
+        with self._side.after_current():
             self._movable.leave(resident, groups)
-            self._arrived = self._side.record_event() if self._side is not None else None
-
-    def _beside(self) -> Any:
-        if self._side is None:
-            return contextlib.nullcontext()
-        self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
+            self._arrived = self._side.record_event()
 
 
 def layer_mover(cache: Cache) -> LayerMover | None:

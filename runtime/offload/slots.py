@@ -6,7 +6,6 @@ layers are computed. One that a layer makes by its own query is loaded where it 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.offload import SlotLoads
 from ridgeplan.runtime.offload.host_store import ALL_LAYERS, HostKVStore
+from ridgeplan.runtime.offload.side_stream import SideStream
 
 Choice = tuple[Tensor, Tensor, int]  # index, count and page, as `sparse_decode_attention` takes them
 
@@ -24,8 +24,7 @@ class SlotLoader:
 
     def __init__(self, store: HostKVStore, prefetch: int, device: torch.device) -> None:
         self.store, self.prefetch = store, prefetch
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._joined = torch.zeros(1, device=device)
+        self.side = SideStream(device)
 
     def ahead(self, choose: Callable[[int], Choice], alike: bool) -> LoadsAhead:
         """A query's pass begins whose choice in every layer of the store is known; the first ones are loaded."""
@@ -36,23 +35,6 @@ class SlotLoader:
         loads = self.store.resolve(layer, *choice)
         self.store.gather(layer, loads, choice[2])
         return loads.slots
-
-    def beside(self) -> Any:
-        """A stream of its own, behind all that the current one has been given; nothing without a GPU."""
-        if self._side is None:
-            return contextlib.nullcontext()
-        self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
-
-    def event(self) -> Any:
-        """An event for `arrived`, on the stream beside."""
-        return self._side.record_event() if self._side is not None else None
-
-    def arrived(self, event: Any) -> None:
-        """What is launched from now on reads the slots after the loads."""
-        if self._side is not None:
-            torch.cuda.current_stream().wait_event(event)
-            self._joined.zero_()  # as in `LayerStream.fetch`
 
 
 class LoadsAhead:
@@ -69,7 +51,7 @@ class LoadsAhead:
         self._common: tuple[Choice, SlotLoads] | None = None
         if alike:
             choice = choose(0)
-            with loader.beside():
+            with loader.side.after_current():
                 self._common = choice, loader.store.resolve(ALL_LAYERS, *choice)
         for _ in range(loader.prefetch + 1):
             self._begin_next()
@@ -77,7 +59,7 @@ class LoadsAhead:
     def slots(self, layer: int) -> Tensor:
         """The slots that hold the chosen units of a layer, each layer in turn."""
         _, loads, event = self._begun.pop(layer)
-        self._loader.arrived(event)
+        self._loader.side.wait_event(event)
         self._begin_next()
         return loads.slots
 
@@ -86,8 +68,8 @@ class LoadsAhead:
         if layer == store.layers:
             return
         choice = self._common[0] if self._common else self._choose(layer)
-        with self._loader.beside():
+        with self._loader.side.after_current():
             loads = self._common[1] if self._common else store.resolve(layer, *choice)
             store.gather(layer, loads, choice[2], concurrent=True)
-            self._begun[layer] = choice, loads, self._loader.event()
+            self._begun[layer] = choice, loads, self._loader.side.record_event()
         self._next += 1

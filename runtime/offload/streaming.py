@@ -8,7 +8,6 @@ device, so that one graph copies what rows hold at its replay, ragged or not, wh
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -21,6 +20,7 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.offload import copy_prefix
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.offload.side_stream import SideStream
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +89,7 @@ class LayerStream:
         """
         self.layers = layers
         self.slots = [[_with_spare(part, spare, device) for part in layers[0]] for _ in range(slots)]
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._joined = torch.zeros(1, device=device)
+        self._side = SideStream(device)
         self._arrived: dict[int, Any] = {}
         self._entries: Tensor | None = None
         self._copied = 0
@@ -117,12 +116,8 @@ class LayerStream:
         return self._entries is not None
 
     def fetch(self, layer: int) -> Parts:
-        """The parts of a layer on the device; what is launched from now on reads them after the copy."""
-        if self._side is not None:
-            torch.cuda.current_stream().wait_event(self._arrived.pop(layer))
-            # Kernels with programmatic launch may read codes before the kernel ahead of them has ended, and that
-            # must not be a copy: an ordinary kernel stands between.
-            self._joined.zero_()
+        """The parts of a layer on the device. Whatever is launched from now on reads them after the copy."""
+        self._side.wait_event(self._arrived.pop(layer))
         return self.slots[layer % len(self.slots)]
 
     def release(self, layer: int) -> None:
@@ -136,18 +131,10 @@ class LayerStream:
         """Copies one more layer, after all that has been launched so far."""
         assert self._entries is not None, "a pass has begun"
         layer, self._copied = self._copied, self._copied + 1
-        with self._beside():
+        with self._side.after_current():
             for part, slot in zip(self.layers[layer], self.slots[layer % len(self.slots)], strict=True):
                 copy_prefix(part, slot, self._entries)
-            if self._side is not None:
-                self._arrived[layer] = self._side.record_event()
-
-    def _beside(self) -> Any:
-        """The side stream, behind what the current stream has been given; nothing without a GPU."""
-        if self._side is None:
-            return contextlib.nullcontext()
-        self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
+            self._arrived[layer] = self._side.record_event()
 
 
 def _with_spare(part: Tensor, spare: int, device: torch.device) -> Tensor:

@@ -16,12 +16,13 @@ from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.roofline.plan.policy import SparseSelection, TokenSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.model.prefill import PromptObserver
 from ridgeplan.runtime.offload.slots import Choice, LoadsAhead
 
 Selector = TypeVar("Selector", bound="TokenSelector")
 
 
-class TokenSelector:
+class TokenSelector(PromptObserver):
     """Chooses what each draft of a round reads, or each query of a target, with the hyperparameters of the plan.
 
     An engine has one for drafts, and one for a target that selects (speculation/sparse_target.py). Between `start` and
@@ -29,7 +30,6 @@ class TokenSelector:
     size and never ask the device for a value. Only `before_prefill` and `after_prefill` run outside.
     """
 
-    window = 0  # of a prompt's last queries, which `after_prefill` is given
     uses_head: ClassVar[bool] = False  # whether it is made with the model's retrieval head
 
     def __init__(self, selection: TokenSelection, builder: AttentionMetadataBuilder) -> None:
@@ -37,17 +37,6 @@ class TokenSelector:
 
     def start(self) -> None:
         """Forgets the last generation; the cache has been emptied."""
-
-    def before_prefill(self, row: int, prompt: Tensor) -> None:
-        """A row's prompt, int64 [tokens], is about to be processed."""
-
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
-        """A layer of a prompt is in the cache.
-
-        queries: [window or fewer, q_heads, head_dim], of the prompt's last tokens. keys: [kv_heads, tokens, head_dim],
-        as far as an eviction keeps them. positions: int64 [kv_heads or 1, tokens], of the keys, from the prompt's end:
-        its last token is at -1.
-        """
 
     def before_round(self) -> None:
         """A round begins, with drafts or without: what keeps step with the cache does so here."""
