@@ -1,4 +1,4 @@
-"""What fits into memory: how much of it plans may use, their peaks, and the largest contexts and batches."""
+"""Memory capacity: how much memory plans may use, their peaks, and the largest contexts and batches that fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_MEMORY_BYTES, Plan, Work
 from ridgeplan.roofline.strategy import Strategy
 
 MEMORY_UTILIZATION = 0.9  # vLLM's default; the rest is for the driver, fragments and other processes
-# Of the host, where it is not known: a GPU's share of a host with eight GPUs and 2 TB, such as AWS's p5.48xlarge.
+# Default for an unknown host: one GPU's share of a host with eight GPUs and 2 TB, such as AWS's p5.48xlarge.
 HOST_MEMORY_BYTES = 256e9
 CERTAIN = 1.0  # memory does not depend on acceptance
 ModelReference = str | ModelShape
@@ -31,9 +31,9 @@ ModelReference = str | ModelShape
 def usable_bytes(
     memory_bytes: float, memory_utilization: float = MEMORY_UTILIZATION, memory_limit: float | None = None
 ) -> float:
-    """Bytes that plans may take of a device: a share of its memory, or the limit if that is less.
+    """Bytes of a device that plans may use: a share of its memory, or the limit if that is less.
 
-    Raises PlanError for values that are not allowed.
+    Raises PlanError for values out of range.
     """
     check_memory_options(memory_utilization, memory_limit)
     usable = memory_utilization * memory_bytes
@@ -41,9 +41,9 @@ def usable_bytes(
 
 
 def usable_host_bytes(host_memory: float | None, memory_utilization: float, *, this_machine: bool) -> float:
-    """Bytes that plans may take of the host: `host_memory` if given.
+    """Bytes of the host that plans may use: `host_memory` if it is set.
 
-    Otherwise a share of this machine's memory, or HOST_MEMORY_BYTES for any other machine.
+    Otherwise it is a share of this machine's memory, or HOST_MEMORY_BYTES for any other machine.
     """
     if host_memory is not None:
         return float(host_memory)
@@ -55,7 +55,7 @@ def usable_host_bytes(host_memory: float | None, memory_utilization: float, *, t
 def check_memory_options(
     memory_utilization: float, memory_limit: float | None = None, host_memory: float | None = None
 ) -> None:
-    """Raises PlanError for a share outside (0, 1] and for sizes in bytes that are out of range."""
+    """Raises PlanError for a share outside (0, 1] or a size in bytes out of range."""
     share = f"memory_utilization is {brief(memory_utilization)}; allowed: above 0 up to 1"
     require(_is_number(memory_utilization) and 0 < memory_utilization <= 1, share)
     if memory_limit is not None:
@@ -74,7 +74,7 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Plans whose memory is asked for together, and the device and the host that they are to fit."""
+    """The memory of several plans at once, against the limits of a device and its host."""
 
     plans: Sequence[Plan]
     shape: ModelShape
@@ -102,8 +102,8 @@ class Capacity:
 
     def largest_contexts(self, limits: np.ndarray) -> np.ndarray:
         """The longest context of each plan that fits, up to its limit; 0 where none does."""
-        # Memory grows with the context except where prompts begin to use the draft weights' memory, so the bisection
-        # starts there.
+        # Memory grows with the context, except at the length from which prompts reuse the draft weights' memory. The
+        # bisection starts there.
         return _largest(lambda tokens: self.fits(context=tokens), limits, DRAFT_SWAP_PROMPT_TOKENS)
 
     def largest_batches(self) -> np.ndarray:
@@ -128,7 +128,7 @@ class Capacity:
 
 
 def missing_memory(plan: Plan, model: ModelReference, device: Device) -> str | None:
-    """Why the plan's workload does not fit into the device's memory, and the largest that would; None if it fits.
+    """Why the workload does not fit into the device's memory, with the largest sizes that would; None if it fits.
 
     Raises UnknownModel or BadModelFile (ValueErrors) for a model that cannot be read.
     """
@@ -149,9 +149,9 @@ def predicted_memory(plan: Plan, shape: ModelShape, device: Device) -> MemoryBre
 
 
 def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> tuple[int, int]:
-    """Layers that must be offloaded for the plan's workload to fit by the end of its generation, 0 if none may be.
+    """Layers to offload so that the workload fits until its generation ends, and the usable bytes that remain.
 
-    And the bytes that are then left of what the plan may use.
+    The number of layers is 0 if the plan may not offload.
     """
     strategy = strategy_of(plan, shape, device, CERTAIN)
     layout = offload_layers(shape, device, strategy)
@@ -182,14 +182,14 @@ def _options(plan: Plan, shape: ModelShape, device: Device) -> list[str]:
 
 
 def described_contexts(longest: int, workload: Workload, batch: int) -> str:
-    """The contexts that fit in place of the workload's."""
-    # Where a plan does not fit, a longer one may fit only because its prompts use the draft weights' memory.
+    """The contexts that would fit, in words."""
+    # Only a prompt that reuses the draft weights' memory can fit where a shorter one does not.
     first = f"from {DRAFT_SWAP_PROMPT_TOKENS}" if longest > workload.context else "up"
     return f"context {first} to {longest} with batch {batch}"
 
 
 def _largest(fit: Callable[[np.ndarray], np.ndarray], limits: np.ndarray, first: int = 1) -> np.ndarray:
-    """The largest whole numbers up to `limits` that fit, by bisection that tries `first` first; 0 where none does."""
+    """The largest integers up to `limits` that fit, by bisection starting at `first`; 0 if none fits."""
     low, high = np.zeros(len(limits)), limits + 1.0
     middle = np.minimum(float(first), limits)
     while (high - low > 1).any():

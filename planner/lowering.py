@@ -1,6 +1,6 @@
 """Lowering of plans to the cost model: the strategy of a plan, its rates on a machine, its rounds at each gamma.
 
-What adaptive gamma (runtime/speculation/gamma_control.py) and tuning (validate/tuning) choose by.
+Adaptive gamma (runtime/speculation/gamma_control.py) and tuning (validate/tuning) choose by these costs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.
 
 
 def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float) -> Strategy:
-    """The plan's axes as plain numbers. Raises PlanError for what is not modelled: several GPUs, some policies."""
+    """The plan's axes as numbers. Raises PlanError for plans without a cost model: several GPUs, some policies."""
     require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
     problem = missing_cost_model(plan, shape)
     require(problem is None, problem or "")
@@ -117,8 +117,8 @@ def _draft(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) -
 def _weight_terms(plan: Plan, shape: ModelShape, device: Device, bits: int, head_bits: int) -> dict[str, float]:
     """Bytes per parameter of a pass whose layers have weights of `bits` bits.
 
-    "16 bits" means the checkpoint's format: some are published in 8 or 4 bits and stay so. Parts with fewer bits than
-    the widest cost what they hold (`stored_bytes`).
+    "16 bits" means the checkpoint's own format, which may be 8 or 4 bits. Parts with fewer bits than the widest cost
+    the bytes that they store (`stored_bytes`).
     """
     group, held = plan.weights.group, shape.weight_bits
     full_head_bytes = held.full_bytes("head", device.element_bytes)
@@ -131,7 +131,7 @@ def _weight_terms(plan: Plan, shape: ModelShape, device: Device, bits: int, head
 def _selection_terms(
     shape: ModelShape, cost: SelectionCost, selection: TokenSelection, active: bool
 ) -> dict[str, float]:
-    """What a step moves and launches to select tokens. active: whether the pass attends to a selection."""
+    """Transfers and launches with which a step selects tokens. active: whether the pass attends to a selection."""
     layers, kv_heads = shape.layers, shape.kv_heads
     return {
         "page_tokens": cost.run_tokens if active else 1,
@@ -185,7 +185,7 @@ def rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
 
 
 def dense_rates_of(plan: Plan, shape: ModelShape, machine: Machine) -> StrategyRates:
-    """The same where chosen tokens are read by kernels that read all of them as fast."""
+    """Rates as if selected tokens were read as fast as dense kernels read all tokens."""
     return _rates_by(_dense_class, plan, shape, machine)
 
 
@@ -206,9 +206,9 @@ def kernel_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
 
 
 def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]:
-    """The classes by which choosing tokens is priced in one part of the work, beside the attention to them.
+    """The kernel classes of token selection in one part of the work, without the attention to the selected tokens.
 
-    Drafts scan 2-bit keys within their attention.
+    Drafts scan 2-bit keys inside their attention kernel, so the scan is no class of its own there.
     """
     if _chosen_class(plan, shape, part) is None:
         return
@@ -223,7 +223,7 @@ def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]
 
 
 def _chosen_class(plan: Plan, shape: ModelShape, part: str) -> str | None:
-    """The class of attention to chosen tokens; None where all are read."""
+    """The class of attention to selected tokens; None if all tokens are read."""
     if part == "draft":
         if not plan.speculation.sparse:
             return None
@@ -249,12 +249,12 @@ def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
 
 
 def target_head_bits(plan: Plan) -> int:
-    """Bits of the target's output head: 8 of 8-bit weights; with 4-bit ones it stays in full precision."""
+    """Bits of the target's output head: 8 with 8-bit weights. With 4-bit weights it stays in full precision."""
     return 8 if plan.weights.target_bits == 8 else 16
 
 
 def draft_head_bits(plan: Plan) -> int:
-    """Bits of the output head that drafts use: those of the weights that they read, or of the target's head."""
+    """Bits of the drafts' output head: those of the draft weights, or of the target's head if they share weights."""
     return plan.weights.draft_bits if plan.weights.draft_differs else target_head_bits(plan)
 
 
@@ -269,15 +269,15 @@ def draft_code_bits(plan: Plan) -> int:
 
 
 def stack(items: Sequence[Any], counts: Sequence[int]) -> Any:
-    """Stacks dataclasses of numbers into one of arrays, item i repeated counts[i] times; those inside them too.
+    """Stacks (nested) dataclasses of numbers into one dataclass of arrays, repeating item i counts[i] times.
 
-    A field that is equal in all items stays a number, which is cheaper to compute with than an array.
+    A field that is equal in all items stays a number, which is cheaper than an array.
     """
     return _stacked(items, np.repeat(np.arange(len(items)), counts))
 
 
 def mapped(change: Callable[[Any], Any], values: Any) -> Any:
-    """Dataclasses and tuples of numbers and arrays, with every number and array changed."""
+    """Applies `change` to every number and array in nested dataclasses and tuples."""
     if isinstance(values, tuple):
         return tuple(mapped(change, value) for value in values)
     if is_dataclass(values) and not isinstance(values, type):
@@ -286,12 +286,12 @@ def mapped(change: Callable[[Any], Any], values: Any) -> Any:
 
 
 def reshaped(values: Any, shape: tuple[int, ...]) -> Any:
-    """Dataclasses and tuples of numbers and arrays, the arrays in another shape; numbers stay."""
+    """Reshapes every array in nested dataclasses and tuples; numbers stay."""
     return mapped(lambda value: value.reshape(shape) if isinstance(value, np.ndarray) else value, values)
 
 
 def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
-    """Items stacked by index; what is equal in all of them stays as it is."""
+    """The items stacked in the order of `index`; a value that is equal in all items stays scalar."""
     first = items[0]
     if all(item is first or item == first for item in items):
         return first
@@ -307,7 +307,7 @@ def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
 
 
 def round_costs(plan: Plan, shape: ModelShape, profile: Profile, gammas: Sequence[int] = ()) -> RoundCosts:
-    """Costs at the plan's gammas, or at those given, and at 0; averaged over the generation of the plan's workload."""
+    """Costs at gamma 0 and at `gammas` (by default the plan's), averaged over the workload's generation."""
     all_gammas = sorted({0, *(gammas or plan.speculation.gammas)})
     estimate = estimate_gammas(plan, shape, profile, Machine.of(profile), all_gammas)
     acceptance = AcceptanceModel.of_profile(shape, plan.workload.context, profile).of(plan).best
@@ -317,7 +317,7 @@ def round_costs(plan: Plan, shape: ModelShape, profile: Profile, gammas: Sequenc
 def estimate_gammas(
     plan: Plan, shape: ModelShape, profile: Profile, machine: Machine, gammas: Sequence[int]
 ) -> Estimate:
-    """The plan at every gamma of `gammas`, each at the acceptance that is predicted for it."""
+    """Estimates of the plan at every gamma, each with the acceptance predicted for it."""
     model = AcceptanceModel.of_profile(shape, plan.workload.context, profile)
     gamma = np.asarray(gammas)
     acceptance = model.best(plan, gamma, np.full(len(gamma), plan.speculation.ratio))
@@ -326,7 +326,7 @@ def estimate_gammas(
 
 
 def steady_state_gamma(plan: Plan, shape: ModelShape, profile: Profile, machine: Machine) -> int:
-    """The gamma that an adaptive plan settles at where drafts are accepted as predicted; a fixed plan's own."""
+    """The gamma at which an adaptive plan settles if acceptance is as predicted; the plan's gamma if it is fixed."""
     gammas = plan.speculation.gammas
     if len(gammas) == 1:
         return plan.speculation.gamma

@@ -1,7 +1,7 @@
 """Quality as a constraint: measured rows, and how far the target of a plan deviates from the model.
 
-A row is one figure of one target at one context. A target is what of a plan can change the output: speculation never
-does, so plans that differ in it alone share their rows.
+A row is one figure of one target at one context. The target is the part of a plan that can change its output.
+Speculation never does, so plans that differ only in speculation share their rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIDELITY, PERPLEXITY, TTFT, TPOT, KV_BYTES = "fidelity", "perplexity", "ttft_ms"
 TEXT_MEASURES = (FIDELITY, PERPLEXITY)
 COST_MEASURES = (TTFT, TPOT, KV_BYTES)
 SOLVED = 0.5  # a task counts where the plain model reaches this score
-HEAD = "attention.head"  # of a row's target: the retrieval head that it was measured with, which no plan names
+HEAD = "attention.head"  # in a row's target: the retrieval head used for the measurement; plans do not name one
 NEAR = 2.0  # factor of context within which a row speaks for a plan
 
 
@@ -61,14 +61,14 @@ class QualityRow(Checked):
 
     @property
     def cell(self) -> tuple[Any, ...]:
-        """What two measurements of the same figure have in common."""
+        """A key that repeated measurements of the same figure share."""
         target = tuple(sorted(self.target.items()))
         how = (self.samples, self.tokens, self.seed, self.dtype, self.where, self.text)
         return (self.model, self.plan, target, self.context, self.measure, *how)
 
 
 def target_values(plan: Plan) -> dict[str, Any]:
-    """What of a plan can change its output, where it differs from plain decoding: `QualityRow.target`."""
+    """The plan's values that can change its output and differ from plain decoding's, as in `QualityRow.target`."""
     differing = {
         "weights.target_bits": plan.weights.target_bits if plan.weights.target_bits != 16 else None,
         "weights.group": plan.weights.group if plan.weights.target_bits != 16 else None,
@@ -84,14 +84,14 @@ def target_values(plan: Plan) -> dict[str, Any]:
 
 
 def _eviction(plan: Plan) -> dict[str, Any]:
-    """The policy, its budget in tokens, however it is given, its settings, and its chunk where it counts."""
+    """The policy, its budget in tokens, its settings, and its chunk if it has an effect at this context."""
     context = plan.workload.context
     budget, chunk = plan.eviction.tokens(context), plan.eviction.chunk_at(context)
     return {**asdict(plan.eviction), "budget": budget, "share": None, "chunk": chunk or None}
 
 
 def _attention(plan: Plan) -> dict[str, Any]:
-    """The selection's name and hyperparameters, and the budget, which stands for its ratio and floor."""
+    """The selection's name and hyperparameters, with the budget in place of ratio and floor."""
     selection = {name: value for name, value in asdict(plan.attention.selection).items() if name != "name"}
     values = {**selection, "ratio": None, "floor": None, "budget": plan.attention.budget}
     return {"attention.selection": plan.attention.selection.name, **_flat("attention", values)}
@@ -142,11 +142,11 @@ def saved_rows() -> tuple[QualityRow, ...]:
 
 
 def measured_quality(plan: Plan, rows: Sequence[QualityRow]) -> str | None:
-    """What was measured of the plan's target on its model, at the context nearest to its own; None without a row."""
+    """The figures measured for the plan's target and model at the nearest context; None if there are none."""
     matching = [row for row in rows if _is_of(row, plan)]
     if not matching or not target_values(plan):
         return None
-    # Of several heads the one that was measured last.
+    # With several retrieval heads, the one measured last counts.
     nearest = max(matching, key=lambda row: (-_factor(row.context, plan), row.date))
     same_source = [row for row in matching if _source(row) == _source(nearest)]
     head = f", with the retrieval head {row_head}" if (row_head := nearest.target.get(HEAD)) else ""
@@ -181,7 +181,7 @@ def _figure_texts(rows: Sequence[QualityRow]) -> Iterator[str]:
 
 
 def ruler_average(rows: Iterable[QualityRow]) -> tuple[float, float, int] | None:
-    """Mean score, plain decoding's, and the number of tasks, over those that plain decoding solves; None without."""
+    """Mean score, plain decoding's mean, and the count of tasks that plain decoding solves; None without such tasks."""
     known = (*TEXT_MEASURES, *COST_MEASURES)
     tasks = [row for row in rows if row.measure not in known and row.plain >= SOLVED]
     if not tasks:
@@ -190,7 +190,7 @@ def ruler_average(rows: Iterable[QualityRow]) -> tuple[float, float, int] | None
 
 
 class Quality(StrEnum):
-    """From strictest to loosest."""
+    """How much the target may deviate from the model, from strictest to loosest."""
 
     EXACT = "exact"
     NEAR_LOSSLESS = "near-lossless"
@@ -211,9 +211,9 @@ FITTED = "fitted to a text, in float32 (docs/kernels/gptq.md)"
 
 
 def losses(plan: Plan) -> list[str]:
-    """What the plan's target gives up, with the published loss if there is one; empty for an exact plan.
+    """The plan's deviations from the model, each with its published loss if there is one; empty for an exact plan.
 
-    Speculation is never a loss: the output has the target's distribution whatever the drafts read.
+    Speculation is never a loss: the output keeps the target's distribution.
     """
     lost = []
     if plan.kv.target_bits == 8:
@@ -241,7 +241,7 @@ def _eviction_loss(plan: Plan) -> str:
 
 
 def stated_losses(plan: Plan, rows: Sequence[QualityRow]) -> list[str]:
-    """What the plan gives up: with what was measured of it where there are rows, otherwise with what is published."""
+    """The plan's losses with measured figures if there are rows, otherwise with published figures."""
     published = losses(plan)
     measured = measured_quality(plan, rows)
     if measured is None:
@@ -252,7 +252,7 @@ def stated_losses(plan: Plan, rows: Sequence[QualityRow]) -> list[str]:
 def published_loss(plan: Plan) -> float:
     """The share of RULER's average that the plan's eviction loses with EVICTION_BUDGET tokens; 1 if none is published.
 
-    It ranks plans that are otherwise equal; it is not the loss at the plan's own budget.
+    Use it only to rank plans that are otherwise equal: it ignores the plan's own budget.
     """
     if not plan.eviction.active:
         return 0.0

@@ -25,7 +25,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True)
 class Crossing:
-    """A point where the lower of two curves changes: below `x` it is `before`, above it is `after`."""
+    """A crossing of two curves: `before` is the lower one below `x`, `after` above it."""
 
     x: float
     y: float
@@ -34,7 +34,7 @@ class Crossing:
 
 
 def crossings(x: Sequence[float], curves: Mapping[str, np.ndarray]) -> list[Crossing]:
-    """All crossings of named curves over common x, both positive and interpolated on log scales; NaN is no value."""
+    """All crossings of named curves over common x, interpolated on log-log scales; NaN values are skipped."""
     points = [point for pair in combinations(curves.items(), 2) for point in _of_pair(np.log(x), *pair)]
     return sorted(points, key=lambda point: point.x)
 
@@ -42,7 +42,7 @@ def crossings(x: Sequence[float], curves: Mapping[str, np.ndarray]) -> list[Cros
 def _of_pair(log_x: np.ndarray, curve: tuple[str, np.ndarray], other: tuple[str, np.ndarray]) -> list[Crossing]:
     (name, first), (other_name, second) = ((label, np.log(values)) for label, values in (curve, other))
     gap = first - second
-    gap = np.where(gap == 0, TINY, gap)  # curves that meet at a point are apart on both sides of it
+    gap = np.where(gap == 0, TINY, gap)  # curves that touch at a sample still differ on both sides
     points = []
     for index in np.flatnonzero(gap[:-1] * gap[1:] < 0):
         share = gap[index] / (gap[index] - gap[index + 1])
@@ -96,9 +96,9 @@ class OffloadStep:
 
 
 def offload_staircase(plan: Plan, question: Question, budget: int = KV_BUDGET) -> list[OffloadStep]:
-    """How many layers' KV must leave the GPU at which context (SpeContext, Algorithm 1), where each keeps `budget`.
+    """The number of offloaded layers by context (SpeContext, Algorithm 1); each keeps `budget` tokens on the GPU.
 
-    Steps of no length are left out; the last ends where not even offloading every layer is enough.
+    Empty steps are left out. The last step ends where offloading every layer is no longer enough.
     """
     shape, workload = question.shape, plan.workload
     allowed = replace(plan, placement=Placement(True, plan.placement.budget or budget))
@@ -112,7 +112,7 @@ def offload_staircase(plan: Plan, question: Question, budget: int = KV_BUDGET) -
 
 @dataclass(frozen=True)
 class BatchCurve:
-    """One plan over batches, without those that do not fit. Each figure is [batches]."""
+    """One plan over the batches that fit. Each figure is [batches]."""
 
     plan: Plan
     batches: np.ndarray

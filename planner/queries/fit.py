@@ -1,4 +1,4 @@
-"""Largest contexts and batches that fit a GPU, and the smallest GPU that would do."""
+"""Largest contexts and batches that fit a GPU, or every GPU of the catalog."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CONTEXTS = tuple(1 << power for power in range(12, 21))
 
 @dataclass(frozen=True)
 class FitRow:
-    """The largest size that fits, the plan that reaches it, its peak, and what ends there.
+    """The largest size that fits, the plan that reaches it, its peak, and what limits it.
 
-    Where not even 1 fits, the size is 0, the plan is empty, and the peak is that of 1. `limited_by` is "memory"; or
-    "model" where the context ends at its limit or its sliding window; or "plan" at the largest batch of any plan.
+    If not even size 1 fits, the size is 0, the plan is empty, and the peak is that of size 1. `limited_by` is "memory",
+    "model" (the context limit or the sliding window), or "plan" (the largest batch that a plan may have).
     """
 
     context: int
@@ -99,9 +99,9 @@ def fit(
 
 @dataclass(frozen=True)
 class GpuFit:
-    """What fits one GPU: whether the size that was asked for does, and the largest context and batch beside the other.
+    """Whether the requested size fits one GPU, the largest context at its batch, and the largest batch at its context.
 
-    memory_bytes: as its driver reports it.
+    memory_bytes: as the driver reports it.
     """
 
     gpu: str
@@ -135,7 +135,10 @@ def fit_gpus(
 
 
 def _largest_context(question: Question, preset: str | None) -> FitRow:
-    """For the question's batch; its context is the longest, as budgets of policies are at most the context."""
+    """The largest context for the question's batch.
+
+    The question has the longest context, because a policy's budget is at most the context of its workload.
+    """
     plans, batch = _plans(question, preset), question.workload.batch
     limits = context_limits(plans, question)
     capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
@@ -147,7 +150,7 @@ def _largest_context(question: Question, preset: str | None) -> FitRow:
 
 
 def _largest_batch(question: Question, preset: str | None) -> FitRow:
-    """For the question's context."""
+    """The largest batch for the question's context."""
     plans, context = _plans(question, preset), question.workload.context
     capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
     sizes = capacity.largest_batches()
@@ -162,9 +165,9 @@ def _row(context: int, batch: int, plan: Plan | None, peak_bytes: float, limited
 
 
 def _plans(question: Question, preset: str | None) -> list[Plan]:
-    """The preset, or the smallest plan of every family that runs; the preferred ones first.
+    """The preset, or the smallest executable plan of every family, in order of preference.
 
-    Of plans that differ only in the size of quantization groups, the usual one comes first.
+    Among plans that differ only in the size of quantization groups, the default size comes first.
     """
     if preset:
         return [preset_of(preset, question.workload)]

@@ -15,13 +15,13 @@ BAR_HEIGHT = 26  # pixels
 
 
 def draw(rows: Rows, chart: Bars | Lines, names: Sequence[str], title: str) -> go.Figure:
-    """Bars or lines of the rows; `names` are the columns that tell rows apart."""
+    """Bars or lines of the rows; `names` are the columns that identify a row."""
     figure = _bars(rows, chart, names) if isinstance(chart, Bars) else _lines(rows, chart)
     return figure.update_layout(template="plotly_white", title=title, title_font_size=14)
 
 
 def _bars(rows: Rows, chart: Bars, names: Sequence[str]) -> go.Figure:
-    """A bar for each row from the first down, those of equal names beside each other."""
+    """A horizontal bar for each row, the first at the top."""
     lengths = [row[chart.length] for row in rows]
     band = None
     if chart.low:
@@ -37,7 +37,7 @@ def _bars(rows: Rows, chart: Bars, names: Sequence[str]) -> go.Figure:
 
 
 def _lines(rows: Rows, chart: Lines) -> go.Figure:
-    """A line for each combination of what varies beside the horizontal axis."""
+    """A line for each combination of the columns that vary, apart from the horizontal axis."""
     varying = [name for name in chart.over if len({row[name] for row in rows}) > 1] or list(chart.over[:1])
     across, others = varying[0], [*varying[1:], *chart.by]
     row_labels = labels(rows, others) if others else [""] * len(rows)

@@ -45,13 +45,13 @@ def cell_text(value: Any) -> str:
 
 
 def labels(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """A text for each row: the values of those of `names` that are not the same in all rows, or else of the last."""
+    """A label for each row: its values in the columns `names` that vary, or in the last column if none varies."""
     varying = [name for name in names if len({row.get(name) for row in rows}) > 1] or list(names[-1:])
     return [", ".join(cell_text(row.get(name)) for name in varying) for row in rows]
 
 
 def plan_row(plan: Plan, name: str, predicted: Prediction) -> dict[str, Any]:
-    """Flat values of one plan. TTFT and tokens/s are the whole batch's."""
+    """Flat values of one plan. TTFT and tokens/s are for the batch."""
     workload = plan.workload
     return {
         "model": workload.model, "gpu": workload.hardware, "context": workload.context, "batch": workload.batch,
@@ -75,14 +75,14 @@ SHOWN_ROWS = 20  # of a table in a notebook
 
 
 class NotInstalled(ImportError):
-    """A package that is only needed for what was just asked for."""
+    """An optional package is missing."""
 
 
 class Table:
-    """A mixin of frozen dataclasses (repr=False): they say what their rows are, and in one line what they are."""
+    """A mixin for frozen dataclasses (repr=False) that provide `table()` and `summary()`."""
 
     chart: ClassVar[Bars | Lines]
-    names: ClassVar[tuple[str, ...]] = ()  # columns that tell the rows apart
+    names: ClassVar[tuple[str, ...]] = ()  # columns that identify a row
 
     def table(self) -> list[dict[str, Any]]:
         """Flat rows of plain values, for CSV and data frames."""

@@ -17,7 +17,7 @@ from ridgeplan.roofline.passes import WINDOWED_ATTENTION, category
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, describe
 
-# What descriptions of plans say in fewer letters where columns are narrow.
+# Abbreviations in descriptions of plans for narrow columns.
 BRIEFLY = (
     ("drafts on upper codes", "upper"), ("drafts on full codes", "full"), (" of ", ":"), (", w4 drafts", "/w4"),
     (" KV", ""), (" + ", "+"),
@@ -31,18 +31,18 @@ def briefly(name: str) -> str:
     return name
 
 
-MIN_SHARE = 0.005  # of a target step that is worth a word
+MIN_SHARE = 0.005  # of a target step; smaller overheads are not mentioned
 
 
 def on_host_text(predicted: Prediction, limit_bytes: float | None = None) -> str:
-    """How many layers are on the host, and what they take of it."""
+    """The number of layers on the host and their memory there."""
     layers = "1 layer" if predicted.offloaded_layers == 1 else f"{predicted.offloaded_layers} layers"
     limit = f" of {size_text(limit_bytes)} there" if limit_bytes is not None else " there"
     return f"KV of {layers} is on the host, {size_text(predicted.host_bytes)}{limit}"
 
 
 def overhead_text(plan: Plan, predicted: Prediction) -> str | None:
-    """What a target step takes beside its operations, and for what; None for next to nothing."""
+    """The overhead of a target step and its cause; None if it is negligible."""
     if predicted.overhead_ms < MIN_SHARE * predicted.verify_ms:
         return None
     causes = (("choosing and gathering tokens", plan.attention.active), ("layers on the host", predicted.host_bytes))
@@ -50,13 +50,16 @@ def overhead_text(plan: Plan, predicted: Prediction) -> str | None:
     return f"{time_text(predicted.overhead_ms)} for {named or 'gathering tokens'}"
 
 
-BALANCED_WITHIN = 0.1  # neither side of a step is called the bottleneck if attention takes 40% to 60% of it
+BALANCED_WITHIN = 0.1  # weights and KV cache are balanced if attention takes 40% to 60% of a step
 
 
 def bottleneck(plain: Prediction, shape: ModelShape, workload: Workload) -> Iterator[str]:
-    """Two sentences on a prediction of plain decoding."""
+    """Two sentences about the bottleneck of plain decoding."""
     share = attention_share(plain)
-    yield f"plain decoding spends {100 * share:.0f}% of a step on attention: {_bottleneck(share)}"
+    verdict = "the KV cache is the bottleneck" if share > 0.5 else "the weights are the bottleneck"
+    if abs(share - 0.5) <= BALANCED_WITHIN:
+        verdict = "the weights and the KV cache weigh about the same"
+    yield f"plain decoding spends {100 * share:.0f}% of a step on attention: {verdict}"
     crossover = crossover_context(plain, shape, workload)
     gain = f"at batch {workload.batch}, fewer bits of weights gain more than of KV"
     yield (
@@ -73,8 +76,8 @@ def attention_share(plain: Prediction) -> float:
 def crossover_context(plain: Prediction, shape: ModelShape, workload: Workload) -> float | None:
     """Tokens of context at which a step of plain decoding reads as many bytes of weights as of KV; None if never.
 
-    Up to there fewer bits of weights save more bytes, beyond it fewer bits of KV: what products read is the same at
-    every context, and what attention reads grows with it, in layers with a sliding window up to that.
+    Below it, fewer bits of weights save more bytes; above it, fewer bits of KV. Matrix products read the same bytes at
+    every context. The bytes that attention reads grow with the context, up to the window in sliding-window layers.
     """
     read = {"linear": 0.0, "attention": 0.0, "window": 0.0, "other": 0.0}
     for op in _step(plain):
@@ -92,14 +95,8 @@ def _step(plain: Prediction) -> list[OpTime]:
     return [op for op in plain.breakdown if op.part == "target"]
 
 
-def _bottleneck(attention_share: float) -> str:
-    if abs(attention_share - 0.5) <= BALANCED_WITHIN:
-        return "the weights and the KV cache weigh about the same"
-    return "the KV cache is the bottleneck" if attention_share > 0.5 else "the weights are the bottleneck"
-
-
 def _rounded(tokens: float) -> str:
-    """Three digits, as a whole number."""
+    """A whole number, rounded to three significant digits."""
     return f"{float(f'{tokens:.3g}'):,.0f}"
 
 
@@ -115,14 +112,14 @@ SOURCE_WORDS = {
 
 @cache
 def terms() -> dict[str, str]:
-    """Every term with its meaning, in the file's order; then the words for sources."""
+    """Every term with its meaning: first those of terms.toml, then the sources of figures."""
     with Path(__file__).with_name("terms.toml").open("rb") as file:
         glossary: dict[str, str] = tomllib.load(file)
     return glossary | {word: f"A source of figures: {meaning}." for word, meaning in SOURCE_WORDS.items()}
 
 
 def explain(word: str) -> str:
-    """What a term or a preset is. Raises PlanError with near words for an unknown one."""
+    """The meaning of a term or a preset. Raises PlanError with similar names for an unknown one."""
     term = word.strip().casefold()
     known = {name.casefold(): text for name, text in terms().items()}
     if term in known:
@@ -135,7 +132,7 @@ def explain(word: str) -> str:
 
 
 def explain_preset(name: str) -> str:
-    """What a preset changes against plain decoding, and what it gives up."""
+    """How a preset differs from plain decoding, and its losses."""
     plan = PRESETS[name](Workload("any", "any", 32_768))
     given_up = "; ".join(losses(plan)) or "nothing: the output keeps the model's distribution"
     drafts = f" Drafts {plan.speculation.gamma} tokens a round as published." if plan.speculation.active else ""
