@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention.scores import ScoreRequest
-from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, launch_with_pdl, program
+from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, config_options, launch_with_pdl, program
 from ridgeplan.kernels.kv_cache.cuda import GROUP, HEAD_DIMS, QuantizedPlanes, key_planes, value_planes
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
@@ -82,20 +82,19 @@ class AttentionVariant:
         scores of a tile."""
         return 8 * stages + 256 + 64 * self.rows + (4 * GROUP if self.scores else 0)
 
-    def options(self, stages: int, kernel: str, merge_parts: int = MERGE_GROUPS) -> list[str]:
-        """Compile-time configuration (csrc/config.cuh) of one of the kernels, "attend" or "merge"."""
-        macros = {
-            "HEAD_DIM": self.head_dim,
-            "BITS": self.bits,
-            "BF16": int(self.bf16),
-            "Q_TILES": self.rows // 8,
-            "CTAS_PER_SM": self.ctas_per_sm,
-            "STAGES": stages,
-            "DENSE_TILE": self.dense_tile,
-            "SCORES": self.scores,
-            "MERGE_PARTS": merge_parts,
-        }
-        return [f"-D{name}={value}" for name, value in macros.items()] + [f"-DKERNEL_{kernel.upper()}"]
+    def options(self, stages: int, merge_parts: int = MERGE_GROUPS) -> list[str]:
+        """The compiled variant of either kernel: `AttentionConfig` in csrc/config.cuh."""
+        return config_options(
+            HEAD_DIM=self.head_dim,
+            BITS=self.bits,
+            BF16=self.bf16,
+            Q_TILES=self.rows // 8,
+            CTAS_PER_SM=self.ctas_per_sm,
+            STAGES=stages,
+            DENSE_TILE=self.dense_tile,
+            SCORES=self.scores,
+            MERGE_PARTS=merge_parts,
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def merge_parts(ctas: int, kv_rows: int) -> int:
     return next((parts for parts in MERGE_PARTS if splits <= parts * MERGED_TOGETHER), MERGE_GROUPS)
 
 
-SOURCE = "attention/csrc/attention.cu"
+SOURCES = {"attend": "attention/csrc/attention.cu", "merge": "attention/csrc/merge.cu"}  # of the kernels
 MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one CTA
 THREADS = 128
 ALIGNMENT = 8  # elements of 16 bytes: the least that bulk copies move
@@ -175,7 +174,7 @@ STRIDES = (
 
 
 class AttentionParams(KernelParams):
-    """See csrc/params.cuh."""
+    """See csrc/config.cuh."""
 
     constants = MappingProxyType({"GROUP": GROUP, "THREADS": THREADS, "MERGE_GROUPS": MERGE_GROUPS})
 
@@ -309,11 +308,10 @@ def _compiled(variant: AttentionVariant, device: torch.device) -> AttentionKerne
     occupancy = Occupancy(variant, properties.multi_processor_count, properties.shared_memory_per_multiprocessor)
     if not occupancy.fits:
         return None
-    text = program(SOURCE, AttentionParams)
     fallback = "the CUDA attention kernel does not compile, Triton's runs instead"
 
     def compiled(kernel: str, shared_bytes: int, parts: int = MERGE_GROUPS) -> Any | None:
-        options = variant.options(occupancy.stages, kernel, parts)
+        options, text = variant.options(occupancy.stages, parts), program(SOURCES[kernel], AttentionParams)
         return compile_kernel(text, kernel, options, device, shared_bytes=shared_bytes, fallback=fallback)
 
     attend = compiled("attend", occupancy.max_shared_bytes)

@@ -98,8 +98,8 @@ def attention_kernel(
     compile_cuda: Compile, variant: AttentionVariant, kernel: str = "attend", parts: int = 1
 ) -> Compiled:
     occupancy = Occupancy(variant, num_sms=132, sm_bytes=H200.sm_bytes)
-    options = tuple(variant.options(occupancy.stages, kernel, parts))
-    return compile_cuda(program(attention.SOURCE, attention.AttentionParams), kernel, options)
+    options = tuple(variant.options(occupancy.stages, parts))
+    return compile_cuda(program(attention.SOURCES[kernel], attention.AttentionParams), kernel, options)
 
 
 # Bytes that are written to local memory outside the loops over tokens, by variant; the others spill nothing.
@@ -242,7 +242,7 @@ def test_kernels_that_read_activations_wait_first(compile_cuda: Compile) -> None
             "filter",
             top_k_top_p.TopKVariant(torch.bfloat16, True, 4).options,
         ),
-        (attention.AttentionParams, attention.SOURCE, "merge", variant.options(4, "merge")),
+        (attention.AttentionParams, attention.SOURCES["merge"], "merge", variant.options(4)),
     ):
         ptx = compile_cuda(program(source, params), entry, tuple(options), "compute_90").ptx
         assert 0 < ptx.find(TRIGGER) < ptx.find(WAIT) < ACCESS.search(ptx).start()  # type: ignore[union-attr]

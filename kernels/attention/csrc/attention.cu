@@ -1,35 +1,31 @@
-// Decode attention over hierarchical 4-bit codes and full-precision tokens, for Hopper and newer. The kernel `attend`
-// attends, and reduces the splits of a row where these are few; where they are many the kernel `merge` reduces them.
+// Decode attention over hierarchical 4-bit codes and full-precision tokens, for Hopper and newer: the kernel `attend`,
+// which also reduces the splits of a row where these are few; merge.cu reduces them where they are many.
 // docs/kernels/attention.md explains how, and why it is built this way.
 
 #include "dense_kv.cuh"
 #include "epilogue.cuh"
 #include "quantized_kv.cuh"
 
-// Log-sum-exps of the query heads of a (batch row, KV head).
-__device__ __forceinline__ float* score_lse(const AttentionParams& p, int kv_row) {
-    return p.score_lse + i64(kv_row) * p.q_heads_per_kv;
-}
+using Config = AttentionConfig;
 
-#ifdef KERNEL_ATTEND
 // Batch rows that see nothing have no tiles, so no CTA comes across them.
-__device__ __forceinline__ void clear_empty_rows(const SequenceLengths& lengths, u16* out, int row_elements) {
+__device__ __forceinline__ void clear_empty_rows(const SequenceLengths<Config>& lengths, u16* out, int row_elements) {
     for (int b = blockIdx.x; b < lengths.batch; b += gridDim.x)
         if (lengths.num_tiles(b) == 0) {
             pdl_wait();
-            for (int i = threadIdx.x; i < row_elements; i += THREADS) out[i64(b) * row_elements + i] = 0;
+            for (int i = threadIdx.x; i < row_elements; i += Config::THREADS) out[i64(b) * row_elements + i] = 0;
         }
 }
 
 // What a warp copies of each group: half of the codes (INT8: a plane), the scales or the minima.
 __device__ __forceinline__ const u8* warp_part(int warp, const QuantizedPlanes& codes) {
     return warp == 0   ? codes.upper
-           : warp == 1 ? (BITS == 8 ? codes.lower : codes.upper + CODE_BYTES / 2)
+           : warp == 1 ? (Config::BITS == 8 ? codes.lower : codes.upper + Config::CODE_BYTES / 2)
                        : reinterpret_cast<const u8*>(warp == 2 ? codes.scale : codes.minimum);
 }
 
 __device__ __forceinline__ DenseKV dense_kv(
-    const AttentionParams& p, const SequenceLengths& lengths, int b, int kv_head
+    const AttentionParams& p, const SequenceLengths<Config>& lengths, int b, int kv_head
 ) {
     return {{p.keys + (i64(b) * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8,
              p.values + (i64(b) * p.value_batch_stride + i64(kv_head) * p.value_head_stride) * 8},
@@ -38,46 +34,50 @@ __device__ __forceinline__ DenseKV dense_kv(
 
 // By one thread for each query row.
 __device__ __forceinline__ void set_query_row(
-    QueryRows& rows, int row, const AttentionParams& p, const SequenceLengths& lengths, int b
+    QueryRows<Config>& rows, int row, const AttentionParams& p, const SequenceLengths<Config>& lengths, int b
 ) {
     const int query = row % p.queries, head = row / p.queries;
     rows.q_offset[row] = query * p.q_query_stride + head * p.q_head_stride;
-    rows.out_offset[row] = (query * p.kv_heads * p.q_heads_per_kv + head) * HEAD_DIM;
+    rows.out_offset[row] = (query * p.kv_heads * p.q_heads_per_kv + head) * Config::HEAD_DIM;
     rows.row_max[row] = 0;
     rows.dense_end[row] = min(lengths.first_query_end(b) + query, p.capacity);
 }
 
 // The same, after earlier kernels have ended: how much the row counts in scores, of a (batch row, KV head) `kv_row`.
-__device__ __forceinline__ void set_score_row(QueryRows& rows, int row, const AttentionParams& p, int kv_row) {
+__device__ __forceinline__ void set_score_row(QueryRows<Config>& rows, int row, const AttentionParams& p, int kv_row) {
     const bool counts = row < p.q_heads_per_kv * p.queries && (p.queries - 1 - row % p.queries) % p.score_step == 0;
-    rows.set(row, counts, score_lse(p, kv_row) + row / p.queries);
+    rows.set(row, counts, p.row_score_lse(kv_row) + row / p.queries);
 }
 
 // Reduces the `count` splits of a row from `first` on, in the CTA that finished the last of them.
-__device__ __forceinline__ void reduce_row(const QueryRows& rows, const Results& results, i64 first, int count) {
-    for (int i = threadIdx.x; i < results.num_rows * ROW_LANES; i += THREADS)
-        SplitReduction(results, first, i / ROW_LANES, 0, 1, count, i % ROW_LANES)
-            .store(results, results.out + rows.out_offset[i / ROW_LANES], i / ROW_LANES, i % ROW_LANES);
+__device__ __forceinline__ void reduce_row(
+    const QueryRows<Config>& rows, const Results<Config>& results, i64 first, int count
+) {
+    for (int i = threadIdx.x; i < results.num_rows * Config::ROW_LANES; i += Config::THREADS)
+        SplitReduction<Config>(results, first, i / Config::ROW_LANES, 0, 1, count, i % Config::ROW_LANES)
+            .store(results, results.out + rows.out_offset[i / Config::ROW_LANES], i / Config::ROW_LANES,
+                   i % Config::ROW_LANES);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const __grid_constant__ AttentionParams p) {
+extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_SM)
+    attend(const __grid_constant__ AttentionParams p) {
     extern __shared__ __align__(128) u8 shared[];
-    __shared__ QueryRows rows;
+    __shared__ QueryRows<Config> rows;
     __shared__ DenseKV dense;  // in shared memory to save registers
     __shared__ int2 row_ctas;  // the row's first and last CTA
-    __shared__ i64 barriers[STAGES];
+    __shared__ i64 barriers[Config::STAGES];
     const float scale = p.scale;  // both stay in registers: loaded again in every loop, the compiler spills more
     const bool fuse_reduction = p.fuse_reduction;
     pdl_launch_dependents();
-    const ThreadLayout thread(SharedAddress(shared).value + STAGES * STAGE_BYTES);
+    const ThreadLayout<Config> thread(SharedAddress(shared).value + Config::STAGES * Config::STAGE_BYTES);
 
-    const SequenceLengths lengths(p);
-    const TileScheduler scheduler(lengths, gridDim.x, thread.lane);
-    if (fuse_reduction) clear_empty_rows(lengths, p.out, p.queries * p.kv_heads * p.q_heads_per_kv * HEAD_DIM);
+    const SequenceLengths<Config> lengths(p);
+    const TileScheduler<Config> scheduler(lengths, gridDim.x, thread.lane);
+    if (fuse_reduction) clear_empty_rows(lengths, p.out, p.queries * p.kv_heads * p.q_heads_per_kv * Config::HEAD_DIM);
     if (blockIdx.x >= scheduler.ctas) return pdl_wait();  // no kernel may end before those that came before it
-    const u32 stages = ThreadLayout::opaque(SharedAddress(shared).value);
-    const u32 full = ThreadLayout::opaque(SharedAddress(barriers).value);
-    KVPipeline pipeline{stages, full, thread.warp, thread.lane, 0, 0, 0, 0, 0, 0, {}};
+    const u32 stages = ThreadLayout<Config>::opaque(SharedAddress(shared).value);
+    const u32 full = ThreadLayout<Config>::opaque(SharedAddress(barriers).value);
+    KVPipeline<Config> pipeline{stages, full, thread.warp, thread.lane, 0, 0, 0, 0, 0, 0, {}};
     pipeline.init();
 
     int tile = scheduler.first_tile(blockIdx.x), batch_row_begin;
@@ -94,32 +94,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const 
             dense = dense_kv(p, lengths, b, kv_head);
             rows.set_scores(p.scores + i64(row) * p.score_capacity);
         }
-        if (threadIdx.x >= THREADS - ROWS) set_query_row(rows, threadIdx.x - (THREADS - ROWS), p, lengths, b);
+        if (threadIdx.x >= Config::THREADS - Config::ROWS)
+            set_query_row(rows, threadIdx.x - (Config::THREADS - Config::ROWS), p, lengths, b);
         __syncthreads();
         pipeline.start(
-            dense, warp_part(thread.warp, p.key_codes) + first_group * KVPipeline::group_stride(thread.warp, false),
-            warp_part(thread.warp, p.value_codes) + first_group * KVPipeline::group_stride(thread.warp, true),
-            num_groups, first, last);
+            dense,
+            warp_part(thread.warp, p.key_codes) + first_group * KVPipeline<Config>::group_stride(thread.warp, false),
+            warp_part(thread.warp, p.value_codes) + first_group * KVPipeline<Config>::group_stride(thread.warp, true),
+            num_groups, first, last
+        );
         if (threadIdx.x == 0 && fuse_reduction)  // while the first copies are in flight
             row_ctas = make_int2(scheduler.cta_of(row_begin), scheduler.cta_of(row_begin + row_tiles - 1));
         pdl_wait();
-        if (SCORES && threadIdx.x >= THREADS - ROWS) set_score_row(rows, threadIdx.x - (THREADS - ROWS), p, row);
+        if (Config::SCORES && threadIdx.x >= Config::THREADS - Config::ROWS)
+            set_score_row(rows, threadIdx.x - (Config::THREADS - Config::ROWS), p, row);
 
         const u16* q = p.q + (i64(b) * p.q_batch_stride + i64(kv_head) * p.q_heads_per_kv * p.q_head_stride) * 8;
-        Accumulator sums;
+        Accumulator<Config> sums;
         sums.clear();
-        if (BITS && first < num_groups)
+        if (Config::BITS && first < num_groups)
             attend_quantized(sums, pipeline, rows, dense, q, num_rows, scale, first, min(last, num_groups), thread);
         sums.normalize_out();
         const int first_dense = max(first, num_groups);
         if (first_dense < last)
             attend_dense(sums, pipeline, rows, dense, q, num_rows, scale * LOG2_E,
-                         dense_begin + (first_dense - num_groups) * DENSE_TILE, last - first_dense,
+                         dense_begin + (first_dense - num_groups) * Config::DENSE_TILE, last - first_dense,
                          first >= num_groups, thread);
 
         // Splits are visited in the order of (CTA, row), of which one grows at each step, so indices are unique.
-        u16* const out = p.out + (i64(b) * p.queries * p.kv_heads + kv_head) * p.q_heads_per_kv * HEAD_DIM;
-        const Results results{p.partial, p.lse, out, num_rows, p.queries, score_lse(p, row)};
+        u16* const out = p.out + (i64(b) * p.queries * p.kv_heads + kv_head) * p.q_heads_per_kv * Config::HEAD_DIM;
+        const Results<Config> results{p.partial, p.lse, out, num_rows, p.queries, p.row_score_lse(row)};
         const int count = fuse_reduction ? row_ctas.y - row_ctas.x + 1 : 0;
         store_split(sums, rows, results, count == 1 ? -1 : int(blockIdx.x) + row, thread);
         if (!fuse_reduction && threadIdx.x == 0) {
@@ -136,36 +140,3 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) attend(const 
         }
     }
 }
-#endif
-
-#ifdef KERNEL_MERGE
-// One CTA per (batch row, KV head) and ROWS_PER_CTA query rows, each merged by MERGE_PARTS groups of threads.
-extern "C" __global__ void __launch_bounds__(MERGE_GROUPS * ROW_LANES, 1)
-    merge(const __grid_constant__ AttentionParams p) {
-    constexpr int ROWS_PER_CTA = MERGE_GROUPS / MERGE_PARTS;
-    __shared__ SplitReduction reductions[MERGE_GROUPS][ROW_LANES];
-    const int lane = threadIdx.x % ROW_LANES, group = threadIdx.x / ROW_LANES, part = group % MERGE_PARTS;
-    const int query_row = blockIdx.x * ROWS_PER_CTA + group / MERGE_PARTS, num_rows = p.q_heads_per_kv * p.queries;
-    const int row = blockIdx.y, b = row / p.kv_heads, kv_head = row % p.kv_heads;
-    pdl_launch_dependents();
-    pdl_wait();
-    const SequenceLengths lengths(p);
-    const int2 ctas = p.row_ctas[row];  // unwritten where the row sees nothing
-    const int count = lengths.num_tiles(b) ? ctas.y - ctas.x + 1 : 0, first = count ? ctas.x : 0;
-    const Results results{p.partial, p.lse, p.out, num_rows, p.queries, score_lse(p, row)};
-    const int read_row = ROWS_PER_CTA == 1 ? query_row : min(query_row, num_rows - 1);
-    SplitReduction own(results, first + row, read_row, part, MERGE_PARTS, count, lane);
-    reductions[group][lane] = own;
-    __syncthreads();
-    if (part > 0 || (ROWS_PER_CTA > 1 && query_row >= num_rows)) return;
-#pragma unroll
-    for (int i = 1; i < MERGE_PARTS; i++) {
-        const SplitReduction& other = reductions[group + i][lane];
-        own.rescale(fmaxf(own.row_max, other.row_max));
-        own.add(exp2_approx(other.row_max - own.row_max), other.row_sum, other.acc);
-    }
-    const int query = query_row % p.queries, head = kv_head * p.q_heads_per_kv + query_row / p.queries;
-    const i64 at = (i64(b) * p.queries + query) * p.kv_heads * p.q_heads_per_kv + head;
-    own.store(results, p.out + at * HEAD_DIM, query_row, lane);
-}
-#endif

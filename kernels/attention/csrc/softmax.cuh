@@ -4,29 +4,25 @@
 // `g` = lane / 4 and `c` = lane % 4 throughout; columns of all products are query rows.
 #pragma once
 
+#include "../../device/csrc/dequant.cuh"
 #include "scores.cuh"
 
-// Warps that share the scaling of a query tile by key scales, and query tiles that a warp scales.
-constexpr int SCALE_WARPS = Q_TILES >= 4 ? 1 : 4 / Q_TILES < WORDS ? 4 / Q_TILES : WORDS;
-constexpr int OWN_TILES = Q_TILES > 4 ? Q_TILES / 4 : 1;
-constexpr int OWN_WORDS = WORDS / SCALE_WARPS;
-constexpr int P_BYTES = 8 * 2 * GROUP;  // bytes of a query tile's staged probabilities
-
 // What the warps of a CTA share about its query rows.
-struct QueryRows : ScoreRows {
-    int q_offset[ROWS];                   // from the KV head's first query, in units of 8 elements
-    int out_offset[ROWS];                 // from the KV head's first result, in elements
-    float score_scale[ROWS];              // from a product with codes to a base-2 score
-    float row_max[ROWS];                  // reference of the probabilities: a base-2 score, at times below the maximum
-    float score_bias[SCALE_WARPS][ROWS];  // parts of what all scores of a group share, relative to the reference
-    int dense_end[ROWS];                  // first full-precision slot that the row does not see
-    float exchange[2][WARPS][ROWS];
-    int scale_exponent[WARPS];
+template <class Config> struct QueryRows : ScoreRows<Config> {
+    int q_offset[Config::ROWS];       // from the KV head's first query, in units of 8 elements
+    int out_offset[Config::ROWS];     // from the KV head's first result, in elements
+    float score_scale[Config::ROWS];  // from a product with codes to a base-2 score
+    float row_max[Config::ROWS];      // reference of probabilities: a base-2 score, at times below the maximum
+    // Parts of what all scores of a group share, relative to the reference.
+    float score_bias[Config::SCALE_WARPS][Config::ROWS];
+    int dense_end[Config::ROWS];  // first full-precision slot that the row does not see
+    float exchange[2][Config::WARPS][Config::ROWS];
+    int scale_exponent[Config::WARPS];
 };
 
 // Which lane this is, and where in shared memory it reads and writes: computed once, and hidden from the compiler,
 // which would rather compute it again for every tile.
-struct ThreadLayout {
+template <class Config> struct ThreadLayout {
     int warp, lane;
     u32 key_scales;    // in a stage of keys: scales of the channels for which it scales queries
     u32 key_codes;     // in a stage of keys: codes of its first token
@@ -37,21 +33,22 @@ struct ThreadLayout {
     __device__ __forceinline__ explicit ThreadLayout(u32 staged)
         : warp(__shfl_sync(FULL_MASK, int(threadIdx.x) / 32, 0)), lane(threadIdx.x % 32) {
         const int g = lane / 4, c = lane % 4;
-        key_scales = opaque(CODE_BYTES + 8 * (WORDS * c + warp % SCALE_WARPS * OWN_WORDS));
-        key_codes = opaque(first_token() * (HEAD_DIM / 2) + 4 * WORDS * c);
-        value_scales = opaque(CODE_BYTES + 2 * first_token());
-        value_codes = opaque((16 * OUT_TILES * warp + g) * (GROUP / 2) + 16 * c);
+        key_scales =
+            opaque(Config::CODE_BYTES + 8 * (Config::WORDS * c + warp % Config::SCALE_WARPS * Config::SCALED_WORDS));
+        key_codes = opaque(first_token() * (Config::HEAD_DIM / 2) + 4 * Config::WORDS * c);
+        value_scales = opaque(Config::CODE_BYTES + 2 * first_token());
+        value_codes = opaque((16 * Config::OUT_TILES * warp + g) * (Config::GROUP / 2) + 16 * c);
         q_fragments = opaque(staged + 16 * lane);
     }
     // Staged probabilities: its part of the first fragment.
-    __device__ __forceinline__ u32 p_fragments() const { return q_fragments + Q_BYTES; }
+    __device__ __forceinline__ u32 p_fragments() const { return q_fragments + Config::Q_BYTES; }
     // Row g + 8r of a warp's score tile h is token first_token + r + 64h of the group: the tokens whose value codes
-    // column c = g / 2 of the lanes holds as 16 consecutive bytes, in the order in which `unpack` leaves them.
+    // column c = g / 2 of the lanes holds as 16 consecutive bytes, in the order in which unpacking leaves them.
     __device__ __forceinline__ int first_token() const {
         return 16 * (lane / 8) + 4 * warp + 2 * (lane / 4 % 2);
     }
     // The same, from a register that is there anyway.
-    __device__ __forceinline__ int scored_token() const { return int(value_scales - CODE_BYTES) / 2; }
+    __device__ __forceinline__ int scored_token() const { return int(value_scales - Config::CODE_BYTES) / 2; }
     __device__ __forceinline__ static u32 opaque(u32 x) {
         asm volatile("" : "+r"(x));
         return x;
@@ -59,17 +56,17 @@ struct ThreadLayout {
 };
 
 // A lane's tokens of a group of values: scale S (twice in a word) and zero point Z + 8 S, to which code 8 decodes.
-struct ValueScales {
+template <class Config> struct ValueScales {
     u32 scale[2][2];
     float zero_point[2][2];
     int exponent;  // the largest of the scales', as fp16 stores it
 
-    __device__ __forceinline__ void load(u32 stage, const ThreadLayout& thread) {
+    __device__ __forceinline__ void load(u32 stage, const ThreadLayout<Config>& thread) {
         u32 largest = 0;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             const u32 s = ld_shared(stage + thread.value_scales + 128 * h);
-            const u32 z = ld_shared(stage + thread.value_scales + 2 * GROUP + 128 * h);
+            const u32 z = ld_shared(stage + thread.value_scales + 2 * Config::GROUP + 128 * h);
             scale[h][0] = __byte_perm(s, 0, 0x1010), scale[h][1] = __byte_perm(s, 0, 0x3232);
             zero_point[h][0] = fmaf(half_to_float(u16(s)), 8, half_to_float(u16(z)));
             zero_point[h][1] = fmaf(half_to_float(u16(s >> 16)), 8, half_to_float(u16(z >> 16)));
@@ -80,68 +77,67 @@ struct ValueScales {
 };
 
 // Running sums over a CTA's tokens: a warp's channels of the output, and of the rest the part of a lane's tokens.
-struct Accumulator {
-    float out[OUT_TILES][Q_TILES][4];  // probabilities times codes, times 2^(14 - exponent) and, for INT8, 16
-    float row_sum[Q_TILES][2];         // sums of probabilities
-    float zero_sum[Q_TILES][2];        // sums of probabilities times zero points
-    int exponent;                      // fp16 exponent of the largest value scale so far
+template <class Config> struct Accumulator {
+    // Probabilities times codes, times 2^(14 - exponent) and, for INT8, 16.
+    float out[Config::OUT_TILES][Config::Q_TILES][4];
+    float row_sum[Config::Q_TILES][2];   // sums of probabilities
+    float zero_sum[Config::Q_TILES][2];  // sums of probabilities times zero points
+    int exponent;                        // fp16 exponent of the largest value scale so far
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int t = 0; t < Q_TILES; t++) {
+        for (int t = 0; t < Config::Q_TILES; t++) {
             row_sum[t][0] = row_sum[t][1] = zero_sum[t][0] = zero_sum[t][1] = 0;
 #pragma unroll
-            for (int i = 0; i < 4 * OUT_TILES; i++) out[i / 4][t][i % 4] = 0;
+            for (int i = 0; i < 4 * Config::OUT_TILES; i++) out[i / 4][t][i % 4] = 0;
         }
         exponent = 0;
     }
     __device__ __forceinline__ void rescale_out(float even, float odd, int t) {
 #pragma unroll
-        for (int i = 0; i < 4 * OUT_TILES; i++) out[i / 4][t][i % 4] *= i % 2 ? odd : even;
+        for (int i = 0; i < 4 * Config::OUT_TILES; i++) out[i / 4][t][i % 4] *= i % 2 ? odd : even;
     }
     // Brings `out` to a scale of one, so that products with full-precision values can be added.
     __device__ __forceinline__ void normalize_out() {
-        const float scale = power_of_two(exponent - 14 - (BITS == 8 ? 4 : 0));
+        const float scale = power_of_two(exponent - 14 - (Config::BITS == 8 ? 4 : 0));
 #pragma unroll
-        for (int t = 0; t < Q_TILES; t++) rescale_out(scale, scale, t);
+        for (int t = 0; t < Config::Q_TILES; t++) rescale_out(scale, scale, t);
         exponent = 14;
     }
     // Raises the rows' references to the maxima of the tile's scores `x` (sets them, where this is the `first` tile),
     // and the exponent to the largest; rescales sums and scores accordingly.
-    template <int HALVES>
-    __device__ __forceinline__ void update_row_max(
-        float (&x)[HALVES][Q_TILES][4], QueryRows& rows, int tile_exponent, bool first, const ThreadLayout& thread
+    template <int HALVES> __device__ __forceinline__ void update_row_max(
+        float (&x)[HALVES][Config::Q_TILES][4], QueryRows<Config>& rows, int tile_exponent, bool first,
+        const ThreadLayout<Config>& thread
     ) {
         const int c = thread.lane % 4;
 #pragma unroll
-        for (int i = 0; i < 2 * Q_TILES; i++) {
+        for (int i = 0; i < 2 * Config::Q_TILES; i++) {
             float tile_max = negative_infinity();
 #pragma unroll
             for (int k = 0; k < 2 * HALVES; k++) tile_max = fmaxf(tile_max, x[k / 2][i / 2][k % 2 * 2 + i % 2]);
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2)
-                tile_max = fmaxf(tile_max, __shfl_xor_sync(FULL_MASK, tile_max, step));
+            tile_max = column_max(tile_max);
             if (thread.lane < 4) rows.exchange[0][thread.warp][4 * i - 3 * (i % 2) + 2 * c] = tile_max;
         }
         tile_exponent = __reduce_max_sync(FULL_MASK, max(tile_exponent, exponent));
         if (thread.lane == 0) rows.scale_exponent[thread.warp] = tile_exponent;
         __syncthreads();
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) tile_exponent = max(tile_exponent, rows.scale_exponent[w]);
+        for (int w = 0; w < Config::WARPS; w++) tile_exponent = max(tile_exponent, rows.scale_exponent[w]);
         const float shrink = power_of_two(exponent - tile_exponent);
         exponent = tile_exponent;
 #pragma unroll
-        for (int t = 0; t < Q_TILES; t++) {
+        for (int t = 0; t < Config::Q_TILES; t++) {
             float rescale[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int row = 8 * t + 2 * c + e;
                 float tile_max = negative_infinity();
 #pragma unroll
-                for (int w = 0; w < WARPS; w++) tile_max = fmaxf(tile_max, rows.exchange[0][w][row]);
+                for (int w = 0; w < Config::WARPS; w++) tile_max = fmaxf(tile_max, rows.exchange[0][w][row]);
                 const float max_delta = tile_max == negative_infinity() ? 0
-                                        : first                         ? tile_max - LOG2_P_SCALE
-                                                                        : fmaxf(tile_max - LOG2_P_SCALE, 0);
+                                        : first                         ? tile_max - Config::LOG2_P_SCALE
+                                                                        : fmaxf(tile_max - Config::LOG2_P_SCALE, 0);
                 if (thread.warp == 0 && thread.lane < 4) rows.row_max[row] += max_delta;
                 rescale[e] = first ? 1 : exp2_approx(-max_delta);
                 row_sum[t][e] *= rescale[e], zero_sum[t][e] *= rescale[e];
@@ -150,7 +146,7 @@ struct Accumulator {
             }
             rescale_out(rescale[0] * shrink, rescale[1] * shrink, t);
         }
-        if (SCORES) {
+        if constexpr (Config::SCORES != 0) {
             if (thread.warp == 0 && thread.lane < 4) rows.set_references(rows.row_max, c);
             __syncthreads();
         }
@@ -161,20 +157,21 @@ struct Accumulator {
 // codes; `values` is null for full precision. A warp stages before it knows whether a score exceeds its row's
 // reference: one barrier carries that vote. Where it does, or where the `first` tile has no reference yet, all warps
 // update the references and stage again. `token`: of the tile, the first that the lane has scored.
-template <int HALVES>
-__device__ __forceinline__ void stage_probabilities(
-    Accumulator& sums, float (&x)[HALVES][Q_TILES][4], QueryRows& rows, const ValueScales* values, int token,
-    bool first, const ThreadLayout& thread
+template <class Config, int HALVES> __device__ __forceinline__ void stage_probabilities(
+    Accumulator<Config>& sums, float (&x)[HALVES][Config::Q_TILES][4], QueryRows<Config>& rows,
+    const ValueScales<Config>* values, int token, bool first, const ThreadLayout<Config>& thread
 ) {
-    TokenScores<HALVES> scores;
-    float row_sum[Q_TILES][2], zero_sum[Q_TILES][2];
+    constexpr u32 HALF2_EXPONENT_ONE = 0x04000400u;  // exponent fields of 1 in both halves
+    TokenScores<Config, HALVES> scores;
+    float row_sum[Config::Q_TILES][2], zero_sum[Config::Q_TILES][2];
     for (bool may_exceed = true;; may_exceed = first = false) {
-        const u32 unit = u32(29 - sums.exponent) * 0x04000400u;  // the half 2^(14 - exponent), twice
-        const u32 units[2] = {unit, BITS == 4 ? mul_half2(unit, 0x2C002C00u) : unit};  // / 16, as `unpack` leaves INT4
+        const u32 unit = u32(29 - sums.exponent) * HALF2_EXPONENT_ONE;  // 2^(14 - exponent), twice
+        // Of INT4 / 16, as unpacked codes of the second half of the tokens are multiplied by 16.
+        const u32 units[2] = {unit, Config::BITS == 4 ? mul_half2(unit, HALF2_SIXTEENTH) : unit};
         u32 largest = 0;
         scores.clear();
 #pragma unroll
-        for (int t = 0; t < Q_TILES; t++) {
+        for (int t = 0; t < Config::Q_TILES; t++) {
             float summed[HALVES][4];
             row_sum[t][0] = row_sum[t][1] = zero_sum[t][0] = zero_sum[t][1] = 0;
             u32 p[2 * HALVES];
@@ -184,8 +181,8 @@ __device__ __forceinline__ void stage_probabilities(
                 row_sum[t][0] += even, row_sum[t][1] += odd;
 #pragma unroll
                 for (int e = 0; e < 2; e++)
-                    summed[i / 2][i % 2 * 2 + e] = SCORES == SUM_LOGITS ? x[i / 2][t][i % 2 * 2 + e] : e ? odd : even;
-                p[i] = values ? floats_to_half2(even, odd) : Elem::pair_from_floats(even, odd);
+                    summed[i / 2][i % 2 * 2 + e] = Config::SUMS_LOGITS ? x[i / 2][t][i % 2 * 2 + e] : e ? odd : even;
+                p[i] = values ? floats_to_half2(even, odd) : Config::Elem::pair_from_floats(even, odd);
                 largest = __vmaxu2(largest, p[i]);  // positive numbers compare like their bits
                 if (values) {
                     const float zero_point = values->zero_point[i / 2][i % 2];
@@ -194,12 +191,12 @@ __device__ __forceinline__ void stage_probabilities(
                     p[i] = mul_half2(p[i], mul_half2(values->scale[i / 2][i % 2], units[i / 2]));
                 }
             }
-            stmatrix_trans(thread.p_fragments() + t * P_BYTES + thread.warp * 512, p);
+            stmatrix_trans(thread.p_fragments() + t * Config::P_BYTES + thread.warp * 512, p);
             scores.add(rows, t, summed, thread.lane % 4);
             // Summed up here, or the compiler carries all probabilities across the barrier and spills.
             asm volatile("" : "+f"(row_sum[t][0]), "+f"(row_sum[t][1]), "+f"(zero_sum[t][0]), "+f"(zero_sum[t][1]));
         }
-        const u32 limit = values || !BF16 ? MAX_P_HALF : MAX_P_BF16;
+        const u32 limit = values || !Config::BF16 ? Config::MAX_P_HALF : Config::MAX_P_BF16;
         bool exceeds = max(largest & 0xFFFF, largest >> 16) > limit;
         if (values) exceeds |= values->exponent > sums.exponent;
         if (!__syncthreads_or(may_exceed && (first || exceeds))) break;
@@ -207,7 +204,7 @@ __device__ __forceinline__ void stage_probabilities(
     }
     scores.stage(rows, token);
 #pragma unroll
-    for (int i = 0; i < 2 * Q_TILES; i++) {
+    for (int i = 0; i < 2 * Config::Q_TILES; i++) {
         sums.row_sum[i / 2][i % 2] += row_sum[i / 2][i % 2];
         sums.zero_sum[i / 2][i % 2] += zero_sum[i / 2][i % 2];
     }

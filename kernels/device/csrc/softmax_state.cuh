@@ -16,13 +16,12 @@ __device__ __forceinline__ float finite_reference(float row_max) {
     return row_max == negative_infinity() ? 0 : row_max;
 }
 
-// What normalizes a row's output; 0 if the row sees no token.
-__device__ __forceinline__ float inverse_or_zero(float row_sum) { return row_sum > 0 ? 1 / row_sum : 0; }
-
 // State of a row of which this thread accumulates N output channels.
 template <int N> struct SoftmaxState {
     float row_max, row_sum, out[N];
 
+    SoftmaxState() = default;
+    __device__ __forceinline__ explicit SoftmaxState(float reference) : row_max(reference), row_sum(0), out{} {}
     __device__ __forceinline__ void rescale(float new_max) {
         const float factor = exp2_approx(row_max - new_max);
         row_max = new_max;

@@ -101,6 +101,7 @@ def test_cuda_sources_that_let_the_next_kernel_start_wait_for_the_last() -> None
     assert kernels.keys() == {
         "attention.cu",
         "linear.cu",
+        "merge.cu",
         "index_list.cu",
         "progressive.cu",
         "quantize.cu",
