@@ -32,7 +32,7 @@ PROBE_THREADS = 320
 
 
 class LinearParams(KernelParams):
-    """See csrc/params.cuh."""
+    """See csrc/config.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "lower", "bias", "y")),

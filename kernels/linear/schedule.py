@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from ridgeplan.kernels.device.cuda import config_options
 from ridgeplan.kernels.linear.weights import PAIR_BYTES
 from ridgeplan.roofline.execution import (
     CUDA_FUSED_SWIGLU_ROWS,
@@ -36,7 +37,7 @@ class WeightFormat:
     A K tile is the part of an output tile that a warp processes at once; bytes are those of one output tile.
     """
 
-    bits: int  # 16, 8 or 4, WEIGHT_BITS in csrc/config.cuh
+    bits: int  # 16, 8 or 4
     k_tile_inputs: int
     k_tile_bytes: int
     stage_padding_bytes: int
@@ -47,7 +48,7 @@ class WeightFormat:
     long_after_x_bytes: int  # and in a long one
     trigger_stages: int  # stages left to copy when the next kernel may start
     max_equal_stages: int  # up to this many stages per output tile are made about equal; else all but the last are full
-    macros: tuple[str, ...] = ()
+    group: int = 0  # inputs that share a scale
 
 
 @dataclass(frozen=True)
@@ -195,21 +196,23 @@ class LinearSchedule:
 
     @cached_property
     def options(self) -> tuple[str, ...]:
-        """Compile-time configuration (csrc/config.cuh)."""
-        own_inputs = self.k_tiles * self.weights.k_tile_inputs
-        macros = {
-            "WEIGHT_BITS": self.weights.bits,
-            "BF16": int(self.bf16),
-            "X_TILES": self.x_tiles,
-            "SPLIT_K": self.split_k.ways,
-            "X_MULTICAST": self.x_multicast,
-            "X_PARTS": min(X_PARTS, -(-own_inputs // self.stage_inputs)) if self.rows_per_pass > FEW_ROWS else 1,
-            "MMA_WARPS": self.mma_warps,
-            "STAGE_INPUTS": self.stage_inputs,
-            "MAX_STAGES": MAX_STAGES,
-            "FUSE_SWIGLU": int(self.gated),
-        }
-        return (*(f"-D{name}={value}" for name, value in macros.items()), *self.weights.macros)
+        """The compiled variant: `LinearConfig` in csrc/config.cuh."""
+        cta_inputs = self.k_tiles * self.weights.k_tile_inputs
+        return tuple(
+            config_options(
+                WEIGHT_BITS=self.weights.bits,
+                WEIGHT_GROUP=self.weights.group,
+                BF16=self.bf16,
+                X_TILES=self.x_tiles,
+                SPLIT_K=self.split_k.ways,
+                X_MULTICAST=self.x_multicast,
+                X_PARTS=min(X_PARTS, -(-cta_inputs // self.stage_inputs)) if self.rows_per_pass > FEW_ROWS else 1,
+                MMA_WARPS=self.mma_warps,
+                STAGE_INPUTS=self.stage_inputs,
+                MAX_STAGES=MAX_STAGES,
+                FUSE_SWIGLU=self.gated,
+            )
+        )
 
 
 K_TILE_INPUTS = 32
@@ -290,7 +293,7 @@ def weight_format(group: int, bits: int = 4) -> WeightFormat:
         long_after_x_bytes=72 * 1024,
         trigger_stages=0,
         max_equal_stages=2,
-        macros=(f"-DGROUP={group}",),
+        group=group,
     )
 
 

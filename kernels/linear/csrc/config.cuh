@@ -1,48 +1,71 @@
-// Compile-time configuration of the linear kernels, and what follows from it.
+// Configuration and parameters of the linear kernel. The headers beside this one are templates on such a struct.
 #pragma once
 
 #include "../../device/csrc/ptx.cuh"
 
-// Set with -D by LinearSchedule.options in schedule.py:
-//   WEIGHT_BITS   16 (dense.cuh), 4 or 8 (quantized.cuh)
-//   GROUP         of 4- and 8-bit weights: inputs that share a scale, 32, 64, 128 or 256
-//   BF16          dtype of x, bias and y (and of dense weights): 1 bfloat16, 0 float16
-//   X_TILES       8-row tiles of x per CTA
-//   SPLIT_K       CTAs of a cluster that split the inputs between them: 1, 2, 4 or 8
-//   X_MULTICAST   CTAs of a cluster that fetch x together: 1 or 2
-//   X_PARTS       parts in which x arrives
-//   MMA_WARPS     warps that multiply, per CTA
-//   STAGE_INPUTS  inputs of an output tile in one stage of the pipeline
-//   MAX_STAGES    of the pipeline
-//   FUSE_SWIGLU   1: the first half of the outputs are gates of the second; 0
 #ifndef __CUDACC_RTC__  // editors show one variant
-#define WEIGHT_BITS 4
-#define GROUP 128
-#define BF16 1
-#define X_TILES 1
-#define SPLIT_K 1
-#define X_MULTICAST 1
-#define X_PARTS 1
-#define MMA_WARPS 8
-#define STAGE_INPUTS 4096
-#define MAX_STAGES 16
-#define FUSE_SWIGLU 0
+#define CONFIG_WEIGHT_BITS 4
+#define CONFIG_WEIGHT_GROUP 128
+#define CONFIG_BF16 1
+#define CONFIG_X_TILES 1
+#define CONFIG_SPLIT_K 1
+#define CONFIG_X_MULTICAST 1
+#define CONFIG_X_PARTS 1
+#define CONFIG_MMA_WARPS 8
+#define CONFIG_STAGE_INPUTS 4096
+#define CONFIG_MAX_STAGES 16
+#define CONFIG_FUSE_SWIGLU 0
 #endif
 
-#define CLUSTER (SPLIT_K * X_MULTICAST)
-static_assert(!FUSE_SWIGLU || SPLIT_K == 1, "a gate and what it multiplies must be in one CTA");
+struct LinearConfig {
+    // Compiled variant: LinearSchedule.options passes the value of each as -DCONFIG_NAME.
+    static constexpr int WEIGHT_BITS = CONFIG_WEIGHT_BITS;    // 16 (dense.cuh), 4 or 8 (quantized.cuh)
+    static constexpr int WEIGHT_GROUP = CONFIG_WEIGHT_GROUP;  // inputs that share a scale: 32, 64, 128, 256; 0 if dense
+    static constexpr bool BF16 = CONFIG_BF16 != 0;            // dtype of x, bias, y and dense weights; else float16
+    static constexpr int X_TILES = CONFIG_X_TILES;            // 8-row tiles of x per CTA
+    static constexpr int SPLIT_K = CONFIG_SPLIT_K;            // CTAs of a cluster that split the inputs: 1, 2, 4 or 8
+    static constexpr int X_MULTICAST = CONFIG_X_MULTICAST;    // CTAs of a cluster that fetch x together: 1 or 2
+    static constexpr int X_PARTS = CONFIG_X_PARTS;            // parts in which x arrives
+    static constexpr int MMA_WARPS = CONFIG_MMA_WARPS;        // warps of a CTA that multiply
+    static constexpr int STAGE_INPUTS = CONFIG_STAGE_INPUTS;  // inputs of an output tile in a stage of the pipeline
+    static constexpr int MAX_STAGES = CONFIG_MAX_STAGES;      // of the pipeline
+    static constexpr bool FUSE_SWIGLU = CONFIG_FUSE_SWIGLU != 0;  // the first half of the outputs gates the second
 
-constexpr int TILE_OUTPUTS = 16;          // outputs of an output tile, the rows of an mma
-constexpr int COLUMNS = 8 * X_TILES;      // rows of x, the columns of the products
-constexpr int TILE_SUMS = TILE_OUTPUTS * COLUMNS;
-constexpr int SUM_BUFFERS = 2;            // output tiles whose sums are on their way to the epilogue warp
-constexpr int PRODUCER_WARP = MMA_WARPS, EPILOGUE_WARP = MMA_WARPS + 1, WARPS = MMA_WARPS + 2, THREADS = 32 * WARPS;
+    using Elem = Element<BF16>;
+    static constexpr int CLUSTER = SPLIT_K * X_MULTICAST;
+    static constexpr int TILE_OUTPUTS = 16;      // outputs of an output tile, the rows of an mma
+    static constexpr int COLUMNS = 8 * X_TILES;  // rows of x, the columns of the products
+    static constexpr int TILE_SUMS = TILE_OUTPUTS * COLUMNS;
+    static constexpr int SUM_BUFFERS = 2;  // output tiles whose sums are on their way to the epilogue warp
+    static constexpr int PRODUCER_WARP = MMA_WARPS, EPILOGUE_WARP = MMA_WARPS + 1;
+    static constexpr int WARPS = MMA_WARPS + 2, THREADS = 32 * WARPS;
 
-using Elem = Element<BF16 != 0>;
+    static_assert(!FUSE_SWIGLU || SPLIT_K == 1, "a gate and what it multiplies must be in one CTA");
+};
 
-__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    mma_m16n8k16<BF16 != 0>(d, a0, a1, a2, a3, b0, b1);
-}
+// LinearParams in linear/cuda.py has the same layout.
+struct LinearParams {
+    const u8 *x, *weight;  // [rows, inputs]; as dense.cuh or quantized.cuh takes it
+    const u8* lower;       // the second plane of 8-bit weights, or null
+    const u16* bias;       // [outputs], or null
+    u16* y;                // [rows, outputs], with FUSE_SWIGLU [rows, outputs / 2]
+    int rows, inputs, outputs;
+    int rows_per_pass;     // rows of x of a CTA; blockIdx.y counts passes over the weight
+    int max_tiles;         // output tiles of a CTA, at most
+    int stages;            // pipeline stages
+    int trigger_stages;    // stages left to be copied when the next kernel may start
+    int stages_before_x, stages_after_x;  // in flight at once before and after x has arrived
+};
+
+// How a kernel reads weights and multiplies by them: dense.cuh and quantized.cuh specialize it. Both define
+//   K_TILE          inputs of a K tile, the part of an output tile that a warp multiplies at once
+//   STAGE_K_TILES   K tiles of a stage of the pipeline
+//   STAGE_BYTES     size of a stage
+//   X_SUM_COLUMNS   sums of x that a K tile needs
+//   copy            starts the copies of a stage
+//   multiply_stage  multiplies a warp's K tiles of a stage by x
+template <class Config, bool DENSE = Config::WEIGHT_BITS == 16> struct Weights;
+
 // Loads that the compiler may move, unlike ld_shared.
 template <int N> __device__ __forceinline__ void load_words(u32 (&x)[N], const u8* from) {
     if constexpr (N == 4) {

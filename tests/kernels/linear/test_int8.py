@@ -118,7 +118,7 @@ def test_a_stage_has_as_many_bytes_as_with_4_bits() -> None:
     assert four is not None and eight is not None
     assert (four.stage_inputs, eight.stage_inputs) == (4096, 2048)
     assert four.stage_bytes == eight.stage_bytes == 32 * (8 * 128 + 64)
-    assert "-DWEIGHT_BITS=8" in eight.options
+    assert "-DCONFIG_WEIGHT_BITS=8" in eight.options
 
 
 def test_the_launch_passes_both_planes(launches: Any) -> None:
