@@ -92,7 +92,7 @@ template <class Config> struct Scan {
                 middle[i][h] = fma_half2(s[h], HALF2_3_2, z[h]);
             }
         }
-        // All rows of a product are alike: rows 0 to 7 take the first words of two runs, the others the second ones.
+        // Rows 0 to 7 of a product take the first words of two runs, and rows 8 to 15 take the second words.
 #pragma unroll
         for (int i = 0; i < COUNT; i += 2)
 #pragma unroll
@@ -213,8 +213,7 @@ template <class Config> struct Scan {
             if (threadIdx.x % 32 < 4) largest[head] = head_max, sum[head] = head_sum;
         }
     }
-    // Takes the log-sum-exps of `count` samples for those of all tokens; the samples' share of these shifts all scores
-    // alike.
+    // Uses the log-sum-exps of `count` samples for all tokens. The difference shifts all scores equally.
     __device__ __forceinline__ void weigh_heads(
         const float (&largest)[Config::SAMPLES][8], const float (&sum)[Config::SAMPLES][8], int count
     ) {
