@@ -172,7 +172,7 @@ class Recommendation(Table):
     def _round(self) -> list[str]:
         speculation, predicted = self.plan.speculation, self.predicted
         if not speculation.active:
-            return ["  no speculation: every step is the target's own"]
+            return ["  no speculation: every step decodes one token"]
         acceptance = predicted.acceptance
         return [
             f"  a round drafts {speculation.gamma} x {time_text(predicted.draft_step_ms)}, verifies in "
@@ -188,7 +188,8 @@ class Recommendation(Table):
         gammas = ", ".join(map(str, self.adaptive.speculation.gammas))
         max_loss = 100 * (RUNNING_LOSS + STARTING_LOSS)
         return [
-            f"  adaptive: gamma {gammas} by what is accepted, at most {max_loss:.3g}% slower than plain on any text"
+            f"  adaptive: gamma {gammas} depending on acceptance, at most {max_loss:.3g}% slower than plain decoding "
+            "on any text"
         ]
 
     def _rest(self) -> list[str]:

@@ -61,7 +61,7 @@ def bottleneck(plain: Prediction, shape: ModelShape, workload: Workload) -> Iter
         verdict = "the weights and the KV cache weigh about the same"
     yield f"plain decoding spends {100 * share:.0f}% of a step on attention: {verdict}"
     crossover = crossover_context(plain, shape, workload)
-    gain = f"at batch {workload.batch}, fewer bits of weights gain more than of KV"
+    gain = f"at batch {workload.batch}, quantizing the weights gains more than quantizing the KV cache"
     yield (
         f"{gain} at any context" if crossover is None else f"{gain} up to about {_rounded(crossover)} tokens of context"
     )
@@ -106,7 +106,7 @@ SOURCE_WORDS = {
     "transferred": "from kernels or acceptance of another machine or model",
     "published": "from a paper's figures",
     "extrapolated": "outside the measured range",
-    "prior": "an assumption: nothing like it was measured",
+    "prior": "an assumption: nothing comparable was measured",
 }
 
 
@@ -132,8 +132,8 @@ def explain(word: str) -> str:
 
 
 def explain_preset(name: str) -> str:
-    """How a preset differs from plain decoding, and its losses."""
+    """How a preset differs from plain decoding, and its quality cost."""
     plan = PRESETS[name](Workload("any", "any", 32_768))
-    given_up = "; ".join(losses(plan)) or "nothing: the output keeps the model's distribution"
+    cost = "; ".join(losses(plan)) or "none; the output keeps the model's distribution"
     drafts = f" Drafts {plan.speculation.gamma} tokens a round as published." if plan.speculation.active else ""
-    return f"A preset: {describe(plan)}.{drafts} Gives up: {given_up}."
+    return f"A preset: {describe(plan)}.{drafts} Quality cost: {cost}."

@@ -52,7 +52,7 @@ def test_weights_and_kv_cross_where_they_are_as_large(h200_profile, context, bat
     crossover = crossover_context(answer.baseline, answer.shape, answer.plan.workload)
     expected = 2 * 7_504_658_432 / 131_072 / batch
     assert crossover == pytest.approx(expected, rel=0.03)  # queries and partial results are read, too
-    tokens = text.split("gain more than of KV up to about ")[1].split(" tokens")[0]
+    tokens = text.split("gains more than quantizing the KV cache up to about ")[1].split(" tokens")[0]
     assert int(tokens.replace(",", "")) == pytest.approx(crossover, rel=0.005)
 
 
@@ -60,7 +60,7 @@ def test_weights_and_kv_cross_where_they_are_as_large(h200_profile, context, bat
 def test_kv_within_a_window_never_outweighs_the_weights(h200_profile, context):
     """At most 4096 tokens of 131,072 bytes, 0.5 GB, beside 14 GB of weights."""
     text = planner.recommend("mistralai/Mistral-7B-v0.1", "h200", context, profile=h200_profile).explain()
-    assert "fewer bits of weights gain more than of KV at any context\n" in text
+    assert "quantizing the weights gains more than quantizing the KV cache at any context\n" in text
 
 
 @pytest.mark.parametrize("context", [2048, 16_384])
@@ -88,7 +88,7 @@ def test_it_names_the_rounds_arithmetic_and_the_memory(h200_profile):
 
 def test_plain_decoding_has_no_round(h200_profile):
     _, text = explained(h200_profile, 131072, quality="exact", objective="memory")
-    assert "no speculation: every step is the target's own" in text
+    assert "no speculation: every step decodes one token" in text
 
 
 def test_times_have_three_digits_and_no_exponent(h200_profile):

@@ -150,7 +150,9 @@ def test_explain_divides_a_round_among_its_parts(invoke: Any, tmp_path: Path) ->
     text = invoke("explain", path).stdout
     assert [line for line in text.splitlines() if len(line) > 80] == []
     assert f"{predicted['speedup']:.2f}x plain decoding" in " ".join(text.split())
-    assert "at batch 1, fewer bits of weights gain more than of KV up to about 11" in " ".join(text.split())
+    assert "at batch 1, quantizing the weights gains more than quantizing the KV cache up to about 11" in " ".join(
+        text.split()
+    )
     for part, seconds in predicted["round_s"].items():
         assert (f"    {part} " in text) == (seconds > 0)
     assert "which does not fit" in invoke("explain", path, "--memory-limit", "10GB").stdout
