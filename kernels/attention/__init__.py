@@ -49,10 +49,7 @@ def decode_attention(
     Raises ValueError when heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is set for codes
     that hold the upper plane only, or the scores' tensors do not fit.
     """
-    _check(q, keys, values, codes, groups)
-    require_rows(len(q), torch.int32, begin=begin, end=end, groups=groups)
-    if codes is not None:
-        require_lower(codes, lower)
+    check_attention(q, keys, values, begin, end, codes, groups, lower)
     if scores is not None:
         tokens = keys.shape[2] if codes is None else codes.groups * codes.group
         scores.require(len(q), q.shape[2], keys.shape[1], tokens)
@@ -69,7 +66,17 @@ def decode_attention(
     return kernel.run(q, keys, values, begin, end, codes, groups, scale, splits, scores)
 
 
-def _check(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV | None, groups: Tensor | None) -> None:
+def check_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    codes: QuantizedKV | None,
+    groups: Tensor | None,
+    lower: bool,
+) -> None:
+    """Raises ValueError where arguments that dense and sparse decode attention share disagree."""
     batch, _, q_heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     if values.shape != keys.shape:
@@ -85,6 +92,9 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedKV | None, g
             f"codes of batch {codes.batch}, {codes.kv_heads} KV heads and head_dim {codes.head_dim} "
             f"do not fit q {list(q.shape)} and keys {list(keys.shape)}"
         )
+    require_rows(batch, torch.int32, begin=begin, end=end, groups=groups)
+    if codes is not None:
+        require_lower(codes, lower)
 
 
 def merge(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend = "auto") -> Tensor:

@@ -16,9 +16,18 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention.scores import ScoreRequest
-from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, config_options, launch_with_pdl, program
-from ridgeplan.kernels.kv_cache.cuda import GROUP, HEAD_DIMS, QuantizedPlanes, key_planes, value_planes
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.device.cuda import (
+    KernelParams,
+    compile_kernel,
+    config_options,
+    is_on_hopper,
+    is_packed,
+    launch_with_pdl,
+    pack_strides,
+    program,
+)
+from ridgeplan.kernels.kv_cache.cuda import GROUP, HEAD_DIMS, QuantizedPlanes
+from ridgeplan.kernels.kv_cache.layout import NO_PLANES, QuantizedKV
 
 CTAS_PER_SM = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident at once, by query rows
 MIN_CTAS_PER_SM = 3
@@ -161,7 +170,6 @@ def merge_parts(ctas: int, kv_rows: int) -> int:
 SOURCES = {"attend": "attention/csrc/attention.cu", "merge": "attention/csrc/merge.cu"}  # of the kernels
 MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one CTA
 THREADS = 128
-ALIGNMENT = 8  # elements of 16 bytes: the least that bulk copies move
 TENSORS = ("q", "keys", "values", "begin", "end", "groups", "partial", "lse", "row_ctas", "out", "arrivals")
 SCORE_TENSORS = ("scores", "score_lse")
 SIZES = ("batch", "kv_heads", "q_heads_per_kv", "queries", "capacity", "group_capacity")
@@ -230,10 +238,10 @@ class AttentionKernel:
             **{name: None if length is None else length.contiguous() for name, length in lengths.items()},
             **outputs,
             **_score_fields(scores, queries),
-            key_codes=key_planes(codes),
-            value_codes=value_planes(codes),
+            key_codes=QuantizedPlanes.of(NO_PLANES if codes is None else codes.key_planes),
+            value_codes=QuantizedPlanes.of(NO_PLANES if codes is None else codes.value_planes),
             **dict(zip(SIZES, sizes, strict=True)),
-            **dict(zip(STRIDES, _strides(q, keys, values), strict=True)),
+            **dict(zip(STRIDES, pack_strides(q, keys, values), strict=True)),
             fuse_reduction=int(fused),
             scale=scale,
         )
@@ -280,13 +288,13 @@ def find_attention_kernel(
     It needs Hopper or newer, codes in groups of 128, head_dim 64 or 128, at most 64 query rows per KV head, one 16-bit
     dtype, rows of the buffers that 16-byte copies can move, and a positive scale.
     """
-    if not q.is_cuda or torch.version.cuda is None or scale <= 0 or (codes is not None and codes.group != GROUP):
+    if not is_on_hopper(q) or scale <= 0 or (codes is not None and codes.group != GROUP):
         return None
     if q.shape[3] not in HEAD_DIMS or q.shape[1] * q.shape[2] > MAX_ROWS * keys.shape[1]:
         return None
     if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or values.dtype != q.dtype:
         return None
-    if torch.cuda.get_device_capability(q.device) < (9, 0) or not all(map(_aligned, (q, keys, values))):
+    if not all(map(is_packed, (q, keys, values))):
         return None
     return _compiled(_variant(q, keys, codes, lower, scores), q.device)
 
@@ -326,13 +334,3 @@ def _score_fields(request: ScoreRequest | None, queries: int) -> dict[str, Tenso
         return dict.fromkeys(SCORE_TENSORS) | dict.fromkeys(SCORE_SIZES, 0)
     tensors, sizes = (request.out, request.lse), (request.out.shape[2], request.step(queries))
     return dict(zip(SCORE_TENSORS, tensors, strict=True)) | dict(zip(SCORE_SIZES, sizes, strict=True))
-
-
-def _aligned(tensor: Tensor) -> bool:
-    strides = tensor.stride()
-    return strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(s % ALIGNMENT for s in strides[:-1])
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    """Of all axes but the channels, in units of 16 bytes."""
-    return [stride // ALIGNMENT for tensor in tensors for stride in tensor.stride()[:3]]

@@ -166,8 +166,27 @@ def launch_with_pdl(
 
 def pdl_options(tensor: Tensor) -> dict[str, bool]:
     """Launch options of a Triton kernel that begins with `pdl_launch_dependents_and_wait`: PDL on Hopper and newer."""
-    early = tensor.is_cuda and torch.version.cuda is not None and _capability(tensor.device) >= (9, 0)
+    early = is_on_hopper(tensor)
     return {"PDL": early, "launch_pdl": early}
+
+
+def is_on_hopper(tensor: Tensor) -> bool:
+    """Whether the tensor is on an NVIDIA GPU of Hopper's generation or a newer one."""
+    return tensor.is_cuda and torch.version.cuda is not None and _capability(tensor.device) >= (9, 0)
+
+
+PACK_ELEMENTS = 8  # 16-bit elements in 16 bytes, the unit of vector loads and bulk copies
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether 16-byte loads can read the rows of a tensor of 16-bit elements: contiguous and aligned channels."""
+    *strides, channel_stride = tensor.stride()
+    return channel_stride == 1 and tensor.data_ptr() % 16 == 0 and not any(s % PACK_ELEMENTS for s in strides)
+
+
+def pack_strides(*tensors: Tensor) -> list[int]:
+    """The first three strides of each tensor [., ., ., channels] of 16-bit elements, in units of 16 bytes."""
+    return [stride // PACK_ELEMENTS for tensor in tensors for stride in tensor.stride()[:3]]
 
 
 @cache

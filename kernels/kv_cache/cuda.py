@@ -14,8 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, config_options, launch_with_pdl, program
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.device.cuda import (
+    KernelParams,
+    compile_kernel,
+    config_options,
+    is_on_hopper,
+    is_packed,
+    launch_with_pdl,
+    pack_strides,
+    program,
+)
+from ridgeplan.kernels.kv_cache.layout import Planes, QuantizedKV
 
 GROUP = 128  # tokens of a group, in every CUDA C++ kernel that reads or writes codes
 HEAD_DIMS = (64, 128)  # that these kernels support
@@ -26,26 +35,15 @@ class QuantizedPlanes(KernelParams):
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("upper", "lower", "scale", "minimum"))
 
-
-def key_planes(codes: QuantizedKV | None) -> QuantizedPlanes:
-    """The planes of the keys; null pointers for missing lower codes, or if there are no codes."""
-    if codes is None:
-        return QuantizedPlanes(upper=None, lower=None, scale=None, minimum=None)
-    return QuantizedPlanes(upper=codes.key_upper, lower=codes.key_lower, scale=codes.key_scale, minimum=codes.key_min)
-
-
-def value_planes(codes: QuantizedKV | None) -> QuantizedPlanes:
-    """The planes of the values, likewise."""
-    if codes is None:
-        return QuantizedPlanes(upper=None, lower=None, scale=None, minimum=None)
-    return QuantizedPlanes(
-        upper=codes.value_upper, lower=codes.value_lower, scale=codes.value_scale, minimum=codes.value_min
-    )
+    @classmethod
+    def of(cls, planes: Planes) -> QuantizedPlanes:
+        """Pointers to `QuantizedKV.key_planes` or `value_planes`; a missing plane gives a null pointer."""
+        upper, lower, scale, minimum = planes
+        return cls(upper=upper, lower=lower, scale=scale, minimum=minimum)
 
 
 SOURCE, ENTRY = "kv_cache/csrc/quantize.cu", "quantize"
 STREAMS = 16  # tokens that a CTA reads at once, with HEAD_DIM / 8 threads each
-ALIGNMENT = 8  # elements per 16 bytes, which a lane loads at once
 MAX_GROUPS = 65535  # largest second dimension of a grid
 STRIDES = [f"{x}_{axis}stride" for x in ("key", "value") for axis in ("batch_", "head_", "")]
 
@@ -82,16 +80,15 @@ class QuantizeKernel:
         batch, kv_heads, tokens, _ = keys.shape
         rows = {"group_index": group_index, "mask": mask, "first_slot": first_slot}
         rows = {name: None if row is None else row.contiguous() for name, row in rows.items()}
-        strides = [stride // ALIGNMENT for tensor in (keys, values) for stride in tensor.stride()[:3]]
         params = QuantizeParams(
             keys=keys,
             values=values,
             **rows,
-            key_codes=key_planes(out),
-            value_codes=value_planes(out),
+            key_codes=QuantizedPlanes.of(out.key_planes),
+            value_codes=QuantizedPlanes.of(out.value_planes),
             kv_heads=kv_heads,
             group_capacity=out.groups,
-            **dict(zip(STRIDES, strides, strict=True)),
+            **dict(zip(STRIDES, pack_strides(keys, values), strict=True)),
         )
         grid = (batch * kv_heads, tokens // GROUP if first_slot is None else 1, 2)
         with torch.cuda.device(keys.device):
@@ -104,13 +101,11 @@ def find_quantize_kernel(keys: Tensor, values: Tensor, out: QuantizedKV) -> Quan
     It needs Hopper or newer (where it was measured), groups of 128, head_dim 64 or 128, one 16-bit dtype, and rows
     aligned to 16 bytes.
     """
-    if not keys.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(keys.device) < (9, 0):
+    if not is_on_hopper(keys) or not is_packed(keys) or not is_packed(values):
         return None
     if out.group != GROUP or out.head_dim not in HEAD_DIMS or keys.shape[2] > MAX_GROUPS * GROUP:
         return None
     if keys.dtype not in (torch.bfloat16, torch.float16) or values.dtype != keys.dtype:
-        return None
-    if not all(map(_aligned, (keys, values))):
         return None
     return _compiled(out.head_dim, out.planes, keys.dtype == torch.bfloat16, keys.device)
 
@@ -127,7 +122,3 @@ def _compiled(head_dim: int, planes: int, bf16: bool, device: torch.device) -> Q
     text = program(SOURCE, QuantizeParams)
     kernel = compile_kernel(text, ENTRY, options(head_dim, planes, bf16), device, fallback=fallback)
     return None if kernel is None else QuantizeKernel(kernel)
-
-
-def _aligned(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % 16 == 0 and not any(stride % ALIGNMENT for stride in tensor.stride()[:-1])

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.cuda import KernelParams, LaunchConfig, compile_kernel, driver, launch_with_pdl, program
+from ridgeplan.kernels.device.cuda import (
+    KernelParams,
+    LaunchConfig,
+    compile_kernel,
+    driver,
+    is_on_hopper,
+    launch_with_pdl,
+    program,
+)
 from ridgeplan.kernels.linear.schedule import (
     CLUSTER_SIZES,
     K_TILE_INPUTS,
@@ -95,11 +103,9 @@ def _compiled(options: tuple[str, ...], device: torch.device, fallback: str) -> 
 
 def accepts(x: Tensor, max_rows: int) -> bool:
     """Whether these kernels support x [rows, inputs]: few rows of a 16-bit dtype, on Hopper or newer."""
-    if not x.is_cuda or torch.version.cuda is None or not 1 <= len(x) <= max_rows:
+    if not is_on_hopper(x) or not 1 <= len(x) <= max_rows or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if x.dtype not in (torch.bfloat16, torch.float16) or not x.is_contiguous() or x.data_ptr() % 16:
-        return False
-    return torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 @cache

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, config_options, launch_with_pdl, program
+from ridgeplan.kernels.device.cuda import (
+    KernelParams,
+    compile_kernel,
+    config_options,
+    is_on_hopper,
+    launch_with_pdl,
+    program,
+)
 from ridgeplan.kernels.sampling.reference import LOG2_E, Distribution
 
 SOURCE, ENTRY = "sampling/csrc/top_k_top_p.cu", "filter"
@@ -94,12 +101,10 @@ def find_filter_kernel(logits: Tensor) -> TopKTopPKernel | None:
 
     It needs Hopper or newer, contiguous logits of a known dtype, and rows that fit a cluster.
     """
-    if not logits.is_cuda or torch.version.cuda is None or logits.dtype not in ELEMENTS or not logits.is_contiguous():
+    if not is_on_hopper(logits) or logits.dtype not in ELEMENTS or not logits.is_contiguous():
         return None
     variant = variant_of(logits)
-    if torch.cuda.get_device_capability(logits.device) < (9, 0) or variant.loads(logits.shape[-1]) > MAX_LOADS:
-        return None
-    return _compiled(variant, logits.device)
+    return _compiled(variant, logits.device) if variant.loads(logits.shape[-1]) <= MAX_LOADS else None
 
 
 def variant_of(logits: Tensor) -> TopKVariant:

@@ -11,14 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, config_options, launch_with_pdl, program
+from ridgeplan.kernels.device.cuda import (
+    KernelParams,
+    compile_kernel,
+    config_options,
+    is_on_hopper,
+    is_packed,
+    launch_with_pdl,
+    pack_strides,
+    program,
+)
 from ridgeplan.kernels.kv_cache.cuda import GROUP, HEAD_DIMS
 from ridgeplan.kernels.selection.draft_planes import SAMPLES, TwoBitKeys
 from ridgeplan.roofline.execution import CUDA_SCAN_HEADS
 
 THREADS, WARPS = 512, 16
 STAGES = 2  # groups of a warp that are being scanned or copied
-ALIGNMENT = 8  # elements of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -46,20 +54,12 @@ def scan_variant(q: Tensor, kv_heads: int, group: int) -> ScanVariant | None:
     It needs Hopper or newer, groups of 128, head_dim 64 or 128, at most 8 query heads per KV head, 16-bit queries, and
     rows that 16-byte loads can read.
     """
-    if not q.is_cuda or torch.version.cuda is None or group != GROUP or q.shape[3] not in HEAD_DIMS:
+    if not is_on_hopper(q) or group != GROUP or q.shape[3] not in HEAD_DIMS:
         return None
     heads = q.shape[2] // kv_heads
-    if q.shape[1] > 1 or heads > CUDA_SCAN_HEADS or torch.cuda.get_device_capability(q.device) < (9, 0):
-        return None
-    if q.dtype not in (torch.bfloat16, torch.float16) or not aligned(q):
+    if q.shape[1] > 1 or heads > CUDA_SCAN_HEADS or q.dtype not in (torch.bfloat16, torch.float16) or not is_packed(q):
         return None
     return ScanVariant(q.shape[3], heads, q.dtype == torch.bfloat16)
-
-
-def aligned(tensor: Tensor) -> bool:
-    """Whether 16-byte loads can read its rows."""
-    strides = tensor.stride()
-    return strides[-1] == 1 and tensor.data_ptr() % 16 == 0 and not any(s % ALIGNMENT for s in strides[:-1])
 
 
 def parts_of(rows: int, num_sms: int, min_parts: int = 1) -> int:
@@ -162,6 +162,7 @@ def two_bit_top_k_cuda(
         )
     )
     count = torch.empty(rows, dtype=torch.int32, device=q.device)
+    batch_stride, _, head_stride = pack_strides(q)
     params = TwoBitParams(
         q=q,
         groups=groups.contiguous(),
@@ -178,8 +179,8 @@ def two_bit_top_k_cuda(
         parts=parts,
         sinks=sinks,
         max_k=max_k,
-        q_batch_stride=q.stride(0) // ALIGNMENT,
-        q_head_stride=q.stride(2) // ALIGNMENT,
+        q_batch_stride=batch_stride,
+        q_head_stride=head_stride,
         scale=scale,
     )
     with torch.cuda.device(q.device):

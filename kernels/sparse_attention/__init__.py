@@ -6,8 +6,9 @@ Not here: how an index list is made (kernels/selection).
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.attention import check_attention
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
-from ridgeplan.kernels.kv_cache import require_lower, require_rows
+from ridgeplan.kernels.kv_cache import require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection import check_scan, two_bit_top_k
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
@@ -55,10 +56,10 @@ def sparse_decode_attention(
     Raises ValueError when shapes or dtypes disagree, when `page` does not divide the group, and when `lower` is set for
     codes that hold the upper plane only or together with value_rows.
     """
-    _check(q, keys, values, index, count, codes, groups, page)
-    require_rows(len(q), torch.int32, begin=begin, end=end, groups=groups)
-    if codes is not None:
-        require_lower(codes, lower)
+    check_attention(q, keys, values, begin, end, codes, groups, lower)
+    _check_choice(index, count, len(q), keys.shape[1])
+    if page < 1 or (codes is not None and codes.group % page):
+        raise ValueError(f"page {page} must be positive and divide the group")
     if value_rows is not None and (lower or codes is None or value_rows.shape != codes.key_upper.shape):
         raise ValueError("value_rows holds the upper codes of the values of `codes`: give both, and lower=False")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -80,20 +81,7 @@ def sparse_decode_attention(
     )
 
 
-def _check(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    index: Tensor,
-    count: Tensor,
-    codes: QuantizedKV | None,
-    groups: Tensor | None,
-    page: int,
-) -> None:
-    batch, _, q_heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
-    if values.shape != keys.shape or (keys.shape[0], keys.shape[3]) != (batch, head_dim) or q_heads % kv_heads:
-        raise ValueError(f"q {list(q.shape)}, keys {list(keys.shape)} and values {list(values.shape)} disagree")
+def _check_choice(index: Tensor, count: Tensor, batch: int, kv_heads: int) -> None:
     sets = index.shape[:2]
     if index.dim() != 3 or sets[0] != batch or sets[1] not in (1, kv_heads) or count.shape != sets:
         raise ValueError(
@@ -102,12 +90,6 @@ def _check(
         )
     if index.dtype != torch.int32 or count.dtype != torch.int32:
         raise ValueError(f"index and count are {index.dtype} and {count.dtype}; allowed: int32")
-    if (codes is None) != (groups is None):
-        raise ValueError("codes and groups: give both or neither")
-    if page < 1 or (codes is not None and codes.group % page):
-        raise ValueError(f"page {page} must be positive and divide the group")
-    if codes is not None and (codes.batch, codes.kv_heads, codes.head_dim) != (batch, kv_heads, head_dim):
-        raise ValueError(f"codes {list(codes.key_upper.shape)} do not fit q {list(q.shape)} and {kv_heads} KV heads")
 
 
 def progressive_attention(

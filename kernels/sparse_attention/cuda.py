@@ -11,16 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.device.cuda import KernelParams, compile_kernel, config_options, launch_with_pdl, program
-from ridgeplan.kernels.kv_cache.cuda import GROUP, QuantizedPlanes, key_planes, value_planes
+from ridgeplan.kernels.device.cuda import (
+    KernelParams,
+    compile_kernel,
+    config_options,
+    is_packed,
+    launch_with_pdl,
+    pack_strides,
+    program,
+)
+from ridgeplan.kernels.kv_cache.cuda import GROUP, QuantizedPlanes
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.cuda import (
-    ALIGNMENT,
     STAGES,
     THREADS,
     WARPS,
     ScanVariant,
-    aligned,
     parts_of,
     scan_variant,
 )
@@ -118,11 +124,12 @@ class SparseKernel:
         heads = torch.empty(2, rows, parts, self.variant.heads, dtype=torch.float32, device=q.device)
         partial = torch.empty(rows, parts, self.variant.entries, dtype=torch.float32, device=q.device)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        q_batch_stride, _, *strides = pack_strides(q, keys, values)
         fields = {
             **NO_CHOICE,
             **dict(zip(("begin", "end", "groups"), (x.contiguous() for x in lengths), strict=True)),
             **dict(zip(SIZES, (codes.batch, codes.kv_heads, keys.shape[2], codes.groups, parts), strict=False)),
-            **dict(zip(STRIDES, _strides(q, keys, values), strict=True)),
+            **dict(zip(STRIDES, (q_batch_stride, *strides), strict=True)),
             **choice,
         }
         params = SparseParams(
@@ -134,8 +141,8 @@ class SparseKernel:
             part_sum=heads[1],
             out=out,
             value_rows=value_rows,
-            key_codes=key_planes(codes),
-            value_codes=value_planes(codes),
+            key_codes=QuantizedPlanes.of(codes.key_planes),
+            value_codes=QuantizedPlanes.of(codes.value_planes),
             arrivals=self.arrivals,
             scale=scale,
             **fields,
@@ -164,7 +171,7 @@ def supported_variant(q: Tensor, keys: Tensor, values: Tensor, codes: QuantizedK
     scanned = scan_variant(q, codes.kv_heads, codes.group)
     if scanned is None or keys.dtype != q.dtype or values.dtype != q.dtype:
         return None
-    if codes.batch * codes.kv_heads > MAX_ROWS or not aligned(keys) or not aligned(values):
+    if codes.batch * codes.kv_heads > MAX_ROWS or not is_packed(keys) or not is_packed(values):
         return None
     return SparseVariant(scanned.head_dim, scanned.heads, scanned.bf16)
 
@@ -190,12 +197,6 @@ def compiled_kernel(
     arrivals = torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return SparseKernel(compiled, variant, num_sms, shared_bytes, arrivals, group_bytes, max_groups)
-
-
-def _strides(q: Tensor, keys: Tensor, values: Tensor) -> list[int]:
-    """Of all axes but the channels (and of q's queries), in units of 16 bytes."""
-    strides = (q.stride(0), q.stride(2), *keys.stride()[:3], *values.stride()[:3])
-    return [stride // ALIGNMENT for stride in strides]
 
 
 INDEX_LIST_SOURCE, INDEX_LIST_ENTRY = "sparse_attention/csrc/index_list.cu", "index_list"

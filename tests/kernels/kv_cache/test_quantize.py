@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import dequantize, quantize
-from ridgeplan.kernels.kv_cache.cuda import QuantizeKernel, find_quantize_kernel, key_planes, value_planes
+from ridgeplan.kernels.kv_cache.cuda import QuantizedPlanes, QuantizeKernel, find_quantize_kernel
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import encode, pack, unpack
 
@@ -308,7 +308,10 @@ def test_bytes_per_token() -> None:
 @pytest.mark.parametrize("lower", [True, False])
 def test_kernels_and_batches_see_the_same_storage(lower: bool) -> None:
     whole = QuantizedKV.allocate(3, 2, 2, 8, 16, "cpu", lower=lower)
-    for planes, name in ((key_planes(whole), "key"), (value_planes(whole), "value")):
+    for planes, name in (
+        (QuantizedPlanes.of(whole.key_planes), "key"),
+        (QuantizedPlanes.of(whole.value_planes), "value"),
+    ):
         lower_codes = getattr(whole, f"{name}_lower")
         assert planes.lower == (None if lower_codes is None else lower_codes.data_ptr())
         pointers = [planes.upper, planes.scale, planes.minimum]
