@@ -28,17 +28,19 @@ def _filter_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, An
     return launch_metadata("filter_logits", filter_cost(args["logits"]))
 
 
+# Softmax statistics of a distribution
+
 SOFTMAX_CHUNK = 4096  # tokens of a row per program
 
 
 @triton.jit(launch_metadata=_filter_metadata)
 def _softmax_kernel(
-    logits,
-    cutoffs,
-    peaks,
-    masses,
+    logits,  # [rows, vocab]
+    cutoffs,  # float32 [rows], read if FILTERED
+    peaks,  # out: float32 [rows, CHUNKS]
+    masses,  # out: float32 [rows, CHUNKS]
     vocab,
-    scale,
+    scale,  # log2(e) / temperature
     FILTERED: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -59,11 +61,11 @@ def _softmax_kernel(
 
 @triton.jit
 def _join_kernel(
-    peaks,
-    masses,
-    peak,
-    cutoff,
-    mass,
+    peaks,  # float32 [rows, CHUNKS]
+    masses,  # float32 [rows, CHUNKS]
+    peak,  # out: float32 [rows]
+    cutoff,  # out unless FILTERED: float32 [rows]
+    mass,  # out: float32 [rows]
     scale,
     FILTERED: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -122,6 +124,8 @@ def softmax_distribution_triton(logits: Tensor, temperature: float, cutoff: Tens
     return Distribution(logits, temperature, peak, cutoff, mass)
 
 
+# Draws and rejection sampling
+
 REJECTION_CHUNK = 4096  # tokens of a row per program
 UNITS = tl.constexpr(2.0**60)  # of the integers in which probabilities are summed
 
@@ -147,15 +151,15 @@ def _store_counts(counts, row, accepted, max_tokens, GAMMA: tl.constexpr):
 
 @triton.jit
 def _accept_kernel(
-    target,
-    draft,
-    drafted,
-    max_tokens,
-    uniform,
-    counts,
+    target,  # a distribution over [rows, GAMMA + 1] positions
+    draft,  # GAMMA distributions over [rows] positions
+    drafted,  # int64 [rows, GAMMA]
+    max_tokens,  # int32 [rows]
+    uniform,  # float64 [rows, GAMMA + 1]
+    counts,  # out: int64 [rows, 3], tokens kept, drafts accepted, drafts verified
     vocab,
-    scale,
-    draft_scale,
+    scale,  # log2(e) / temperature of the target
+    draft_scale,  # the same of the drafts
     GAMMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -204,10 +208,13 @@ def _draw_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]
 
 @triton.jit(launch_metadata=_draw_metadata)
 def _weigh_kernel(
-    target, draft, counts, sums, vocab, scale, draft_scale,
+    target, draft,  # as in _accept_kernel
+    counts,  # int64 [rows, 3], or None without drafts
+    sums,  # out: int64 [rows, 2, CHUNKS], of the residual and of p
+    vocab, scale, draft_scale,
     GAMMA: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums of each chunk's residual and p, [rows, 2, chunks]."""
+    """Sums a chunk's residual and p."""
     pdl_launch_dependents_and_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
@@ -219,7 +226,11 @@ def _weigh_kernel(
 
 @triton.jit
 def _pick_kernel(
-    target, draft, counts, sums, drafted, uniform, out, vocab, scale, draft_scale,
+    target, draft, counts, sums,  # as in _weigh_kernel
+    drafted,  # int64 [rows, GAMMA], or None without drafts
+    uniform,  # float64 [rows, GAMMA + 1]; the last draws the token
+    out,  # out: int64 [rows, GAMMA + 1]
+    vocab, scale, draft_scale,
     GAMMA: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Draws a row's token: finds the chunk, then the token in it, and stores it after the accepted drafts."""
@@ -305,11 +316,19 @@ def _draw_after_accepted(
     )  # fmt: skip
 
 
+# Greedy choice and its verification
+
 ARGMAX_CHUNK = 8192  # tokens of a row per program
 
 
 @triton.jit(launch_metadata=_filter_metadata)
-def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _best_kernel(
+    logits,  # [rows, vocab]
+    peaks,  # out: float32 [rows, CHUNKS]
+    places,  # out: int32 [rows, CHUNKS], tokens
+    vocab,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The largest logit of each chunk, and the first token that has it."""
     pdl_launch_dependents_and_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -321,7 +340,12 @@ def _best_kernel(logits, peaks, places, vocab, CHUNKS: tl.constexpr, CHUNK: tl.c
 
 
 @triton.jit
-def _join_best_kernel(peaks, places, best, vocab, CHUNKS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+def _join_best_kernel(
+    peaks, places,  # as in _best_kernel
+    best,  # out: int64 [rows]
+    vocab,
+    CHUNKS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The first token that has a row's largest logit; the last of the vocabulary where the logits are NaN."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -333,7 +357,14 @@ def _join_best_kernel(peaks, places, best, vocab, CHUNKS: tl.constexpr, PADDED: 
 
 
 @triton.jit
-def _agree_kernel(best, drafted, max_tokens, counts, GAMMA: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr):
+def _agree_kernel(
+    best,  # int64 [rows, GAMMA + 1], the target's tokens
+    drafted,  # int64 [rows, GAMMA]
+    max_tokens,  # int32 [rows]
+    counts,  # out: int64 [rows, 3], as in _accept_kernel
+    GAMMA: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Counts the drafts of a row up to the first that differs from the target's token, or up to max_tokens."""
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PADDED)

@@ -13,12 +13,20 @@ from ridgeplan.kernels.device.triton_helpers import INTERPRETED, dot
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection.draft_planes import TwoBitKeys
 
+# Packing of draft planes
+
 PACK_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def _pack_kernel(
-    key_upper, value_upper, key_two_bit, value_rows, group_index, mask, capacity,
+    key_upper,  # uint8 [batch, KV_HEADS, capacity, GROUP, HEAD_DIM / 2]
+    value_upper,  # uint8 [batch, KV_HEADS, capacity, HEAD_DIM, GROUP / 2]
+    key_two_bit,  # out: uint8 [batch, KV_HEADS, capacity, GROUP, HEAD_DIM / 4]
+    value_rows,  # out: uint8 [batch, KV_HEADS, capacity, GROUP, HEAD_DIM / 2]
+    group_index,  # int32 [batch]
+    mask,  # bool [batch], or None
+    capacity,  # groups of a row
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     flat = tl.program_id(0).to(tl.int64)
@@ -69,13 +77,20 @@ def pack_draft_planes_triton(
     )
 
 
+# Page scores
+
 PAGE_BLOCK = 32  # pages per program
 PAGE_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["capacity"])
 def _page_scores_kernel(
-    q, bounds, pages, scores, q_batch_stride, q_head_stride, capacity,
+    q,  # [batch, 1, KV_HEADS * RATIO, HEAD_DIM]
+    bounds,  # [batch, KV_HEADS, capacity, 2, HEAD_DIM], smallest and largest keys
+    pages,  # int32 [batch]
+    scores,  # out: float32 [batch, KV_HEADS, capacity]
+    q_batch_stride, q_head_stride,
+    capacity,  # pages of a row
     KV_HEADS: tl.constexpr, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     flat = tl.program_id(0).to(tl.int64)
@@ -120,6 +135,8 @@ def page_scores_triton(q: Tensor, bounds: Tensor, pages: Tensor) -> Tensor:
     )
     return scores
 
+
+# Top-k: a histogram for each digit, then counts and indices of what is chosen
 
 TOP_K_PASSES = 4  # digits of 8 bits of a 32-bit key
 TOP_K_BINS = tl.constexpr(256)  # values of a digit; a histogram's cost per score grows with its bins
@@ -166,7 +183,10 @@ def _prefix(histograms, rank, DIGITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["width", "max_k"])
 def _histogram_kernel(
-    scores, lengths, k, histograms, width, max_k,
+    scores,  # float32 [rows, width]
+    lengths, k,  # int32 [rows]
+    histograms,  # int32 [rows, PASSES, 256], added to
+    width, max_k,
     DIGIT: tl.constexpr, PASSES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -191,8 +211,11 @@ def _histogram_kernel(
 
 @triton.jit(do_not_specialize=["width", "max_k"])
 def _count_kernel(
-    scores, lengths, k, histograms, counts, width, max_k, PASSES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
-):
+    scores, lengths, k, histograms,  # as in _histogram_kernel
+    counts,  # out: int32 [rows, programs, 2]
+    width, max_k,
+    PASSES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Each program's number of keys above the last chosen one's, and of those equal to it."""
     row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = program * CHUNK
@@ -213,7 +236,10 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["width", "max_k"])
 def _write_kernel(
-    scores, lengths, k, histograms, counts, index, count, width, max_k,
+    scores, lengths, k, histograms, counts,  # as in _count_kernel
+    index,  # out: int32 [rows, max_k], ascending
+    count,  # out: int32 [rows]
+    width, max_k,
     PASSES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -252,10 +278,8 @@ def top_k_triton(scores: Tensor, lengths: Tensor, k: Tensor, max_k: int) -> tupl
     counts = torch.empty(rows, programs, 2, dtype=torch.int32, device=scores.device)
     index = torch.empty(rows, max_k, dtype=torch.int32, device=scores.device)
     count = torch.empty(rows, dtype=torch.int32, device=scores.device)
-    grid, sizes = (
-        (rows, programs),
-        {"PASSES": TOP_K_PASSES, "BLOCK": TOP_K_BLOCK, "CHUNK": chunk, "num_warps": TOP_K_WARPS},
-    )
+    grid = (rows, programs)
+    sizes = {"PASSES": TOP_K_PASSES, "BLOCK": TOP_K_BLOCK, "CHUNK": chunk, "num_warps": TOP_K_WARPS}
     inputs = (scores, lengths, k, histograms)
     for digit in range(TOP_K_PASSES):
         _histogram_kernel[grid](*inputs, width, max_k, DIGIT=digit, **sizes)
@@ -264,6 +288,8 @@ def top_k_triton(scores: Tensor, lengths: Tensor, k: Tensor, max_k: int) -> tupl
     _write_kernel[grid](*inputs, counts, index, count, width, max_k, PROGRAMS=padded, **sizes)
     return index, count
 
+
+# Scores from 2-bit keys
 
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -334,7 +360,14 @@ def _add_quarter(
 
 @triton.jit(do_not_specialize=["scale", "capacity"])
 def _two_bit_kernel(
-    q, key_two_bit, key_scale, key_min, groups, lse, scores, scale, capacity,
+    q,  # [batch, 1, KV_HEADS * RATIO, HEAD_DIM]
+    key_two_bit,  # uint8 [batch, KV_HEADS, capacity, GROUP, HEAD_DIM / 4]
+    key_scale, key_min,  # float16 [batch, KV_HEADS, capacity, HEAD_DIM]
+    groups,  # int32 [batch]
+    lse,  # float32 [batch, KV_HEADS * RATIO]
+    scores,  # out: float32 [batch, KV_HEADS, capacity * GROUP]
+    scale,  # of the softmax, times log2(e)
+    capacity,  # groups of a row
     q_batch_stride, q_head_stride,
     KV_HEADS: tl.constexpr, RATIO: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
