@@ -31,8 +31,9 @@ def ordered(ptx, early, reads_first):
     if not early:
         return "griddepcontrol" not in ptx
     accesses = re.finditer(r"\\b(ld|st)(\\.volatile)?\\.global", ptx)
-    places = [found.start() for found in accesses if found[1] == "st" or not reads_first]
-    return "griddepcontrol.launch_dependents" in ptx and 0 < ptx.find("griddepcontrol.wait") < min(places)
+    places = [access.start() for access in accesses if access[1] == "st" or not reads_first]
+    started = ptx.find("griddepcontrol.launch_dependents")
+    return 0 < started < ptx.find("griddepcontrol.wait") < min(places)
 
 
 ALIGNED = [["tt.divisibility", 16]]
@@ -117,12 +118,12 @@ def chained() -> Callable[[Product, Callable[[int, int], Any], int], None]:
 
 
 def _results(product: Product, weights: Sequence[Any], first: Tensor, synchronize: bool) -> list[Tensor]:
-    found = [first]
+    results = [first]
     for weight in weights:
-        found.append(product(found[-1], weight))
+        results.append(product(results[-1], weight))
         if synchronize:
             torch.cuda.synchronize()
-    return found
+    return results
 
 
 @pytest.fixture(scope="session")

@@ -92,10 +92,10 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 
 RAGGED = ((3, 0, 37), (1, 5, 6), (0, 2, 71))  # odd lengths, a first token, no quantized group
 SWEEP = [
-    *(Case(2 * ratio, 2, 64, 3, RAGGED[:2], 4) for ratio in (1, 3, 4, 7, 8)),
-    *(Case(2, 1, 64, queries, RAGGED[1:], 8) for queries in (1, 2, 4, 5, 6, 7, 8, 16)),
+    *(Case(2 * ratio, 2, 64, 3, RAGGED[:2], 4) for ratio in (1, 3, 7, 8)),
+    *(Case(2, 1, 64, queries, RAGGED[1:], 8) for queries in (1, 2, 5, 8, 16)),
     *(Case(4, 1, 128, 2, RAGGED, bits, group=64) for bits in (0, 4, 8)),
-    *(Case(6, 2, 64, 1, RAGGED, 0, splits=splits) for splits in (1, 2, 5, 40)),
+    *(Case(6, 2, 64, 1, RAGGED, 0, splits=splits) for splits in (1, 5, 40)),
     *(Case(3, 1, 128, 4, RAGGED, 8, dtype) for dtype in (torch.bfloat16, torch.float16)),
     *(Case(4, 2, 64, 4, RAGGED, 4, dtype, group=128) for dtype in (torch.bfloat16, torch.float16)),
     Case(4, 1, 64, 2, RAGGED, 0, torch.bfloat16, splits=3),
@@ -257,8 +257,11 @@ def test_one_graph_serves_growing_lengths() -> None:
 # The log-sum-exp merge against softmax over everything at once.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("splits", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize(
+    ("splits", "dtype"),
+    [(1, torch.bfloat16), (3, torch.float32), (16, torch.bfloat16), (17, torch.float32), (40, torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_merge_equals_unsplit_softmax(backend: str, splits: int, dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(splits)

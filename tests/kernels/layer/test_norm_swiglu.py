@@ -24,10 +24,15 @@ def reference(total: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
-    ("rows", "hidden"), [((1, 1), 576), ((2, 3), 896), ((5,), 1), ((), 64), ((2,), 4100), ((33,), 70)], ids=str
-)
+    ("rows", "hidden", "dtype"),
+    [
+        ((1, 1), 576, torch.float32), ((2, 3), 896, torch.bfloat16), ((2, 3), 896, torch.float16),
+        ((5,), 1, torch.float32), ((), 64, torch.bfloat16), ((), 64, torch.float16), ((2,), 4100, torch.float32),
+        ((2,), 4100, torch.bfloat16), ((33,), 70, torch.float32), ((33,), 70, torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_sum_and_norm(backend: str, rows: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str) -> None:
     stream, update, weight = inputs(rows, hidden, dtype, device)

@@ -11,10 +11,19 @@ from ridgeplan.kernels.layer import rope_append, rotary_tables
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 EPS = 1e-6
-# q_heads, kv_heads, head_dim
-HEADS = pytest.mark.parametrize(
-    "heads", [(9, 3, 64), (14, 2, 64), (4, 4, 96), (8, 1, 128), (2, 1, 256), (3, 3, 10)], ids=str
-)
+ROTATIONS = [  # (q_heads, kv_heads, head_dim), dtype, with qk_norm
+    ((9, 3, 64), torch.float32, False),
+    ((9, 3, 64), torch.bfloat16, True),
+    ((14, 2, 64), torch.float16, True),
+    ((4, 4, 96), torch.float32, True),
+    ((4, 4, 96), torch.bfloat16, False),
+    ((8, 1, 128), torch.float16, False),
+    ((8, 1, 128), torch.bfloat16, True),
+    ((2, 1, 256), torch.float32, False),
+    ((2, 1, 256), torch.float16, True),
+    ((3, 3, 10), torch.float32, True),
+    ((3, 3, 10), torch.bfloat16, False),
+]
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
 
 
@@ -75,12 +84,10 @@ class Case:
         return turned[:, :, :q_heads], turned[:, :, q_heads:], values
 
 
-@HEADS
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "qk_norm"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("heads", "dtype", "normed"), ROTATIONS, ids=str)
 @BACKENDS
 def test_rotates_and_appends(
-    backend: str, dtype: torch.dtype, normed: bool, heads: tuple[int, int, int], device: str
+    heads: tuple[int, int, int], dtype: torch.dtype, normed: bool, backend: str, device: str
 ) -> None:
     case = Case(heads, dtype, device)
     keys, values = case.cache()

@@ -23,6 +23,16 @@ from ridgeplan.roofline.passes import weight_bytes
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 SHAPES = [(16, 256, 256), (23, 384, 128), (40, 192, 64), (1, 96, 32)]  # outputs, inputs, group
 KINDS = ["plain", "hierarchical"]
+PRODUCTS = [  # kind, outputs, inputs, group, leading shape of x
+    ("plain", 16, 256, 256, (5,)),
+    ("hierarchical", 16, 256, 256, (67,)),
+    ("hierarchical", 23, 384, 128, (2, 9)),
+    ("plain", 23, 384, 128, (67,)),
+    ("plain", 40, 192, 64, ()),
+    ("hierarchical", 40, 192, 64, (5,)),
+    ("hierarchical", 1, 96, 32, ()),
+    ("plain", 1, 96, 32, (2, 9)),
+]
 
 
 def random_pairs(outputs: int, groups: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -72,9 +82,7 @@ def test_planes_of_two_shapes_are_refused() -> None:
         Int8Weight(one, other)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
-@pytest.mark.parametrize("shape", [(), (5,), (2, 9), (67,)], ids=str)
+@pytest.mark.parametrize(("kind", "outputs", "inputs", "group", "shape"), PRODUCTS)
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.usefixtures("poisoned_empty")
 def test_product_equals_the_definition(

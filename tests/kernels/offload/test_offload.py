@@ -26,8 +26,9 @@ from ridgeplan.roofline.plan.presets import preset
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
 
 
-@pytest.mark.parametrize("dtype, entry", [(torch.uint8, (32, 16)), (torch.float16, (6,)), (torch.bfloat16, (10,))])
-@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize(
+    "dtype, entry, spare", [(torch.uint8, (32, 16), 0), (torch.float16, (6,), 3), (torch.bfloat16, (10,), 0)]
+)
 @BACKENDS
 def test_the_leading_entries_are_copied_and_no_others(
     backend: str, spare: int, dtype: torch.dtype, entry: tuple[int, ...], device: str
@@ -114,9 +115,7 @@ def test_the_same_choice_again_loads_nothing() -> None:
     assert int(allocate_slots(table, index + 2, count).count) == 2  # two of ten differ
 
 
-@pytest.mark.parametrize("sets", [1, 2])
-@pytest.mark.parametrize("page", [1, 4])
-@pytest.mark.parametrize("head_dim", [16, 24])
+@pytest.mark.parametrize(("head_dim", "page", "sets"), [(16, 1, 1), (16, 4, 2), (24, 1, 2), (24, 4, 1)])
 @BACKENDS
 def test_units_are_gathered_into_their_slots(backend: str, head_dim: int, page: int, sets: int, device: str) -> None:
     generator = torch.Generator().manual_seed(page)
