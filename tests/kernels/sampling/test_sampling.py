@@ -305,10 +305,10 @@ def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(
     backend: str, device: str, temperature: float, value: float, vocab: int
 ) -> None:
     """Which ones is of no account, but they must index the embedding until the engine has seen that logits broke."""
-    distribution = torch.full((2, 3, vocab), value, device=device)
+    constant = torch.full((2, 3, vocab), value, device=device)
     partly = random_logits(2, 3, vocab, seed=5).to(device)
     partly[:, :, vocab // 2] = value
-    for logits in (distribution, partly):
+    for logits in (constant, partly):
         target = filter_logits(logits, temperature, backend=backend)
         drafts = [filter_logits(logits[:, j].contiguous(), temperature, backend=backend) for j in range(2)]
         uniform = random_uniform(2, 3, seed=6).to(device)
