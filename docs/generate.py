@@ -29,7 +29,7 @@ from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.latency import RateTerms
 from ridgeplan.validate.papers.comparison import compare_all, targets_of
 from ridgeplan.validate.papers.rows import list_engines
-from ridgeplan.validate.suite.report import read_report, summaries
+from ridgeplan.validate.suite.report import SuiteReport, summaries
 
 ROOT = Path(__file__).parents[1]
 PROFILES = ROOT / "roofline" / "catalog" / "profiles"
@@ -121,7 +121,7 @@ def decode_errors(name: str) -> str:
 
 def validation(name: str) -> str:
     """Errors of predictions in a report of `ridgeplan validate --suite`, and what was aimed at."""
-    report = read_report(RESULTS / f"{name}.json")
+    report = SuiteReport.read(RESULTS / f"{name}.json")
     rows = [
         (
             one.name,
@@ -140,7 +140,7 @@ def worst(name: str, count: str) -> str:
     """The rows of a report with the largest errors."""
     rows = [
         (row.kind, row.model.split("/")[-1], row.case, f"{row.relative_error:+.1%}")
-        for row in read_report(RESULTS / f"{name}.json").worst_rows(int(count))
+        for row in SuiteReport.read(RESULTS / f"{name}.json").worst_rows(int(count))
     ]
     return table(("", "model", "case", "error"), rows)
 

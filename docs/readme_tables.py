@@ -15,7 +15,7 @@ from ridgeplan.planner.export.engine_profile import measured_rows
 from ridgeplan.planner.quality import FIDELITY, Quality, QualityRow, load_rows, quality_of, ruler_average
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.validate.suite.report import read_report, summaries
+from ridgeplan.validate.suite.report import SuiteReport, summaries
 
 RESULTS = Path(__file__).parents[1] / "validate" / "results"
 DECODING = "decode_*h200.json"
@@ -238,7 +238,7 @@ def _quality(rows: Sequence[QualityRow], plan: str) -> str:
 
 def errors(name: str) -> str:
     """How far predictions were off, by what was predicted."""
-    found = {one.name: one for one in summaries(read_report(RESULTS / f"{name}.json"))}
+    found = {one.name: one for one in summaries(SuiteReport.read(RESULTS / f"{name}.json"))}
     rows = []
     for key, told in PREDICTED.items():
         shares = (found[key].median, found[key].p90, found[key].worst)

@@ -14,6 +14,7 @@ import torch
 
 from ridgeplan.roofline.catalog.hardware import FIGURES, Hardware, detect_hardware, load_hardware
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.validate.timing import Bench, KernelCall
 
 MEASURED = "measured by ridgeplan calibrate"
@@ -108,14 +109,37 @@ def measured_here() -> dict[str, Any]:
     """What files of results say of their origin: device, date, and versions."""
     return {
         "device": device_here(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "software": {name: metadata.version(name) for name in ("torch", "ridgeplan")},
+        "date": today(),
+        "software": software(),
     }
 
 
+def today() -> str:
+    """The date in UTC."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def software() -> dict[str, str]:
+    """Versions of torch and of this package."""
+    return {name: metadata.version(name) for name in ("torch", "ridgeplan")}
+
+
 def device_here() -> str:
-    """The name of the GPU, else of the processor."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_model()
+    """The name of the first GPU, else of the processor."""
+    return device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or of the processor for any other device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that torch may still allocate; 1e18 where the host does not report it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what earlier engines freed counts as free
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(available_bytes() or 1e18)
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -109,15 +109,15 @@ def quality(
         content = sample_text() if text is None else read_prompt(text)
         material, chosen = _material(content, tasks)
         name = "Python's help topics" if text is None else Path(text).stem
-        question = QualityOptions(source, named_shape(source), tuple(makers), ctx, content, name, tasks=chosen, **sizes)
-        question.require_head()  # before anything is measured
-        for line in question.refused():
+        options = QualityOptions(source, named_shape(source), tuple(makers), ctx, content, name, tasks=chosen, **sizes)
+        options.require_head()  # before anything is measured
+        for line in options.refused():
             click.echo(f"skipped: {line}", err=True)
         with progress("loading") as on_progress:
-            for measured in measure_quality(question, material, list(rows.values()), on_progress):
+            for measured in measure_quality(options, material, list(rows.values()), on_progress):
                 rows.update((row.cell, row) for row in measured)
                 write_atomically(path, rows_json(rows.values()))
-    _report(question, list(rows.values()), path, as_json)
+    _report(options, list(rows.values()), path, as_json)
 
 
 def _makers(plans: Sequence[str], budgets: Sequence[int], chunks: Sequence[int]) -> Iterator[PlanMaker]:
@@ -146,15 +146,15 @@ def _material(text: str, names: Sequence[str]) -> tuple[Material, tuple[Task, ..
     return material(text, questions), chosen
 
 
-def _report(question: QualityOptions, rows: Sequence[QualityRow], path: Path, as_json: bool) -> None:
+def _report(options: QualityOptions, rows: Sequence[QualityRow], path: Path, as_json: bool) -> None:
     from ridgeplan.validate.quality.measure import is_requested
 
-    requested = [row for row in rows if is_requested(question, row)]
+    requested = [row for row in rows if is_requested(options, row)]
     if as_json:
         print_json({"path": str(path), "rows": [asdict(row) for row in requested]})
         return
     first = requested[0]
-    sizes = f"{question.passages} passages, {question.samples} prompts per task"
+    sizes = f"{options.passages} passages, {options.samples} prompts per task"
     print_table(f"Quality of {first.model} on {first.text}: {sizes}, {first.where}", COLUMNS, table_rows(requested))
     click.echo(
         f"RULER: mean over the tasks that plain decoding solves at {100 * SOLVED:.0f}% or more; plain decoding's mean "

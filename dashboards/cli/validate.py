@@ -17,7 +17,7 @@ from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import load_profile
-from ridgeplan.validate.suite.report import SECTIONS, SUITES, RegretRow, SuiteReport, SuiteRow, read_report
+from ridgeplan.validate.suite.report import SECTIONS, SUITES, RegretRow, SuiteReport, SuiteRow
 
 if TYPE_CHECKING:
     from ridgeplan.validate import Comparison
@@ -44,7 +44,7 @@ def run_suite(
     Raises SuiteError, before anything is measured, where those are of another suite, machine or calibration.
     """
     calibrated = this_machine() if profile is None else load_profile(profile)
-    earlier = read_report(output) if output is not None and output.exists() else None
+    earlier = SuiteReport.read(output) if output is not None and output.exists() else None
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.prompts import read_prompt
     from ridgeplan.validate.suite.run import SuiteOptions, heading
@@ -53,11 +53,11 @@ def run_suite(
     generating = not only or "generations" in only
     sources = tuple(embedded_or(model) for model in models or (None,)) if generating else ()
     texts = (None if path is None else read_prompt(path) for path in (prompt_file, other_text))
-    question = SuiteOptions(suite, only, calibrated, sources, *texts)
+    options = SuiteOptions(suite, only, calibrated, sources, *texts)
     if earlier is not None:
-        heading(question).merged_into(earlier)
+        heading(options).merged_into(earlier)
     with progress("validating") as on_progress:
-        report = measure(question, on_progress)
+        report = measure(options, on_progress)
     if earlier is not None:
         report = report.merged_into(earlier)
     if output is not None:
@@ -173,7 +173,7 @@ def validate(plan: Plan | None, suite: str | None, report: Path | None, as_json:
     elif suite is not None:
         run_suite(suite, as_json=as_json, **applicable)
     elif report is not None:
-        show(read_report(report), as_json=as_json, **applicable)
+        show(SuiteReport.read(report), as_json=as_json, **applicable)
 
 
 def _subject(found: dict[str, object]) -> str:

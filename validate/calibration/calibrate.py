@@ -2,74 +2,215 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ridgeplan.roofline.catalog.profile import Profile, user_profile_path
+import torch
+
+from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.catalog.profile import Profile, Rates, user_profile_path
+from ridgeplan.roofline.execution import rate_rows
+from ridgeplan.validate import machine
+from ridgeplan.validate.calibration.calls import bench_for, class_calls, portable_calls
+from ridgeplan.validate.calibration.fit import Ceilings, Sample, Samples, SamplesError, fit_rates, fit_steps
+from ridgeplan.validate.calibration.link import link_classes
 from ridgeplan.validate.calibration.noise import NoiseCheck
+from ridgeplan.validate.calibration.overheads import measured_rounds, with_dispatch, with_fitted_gaps
+from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.measure import Progress, silent
+from ridgeplan.validate.timing import Bench, KernelCall
 
-if TYPE_CHECKING:
-    from ridgeplan.validate.calibration.fit import Samples
-    from ridgeplan.validate.calibration.sizes import Suite
+PORTABLE = "portable"  # all classes of the kernels that older GPUs run
+LINK = "link"  # all classes of transfers between a GPU and the host
+LARGE_READ_BYTES = 200e6
 
 
+class CalibrationError(ValueError):
+    """A calibration that this machine cannot do: of another one's profile, of an unknown class or device."""
+
+
+@torch.inference_mode()
 def calibrate(
     quick: bool,
     device: str | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Progress = silent,
     suite: Suite | None = None,
     noise: NoiseCheck | None = None,
     keep: Callable[[Samples], object] | None = None,
 ) -> Profile:
-    """This machine's profile. Takes a few minutes, with `quick` well under one.
+    """Measures this machine's profile. It takes a few minutes, with `quick` well under one.
 
-    device: by default "cuda" if available, else "cpu". suite: overrides the device's sizes. noise: how noisy classes
-    are treated, by default refused; it holds every class's spread afterwards. keep: called with what was measured,
-    before it is fitted.
-    Raises ValueError for a device that does not exist, NoisyMachine where readings do not agree.
+    device: by default "cuda" if available, else "cpu". suite: replaces the device's sizes. noise: decides whether noisy
+    classes are refused, as by default; it holds every class's spread afterwards. keep: is called with the samples
+    before they are fitted.
+    Raises ValueError for a device that does not exist, and NoisyMachine where readings do not agree.
     """
-    # Importing torch takes seconds, which loading or comparing profiles should not need.
-    from ridgeplan.validate.calibration.profile import measure_profile
-
-    return measure_profile(
-        quick, device, on_progress or silent, suite, noise or NoiseCheck(), keep or (lambda samples: None)
+    noise = noise or NoiseCheck()
+    place = _device(device)
+    suite = _fitting(suite or suite_for(place.type, quick), place)
+    on_progress("ceilings", 0, 1)
+    bench = bench_for(place, suite)
+    bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
+    cuda = place.type == "cuda"
+    hardware = machine.cuda_hardware(bench, bandwidth, compute) if cuda else machine.cpu_hardware(bandwidth, compute)
+    samples = _measured(bench, suite, hardware.num_sms, on_progress, noise)
+    ceilings = _ceilings(hardware, bandwidth, compute, (sample for of_kind in samples.values() for sample in of_kind))
+    profile = Profile(
+        hardware=hardware,
+        device=machine.device_name(place),
+        software=machine.software(),
+        date=machine.today(),
+        classes={
+            kind: noise.widened(kind, _fitted(kind, of_kind, ceilings, suite)) for kind, of_kind in samples.items()
+        },
+        asynchronous=cuda,
+        portable=_portable(bench, suite, hardware.num_sms, ceilings),
     )
+    if cuda:
+        profile = _with_link(bench, profile)
+    on_progress("whole rounds", len(samples), len(samples) + 1)
+    dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
+    rounds = measured_rounds(dispatched, suite.gap_shapes, place)
+    if keep is not None:
+        keep(Samples.of(profile.device, profile.date, ceilings, samples).with_rounds(rounds))
+    return with_fitted_gaps(dispatched, suite.gap_shapes, rounds) if rounds else dispatched
 
 
-def refit(base: Profile, samples: Path) -> Profile:
-    """`base` with its rates fitted again to the samples of an earlier full calibration of the same machine.
-
-    Raises SamplesError for a file that is missing, damaged or of another machine.
-    """
-    from ridgeplan.validate.calibration.fit import read_samples
-    from ridgeplan.validate.calibration.profile import fitted_again
-    from ridgeplan.validate.calibration.sizes import suite_for
-
-    kind = "cpu" if base.hardware.kind == "cpu" else "cuda"
-    return fitted_again(base, read_samples(samples), suite_for(kind, quick=False))
-
-
+@torch.inference_mode()
 def recalibrate(
     base: Profile,
     kinds: Sequence[str],
     quick: bool,
-    on_progress: Progress | None = None,
+    on_progress: Progress = silent,
     suite: Suite | None = None,
     noise: NoiseCheck | None = None,
 ) -> Profile:
-    """`base`, this machine's profile, with the classes `kinds` measured again.
+    """Measures the classes `kinds` of `base`, this machine's profile, again.
 
-    kinds: "portable" are those of older GPUs, "link" those of the link to the host. What is fitted to whole rounds
-    stays as it is. Raises CalibrationError for another machine's profile and for an unknown class, NoisyMachine where
-    readings do not agree.
+    "portable" stands for the classes of older GPUs, "link" for those of the link to the host. What is fitted to whole
+    rounds stays as it is.
+    Raises CalibrationError for another machine's profile and for an unknown class, and NoisyMachine where readings do
+    not agree.
     """
-    from ridgeplan.validate.calibration.profile import measure_again
+    noise = noise or NoiseCheck()
+    place = _device(None)
+    device = machine.device_name(place)
+    if device != base.device:
+        raise CalibrationError(f"the profile is of {base.device}, this machine is {device}; calibrate it whole")
+    suite = _fitting(suite or suite_for(place.type, quick), place)
+    bench = bench_for(place, suite)
+    known = [*class_calls(bench, suite, base.hardware.num_sms), PORTABLE, LINK]
+    if unknown := sorted(set(kinds) - set(known)):
+        raise CalibrationError(f"class {unknown[0]!r} is none of: {', '.join(known)}")
+    bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
+    samples = _measured(bench, suite, base.hardware.num_sms, on_progress, noise, kinds)
+    ceilings = _ceilings(
+        base.hardware, bandwidth, compute, (sample for of_kind in samples.values() for sample in of_kind)
+    )
+    fitted = {kind: noise.widened(kind, _fitted(kind, of_kind, ceilings, suite)) for kind, of_kind in samples.items()}
+    portable = _portable(bench, suite, base.hardware.num_sms, ceilings) if PORTABLE in kinds else base.portable
+    profile = replace(
+        base,
+        software=machine.software(),
+        date=machine.today(),
+        classes={**base.classes, **fitted},
+        portable=dict(portable),
+    )
+    return _with_link(bench, profile) if LINK in kinds and place.type == "cuda" else profile
 
-    return measure_again(base, kinds, quick, on_progress or silent, suite, noise or NoiseCheck())
+
+def refit(base: Profile, path: Path, suite: Suite | None = None) -> Profile:
+    """Fits `base` again to the samples that an earlier full calibration of the same machine left in a file.
+
+    This changes the rates of the classes whose time grows in steps, and the gaps of rounds. Everything else stays as it
+    is. suite: by default the full one of the machine.
+    Raises SamplesError for a file that is missing, damaged or of another machine.
+    """
+    samples = Samples.read(path)
+    suite = suite or suite_for("cpu" if base.hardware.kind == "cpu" else "cuda", quick=False)
+    if samples.device != base.device:
+        raise SamplesError(f"the samples are of {samples.device}, the profile is of {base.device}; allowed: the same")
+    hardware, reached = base.hardware, (samples.matmul_utilization, samples.read_utilization)
+    ceilings = Ceilings(hardware.bandwidth_bytes_per_s, hardware.compute_flops, *reached, hardware.num_sms)
+    stepped = {kind: of_kind for kind, of_kind in samples.by_kind().items() if suite.steps_of(kind) is not None}
+    fitted = {kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in stepped.items()}
+    profile = replace(base, classes={**base.classes, **fitted}, date=samples.date)
+    return with_fitted_gaps(profile, suite.gap_shapes, samples.rounds) if samples.rounds else profile
+
+
+def _device(name: str | None) -> torch.device:
+    available = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    name = name or available[-1]
+    if name.partition(":")[0] not in available:
+        raise CalibrationError(f"device is {name!r}; allowed here: {', '.join(available)}")
+    return torch.device(name)
+
+
+def _fitting(suite: Suite, place: torch.device) -> Suite:
+    """`suite` with a pool of at most a quarter of a GPU's memory; sizes that exceed the pool are left out."""
+    if place.type != "cuda":
+        return suite
+    memory_bytes = torch.cuda.get_device_properties(place).total_memory
+    return replace(suite, pool_bytes=min(suite.pool_bytes, memory_bytes // 4))
+
+
+def _with_link(bench: Bench, profile: Profile) -> Profile:
+    """`profile` with the rates of the link to the host, measured on a GPU."""
+    copied = machine.host_link_bytes_per_s(bench)
+    classes = {**profile.classes, **link_classes(bench.device, copied)}
+    return replace(profile, host_link_utilization=copied / profile.hardware.host_link_bytes_per_s, classes=classes)
+
+
+def _measured(
+    bench: Bench,
+    suite: Suite,
+    num_sms: int,
+    on_progress: Progress,
+    noise: NoiseCheck,
+    kinds: Sequence[str] | None = None,
+) -> dict[str, list[Sample]]:
+    """Samples of all classes, or of `kinds`."""
+    classes = class_calls(bench, suite, num_sms)
+    chosen = {kind: calls for kind, calls in classes.items() if kinds is None or kind in kinds}
+    samples = {}
+    for done, (kind, calls) in enumerate(chosen.items()):
+        on_progress(kind, done, len(chosen))
+        readings = noise.readings(kind, bench, calls, sample_of)
+        samples[kind] = [replace(sample, seconds=seconds) for sample, seconds in readings]
+    return samples
+
+
+def _ceilings(hardware: Hardware, copied: float, matmul: float, samples: Iterable[Sample]) -> Ceilings:
+    """Nothing is read faster than a copy, a sum or the fastest kernel that reads far more than a cache holds."""
+    large = [sample.cost.bytes / sample.seconds for sample in samples if sample.cost.bytes > LARGE_READ_BYTES]
+    peaks = hardware.bandwidth_bytes_per_s, hardware.compute_flops
+    return Ceilings(*peaks, matmul / peaks[1], min(1.0, max(copied, *large, 0.0) / peaks[0]), hardware.num_sms)
+
+
+def sample_of(call: KernelCall) -> Sample:
+    """A call's sizes, not timed yet."""
+    return Sample(call.cost, math.nan, call.rows, call.width, call.depth, call.tiles)
+
+
+def _fitted(kind: str, samples: Sequence[Sample], ceilings: Ceilings, suite: Suite) -> Rates:
+    """Rates in steps of rows for the classes that a decode pass's rows and queries go through, if the suite has any."""
+    samples = [replace(sample, rows=rate_rows(kind, sample.rows, sample.width, sample.depth)) for sample in samples]
+    steps = suite.steps_of(kind)
+    return fit_rates(samples, ceilings) if steps is None else fit_steps(samples, ceilings, steps)
+
+
+def _portable(bench: Bench, suite: Suite, num_sms: int, ceilings: Ceilings) -> dict[str, Rates]:
+    """Rates of the kernels that run on GPUs older than Hopper, each reading once."""
+    if not suite.portable:
+        return {}
+    samples: dict[str, list[Sample]] = {}
+    for call in portable_calls(bench, suite, num_sms):
+        samples.setdefault(call.kind, []).append(replace(sample_of(call), seconds=bench.seconds(call)))
+    return {kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in samples.items()}
 
 
 def save_profile(profile: Profile, path: str | Path | None = None) -> Path:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares, lsq_linear, minimize
 
-from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, MAX_UTILIZATION, Rates, RowStep
-from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, parts, text, whole
+from ridgeplan.roofline.catalog.validation import Checked, number, parts, text, whole
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import filled
 from ridgeplan.roofline.passes import tiles
+from ridgeplan.validate.result_file import SCHEMA, ResultFile
 
 SHORTEST_LAUNCH_S = 1e-9
 SLOWEST = 1e-6  # utilization
@@ -228,7 +227,6 @@ def _arithmetic(samples: Sequence[Sample], reading_s: np.ndarray, ceilings: Ceil
     return float(np.clip(max(computing_s / reading_s), 1e-9, ceilings.matmul_utilization))
 
 
-SCHEMA = 1
 LARGEST = 1e18
 
 
@@ -284,10 +282,11 @@ class RoundSample(Checked):
 
 
 @dataclass(frozen=True)
-class Samples(Checked):
+class Samples(ResultFile):
     """All samples of one calibration. The utilizations are those of `Ceilings`."""
 
     error = SamplesError
+    title, advice = "samples", "calibrate again"
     device: str = text()
     date: str = text()
     matmul_utilization: float = number(1e-9, 4)
@@ -313,7 +312,7 @@ class Samples(Checked):
         return by_kind
 
     def to_json(self) -> str:
-        """JSON text that `read_samples` reads back to equal samples, one sample a line."""
+        """JSON text that `read` reads back to equal samples, one sample a line."""
         lists = {name: ",\n".join(json.dumps(asdict(row)) for row in getattr(self, name)) for name in LISTS}
         head = {name: value for name, value in vars(self).items() if name not in LISTS}
         body = "".join(f', "{name}": [\n{lines}\n]' for name, lines in lists.items())
@@ -321,14 +320,3 @@ class Samples(Checked):
 
 
 LISTS = ("kernels", "rounds")
-
-
-def read_samples(path: Path) -> Samples:
-    """Samples from a file, which is not trusted. Raises SamplesError naming it."""
-    try:
-        document: Any = parse_json(read_document(path))
-        return build(Samples, fields_of_schema(document, SCHEMA, "calibrate again", SamplesError))
-    except OSError as error:
-        raise SamplesError(f"cannot read samples {brief(str(path))}: {error.strerror}") from None
-    except ValueError as error:
-        raise SamplesError(f"samples {brief(str(path))}: {error}") from None

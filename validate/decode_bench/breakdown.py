@@ -190,7 +190,7 @@ def breakdowns(
     """
     require_cuda(model.device.type)
     attach()
-    plans = [row.case.plan(model, profile, new_tokens) for row in rows]
+    plans = [row.case.plan(model.shape, profile, new_tokens) for row in rows]
     by_row: dict[int, Breakdown] = {}
     drafts: dict[int, DecoderWeights] = {}
     for index in sorted(range(len(rows)), key=lambda index: run_order(rows[index].case, plans[index])):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ridgeplan.planner.export.engine_profile import measured_rows
 from ridgeplan.planner.resolution import workload_for
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import preset, preset_name
@@ -62,9 +61,9 @@ class DecodeCase:
         workload = plan.workload
         return cls(preset_name(plan), workload.context, workload.batch, given=plan)
 
-    def plan(self, model: InflatedModel, profile: Profile, new_tokens: int) -> Plan:
-        """The plan, with RoPE scaled if the small model needs it. Raises PlanError."""
-        workload = workload_for(model.shape, profile, self.context, new_tokens, self.batch, yarn=True)
+    def plan(self, shape: ModelShape, profile: Profile, new_tokens: int) -> Plan:
+        """The plan for a model, with RoPE scaled beyond its context limit. Raises PlanError."""
+        workload = workload_for(shape, profile, self.context, new_tokens, self.batch, yarn=True)
         if self.given is not None:
             return replace(self.given, workload=workload)
         plan = preset(self.preset, workload)
@@ -182,12 +181,14 @@ def bench_decode(
     Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
     fit into memory.
     """
+    from ridgeplan.runtime import UnsupportedPlan
     from ridgeplan.runtime.loading import require_executable
 
-    plans = [case.plan(model, profile, new_tokens) for case in cases]
+    plans = [case.plan(model.shape, profile, new_tokens) for case in cases]
     for plan in plans:
         require_executable(plan)
-        _require_no_head(plan)
+        if reason := missing_head(plan):
+            raise UnsupportedPlan(f"this plan can be estimated but not executed here: {reason}")
     sizes = dict.fromkeys((case.context, case.batch) for case in cases)
     make_prompts = (
         partial(random_batch, len(model.tokenizer))
@@ -196,37 +197,14 @@ def bench_decode(
     )
     prompts = {size: make_prompts(*size) for size in sizes}
     bench = _Run(model, profile, temperature, calibration)
-    rows: dict[int, DecodeRow] = {}
     for index in sorted(range(len(cases)), key=lambda index: run_order(cases[index], plans[index])):
         case = cases[index]
-        rows[index] = bench.row(case, plans[index], prompts[case.context, case.batch])
+        bench.rows[index] = bench.row(case, plans[index], prompts[case.context, case.batch])
         if on_progress is not None:
-            on_progress(f"{case.preset}, context {case.context}, batch {case.batch}", len(rows), len(cases))
+            on_progress(f"{case.preset}, context {case.context}, batch {case.batch}", len(bench.rows), len(cases))
         if on_report is not None:
-            on_report(_report(model, temperature, calibration, rows))
-    return _report(model, temperature, calibration, rows)
-
-
-def _require_no_head(plan: Plan) -> None:
-    from ridgeplan.runtime import UnsupportedPlan
-
-    if reason := missing_head(plan):
-        raise UnsupportedPlan(f"this plan can be estimated but not executed here: {reason}")
-
-
-def _report(
-    model: InflatedModel, temperature: float, calibration: Sequence[int], rows: Mapping[int, DecodeRow]
-) -> DecodeReport:
-    return DecodeReport(
-        device=_device_name(model),
-        model=f"{model.hub.model_type}, {model.hub.num_hidden_layers} layers of {model.hub.hidden_size}",
-        shape=model.shape.name,
-        software={name: metadata.version(name) for name in ("torch", "ridgeplan")},
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        temperature=temperature,
-        calibration_tokens=len(calibration),
-        rows=tuple(rows[index] for index in sorted(rows)),
-    )
+            on_report(bench.report())
+    return bench.report()
 
 
 def run_order(case: DecodeCase, plan: Plan) -> tuple[bool, int, bool, bool, int]:
@@ -237,7 +215,10 @@ def run_order(case: DecodeCase, plan: Plan) -> tuple[bool, int, bool, bool, int]
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """State shared by the cases of a report. plain: by context and batch; drafts: 4-bit weights by group."""
+    """State shared by the cases of a report.
+
+    plain: by context and batch; drafts: 4-bit weights by group; rows: by the index of their case.
+    """
 
     model: InflatedModel
     profile: Profile
@@ -245,26 +226,39 @@ class _Run:
     calibration: Sequence[int]
     plain: dict[tuple[int, int], Measured] = field(default_factory=dict)
     drafts: dict[int, DecoderWeights] = field(default_factory=dict)
+    rows: dict[int, DecodeRow] = field(default_factory=dict)
 
     def row(self, case: DecodeCase, plan: Plan, prompts: list[list[int]]) -> DecodeRow:
-        """Runs one case."""
-        measured = self._measured(plan, prompts)
-        if case.preset == PLAIN:
-            self.plain[case.context, case.batch] = measured
-        plain = self.plain.get((case.context, case.batch))
-        comparison = compare_measured(plan, self.model.shape, self.profile, measured, plain)
-        vllm = vllm_tpot_ms(_device_name(self.model), self.model.shape.name, case.context, case.batch)
-        return DecodeRow(case, plan.speculation.gamma, measured, comparison, vllm)
-
-    def _measured(self, plan: Plan, prompts: list[list[int]]) -> Measured:
-        """One measurement; only the draft weights of the plan's engine are kept."""
+        """Runs one case. Only the draft weights of the plan's engine are kept."""
         from ridgeplan.runtime import SamplingParams
 
         with self.model.shared_engine(plan, self.drafts, self.calibration or None, self.profile) as engine:
-            return measure(engine, prompts, plan.workload.new_tokens, SamplingParams(self.temperature))
+            measured = measure(engine, prompts, plan.workload.new_tokens, SamplingParams(self.temperature))
+        if case.preset == PLAIN:
+            self.plain[case.context, case.batch] = measured
+        shape, plain = self.model.shape, self.plain.get((case.context, case.batch))
+        comparison = compare_measured(plan, shape, self.profile, measured, plain)
+        vllm = vllm_tpot_ms(self._device_name, shape.name, case.context, case.batch)
+        return DecodeRow(case, plan.speculation.gamma, measured, comparison, vllm)
 
+    def report(self) -> DecodeReport:
+        """The report of the cases so far, in the order in which they were given."""
+        from ridgeplan.validate.machine import software, today
 
-def _device_name(model: InflatedModel) -> str:
-    import torch
+        hub = self.model.hub
+        return DecodeReport(
+            device=self._device_name,
+            model=f"{hub.model_type}, {hub.num_hidden_layers} layers of {hub.hidden_size}",
+            shape=self.model.shape.name,
+            software=software(),
+            date=today(),
+            temperature=self.temperature,
+            calibration_tokens=len(self.calibration),
+            rows=tuple(self.rows[index] for index in sorted(self.rows)),
+        )
 
-    return torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu"
+    @property
+    def _device_name(self) -> str:
+        import torch
+
+        return torch.cuda.get_device_name(self.model.device) if self.model.device.type == "cuda" else "cpu"

@@ -5,8 +5,6 @@ The engines of one call share weights and differ in how much they keep, so that 
 
 from __future__ import annotations
 
-import datetime
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,13 +27,12 @@ from ridgeplan.planner.quality import (
 )
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime import SamplingParams, load
-from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.eviction.policies import OracleScorer
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
-from ridgeplan.validate.machine import cpu_model
+from ridgeplan.validate.machine import device_name, free_bytes, today
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.quality.fidelity import ForcedPassage, next_logits, overlap, perplexity, surprise
@@ -202,7 +199,7 @@ def mean_scores(pairs: Sequence[Asked], scores: Sequence[float]) -> Values:
 
 
 def parts(items: Sequence[T], max_items: int) -> Iterator[Sequence[T]]:
-    """The items in order, up to `most` at a time."""
+    """The items in order, up to `max_items` at a time."""
     return (items[start : start + max_items] for start in range(0, len(items), max_items))
 
 
@@ -237,9 +234,9 @@ class _Run:
         self._rows = {row.cell: row for row in known}
         self._weights: dict[tuple[int, int | None, bool], DecoderWeights] = {}
         self._engines: dict[tuple[Plan, int], Engine] = {}
-        self._on_cuda = options.device != "cpu" and torch.cuda.is_available()
-        self._where = torch.cuda.get_device_name() if self._on_cuda else cpu_model()
-        self._dtype = "bfloat16" if self._on_cuda else "float32"  # what `load` chooses
+        on_cuda = options.device != "cpu" and torch.cuda.is_available()
+        self._device = torch.device("cuda" if on_cuda else "cpu")
+        self._dtype = torch.bfloat16 if on_cuda else torch.float32  # what `load` chooses
 
     def at(self, context: int) -> Iterator[list[QualityRow]]:
         """The rows of one context: plain decoding's first, as the others hold its figures."""
@@ -257,10 +254,10 @@ class _Run:
 
     def _that_fit(self, families: Sequence[tuple[Plan, ...]]) -> Iterator[tuple[Plan, ...]]:
         """The families, in as many parts as their engines need to be in memory at once."""
-        options, element_bytes = self._options, 2 if self._on_cuda else 4
+        options = self._options
         for family in families:
-            largest = max(cache_bytes(plan, options.shape, options.rows, element_bytes) for plan in family)
-            together = max(1, int(CACHES_SHARE * _free_bytes(self._on_cuda) / largest))
+            largest = max(cache_bytes(plan, options.shape, options.rows, self._dtype.itemsize) for plan in family)
+            together = max(1, int(CACHES_SHARE * free_bytes(self._device) / largest))
             yield from (tuple(part) for part in parts(family, together))
 
     def _of_group(
@@ -306,9 +303,9 @@ class _Run:
             samples=group.samples,
             tokens=options.tokens,
             seed=options.seed,
-            dtype=self._dtype,
-            where=self._where,
-            date=datetime.date.today().isoformat(),
+            dtype=str(self._dtype).removeprefix("torch."),
+            where=device_name(self._device),
+            date=today(),
             text=options.text_name,
         )
 
@@ -332,14 +329,6 @@ class _Run:
         total = sum(len(options.plans_at(context)) for context in options.contexts) * len(inputs.groups)
         self._on_progress(what, self._done, total)
         self._done += plans
-
-
-def _free_bytes(on_cuda: bool) -> int:
-    """Memory that engines may take; without a limit on a host that does not tell."""
-    if on_cuda:
-        torch.cuda.empty_cache()  # of engines that are closed
-        return torch.cuda.mem_get_info()[0]
-    return available_bytes() or sys.maxsize
 
 
 def named(plans: Sequence[Plan]) -> str:

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from ridgeplan.planner.acceptance import AcceptanceRow
 from ridgeplan.planner.resolution import yarn_factor
-from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.validation import Checked, build, number, numbers, parts, text, texts_by_name, whole
+from ridgeplan.roofline.catalog.validation import Checked, number, numbers, parts, text, texts_by_name, whole
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DraftCodes, KVCache, KVFormat, Plan, Speculation
 from ridgeplan.roofline.plan.policy import AllTokens, SparseSelection, TokenSelection, make_selection
 from ridgeplan.runtime import WorkloadError, load
@@ -41,6 +40,7 @@ from ridgeplan.runtime.policies.ranked import RankedSelector
 from ridgeplan.validate.acceptance import MAX_TOKENS_MEASURED, Passage, draft_weights_of, named_shape, quantizer_of
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_tokens
+from ridgeplan.validate.result_file import SCHEMA, ResultFile
 
 GAMMA = 7
 ROUND = GAMMA + 1  # tokens
@@ -286,8 +286,6 @@ def _pass(engine: Engine, weights: DecoderWeights, tokens: Tensor, metadata: Att
     return engine.decoder.step(weights, engine.cache, tokens, metadata)[0].float().softmax(-1)
 
 
-SCHEMA = 1
-REMEASURE = "make it again with `ridgeplan study drafts`"
 CONDITIONS = ("model", "text", "tokens", "calibration")  # which all rows of a file share, beside the device
 
 
@@ -327,13 +325,14 @@ def row_of(result: DraftAcceptance) -> SavedRow:
 
 
 @dataclass(frozen=True)
-class SavedStudy(Checked):
+class SavedStudy(ResultFile):
     """The conditions that all rows share, and the rows. calibration: the text of 4-bit weights; "" for the model's own.
 
     device, date and software are those of the run that wrote the file last.
     """
 
     error = WorkloadError
+    title, advice = "study", "make it again with `ridgeplan study drafts`"
     model: str = text()
     tokens: int = whole(MIN_TOKENS, MAX_TOKENS_MEASURED)
     calibration: str = text("")
@@ -360,7 +359,7 @@ class SavedStudy(Checked):
 
     def resumed(self, path: Path) -> SavedStudy:
         """With the rows of a file. Raises WorkloadError for a damaged one, and for one of other conditions."""
-        saved = read_study(path)
+        saved = SavedStudy.read(path)
         for name in (*CONDITIONS, "device"):
             there, here = getattr(saved, name), getattr(self, name)
             if there != here:
@@ -397,12 +396,3 @@ def _acceptance_row(study: SavedStudy, row: SavedRow, shape: ModelShape, checkpo
         date=datetime.date.today().isoformat(),
         text=study.text,
     )
-
-
-def read_study(path: Path) -> SavedStudy:
-    """A file that `ridgeplan study drafts` wrote. Raises WorkloadError."""
-    try:
-        fields = fields_of_schema(parse_json(read_document(path)), SCHEMA, REMEASURE, WorkloadError)
-        return build(SavedStudy, fields)
-    except (OSError, ValueError) as error:
-        raise WorkloadError(f"cannot read {str(path)!r}: {error}") from None

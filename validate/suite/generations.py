@@ -27,12 +27,12 @@ from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.validate.comparison import Comparison, compare_measured, tpot_ms_at
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.machine import free_library_workspaces
 from ridgeplan.validate.measure import Measured, measure
 from ridgeplan.validate.prompts import first_tokens, prompt_batch, sample_text
 from ridgeplan.validate.suite.report import AT_ANOTHER, AT_MEASURED, PEAK, SuiteRow
 from ridgeplan.validate.suite.sections import case_text
-from ridgeplan.validate.suite.sizes import PlanCase
 
 ACCEPTANCE, BY_DRIVER = "acceptance", "memory in use, by the driver"
 CALIBRATION_TOKENS = 8192  # of 4-bit weights
@@ -117,7 +117,7 @@ def _calibration(tokenizer: Any, texts: Texts) -> list[int] | None:
 
 
 def generation_rows(
-    model: Generator, case: PlanCase, profile: Profile, new_tokens: int, texts: Texts
+    model: Generator, case: DecodeCase, profile: Profile, new_tokens: int, texts: Texts
 ) -> tuple[list[SuiteRow], str | None]:
     """The rows of one plan, or none and the reason. Raises PromptError for a text that is too short."""
     plan = case.plan(model.shape, profile, new_tokens)

@@ -6,16 +6,13 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.validation import (
     Checked,
     brief,
-    build,
     number,
     one_of,
     parts,
@@ -25,8 +22,8 @@ from ridgeplan.roofline.catalog.validation import (
     texts_by_name,
     whole,
 )
+from ridgeplan.validate.result_file import SCHEMA, ResultFile
 
-SCHEMA = 1
 SECTIONS = ("kernels", "steps", "generations", "regret")
 SUITES = ("smoke", "full")
 UNITS = ("us", "ms", "bytes", "")  # microseconds, milliseconds, bytes, or a plain number
@@ -90,10 +87,12 @@ class RegretRow(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SuiteReport(Checked):
+class SuiteReport(ResultFile):
     """What was measured on one machine, with what, and how. skipped: what did not run, with the reason."""
 
     error = SuiteError
+    title, advice = "report", "run `ridgeplan validate --suite` again"
+    derived: ClassVar = {"rows": "relative_error", "regret": "regret"}
     suite: str = one_of(SUITES)
     device: str = text()
     date: str = text()
@@ -123,18 +122,6 @@ class SuiteReport(Checked):
         """JSON text that `from_json` reads back to an equal report."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
-    @classmethod
-    def from_json(cls, document: str | bytes) -> SuiteReport:
-        """Parses and validates untrusted JSON. Raises SuiteError, one line that lists what is wrong."""
-        try:
-            data = parse_json(document)
-        except ValueError as error:
-            raise SuiteError(f"not a JSON report: {error}") from None
-        fields = fields_of_schema(data, SCHEMA, "run `ridgeplan validate --suite` again", SuiteError)
-        # What follows from the other fields is written for readers of the JSON, and computed again here.
-        derived = {"rows": "relative_error", "regret": "regret"}
-        return build(cls, fields | {name: _without(fields.get(name), key) for name, key in derived.items()})
-
     def merged_into(self, earlier: SuiteReport) -> SuiteReport:
         """`earlier` with this report's sections in the place of its own.
 
@@ -153,23 +140,6 @@ class SuiteReport(Checked):
             regret=self.regret if "regret" in self.methods else earlier.regret,
             skipped=tuple(dict.fromkeys((*earlier.skipped, *self.skipped))),
         )
-
-
-def read_report(path: Path) -> SuiteReport:
-    """A report from a file. Raises SuiteError naming the file."""
-    try:
-        return SuiteReport.from_json(read_document(path))
-    except OSError as error:
-        raise SuiteError(f"cannot read report {brief(str(path))}: {error.strerror}") from None
-    except ValueError as error:
-        raise SuiteError(f"report {brief(str(path))}: {error}") from None
-
-
-def _without(rows: object, key: str) -> object:
-    """Rows of untrusted JSON without one key; anything else is left for the validation to refuse."""
-    if not isinstance(rows, list):
-        return rows if rows is not None else []
-    return [{k: v for k, v in row.items() if k != key} if isinstance(row, dict) else row for row in rows]
 
 
 AT_MEASURED, AT_ANOTHER = "TPOT at the measured acceptance", "TPOT at another text's acceptance"

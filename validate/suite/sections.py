@@ -71,13 +71,8 @@ STEPS_METHOD = (
 NEW_TOKENS = 256  # more than the timed rounds can add
 
 
-def step_rows(model: RandomModel, plan: Plan, profile: Profile) -> Iterator[SuiteRow]:
-    """The rows of one plan's round, in milliseconds."""
-    yield from rows_of(plan, model, profile, measured_round(model, plan))
-
-
 def rows_of(plan: Plan, model: RandomModel, profile: Profile, times: RoundTimes) -> Iterator[SuiteRow]:
-    """A plain step, or a draft step and a verification, beside the prediction for the tokens that were there."""
+    """A plain step, or a draft step and a verification, in milliseconds, and the prediction for the same lengths."""
     ran = replace(plan, workload=replace(plan.workload, new_tokens=times.grown))
     predicted = predict(ran, model.shape, profile)
     target_ms = predicted.target_step_ms

@@ -5,34 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ridgeplan.planner.resolution import workload_for
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
+from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.kernel_calls.attention import Heads
 from ridgeplan.validate.random_model import llama_like_shape
 
 Workloads = tuple[tuple[int, int], ...]  # context, batch
-
-
-@dataclass(frozen=True)
-class PlanCase:
-    """A preset at a workload; gamma None means the preset's own."""
-
-    preset: str
-    context: int
-    batch: int
-    gamma: int | None = None
-
-    def plan(self, shape: ModelShape, profile: Profile, new_tokens: int) -> Plan:
-        """The plan for a model, with RoPE scaled where its context limit asks for it, which changes no time."""
-        plan = preset(self.preset, workload_for(shape, profile, self.context, new_tokens, self.batch, yarn=True))
-        if self.gamma is None:
-            return plan
-        return replace(plan, speculation=replace(plan.speculation, gamma=self.gamma))
 
 
 @dataclass(frozen=True)
@@ -45,13 +25,13 @@ class SuiteSizes:
 
     kernels: Suite
     models: tuple[ModelShape, ...]
-    steps: tuple[PlanCase, ...]
+    steps: tuple[DecodeCase, ...]
     regret: Workloads
     candidates: int
-    generations: tuple[PlanCase, ...]
+    generations: tuple[DecodeCase, ...]
     new_tokens: int
     inflated_shape: str | None = None
-    inflated: tuple[PlanCase, ...] = ()
+    inflated: tuple[DecodeCase, ...] = ()
 
 
 def sizes_for(suite: str, device: str) -> SuiteSizes:
@@ -84,9 +64,9 @@ def full_sizes(device: str) -> SuiteSizes:
     )
 
 
-def cases(plans: tuple[tuple[str, int | None], ...], workloads: Workloads) -> tuple[PlanCase, ...]:
+def cases(plans: tuple[tuple[str, int | None], ...], workloads: Workloads) -> tuple[DecodeCase, ...]:
     """Every plan (preset and gamma) at every workload."""
-    return tuple(PlanCase(name, *workload, gamma) for workload, (name, gamma) in product(workloads, plans))
+    return tuple(DecodeCase(name, *workload, gamma) for workload, (name, gamma) in product(workloads, plans))
 
 
 def qwen_1_5b() -> ModelShape:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,17 +244,17 @@ def test_a_plan_file_is_a_case_with_its_own_figures(
     monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.report", lambda cases, **rest: seen.extend(cases))
     assert invoke("bench", "suite", "--model-shape", "any", "--plan", file).exit_code == 0
     assert seen == [DecodeCase("autoregressive", 4096, 2), DecodeCase("dapq-quantspec", 4096, 2, given=plan)]
-    model: Any = SimpleNamespace(shape=load_shape("Llama-3.1-8B"))
-    run = seen[1].plan(model, h200_profile, 64)
+    shape = load_shape("Llama-3.1-8B")
+    run = seen[1].plan(shape, h200_profile, 64)
     assert run == replace(plan, workload=run.workload)
     assert (run.workload.new_tokens, run.workload.hardware) == (64, h200_profile.hardware.name)
 
 
 def test_a_case_may_keep_a_share_of_the_prompt(h200_profile: Any) -> None:
-    model: Any = SimpleNamespace(shape=load_shape("Llama-3.1-8B"))
-    plan = DecodeCase("dapq-quantspec", 32768, 8, 2, share=0.25).plan(model, h200_profile, 64)
+    shape = load_shape("Llama-3.1-8B")
+    plan = DecodeCase("dapq-quantspec", 32768, 8, 2, share=0.25).plan(shape, h200_profile, 64)
     assert (plan.eviction.budget, plan.eviction.share, plan.eviction.tokens(32768)) == (0, 0.25, 8192)
-    assert DecodeCase("dapq", 32768, 8).plan(model, h200_profile, 64).eviction.budget == 1024
+    assert DecodeCase("dapq", 32768, 8).plan(shape, h200_profile, 64).eviction.budget == 1024
     row = {"preset": "dapq-quantspec", "share": 0.25, "gamma": 2}
     assert plan_text(row) == "dapq-quantspec 25%, gamma 2"
     assert plan_text(row | {"adaptive": True}) == "dapq-quantspec 25%, gamma adaptive up to 2"

@@ -15,8 +15,8 @@ from ridgeplan.planner import Recommendation, Workload, preset
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.runtime import load
 from ridgeplan.validate import NoiseCheck
-from ridgeplan.validate.calibration.fit import Samples, read_samples
-from ridgeplan.validate.suite.report import SuiteReport, read_report
+from ridgeplan.validate.calibration.fit import Samples
+from ridgeplan.validate.suite.report import SuiteReport
 from ridgeplan.validate.suite.run import SuiteOptions, heading
 
 WORKLOAD = Workload("HuggingFaceTB/SmolLM2-135M", "h200", 160, 6)
@@ -191,7 +191,7 @@ def test_calibrate_keeps_what_was_measured_and_fits_it_again(
     path, samples = tmp_path / "own.json", tmp_path / "samples.json"
     kept = invoke("calibrate", "--quick", "--allow-noisy", "--output", path, "--samples", samples)
     assert kept.exit_code == 0
-    assert read_samples(samples).device == measured_profile.device
+    assert Samples.read(samples).device == measured_profile.device
     assert invoke("calibrate", "--refit", samples, "--output", path).exit_code == 0
     assert load_profile(path) == replace(measured_profile, date="2026-11-22")  # there was nothing to fit
     assert "--refit measures nothing" in refuses("calibrate", "--refit", samples, "--quick", "--output", path)
@@ -232,12 +232,12 @@ def results(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[SuiteOptions]:
-    """The questions that would have been measured; each has one step as its answer."""
+    """The options that would have been measured; each has one step as its answer."""
     asked: list[SuiteOptions] = []
 
-    def run(question: SuiteOptions) -> SuiteReport:
-        asked.append(question)
-        return replace(heading(question), rows=(replace(ROW, section=question.sections[0]),))
+    def run(options: SuiteOptions) -> SuiteReport:
+        asked.append(options)
+        return replace(heading(options), rows=(replace(ROW, section=options.sections[0]),))
 
     monkeypatch.setattr("ridgeplan.validate.suite.run.run_suite", lambda question, _: run(question))
     return asked
@@ -275,11 +275,11 @@ def test_parts_are_merged_in_one_file(
     for part in ("steps", "kernels", "steps"):
         arguments = ("validate", "--suite", "smoke", "--only", part, "--profile", profile_path, "--output", output)
         assert invoke(*arguments).exit_code == 0
-    report = read_report(output)
+    report = SuiteReport.read(output)
     assert report.sections == ("kernels", "steps")
     assert sorted(row.section for row in report.rows) == ["kernels", "steps"]
-    assert [question.only for question in measured] == [("steps",), ("kernels",), ("steps",)]
-    assert all(question.models == () for question in measured)  # none is needed without generations
+    assert [options.only for options in measured] == [("steps",), ("kernels",), ("steps",)]
+    assert all(options.models == () for options in measured)  # none is needed without generations
 
 
 def test_a_file_of_another_machine_is_refused_before_anything_runs(
@@ -308,8 +308,8 @@ def test_models_and_texts_reach_the_suite(
         tmp_path / "b.txt",
     )
     answer = invoke("validate", "--suite", "smoke", "--profile", profile_path, *arguments, "--json")
-    question = measured[0]
-    assert question == SuiteOptions("smoke", (), profile, ("one", "two"), "the text a.txt", "the text b.txt")
+    options = measured[0]
+    assert options == SuiteOptions("smoke", (), profile, ("one", "two"), "the text a.txt", "the text b.txt")
     assert {"summary", "rows", "regret"} <= json.loads(answer.stdout).keys()
 
 

@@ -22,7 +22,6 @@ from ridgeplan.validate.calibration.fit import (
     SamplesError,
     fit_rates,
     fit_steps,
-    read_samples,
 )
 
 CEILINGS = Ceilings(bandwidth_bytes_per_s=1e12, compute_flops=1e14, matmul_utilization=0.7)
@@ -191,7 +190,7 @@ def shipped() -> Profile:
 
 def test_the_shipped_profile_is_fitted_to_the_kept_samples(shipped: Profile) -> None:
     """From rates that are all wrong, the times of a step come out as those of the profile that ships."""
-    kinds = {one.kind for one in read_samples(KEPT).kernels}
+    kinds = {one.kind for one in Samples.read(KEPT).kernels}
     assert len(kinds) == 12
     wrong = {
         kind: replace(rates, launch_s=1.0, steps=(RowStep(1, launch_s=1.0),)) if kind in {*kinds, "gap"} else rates
@@ -214,7 +213,7 @@ def test_the_shipped_profile_is_fitted_to_the_kept_samples(shipped: Profile) -> 
 def test_samples_survive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "samples.json"
     path.write_text(SAMPLES.to_json())
-    found = read_samples(path)
+    found = Samples.read(path)
     assert found == SAMPLES
     (one,) = found.by_kind()["linear"]
     assert (one.cost, one.seconds, one.rows, one.width, one.depth) == (Cost(1.0, 2.0, 3.0), 4e-6, 5, 6.0, 7.0)

@@ -296,7 +296,7 @@ def test_the_profiler_runs_from_the_end_of_prefill_to_that_of_decoding(
     log: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
     monkeypatch.setattr(trace.profiler, "profile", lambda activities: FakeProfiler(log))
-    engine = model.engine(DecodeCase("quantspec-kv", 64, 1, 2).plan(model, h200_profile, 6))
+    engine = model.engine(DecodeCase("quantspec-kv", 64, 1, 2).plan(model.shape, h200_profile, 6))
     launch = EagerRounds.launch
     monkeypatch.setattr(EagerRounds, "launch", lambda rounds, gamma: (log.append("round"), launch(rounds, gamma)))
     launches = trace.traced(engine, [list(range(100, 164))], 0.0)

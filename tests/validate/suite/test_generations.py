@@ -12,10 +12,10 @@ from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.comparison import tpot_ms_at
+from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.measure import Measured, Segment
 from ridgeplan.validate.suite import generations as module
 from ridgeplan.validate.suite.generations import Texts, generation_rows, rows_of, small_model
-from ridgeplan.validate.suite.sizes import PlanCase
 
 SHAPE = load_shape("SmolLM2-135M")
 PLAN = preset("quantspec", Workload("SmolLM2-135M", "h200", 8192, 256))
@@ -91,7 +91,7 @@ def test_a_users_model_runs_and_a_busy_machine_is_left_out(
 ) -> None:
     texts = Texts.of(None, None)
     model = small_model(str(tiny_folder), texts)
-    case = PlanCase("quantspec", 300, 2, 3)
+    case = DecodeCase("quantspec", 300, 2, 3)
     monkeypatch.setattr("ridgeplan.validate.comparison.is_busy", lambda spread: False)
     rows, reason = generation_rows(model, case, h200_profile, 16, texts)
     assert reason is None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from suite_results import REGRET, REPORT, ROW
 
-from ridgeplan.validate.suite.report import TARGETS, Limits, SuiteError, SuiteReport, Summary, read_report, summaries
+from ridgeplan.validate.suite.report import TARGETS, Limits, SuiteError, SuiteReport, Summary, summaries
 
 
 def test_errors_are_signed_and_regret_is_relative_to_the_best() -> None:
@@ -42,7 +42,7 @@ def test_damaged_reports_are_refused_in_one_line(tmp_path: Path, change: dict[st
     path = tmp_path / "results.json"
     path.write_text(json.dumps(REPORT.to_dict() | change))
     with pytest.raises(SuiteError) as refused:
-        read_report(path)
+        SuiteReport.read(path)
     assert "results.json" in str(refused.value) and words in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -50,10 +50,10 @@ def test_damaged_reports_are_refused_in_one_line(tmp_path: Path, change: dict[st
 def test_what_is_not_json_or_not_there_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     with pytest.raises(SuiteError, match=r"cannot read report .*results\.json"):
-        read_report(path)
+        SuiteReport.read(path)
     path.write_text("{")
     with pytest.raises(SuiteError, match="not a JSON report"):
-        read_report(path)
+        SuiteReport.read(path)
 
 
 def test_a_part_takes_the_place_of_its_own_sections_only() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.kernel_calls.attention import Heads
 from ridgeplan.validate.random_model import llama_like_shape
 from ridgeplan.validate.suite import run as module
 from ridgeplan.validate.suite.report import SuiteReport
 from ridgeplan.validate.suite.run import SuiteOptions, heading, run_suite
-from ridgeplan.validate.suite.sizes import PlanCase, SuiteSizes, sizes_for
+from ridgeplan.validate.suite.sizes import SuiteSizes, sizes_for
 
 SHAPE = llama_like_shape(1, 64, 96, 4, 2, 32)
 SIZES = SuiteSizes(
@@ -23,10 +24,10 @@ SIZES = SuiteSizes(
         quantize_tokens=(128,), gather_rows=(16,), elementwise=(SHAPE,), elementwise_rows=(1,),
     ),
     models=(SHAPE,),
-    steps=(PlanCase("autoregressive", 300, 1), PlanCase("quantspec", 300, 1, 2), PlanCase("int8", 200_000, 4096)),
+    steps=(DecodeCase("autoregressive", 300, 1), DecodeCase("quantspec", 300, 1, 2), DecodeCase("int8", 200_000, 4096)),
     regret=((300, 1),),
     candidates=1,
-    generations=(PlanCase("autoregressive", 200, 1),),
+    generations=(DecodeCase("autoregressive", 200, 1),),
     new_tokens=8,
 )  # fmt: skip
 
@@ -40,8 +41,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_sections_end_up_in_one_report(tiny_folder: Path, h200_profile: Profile) -> None:
     told: list[str] = []
-    question = SuiteOptions("smoke", (), h200_profile, (str(tiny_folder),))
-    report = run_suite(question, lambda what, done, total: told.append(what), SIZES)
+    options = SuiteOptions("smoke", (), h200_profile, (str(tiny_folder),))
+    report = run_suite(options, lambda what, done, total: told.append(what), SIZES)
     assert report.sections == ("kernels", "steps", "generations", "regret")
     kinds = {row.section: {one.kind for one in report.rows if one.section == row.section} for row in report.rows}
     assert kinds["steps"] == {"plain step", "draft step", "verification"}
@@ -64,7 +65,7 @@ def test_only_the_chosen_sections_run(h200_profile: Profile, monkeypatch: pytest
 
     monkeypatch.setattr(module.sections, "kernel_rows", refused)
     monkeypatch.setattr(module.sections, "regret_row", refused)
-    monkeypatch.setattr(module, "_generations", refused)
+    monkeypatch.setattr(module.generations, "Texts", refused)
     report = run_suite(SuiteOptions("smoke", ("steps",), h200_profile), sizes=SIZES)
     assert report.sections == ("steps",)
     assert {row.section for row in report.rows} == {"steps"}
