@@ -1,18 +1,17 @@
 """Acceptance of drafts on a text: teacher-forced passes, and the rows that `ridgeplan acceptance` writes.
 
-The text goes through the model in rounds of a few tokens, as in speculative decoding of which every draft is the text's
-own next token. A draft's pass over a round's tokens reads what that draft reads, and leaves its own KV to its later
-tokens; then the target's pass replaces that KV. A token's acceptance at temperature 1 is sum(min(p, q)) of the two
-distributions (Leviathan et al. 2023, section 3.3), conditional on the earlier ones being accepted.
+The text goes through the model in rounds of a few tokens. Each round is one of speculative decoding, and its drafts are
+the text's own next tokens. A draft's pass reads what that draft would read, and later tokens of the round read the KV
+that it writes. The target's pass then replaces that KV. A token's acceptance at temperature 1 is sum(min(p, q)) of the
+two distributions, given that the earlier tokens were accepted (Leviathan et al. 2023, section 3.3).
 """
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,11 +33,11 @@ from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
-from ridgeplan.validate.machine import cpu_model
+from ridgeplan.validate.machine import device_name, today
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_tokens
 
-ROUND = 8  # drafts; their mean is what plans with gamma 8 see
+ROUND = 8  # drafts; plans with gamma 8 see their mean
 SINKS = 4  # first tokens that StreamingLLM keeps (Xiao et al. 2023, section 3.2)
 NUMERIC = ("kv8", "kv4", "w4", "w4kv4")
 WINDOWED = "streamingllm"
@@ -47,7 +46,7 @@ ALLOWED = f"{', '.join(NUMERIC)} or {WINDOWED}:RATIO with a ratio above 0 and be
 
 @dataclass(frozen=True)
 class Draft:
-    """How a draft differs from its target: a kind of the acceptance rows, and the share of tokens that it reads."""
+    """A draft: its kind, as rows of acceptance name it, and the share of the tokens that it reads."""
 
     kind: str
     ratio: float = 1.0
@@ -80,7 +79,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class TextAcceptance:
-    """A draft's conditional acceptance by position in a round, each the mean over all rounds."""
+    """A draft's conditional acceptance by position in a round, as means over all rounds."""
 
     draft: Draft
     by_position: tuple[float, ...]
@@ -92,7 +91,7 @@ class TextAcceptance:
 
 
 class _Caches:
-    """The cache of full precision that an engine has, and a cache of codes that holds the same tokens."""
+    """An engine's full-precision cache, and a cache of codes that holds the same tokens."""
 
     def __init__(self, engine: Engine, plain: Cache, coded: bool) -> None:
         self.plain = plain
@@ -138,9 +137,9 @@ class _Caches:
 
 @dataclass(frozen=True, eq=False)
 class TeacherForced:
-    """A text of token ids that an engine's model is run over, and the weights of drafts with 4-bit ones.
+    """Teacher-forced passes of an engine's model over a text. draft_weights: those of drafts with 4-bit weights.
 
-    engine: of a plan without speculation and with a bf16 cache, whose context holds the text.
+    The engine's plan has no speculation and a bf16 cache that holds the text.
     """
 
     engine: Engine
@@ -200,7 +199,7 @@ WEIGHT_GROUP = 128
 
 @dataclass(frozen=True)
 class Passage:
-    """The text that is measured on: its name, and how many tokens after each context.
+    """A text to measure on, its name, and the number of tokens that are measured after each context.
 
     calibration: token ids that 4-bit weights are fitted to. yarn: stretch positions beyond the model's limit.
     """
@@ -258,16 +257,23 @@ def measure_acceptance(
         draft_weights = draft_weights or draft_weights_of(engine, drafts, passage.calibration)
         measured = TeacherForced(engine, draft_weights, drafts).run(ids, plan.workload.context, counted.one_more)
         engine.close()
+        where = f"teacher-forced over {passage.tokens} tokens of {passage.name}, {device_name(engine.device)}"
         for result in measured:
-            yield MeasuredAcceptance(_row(result, engine, shape, passage, checkpoint_of(model)), result.by_position)
+            row = measured_row(
+                engine.device.type, shape, passage.name, plan.workload.context, where,
+                calibrated=bool(passage.calibration), yarn=plan.workload.yarn_factor, draft=result.draft.kind,
+                acceptance=min(1.0, max(1e-6, result.mean)),  # sums of float32 probabilities may pass 1
+                ratio=result.draft.ratio, gamma=ROUND, checkpoint=checkpoint_of(model), tokens=passage.tokens,
+            )  # fmt: skip
+            yield MeasuredAcceptance(row, result.by_position)
 
 
 class HasWeights(Protocol):
-    """A draft that may have 4-bit weights of its own."""
+    """Any draft."""
 
     @property
     def quantized_weights(self) -> bool:
-        """Whether it has."""
+        """Whether it has 4-bit weights of its own."""
 
 
 class _Counted:
@@ -291,19 +297,9 @@ def named_shape(model: str) -> ModelShape:
         return load_shape(model_source(model))
 
 
-def device_name(engine: Engine) -> str:
-    """What the engine runs on, as rows say it."""
-    return torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else cpu_model()
-
-
 def checkpoint_of(model: str) -> str:
-    """What a model's weights are, where that is not its published checkpoint."""
+    """The kind of weights that a model has, "" for its published checkpoint."""
     return "GGUF, decoded" if model.lower().endswith(".gguf") else ""
-
-
-def quantizer_of(device_type: str, calibrated: bool) -> str:
-    """How 4-bit weights are made on a device, "cuda" or "cpu". calibrated: for a given text."""
-    return "gptq" if device_type == "cuda" or calibrated else "diagonal"
 
 
 def draft_weights_of(
@@ -321,26 +317,30 @@ def draft_weights_of(
     return quantized_draft(decoder, weights, WEIGHT_GROUP, text)
 
 
-def _row(
-    measured: TextAcceptance, engine: Engine, shape: ModelShape, passage: Passage, checkpoint: str
+def measured_row(
+    device_type: str,
+    shape: ModelShape,
+    text: str,
+    context: int,
+    where: str,
+    *,
+    calibrated: bool,
+    yarn: float = 1.0,
+    **fields: Any,
 ) -> AcceptanceRow:
-    dtype = str(engine.weights.embedding.dtype).removeprefix("torch.")
-    factor = engine.plan.workload.yarn_factor
+    """A row of acceptance that was measured on a device of type `device_type`, "cuda" or "cpu".
+
+    where: what was measured, and on which device. yarn: YaRN's factor. fields: the row's other fields.
+    """
     return AcceptanceRow(
-        draft=measured.draft.kind,
         model=shape.name,
         parameters=shape.parameters / 1e9,
-        context=engine.plan.workload.context,
-        acceptance=min(1.0, max(1e-6, measured.mean)),  # sums of float32 probabilities may pass 1
+        context=context,
         source="measured",
-        where=f"teacher-forced over {passage.tokens} tokens of {passage.name}, {device_name(engine)}"
-        + (f", YaRN x{factor:g}" if factor > 1 else ""),
-        ratio=measured.draft.ratio,
-        gamma=ROUND,
-        quantizer=quantizer_of(engine.device.type, bool(passage.calibration)),
-        dtype=dtype,
-        checkpoint=checkpoint,
-        tokens=passage.tokens,
-        date=datetime.date.today().isoformat(),
-        text=passage.name,
-    )
+        where=f"{where}, YaRN x{yarn:g}" if yarn > 1 else where,
+        quantizer="gptq" if device_type == "cuda" or calibrated else "diagonal",
+        dtype="bfloat16" if device_type == "cuda" else "float32",  # what `load` chooses
+        date=today(),
+        text=text,
+        **fields,
+    )  # fmt: skip

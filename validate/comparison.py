@@ -29,7 +29,7 @@ _UNITS = {"ms": (1.0, "{:.2f} ms"), "bytes": (1e-9, "{:.3f} GB"), "": (1.0, "{:.
 class ComparisonRow:
     """One figure. `unit` is "ms", "bytes", "x" or "" for a plain number.
 
-    measured: None if it was not measured; `reason` then says why, unless that is plain.
+    measured: None if it was not measured. `reason` then says why.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The kernel bench: every kernel call beside its peers, its reference and its target, on this machine's GPU."""
+"""The kernel bench: times every kernel call on this machine's GPU, with peers, reference and target."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MATMUL_SIZE = 8192
 MAX_ERROR = 0.02  # relative, explained by bfloat16; with a larger error no target is met
 PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
 
-# By kernel, what makes its cases: the functions called KERNEL_cases of the modules of kernel calls.
+# The function that makes a kernel's cases, by kernel: KERNEL_cases in one of the modules of kernel calls.
 FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[BenchCase]]] = {
     name.removesuffix("_cases"): make
     for module in (attention, linear, kv_cache, layer, sampling, sparse, offload)

@@ -50,7 +50,7 @@ def host_link_bytes_per_s(bench: Bench) -> float:
 
 
 def free_library_workspaces(device: torch.device) -> None:
-    """Frees what torch has given cuBLAS, so that the next peak counts its own. No captured graph may be run again."""
+    """Frees cuBLAS workspaces, so that the next peak counts its own. Graphs captured before must not be replayed."""
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
 
@@ -106,7 +106,7 @@ def cuda_hardware(bench: Bench, bandwidth_bytes_per_s: float, compute_flops: flo
 
 
 def measured_here() -> dict[str, Any]:
-    """What files of results say of their origin: device, date, and versions."""
+    """The origin of results: device, date, and versions."""
     return {
         "device": device_here(),
         "date": today(),

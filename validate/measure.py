@@ -1,9 +1,7 @@
 """Measurement of generations: one alone or several in turns, by segments whose spread shows other work.
 
 Another process slows some segments and not others. The median is the time of a quiet machine as long as most segments
-are quiet; the spread tells whether they are.
-
-Whatever else slows the machine for a while then slows all of them alike, and shows as a spread between segments.
+are quiet, and the spread tells whether they are. Generations that run in turns are slowed alike.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, SamplingParams, Statistics
 
 
-SEGMENTS = 10  # that a generation is measured in, if it is long enough
+SEGMENTS = 10  # of a generation that is long enough
 MIN_FOR_SPREAD = 4  # with fewer, quartiles say nothing
 # A quiet machine's segments differ by a few percent; their context grows by less than a tenth in a measurement.
 BUSY_SPREAD = 0.2
@@ -29,7 +27,7 @@ BUSY_SPREAD = 0.2
 
 @dataclass(frozen=True)
 class Segment:
-    """Some consecutive rounds of a generation, and the seconds that they took together."""
+    """Consecutive rounds of a generation, and the seconds that they took together."""
 
     seconds: float
     rounds: int
@@ -59,7 +57,7 @@ def widest(spreads: Iterable[float | None]) -> float | None:
 
 
 def is_busy(spread: float | None) -> bool:
-    """Whether a spread says that other work slowed the machine; an unknown one does not."""
+    """Whether a spread shows that other work slowed the machine. An unknown spread does not."""
     return spread is not None and spread > BUSY_SPREAD
 
 

@@ -1,7 +1,7 @@
 """Models with random weights and filled caches: their decoders, and timed rounds of a plan on them.
 
-A round's time depends on sizes and formats, not on what the weights have learned. How many tokens it yields does: that
-is measured on real models (generations.py).
+A round's time depends on sizes and formats, not on what the weights have learned. The tokens that it yields depend on
+the weights, so they are measured on real models (suite/generations.py).
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def random_head(shape: ModelShape, embedding: Tensor) -> Head:
 
 
 def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
-    """The plan's parts of a round, over a cache that is filled."""
+    """The plan's speculator over a filled cache."""
     generator, embedding = torch.Generator(model.device).manual_seed(0), model.weights.embedding
     head = random_head(model.shape, embedding).for_model(model.shape, embedding) if missing_head(plan) else None
     selector = token_selector(plan.speculation.selection, AttentionMetadataBuilder(cache), head)
@@ -268,7 +268,7 @@ def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
 
 
 def _prepared(speculator: Speculator, plan: Plan) -> Rounds:
-    """The plan's rounds, as an engine has them after prefill."""
+    """The plan's rounds in the state after prefill."""
     device = speculator.cache.lengths.device
     graphs = device.type == "cuda"
     rounds = GraphRounds(speculator, plan.speculation.gammas) if graphs else EagerRounds(speculator)

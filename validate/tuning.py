@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -19,7 +18,8 @@ from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.gamma_control import Evidence
-from ridgeplan.validate.acceptance import device_name, named_shape, quantizer_of
+from ridgeplan.validate.acceptance import measured_row, named_shape
+from ridgeplan.validate.machine import device_name
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 
@@ -28,7 +28,7 @@ STABLE = 0.97  # of the most tokens per round: with more tokens read, acceptance
 
 @dataclass(frozen=True)
 class TuningPoint:
-    """A ratio and gamma, with the tokens per round that were measured and the times that are predicted."""
+    """A ratio and gamma with measured tokens per round and predicted times."""
 
     ratio: float
     gamma: int
@@ -43,7 +43,7 @@ class TuningPoint:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step compared, and the index of what it chose."""
+    """The candidates that one step compared, and the index of its choice."""
 
     name: str
     candidates: tuple[TuningPoint, ...]
@@ -62,7 +62,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Landscape:
-    """What is known of a plan at every ratio.
+    """Acceptance and round times of a plan at every ratio.
 
     acceptance_at: conditional acceptance by position, by ratio. round_s: seconds of a round, by ratio and gamma.
     group: tokens between flushes, at which rounds end; None where the target reads no codes.
@@ -80,7 +80,7 @@ class Landscape:
 
 
 def tune_steps(known: Landscape, gammas: Sequence[int]) -> tuple[Step, ...]:
-    """Three steps, the last of which has the result; without the two for the ratio where there is but one."""
+    """The three steps; the last has the result. A single ratio needs the step for gamma only."""
     ratios, largest = sorted(known.acceptance_at), max(gammas)
     first = _stable([known.candidate(ratio, largest) for ratio in ratios])
     second = _fastest("gamma", (known.candidate(first.chosen.ratio, gamma) for gamma in gammas))
@@ -107,7 +107,7 @@ MIN_DRAFTS = 32  # of a position, for a row of its own
 
 @dataclass(frozen=True)
 class MeasuredDrafts:
-    """How often the drafts of a plan were compared with the target, and accepted, by position in a round."""
+    """Counts of a plan's drafts by position in a round: verified by the target, and accepted."""
 
     plan: Plan
     verified_at: tuple[int, ...]
@@ -115,7 +115,7 @@ class MeasuredDrafts:
 
     @classmethod
     def of(cls, engine: Engine, prompts: Sequence[Sequence[int]]) -> MeasuredDrafts:
-        """From a generation of the engine's plan at temperature 1, of which stop tokens are ignored."""
+        """Counts from a generation of the engine's plan at temperature 1, which ignores stop tokens."""
         tokens = engine.plan.workload.new_tokens
         figures = engine.generate(prompts, tokens, SamplingParams(temperature=1.0)).statistics
         return cls(engine.plan, figures.verified_at, figures.accepted_at)
@@ -139,28 +139,17 @@ class MeasuredDrafts:
         name, drafts, context = row_name(self.plan), self.plan.speculation.selection, self.plan.workload.context
         for position, (verified, accepted) in enumerate(zip(self.verified_at, self.accepted_at, strict=True), start=1):
             if name and verified >= MIN_DRAFTS:
-                yield AcceptanceRow(
-                    draft=name,
-                    model=shape.name,
-                    parameters=shape.parameters / 1e9,
-                    context=context,
-                    acceptance=(accepted + 0.5) / (verified + 1),
-                    source="measured",
-                    where=f"{verified} drafts at position {position} after {text}, {device_name(engine)}",
-                    ratio=float(drafts.share_of(context, self.ratio)),
-                    gamma=self.plan.speculation.gamma,
-                    position=position,
-                    quantizer=quantizer_of(engine.device.type, calibrated),
-                    dtype=str(engine.weights.embedding.dtype).removeprefix("torch."),
-                    tokens=verified,
-                    date=datetime.date.today().isoformat(),
-                    text=text,
-                )
+                where = f"{verified} drafts at position {position} after {text}, {device_name(engine.device)}"
+                yield measured_row(
+                    engine.device.type, shape, text, context, where, calibrated=calibrated, draft=name,
+                    acceptance=(accepted + 0.5) / (verified + 1), ratio=float(drafts.share_of(context, self.ratio)),
+                    gamma=self.plan.speculation.gamma, position=position, tokens=verified,
+                )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TuningText:
-    """What is continued: a text, its name in rows, and how many tokens are generated after each prompt of it.
+    """A text whose prompts are continued, its name in rows, and the tokens generated after each prompt.
 
     calibration: token ids that 4-bit weights are fitted to.
     """
@@ -173,7 +162,7 @@ class TuningText:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The tuned plan, how it was found, plain decoding's time, and the rows of acceptance that were measured."""
+    """The tuned plan, the steps that led to it, plain decoding's time, and the measured rows of acceptance."""
 
     plan: Plan
     steps: tuple[Step, ...]

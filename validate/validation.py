@@ -105,18 +105,10 @@ def run_plans(
     weights, as for `runtime.load`. retrieval_head: the file of a head, for the plans that choose by one.
     Raises what `runtime.load` and `Engine.generate` raise, and ProfileError where this machine is not calibrated.
     """
-    request = GenerationSettings(prompts, max_new_tokens, sampling, on_progress or _silent)
-    return _Lanes(plans, model, device, profile or this_machine(), calibration, retrieval_head, request).run()
-
-
-@dataclass(frozen=True)
-class GenerationSettings:
-    """What every plan generates."""
-
-    prompts: Prompts
-    max_new_tokens: int
-    sampling: SamplingParams | None
-    progress: RunProgress
+    return _Lanes(
+        plans, model, prompts, max_new_tokens, sampling, device, profile or this_machine(), calibration, retrieval_head,
+        on_progress,
+    ).run()  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -128,11 +120,14 @@ class _Lanes:
 
     plans: Sequence[Plan]
     model: str
+    prompts: Prompts
+    max_new_tokens: int
+    sampling: SamplingParams | None
     device: str | None
     profile: Profile
     calibration: Sequence[int] | None
     retrieval_head: str | None
-    request: GenerationSettings
+    on_progress: RunProgress | None
     weights: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
     plain: Measured | None = None
     freed_bytes: int = 0
@@ -171,7 +166,7 @@ class _Lanes:
         """The run of a plan after its prefill."""
         from ridgeplan import runtime
 
-        plan, request = self.plans[index], self.request
+        plan = self.plans[index]
         shared = self.weights.get(plan.weights.target_format)
         others = (held for held in self.weights.values() if held is not shared and held.embedding.is_cuda)
         others_bytes = sum(held.bytes for held in others)
@@ -181,9 +176,9 @@ class _Lanes:
             retrieval_head=self.retrieval_head if missing_head(plan) else None,
         )  # fmt: skip
         self.weights[plan.weights.target_format] = engine.weights
-        progress = partial(request.progress, index)
+        progress = None if self.on_progress is None else partial(self.on_progress, index)
         try:
-            return Run(engine, request.prompts, request.max_new_tokens, request.sampling, progress, others_bytes)
+            return Run(engine, self.prompts, self.max_new_tokens, self.sampling, progress, others_bytes)
         except runtime.WorkloadError:
             engine.close()
             raise
@@ -191,8 +186,8 @@ class _Lanes:
     def _freed(self, plan: Plan, runs: list[Run], exclusive: bool) -> PlanRun:
         """The comparison of the last of the finished runs, which is then freed.
 
-        What that frees is what it held: not the workspaces that libraries keep, which every run's peak contains,
-        whichever run was the first to need them.
+        The freed bytes are what the run itself held. Workspaces that libraries keep are not among them, and every run's
+        peak contains those, whichever run needed them first.
         """
         before_bytes = self._allocated_bytes()
         plan_run = self._ended(plan, runs.pop(), exclusive)
@@ -217,7 +212,3 @@ class _Lanes:
         texts = tuple(engine.tokenizer.batch_decode([list(tokens) for tokens in measured.tokens]))
         compared = compare_measured(engine.plan, shape_of(plan, engine), self.profile, measured, self.plain)
         return PlanRun(measured, compared, texts)
-
-
-def _silent(index: int, tokens: int) -> None:
-    """Ignores progress."""

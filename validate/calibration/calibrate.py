@@ -26,7 +26,7 @@ from ridgeplan.validate.timing import Bench, KernelCall
 
 PORTABLE = "portable"  # all classes of the kernels that older GPUs run
 LINK = "link"  # all classes of transfers between a GPU and the host
-LARGE_READ_BYTES = 200e6
+LARGE_READ_BYTES = 200e6  # far more than a cache holds
 
 
 class CalibrationError(ValueError):

@@ -1,4 +1,4 @@
-"""The link to the host as this package uses it: copies of layers, gathers of tokens, writes, and a cache's streams."""
+"""Rates of the host link: copies of layers, gathers of tokens, writes, and the streams of a cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.validate.measure import spread_of
 from ridgeplan.validate.timing import captured
 
-SIZE = 1 << 29  # bytes that a copy moves
+SIZE = 1 << 29  # bytes of a copy
 SPREAD = 1 << 34  # bytes that tokens are gathered from; from a few the device's page tables would stay in caches
 HEADS, HEAD_DIM = 8, 128
 LAYERS = 8  # that the bytes are of; a launch loads from one
@@ -139,7 +139,7 @@ def random_loads(tokens: int, wanted_tokens: int, page: int, device: torch.devic
 
 
 def _random_units(tokens: int, count: int, page: int, device: torch.device) -> Tensor:
-    """`wanted` units of each KV head, which ascend, as choices do, so that the heads' neighbours share pages."""
+    """`count` units of each KV head in ascending order, as choices are, so that heads share pages."""
     drawn = [torch.randperm(tokens // page, device=device)[:count].sort().values for _ in range(HEADS)]
     return torch.stack(drawn)[None].int()
 
@@ -177,7 +177,7 @@ def _launch_s(device: torch.device, run: Callable[[], object]) -> float:
 
 
 def _replay(device: torch.device, run: Callable[[], object]) -> Callable[[], object]:
-    """What repeats a run: on a GPU the replay of its graph, as in a decode step, after one that compiles kernels."""
+    """A function that repeats a run. On a GPU it replays a graph, as a decode step does, after a run that compiles."""
     if device.type != "cuda":
         return run
     run()

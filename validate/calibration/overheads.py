@@ -1,4 +1,4 @@
-"""What a pass takes beyond the sum of its kernels: launches by the host, and gaps between kernels on a GPU.
+"""Overheads of a pass beyond its kernels: launches by the host, and gaps between kernels on a GPU.
 
 In a chain of one kernel, each call starts while the last one ends, and finds its code and parameters cached. Between
 the different kernels of a pass that works less well; and a round has small operations that no class covers: positions
@@ -165,7 +165,7 @@ def with_fitted_gaps(profile: Profile, shapes: Sequence[ModelShape], rounds: Seq
 
 @dataclass(frozen=True)
 class Gaps:
-    """What a draft's pass and the target's take beyond their layers, and each layer beyond its kernels."""
+    """Overheads of a draft pass, of a target pass, and of each layer beyond its kernels."""
 
     draft_s: float
     target_s: float

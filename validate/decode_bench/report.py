@@ -43,7 +43,7 @@ class DecodeCase:
 
     adaptive: gamma is the most drafts of a round. share: of the prompt that an eviction leaves; 0 means the preset's
     own budget. chunk: tokens of a prompt after which it evicts; 0 means all. given: a plan to run instead of a
-    preset's; `preset` is then what the plan is called.
+    preset's; `preset` is then the plan's name.
     """
 
     preset: str

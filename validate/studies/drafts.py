@@ -1,14 +1,13 @@
 """How often sparse drafts are accepted, by policy, ratio and position, and the file that a study goes on from.
 
-A text goes through the model in rounds of eight tokens, as in speculative decoding of which every draft is the text's
-own next token. Each draft's tokens are selected and read by its policy's own code. A position's acceptance is
+A text goes through the model in rounds of eight tokens. Each round is one of speculative decoding, with the text's own
+next tokens as drafts. The policy's own code selects and reads each draft's tokens. A position's acceptance is
 sum(min(p, q)) of the target's and the draft's distributions at temperature 1 (Leviathan et al. 2023, section 3.3).
 The target reads a full-precision cache; drafts read it too, or an INT4 shadow of it.
 """
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import math
 import warnings
@@ -37,7 +36,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.policies.base import TokenSelector
 from ridgeplan.runtime.policies.ranked import RankedSelector
-from ridgeplan.validate.acceptance import MAX_TOKENS_MEASURED, Passage, draft_weights_of, named_shape, quantizer_of
+from ridgeplan.validate.acceptance import MAX_TOKENS_MEASURED, Passage, draft_weights_of, measured_row, named_shape
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_tokens
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
@@ -66,7 +65,7 @@ FORMATS = {"bf16": (DraftCodes.FULL, False), "kv4": (DraftCodes.UPPER, False), "
 
 @dataclass(frozen=True)
 class StudyDraft:
-    """A policy of `POLICIES` or "all", the share of tokens that it reads, and what of them: a format of `FORMATS`."""
+    """A policy of `POLICIES` or "all", the share of tokens that it reads, and their format, one of `FORMATS`."""
 
     policy: str
     ratio: float
@@ -368,31 +367,19 @@ class SavedStudy(ResultFile):
 
 
 def acceptance_rows(study: SavedStudy, shape: ModelShape, checkpoint: str) -> list[AcceptanceRow]:
-    """What `recommend` can know from a study that was made on this machine: its drafts that plans can have.
+    """Rows for `recommend` from a study on this machine, of the drafts that plans can have.
 
     shape: of the model. checkpoint: as `AcceptanceRow` has it.
     """
-    return [_acceptance_row(study, row, shape, checkpoint) for row in study.rows if row.draft[1].row_name]
-
-
-def _acceptance_row(study: SavedStudy, row: SavedRow, shape: ModelShape, checkpoint: str) -> AcceptanceRow:
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    factor = yarn_factor(shape, row.context + study.tokens)
-    return AcceptanceRow(
-        draft=row.draft[1].row_name,
-        model=study.model,
-        parameters=shape.parameters / 1e9,
-        context=row.context,
-        acceptance=max(1e-6, row.mean),
-        source="measured",
-        where=f"teacher-forced over {study.tokens} tokens of {study.text}, {study.device}"
-        + (f", YaRN x{factor:g}" if factor > 1 else ""),
-        ratio=row.ratio,
-        gamma=GAMMA,
-        quantizer=quantizer_of(device_type, bool(study.calibration)),
-        dtype="bfloat16" if device_type == "cuda" else "float32",
-        checkpoint=checkpoint,
-        tokens=study.tokens,
-        date=datetime.date.today().isoformat(),
-        text=study.text,
-    )
+    shape, device_type = replace(shape, name=study.model), "cuda" if torch.cuda.is_available() else "cpu"
+    where = f"teacher-forced over {study.tokens} tokens of {study.text}, {study.device}"
+    return [
+        measured_row(
+            device_type, shape, study.text, row.context, where,
+            calibrated=bool(study.calibration), yarn=yarn_factor(shape, row.context + study.tokens),
+            draft=row.draft[1].row_name, acceptance=max(1e-6, row.mean), ratio=row.ratio, gamma=GAMMA,
+            checkpoint=checkpoint, tokens=study.tokens,
+        )
+        for row in study.rows
+        if row.draft[1].row_name
+    ]  # fmt: skip

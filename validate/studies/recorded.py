@@ -1,7 +1,7 @@
-"""What studies record of a model over a cached prompt: queries, attention, and full-width heads' features.
+"""Recordings of a model over a cached prompt: queries, attention, and the features of full-width retrieval heads.
 
-They read the target's features of the token before, which a study has for all of a text that goes through the model
-once ahead. A plan has them too late to load what is chosen before the first layer.
+A full-width head reads the target's features of the previous token. A study has them for a whole text, as it runs the
+text through the model beforehand. A plan gets them too late to load the chosen tokens before the first layer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ TOGETHER = 16  # queries of one pass, the most that the attention kernels take
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What some tokens asked for. queries: [layers, tokens, q_heads, head_dim], after RoPE. positions: [tokens].
+    """Queries and attention of some tokens.
 
+    queries: [layers, tokens, q_heads, head_dim], after RoPE. positions: [tokens].
     attention: float32 [layers, tokens, kv_heads, prompt], the softmax weights of each token over the prompt and the
     tokens up to itself, of which the prompt's part is kept; mean over the query heads of a KV head.
     """

@@ -1,7 +1,7 @@
-"""What selections choose, against what the model itself attends to most: hit rates, and overlap of adjacent steps.
+"""Selections compared with the model's own attention: hit rates, and overlap of adjacent steps.
 
-A text goes through the model token by token, which reads every token. At each step the runtime's own policies choose
-tokens for the same queries, at equal budgets (SpeContext, Fig 5 and 6b).
+A text goes through the model token by token, and the model reads every token. At each step the runtime's policies
+choose tokens for the same queries, at equal budgets (SpeContext, Fig 5 and 6b).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def mask_of(index: TokenIndex, kv_heads: int, tokens: int) -> Tensor:
 
 
 def _choosers(cache: Cache, sizes: RetrievalSizes, head: Head | None, features: Tensor | None) -> list[list[_Chooser]]:
-    """For each method one chooser a budget; their policies share what they choose by.
+    """For each method a chooser per budget. The policies of a method share their index.
 
     features: of the token before each, for a head of full width.
     """
@@ -243,7 +243,7 @@ def _measure(engine: Engine, head: Head | None, sizes: RetrievalSizes, ids: Sequ
 
 
 class _Step:
-    """One step of the model, whose attention also asks every chooser. All figures of a step are read at its end."""
+    """One step of the model. Its attention also runs every chooser; all figures are read at the end of the step."""
 
     def __init__(self, cache: Cache, choosers: Sequence[_Chooser]) -> None:
         self._cache, self._choosers, self._tokens = cache, choosers, int(cache.lengths[0]) + 1

@@ -138,7 +138,7 @@ def rows_of(
 ) -> Iterator[SuiteRow]:
     """The rows of one measurement. elsewhere: acceptance measured on another text, None without drafts."""
     compared = compare_measured(plan, shape, profile, measured)
-    ran = _as_run(plan, measured)
+    ran = replace(plan, workload=measured.workload(plan.workload))  # with the lengths that were run
     if elsewhere is None:
         yield _row(ran, compared, "tpot", AT_MEASURED)
     else:
@@ -154,11 +154,6 @@ def rows_of(
         reserved = predicted_memory(ran, shape, Machine.of(profile)).reserved_peak
         predicted = float(reserved) + (measured.statistics.outside_bytes or 0)
         yield _named(ran, BY_DRIVER, "bytes", predicted, float(measured.driver_bytes), compared.source)
-
-
-def _as_run(plan: Plan, measured: Measured) -> Plan:
-    """The plan with the lengths that were run."""
-    return replace(plan, workload=measured.workload(plan.workload))
 
 
 def _row(plan: Plan, compared: Comparison, name: str, kind: str) -> SuiteRow:

@@ -36,7 +36,7 @@ class SuiteError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteRow(Checked):
-    """One figure. kind: what it is a figure of; case: the sizes it is for; source: where the prediction comes from."""
+    """One figure. kind: the measured quantity; case: its sizes; source: where the prediction comes from."""
 
     error = SuiteError
     section: str = one_of(SECTIONS)
@@ -60,7 +60,7 @@ class SuiteRow(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class RegretRow(Checked):
-    """One workload: what the recommended plan and the best measured candidate take per token.
+    """One workload: time per token of the recommended plan and of the best measured candidate.
 
     candidates: each with `plan`, `gamma`, `acceptance`, `predicted_ms` and `measured_ms` per token.
     """
@@ -88,7 +88,7 @@ class RegretRow(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteReport(ResultFile):
-    """What was measured on one machine, with what, and how. skipped: what did not run, with the reason."""
+    """Results of one machine, with software and methods. skipped: cases that did not run, with the reason."""
 
     error = SuiteError
     title, advice = "report", "run `ridgeplan validate --suite` again"
@@ -148,7 +148,7 @@ PEAK = "peak memory"
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest absolute errors allowed; None where nothing is asked."""
+    """Largest absolute errors allowed; None for no limit."""
 
     median: float | None = None
     p90: float | None = None
@@ -194,7 +194,7 @@ class Summary:
 
     @property
     def limits(self) -> Limits:
-        """The targets of these rows; without any where nothing is asked of them."""
+        """The targets of these rows; without limits if they have none."""
         return TARGETS.get(self.name, Limits())
 
     @property

@@ -55,7 +55,7 @@ def run_suite(options: SuiteOptions, on_progress: Progress = silent, sizes: Suit
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = _Run(options, sizes or sizes_for(options.suite, device.type), device, on_progress)
     if "generations" in options.sections:
-        run.generations()
+        run.real_models()
     if "kernels" in options.sections:
         run.rows += sections.kernel_rows(options.profile, device, run.sizes.kernels, on_progress)
     if {"steps", "regret"} & set(options.sections):
@@ -89,7 +89,7 @@ class _Run:
     regret: list[RegretRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
-    def generations(self) -> None:
+    def real_models(self) -> None:
         """Measures the user's models as they are, then the first one inside the large shape."""
         options, sizes = self.options, self.sizes
         texts = generations.Texts.of(options.text, options.other)

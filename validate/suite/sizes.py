@@ -17,7 +17,7 @@ Workloads = tuple[tuple[int, int], ...]  # context, batch
 
 @dataclass(frozen=True)
 class SuiteSizes:
-    """What the suite runs. steps: on every model of `models`; regret: workloads of every one of them.
+    """Cases of the suite. steps and regret: for each of `models`.
 
     candidates: plans near the best that a workload's regret measures, beside the presets and the best of each family.
     generations: on the user's small models as they are; inflated: on the first of them inside `inflated_shape`.
