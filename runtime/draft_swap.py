@@ -94,7 +94,9 @@ def _swappable(make: Callable[[], DecoderWeights], target: DecoderWeights) -> Sw
         if tensor.data_ptr() in shared:
             return tensor
         if tensor.data_ptr() not in copies:
-            copies[tensor.data_ptr()] = _host_copy(tensor)
+            # Page-locked if it comes from a GPU, so that it can be restored asynchronously.
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[tensor.data_ptr()] = copy.copy_(tensor)
         return copies[tensor.data_ptr()]
 
     on_host = make().with_tensors(to_host)
@@ -102,9 +104,3 @@ def _swappable(make: Callable[[], DecoderWeights], target: DecoderWeights) -> Sw
     on_device = {id(copy): weight for copy, weight in zip(copies.values(), swap.weights, strict=True)}
     weights = on_host.with_tensors(lambda tensor: on_device.get(id(tensor), tensor))
     return SwappableWeights(**vars(weights), swap=swap)
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    """A copy, page-locked if it comes from a GPU, so that it can be restored asynchronously."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor)

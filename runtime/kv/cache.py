@@ -206,26 +206,26 @@ class Cache:
             self.stream.begin(old // self.config.group if self.config.buffered else old)
 
     def load_chosen(self, layer: int, choice: Choice, ahead: LoadsAhead | None = None) -> Tensor:
-        """Where the chosen old tokens, or pages of them, are in `full`; of a layer on the host they are loaded first.
+        """The slots in `full` of the chosen old tokens or pages; those of a layer on the host are loaded first.
 
-        ahead: of `begin_loading`, if the choice was known then.
+        ahead: the result of `begin_loading`, if the selection was known before the pass.
         """
         if self.loader is None or layer < self.first_on_host:
             return choice[0]
         number = layer - self.first_on_host
         return self.loader.load(number, choice) if ahead is None else ahead.slots(number)
 
-    def begin_loading(self, choose: Callable[[int], Choice], alike: bool) -> LoadsAhead | None:
-        """A query's pass begins whose choice in a layer, by number, is known; layers on the host are loaded ahead.
+    def begin_loading(self, choose: Callable[[int], Choice], shared_across_layers: bool) -> LoadsAhead | None:
+        """Starts loading the slots of layers on the host for a query whose selection is known before its pass.
 
-        alike: whether the choice is the same in all layers.
+        choose: from a layer's index to its selection. shared_across_layers: whether it is the same in all layers.
         """
         if self.loader is None:
             return None
-        return self.loader.ahead(lambda layer: choose(layer + self.first_on_host), alike)
+        return LoadsAhead(self.loader, lambda layer: choose(layer + self.first_on_host), shared_across_layers)
 
     def loads(self) -> tuple[int, int]:
-        """Tokens or pages that steps have chosen of layers on the host, and those that had to be loaded."""
+        """Tokens or pages that steps have requested from layers on the host, and how many of them had to be loaded."""
         counts = [store.loads() for store in self.stores if isinstance(store, HostKVStore)]
         return sum(requested for requested, _ in counts), sum(loaded for _, loaded in counts)
 

@@ -1,9 +1,10 @@
 """Chunked prefill: a prompt goes through all layers chunk by chunk, and each layer evicts after every chunk.
 
-A chunk's queries attend to what their layer has kept of earlier chunks, at its own positions, and to the chunk. The
-policy then chooses from both, so that after each chunk a layer holds as many tokens as if the prompt ended there.
-Beside the cache there are a chunk's buffers, and what layers hold in full precision where the cache has codes alone:
-memory does not grow with the prompt. No sliding window hides any token, as sequences that evict fit into it.
+A chunk's queries attend to the chunk and to the tokens that their layer has kept of earlier chunks, at their original
+positions. The policy then selects from both, so that after each chunk a layer holds as many tokens as if the prompt
+ended there. Memory does not grow with the prompt: besides the cache there are only the buffers of one chunk and, if the
+cache stores codes alone, the kept tokens of each layer in full precision. No sliding window hides any token, as
+sequences that evict fit into it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 
 
 def chunk_bounds(tokens: int, chunk: int) -> list[int]:
-    """Where chunks of up to `chunk` tokens begin, and the end: as equal as can be, so that none is short."""
+    """The starts of chunks of up to `chunk` tokens, and the end. Chunks are of nearly equal size, so none is short."""
     count = int(prompt_chunks(tokens, chunk))
     return [tokens * index // count for index in range(count + 1)]
 
@@ -103,7 +104,7 @@ class _ChunkedPrompt:
         return hidden
 
     def _chosen(self, index: int, buffers: LayerBuffers, chunk: int, kept: int, start: int) -> Tensor:
-        """Places int64 [kv_heads or 1, kept] of what stays of what a layer holds and of `chunk` tokens."""
+        """Places int64 [kv_heads or 1, kept] of the tokens to keep, among those a layer holds and `chunk` new ones."""
         tokens = buffers.held + chunk
         if kept == tokens:
             return torch.arange(tokens, device=buffers.keys.device)[None]
@@ -121,12 +122,12 @@ class _ChunkedPrompt:
         return largest(self._scorer.scores(layer), kept)
 
     def _last_queries(self, buffers: LayerBuffers, chunk: int) -> Tensor:
-        """What the observer asks for of the prompt's last queries, as far as the last chunk has them."""
+        """The prompt's last queries, as many as the observer needs and the last chunk has."""
         window = self._to.observer.window if self._to.observer is not None else 0
         return buffers.queries[max(0, chunk - window) : chunk].clone()
 
     def _store(self, index: int, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """Stores what a layer has kept of the whole prompt, and shows it to the observer."""
+        """Stores the tokens that a layer has kept of the whole prompt, and passes them to the observer."""
         to = self._to
         to.cache.store_prompt(index, to.row, keys, values)
         if to.observer is not None:

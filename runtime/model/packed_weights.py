@@ -55,7 +55,9 @@ def decode_compressed(parts: Parts, settings: Settings) -> Tensor:
     weight_scale [outputs, groups], [outputs, 1], [1] or per block; weight_zero_point like it, packed along the outputs
     if the weight is packed. Packed codes are stored with their middle added.
     """
-    scale, stored = parts["weight_scale"].float(), _compressed_weights(settings)
+    scale = parts["weight_scale"].float()
+    # All groups store weights the same way, as roofline/catalog/weight_formats has checked.
+    stored = next(iter(settings["config_groups"].values()))["weights"]
     if stored.get("strategy") == "block":
         return parts["weight"].float() * _over_blocks(scale, stored["block_structure"], parts["weight"])
     scale = scale if scale.dim() == 2 else scale.reshape(-1, 1)
@@ -112,12 +114,6 @@ def _over_blocks(scale: Tensor, block: Sequence[int], weight: Tensor) -> Tensor:
     for axis, size in enumerate(block):
         scale = scale.repeat_interleave(int(size), dim=axis).narrow(axis, 0, weight.shape[axis])
     return scale
-
-
-def _compressed_weights(settings: Settings) -> Settings:
-    """How modules store their weights: alike in all groups, as roofline/catalog/weight_formats has checked."""
-    weights: Settings = next(iter(settings["config_groups"].values()))["weights"]
-    return weights
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,15 +84,15 @@ def prefill(
 ) -> Tensor:
     """Fills `row` of the cache from prompt [tokens]; returns the logits [vocab] that follow its last token.
 
-    arena: what the long buffers are taken from, cleared first; without one they are allocated. scorer: chooses what
-    stays where the cache has room for only a part of the prompt.
+    arena: memory for the long buffers, cleared first; without one they are allocated. scorer: selects the kept tokens
+    if the cache has room for only a part of the prompt.
     """
     return prefill_all(decoder, weights, [Destination(cache, row, scorer, observer)], prompt, chunk_tokens, arena)
 
 
 @dataclass(frozen=True, eq=False)
 class Destination:
-    """Where a prompt's KV goes: a row of a cache, with the scorer and the observer that `prefill` describes."""
+    """The destination of a prompt's KV: a row of a cache, with a scorer and an observer as for `prefill`."""
 
     cache: Cache
     row: int
@@ -108,7 +108,7 @@ def prefill_all(
     chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     arena: Arena | None = None,
 ) -> Tensor:
-    """`prefill` into several caches at once: what each keeps of a prompt changes nothing of the prompt itself.
+    """`prefill` into several caches at once, which is exact: the tokens that a cache keeps do not change the prompt.
 
     Raises ValueError for policies that append different tokens.
     """
@@ -135,7 +135,7 @@ def prefill_all(
 
 
 class _Filled:
-    """A destination of the prompt that is being processed, and what it keeps of the current layer."""
+    """A destination during prefill, with the tokens that it keeps of the current layer."""
 
     def __init__(self, decoder: Decoder, prompt: Tensor, to: Destination) -> None:
         self._to, tokens = to, len(prompt)
@@ -146,14 +146,14 @@ class _Filled:
         self.text = self._eviction.text()
 
     def choose(self, index: int, buffers: LayerBuffers, masses: dict[Any, Tensor]) -> None:
-        """Before the layer's attention, which overwrites the queries."""
+        """Selects the tokens to keep. Runs before the layer's attention, which overwrites the queries."""
         prompt = slice(len(self.text))  # without what others append
         queries, keys, values = buffers.queries[prompt], buffers.keys[:, prompt], buffers.values[:, prompt]
         self._kept = self._eviction.choose(index, queries, keys, values, masses)
         self._queries = queries[self._last].clone()
 
     def store(self, index: int, buffers: LayerBuffers) -> None:
-        """Stores what was chosen, and shows it to the observer."""
+        """Stores the selected tokens and passes them to the observer."""
         to, kept = self._to, self._kept
         keys, values = self._eviction.remaining(kept, buffers.keys, buffers.values)
         to.cache.store_prompt(index, to.row, keys, values)
@@ -163,9 +163,9 @@ class _Filled:
 
 @dataclass(frozen=True)
 class Parts:
-    """A prompt of `tokens` tokens, and the rest of `total` tokens that follow it but that it does not see.
+    """Splits `total` tokens into a prompt of `tokens` tokens and those appended to it, which it does not see.
 
-    The two are projected, and attend, apart: what follows a prompt changes not a bit of it.
+    The two are projected and attend separately, so appended tokens do not change a bit of the prompt's results.
     """
 
     tokens: int
@@ -193,10 +193,10 @@ class Padded(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerBuffers:
-    """Filled by one layer after another: the queries, keys and values of `tokens` tokens, then padding.
+    """Queries, keys and values of `tokens` tokens, then padding. Every layer of the prompt reuses the buffers.
 
-    The padding is 0: what is masked still enters a product, where it must be finite. held: earlier tokens, whose keys
-    and values are ahead of these; they have no queries.
+    The padding is 0, as masked values still enter a product and must be finite. held: number of earlier tokens; their
+    keys and values come first, and they have no queries.
     """
 
     tokens: int
@@ -292,9 +292,9 @@ def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> Non
 
 
 def plan_attention(decoder: Decoder, weights: DecoderWeights, arena: Arena, tokens: int, appended: int) -> None:
-    """Attends once as a layer of a prompt of this length does, with what an eviction appends: cuDNN keeps its plans.
+    """Runs attention once as for a prompt of this length and its appended tokens, so that cuDNN caches its plans.
 
-    arena: what the buffers are taken from.
+    arena: memory for the buffers.
     """
     parts = Parts(tokens, tokens + appended)
     hidden = weights.embedding.new_empty(parts.total, 0)

@@ -25,14 +25,15 @@ from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.storage import CodedLayers
 
-PROMPT_GROUPS = 32  # of a prompt that are quantized at once
+PROMPT_GROUPS = 32  # groups of a prompt that are quantized at once
 
 
 @dataclass(frozen=True, eq=False)
 class TwoBitLayers:
-    """keys: of `layers` layers, concatenated along the batch: the 2-bit keys that codes on the device would have.
+    """The 2-bit keys of offloaded layers, on the device. The codes that they come from are not kept.
 
-    The codes themselves are not kept. staged, planes: those of one group of every row and layer, while it is flushed.
+    keys: of `layers` layers, concatenated along the batch. staged, planes: codes and planes of one group of every row
+    and layer, used while it is flushed.
     """
 
     config: KVCacheConfig
@@ -62,7 +63,7 @@ class TwoBitLayers:
         return self.keys.rows(slice(first, first + rows))
 
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
-        """Takes whole groups of a row's prompt, [kv_heads, tokens, head_dim], from its first token on."""
+        """Quantizes the whole groups of a row's prompt, [kv_heads, tokens, head_dim], from its first token on."""
         group, at = self.config.group, layer * self.config.batch + row
         for first in range(0, keys.shape[1] // group, PROMPT_GROUPS):
             last = min(first + PROMPT_GROUPS, keys.shape[1] // group)
@@ -72,7 +73,7 @@ class TwoBitLayers:
                 held[at, :, first:last] = new[0]
 
     def flush(self, keys: Tensor, values: Tensor, index: Tensor, first_slot: Tensor, crossed: Tensor) -> None:
-        """Takes one more group of the rows in `crossed`; arguments as for `CodedLayers.flush`."""
+        """Adds one group of each row in `crossed`; arguments as for `CodedLayers.flush`."""
         index, slot, mask = (x.repeat(self.layers) for x in (index, first_slot, crossed))
         first = torch.zeros_like(index)
         quantize(keys.flatten(0, 1), values.flatten(0, 1), self.staged, first, mask, first_slot=slot)
@@ -85,7 +86,7 @@ class TwoBitLayers:
 
 
 def _two_bit_keys(keys: Tensor, values: Tensor, groups: int, group: int) -> TwoBitKeys:
-    """Those of whole groups of keys and values [rows, kv_heads, tokens, head_dim]."""
+    """The 2-bit keys of whole groups of keys and values [rows, kv_heads, tokens, head_dim]."""
     rows, heads, _, channels = keys.shape
     codes = QuantizedKV.allocate(rows, heads, groups, group, channels, keys.device, lower=False)
     planes, first = DraftPlanes.allocate(codes), torch.zeros(rows, dtype=torch.int32, device=keys.device)
@@ -98,18 +99,20 @@ def _tensors(keys: TwoBitKeys) -> tuple[Tensor, Tensor, Tensor]:
     return keys.codes, keys.scale, keys.minimum
 
 
-ALL_LAYERS = -1  # where they choose alike
+ALL_LAYERS = -1  # the layer of a selection that all layers share
 
 
 @dataclass(frozen=True, eq=False)
 class HostKVStore:
-    """keys, values: on the device, [layers, batch, kv_heads, slots, head_dim]: `config.window_slots` slots for old
-    tokens, then the buffer of recent ones, as in formats with codes. on_host: old tokens of every layer, keys and
-    values [batch, kv_heads, tokens, head_dim].
+    """KV of offloaded layers: old tokens on the host, slots for some of them and for recent tokens on the device.
 
-    Slots for old tokens hold the latest groups and the first one, for drafts that choose nothing: filled from the end,
-    so that with the buffer they are one run. Or they hold what is chosen at each step, by `tables`. two_bit: keys of
-    all old tokens that stay on the device, where a target chooses by them.
+    keys, values: on the device, [layers, batch, kv_heads, slots, head_dim]: `config.window_slots` slots for old tokens,
+    then the buffer of recent tokens, as in formats with codes. on_host: old tokens of every layer, keys and values
+    [batch, kv_heads, tokens, head_dim]. tables: the tokens that slots hold, if each step selects tokens. two_bit: keys
+    of all old tokens, kept on the device for a target that selects by them.
+
+    For drafts that select nothing, the slots hold the first group and the latest groups of old tokens. They are filled
+    from the end, so that slots and buffer form one contiguous range.
     """
 
     config: KVCacheConfig
@@ -118,7 +121,7 @@ class HostKVStore:
     on_host: tuple[KeysAndValues, ...]
     tables: dict[int, SlotTable] = field(default_factory=dict)
     two_bit: TwoBitLayers | None = None
-    coded: tuple[CodedLayers, ...] = ()  # none: codes are not kept
+    coded: tuple[CodedLayers, ...] = ()  # always empty: codes are not kept
 
     @classmethod
     def allocate(
@@ -191,16 +194,16 @@ class HostKVStore:
         shift_slots(keys, values, group, crossed.repeat(self.layers))
 
     def window_slot(self, group: Tensor) -> Tensor:
-        """The first slot of a group of the text: group 0 lies last, later ones before it, in turns."""
+        """The first slot of a group of the text: group 0 is last; later groups take turns before it."""
         groups = self.config.window_groups
         place = torch.where(group < groups, group, (group - 1) % (groups - 1) + 1)
         return self.config.window_slots - (place + 1) * self.config.group
 
     def resolve(self, layer: int, index: Tensor, count: Tensor, page: int) -> SlotLoads:
-        """The slots of what a step chooses, and what they lack; index and count as `sparse_decode_attention` has them.
+        """Allocates slots to the units that a step selects; the result lists those that must be loaded.
 
-        layer: ALL_LAYERS for a choice that they have in common. Raises WorkloadError where a step may choose more than
-        there are slots.
+        index, count: as for `sparse_decode_attention`. layer: ALL_LAYERS for a selection that all layers share. Raises
+        WorkloadError if a step may select more units than there are slots.
         """
         table = self._table(layer, index, page).first(len(index))
         if not self.config.reuses_slots:
@@ -208,13 +211,13 @@ class HostKVStore:
         return allocate_slots(table, index, count)
 
     def gather(self, layer: int, loads: SlotLoads, page: int, concurrent: bool = False) -> None:
-        """Loads what a layer's slots lack. concurrent: while other layers are computed."""
+        """Loads a layer's missing units into their slots. concurrent: while other layers are computed."""
         rows, (keys, values) = len(loads.count), self.on_host[layer]
         slots = self.keys[layer, :rows], self.values[layer, :rows]
         gather_into_slots((keys[:rows], values[:rows]), slots, loads, page, concurrent=concurrent)
 
     def loads(self) -> tuple[int, int]:
-        """Units that steps have chosen, and those that had to be loaded, of all layers and KV heads."""
+        """Units that steps have requested, and units that had to be loaded, over all layers and KV heads."""
         times = {layer: self.layers if layer == ALL_LAYERS else 1 for layer in self.tables}
         requested = sum(times[layer] * int(table.requested.sum()) for layer, table in self.tables.items())
         return requested, sum(times[layer] * int(table.loaded.sum()) for layer, table in self.tables.items())
@@ -234,10 +237,11 @@ class HostKVStore:
 
 
 def _pair(shape: torch.Size, dtype: torch.dtype, device: torch.device, by_token: bool) -> KeysAndValues:
-    """Keys and values [batch, kv_heads, tokens, head_dim] on the host: apart, or by token, whose key and value adjoin.
+    """Keys and values [batch, kv_heads, tokens, head_dim] on the host: separate, or interleaved if `by_token`.
 
-    Tokens that are read one by one lie in pages of memory of their own, and every page costs a walk of the device's
-    page table: over tens of gigabytes these, not bytes, bound the link.
+    Interleaving puts a token's key and value side by side. Tokens that are read one by one lie in different pages of
+    memory, and every page costs a walk of the device's page table. Over tens of gigabytes these walks, not the bytes,
+    limit the link.
     """
     if not by_token:
         keys, values = HostMemory.allocate(split_bytes([(shape, dtype)] * 2), device).split([(shape, dtype)] * 2)

@@ -1,8 +1,8 @@
 """Adaptive placement: layers move to the host while tokens are generated.
 
-A layer is copied on a stream of its own while rounds go on. When it has arrived, the engine prepares rounds that read
-it from the host, and switches to them between two rounds: `begin_switch`, then `finish_switch` once no round that reads
-the old places is to come.
+A layer is copied on a side stream while rounds continue. Once it has arrived, the engine prepares rounds that read it
+from the host and switches to them between two rounds: it calls `begin_switch`, and `finish_switch` once no pending
+round reads the old location.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.storage import MovableCodes
 from ridgeplan.runtime.offload.side_stream import SideStream
 
-LEAD_GROUPS = 2  # a layer begins to leave this long before rows outgrow their place
+LEAD_GROUPS = 2  # a layer's copy starts when rows have fewer free groups than this
 
 
 class LayerMover:
-    """Of one cache whose placement adapts. `moved`: layers that left during this generation."""
+    """Moves layers of an adaptive cache to the host. `moved`: number of layers moved during this generation."""
 
     def __init__(self, cache: Cache, movable: MovableCodes) -> None:
         self._cache, self._movable = cache, movable
@@ -31,15 +31,16 @@ class LayerMover:
         self.moved = 0
 
     def start(self, longest: int) -> None:
-        """A generation begins, with prompts of up to `longest` tokens: as many layers stay as have room for them."""
+        """Starts a generation with prompts of up to `longest` tokens: as many layers as fit stay on the device."""
         self._since, self.moved = [], 0
         groups = self._cache.config.quantized_groups(longest) + LEAD_GROUPS
         self._cache.place(self._movable.resident(groups))
 
     def ready(self, lengths: Sequence[int], ahead: int) -> bool:
-        """Whether a layer has arrived on the host; begins to copy one if rows of these lengths are about to need room.
+        """Whether a layer has arrived on the host. Starts a layer's copy if rows of these lengths will soon need room.
 
-        ahead: tokens that rounds in flight may still add. Waits for the copy where rows have no room left.
+        ahead: tokens that rounds in flight may still add. If rows have no room left, the layer counts as arrived:
+        `finish_switch` then waits for its copy.
         """
         movable, resident = self._movable, self._cache.first_on_host
         if resident == movable.staying or movable.capacity(resident) == movable.max_groups:
@@ -54,9 +55,9 @@ class LayerMover:
 
     @contextlib.contextmanager
     def next_placement(self, longest: int) -> Iterator[None]:
-        """Inside the body one layer fewer is on the device, if sequences of up to `longest` tokens will need that.
+        """Places one layer fewer on the device inside the body, if sequences of up to `longest` tokens will need it.
 
-        Nothing may read it there, but rounds can be prepared ahead.
+        No round may run in the body, but rounds can be prepared for later.
         """
         resident = self._cache.first_on_host
         needed = self._movable.resident(self._cache.config.quantized_groups(longest) + LEAD_GROUPS)
@@ -65,11 +66,11 @@ class LayerMover:
         self._cache.place(resident)
 
     def begin_switch(self) -> None:
-        """Rounds that are prepared from now on read the layer from the host. None may run before `finish_switch`."""
+        """Makes rounds prepared from now on read the layer from the host; none may run before `finish_switch`."""
         self._cache.place(self._cache.first_on_host - 1)
 
     def finish_switch(self, lengths: Sequence[int]) -> None:
-        """Completes the layer's copy for rows of these lengths, and gives its memory to the others."""
+        """Completes the layer's copy for rows of these lengths and gives its memory to the remaining layers."""
         resident = self._cache.first_on_host + 1
         self._side.wait_all()
         held = [self._cache.config.quantized_groups(length) for length in lengths]
@@ -78,7 +79,7 @@ class LayerMover:
         self._since, self.moved = [], self.moved + 1
 
     def _leave(self, resident: int, held: list[int]) -> None:
-        """Copies the last layer as far as rows hold it now, behind all rounds in flight."""
+        """Copies what rows now hold of the last layer, after all rounds in flight."""
         missing = self._cache.config.batch - len(held)
         groups = torch.tensor([*held, *[0] * missing], dtype=torch.int32).to(self._cache.lengths.device)
         self._since = held

@@ -1,7 +1,7 @@
-"""Slots on the device: chosen tokens of offloaded layers are loaded into them ahead of attention.
+"""Slots on the device, into which the selected tokens of offloaded layers are loaded ahead of attention.
 
-A choice that is known before the first layer (SpeContext, section 5.1) is loaded on a stream of its own while earlier
-layers are computed. One that a layer makes by its own query is loaded where it is made.
+A selection known before the first layer (SpeContext, section 5.1) is loaded on a side stream while earlier layers are
+computed. A selection that a layer makes with its own query is loaded at that point.
 """
 
 from __future__ import annotations
@@ -20,36 +20,32 @@ Choice = tuple[Tensor, Tensor, int]  # index, count and page, as `sparse_decode_
 
 
 class SlotLoader:
-    """Of one store. prefetch: layers that are loaded ahead of the one that is read."""
+    """Loads the slots of one store. prefetch: number of layers that are loaded ahead of the one being read."""
 
     def __init__(self, store: HostKVStore, prefetch: int, device: torch.device) -> None:
         self.store, self.prefetch = store, prefetch
         self.side = SideStream(device)
 
-    def ahead(self, choose: Callable[[int], Choice], alike: bool) -> LoadsAhead:
-        """A query's pass begins whose choice in every layer of the store is known; the first ones are loaded."""
-        return LoadsAhead(self, choose, alike)
-
     def load(self, layer: int, choice: Choice) -> Tensor:
-        """The slots that hold the chosen units of a layer, once what they lack has been loaded."""
+        """Loads the chosen units of a layer that no slot holds yet; returns the slots of all chosen units."""
         loads = self.store.resolve(layer, *choice)
         self.store.gather(layer, loads, choice[2])
         return loads.slots
 
 
 class LoadsAhead:
-    """The loads of one query in all layers of a store, in their order.
+    """The loads of one query in all layers of a store, in layer order, for selections known before the pass.
 
-    The queries of a pass have such loads each, and slots for all of them: what one loads evicts nothing that another
-    of the same pass has yet to read. Where layers choose alike their slots hold the same tokens, found once.
+    Each query of a pass has its own loads and slots, so loading for one query evicts nothing that another query of the
+    pass still has to read. If layers share a selection, their slots hold the same tokens and are resolved once.
     """
 
-    def __init__(self, loader: SlotLoader, choose: Callable[[int], Choice], alike: bool) -> None:
+    def __init__(self, loader: SlotLoader, choose: Callable[[int], Choice], shared_across_layers: bool) -> None:
         self._loader, self._choose = loader, choose
-        self._begun: dict[int, tuple[Choice, SlotLoads, Any]] = {}  # choices are kept while they are read
+        self._begun: dict[int, tuple[Choice, SlotLoads, Any]] = {}  # choices stay referenced while they are read
         self._next = 0
         self._common: tuple[Choice, SlotLoads] | None = None
-        if alike:
+        if shared_across_layers:
             choice = choose(0)
             with loader.side.after_current():
                 self._common = choice, loader.store.resolve(ALL_LAYERS, *choice)
@@ -57,7 +53,7 @@ class LoadsAhead:
             self._begin_next()
 
     def slots(self, layer: int) -> Tensor:
-        """The slots that hold the chosen units of a layer, each layer in turn."""
+        """The slots that hold the chosen units of a layer. Layers must be requested in order."""
         _, loads, event = self._begun.pop(layer)
         self._loader.side.wait_event(event)
         self._begin_next()

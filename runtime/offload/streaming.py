@@ -1,9 +1,9 @@
 """Streaming of offloaded layers: codes are copied to the device ahead of attention; recent tokens stay there.
 
-Two or more slots take turns: while attention reads one, the next layers are copied into the others, on a stream of
-their own. All of it can be captured in a CUDA graph: the copies read host memory by address and their lengths from the
-device, so that one graph copies what rows hold at its replay, ragged or not, whatever the cache was allocated for.
-(Copies by the DMA engines are a tenth faster, 55 against 50 GB/s, but their sizes are constants of a graph.)
+Two or more slots take turns: while attention reads one, the next layers are copied into the others on a side stream.
+A CUDA graph can capture all of this. The copies read host memory by address and their lengths from the device, so one
+graph copies what rows hold at its replay, ragged or not, whatever size the cache was allocated for. Copies by the DMA
+engines are a tenth faster (55 against 50 GB/s), but their sizes are constants of a graph.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from ridgeplan.runtime.offload.side_stream import SideStream
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """codes: [batch, kv_heads, window_groups, ...] of one layer, on the device (StreamingLLM's choice, by group).
+    """The first and the latest groups of one layer on the device: StreamingLLM's selection, by group.
 
-    Group 0 of the text has place 0; later ones take turns in the others. Attention does not depend on their order.
+    codes: [batch, kv_heads, window_groups, ...]. Group 0 of the text has place 0; later groups take turns in the other
+    places. Attention does not depend on their order.
     """
 
     codes: QuantizedKV
@@ -44,12 +45,12 @@ class Window:
         return self.codes.bytes
 
     def place(self, group: Tensor) -> Tensor:
-        """Where groups of the text lie, of their number's shape and dtype."""
+        """The place of each group of the text; same shape and dtype as `group`."""
         later = max(self.codes.groups - 1, 1)
         return torch.where(group < self.codes.groups, group, (group - 1) % later + self.codes.groups - later)
 
     def store_prompt(self, row: int, keys: Tensor, values: Tensor) -> None:
-        """Takes the first and the latest of a row's whole groups, [kv_heads, tokens, head_dim]."""
+        """Quantizes the first and the latest whole groups of a row's prompt, [kv_heads, tokens, head_dim]."""
         size, codes = self.codes.group, self.codes.rows(slice(row, row + 1))
         for group in self._kept(keys.shape[1] // size):
             tokens = slice(group * size, (group + 1) * size)
@@ -57,7 +58,7 @@ class Window:
             quantize(keys[None, :, tokens], values[None, :, tokens], codes, place)
 
     def take(self, codes: QuantizedKV, row: int, groups: int) -> None:
-        """Takes the first and the latest of a row's `groups` groups from its codes."""
+        """Copies the first and the latest of a row's `groups` groups from its codes."""
         held = torch.tensor(self._kept(groups), dtype=torch.int64, device=codes.key_upper.device)
         for item in fields(QuantizedKV):
             mine = getattr(self.codes, item.name)
@@ -65,11 +66,11 @@ class Window:
                 mine[row, :, self.place(held)] = getattr(codes, item.name)[row, :, held]
 
     def _kept(self, groups: int) -> list[int]:
-        """Of a row's first `groups` groups, those that the window holds."""
+        """The groups that the window holds of a row with `groups` groups."""
         return [*range(min(1, groups)), *range(max(1, groups - self.codes.groups + 1), groups)]
 
     def flush(self, keys: Tensor, values: Tensor, index: Tensor, first_slot: Tensor, mask: Tensor) -> None:
-        """Takes one more group of the rows in `mask`; arguments as for `CodedLayers.flush`, of one layer."""
+        """Adds one group of each row in `mask`; arguments as for `CodedLayers.flush`, for one layer."""
         quantize(keys, values, self.codes, self.place(index), mask, first_slot=first_slot)
 
 
@@ -77,15 +78,15 @@ Parts = Sequence[Tensor]  # of one layer, each [batch, kv_heads, entries, ...]
 
 
 class LayerStream:
-    """Copies `layers`, their parts on the host, into slots on the device, in order, once per pass of the target.
+    """Copies layers from the host into slots on the device, in order, once per pass of the target.
 
-    A pass asks for each layer in turn, and releases it once attention has been launched. Copies may `begin` long before
-    the pass, for example while drafts run.
+    layers: the parts of each layer on the host. A pass fetches each layer in turn and releases it once its attention
+    has been launched. Copies may `begin` long before the pass, for example while drafts run.
     """
 
     def __init__(self, layers: Sequence[Parts], slots: int, device: torch.device, spare: int = 0) -> None:
-        """slots: layers that are on the device at once, one more than are copied ahead. spare: entries of each row and
-        head behind those that are copied, for others to follow them.
+        """slots: number of layers on the device at once, one more than are copied ahead. spare: extra entries per row
+        and head behind the copied ones, where other tokens can be appended.
         """
         self.layers = layers
         self.slots = [[_with_spare(part, spare, device) for part in layers[0]] for _ in range(slots)]
@@ -121,14 +122,14 @@ class LayerStream:
         return self.slots[layer % len(self.slots)]
 
     def release(self, layer: int) -> None:
-        """The layer's reads are launched: its slot may take another layer."""
+        """Frees the slot of a layer, whose reads have been launched, for another layer."""
         if layer == len(self.layers) - 1:
             self._entries = None
         elif self._copied < len(self.layers):
             self._copy_next()
 
     def _copy_next(self) -> None:
-        """Copies one more layer, after all that has been launched so far."""
+        """Copies the next layer, after everything launched so far."""
         assert self._entries is not None, "a pass has begun"
         layer, self._copied = self._copied, self._copied + 1
         with self._side.after_current():

@@ -30,7 +30,7 @@ class TokenSelector(PromptObserver):
     size and never ask the device for a value. Only `before_prefill` and `after_prefill` run outside.
     """
 
-    uses_head: ClassVar[bool] = False  # whether it is made with the model's retrieval head
+    uses_head: ClassVar[bool] = False  # whether the constructor takes the model's retrieval head
 
     def __init__(self, selection: TokenSelection, builder: AttentionMetadataBuilder) -> None:
         self.selection, self.builder, self.cache = selection, builder, builder.cache
@@ -39,10 +39,10 @@ class TokenSelector(PromptObserver):
         """Forgets the last generation; the cache has been emptied."""
 
     def before_round(self) -> None:
-        """A round begins, with drafts or without: what keeps step with the cache does so here."""
+        """A round begins, with or without drafts. State that follows the cache is updated here."""
 
     def before_drafts(self) -> None:
-        """A round's drafts begin: what they share is chosen here. Rounds of plain decoding have none."""
+        """A round's drafts begin. Selections that they share are made here. Plain decoding never calls this."""
 
     def before_pass(self, tokens: Tensor, offset: int) -> None:
         """A pass over tokens [rows, queries] is about to run, from `offset` positions after the cached ones on."""
@@ -54,11 +54,11 @@ class TokenSelector(PromptObserver):
         return other
 
     def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
-        """For a draft that forwards `queries` tokens per row; the first is `offset` after the cached ones."""
+        """Metadata of a draft that forwards `queries` tokens per row, the first `offset` after the cached tokens."""
         return self.builder.draft_metadata(offset, queries)
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
-        """For the verification of `queries` tokens; a policy that chooses by it asks for its scores here."""
+        """Metadata of the verification of `queries` tokens. A policy that selects by its scores requests them here."""
         return self.builder.target_metadata(queries)
 
 
@@ -179,7 +179,7 @@ class SparseSelector(TokenSelector):
         return replace(metadata, begin=begin, attend=self.attend, by_layer=by_layer)
 
     def _choice_of(self, layer: int) -> Choice:
-        return self.select(layer, self.builder.lengths).choice  # any tensor: no query is asked
+        return self.select(layer, self.builder.lengths).choice  # any tensor serves: the selection needs no query
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         """The old tokens that a draft's queries [rows, queries, q_heads, head_dim] read in a layer."""

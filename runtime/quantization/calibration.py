@@ -57,8 +57,8 @@ SAMPLED_TOKENS = 512
 class CalibrationText:
     """Token ids int64 [sequences, tokens] of independent sequences.
 
-    natural: whether each token follows from those before, so that whole Hessians are worth measuring; else only their
-    diagonals are.
+    natural: whether each token follows from those before it. Then full Hessians are measured, otherwise only their
+    diagonals.
     """
 
     tokens: Tensor
@@ -67,7 +67,12 @@ class CalibrationText:
     @classmethod
     def from_tokens(cls, tokens: Sequence[int], vocab: int) -> CalibrationText:
         """One text, a few thousand tokens of what will be decoded. Raises WorkloadError for tokens not in `vocab`."""
-        _check(tokens, vocab)
+        if len(tokens) == 0:
+            raise WorkloadError("calibration has no tokens; allowed: 1 or more token ids, or None")
+        for token in tokens:
+            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab:
+                allowed = f"whole numbers from 0 to {vocab - 1}"
+                raise WorkloadError(f"calibration holds the token {token!r}; allowed: {allowed}")
         return cls(torch.tensor(tokens)[None], natural=True)
 
     @classmethod
@@ -98,19 +103,10 @@ def sampled_tokens(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
-def _check(tokens: Sequence[int], vocab: int) -> None:
-    if len(tokens) == 0:
-        raise WorkloadError("calibration has no tokens; allowed: 1 or more token ids, or None")
-    for token in tokens:
-        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < vocab:
-            allowed = f"whole numbers from 0 to {vocab - 1}"
-            raise WorkloadError(f"calibration holds the token {token!r}; allowed: {allowed}")
-
-
 def quantized_linear(dense: Dense, target: WeightFormat, hessian: Tensor | None = None) -> Int4 | Int8:
     """A copy of a dense layer in the format `target`; a group that does not divide its inputs becomes 64 or 32.
 
-    hessian: that of the layer's inputs, as for `quantize_weight`. Raises ModelError if no group fits.
+    hessian: Hessian of the layer's inputs, as for `quantize_weight`. Raises ModelError if no group fits.
     """
     assert target.group is not None, "a format of codes"
     weight, group = dense.weight, fitting_group(dense.weight.shape[1], target.group)
@@ -156,8 +152,8 @@ def quantized_target(
 ) -> DecoderWeights:
     """Projections for the target in the format `target`; `ends` are its embedding, norm and head.
 
-    The head becomes one of 8 bits, but none of 4: it stays in full precision there. layers: dense ones, each quantized
-    before the next is asked for. Nothing here refers to them afterwards.
+    The head is quantized to 8 bits; with a 4-bit target it stays in full precision. layers: dense, each quantized
+    before the next is requested. Nothing here refers to them afterwards.
     """
     if target.bits == 8:
         return _with_head(decoder, ends, layers, target, text)

@@ -1,24 +1,21 @@
 """GPTQ with refitted grids, and coordinate descent over the codes of a row.
 
-GPTQ makes up for an input's error by the inputs after it only; here every input makes up for all others. As there, the
-squared error of an output is e^T H e, with e the rounding errors of a row and H the Hessian.
-
-Source: QuantEase (Behdin et al. 2023, arXiv 2309.01885, algorithm 1). Within a group its steps are GPTQ's rounding with
-another feedback (`_Sweep`), so that both run in one kernel.
-
 The squared error of an output is e^T H e, with e the rounding errors of a row and H = E[x x^T] the Hessian of that
 error, the second moment of the layer's inputs. The method depends on what is known of H:
 
-    H's diagonal   it weights the fit of each group's scale and zero; codes are rounded to nearest
-    H              the same fit, and GPTQ: the error of each rounded column is compensated by the columns after it
+    H's diagonal   weights the fit of each group's scale and zero; codes are rounded to nearest
+    H              the same fit, then GPTQ: the columns after a rounded column compensate its error
 
-Source: GPTQ (Frantar et al. 2023, arXiv 2210.17323, equations 2 and 3), the same as LDLQ (QuIP, Chee et al. 2023).
-The diagonal is robust; the full Hessian is better if the calibration text resembles what is decoded. Experiments are in
-docs/kernels/gptq.md.
+Source: GPTQ (Frantar et al. 2023, arXiv 2210.17323, equations 2 and 3), which equals LDLQ (QuIP, Chee et al. 2023).
+The diagonal is robust. The full Hessian is better if the calibration text resembles the text to decode. Experiments are
+in docs/kernels/gptq.md.
 
-Hierarchical 8-bit weights are a 4-bit weight and, as another 4-bit weight, what that lacks. What is compensated adds to
-what is lacking, so upper codes are held within `REACH` steps of the weights' own values. After GPTQ both planes are
-improved by coordinate descent (coordinate_descent.py).
+A hierarchical 8-bit weight is the sum of two 4-bit weights; the second stores the residual of the first. Compensation
+enlarges that residual, so upper codes stay within `REACH` steps of the weights' own values. After GPTQ, coordinate
+descent (`QuantizedRows`) improves both planes: every input then compensates the errors of all others.
+
+Source: QuantEase (Behdin et al. 2023, arXiv 2309.01885, algorithm 1). Within a group its steps are GPTQ's rounding with
+another feedback, so that both run in one kernel.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.linear.gptq_round import gptq_round
 
-SINGULAR = 1e-6  # codes of a group as good as constant, whose grid is kept
+SINGULAR = 1e-6  # a group keeps its grid if the relative determinant of its fit is below this
 
 
 @dataclass(eq=False)
@@ -52,14 +49,14 @@ class QuantizedRows:
 
     def __post_init__(self) -> None:
         self.group = self.weight.shape[1] // self.scale.shape[1]
-        self.middle = (self.top + 1) // 2
+        self.middle = _middle(self.top)
         scale, zero = (pair.repeat_interleave(self.group, 1) for pair in (self.scale, self.zero))
         self.gradient = ((self.codes - self.middle) * scale + zero - self.weight) @ self.hessian
 
     def steps(self) -> Tensor:
         """The weight in units of codes, before rounding [outputs, inputs]."""
-        grouped = self.weight.unflatten(1, (-1, self.group)) - self.zero[..., None]
-        return (grouped / _divisor(self.scale)[..., None] + self.middle).flatten(1)
+        grouped = self.weight.unflatten(1, (-1, self.group))
+        return _steps(grouped, self.scale[..., None], self.zero[..., None], self.top).flatten(1)
 
     def sweep(self, near: Tensor | None = None) -> None:
         """Chooses every code anew, input by input. Without bounds the error never grows.
@@ -119,12 +116,10 @@ def _divisor(scale: Tensor) -> Tensor:
 
 SHRINKS = (1.0, 0.92, 0.84, 0.76, 0.68)  # candidate ranges of the codes, as shares of the group's own range
 REFITS = 2  # rounds of choosing codes and refitting the grid, starting from the best range
-SWEEPS = 2  # of coordinate descent
+SWEEPS = 2  # rounds of coordinate descent
 REACH = 0.75  # steps between a weight and its upper code, where the next code is not nearer
 FLOOR = 1e-4  # added to each input's importance, relative to its group's mean
-DAMPING = (
-    0.1  # added to H's diagonal, relative to its mean over inputs that are ever used, as H comes from a short text
-)
+DAMPING = 0.1  # added to H's diagonal, relative to its mean over used inputs, as H comes from a short text
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}  # weights processed at once, for a CPU's cache or a GPU's memory
 
 
@@ -207,7 +202,7 @@ def _gptq_order(weight: Tensor, importance: Tensor, feedback: Tensor, top: int, 
 
 
 def _near(steps: Tensor) -> Tensor:
-    """`steps`, but whole where only the nearest code is within `REACH`."""
+    """`steps`, rounded to the nearest code wherever no other code is within `REACH`."""
     nearest = steps.round()
     return torch.where((steps - nearest).abs() < 1 - REACH, nearest, steps)
 
@@ -296,7 +291,7 @@ def _better(fit: _Fit, other: _Fit) -> _Fit:
 
 def _steps(weight: Tensor, scale: Tensor, zero: Tensor, top: int) -> Tensor:
     """Weights in units of codes, before rounding; a constant group has scale 0 and decodes to its zero."""
-    return (weight - zero).div_(torch.where(scale == 0, 1.0, scale)).add_(_middle(top))
+    return (weight - zero).div_(_divisor(scale)).add_(_middle(top))
 
 
 def _middle(top: int) -> int:

@@ -1,9 +1,9 @@
 """Distillation of a retrieval head: second loss on attention, training loop, checkpoints.
 
-A second loss, which is not published, is the KL to the teacher's attention to distant tokens (attention.py): those are
-what a head is for, and a small student predicts most next tokens from near ones.
+The second loss is not published. It is the KL divergence from the teacher's attention to distant tokens: a head exists
+to select those, and a small student predicts most next tokens from near ones.
 
-A checkpoint holds all that the next step depends on, so that a run that was stopped ends as one that was not.
+A checkpoint holds everything that the next step depends on, so a stopped run ends like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def attention_loss(logits: Tensor, taught: Tensor, queries: Tensor) -> Tensor:
 
 
 KEY = "ridgeplan.distillation"
-LOGITS_TOKENS = 128  # whose logits are held at once
+LOGITS_TOKENS = 128  # tokens whose logits are in memory at once
 MOMENTS = ("exp_avg", "exp_avg_sq")
-LOSSES, PROBE = "losses", "probe"  # of a checkpoint, beside what is trained
+LOSSES, PROBE = "losses", "probe"  # entries of a checkpoint besides the trained parameters
 Report = Callable[[int, float], None]  # steps done, and the last step's loss
 
 
@@ -89,10 +89,11 @@ Report = Callable[[int, float], None]  # steps done, and the last step's loss
 class Training(Checked):
     """Sizes of a run. Raises WorkloadError for values out of range.
 
-    tokens: of a passage; batch: passages of a step. language: weight of the loss of next tokens, SpeContext's own (Eq
-    2); 0 trains the head alone, at a third of the time. attention: weight of the loss of attention, which passages up
-    to the latest tokens have none of; 0 is SpeContext's. queries: of a passage whose attention is learned. by_layer: a
-    query for each KV head of each layer, which only that loss trains, instead of SpeContext's choice for all layers.
+    tokens: tokens per passage. batch: passages per step. language: weight of the next-token loss (SpeContext, Eq 2);
+    0 trains the head alone, in a third of the time. attention: weight of the attention loss, which needs passages with
+    distant tokens; 0 trains as SpeContext does. queries: queries per passage whose attention is learned. by_layer:
+    train a query for each KV head of each layer, with the attention loss only, instead of one selection for all layers
+    as in SpeContext.
     """
 
     error = WorkloadError
@@ -185,7 +186,7 @@ class Distillation:
 
     @cached_property
     def _described(self) -> dict[str, Any]:
-        """What a run is told by, beside its model: its options and its text."""
+        """What identifies a run of a model: its options and its text."""
         text = hashlib.sha256(self.ids.cpu().numpy().tobytes()).hexdigest()
         return {**asdict(self.training), "text": text}
 
@@ -205,12 +206,12 @@ class Distillation:
         return loss / self.training.batch
 
     def _passages(self) -> list[tuple[Tensor, Tensor]]:
-        """The passages of a step and places in them whose attention is learned: of the seed and the step alone."""
+        """A step's passages, and the places in them whose attention is learned. Depends on seed and step only."""
         config = self.training
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + self.step)
         starts = torch.randint(len(self.ids) - config.tokens + 1, (config.batch,), generator=generator)
         passages = [self.ids[start : start + config.tokens] for start in starts.tolist()]
-        first = SINKS + RECENT  # that has distant tokens
+        first = SINKS + RECENT  # the first query with distant tokens
         queries, distant = config.queries if config.attention else 0, max(0, config.tokens - first)
         places = [torch.randperm(distant, generator=generator)[:queries] + first for _ in passages]
         return [(tokens, at.to(tokens.device)) for tokens, at in zip(passages, places, strict=True)]
@@ -222,9 +223,9 @@ class Distillation:
         return loss + (self._attention(tokens, queries, attention) if len(queries) else 0.0)
 
     def _language(self, tokens: Tensor, taught: Tensor) -> float:
-        """Adds the gradients of the loss of next tokens; returns it, weighted. taught: the teacher's [tokens, hidden].
+        """Adds the gradients of the next-token loss; returns the weighted loss. taught: the teacher's [tokens, hidden].
 
-        The logits' gradients are made a few tokens at a time, and the layer's once, from their sum.
+        The gradients of the logits are computed a few tokens at a time, those of the layer once, from their sum.
         """
         hidden = self.student.model(tokens[None]).last_hidden_state[0]
         cut = hidden.detach().requires_grad_()
@@ -241,7 +242,10 @@ class Distillation:
         return total
 
     def _attention(self, tokens: Tensor, queries: Tensor, attention: Tensor) -> float:
-        """Adds the gradients of the loss of attention [kv_heads, layers, queries, tokens]; returns it, weighted."""
+        """Adds the gradients of the attention loss; returns the weighted loss.
+
+        attention: the teacher's, [kv_heads, layers, queries, tokens].
+        """
         taught = attention.flatten(0, 1) if self.training.by_layer else attention.mean(1)
         loss = attention_loss(student_logits(self.student, tokens, queries), taught, queries)
         focus = self.training.attention * loss
@@ -288,10 +292,5 @@ def distill(
     if checkpoint is not None and checkpoint.exists():
         run.resume(checkpoint)
     loss = run.run(on_step, checkpoint, every)
-    named = replace(config.shape, name=model_name(model))
+    named = replace(config.shape, name=Path(model).stem if Path(model).exists() else model)
     return Distilled(pruned(student, named, training.tokens), loss, run.step)
-
-
-def model_name(model: str) -> str:
-    """A file's or a folder's own name, or a hub id."""
-    return Path(model).stem if Path(model).exists() else model

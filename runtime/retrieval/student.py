@@ -29,14 +29,14 @@ def visible_tokens(queries: Tensor, tokens: int) -> Tensor:
 
 
 def distant_tokens(queries: Tensor, tokens: int) -> Tensor:
-    """Of these, the tokens that a query does not read in any case."""
+    """bool [queries, tokens]: the visible tokens that are neither sinks nor recent for each query."""
     places = torch.arange(tokens, device=queries.device)
     return (places >= SINKS) & (queries[:, None] - places >= RECENT)
 
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """A model whose logits are made a few tokens at a time, as those of a whole passage are large."""
+    """The model to learn from. Its logits are computed a few tokens at a time, as a whole passage's are large."""
 
     decoder: Decoder
     weights: DecoderWeights
@@ -132,7 +132,7 @@ def query_projection(student: Any) -> Any:
 
 
 def trained_parameters(student: Any, head_alone: bool = False) -> dict[str, Tensor]:
-    """What training changes, by name. head_alone: only what a retrieval head is made of."""
+    """The trained parameters, by name. head_alone: only those of the retrieval head."""
     layer = student.model.layers[0]
     attention, norms = layer.self_attn, ("q_norm", "k_norm")
     head = [layer.input_layernorm, query_projection(student), attention.k_proj]
@@ -142,7 +142,7 @@ def trained_parameters(student: Any, head_alone: bool = False) -> dict[str, Tens
 
 
 def pruned(student: Any, shape: ModelShape, context: int) -> Head:
-    """The student's retrieval head: its first norm and its query and key projections, with what they have beside them.
+    """The student's retrieval head: its first norm, and its query and key projections with their biases and norms.
 
     context: tokens of the sequences that it was trained on.
     """
