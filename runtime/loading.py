@@ -94,7 +94,7 @@ def load(
 
 
 def require_described(plan: Plan, model: str, memory_utilization: float = MEMORY_UTILIZATION) -> None:
-    """Raises what `load` raises by the plan and the model's description alone, for what is to be done before it."""
+    """Raises the errors of `load` that follow from the plan and the model's description, before any download."""
     require_executable(plan)
     device = _device(None)
     _require_described_memory(plan, model, device, _dtype(None, device), None, memory_utilization)

@@ -28,9 +28,9 @@ SMALLER = "allowed: a shorter context, a smaller batch or another KV format"
 class PeakMemory:
     """Peaks in bytes; None where the platform does not report them.
 
-    allocated: on CUDA, what torch has allocated; on a CPU, the growth of the process. device: on CUDA, what the driver
-    reports as used, by all processes: what torch's allocator has reserved, and the rest. outside: of that rest, what
-    was there before the engine: the CUDA context, loaded kernels, and other processes.
+    allocated: on CUDA, the bytes that torch has allocated; on a CPU, the growth of the process. device: on CUDA, the
+    bytes that the driver reports as used by all processes, including the reserve of torch's allocator. outside: the
+    bytes outside that reserve that were in use before the engine: CUDA context, loaded kernels, other processes.
     """
 
     allocated: int | None
@@ -83,10 +83,10 @@ def require_memory(
     shared_bytes: int,
     memory_utilization: float = MEMORY_UTILIZATION,
 ) -> tuple[int, int]:
-    """How many layers must be offloaded for the plan's predicted peak to stay within what may be used; bytes then left.
+    """The number of layers to offload so that the plan's predicted peak fits into usable memory, and the bytes left.
 
-    What may be used is what is free, at most `memory_utilization` of a GPU's memory, and at most what the plan's
-    placement allows. shared_bytes: weights that are on the device already.
+    Usable memory is the free memory, at most `memory_utilization` of a GPU's memory, and at most the memory that the
+    plan's placement allows. shared_bytes: weights that are already on the device.
     Raises WorkloadError if the plan does not fit, before anything is allocated. Nothing is checked on a host that does
     not report its available memory.
     """

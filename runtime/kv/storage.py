@@ -27,9 +27,11 @@ LOWER = ("key_lower", "value_lower")
 
 @dataclass(frozen=True, eq=False)
 class CodedLayers:
-    """codes: of `layers` layers, concatenated along the batch; tensors on the host are seen from the device. planes:
-    the same groups by token, if drafts need them. on_host: names of the tensors of `codes` that lie on the host.
-    window: groups that stay on the device for drafts, where there are any and all codes lie on the host.
+    """Quantized groups of `layers` layers.
+
+    codes: concatenated along the batch; the device can address tensors that lie on the host. planes: the same groups by
+    token, if drafts need them. on_host: names of the tensors of `codes` that lie on the host. window: groups that stay
+    on the device for drafts, if drafts read any and all codes lie on the host.
     """
 
     config: KVCacheConfig
@@ -49,7 +51,7 @@ class CodedLayers:
 
     @classmethod
     def offloaded(cls, model: ModelShape, config: KVCacheConfig, tokens: int, device: torch.device) -> CodedLayers:
-        """One layer, of which `config.host_part` lies on the host. Raises WorkloadError where the host lacks memory."""
+        """One layer with its `config.host_part` on the host. Raises WorkloadError if the host lacks memory."""
         sizes, lower_only = _sizes(model, config, 1, tokens), config.host_part is HostPart.LOWER
         template = QuantizedKV.allocate(*sizes, "meta", lower=True)
         names = LOWER if lower_only else tuple(item.name for item in fields(template))
@@ -74,7 +76,7 @@ class CodedLayers:
         return [getattr(self.codes, name) for name in self.on_host]
 
     def rows(self, layer: int, first: int, count: int) -> slice:
-        """Where `count` rows of a layer are."""
+        """The places of `count` rows of a layer along the batch dimension."""
         start = layer * self.config.batch + first
         return slice(start, start + count)
 
@@ -102,7 +104,7 @@ class CodedLayers:
             self.window.flush(keys, values, index, first_slot, mask)
 
     def staged(self, layer: int, rows: int, parts: Sequence[Tensor]) -> QuantizedKV:
-        """Codes of a layer's first rows, with what lies on the host replaced by its copies `parts`."""
+        """Codes of a layer's first rows; `parts` replaces the tensors on the host by their copies."""
         copies = {name: part[:rows] for name, part in zip(self.on_host, parts, strict=True)}
         return replace(self.codes.rows(self.rows(layer, 0, rows)), **copies)
 
@@ -117,8 +119,10 @@ NAMES = tuple(item.name for item in fields(QuantizedKV))
 
 @dataclass(frozen=True, eq=False)
 class MovableCodes:
-    """memory: of each tensor of the codes, [units, batch * kv_heads, ...], of which a layer takes as many units as its
-    rows may have groups. away: what each of the last layers is while it lies on the host, the first of them first.
+    """Codes of layers that can move to the host while tokens are generated.
+
+    memory: for each tensor of the codes, [units, batch * kv_heads, ...]; a layer takes as many units as its rows may
+    have groups. away: the host storage of each of the last layers, in layer order.
     """
 
     config: KVCacheConfig
@@ -129,9 +133,9 @@ class MovableCodes:
 
     @classmethod
     def allocate(cls, model: ModelShape, config: KVCacheConfig, tokens: int, device: torch.device) -> MovableCodes:
-        """Memory for the layers that never leave, of rows of up to `tokens` tokens, and what `config.spare_bytes` adds.
+        """Memory for the layers that never leave, for rows of up to `tokens` tokens, plus `config.spare_bytes`.
 
-        Raises WorkloadError where the host lacks memory for the others.
+        Raises WorkloadError if the host lacks memory for the other layers.
         """
         away = tuple(CodedLayers.offloaded(model, config, tokens, device) for _ in range(config.host_layers))
         sizes = config.batch, model.kv_heads, 1, config.group, model.head_dim
@@ -161,11 +165,11 @@ class MovableCodes:
 
     @property
     def max_groups(self) -> int:
-        """Groups that a row may ever have."""
+        """The largest number of groups of a row."""
         return self.config.groups(self.config.longest)
 
     def resident(self, groups: int) -> int:
-        """The most layers that may be on the device with rows of up to `groups` groups, or as many as rows may have."""
+        """The largest number of layers that fit on the device with rows of up to min(`groups`, max_groups) groups."""
         needed = min(groups, self.max_groups)
         fitting = (count for count in range(self.layers, self.staying, -1) if self.capacity(count) >= needed)
         return next(fitting, self.staying)
@@ -184,13 +188,13 @@ class MovableCodes:
         return QuantizedKV(**{name: self.memory[name][: shape.numel()].view(shape) for name, shape in shapes.items()})
 
     def leave(self, resident: int, groups: Tensor) -> None:
-        """Copies the last of `resident` layers on the device to the host. groups: int32 [batch], that rows hold."""
+        """Copies the last of `resident` layers from the device to the host. groups: int32 [batch], held by each row."""
         source, target = self._moving(resident)
         for name in NAMES:
             copy_prefix(getattr(source, name), getattr(target.codes, name), groups)
 
     def catch_up(self, resident: int, since: Sequence[int], groups: Sequence[int]) -> None:
-        """Copies what rows have gained since `leave`: from group since[row] up to groups[row]; fills the window."""
+        """Copies the groups since[row] to groups[row], which rows have gained since `leave`, and fills the window."""
         source, target = self._moving(resident)
         for row, (first, last) in enumerate(zip(since, groups, strict=True)):
             for name in NAMES:
@@ -199,9 +203,9 @@ class MovableCodes:
                 target.window.take(source, row, last)
 
     def spread(self, resident: int) -> None:
-        """Moves the layers on the device apart once the last of `resident` has left: its memory is theirs.
+        """Spreads the layers on the device over the memory of the last of `resident` layers, which has left.
 
-        They move up, the last one first, so that none overwrites another that has not moved yet.
+        They move up, the last layer first, so that none overwrites a layer that has not moved yet.
         """
         before, after, batch = self.on_device(resident), self.on_device(resident - 1), self.config.batch
         for name in NAMES:
@@ -210,7 +214,7 @@ class MovableCodes:
                 new[row, :, : old.shape[2]] = old[row].clone()
 
     def _moving(self, resident: int) -> tuple[QuantizedKV, CodedLayers]:
-        """The last of `resident` layers on the device, and what it is on the host."""
+        """The last of `resident` layers: its codes on the device and its storage on the host."""
         batch = self.config.batch
         rows = slice((resident - 1) * batch, resident * batch)
         return self.on_device(resident).rows(rows), self.away[resident - 1 - self.staying]
@@ -218,9 +222,10 @@ class MovableCodes:
 
 @dataclass(frozen=True, eq=False)
 class KVStore:
-    """keys, values: [layers, batch, kv_heads, slots, head_dim]. coded: codes of all its layers, in order; empty if
-    nothing is quantized. Layers that are offloaded are apart from the others, and from each other. movable: where their
-    places change.
+    """KV of layers whose full-precision part is on the device.
+
+    keys, values: [layers, batch, kv_heads, slots, head_dim]. coded: codes of all its layers, in order; empty if nothing
+    is quantized. Each offloaded layer has its own entry. movable: set if the placement is adaptive.
     """
 
     config: KVCacheConfig
@@ -282,10 +287,10 @@ class KVStore:
         return replace(self, coded=self.movable.coded(resident))
 
     def reset(self) -> None:
-        """Nothing to forget: lengths say what is held."""
+        """Does nothing: the cache's lengths alone say which tokens are valid."""
 
     def coded_layer(self, layer: int) -> tuple[CodedLayers, int]:
-        """Where a layer's codes are, and its number there."""
+        """The `CodedLayers` with a layer's codes, and the layer's index in it."""
         assert self.coded, "this KV format holds no codes"
         for coded in self.coded:
             if layer < coded.layers:
@@ -299,12 +304,12 @@ class KVStore:
         return coded.codes.rows(coded.rows(index, first, count))
 
     def planes(self, layer: int, first: int, count: int) -> DraftPlanes | None:
-        """The same groups by token, if they are kept."""
+        """Draft planes of `count` rows of a layer, if they are kept."""
         coded, index = self.coded_layer(layer)
         return coded.planes.rows(coded.rows(index, first, count)) if coded.planes else None
 
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
-        """Stores what a layer keeps of a row's prompt, [kv_heads, tokens, head_dim]."""
+        """Stores the tokens that a layer keeps of a row's prompt, [kv_heads, tokens, head_dim]."""
         tokens = keys.shape[1]
         quantized = self.config.quantized_groups(tokens) * self.config.group
         if quantized:

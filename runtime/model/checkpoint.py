@@ -61,7 +61,7 @@ class StateDict:
 
     def _finite(self, part: Part) -> Part:
         for tensor in tensors_of(part):
-            # The extremes tell, without a copy of the tensor.
+            # The extremes show it without a copy of the tensor.
             if tensor.is_floating_point() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
                 raise ModelError(
                     f"the checkpoint {self.source} holds weights that are NaN or infinite as {tensor.dtype}"

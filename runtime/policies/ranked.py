@@ -67,7 +67,7 @@ def prompt_scores(queries: Tensor, keys: Tensor, positions: Tensor, what: str) -
     out = torch.empty(kv_heads, tokens, dtype=torch.float32, device=keys.device)
     for head, (q, k, unseen) in enumerate(zip(heads, keys, later, strict=True)):
         weights = q @ k.float().mT
-        if what == "probabilities":  # a query may see nothing of what an eviction left
+        if what == "probabilities":  # an eviction may leave a query nothing to see
             weights = weights.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0)
         out[head] = weights.sum((0, 1))
     return out
@@ -84,10 +84,10 @@ MAX_JOINED = 4096  # generated tokens that join the sets
 
 @register_selector("snapkv")
 class SnapKVSelector(SparseSelector):
-    """A set for each KV head, chosen in prefill; what is generated later joins it as it grows old.
+    """Selects a set for each KV head in prefill; generated tokens join it once they are no longer recent.
 
-    index: int32 [layers, batch, kv_heads, K], a prompt's set and then the tokens from its end on. chosen, first: int32
-    [batch], entries of the prompt's set, and the first token that was not old then.
+    index: int32 [layers, batch, kv_heads, K], a prompt's set, followed by the tokens after the prompt's old ones.
+    chosen, first: int32 [batch], number of tokens in the prompt's set, and the first token that was not old in prefill.
     """
 
     selection: selections.SnapKV
@@ -130,10 +130,10 @@ class SnapKVSelector(SparseSelector):
 
 
 class VerificationSelector(RankedSelector):
-    """Of these query rows of a verification, these scores; the first round has those of the prompt's last token.
+    """Selects by the scores of the last verification; the first round uses those of the prompt's last token.
 
-    lse: float32 [layers, batch, q_heads], log-sum-exps of the last query before the next verification, to which its
-    probabilities refer.
+    rows: the verification queries that score. what: the kind of score. lse: float32 [layers, batch, q_heads],
+    log-sum-exps of the last query before the next verification, which normalize its probabilities.
     """
 
     window = 1
@@ -163,7 +163,7 @@ class VerificationSelector(RankedSelector):
 
 @register_selector("specextend")
 class SpecExtendSelector(VerificationSelector):
-    """By the last verification query: which one is accepted last is not known before its scores are written."""
+    """Selects by the last verification query: scores are written before the last accepted query is known."""
 
     def __init__(self, selection: selections.SpecExtend, builder: AttentionMetadataBuilder) -> None:
         self.page = selection.page
@@ -172,7 +172,7 @@ class SpecExtendSelector(VerificationSelector):
 
 @register_selector("specattn")
 class SpecAttnSelector(VerificationSelector):
-    """By the first and the last verification query (Eq 3), or by all (Eq 2); a set per layer or per KV head."""
+    """Selects by the first and the last verification query (Eq 3) or by all (Eq 2), per layer or per KV head."""
 
     selection: selections.SpecAttn
 

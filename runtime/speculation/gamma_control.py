@@ -5,7 +5,7 @@ most tokens per second follows. A `LossBudget` bounds what drafting may lose whe
 the text, rounds take at most (1 + RUNNING_LOSS) times plain decoding's time for their tokens, plus STARTING_LOSS times
 plain decoding's time for the whole generation.
 
-All is a function of counts and of the cost model's times, never of a clock, so a seed gives the same tokens again.
+Decisions depend on counts and on the cost model's times, never on a clock, so a seed reproduces its tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
 from ridgeplan.roofline.speculation import RoundCosts, tokens_at
 from ridgeplan.runtime.speculation.speculator import RowResult
 
-SAVED_ROUNDS = 4  # what was gained pays for that many rounds of the largest gamma whose drafts are all rejected
+SAVED_ROUNDS = 4  # saved gains pay for at most this many rounds of the largest gamma with all drafts rejected
 HYSTERESIS = 0.03  # another gamma must promise that much more speed
 MEMORY_ROUNDS = 32  # drafting rounds after which evidence has lost two thirds of its weight
 PROBE_MEMORY_ROUNDS = 8  # the same while only probes draft, so that a few good ones suffice
-PRIOR_DRAFTS = 2.0  # weight of what is expected before a position was tried
+PRIOR_DRAFTS = 2.0  # weight of the expected acceptance of a position that was never tried
 FIRST_WAIT = 16  # plain rounds between probes, doubled after each that did not pay
 LONGEST_WAIT = 128
 
@@ -64,7 +64,7 @@ class Evidence:
         return cls((0.0,) * gamma, (0.0,) * gamma)
 
     def add(self, rows: Sequence[RowResult], memory: int) -> Evidence:
-        """With a round's rows, which all count alike; earlier rounds keep 1 - 1/memory of their weight."""
+        """Adds a round's rows with equal weight; earlier rounds keep 1 - 1/memory of their weight."""
         kept = 1 - 1 / memory
         return Evidence(
             tuple(kept * old + sum(row.verified > at for row in rows) for at, old in enumerate(self.verified)),
@@ -80,7 +80,7 @@ class Evidence:
         )
 
     def acceptance_at(self, expected: float) -> list[float]:
-        """Conditional acceptance by position; each is expected to be as the one before, and the first `expected`."""
+        """Conditional acceptance by position. A position's prior is the estimate before it, first `expected`."""
         acceptance: list[float] = []
         for verified, accepted in zip(self.verified, self.accepted, strict=True):
             expected = (accepted + PRIOR_DRAFTS * expected) / (verified + PRIOR_DRAFTS)
@@ -92,19 +92,19 @@ class Evidence:
 class LossBudget:
     """Seconds that rounds may still lose against plain steps.
 
-    A round in flight counts as if the target rejects all its drafts, until it is collected. Gains beyond `most_s` are
+    A round in flight counts as if the target rejects all its drafts, until it is collected. Gains beyond `max_s` are
     not saved, so that a text that turns bad is left soon.
     """
 
     left_s: float
-    most_s: float
+    max_s: float
     plain_s: float
 
     @classmethod
     def of(cls, costs: RoundCosts, new_tokens: int) -> LossBudget:
         """At the start of a generation of up to `new_tokens` tokens."""
-        most_s = SAVED_ROUNDS * (costs.seconds[costs.gammas[-1]] - costs.plain_s)
-        return cls(min(STARTING_LOSS * new_tokens * costs.plain_s, most_s), most_s, costs.plain_s)
+        max_s = SAVED_ROUNDS * (costs.seconds[costs.gammas[-1]] - costs.plain_s)
+        return cls(min(STARTING_LOSS * new_tokens * costs.plain_s, max_s), max_s, costs.plain_s)
 
     def launch(self, round_s: float) -> LossBudget:
         """After the launch of a round, which yields a token at least."""
@@ -119,7 +119,7 @@ class LossBudget:
         return self.launch(round_s).left_s >= 0
 
     def _with(self, left_s: float) -> LossBudget:
-        return replace(self, left_s=min(left_s, self.most_s))
+        return replace(self, left_s=min(left_s, self.max_s))
 
 
 class AdaptiveGamma:

@@ -1,8 +1,8 @@
-"""Sparse target attention: what the target reads where a policy selects tokens for each of its queries.
+"""Sparse target attention: a policy selects the tokens that each query of the target reads.
 
-Every query of a pass chooses anew, as if its token were decoded alone: with one choice for a whole verification, what
-the target reads would depend on where rounds fell, and speculation would change its output. So a pass over gamma + 1
-tokens reads gamma + 1 selections.
+Every query of a pass has its own selection, as if its token were decoded by itself, so a pass over gamma + 1 tokens
+reads gamma + 1 selections. With one selection per verification the target's reads would depend on where rounds start,
+and speculation would change its output.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from ridgeplan.runtime.retrieval.head import Head
 
 @dataclass(frozen=True, eq=False)
 class PerQuerySelection:
-    """One query of a pass: its selector, at its own length, and what it reads beside the selected tokens."""
+    """One query of a pass: its selector, at its own length, and the metadata of its attention."""
 
     selector: SparseSelector
     metadata: AttentionMetadata
 
 
 class SparseTargetAttention:
-    """Attention to what a selector chooses, for one cache. queries: those of the pass that runs.
+    """Attention to the tokens that a selector selects, for one cache. queries: the queries of the current pass.
 
-    Selectors that choose before the pass have chosen before the first layer: `queries[i].selector.select(layer, None)`
-    is then the same for every layer.
+    Selectors with `selected_before_pass` have selected before the first layer.
     """
 
     def __init__(self, selector: SparseSelector) -> None:
