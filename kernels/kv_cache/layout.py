@@ -13,6 +13,7 @@ reads upper codes never touches the lower ones.
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,8 @@ class QuantizedKV:
     def rows(self, rows: slice) -> "QuantizedKV":
         """A view of the codes of some rows of the batch."""
         tensors = (getattr(self, field.name) for field in fields(self))
-        return QuantizedKV(*(None if tensor is None else tensor[rows] for tensor in tensors))
+        views: list[Any] = [None if tensor is None else tensor[rows] for tensor in tensors]
+        return QuantizedKV(*views)
 
     @property
     def key_planes(self) -> Planes:
