@@ -243,8 +243,18 @@ def test_rows_are_verified_independently(backend: str, device: str) -> None:
     assert result.verified.tolist() == [2, 1, 1]
 
 
-@FILTERS
-@pytest.mark.parametrize(("vocab", "gamma"), [(6, 1), (203, 0), (203, 3)])
+@pytest.mark.parametrize(
+    ("vocab", "gamma", "temperature", "top_k", "top_p"),
+    [
+        (6, 1, 1.0, None, None),
+        (6, 1, 0.8, 9, 0.7),
+        (203, 0, 0.7, 5, None),
+        (203, 0, 1.0, 10_000, 1.0),
+        (203, 3, 1.0, None, None),
+        (203, 3, 1.3, None, 0.8),
+        (203, 3, 1.0, 1, None),
+    ],
+)
 def test_the_kernels_verify_as_the_reference(
     vocab: int, gamma: int, temperature: float, top_k: int | None, top_p: float | None, device: str
 ) -> None:
@@ -298,8 +308,7 @@ def test_a_rejection_by_rounding_alone_draws_from_the_target(backend: str, devic
 
 
 @BACKENDS
-@pytest.mark.parametrize("vocab", [6, 203])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("vocab", "value"), [(6, math.nan), (203, math.nan), (203, math.inf), (203, -math.inf)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(
     backend: str, device: str, temperature: float, value: float, vocab: int
