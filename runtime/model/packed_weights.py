@@ -7,7 +7,7 @@ that AutoGPTQ, AutoAWQ, compressed-tensors and DeepSeek's fp8 checkpoints publis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def decode_fp8(parts: Parts, settings: Settings) -> Tensor:
     return weight * _over_blocks(parts["weight_scale_inv"].float(), block, weight)
 
 
-# By `quant_method`: how a module is decoded, and the tensor that tells a quantized one.
+# By `quant_method`: the decoder of a module, and the tensors that mark a quantized module.
 Decoder = Callable[[Parts, Settings], Tensor]
 DECODERS: dict[str, tuple[Decoder, tuple[str, ...]]] = {
     "gptq": (decode_gptq, ("qweight",)),
@@ -118,7 +118,7 @@ def _over_blocks(scale: Tensor, block: Sequence[int], weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PackedTensors:
-    """A checkpoint's tensors by name, decoded when taken. Nothing is held, so that taking is all that costs memory.
+    """A checkpoint's tensors by name, read and decoded on each access. Nothing is cached, to save memory.
 
     files: the file of every stored tensor.
     """
@@ -145,38 +145,33 @@ class PackedTensors:
         """The tensor, or a default where there is none. Raises ModelError for a missing or a misshapen one."""
         tensor = self._tensor(name)
         if tensor is not None:
-            self._require_size(name, tensor)
+            sizes = expected_sizes(self.shape).get(name.rpartition(".")[0].rpartition(".")[2])
+            if name.endswith(".weight") and sizes and tuple(tensor.shape) != sizes:
+                raise ModelError(
+                    f"in the checkpoint {self.source} the weight {name} is {list(tensor.shape)}; its config.json needs "
+                    f"{list(sizes)}"
+                )
             return tensor.to(self.dtype)
         if default:
             return default[0]
         raise ModelError(f"the checkpoint {self.source} lacks the weight {name}")
 
-    pop = get  # nothing is held that could be dropped
+    pop = get  # nothing is cached that could be dropped
 
     def _tensor(self, name: str) -> Tensor | None:
         module, _, last = name.rpartition(".")
         decode, marks = DECODERS[self.settings["quant_method"]]
         if last == "weight" and any(f"{module}.{mark}" in self.files for mark in marks):
-            parts = {part.rpartition(".")[2]: self._read(part) for part in self._of(module)}
+            stored = [part for part in self.files if part.rpartition(".")[0] == module]
+            parts = {part.rpartition(".")[2]: self._read(part) for part in stored}
             with failures_as(f"cannot decode {name} of the checkpoint {self.source}"):
                 return decode(parts, self.settings)
         return self._read(name) if name in self.files else None
-
-    def _of(self, module: str) -> Iterator[str]:
-        return (name for name in self.files if name.rpartition(".")[0] == module)
 
     def _read(self, name: str) -> Tensor:
         """A copy, which does not keep the whole file mapped."""
         with failures_as(f"cannot load the model {self.source}"), safe_open(self.files[name], framework="pt") as file:
             return file.get_tensor(name).clone()
-
-    def _require_size(self, name: str, tensor: Tensor) -> None:
-        sizes = expected_sizes(self.shape).get(name.rpartition(".")[0].rpartition(".")[2])
-        if name.endswith(".weight") and sizes and tuple(tensor.shape) != sizes:
-            raise ModelError(
-                f"in the checkpoint {self.source} the weight {name} is {list(tensor.shape)}; its config.json needs "
-                f"{list(sizes)}"
-            )
 
 
 def expected_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:

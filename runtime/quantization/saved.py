@@ -1,7 +1,7 @@
 """Quantized target weights, saved once in the user's cache: fitting takes minutes, reading them seconds.
 
-A file appears under its name only when it is complete, and its header tells its length, so that a damaged one is made
-again. Its name is the identity of all that the weights depend on.
+A file appears under its name only when it is complete. Its header gives its length, so a damaged file is detected and
+replaced. Its name is a hash of everything that the weights depend on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, Weight
 from ridgeplan.runtime.quantization.calibration import CalibrationText
 
 VERSION = "2"  # part of the name: a change of what is fitted or written makes a new file
-STRUCTURE = "structure"  # the entry of a file's metadata that tells what its tensors are parts of
+STRUCTURE = "structure"  # the entry of a file's metadata that describes the objects its tensors belong to
 PARTS = {
     kind.__name__: kind
     for kind in (
@@ -43,10 +43,10 @@ PARTS = {
 
 
 def saved_weights(path: Path | None, device: torch.device, make: Callable[[], DecoderWeights]) -> DecoderWeights:
-    """The weights in the file `path`, on `device`; made and saved there now unless it is whole.
+    """The weights in the file `path`, on `device`. If it is missing or damaged, they are computed and saved there.
 
-    Two processes that want the same weights make them once. Where they cannot be saved they are used as they are, after
-    a warning; without a path there is none.
+    Processes that need the same weights compute them once. Weights that cannot be saved are used after a warning;
+    without a path there is no warning.
     """
     if path is None:
         return make()
@@ -68,7 +68,7 @@ def saved_weights(path: Path | None, device: torch.device, make: Callable[[], De
 def weights_path(
     source: str, dtype: torch.dtype, device: torch.device, target: WeightFormat, text: CalibrationText | None
 ) -> Path | None:
-    """Where weights are saved that are fitted from the folder `source` to a text, by default one of the model's own.
+    """The path for weights of the folder `source` that are fitted to `text`, by default one that the model generates.
 
     None for a user without a home folder.
     """
@@ -88,7 +88,7 @@ def weights_path(
 
 
 def _read(path: Path, device: torch.device) -> DecoderWeights | None:
-    """The weights in a file; None where there is none, or a damaged one."""
+    """The weights in a file; None if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             structure = json.loads(file.metadata()[STRUCTURE])
@@ -133,7 +133,7 @@ def _described(item: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
 
 
 def _restored(described: Any, tensors: dict[str, Tensor]) -> Any:
-    """What `_described` turned into JSON."""
+    """The inverse of `_described`."""
     if isinstance(described, list):
         return tuple(_restored(element, tensors) for element in described)
     if not isinstance(described, dict):
