@@ -36,7 +36,7 @@ def attention_mass(queries: Tensor, keys: Tensor, first: int, tokens: int) -> Te
 
 
 def hidden_keys(count: int, device: torch.device) -> Tensor:
-    """Which keys of `count` tokens lie in the future of each of these tokens, bool [count, 1, count]."""
+    """Mask of the keys in the future of each of `count` tokens, bool [count, 1, count]."""
     places = torch.arange(count, device=device)
     return (places[:, None] < places)[:, None]
 
@@ -66,12 +66,13 @@ def pooled(scores: Tensor, width: int) -> Tensor:
 class PromptLayer:
     """One layer of a prompt whose attention has not run yet, and the tokens appended to it.
 
-    index, layers: which layer of how many. tokens: of the prompt. budget: how many of them stay, fewer than `tokens`.
+    index, layers: the layer's index and the number of layers. tokens: tokens of the prompt. budget: number of tokens to
+    keep, fewer than `tokens`.
     queries: [tokens - held + appended, q_heads, head_dim], rotated. keys, values: [kv_heads, tokens + appended,
     head_dim], keys rotated. frequencies: float32 [head_dim / 2], radians per token. rotary_scale: YaRN's factor.
-    masses: of `mass`, shared by all that score this layer, for other budgets for example. held: the first of the
-    tokens, which earlier chunks of the prompt left and whose queries are gone. start: position in the text of the first
-    token that has a query. Without chunks both are 0.
+    masses: results of `mass`, shared by all scorers of this layer, e.g. for other budgets. held: number of tokens
+    kept from earlier chunks; they come first and have no queries. start: position in the text of the first token that
+    has a query. Without chunks both are 0.
     """
 
     index: int
@@ -88,14 +89,14 @@ class PromptLayer:
     start: int = 0
 
     @property
-    def text_tokens(self) -> int:
+    def query_tokens(self) -> int:
         """Tokens of the prompt that have queries."""
         return self.tokens - self.held
 
     def mass(self, first: int, stop: int, tokens: int) -> Tensor:
         """`attention_mass` of the tokens from `first` to `stop` for the first `tokens` keys, computed once.
 
-        first, stop: places among the layer's tokens, of which they have queries.
+        first, stop: places among the layer's tokens; these tokens have queries.
         """
         key = first, stop, tokens
         if key not in self.masses:

@@ -24,7 +24,7 @@ class ExpectedAttentionScorer(EvictionScorer):
     def scores(self, layer: PromptLayer) -> Tensor:
         """Expected attention, averaged over the query heads of a KV head, times the norm of the value."""
         sinks = min(self.settings.sinks, layer.budget)
-        mean, covariance = self._coming_queries(layer, min(max(sinks - layer.start, 0), layer.text_tokens - 1))
+        mean, covariance = self._coming_queries(layer, min(max(sinks - layer.start, 0), layer.query_tokens - 1))
         kv_heads, tokens = len(layer.keys), layer.tokens
         ratio = layer.queries.shape[1] // kv_heads
         scores = torch.empty(kv_heads, tokens, device=layer.keys.device)
@@ -39,7 +39,7 @@ class ExpectedAttentionScorer(EvictionScorer):
     def _coming_queries(self, layer: PromptLayer, sinks: int) -> tuple[Tensor, Tensor]:
         """Mean [q_heads, D] and covariance [q_heads, D, D] of queries at the coming positions."""
         mean, covariance = _moments(layer, sinks)
-        coming = layer.start + layer.text_tokens + torch.arange(self.settings.future, device=mean.device)
+        coming = layer.start + layer.query_tokens + torch.arange(self.settings.future, device=mean.device)
         cos, sin = (table.mean(0) for table in rotary_tables(coming, layer.frequencies, layer.rotary_scale))
         rotation = _rotation(cos, sin)
         return mean @ rotation.mT, rotation @ covariance @ rotation.mT
@@ -47,12 +47,12 @@ class ExpectedAttentionScorer(EvictionScorer):
 
 def _moments(layer: PromptLayer, sinks: int) -> tuple[Tensor, Tensor]:
     """Mean and covariance of the tokens' queries before rotation, without the first `sinks`, in float32."""
-    count = layer.text_tokens - sinks
+    count = layer.query_tokens - sinks
     heads, dim = layer.queries.shape[1:]
     total = layer.queries.new_zeros(heads, dim, dtype=torch.float32)
     squares = layer.queries.new_zeros(heads, dim, dim, dtype=torch.float32)
-    for start in range(sinks, layer.text_tokens, PREFILL_CHUNK_TOKENS):
-        part = _unrotated(layer, start, min(start + PREFILL_CHUNK_TOKENS, layer.text_tokens)).transpose(0, 1)
+    for start in range(sinks, layer.query_tokens, PREFILL_CHUNK_TOKENS):
+        part = _unrotated(layer, start, min(start + PREFILL_CHUNK_TOKENS, layer.query_tokens)).transpose(0, 1)
         total += part.sum(1)
         squares += part.mT @ part
     mean = total / count

@@ -1,19 +1,18 @@
 """Eviction by position (StreamingLLM, LaCache, random) and by attention (SnapKV, PyramidKV, H2O, DapQ, oracle).
 
-Tokens keep their positions in the text; the paper counts positions inside the cache.
+StreamingLLM: tokens keep their positions in the text; the paper counts positions inside the cache.
 
-The ladder is laid over the prompt once, at the end of prefill; the paper repeats it as the text grows. So do prompts
-that go through in chunks: each time over what a layer has kept and the chunk.
+LaCache: the ladder is laid over the prompt once, at the end of prefill; the paper repeats it as the text grows. Chunked
+prefill repeats it after every chunk, over the chunk and the tokens that the layer has kept.
 
-The query heads of a KV head are averaged, as keys of a KV head are stored once.
+SnapKV, PyramidKV and H2O: the query heads of a KV head are averaged, as a KV head stores its keys once.
 
-The pseudo tokens run through prefill after the prompt, at positions L_p to L_p + N - 1. No token of the prompt sees
-them and their keys and values are dropped, so decoding starts at position L_p as if they had never been. Eq 4 sums
-softmax probabilities over prompt and pseudo tokens; see docs/papers.md for what it leaves open.
-
-Where a prompt goes through in chunks, they run after each chunk that evicts and see what the layer has kept and the
-chunk. They are the first and last tokens of the whole prompt, as what is decoded follows these, and stand right after
-the chunk, as the next tokens that read what stays do. After the last chunk that is L_p.
+DapQ: the pseudo tokens run through prefill after the prompt, at positions L_p to L_p + N - 1. No token of the prompt
+sees them, and their keys and values are dropped, so decoding starts at position L_p as if they had never existed. Eq 4
+sums softmax probabilities over prompt and pseudo tokens; docs/papers.md lists the details that the paper leaves open.
+In chunked prefill they run after each chunk that evicts, and see the chunk and the tokens that the layer has kept. They
+are the first and last tokens of the whole prompt, and stand right after the chunk, at the positions of the next tokens
+that will read the kept ones. After the last chunk that is position L_p.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class StreamingLLMScorer(EvictionScorer):
     settings: StreamingLLMEviction
 
     def scores(self, layer: PromptLayer) -> Tensor:
-        """The later a token, the more it counts."""
+        """Later tokens have higher scores."""
         places = torch.arange(layer.tokens, dtype=torch.float32, device=layer.keys.device)
         return protect(places[None], first=min(self.settings.sinks, layer.budget - 1))
 
@@ -51,7 +50,7 @@ class LaCacheScorer(EvictionScorer):
     settings: LaCacheEviction
 
     def scores(self, layer: PromptLayer) -> Tensor:
-        """The nearer a token to this layer's rung of its ladder, the more it counts."""
+        """Tokens nearer to this layer's rung of their ladder have higher scores."""
         sinks = min(self.settings.sinks, layer.budget)
         recent = min(round(self.settings.recent_share * layer.budget), layer.budget - sinks)
         middle = layer.tokens - sinks - recent
@@ -80,7 +79,7 @@ class SnapKVScorer(EvictionScorer):
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Attention that the window pays to the tokens before it; the window lies within the prompt's last chunk."""
-        window = min(self.settings.window, layer.budget, layer.text_tokens)
+        window = min(self.settings.window, layer.budget, layer.query_tokens)
         first = layer.tokens - window
         mass = layer.mass(first, layer.tokens, first)
         scores = mass.new_empty(len(mass), layer.tokens)
@@ -103,7 +102,7 @@ class DapQScorer(EvictionScorer):
     settings: DapQEviction
 
     def appended(self, prompt: Tensor) -> Tensor:
-        """The prompt's first and last tokens (section 5.1), of which a short prompt has fewer."""
+        """The prompt's first and last tokens (section 5.1); a short prompt has fewer."""
         return torch.cat([prompt[: self.settings.prefix], prompt[-self.settings.suffix :]])
 
     def scores(self, layer: PromptLayer) -> Tensor:
@@ -114,7 +113,7 @@ class DapQScorer(EvictionScorer):
 
 @register_scorer("oracle")
 class OracleScorer(EvictionScorer):
-    """coming: the tokens after each prompt that it was told of."""
+    """Scores by the attention of the tokens that follow a prompt. coming: these tokens, by prompt."""
 
     settings: OracleEviction
 
@@ -123,11 +122,11 @@ class OracleScorer(EvictionScorer):
         self.coming: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def tell(self, prompt: Sequence[int], coming: Sequence[int]) -> None:
-        """What follows a prompt."""
+        """Sets the tokens that follow a prompt."""
         self.coming[tuple(prompt)] = tuple(coming)
 
     def appended(self, prompt: Tensor) -> Tensor:
-        """The coming tokens. Raises WorkloadError for a prompt that it was not told of."""
+        """The coming tokens. Raises WorkloadError for a prompt without a call of `tell`."""
         key = tuple(prompt.tolist())
         if key not in self.coming:
             raise WorkloadError(
