@@ -15,16 +15,16 @@ class KVCacheConfig:
     """A cache for `batch` rows of up to `context` tokens each, including generated ones.
 
     group: tokens that are quantized together. gamma: drafts per round, which need slots too. draft_planes: whether
-    codes are also kept by token, for those that choose by them or gather them. target_chooses_by_codes: whether the
-    target does. budgets: the most tokens of a prompt that each layer keeps, of which there are `new_tokens` fewer than
-    `context`; empty if layers keep all.
-    host_layers: the last layers, of which `host_part` lies on the host. window_tokens: of such a layer, tokens that
-    stay on the device: in codes for drafts, or slots for what a query chooses. prefetch: offloaded layers that are
-    copied ahead of the one that is read. offload: whether the plan allows layers to be offloaded. elastic: whether a
-    full-precision layer on the host has the tokens that a step chooses loaded into slots. target_loads: whether the
-    target's steps are among them; it then reads no whole layer. reuses_slots: whether slots keep what steps have
-    chosen, so that only what they miss is loaded. adaptive: whether layers leave one by one as rows grow; until then
-    they may use the memory of the others, and `spare_bytes` more.
+    codes are also stored by token, for policies that select by codes or gather them. target_chooses_by_codes: whether
+    the target's policy does. budgets: the largest number of prompt tokens that each layer keeps; empty if layers keep
+    all. A prompt has up to `context` - `new_tokens` tokens.
+    host_layers:number of offloaded layers, the last ones, with `host_part` on the host. window_tokens: tokens of such a
+    layer that stay on the device, as codes for drafts or as slots for selected tokens. prefetch: number of offloaded
+    layers that are copied ahead of the one being read. offload: whether the plan allows offloading. elastic: whether
+    the tokens that a step selects are loaded into slots of a full-precision layer on the host. target_loads: whether
+    the target's steps do so too; it then never reads a full layer. reuses_slots: whether slots keep earlier selections,
+    so that only missing tokens are loaded. adaptive: whether layers leave one by one as rows grow; until then rows may
+    use their memory and `spare_bytes` more.
     """
 
     batch: int
@@ -82,7 +82,7 @@ class KVCacheConfig:
 
     @property
     def target_uses_codes(self) -> bool:
-        """Whether a flush changes what the target reads, or where it finds it."""
+        """Whether a flush changes the values or the addresses that the target reads."""
         return self.buffered or self.target_chooses_by_codes or self.target_loads
 
     @property
@@ -134,9 +134,9 @@ class KVCacheConfig:
         return max(self.kept(tokens), default=tokens)
 
     def passes(self, stored: Sequence[int], tokens: int, max_tokens: int) -> Iterator[slice]:
-        """Passes over `tokens` tokens that follow each row's `stored` ones, each of up to `max_tokens`.
+        """Splits `tokens` tokens that follow each row's `stored` ones into passes of up to `max_tokens`.
 
-        None goes beyond a multiple of the group in any row: there a flush changes what the target reads.
+        No pass crosses a multiple of the group in any row, as a flush there changes what the target reads.
         """
         start = 0
         while start < tokens:

@@ -1,8 +1,8 @@
 """Retrieval head: its queries, keys and scores, and the file that stores it.
 
-The runtime does not execute MLA; this is the reference of what a head's choice would mean there.
+A head needs only the tokens, so its selection is known before the model's first layer runs.
 
-It needs the tokens alone, so what it chooses is known before the model's first layer runs.
+The runtime does not execute MLA; `latent_head_attention` is the reference for a head's selection in such a model.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def latent_head_attention(
 
 
 FORMAT = 1
-PROBED_TOKENS, PROBED_CHANNELS = 16, 8  # of an embedding, by which a model is recognized
+PROBED_TOKENS, PROBED_CHANNELS = 16, 8  # the part of an embedding that identifies a model
 PROBE_TOLERANCE = 0.02  # bf16 rounds by 0.4%, and 8-bit files by a little more
 
 
 @dataclass(frozen=True)
 class HeadConfig(Checked):
-    """What a head's file says of it. Raises ModelError for values out of range.
+    """The configuration in a head's file. Raises ModelError for values out of range.
 
-    model: that it was made for. context: tokens of the longest sequences that it was trained on; YaRN stretches it
-    beyond. layers: 1 for one choice that all layers share, as published, or the model's: then there is a query head for
-    each KV head of each layer, ordered by KV head first. inputs: "embedding", or "full" with the target's features of
-    the token before (EAGLE-3).
+    model: the model that it belongs to. context: tokens of the longest training sequences; YaRN stretches it beyond.
+    layers: 1 for one selection that all layers share, as published. Otherwise the model's number of layers: there is
+    a query head for each KV head of each layer, ordered by KV head first. inputs: "embedding", or "full" with the
+    target's features of the previous token (EAGLE-3).
     """
 
     error = ModelError
