@@ -18,7 +18,7 @@ class KVCacheConfig:
     codes are also stored by token, for policies that select by codes or gather them. target_chooses_by_codes: whether
     the target's policy does. budgets: the largest number of prompt tokens that each layer keeps; empty if layers keep
     all. A prompt has up to `context` - `new_tokens` tokens.
-    host_layers:number of offloaded layers, the last ones, with `host_part` on the host. window_tokens: tokens of such a
+    host_layers: number of offloaded (last) layers, with `host_part` on the host. window_tokens: tokens of such a
     layer that stay on the device, as codes for drafts or as slots for selected tokens. prefetch: number of offloaded
     layers that are copied ahead of the one being read. offload: whether the plan allows offloading. elastic: whether
     the tokens that a step selects are loaded into slots of a full-precision layer on the host. target_loads: whether
