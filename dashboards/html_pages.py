@@ -70,31 +70,31 @@ SHOWN = ("context", "batch", "plan", "gamma", "tpot_ms", "ttft_ms", "tokens_per_
          "why_not")  # fmt: skip
 
 
-def sweep_page(found: GridSweep) -> str:
+def sweep_page(sweep: GridSweep) -> str:
     """The page. Names and values are shown as text, whatever they hold."""
     parts = ["<h1>Fastest plans</h1><p>TTFT and tokens/s are the whole batch's; blank where no plan fits.</p>"]
-    for point in found.points:
+    for point in sweep.points:
         parts += [] if point.plans is None else [figure_html(tpot_map(point, point.plans))]
         parts.append(table(SHOWN, [[_shown(row[name]) for name in SHOWN] for row in point.rows()]))
     return html_page("ridgeplan sweep", parts)
 
 
-def tpot_map(point: SweepPoint, found: PlanMap) -> go.Figure:
+def tpot_map(point: SweepPoint, plan_map: PlanMap) -> go.Figure:
     """Milliseconds per token over context and batch, with the plan's name and gamma in every cell's label."""
-    times = np.where(found.fits, 1e3 * found.tpot_s, np.nan)
+    times = np.where(plan_map.fits, 1e3 * plan_map.tpot_s, np.nan)
     labels = [[f"{name}, gamma {gamma}" for name, gamma in zip(*pair, strict=True)]
-              for pair in zip(found.names, found.gamma, strict=True)]  # fmt: skip
+              for pair in zip(plan_map.names, plan_map.gamma, strict=True)]  # fmt: skip
     heat = go.Heatmap(
-        x=[str(batch) for batch in found.batches], y=[tokens_text(one) for one in found.contexts],
+        x=[str(batch) for batch in plan_map.batches], y=[tokens_text(context) for context in plan_map.contexts],
         z=np.log10(times), text=labels, customdata=times, colorscale="Cividis",
         colorbar={"title": "ms per token", **_ticks(times)},
         hovertemplate="context %{y}, batch %{x}<br>%{customdata:.3g} ms per token<br>%{text}<extra></extra>",
     )  # fmt: skip
     figure = go.Figure(heat)
-    asked = ", ".join(f"{name} {value}" for name, value in point.columns.items())
+    settings = ", ".join(f"{name} {value}" for name, value in point.columns.items())
     title = f"{point.question.shape.name} on {point.question.profile.hardware.name}"
-    figure.update_layout(title=f"{title}, {asked}" if asked else title, xaxis_title="batch", yaxis_title="context",
-                         xaxis_type="category", yaxis_type="category")  # fmt: skip
+    figure.update_layout(title=f"{title}, {settings}" if settings else title, xaxis_title="batch",
+                         yaxis_title="context", xaxis_type="category", yaxis_type="category")  # fmt: skip
     return figure
 
 
@@ -124,17 +124,17 @@ def validation_page(report: Mapping[str, Any], summary: Sequence[Mapping[str, An
 
 def _head(report: Mapping[str, Any]) -> list[str]:
     software = ", ".join(f"{name} {version}" for name, version in report["software"].items())
-    told = f"{report['device']}, {report['date']}, {software}. Predicted by {report['profile']}."
-    return [f"<h1>Predicted and measured: suite {escape(report['suite'])}</h1>", f"<p>{escape(told)}</p>"]
+    origin = f"{report['device']}, {report['date']}, {software}. Predicted by {report['profile']}."
+    return [f"<h1>Predicted and measured: suite {escape(report['suite'])}</h1>", f"<p>{escape(origin)}</p>"]
 
 
 def _summary(summary: Sequence[Mapping[str, Any]]) -> list[str]:
     columns = ("", "rows", "signed median", "median", "p90", "worst", "mean", "target", "")
     names = ("signed_median", "median", "p90", "worst", "mean")
     rows = (
-        (one["name"], one["count"], *(f"{one[name]:+.1%}" if name == "signed_median" else f"{one[name]:.1%}"
-         for name in names), _target(one["limits"]), {None: "", True: "met", False: "missed"}[one["met"]])
-        for one in summary
+        (entry["name"], entry["count"], *(f"{entry[name]:+.1%}" if name == "signed_median" else f"{entry[name]:.1%}"
+         for name in names), _target(entry["limits"]), {None: "", True: "met", False: "missed"}[entry["met"]])
+        for entry in summary
     )  # fmt: skip
     return ["<h2>Errors and their targets</h2>", table(columns, rows)]
 
@@ -193,16 +193,16 @@ def draft_study_page(document: Mapping[str, Any]) -> str:
 
 
 def _draft_context(rows: Iterable[Mapping[str, Any]], context: int) -> list[str]:
-    found = [row for row in rows if row["context"] == context]
-    positions = [str(position) for position in range(1, 1 + len(found[0]["by_position"]))]
+    context_rows = [row for row in rows if row["context"] == context]
+    positions = [str(position) for position in range(1, 1 + len(context_rows[0]["by_position"]))]
     lines = (
         (row["policy"], f"{row['ratio']:g}", row["format"], f"{row['mean']:.3f}", f"{row['tokens_per_round']:.2f}",
-         *(f"{value:.3f}" for value in row["by_position"])) for row in found
+         *(f"{value:.3f}" for value in row["by_position"])) for row in context_rows
     )  # fmt: skip
     return [
         f"<h2>{context} tokens</h2>",
-        figure_html(by_position(found)),
-        figure_html(by_ratio(found)),
+        figure_html(by_position(context_rows)),
+        figure_html(by_ratio(context_rows)),
         table(("policy", "ratio", "reads", "mean", "tokens a round", *positions), lines),
     ]
 
@@ -223,11 +223,11 @@ def by_ratio(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
     """Mean acceptance by the share of tokens that drafts read."""
     figure = go.Figure()
     for policy, form in dict.fromkeys((row["policy"], row["format"]) for row in rows):
-        own = sorted(
+        method_rows = sorted(
             (row for row in rows if (row["policy"], row["format"]) == (policy, form)), key=lambda x: x["ratio"]
         )
-        if len(own) > 1:
-            _line(figure, own[0], [row["ratio"] for row in own], [row["mean"] for row in own])
+        if len(method_rows) > 1:
+            _line(figure, method_rows[0], [row["ratio"] for row in method_rows], [row["mean"] for row in method_rows])
     figure.update_xaxes(type="log", tickformat=".0%")
     return _styled(figure, "Mean conditional acceptance by ratio", "share of the tokens")
 
@@ -270,12 +270,12 @@ def retrieval_study_page(document: Mapping[str, Any]) -> str:
 
 
 def _retrieval_context(rows: Rows, context: int) -> Iterator[str]:
-    own = [row for row in rows if row["context"] == context]
+    context_rows = [row for row in rows if row["context"] == context]
     yield f"<h2>{context} tokens</h2>"
     for name, text in FIGURES.items():
-        yield figure_html(by_budget(own, name, text))
-    yield figure_html(by_layer(own))
-    lines = ((row["method"], row["budget"], *(f"{row[name]:.3f}" for name in FIGURES)) for row in own)
+        yield figure_html(by_budget(context_rows, name, text))
+    yield figure_html(by_layer(context_rows))
+    lines = ((row["method"], row["budget"], *(f"{row[name]:.3f}" for name in FIGURES)) for row in context_rows)
     yield table(("method", "budget", *FIGURES), lines)
 
 
@@ -283,8 +283,8 @@ def by_budget(rows: Rows, name: str, title: str) -> go.Figure:
     """One figure of every method over the budgets."""
     figure = go.Figure()
     for method in dict.fromkeys(row["method"] for row in rows):
-        own = sorted((row for row in rows if row["method"] == method), key=lambda row: row["budget"])
-        figure.add_scatter(x=[row["budget"] for row in own], y=[row[name] for row in own], name=method,
+        method_rows = sorted((row for row in rows if row["method"] == method), key=lambda row: row["budget"])
+        figure.add_scatter(x=[row["budget"] for row in method_rows], y=[row[name] for row in method_rows], name=method,
                            mode="lines+markers")  # fmt: skip
     figure.update_xaxes(type="log")
     return figure.update_layout(title=title, template="plotly_white", xaxis_title="budget in tokens", height=420)

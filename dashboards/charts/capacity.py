@@ -16,77 +16,78 @@ MOST_PRICES = 4  # contours of cost
 
 
 def capacity_map(
-    found: PlanMap,
-    asked: tuple[int, int],
+    plan_map: PlanMap,
+    workload: tuple[int, int],
     dollars_per_hour: float | None = None,
     tpot_limit_ms: float | None = None,
     ttft_limit_ms: float | None = None,
 ) -> go.Figure:
     """The fastest plan's milliseconds per token at each context and batch, which are evenly spaced in their logs.
 
-    Contours: where a limit on time is met, and what a million tokens cost at a price. asked: a context and a batch,
-    which are marked.
+    Contours: where a limit on time is met, and what a million tokens cost at a price. workload: the context and batch
+    that are marked.
     """
-    x, y = np.log2(found.contexts), np.log2(found.batches)
-    tpot_ms, ttft_ms = 1e3 * found.tpot_s, 1e3 * found.ttft_s
-    figure = go.Figure(_heat(found, x, y))
-    for base, length, row in no_fit_runs(found, x):
+    x, y = np.log2(plan_map.contexts), np.log2(plan_map.batches)
+    tpot_ms, ttft_ms = 1e3 * plan_map.tpot_s, 1e3 * plan_map.ttft_s
+    figure = go.Figure(_heat(plan_map, x, y))
+    for base, length, row in no_fit_runs(plan_map, x):
         figure.add_trace(_hatched(base, length, y[row], _spacing(y)))
     if dollars_per_hour:
-        cost = dollars_per_million(found, dollars_per_hour)
-        for level in _levels(cost[found.fits]):
-            figure.add_traces(_contour("", x, y, cost, level, WHITE, found))
-            end = _end_of_line(x, y, cost, level, found)
+        cost = dollars_per_million(plan_map, dollars_per_hour)
+        for level in _levels(cost[plan_map.fits]):
+            figure.add_traces(_contour("", x, y, cost, level, WHITE, plan_map))
+            end = _end_of_line(x, y, cost, level, plan_map)
             if end:
                 _label(figure, f"${level:g} per million tokens", *end)
     limits = ((tpot_ms, tpot_limit_ms, RED, "per token"), (ttft_ms, ttft_limit_ms, SKY, "to the first token"))
     for values, limit, color, name in limits:
         if limit:
-            figure.add_traces(_contour(f"{time_text(limit)} {name}", x, y, values, limit, color, found))
-    figure.add_scatter(name="asked", x=[np.log2(asked[0])], y=[np.log2(asked[1])], mode="markers", hoverinfo="skip",
+            figure.add_traces(_contour(f"{time_text(limit)} {name}", x, y, values, limit, color, plan_map))
+    figure.add_scatter(name="asked", x=[np.log2(workload[0])], y=[np.log2(workload[1])], mode="markers",
+                       hoverinfo="skip",
                        marker={"symbol": "circle-open", "size": 16, "color": RED, "line": {"width": 3}})  # fmt: skip
-    _axes(figure, found, x, y)
+    _axes(figure, plan_map, x, y)
     return styled(figure, height=500, top=70, barmode="overlay", legend=below(-0.17))
 
 
-def dollars_per_million(found: PlanMap, dollars_per_hour: float) -> np.ndarray:
+def dollars_per_million(plan_map: PlanMap, dollars_per_hour: float) -> np.ndarray:
     """Dollars per million output tokens at a GPU's hourly price, as by `serving_cost`: [contexts, batches]."""
-    return np.asarray(1e6 * dollars_per_hour / 3600 / found.served_tokens_per_s)
+    return np.asarray(1e6 * dollars_per_hour / 3600 / plan_map.served_tokens_per_s)
 
 
-def no_fit_runs(found: PlanMap, x: np.ndarray) -> Iterator[tuple[float, float, int]]:
+def no_fit_runs(plan_map: PlanMap, x: np.ndarray) -> Iterator[tuple[float, float, int]]:
     """Neighbouring contexts of one batch at which nothing fits: start and length on the axis, and the batch's index."""
     half = _spacing(x) / 2
-    for row, fits in enumerate(found.fits.T):
+    for row, fits in enumerate(plan_map.fits.T):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], ~fits, [0])).astype(int)))
         for first, last in edges.reshape(-1, 2):
             start, end = x[first] - half, x[last - 1] + half
             yield float(start), float(end - start), row
 
 
-def _heat(found: PlanMap, x: np.ndarray, y: np.ndarray) -> go.Heatmap:
-    tpot_ms = np.where(found.fits, 1e3 * found.tpot_s, np.nan)
-    lowest, highest = (np.nanmin(tpot_ms), np.nanmax(tpot_ms)) if found.fits.any() else (1.0, 10.0)
+def _heat(plan_map: PlanMap, x: np.ndarray, y: np.ndarray) -> go.Heatmap:
+    tpot_ms = np.where(plan_map.fits, 1e3 * plan_map.tpot_s, np.nan)
+    lowest, highest = (np.nanmin(tpot_ms), np.nanmax(tpot_ms)) if plan_map.fits.any() else (1.0, 10.0)
     rounded = ROUND[::3] if highest > 1000 * lowest else ROUND  # only powers of ten, where they are enough
     ticks = [tick for tick in rounded if lowest <= tick <= highest] or [lowest]
     return go.Heatmap(
-        x=x, y=y, z=np.log10(tpot_ms).T, colorscale=HEAT, reversescale=True, text=_hover(found), hoverongaps=False,
+        x=x, y=y, z=np.log10(tpot_ms).T, colorscale=HEAT, reversescale=True, text=_hover(plan_map), hoverongaps=False,
         hovertemplate="%{text}<extra></extra>",
         colorbar=bar_above("ms per token")
         | {"tickvals": np.log10(ticks), "ticktext": [f"{tick:,.0f}" if tick >= 1 else f"{tick:g}" for tick in ticks]},
     )  # fmt: skip
 
 
-def _hover(found: PlanMap) -> list[list[str]]:
+def _hover(plan_map: PlanMap) -> list[list[str]]:
     """What each cell says, [batches, contexts]."""
     return [
         [
-            f"{tokens_text(context)} tokens x {batch}<br>{found.names[i, j]}<br>"
-            f"{time_text(1e3 * found.tpot_s[i, j])} per token, {found.tokens_per_s[i, j]:,.0f} tokens/s<br>"
-            f"first token after {time_text(1e3 * found.ttft_s[i, j])}, {size_text(found.peak_bytes[i, j])}"
-            for i, context in enumerate(found.contexts)
+            f"{tokens_text(context)} tokens x {batch}<br>{plan_map.names[i, j]}<br>"
+            f"{time_text(1e3 * plan_map.tpot_s[i, j])} per token, {plan_map.tokens_per_s[i, j]:,.0f} tokens/s<br>"
+            f"first token after {time_text(1e3 * plan_map.ttft_s[i, j])}, {size_text(plan_map.peak_bytes[i, j])}"
+            for i, context in enumerate(plan_map.contexts)
         ]
-        for j, batch in enumerate(found.batches)
+        for j, batch in enumerate(plan_map.batches)
     ]
 
 
@@ -101,10 +102,10 @@ def _hatched(base: float, length: float, y: float, width: float) -> go.Bar:
 
 
 def _contour(
-    name: str, x: np.ndarray, y: np.ndarray, values: np.ndarray, level: float, color: str, found: PlanMap
+    name: str, x: np.ndarray, y: np.ndarray, values: np.ndarray, level: float, color: str, plan_map: PlanMap
 ) -> list[go.Contour]:
     """The line along which a figure has one value, where plans fit, on a dark edge. A nameless one has no legend."""
-    z = np.where(found.fits, values, np.nan).T
+    z = np.where(plan_map.fits, values, np.nan).T
     at_level = {"type": "constraint", "operation": "=", "value": level}
     edge = go.Contour(x=x, y=y, z=z, contours=at_level, line={"color": EDGE, "width": 6}, hoverinfo="skip",
                       showlegend=False)  # fmt: skip
@@ -114,13 +115,13 @@ def _contour(
 
 
 def _end_of_line(
-    x: np.ndarray, y: np.ndarray, values: np.ndarray, level: float, found: PlanMap
+    x: np.ndarray, y: np.ndarray, values: np.ndarray, level: float, plan_map: PlanMap
 ) -> tuple[float, float] | None:
     """Where a line of equal cost is at the shortest context, and there the smallest batch, at which it passes.
 
     Cost falls with the batch, and rises where layers leave for the host. None where no column crosses it.
     """
-    for column, fits in enumerate(found.fits):
+    for column, fits in enumerate(plan_map.fits):
         known = np.flatnonzero(fits)
         above = values[column, known] - level
         crossed = np.flatnonzero(above[:-1] * above[1:] <= 0)
@@ -148,11 +149,11 @@ def _spacing(values: np.ndarray) -> float:
     return float(values[1] - values[0]) if len(values) > 1 else 1.0
 
 
-def _axes(figure: go.Figure, found: PlanMap, x: np.ndarray, y: np.ndarray) -> None:
+def _axes(figure: go.Figure, plan_map: PlanMap, x: np.ndarray, y: np.ndarray) -> None:
     ticks: Sequence[int]
-    ticks, texts = token_ticks(found.contexts)
+    ticks, texts = token_ticks(plan_map.contexts)
     wide, high = _spacing(x) / 2, _spacing(y) / 2
     figure.update_xaxes(title={"text": "context (tokens)", "standoff": 20}, range=[x[0] - wide, x[-1] + wide])
     figure.update_xaxes(tickvals=np.log2(ticks), ticktext=texts, showgrid=False)
     figure.update_yaxes(title_text="batch", range=[y[0] - high, y[-1] + high])
-    figure.update_yaxes(tickvals=y, ticktext=list(map(str, found.batches)), showgrid=False)
+    figure.update_yaxes(tickvals=y, ticktext=list(map(str, plan_map.batches)), showgrid=False)

@@ -40,7 +40,7 @@ def memory_over_context(
     contexts: Sequence[int],
     memory: MemoryBreakdown,
     capacity_bytes: float,
-    asked: int,
+    context: int,
     staircase: Sequence[OffloadStep] = (),
 ) -> go.Figure:
     """GB by purpose, stacked over the context, against the available memory.
@@ -59,7 +59,7 @@ def memory_over_context(
     capacity = capacity_bytes / GB
     figure.add_hline(capacity, line_dash="dash", line_color=RED, annotation_position="top left",
                      annotation_text=f"{size_text(capacity_bytes)} usable")  # fmt: skip
-    figure.add_vline(asked, line_color=GREY, line_dash="dot")
+    figure.add_vline(context, line_color=GREY, line_dash="dot")
     total = max(map(sum, zip(*parts.values(), strict=True))) / GB
     figure.update_yaxes(title_text="GB", range=[0, 1.12 * max(capacity, min(total, 2 * capacity))])
     _add_staircase(figure, staircase, contexts)

@@ -43,10 +43,11 @@ def alternatives(recommendation: Recommendation) -> go.Figure:
         if alike:
             names, predicted, reasons = zip(*alike, strict=True)
             figure.add_bar(
-                name=verdict, y=names, x=[one.best.tpot_ms for one in predicted], orientation="h", marker_color=color,
+                name=verdict, y=names, x=[prediction.best.tpot_ms for prediction in predicted], orientation="h",
+                marker_color=color,
                 error_x={"type": "data", "symmetric": False, "thickness": 1, "color": GREY,
-                         "array": [one.high.tpot_ms - one.best.tpot_ms for one in predicted],
-                         "arrayminus": [one.best.tpot_ms - one.low.tpot_ms for one in predicted]},
+                         "array": [prediction.high.tpot_ms - prediction.best.tpot_ms for prediction in predicted],
+                         "arrayminus": [prediction.best.tpot_ms - prediction.low.tpot_ms for prediction in predicted]},
                 customdata=reasons, hovertemplate="%{y}: %{x:.3g} ms per token<br>%{customdata}",
             )  # fmt: skip
     figure.update_xaxes(title_text="ms per token")
@@ -55,7 +56,7 @@ def alternatives(recommendation: Recommendation) -> go.Figure:
 
 
 def times_over_context(
-    contexts: Sequence[int], curves: Mapping[str, Sequence[Prediction]], limits: Mapping[str, float], asked: int
+    contexts: Sequence[int], curves: Mapping[str, Sequence[Prediction]], limits: Mapping[str, float], context: int
 ) -> go.Figure:
     """Milliseconds per token over the context, a line with its band for each name.
 
@@ -73,7 +74,7 @@ def times_over_context(
             hovertemplate=f"{name}: %{{y:.3g}} ms<extra></extra>",
         )  # fmt: skip
     _add_crossings(figure, crossings(contexts, best))
-    figure.add_vline(asked, line_color=GREY, line_dash="dot")
+    figure.add_vline(context, line_color=GREY, line_dash="dot")
     figure.update_yaxes(title_text="ms per token", rangemode="tozero")
     token_axis(figure, contexts)
     return styled(figure, height=440, hovermode="x unified", legend=below(-0.18))
@@ -81,8 +82,10 @@ def times_over_context(
 
 def fitting_times(predicted: Sequence[Prediction], limit_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Low, best and high milliseconds per token, each [contexts]; NaN where the plan does not fit."""
-    fits = np.array([one.best.peak_memory_bytes <= limit_bytes for one in predicted])
-    times = np.array([[one.low.tpot_ms, one.best.tpot_ms, one.high.tpot_ms] for one in predicted])
+    fits = np.array([prediction.best.peak_memory_bytes <= limit_bytes for prediction in predicted])
+    times = np.array(
+        [[prediction.low.tpot_ms, prediction.best.tpot_ms, prediction.high.tpot_ms] for prediction in predicted]
+    )
     low, best, high = np.where(fits[:, None], times, np.nan).T
     return low, best, high
 
@@ -99,19 +102,20 @@ def _add_band(
     )  # fmt: skip
 
 
-def _add_crossings(figure: go.Figure, found: Sequence[Crossing]) -> None:
-    if found:
+def _add_crossings(figure: go.Figure, crossings: Sequence[Crossing]) -> None:
+    if crossings:
         figure.add_scatter(
-            name="crossing", x=[one.x for one in found], y=[one.y for one in found], mode="markers",
-            marker={"symbol": "x", "size": 10, "color": GREY}, text=[crossing_text(one) for one in found],
+            name="crossing", x=[crossing.x for crossing in crossings], y=[crossing.y for crossing in crossings],
+            mode="markers",
+            marker={"symbol": "x", "size": 10, "color": GREY}, text=[crossing_text(crossing) for crossing in crossings],
             hovertemplate="%{text}<extra></extra>",
         )  # fmt: skip
 
 
-def crossing_text(one: Crossing) -> str:
+def crossing_text(crossing: Crossing) -> str:
     """Which is faster from where on."""
-    context = tokens_text(round(one.x)) if one.x < 1024 else f"{one.x / 1024:.3g}k"
-    return f"from {context} tokens on {one.after} is faster than {one.before} ({time_text(one.y)})"
+    context = tokens_text(round(crossing.x)) if crossing.x < 1024 else f"{crossing.x / 1024:.3g}k"
+    return f"from {context} tokens on {crossing.after} is faster than {crossing.before} ({time_text(crossing.y)})"
 
 
 QUALITY_COLORS = {Quality.EXACT: GREEN, Quality.NEAR_LOSSLESS: BLUE, Quality.LOSSY: ORANGE}
@@ -132,7 +136,7 @@ def trade_offs(curves: Mapping[str, BatchCurve], running: Sequence[str], allowed
         figure.add_trace(_line(name, curve, *kind, first=kind not in shown))
         shown.add(kind)
     _add_frontier(figure, {name: curves[name] for name in running if name in allowed})
-    x, y = ([value for one in curves.values() for value in getattr(one, axis)] for axis in ("per_user", "per_gpu"))
+    x, y = ([value for curve in curves.values() for value in getattr(curve, axis)] for axis in ("per_user", "per_gpu"))
     figure.update_xaxes(type="log", title_text="tokens/s of one request", **log_ticks(x))
     figure.update_yaxes(type="log", title_text="tokens/s of the GPU", **log_ticks(y))
     return styled(figure, height=480, legend=below(-0.15))
@@ -153,7 +157,9 @@ def _line(name: str, curve: BatchCurve, quality: Quality, runs: bool, *, first: 
 
 def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
     """The points of plans that run which no other exceeds, each plan named where it begins to be the best."""
-    points = [(name, *pair) for name, one in curves.items() for pair in zip(one.per_user, one.per_gpu, strict=True)]
+    points = [
+        (name, *pair) for name, curve in curves.items() for pair in zip(curve.per_user, curve.per_gpu, strict=True)
+    ]
     if not points:
         return
     names, per_user, per_gpu = zip(*points, strict=True)

@@ -58,17 +58,17 @@ def roofline(prediction: Prediction, hardware: Hardware) -> go.Figure:
 def labelled(ops: Sequence[OpTime]) -> set[OpTime]:
     """The operations that are named: those that take the most time, none beside another on the chart."""
     kept: list[OpTime] = []
-    for op in sorted(ops, key=lambda one: -one.seconds):
+    for op in sorted(ops, key=lambda op: -op.seconds):
         if len(kept) < LABELS and all(_distance(op, other) > APART for other in kept):
             kept.append(op)
     return set(kept)
 
 
-def _distance(one: OpTime, other: OpTime) -> float:
+def _distance(op: OpTime, other: OpTime) -> float:
     """In powers of ten, along the axis in which two dots are further apart; names are wide, so x counts less."""
     wide, high = (
         abs(np.log10(first / second))
-        for first, second in ((one.intensity, other.intensity), (one.flops / one.seconds, other.flops / other.seconds))
+        for first, second in ((op.intensity, other.intensity), (op.flops / op.seconds, other.flops / other.seconds))
     )
     return float(max(wide / 4, high))
 
@@ -86,10 +86,10 @@ def _dots(part: str, ops: Sequence[OpTime], named: set[OpTime], ridge_point: flo
     )  # fmt: skip
 
 
-def ridge_plane(plane: Plane, asked: tuple[int, int]) -> go.Figure:
+def ridge_plane(plane: Plane, workload: tuple[int, int]) -> go.Figure:
     """Aggregate arithmetic intensity over context and batch (QuantSpec, Fig 2), cut by the plane of the ridge point.
 
-    Below the plane a step is bound by memory, above it by compute. asked: a context and a batch, which are marked.
+    Below the plane a step is bound by memory, above it by compute. workload: the marked context and batch.
     """
     x, y = np.log2(plane.contexts), np.log2(plane.batches)
     figure = go.Figure()
@@ -103,14 +103,14 @@ def ridge_plane(plane: Plane, asked: tuple[int, int]) -> go.Figure:
     figure.add_surface(name="ridge", x=x, y=y, z=level, opacity=0.35, showscale=False, hoverinfo="skip",
                        colorscale=[[0, RED], [1, RED]])  # fmt: skip
     row, column = (int(np.abs(np.log2(sizes / size)).argmin()) for sizes, size in
-                   ((plane.contexts, asked[0]), (plane.batches, asked[1])))  # fmt: skip
+                   ((plane.contexts, workload[0]), (plane.batches, workload[1])))  # fmt: skip
     height = np.log10(plane.aggregate[row, column])
     figure.add_scatter3d(name="asked", x=[x[row]], y=[y[column]], z=[height], mode="markers",
                          marker={"color": RED, "size": 5})  # fmt: skip
     heights = range(int(np.floor(np.log10(plane.aggregate.min()))), int(np.ceil(level.max())) + 1)
     figure.update_scenes(
         xaxis=_axis("context", *token_ticks(plane.contexts, 5)), yaxis=_axis("batch", *token_ticks(plane.batches, 5)),
-        zaxis=_axis("FLOP/byte", [2.0**one for one in heights], [f"{10.0**one:g}" for one in heights]),
+        zaxis=_axis("FLOP/byte", [2.0**power for power in heights], [f"{10.0**power:g}" for power in heights]),
         camera={"eye": {"x": -1.75, "y": -1.85, "z": 1.05}, "center": {"x": 0, "y": 0, "z": -0.12}},
     )  # fmt: skip
     return without_walls(styled(figure, height=460, top=70, showlegend=False))

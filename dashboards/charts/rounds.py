@@ -39,10 +39,10 @@ OPERATION_COLORS = {
 def round_parts(recommendation: Recommendation) -> go.Figure:
     """Milliseconds per token of each part of a round, of the recommended plan and of plain decoding."""
     bars = {recommendation.name: recommendation.predicted, PLAIN: recommendation.baseline}
-    found = [part_ms(one) for one in bars.values()]
+    parts_ms = [part_ms(prediction) for prediction in bars.values()]
     figure = go.Figure()
     for part, color in PART_COLORS.items():
-        lengths = [one[part] for one in found]
+        lengths = [part_times[part] for part_times in parts_ms]
         if any(lengths):
             figure.add_bar(name=part, y=list(map(wrapped, bars)), x=lengths, marker_color=color, orientation="h",
                            hovertemplate=f"{part}: %{{x:.3g}} ms per token<extra></extra>")  # fmt: skip
@@ -105,30 +105,30 @@ def _operation(kind: str) -> str:
 WHITE = "#ffffff"
 
 
-def speculation(found: SpeculationMap) -> go.Figure:
+def speculation(speedups: SpeculationMap) -> go.Figure:
     """A map of the speed-up over plain decoding: drafts of a round by conditional acceptance.
 
     The dashed line is the best gamma at each acceptance, the star the optimum at the predicted acceptance, whose band
     is the bar through it.
     """
-    gamma, gain = found.optimum
+    gamma, gain = speedups.optimum
     figure = go.Figure(
         go.Heatmap(
-            x=found.gammas, y=found.acceptances, z=found.speedup, colorscale=HEAT,
+            x=speedups.gammas, y=speedups.acceptances, z=speedups.speedup, colorscale=HEAT,
             colorbar=bar_above("speed-up"),
             hovertemplate="gamma %{x}, acceptance %{y:.2f}: %{z:.2f}x<extra></extra>",
         )
     )  # fmt: skip
     figure.add_scatter(
-        name="as fast as plain decoding", x=found.gammas, y=break_even(found), mode="lines", hoverinfo="skip",
+        name="as fast as plain decoding", x=speedups.gammas, y=break_even(speedups), mode="lines", hoverinfo="skip",
         line={"color": SKY, "width": 4},
     )  # fmt: skip
-    worthwhile = found.best_gammas > 0
+    worthwhile = speedups.best_gammas > 0
     figure.add_scatter(
-        name="best gamma", x=found.best_gammas[worthwhile], y=found.acceptances[worthwhile], mode="lines",
+        name="best gamma", x=speedups.best_gammas[worthwhile], y=speedups.acceptances[worthwhile], mode="lines",
         line={"color": PURPLE, "dash": "dash", "width": 3}, hoverinfo="skip",
     )  # fmt: skip
-    known = found.predicted
+    known = speedups.predicted
     figure.add_scatter(
         name=f"optimum: gamma {gamma}, {gain:.2f}x", x=[gamma], y=[known.best], mode="markers",
         marker={"symbol": "star", "size": 18, "color": RED, "line": {"color": WHITE, "width": 1}},
@@ -136,13 +136,13 @@ def speculation(found: SpeculationMap) -> go.Figure:
                  "arrayminus": [known.best - known.low], "color": RED, "thickness": 3},
         hovertemplate=f"predicted acceptance {known.best:.3f} ({known.low:.3f} to {known.high:.3f})<extra></extra>",
     )  # fmt: skip
-    figure.update_xaxes(title_text="gamma (drafts of a round)", tickvals=found.gammas, showgrid=False)
-    ends = np.array([found.acceptances[0], found.acceptances[-1]])
+    figure.update_xaxes(title_text="gamma (drafts of a round)", tickvals=speedups.gammas, showgrid=False)
+    ends = np.array([speedups.acceptances[0], speedups.acceptances[-1]])
     figure.update_yaxes(title_text="conditional acceptance", range=list(ends), showgrid=False)
     return styled(figure, height=480, top=70, legend=below(-0.16))
 
 
-def break_even(found: SpeculationMap) -> np.ndarray:
+def break_even(speedups: SpeculationMap) -> np.ndarray:
     """The acceptance from which each gamma is faster than plain decoding; NaN where none of the map's is: [gammas]."""
-    rising = (np.interp(1.0, column, found.acceptances, np.nan, np.nan) for column in found.speedup.T)
+    rising = (np.interp(1.0, column, speedups.acceptances, np.nan, np.nan) for column in speedups.speedup.T)
     return np.array(list(rising))

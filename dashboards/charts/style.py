@@ -51,12 +51,12 @@ def bar_above(title: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def token_ticks(tokens: Iterable[float], most: int = 7) -> tuple[list[int], list[str]]:
+def token_ticks(tokens: Iterable[float], max_ticks: int = 7) -> tuple[list[int], list[str]]:
     """At most `most` powers of two within the tokens' range, and their texts."""
     known = np.asarray(list(tokens), dtype=float)
     inside = [power for power in POWERS if known.min() <= power <= known.max()]
-    kept = inside[:: max(1, -(-len(inside) // most))]
-    return kept, [tokens_text(one) for one in kept]
+    kept = inside[:: max(1, -(-len(inside) // max_ticks))]
+    return kept, [tokens_text(tick) for tick in kept]
 
 
 def token_axis(figure: go.Figure, tokens: Iterable[float], title: str = "context (tokens)") -> go.Figure:
@@ -68,8 +68,8 @@ def token_axis(figure: go.Figure, tokens: Iterable[float], title: str = "context
 def log_ticks(values: Iterable[float]) -> dict[str, list]:
     """Ticks at 1, 2 and 5 times powers of ten, for a logarithmic axis that holds these values."""
     known = np.asarray(list(values), dtype=float)
-    ticks = [one for one in ROUND if known.min() / 2 <= one <= known.max() * 2] if known.size else []
-    return {"tickvals": ticks, "ticktext": [f"{one:,.0f}" if one >= 1 else f"{one:g}" for one in ticks]}
+    ticks = [tick for tick in ROUND if known.min() / 2 <= tick <= known.max() * 2] if known.size else []
+    return {"tickvals": ticks, "ticktext": [f"{tick:,.0f}" if tick >= 1 else f"{tick:g}" for tick in ticks]}
 
 
 def faded(color: str, opacity: float) -> str:

@@ -103,11 +103,14 @@ class CaseParam(click.ParamType):
             return value
         runnable = [preset for preset in executable_presets() if preset != PLAIN]
         first, _, rest = str(value).partition(":")
-        (kept, _, chunk), (workload, _, given) = first.partition("/"), rest.partition(":")
+        (kept, _, chunk), (workload, _, gamma_text) = first.partition("/"), rest.partition(":")
         name, _, share = kept.partition("@")
-        gamma = given.removeprefix("0-")
+        gamma = gamma_text.removeprefix("0-")
         if not (
-            name in runnable and _is_gamma(name, given, gamma) and _is_share(name, share) and _is_chunk(name, chunk)
+            name in runnable
+            and _is_gamma(name, gamma_text, gamma)
+            and _is_share(name, share)
+            and _is_chunk(name, chunk)
         ):
             allowed = (
                 f"one of {', '.join(runnable)}; if it evicts, a share below 1 and, where its policy allows chunks, the "
@@ -117,11 +120,13 @@ class CaseParam(click.ParamType):
             self.fail(f"{value!r} is not a case; allowed: {allowed}, {example}", param, ctx)
         sizes = WorkloadParam().convert(workload, param, ctx)
         drafts = int(gamma) if gamma else None
-        return DecodeCase(name, *sizes, drafts, adaptive=gamma != given, share=float(share or 0), chunk=int(chunk or 0))
+        return DecodeCase(
+            name, *sizes, drafts, adaptive=gamma != gamma_text, share=float(share or 0), chunk=int(chunk or 0)
+        )
 
 
-def _is_gamma(name: str, given: str, gamma: str) -> bool:
-    return given == "" or (gamma in map(str, range(1, MAX_GAMMA + 1)) and has_gamma(name))
+def _is_gamma(name: str, gamma_text: str, gamma: str) -> bool:
+    return gamma_text == "" or (gamma in map(str, range(1, MAX_GAMMA + 1)) and has_gamma(name))
 
 
 def _is_share(name: str, share: str) -> bool:
@@ -313,17 +318,17 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def print_report(found: Mapping[str, Any]) -> None:
+def print_report(report: Mapping[str, Any]) -> None:
     """Prints a table with a line for each case of a report's JSON."""
-    title = f"{found['shape']} on {found['device']}, temperature {found['temperature']}, {found['date']}"
-    print_table(f"{title}; in brackets: predicted", COLUMNS, map(row_texts, found["rows"]))
+    title = f"{report['shape']} on {report['device']}, temperature {report['temperature']}, {report['date']}"
+    print_table(f"{title}; in brackets: predicted", COLUMNS, map(row_texts, report["rows"]))
 
 
 def row_texts(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The cells of one case under `COLUMNS`; TPOT is predicted at the measured acceptance."""
     figures, drafting = row["measured"], row["gamma"] > 0
-    predicted = {one["name"]: one["predicted"] for one in row["comparison"]}
-    faster = {one["name"]: one["measured"] for one in row["comparison"]}["speed-up over plain decoding"]
+    predicted = {figure["name"]: figure["predicted"] for figure in row["comparison"]}
+    faster = {figure["name"]: figure["measured"] for figure in row["comparison"]}["speed-up over plain decoding"]
     tpot_ms = predicted["tpot at the measured acceptance" if drafting else "tpot"]
     peak = figures["peak_memory_bytes"]
     return (

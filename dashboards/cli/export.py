@@ -101,7 +101,7 @@ def report(plan: Plan, exported: Exported) -> list[str]:
         "",
         exported.command.shell(),
     ]
-    lines += ["", "carried by the engine:", *(line for one in exported.carried for line in _axis(one))]
+    lines += ["", "carried by the engine:", *(line for carried in exported.carried for line in _axis(carried))]
     if exported.rules:
         lines += ["", "known problems:"]
     return [*lines, *(line for rule in exported.rules for line in _problem(rule))]
@@ -116,10 +116,10 @@ def _times(exported: Exported) -> str:
     return f"{number(times.tpot_ms)} ms per token ({band}){plain} [{times.source}]"
 
 
-def _axis(one: Carried) -> list[str]:
-    same = one.exact and one.plan == one.engine
-    told = "" if same else f"; {'the same as' if one.exact else 'nearest'}: {one.engine}"
-    return _wrapped(f"{one.axis}: {one.plan}{told}")
+def _axis(carried: Carried) -> list[str]:
+    same = carried.exact and carried.plan == carried.engine
+    nearest = "" if same else f"; {'the same as' if carried.exact else 'nearest'}: {carried.engine}"
+    return _wrapped(f"{carried.axis}: {carried.plan}{nearest}")
 
 
 def _problem(rule: Rule) -> list[str]:
@@ -147,10 +147,10 @@ def _served_shape(planned: ModelShape, model: str | None) -> ModelShape:
     served = _known_shape(model)
     if served is None:
         return planned
-    sizes, wanted = ((one.layers, one.hidden, one.vocab) for one in (served, planned))
-    if sizes != wanted:
+    sizes, plan_sizes = ((shape.layers, shape.hidden, shape.vocab) for shape in (served, planned))
+    if sizes != plan_sizes:
         raise click.UsageError(
-            f"--model has layers, width and vocabulary {sizes}, the plan's model {wanted}; allowed: the same model"
+            f"--model has layers, width and vocabulary {sizes}, the plan's model {plan_sizes}; allowed: the same model"
         )
     return served
 

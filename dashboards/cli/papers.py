@@ -61,7 +61,11 @@ def document(results: Iterable[TableResult]) -> dict[str, Any]:
     """All tables as plain JSON values, each with its targets."""
     from ridgeplan.validate.papers.comparison import targets_of
 
-    return {"tables": [{**one.to_dict(), "targets": [item.result(one) for item in targets_of(one)]} for one in results]}
+    return {
+        "tables": [
+            {**result.to_dict(), "targets": [item.result(result) for item in targets_of(result)]} for result in results
+        ]
+    }
 
 
 def summary_lines(result: TableResult) -> list[str]:
@@ -70,8 +74,8 @@ def summary_lines(result: TableResult) -> list[str]:
 
     error = result.median_error
     counts = f"{len(result.cells) - len(result.unpredicted)} of {len(result.cells)} cells predicted"
-    told = f"; median absolute error {error:.1%} of {len(result.errors)} with numbers" if error is not None else ""
-    return [counts + told, *(target.describe(result) for target in targets_of(result))]
+    median = f"; median absolute error {error:.1%} of {len(result.errors)} with numbers" if error is not None else ""
+    return [counts + median, *(target.describe(result) for target in targets_of(result))]
 
 
 def table_rows(result: TableResult) -> Iterator[tuple[str, ...]]:
@@ -136,7 +140,7 @@ class Setting(click.ParamType):
 )
 @click.option(
     "--set",
-    "given",
+    "overrides",
     type=Setting(),
     multiple=True,
     help="Another setting than the paper's, such as gpu=h200; may be repeated.",
@@ -149,7 +153,7 @@ class Setting(click.ParamType):
 )
 @opt.as_json
 def figures(
-    names: tuple[str, ...], output: Path | None, formats: tuple[str, ...], given: tuple[tuple[str, str], ...],
+    names: tuple[str, ...], output: Path | None, formats: tuple[str, ...], overrides: tuple[tuple[str, str], ...],
     measured: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Draw the figures of QuantSpec, SpeContext, SpecAttn and DapQ from the model.
@@ -159,7 +163,7 @@ def figures(
     from ridgeplan.dashboards.figures import figures_named
 
     chosen = figures_named(names)
-    settings = _settings(chosen, dict(given))
+    settings = _settings(chosen, dict(overrides))
     if not (output or as_json):
         _print_list(chosen)
         return
@@ -182,16 +186,18 @@ def _add_measured(drawn: dict[PaperFigure, list[Row]], path: Path) -> None:
     drawn[PLACEMENT] += measured_rows(path)
 
 
-def _settings(chosen: Iterable[PaperFigure], given: Mapping[str, str]) -> dict[PaperFigure, dict[str, Any]]:
+def _settings(chosen: Iterable[PaperFigure], settings: Mapping[str, str]) -> dict[PaperFigure, dict[str, Any]]:
     """What is given, for the figures that have such sliders. Raises FigureError where none has."""
     from ridgeplan.dashboards.figures.paper_figure import FigureError
 
     known = {slider.name for figure in chosen for slider in figure.sliders}
-    stray = next((name for name in given if name not in known), None)
+    stray = next((name for name in settings if name not in known), None)
     if stray:
         raise FigureError(f"no chosen figure has the setting {stray!r}; allowed: {', '.join(sorted(known)) or 'none'}")
     return {
-        figure: figure.settings(**{one.name: given[one.name] for one in figure.sliders if one.name in given})
+        figure: figure.settings(
+            **{slider.name: settings[slider.name] for slider in figure.sliders if slider.name in settings}
+        )
         for figure in chosen
     }
 
@@ -216,17 +222,17 @@ def _write(drawn: Drawn, folder: Path, formats: Sequence[str]) -> None:
     """All files of the wanted formats, and a line that says what was written."""
     from ridgeplan.dashboards.figures import paper_figure
 
-    wanted = formats or [name for name in FORMATS if name != "png" or paper_figure.can_draw()]
+    chosen_formats = formats or [name for name in FORMATS if name != "png" or paper_figure.can_draw()]
     require_writable(folder / PAGE)
-    if "png" in wanted:  # may fail, and then nothing is written
+    if "png" in chosen_formats:  # may fail, and then nothing is written
         _write_pngs(drawn, folder)
-    if "html" in wanted:
+    if "html" in chosen_formats:
         write_atomically(folder / PAGE, _page(drawn))
-    if "csv" in wanted:
+    if "csv" in chosen_formats:
         for figure, rows in drawn.items():
             write_atomically(folder / f"{figure.name}.csv", csv_text(rows))
-    click.echo(f"{len(drawn)} figures as {', '.join(wanted)} in {folder}")
-    if not formats and "png" not in wanted:
+    click.echo(f"{len(drawn)} figures as {', '.join(chosen_formats)} in {folder}")
+    if not formats and "png" not in chosen_formats:
         click.echo("note: no PNG files, because they need kaleido: `pip install 'ridgeplan[png]'`", err=True)
 
 

@@ -176,12 +176,12 @@ def validate(plan: Plan | None, suite: str | None, report: Path | None, as_json:
         show(SuiteReport.read(report), as_json=as_json, **applicable)
 
 
-def _subject(found: dict[str, object]) -> str:
+def _subject(subjects: dict[str, object]) -> str:
     """Which of the three was given. Raises UsageError for none or several."""
-    named = [name for name, value in found.items() if value is not None]
+    named = [name for name, value in subjects.items() if value is not None]
     if len(named) != 1:
-        told = " and ".join(named) + " were given" if named else "nothing to validate was given"
-        raise click.UsageError(f"{told}; allowed: one of {', '.join(found)}")
+        problem = " and ".join(named) + " were given" if named else "nothing to validate was given"
+        raise click.UsageError(f"{problem}; allowed: one of {', '.join(subjects)}")
     return named[0]
 
 

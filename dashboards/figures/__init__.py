@@ -24,8 +24,8 @@ PAPER_FIGURES: tuple[PaperFigure, ...] = (
 
 def figures_named(names: Sequence[str]) -> tuple[PaperFigure, ...]:
     """Figures by their names or their papers' names; all for none. Raises FigureError with what is allowed."""
-    known = [*PAPERS, *(one.name for one in PAPER_FIGURES)]
+    known = [*PAPERS, *(figure.name for figure in PAPER_FIGURES)]
     unknown = next((name for name in names if name not in known), None)
     if unknown:
         raise FigureError(f"unknown figure {brief(unknown)}; allowed: {', '.join(known)}")
-    return tuple(one for one in PAPER_FIGURES if not names or one.name in names or one.paper in names)
+    return tuple(figure for figure in PAPER_FIGURES if not names or figure.name in names or figure.paper in names)

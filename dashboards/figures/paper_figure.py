@@ -33,10 +33,10 @@ class Slider:
 
     def read(self, text: Value) -> Value:
         """The value that a text means. Raises FigureError with what is allowed."""
-        found = next((value for value in self.values if str(value) == str(text)), None)
-        if found is None:
+        value = next((value for value in self.values if str(value) == str(text)), None)
+        if value is None:
             raise FigureError(f"{self.name} is {brief(text)}; allowed: {', '.join(map(str, self.values))}")
-        return found
+        return value
 
 
 def gpu_slider(default: str) -> Slider:
@@ -59,21 +59,21 @@ class PaperFigure:
     draw: Callable[[Sequence[Row]], go.Figure]
     sliders: tuple[Slider, ...] = ()
 
-    def settings(self, **given: Value) -> dict[str, Value]:
+    def settings(self, **settings: Value) -> dict[str, Value]:
         """A value for every slider: the given one, or the paper's. Raises FigureError."""
         known = {slider.name: slider for slider in self.sliders}
-        stray = next((name for name in given if name not in known), None)
+        stray = next((name for name in settings if name not in known), None)
         if stray:
             raise FigureError(f"{self.name} has no {brief(stray)}; allowed: {', '.join(known) or 'nothing'}")
-        return {name: slider.read(given.get(name, slider.default)) for name, slider in known.items()}
+        return {name: slider.read(settings.get(name, slider.default)) for name, slider in known.items()}
 
-    def data(self, **given: Value) -> list[Row]:
+    def data(self, **settings: Value) -> list[Row]:
         """The rows at these settings. Raises FigureError."""
-        return self.rows(**self.settings(**given))
+        return self.rows(**self.settings(**settings))
 
-    def plot(self, **given: Value) -> go.Figure:
+    def plot(self, **settings: Value) -> go.Figure:
         """The plotly figure at these settings. Raises FigureError."""
-        return self.draw(self.data(**given))
+        return self.draw(self.data(**settings))
 
 
 # Okabe and Ito's colours, which people with any kind of colour blindness tell apart.
@@ -123,5 +123,5 @@ def write_pngs(figures: Mapping[Path, go.Figure]) -> None:
     try:
         pio.write_images([*figures.values()], [*figures], format="png", width=WIDTH, height=heights, scale=SCALE)
     except RuntimeError as error:  # of kaleido: no Chrome is there, or it does not start
-        told = " ".join(str(error).split())
-        raise FigureError(f"PNG files need a Chrome that starts; allowed: html, csv. {told}") from error
+        reason = " ".join(str(error).split())
+        raise FigureError(f"PNG files need a Chrome that starts; allowed: html, csv. {reason}") from error

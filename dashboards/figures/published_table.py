@@ -28,8 +28,8 @@ def table_rows(paper: str, table: str, metric: str, *, case: str = "", **changes
 
 def table_of(paper: str, name: str) -> published.PublishedTable:
     """A paper's table by its name."""
-    (found,) = (table for table in published.load_tables(paper) if table.name == name)
-    return found
+    (table,) = (table for table in published.load_tables(paper) if table.name == name)
+    return table
 
 
 def own_row(method: str, **fields: Any) -> published.PublishedRow:
@@ -40,17 +40,19 @@ def own_row(method: str, **fields: Any) -> published.PublishedRow:
 
 
 def _row(row: published.PublishedRow, metric: str, changes: dict[str, Any]) -> Row:
-    own = {name: value for name, value in changes.items() if getattr(row, name)}
-    asked = replace(row, **own)
-    printed = row.cells[metric] if asked == row else published.NOT_PRINTED
-    workload = {name: getattr(asked, name) for name in ("model", "gpu", "gpus", "context", "batch", "gamma", "budget")}
+    applied = {name: value for name, value in changes.items() if getattr(row, name)}
+    changed = replace(row, **applied)
+    printed = row.cells[metric] if changed == row else published.NOT_PRINTED
+    workload = {
+        name: getattr(changed, name) for name in ("model", "gpu", "gpus", "context", "batch", "gamma", "budget")
+    }
     return {
         "case": row.case,
         "method": row.method,
         **workload,
         "metric": metric,
         "published": None if printed == published.NOT_PRINTED else printed,
-        "predicted": _predicted(asked, metric, printed),
+        "predicted": _predicted(changed, metric, printed),
     }
 
 
@@ -93,11 +95,11 @@ def lines(rows: Sequence[Row], over: str, title: str, x: str, y: str) -> go.Figu
     """A line of predictions for each method over a field of the rows, and rings where the paper has values."""
     figure = go.Figure()
     for method, color in colors_of(row["method"] for row in rows).items():
-        own = [row for row in rows if row["method"] == method]
-        places = [row[over] for row in own]
-        figure.add_scatter(name=method, x=places, y=[number(row["predicted"]) for row in own], mode="lines+markers",
-                           marker={"size": 4}, line_color=color, legendgroup=method)  # fmt: skip
-        printed = [number(row["published"]) for row in own]
+        method_rows = [row for row in rows if row["method"] == method]
+        places = [row[over] for row in method_rows]
+        figure.add_scatter(name=method, x=places, y=[number(row["predicted"]) for row in method_rows],
+                           mode="lines+markers", marker={"size": 4}, line_color=color, legendgroup=method)  # fmt: skip
+        printed = [number(row["published"]) for row in method_rows]
         if any(value is not None for value in printed):
             figure.add_scatter(
                 name=f"{method}, published", x=places, y=printed, mode="markers", legendgroup=method, showlegend=False,

@@ -112,11 +112,11 @@ def draw_roofline(rows: Sequence[Row]) -> go.Figure:
     figure.add_scatter(name=f"roof, ridge at {peak / bandwidth:.0f} FLOP/byte", x=intensities,
                        y=np.minimum(peak, bandwidth * intensities), mode="lines", line_color=LIMIT_COLOR)  # fmt: skip
     for part, color in zip(PARTS, COLORS, strict=False):
-        own = [row for row in rows if row["part"] == part]
+        part_rows = [row for row in rows if row["part"] == part]
         figure.add_scatter(
-            name=part, x=[row["intensity"] for row in own], y=[row["flops_per_s"] for row in own],
+            name=part, x=[row["intensity"] for row in part_rows], y=[row["flops_per_s"] for row in part_rows],
             mode="lines+markers", line={"color": color}, marker={"size": 9},
-            text=[tokens_text(row["context"]) for row in own],
+            text=[tokens_text(row["context"]) for row in part_rows],
             hovertemplate="%{text} tokens<br>%{x:.3g} FLOP/byte, %{y:.3s}FLOP/s",
         )  # fmt: skip
     figure.update_xaxes(type="log")

@@ -33,11 +33,11 @@ def logits_rows() -> list[Row]:
     """Fig 6: what collecting logits adds to attention, over the number of queries whose logits are kept."""
     table = table_of("specattn", "Fig 6")
     printed = {(row.model, row.queries): row.cells["logits_overhead"] for row in table.rows}
-    own = own_row("logits", gpu="h100-nvl", engine="vllm", context=110592)
+    base = own_row("logits", gpu="h100-nvl", engine="vllm", context=110592)
     return [
         {
             "method": model, "queries": queries, "published": printed.get((model, queries)),
-            "predicted": logits_overhead(Case.of(replace(own, model=model, queries=queries))),
+            "predicted": logits_overhead(Case.of(replace(base, model=model, queries=queries))),
         }
         for model in dict.fromkeys(model for model, _ in printed)
         for queries in range(1, 17)
@@ -53,13 +53,13 @@ def draw_logits(rows: Sequence[Row]) -> go.Figure:
 
 def round_rows(model: str, gpu: str, context: int, batch: int, gamma: int, ratio: float) -> list[Row]:
     """Fig 3: milliseconds of a round by part, for each way of choosing tokens, with the tokens that it yields."""
-    found: list[Row] = []
+    rows: list[Row] = []
     for method, preset in METHODS.items():
         case = _drafting(method, preset, model=model, gpu=gpu, context=context, batch=batch, gamma=gamma, ratio=ratio)
         bare = unselected(case).estimate.round
         drafting_s = float(bare.gamma * bare.draft_s)
         seconds = (drafting_s, float(bare.total_s) - drafting_s, selection_s(case))
-        found += [
+        rows += [
             {
                 "method": method, "part": part, "milliseconds": 1e3 * value,
                 "tokens_per_round": float(case.estimate.tokens_per_round), "tokens_per_s": tokens_per_s(case),
@@ -67,7 +67,7 @@ def round_rows(model: str, gpu: str, context: int, batch: int, gamma: int, ratio
             }
             for part, value in zip(PARTS, seconds, strict=True)
         ]  # fmt: skip
-    return found
+    return rows
 
 
 def _drafting(method: str, preset: str, *, gamma: int, **workload: object) -> Case:
@@ -81,15 +81,15 @@ def draw_round(rows: Sequence[Row]) -> go.Figure:
     """A stack for each method, with what it yields beside it."""
     figure = go.Figure()
     for part, color in zip(PARTS, COLORS, strict=False):
-        own = [row for row in rows if row["part"] == part]
+        part_rows = [row for row in rows if row["part"] == part]
         figure.add_bar(
-            name=part, y=[row["method"] for row in own], x=[row["milliseconds"] for row in own], orientation="h",
-            marker_color=color, hovertemplate="%{y}, " + part + ": %{x:.3g} ms<extra></extra>",
+            name=part, y=[row["method"] for row in part_rows], x=[row["milliseconds"] for row in part_rows],
+            orientation="h", marker_color=color, hovertemplate="%{y}, " + part + ": %{x:.3g} ms<extra></extra>",
         )  # fmt: skip
     for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
-        told = f" {own[0]['tokens_per_round']:.2f} tokens, {own[0]['tokens_per_s']:.0f} tokens/s"
-        figure.add_annotation(x=sum(row["milliseconds"] for row in own), y=method, text=told, showarrow=False,
+        method_rows = [row for row in rows if row["method"] == method]
+        yields = f" {method_rows[0]['tokens_per_round']:.2f} tokens, {method_rows[0]['tokens_per_s']:.0f} tokens/s"
+        figure.add_annotation(x=sum(row["milliseconds"] for row in method_rows), y=method, text=yields, showarrow=False,
                               xanchor="left")  # fmt: skip
     longest = sum(row["milliseconds"] for row in rows) / len(METHODS)
     figure.update_xaxes(range=[0, 1.8 * longest])
@@ -112,16 +112,16 @@ def draw_overhead(rows: Sequence[Row]) -> go.Figure:
 def tuning_rows(model: str, gpu: str, context: int, batch: int) -> list[Row]:
     """Fig 12: tokens per second of SpecAttn over gamma and sparse ratio, at the planner's acceptance."""
     gammas = np.arange(1, MAX_GAMMA + 1)
-    asked = {"model": model, "gpu": gpu, "context": context, "batch": batch}
-    found: list[Row] = []
+    workload = {"model": model, "gpu": gpu, "context": context, "batch": batch}
+    rows: list[Row] = []
     for ratio in RATIO.values:
-        case = _drafting("SpecAttn", "specattn", gamma=int(GAMMA.default), ratio=ratio, **asked)
+        case = _drafting("SpecAttn", "specattn", gamma=int(GAMMA.default), ratio=ratio, **workload)
         speeds = batch / np.broadcast_to(tpot_s_of_gammas(case, gammas), gammas.shape)
-        found += [
-            {**asked, "ratio": ratio, "gamma": int(gamma), "tokens_per_s": float(speed)}
+        rows += [
+            {**workload, "ratio": ratio, "gamma": int(gamma), "tokens_per_s": float(speed)}
             for gamma, speed in zip(gammas, speeds, strict=True)
         ]
-    return found
+    return rows
 
 
 def draw_tuning(rows: Sequence[Row]) -> go.Figure:

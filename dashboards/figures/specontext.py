@@ -42,7 +42,7 @@ MODEL, RETRIEVAL_HEAD_BYTES = "meta-llama/Llama-3.1-8B", 60e6  # section 7.4
 GPU = gpu_slider("a800-80gb")
 REQUESTS = Slider("requests", "Requests", (1, 2, 4, 8, 16, 32, 64), 16)
 BUDGET = Slider("budget", "Budget (tokens)", (512, 1024, 2048, 4096), 2048)  # 2048: section 7.3
-LENGTHS = tuple(round(float(one)) for one in np.geomspace(1024, 262144, 97))
+LENGTHS = tuple(round(float(length)) for length in np.geomspace(1024, 262144, 97))
 FEWER_LENGTHS = LENGTHS[::3]
 WHOLE, ADAPTIVE = "whole cache on the GPU or on the host", "layers leave one by one (SpeContext)"
 
@@ -91,27 +91,28 @@ def draw_memory(rows: Sequence[Row]) -> go.Figure:
 
 def throughput_rows(gpu: str, requests: int) -> list[Row]:
     """Tokens per second over the length: full attention that offloads all or nothing, and SpeContext."""
-    own = own_row(WHOLE, model=MODEL, gpu=gpu, batch=requests, engine="flashinfer")
-    selecting = replace(own, preset="specontext", engine="specontext", offload=True)
-    longest = longest_on_gpu(Case.of(replace(own, context=1)))
-    found: list[Row] = []
+    base = own_row(WHOLE, model=MODEL, gpu=gpu, batch=requests, engine="flashinfer")
+    selecting = replace(base, preset="specontext", engine="specontext", offload=True)
+    longest = longest_on_gpu(Case.of(replace(base, context=1)))
+    rows: list[Row] = []
     for tokens in sorted({*FEWER_LENGTHS, longest, longest + 1}):
-        plain, adaptive = (Case.of(replace(row, context=tokens)) for row in (own, selecting))
+        plain, adaptive = (Case.of(replace(row, context=tokens)) for row in (base, selecting))
         seconds = offloaded_tpot_s(plain) if tokens > longest else float(plain.tpot_s)
         common = {"tokens": tokens, "gpu": gpu, "requests": requests, "longest_on_gpu": longest}
-        found.append({**common, "method": WHOLE, "tokens_per_s": requests / seconds})
+        rows.append({**common, "method": WHOLE, "tokens_per_s": requests / seconds})
         speed = tokens_per_s(adaptive) if fits(adaptive) else None
-        found.append({**common, "method": ADAPTIVE, "tokens_per_s": speed})
-    return found
+        rows.append({**common, "method": ADAPTIVE, "tokens_per_s": speed})
+    return rows
 
 
 def draw_throughput(rows: Sequence[Row]) -> go.Figure:
     """Both lines, and the length at which the cache no longer fits."""
     figure = go.Figure()
     for method, color in ((WHOLE, COLORS[1]), (ADAPTIVE, COLORS[0])):
-        own = [row for row in rows if row["method"] == method]
-        figure.add_scatter(name=method, x=[row["tokens"] for row in own], y=[row["tokens_per_s"] for row in own],
-                           mode="lines", line={"color": color})  # fmt: skip
+        method_rows = [row for row in rows if row["method"] == method]
+        figure.add_scatter(name=method, x=[row["tokens"] for row in method_rows],
+                           y=[row["tokens_per_s"] for row in method_rows], mode="lines",
+                           line={"color": color})  # fmt: skip
     first = rows[0]
     figure.add_vline(first["longest_on_gpu"], line_dash="dash", line_color=LIMIT_COLOR,
                      annotation_text=f"{first['longest_on_gpu']} tokens fit")  # fmt: skip
@@ -142,7 +143,7 @@ FIGURES = (
 
 
 PLACEMENT_MODEL, PLACEMENT_BUDGET, NEW_TOKENS = "meta-llama/Llama-3.1-8B", 2048, 64  # as the benchmark has them
-PLACEMENT_LENGTHS = tuple(round(float(one)) for one in np.geomspace(8192, 131_072, 65))
+PLACEMENT_LENGTHS = tuple(round(float(length)) for length in np.geomspace(8192, 131_072, 65))
 PLACEMENT_GPU = gpu_slider("h200")
 BATCH = Slider("batch", "Batch", (1, 2, 4, 8, 16), 4)
 MEMORY = Slider("memory_gb", "Memory (GB)", (24, 32, 40, 80), 24)
@@ -192,15 +193,15 @@ def measured_rows(path: Path) -> list[Row]:
         raise FigureError(f"{str(path)!r} has the section 'cliff' as {brief(cliff)}; allowed: a list of rows")
     steps = [build(MeasuredStep, row, f"{path.name}: ") for row in cliff]
     return [
-        {"tokens": one.context, "source": "measured", "layers_on_host": one.host_layers,
-         "adaptive_ms": one.adaptive_ms, "static_ms": one.static_ms}
-        for one in steps
+        {"tokens": step.context, "source": "measured", "layers_on_host": step.host_layers,
+         "adaptive_ms": step.adaptive_ms, "static_ms": step.static_ms}
+        for step in steps
     ]  # fmt: skip
 
 
 def draw_placement(rows: Sequence[Row]) -> go.Figure:
     """Predicted times as lines and measured ones as points, above the staircase of predicted layers on the host."""
-    predicted, measured = ([row for row in rows if row["source"] == one] for one in ("predicted", "measured"))
+    predicted, measured = ([row for row in rows if row["source"] == source] for source in ("predicted", "measured"))
     tokens = [row["tokens"] for row in predicted]
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
     for column, name, color in LINES:

@@ -81,7 +81,9 @@ def length_fixes(page: PageQuestion | None) -> list[Fix]:
     return fixes
 
 
-SOURCES_HELP = "Where figures come from: " + "; ".join(f"{word}, {told}" for word, told in SOURCE_WORDS.items()) + "."
+SOURCES_HELP = (
+    "Where figures come from: " + "; ".join(f"{word}, {meaning}" for word, meaning in SOURCE_WORDS.items()) + "."
+)
 SURE = 0.99  # above this a sampled probability is not told more exactly
 MEMORY_POINTS = 64
 
@@ -97,18 +99,18 @@ class Answer:
     @classmethod
     def to(cls, page: PageQuestion) -> Answer:
         """Raises a ValueError that says what to change."""
-        return cls(page, page.asked(), page.answer())
+        return cls(page, page.to_question(), page.answer())
 
 
 def show_head(answer: Answer) -> None:
     """The verdict with its confidence, a command, five figures, and memory over the context."""
-    found = answer.recommendation
-    st.markdown(f"### {escaped(verdict(found))}")
-    st.caption(escaped(f"{subject(found)} {best_of_all(found)}"), help=SOURCES_HELP)
-    if found.on_device:
-        show_fixes(found.on_device, "Questions whose plans fit the GPU alone")
-    _show_tiles(found)
-    for note in found.notes:
+    recommendation = answer.recommendation
+    st.markdown(f"### {escaped(verdict(recommendation))}")
+    st.caption(escaped(f"{subject(recommendation)} {best_of_all(recommendation)}"), help=SOURCES_HELP)
+    if recommendation.on_device:
+        show_fixes(recommendation.on_device, "Questions whose plans fit the GPU alone")
+    _show_tiles(recommendation)
+    for note in recommendation.notes:
         st.warning(escaped(note))
     left, right = st.columns((3, 2))
     with left:
@@ -117,29 +119,30 @@ def show_head(answer: Answer) -> None:
         _show_actions(answer)
 
 
-def verdict(found: Recommendation) -> str:
+def verdict(recommendation: Recommendation) -> str:
     """One sentence: which plan, how fast, how much faster than plain decoding, and how sure that is.
 
     Of a plan that does not fit the GPU alone or is slow, that first.
     """
-    predicted = found.predicted
+    predicted = recommendation.predicted
     each = f"{time_text(predicted.best.tpot_ms)} per token"
-    if found.warning:
-        kind = "Fits only with offloading" if found.on_device else "Fits, but is slow"
-        return f"{found.warning}. {kind}: {found.name}, {each}."
+    if recommendation.warning:
+        kind = "Fits only with offloading" if recommendation.on_device else "Fits, but is slow"
+        return f"{recommendation.warning}. {kind}: {recommendation.name}, {each}."
     if not predicted.beats_plain:
-        return f"Recommended: plain decoding ({found.name}), {each}. No plan that runs is reliably faster."
+        return f"Recommended: plain decoding ({recommendation.name}), {each}. No plan that runs is reliably faster."
     chance = f"faster with {probability(predicted.beats_plain)} probability"
-    return f"Recommended: {found.name}, {each}, {predicted.speedup:.2f}x plain decoding, {chance}."
+    return f"Recommended: {recommendation.name}, {each}, {predicted.speedup:.2f}x plain decoding, {chance}."
 
 
-def subject(found: Recommendation) -> str:
+def subject(recommendation: Recommendation) -> str:
     """What the verdict is about, and what its figures rest on."""
-    workload, low, high = found.plan.workload, found.predicted.low.tpot_ms, found.predicted.high.tpot_ms
-    here = "" if found.model_runs else " (ridgeplan cannot execute this model yet, so all figures are estimates)"
+    workload, predicted = recommendation.plan.workload, recommendation.predicted
+    limit = "" if recommendation.model_runs else " (ridgeplan cannot execute this model yet; all figures are estimates)"
     return (
         f"{workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens of context, "
-        f"batch {workload.batch}{here}. Figures are {found.predicted.source}, {time_text(low)} to {time_text(high)}."
+        f"batch {workload.batch}{limit}. Figures are {predicted.source}, {time_text(predicted.low.tpot_ms)} to "
+        f"{time_text(predicted.high.tpot_ms)}."
     )
 
 
@@ -148,48 +151,52 @@ def probability(share: float) -> str:
     return "over 99%" if share > SURE else f"{100 * share:.0f}%"
 
 
-def best_of_all(found: Recommendation) -> str:
+def best_of_all(recommendation: Recommendation) -> str:
     """The best plan that is only estimated, beside the one that runs."""
-    other = found.best_estimated
+    other = recommendation.best_estimated
     if other is None:
         return "No plan that ridgeplan cannot execute yet is faster."
     each = time_text(other.predicted.best.tpot_ms)
     return f"Best plan that ridgeplan cannot execute yet: {other.preset}, {each} per token ({other.rejected})."
 
 
-def tiles(found: Recommendation) -> list[tuple[str, str, str]]:
+def tiles(recommendation: Recommendation) -> list[tuple[str, str, str]]:
     """Label, value and band of the five figures."""
-    best, low, high = found.predicted.best, found.predicted.low, found.predicted.high
-    batch, limit = found.plan.workload.batch, found.memory_limit_bytes
+    best, low, high = recommendation.predicted.best, recommendation.predicted.low, recommendation.predicted.high
+    batch, limit = recommendation.plan.workload.batch, recommendation.memory_limit_bytes
     whose = "of the batch" if batch > 1 else "of the request"
     return [
         ("Time per token", time_text(best.tpot_ms), f"{time_text(low.tpot_ms)} to {time_text(high.tpot_ms)}"),
         ("First token", time_text(best.ttft_ms), f"{time_text(low.ttft_ms)} to {time_text(high.ttft_ms)}"),
         ("Tokens/s", f"{best.tokens_per_s:,.0f}", f"{whose}; {low.tokens_per_s:,.0f} to {high.tokens_per_s:,.0f}"),
-        _gain_tile(found),
+        _gain_tile(recommendation),
         ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that plans may use"),
     ]
 
 
-def _gain_tile(found: Recommendation) -> tuple[str, str, str]:
-    if not found.baseline_fits:
+def _gain_tile(recommendation: Recommendation) -> tuple[str, str, str]:
+    if not recommendation.baseline_fits:
         return "Speed-up", "none", "the unquantized baseline does not fit"
-    return "Speed-up", f"{found.predicted.speedup:.2f}x", f"plain decoding {time_text(found.baseline.best.tpot_ms)}"
+    return (
+        "Speed-up",
+        f"{recommendation.predicted.speedup:.2f}x",
+        f"plain decoding {time_text(recommendation.baseline.best.tpot_ms)}",
+    )
 
 
-def _show_tiles(found: Recommendation) -> None:
+def _show_tiles(recommendation: Recommendation) -> None:
     with st.container(horizontal=True, key="tiles"):
-        for label, value, band in tiles(found):
+        for label, value, band in tiles(recommendation):
             with st.container(border=True, width=150, height="stretch", gap="xsmall"):
                 st.metric(label, value)
                 st.caption(band)
 
 
 def _show_memory(answer: Answer) -> None:
-    found, question = answer.recommendation, answer.question
+    recommendation, question = answer.recommendation, answer.question
     contexts = contexts_of(question, MEMORY_POINTS)
-    memory = memory_over_contexts(found.plan, question, contexts)
-    staircase = offload_staircase(found.plan, question)
+    memory = memory_over_contexts(recommendation.plan, question, contexts)
+    staircase = offload_staircase(recommendation.plan, question)
     figure = charts.memory_over_context(
         contexts, memory, question.memory_limit_bytes, question.workload.context, staircase
     )  # fmt: skip
@@ -199,22 +206,22 @@ def _show_memory(answer: Answer) -> None:
 
 
 def _show_actions(answer: Answer) -> None:
-    found, question = answer.recommendation, answer.question
-    plan_file = plan_json(found.plan, question.shape, question.profile)
+    recommendation, question = answer.recommendation, answer.question
+    plan_file = plan_json(recommendation.plan, question.shape, question.profile)
     st.markdown("**The same in a terminal**")
     st.code(answer.page.command(), language="bash", wrap_lines=True)
     st.download_button("Download the plan", plan_file, "plan.json", "application/json", type="primary",
                        icon=":material/download:", on_click="ignore")  # fmt: skip
     with st.expander("Why this plan", expanded=False):
-        st.code(found.explain(), language=None, wrap_lines=True)
+        st.code(recommendation.explain(), language=None, wrap_lines=True)
 
 
 def show_alternatives(answer: Answer) -> None:
     """All other plans with their bands, and why each was not chosen."""
-    found = answer.recommendation
-    st.plotly_chart(charts.alternatives(found), key="alternatives", alt="Time per token of all plans")
-    st.dataframe([alternative_row(one.preset, one.predicted, one.rejected) for one in found.alternatives],
-                 key="reasons", hide_index=True)  # fmt: skip
+    recommendation = answer.recommendation
+    st.plotly_chart(charts.alternatives(recommendation), key="alternatives", alt="Time per token of all plans")
+    rows = [alternative_row(other.preset, other.predicted, other.rejected) for other in recommendation.alternatives]
+    st.dataframe(rows, key="reasons", hide_index=True)
 
 
 def alternative_row(name: str, predicted: Prediction, why: str) -> dict[str, str | float]:

@@ -53,7 +53,7 @@ class PageQuestion:
         """The recommendation. Raises a ValueError that says what to change."""
         return planner.recommend(self.model, self.gpu, self.context, self.options)
 
-    def asked(self) -> Question:
+    def to_question(self) -> Question:
         """The planner's form of it, for the weights as the runtime holds them."""
         return ask(self.model, self.gpu, self.context, self.options).as_executed
 

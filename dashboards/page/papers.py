@@ -37,7 +37,7 @@ def title(figure: PaperFigure) -> str:
 @st.cache_data(max_entries=KEPT, show_spinner=False)
 def rows_of(name: str, values: dict[str, Value]) -> list[dict[str, Any]]:
     """The rows of a figure at its sliders' values."""
-    (figure,) = (one for one in PAPER_FIGURES if one.name == name)
+    (figure,) = (figure for figure in PAPER_FIGURES if figure.name == name)
     return [dict(row) for row in figure.data(**values)]
 
 
@@ -46,14 +46,16 @@ def _sliders(figure: PaperFigure) -> dict[str, Value]:
     if not figure.sliders:
         return {}
     columns = st.columns(len(figure.sliders))
-    return {one.name: _slider(column, figure, one) for column, one in zip(columns, figure.sliders, strict=True)}
+    return {
+        slider.name: _slider(column, figure, slider) for column, slider in zip(columns, figure.sliders, strict=True)
+    }
 
 
-def _slider(column: Any, figure: PaperFigure, one: Slider) -> Value:
-    key = f"{figure.name}-{one.name}"
+def _slider(column: Any, figure: PaperFigure, slider: Slider) -> Value:
+    key = f"{figure.name}-{slider.name}"
     value: Value
-    if isinstance(one.default, str):
-        value = column.selectbox(one.label, one.values, one.values.index(one.default), key=key, bind=IN_URL)
+    if isinstance(slider.default, str):
+        value = column.selectbox(slider.label, slider.values, slider.values.index(slider.default), key=key, bind=IN_URL)
     else:
-        value = column.select_slider(one.label, one.values, one.default, key=key, bind=IN_URL)
+        value = column.select_slider(slider.label, slider.values, slider.default, key=key, bind=IN_URL)
     return value

@@ -44,56 +44,56 @@ def show_compare(answer: Answer) -> None:
 def _gpus(answer: Answer) -> Mapping[str, Curve]:
     """The recommended plan on each chosen GPU."""
     names = [item.name for item in list_hardware()]
-    own = answer.page.gpu
-    wanted = [name for name in ("h100-sxm", "a100-80gb") if name in names and name != own]
-    chosen = st.multiselect("GPUs beside yours", [name for name in names if name != own], wanted, key="gpus",
+    gpu = answer.page.gpu
+    defaults = [name for name in ("h100-sxm", "a100-80gb") if name in names and name != gpu]
+    chosen = st.multiselect("GPUs beside yours", [name for name in names if name != gpu], defaults, key="gpus",
                             bind=IN_URL, max_selections=MAX_CURVES - 1)  # fmt: skip
-    st.caption(escaped(f"Each runs {answer.recommendation.name}, which is best on {own}."))
-    questions = {own: answer.question} | {name: answer.page.on(name).asked() for name in chosen}
+    st.caption(escaped(f"Each runs {answer.recommendation.name}, which is best on {gpu}."))
+    questions = {gpu: answer.question} | {name: answer.page.on(name).to_question() for name in chosen}
     return {name: (answer.recommendation.plan, question) for name, question in questions.items()}
 
 
 def _plans(answer: Answer) -> Mapping[str, Curve]:
     """The recommended plan and each chosen preset, at its fastest gamma and ratio."""
-    found, question = answer.recommendation, answer.question
-    others = [name for name in PRESETS if name != found.name]
-    wanted = [name for name in ("autoregressive", "magicdec-streaming") if name in others]
-    chosen = st.multiselect("Plans beside the recommended one", others, wanted, key="plans", bind=IN_URL,
+    recommendation, question = answer.recommendation, answer.question
+    others = [name for name in PRESETS if name != recommendation.name]
+    defaults = [name for name in ("autoregressive", "magicdec-streaming") if name in others]
+    chosen = st.multiselect("Plans beside the recommended one", others, defaults, key="plans", bind=IN_URL,
                             max_selections=MAX_CURVES - 1)  # fmt: skip
-    plans = {found.name: found.plan} | {name: best_of_preset(name, question).plan for name in chosen}
+    plans = {recommendation.name: recommendation.plan} | {name: best_of_preset(name, question).plan for name in chosen}
     return {name: (plan, question) for name, plan in plans.items()}
 
 
 def _show_curves(question: Question, curves: Mapping[str, Curve]) -> None:
     contexts = contexts_of(question, POINTS)
-    predicted = {name: over_contexts(plan, asked, contexts) for name, (plan, asked) in curves.items()}
-    limits = {name: asked.memory_limit_bytes for name, (_, asked) in curves.items()}
+    predicted = {name: over_contexts(*curve, contexts) for name, curve in curves.items()}
+    limits = {name: other.memory_limit_bytes for name, (_, other) in curves.items()}
     figure = charts.times_over_context(contexts, predicted, limits, question.workload.context)
     st.plotly_chart(figure, key="curves", alt="Time per token over the context, with bands")
-    best = {name: fitting_times(one, limits[name])[1] for name, one in predicted.items()}
-    for one in crossings(contexts, best):
-        st.markdown(f"- {escaped(crossing_text(one))}")
+    best = {name: fitting_times(times, limits[name])[1] for name, times in predicted.items()}
+    for crossing in crossings(contexts, best):
+        st.markdown(f"- {escaped(crossing_text(crossing))}")
     st.dataframe([_row(name, *curve) for name, curve in curves.items()], hide_index=True, key="figures")
 
 
 def _row(name: str, plan: Plan, question: Question) -> dict[str, str | float]:
     """The figures at the asked context."""
-    (found,) = predict_all([plan], question.shape, question.profile, question.machine)
-    return _cells(name, found, question.memory_limit_bytes)
+    (prediction,) = predict_all([plan], question.shape, question.profile, question.machine)
+    return _cells(name, prediction, question.memory_limit_bytes)
 
 
-def _cells(name: str, found: Prediction, limit_bytes: float) -> dict[str, str | float]:
-    best = found.best
+def _cells(name: str, prediction: Prediction, limit_bytes: float) -> dict[str, str | float]:
+    best = prediction.best
     return {
         "": name,
         "ms per token": round(best.tpot_ms, 3),
-        "low": round(found.low.tpot_ms, 3),
-        "high": round(found.high.tpot_ms, 3),
+        "low": round(prediction.low.tpot_ms, 3),
+        "high": round(prediction.high.tpot_ms, 3),
         "first token, s": round(best.ttft_ms / 1e3, 3),
         "tokens/s": round(best.tokens_per_s, 1),
         "peak GB": round(best.peak_memory_bytes / 1e9, 2),
         "fits": "yes" if best.peak_memory_bytes <= limit_bytes else "no",
-        "source": found.source,
+        "source": prediction.source,
     }
 
 
@@ -115,19 +115,19 @@ def show_trade_offs(answer: Answer) -> None:
     st.caption("Each line is one plan over the batches that fit. Points further up and to the right are better.")
 
 
-def compared(found: Recommendation, quality: Quality) -> dict[str, Plan]:
+def compared(recommendation: Recommendation, quality: Quality) -> dict[str, Plan]:
     """The recommended plan, plain decoding, the best of all, and the fastest others, first those that are allowed."""
-    plans = {found.name: found.plan, PLAIN: autoregressive(found.plan.workload)}
-    if found.best_estimated:
-        plans[found.best_estimated.preset] = found.best_estimated.plan
-    for one in sorted(found.alternatives, key=lambda one: _place(one, quality)):
+    plans = {recommendation.name: recommendation.plan, PLAIN: autoregressive(recommendation.plan.workload)}
+    if recommendation.best_estimated:
+        plans[recommendation.best_estimated.preset] = recommendation.best_estimated.plan
+    for alternative in sorted(recommendation.alternatives, key=lambda alternative: _place(alternative, quality)):
         if len(plans) < MAX_PLANS:
-            plans.setdefault(one.preset, one.plan)
+            plans.setdefault(alternative.preset, alternative.plan)
     return plans
 
 
-def _place(one: Alternative, quality: Quality) -> tuple[bool, float]:
-    return not quality.allows(quality_of(one.plan)), one.predicted.best.tpot_ms
+def _place(alternative: Alternative, quality: Quality) -> tuple[bool, float]:
+    return not quality.allows(quality_of(alternative.plan)), alternative.predicted.best.tpot_ms
 
 
 COLUMNS = 22  # contexts of the map: a third of an octave apart for a model of 128k tokens
@@ -142,9 +142,10 @@ def show_capacity(page: PageQuestion) -> None:
     tpot_limit = tpot.text_input("Time per token limit", key="tpot_max", bind=IN_URL, placeholder="such as 20ms")
     ttft_limit = ttft.text_input("First token limit", key="ttft_max", bind=IN_URL, placeholder="such as 2s")
     # The map does not depend on the question's context and batch, so their sliders reuse it.
-    found = best_plans(replace(page, context=1, options=replace(page.options, batch=1, objective=Objective.LATENCY)))
+    plan_map = best_plans(replace(page, context=1, options=replace(page.options, batch=1, objective=Objective.LATENCY)))
     figure = charts.capacity_map(
-        found, (page.context, page.options.batch), dollars or None, _milliseconds(tpot_limit), _milliseconds(ttft_limit)
+        plan_map, (page.context, page.options.batch), dollars or None, _milliseconds(tpot_limit),
+        _milliseconds(ttft_limit)
     )  # fmt: skip
     st.plotly_chart(figure, key="map", alt="Time per token of the best plan over context and batch")
     st.caption("Each cell shows the fastest plan that runs; nothing fits hatched cells. The ring marks your question.")
@@ -153,7 +154,7 @@ def show_capacity(page: PageQuestion) -> None:
 @st.cache_data(max_entries=KEPT, ttl=10 * MINUTE, show_spinner="Searching all sizes")
 def best_plans(page: PageQuestion) -> PlanMap:
     """The fastest plans of a question at all sizes."""
-    question = page.asked()
+    question = page.to_question()
     return plan_map(question, contexts_of(question, COLUMNS), BATCH_STEPS)
 
 

@@ -19,20 +19,24 @@ CONTEXTS = tuple(1 << power for power in range(10, 21))
 
 def show_breakdown(answer: Answer) -> None:
     """The way from plain decoding to the plan, the roofline, the ridge plane, and formulas when they are opened."""
-    found, question = answer.recommendation, answer.question
+    recommendation, question = answer.recommendation, answer.question
     left, right = st.columns(2)
     with left:
         st.markdown("**From plain decoding to the plan**")
-        figure = charts.waterfall(found.predicted, found.baseline, found.name)
+        figure = charts.waterfall(recommendation.predicted, recommendation.baseline, recommendation.name)
         st.plotly_chart(figure, key="waterfall", alt="Milliseconds per token by kind of operation")
     with right:
         st.markdown("**A round, part by part**")
-        st.plotly_chart(charts.round_parts(found), key="round", alt="Milliseconds per token by part of a round")
+        st.plotly_chart(
+            charts.round_parts(recommendation), key="round", alt="Milliseconds per token by part of a round"
+        )
     left, right = st.columns(2)
     hardware, workload = question.profile.hardware, question.workload
     with left:
         st.markdown("**Roofline**")
-        st.plotly_chart(charts.roofline(found.predicted, hardware), key="roofline", alt="Operations under the roofline")
+        st.plotly_chart(
+            charts.roofline(recommendation.predicted, hardware), key="roofline", alt="Operations under the roofline"
+        )
     with right:
         st.markdown("**Ridge plane**: a step above it is bound by compute")
         plane = decode_plane(question.shape, hardware, CONTEXTS, BATCHES)
@@ -64,9 +68,9 @@ def formula_texts(_shape: ModelShape) -> list[tuple[str, str, str, str]]:
     from ridgeplan.roofline.symbolic import decode_formulas
 
     return [
-        (one.op, *(sympy.latex(term) for term in (one.launches, one.flops)),
-         f"{sympy.latex(one.read_bytes)} + {sympy.latex(one.write_bytes)}")
-        for one in decode_formulas(_shape)
+        (formula.op, *(sympy.latex(term) for term in (formula.launches, formula.flops)),
+         f"{sympy.latex(formula.read_bytes)} + {sympy.latex(formula.write_bytes)}")
+        for formula in decode_formulas(_shape)
     ]  # fmt: skip
 
 
@@ -77,17 +81,21 @@ def show_speculation(answer: Answer) -> None:
     """The map of one plan that drafts."""
     drafting = drafting_plans(answer)
     name = st.selectbox("Drafts of", list(drafting), key="drafts", bind=IN_URL)
-    found = speculation_map(drafting[name], answer.question, ACCEPTANCES)
-    st.plotly_chart(charts.speculation(found), key="speculation", alt="Speed-up over gamma and acceptance")
-    known = found.predicted
+    speedups = speculation_map(drafting[name], answer.question, ACCEPTANCES)
+    st.plotly_chart(charts.speculation(speedups), key="speculation", alt="Speed-up over gamma and acceptance")
+    known = speedups.predicted
     band = f"{known.best:.3f} ({known.low:.3f} to {known.high:.3f})"
     st.caption(escaped(f"Predicted acceptance {band}, {known.source}: {known.where}."))
 
 
 def drafting_plans(answer: Answer) -> dict[str, Plan]:
     """Plans that draft: the recommended one first, if it does, then the presets that do."""
-    found = answer.recommendation
+    recommendation = answer.recommendation
     presets = {name: preset(name, answer.question.workload) for name in PRESETS}
-    listed = {one.preset: one.plan for one in found.alternatives if one.preset in PRESETS}
-    plans = {found.name: found.plan} | presets | listed | {found.name: found.plan}
+    listed = {
+        alternative.preset: alternative.plan
+        for alternative in recommendation.alternatives
+        if alternative.preset in PRESETS
+    }
+    plans = {recommendation.name: recommendation.plan} | presets | listed | {recommendation.name: recommendation.plan}
     return {name: plan for name, plan in plans.items() if plan.speculation.active}

@@ -18,11 +18,11 @@ WORST = 20  # rows in the table of the largest errors
 def show() -> None:
     """An upload, and the report's errors."""
     st.caption("Measure this machine with `ridgeplan validate --suite smoke --output report.json`, then load the file.")
-    given = st.file_uploader("Report", "json", key="report", max_upload_size=MOST_MB)
-    if given is None:
+    upload = st.file_uploader("Report", "json", key="report", max_upload_size=MOST_MB)
+    if upload is None:
         return
     try:
-        report = SuiteReport.from_json(given.getvalue())
+        report = SuiteReport.from_json(upload.getvalue())
     except SuiteError as error:
         st.error(escaped(str(error)))
         return
@@ -31,7 +31,7 @@ def show() -> None:
 
 def _show_report(report: SuiteReport) -> None:
     st.markdown(escaped(f"{report.device}, {report.date}, predicted by {report.profile}"))
-    st.dataframe([_summary_row(one.to_dict()) for one in summaries(report)], hide_index=True, key="summary")
+    st.dataframe([_summary_row(summary.to_dict()) for summary in summaries(report)], hide_index=True, key="summary")
     rows = [row.to_dict() for row in report.rows]
     for unit in dict.fromkeys(row["unit"] for row in rows):
         alike = [row for row in rows if row["unit"] == unit]
@@ -40,13 +40,13 @@ def _show_report(report: SuiteReport) -> None:
         st.plotly_chart(results.errors(rows), key="errors", alt="Errors by kind")
         st.dataframe([_worst_row(row.to_dict()) for row in report.worst_rows(WORST)], hide_index=True, key="worst")
     if report.regret:
-        st.plotly_chart(results.regrets([one.to_dict() for one in report.regret]), key="regret", alt="Regret")
+        st.plotly_chart(results.regrets([regret.to_dict() for regret in report.regret]), key="regret", alt="Regret")
 
 
-def _summary_row(one: Mapping[str, Any]) -> dict[str, object]:
-    shares = {name: f"{one[name]:.1%}" for name in ("median", "p90", "worst")}
-    met = {None: "", True: "met", False: "missed"}[one["met"]]
-    return {"figures": one["name"], "rows": one["count"], **shares, "target": met}
+def _summary_row(summary: Mapping[str, Any]) -> dict[str, object]:
+    shares = {name: f"{summary[name]:.1%}" for name in ("median", "p90", "worst")}
+    met = {None: "", True: "met", False: "missed"}[summary["met"]]
+    return {"figures": summary["name"], "rows": summary["count"], **shares, "target": met}
 
 
 def _worst_row(row: Mapping[str, Any]) -> dict[str, object]:
