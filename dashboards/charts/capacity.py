@@ -11,7 +11,7 @@ from ridgeplan.dashboards.charts.style import GREY, HEAT, RED, ROUND, SKY, bar_a
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.queries.maps import PlanMap
 
-WHITE, EDGE = "#ffffff", "rgba(30,30,30,0.55)"
+EDGE = "rgba(30,30,30,0.55)"
 MOST_PRICES = 4  # contours of cost
 
 
@@ -35,7 +35,7 @@ def capacity_map(
     if dollars_per_hour:
         cost = dollars_per_million(plan_map, dollars_per_hour)
         for level in _levels(cost[plan_map.fits]):
-            figure.add_traces(_contour("", x, y, cost, level, WHITE, plan_map))
+            figure.add_traces(_contour("", x, y, cost, level, "white", plan_map))
             end = _end_of_line(x, y, cost, level, plan_map)
             if end:
                 _label(figure, f"${level:g} per million tokens", *end)
@@ -135,7 +135,7 @@ def _end_of_line(
 def _label(figure: go.Figure, text: str, x: float, y: float) -> None:
     figure.add_annotation(
         x=x, y=y, text=text, showarrow=False, xanchor="left", yanchor="bottom", bgcolor=EDGE,
-        font={"color": WHITE, "size": 11},
+        font={"color": "white", "size": 11},
     )  # fmt: skip
 
 

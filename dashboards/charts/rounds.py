@@ -102,9 +102,6 @@ def _operation(kind: str) -> str:
     return {"linear": "linear layers", "attention": "attention", "other": "element-wise"}[category(kind)]
 
 
-WHITE = "#ffffff"
-
-
 def speculation(speedups: SpeculationMap) -> go.Figure:
     """A map of the speed-up over plain decoding: drafts of a round by conditional acceptance.
 
@@ -131,7 +128,7 @@ def speculation(speedups: SpeculationMap) -> go.Figure:
     known = speedups.predicted
     figure.add_scatter(
         name=f"optimum: gamma {gamma}, {gain:.2f}x", x=[gamma], y=[known.best], mode="markers",
-        marker={"symbol": "star", "size": 18, "color": RED, "line": {"color": WHITE, "width": 1}},
+        marker={"symbol": "star", "size": 18, "color": RED, "line": {"color": "white", "width": 1}},
         error_y={"type": "data", "symmetric": False, "array": [known.high - known.best],
                  "arrayminus": [known.best - known.low], "color": RED, "thickness": 3},
         hovertemplate=f"predicted acceptance {known.best:.3f} ({known.low:.3f} to {known.high:.3f})<extra></extra>",

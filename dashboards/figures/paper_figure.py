@@ -11,6 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 import plotly.io as pio
 
+from ridgeplan.dashboards.charts.style import SERIES
 from ridgeplan.roofline.catalog.validation import brief
 
 Value = str | int | float
@@ -76,35 +77,18 @@ class PaperFigure:
         return self.draw(self.data(**settings))
 
 
-# Okabe and Ito's colours, which people with any kind of colour blindness tell apart.
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#666666")
-LIMIT_COLOR = "#d55e00"  # a capacity or a roof
-POWERS_OF_TWO = tuple(1 << power for power in range(21))
-
-
 def colors_of(names: Iterable[str]) -> Mapping[str, str]:
     """A colour for each distinct name, in the order of their first appearance."""
-    return {name: COLORS[index % len(COLORS)] for index, name in enumerate(dict.fromkeys(names))}
+    return {name: SERIES[index % len(SERIES)] for index, name in enumerate(dict.fromkeys(names))}
 
 
-def styled(figure: go.Figure, title: str, x: str = "", y: str = "", height: int = 460) -> go.Figure:
+def titled(figure: go.Figure, title: str, x: str = "", y: str = "", height: int = 460) -> go.Figure:
     """The figure with a title, its axes' titles, and a legend at its lower edge."""
     return figure.update_layout(
         template="plotly_white", title=title, xaxis_title=x, yaxis_title=y, height=height,
         margin={"l": 20, "r": 20, "t": 70, "b": 110},
         legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom"},
     )  # fmt: skip
-
-
-def tokens_axis(figure: go.Figure, tokens: Sequence[float]) -> go.Figure:
-    """A logarithmic x axis of token counts, with ticks at powers of two."""
-    ticks = [power for power in POWERS_OF_TWO if min(tokens) <= power <= max(tokens)]
-    return figure.update_xaxes(type="log", tickvals=ticks, ticktext=[tokens_text(tick) for tick in ticks])
-
-
-def tokens_text(tokens: int) -> str:
-    """`131072` as `128k`."""
-    return f"{tokens // 1024}k" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
 
 
 WIDTH, SCALE = 1000, 2  # pixels, and how many of the file are one of them

@@ -8,7 +8,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.figures.paper_figure import Row, colors_of, styled
+from ridgeplan.dashboards.charts.style import token_axis
+from ridgeplan.dashboards.figures.paper_figure import Row, colors_of, titled
 from ridgeplan.validate.papers import rows as published
 from ridgeplan.validate.papers.case import Case, fits
 from ridgeplan.validate.papers.metrics import METRICS
@@ -71,8 +72,11 @@ def number(value: float | str | None) -> float | None:
     return None if isinstance(value, str) else value
 
 
-def dumbbells(rows: Sequence[Row], title: str, x: str) -> go.Figure:
-    """A line for each row: a ring where the paper has it, a dot where the model does, and what lies between them."""
+def dumbbells(rows: Sequence[Row], title: str, x: str, **x_axis: Any) -> go.Figure:
+    """A line for each row: a ring for the published value, a dot for the prediction, joined.
+
+    The title may name columns of the first row, such as {gpu}. x_axis: settings of plotly's axis.
+    """
     names = [f"{row['case']},<br>{row['method']}" for row in rows]  # in two lines, for narrow screens
     figure = go.Figure()
     for name, row in zip(names, rows, strict=True):
@@ -88,11 +92,16 @@ def dumbbells(rows: Sequence[Row], title: str, x: str) -> go.Figure:
             hovertemplate=f"%{{y}}<br>{side} %{{x:.3g}}<extra></extra>",
         )  # fmt: skip
     figure.update_yaxes(autorange="reversed", automargin=True, tickfont_size=10)
-    return styled(figure, title, x, height=160 + ROW_HEIGHT * len(rows))
+    figure.update_xaxes(**x_axis)
+    return titled(figure, title.format(**rows[0]), x, height=160 + ROW_HEIGHT * len(rows))
 
 
-def lines(rows: Sequence[Row], over: str, title: str, x: str, y: str) -> go.Figure:
-    """A line of predictions for each method over a field of the rows, and rings where the paper has values."""
+def lines(rows: Sequence[Row], over: str, title: str, x: str, y: str, **y_axis: Any) -> go.Figure:
+    """A line of predictions for each method over a column of the rows, with rings at published values.
+
+    The title may name columns of the first row, such as {gpu}. y_axis: settings of plotly's axis. A context has
+    a logarithmic axis.
+    """
     figure = go.Figure()
     for method, color in colors_of(row["method"] for row in rows).items():
         method_rows = [row for row in rows if row["method"] == method]
@@ -105,4 +114,7 @@ def lines(rows: Sequence[Row], over: str, title: str, x: str, y: str) -> go.Figu
                 name=f"{method}, published", x=places, y=printed, mode="markers", legendgroup=method, showlegend=False,
                 marker={"symbol": "circle-open", "size": 10, "color": color},
             )  # fmt: skip
-    return styled(figure, f"{title}<br><sup>lines: predicted; rings: published</sup>", x, y)
+    figure.update_yaxes(**y_axis)
+    if over == "context":
+        token_axis(figure, [row["context"] for row in rows])
+    return titled(figure, f"{title.format(**rows[0])}<br><sup>lines: predicted; rings: published</sup>", x, y)

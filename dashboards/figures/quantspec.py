@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ridgeplan.dashboards.figures.paper_figure import (
-    COLORS,
-    LIMIT_COLOR,
-    PaperFigure,
-    Row,
-    Slider,
-    gpu_slider,
-    styled,
-    tokens_axis,
-    tokens_text,
-)
+from ridgeplan.dashboards.charts.style import RED, SERIES
+from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider, titled
 from ridgeplan.dashboards.figures.published_table import dumbbells, lines, table_of, table_rows
+from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.validate.papers.case import Case
@@ -36,17 +29,7 @@ MODEL = Slider("model", "Model", MODELS, MODELS[0])
 GPU = gpu_slider("a6000")
 
 
-def decode_rows(model: str, gpu: str) -> list[Row]:
-    """Fig 2: generation of 1000 tokens."""
-    return _plane_rows("decode", model, gpu)
-
-
-def prefill_rows(model: str, gpu: str) -> list[Row]:
-    """Fig 5: prefill."""
-    return _plane_rows("prefill", model, gpu)
-
-
-def _plane_rows(phase: str, model: str, gpu: str, batches: Sequence[int] = PLANE_BATCHES) -> list[Row]:
+def plane_rows(phase: str, model: str, gpu: str, batches: Sequence[int] = PLANE_BATCHES) -> list[Row]:
     """FLOP per byte of each part, attention's share of the time, and the ridge point, for each context and batch."""
     plane = PHASES[phase](load_shape(model), load_hardware(gpu), PLANE_CONTEXTS, batches)
     columns = {**{part: getattr(plane, part) for part in PARTS}, "attention_share": plane.attention_share}
@@ -78,7 +61,7 @@ def draw_planes(rows: Sequence[Row]) -> go.Figure:
         )  # fmt: skip
         ridge = np.full(shape, rows[0]["ridge_point"])
         plane = go.Surface(x=batches, y=contexts, z=ridge, opacity=0.35, showscale=False, name="ridge plane",
-                           colorscale=[[0, LIMIT_COLOR], [1, LIMIT_COLOR]])  # fmt: skip
+                           colorscale=[[0, RED], [1, RED]])  # fmt: skip
         figure.add_trace(plane, 1, column)
     figure.update_scenes(
         xaxis={"type": "log", "title": "batch"}, yaxis={"type": "log", "title": "context"},
@@ -87,7 +70,7 @@ def draw_planes(rows: Sequence[Row]) -> go.Figure:
     bar = {"title": "attention's<br>share of time", "tickformat": ".0%"}
     figure.update_layout(coloraxis={"colorscale": "Viridis", "cmin": 0, "cmax": 1, "colorbar": bar})
     title = f"Arithmetic intensity of {rows[0]['phase']}, and the ridge plane at {rows[0]['ridge_point']:.0f} FLOP/byte"
-    return styled(figure, title, height=520)
+    return titled(figure, title, height=520)
 
 
 def roofline_rows(phase: str, model: str, gpu: str, batch: int) -> list[Row]:
@@ -100,7 +83,7 @@ def roofline_rows(phase: str, model: str, gpu: str, batch: int) -> list[Row]:
             "flops_per_s": min(peak, row[part] * bandwidth), "peak_flops": peak, "bandwidth_bytes_per_s": bandwidth,
         }
         for part in PARTS
-        for row in _plane_rows(phase, model, gpu, (batch,))
+        for row in plane_rows(phase, model, gpu, (batch,))
     ]  # fmt: skip
 
 
@@ -110,8 +93,8 @@ def draw_roofline(rows: Sequence[Row]) -> go.Figure:
     intensities = np.geomspace(0.5, max(10 * peak / bandwidth, *(2 * row["intensity"] for row in rows)), 100)
     figure = go.Figure()
     figure.add_scatter(name=f"roof, ridge at {peak / bandwidth:.0f} FLOP/byte", x=intensities,
-                       y=np.minimum(peak, bandwidth * intensities), mode="lines", line_color=LIMIT_COLOR)  # fmt: skip
-    for part, color in zip(PARTS, COLORS, strict=False):
+                       y=np.minimum(peak, bandwidth * intensities), mode="lines", line_color=RED)  # fmt: skip
+    for part, color in zip(PARTS, SERIES, strict=False):
         part_rows = [row for row in rows if row["part"] == part]
         figure.add_scatter(
             name=part, x=[row["intensity"] for row in part_rows], y=[row["flops_per_s"] for row in part_rows],
@@ -122,17 +105,17 @@ def draw_roofline(rows: Sequence[Row]) -> go.Figure:
     figure.update_xaxes(type="log")
     figure.update_yaxes(type="log", exponentformat="SI")
     title = f"Roofline of {rows[0]['phase']} at batch {rows[0]['batch']}, 1k to 256k tokens"
-    return styled(figure, title, "FLOP/byte", "FLOP/s")
+    return titled(figure, title, "FLOP/byte", "FLOP/s")
 
 
 INTENSITY_FIGURES = (
     PaperFigure(
         "quantspec-fig2", "quantspec", "Fig 2", "arithmetic intensity of decoding, and the ridge plane",
-        decode_rows, draw_planes, (MODEL, GPU),
+        partial(plane_rows, "decode"), draw_planes, (MODEL, GPU),
     ),
     PaperFigure(
         "quantspec-fig5", "quantspec", "Fig 5", "arithmetic intensity of prefill, and the ridge plane",
-        prefill_rows, draw_planes, (MODEL, GPU),
+        partial(plane_rows, "prefill"), draw_planes, (MODEL, GPU),
     ),
     PaperFigure(
         "quantspec-roofline", "quantspec", "section 3.1", "linear layers and attention under the roofline",
@@ -148,16 +131,6 @@ TWO_GPUS_FROM = 65536  # tokens, as in Table 3
 DATASETS = (
     "PG19, Llama-2", "Multi-LexSum, Llama-2", "InfiniteBench Sum, LWM", "Multi-LexSum, LWM",
 )  # fmt: skip
-
-
-def speedup_rows(gpu: str) -> list[Row]:
-    """Table 3's speed-ups over plain decoding."""
-    return table_rows("quantspec", "Table 3", "speedup", gpu=gpu)
-
-
-def memory_rows(gpu: str) -> list[Row]:
-    """Table 3's peak memory."""
-    return table_rows("quantspec", "Table 3", "peak_gib", gpu=gpu)
 
 
 def parts_rows(gpu: str, gamma: int) -> list[Row]:
@@ -191,43 +164,30 @@ def gamma_rows(dataset: str, gpu: str) -> list[Row]:
     return table_rows("quantspec", "Table 6", "tokens_per_s", case=f"{dataset}, gamma", gpu=gpu)
 
 
-def draw_speedup(rows: Sequence[Row]) -> go.Figure:
-    """Rings and dots of Table 3's speed-ups."""
-    return dumbbells(rows, f"Speed-up over plain decoding, {rows[0]['gpu']}", "speed-up")
-
-
-def draw_memory(rows: Sequence[Row]) -> go.Figure:
-    """Rings and dots of Table 3's peaks."""
-    return dumbbells(rows, f"Peak memory of all GPUs, {rows[0]['gpu']}", "GiB")
-
-
-def draw_parts(rows: Sequence[Row]) -> go.Figure:
-    """A line for each of the three."""
-    title = f"Speed-up of 4-bit weights, 4-bit KV and both, {rows[0]['gpu']}, gamma {rows[0]['gamma']}"
-    figure = lines(rows, "context", title, "tokens of context", "speed-up over plain decoding")
-    return tokens_axis(figure, SPEED_CONTEXTS)
-
-
-def draw_attention(rows: Sequence[Row]) -> go.Figure:
-    """Rings and dots of Table 4."""
-    return dumbbells(rows, "One layer's decode attention, RTX A6000", "ms")
-
-
-def draw_gamma(rows: Sequence[Row]) -> go.Figure:
-    """A line for each method over gamma."""
-    title = f"Tokens per second at 8k, {rows[0]['gpu']}, by gamma"
-    return lines(rows, "gamma", title, "gamma", "tokens/s")
-
-
 SPEED_FIGURES = (
-    PaperFigure("quantspec-table3-speedup", "quantspec", "Table 3", "speed-up over plain decoding",
-                speedup_rows, draw_speedup, (SPEED_GPU,)),
-    PaperFigure("quantspec-table3-memory", "quantspec", "Table 3", "peak memory",
-                memory_rows, draw_memory, (SPEED_GPU,)),
-    PaperFigure("quantspec-fig4", "quantspec", "Fig 4", "speed-up of 4-bit weights, 4-bit KV and both",
-                parts_rows, draw_parts, (SPEED_GPU, Slider("gamma", "Gamma", (1, 2, 3, 4, 5, 6, 8), 4))),
-    PaperFigure("quantspec-table4", "quantspec", "Table 4", "one layer's decode attention",
-                attention_rows, draw_attention),
-    PaperFigure("quantspec-table6", "quantspec", "Table 6", "tokens per second by gamma",
-                gamma_rows, draw_gamma, (Slider("dataset", "Dataset", DATASETS, DATASETS[0]), SPEED_GPU)),
+    PaperFigure(
+        "quantspec-table3-speedup", "quantspec", "Table 3", "speed-up over plain decoding",
+        partial(table_rows, "quantspec", "Table 3", "speedup"),
+        partial(dumbbells, title="Speed-up over plain decoding, {gpu}", x="speed-up"), (SPEED_GPU,),
+    ),
+    PaperFigure(
+        "quantspec-table3-memory", "quantspec", "Table 3", "peak memory",
+        partial(table_rows, "quantspec", "Table 3", "peak_gib"),
+        partial(dumbbells, title="Peak memory of all GPUs, {gpu}", x="GiB"), (SPEED_GPU,),
+    ),
+    PaperFigure(
+        "quantspec-fig4", "quantspec", "Fig 4", "speed-up of 4-bit weights, 4-bit KV and both", parts_rows,
+        partial(lines, over="context", title="Speed-up of 4-bit weights, 4-bit KV and both, {gpu}, gamma {gamma}",
+                x="tokens of context", y="speed-up over plain decoding"),
+        (SPEED_GPU, Slider("gamma", "Gamma", (1, 2, 3, 4, 5, 6, 8), 4)),
+    ),
+    PaperFigure(
+        "quantspec-table4", "quantspec", "Table 4", "one layer's decode attention", attention_rows,
+        partial(dumbbells, title="One layer's decode attention, RTX A6000", x="ms"),
+    ),
+    PaperFigure(
+        "quantspec-table6", "quantspec", "Table 6", "tokens per second by gamma", gamma_rows,
+        partial(lines, over="gamma", title="Tokens per second at 8k, {gpu}, by gamma", x="gamma", y="tokens/s"),
+        (Slider("dataset", "Dataset", DATASETS, DATASETS[0]), SPEED_GPU),
+    ),
 )  # fmt: skip

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.figures.paper_figure import COLORS, PaperFigure, Row, Slider, gpu_slider, styled
+from ridgeplan.dashboards.charts.style import SERIES
+from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider, titled
 from ridgeplan.dashboards.figures.published_table import dumbbells, lines, own_row, table_of, table_rows
 from ridgeplan.roofline.speculation import MAX_GAMMA
 from ridgeplan.validate.papers.case import Case
@@ -26,7 +28,6 @@ METHODS = {
     "SpecAttn": "specattn",
 }  # fmt: skip
 PARTS = ("drafting", "verification", "selection")
-OVERHEAD_TABLE = "Headline"
 
 
 def logits_rows() -> list[Row]:
@@ -42,13 +43,6 @@ def logits_rows() -> list[Row]:
         for model in dict.fromkeys(model for model, _ in printed)
         for queries in range(1, 17)
     ]  # fmt: skip
-
-
-def draw_logits(rows: Sequence[Row]) -> go.Figure:
-    """A line for each model, with the rings of all queries and of Collect-2-Query."""
-    title = "Writing attention logits, over reading the KV cache"
-    figure = lines(rows, "queries", title, "queries whose logits are kept", "overhead of attention")
-    return figure.update_yaxes(tickformat=".0%")
 
 
 def round_rows(model: str, gpu: str, context: int, batch: int, gamma: int, ratio: float) -> list[Row]:
@@ -80,7 +74,7 @@ def _drafting(method: str, preset: str, *, gamma: int, **workload: object) -> Ca
 def draw_round(rows: Sequence[Row]) -> go.Figure:
     """A stack for each method, with what it yields beside it."""
     figure = go.Figure()
-    for part, color in zip(PARTS, COLORS, strict=False):
+    for part, color in zip(PARTS, SERIES, strict=False):
         part_rows = [row for row in rows if row["part"] == part]
         figure.add_bar(
             name=part, y=[row["method"] for row in part_rows], x=[row["milliseconds"] for row in part_rows],
@@ -95,18 +89,7 @@ def draw_round(rows: Sequence[Row]) -> go.Figure:
     figure.update_xaxes(range=[0, 1.8 * longest])
     figure.update_yaxes(autorange="reversed", automargin=True)
     title = "One round: {model}, {gpu}, {context} tokens, batch {batch}, gamma {gamma}".format(**rows[0])
-    return styled(figure.update_layout(barmode="stack"), title, "ms")
-
-
-def overhead_rows(gpu: str) -> list[Row]:
-    """Fig 10b and section 2.3: what choosing tokens adds to a round."""
-    return table_rows("specattn", OVERHEAD_TABLE, "selection_overhead", gpu=gpu)
-
-
-def draw_overhead(rows: Sequence[Row]) -> go.Figure:
-    """Rings and dots of the overheads."""
-    figure = dumbbells(rows, f"Choosing tokens, over a round without it, {rows[0]['gpu']}", "overhead")
-    return figure.update_xaxes(tickformat=".0%")
+    return titled(figure.update_layout(barmode="stack"), title, "ms")
 
 
 def tuning_rows(model: str, gpu: str, context: int, batch: int) -> list[Row]:
@@ -136,27 +119,32 @@ def draw_tuning(rows: Sequence[Row]) -> go.Figure:
                        mode="markers", marker={"symbol": "x", "size": 14, "color": "white"})  # fmt: skip
     figure.update_yaxes(type="category")
     title = "SpecAttn's throughput: {model}, {gpu}, {context} tokens, batch {batch}".format(**rows[0])
-    return styled(figure, title, "gamma", "sparse ratio")
-
-
-def gamma_rows(gpu: str) -> list[Row]:
-    """Table 2: the best gamma."""
-    return table_rows("specattn", "Table 2", "best_gamma", gpu=gpu)
-
-
-def draw_gamma(rows: Sequence[Row]) -> go.Figure:
-    """Rings and dots of Table 2."""
-    return dumbbells(rows, f"The best gamma, {rows[0]['gpu']}", "gamma")
+    return titled(figure, title, "gamma", "sparse ratio")
 
 
 FIGURES = (
-    PaperFigure("specattn-fig6", "specattn", "Fig 6", "overhead of collecting attention logits",
-                logits_rows, draw_logits),
-    PaperFigure("specattn-fig3", "specattn", "Fig 3", "a round by its parts",
-                round_rows, draw_round, (MODEL, GPU, CONTEXT, BATCH, GAMMA, RATIO)),
-    PaperFigure("specattn-fig10b", "specattn", "Fig 10b", "overhead of choosing tokens",
-                overhead_rows, draw_overhead, (GPU,)),
-    PaperFigure("specattn-fig12", "specattn", "Fig 12", "throughput over gamma and sparse ratio",
-                tuning_rows, draw_tuning, (MODEL, GPU, CONTEXT, BATCH)),
-    PaperFigure("specattn-table2", "specattn", "Table 2", "the best gamma", gamma_rows, draw_gamma, (GPU,)),
+    PaperFigure(
+        "specattn-fig6", "specattn", "Fig 6", "overhead of collecting attention logits", logits_rows,
+        partial(lines, over="queries", title="Writing attention logits, over reading the KV cache",
+                x="queries whose logits are kept", y="overhead of attention", tickformat=".0%"),
+    ),
+    PaperFigure(
+        "specattn-fig3", "specattn", "Fig 3", "a round by its parts",
+        round_rows, draw_round, (MODEL, GPU, CONTEXT, BATCH, GAMMA, RATIO),
+    ),
+    PaperFigure(
+        "specattn-fig10b", "specattn", "Fig 10b", "overhead of choosing tokens",
+        partial(table_rows, "specattn", "Headline", "selection_overhead"),
+        partial(dumbbells, title="Choosing tokens, over a round without it, {gpu}", x="overhead", tickformat=".0%"),
+        (GPU,),
+    ),
+    PaperFigure(
+        "specattn-fig12", "specattn", "Fig 12", "throughput over gamma and sparse ratio",
+        tuning_rows, draw_tuning, (MODEL, GPU, CONTEXT, BATCH),
+    ),
+    PaperFigure(
+        "specattn-table2", "specattn", "Table 2", "the best gamma",
+        partial(table_rows, "specattn", "Table 2", "best_gamma"),
+        partial(dumbbells, title="The best gamma, {gpu}", x="gamma"), (GPU,),
+    ),
 )  # fmt: skip

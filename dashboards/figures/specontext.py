@@ -7,23 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from ridgeplan.dashboards.figures.paper_figure import (
-    COLORS,
-    LIMIT_COLOR,
-    FigureError,
-    PaperFigure,
-    Row,
-    Slider,
-    gpu_slider,
-    styled,
-    tokens_axis,
-)
+from ridgeplan.dashboards.charts.style import RED, SERIES, token_axis
+from ridgeplan.dashboards.figures.paper_figure import FigureError, PaperFigure, Row, Slider, gpu_slider, titled
 from ridgeplan.dashboards.figures.published_table import dumbbells, own_row, table_rows
 from ridgeplan.planner import resolve
 from ridgeplan.planner.queries.sweep import placement_times
@@ -70,23 +62,23 @@ def draw_memory(rows: Sequence[Row]) -> go.Figure:
     """Memory of both forms against the capacity, and below it the staircase of layers on the host."""
     tokens = [row["tokens"] for row in rows]
     figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
-    shown = (("whole_gib", "whole cache on the GPU (Eq 6)", COLORS[1], "solid"),
-             ("adaptive_gib", "layers leave one by one (Eq 7)", COLORS[0], "solid"),
-             ("capacity_gib", "memory of the GPU", LIMIT_COLOR, "dash"))  # fmt: skip
+    shown = (("whole_gib", "whole cache on the GPU (Eq 6)", SERIES[1], "solid"),
+             ("adaptive_gib", "layers leave one by one (Eq 7)", SERIES[0], "solid"),
+             ("capacity_gib", "memory of the GPU", RED, "dash"))  # fmt: skip
     for column, name, color, dash in shown:
         line = go.Scatter(name=name, x=tokens, y=[row[column] for row in rows], mode="lines",
                           line={"color": color, "dash": dash})  # fmt: skip
         figure.add_trace(line, 1, 1)
     stairs = go.Scatter(name="layers on the host", x=tokens, y=[row["layers_on_host"] for row in rows], mode="lines",
-                        line={"color": COLORS[2], "shape": "hv"})  # fmt: skip
+                        line={"color": SERIES[2], "shape": "hv"})  # fmt: skip
     figure.add_trace(stairs, 2, 1)
     first = rows[0]
     title = f"Memory of {MODEL.split('/')[1]}, {first['requests']} requests, {first['gpu']}"
-    styled(figure, title, height=560)
+    titled(figure, title, height=560)
     figure.update_yaxes(title_text="GiB", range=[0, 1.6 * first["capacity_gib"]], row=1, col=1)
     figure.update_yaxes(title_text="layers on the host", row=2, col=1)
-    figure.update_xaxes(title_text="tokens of a sequence", row=2, col=1)
-    return tokens_axis(figure, tokens)
+    token_axis(figure, tokens, "")
+    return figure.update_xaxes(title_text="tokens of a sequence", row=2, col=1)
 
 
 def throughput_rows(gpu: str, requests: int) -> list[Row]:
@@ -108,28 +100,17 @@ def throughput_rows(gpu: str, requests: int) -> list[Row]:
 def draw_throughput(rows: Sequence[Row]) -> go.Figure:
     """Both lines, and the length at which the cache no longer fits."""
     figure = go.Figure()
-    for method, color in ((WHOLE, COLORS[1]), (ADAPTIVE, COLORS[0])):
+    for method, color in ((WHOLE, SERIES[1]), (ADAPTIVE, SERIES[0])):
         method_rows = [row for row in rows if row["method"] == method]
         figure.add_scatter(name=method, x=[row["tokens"] for row in method_rows],
                            y=[row["tokens_per_s"] for row in method_rows], mode="lines",
                            line={"color": color})  # fmt: skip
     first = rows[0]
-    figure.add_vline(first["longest_on_gpu"], line_dash="dash", line_color=LIMIT_COLOR,
+    figure.add_vline(first["longest_on_gpu"], line_dash="dash", line_color=RED,
                      annotation_text=f"{first['longest_on_gpu']} tokens fit")  # fmt: skip
     figure.update_yaxes(type="log")
     title = f"Throughput of {MODEL.split('/')[1]}, {first['requests']} requests, {first['gpu']}"
-    return tokens_axis(styled(figure, title, "tokens of a sequence", "tokens/s of the batch"), LENGTHS)
-
-
-def engine_rows(gpu: str) -> list[Row]:
-    """Table 3: tokens per second of whole requests."""
-    return table_rows("specontext", "Table 3", "request_tokens_per_s", gpu=gpu)
-
-
-def draw_engines(rows: Sequence[Row]) -> go.Figure:
-    """Rings and dots of Table 3."""
-    figure = dumbbells(rows, f"Throughput of whole requests, {rows[0]['gpu']}", "tokens/s")
-    return figure.update_xaxes(type="log")
+    return token_axis(titled(figure, title, y="tokens/s of the batch"), LENGTHS, "tokens of a sequence")
 
 
 FIGURES = (
@@ -138,7 +119,8 @@ FIGURES = (
     PaperFigure("specontext-cliff", "specontext", "section 6.1", "throughput where the cache no longer fits",
                 throughput_rows, draw_throughput, (GPU, REQUESTS)),
     PaperFigure("specontext-table3", "specontext", "Table 3", "throughput of whole requests by engine",
-                engine_rows, draw_engines, (GPU,)),
+                partial(table_rows, "specontext", "Table 3", "request_tokens_per_s"),
+                partial(dumbbells, title="Throughput of whole requests, {gpu}", x="tokens/s", type="log"), (GPU,)),
 )  # fmt: skip
 
 
@@ -147,8 +129,8 @@ PLACEMENT_LENGTHS = tuple(round(float(length)) for length in np.geomspace(8192, 
 PLACEMENT_GPU = gpu_slider("h200")
 BATCH = Slider("batch", "Batch", (1, 2, 4, 8, 16), 4)
 MEMORY = Slider("memory_gb", "Memory (GB)", (24, 32, 40, 80), 24)
-LINES = (("adaptive_ms", "as many layers on the host as must be", COLORS[0]),
-         ("static_ms", "all layers once one must", COLORS[1]))  # fmt: skip
+LINES = (("adaptive_ms", "as many layers on the host as must be", SERIES[0]),
+         ("static_ms", "all layers once one must", SERIES[1]))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -212,15 +194,15 @@ def draw_placement(rows: Sequence[Row]) -> go.Figure:
                                 y=[row[column] for row in measured], marker={"color": color})  # fmt: skip
             figure.add_trace(points, 1, 1)
     stairs = go.Scatter(name="layers on the host", x=tokens, y=[row["layers_on_host"] for row in predicted],
-                        mode="lines", line={"color": COLORS[2], "shape": "hv"})  # fmt: skip
+                        mode="lines", line={"color": SERIES[2], "shape": "hv"})  # fmt: skip
     figure.add_trace(stairs, 2, 1)
     first = predicted[0]
     size = f"batch {first['batch']}, {first['memory_gb']} GB of {first['gpu']}"
-    styled(figure, f"{PLACEMENT_MODEL.split('/')[1]}, INT8 KV, {size}", height=560)
+    titled(figure, f"{PLACEMENT_MODEL.split('/')[1]}, INT8 KV, {size}", height=560)
     figure.update_yaxes(title_text="ms per token", type="log", row=1, col=1)
     figure.update_yaxes(title_text="layers on the host", row=2, col=1)
-    figure.update_xaxes(title_text="tokens of a prompt", row=2, col=1)
-    return tokens_axis(figure, tokens)
+    token_axis(figure, tokens, "")
+    return figure.update_xaxes(title_text="tokens of a prompt", row=2, col=1)
 
 
 PLACEMENT = PaperFigure("specontext-placement", "specontext", "section 6.1",

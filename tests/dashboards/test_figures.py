@@ -26,7 +26,7 @@ def one(rows: Rows, **wanted: Any) -> Mapping[str, Any]:
 
 def test_decode_does_a_flop_per_byte_and_linear_layers_one_more_for_each_sequence() -> None:
     """2 FLOP and 2 bytes for a weight, or for an element of multi-head KV."""
-    rows = quantspec.decode_rows(LLAMA_2, "a6000")
+    rows = quantspec.plane_rows("decode", LLAMA_2, "a6000")
     for batch in (1, 16):
         row = one(rows, context=65536, batch=batch)
         assert row["linear"] == pytest.approx(batch, rel=0.02)
@@ -45,7 +45,7 @@ def test_prefill_of_long_prompts_is_above_the_ridge_and_decode_below() -> None:
 
 
 def test_the_ridge_plane_cuts_all_three_surfaces_at_one_height() -> None:
-    figure = quantspec.draw_planes(quantspec.prefill_rows(LLAMA_2, "a6000"))
+    figure = quantspec.draw_planes(quantspec.plane_rows("prefill", LLAMA_2, "a6000"))
     planes = [trace for trace in figure.data if trace.name == "ridge plane"]
     assert len(planes) == 3
     ridge_point = load_hardware("a6000").ridge_point
@@ -113,7 +113,7 @@ def test_the_overhead_of_choosing_is_over_the_rest_of_the_round() -> None:
     """Quest on LongBench-v2 stands in both: Fig 3's bars, and the 23% of section 2.3."""
     rows = specattn.round_rows("Qwen/Qwen3-8B", "h100-nvl", 110592, 4, 5, 0.07)
     parts = {row["part"]: row["milliseconds"] for row in rows if row["method"] == "MagicDec-Quest"}
-    overhead = one(specattn.overhead_rows("h100-nvl"), case="LongBench-v2, gamma 5", method="MagicDec-Quest")
+    overhead = one(figures_named(["specattn-fig10b"])[0].data(), case="LongBench-v2, gamma 5", method="MagicDec-Quest")
     assert overhead["predicted"] == pytest.approx(parts["selection"] / (parts["drafting"] + parts["verification"]))
     assert overhead["published"] == 0.23
 
