@@ -1,6 +1,6 @@
 """Lowering of plans to the cost model: the strategy of a plan, its rates on a machine, its rounds at each gamma.
 
-Adaptive gamma (runtime/speculation/gamma_control.py) and tuning (validate/tuning) choose by these costs.
+Adaptive gamma (runtime/speculation/gamma_control.py) and tuning (validate/tuning.py) choose by these costs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from ridgeplan.planner.acceptance.rows import shipped_rows
 
 
 def main() -> None:
-    """Writes the file beside start.py."""
+    """Writes planner/acceptance/start.json."""
     rows = shipped_rows()
     START.write_text(start_json(fit([observation(row) for row in rows]), rows), encoding="utf-8")
 

@@ -55,7 +55,7 @@ def _codes(packed, tiles, k_tile, tile_words, chunk, GROUP: tl.constexpr, CHUNK:
     first = k_tile * (2 * GROUP + 16) + chunk * WORDS
     words = tl.load(packed + tiles[:, None] * tile_words + first + tl.arange(0, WORDS)[None, :])
     nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
-    # From the order of int4_weight.py: [tile, g, c, piece, step, half, slot, row half]
+    # From the order of weights.py: [tile, g, c, piece, step, half, slot, row half]
     split = tl.reshape(nibbles, (TILES, 8, 4, CHUNK // 32, 2, 2, 2, 2))
     return tl.reshape(tl.permute(split, (0, 7, 1, 3, 2, 4, 6, 5)), (16 * TILES, CHUNK))
 

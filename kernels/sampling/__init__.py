@@ -1,6 +1,6 @@
 """Sampling from logits and rejection sampling, without host synchronization and without storing probabilities.
 
-Not here: a request's settings (runtime/sampling.py), and the execution of rounds (runtime/drafting).
+Not here: a request's settings (runtime/sampling.py), and the execution of rounds (runtime/speculation).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which tokens a sparse draft reads: scores from pages or 2-bit keys, and top-k.
 
-Not here: attention to the chosen tokens (kernels/sparse_attention), and when a policy chooses (runtime/drafting).
+Not here: attention to the chosen tokens (kernels/sparse_attention), and when a policy chooses (runtime/policies).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Export of plans to other engines: their serve commands, what they cannot carry, and what they will reach.
 
-Not here: how their arguments are extracted (validate/engine_arguments), and the papers' engines (planner/published).
+Not here: how their arguments are extracted (scripts/engine_arguments.py), and the papers' engines (validate/papers).
 """
 
 from ridgeplan.planner.export.engines import ENGINES, engine_named

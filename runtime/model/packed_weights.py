@@ -1,8 +1,8 @@
 """Checkpoints with packed weights (GPTQ, AWQ, compressed-tensors, FP8), decoded to full precision.
 
 Every function takes the tensors of a linear layer by the suffix of their names, and returns [outputs, inputs]. Models
-in other layouts and sizes are refused by their configuration (`DECODED_BITS` of weight_bits.py). Layouts are those
-that AutoGPTQ, AutoAWQ, compressed-tensors and DeepSeek's fp8 checkpoints publish.
+in other layouts and sizes are refused by their configuration (`DECODED_BITS` of roofline/catalog/model_shape.py).
+Layouts are those that AutoGPTQ, AutoAWQ, compressed-tensors and DeepSeek's fp8 checkpoints publish.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def decode_compressed(parts: Parts, settings: Settings) -> Tensor:
     if the weight is packed. Packed codes are stored with their middle added.
     """
     scale = parts["weight_scale"].float()
-    # All groups store weights the same way, as roofline/catalog/weight_formats has checked.
+    # All groups store weights the same way, as roofline/catalog/weight_formats.py has checked.
     stored = next(iter(settings["config_groups"].values()))["weights"]
     if stored.get("strategy") == "block":
         return parts["weight"].float() * _over_blocks(scale, stored["block_structure"], parts["weight"])

@@ -1,8 +1,8 @@
 """One round by kernel: the device time of each class of operations, traced by torch, beside its prediction.
 
-Once all plans are measured, a few rounds of each run again under a profiler (profiler_trace.py). A kernel's class
-follows from its name, its part of the round from the timestamps in the graph. With PDL a kernel starts before the one
-ahead of it ends; its whole time counts, waiting included, so the sum of all kernels may exceed the round.
+Once all plans are measured, a few rounds of each run again under a profiler. A kernel's class follows from its name,
+its part of the round from the timestamps in the graph. With PDL a kernel starts before the one ahead of it ends; its
+whole time counts, waiting included, so the sum of all kernels may exceed the round.
 """
 
 from __future__ import annotations
