@@ -90,8 +90,8 @@ def _target(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) 
         score_bytes=_score_bytes(shape, cost),
         budget=plan.attention.budget or UNLIMITED_TOKENS,
         selects=int(plan.attention.active),
-        selected_before_pass=int(selection.ahead),
-        shared_across_layers=int(selection.ahead and cost.chosen_once),
+        selected_before_pass=int(selection.selected_before_pass),
+        shared_across_layers=int(selection.selected_before_pass and cost.chosen_once),
     )
 
 

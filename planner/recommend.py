@@ -34,7 +34,7 @@ MAX_UNNAMED = 8  # listed plans that are no presets
 def recommend(
     model: str | ModelShape, gpu: str, ctx: int | str, options: SearchOptions | None = None, **changes: Any
 ) -> Recommendation:
-    """The best plan that runs for a model on a machine at a context, and the best of all, with predictions.
+    """The best plan that runs for a model on a machine at a context, and the fastest estimated one, with predictions.
 
     `model` is a name of the catalog, a config.json, a GGUF file, a hub id in the local cache, or a ModelShape. `gpu` is
     a name of the catalog, a TOML file, or "auto" for this machine. `ctx` is the tokens of a prompt, also as "128k".
@@ -235,7 +235,7 @@ def _why_it_lost(loser: Candidate, winner: Candidate, question: Question) -> str
     times = f"{ratio:.2f}x the recommended plan's {'memory' if memory else 'time'}"
     preferred = preference(winner.plan) < preference(loser.plan)
     if ratio < 1 and not preferred:
-        return f"surely slower than the fastest plan: {times}"
+        return f"measurably slower than the fastest plan: {times}"
     if ratio <= 1 and preferred:
         return f"within the noise: {times}, and the recommended plan is {why_preferred(winner.plan, loser.plan)}"
     return f"{'larger' if memory else 'slower'}: {times}"

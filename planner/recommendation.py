@@ -56,7 +56,7 @@ class Alternative:
 class Recommendation(Table):
     """The best plan that runs here with its prediction, plain decoding for comparison, and the ranked alternatives.
 
-    best_estimated: the best plan of all, which is only estimated; None where that is the plan itself, or one that runs
+    best_estimated: the fastest plan that is only estimated; None where that is the plan itself, or one that runs
     as fast. adaptive: the plan with a gamma that adapts to what drafts are accepted; None where it drafts nothing or
     more memory does not fit. model_runs: whether the runtime executes the model at all; if not, every plan is only
     estimated. backend: what is to execute the plan. on_device: where no plan fits the device alone, what would.
@@ -82,7 +82,7 @@ class Recommendation(Table):
     names = ("plan", "gamma")
 
     def table(self) -> list[dict[str, Any]]:
-        """A flat row per plan: the recommended one, the best of all, and all others with why they lost."""
+        """A flat row per plan: the recommended one, the fastest estimated one, and all others with why they lost."""
         best = self.best_estimated
         others = [other for other in self.alternatives if best is None or other.plan != best.plan]
         return [
@@ -120,12 +120,12 @@ class Recommendation(Table):
 
     @property
     def warning(self) -> str | None:
-        """Where the plan is no plain success: nothing fits the device alone, or it is slower than people read."""
+        """Where the plan is no plain success: nothing fits the device alone, or it is slower than reading speed."""
         slow = self.predicted.best.tpot_ms > READING_TPOT_MS
         if not self.on_device:
-            return "Slower than people read" if slow else None
+            return "Slower than reading speed" if slow else None
         text = f"Does not fit the GPU alone: {on_host_text(self.predicted, self.host_limit_bytes)}"
-        return f"{text}; slower than people read" if slow else text
+        return f"{text}; slower than reading speed" if slow else text
 
     @property
     def baseline_fits(self) -> bool:
@@ -139,7 +139,7 @@ class Recommendation(Table):
             f"  {self._where}: {self._headline(self.name, self.predicted)}",
             *([f"  {self.warning}"] if self.warning else []),
             *([f"  all on the GPU: {', or '.join(fix.text for fix in self.on_device)}"] if self.on_device else []),
-            f"  best of all: {self._best_of_all()}",
+            f"  fastest estimated: {self._fastest_estimated()}",
             *(f"  {line}" for line in bottleneck(self.baseline, self.shape, workload)),
         ]
 
@@ -147,7 +147,7 @@ class Recommendation(Table):
     def _where(self) -> str:
         if self.backend is not Backend.RIDGEPLAN:
             return f"for {self.backend}"
-        return "runs here" if self.model_runs else "estimated, as this model does not run here"
+        return "recommended" if self.model_runs else "estimated, as this model does not run here"
 
     def _headline(self, name: str, predicted: Prediction) -> str:
         sure = predicted.beats_plain
@@ -160,10 +160,10 @@ class Recommendation(Table):
         )
 
     def _plain_text(self) -> str:
-        misfit = "" if self.baseline_fits else ", which does not fit"
-        return time_text(self.baseline.best.tpot_ms) + misfit
+        oom_reason = "" if self.baseline_fits else ", which does not fit"
+        return time_text(self.baseline.best.tpot_ms) + oom_reason
 
-    def _best_of_all(self) -> str:
+    def _fastest_estimated(self) -> str:
         if self.best_estimated is None:
             return "no plan that is only estimated is faster"
         other = self.best_estimated
@@ -185,11 +185,10 @@ class Recommendation(Table):
     def _adaptive(self) -> list[str]:
         if self.adaptive is None:
             return []
-        gammas = ", ".join(map(str, self.adaptive.speculation.gammas))
         max_loss = 100 * (RUNNING_LOSS + STARTING_LOSS)
         return [
-            f"  adaptive: gamma {gammas} depending on acceptance, at most {max_loss:.3g}% slower than plain decoding "
-            "on any text"
+            f"  adaptive: gamma 0 to {self.adaptive.speculation.gamma}, following the acceptance; at most "
+            f"{max_loss:.3g}% slower than plain decoding on any text"
         ]
 
     def _rest(self) -> list[str]:
@@ -197,7 +196,9 @@ class Recommendation(Table):
         lines = [f"  peak memory {size_text(peak)} of {size_text(self.memory_limit_bytes)}"]
         lines += [f"  quality cost: {loss}" for loss in self.losses]
         lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  not {other.preset}: {other.rejected}" for other in self.alternatives[:5]]
+        for other in self.alternatives[:5]:
+            reason = other.rejected.removeprefix("slower: ").removeprefix("larger: ")
+            lines.append(f"  rejected: {other.preset}, {reason}")
         return lines
 
 

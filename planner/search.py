@@ -71,13 +71,13 @@ class Family:
 def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NEAR_LOSSLESS) -> tuple[Family, ...]:
     """Every preset, and the joint space of weights, cache formats, draft codes and selections that `quality` allows.
 
+    Neither has drafts of a selection that is not `searched`, as their acceptance is unknown.
     `offload` adds plans with layers on the host, for what would not fit otherwise: plain decoding on all formats, and
     drafts where only lower codes leave. How often drafts are accepted that read a few tokens of some layers is not
     known, so that such plans are run but not searched.
     """
-    named = {
-        family_key(plan): (name, plan) for name, plan in ((name, make(workload)) for name, make in PRESETS.items())
-    }
+    presets = ((name, make(workload)) for name, make in PRESETS.items())
+    named = {family_key(plan): (name, plan) for name, plan in presets if plan.speculation.selection.searched}
     for plan in (*_joint(workload, quality), *(_offloaded(workload, quality) if offload else ())):
         named.setdefault(family_key(plan), (describe(plan), plan))
     return tuple(family_of(name, plan) for name, plan in named.values())

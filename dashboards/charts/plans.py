@@ -27,7 +27,7 @@ from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.quantities import time_text, tokens_text
 from ridgeplan.planner.queries.curves import BatchCurve, Crossing, crossings, frontier
-from ridgeplan.planner.render.text import briefly
+from ridgeplan.planner.render.text import short_name
 
 VERDICT_COLORS = {"recommended": BLUE, "within the noise": GREEN, "slower": GREY, "larger": GREY, "quality": GOLD,
                   "does not fit": RED, "estimated only": PURPLE, "not calibrated": PURPLE}  # fmt: skip
@@ -171,5 +171,5 @@ def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
     for at, place in enumerate(best):
         if at == 0 or names[best[at - 1]] != names[place]:
             side = "left" if x[at] < middle else "right"  # away from the edge
-            figure.add_annotation(text=briefly(names[place]), x=np.log10(x[at]), y=np.log10(y[at]), xanchor=side,
+            figure.add_annotation(text=short_name(names[place]), x=np.log10(x[at]), y=np.log10(y[at]), xanchor=side,
                                   ax=0, ay=LABEL_ABOVE, arrowwidth=1, arrowhead=0, arrowcolor=GREY)  # fmt: skip

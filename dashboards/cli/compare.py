@@ -17,7 +17,7 @@ from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.compare import ComparedPlan, PlanComparison, compare_saved
 from ridgeplan.planner.queries.compare import compare as compared
 from ridgeplan.planner.queries.cost import BATCHES, CostRow, Limits, ServingCost, serving_cost
-from ridgeplan.planner.render.text import briefly
+from ridgeplan.planner.render.text import short_name
 
 COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "speed-up", "")
 
@@ -78,7 +78,7 @@ def _print_comparison(result: PlanComparison) -> None:
     rows = []
     for index, compared_plan in enumerate(result.plans):
         differing = [part[index] for part in parts if len(set(part)) > 1]
-        name = " ".join((*differing, shortened(briefly(compared_plan.name), MAX_NAME)))
+        name = " ".join((*differing, shortened(short_name(compared_plan.name), MAX_NAME)))
         predicted, best = compared_plan.predicted, compared_plan.predicted.best
         sizes = best.tpot_ms, best.ttft_ms, best.tokens_per_s, best.peak_memory_bytes / GB
         note = compared_plan.note.partition(":")[0]
@@ -178,7 +178,7 @@ NAME_WIDTH = 25  # what the other columns leave of 80
 
 def _cells(row: CostRow, several: bool, limited: bool) -> tuple[str, ...]:
     """The cells under `COST_COLUMNS`. several: whether other rows have other GPUs; limited: whether limits are set."""
-    name = f"{row.gpu} {briefly(row.name)}" if several else briefly(row.name)
+    name = f"{row.gpu} {short_name(row.name)}" if several else short_name(row.name)
     verdict = (
         ("meets" if limited else "fits")
         if row.serves

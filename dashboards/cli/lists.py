@@ -13,7 +13,7 @@ from ridgeplan.dashboards.cli.output import print_json, print_table, wrapped
 from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.quantities import GB, tokens_text
-from ridgeplan.planner.render.text import briefly
+from ridgeplan.planner.render.text import short_name
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models
@@ -102,7 +102,7 @@ def presets(as_json: bool) -> None:
         ])  # fmt: skip
         return
     rows = (
-        (name, quality_of(plan), "no" if missing_execution(plan) else "yes", briefly(describe(plan)))
+        (name, quality_of(plan), "no" if missing_execution(plan) else "yes", short_name(describe(plan)))
         for name, plan in plans.items()
     )
     print_table("Presets", ("preset", "quality", "runs", "changes to plain decoding"), rows)

@@ -1,4 +1,4 @@
-"""`ridgeplan plan` (or `recommend`): the best plan that runs and the best of all, in a short answer or in full."""
+"""`ridgeplan plan` (or `recommend`): the best plan that runs and the fastest estimated one, in short or in full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ridgeplan.planner.plan_file import plan_json
 from ridgeplan.planner.quantities import GB, size_text, time_text, tokens_text
 from ridgeplan.planner.question import Objective
 from ridgeplan.planner.recommendation import Alternative
-from ridgeplan.planner.render.text import SOURCE_WORDS, briefly
+from ridgeplan.planner.render.text import SOURCE_WORDS, short_name
 from ridgeplan.roofline.latency import GIB
 
 WIDTH = 80
@@ -53,7 +53,7 @@ def answer_lines(recommendation: Recommendation) -> list[str]:
     batched = workload.batch > 1
     per_request = f", {number(best.tokens_per_s / workload.batch)} per request" if batched else ""
     verdict, gamma = headline(recommendation), f", gamma {predicted.gamma}" if predicted.gamma else ""
-    name = shortened(briefly(recommendation.name), WIDTH - len(f"{verdict}: {gamma}"))
+    name = shortened(short_name(recommendation.name), WIDTH - len(f"{verdict}: {gamma}"))
     speedup = f"{predicted.speedup:.2f}x plain decoding"
     return [
         f"{workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens, batch {workload.batch}, "
@@ -121,7 +121,7 @@ def _caveat(recommendation: Recommendation) -> str:
 
 
 def _rows(recommendation: Recommendation) -> list[tuple[str, ...]]:
-    """The recommended plan, the best of all if that is another, and the next plans of the ranking."""
+    """The recommended plan, the fastest estimated one if that is another, and the next plans of the ranking."""
     rows = [_row(recommendation.name, recommendation.predicted, "recommended")]
     return rows + [
         _row(plan.preset, plan.predicted, _short_verdict(plan)) for plan in _others(recommendation)[: ROWS - 1]
@@ -129,7 +129,7 @@ def _rows(recommendation: Recommendation) -> list[tuple[str, ...]]:
 
 
 def _others(recommendation: Recommendation) -> list[Alternative]:
-    """All other plans; the best of all is first."""
+    """All other plans; the fastest estimated one is first."""
     best = recommendation.best_estimated
     others = [other for other in recommendation.alternatives if not best or other.plan != best.plan]
     return [best, *others] if best else others
@@ -138,7 +138,7 @@ def _others(recommendation: Recommendation) -> list[Alternative]:
 def _row(name: str, predicted: Prediction, verdict: str) -> tuple[str, ...]:
     best = predicted.best
     memory, speedup = f"{best.peak_memory_bytes / GB:,.1f}", f"{predicted.speedup:.2f}x"
-    return briefly(name), str(predicted.gamma), number(best.tpot_ms), memory, speedup, verdict
+    return short_name(name), str(predicted.gamma), number(best.tpot_ms), memory, speedup, verdict
 
 
 def _short_verdict(other: Alternative) -> str:
@@ -207,7 +207,7 @@ def print_everything(recommendation: Recommendation) -> None:
     best = recommendation.best_estimated
     verdicts = [(recommendation.name, recommendation.predicted, "recommended")]
     verdicts += [
-        (other.preset, other.predicted, f"best of all; {other.rejected}" if other is best else other.rejected)
+        (other.preset, other.predicted, f"fastest estimated; {other.rejected}" if other is best else other.rejected)
         for other in _others(recommendation)
     ]
     for name, predicted, verdict in verdicts:

@@ -21,7 +21,7 @@ from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.gamma import BATCHES, GammaCell
 from ridgeplan.planner.queries.sweep import AXES, TURNS, GridSweep, grid_sweep, parse_axes
 from ridgeplan.planner.question import Question, ask
-from ridgeplan.planner.render.text import briefly
+from ridgeplan.planner.render.text import short_name
 
 FORMATS = (".csv", ".json", ".html")
 SHOWN_ROWS = 20
@@ -97,7 +97,7 @@ def _print(result: GridSweep, output: Path | None) -> None:
 def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
     """The cells under `COLUMNS`. The first names the other axes' values and the plan, or why there is none."""
     values = [str(row[name]).rpartition("/")[2] for name in varying]  # a model without its owner
-    name = briefly(row["plan"]) or row["why_not"].partition(" of ")[0]
+    name = short_name(row["plan"]) or row["why_not"].partition(" of ")[0]
     size = " ".join((*values, shortened(name, MAX_NAME))), tokens_text(row["context"]), str(row["batch"])
     if not row["plan"]:
         return (*size, *[""] * (len(COLUMNS) - len(size)))

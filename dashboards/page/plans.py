@@ -116,7 +116,7 @@ def show_trade_offs(answer: Answer) -> None:
 
 
 def compared(recommendation: Recommendation, quality: Quality) -> dict[str, Plan]:
-    """The recommended plan, plain decoding, the best of all, and the fastest others, first those that are allowed."""
+    """The recommended plan, plain decoding, the fastest estimated one, and the fastest others, allowed ones first."""
     plans = {recommendation.name: recommendation.plan, PLAIN: autoregressive(recommendation.plan.workload)}
     if recommendation.best_estimated:
         plans[recommendation.best_estimated.preset] = recommendation.best_estimated.plan

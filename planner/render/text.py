@@ -18,15 +18,15 @@ from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, describe
 
 # Abbreviations in descriptions of plans for narrow columns.
-BRIEFLY = (
+SHORT_NAMES = (
     ("drafts on upper codes", "upper"), ("drafts on full codes", "full"), (" of ", ":"), (", w4 drafts", "/w4"),
     (" KV", ""), (" + ", "+"),
 )  # fmt: skip
 
 
-def briefly(name: str) -> str:
+def short_name(name: str) -> str:
     """A plan's description for a narrow column: `w8+int4x2+upper:quest/w4`. Presets keep their names."""
-    for words, letters in BRIEFLY:
+    for words, letters in SHORT_NAMES:
         name = name.replace(words, letters)
     return name
 
@@ -58,10 +58,10 @@ def bottleneck(plain: Prediction, shape: ModelShape, workload: Workload) -> Iter
     share = attention_share(plain)
     verdict = "the KV cache is the bottleneck" if share > 0.5 else "the weights are the bottleneck"
     if abs(share - 0.5) <= BALANCED_WITHIN:
-        verdict = "the weights and the KV cache weigh about the same"
+        verdict = "the weights and the KV cache take about equal time"
     yield f"plain decoding spends {100 * share:.0f}% of a step on attention: {verdict}"
     crossover = crossover_context(plain, shape, workload)
-    gain = f"at batch {workload.batch}, quantizing the weights gains more than quantizing the KV cache"
+    gain = f"at batch {workload.batch}, quantizing weights helps more than quantizing KV"
     yield (
         f"{gain} at any context" if crossover is None else f"{gain} up to about {_rounded(crossover)} tokens of context"
     )
@@ -76,7 +76,7 @@ def attention_share(plain: Prediction) -> float:
 def crossover_context(plain: Prediction, shape: ModelShape, workload: Workload) -> float | None:
     """Tokens of context at which a step of plain decoding reads as many bytes of weights as of KV; None if never.
 
-    Below it, fewer bits of weights save more bytes; above it, fewer bits of KV. Matrix products read the same bytes at
+    Below it, quantizing weights saves more bytes; above it, quantizing KV. Matrix products read the same bytes at
     every context. The bytes that attention reads grow with the context, up to the window in sliding-window layers.
     """
     read = {"linear": 0.0, "attention": 0.0, "window": 0.0, "other": 0.0}

@@ -135,9 +135,11 @@ class TokenSelection(PlanPart):
 
     for_target: ClassVar[bool] = False  # a target may read by it too; not what only a verification of all can score
     executable: ClassVar[bool] = True  # by the runtime; if not, plans with it are only estimated
-    searched: ClassVar[bool] = True  # by `recommend`, beyond its presets
+    # Whether `recommend` considers drafts of the policy, presets included. Set it once planner/acceptance/rows.toml has
+    # rows of it: until then their acceptance is a prior, on which no plan should be recommended.
+    searched: ClassVar[bool] = False
     per_query: ClassVar[bool] = False  # selected anew by every draft's query, else once a round
-    ahead: ClassVar[bool] = False  # selected before a pass begins, for all of its layers
+    selected_before_pass: ClassVar[bool] = False  # for all of its layers
     from_verification: ClassVar[bool] = False  # by the last verification's scores, which age from draft to draft
     needs_codes: ClassVar[bool] = False  # in the cache, whether drafts read them or not
     needs_head: ClassVar[bool] = False  # a retrieval head, which is trained for the model
@@ -258,6 +260,7 @@ class AllTokens(TokenSelection):
     ratio: float = number(1, 1, default=1.0)
 
     for_target: ClassVar[bool] = True
+    searched: ClassVar[bool] = True
     supports_mla: ClassVar[bool] = True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 from ridgeplan.roofline.catalog.validation import brief
@@ -10,10 +11,20 @@ from ridgeplan.roofline.plan.policies.dense import DENSE_PRESETS, autoregressive
 from ridgeplan.roofline.plan.policy import EVICTIONS, SELECTIONS, Preset, TokenEviction, TokenSelection
 
 OFFLOADED = {HostPart.ALL: "offload", HostPart.LOWER: "offloaded lower codes"}
-PRESETS: dict[str, Preset] = dict(DENSE_PRESETS)
-_POLICIES: list[type[TokenSelection] | type[TokenEviction]] = [*SELECTIONS.values(), *EVICTIONS.values()]
-for _policy in _POLICIES:
-    PRESETS |= _policy.presets()
+
+
+def collect_presets(policies: Iterable[type[TokenSelection] | type[TokenEviction]]) -> dict[str, Preset]:
+    """The dense presets and those of the policies, by name. Raises ValueError for a name that two of them have."""
+    presets: dict[str, Preset] = dict(DENSE_PRESETS)
+    for policy in policies:
+        for name, make in policy.presets().items():
+            if name in presets:
+                raise ValueError(f"two presets are named {name!r}; rename the one of {policy.__name__}")
+            presets[name] = make
+    return presets
+
+
+PRESETS = collect_presets([*SELECTIONS.values(), *EVICTIONS.values()])
 
 
 def preset(name: str, workload: Workload) -> Plan:

@@ -60,7 +60,8 @@ class StreamingLLM(SparseSelection):
     name: str = named("streamingllm")
 
     for_target: ClassVar[bool] = True
-    ahead: ClassVar[bool] = True
+    searched: ClassVar[bool] = True
+    selected_before_pass: ClassVar[bool] = True
     supports_mla: ClassVar[bool] = True
 
     def cost(self) -> SelectionCost:
@@ -87,6 +88,8 @@ class SnapKV(SparseSelection):
     window: int = whole(1, 256, default=32)
     pooling: int = one_of((1, 3, 5, 7, 9, 11, 13), default=7)
 
+    searched: ClassVar[bool] = True
+
     def cost(self) -> SelectionCost:
         """Steps score nothing; the tokens that they read are not contiguous."""
         return SelectionCost(run_tokens=1)
@@ -105,6 +108,7 @@ class Quest(SparseSelection):
     page: int = one_of(PAGES, default=16)
 
     for_target: ClassVar[bool] = True
+    searched: ClassVar[bool] = True
     per_query: ClassVar[bool] = True
 
     def cost(self) -> SelectionCost:
@@ -127,6 +131,7 @@ class SpecExtend(SparseSelection):
     name: str = named("specextend")
     page: int = one_of((1, *PAGES), default=32)
 
+    searched: ClassVar[bool] = True
     from_verification: ClassVar[bool] = True
 
     def cost(self) -> SelectionCost:
@@ -152,6 +157,7 @@ class SpecAttn(SparseSelection):
     score: str = one_of(("probabilities", "logits"), default="probabilities")
     per_kv_head: bool = flag(False)
 
+    searched: ClassVar[bool] = True
     from_verification: ClassVar[bool] = True
 
     def cost(self) -> SelectionCost:
@@ -179,6 +185,7 @@ class Progressive(SparseSelection):
     name: str = named("progressive")
 
     for_target: ClassVar[bool] = True
+    searched: ClassVar[bool] = True
     per_query: ClassVar[bool] = True
     needs_codes: ClassVar[bool] = True
     attention_class: ClassVar[str | None] = "progressive_attention"
@@ -223,7 +230,6 @@ class Oracle(SparseSelection):
     name: str = named("oracle")
 
     for_target: ClassVar[bool] = True
-    searched: ClassVar[bool] = False
     per_query: ClassVar[bool] = True
     needs_all_keys: ClassVar[bool] = True
 
@@ -250,8 +256,9 @@ class RetrievalHead(SparseSelection):
     by_layer: bool = flag(False)
 
     for_target: ClassVar[bool] = True
+    searched: ClassVar[bool] = True
     per_query: ClassVar[bool] = True
-    ahead: ClassVar[bool] = True
+    selected_before_pass: ClassVar[bool] = True
     needs_head: ClassVar[bool] = True
 
     def _contradiction(self) -> str | None:
@@ -302,7 +309,6 @@ class ClusterKV(SparseSelection):
     cluster: int = whole(2, 1024, default=80)
 
     for_target: ClassVar[bool] = True
-    searched: ClassVar[bool] = False
     per_query: ClassVar[bool] = True
 
     def cost(self) -> SelectionCost:
@@ -325,7 +331,6 @@ class ShadowKV(SparseSelection):
     outliers: int = whole(0, MAX_KEPT, default=48)
 
     for_target: ClassVar[bool] = True
-    searched: ClassVar[bool] = False
     per_query: ClassVar[bool] = True
 
     def cost(self) -> SelectionCost:

@@ -30,8 +30,8 @@ def test_both_answers_are_shown_and_marked(invoke: Any) -> None:
     assert 0 < answer["predicted"]["beats_plain"] <= 1
     lines = invoke("recommend", *QUESTION, "--all").stdout
     text = " ".join(lines.split())  # as it is wrapped
-    assert f"runs here: {answer['preset']}" in text
-    assert f"best of all: {best['preset']}" in text
+    assert f"recommended: {answer['preset']}" in text
+    assert f"fastest estimated: {best['preset']}" in text
     assert f"{answer['preset']}: recommended" in text
     assert [line for line in lines.splitlines() if len(line) > 80] == []
 
@@ -41,14 +41,14 @@ def test_of_a_model_that_the_runtime_lacks_no_plan_is_said_to_run(invoke: Any, m
     """The runtime has Qwen3's dense decoder, and neither experts nor attention sinks."""
     line = ("recommend", model, "--gpu", "h200", "--ctx", 8192)
     assert as_json(invoke(*line, "--json"))["model_runs"] is runs
-    assert ("runs here:" in invoke(*line, "--all").stdout) is runs
+    assert ("recommended:" in invoke(*line, "--all").stdout) is runs
     assert ("cannot execute yet" in invoke(*line).stdout) is not runs
 
 
 def test_where_nothing_estimated_is_faster_there_is_no_second_answer(invoke: Any) -> None:
     line = ("recommend", *QUESTION, "--objective", "memory")
     assert as_json(invoke(*line, "--json"))["best_estimated"] is None
-    assert "best of all: no plan that is only estimated is faster" in invoke(*line, "--all").stdout
+    assert "fastest estimated: no plan that is only estimated is faster" in invoke(*line, "--all").stdout
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.dashboards.cli.output import number, print_table
-from ridgeplan.planner.render.text import briefly
+from ridgeplan.planner.render.text import short_name
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 QUESTIONS: dict[str, tuple[object, ...]] = {
@@ -38,7 +38,7 @@ def test_its_figures_are_those_of_its_json(invoke: Any, question: tuple[object, 
     told = json.loads(invoke("plan", *question, "--json").stdout)
     predicted, batch = told["predicted"], told["plan"]["workload"]["batch"]
     lines = text.split("\n\n")[-3].splitlines()
-    assert briefly(told["preset"])[:27] in lines[1]
+    assert short_name(told["preset"])[:27] in lines[1]
     assert f"{predicted['tpot_ms']:.3g} ms per token" in lines[2] or predicted["tpot_ms"] >= 999.5
     assert f"{number(predicted['tokens_per_s'])} tokens/s" in lines[3]
     plain_fits = told["baseline"]["peak_memory_bytes"] <= told["memory_limit_bytes"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli.plan import briefly
+from ridgeplan.dashboards.cli.plan import short_name
 from ridgeplan.planner import Plan
 from ridgeplan.planner.quantities import time_text
 from ridgeplan.planner.render.text import terms
@@ -106,7 +106,7 @@ def test_questions_in_turn_show_what_varies(invoke: Any) -> None:
     rows = as_json(invoke(*line, "--json"))["rows"]
     shown = invoke(*line).stdout
     for row in rows:
-        assert f"{row['new_tokens']} {row['gpu']} {row['quality']} {briefly(row['plan'])[:27]}" in shown
+        assert f"{row['new_tokens']} {row['gpu']} {row['quality']} {short_name(row['plan'])[:27]}" in shown
     assert len({(row["gpu"], row["quality"], row["new_tokens"], row["context"]) for row in rows}) == 16
 
 
@@ -150,9 +150,7 @@ def test_explain_divides_a_round_among_its_parts(invoke: Any, tmp_path: Path) ->
     text = invoke("explain", path).stdout
     assert [line for line in text.splitlines() if len(line) > 80] == []
     assert f"{predicted['speedup']:.2f}x plain decoding" in " ".join(text.split())
-    assert "at batch 1, quantizing the weights gains more than quantizing the KV cache up to about 11" in " ".join(
-        text.split()
-    )
+    assert "at batch 1, quantizing weights helps more than quantizing KV up to about 11" in " ".join(text.split())
     for part, seconds in predicted["round_s"].items():
         assert (f"    {part} " in text) == (seconds > 0)
     assert "which does not fit" in invoke("explain", path, "--memory-limit", "10GB").stdout

@@ -54,6 +54,7 @@ def test_figures_are_the_predictions_of_its_plans(quality: str) -> None:
 def test_narrowing_first_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     question = ask(LLAMA, "h200", 1, quality="lossy")
     contexts = tuple(int(one) for one in np.geomspace(2048, 131_072, 12))
+    monkeypatch.setattr(module, "DIRECT", 10**9)
     whole = plan_map(question, contexts, (1, 2, 4, 8, 16, 64))
     monkeypatch.setattr(module, "DIRECT", 1)
     narrowed = plan_map(question, contexts, (1, 2, 4, 8, 16, 64))

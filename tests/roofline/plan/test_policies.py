@@ -18,7 +18,7 @@ from ridgeplan.roofline.plan.plan import KVCache, Placement, Plan, Speculation, 
 from ridgeplan.roofline.plan.policies.selections import Quest, SpecAttn, SpecExtend
 from ridgeplan.roofline.plan.policy import EVICTIONS, KV_BUDGET, SELECTIONS, SelectionCost
 from ridgeplan.roofline.plan.policy import make_selection as named
-from ridgeplan.roofline.plan.presets import PRESETS, preset
+from ridgeplan.roofline.plan.presets import PRESETS, collect_presets, preset
 from ridgeplan.roofline.plan.support import missing_architecture, missing_execution
 
 WORKLOAD = Workload("Llama-3.1-8B", "h200", 32768)
@@ -31,6 +31,11 @@ def test_every_policy_has_presets_of_its_own():
             used = plan.speculation.selection.name, plan.attention.selection.name, plan.eviction.policy
             assert PRESETS[name](WORKLOAD) == plan  # no two of one name
             assert policy.name in used if policy.name in EVICTIONS else policy().name in used
+
+
+def test_two_presets_of_one_name_are_refused():
+    with pytest.raises(ValueError, match="two presets are named 'magicdec-quest'; rename the one of Quest"):
+        collect_presets([Quest, Quest])
 
 
 def test_plain_decoding_uses_no_policy():
@@ -228,6 +233,7 @@ def test_saved_plans_of_snapkv_load_with_the_old_name_of_pooling():
 
 
 NEW_POLICY = """
+    import sys
     from typing import ClassVar
 
     from ridgeplan.roofline.catalog.validation import whole
@@ -241,6 +247,7 @@ NEW_POLICY = """
         stride: int = whole(1, 64, default=4)
 
         executable: ClassVar[bool] = False
+        searched: ClassVar[bool] = sys.argv[2] == "searched"
 
         def cost(self):
             return SelectionCost(run_tokens=1)
@@ -267,14 +274,19 @@ USE_OF_NEW_POLICY = """
     assert Plan.from_json(answer.plan.to_json()) == answer.plan
     assert 0 < answer.predicted.acceptance.best < 1
     assert answer.to_dict()["not_executable"] == ["draft selection 'strided'"]
-    searched = {family.name for family in families(answer.plan.workload, offload=False)}
-    assert "int8 KV + drafts on full codes of strided" in searched
+    strided = [family.name for family in families(answer.plan.workload, offload=False) if "strided" in family.name]
+    assert ("int8 KV + drafts on full codes of strided" in strided) is (sys.argv[2] == "searched")
+    assert ("strided-drafts" in strided) is (sys.argv[2] == "searched")
 """
 
 
-def test_a_new_file_is_all_that_a_draft_policy_needs_in_the_planner(tmp_path):
-    """Plans, presets, predictions and the search find it in the registry. A process of its own keeps ours clean."""
+@pytest.mark.parametrize("rows", ["searched", "without rows"])
+def test_a_new_file_is_all_that_a_draft_policy_needs_in_the_planner(tmp_path, rows):
+    """Plans, presets and predictions find it in the registry, and the search does once its class says so.
+
+    A process of its own keeps ours clean.
+    """
     (tmp_path / "strided.py").write_text(dedent(NEW_POLICY), encoding="utf-8")
-    command = [sys.executable, "-c", dedent(USE_OF_NEW_POLICY), str(tmp_path)]
+    command = [sys.executable, "-c", dedent(USE_OF_NEW_POLICY), str(tmp_path), rows]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
