@@ -83,9 +83,7 @@ def times_over_context(
 def fitting_times(predicted: Sequence[Prediction], limit_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Low, best and high milliseconds per token, each [contexts]; NaN where the plan does not fit."""
     fits = np.array([prediction.best.peak_memory_bytes <= limit_bytes for prediction in predicted])
-    times = np.array(
-        [[prediction.low.tpot_ms, prediction.best.tpot_ms, prediction.high.tpot_ms] for prediction in predicted]
-    )
+    times = np.array([[case.tpot_ms for case in (band.low, band.best, band.high)] for band in predicted])
     low, best, high = np.where(fits[:, None], times, np.nan).T
     return low, best, high
 
@@ -106,8 +104,8 @@ def _add_crossings(figure: go.Figure, crossings: Sequence[Crossing]) -> None:
     if crossings:
         figure.add_scatter(
             name="crossing", x=[crossing.x for crossing in crossings], y=[crossing.y for crossing in crossings],
-            mode="markers",
-            marker={"symbol": "x", "size": 10, "color": GREY}, text=[crossing_text(crossing) for crossing in crossings],
+            mode="markers", marker={"symbol": "x", "size": 10, "color": GREY},
+            text=[crossing_text(crossing) for crossing in crossings],
             hovertemplate="%{text}<extra></extra>",
         )  # fmt: skip
 
@@ -157,9 +155,7 @@ def _line(name: str, curve: BatchCurve, quality: Quality, runs: bool, *, first: 
 
 def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
     """The points of plans that run which no other exceeds, each plan named where it begins to be the best."""
-    points = [
-        (name, *pair) for name, curve in curves.items() for pair in zip(curve.per_user, curve.per_gpu, strict=True)
-    ]
+    points = [(name, *xy) for name, curve in curves.items() for xy in zip(curve.per_user, curve.per_gpu, strict=True)]
     if not points:
         return
     names, per_user, per_gpu = zip(*points, strict=True)

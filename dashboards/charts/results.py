@@ -84,32 +84,29 @@ def similarities(rows: Rows) -> go.Figure:
     """Bars of Table 1: content x position, after and before RoPE."""
     figure = go.Figure()
     for when in ("after", "before"):
-        similarities = [row for row in _of(rows, "similarity") if row["figure"][3] == when]
-        names = [f"{row['figure'][1]} content, {row['figure'][2]} position" for row in similarities]
-        figure.add_bar(
-            x=names, y=_means(similarities), error_y={"array": _deviations(similarities)}, name=f"{when} RoPE"
-        )
+        alike = [row for row in _of(rows, "similarity") if row["figure"][3] == when]
+        names = [f"{row['figure'][1]} content, {row['figure'][2]} position" for row in alike]
+        figure.add_bar(x=names, y=_means(alike), error_y={"array": _deviations(alike)}, name=f"{when} RoPE")
     return _titled(figure, "Cosine similarity of queries to the true ones", "")
 
 
 def offsets(rows: Rows) -> go.Figure:
     """The curve of Figure 2b."""
-    offsets = _of(rows, "offset")
-    figure = go.Figure(go.Scatter(x=[row["figure"][1] for row in offsets], y=_means(offsets),
-                                  error_y={"array": _deviations(offsets)}, mode="lines+markers"))  # fmt: skip
+    rows = _of(rows, "offset")
+    figure = go.Figure(go.Scatter(x=[row["figure"][1] for row in rows], y=_means(rows),
+                                  error_y={"array": _deviations(rows)}, mode="lines+markers"))  # fmt: skip
     figure.update_xaxes(type="log")
     return _titled(figure, "Similarity of the true tokens' queries at earlier positions", "positions too early")
 
 
 def recalls(rows: Rows) -> go.Figure:
     """Figure 3, a panel for each budget."""
-    recalls = _of(rows, "recall")
-    budgets = sorted({row["figure"][3] for row in recalls})
-    figure = make_subplots(
-        cols=len(budgets), shared_yaxes=True, subplot_titles=[f"budget {budget}" for budget in budgets]
-    )
+    rows = _of(rows, "recall")
+    budgets = sorted({row["figure"][3] for row in rows})
+    titles = [f"budget {budget}" for budget in budgets]
+    figure = make_subplots(cols=len(budgets), shared_yaxes=True, subplot_titles=titles)
     for column, budget in enumerate(budgets, start=1):
-        _lines(figure, [row for row in recalls if row["figure"][3] == budget], {"row": 1, "col": column})
+        _lines(figure, [row for row in rows if row["figure"][3] == budget], {"row": 1, "col": column})
     return _titled(figure, "Recall of the prompt tokens that the continuation reads most", "window")
 
 
@@ -125,8 +122,7 @@ def _lines(figure: go.Figure, rows: Rows, place: Mapping[str, int]) -> None:
     for method in dict.fromkeys(row["figure"][1] for row in rows):
         method_rows = [row for row in rows if row["figure"][1] == method]
         line = go.Scatter(x=[row["figure"][2] for row in method_rows], y=_means(method_rows), name=method,
-                          mode="lines+markers",
-                          legendgroup=method, showlegend=place.get("col", 1) == 1)  # fmt: skip
+                          mode="lines+markers", legendgroup=method, showlegend=place.get("col", 1) == 1)  # fmt: skip
         figure.add_trace(line, **place)
 
 

@@ -120,9 +120,8 @@ class CaseParam(click.ParamType):
             self.fail(f"{value!r} is not a case; allowed: {allowed}, {example}", param, ctx)
         sizes = WorkloadParam().convert(workload, param, ctx)
         drafts = int(gamma) if gamma else None
-        return DecodeCase(
-            name, *sizes, drafts, adaptive=gamma != gamma_text, share=float(share or 0), chunk=int(chunk or 0)
-        )
+        adaptive = gamma != gamma_text
+        return DecodeCase(name, *sizes, drafts, adaptive=adaptive, share=float(share or 0), chunk=int(chunk or 0))
 
 
 def _is_gamma(name: str, gamma_text: str, gamma: str) -> bool:

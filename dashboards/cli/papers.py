@@ -61,11 +61,8 @@ def document(results: Iterable[TableResult]) -> dict[str, Any]:
     """All tables as plain JSON values, each with its targets."""
     from ridgeplan.validate.papers.comparison import targets_of
 
-    return {
-        "tables": [
-            {**result.to_dict(), "targets": [item.result(result) for item in targets_of(result)]} for result in results
-        ]
-    }
+    tables = [{**table.to_dict(), "targets": [item.result(table) for item in targets_of(table)]} for table in results]
+    return {"tables": tables}
 
 
 def summary_lines(result: TableResult) -> list[str]:
@@ -187,7 +184,7 @@ def _add_measured(drawn: dict[PaperFigure, list[Row]], path: Path) -> None:
 
 
 def _settings(chosen: Iterable[PaperFigure], settings: Mapping[str, str]) -> dict[PaperFigure, dict[str, Any]]:
-    """What is given, for the figures that have such sliders. Raises FigureError where none has."""
+    """The settings of each figure that has such sliders. Raises FigureError for one that no figure has."""
     from ridgeplan.dashboards.figures.paper_figure import FigureError
 
     known = {slider.name for figure in chosen for slider in figure.sliders}

@@ -44,13 +44,11 @@ def _row(row: published.PublishedRow, metric: str, changes: dict[str, Any]) -> R
     applied = {name: value for name, value in changes.items() if getattr(row, name)}
     changed = replace(row, **applied)
     printed = row.cells[metric] if changed == row else published.NOT_PRINTED
-    workload = {
-        name: getattr(changed, name) for name in ("model", "gpu", "gpus", "context", "batch", "gamma", "budget")
-    }
+    columns = ("model", "gpu", "gpus", "context", "batch", "gamma", "budget")
     return {
         "case": row.case,
         "method": row.method,
-        **workload,
+        **{name: getattr(changed, name) for name in columns},
         "metric": metric,
         "published": None if printed == published.NOT_PRINTED else printed,
         "predicted": _predicted(changed, metric, printed),

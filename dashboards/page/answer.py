@@ -81,9 +81,7 @@ def length_fixes(page: PageQuestion | None) -> list[Fix]:
     return fixes
 
 
-SOURCES_HELP = (
-    "Where figures come from: " + "; ".join(f"{word}, {meaning}" for word, meaning in SOURCE_WORDS.items()) + "."
-)
+SOURCES_HELP = f"Where figures come from: {'; '.join(map(', '.join, SOURCE_WORDS.items()))}."
 SURE = 0.99  # above this a sampled probability is not told more exactly
 MEMORY_POINTS = 64
 
@@ -177,11 +175,8 @@ def tiles(recommendation: Recommendation) -> list[tuple[str, str, str]]:
 def _gain_tile(recommendation: Recommendation) -> tuple[str, str, str]:
     if not recommendation.baseline_fits:
         return "Speed-up", "none", "the unquantized baseline does not fit"
-    return (
-        "Speed-up",
-        f"{recommendation.predicted.speedup:.2f}x",
-        f"plain decoding {time_text(recommendation.baseline.best.tpot_ms)}",
-    )
+    plain = f"plain decoding {time_text(recommendation.baseline.best.tpot_ms)}"
+    return "Speed-up", f"{recommendation.predicted.speedup:.2f}x", plain
 
 
 def _show_tiles(recommendation: Recommendation) -> None:

@@ -46,9 +46,8 @@ def _sliders(figure: PaperFigure) -> dict[str, Value]:
     if not figure.sliders:
         return {}
     columns = st.columns(len(figure.sliders))
-    return {
-        slider.name: _slider(column, figure, slider) for column, slider in zip(columns, figure.sliders, strict=True)
-    }
+    pairs = zip(columns, figure.sliders, strict=True)
+    return {slider.name: _slider(column, figure, slider) for column, slider in pairs}
 
 
 def _slider(column: Any, figure: PaperFigure, slider: Slider) -> Value:

@@ -27,16 +27,14 @@ def show_breakdown(answer: Answer) -> None:
         st.plotly_chart(figure, key="waterfall", alt="Milliseconds per token by kind of operation")
     with right:
         st.markdown("**A round, part by part**")
-        st.plotly_chart(
-            charts.round_parts(recommendation), key="round", alt="Milliseconds per token by part of a round"
-        )
+        figure = charts.round_parts(recommendation)
+        st.plotly_chart(figure, key="round", alt="Milliseconds per token by part of a round")
     left, right = st.columns(2)
     hardware, workload = question.profile.hardware, question.workload
     with left:
         st.markdown("**Roofline**")
-        st.plotly_chart(
-            charts.roofline(recommendation.predicted, hardware), key="roofline", alt="Operations under the roofline"
-        )
+        figure = charts.roofline(recommendation.predicted, hardware)
+        st.plotly_chart(figure, key="roofline", alt="Operations under the roofline")
     with right:
         st.markdown("**Ridge plane**: a step above it is bound by compute")
         plane = decode_plane(question.shape, hardware, CONTEXTS, BATCHES)
@@ -92,10 +90,6 @@ def drafting_plans(answer: Answer) -> dict[str, Plan]:
     """Plans that draft: the recommended one first, if it does, then the presets that do."""
     recommendation = answer.recommendation
     presets = {name: preset(name, answer.question.workload) for name in PRESETS}
-    listed = {
-        alternative.preset: alternative.plan
-        for alternative in recommendation.alternatives
-        if alternative.preset in PRESETS
-    }
+    listed = {other.preset: other.plan for other in recommendation.alternatives if other.preset in PRESETS}
     plans = {recommendation.name: recommendation.plan} | presets | listed | {recommendation.name: recommendation.plan}
     return {name: plan for name, plan in plans.items() if plan.speculation.active}
