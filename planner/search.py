@@ -170,7 +170,7 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
         offload = question.options.offload and not fits_whole(question)
         known = families(question.workload, offload=offload, quality=question.options.quality)
         searched = tuple(family for family in known if missing_cost_model(family.template, question.shape) is None)
-    machine, grid = question.machine, _Grid.of(searched)
+    machine, grid = question.machine, _GammaRatioGrid.of(searched)
     templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
     once, column = [1] * len(searched), (len(searched), 1, 1)
@@ -181,7 +181,7 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _GammaRatioGrid:
     """gamma [families, gammas, 1] and ratio [families, 1, ratios], so that what depends on one is computed for it only.
 
     Families with fewer values repeat their last one.
@@ -191,7 +191,7 @@ class _Grid:
     ratio: np.ndarray
 
     @classmethod
-    def of(cls, searched: Sequence[Family]) -> _Grid:
+    def of(cls, searched: Sequence[Family]) -> _GammaRatioGrid:
         """The grids of some families."""
         gamma, ratio = (_padded([getattr(family, axis) for family in searched]) for axis in ("gammas", "ratios"))
         return cls(gamma[:, :, None], ratio[:, None, :])
@@ -212,7 +212,7 @@ def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
     return np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows], dtype=float)
 
 
-def _acceptance(searched: Sequence[Family], grid: _Grid, question: Question) -> np.ndarray:
+def _acceptance(searched: Sequence[Family], grid: _GammaRatioGrid, question: Question) -> np.ndarray:
     """Conditional acceptance of every plan's drafts, in the shape of the grid."""
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     gamma, ratio = (np.broadcast_to(axis, grid.shape).reshape(len(searched), -1) for axis in (grid.gamma, grid.ratio))
@@ -234,7 +234,7 @@ def fits_whole(question: Question) -> bool:
 
 
 def _best_of_each(
-    searched: tuple[Family, ...], grid: _Grid, estimate: Estimate, question: Question
+    searched: tuple[Family, ...], grid: _GammaRatioGrid, estimate: Estimate, question: Question
 ) -> Iterator[Candidate]:
     """For each family, the fitting plan with the lowest objective; if none fits, the one that needs least memory.
 

@@ -64,21 +64,6 @@ def speedup(acceptance: Any, gamma: Any, draft_cost: Any, verify_cost: Any) -> A
     return tokens_per_round(acceptance, gamma) / (gamma * draft_cost + verify_cost)
 
 
-def break_even_acceptance(gamma: int, draft_cost: float, verify_cost: float = 1.0) -> float | None:
-    """The acceptance above which speculation is faster than plain decoding; None where even acceptance 1 is not.
-
-    Costs are in units of one plain decode step.
-    """
-    from scipy.optimize import brentq
-
-    round_cost = gamma * draft_cost + verify_cost
-    if round_cost >= gamma + 1:
-        return None
-    if round_cost <= 1:
-        return 0.0
-    return float(brentq(lambda a: tokens_per_round(a, gamma) - round_cost, 0.0, 1.0))
-
-
 def best_gamma(acceptance: float, draft_cost: float, verify_cost: float = 1.0) -> int:
     """The gamma in 0..15 with the highest speed-up; 0 where none is faster than plain decoding."""
     gains = {

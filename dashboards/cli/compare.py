@@ -16,7 +16,7 @@ from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.compare import ComparedPlan, PlanComparison, compare_saved
 from ridgeplan.planner.queries.compare import compare as compared
-from ridgeplan.planner.queries.cost import BATCHES, CostRow, Limits, ServingCost, serving_cost
+from ridgeplan.planner.queries.cost import BATCHES, CostRow, LatencyLimits, ServingCost, serving_cost
 from ridgeplan.planner.render.text import short_name
 
 COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "speed-up", "")
@@ -135,7 +135,7 @@ def cost(
     options = SearchOptions(**search)
     result = serving_cost(
         model, _prices(gpus, prices), opt.context_of(ctx, max_model_len, options.new_tokens),
-        batches=batches or BATCHES, limits=Limits(ttft_max, tpot_max), preset=preset, options=options,
+        batches=batches or BATCHES, limits=LatencyLimits(ttft_max, tpot_max), preset=preset, options=options,
     )  # fmt: skip
     if as_json:
         print_json(result.to_dict())

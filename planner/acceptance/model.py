@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance.effects import Subject, place_of
-from ridgeplan.planner.acceptance.regression import Fit, Observation, fit, start_of
+from ridgeplan.planner.acceptance.regression import EffectsPosterior, Observation, fit, start_of
 from ridgeplan.planner.acceptance.rows import (
     SPARSE_SELECTIONS,
     AcceptanceRow,
@@ -58,7 +58,7 @@ class AcceptanceModel:
     """Acceptance of the drafts of one model at one context. text: the text that is decoded; "" if unknown."""
 
     rows: tuple[AcceptanceRow, ...]
-    fitted: Fit
+    fitted: EffectsPosterior
     name: str
     parameters: float  # billions
     context: int
@@ -206,14 +206,14 @@ def subject(row: AcceptanceRow) -> Subject:
 
 
 @cache
-def shipped_fit() -> Fit:
+def shipped_fit() -> EffectsPosterior:
     """The regression over the shipped rows, started from the stored result of an earlier fit."""
     rows = shipped_rows()
     return fit([observation(row) for row in rows], start=start_of(rows))
 
 
 @lru_cache(maxsize=8)
-def _fitted(profile_rows: tuple[AcceptanceRow, ...]) -> tuple[tuple[AcceptanceRow, ...], Fit]:
+def _fitted(profile_rows: tuple[AcceptanceRow, ...]) -> tuple[tuple[AcceptanceRow, ...], EffectsPosterior]:
     """All rows and their fit. The profile's rows change the effects but not the variances between models and texts."""
     rows = merged(shipped_rows(), profile_rows)
     if not profile_rows:

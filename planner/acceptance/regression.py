@@ -48,7 +48,7 @@ class Observation:
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
+class EffectsPosterior:
     """Posterior of the effects: mean [effects], covariance [effects, effects]; and the variances of their groups."""
 
     index: Mapping[Effect, int]
@@ -105,7 +105,7 @@ class Start:
 
 def fit(
     observations: Sequence[Observation], variances: Mapping[str, float] | None = None, start: Start | None = None
-) -> Fit:
+) -> EffectsPosterior:
     """The posterior given observations. variances: those of an earlier fit; by default they are estimated as well.
 
     A slope that contradicts its certain sign is held at 0. start: of an earlier fit to the same observations.
@@ -132,7 +132,7 @@ class _Problem:
         self.groups = np.array([group_of(effect) for effect in effects])
         self.signs = np.array([COMMON[effect[0]].sign if effect[0] in COMMON else 0 for effect in effects])
 
-    def solve(self, known: Mapping[str, float] | None, start: Start) -> Fit:
+    def solve(self, known: Mapping[str, float] | None, start: Start) -> EffectsPosterior:
         """Damped Gauss-Newton steps, with the variances and the rows' weights renewed after each.
 
         With J the derivatives, S the priors' variances and R the rows' noise, the effects' covariance is the inverse of
@@ -163,7 +163,7 @@ class _Problem:
             weights = self._weights(errors, variances)
             if np.abs(step).max() < CONVERGED:
                 break
-        return Fit(self.index, mean, covariance, variances)
+        return EffectsPosterior(self.index, mean, covariance, variances)
 
     def _weights(self, errors: np.ndarray, variances: Mapping[str, float]) -> np.ndarray:
         """How much each row counts, given its squared error."""
@@ -221,7 +221,7 @@ def digest(rows: Sequence[AcceptanceRow]) -> str:
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
-def start_json(fitted: Fit, rows: Sequence[AcceptanceRow]) -> str:
+def start_json(fitted: EffectsPosterior, rows: Sequence[AcceptanceRow]) -> str:
     """A fit's effects and variances, one effect to a line, and what rows they are of."""
     pairs = zip(fitted.index, fitted.mean.tolist(), strict=True)
     effects = ",\n".join(json.dumps([*effect, round(value, DIGITS)]) for effect, value in pairs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ridgeplan.planner.export.drafts import Drafts, Rounds, ranges
+from ridgeplan.planner.export.drafts import DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import GIB
@@ -109,7 +109,7 @@ def _require_fits(placed: Served) -> None:
     )
 
 
-def _drafts(placed: Served) -> tuple[Drafts | None, tuple[Carried, ...]]:
+def _drafts(placed: Served) -> tuple[DraftModel | None, tuple[Carried, ...]]:
     """The engine's counterpart of the plan's drafts; None, with the reason in the axis, if it has none."""
     options = placed.options
     if not options.plan.speculation.active:
@@ -127,11 +127,11 @@ def _drafts(placed: Served) -> tuple[Drafts | None, tuple[Carried, ...]]:
     return drafts, (Carried("drafts", _draft_text(options), nearest, False),)
 
 
-def _drafting(placed: Served) -> Drafts:
+def _drafting(placed: Served) -> DraftModel:
     options, draft_model = placed.options, placed.options.draft_model
     shadow = options.plan.kv.format is KVFormat.SHADOW
     other_dtype = options.schema.has_field("--speculative-config", "kv_cache_dtype")
-    return Drafts(
+    return DraftModel(
         model=draft_model or options.model,
         method=options.draft_method,
         quantization="" if draft_model or is_quantized(options.shape) else options.engine.weights[8],
@@ -142,7 +142,7 @@ def _drafting(placed: Served) -> Drafts:
     )
 
 
-def _at_best_gammas(placed: Served, drafts: Drafts) -> Drafts:
+def _at_best_gammas(placed: Served, drafts: DraftModel) -> DraftModel:
     """The drafts at their best gamma, by batch if the engine can. Without predicted times the plan's gamma stays."""
     rounds = rounds_of(placed, drafts)
     if rounds is None:
@@ -153,12 +153,12 @@ def _at_best_gammas(placed: Served, drafts: Drafts) -> Drafts:
     return replace(drafts, gamma=max(gammas), schedule=tuple(ranges(gammas)))
 
 
-def rounds_of(placed: Served, drafts: Drafts) -> Rounds | None:
+def rounds_of(placed: Served, drafts: DraftModel) -> EngineRounds | None:
     """Times of rounds with these drafts; None if they cannot be predicted (unknown draft model, several GPUs)."""
     options = placed.options
     if drafts.shape is None or drafts.method != "draft_model" or options.plan.tensor_parallel > 1:
         return None
-    return Rounds(options.speed, options.shape, options.hardware, placed.step(), placed.host_s, drafts)
+    return EngineRounds(options.speed, options.shape, options.hardware, placed.step(), placed.host_s, drafts)
 
 
 def _draft_text(options: ServeCommandOptions) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.export.engine_profile import EngineProfile, Step
-from ridgeplan.planner.export.engines import Engine
+from ridgeplan.planner.export.engine_profile import EngineProfile, EngineStep
+from ridgeplan.planner.export.engines import ServingEngine
 from ridgeplan.planner.export.schema import Schema
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -24,7 +24,7 @@ METHODS = ("draft_model", "eagle3")
 
 
 @dataclass(frozen=True)
-class Drafts:
+class DraftModel:
     """The draft model in the engine. model: its id or path. quantization: "" for the checkpoint's own format.
 
     shape: None if it is unknown, as for an EAGLE-3 head. schedule: gamma by batch, as (first, last, gamma).
@@ -51,15 +51,15 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class EngineRounds:
     """Times of an engine's rounds with these drafts. host_s: seconds in which a target pass reads from the host."""
 
     profile: EngineProfile
     shape: ModelShape
     hardware: Hardware
-    target: Step
+    target: EngineStep
     host_s: float
-    drafts: Drafts
+    drafts: DraftModel
 
     def tpot_s(self, batch: Term, gamma: int) -> Term:
         """Seconds per token of a sequence at a batch, or at each of an array; gamma 0 is plain decoding."""
@@ -87,12 +87,14 @@ def ranges(gammas: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         first = last + 1
 
 
-def arguments(engine: Engine, schema: Schema, drafts: Drafts, tensor_parallel: int) -> Iterator[tuple[str, Any]]:
+def arguments(
+    engine: ServingEngine, schema: Schema, drafts: DraftModel, tensor_parallel: int
+) -> Iterator[tuple[str, Any]]:
     """The engine's arguments for speculation."""
     yield from (_vllm if engine.name == "vllm" else _sglang)(schema, drafts, tensor_parallel)
 
 
-def _vllm(schema: Schema, drafts: Drafts, tensor_parallel: int) -> Iterator[tuple[str, Any]]:
+def _vllm(schema: Schema, drafts: DraftModel, tensor_parallel: int) -> Iterator[tuple[str, Any]]:
     config: dict[str, Any] = {
         "method": drafts.method,
         "model": drafts.model,
@@ -110,7 +112,7 @@ def _vllm(schema: Schema, drafts: Drafts, tensor_parallel: int) -> Iterator[tupl
     yield name, {field: value for field, value in config.items() if schema.has_field(name, field)}
 
 
-def _sglang(schema: Schema, drafts: Drafts, tensor_parallel: int) -> Iterator[tuple[str, Any]]:
+def _sglang(schema: Schema, drafts: DraftModel, tensor_parallel: int) -> Iterator[tuple[str, Any]]:
     yield "--speculative-algorithm", {"draft_model": "STANDALONE", "eagle3": "EAGLE3"}[drafts.method]
     yield "--speculative-draft-model-path", drafts.model
     yield "--speculative-num-steps", drafts.gamma

@@ -74,7 +74,7 @@ BAND = 1.645  # deviations on either side that hold 90%
 
 
 @dataclass(frozen=True)
-class Step:
+class EngineStep:
     """One pass of an engine: `queries` tokens of each of `batch` sequences, over `context` cached ones.
 
     weight_bits: of the linear layers; the head keeps the checkpoint's. kv: the cache's dtype by the engine's name.
@@ -87,7 +87,7 @@ class Step:
     queries: int = 1
 
     @classmethod
-    def of(cls, row: EngineRow) -> Step:
+    def of(cls, row: EngineRow) -> EngineStep:
         """The step that a row measures."""
         return cls(row.batch, row.context, row.weight_bits, row.kv)
 
@@ -118,7 +118,7 @@ class EngineProfile:
     attention_compute: float
     spread: float
 
-    def step_s(self, step: Step, shape: ModelShape, hardware: Hardware) -> Term:
+    def step_s(self, step: EngineStep, shape: ModelShape, hardware: Hardware) -> Term:
         """Seconds of one step, or of one at each batch of an array."""
         weights, cache_reads = step.operations(shape)
         launches = sum(op.launches for op in (*weights, *cache_reads))
@@ -153,7 +153,7 @@ def fit(engine: str, rows: Sequence[EngineRow]) -> EngineProfile:
     measured = measured_rows(engine)
     shape, hardware = load_shape(measured.model), load_hardware(measured.hardware)
     kinds = tuple(dict.fromkeys(DTYPES[row.kv].kind for row in rows))
-    terms = np.array([_linear_terms(Step.of(row), shape, hardware, kinds) for row in rows])
+    terms = np.array([_linear_terms(EngineStep.of(row), shape, hardware, kinds) for row in rows])
     seconds = np.array([row.tpot_ms / 1e3 for row in rows])
     solution, *_ = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(rows)), rcond=None)
     library = profile_for(hardware, shipped_profiles())
@@ -170,7 +170,7 @@ def fit(engine: str, rows: Sequence[EngineRow]) -> EngineProfile:
     )
 
 
-def _linear_terms(step: Step, shape: ModelShape, hardware: Hardware, kinds: Sequence[str]) -> list[float]:
+def _linear_terms(step: EngineStep, shape: ModelShape, hardware: Hardware, kinds: Sequence[str]) -> list[float]:
     """What launch_s and each inverse utilization are multiplied by."""
     weights, cache_reads = step.operations(shape)
     weights_s, cache_s = (sum(op.total.bytes for op in ops) / hardware.bandwidth_bytes_per_s
@@ -192,5 +192,5 @@ def engine_profile(engine: str) -> EngineProfile:
 def error(profile: EngineProfile, row: EngineRow) -> float:
     """The relative error of a row's prediction."""
     measured = measured_rows(profile.engine)
-    seconds = profile.step_s(Step.of(row), load_shape(measured.model), load_hardware(measured.hardware))
+    seconds = profile.step_s(EngineStep.of(row), load_shape(measured.model), load_hardware(measured.hardware))
     return float(1e3 * seconds / row.tpot_ms - 1)

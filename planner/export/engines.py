@@ -1,6 +1,6 @@
 """Engines that plans are exported to: argument names, nearest formats, and KV cache dtypes.
 
-Not here: which of them a plan becomes (engines.py).
+Not here: which of them a plan becomes (carry.py).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
+class ServingEngine:
     """One engine. serve: the command before the model, whose argument is `model` ("" where it is positional).
 
     weights: what `quantization` is told for 8 or 4 bits, the engine quantizing the checkpoint as it loads it.
@@ -84,7 +84,7 @@ class Engine:
 
 
 ENGINES = {
-    "vllm": Engine(
+    "vllm": ServingEngine(
         name="vllm",
         title="vLLM",
         serve=("vllm", "serve"),
@@ -104,7 +104,7 @@ ENGINES = {
         schedules_gamma=True,
         host_cache=lambda gib, backend: (("--kv-offloading-size", gib), ("--kv-offloading-backend", backend)),
     ),
-    "sglang": Engine(
+    "sglang": ServingEngine(
         name="sglang",
         title="SGLang",
         serve=("sglang", "serve"),
@@ -125,7 +125,7 @@ ENGINES = {
 }
 
 
-def engine_named(name: str) -> Engine:
+def engine_named(name: str) -> ServingEngine:
     """The engine. Raises PlanError for another name."""
     require(name in ENGINES, f"engine is {brief(name)}; allowed: {', '.join(ENGINES)}")
     return ENGINES[name]

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
-from ridgeplan.planner.export.drafts import Drafts
-from ridgeplan.planner.export.engine_profile import BF16_BYTES, EngineProfile, Step, engine_profile
-from ridgeplan.planner.export.engines import DTYPES, Engine
+from ridgeplan.planner.export.drafts import DraftModel
+from ridgeplan.planner.export.engine_profile import BF16_BYTES, EngineProfile, EngineStep, engine_profile
+from ridgeplan.planner.export.engines import DTYPES, ServingEngine
 from ridgeplan.planner.export.schema import Schema
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -34,7 +34,7 @@ class ServeCommandOptions:
     plan: Plan
     shape: ModelShape
     profile: Profile
-    engine: Engine
+    engine: ServingEngine
     schema: Schema
     model: str
     memory_utilization: float = MEMORY_UTILIZATION
@@ -75,7 +75,7 @@ class Served:
     options: ServeCommandOptions
     kv: str
     quantization: str = ""
-    drafts: Drafts | None = None
+    drafts: DraftModel | None = None
     offload_gib: int = 0
 
     @property
@@ -83,10 +83,10 @@ class Served:
         """Bits per weight of the target's linear layers."""
         return 8 if self.quantization else 16
 
-    def step(self) -> Step:
+    def step(self) -> EngineStep:
         """A plain decode step of the plan's batch, halfway through the generation."""
         workload = self.options.plan.workload
-        return Step(workload.batch, workload.context + workload.new_tokens / 2, self.weight_bits, self.kv)
+        return EngineStep(workload.batch, workload.context + workload.new_tokens / 2, self.weight_bits, self.kv)
 
     @property
     def host_s(self) -> float:

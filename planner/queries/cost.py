@@ -17,7 +17,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """The longest latencies that are allowed, of one request; None for any."""
 
     ttft_s: float | None = None
@@ -61,7 +61,7 @@ class ServingCost(Table):
     model: str
     context: int
     new_tokens: int
-    limits: Limits
+    limits: LatencyLimits
     rows: tuple[CostRow, ...]
     notes: tuple[str, ...] = ()
 
@@ -97,7 +97,7 @@ def serving_cost(
     context: int | str,
     *,
     batches: Sequence[int] = BATCHES,
-    limits: Limits = Limits(),
+    limits: LatencyLimits = LatencyLimits(),
     preset: str | None = None,
     options: SearchOptions | None = None,
     **changes: Any,
@@ -121,7 +121,7 @@ def serving_cost(
     return ServingCost(model, prompt_tokens, options.new_tokens, limits, tuple(rows), tuple(notes))
 
 
-def _row(sizes: PlanMap, column: int, gpu: str, price: float, limits: Limits) -> CostRow:
+def _row(sizes: PlanMap, column: int, gpu: str, price: float, limits: LatencyLimits) -> CostRow:
     batch, at = sizes.batches[column], (0, column)
     ttft_s, tpot_s = float(sizes.ttft_s[at]) / batch, float(sizes.tpot_s[at])
     tokens_per_s = float(sizes.served_tokens_per_s[at])

@@ -41,7 +41,7 @@ class FitRow:
 
 
 @dataclass(frozen=True, repr=False)
-class Fit(Table):
+class FitResult(Table):
     """What fits a machine: the largest context for each batch, and the largest batch for each context."""
 
     model: str
@@ -77,7 +77,7 @@ def fit(
     preset: str | None = None,
     options: SearchOptions | None = None,
     **changes: Any,
-) -> Fit:
+) -> FitResult:
     """The largest context for each of `batches`, and the largest batch for each of `contexts`.
 
     Answers for the preset, or for whichever executable plan reaches the most; of several that reach as much, for the
@@ -87,7 +87,7 @@ def fit(
     question = ask(model, gpu, 1, SearchOptions.of(options, changes, offload=False))
     longest = longest_context(question.shape, question.options.new_tokens, yarn=question.options.yarn)
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
-    return Fit(
+    return FitResult(
         model=question.shape.name,
         hardware=question.profile.hardware.name,
         contexts=tuple(_largest_context(question.resized(longest, batch).as_executed, preset) for batch in batches),

@@ -101,7 +101,7 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
     executed = question.as_executed
     executed.resized(min(contexts), min(batches))  # refuses sizes below 1; the largest are refused below
     workloads = tuple(executed.resized(context, max(batches)).workload for context in contexts)
-    grid = _Grid(executed, workloads, tuple(batches))
+    grid = _SizeGrid(executed, workloads, tuple(batches))
     searched = _searched(grid, preset)
     result = _fastest(grid, _narrowed(grid, _points(searched)))
     if preset:
@@ -112,7 +112,9 @@ def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int]
     return _replaced(result, ~result.fits, grid, smaller)
 
 
-def _fitting(where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> tuple[np.ndarray, _Grid, list[Family]]:
+def _fitting(
+    where: np.ndarray, grid: _SizeGrid, searched: Sequence[Family]
+) -> tuple[np.ndarray, _SizeGrid, list[Family]]:
     """The masked sizes that any family fits with its fewest drafts (least memory), the grid, and those families."""
     fits = np.zeros_like(where)
     if not where.any():
@@ -124,7 +126,7 @@ def _fitting(where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> tupl
     return fits, grid, [family for family, fit in zip(searched, fitting.any(axis=(0, 2)), strict=True) if fit]
 
 
-def _replaced(result: PlanMap, where: np.ndarray, grid: _Grid, searched: Sequence[Family]) -> PlanMap:
+def _replaced(result: PlanMap, where: np.ndarray, grid: _SizeGrid, searched: Sequence[Family]) -> PlanMap:
     """The map with the plans of other families at the sizes of a mask, where they are faster or nothing fits."""
     if not where.any():
         return result
@@ -145,7 +147,7 @@ def at_workload(plan: Plan, workload: Workload) -> Plan:
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _SizeGrid:
     """The sizes to evaluate: one workload per context, each with all batches."""
 
     question: Question
@@ -153,16 +155,16 @@ class _Grid:
     batches: tuple[int, ...]
 
     @property
-    def coarse(self) -> _Grid:
+    def coarse(self) -> _SizeGrid:
         """A few of its sizes, the smallest and the largest among them."""
         return self.part(_places(len(self.workloads)), _places(len(self.batches)))
 
-    def part(self, rows: Sequence[int], columns: Sequence[int]) -> _Grid:
+    def part(self, rows: Sequence[int], columns: Sequence[int]) -> _SizeGrid:
         """Some of its contexts, with some of its batches."""
         workloads = tuple(self.workloads[row] for row in rows)
         return replace(self, workloads=workloads, batches=tuple(self.batches[column] for column in columns))
 
-    def around(self, where: np.ndarray) -> tuple[_Grid, tuple[np.ndarray, ...]]:
+    def around(self, where: np.ndarray) -> tuple[_SizeGrid, tuple[np.ndarray, ...]]:
         """The contexts and batches of a mask's sizes, and their places in arrays of this grid."""
         rows, columns = (np.flatnonzero(where.any(axis=axis)).tolist() for axis in (1, 0))
         return self.part(rows, columns), np.ix_(rows, columns)
@@ -188,7 +190,7 @@ class _Points:
 
 
 @dataclass(frozen=True)
-class _Figures:
+class _PlanFigures:
     """Figures of every plan at every size: [contexts, plans, batches]. fits is False for plans ruled out at a size."""
 
     tpot_s: np.ndarray
@@ -198,7 +200,7 @@ class _Figures:
     fits: np.ndarray
 
 
-def _searched(grid: _Grid, preset: str | None) -> list[Family]:
+def _searched(grid: _SizeGrid, preset: str | None) -> list[Family]:
     """Families at the longest context, where no budget is cut; those that run at the shortest, within any window."""
     ordered = sorted(grid.workloads, key=lambda workload: workload.context)
     shortest, longest = ordered[0], ordered[-1]
@@ -217,7 +219,7 @@ def _points(searched: Sequence[Family]) -> _Points:
     return _Points(tuple(searched), family, gamma, ratio)
 
 
-def _narrowed(grid: _Grid, points: _Points) -> _Points:
+def _narrowed(grid: _SizeGrid, points: _Points) -> _Points:
     """The plans that are near the fastest, or need the least memory, at some size of a coarser grid."""
     if len(points.gamma) * grid.sizes <= DIRECT:
         return points
@@ -232,7 +234,7 @@ def _places(length: int) -> list[int]:
     return sorted({round(place) for place in np.linspace(0, length - 1, COARSE)})
 
 
-def _fastest(grid: _Grid, points: _Points) -> PlanMap:
+def _fastest(grid: _SizeGrid, points: _Points) -> PlanMap:
     """The fastest plan that fits at each size, else the plan with the lowest peak memory."""
     plain_family = family_of("autoregressive", autoregressive(grid.workloads[-1]))
     figures, plain = _figures(grid, points), _figures(grid, _points([plain_family]))
@@ -280,7 +282,7 @@ def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...], wher
     return replace(first, families=(*first.families, *second.families), index=index, **figures)
 
 
-def _figures(grid: _Grid, points: _Points) -> _Figures:
+def _figures(grid: _SizeGrid, points: _Points) -> _PlanFigures:
     question, shape, machine = grid.question, grid.question.shape, grid.question.machine
     templates = [[at_workload(family.template, workload) for family in points.families] for workload in grid.workloads]
     counts = np.bincount(points.family)
@@ -301,7 +303,7 @@ def _figures(grid: _Grid, points: _Points) -> _Figures:
         for figure in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak, estimate.host_bytes)
     )
     allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
-    return _Figures(tpot_s, ttft_s, peak, host, allowed & question.fits(peak, host))
+    return _PlanFigures(tpot_s, ttft_s, peak, host, allowed & question.fits(peak, host))
 
 
 def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:

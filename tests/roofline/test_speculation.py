@@ -55,21 +55,9 @@ def test_a_flush_boundary_costs_half_a_rounds_gain_per_group():
     assert speculation.flush_capped(1.0, 128) == 1
 
 
-@pytest.mark.parametrize(("gamma", "draft", "verify"), [(1, 0.5, 1.05), (4, 0.3, 1.1), (7, 0.28, 1.0)])
-def test_at_break_even_acceptance_a_round_yields_what_it_costs(gamma, draft, verify):
-    acceptance = speculation.break_even_acceptance(gamma, draft, verify)
-    assert speculation.speedup(acceptance, gamma, draft, verify) == pytest.approx(1)
-    assert speculation.speedup(acceptance + 0.05, gamma, draft, verify) > 1
-
-
-def test_break_even_has_no_solution_for_drafts_as_dear_as_the_target():
-    assert speculation.break_even_acceptance(4, 1.0, 1.2) is None
-    assert speculation.break_even_acceptance(4, 0.0, 0.9) == 0
-
-
 def test_a_round_that_costs_more_than_gamma_plain_steps_can_still_win():
     """One draft of half a step and a verification of one: acceptance a gives 1 + a tokens for 1.5 steps."""
-    assert speculation.break_even_acceptance(1, 0.5, 1.0) == pytest.approx(0.5)
+    assert speculation.speedup(0.5, 1, 0.5, 1.0) == pytest.approx(1)
     assert speculation.speedup(0.8, 1, 0.5, 1.0) == pytest.approx(1.8 / 1.5)
 
 

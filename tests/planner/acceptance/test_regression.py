@@ -14,7 +14,7 @@ from ridgeplan.planner.acceptance.regression import (
     CONVERGED,
     RESIDUALS,
     START,
-    Fit,
+    EffectsPosterior,
     Observation,
     Start,
     digest,
@@ -149,11 +149,11 @@ def test_a_whole_says_half_as_much_of_each_of_two_equal_parts():
 
 
 @pytest.fixture(scope="module")
-def from_nothing() -> Fit:
+def from_nothing() -> EffectsPosterior:
     return fit([observation(row) for row in shipped_rows()])
 
 
-def test_it_ends_where_a_fit_from_nothing_does(from_nothing: Fit) -> None:
+def test_it_ends_where_a_fit_from_nothing_does(from_nothing: EffectsPosterior) -> None:
     shipped = shipped_fit()
     assert list(shipped.index) == list(from_nothing.index)
     assert np.abs(shipped.mean - from_nothing.mean).max() < CONVERGED
@@ -161,7 +161,7 @@ def test_it_ends_where_a_fit_from_nothing_does(from_nothing: Fit) -> None:
     assert shipped.variances == pytest.approx(from_nothing.variances, rel=0.05)
 
 
-def test_the_file_is_of_the_shipped_rows(from_nothing: Fit) -> None:
+def test_the_file_is_of_the_shipped_rows(from_nothing: EffectsPosterior) -> None:
     """Where this fails after rows have changed, write start.json anew: planner/acceptance/regression.py says how."""
     assert START.read_text(encoding="utf-8").count(digest(shipped_rows())) == 1
     start = start_of(shipped_rows())
@@ -175,7 +175,9 @@ def test_other_rows_start_from_nothing() -> None:
     assert start_of((changed, *others)) == start_of(others) == Start()
 
 
-def test_a_file_written_now_is_read_back(from_nothing: Fit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_written_now_is_read_back(
+    from_nothing: EffectsPosterior, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("ridgeplan.planner.acceptance.regression.START", tmp_path / "start.json")
     (tmp_path / "start.json").write_text(start_json(from_nothing, shipped_rows()), encoding="utf-8")
     found = start_of(shipped_rows())

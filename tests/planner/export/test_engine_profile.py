@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeplan.planner.export.engine_profile import EngineProfile, Step, engine_profile, error, fit, measured_rows
+from ridgeplan.planner.export.engine_profile import EngineProfile, EngineStep, engine_profile, error, fit, measured_rows
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
 
@@ -56,22 +56,26 @@ def test_a_step_counted_by_hand() -> None:
     weights = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 128256 * 4096
     for batch, context in ((1, 32768), (4, 131072)):
         expected = (2 * weights + batch * context * 131072) / 4.8e12
-        assert ideal.step_s(Step(batch, context), LLAMA, H200) == pytest.approx(expected, rel=0.003)
+        assert ideal.step_s(EngineStep(batch, context), LLAMA, H200) == pytest.approx(expected, rel=0.003)
     halved = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 2 * 128256 * 4096  # the head stays in 16 bits
     expected = (halved + 32768 * 65536) / 4.8e12
-    assert ideal.step_s(Step(1, 32768, 8, "fp8"), LLAMA, H200) == pytest.approx(expected, rel=0.003)
+    assert ideal.step_s(EngineStep(1, 32768, 8, "fp8"), LLAMA, H200) == pytest.approx(expected, rel=0.003)
 
 
 def test_only_launches_take_time_where_nothing_is_read() -> None:
     """9 launches a layer (2 norms, QKV, RoPE, attention, output, gate and up, SwiGLU, down) and 4 others."""
     launching = EngineProfile("vllm", "none", "h200", 1.0, 1e9, {"bf16": 1e9}, 1e9, 1e9, 0.0)
-    assert launching.step_s(Step(1, 1), LLAMA, H200) == pytest.approx(9 * 32 + 4)
+    assert launching.step_s(EngineStep(1, 1), LLAMA, H200) == pytest.approx(9 * 32 + 4)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 256), st.integers(1, 200_000), st.sampled_from(["auto", "fp8", "int4_per_token_head"]))
 def test_more_work_never_takes_less_time(batch: int, context: int, kv: str) -> None:
     profile = engine_profile("vllm")
-    one = profile.step_s(Step(batch, context, 16, kv), LLAMA, H200)
-    for other in (Step(batch + 1, context, 16, kv), Step(batch, 2 * context, 16, kv), Step(batch, context, 16, kv, 4)):
+    one = profile.step_s(EngineStep(batch, context, 16, kv), LLAMA, H200)
+    for other in (
+        EngineStep(batch + 1, context, 16, kv),
+        EngineStep(batch, 2 * context, 16, kv),
+        EngineStep(batch, context, 16, kv, 4),
+    ):
         assert profile.step_s(other, LLAMA, H200) >= one

@@ -3,7 +3,7 @@
 import pytest
 
 from ridgeplan.planner import PlanError, predict, preset, resolve, workload_for
-from ridgeplan.planner.queries.cost import Limits, serving_cost
+from ridgeplan.planner.queries.cost import LatencyLimits, serving_cost
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -31,12 +31,12 @@ def test_limits_rule_out_rows_and_the_cheapest_of_the_rest_is_named() -> None:
     fitting = [row for row in free.rows if row.fits]
     assert free.cheapest == min(fitting, key=lambda row: row.dollars_per_million)
     assert free.rows[-1].plan.placement.offload  # 256 sequences of 9216 tokens hold more than the GPU
-    tight = serving_cost(LLAMA, {"h200": 2.5}, 8192, limits=Limits(tpot_s=0.010))
+    tight = serving_cost(LLAMA, {"h200": 2.5}, 8192, limits=LatencyLimits(tpot_s=0.010))
     assert [row.misses for row in tight.rows] == [("TPOT",) if row.tpot_ms > 10 else () for row in free.rows]
     assert tight.cheapest is not None
     assert tight.cheapest.tpot_ms <= 10
     assert tight.cheapest.dollars_per_million > free.cheapest.dollars_per_million
-    impossible = serving_cost(LLAMA, {"h200": 2.5}, 8192, limits=Limits(ttft_s=1e-6))
+    impossible = serving_cost(LLAMA, {"h200": 2.5}, 8192, limits=LatencyLimits(ttft_s=1e-6))
     assert impossible.cheapest is None
     assert impossible.to_dict()["cheapest"] is None
 

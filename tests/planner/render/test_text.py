@@ -28,3 +28,7 @@ def test_case_does_not_matter_and_near_words_are_named() -> None:
     assert explain("TPOT") == explain(" tpot ") == terms()["tpot"]
     with pytest.raises(PlanError, match=r"unknown term 'gama'\. Did you mean gamma"):
         explain("gama")
+
+
+def test_words_of_answers_and_profiles_are_explained() -> None:
+    assert all(explain(word) for word in (*Quality, "spread"))
