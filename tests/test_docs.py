@@ -31,7 +31,7 @@ def test_the_python_runs(
     user_profile_path().parent.mkdir()
     user_profile_path().write_text(shipped_profiles()[0].to_json())  # in place of `ridgeplan calibrate`
     [code] = re.findall(r"```python\n(.+?)```", README, re.DOTALL)
-    smaller = {'"128k"': "64", "new_tokens=512": "new_tokens=8", '"path-or-hub-id"': repr(str(tiny_folder))}
+    smaller = {'"120k"': "64", "new_tokens=512": "new_tokens=8", '"path-or-hub-id"': repr(str(tiny_folder))}
     for text, replacement in smaller.items():
         assert text in code
         code = code.replace(text, replacement)

@@ -20,8 +20,8 @@ NAMED = re.compile(rf"(?<![\w./*-])({BELOW_A_FOLDER}|(?:[\w-]+/)*[\w-]+\.(?:py|m
 # What the recipes and commands write, and files of other projects.
 ELSEWHERE = {
     "tests/kernels/layer/test_softcap.py", "roofline/catalog/profiles/NAME.json", "runtime/policies/window.py",
-    "roofline/plan/policies/window.py", "code.py", "mine.toml", "config.toml", "cache_utils.py", "modeling_llama.py", "modeling_flash_attention_utils.py",
-    "vllm/config/cache.py", "ggml/docs/gguf.md",
+    "roofline/plan/policies/window.py", "code.py", "mine.toml", "config.toml", "cache_utils.py", "modeling_llama.py",
+    "modeling_flash_attention_utils.py", "vllm/config/cache.py", "ggml/docs/gguf.md",
 }  # fmt: skip
 
 
