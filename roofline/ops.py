@@ -295,19 +295,6 @@ def draw(rows: Term, vocab: Term, element_bytes: Term, distributions: Term = 1) 
     return Cost(LOGIT_FLOPS * logits, logits * element_bytes)
 
 
-def gptq_round(outputs: Term, group: Term, bounded: Term = 0) -> Cost:
-    """GPTQ rounding of a group of weights in float32, one input after another; part of loading, not of a pass.
-
-    `bounded` is 1 where codes must be next to the weights' own values, which are then read too.
-    """
-    elements = outputs * group
-    return Cost(
-        flops=elements * (group - 1) + 3 * elements,
-        read_bytes=4 * ((1 + bounded) * elements + group * group),
-        write_bytes=2 * 4 * elements,
-    )
-
-
 SCORE_BYTES = 4  # of a score, fp32
 RANKING_BYTES = 40  # per token and KV head: scores, their copy in reverse, and keys and places of two sorts
 SELECTED_INDEX_BYTES = 4  # of a chosen token's number, int32

@@ -119,22 +119,21 @@ def merge_reference(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def attention_cost(
-    q: Tensor,
-    keys: Tensor,
-    codes: QuantizedKV | None,
-    lower: bool,
-    quantized_tokens: int,
-    full_tokens: int,
-    splits: int,
+    q: Tensor, kv_heads: int, quantized_tokens: int, full_tokens: int, bits: int, group: int, splits: int
 ) -> Cost:
-    """Cost of `decode_attention` where each row sees `quantized_tokens` and `full_tokens`, merge included.
+    """Cost of `decode_attention` without its merge, where each row sees `quantized_tokens` and `full_tokens`.
 
-    Lengths are on the device, so the caller passes them.
+    bits: of the codes, 4 or 8, or 0 without codes. Lengths are on the device, so the caller passes them.
     """
-    bits, group = (0, 1) if codes is None else (8 if lower else 4, codes.group)
     batch, queries, q_heads, head_dim = q.shape
-    sizes = (batch, queries, q_heads, keys.shape[1], head_dim)
-    return ops.attention(*sizes, quantized_tokens, full_tokens, bits, q.element_size(), group, splits)
+    sizes = (batch, queries, q_heads, kv_heads, head_dim)
+    return ops.split_attention(*sizes, quantized_tokens, full_tokens, bits, q.element_size(), group, splits)
+
+
+def merge_cost(out: Tensor, splits: int) -> Cost:
+    """Cost of `merge` of `splits` splits into out [..., D]."""
+    head_dim = out.shape[-1]
+    return ops.merge(out.numel() // head_dim, 1, 1, head_dim, splits, out.element_size())
 
 
 def scores_cost(request: ScoreRequest, q: Tensor, tokens: int) -> Cost:

@@ -19,11 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.attention import merge
+from ridgeplan.kernels.attention import attention_cost, merge, merge_cost
 from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot, launch_metadata
 from ridgeplan.kernels.kv_cache.layout import NO_PLANES, QuantizedKV
-from ridgeplan.roofline import ops
 from ridgeplan.roofline.execution import choose_splits
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -191,11 +190,9 @@ DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "width"]
 
 def _attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
     """The kernel's cost at full capacity, as reading lengths would synchronize."""
-    q, bits = args["q"], args["BITS"]
-    batch, queries, q_heads, head_dim = q.shape
-    tokens = args["group_capacity"] * args["GROUP"], args["capacity"]
-    sizes = (batch, queries, q_heads, args["KV_HEADS"], head_dim, *tokens)
-    cost = ops.split_attention(*sizes, bits, q.element_size(), args["GROUP"], args["splits"])
+    q, bits, group = args["q"], args["BITS"], args["GROUP"]
+    tokens = args["group_capacity"] * group, args["capacity"]
+    cost = attention_cost(q, args["KV_HEADS"], *tokens, bits, group, args["splits"])
     return launch_metadata(f"decode_attention_{bits}bit", cost, q.element_size())
 
 
@@ -372,8 +369,7 @@ MERGE_CHUNK = 16  # splits whose partials are in flight together
 
 
 def _merge_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
-    cost = ops.merge(grid[0], 1, 1, args["HEAD_DIM"], args["splits"], args["out"].element_size())
-    return launch_metadata("merge", cost)
+    return launch_metadata("merge", merge_cost(args["out"], args["splits"]))
 
 
 @triton.jit(launch_metadata=_merge_metadata, do_not_specialize=["splits"])

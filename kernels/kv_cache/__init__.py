@@ -122,18 +122,17 @@ def shift_slots_reference(keys: Tensor, values: Tensor, group: int, mask: Tensor
         store[rows, :, : store.shape[2] - group] = store[rows, :, group:]
 
 
-def quantize_cost(keys: Tensor, values: Tensor, out: QuantizedKV) -> Cost:
-    """Cost of `quantize` for all of keys and values [B, Hkv, n * G, D], into the planes that `out` holds."""
-    return ops.quantize(*_sizes(keys), keys.element_size(), out.group, out.planes)
+def quantize_cost(keys: Tensor, group: int, planes: int) -> Cost:
+    """Cost of `quantize` for all of keys [B, Hkv, n * G, D] and as many values, into `planes` planes."""
+    return ops.quantize(*_sizes(keys), keys.element_size(), group, planes)
 
 
-def dequantize_cost(codes: QuantizedKV, lower: bool, element_bytes: int) -> Cost:
-    """Cost of `dequantize` for all groups, into elements of `element_bytes`."""
-    sizes = codes.batch, codes.kv_heads, codes.head_dim, codes.groups * codes.group
-    return ops.dequantize(*sizes, element_bytes, codes.group, 2 if lower else 1)
+def dequantize_cost(keys: Tensor, group: int, planes: int) -> Cost:
+    """Cost of `dequantize` of `planes` planes into keys [B, Hkv, n * G, D] and as many values."""
+    return ops.dequantize(*_sizes(keys), keys.element_size(), group, planes)
 
 
-def shift_slots_cost(keys: Tensor, values: Tensor, group: int) -> Cost:
+def shift_slots_cost(keys: Tensor, group: int) -> Cost:
     """Cost of `shift_slots` where every row shifts."""
     batch, kv_heads, head_dim, slots = _sizes(keys)
     return ops.shift_slots(batch, kv_heads, head_dim, slots - group, keys.element_size())

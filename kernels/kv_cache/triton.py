@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, launch_metadata
+from ridgeplan.kernels.kv_cache import dequantize_cost, quantize_cost
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.roofline import ops
 
 QUANTIZE_WARPS = 4
 # Adding 1.5 * 2 ** 23 leaves the nearest integer (ties to even) in the low bits of a float32. Two additions replace
@@ -97,10 +97,8 @@ def _quantize_values(x, stride, at, planes, GROUP: tl.constexpr, HEAD_DIM: tl.co
 
 def _quantize_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
     """The kernel's cost as if no row were masked."""
-    batch, kv_heads, tokens, head_dim = args["keys"].shape
-    element_bytes, planes = args["keys"].element_size(), 1 if args["key_planes"][1] is None else 2
-    cost = ops.quantize(batch, kv_heads, head_dim, tokens, element_bytes, args["GROUP"], planes)
-    return launch_metadata("quantize", cost, element_bytes)
+    keys, planes = args["keys"], 1 if args["key_planes"][1] is None else 2
+    return launch_metadata("quantize", quantize_cost(keys, args["GROUP"], planes), keys.element_size())
 
 
 @triton.jit(launch_metadata=_quantize_metadata)
@@ -208,10 +206,7 @@ def _decode_values(at, planes, out, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
 
 
 def _dequantize_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
-    batch, kv_heads, tokens, head_dim = args["keys"].shape
-    element_bytes, planes = args["keys"].element_size(), args["BITS"] // 4
-    cost = ops.dequantize(batch, kv_heads, head_dim, tokens, element_bytes, args["GROUP"], planes)
-    return launch_metadata("dequantize", cost)
+    return launch_metadata("dequantize", dequantize_cost(args["keys"], args["GROUP"], args["BITS"] // 4))
 
 
 @triton.jit(launch_metadata=_dequantize_metadata)

@@ -120,11 +120,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def rotary_tables_cost(positions: Tensor, frequencies: Tensor) -> Cost:
-    """Cost of `rotary_tables`."""
-    return ops.rotary_tables(positions.numel(), 2 * len(frequencies))
-
-
 def rope_append_cost(qkv: Tensor, tables: Tables, slots: Tensor, qk_norm: Tensor | None) -> Cost:
     """Cost of `rope_append`."""
     rotary_dim, normed_width = 2 * tables[0].shape[-1], 0 if qk_norm is None else qk_norm.numel()

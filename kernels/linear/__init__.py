@@ -46,12 +46,6 @@ def linear_dense_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None
     return functional.linear(x, weight, bias)
 
 
-def linear_dense_cost(x: Tensor, weight: Tensor, gated: bool = False) -> Cost:
-    """Cost of `linear_dense`."""
-    outputs, inputs = weight.shape
-    return _product_cost(x, outputs, inputs, weight.nbytes, gated)
-
-
 QuantizedWeight = Int4Weight | Int8Weight
 
 
@@ -93,12 +87,8 @@ def linear_quantized_reference(x: Tensor, weight: QuantizedWeight, bias: Tensor 
     return functional.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
 
 
-def linear_quantized_cost(x: Tensor, weight: QuantizedWeight, gated: bool = False) -> Cost:
-    """Cost of `linear_quantized`."""
-    return _product_cost(x, weight.outputs, weight.inputs, weight.bytes, gated)
-
-
-def _product_cost(x: Tensor, outputs: int, inputs: int, stored_bytes: int, gated: bool) -> Cost:
-    params, rows = outputs * inputs, x.numel() // inputs
-    written = outputs // 2 if gated else outputs
-    return ops.matmul(rows, inputs, written, params, stored_bytes / params, x.element_size())
+def linear_cost(x: Tensor, outputs: int, weight_bytes: float, gated: bool = False) -> Cost:
+    """Cost of `linear_dense` or `linear_quantized` with a weight of `outputs` rows, of `weight_bytes` per parameter."""
+    inputs = x.shape[-1]
+    sizes = x.numel() // inputs, inputs, outputs // 2 if gated else outputs, inputs * outputs
+    return ops.matmul(*sizes, weight_bytes, x.element_size())

@@ -4,8 +4,6 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
-from ridgeplan.roofline import ops
-from ridgeplan.roofline.cost import Cost
 
 TOP_CODE = 15
 
@@ -51,9 +49,3 @@ def gptq_round_reference(
         torch.sub(column, codes[index], out=errors[index])
         columns[index + 1 :].addr_(feedback[index, index + 1 :], errors[index], alpha=-1)
     return codes.t(), errors.t()
-
-
-def gptq_round_cost(steps: Tensor, near: Tensor | None = None) -> Cost:
-    """Cost of `gptq_round`."""
-    outputs, group = steps.shape
-    return ops.gptq_round(outputs, group, bounded=0 if near is None else 1)

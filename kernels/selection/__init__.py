@@ -205,13 +205,13 @@ def page_scores_cost(q: Tensor, bounds: Tensor) -> Cost:
     return ops.page_scan(batch, q.shape[2], kv_heads, head_dim, pages, bounds.element_size())
 
 
-def top_k_cost(scores: Tensor, index: Tensor) -> Cost:
-    """Cost of `top_k` of whole rows of scores [R, N] into index [R, max_k]."""
+def top_k_cost(scores: Tensor, max_k: int) -> Cost:
+    """Cost of `top_k` of whole rows of scores [R, N]."""
     rows, width = scores.shape
-    return ops.top_k(rows, width, index.shape[-1])
+    return ops.top_k(rows, width, max_k)
 
 
-def two_bit_top_k_cost(q: Tensor, keys: TwoBitKeys, tokens: int, index: Tensor) -> Cost:
-    """Cost of `two_bit_top_k` of `tokens` tokens of each row into `index`, as its CUDA kernels run it."""
+def two_bit_top_k_cost(q: Tensor, keys: TwoBitKeys, tokens: int, max_k: int) -> Cost:
+    """Cost of `two_bit_top_k` of `tokens` tokens of each row, as its CUDA kernels run it."""
     sizes = keys.batch, q.shape[2], keys.kv_heads, keys.head_dim
-    return ops.two_bit_top_k(*sizes, tokens, keys.group, index.shape[-1])
+    return ops.two_bit_top_k(*sizes, tokens, keys.group, max_k)

@@ -138,22 +138,12 @@ def progressive_attention(
 
 
 def sparse_attention_cost(
-    q: Tensor,
-    keys: Tensor,
-    codes: QuantizedKV | None,
-    lower: bool,
-    index: Tensor,
-    chosen_tokens: int,
-    full_tokens: int,
-    splits: int,
-    page: int = 1,
+    q: Tensor, kv_heads: int, index: Tensor, page: int, full_tokens: int, bits: int, group: int, splits: int
 ) -> Cost:
-    """Cost of `sparse_decode_attention` to `chosen_tokens` per KV head and `full_tokens` recent ones, without merge."""
-    bits, group = (0, 1) if codes is None else (8 if lower else 4, codes.group)
+    """Cost of `sparse_decode_attention` without its merge, to all pages of `index` and `full_tokens` recent tokens."""
     batch, queries, q_heads, head_dim = q.shape
-    entries = index.shape[0] * index.shape[1] * chosen_tokens / page
-    sizes = (batch, queries, q_heads, keys.shape[1], head_dim, chosen_tokens, full_tokens)
-    return ops.sparse_attention(*sizes, bits, q.element_size(), group, splits, entries)
+    sizes = (batch, queries, q_heads, kv_heads, head_dim, index.shape[2] * page, full_tokens)
+    return ops.sparse_attention(*sizes, bits, q.element_size(), group, splits, index.numel())
 
 
 def progressive_cost(

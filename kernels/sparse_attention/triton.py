@@ -27,7 +27,7 @@ from ridgeplan.kernels.attention.triton import (
 )
 from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot, launch_metadata
 from ridgeplan.kernels.kv_cache.layout import NO_PLANES, QuantizedKV
-from ridgeplan.roofline import ops
+from ridgeplan.kernels.sparse_attention import sparse_attention_cost
 from ridgeplan.roofline.execution import choose_splits
 
 
@@ -168,11 +168,9 @@ def _store_result(partial, lse, result, valid, row_max, row_sum, acc0, acc1, HEA
 
 def _sparse_attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
     """The kernel's cost at full index lists."""
-    q, index, bits = args["q"], args["index"], args["BITS"]
-    batch, queries, q_heads, head_dim = q.shape
-    tokens = index.shape[2] * args["PAGE"], args["capacity"]
-    sizes = (batch, queries, q_heads, args["KV_HEADS"], head_dim, *tokens)
-    cost = ops.sparse_attention(*sizes, bits, q.element_size(), args["GROUP"], args["splits"], index.numel())
+    q, bits = args["q"], args["BITS"]
+    choice = args["index"], args["PAGE"]
+    cost = sparse_attention_cost(q, args["KV_HEADS"], *choice, args["capacity"], bits, args["GROUP"], args["splits"])
     return launch_metadata(f"sparse_decode_attention_{bits}bit", cost, q.element_size())
 
 

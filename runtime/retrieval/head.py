@@ -1,8 +1,6 @@
 """Retrieval head: its queries, keys and scores, and the file that stores it.
 
 A head needs only the tokens, so its selection is known before the model's first layer runs.
-
-The runtime does not execute MLA; `latent_head_attention` is the reference for a head's selection in such a model.
 """
 
 from __future__ import annotations
@@ -27,23 +25,6 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, whole
 from ridgeplan.runtime.errors import ModelError, failures_as
 from ridgeplan.runtime.model.config import yarn_frequencies
-
-
-def latent_head_attention(
-    queries: Tensor, rope_queries: Tensor, latents: Tensor, rope_keys: Tensor, widen_keys: Tensor, widen_values: Tensor,
-    index: Tensor, scale: float,
-) -> Tensor:  # fmt: skip
-    """Output [heads, value_dim] of one token; MLA has as many sets as query heads, as MHA does.
-
-    queries: [heads, nope_dim]; rope_queries: [heads, rope_dim]; latents: [tokens, rank], the cache c; rope_keys:
-    [tokens, rope_dim], shared by the heads; widen_keys: [heads, nope_dim, rank]; widen_values: [heads, value_dim,
-    rank]; index: int64 [heads, chosen]; scale: of the softmax.
-    """
-    chosen = latents[index]  # [heads, chosen, rank]
-    keys, values = chosen @ widen_keys.mT, chosen @ widen_values.mT
-    logits = torch.einsum("hd,hnd->hn", queries, keys) + torch.einsum("hr,hnr->hn", rope_queries, rope_keys[index])
-    return torch.einsum("hn,hnv->hv", (logits * scale).softmax(-1), values)
-
 
 FORMAT = 1
 PROBED_TOKENS, PROBED_CHANNELS = 16, 8  # the part of an embedding that identifies a model

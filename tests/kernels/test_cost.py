@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.attention import attention_cost, scores_cost
+from ridgeplan.kernels.attention import attention_cost, merge_cost, scores_cost
 from ridgeplan.kernels.attention import triton as attention_kernels
 from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.kv_cache import dequantize_cost, quantize_cost, shift_slots_cost
 from ridgeplan.kernels.kv_cache import triton as kv_cache_kernels
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.layer import add_rms_norm_cost, rope_append_cost, rotary_tables_cost, swiglu_cost
-from ridgeplan.kernels.linear import linear_dense_cost, linear_quantized_cost
-from ridgeplan.kernels.linear.gptq_round import gptq_round_cost
+from ridgeplan.kernels.layer import add_rms_norm_cost, rope_append_cost, swiglu_cost
+from ridgeplan.kernels.linear import linear_cost
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.kernels.offload import SlotTable, allocate_slots_cost, copy_prefix_cost, flush_to_host_cost, gather_cost
 from ridgeplan.kernels.sampling import draw_cost, filter_cost
@@ -54,6 +53,7 @@ Q, QUERY = bf16(2, 5, 12, 64), bf16(2, 1, 12, 64)
 PARTIALS = [fp32(2, 5, 12, 7, 64), fp32(2, 5, 12, 7)]
 GROUPS = [bf16(2, 3, 64, 64)] * 2
 INT4 = Int4Weight.pack(torch.zeros(48, 256), torch.ones(48, 8), torch.ones(48, 8))
+INT8 = Int8Weight(INT4, INT4)
 X, DENSE = bf16(7, 256), bf16(48, 256)
 TABLES = fp32(2, 5, 32), fp32(2, 5, 32)
 SCORES = ScoreRequest(torch.zeros(2, 3, 192), "ends", "probabilities", torch.zeros(2, 12))
@@ -69,44 +69,40 @@ def stored(codes: QuantizedKV) -> list[Tensor]:
     [
         pytest.param(*row[1:], id=row[0])
         for row in (
-            ("attention int8", attention_cost(Q, KV[0], CODES, True, 192, 40, 7),
-             4 * Q.numel() * 232 + 2 * PARTIALS[0].numel(), [*stored(CODES), *KV, Q, *PARTIALS], [*PARTIALS, Q]),
-            ("attention int4", attention_cost(Q, KV[0], CODES, False, 192, 40, 7),
-             4 * Q.numel() * 232 + 2 * PARTIALS[0].numel(), [*stored(UPPER), *KV, Q, *PARTIALS], [*PARTIALS, Q]),
-            ("attention", attention_cost(Q, KV[0], None, False, 0, 40, 7),
-             4 * Q.numel() * 40 + 2 * PARTIALS[0].numel(), [*KV, Q, *PARTIALS], [*PARTIALS, Q]),
+            ("attention int8", attention_cost(Q, 3, 192, 40, 8, 32, 7), 4 * Q.numel() * 232, [*stored(CODES), *KV, Q],
+             PARTIALS),
+            ("attention int4", attention_cost(Q, 3, 192, 40, 4, 32, 7), 4 * Q.numel() * 232, [*stored(UPPER), *KV, Q],
+             PARTIALS),
+            ("attention", attention_cost(Q, 3, 0, 40, 0, 32, 7), 4 * Q.numel() * 40, [*KV, Q], PARTIALS),
+            ("merge", merge_cost(Q, 7), 2 * PARTIALS[0].numel(), PARTIALS, [Q]),
             ("scores", scores_cost(SCORES, Q, 192), 2 * 2 * 12 * 2 * 192, [SCORES.lse], [SCORES.lse, SCORES.out]),
-            ("quantize", quantize_cost(*[bf16(2, 3, 192, 64)] * 2, CODES), 6 * 2 * 2 * 3 * 192 * 64,
+            ("quantize", quantize_cost(bf16(2, 3, 192, 64), 32, 2), 6 * 2 * 2 * 3 * 192 * 64,
              [bf16(2, 3, 192, 64)] * 2, stored(CODES)),
-            ("dequantize", dequantize_cost(CODES, False, 4), 2 * 2 * 2 * 3 * 192 * 64, stored(UPPER),
+            ("dequantize", dequantize_cost(fp32(2, 3, 192, 64), 32, 1), 2 * 2 * 2 * 3 * 192 * 64, stored(UPPER),
              [fp32(2, 3, 192, 64)] * 2),
-            ("shift", shift_slots_cost(*KV, 32), 0, [bf16(2, 3, 8, 64)] * 2, [bf16(2, 3, 8, 64)] * 2),
+            ("shift", shift_slots_cost(KV[0], 32), 0, [bf16(2, 3, 8, 64)] * 2, [bf16(2, 3, 8, 64)] * 2),
             ("norm", add_rms_norm_cost(STREAM, None, WEIGHT), 4 * 960, [STREAM, WEIGHT], [STREAM]),
             ("add norm", add_rms_norm_cost(STREAM, STREAM, WEIGHT), 8 * 960, [STREAM, STREAM, WEIGHT], [STREAM] * 2),
-            ("rotary tables", rotary_tables_cost(int64(2, 5), fp32(32)), 4 * 320, [int64(2, 5), fp32(32)], TABLES),
+            ("rotary tables", ops.rotary_tables(10, 64), 4 * 320, [int64(2, 5), fp32(32)], TABLES),
             ("rope", rope_append_cost(bf16(2, 5, 18 * 64), TABLES, int64(2, 5), bf16(15, 64)), 4 * 10 * 18 * 64,
              [bf16(2, 5, 18 * 64), *TABLES, int64(2, 5), bf16(15, 64)], [bf16(2, 5, 18 * 64)]),
             ("swiglu", swiglu_cost(bf16(2, 5, 192)), 4 * 1920, [bf16(2, 5, 192)], [STREAM]),
-            ("dense", linear_dense_cost(X, DENSE), 2 * 7 * 48 * 256, [X, DENSE], [bf16(7, 48)]),
-            ("gated dense", linear_dense_cost(X, DENSE, gated=True), 2 * 7 * 48 * 256, [X, DENSE], [bf16(7, 24)]),
-            ("int4", linear_quantized_cost(X, INT4), 2 * 7 * 48 * 256, [X, INT4.packed], [bf16(7, 48)]),
-            ("gated int8", linear_quantized_cost(X, Int8Weight(INT4, INT4), gated=True), 2 * 7 * 48 * 256,
+            ("dense", linear_cost(X, 48, 2), 2 * 7 * 48 * 256, [X, DENSE], [bf16(7, 48)]),
+            ("gated dense", linear_cost(X, 48, 2, gated=True), 2 * 7 * 48 * 256, [X, DENSE], [bf16(7, 24)]),
+            ("int4", linear_cost(X, 48, INT4.bytes / DENSE.numel()), 2 * 7 * 48 * 256, [X, INT4.packed], [bf16(7, 48)]),
+            ("gated int8", linear_cost(X, 48, INT8.bytes / DENSE.numel(), gated=True), 2 * 7 * 48 * 256,
              [X, INT4.packed, INT4.packed], [bf16(7, 24)]),
-            ("gptq", gptq_round_cost(fp32(12, 32)), 12 * 32 * (31 + 3), [fp32(12, 32), fp32(32, 32)],
-             [fp32(12, 32)] * 2),
-            ("bounded gptq", gptq_round_cost(fp32(12, 32), fp32(12, 32)), 12 * 32 * (31 + 3),
-             [fp32(12, 32), fp32(32, 32), fp32(12, 32)], [fp32(12, 32)] * 2),
             ("filter", filter_cost(bf16(3, 5, 1000)), 5 * 15000, [bf16(3, 5, 1000)], []),
             ("draw", draw_cost(bf16(3, 1000)), 5 * 3000, [bf16(3, 1000)], []),
             ("draw of a residual", draw_cost(*[bf16(3, 1000)] * 2), 5 * 6000, [bf16(3, 1000)] * 2, []),
             ("pages", page_scores_cost(QUERY, bf16(2, 3, 4, 2, 64)), 4 * QUERY.numel() * 4, [bf16(2, 3, 4, 2, 64)],
              [fp32(2, 3, 4)]),
-            ("top-k", top_k_cost(fp32(6, 100), int32(6, 9)), 6 * 600, [fp32(6, 100)] * 6, [int32(6, 9)]),
-            ("2-bit top-k", two_bit_top_k_cost(QUERY, TWO_BIT, 192, int32(2, 3, 9)), 2 * QUERY.numel() * 192,
+            ("top-k", top_k_cost(fp32(6, 100), 9), 6 * 600, [fp32(6, 100)] * 6, [int32(6, 9)]),
+            ("2-bit top-k", two_bit_top_k_cost(QUERY, TWO_BIT, 192, 9), 2 * QUERY.numel() * 192,
              [PLANES.key_two_bit, CODES.key_scale, CODES.key_min, bf16(2, 3, 192)], [bf16(2, 3, 192), int32(2, 3, 9)]),
-            ("sparse attention", sparse_attention_cost(Q, KV[0], None, False, int32(2, 1, 4), 64, 40, 7, page=16),
+            ("sparse attention", sparse_attention_cost(Q, 3, int32(2, 1, 4), 16, 40, 0, 32, 7),
              4 * Q.numel() * 104, [*GROUPS, *KV, Q, int32(2, 1, 4)], PARTIALS),
-            ("sparse attention int4", sparse_attention_cost(Q, KV[0], CODES, False, int32(2, 3, 192), 192, 40, 7),
+            ("sparse attention int4", sparse_attention_cost(Q, 3, int32(2, 3, 192), 1, 40, 4, 32, 7),
              4 * Q.numel() * 232, [*stored(UPPER), *KV, Q, int32(2, 3, 192)], PARTIALS),
             ("progressive", progressive_cost(QUERY, CODES, 192, 192, 40, 7), (2 * 192 + 4 * 232) * QUERY.numel(),
              [PLANES.key_two_bit, CODES.key_scale, CODES.key_min, *stored(UPPER), *KV, QUERY],
@@ -154,11 +150,11 @@ ATTENTION = {**SIZES, "q": Q, "keys": KV[0], "values": KV[1], "index": int32(2, 
          ("merge", 32, ops.merge(2, 5, 12, 64, 7, 2))),
         (kv_cache_kernels, "_quantize_kernel", "_quantize_metadata",
          {**SIZES, "key_planes": CODES.key_planes, "keys": bf16(2, 3, 64, 64)},
-         ("quantize", 16, quantize_cost(*[bf16(2, 3, 64, 64)] * 2, CODES))),
+         ("quantize", 16, quantize_cost(bf16(2, 3, 64, 64), 32, 2))),
         (kv_cache_kernels, "_dequantize_kernel", "_dequantize_metadata", {**SIZES, "keys": bf16(2, 3, 192, 64)},
-         ("dequantize", 32, dequantize_cost(CODES, True, 2))),
+         ("dequantize", 32, dequantize_cost(bf16(2, 3, 192, 64), 32, 2))),
         (sparse_kernels, "_sparse_attention_kernel", "_sparse_attention_metadata", ATTENTION,
-         ("sparse_decode_attention_8bit", 16, sparse_attention_cost(Q, KV[0], CODES, True, int32(2, 3, 9), 9, 40, 7))),
+         ("sparse_decode_attention_8bit", 16, sparse_attention_cost(Q, 3, int32(2, 3, 9), 1, 40, 8, 32, 7))),
         (sampling_kernels, "_softmax_kernel", "_filter_metadata", {"logits": LOGITS[0]},
          ("filter_logits", 32, filter_cost(LOGITS[0]))),
         (sampling_kernels, "_best_kernel", "_filter_metadata", {"logits": LOGITS[0]},

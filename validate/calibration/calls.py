@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from ridgeplan.kernels.attention import merge_cost
 from ridgeplan.kernels.linear import linear_dense, linear_quantized
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import GATHER_ROW_BYTES
 from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, linear_kind
 from ridgeplan.roofline.passes import weight_bytes
@@ -162,9 +162,8 @@ def _gather_calls(bench: Bench, row_elements: int, rows: Iterable[int]) -> Itera
     """Gathers of scattered rows from a large table, as a sparse draft reads single tokens' keys."""
     table = bench.random(bench.pool.numel() // row_elements, row_elements)
     for count in rows:
-        nbytes = count * row_elements * bench.element_bytes
-        index = torch.randint(len(table), (bench.variants(nbytes), count), device=bench.device)
-        cost = Cost(read_bytes=nbytes, write_bytes=nbytes)
+        cost = ops.copy(count * row_elements, bench.element_bytes)
+        index = torch.randint(len(table), (bench.variants(cost.read_bytes), count), device=bench.device)
         yield KernelCall("gather", f"{count} rows", cost, partial(_gather, table, index), len(index))
 
 
@@ -183,17 +182,14 @@ def _sparse_calls(bench: Bench, kind: str, sizes: Iterable[DecodeSize], num_sms:
             case "progressive_attention":
                 yield draft.progressive_call(splits)
             case "sparse_attention":
-                yield SparseAttention.draw(draft).call(_with_merge(draft, ops.UPPER_BITS, splits))
+                yield _sparse_attention_call(SparseAttention.draw(draft), splits)
             case "sparse_attention_full":
-                yield SparseAttention.draw(draft, full=_full_precision(bench, size)).call(_with_merge(draft, 0, splits))
+                yield _sparse_attention_call(SparseAttention.draw(draft, full=_full_precision(bench, size)), splits)
 
 
-def _with_merge(draft: SparseDraft, bits: int, splits: int) -> Cost:
-    """The cost of attention to chosen tokens, and of merging its splits."""
-    size, heads = draft.size, draft.size.heads
-    element_bytes = draft.q.element_size()
-    merge = ops.merge(size.batch, 1, heads.q_heads, heads.head_dim, splits, element_bytes)
-    return draft.sparse_cost(bits, splits) + merge
+def _sparse_attention_call(attention: SparseAttention, splits: int) -> KernelCall:
+    """Attention to chosen tokens, priced with the merge of its splits."""
+    return attention.call(attention.cost(splits) + merge_cost(attention.draft.q, splits))
 
 
 def _full_precision(bench: Bench, size: DecodeSize) -> torch.Tensor:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.attention import attention_cost, decode_attention, merge_cost
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
@@ -89,13 +89,10 @@ class DecodeSize:
         """How many ways the kernel cuts each sequence."""
         return int(choose_splits(self.batch, self.heads.kv_heads, self.tokens, num_sms))
 
-    def cost(self, element_bytes: int, splits: int) -> Cost:
-        """The cost of a call, the merge of the splits included."""
-        heads = self.heads
-        return ops.attention(
-            self.batch, self.queries, heads.q_heads, heads.kv_heads, heads.head_dim, self.quantized_tokens,
-            self.full_tokens, self.bits, element_bytes, GROUP, splits,
-        )  # fmt: skip
+    def cost(self, q: Tensor, splits: int) -> Cost:
+        """The cost of a call with queries `q`, the merge of the splits included."""
+        tokens = self.quantized_tokens, self.full_tokens
+        return attention_cost(q, self.heads.kv_heads, *tokens, self.bits, GROUP, splits) + merge_cost(q, splits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +146,7 @@ class DecodeAttention:
         return KernelCall(
             size.kind,
             size.name,
-            size.cost(self.q.element_size(), size.splits(num_sms)),
+            size.cost(self.q, size.splits(num_sms)),
             self,
             variants=len(self.keys),
             rows=size.queries * heads.q_heads // heads.kv_heads,
@@ -167,10 +164,11 @@ class DecodeAttention:
 
 def random_decode(bench: Bench, size: DecodeSize, num_sms: int, backend: Backend = "auto") -> KernelCall:
     """Decode attention to random caches, whose variants together exceed the device's caches."""
-    heads, variants = size.heads, bench.variants(size.cost(bench.element_bytes, size.splits(num_sms)).read_bytes)
+    heads = size.heads
+    q = bench.random(size.batch, size.queries, heads.q_heads, heads.head_dim)
+    variants = bench.variants(size.cost(q, size.splits(num_sms)).read_bytes)
     keys, values = bench.random(variants, 2, size.batch, heads.kv_heads, size.full_tokens, heads.head_dim).unbind(1)
     codes = random_codes(bench, size, variants) if size.bits else None
-    q = bench.random(size.batch, size.queries, heads.q_heads, heads.head_dim)
     return DecodeAttention(size, q, keys, values, codes, backend=backend).call(num_sms)
 
 

@@ -58,7 +58,7 @@ def quantize_call(name: str, keys: Tensor, values: Tensor) -> KernelCall:
         pairs = zip(dequantize(operands(0)[2], True), dequantize(reference, True, backend="reference"), strict=True)
         return max(relative_error(*pair) for pair in pairs)
 
-    cost = quantize_cost(*operands(0))
+    cost = quantize_cost(keys[:1], GROUP, codes.planes)
     return KernelCall("quantize", name, cost, lambda i: quantize(*operands(i), first), len(keys), error=error)
 
 
@@ -124,10 +124,8 @@ class Flush:
         """Declared cost: quantization of the oldest group of all layers and the shift of the buffer, or nothing."""
         if not self.taken:
             return Cost()
-        keys, values, group = self.cache.keys, self.cache.values, self.cache.config.group
-        oldest = self._oldest(keys)
-        coded = quantize_cost(oldest, self._oldest(values), _empty_codes(oldest))
-        return coded + shift_slots_cost(keys.flatten(0, 1), values.flatten(0, 1), group)
+        keys, group = self.cache.keys, self.cache.config.group
+        return quantize_cost(self._oldest(keys), group, planes=2) + shift_slots_cost(keys.flatten(0, 1), group)
 
     def error(self) -> float:
         """The largest relative error of the buffer and of the new codes, against the reference."""

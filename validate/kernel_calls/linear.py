@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.layer import swiglu
-from ridgeplan.kernels.linear import QuantizedWeight, linear_dense, linear_quantized
+from ridgeplan.kernels.linear import QuantizedWeight, linear_cost, linear_dense, linear_quantized
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
-from ridgeplan.roofline import ops
 from ridgeplan.validate.kernel_calls.case import BenchCase, Product, SpeedUp, fresh, relative_error, tinygemm
 from ridgeplan.validate.kernel_calls.sizes import GROUP, LinearSize
 from ridgeplan.validate.timing import Bench, KernelCall
@@ -40,7 +39,7 @@ def linear_call(
     of x and a variant's number.
     """
     rows, inputs = x.shape[-2:]
-    cost = ops.linear(rows, inputs, outputs, weight_bytes, x.element_size())
+    cost = linear_cost(x, outputs, weight_bytes)
 
     def error() -> float:
         assert exact is not None, "the bench has the weight at hand"
@@ -57,7 +56,7 @@ def gated_call(
 ) -> KernelCall:
     """The same with fused SwiGLU of gate and up products, against both products followed by `swiglu`."""
     rows, inputs = x.shape
-    cost = ops.gated_linear(rows, inputs, outputs // 2, weight_bytes, x.element_size())
+    cost = linear_cost(x, outputs, weight_bytes, gated=True)
 
     def error() -> float:
         reference = swiglu(x.float() @ exact().t(), backend="reference")

@@ -16,9 +16,23 @@ from ridgeplan.kernels.attention.scores import ScoreRequest, What
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection import page_bounds, page_scores, top_k, two_bit_scores, two_bit_top_k
+from ridgeplan.kernels.selection import (
+    page_bounds,
+    page_scores,
+    page_scores_cost,
+    top_k,
+    top_k_cost,
+    two_bit_scores,
+    two_bit_top_k,
+    two_bit_top_k_cost,
+)
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
-from ridgeplan.kernels.sparse_attention import progressive_attention, sparse_decode_attention
+from ridgeplan.kernels.sparse_attention import (
+    progressive_attention,
+    progressive_cost,
+    sparse_attention_cost,
+    sparse_decode_attention,
+)
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import scan_kind
@@ -149,34 +163,21 @@ class SparseDraft:
         the kernel's steps it chooses other tokens, which costs hardly any score.
         """
         size, heads = self.size, self.size.heads
-        cost = ops.two_bit_top_k(
-            size.batch, heads.q_heads, heads.kv_heads, heads.head_dim, size.quantized_tokens, GROUP, self.chosen
-        )
+        cost = two_bit_top_k_cost(self.q, TwoBitKeys.of(*self.cache(0)), size.quantized_tokens, self.chosen)
         kind = scan_kind("two_bit_scan", heads.q_heads, heads.kv_heads)
         return KernelCall(kind, size.name, cost, self.choose, self.variants, error=self._lost_scores)
 
     def progressive_call(self, splits: int, peers: Peers | None = None) -> KernelCall:
         """The whole attention of one draft query."""
         size, heads = self.size, self.size.heads
-        cost = ops.progressive_attention(
-            size.batch, heads.q_heads, heads.kv_heads, heads.head_dim, size.quantized_tokens, self.chosen,
-            size.full_tokens, self.q.element_size(), GROUP, splits,
-        )  # fmt: skip
+        tokens = size.quantized_tokens, self.chosen, size.full_tokens
+        cost = progressive_cost(self.q, self.cache(0)[0], *tokens, splits)
         kind = scan_kind("progressive_attention", heads.q_heads, heads.kv_heads)
 
         def error() -> float:
             return relative_error(self.progressive(0), self.progressive(0, "reference"))
 
         return KernelCall(kind, size.name, cost, self.progressive, self.variants, error=error, peers=peers or {})
-
-    def sparse_cost(self, bits: int, splits: int, page: int = 1) -> Cost:
-        """Attention to the chosen tokens, of `bits` bits or 0 for full precision, without the merge of the splits."""
-        size, heads = self.size, self.size.heads
-        tokens = max(1, self.chosen // page) * page
-        return ops.sparse_attention(
-            size.batch, size.queries, heads.q_heads, heads.kv_heads, heads.head_dim, tokens, size.full_tokens, bits,
-            self.q.element_size(), GROUP, splits, size.batch * heads.kv_heads * tokens // page,
-        )  # fmt: skip
 
     def _lost_scores(self) -> float:
         scores = two_bit_scores(self.q, TwoBitKeys.of(*self.cache(0)), self.groups, backend="reference").exp()
@@ -227,6 +228,12 @@ class SparseAttention:
     def error(self) -> float:
         """Relative error against the reference."""
         return relative_error(self(0), self._attend(0, "reference"))
+
+    def cost(self, splits: int) -> Cost:
+        """The declared cost, without the merge of the splits."""
+        size, bits = self.draft.size, ops.UPPER_BITS if self.full is None else 0
+        choice = self.index, self.page
+        return sparse_attention_cost(self.draft.q, size.heads.kv_heads, *choice, size.full_tokens, bits, GROUP, splits)
 
     def call(self, cost: Cost, peers: Peers | None = None) -> KernelCall:
         """The call with its cost, which includes the merge of the splits where the caller adds it."""
@@ -288,9 +295,10 @@ class TopK:
 
     def call(self, name: str) -> KernelCall:
         """The call; its peer is torch's choice."""
-        variants, rows, tokens = self.scores.shape
-        cost = ops.top_k(rows, tokens, self.chosen)
-        return KernelCall("top_k", name, cost, self, variants, error=self.error, peers={"torch.topk": self.library})
+        cost = top_k_cost(self.scores[0], self.chosen)
+        return KernelCall(
+            "top_k", name, cost, self, len(self.scores), error=self.error, peers={"torch.topk": self.library}
+        )
 
 
 def two_bit_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
@@ -323,9 +331,7 @@ def page_scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[Ben
         caches = torch.stack([bounds] * bench.variants(bounds.nbytes))
         q = fresh(bench, size.batch, 1, size.q_heads, size.head_dim)
         pages = torch.full((size.batch,), bounds.shape[2], dtype=torch.int32, device=bench.device)
-        cost = ops.page_scan(
-            size.batch, size.q_heads, size.kv_heads, size.head_dim, bounds.shape[2], bench.element_bytes
-        )
+        cost = page_scores_cost(q, bounds)
         name = f"{size.q_heads}/{size.kv_heads} x {size.head_dim}, B{size.batch}, {size.tokens} tokens, pages of {PAGE}"
         call = KernelCall(
             "page_scores", name, cost, partial(_scan_pages, q, caches, pages), len(caches),
@@ -349,9 +355,10 @@ def sparse_attention_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterato
     """
     for size in sizes:
         draft = SparseDraft.quantized(bench, size)
-        all_codes = draft.size.cost(bench.element_bytes, BENCH_SPLITS)
+        all_codes = draft.size.cost(draft.q, BENCH_SPLITS)
         for page in (1, PAGE):
-            attention, cost = SparseAttention.draw(draft, page), draft.sparse_cost(ops.UPPER_BITS, BENCH_SPLITS, page)
+            attention = SparseAttention.draw(draft, page)
+            cost = attention.cost(BENCH_SPLITS)
             target = SpeedUp(BANDWIDTH_SHARE * float(all_codes.read_bytes / cost.read_bytes))
             call = attention.call(cost, {FULL_INT4: draft.full, "torch gather + SDPA": attention.gathered})
             yield BenchCase("sparse_attention", call, target, FULL_INT4)
@@ -392,7 +399,7 @@ class Verification:
     def call(self, peers: Peers) -> KernelCall:
         """The call, priced as attention to all codes and the scores that it leaves."""
         size, q = self.draft.size, self.draft.q
-        attending = size.cost(q.element_size(), BENCH_SPLITS)
+        attending = size.cost(q, BENCH_SPLITS)
         cost = attending + scores_cost(self.request, q, size.quantized_tokens)
         name = f"{size.name.rpartition(',')[0]}, {QUERIES} queries, INT8, {self.request.what}"
         return KernelCall(size.kind, name, cost, self, self.draft.variants, error=self.error, peers=peers)

@@ -18,7 +18,6 @@ from ridgeplan.runtime.retrieval.head import (
     HeadWeights,
     Rotary,
     head_scores,
-    latent_head_attention,
     load_head,
     probe_of,
     save_head,
@@ -161,21 +160,3 @@ def test_a_head_of_another_model_is_refused_and_one_rounded_to_bf16_is_not(head,
     ):
         with pytest.raises(ModelError, match=r"^the retrieval head is of 'm', another model; allowed: a head that"):
             head.for_model(shape, values)
-
-
-def test_latent_sets_are_attention_to_the_chosen_tokens_of_each_head():
-    """Against attention with every latent widened, where all tokens but the chosen ones are masked."""
-    generator = torch.Generator().manual_seed(3)
-
-    def random(*sizes):
-        return torch.randn(sizes, generator=generator, dtype=torch.float64)
-
-    q, rope_q, latents, rope_k = random(3, 8), random(3, 4), random(20, 6), random(20, 4)
-    widen_k, widen_v = random(3, 8, 6), random(3, 5, 6)
-    index = torch.stack([torch.randperm(20, generator=generator)[:7] for _ in range(3)])
-    keys, values = (torch.einsum("nr,hdr->hnd", latents, widen) for widen in (widen_k, widen_v))
-    logits = (torch.einsum("hd,hnd->hn", q, keys) + rope_q @ rope_k.T) * 0.3
-    unseen = torch.ones(3, 20, dtype=torch.bool).scatter(1, index, False)
-    expected = torch.einsum("hn,hnv->hv", logits.masked_fill(unseen, -torch.inf).softmax(-1), values)
-    found = latent_head_attention(q, rope_q, latents, rope_k, widen_k, widen_v, index, 0.3)
-    torch.testing.assert_close(found, expected)
