@@ -250,7 +250,9 @@ def test_a_traced_round_on_cuda_is_whole(smollm2: Path, h200_profile: Profile) -
     (found,) = breakdowns(model, report.rows, h200_profile, 32, temperature=1.0)
     launches = {(row.part, row.operation): row.launches for row in found.rows}
     assert found.rounds >= TRACED_ROUNDS
-    assert launches["draft", "attention"] == 2 * launches["verify", "attention"] == 60
+    # A layer launches one kernel, or a second one that merges its splits where there are many.
+    assert launches["draft", "attention"] == 2 * launches["verify", "attention"]
+    assert launches["verify", "attention"] in (30, 60)
     assert launches["draft", "norm"] == 2 * launches["verify", "norm"] == 2 * 61
     assert launches["verify", "head"] >= 1
     assert launches["draft", "head"] == 2
