@@ -46,13 +46,13 @@ class Sources:
     @cached_property
     def constants(self) -> dict[str, ast.expr]:
         """Every module-level value by its name, such as a list of choices or an alias of a type."""
-        found = {}
+        constants = {}
         for node in (node for tree in self.trees.values() for node in tree.body):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                found[node.targets[0].id] = node.value
+                constants[node.targets[0].id] = node.value
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
-                found[node.target.id] = node.value
-        return found
+                constants[node.target.id] = node.value
+        return constants
 
     def fields(self, name: str) -> dict[str, ast.AnnAssign]:
         """The annotated fields of a class, those of its bases first."""
@@ -62,8 +62,8 @@ class Sources:
         inherited: dict[str, ast.AnnAssign] = {}
         for base in node.bases:
             inherited |= self.fields(last_name(base))
-        own = (item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name))
-        return inherited | {item.target.id: item for item in own}  # type: ignore[union-attr]
+        fields = (item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name))
+        return inherited | {item.target.id: item for item in fields}  # type: ignore[union-attr]
 
     def alternatives(self, annotation: ast.expr) -> Iterator[ast.expr]:
         """The parts of a union, with aliases, wrappers and Optional resolved; None among them is a Constant."""
@@ -81,13 +81,13 @@ class Sources:
 
     def literals(self, annotation: ast.expr) -> list[Any]:
         """The values of a Literal, those of the Literals that it names included."""
-        found: list[Any] = []
+        literals: list[Any] = []
         for part in parameters(annotation):
             if isinstance(part, ast.Constant):
-                found.append(part.value)
+                literals.append(part.value)
             elif (alias := self.constants.get(last_name(part))) is not None:
-                found += self.literals(alias)
-        return found
+                literals += self.literals(alias)
+        return literals
 
     def value(self, node: ast.expr | None) -> Any:
         """A literal value, or that of a constant; None where it is computed."""
@@ -229,13 +229,13 @@ def _engine_arguments(sources: Sources, engine: ast.ClassDef) -> Iterator[dict[s
 
 def _owners(engine: ast.ClassDef) -> dict[str, str]:
     """The config class of every `x_kwargs = get_kwargs(XConfig)`."""
-    found = {}
+    aliases = {}
     for node in ast.walk(engine):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             target = node.targets[0]
             if last_name(node.value.func) == "get_kwargs" and isinstance(target, ast.Name):
-                found[target.id] = last_name(node.value.args[0])
-    return found
+                aliases[target.id] = last_name(node.value.args[0])
+    return aliases
 
 
 def _kind(sources: Sources, owners: dict[str, str], call: ast.Call) -> dict[str, Any]:
@@ -245,8 +245,8 @@ def _kind(sources: Sources, owners: dict[str, str], call: ast.Call) -> dict[str,
         field, owner = sources.value(node.slice), owners.get(last_name(node.value), "")
         known = sources.fields(owner).get(field)
         if known is not None:
-            found = of_field(sources, known)
-            return found | ({"kind": "size"} if field in SIZES and found["kind"] == "int" else {})
+            described = of_field(sources, known)
+            return described | ({"kind": "size"} if field in SIZES and described["kind"] == "int" else {})
     return of_call(sources, call) or {"kind": "any"}
 
 
@@ -271,14 +271,14 @@ def _of_field(sources: Sources, item: ast.AnnAssign) -> Iterator[dict[str, Any]]
     if not (isinstance(annotation, ast.Subscript) and last_name(annotation.value) == "A"):
         return
     details = [part for part in parameters(annotation)[1:] if isinstance(part, ast.Call)]
-    told = keywords(details[0]) if details else {}
-    if sources.value(told.get("no_cli")):
+    options = keywords(details[0]) if details else {}
+    if sources.value(options.get("no_cli")):
         return
-    name = sources.value(told.get("cli_name")) or f"--{last_name(item.target).replace('_', '-')}"
+    name = sources.value(options.get("cli_name")) or f"--{last_name(item.target).replace('_', '-')}"
     kind = of_annotation(sources, annotation)
     kind = {"kind": "switch"} if kind == {"kind": "flag"} else kind
     given = of_call(sources, details[0]) if details else {}
-    yield {"names": [name, *(sources.value(told.get("aliases")) or [])], **kind, **given}
+    yield {"names": [name, *(sources.value(options.get("aliases")) or [])], **kind, **given}
 
 
 ENGINES = {"vllm": (VLLM_PREFIXES, vllm_arguments), "sglang": (SGLANG_PREFIXES, sglang_arguments)}
@@ -297,9 +297,9 @@ def extract(wheel: Path) -> dict[str, Any]:
         "source": f"PyPI, {wheel.name}",
         "arguments": _merged(arguments(sources)),
         "objects": {
-            one: {field: of_field(sources, item) for field, item in sources.fields(one).items()}
-            for one in OBJECTS
-            if one in sources.classes
+            kind: {field: of_field(sources, item) for field, item in sources.fields(kind).items()}
+            for kind in OBJECTS
+            if kind in sources.classes
         },
     }
 
@@ -310,21 +310,21 @@ def _merged(arguments: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [by_name[name] for name in sorted(by_name)]
 
 
-def to_text(found: dict[str, Any]) -> str:
+def to_text(extracted: dict[str, Any]) -> str:
     """JSON with one argument a line."""
-    lines = ",\n".join(f"  {json.dumps(argument)}" for argument in found["arguments"])
-    head = {key: value for key, value in found.items() if key not in ("arguments", "objects")}
-    objects = json.dumps(found["objects"], indent=1)
+    lines = ",\n".join(f"  {json.dumps(argument)}" for argument in extracted["arguments"])
+    head = {key: value for key, value in extracted.items() if key not in ("arguments", "objects")}
+    objects = json.dumps(extracted["objects"], indent=1)
     return f'{json.dumps(head)[:-1]},\n"objects": {objects},\n"arguments": [\n{lines}\n]}}\n'
 
 
 def main() -> None:
     """Extracts the wheels that are named as arguments."""
     for name in sys.argv[1:]:
-        found = extract(Path(name))
-        target = FOLDER / f"{found['engine']}-{found['version']}.json"
-        target.write_text(to_text(found), encoding="utf-8")
-        print(f"{target}: {len(found['arguments'])} arguments")
+        extracted = extract(Path(name))
+        target = FOLDER / f"{extracted['engine']}-{extracted['version']}.json"
+        target.write_text(to_text(extracted), encoding="utf-8")
+        print(f"{target}: {len(extracted['arguments'])} arguments")
 
 
 if __name__ == "__main__":
