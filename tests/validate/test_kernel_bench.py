@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.selection import two_bit_scores, two_bit_top_k
+from ridgeplan.kernels.selection.draft_planes import TwoBitKeys
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import kernel_bench
 from ridgeplan.validate.kernel_bench import (
@@ -31,7 +33,8 @@ from ridgeplan.validate.kernel_calls import linear as kernel_linear
 from ridgeplan.validate.kernel_calls import sampling as kernel_sampling
 from ridgeplan.validate.kernel_calls import sparse as kernel_sparse
 from ridgeplan.validate.kernel_calls.case import BenchCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
-from ridgeplan.validate.kernel_calls.sizes import FULL, KERNELS, TINY, LayerSize
+from ridgeplan.validate.kernel_calls.sizes import FULL, KERNELS, TINY, LayerSize, SparseSize
+from ridgeplan.validate.kernel_calls.sparse import SparseDraft
 from ridgeplan.validate.timing import Bench, KernelCall
 
 PEAKS = MachinePeaks(bytes_per_s=1e12, flops=1e15)
@@ -153,6 +156,8 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         ("norm", kernel_fused, "add_rms_norm"),
         ("rope", kernel_fused, "rope_append"),
         ("swiglu", kernel_fused, "swiglu"),
+        ("sparse_attention", kernel_sparse, "sparse_decode_attention"),
+        ("progressive", kernel_sparse, "progressive_attention"),
     ],
 )
 def test_a_wrong_kernel_shows(
@@ -175,6 +180,36 @@ def test_a_choice_of_other_tokens_shows(bench: Bench, monkeypatch: pytest.Monkey
     assert all(0 <= one.call.error() < 1e-3 for one in cases)
     monkeypatch.setattr(kernel_sparse, "two_bit_top_k", wrong)
     assert all(one.call.error() > 0.1 for one in cases)
+
+
+def test_progressive_attention_that_reads_other_tokens_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_less(*args: Any, max_k: int, backend: str, **sizes: Any) -> tuple[Tensor, Tensor]:
+        """Drops the last token, unless the reference is asked for."""
+        index, count = two_bit_top_k(*args, max_k=max_k, backend=backend, **sizes)
+        return index, count if backend == "reference" else count - 1
+
+    monkeypatch.setattr("ridgeplan.kernels.sparse_attention.two_bit_top_k", one_less)
+    assert all(case.call.error() > 2 * MAX_ERROR for case in cases_of(bench, TINY, ["progressive"]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", TINY.progressive, ids=lambda size: size.name)
+def test_the_error_of_progressive_attention_does_not_depend_on_ties(
+    bench: Bench, device: str, size: SparseSize, dtype: torch.dtype, seed: int
+) -> None:
+    """The kernels round scores to 1/8 of a power of two, and may choose a share of k from each group."""
+    torch.manual_seed(seed)
+    on_device = replace(bench, device=torch.device(device), pool=bench.pool.to(device, dtype))
+    draft = SparseDraft.quantized(on_device, size).with_clear_choice()
+    scores = two_bit_scores(draft.q, TwoBitKeys.of(*draft.cache(0)), draft.groups, backend="reference")
+    best = scores.sort(-1, descending=True)
+    powers_of_two = (best.values[..., draft.chosen - 1] - best.values[..., draft.chosen]) / math.log(2)
+    assert powers_of_two.min() > 1.5
+    groups = draft.codes.groups
+    group_of_token = best.indices[..., : draft.chosen] // draft.codes.group
+    assert torch.nn.functional.one_hot(group_of_token, groups).sum(-2).unique().tolist() == [draft.chosen // groups]
+    assert relative_error(draft.progressive(0, "triton"), draft.progressive(0, "reference")) < MAX_ERROR
 
 
 @pytest.mark.parametrize("name", ["draw", "rejection_sample"])

@@ -168,16 +168,46 @@ class SparseDraft:
         return KernelCall(kind, size.name, cost, self.choose, self.variants, error=self._lost_scores)
 
     def progressive_call(self, splits: int, peers: Peers | None = None) -> KernelCall:
-        """The whole attention of one draft query."""
+        """The whole attention of one draft query.
+
+        Its error is measured on `with_clear_choice`: where scores nearly tie, the kernels may choose different tokens.
+        """
         size, heads = self.size, self.size.heads
         tokens = size.quantized_tokens, self.chosen, size.full_tokens
         cost = progressive_cost(self.q, self.cache(0)[0], *tokens, splits)
         kind = scan_kind("progressive_attention", heads.q_heads, heads.kv_heads)
 
         def error() -> float:
-            return relative_error(self.progressive(0), self.progressive(0, "reference"))
+            draft = self.with_clear_choice()
+            return relative_error(draft.progressive(0), draft.progressive(0, "reference"))
 
         return KernelCall(kind, size.name, cost, self.progressive, self.variants, error=error, peers=peers or {})
+
+    def with_clear_choice(self) -> SparseDraft:
+        """A draft of the same size with one cache, of which all kernels choose the same tokens.
+
+        An equal number of tokens in each group have keys along their KV head's queries, and all others score powers of
+        two lower. So neither scores compared in coarse steps nor shares of k for parts of a row select other tokens.
+        """
+        batch, heads, q = self.size.batch, self.size.heads, self.q
+        groups, group, head_dim = self.codes.groups, self.codes.group, heads.head_dim
+        per_group = max(1, self.chosen // groups)
+        direction = torch.randn(batch, heads.kv_heads, 1, head_dim, device=q.device)
+        queries = direction + torch.randn_like(q.float()).view(*direction.shape[:2], -1, head_dim) / 4
+        codes = QuantizedKV.allocate(batch, heads.kv_heads, groups, group, head_dim, q.device, lower=False)
+        first = torch.zeros(1, dtype=torch.int32, device=q.device)
+        for row in range(batch):
+            keys, values = torch.randn(2, heads.kv_heads, groups, group, head_dim, device=q.device)
+            places = torch.rand(keys.shape[:3], device=q.device).topk(per_group).indices
+            selected = torch.zeros(keys.shape[:3], device=q.device).scatter_(2, places, 1)[..., None]
+            # Logits of about 5, where those of other tokens have a standard deviation of 1/4.
+            keys = keys / 4 + 5 * head_dim**-0.5 * direction[row, :, None] * selected
+            stored = (x.flatten(1, 2)[None].to(q.dtype) for x in (keys, values))
+            quantize(*stored, codes.rows(slice(row, row + 1)), first)
+        planes = DraftPlanes.allocate(codes)
+        pack_draft_planes(codes, planes, first.expand(batch).contiguous(), groups)
+        q = queries.view_as(q).to(q.dtype)
+        return replace(self, chosen=per_group * groups, q=q, codes=codes, planes=planes)
 
     def _lost_scores(self) -> float:
         scores = two_bit_scores(self.q, TwoBitKeys.of(*self.cache(0)), self.groups, backend="reference").exp()
