@@ -7,9 +7,12 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+LOCK_TIMEOUT_S = 60.0  # a lock is held only while a file is read and written, which takes milliseconds
 
 
 class FileProblem(ValueError):
@@ -54,6 +57,31 @@ def write_atomically(path: Path, text: str) -> None:
         raise FileProblem(f"cannot write {str(path)!r}: {error.strerror}") from error
     finally:
         staging.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a results file, of which every writer takes it to read, extend and replace the file.
+
+    Measure before taking it. The lock is a file beside the results, which stays there; the system releases the lock of
+    a process that ends. Raises FileProblem if the lock cannot be taken.
+    """
+    from filelock import FileLock, Timeout  # 30 ms that commands without results do without
+
+    target = Path(os.path.realpath(path))
+    lock = FileLock(target.with_name(f".{target.name}.lock"), timeout=LOCK_TIMEOUT_S, poll_interval=0.01)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise FileProblem(
+            f"cannot write {str(path)!r}: another process has held {lock.lock_file!r} for {LOCK_TIMEOUT_S:g} seconds"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        raise FileProblem(f"cannot lock {str(path)!r}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def json_text(data: Any) -> str:

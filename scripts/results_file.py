@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ridgeplan.dashboards.files import locked, write_json
 from ridgeplan.validate.machine import measured_here
 
 Rows = dict[str, Callable[[], dict[str, Any]]]  # by name; each is measured when it is called
@@ -27,15 +28,13 @@ class ResultsFile:
     @classmethod
     def at(cls, path: Path) -> ResultsFile:
         """The results that a file has, or none."""
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return cls(path, {**known, **measured_here()})
+        return cls(path, {**_saved(path), **measured_here()})
 
     def save(self, section: str, found: Any) -> None:
         """Adds a section, or replaces it."""
-        self.results[section] = found
-        staging = self.path.with_name(f".{self.path.name}")
-        staging.write_text(json.dumps(self.results, indent=2) + "\n", encoding="utf-8")
-        staging.replace(self.path)
+        with locked(self.path):  # and read again: another run may have saved other sections meanwhile
+            self.results.update({**_saved(self.path), **measured_here(), section: found})
+            write_json(self.path, self.results)
 
     def measure(self, section: str, rows: Rows, named: Sequence[str] = ()) -> None:
         """Measures the rows that are missing, or of these the ones that are `named`, and saves each."""
@@ -50,6 +49,10 @@ class ResultsFile:
             print(json.dumps(found[-1]), flush=True)
             self.save(section, found)
             free()
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def free() -> None:

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, require_planned_model
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress
-from ridgeplan.dashboards.files import require_writable, write_atomically
+from ridgeplan.dashboards.files import locked, require_writable, write_atomically
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
@@ -29,29 +29,24 @@ if TYPE_CHECKING:
     from ridgeplan.validate.tuning import Step, Tuning
 
 
-@dataclass(frozen=True)
-class SavedRows:
-    """The rows of a file and the commands that produced them."""
-
-    path: Path
-    rows: tuple[AcceptanceRow, ...] = ()
-    commands: tuple[str, ...] = ()
-
-
-def saved_in(path: Path | None) -> SavedRows:
-    """The rows of a file, by default the one that `recommend` reads; none if it does not exist yet.
+def require_extensible(path: Path | None) -> Path:
+    """The file that rows are added to, by default the one that `recommend` reads.
 
     Raises FileProblem for a file that cannot be written, and PlanError for damaged rows.
     """
     path = path or user_acceptance_path()
     require_writable(path)
-    return SavedRows(path, load_rows(path), commands_of(path)) if path.exists() else SavedRows(path)
+    if path.exists():
+        load_rows(path)
+    return path
 
 
-def save_rows(saved: SavedRows, rows: Sequence[AcceptanceRow]) -> None:
+def save_rows(path: Path, rows: Sequence[AcceptanceRow]) -> None:
     """Adds `rows`, which replace rows of the same case, and the command line without its folders."""
     command = shlex.join(["ridgeplan", *(Path(word).name if os.sep in word else word for word in sys.argv[1:])])
-    write_atomically(saved.path, rows_json(merged(saved.rows, rows), (*saved.commands, command)))
+    with locked(path):  # and read again: others may have added rows while these were measured
+        known, commands = (load_rows(path), commands_of(path)) if path.exists() else ((), ())
+        write_atomically(path, rows_json(merged(known, rows), (*commands, command)))
 
 
 DRAFTS = ("kv8", "kv4", "w4", "w4kv4", "streamingllm:0.07")
@@ -89,7 +84,7 @@ def acceptance(
     The rows are saved, and `plan` and `estimate` use them. MODEL is a safetensors folder, a GGUF file or a hub id, by
     default the embedded SmolLM2-135M-Instruct. Rows of the same model, text, context and draft are replaced.
     """
-    saved = saved_in(output)
+    path = require_extensible(output)
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import Draft, Passage, measure_acceptance
     from ridgeplan.validate.prompts import read_prompt
@@ -100,8 +95,8 @@ def acceptance(
         fitted_to = calibration_tokens(source, calibration)
         passage = Passage(content, text_name or Path(text).stem, ctx, tokens, fitted_to, yarn)
         measured = list(measure_acceptance(source, passage, parsed, on_progress=on_progress))
-    save_rows(saved, [result.row for result in measured])
-    _report(measured, saved.path, as_json)
+    save_rows(path, [result.row for result in measured])
+    _report(measured, path, as_json)
 
 
 def _report(measured: Sequence[MeasuredAcceptance], path: Path, as_json: bool) -> None:
@@ -154,7 +149,7 @@ def tune(
     ratio to tune. The acceptance by position is saved, and `plan` and `estimate` use it.
     """
     require_planned_model(saved, model)
-    acceptance_rows = saved_in(rows)
+    rows_path = require_extensible(rows)
     rates = this_machine() if profile is None else load_profile(profile)
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.prompts import read_prompt
@@ -167,7 +162,7 @@ def tune(
         passage = TuningText(content, text_name or Path(text).stem, tokens, calibration_tokens(source, calibration))
         tuning = measure_tuning(saved.plan, source, passage, rates, gamma, on_progress=on_progress)
     if tuning.rows:
-        save_rows(acceptance_rows, tuning.rows)
+        save_rows(rows_path, tuning.rows)
     if output:
         write_atomically(output, replace(saved, plan=tuning.plan).to_json())
     if as_json:
@@ -177,10 +172,10 @@ def tune(
             "plain_ms": tuning.plain_ms,
             "speedup": tuning.speedup,
             "rows": len(tuning.rows),
-            "path": str(acceptance_rows.path),
+            "path": str(rows_path),
         })  # fmt: skip
     else:
-        _print(tuning, acceptance_rows.path)
+        _print(tuning, rows_path)
 
 
 def _print(tuning: Tuning, path: Path) -> None:

@@ -12,7 +12,7 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress
-from ridgeplan.dashboards.files import FileProblem, require_writable, write_atomically
+from ridgeplan.dashboards.files import FileProblem, locked, require_writable, write_atomically
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck
 
@@ -95,8 +95,9 @@ def _refitted(samples: Path, output: Path | None) -> Profile:
     from ridgeplan import validate
     from ridgeplan.validate.calibration.calibrate import refit
 
-    profile = refit(load_profile(target), samples)
-    validate.save_profile(profile, target)
+    with locked(target):
+        profile = refit(load_profile(target), samples)
+        validate.save_profile(profile, target)
     return profile
 
 
@@ -114,6 +115,7 @@ def calibrate_with_progress(
         require_writable(path)
     base = load_profile(target) if only else None
     from ridgeplan import validate
+    from ridgeplan.validate.calibration.calibrate import merge_recalibrated
 
     noise = validate.NoiseCheck(allow_noisy)
     with progress("calibrating") as on_progress:
@@ -127,7 +129,10 @@ def calibrate_with_progress(
         else:
             profile = validate.recalibrate(base, only, quick, noise=noise, on_progress=on_progress)
     try:
-        validate.save_profile(profile, output)
+        with locked(target):
+            if base is not None:  # others may have measured other classes meanwhile
+                profile = merge_recalibrated(load_profile(target), base, profile)
+            validate.save_profile(profile, target)
     except OSError as error:
         raise FileProblem(f"cannot write {str(target)!r}: {error.strerror}") from error
     return profile, noise

@@ -13,7 +13,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, warnings_as_notes
-from ridgeplan.dashboards.files import require_writable, write_atomically
+from ridgeplan.dashboards.files import locked, require_writable, write_atomically
 from ridgeplan.planner.quality import (
     FIDELITY,
     KV_BYTES,
@@ -95,7 +95,7 @@ def quality(
     """
     path = output or user_quality_path()
     require_writable(path)
-    rows = {row.cell: row for row in (load_rows(path) if path.exists() else ())}
+    rows = _saved_in(path)
     makers = list(_makers(plans, budgets, chunks))
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import named_shape
@@ -115,9 +115,21 @@ def quality(
             click.echo(f"skipped: {line}", err=True)
         with progress("loading") as on_progress:
             for measured in measure_quality(options, material, list(rows.values()), on_progress):
-                rows.update((row.cell, row) for row in measured)
-                write_atomically(path, rows_json(rows.values()))
+                rows |= save_rows(path, measured)
     _report(options, list(rows.values()), path, as_json)
+
+
+def _saved_in(path: Path) -> dict[tuple[Any, ...], QualityRow]:
+    """The rows of a file, if it exists."""
+    return {row.cell: row for row in (load_rows(path) if path.exists() else ())}
+
+
+def save_rows(path: Path, rows: Sequence[QualityRow]) -> dict[tuple[Any, ...], QualityRow]:
+    """Adds `rows`, which replace rows of the same figure; returns all rows that the file then has."""
+    with locked(path):  # and read again: others may have added rows while these were measured
+        saved = _saved_in(path) | {row.cell: row for row in rows}
+        write_atomically(path, rows_json(saved.values()))
+    return saved
 
 
 def _makers(plans: Sequence[str], budgets: Sequence[int], chunks: Sequence[int]) -> Iterator[PlanMaker]:

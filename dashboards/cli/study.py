@@ -11,11 +11,11 @@ from typing import Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.acceptance import save_rows, saved_in
+from ridgeplan.dashboards.cli.acceptance import require_extensible, save_rows
 from ridgeplan.dashboards.cli.groups import examples
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress
-from ridgeplan.dashboards.files import write_atomically, write_json
+from ridgeplan.dashboards.files import locked, write_atomically, write_json
 
 
 def deliver(
@@ -98,7 +98,7 @@ def drafts(
     if resume and output is None:
         raise click.UsageError("--resume needs --output; allowed: with the file to resume")
     cases, content = drafts_of(policies, ratios, formats), read_prompt(text)
-    saved_rows = saved_in(rows) if rows else None
+    rows_path = require_extensible(rows) if rows else None
     with progress("loading") as on_progress:
         source = embedded_or(model)
         passage = Passage(content, Path(text).stem, ctx, tokens, calibration_tokens(source, calibration), yarn)
@@ -109,10 +109,13 @@ def drafts(
         for row in study(source, passage, cases, on_progress=on_progress, known=saved.known):
             saved = saved.with_row(row)
             if output is not None:
-                deliver(saved.document, output, None, False, "")
-    if saved_rows is not None:
-        save_rows(saved_rows, acceptance_rows(saved, named_shape(source), checkpoint_of(source)))
-    if not deliver(saved.document, output, html, as_json, "draft_study_page"):
+                with locked(output):
+                    if resume and output.exists():  # by now with rows of another run that resumed it
+                        saved = saved.resumed(output)
+                    deliver(saved.document, output, None, False, "")
+    if rows_path is not None:
+        save_rows(rows_path, acceptance_rows(saved, named_shape(source), checkpoint_of(source)))
+    if not deliver(saved.document, None, html, as_json, "draft_study_page"):  # the output has all rows
         _print_drafts(saved.document)
 
 

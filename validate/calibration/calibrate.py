@@ -123,6 +123,23 @@ def recalibrate(
     return _with_link(bench, profile) if LINK in kinds and place.type == "cuda" else profile
 
 
+def merge_recalibrated(saved: Profile, base: Profile, measured: Profile) -> Profile:
+    """`saved` with what `recalibrate` measured, where it made `measured` of `base`.
+
+    saved: the profile that the file holds by now, perhaps with other classes that were measured again since.
+    Raises CalibrationError where it was calibrated whole since, as the shares are then of other ceilings.
+    """
+    if saved.hardware != base.hardware or saved.device != base.device:
+        raise CalibrationError("the machine was calibrated whole meanwhile; measure the classes again")
+    classes = {kind: rates for kind, rates in measured.classes.items() if rates != base.classes.get(kind)}
+    changed = {
+        name: getattr(measured, name)
+        for name in ("portable", "host_link_utilization", "software", "date")
+        if getattr(measured, name) != getattr(base, name)
+    }
+    return replace(saved, classes={**saved.classes, **classes}, **changed)
+
+
 def refit(base: Profile, path: Path, suite: Suite | None = None) -> Profile:
     """Fits `base` again to the samples that an earlier full calibration of the same machine left in a file.
 

@@ -357,13 +357,17 @@ class SavedStudy(ResultFile):
         return replace(self, rows=(*self.rows, row_of(result)))
 
     def resumed(self, path: Path) -> SavedStudy:
-        """With the rows of a file. Raises WorkloadError for a damaged one, and for one of other conditions."""
+        """With the rows of a file, which its own replace.
+
+        Raises WorkloadError for a damaged one, and for one of other conditions.
+        """
         saved = SavedStudy.read(path)
         for name in (*CONDITIONS, "device"):
             there, here = getattr(saved, name), getattr(self, name)
             if there != here:
                 raise WorkloadError(f"cannot resume {str(path)!r}: its {name} is {there!r}; allowed: {here!r}")
-        return replace(self, rows=saved.rows)
+        rows = {row.draft: row for row in (*saved.rows, *self.rows)}
+        return replace(self, rows=tuple(rows.values()))
 
 
 def acceptance_rows(study: SavedStudy, shape: ModelShape, checkpoint: str) -> list[AcceptanceRow]:
