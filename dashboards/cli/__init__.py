@@ -10,7 +10,7 @@ import os
 
 import click
 
-from ridgeplan.dashboards.cli.groups import HERE, LazyGroup, examples
+from ridgeplan.dashboards.cli.groups import HERE, LazyGroup, command
 
 # The module, the attribute and the summary of every verb. An alias has no summary and is not listed.
 SECTIONS = {
@@ -54,16 +54,11 @@ SECTIONS = {
 }
 
 
-@click.group(
+@command(
     cls=LazyGroup,
     package=HERE,
     sections=SECTIONS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
-    epilog=examples(
-        "ridgeplan plan Llama-3.1-8B --gpu h200 --ctx 128k -o plan.json",
-        "ridgeplan run plan.json --model Llama-3.1-8B --prompt-file book.txt",
-        "ridgeplan explain gamma",
-    ),
 )
 @click.version_option(package_name="ridgeplan")
 def main() -> None:
@@ -71,6 +66,11 @@ def main() -> None:
 
     Token counts may be written as 128k or 1M, memory as 24GB or 24GiB, times as 20ms or 2s. Exit codes: 0 success,
     2 bad input, 3 nothing fits, 4 the machine is too busy to measure.
+
+    Examples:
+      ridgeplan plan Llama-3.1-8B --gpu h200 --ctx 128k -o plan.json
+      ridgeplan run plan.json --model Llama-3.1-8B --prompt-file book.txt
+      ridgeplan explain gamma
     """
     # OpenMP's threads wait for each other in busy loops, which are very slow when another process occupies a core.
     # Shorter loops cost nothing on idle cores. OpenMP reads this when torch loads, which has not happened yet.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, require_planned_model
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress
 from ridgeplan.dashboards.files import locked, require_writable, write_atomically
@@ -52,24 +52,12 @@ def save_rows(path: Path, rows: Sequence[AcceptanceRow]) -> None:
 DRAFTS = ("kv8", "kv4", "w4", "w4kv4", "streamingllm:0.07")
 
 
-@click.command(
-    cls=opt.ListCommand,
-    epilog=examples(
-        "ridgeplan acceptance --text book.txt",
-        "ridgeplan acceptance model.gguf --text book.txt --ctx 4k 32k",
-        "ridgeplan acceptance --text code.py --drafts w4 w4kv4 streamingllm:0.1 --json",
-    ),
-)
+@command(cls=opt.ListCommand)
 @click.argument("model", required=False)
 @opt.text_file
 @opt.text_name
 @opt.contexts
-@click.option(
-    "--drafts",
-    multiple=True,
-    default=DRAFTS,
-    help="Drafts to measure, a list: bits of KV (kv4) and weights (w4), or a policy and its sparse ratio.",
-)
+@opt.listed("--drafts", str, "Drafts to measure, a list: bits of KV (kv4) and weights (w4), or policy:ratio.", DRAFTS)
 @opt.tokens_after
 @opt.calibration_file
 @opt.yarn
@@ -83,6 +71,11 @@ def acceptance(
 
     The rows are saved, and `plan` and `estimate` use them. MODEL is a safetensors folder, a GGUF file or a hub id, by
     default the embedded SmolLM2-135M-Instruct. Rows of the same model, text, context and draft are replaced.
+
+    Examples:
+      ridgeplan acceptance --text book.txt
+      ridgeplan acceptance model.gguf --text book.txt --ctx 4k 32k
+      ridgeplan acceptance --text code.py --drafts w4 w4kv4 streamingllm:0.1 --json
     """
     path = require_extensible(output)
     # Importing torch takes seconds, so the files are checked first.
@@ -120,13 +113,7 @@ def _draft_name(row: AcceptanceRow) -> str:
     return row.draft if row.ratio == 1 else f"{row.draft}:{row.ratio:g}"
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan tune plan.json --text book.txt --output tuned.json",
-        "ridgeplan tune plan.json --text book.txt --model model.gguf --gamma 6",
-        "ridgeplan tune plan.json --text book.txt --tokens 512 --json",
-    )
-)
+@command()
 @click.argument("saved", metavar="PLAN", type=opt.SavedPlanFile())
 @opt.model_to_run
 @opt.text_file
@@ -147,6 +134,11 @@ def tune(
     The ratio is tuned first, then gamma, then the ratio again. Each ratio is measured by a generation at temperature 1
     that continues the text, and costed at this machine's calibrated rates. A plan whose drafts read all tokens has no
     ratio to tune. The acceptance by position is saved, and `plan` and `estimate` use it.
+
+    Examples:
+      ridgeplan tune plan.json --text book.txt --output tuned.json
+      ridgeplan tune plan.json --text book.txt --model model.gguf --gamma 6
+      ridgeplan tune plan.json --text book.txt --tokens 512 --json
     """
     require_planned_model(saved, model)
     rows_path = require_extensible(rows)

@@ -10,25 +10,15 @@ from typing import Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, warnings_as_notes
 from ridgeplan.dashboards.files import write_json
 from ridgeplan.validate.kernel_calls.sizes import KERNELS
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan bench kernels",
-        "ridgeplan bench kernels --only attention --output kernels.json",
-        "ridgeplan bench kernels --once",
-    )
-)
-@click.option(
-    "--only",
-    type=click.Choice(KERNELS),
-    multiple=True,
-    metavar="KERNEL",
-    help=f"One of {', '.join(KERNELS)}; repeat for several.  [default: all]",
+@command()
+@opt.repeated(
+    "--only", "only", click.Choice(KERNELS), f"One of {', '.join(KERNELS)}", otherwise="all", metavar="KERNEL"
 )
 @click.option("--once", is_flag=True, help="Run each kernel once at a tiny size without timing, for memory checkers.")
 @opt.json_output
@@ -37,6 +27,11 @@ def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: boo
     """Time the package's kernels beside their peers on this machine's GPU.
 
     Targets are for an H200. FlashInfer is a peer if it is installed.
+
+    Examples:
+      ridgeplan bench kernels
+      ridgeplan bench kernels --only attention --output kernels.json
+      ridgeplan bench kernels --once
     """
     report = run_once(only or KERNELS) if once else measure(only or KERNELS)
     write_json(output, report)
@@ -49,18 +44,18 @@ def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: boo
         print_report(report)
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan bench planner",
-        "ridgeplan bench planner --runs 9 --json",
-        "ridgeplan bench planner --output planner.json",
-    )
-)
+@command()
 @click.option("--runs", type=click.IntRange(min=1), default=5, help="Processes to time.")
 @opt.json_output
 @opt.as_json
 def planner(runs: int, output: Path | None, as_json: bool) -> None:
-    """Time the planner's answers: cold, warm, and in plans per second."""
+    """Time the planner's answers: cold, warm, and in plans per second.
+
+    Examples:
+      ridgeplan bench planner
+      ridgeplan bench planner --runs 9 --json
+      ridgeplan bench planner --output planner.json
+    """
     from ridgeplan.validate.planner_speed import CONTEXT, GPU, MODEL, measure_planner
 
     with progress("timing") as on_progress:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, warnings_as_notes
 from ridgeplan.dashboards.files import write_json
@@ -167,13 +167,7 @@ shared = opt.combine(
 )
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 32k",
-        "ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 128k --batch 4 --preset quantspec --breakdown",
-        "ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 32k --gamma 4 --output decode.json",
-    )
-)
+@command()
 @click.option("--ctx", "context", type=opt.POSITIVE_TOKENS, required=True, help="Prompt length in tokens.")
 @click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, help="Sequences that run together.")
 @click.option("--preset", "chosen", type=click.Choice(executable_presets()), default="quantspec", help="Preset to run.")
@@ -184,57 +178,23 @@ def decode(context: int, batch: int, chosen: str, gamma: int | None, adaptive: b
     """Time plain decoding and one preset with a small real model inflated to a large shape.
 
     The two run one after the other, so that each has the whole memory.
+
+    Examples:
+      ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 32k
+      ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 128k --batch 4 --preset quantspec --breakdown
+      ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 32k --gamma 4 --output decode.json
     """
     case = DecodeCase(chosen, context, batch, gamma, adaptive and chosen != PLAIN)
     cases = list(dict.fromkeys((DecodeCase(PLAIN, context, batch, gamma), case)))
     report(cases, **rest)
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan bench suite --model-shape Llama-3.1-8B --output decode.json",
-        "ridgeplan bench suite --model-shape Llama-3.1-8B --workload 32768x1 --gamma 4",
-        "ridgeplan bench suite --model-shape Llama-3.1-8B --preset quantspec --json",
-    )
-)
-@click.option(
-    "--workload",
-    "workloads",
-    type=WorkloadParam(),
-    multiple=True,
-    default=SUITE_WORKLOADS,
-    help="Context and batch; repeat for several.",
-)
-@click.option(
-    "--gamma",
-    "gammas",
-    type=click.IntRange(1, MAX_GAMMA),
-    multiple=True,
-    default=SUITE_GAMMAS,
-    help="Drafts per round; repeat for several.",
-)
-@click.option(
-    "--preset",
-    "presets",
-    type=click.Choice(ABLATION),
-    multiple=True,
-    default=ABLATION,
-    help="Preset to run beside plain decoding; repeat for several.",
-)
-@click.option(
-    "--case",
-    "cases",
-    type=CaseParam(),
-    multiple=True,
-    help="Run only this case and plain decoding at its workload; repeat for several.",
-)
-@click.option(
-    "--plan",
-    "plans",
-    type=opt.PlanFile(),
-    multiple=True,
-    help="Run this plan file like a case, at its context and batch; repeat for several.",
-)
+@command()
+@opt.repeated("--workload", "workloads", WorkloadParam(), "Context and batch", SUITE_WORKLOADS)
+@opt.repeated("--gamma", "gammas", click.IntRange(1, MAX_GAMMA), "Drafts per round", SUITE_GAMMAS)
+@opt.repeated("--preset", "presets", click.Choice(ABLATION), "Preset to run beside plain decoding", ABLATION)
+@opt.repeated("--case", "cases", CaseParam(), "Run only this case and plain decoding at its workload")
+@opt.repeated("--plan", "plans", opt.PlanFile(), "Run this plan file like a case, at its context and batch")
 @shared
 def suite(
     workloads: Sequence[tuple[int, int]],
@@ -248,6 +208,11 @@ def suite(
 
     All presets run with all gammas at all workloads, unless cases or plans are given. They run one after the other, so
     that each has the whole memory. The table marks runs whose spread shows that the machine was busy.
+
+    Examples:
+      ridgeplan bench suite --model-shape Llama-3.1-8B --output decode.json
+      ridgeplan bench suite --model-shape Llama-3.1-8B --workload 32768x1 --gamma 4
+      ridgeplan bench suite --model-shape Llama-3.1-8B --preset quantspec --json
     """
     chosen = [*cases, *map(DecodeCase.of, plans)]
     report(with_plain(chosen) if chosen else suite_cases(workloads, sorted(set(gammas)), presets), **rest)

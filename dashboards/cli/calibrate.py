@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress
 from ridgeplan.dashboards.files import FileProblem, locked, require_writable, write_atomically
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
@@ -20,23 +20,10 @@ if TYPE_CHECKING:
     from ridgeplan.validate.calibration.fit import Samples
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan calibrate --quick",
-        "ridgeplan calibrate --output machine.json",
-        "ridgeplan calibrate --allow-noisy --json",
-        "ridgeplan calibrate --samples samples.json",
-        "ridgeplan calibrate --only link --only rope",
-    )
-)
+@command()
 @click.option("--quick", is_flag=True, help="Take under a minute and widen the bands.")
 @click.option("--allow-noisy", is_flag=True, help="Keep kernel classes whose readings differ, with wider bands.")
-@click.option(
-    "--only",
-    multiple=True,
-    metavar="CLASS",
-    help="Measure only this kernel class again, and update the saved profile; repeat for several.",
-)
+@opt.repeated("--only", "only", str, "Measure only this kernel class again in the saved profile", metavar="CLASS")
 @click.option("--samples", type=opt.OutputFile(), help="Also save the measurements for a later --refit.")
 @click.option(
     "--refit",
@@ -60,6 +47,13 @@ def calibrate(
     """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use.
 
     Every size is measured until two readings agree. If they never do, nothing is saved and the exit code is 4.
+
+    Examples:
+      ridgeplan calibrate --quick
+      ridgeplan calibrate --output machine.json
+      ridgeplan calibrate --allow-noisy --json
+      ridgeplan calibrate --samples samples.json
+      ridgeplan calibrate --only link --only rope
     """
     if refit and (quick or only or samples):
         raise click.UsageError("--refit measures nothing; allowed: without --quick, --only and --samples")

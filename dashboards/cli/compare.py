@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, wrapped
 from ridgeplan.dashboards.cli.plan import MAX_NAME, shortened
 from ridgeplan.planner import SearchOptions
@@ -22,13 +22,7 @@ from ridgeplan.planner.render.text import short_name
 COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "speed-up", "")
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan compare Llama-3.1-8B --gpu h100,h200,rtx4090 --ctx 32k",
-        "ridgeplan compare Llama-3.1-8B --gpu h200 --ctx 128k --preset autoregressive,int8,quantspec",
-        "ridgeplan compare plan_a.json plan_b.json --gpu h100,h200",
-    )
-)
+@command()
 @click.argument("subjects", metavar="MODEL...|PLAN.json...", nargs=-1, required=True)
 @opt.gpus
 @click.option(
@@ -46,7 +40,13 @@ def compare(
     subjects: Sequence[str], gpus: Sequence[str], presets: Sequence[str], ctx: int | None, max_model_len: int | None,
     as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
-    """Compare the plans of each MODEL on each GPU, for each preset; or compare plan files at their own workloads."""
+    """Compare the plans of each MODEL on each GPU, for each preset; or compare plan files at their own workloads.
+
+    Examples:
+      ridgeplan compare Llama-3.1-8B --gpu h100,h200,rtx4090 --ctx 32k
+      ridgeplan compare Llama-3.1-8B --gpu h200 --ctx 128k --preset autoregressive,int8,quantspec
+      ridgeplan compare plan_a.json plan_b.json --gpu h100,h200
+    """
     options, defaults = SearchOptions(**search), SearchOptions()
     plans = [subject for subject in subjects if Path(subject).suffix == ".json" and Path(subject).name != "config.json"]
     if plans and len(plans) < len(subjects):
@@ -94,13 +94,7 @@ def _subject(compared_plan: ComparedPlan) -> tuple[str, ...]:
     return model, workload.hardware, f"{tokens_text(workload.context)} tokens", f"batch {workload.batch}"
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan cost Llama-3.1-8B --gpu h200 --ctx 8k --price 2.5 --ttft-max 2s --tpot-max 20ms",
-        "ridgeplan cost Llama-3.1-8B --gpu h100,h200 --price 2.2,3.5 --ctx 32k --osl 512",
-        "ridgeplan cost Qwen3-8B --gpu rtx4090 --price 0.35 --ctx 4k --preset autoregressive --batch 1..32",
-    )
-)
+@command()
 @click.argument("model")
 @opt.gpus
 @click.option(
@@ -129,6 +123,11 @@ def cost(
 
     One batch is served at a time: first its prompts, one after another, then its tokens. The price includes both. TTFT
     is the prefill of a request's own prompt, and TPOT a request's time per token.
+
+    Examples:
+      ridgeplan cost Llama-3.1-8B --gpu h200 --ctx 8k --price 2.5 --ttft-max 2s --tpot-max 20ms
+      ridgeplan cost Llama-3.1-8B --gpu h100,h200 --price 2.2,3.5 --ctx 32k --osl 512
+      ridgeplan cost Qwen3-8B --gpu rtx4090 --price 0.35 --ctx 4k --preset autoregressive --batch 1..32
     """
     if not gpus:
         raise click.UsageError("cost needs --gpu; allowed: names with commas, such as h100,h200")

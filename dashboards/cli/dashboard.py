@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 
 APP = Path(__file__).parents[1] / "app.py"
 ADDRESS = "127.0.0.1"
@@ -28,10 +28,16 @@ SERVER = {
 }
 
 
-@click.command(epilog=examples("ridgeplan dashboard", "ridgeplan dashboard --port 8600", "ridgeplan dashboard --help"))
+@command()
 @click.option("--port", type=click.IntRange(1, 65535), help="Port on 127.0.0.1.  [default: the first free from 8501]")
 def dashboard(port: int | None) -> None:
-    """Serve the page on localhost only. Ctrl-C or closing the terminal ends it."""
+    """Serve the page on localhost only. Ctrl-C or closing the terminal ends it.
+
+    Examples:
+      ridgeplan dashboard
+      ridgeplan dashboard --port 8600
+      ridgeplan dashboard --help
+    """
     port = _free_port() if port is None else _require_free(port)
     # -P keeps the working directory off sys.path, where a folder such as kernels/ would shadow installed packages.
     serve = [sys.executable, "-P", "-m", "streamlit", "run", str(APP)]

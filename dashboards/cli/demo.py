@@ -9,7 +9,7 @@ import click
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.calibrate import calibrate_with_progress
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import EMBEDDED_MODEL, embedded_or, opening_tokens
 from ridgeplan.dashboards.cli.output import print_json, progress_bars
 from ridgeplan.dashboards.cli.run import statistics_dict
@@ -24,14 +24,18 @@ if TYPE_CHECKING:
     from ridgeplan.validate.validation import PlanRun, PlanRuns
 
 
-@click.command(
-    epilog=examples("ridgeplan demo", "ridgeplan demo --context 4k --new-tokens 128", "ridgeplan demo --json")
-)
+@command()
 @click.option("--context", type=opt.POSITIVE_TOKENS, default=1024, help="Prompt length in tokens.")
 @click.option("--new-tokens", type=opt.POSITIVE_TOKENS, default=64, help="Tokens to generate.")
 @opt.as_json
 def demo(context: int, new_tokens: int, as_json: bool) -> None:
-    """Recommend, run and check plans for the embedded SmolLM2-135M-Instruct on this machine."""
+    """Recommend, run and check plans for the embedded SmolLM2-135M-Instruct on this machine.
+
+    Examples:
+      ridgeplan demo
+      ridgeplan demo --context 4k --new-tokens 128
+      ridgeplan demo --json
+    """
     source = embedded_or(None)
     profile = saved_or_quick_profile()
     recommendation = planner.recommend(EMBEDDED_MODEL, "auto", context, new_tokens=new_tokens, profile=profile)

@@ -11,7 +11,7 @@ import click
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, wrapped
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan, Prediction, SearchOptions
@@ -30,13 +30,7 @@ from ridgeplan.roofline.plan.presets import describe, preset_name
 from ridgeplan.roofline.plan.support import Backend, as_loaded, only_estimated, unsupported
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan estimate Llama-3.1-8B --preset quantspec --gpu h200 --ctx 128k",
-        "ridgeplan estimate Llama-3.1-8B --preset quantspec --gpu h200 --ctx 128k --gamma 4 -o plan.json",
-        "ridgeplan estimate --plan plan.json --gpu h100",
-    )
-)
+@command()
 @click.argument("model", required=False)
 @click.option("--preset", help="A preset from `ridgeplan list presets`.")
 @click.option("--plan", type=opt.SavedPlanFile(), help="A plan file instead, with its own model, GPU and workload.")
@@ -62,6 +56,11 @@ def estimate(
     """Predict one preset for MODEL, or a plan file, with the time of every operation.
 
     A preset runs at the gamma and sparse ratio that are fastest for the workload, as in `ridgeplan plan`.
+
+    Examples:
+      ridgeplan estimate Llama-3.1-8B --preset quantspec --gpu h200 --ctx 128k
+      ridgeplan estimate Llama-3.1-8B --preset quantspec --gpu h200 --ctx 128k --gamma 4 -o plan.json
+      ridgeplan estimate --plan plan.json --gpu h100
     """
     if plan is not None:
         result = _of_plan(plan, model, preset, gamma, adaptive, rest)
@@ -142,15 +141,19 @@ def _overheads(result: PlanEstimate) -> Iterator[str]:
 LONGEST_OPERATIONS = 5  # operations of the target's pass that are named
 
 
-@click.command(
-    epilog=examples("ridgeplan explain plan.json", "ridgeplan explain acceptance", "ridgeplan explain quantspec")
-)
+@command()
 @click.argument("subject", metavar="PLAN.json|TERM", nargs=-1, required=True)
 @opt.memory_utilization
 @opt.memory_limit
 @opt.as_json
 def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: float | None, as_json: bool) -> None:
-    """Explain where the time and memory of a plan file go, or what a term, a preset or a source means."""
+    """Explain where the time and memory of a plan file go, or what a term, a preset or a source means.
+
+    Examples:
+      ridgeplan explain plan.json
+      ridgeplan explain acceptance
+      ridgeplan explain quantspec
+    """
     term = " ".join(subject)
     if Path(term).suffix != ".json":
         meaning = meaning_of(term)

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import number, print_json, wrapped
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan
@@ -25,14 +25,7 @@ from ridgeplan.roofline.plan.presets import preset_name
 COLUMNS = 78
 
 
-@click.command(
-    "export",
-    epilog=examples(
-        "ridgeplan export plan.json --to vllm",
-        "ridgeplan export plan.json --to vllm --draft-model my/Llama-3.1-8B-AWQ -o serve.yaml",
-        "ridgeplan export plan.json --to sglang --kv-cache-dtype bf16 --json",
-    ),
-)
+@command("export")
 @click.argument("plan", type=opt.SavedPlanFile())
 @click.option("--to", "target", type=click.Choice([*ENGINES]), required=True, help="Engine that serves the plan.")
 @click.option("--engine-version", metavar="VERSION", help="Version of the engine.  [default: the latest known]")
@@ -63,6 +56,11 @@ def export_plan(
     """Write PLAN as the serve command of vLLM or SGLang.
 
     The report shows how the engine carries each axis of the plan, known problems, and the predicted speed.
+
+    Examples:
+      ridgeplan export plan.json --to vllm
+      ridgeplan export plan.json --to vllm --draft-model my/Llama-3.1-8B-AWQ -o serve.yaml
+      ridgeplan export plan.json --to sglang --kv-cache-dtype bf16 --json
     """
     shape, used = plan.resolve(gpu=gpu, profile=profile, acceptance=acceptance)
     exported = export(

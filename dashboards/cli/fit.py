@@ -9,7 +9,7 @@ import click
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import print_json, print_notes, print_table
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, size_text, tokens_text
@@ -17,13 +17,7 @@ from ridgeplan.planner.queries.fit import BATCHES, fit_gpus
 from ridgeplan.roofline.latency import GIB
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan fit Llama-3.1-8B h200",
-        "ridgeplan fit Llama-3.1-8B h200 --batch 1..64 --ctx 32k,128k --quality lossy",
-        "ridgeplan fit Llama-3.1-8B --ctx 128k --batch 4   # which GPU?",
-    )
-)
+@command()
 @click.argument("model")
 @opt.gpu_argument
 @opt.batch_list("Find the largest context for these batches, such as 1..64 or 1,4.  [default: powers of 2]")
@@ -46,6 +40,11 @@ def fit(
 
     Each row names the plan that reaches furthest among those that run, keep their KV on the GPU and meet --quality.
     Without GPU, every GPU of the catalog is checked for one --ctx and --batch, and the smallest that fits is named.
+
+    Examples:
+      ridgeplan fit Llama-3.1-8B h200
+      ridgeplan fit Llama-3.1-8B h200 --batch 1..64 --ctx 32k,128k --quality lossy
+      ridgeplan fit Llama-3.1-8B --ctx 128k --batch 4   # which GPU?
     """
     gpu, options = opt.gpu_of(gpu, gpu_option), SearchOptions(**search)
     if gpu is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -14,9 +15,14 @@ HERE = "ridgeplan.dashboards.cli"
 Sections = Mapping[str, Mapping[str, tuple[str, str]]]
 
 
-def examples(*lines: str) -> str:
-    """The end of a command's help: command lines to copy."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+def command(name: str | None = None, *, cls: type[click.Command] = click.Command, **settings: Any) -> Any:
+    """A decorator that makes a command or a group. The docstring is its help, and what follows "Examples:" its end."""
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        text, _, lines = inspect.cleandoc(function.__doc__ or "").partition("\n\nExamples:\n")
+        return click.command(name, cls, help=text, epilog=f"\b\nExamples:\n{lines}", **settings)(function)
+
+    return decorate
 
 
 class OneLineGroup(click.Group):
@@ -101,38 +107,39 @@ STUDIES = {
 }
 
 
-@click.group(
-    cls=LazyGroup, package=HERE, sections=BENCHMARKS,
-    epilog=examples(
-        "ridgeplan bench planner", "ridgeplan bench kernels",
-        "ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 32k",
-    ),
-)  # fmt: skip
+@command(cls=LazyGroup, package=HERE, sections=BENCHMARKS)
 def bench() -> None:
-    """Time this machine's kernels, decoding and planner."""
+    """Time this machine's kernels, decoding and planner.
+
+    Examples:
+      ridgeplan bench planner
+      ridgeplan bench kernels
+      ridgeplan bench decode --model-shape Llama-3.1-8B --ctx 32k
+    """
 
 
-@click.group(
-    cls=LazyGroup, package=HERE, sections=STUDIES,
-    epilog=examples(
-        "ridgeplan study drafts --text book.txt --ctx 4k", "ridgeplan study dapq", "ridgeplan study dapq --help"
-    ),
-)  # fmt: skip
+@command(cls=LazyGroup, package=HERE, sections=STUDIES)
 def study() -> None:
-    """Test the papers' claims on your model and text."""
+    """Test the papers' claims on your model and text.
+
+    Examples:
+      ridgeplan study drafts --text book.txt --ctx 4k
+      ridgeplan study dapq
+      ridgeplan study dapq --help
+    """
 
 
-@click.command(
-    epilog=examples(
-        'eval "$(ridgeplan completion bash)"',
-        "ridgeplan completion zsh > ~/.zfunc/_ridgeplan",
-        "ridgeplan completion fish > ~/.config/fish/completions/ridgeplan.fish",
-    )
-)
+@command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that completes commands, options and their values in SHELL."""
+    """Print the script that completes commands, options and their values in SHELL.
+
+    Examples:
+      eval "$(ridgeplan completion bash)"
+      ridgeplan completion zsh > ~/.zfunc/_ridgeplan
+      ridgeplan completion fish > ~/.config/fish/completions/ridgeplan.fish
+    """
     completer = get_completion_class(shell)
     if completer is None:
         raise click.UsageError(f"no completion for {shell!r}")

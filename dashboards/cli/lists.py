@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import print_json, print_table, wrapped
 from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.quality import quality_of
@@ -22,7 +22,6 @@ from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.presets import describe
 from ridgeplan.roofline.plan.support import missing_architecture, missing_execution
 
-EXAMPLES = ("ridgeplan list models", "ridgeplan list gpus --json", "ridgeplan list presets")
 TEMPLATE = Path(__file__).with_name("gpu_template.toml")
 PRESETS_LEGEND = (
     "w8: 8-bit weights. int8: 8-bit KV cache. int4x2: two planes of 4-bit codes. upper, full: the codes that drafts "
@@ -32,17 +31,27 @@ PRESETS_LEGEND = (
 SAMPLE = Workload("any", "any", 32_768)  # the workload at which presets are described
 
 
-@click.group(epilog=examples(*EXAMPLES))
+@command(cls=click.Group)
 def lists() -> None:
-    """List the models, GPUs and presets of the catalogs."""
+    """List the models, GPUs and presets of the catalogs.
+
+    Examples:
+      ridgeplan list models
+      ridgeplan list gpus --json
+      ridgeplan list presets
+    """
 
 
-@click.command(
-    epilog=examples(EXAMPLES[0], "ridgeplan list models --json", "ridgeplan plan Qwen3-8B --gpu h200 --ctx 8k")
-)
+@command()
 @opt.as_json
 def models(as_json: bool) -> None:
-    """List the model shapes of the catalog. Any other model is read from its config.json or GGUF file."""
+    """List the model shapes of the catalog. Any other model is read from its config.json or GGUF file.
+
+    Examples:
+      ridgeplan list models
+      ridgeplan list models --json
+      ridgeplan plan Qwen3-8B --gpu h200 --ctx 8k
+    """
     shapes = list_models()
     if as_json:
         print_json([
@@ -55,17 +64,17 @@ def models(as_json: bool) -> None:
     print_table("Models", columns, map(_model_row, shapes))
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan gpus",
-        "ridgeplan gpus --template > mine.toml",
-        "ridgeplan plan Llama-3.1-8B --gpu mine.toml --ctx 8k",
-    )
-)
+@command()
 @click.option("--template", is_flag=True, help="Print a TOML template for a GPU of your own.")
 @opt.as_json
 def gpus(template: bool, as_json: bool) -> None:
-    """List the GPUs of the catalog. Any other GPU is read from a TOML file."""
+    """List the GPUs of the catalog. Any other GPU is read from a TOML file.
+
+    Examples:
+      ridgeplan gpus
+      ridgeplan gpus --template > mine.toml
+      ridgeplan plan Llama-3.1-8B --gpu mine.toml --ctx 8k
+    """
     if template and as_json:
         raise click.UsageError("--template and --json cannot be combined; allowed: one of them")
     if template:
@@ -88,12 +97,16 @@ def gpus(template: bool, as_json: bool) -> None:
     print_table("GPUs (GiB as the driver reports them; ridge point in FLOP/byte)", columns, rows)
 
 
-@click.command(
-    epilog=examples(EXAMPLES[2], "ridgeplan explain quantspec", "ridgeplan compare Llama-3.1-8B --gpu h200 --ctx 32k")
-)
+@command()
 @opt.as_json
 def presets(as_json: bool) -> None:
-    """List the named plans, such as the papers' systems, and how each differs from plain decoding."""
+    """List the named plans, such as the papers' systems, and how each differs from plain decoding.
+
+    Examples:
+      ridgeplan list presets
+      ridgeplan explain quantspec
+      ridgeplan compare Llama-3.1-8B --gpu h200 --ctx 32k
+    """
     plans = {name: make(SAMPLE) for name, make in PRESETS.items()}
     if as_json:
         print_json([

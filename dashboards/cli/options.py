@@ -116,6 +116,22 @@ def combine(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
     return decorate
 
 
+def repeated(
+    name: str, variable: str, kind: Any, text: str, default: Any = (), *, otherwise: str = "", **settings: Any
+) -> Any:
+    """An option that is repeated for several values. text: its help, without the full stop.
+
+    otherwise: what applies without the option, where that is no value of it.
+    """
+    text = f"{text}; repeat for several." + (f"  [default: {otherwise}]" if otherwise else "")
+    return click.option(name, variable, type=kind, default=default, multiple=True, help=text, **settings)
+
+
+def listed(name: str, kind: Any, text: str, default: Any = ()) -> Any:
+    """An option of a `ListCommand` that takes a list of values. text: its help."""
+    return click.option(name, type=kind, multiple=True, default=default, help=text)
+
+
 class ListCommand(click.Command):
     """A command whose `multiple` options are lists: they take every value up to the next option."""
 
@@ -237,7 +253,7 @@ calibration_file = click.option(
 )
 text_file = click.option("--text", metavar="FILE", required=True, help="UTF-8 text similar to the workload.")
 text_name = click.option("--text-name", help="Name of the text in saved rows.  [default: the file's name]")
-contexts = click.option("--ctx", type=TOKENS, multiple=True, default=(4096,), help="Context lengths in tokens, a list.")
+contexts = listed("--ctx", TOKENS, "Context lengths in tokens, a list.", (4096,))
 tokens_after = click.option("--tokens", type=int, default=256, help="Tokens to measure after each context.")
 
 

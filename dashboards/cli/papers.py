@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import number, print_json, print_table
 from ridgeplan.dashboards.files import csv_text, require_writable, write_atomically, write_json
 
@@ -23,18 +23,8 @@ if TYPE_CHECKING:
 COLUMNS = ("cell", "quantity", "published", "predicted", "error", "flag")
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan papers", "ridgeplan papers --paper quantspec --paper dapq", "ridgeplan papers --output papers.json"
-    )
-)
-@click.option(
-    "--paper",
-    "chosen",
-    metavar="NAME",
-    multiple=True,
-    help="Only quantspec, specontext, specattn or dapq; may be repeated.",
-)
+@command()
+@opt.repeated("--paper", "chosen", str, "Only quantspec, specontext, specattn or dapq", metavar="NAME")
 @opt.json_output
 @opt.as_json
 def papers(chosen: tuple[str, ...], output: Path | None, as_json: bool) -> None:
@@ -42,6 +32,11 @@ def papers(chosen: tuple[str, ...], output: Path | None, as_json: bool) -> None:
 
     Predictions use the published acceptance where a paper gives it. The table marks cells that contradict the memory
     traffic and cells that cannot be predicted.
+
+    Examples:
+      ridgeplan papers
+      ridgeplan papers --paper quantspec --paper dapq
+      ridgeplan papers --output papers.json
     """
     from ridgeplan.validate.papers.comparison import compare_all
     from ridgeplan.validate.papers.rows import PAPERS
@@ -113,13 +108,7 @@ class Setting(click.ParamType):
         return name.strip(), chosen.strip()
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan figures",
-        "ridgeplan figures -o figures",
-        "ridgeplan figures quantspec-fig4 --set gpu=h200 --set gamma=6 -o figures --format csv",
-    )
-)
+@command()
 @click.argument("names", nargs=-1)
 @click.option(
     "-o",
@@ -128,20 +117,10 @@ class Setting(click.ParamType):
     metavar="FOLDER",
     help="Write the figures to this folder.",
 )
-@click.option(
-    "--format",
-    "formats",
-    type=click.Choice(FORMATS),
-    multiple=True,
-    help="Only these files; may be repeated.  [default: html and csv, and png with kaleido]",
+@opt.repeated(
+    "--format", "formats", click.Choice(FORMATS), "Only these files", otherwise="html and csv, and png with kaleido"
 )
-@click.option(
-    "--set",
-    "overrides",
-    type=Setting(),
-    multiple=True,
-    help="Another setting than the paper's, such as gpu=h200; may be repeated.",
-)
+@opt.repeated("--set", "overrides", Setting(), "Another setting than the paper's, such as gpu=h200")
 @click.option(
     "--measured",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -156,6 +135,11 @@ def figures(
     """Draw the figures of QuantSpec, SpeContext, SpecAttn and DapQ from the model.
 
     NAMES are figures or papers, by default all. Without --output the figures and their settings are listed.
+
+    Examples:
+      ridgeplan figures
+      ridgeplan figures -o figures
+      ridgeplan figures quantspec-fig4 --set gpu=h200 --set gamma=6 -o figures --format csv
     """
     from ridgeplan.dashboards.figures import figures_named
 

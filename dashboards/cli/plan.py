@@ -11,7 +11,7 @@ import click
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import number, print_json, wrapped
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Prediction, Recommendation, SearchOptions
@@ -149,13 +149,7 @@ def _short_verdict(other: Alternative) -> str:
     return SHORT_VERDICTS.get(words, words)
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan plan Llama-3.1-8B --gpu h200 --ctx 128k --batch 4",
-        "ridgeplan plan model.gguf --gpu rtx4090 --ctx 32k --memory-limit 20GB --all",
-        "ridgeplan plan Qwen3-8B --gpu auto --isl 8k --osl 512 --quality exact -o plan.json",
-    )
-)
+@command()
 @click.argument("model")
 @opt.gpu
 @opt.workload
@@ -180,6 +174,11 @@ def plan(
     The answer also names the fastest plan that nothing runs yet. Where a faster plan is not faster beyond the noise of
     the predictions, the more exact or simpler one is recommended. MODEL is a name from `ridgeplan list models`, a
     config.json, a GGUF file or a hub id.
+
+    Examples:
+      ridgeplan plan Llama-3.1-8B --gpu h200 --ctx 128k --batch 4
+      ridgeplan plan model.gguf --gpu rtx4090 --ctx 32k --memory-limit 20GB --all
+      ridgeplan plan Qwen3-8B --gpu auto --isl 8k --osl 512 --quality exact -o plan.json
     """
     context = opt.context_of(ctx, max_model_len, new_tokens)
     options = SearchOptions(new_tokens=new_tokens, **search)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, warnings_as_notes
 from ridgeplan.dashboards.files import locked, require_writable, write_atomically
@@ -34,18 +34,11 @@ if TYPE_CHECKING:
     from ridgeplan.validate.quality.options import PlanMaker, QualityOptions
     from ridgeplan.validate.quality.ruler_samples import Material, Task
 
+AT_ONCE = "0, the default, evicts once after the prompt, as do all policies that need the whole prompt."
 COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPOT ms", "KV MB", "tasks")
 
 
-@click.command(
-    cls=opt.ListCommand,
-    epilog=examples(
-        "ridgeplan quality quantspec int8 --model model.gguf --ctx 4k",
-        "ridgeplan quality plan.json --tasks none --passages 8",
-        "ridgeplan quality dapq snapkv --budgets 512 1024 --tasks niah_single_1 vt",
-        "ridgeplan quality dapq snapkv --budgets 512 --chunks 0 1024 --tasks none",
-    ),
-)
+@command(cls=opt.ListCommand)
 @click.argument("plans", nargs=-1, required=True, metavar="PLAN...")
 @opt.model_to_run
 @click.option(
@@ -54,24 +47,12 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
     help="UTF-8 text for the passages and RULER's haystack.  [default: a text that ships with Python]",
 )
 @opt.contexts
-@click.option(
-    "--budgets",
-    type=click.IntRange(1, MAX_TOKENS),
-    multiple=True,
-    help="Tokens that presets with a budget keep or read, a list.  [default: each preset's own]",
+@opt.listed(
+    "--budgets", click.IntRange(1, MAX_TOKENS), "Tokens that presets keep or read, a list.  [default: each preset's]"
 )
-@click.option(
-    "--chunks",
-    type=click.IntRange(0, MAX_TOKENS),
-    multiple=True,
-    help="Prompt tokens after which presets evict, a list. 0, the default, evicts once after the prompt, as do all "
-    "policies that need the whole prompt.",
-)
-@click.option(
-    "--tasks",
-    multiple=True,
-    default=("all",),
-    help="RULER tasks, a list: all, none, or names such as niah_single_1, vt, cwe, fwe, qa_1.",
+@opt.listed("--chunks", click.IntRange(0, MAX_TOKENS), f"Prompt tokens after which presets evict, a list. {AT_ONCE}")
+@opt.listed(
+    "--tasks", str, "RULER tasks, a list: all, none, or names such as niah_single_1, vt, cwe, fwe, qa_1.", ("all",)
 )
 @click.option("--samples", type=int, default=5, help="Prompts per task.")
 @click.option("--batch", type=int, help="Prompts or passages that run together.  [default: 8 on a GPU, else 1]")
@@ -92,6 +73,12 @@ def quality(
 
     PLAN is a preset, `random`, `oracle` or a plan file. Results that the output file already has are not measured
     again, so an interrupted run continues where it stopped. `plan` and `estimate` show the results.
+
+    Examples:
+      ridgeplan quality quantspec int8 --model model.gguf --ctx 4k
+      ridgeplan quality plan.json --tasks none --passages 8
+      ridgeplan quality dapq snapkv --budgets 512 1024 --tasks niah_single_1 vt
+      ridgeplan quality dapq snapkv --budgets 512 --chunks 0 1024 --tasks none
     """
     path = output or user_quality_path()
     require_writable(path)

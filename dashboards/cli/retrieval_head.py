@@ -9,20 +9,13 @@ from typing import Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import progress
 
 MAX_TEXT_TOKENS = 1 << 22
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan distill model.gguf --text book.txt --output head.safetensors",
-        "ridgeplan distill Qwen/Qwen3-8B --text book.txt --output head.safetensors --checkpoint run.safetensors",
-        "ridgeplan distill model.gguf --text book.txt --output head.safetensors --by-layer --queries 256",
-        "ridgeplan run plan.json --prompt-file notes.txt --retrieval-head head.safetensors",
-    )
-)
+@command()
 @click.argument("model")
 @click.option("--text", metavar="FILE", required=True, help="UTF-8 text to train on.")
 @click.option("--output", type=opt.OutputFile(), required=True, help="Write the head to this file.")
@@ -60,6 +53,12 @@ def distill(
     A one-layer language model learns the output distribution of MODEL on the text and the attention of its layers to
     distant tokens. Its query and key projections become the head. `run`, `quality` and `study retrieval` take the file
     as --retrieval-head, for plans that select tokens with a head.
+
+    Examples:
+      ridgeplan distill model.gguf --text book.txt --output head.safetensors
+      ridgeplan distill Qwen/Qwen3-8B --text book.txt --output head.safetensors --checkpoint run.safetensors
+      ridgeplan distill model.gguf --text book.txt --output head.safetensors --by-layer --queries 256
+      ridgeplan run plan.json --prompt-file notes.txt --retrieval-head head.safetensors
     """
     # Importing torch takes seconds.
     from ridgeplan.runtime.retrieval.distill import Training
@@ -89,13 +88,7 @@ def _tokens(source: str, text: str) -> list[int]:
     return first_tokens(load_tokenizer(source), MAX_TEXT_TOKENS, text)
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan import-head eagle3/ --model meta-llama/Llama-3.1-8B-Instruct --output head.safetensors",
-        "ridgeplan import-head eagle3/ --model model.gguf --inputs full --output full.safetensors",
-        "ridgeplan study retrieval --text book.txt --retrieval-head full.safetensors",
-    )
-)
+@command()
 @click.argument("checkpoint")
 @click.option("--model", required=True, help="The checkpoint's target: a folder, a GGUF file or a hub id.")
 @click.option("--output", type=opt.OutputFile(), required=True, help="Write the head to this file.")
@@ -109,6 +102,11 @@ def import_head(checkpoint: str, model: str, output: Path, inputs: str) -> None:
     """Convert the EAGLE-3 model in CHECKPOINT, a folder or a safetensors file, to a retrieval head.
 
     Heads with "full" inputs need features that exist only after the target has run. They can be studied, not executed.
+
+    Examples:
+      ridgeplan import-head eagle3/ --model meta-llama/Llama-3.1-8B-Instruct --output head.safetensors
+      ridgeplan import-head eagle3/ --model model.gguf --inputs full --output full.safetensors
+      ridgeplan study retrieval --text book.txt --retrieval-head full.safetensors
     """
     # Importing torch takes seconds.
     from ridgeplan.runtime.model.checkpoint import load_config, load_tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import (
     calibration_tokens,
     embedded_or,
@@ -35,13 +35,7 @@ STATISTICS = (
 ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose attribute has another name
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan run plan.json --prompt-file book.txt",
-        "ridgeplan run plan.json --model model.gguf --prompt-file book.txt --max-new-tokens 256",
-        "ridgeplan run plan.json --model Qwen/Qwen2.5-0.5B --temperature 0.8 --top-p 0.95 --json",
-    )
-)
+@command()
 @click.argument("saved", metavar="PLAN", type=opt.SavedPlanFile())
 @opt.model_to_run
 @click.option("--prompt", metavar="TEXT", help="Text to continue.")
@@ -65,6 +59,11 @@ def run(
     """Execute the plan in file PLAN, stream the text, and print the measured times and memory.
 
     An adaptive gamma takes the times of rounds from --profile.
+
+    Examples:
+      ridgeplan run plan.json --prompt-file book.txt
+      ridgeplan run plan.json --model model.gguf --prompt-file book.txt --max-new-tokens 256
+      ridgeplan run plan.json --model Qwen/Qwen2.5-0.5B --temperature 0.8 --top-p 0.95 --json
     """
     text = prompt_text(prompt, prompt_file)
     if not any_model:

@@ -12,7 +12,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.acceptance import require_extensible, save_rows
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
 from ridgeplan.dashboards.cli.output import print_json, print_table, progress
 from ridgeplan.dashboards.files import locked, write_atomically, write_json
@@ -47,27 +47,13 @@ POLICIES = (
 FORMATS = ("bf16", "kv4", "w4kv4")
 
 
-@click.command(
-    cls=opt.ListCommand,
-    epilog=examples(
-        "ridgeplan study drafts --text book.txt --ctx 4k",
-        "ridgeplan study drafts --text book.txt --policies quest progressive --ratios 0.03 0.1",
-        "ridgeplan study drafts --text book.txt --html drafts.html",
-        "ridgeplan study drafts --text book.txt --ctx 4k 8k --output drafts.json --resume",
-    ),
-)
+@command(cls=opt.ListCommand)
 @opt.model_to_run
 @opt.text_file
 @opt.contexts
-@click.option(
-    "--ratios",
-    type=float,
-    multiple=True,
-    default=(0.03, 0.07, 0.15, 0.25),
-    help="Shares of the tokens that drafts read, a list.",
-)
-@click.option("--policies", multiple=True, default=POLICIES, help="Policies that select the tokens, a list.")
-@click.option("--formats", multiple=True, default=FORMATS, help="Formats of the drafts' KV and weights, a list.")
+@opt.listed("--ratios", float, "Shares of the tokens that drafts read, a list.", (0.03, 0.07, 0.15, 0.25))
+@opt.listed("--policies", str, "Policies that select the tokens, a list.", POLICIES)
+@opt.listed("--formats", str, "Formats of the drafts' KV and weights, a list.", FORMATS)
 @opt.tokens_after
 @opt.calibration_file
 @opt.yarn
@@ -88,6 +74,12 @@ def drafts(
     Drafts are teacher-forced on a text at temperature 1, in rounds of seven, and each policy selects with the code that
     the runtime uses. "hindsight" is an upper bound: the round's own verification selects, for each KV head. Variants
     of "specattn" select for each KV head, from logits, or from all rows (Eq 2).
+
+    Examples:
+      ridgeplan study drafts --text book.txt --ctx 4k
+      ridgeplan study drafts --text book.txt --policies quest progressive --ratios 0.03 0.1
+      ridgeplan study drafts --text book.txt --html drafts.html
+      ridgeplan study drafts --text book.txt --ctx 4k 8k --output drafts.json --resume
     """
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import Passage, checkpoint_of, named_shape
@@ -143,28 +135,13 @@ METHODS = (
 FIGURES = ("hit", "distant", "mass", "overlap")
 
 
-@click.command(
-    cls=opt.ListCommand,
-    epilog=examples(
-        "ridgeplan study retrieval --text book.txt --ctx 4k",
-        "ridgeplan study retrieval --text book.txt --retrieval-head head.safetensors --budgets 512 2k",
-        "ridgeplan study retrieval --text book.txt --methods quest clusterkv --html retrieval.html",
-    ),
-)
+@command(cls=opt.ListCommand)
 @opt.model_to_run
 @opt.text_file
 @opt.retrieval_head
 @opt.contexts
-@click.option(
-    "--budgets",
-    type=opt.TOKENS,
-    multiple=True,
-    default=(512, 1024, 2048),
-    help="Tokens that each method reads, a list.",
-)
-@click.option(
-    "--methods", multiple=True, help=f"A list of {', '.join(METHODS)}.  [default: all; the first two need a head]"
-)
+@opt.listed("--budgets", opt.TOKENS, "Tokens that each method reads, a list.", (512, 1024, 2048))
+@opt.listed("--methods", str, f"A list of {', '.join(METHODS)}.  [default: all; the first two need a head]")
 @click.option("--tokens", type=int, default=32, help="Decode steps after each context.")
 @click.option("--passages", type=int, default=1, help="Passages, spread over the text.")
 @opt.yarn
@@ -180,6 +157,11 @@ def retrieval(
     "hit" is the share of the model's own top tokens of each layer that are selected, "distant" the same for tokens that
     are neither first nor recent, "mass" the attention on the selected tokens, and "overlap" the share of a step's
     selection that the step before had selected too.
+
+    Examples:
+      ridgeplan study retrieval --text book.txt --ctx 4k
+      ridgeplan study retrieval --text book.txt --retrieval-head head.safetensors --budgets 512 2k
+      ridgeplan study retrieval --text book.txt --methods quest clusterkv --html retrieval.html
     """
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import named_shape
@@ -216,13 +198,7 @@ def _print_retrieval(document: Mapping[str, Any]) -> None:
 DAPQ_SCHEMA = 1
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan study dapq",
-        "ridgeplan study dapq --text book.txt --ctx 8k --html dapq.html",
-        "ridgeplan study dapq --model model.gguf --passages 5 --json",
-    )
-)
+@command()
 @opt.model_to_run
 @click.option("--text", metavar="FILE", help="UTF-8 text.  [default: a text that ships with Python]")
 @click.option("--ctx", "context", type=opt.TOKENS, default=4096, help="Prompt length in tokens.")
@@ -235,7 +211,13 @@ DAPQ_SCHEMA = 1
 def dapq(
     model: str | None, text: str | None, output: Path | None, html: Path | None, as_json: bool, **sizes: Any
 ) -> None:
-    """Test DapQ's claims on query similarity, recall and attention, and show where results differ."""
+    """Test DapQ's claims on query similarity, recall and attention, and show where results differ.
+
+    Examples:
+      ridgeplan study dapq
+      ridgeplan study dapq --text book.txt --ctx 8k --html dapq.html
+      ridgeplan study dapq --model model.gguf --passages 5 --json
+    """
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import named_shape
     from ridgeplan.validate.prompts import read_prompt, sample_text

@@ -12,7 +12,7 @@ import click
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.plan import MAX_NAME, shortened
 from ridgeplan.dashboards.files import csv_text, json_text, write_atomically
@@ -28,13 +28,7 @@ SHOWN_ROWS = 20
 COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "speed-up", "")
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan sweep Llama-3.1-8B --gpu h200 --over ctx=4k..128k,batch=1..64 -o sweep.csv",
-        "ridgeplan sweep Llama-3.1-8B --over gpu=h100,h200,ctx=4k..128k:32 -o sweep.html",
-        "ridgeplan sweep Qwen3-8B --gpu h200 --ctx 32k --over quality=exact,near-lossless,batch=1..16 --json",
-    )
-)
+@command()
 @click.argument("model")
 @click.option("--gpu", help=f"{opt.GPU_HELP} It can be an axis instead.")
 @click.option(
@@ -56,7 +50,13 @@ def sweep(
     model: str, gpu: str | None, axes: str, ctx: int, preset: str | None, output: Path | None, as_json: bool,
     **search: Any,
 ) -> None:  # fmt: skip
-    """Find the fastest plan for MODEL at every point of a grid."""
+    """Find the fastest plan for MODEL at every point of a grid.
+
+    Examples:
+      ridgeplan sweep Llama-3.1-8B --gpu h200 --over ctx=4k..128k,batch=1..64 -o sweep.csv
+      ridgeplan sweep Llama-3.1-8B --over gpu=h100,h200,ctx=4k..128k:32 -o sweep.html
+      ridgeplan sweep Qwen3-8B --gpu h200 --ctx 32k --over quality=exact,near-lossless,batch=1..16 --json
+    """
     over = parse_axes(axes)
     if gpu is None and "gpu" not in over:
         raise click.UsageError("sweep needs --gpu, or gpu=h100,h200 in --over")
@@ -107,13 +107,7 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan gamma Llama-3.1-8B h200",
-        "ridgeplan gamma Llama-3.1-8B h200 --ctx 4k..128k --batch 1..64",
-        "ridgeplan gamma Qwen3-8B h100 --preset quantspec-weights --json",
-    )
-)
+@command()
 @click.argument("model")
 @opt.gpu_argument
 @click.option("--preset", default="quantspec", help="A preset that drafts.")
@@ -132,6 +126,11 @@ def gamma(
     """Find the best gamma of a preset for MODEL on GPU, over contexts and batches.
 
     Each cell also shows the speed-up over plain decoding.
+
+    Examples:
+      ridgeplan gamma Llama-3.1-8B h200
+      ridgeplan gamma Llama-3.1-8B h200 --ctx 4k..128k --batch 1..64
+      ridgeplan gamma Qwen3-8B h100 --preset quantspec-weights --json
     """
     gpu, batches = opt.gpu_of(gpu, gpu_option), batches or BATCHES
     if gpu is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.groups import examples
+from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, opening_tokens
 from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, progress_bars
 from ridgeplan.dashboards.files import write_atomically
@@ -128,13 +128,7 @@ SUBJECTS = {
 }
 
 
-@click.command(
-    epilog=examples(
-        "ridgeplan validate plan.json --prompt-file book.txt",
-        "ridgeplan validate --suite smoke --output suite.json --html suite.html",
-        "ridgeplan validate --report suite.json",
-    )
-)
+@command()
 @click.argument("plan", type=opt.PlanFile(), required=False)
 @click.option("--suite", type=click.Choice(SUITES), help="Validate the package on this machine instead of a plan.")
 @click.option("--report", type=click.Path(path_type=Path), help="Show a suite's saved results instead.")
@@ -151,9 +145,7 @@ SUBJECTS = {
 @opt.calibration_file
 @opt.retrieval_head
 @click.option("--agreement", is_flag=True, help="Also count greedy tokens that differ from float32; on a CPU none can.")
-@click.option(
-    "--only", type=click.Choice(SECTIONS), multiple=True, help="Run only this part of the suite; repeat for several."
-)
+@opt.repeated("--only", "only", click.Choice(SECTIONS), "Run only this part of the suite")
 @click.option(
     "--output", type=opt.OutputFile(), help="Save a suite's results to this file as JSON, beside earlier parts."
 )
@@ -164,6 +156,11 @@ def validate(plan: Plan | None, suite: str | None, report: Path | None, as_json:
 
     With a plan file PLAN: run plain decoding and the plan in turns on one text. The prompt is the start of the text, as
     long as the plan's context. With --suite: measure kernels, steps, generations and the regret of recommendations.
+
+    Examples:
+      ridgeplan validate plan.json --prompt-file book.txt
+      ridgeplan validate --suite smoke --output suite.json --html suite.html
+      ridgeplan validate --report suite.json
     """
     subject = _subject({"PLAN": plan, "--suite": suite, "--report": report})
     applicable = {name: value for name, value in rest.items() if name in SUBJECTS[subject]}
