@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from ridgeplan.planner.lowering import stack, strategy_of
-from ridgeplan.planner.quantities import GB, MIN_BARE_BYTES
+from ridgeplan.planner.quantities import GB, MIN_BARE_BYTES, size_text
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.validation import brief
@@ -22,6 +22,7 @@ from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_MEMORY_BYTES, Plan, Work
 from ridgeplan.roofline.strategy import Strategy
 
 MEMORY_UTILIZATION = 0.9  # vLLM's default; the rest is for the driver, fragments and other processes
+NOMINAL = 1.05  # a GPU sold with 24 GiB reports a little less, and a limit of 24GiB still means all of it
 # Default for an unknown host: one GPU's share of a host with eight GPUs and 2 TB, such as AWS's p5.48xlarge.
 HOST_MEMORY_BYTES = 256e9
 CERTAIN = 1.0  # memory does not depend on acceptance
@@ -33,10 +34,13 @@ def usable_bytes(
 ) -> float:
     """Bytes of a device that plans may use: a share of its memory, or the limit if that is less.
 
-    Raises PlanError for values out of range.
+    Raises PlanError for values out of range, and for a limit above what the device has.
     """
     check_memory_options(memory_utilization, memory_limit)
     usable = memory_utilization * memory_bytes
+    limit = 0 if memory_limit is None else memory_limit
+    allowed = f"allowed: up to {size_text(memory_bytes)}, the memory of the GPU"
+    require(limit <= NOMINAL * memory_bytes, f"memory_limit is {size_text(limit)}; {allowed}")
     return usable if memory_limit is None else min(usable, float(memory_limit))
 
 

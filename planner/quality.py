@@ -16,7 +16,17 @@ from typing import Any
 from ridgeplan.planner.acceptance.rows import DTYPES, variant_name
 from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path, fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.profile import user_quality_path
-from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, values_by_name, whole
+from ridgeplan.roofline.catalog.validation import (
+    Checked,
+    brief,
+    build,
+    name_text,
+    number,
+    one_of,
+    text,
+    values_by_name,
+    whole,
+)
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, Plan, PlanError
 from ridgeplan.roofline.plan.policy import EVICTION_BUDGET, EVICTIONS, FULL_RULER
 
@@ -41,7 +51,7 @@ class QualityRow(Checked):
     """
 
     error = PlanError
-    model: str = text()
+    model: str = name_text()
     plan: str = text()
     target: Mapping[str, Any] = values_by_name()
     context: int = whole(1, MAX_TOKENS)

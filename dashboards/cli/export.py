@@ -135,8 +135,6 @@ def _served_model(plan: Plan, model: str | None) -> str:
         raise click.UsageError(
             f"the plan's model {name!r} is not a hub id; allowed: --model with the path or hub id that the engine loads"
         )
-    if not name.strip() or name.startswith("-"):
-        raise click.UsageError(f"--model is {name!r}; allowed: a path or a hub id")
     return name
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.profile import SOURCES
-from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, whole
+from ridgeplan.roofline.catalog.validation import Checked, brief, build, name_text, number, one_of, text, whole
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DraftCodes, KVFormat, Plan, PlanError
 from ridgeplan.roofline.plan.policy import MIN_RATIO, SELECTIONS
 from ridgeplan.roofline.speculation import MAX_GAMMA, conditional_acceptance
@@ -84,7 +84,7 @@ class AcceptanceRow(Checked):
 
     error = PlanError
     draft: str = one_of(DRAFTS)
-    model: str = text()
+    model: str = name_text()
     parameters: float = number(1e-6, 1e5)  # billions
     context: int = whole(1, MAX_TOKENS)  # tokens
     acceptance: float = number(1e-6, 1)

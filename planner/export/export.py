@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import yaml
 
 from ridgeplan.planner.export import drafts as drafting
 from ridgeplan.planner.export.carry import Carried, rounds_of, served
@@ -15,15 +19,27 @@ from ridgeplan.planner.export.engines import DTYPES
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.planner.export.rules import Rule, applying
 from ridgeplan.roofline.catalog.profile import TRANSFER_SPREAD
+from ridgeplan.roofline.catalog.validation import UNPRINTABLE, brief
 from ridgeplan.roofline.plan.plan import require
+
+PLAIN_TEXT = re.compile(rf"(?!-)(?=.*\S)[^{UNPRINTABLE}\ud800-\udfff]+")
 
 
 @dataclass(frozen=True)
 class Command:
-    """A serve command. arguments: (name, value), where the value is a number, a text, True for a flag, or an object."""
+    """A serve command. arguments: (name, value), where the value is a number, a text, True for a flag, or an object.
+
+    Raises PlanError for a text that the engine could take for an option, or that breaks a line of a file.
+    """
 
     serve: tuple[str, ...]
     arguments: tuple[tuple[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        """Checks the model and every value that is a text; objects are escaped as JSON."""
+        for text in (self.serve[-1], *(value for _, value in self.arguments if isinstance(value, str))):
+            allowed = "allowed: texts in UTF-8 without control characters that do not begin with a dash"
+            require(PLAIN_TEXT.fullmatch(text) is not None, f"the engine would get {brief(text)}; {allowed}")
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -42,22 +58,20 @@ class Command:
 
     def yaml(self) -> str:
         """The same arguments as YAML for `--config`; objects are JSON texts, as the arguments themselves are."""
-        lines = (f"{name.removeprefix('--')}: {_scalar(value)}" for name, value in self.arguments)
-        return "\n".join([f"# {shlex.join(self.serve)} --config THIS-FILE", *lines, ""])
+        values = {name.removeprefix("--"): _json_text(value) for name, value in self.arguments}
+        options = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=math.inf)
+        return f"# {shlex.join(self.serve)} --config THIS-FILE\n{options}"
 
 
 def _words(name: str, value: Any) -> Iterator[str]:
     yield name
     if value is not True:
-        yield value if isinstance(value, str) else json.dumps(value)
+        yield str(_json_text(value))
 
 
-def _scalar(value: Any) -> str:
-    """A YAML scalar: JSON's numbers, booleans and texts are YAML too; texts of objects are quoted once more."""
-    if isinstance(value, dict):
-        text = json.dumps(value).replace("'", "''")
-        return f"'{text}'"
-    return json.dumps(value)
+def _json_text(value: Any) -> Any:
+    """An object as JSON text; other values unchanged."""
+    return json.dumps(value) if isinstance(value, dict) else value
 
 
 UNPREDICTED_PARALLEL = "times on several GPUs are not predicted"

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.plan.plan import PlanError, require
 
 FOLDER = Path(__file__).with_name("schemas")
@@ -124,14 +125,17 @@ def versions(engine: str) -> tuple[str, ...]:
 def schema_for(engine: str, version: str | None = None) -> Schema:
     """The arguments of a version, or of the nearest older one that is known; by default of the latest.
 
-    Raises PlanError for a version that is older than all that are known, or is not a version.
+    Raises PlanError for a version older than all that are known, for one newer than the latest (another patch of that
+    release has the same arguments), and for what is not a version.
     """
     known = versions(engine)
     if version is None:
         return _load(engine, known[-1])
     readable = re.fullmatch(r"\d+(\.\d+)*", version) is not None
     older = [candidate for candidate in known if ordered(candidate) <= ordered(version)] if readable else []
-    require(bool(older), f"{engine} {version} is not known; allowed: {known[0]} or newer (known: {', '.join(known)})")
+    newer = ordered(version)[:2] > ordered(known[-1])[:2]
+    allowed = f"{known[0]} up to {known[-1]} (known: {', '.join(known)})"
+    require(bool(older) and not newer, f"{engine} version {brief(version)} is not known; allowed: {allowed}")
     return _load(engine, older[-1])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -128,7 +128,9 @@ def fit_gpus(
     options = SearchOptions.of(options, changes, offload=False)
     rows = []
     for gpu in sorted(list_hardware(), key=lambda gpu: gpu.memory_bytes):
-        fits = fit(model, gpu.name, batches=(batch,), contexts=(context,), preset=preset, options=options)
+        limit = None if options.memory_limit is None else min(options.memory_limit, gpu.memory_bytes)
+        limited = replace(options, memory_limit=limit)
+        fits = fit(model, gpu.name, batches=(batch,), contexts=(context,), preset=preset, options=limited)
         longest, largest = fits.contexts[0], fits.batches[0]
         rows.append(GpuFit(gpu.name, gpu.memory_bytes, largest.batch >= batch, longest, largest))
     return tuple(rows)

@@ -13,6 +13,7 @@ from ridgeplan.roofline.catalog.validation import (
     InvalidField,
     brief,
     build,
+    name_text,
     number,
     one_of,
     text,
@@ -40,7 +41,7 @@ class Hardware(Checked):
     a finite number.
     """
 
-    name: str = text()
+    name: str = name_text()
     kind: str = one_of(("gpu", "cpu"), "gpu")
     memory_bytes: int = whole(1 << 20, 10**15)
     bandwidth_bytes_per_s: float = number(1e6, 1e16)

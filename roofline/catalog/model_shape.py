@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ridgeplan.roofline.catalog.validation import Checked, brief, flag, number, one_of, part, text, whole
+from ridgeplan.roofline.catalog.validation import Checked, brief, flag, name_text, number, one_of, part, text, whole
 
 FULL_BITS = 16.0
 # Formats that the runtime decodes as it loads them, into what the plan asks for.
@@ -136,7 +136,7 @@ class ModelShape(Checked):
     The ranges are far wider than real models; they keep a corrupt file from becoming an absurd prediction.
     """
 
-    name: str = text()
+    name: str = name_text()
     architecture: str = one_of(ARCHITECTURES)
     layers: int = whole(1, MAX_LAYERS)
     hidden: int = whole(1, 10**6)

@@ -98,7 +98,10 @@ def _field_names(schema: Any, path: Iterable[str | int]) -> list[str]:
     return [item["name"] for item in schema["fields"]]
 
 
-MAX_TEXT = 4096  # characters
+MAX_TEXT, MAX_NAME = 4096, 255  # characters; a name may be that of a file
+# For a character class: control characters, line separators, and marks that reorder a line. In a name from a file they
+# could forge lines on a terminal or in another file.
+UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069"
 
 
 class InvalidField(ValueError):
@@ -156,8 +159,13 @@ def flag(default: Any = MISSING) -> Any:
 
 
 def text(default: Any = MISSING) -> Any:
-    """A field that holds a string, empty only if that is its default."""
+    """A field that holds one line of text, empty only if that is its default."""
     return field(default=default, metadata={"check": _text(empty=default == "")})
+
+
+def name_text() -> Any:
+    """A field that holds the name of a model or of a machine."""
+    return field(metadata={"check": _text(max_length=MAX_NAME)})
 
 
 def one_of(allowed: Iterable[Any], default: Any = MISSING) -> Any:
@@ -257,7 +265,7 @@ def _real(low: float, high: float) -> CoreSchema:
 
 def _values_by_name() -> CoreSchema:
     values = (
-        core_schema.str_schema(strict=True, max_length=MAX_TEXT),
+        _line(0, MAX_TEXT),
         core_schema.int_schema(strict=True),
         core_schema.float_schema(strict=True, allow_inf_nan=False),
     )
@@ -265,9 +273,16 @@ def _values_by_name() -> CoreSchema:
     return core_schema.dict_schema(_text(), plain)
 
 
-def _text(empty: bool = False) -> CoreSchema:
-    schema = core_schema.str_schema(strict=True, min_length=0 if empty else 1, max_length=MAX_TEXT)
-    return _allowing(schema, f"a text of {0 if empty else 1} to {MAX_TEXT} characters")
+def _text(empty: bool = False, max_length: int = MAX_TEXT) -> CoreSchema:
+    min_length = 0 if empty else 1
+    allowed = f"a text of {min_length} to {max_length} characters without control characters"
+    return _allowing(_line(min_length, max_length), allowed)
+
+
+def _line(min_length: int, max_length: int) -> CoreSchema:
+    """A text of one line; pydantic refuses lone surrogates, which no file can hold."""
+    pattern = f"^[^{UNPRINTABLE}]*$"
+    return core_schema.str_schema(strict=True, min_length=min_length, max_length=max_length, pattern=pattern)
 
 
 def _checked(schema: CoreSchema, allowed: str, default: Any) -> Any:

@@ -14,6 +14,7 @@ from ridgeplan.roofline.catalog.validation import (
     brief,
     build,
     flag,
+    name_text,
     number,
     one_of,
     part,
@@ -98,8 +99,8 @@ def _budget() -> Any:
 class Workload(PlanPart):
     """What a plan is for: a model on a machine, at a context and batch."""
 
-    model: str = text()
-    hardware: str = text()
+    model: str = name_text()
+    hardware: str = name_text()
     context: int = whole(1, MAX_TOKENS)  # tokens of a prompt
     new_tokens: int = whole(1, MAX_TOKENS, default=1024)
     batch: int = whole(1, MAX_BATCH, default=1)  # sequences

@@ -22,7 +22,7 @@ from torch.nn import functional
 from ridgeplan.kernels.layer import add_rms_norm, rotary_tables, rotate
 from ridgeplan.roofline.catalog.files import parse_json
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.validation import Checked, brief, build, number, one_of, text, whole
+from ridgeplan.roofline.catalog.validation import Checked, brief, build, name_text, number, one_of, whole
 from ridgeplan.runtime.errors import ModelError, failures_as
 from ridgeplan.runtime.model.config import yarn_frequencies
 
@@ -42,7 +42,7 @@ class HeadConfig(Checked):
     """
 
     error = ModelError
-    model: str = text()
+    model: str = name_text()
     hidden: int = whole(1, 1 << 16)
     vocab: int = whole(1, 1 << 22)
     q_heads: int = whole(1, 1024)

@@ -212,9 +212,11 @@ def test_a_reserve_is_kept_and_limits_only_lower_it(h200_profile):
     assert ask(h200_profile).memory_limit_bytes == 0.9 * total
     assert ask(h200_profile, memory_utilization=0.5).memory_limit_bytes == 0.5 * total
     assert ask(h200_profile, memory_limit=80e9).memory_limit_bytes == 80e9
-    clamped = ask(h200_profile, memory_limit=1e12)
+    clamped = ask(h200_profile, memory_limit=150e9)
     assert clamped.memory_limit_bytes == 0.9 * total
-    assert any("the memory limit of 1,000 GB is more than h200 may use, 136 GB of 151 GB" in x for x in clamped.notes)
+    assert any("the memory limit of 150 GB is more than h200 may use, 136 GB of 151 GB" in x for x in clamped.notes)
+    with pytest.raises(planner.PlanError, match="memory_limit is 900 GB; allowed: up to 151 GB, the memory of the GPU"):
+        ask(h200_profile, memory_limit=900e9)
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.01, float("nan"), "0.9", True, None])

@@ -14,6 +14,8 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from ridgeplan.roofline.catalog.validation import UNPRINTABLE
+
 EXAMPLES = os.environ.get("RIDGEPLAN_FUZZ_EXAMPLES")
 FUZZ = settings(
     max_examples=int(EXAMPLES or 100),
@@ -183,4 +185,5 @@ def binary_files(draw: st.DrawFn, valid: bytes, header: int) -> bytes:
 def assert_one_line(error: Exception, longest: int = 2500) -> None:
     """An error message for a user: one line, of a length that fits a screen."""
     message = str(error)
-    assert message.strip() and "\n" not in message and len(message) <= longest, message[:500]
+    assert message.strip() and len(message) <= longest, message[:500]
+    assert not re.search(f"[{UNPRINTABLE}]", message), ascii(message[:500])

@@ -174,7 +174,7 @@ def test_a_missing_file_is_named(tmp_path):
         ({"draft": "kv3"}, "draft is 'kv3'; allowed: kv8, kv4"),
         ({"source": "guessed"}, "source is 'guessed'; allowed: measured"),
         ({"quantizer": "magic"}, "quantizer is 'magic'; allowed: nearest"),
-        ({"model": 7}, "model is 7; allowed: a text of 1 to 4096 characters"),
+        ({"model": 7}, "model is 7; allowed: a text of 1 to 255 characters"),
         ({"batch": 1}, "batch is not a field; allowed: draft, model, parameters, context"),
     ],
 )

@@ -13,6 +13,7 @@ from ridgeplan.roofline.catalog.validation import (
     brief,
     build,
     flag,
+    name_text,
     number,
     numbers,
     one_of,
@@ -74,6 +75,19 @@ def test_parts_are_built_and_values_get_the_declared_types() -> None:
     assert (given.colour, given.tags, given.rows) == (Colour.BLUE, ("a",), ({"x": 1, "y": "z"},))
 
 
+@dataclass(frozen=True)
+class Labelled(Checked):
+    label: str = name_text()
+
+
+def test_names_are_short_and_of_one_line() -> None:
+    for label in ("H200", "owner/Llama-3.1-8B (tuned)", "名" * 255):
+        assert build(Labelled, {"label": label}).label == label
+    for label in (3, "", "x" * 256, "a\nb", "\x7f", "\x1b[31m"):
+        with pytest.raises(InvalidField, match="allowed: a text of 1 to 255 characters without control characters"):
+            build(Labelled, {"label": label})
+
+
 def test_code_gets_the_same_conversions_and_the_same_errors() -> None:
     assert replace(OUTER, colour="blue").colour is Colour.BLUE  # type: ignore[arg-type]
     assert type(Inner(3, 1).depth) is float
@@ -90,7 +104,7 @@ def test_code_gets_the_same_conversions_and_the_same_errors() -> None:
     [
         ("width", (1, 100)),
         ("depth", (0.5, 2, 2.0, 1)),
-        ("name", ("", "a", "\U0001f600\n" * 2048)),
+        ("name", ("", "a", "\U0001f600 " * 2048)),
         ("title", ("b",)),
         ("count", (None, 0, 9)),
         ("on", (True, False)),
@@ -115,16 +129,23 @@ def test_values_at_the_ends_of_a_range_pass(field: str, values: tuple[Any, ...])
             (0.4999, 2.001, float("nan"), float("inf"), True, "1", None, 10**400),
             "a number from 0.5 to 2",
         ),
-        ("name", (3, None, b"a", "x" * 4097), "a text of 0 to 4096 characters"),
-        ("title", ("",), "a text of 1 to 4096 characters"),
-        ("title", ("\ud800",), "a text of 1 to 4096 characters"),  # half of a character, which no file can hold
+        ("name", (3, None, b"a", "x" * 4097), "a text of 0 to 4096 characters without control characters"),
+        ("title", ("",), "a text of 1 to 4096 characters without control characters"),
+        # A line break, an escape, a line separator, a mark that reorders the line, and half of a character, which no
+        # file can hold.
+        (
+            "title",
+            ("a\nb", "\x1b]0;x", "a\u2028b", "\u202eb", "\x85", "\ud800"),
+            "a text of 1 to 4096 characters without control characters",
+        ),
+        ("rows[0].y", ("a\nb", "\ud800"), "a text or a finite number"),
         ("count", (-1, 10, False), "a whole number from 0 to 9"),
         ("on", (0, 1, "true", None), "true or false"),
         ("colour", ("green", 1, None, ["red"]), "red, blue"),
         ("bits", (5, "4", 4.0, True), "4, 8"),
         ("parts", (3, [], None), "an object"),
         ("parts.left", (3, [], None), "an object with named fields"),
-        ("notes.x", (3, "", None), "a text of 1 to 4096 characters"),
+        ("notes.x", (3, "", None), "a text of 1 to 4096 characters without control characters"),
         ("tags", (3, "ab", None, {}), "a list"),
         ("rows[0].x", ([], {}, None, float("nan")), "a text or a finite number"),
         ("shares", (0.5, "x", None), "a list"),
@@ -141,8 +162,8 @@ def test_wrong_values_are_named_with_their_place_and_what_is_allowed(
 
 
 def edited(field: str, value: Any) -> dict[str, Any]:
-    if field == "rows[0].x":
-        return {**GOOD, "rows": [{"x": value}]}
+    if field.startswith("rows[0]."):
+        return {**GOOD, "rows": [{field[-1]: value}]}
     if field == "shares[1]":
         return {**GOOD, "shares": [0.5, value]}
     name, _, inner = field.partition(".")
