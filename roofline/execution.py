@@ -160,6 +160,14 @@ def quantized_groups(tokens: int, group: int) -> int:
     return max(0, tokens // group - 1)
 
 
+def layer_capacity(units: Term, layers: Term, resident: Term, host_units: Term) -> Term:
+    """Units of memory that each of `resident` layers on the device may take of `units` that all layers share.
+
+    Each of the other layers, which are on the host, takes `host_units` (SpeContext, Eq 7 solved for S).
+    """
+    return (units - (layers - resident) * host_units) // resident
+
+
 def mean_quantized_tokens(tokens: Term, group: Term) -> Term:
     """Tokens held as codes, averaged over lengths around `tokens`.
 

@@ -45,12 +45,10 @@ class DecodeLoop:
         """New tokens of every sequence: the one that prefill drew, of `first` [rows], then those of each round."""
         rounds = self._started(first)
         yield self._extend([[token] for token in first.tolist()])
-        following: Rounds | None = None  # where a layer is about to leave
         while not all(row.done for row in self.rows):
-            following = following or self._following(rounds)
-            if following is not None and not rounds.in_flight:
-                rounds, following = self._switched(rounds, following), None
-            gamma, results = self._round(rounds, launch=following is None)
+            if not rounds.in_flight and not self._has_room(rounds):
+                rounds = self._offloaded(rounds)
+            gamma, results = self._round(rounds)
             self.schedule.add(gamma, results)
             self.collector.add(gamma, results)
             for row, result in zip(self.rows, results, strict=True):
@@ -67,7 +65,7 @@ class DecodeLoop:
             generated=sum(len(row.tokens) for row in self.rows),
             flushes=sum(_flushes(row, cache.config) for row in self.rows),
             host_layers=cache.layers - cache.first_on_host,
-            moved_layers=self.mover.moved if self.mover is not None else 0,
+            moved_at=tuple(self.mover.moved_at) if self.mover is not None else (),
             wanted_loads=wanted_loads,
             loads=loads,
         )
@@ -78,45 +76,43 @@ class DecodeLoop:
         sampling, speculator = self.request.sampling, self.speculator
         # Prefill already draws the first token, and the last one never enters the cache.
         speculator.cache.limit(self.request.max_new_tokens - 1)
-        if self.mover is not None:
-            with self.mover.next_placement(self.request.longest):
-                self.prepare()
         rounds = self.prepare()
         # Capturing draws random numbers; a generation must not depend on whether it was the first of its kind.
         speculator.generator.manual_seed(sampling.seed + 1)
         rounds.start(first)
         return rounds
 
+    def _has_room(self, rounds: Rounds) -> bool:
+        """Whether one more round fits, whatever those in flight add, with the layers that are on the device."""
+        in_flight = rounds.in_flight * (self.speculator.cache.config.gamma + 1)
+        return self.mover is None or self.mover.has_room(max(row.stored for row in self.rows) + in_flight)
+
     @torch.inference_mode()
-    def _following(self, rounds: Rounds) -> Rounds | None:
-        """The rounds to go on with once those in flight have ended, if a layer is about to leave for the host."""
-        ahead = rounds.depth * (self.speculator.cache.config.gamma + 1)
-        if self.mover is None or not self.mover.ready([row.stored for row in self.rows], ahead):
-            return None
-        self.mover.begin_switch()
-        drawn = self.speculator.generator.get_state()
+    def _offloaded(self, rounds: Rounds) -> Rounds:
+        """Moves layers to the host until a round fits; returns the rounds that go on with the others."""
+        assert self.mover is not None, "layers leave"
+        pending, drawn = rounds.pending.clone(), self.speculator.generator.get_state()
+        with self.stopwatch.measure("offload"):
+            self.mover.offload([row.stored for row in self.rows])
         following = self.prepare()
         self.speculator.generator.set_state(drawn)  # capturing draws random numbers
+        following.start(pending)
         return following
 
     @torch.inference_mode()
-    def _switched(self, rounds: Rounds, following: Rounds) -> Rounds:
-        """Goes on with other rounds, behind those that have ended."""
-        assert self.mover is not None, "a layer leaves"
-        self.mover.finish_switch([row.stored for row in self.rows])
-        following.start(rounds.pending)
-        return following
-
-    @torch.inference_mode()
-    def _round(self, rounds: Rounds, launch: bool) -> tuple[int, list[RowResult]]:
+    def _round(self, rounds: Rounds) -> tuple[int, list[RowResult]]:
         """Launches as many rounds as may be in flight and waits for the oldest: its gamma, and its result by row.
 
-        Finished rows return nothing. launch: whether any may be launched.
+        Finished rows return nothing. None is launched that the layers on the device might not have room for.
         """
         rows = self.rows
         with self.stopwatch.measure_wall("round"):
             # A round adds at least one token per row, so a row needs at most `left` more rounds.
-            while launch and rounds.in_flight < rounds.depth and any(row.left > rounds.in_flight for row in rows):
+            while (
+                rounds.in_flight < rounds.depth
+                and any(row.left > rounds.in_flight for row in rows)
+                and self._has_room(rounds)
+            ):
                 rounds.launch(self.schedule.next())
             result = rounds.collect()
         self.stopwatch.add(result.seconds)

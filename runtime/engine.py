@@ -340,7 +340,10 @@ class Engine:
         """Rounds for this number of rows and these sampling parameters; on CUDA their graphs are captured once."""
         if self.device.type != "cuda":
             return EagerRounds(speculator)
-        kind = speculator.cache.rows, speculator.cache.first_on_host, speculator.sampling.graph_key
+        resident = speculator.cache.first_on_host
+        if self._mover is not None:  # graphs of other placements hold memory that these layers may need
+            self._graphs = {kind: rounds for kind, rounds in self._graphs.items() if kind[1] == resident}
+        kind = speculator.cache.rows, resident, speculator.sampling.graph_key
         rounds = self._graphs.pop(kind, None)
         if rounds is None:
             with stopwatch.measure_wall("capture"):

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,8 +69,9 @@ class Statistics:
     draft_s, verify_s: medians of one drafted token and of one verification; flush_s, decode_s, prefill_s: sums.
     idle_s: sum of the device's waits between rounds, 0 on a CPU.
     capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused.
-    host_layers: on the host in the end. moved_layers: that left for it meanwhile. wanted_loads, loads: tokens or pages
-    that steps chose of layers on the host, and those that had to be loaded, summed over layers and heads.
+    host_layers: on the host in the end. moved_at: tokens of the longest sequence when each layer left for it, of those
+    that did so meanwhile. offload_s: sum of the time that this took. wanted_loads, loads: tokens or pages that steps
+    chose of layers on the host, and those that had to be loaded, summed over layers and heads.
     peak_memory_bytes, peak_device_bytes, outside_bytes: allocated, device and outside of `memory.PeakMemory`.
     """
 
@@ -95,9 +97,15 @@ class Statistics:
     rounds_at: tuple[int, ...] = ()
     drafted: int = 0
     host_layers: int = 0
-    moved_layers: int = 0
+    moved_at: tuple[int, ...] = ()
+    offload_s: float = 0.0
     wanted_loads: int = 0
     loads: int = 0
+
+    @property
+    def moved_layers(self) -> int:
+        """Layers that left for the host while tokens were generated."""
+        return len(self.moved_at)
 
     @property
     def overlap(self) -> float:
@@ -166,7 +174,7 @@ class StatsCollector:
             self._accepted_at[position] += sum(row.accepted > position for row in rows)
             self._verified_at[position] += sum(row.verified > position for row in rows)
 
-    def statistics(self, stopwatch: Stopwatch, peak: PeakMemory, **counts: int) -> Statistics:
+    def statistics(self, stopwatch: Stopwatch, peak: PeakMemory, **counts: Any) -> Statistics:
         """The figures so far. counts: those fields of `Statistics` that rounds do not tell."""
         drafts_s = zip(stopwatch.seconds("draft"), self._gammas, strict=False)  # a round that failed was not added
         return Statistics(
@@ -183,6 +191,7 @@ class StatsCollector:
             flush_s=sum(stopwatch.seconds("flush")),
             decode_s=sum(stopwatch.seconds("round")),
             idle_s=sum(stopwatch.seconds("idle")),
+            offload_s=sum(stopwatch.seconds("offload")),
             capture_s=sum(stopwatch.seconds("capture")),
             peak_memory_bytes=peak.allocated,
             peak_device_bytes=peak.device,

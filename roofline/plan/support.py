@@ -94,7 +94,7 @@ def _missing_offload(plan: Plan) -> dict[str, object]:
     selections = plan.attention.selection, plan.speculation.selection
     scans_all_keys = any(selection.needs_all_keys for selection in selections)
     return {
-        f"adaptive placement of {kv.value!r} KV": adaptive and not kv.buffered,
+        f"adaptive placement of {kv.value!r} KV": adaptive and kv is KVFormat.SHADOW,
         "adaptive placement with drafts that gather codes": adaptive and plan.gathers_codes,
         "offloaded KV after an eviction": plan.eviction.active,
         "a selection by 'oracle' from offloaded KV": scans_all_keys,  # the host holds them

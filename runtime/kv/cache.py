@@ -21,8 +21,9 @@ from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, LayerKV
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.runtime.kv.storage import CodedLayers, KVStore, MovableCodes
+from ridgeplan.runtime.kv.storage import CodedLayers, KVStore
 from ridgeplan.runtime.offload.host_store import HostKVStore
+from ridgeplan.runtime.offload.movable import movable_layers
 from ridgeplan.runtime.offload.slots import Choice, LoadsAhead, SlotLoader
 from ridgeplan.runtime.offload.streaming import LayerStream
 
@@ -34,7 +35,7 @@ class Cache:
     stored token in full precision; bf16+int4 adds upper codes for drafts.
     lengths, ends: int32 [batch], stored tokens of each row in the layers that hold most, and the length at which its
     generation stops. evicted: int32 [batch], tokens of the text that even these layers no longer hold. fewer: int32
-    [stores, batch], stored tokens that the layers of each store hold less than `lengths`.
+    [stores or more, batch], stored tokens that the layers of each store hold less than `lengths`.
     """
 
     def __init__(self, model: ModelShape, config: KVCacheConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -42,15 +43,20 @@ class Cache:
         self.rows = config.batch
         self.layers, self.q_heads, self.kv_heads = model.layers, model.q_heads, model.kv_heads
         self.first_on_host = model.layers - config.host_layers
-        self.stores: list[KVStore | HostKVStore] = [
-            (HostKVStore if on_host else KVStore).allocate(model, config, len(list(same)), tokens, device, dtype)
-            for (tokens, on_host), same in groupby(range(model.layers), self._kind)
-        ]
-        self._places = [(place, layer) for place, store in enumerate(self.stores) for layer in range(store.layers)]
+        self.movable = movable_layers(model, config, device, dtype)
+        self.stores: list[KVStore | HostKVStore] = (
+            self.movable.stores(self.first_on_host)
+            if self.movable
+            else [
+                (HostKVStore if on_host else KVStore).allocate(model, config, len(list(same)), tokens, device, dtype)
+                for (tokens, on_host), same in groupby(range(model.layers), self._kind)
+            ]
+        )
+        self._places = _places(self.stores)
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.longest)
         self.evicted = torch.zeros_like(self.lengths)
-        self.fewer = self.lengths.new_zeros(len(self.stores), config.batch)
+        self.fewer = self.lengths.new_zeros(max(2, len(self.stores)), config.batch)
         self.stream: LayerStream | None = None
         if config.streams:
             spare = 0 if config.buffered else config.buffer_slots
@@ -63,7 +69,8 @@ class Cache:
     @property
     def bytes(self) -> int:
         """Storage on the device of keys, values, codes and planes, and of layers on their way from the host."""
-        return sum(store.bytes for store in self.stores) + (self.stream.bytes if self.stream else 0)
+        stored = self.movable.bytes if self.movable else sum(store.bytes for store in self.stores)
+        return stored + (self.stream.bytes if self.stream else 0)
 
     @property
     def keys(self) -> Tensor:
@@ -94,20 +101,17 @@ class Cache:
         if self.stream is not None:
             self.stream.reset()
 
-    @property
-    def movable(self) -> MovableCodes | None:
-        """Codes of layers that may leave the device during a generation, if any."""
-        store = self.stores[0]
-        return store.movable if isinstance(store, KVStore) else None
-
     def place(self, resident: int) -> None:
         """From now on the first `resident` layers are on the device; of a cache whose placement adapts."""
-        (store,) = self.stores
-        assert isinstance(store, KVStore), "only layers with codes move"
-        assert self.stream is not None, "layers are offloaded"
-        self.stores = [store.placed(resident)]
+        assert self.movable is not None, "its placement adapts"
+        self.stores = self.movable.stores(resident)
+        self._places = _places(self.stores)
         self.first_on_host = resident
-        self.stream.layers = self._host_parts()
+        if self.stream is not None:
+            self.stream.layers = self._host_parts()
+        last = self.stores[-1]
+        if self.loader is not None and isinstance(last, HostKVStore):
+            self.loader.store = last
 
     def limit(self, new_tokens: int) -> None:
         """Ends every row `new_tokens` tokens after its current length."""
@@ -220,7 +224,7 @@ class Cache:
 
         choose: from a layer's index to its selection. shared_across_layers: whether it is the same in all layers.
         """
-        if self.loader is None:
+        if self.loader is None or self.first_on_host == self.layers:
             return None
         return LoadsAhead(self.loader, lambda layer: choose(layer + self.first_on_host), shared_across_layers)
 
@@ -277,16 +281,17 @@ class Cache:
         self.evicted[row] = tokens - longest
         if len(self.stores) > 1:
             fewer = [longest - kept[self._places.index((store, 0))] for store in range(len(self.stores))]
-            self.fewer[:, row] = torch.tensor(fewer, dtype=torch.int32)
+            self.fewer[: len(fewer), row] = torch.tensor(fewer, dtype=torch.int32)
 
     def advance(self, tokens: Tensor) -> None:
         """Extends each row by `tokens`, int32 [rows], and quantizes groups that are no longer recent."""
         flushing = self.config.format.quantized or isinstance(self.stores[-1], HostKVStore)
-        before = self.quantized(self.lengths - self.fewer) if flushing else None
+        fewer = self.fewer[: len(self.stores)]
+        before = self.quantized(self.lengths - fewer) if flushing else None
         self.lengths[: self.rows] += tokens
         if before is None:
             return
-        crossed = self.quantized(self.lengths - self.fewer) > before
+        crossed = self.quantized(self.lengths - fewer) > before
         if not crossed.is_cuda and not bool(crossed.any()):
             return  # on a GPU, masked kernels are cheaper than a synchronization
         for store, was, crosses in zip(self.stores, before, crossed, strict=True):
@@ -312,3 +317,8 @@ class Cache:
     def _place(self, layer: int) -> tuple[KVStore | HostKVStore, int]:
         store, index = self._places[layer]
         return self.stores[store], index
+
+
+def _places(stores: Sequence[KVStore | HostKVStore]) -> list[tuple[int, int]]:
+    """The store of each layer, and the layer's index in it."""
+    return [(place, layer) for place, store in enumerate(stores) for layer in range(store.layers)]

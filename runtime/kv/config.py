@@ -121,6 +121,11 @@ class KVCacheConfig:
         return self.window_groups * self.group if self.keeps_window else 0
 
     @property
+    def host_slots(self) -> int:
+        """Slots on the device of a full-precision layer on the host: for some old tokens, then for recent ones."""
+        return self.window_slots + self.buffer_slots
+
+    @property
     def window_groups(self) -> int:
         """Groups of an offloaded layer that drafts read: the first, and at least one of the latest."""
         return max(2, self.window_tokens // self.group)

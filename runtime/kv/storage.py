@@ -1,12 +1,8 @@
-"""Storage of keys and values on the device: full precision, codes, and layers that can move to the host.
-
-Layers on the device share one piece of memory: the fewer they are, the longer their rows may grow. So the thresholds of
-Algorithm 1 are the lengths at which one layer fewer fits. The last layer leaves first.
-"""
+"""Storage of keys and values on the device: full precision and codes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -14,7 +10,6 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import quantize, shift_slots
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.offload import copy_prefix
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, pack_draft_planes
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import HostPart
@@ -114,125 +109,18 @@ def _sizes(model: ModelShape, config: KVCacheConfig, layers: int, tokens: int) -
     return layers * config.batch, model.kv_heads, config.groups(tokens), config.group, model.head_dim
 
 
-NAMES = tuple(item.name for item in fields(QuantizedKV))
-
-
-@dataclass(frozen=True, eq=False)
-class MovableCodes:
-    """Codes of layers that can move to the host while tokens are generated.
-
-    memory: for each tensor of the codes, [units, batch * kv_heads, ...]; a layer takes as many units as its rows may
-    have groups. away: the host storage of each of the last layers, in layer order.
-    """
-
-    config: KVCacheConfig
-    layers: int
-    units: int
-    memory: Mapping[str, Tensor]
-    away: tuple[CodedLayers, ...]
-
-    @classmethod
-    def allocate(cls, model: ModelShape, config: KVCacheConfig, tokens: int, device: torch.device) -> MovableCodes:
-        """Memory for the layers that never leave, for rows of up to `tokens` tokens, plus `config.spare_bytes`.
-
-        Raises WorkloadError if the host lacks memory for the other layers.
-        """
-        away = tuple(CodedLayers.offloaded(model, config, tokens, device) for _ in range(config.host_layers))
-        sizes = config.batch, model.kv_heads, 1, config.group, model.head_dim
-        unit, groups = QuantizedKV.allocate(*sizes, "meta", lower=True), config.groups(tokens)
-        spare_units = config.spare_bytes // unit.bytes
-        units = min(model.layers * groups, (model.layers - config.host_layers) * groups + spare_units)
-
-        def held(part: Tensor) -> Tensor:
-            return torch.zeros(units * part.numel(), dtype=part.dtype, device=device)
-
-        memory = {name: held(getattr(unit, name)) for name in NAMES}
-        return cls(config, model.layers, units, memory, away)
-
-    @property
-    def staying(self) -> int:
-        """Layers that never leave."""
-        return self.layers - len(self.away)
-
-    @property
-    def bytes(self) -> int:
-        """Device memory."""
-        return sum(tensor.nbytes for tensor in self.memory.values())
-
-    def capacity(self, resident: int) -> int:
-        """Groups that rows may have while `resident` layers are on the device."""
-        return min(self.max_groups, self.units // resident) if resident else self.max_groups
-
-    @property
-    def max_groups(self) -> int:
-        """The largest number of groups of a row."""
-        return self.config.groups(self.config.longest)
-
-    def resident(self, groups: int) -> int:
-        """The largest number of layers that fit on the device with rows of up to min(`groups`, max_groups) groups."""
-        needed = min(groups, self.max_groups)
-        fitting = (count for count in range(self.layers, self.staying, -1) if self.capacity(count) >= needed)
-        return next(fitting, self.staying)
-
-    def coded(self, resident: int) -> tuple[CodedLayers, ...]:
-        """All layers, the first `resident` of them on the device."""
-        near = [CodedLayers(self.config, resident, self.on_device(resident))] if resident else []
-        return (*near, *self.away[resident - self.staying :])
-
-    def on_device(self, resident: int) -> QuantizedKV:
-        """The codes of the layers on the device, concatenated along the batch."""
-        config, groups = self.config, max(1, self.capacity(resident))
-        sizes = resident * config.batch, self.away[0].codes.kv_heads, groups, config.group, self.away[0].codes.head_dim
-        template = QuantizedKV.allocate(*sizes, "meta", lower=True)
-        shapes = {name: getattr(template, name).shape for name in NAMES}
-        return QuantizedKV(**{name: self.memory[name][: shape.numel()].view(shape) for name, shape in shapes.items()})
-
-    def leave(self, resident: int, groups: Tensor) -> None:
-        """Copies the last of `resident` layers from the device to the host. groups: int32 [batch], held by each row."""
-        source, target = self._moving(resident)
-        for name in NAMES:
-            copy_prefix(getattr(source, name), getattr(target.codes, name), groups)
-
-    def catch_up(self, resident: int, since: Sequence[int], groups: Sequence[int]) -> None:
-        """Copies the groups since[row] to groups[row], which rows have gained since `leave`, and fills the window."""
-        source, target = self._moving(resident)
-        for row, (first, last) in enumerate(zip(since, groups, strict=True)):
-            for name in NAMES:
-                getattr(target.codes, name)[row, :, first:last] = getattr(source, name)[row, :, first:last]
-            if target.window:
-                target.window.take(source, row, last)
-
-    def spread(self, resident: int) -> None:
-        """Spreads the layers on the device over the memory of the last of `resident` layers, which has left.
-
-        They move up, the last layer first, so that none overwrites a layer that has not moved yet.
-        """
-        before, after, batch = self.on_device(resident), self.on_device(resident - 1), self.config.batch
-        for name in NAMES:
-            old, new = getattr(before, name), getattr(after, name)
-            for row in reversed(range((resident - 1) * batch)):
-                new[row, :, : old.shape[2]] = old[row].clone()
-
-    def _moving(self, resident: int) -> tuple[QuantizedKV, CodedLayers]:
-        """The last of `resident` layers: its codes on the device and its storage on the host."""
-        batch = self.config.batch
-        rows = slice((resident - 1) * batch, resident * batch)
-        return self.on_device(resident).rows(rows), self.away[resident - 1 - self.staying]
-
-
 @dataclass(frozen=True, eq=False)
 class KVStore:
     """KV of layers whose full-precision part is on the device.
 
     keys, values: [layers, batch, kv_heads, slots, head_dim]. coded: codes of all its layers, in order; empty if nothing
-    is quantized. Each offloaded layer has its own entry. movable: set if the placement is adaptive.
+    is quantized. Each offloaded layer has its own entry.
     """
 
     config: KVCacheConfig
     keys: Tensor
     values: Tensor
     coded: tuple[CodedLayers, ...] = ()
-    movable: MovableCodes | None = None
 
     @classmethod
     def allocate(
@@ -249,9 +137,6 @@ class KVStore:
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
         if not config.format.quantized:
             return cls(config, keys, values)
-        if config.adaptive:
-            movable = MovableCodes.allocate(model, config, tokens, device)
-            return cls(config, keys, values, movable.coded(movable.staying), movable)
         # Full-precision layers on the host are elsewhere (offload/host_store.py).
         on_host = config.host_layers if config.buffered else 0
         resident = layers - on_host
@@ -275,16 +160,7 @@ class KVStore:
     @property
     def bytes(self) -> int:
         """Storage on the device of keys, values, codes and planes."""
-        if self.movable:
-            codes = self.movable.bytes + sum(coded.bytes for coded in self.movable.away)
-        else:
-            codes = sum(coded.bytes for coded in self.coded)
-        return self.keys.nbytes + self.values.nbytes + codes
-
-    def placed(self, resident: int) -> KVStore:
-        """The same storage with the first `resident` layers on the device."""
-        assert self.movable is not None, "only adaptive placements change"
-        return replace(self, coded=self.movable.coded(resident))
+        return self.keys.nbytes + self.values.nbytes + sum(coded.bytes for coded in self.coded)
 
     def reset(self) -> None:
         """Does nothing: the cache's lengths alone say which tokens are valid."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ridgeplan.kernels.kv_cache import quantize, shift_slots
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.offload import (
+    EMPTY,
     KeysAndValues,
     SlotLoads,
     SlotTable,
@@ -102,14 +103,54 @@ def _tensors(keys: TwoBitKeys) -> tuple[Tensor, Tensor, Tensor]:
 ALL_LAYERS = -1  # the layer of a selection that all layers share
 
 
+class SlotTables:
+    """What slots hold: the table of each layer by its number in the model, or one of ALL_LAYERS.
+
+    They outlive a change of the placement, which may add a layer.
+    """
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, SlotTable] = {}
+        self._earlier = [0, 0]  # units requested and loaded by steps with fewer layers, of the table of ALL_LAYERS
+
+    @property
+    def bytes(self) -> int:
+        """Device memory."""
+        return sum(table.bytes for table in self.by_layer.values())
+
+    def reset(self) -> None:
+        """Forgets what slots hold, and the counts."""
+        self._earlier = [0, 0]
+        for table in self.by_layer.values():
+            table.reset()
+
+    def counts(self, layers: int) -> tuple[int, int]:
+        """Units requested and units loaded, over all layers and KV heads, by steps with `layers` layers on the host."""
+        requested, loaded = self._earlier
+        for layer, table in self.by_layer.items():
+            times = layers if layer == ALL_LAYERS else 1
+            requested += times * int(table.requested.sum())
+            loaded += times * int(table.loaded.sum())
+        return requested, loaded
+
+    def start_layer(self, layers: int) -> None:
+        """From now on one layer more than `layers` shares the table of ALL_LAYERS, if there is one."""
+        table = self.by_layer.get(ALL_LAYERS)
+        if table is not None:
+            for place, counts in enumerate((table.requested, table.loaded)):
+                self._earlier[place] += layers * int(counts.sum())
+                counts.zero_()
+
+
 @dataclass(frozen=True, eq=False)
 class HostKVStore:
     """KV of offloaded layers: old tokens on the host, slots for some of them and for recent tokens on the device.
 
     keys, values: on the device, [layers, batch, kv_heads, slots, head_dim]: `config.window_slots` slots for old tokens,
     then the buffer of recent tokens, as in formats with codes. on_host: old tokens of every layer, keys and values
-    [batch, kv_heads, tokens, head_dim]. tables: the tokens that slots hold, if each step selects tokens. two_bit: keys
-    of all old tokens, kept on the device for a target that selects by them.
+    [batch, kv_heads, tokens, head_dim]. tables: the tokens that slots hold, if each step selects tokens. first: the
+    number in the model of the first layer. two_bit: keys of all old tokens, kept on the device for a target that
+    selects by them.
 
     For drafts that select nothing, the slots hold the first group and the latest groups of old tokens. They are filled
     from the end, so that slots and buffer form one contiguous range.
@@ -119,7 +160,8 @@ class HostKVStore:
     keys: Tensor
     values: Tensor
     on_host: tuple[KeysAndValues, ...]
-    tables: dict[int, SlotTable] = field(default_factory=dict)
+    tables: SlotTables
+    first: int
     two_bit: TwoBitLayers | None = None
     coded: tuple[CodedLayers, ...] = ()  # always empty: codes are not kept
 
@@ -134,14 +176,11 @@ class HostKVStore:
         dtype: torch.dtype,
     ) -> HostKVStore:
         """Zero-filled storage of `layers` layers for rows of up to `tokens` tokens. Raises WorkloadError."""
-        slots = config.window_slots + config.buffer_slots
-        sizes = (layers, config.batch, model.kv_heads, slots, model.head_dim)
+        sizes = (layers, config.batch, model.kv_heads, config.host_slots, model.head_dim)
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
-        old = max(1, quantized_groups(tokens + config.gamma + 1, config.group)) * config.group
-        shape = torch.Size((config.batch, model.kv_heads, old, model.head_dim))
-        held = [_pair(shape, dtype, device, config.target_loads) for _ in range(layers)]
+        held = tuple(host_layer(model, config, tokens, device, dtype) for _ in range(layers))
         two_bit = TwoBitLayers.allocate(model, config, layers, tokens, device) if config.format.quantized else None
-        return cls(config, keys, values, tuple(held), two_bit=two_bit)
+        return cls(config, keys, values, held, SlotTables(), model.layers - layers, two_bit)
 
     @property
     def layers(self) -> int:
@@ -151,28 +190,47 @@ class HostKVStore:
     @property
     def bytes(self) -> int:
         """Storage on the device."""
-        tables = sum(table.bytes for table in self.tables.values())
-        return self.keys.nbytes + self.values.nbytes + tables + (self.two_bit.bytes if self.two_bit else 0)
+        two_bit_bytes = self.two_bit.bytes if self.two_bit else 0
+        return self.keys.nbytes + self.values.nbytes + self.tables.bytes + two_bit_bytes
 
     def reset(self) -> None:
         """Forgets what slots hold."""
-        for table in self.tables.values():
-            table.reset()
+        self.tables.reset()
 
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Stores a row's prompt, [kv_heads, tokens, head_dim]."""
-        tokens, group, first_recent = keys.shape[1], self.config.group, self.config.window_slots
-        quantized = quantized_groups(tokens, group) * group
+        self.store_recent(layer, row, *self.store_old(layer, row, keys, values), keys.shape[1])
+
+    def store_old(self, layer: int, row: int, keys: Tensor, values: Tensor) -> KeysAndValues:
+        """Stores the old ones of a row's tokens, [kv_heads, tokens, head_dim]; returns copies of the recent ones."""
+        old = quantized_groups(keys.shape[1], self.config.group) * self.config.group
         if self.two_bit:
-            self.two_bit.store_prompt(layer, row, keys[:, :quantized], values[:, :quantized])
+            self.two_bit.store_prompt(layer, row, keys[:, :old], values[:, :old])
+        for new, held in zip((keys, values), self.on_host[layer], strict=True):
+            held[row, :, :old] = new[:, :old]
+        return keys[:, old:].clone(), values[:, old:].clone()
+
+    def store_recent(self, layer: int, row: int, keys: Tensor, values: Tensor, tokens: int) -> None:
+        """Stores the recent ones of a row's `tokens` tokens, and the window of its old ones, which are on the host."""
+        group, first_recent = self.config.group, self.config.window_slots
+        last = quantized_groups(tokens, group)
         for new, slots, held in zip((keys, values), (self.keys, self.values), self.on_host[layer], strict=True):
-            held[row, :, :quantized] = new[:, :quantized]
-            slots[layer, row, :, first_recent : first_recent + tokens - quantized] = new[:, quantized:]
+            slots[layer, row, :, first_recent : first_recent + new.shape[1]] = new
             if self.config.keeps_window:
-                last, groups = quantized // group, self.config.window_groups
-                for number in {*range(min(1, last)), *range(max(1, last - groups + 1), last)}:
+                for number in {*range(min(1, last)), *range(max(1, last - self.config.window_groups + 1), last)}:
                     start = int(self.window_slot(torch.tensor(number)))
-                    slots[layer, row, :, start : start + group] = new[:, number * group : (number + 1) * group]
+                    part = slice(number * group, (number + 1) * group)
+                    slots[layer, row, :, start : start + group] = held[row, :, part]
+
+    def fill_slots(self, layer: int) -> None:
+        """Loads what the slots of all layers hold into those of a layer that has just joined them."""
+        table = self.tables.by_layer.get(ALL_LAYERS)
+        if table is not None:
+            held = table.unit_of != EMPTY
+            into = (~held).int().argsort(dim=-1, stable=True)
+            units = table.unit_of.gather(2, into)
+            loads = SlotLoads(into.int(), units, into.int(), held.sum(-1, dtype=torch.int32))
+            self.gather(layer, loads, self.config.window_slots // into.shape[2])
 
     def flush(self, before: Tensor, crossed: Tensor) -> None:
         """Moves the oldest group of recent tokens to the host, of the rows in `crossed`, bool [batch], of all layers.
@@ -218,12 +276,11 @@ class HostKVStore:
 
     def loads(self) -> tuple[int, int]:
         """Units that steps have requested, and units that had to be loaded, over all layers and KV heads."""
-        times = {layer: self.layers if layer == ALL_LAYERS else 1 for layer in self.tables}
-        requested = sum(times[layer] * int(table.requested.sum()) for layer, table in self.tables.items())
-        return requested, sum(times[layer] * int(table.loaded.sum()) for layer, table in self.tables.items())
+        return self.tables.counts(self.layers)
 
     def _table(self, layer: int, index: Tensor, page: int) -> SlotTable:
-        if layer not in self.tables:
+        number, tables = layer if layer == ALL_LAYERS else self.first + layer, self.tables.by_layer
+        if number not in tables:
             slots, chosen = self.config.window_slots // page, index.shape[2]
             if chosen > slots:
                 raise WorkloadError(
@@ -232,8 +289,19 @@ class HostKVStore:
                 )
             units = self.on_host[0][0].shape[2] // page
             with torch.inference_mode(False):  # it outlives this pass, and is emptied outside of one
-                self.tables[layer] = SlotTable.allocate(self.config.batch, index.shape[1], units, slots, index.device)
-        return self.tables[layer]
+                tables[number] = SlotTable.allocate(self.config.batch, index.shape[1], units, slots, index.device)
+        return tables[number]
+
+
+def host_layer(
+    model: ModelShape, config: KVCacheConfig, tokens: int, device: torch.device, dtype: torch.dtype
+) -> KeysAndValues:
+    """Keys and values on the host for the old tokens of a layer, of rows of up to `tokens` tokens.
+
+    Raises WorkloadError if the host lacks memory.
+    """
+    old = max(1, quantized_groups(tokens + config.gamma + 1, config.group)) * config.group
+    return _pair(torch.Size((config.batch, model.kv_heads, old, model.head_dim)), dtype, device, config.target_loads)
 
 
 def _pair(shape: torch.Size, dtype: torch.dtype, device: torch.device, by_token: bool) -> KeysAndValues:

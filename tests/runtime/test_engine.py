@@ -100,7 +100,7 @@ def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
     monkeypatch.setattr(engine_module, "KEPT_GRAPHS", 3)
     device, generator = SimpleNamespace(type="cuda"), torch.Generator()
     plan = SimpleNamespace(speculation=Speculation(4))
-    engine = SimpleNamespace(device=device, plan=plan, _graphs={}, _generator=generator)
+    engine = SimpleNamespace(device=device, plan=plan, _graphs={}, _generator=generator, _mover=None)
     stopwatch = Stopwatch(torch.device("cpu"))
 
     def prepared(temperature, seed=0, rows=1, near=2):

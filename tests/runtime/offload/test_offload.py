@@ -1,5 +1,7 @@
 """Caches with layers on the host hold what caches without hold; places, windows and moves are counted by hand."""
 
+import math
+
 import pytest
 import torch
 
@@ -143,41 +145,59 @@ def test_a_window_takes_from_codes_what_prompts_and_flushes_would_have_written()
 
 
 def test_layers_on_the_device_take_the_memory_of_those_that_left():
-    """Memory for one layer of 17 groups: two may have 8, three 5, four 4."""
+    """Memory for one layer of 17 groups: two may have 8, three 5, four 4, and rows one more in the buffer but for 1."""
     cache = built(gamma=0, host_layers=3, adaptive=True)
-    movable = cache.movable
+    movable, mover = cache.movable, LayerMover(cache)
     assert movable.staying == 1
-    most = cache.config.groups(600)
-    assert (movable.units, most) == (17, 17)
+    assert (movable.groups, cache.config.groups(600)) == (17, 17)
     assert [movable.capacity(resident) for resident in (1, 2, 3, 4)] == [17, 8, 5, 4]
-    assert [movable.resident(groups) for groups in (4, 5, 6, 8, 9, 17)] == [4, 3, 2, 2, 1, 1]
+    assert [mover.threshold(resident) for resident in (4, 3, 2, 1)] == [6 * 32 - 1, 7 * 32 - 1, 10 * 32 - 1, math.inf]
 
 
-def test_a_layer_that_leaves_changes_nothing_that_is_read():
-    cache, plain = built(gamma=0, host_layers=3, adaptive=True), built(gamma=0)
-    mover = LayerMover(cache, cache.movable)
+def test_full_precision_layers_share_memory_with_the_slots_of_those_that_left():
+    """Memory for one layer of 604 slots and three of 64 + 2 x 32 + 4: Eq 7 with S = (memory - i x slots) / (4 - i)."""
+    cache = built(KVFormat.FULL, host_layers=3, adaptive=True, elastic=True, target_loads=True, window_tokens=16)
+    movable, mover = cache.movable, LayerMover(cache)
+    slots = 4 * 32 + 2 * 32 + 4  # a group for each of four queries
+    assert movable.slots == 604 + 3 * slots
+    for away in range(3):
+        assert mover.threshold(4 - away) == (movable.slots - away * slots) // (4 - away) - 3
+    assert mover.threshold(1) == math.inf
+
+
+@pytest.mark.parametrize("kv", [KVFormat.HIERARCHICAL, KVFormat.FULL])
+def test_a_layer_that_leaves_changes_nothing_that_is_read(kv):
+    cache, plain = built(kv, gamma=0, host_layers=3, adaptive=True), built(kv, gamma=0)
+    mover = LayerMover(cache)
     for each in (cache, plain):
         if each is cache:
             each.reset(2)
             mover.start(100)
         prompt(each, [100, 65])
     assert cache.first_on_host == 4
-    moved = 0
-    for _ in range(30):
+    for step in range(300):
+        mover.offload(cache.lengths.tolist())
         for each in (cache, plain):
-            grow(each, 10)
-        lengths = cache.lengths.tolist()
-        if mover.ready(lengths, 11):
-            mover.begin_switch()
-            mover.finish_switch(lengths)
-            moved += 1
+            grow(each, 1)
+        if step % 10:
+            continue
         ours, theirs = (read(each, AttentionMetadataBuilder(each).target_metadata(1)) for each in (cache, plain))
         for layer in range(4):
+            if kv is KVFormat.FULL:
+                assert all(torch.equal(*rows) for rows in zip(seen(ours[layer]), seen(theirs[layer]), strict=True))
+                continue
             for a, b in zip(ours[layer][2], theirs[layer][2], strict=True):
                 for row, count in enumerate((plain.quantized(plain.lengths) // GROUP).tolist()):
                     assert torch.equal(a[row, :, :count], b[row, :, :count])
-    assert moved == mover.moved == 3
+    assert mover.moved_at == sorted(mover.moved_at)
+    assert len(mover.moved_at) == 3
     assert cache.first_on_host == 1
+
+
+def seen(read):
+    """Keys and values of each row that the next query sees in full precision."""
+    (begin, end), stores, _ = read
+    return [store[row, :, int(begin[row]) : int(end[row]) - 1] for row in range(2) for store in stores]
 
 
 @BACKENDS

@@ -1,0 +1,99 @@
+"""Layers that leave while a target reads a selection: SpeContext's three parts in one generation (sections 4 to 6)."""
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan import runtime
+from ridgeplan.roofline.execution import quantized_groups
+from ridgeplan.roofline.plan.plan import HostPart
+from ridgeplan.runtime.offload.layer_mover import LayerMover
+
+LAYERS, CONTEXT, NEW, BUDGET, GROUP = 5, 64, 240, 64, 32
+PROMPTS = 60, 37
+CASES = {
+    "retrieval-head": {},
+    "streamingllm": {"sinks": 2},
+    "quest": {},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return tiny_model(agreeable=True, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def run(model, head_file, prompts):
+    """A generation of a plan, and the engine that ran it."""
+    path = head_file(model)
+
+    def generate(plan, *lengths):
+        head = path if plan.attention.selection.name == "retrieval-head" else None
+        engine = runtime.load(plan, model.folder, device="cpu", retrieval_head=head)
+        return engine.generate(prompts(*lengths), NEW), engine
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def placed(model, shape_of, make_plan, limited):
+    """A plan with so little memory that all layers fit its prompt, and few of them the text's end."""
+
+    def make(kv, name, gamma=0, **placement):
+        target = {"target": name, "target_budget": BUDGET, "target_options": CASES[name]} if name != "all" else {}
+        drafts = {"selection": name, "ratio": 0.2, "floor": 48, **CASES[name]} if gamma else {}
+        plan = make_plan(kv, gamma, context=CONTEXT, new_tokens=NEW, batch=2, **target, **drafts)
+        options = {"budget": BUDGET, "adaptive": True} | placement
+        return limited(plan, shape_of(model.folder), 3, HostPart.ALL, **options)[0]
+
+    return make
+
+
+def without_limit(plan):
+    return replace(plan, placement=replace(plan.placement, memory_bytes=0))
+
+
+@pytest.mark.parametrize("name, gamma", [*((name, 0) for name in CASES), ("retrieval-head", 1), ("all", 0)])
+def test_the_same_tokens_as_without_a_limit(name, gamma, run, placed):
+    plan = placed("bf16", name, gamma)
+    (found, engine), (expected, roomy) = run(plan, *PROMPTS), run(without_limit(plan), *PROMPTS)
+    assert found.tokens == expected.tokens
+    assert roomy.cache.config.host_layers == 0
+    assert found.statistics.host_layers == found.statistics.moved_layers >= 2
+    assert engine.cache.config.host_layers >= 3  # the last may fit until the very end
+    assert gamma == 0 or found.statistics.accepted > 0
+    assert name == "all" or 0 < found.statistics.loads < found.statistics.wanted_loads
+
+
+def test_layers_leave_at_the_steps_that_algorithm_2_names(run, placed):
+    """Before the pass whose length reaches S_i, the largest that i layers on the host leave room for (Eq 7)."""
+    found, engine = run(placed("bf16", "retrieval-head"), *PROMPTS)
+    memory, slots = engine.cache.movable.slots, BUDGET + 2 * GROUP + 1
+    thresholds = [(memory - i * slots) // (LAYERS - i) for i in range(engine.cache.config.host_layers)]
+    assert thresholds == sorted(thresholds)
+    assert max(PROMPTS) < thresholds[0]
+    last = max(PROMPTS) + NEW - 2  # tokens before the last pass
+    assert list(found.statistics.moved_at) == [length for length in thresholds if length <= last]
+
+
+@pytest.mark.parametrize("beyond, away", [(-1, 1), (0, 2)])
+def test_a_prompt_starts_with_the_layers_away_that_algorithm_2_names(beyond, away, run, placed):
+    """Of a prompt one token short of S_1 one layer is away, of one as long two."""
+    _, engine = run(placed("bf16", "retrieval-head"), 60)
+    LayerMover(engine.cache).start(engine.statistics.moved_at[1] + beyond)
+    assert LAYERS - engine.cache.first_on_host == away
+
+
+def test_what_is_moved_is_what_is_predicted(run, placed):
+    """Every step after the first layer has left asks each one for the budget that recent tokens leave it."""
+    plan = placed("bf16", "retrieval-head")
+    found, engine = run(plan, 60)
+    statistics = found.statistics
+    wanted = 0
+    for length in range(60, 60 + NEW - 1):  # a step's query sees itself, too
+        old = quantized_groups(length, GROUP) * GROUP
+        chosen = min(max(BUDGET - (length - old), 4), old)
+        wanted += sum(length >= left for left in statistics.moved_at) * chosen * engine.cache.kv_heads
+    assert statistics.wanted_loads == wanted
+    assert 0 < statistics.loads < wanted
