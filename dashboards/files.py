@@ -85,8 +85,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def json_text(data: Any) -> str:
-    """`data` as indented JSON. Raises ValueError for NaN and infinity."""
-    return json.dumps(data, indent=2, allow_nan=False) + "\n"
+    """`data` as indented JSON. Raises FileProblem for NaN and infinity, which no result may hold."""
+    try:
+        return json.dumps(data, indent=2, allow_nan=False) + "\n"
+    except ValueError as error:
+        raise FileProblem(f"a result is NaN or infinite, so it is not written: {error}") from error
 
 
 def write_json(path: Path | None, data: Any) -> None:

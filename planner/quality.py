@@ -69,6 +69,13 @@ class QualityRow(Checked):
     def _owner(self) -> str:
         return "quality row: "
 
+    def _contradiction(self) -> str | None:
+        """Fidelity and scores of tasks are shares."""
+        measured = max(self.value, self.plain)
+        if self.measure in (PERPLEXITY, *COST_MEASURES) or measured <= 1:
+            return None
+        return f"{self.measure} is {measured:g}; allowed: a number from 0 to 1"
+
     @property
     def cell(self) -> tuple[Any, ...]:
         """A key that repeated measurements of the same figure share."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.memory import PeakMemory
 from ridgeplan.runtime.offload.layer_mover import LayerMover
 from ridgeplan.runtime.request import Request, SequenceState
+from ridgeplan.runtime.sampling import require_finite
 from ridgeplan.runtime.speculation.gamma_control import GammaSchedule
 from ridgeplan.runtime.speculation.rounds import Rounds
 from ridgeplan.runtime.speculation.speculator import NOTHING, RowResult, Speculator
@@ -129,15 +129,6 @@ class DecodeLoop:
             if running and row.stopped:
                 self.speculator.cache.stop(index)
         return gained
-
-
-def require_finite(finite: Sequence[bool]) -> None:
-    """Raises ModelError for the first sequence with logits that are not finite."""
-    if not all(finite):
-        raise ModelError(
-            f"the model's logits are NaN or infinite for sequence {finite.index(False)}, so that no token can be "
-            "drawn; allowed: weights and a dtype that keep them finite"
-        )
 
 
 def _flushes(row: SequenceState, cache: KVCacheConfig) -> int:

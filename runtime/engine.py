@@ -15,7 +15,7 @@ from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.runtime.decode_loop import DecodeLoop, require_finite
+from ridgeplan.runtime.decode_loop import DecodeLoop
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.eviction import eviction_scorer, most_appended
@@ -34,11 +34,11 @@ from ridgeplan.runtime.policies.base import TokenSelector
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
-from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.sampling import SamplingParams, all_finite, require_finite
 from ridgeplan.runtime.speculation.gamma_control import AdaptiveGamma, FixedGamma, GammaSchedule
 from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphedStep, GraphRounds, Rounds
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
-from ridgeplan.runtime.speculation.speculator import Speculator, all_finite
+from ridgeplan.runtime.speculation.speculator import Speculator
 from ridgeplan.runtime.statistics import Statistics, Stopwatch
 
 # Rows, layers on the device, and the sampling parameters.
@@ -180,7 +180,7 @@ class Engine:
         The prompts' cache is the one that `generate` decodes with. Passes of the target are without drafts: over one
         token on a GPU, where they are replays of a graph, and where the target selects what it reads; else over a few.
         tokens: equally many for each prompt.
-        Raises WorkloadError as `generate` does, for a generation of one token more.
+        Raises what `generate` raises, for a generation of one token more.
         """
         ids = torch.tensor([list(row) for row in tokens], dtype=torch.int64, device=self.device)
         request = Request.build(prompts, ids.shape[1] + 1, None)
@@ -195,7 +195,9 @@ class Engine:
             one_by_one = self._sparse_target is not None or isinstance(step, GraphedStep)
             passes = cache.config.passes(stored, ids.shape[1], 1 if one_by_one else TEACHER_FORCED_TOKENS)
             logits += [step(ids[:, part]) for part in passes]
-        return torch.cat(logits, dim=1)
+        forced = torch.cat(logits, dim=1)
+        require_finite(all_finite(forced).all(dim=1).tolist())
+        return forced
 
     def _teacher_forced_step(self, speculator: Speculator) -> Callable[[Tensor], Tensor]:
         """A pass of the target: of tokens [rows, queries], which are then in the cache, logits [rows, queries, vocab].

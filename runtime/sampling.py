@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from ridgeplan.kernels.sampling import filter_logits
 from ridgeplan.kernels.sampling.reference import Choice
 from ridgeplan.roofline.catalog.validation import brief
-from ridgeplan.runtime.errors import WorkloadError, require_whole
+from ridgeplan.runtime.errors import ModelError, WorkloadError, require_whole
 
 MAX_SEED = 2**63 - 1
 # Differences of logits are divided by the temperature in float32, which must neither overflow nor underflow.
@@ -62,3 +62,18 @@ def _require_number(name: str, value: object, allowed: str) -> None:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not real or not abs(value) <= sys.float_info.max:  # type: ignore[arg-type]
         raise WorkloadError(f"{name} is {brief(value)}; allowed: {allowed}")
+
+
+def all_finite(logits: Tensor) -> Tensor:
+    """Whether rows of logits [..., vocab] have no NaN and a finite peak, bool [...]; some logits may be -inf."""
+    peak = logits.amax(-1)  # NaN if any logit is NaN
+    return peak - peak == 0
+
+
+def require_finite(finite: Sequence[bool]) -> None:
+    """Raises ModelError for the first sequence with logits that are not finite."""
+    if not all(finite):
+        raise ModelError(
+            f"the model's logits are NaN or infinite for sequence {finite.index(False)}, so that no token can be "
+            "drawn; allowed: weights and a dtype that keep them finite"
+        )

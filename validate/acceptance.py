@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.planner.acceptance import AcceptanceRow
+from ridgeplan.planner.acceptance.rows import MIN_ACCEPTANCE
 from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
@@ -33,8 +34,9 @@ from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
+from ridgeplan.runtime.sampling import require_finite
 from ridgeplan.validate.machine import device_name, today
-from ridgeplan.validate.measure import Progress, silent
+from ridgeplan.validate.measure import Progress, clamp_share, silent
 from ridgeplan.validate.prompts import prompt_tokens
 
 ROUND = 8  # drafts; plans with gamma 8 see their mean
@@ -148,7 +150,7 @@ class TeacherForced:
 
     @torch.inference_mode()
     def run(self, ids: Sequence[int], context: int, on_round: Callable[[], None]) -> list[TextAcceptance]:
-        """Acceptance on the whole rounds of the tokens after the first `context`."""
+        """Acceptance on the whole rounds of the tokens after the first `context`. Raises ModelError for NaN logits."""
         assert self.engine.cache is not None, "the engine is open"
         text = torch.tensor(ids, device=self.engine.device)
         coded = any(draft.reads_codes or draft.kind == "kv8" for draft in self.drafts)
@@ -158,8 +160,9 @@ class TeacherForced:
         for start in range(context, len(text) - ROUND + 1, ROUND):
             rounds.append(self._round(caches, text[None, start : start + ROUND]))
             on_round()
-        means = torch.stack(rounds).double().mean(0).tolist()
-        return [TextAcceptance(draft, tuple(each)) for draft, each in zip(self.drafts, means, strict=True)]
+        means = torch.stack(rounds).double().mean(0)
+        require_finite([bool(means.isfinite().all())])  # NaN where any of the target's or the drafts' logits was
+        return [TextAcceptance(draft, tuple(each)) for draft, each in zip(self.drafts, means.tolist(), strict=True)]
 
     def _round(self, caches: _Caches, tokens: Tensor) -> Tensor:
         """Acceptance [drafts, ROUND] of one round's tokens [1, ROUND], which then enter the caches."""
@@ -262,8 +265,8 @@ def measure_acceptance(
             row = measured_row(
                 engine.device.type, shape, passage.name, plan.workload.context, where,
                 calibrated=bool(passage.calibration), yarn=plan.workload.yarn_factor, draft=result.draft.kind,
-                acceptance=min(1.0, max(1e-6, result.mean)),  # sums of float32 probabilities may pass 1
-                ratio=result.draft.ratio, gamma=ROUND, checkpoint=checkpoint_of(model), tokens=passage.tokens,
+                acceptance=result.mean, ratio=result.draft.ratio, gamma=ROUND, checkpoint=checkpoint_of(model),
+                tokens=passage.tokens,
             )  # fmt: skip
             yield MeasuredAcceptance(row, result.by_position)
 
@@ -324,18 +327,21 @@ def measured_row(
     context: int,
     where: str,
     *,
+    acceptance: float,
     calibrated: bool,
     yarn: float = 1.0,
     **fields: Any,
 ) -> AcceptanceRow:
     """A row of acceptance that was measured on a device of type `device_type`, "cuda" or "cpu".
 
-    where: what was measured, and on which device. yarn: YaRN's factor. fields: the row's other fields.
+    where: what was measured, and on which device. acceptance: as measured. yarn: YaRN's factor. fields: the row's other
+    fields. Raises PlanError for an acceptance that is no probability.
     """
     return AcceptanceRow(
         model=shape.name,
         parameters=shape.parameters / 1e9,
         context=context,
+        acceptance=clamp_share(acceptance, MIN_ACCEPTANCE),
         source="measured",
         where=f"{where}, YaRN x{yarn:g}" if yarn > 1 else where,
         quantizer="gptq" if device_type == "cuda" or calibrated else "diagonal",

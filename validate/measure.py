@@ -247,6 +247,17 @@ def _driver_bytes(engine: Engine) -> int | None:
     return total - free
 
 
+ROUNDING = 1e-3  # by which a sum of float32 probabilities over a large vocabulary may pass 1
+
+
+def clamp_share(share: float, low: float = 0.0) -> float:
+    """A measured share in low..1, which rounding may have taken slightly outside of 0..1.
+
+    Anything further outside, and NaN, is returned as it is, so that the row it is saved in refuses it.
+    """
+    return min(1.0, max(low, share)) if -ROUNDING <= share <= 1 + ROUNDING else share
+
+
 # Called with the name of the next part, the number of finished parts, and their total.
 Progress = Callable[[str, int, int], None]
 

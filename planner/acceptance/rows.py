@@ -71,6 +71,7 @@ HERE = Path(__file__).parent
 # How 4-bit weights were made: rounded to nearest in groups of 64 with the head in 16 bits; or by runtime/quantization,
 # from the Hessian's diagonal or the whole Hessian; or in a paper, which does not say.
 QUANTIZERS = ("nearest", "nearest-64", "diagonal", "gptq", "published")
+MIN_ACCEPTANCE = 1e-6
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -87,7 +88,7 @@ class AcceptanceRow(Checked):
     model: str = name_text()
     parameters: float = number(1e-6, 1e5)  # billions
     context: int = whole(1, MAX_TOKENS)  # tokens
-    acceptance: float = number(1e-6, 1)
+    acceptance: float = number(MIN_ACCEPTANCE, 1)
     source: str = one_of(SOURCES)
     where: str = text()
     ratio: float = number(MIN_RATIO, 1, default=1.0)

@@ -32,6 +32,7 @@ from ridgeplan.runtime.eviction.prompt import PromptEviction, longest_text
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.sampling import all_finite, require_finite
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # cuDNN is about twice as fast as FlashAttention-2 on long prompts (H200, 8k to 128k tokens).
@@ -85,9 +86,11 @@ def prefill(
     """Fills `row` of the cache from prompt [tokens]; returns the logits [vocab] that follow its last token.
 
     arena: memory for the long buffers, cleared first; without one they are allocated. scorer: selects the kept tokens
-    if the cache has room for only a part of the prompt.
+    if the cache has room for only a part of the prompt. Raises ModelError for logits that are NaN or infinite.
     """
-    return prefill_all(decoder, weights, [Destination(cache, row, scorer, observer)], prompt, chunk_tokens, arena)
+    logits = prefill_all(decoder, weights, [Destination(cache, row, scorer, observer)], prompt, chunk_tokens, arena)
+    require_finite([bool(all_finite(logits))])
+    return logits
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from ridgeplan.runtime.model.prefill import prefill_layer
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.quantization.gptq import Parts, quantize_planes, quantize_weight
-from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.sampling import SamplingParams, all_finite, require_finite
 from ridgeplan.runtime.speculation.speculator import Speculator
 
 SEQUENCES = 64
@@ -43,10 +43,12 @@ def self_generated_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     generator = torch.Generator(device).manual_seed(0)
     selector = token_selector(AllTokens(), AttentionMetadataBuilder(cache))
     writer = Speculator(decoder, weights, weights, cache, selector, SamplingParams(temperature=1.0), generator)
-    tokens = [torch.randint(shape.vocab, (SEQUENCES,), generator=generator, device=device)]
+    tokens, finite = [torch.randint(shape.vocab, (SEQUENCES,), generator=generator, device=device)], []
     while len(tokens) < TOKENS:
         verification = writer.verify(tokens[-1], writer.draft(tokens[-1], 0))
+        finite.append(verification.finite)
         tokens.append(writer.keep(tokens[-1], verification, cache.active())[0])
+    require_finite(torch.stack(finite).all(0).tolist())
     return torch.stack(tokens, dim=1)
 
 
@@ -100,6 +102,7 @@ def sampled_tokens(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     for layer, window in zip(weights.layers, decoder.config.windows, strict=True):
         prefill_layer(decoder, layer, hidden, window)
     logits = weights.head(decoder.norm(hidden, None, weights.norm)[1]).float()
+    require_finite([bool(all_finite(logits).all())])
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
@@ -230,7 +233,14 @@ def _recorder(linear: Linear, full: bool) -> Linear:
 
 
 def _quantized(linear: Linear, target: WeightFormat) -> Linear:
-    return quantized_linear(linear, target, linear.hessian) if isinstance(linear, HessianRecorder) else linear
+    if not isinstance(linear, HessianRecorder):
+        return linear
+    if not linear.hessian.isfinite().all():  # nothing can be fitted to it
+        raise ModelError(
+            "the model's activations are NaN or infinite on the text that its quantized weights are fitted to; "
+            "allowed: weights and a dtype that keep them finite"
+        )
+    return quantized_linear(linear, target, linear.hessian)
 
 
 def _rounded(linear: Linear, target: WeightFormat) -> Linear:

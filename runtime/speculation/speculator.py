@@ -17,7 +17,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.policies.base import TokenSelector
-from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.sampling import SamplingParams, all_finite
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 
 
@@ -93,12 +93,6 @@ class Verification:
 
     result: VerifyResult
     finite: Tensor
-
-
-def all_finite(logits: Tensor) -> Tensor:
-    """Whether rows of logits [..., vocab] have no NaN and a finite peak, bool [...]; some logits may be -inf."""
-    peak = logits.amax(-1)  # NaN if any logit is NaN
-    return peak - peak == 0
 
 
 @dataclass(frozen=True, eq=False)

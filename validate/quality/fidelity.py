@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.validate.measure import clamp_share
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def next_logits(engine: Engine, passages: Sequence[ForcedPassage]) -> Tensor:
 
 def overlap(logits: Tensor, others: Tensor) -> float:
     """Mean over rows of sum(min(p, q)), 1 - TV, of two sets of logits [tokens, vocab]."""
-    return float(torch.minimum(logits.softmax(-1), others.softmax(-1)).sum(-1).double().mean())
+    return clamp_share(float(torch.minimum(logits.softmax(-1), others.softmax(-1)).sum(-1).double().mean()))
 
 
 def surprise(logits: Tensor, passage: ForcedPassage) -> float:
@@ -55,7 +57,7 @@ def surprise(logits: Tensor, passage: ForcedPassage) -> float:
 
 def perplexity(surprises: Sequence[float]) -> float:
     """exp of the mean of passages of equal length, each in nats a token."""
-    return math.exp(math.fsum(surprises) / len(surprises))
+    return float(np.exp(math.fsum(surprises) / len(surprises)))  # infinite where math.exp would raise
 
 
 NOISE_DEVIATIONS = 5  # largest change of a logit that rounding explains, in standard deviations

@@ -148,7 +148,7 @@ def tell_oracles(engines: Sequence[Engine], passages: Sequence[ForcedPassage]) -
 def text_values(figures: Sequence[tuple[float, float]]) -> Values:
     """Fidelity and perplexity from the overlap and the surprise of each passage."""
     overlaps, surprises = zip(*figures, strict=True)
-    return {FIDELITY: min(1.0, sum(overlaps) / len(overlaps)), PERPLEXITY: perplexity(surprises)}
+    return {FIDELITY: sum(overlaps) / len(overlaps), PERPLEXITY: perplexity(surprises)}
 
 
 def warm(engines: Sequence[Engine], prompt: Sequence[int]) -> None:

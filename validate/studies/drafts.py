@@ -36,8 +36,9 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.policies.base import TokenSelector
 from ridgeplan.runtime.policies.ranked import RankedSelector
+from ridgeplan.runtime.sampling import require_finite
 from ridgeplan.validate.acceptance import MAX_TOKENS_MEASURED, Passage, draft_weights_of, measured_row, named_shape
-from ridgeplan.validate.measure import Progress, silent
+from ridgeplan.validate.measure import Progress, clamp_share, silent
 from ridgeplan.validate.prompts import prompt_tokens
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
 
@@ -216,8 +217,9 @@ def measure(
         acceptance = _round(engine, draft_weights, drafters, text[None, start : start + ROUND])
         rounds += [acceptance] if index else []
         on_round(index + 1, len(starts))
-    means = torch.stack(rounds).double().mean(0).tolist()
-    by_draft = zip(drafts, means, strict=True)
+    means = torch.stack(rounds).double().mean(0)
+    require_finite([bool(means.isfinite().all())])  # NaN where any of the target's or the drafts' logits was
+    by_draft = zip(drafts, means.tolist(), strict=True)
     return [DraftAcceptance(draft, context, len(rounds), tuple(each)) for draft, each in by_draft]
 
 
@@ -309,17 +311,17 @@ class SavedRow(Checked):
 
 
 def row_of(result: DraftAcceptance) -> SavedRow:
-    """The row of a measured draft."""
-    draft, mean = result.draft, min(1.0, result.mean)  # a sum of rounded quotients may pass 1
+    """The row of a measured draft. Raises WorkloadError for an acceptance that is no probability."""
+    draft, by_position = result.draft, tuple(map(clamp_share, result.by_position))
     return SavedRow(
         result.context,
         draft.policy,
         draft.ratio,
         draft.format,
         result.rounds,
-        mean,
+        clamp_share(result.mean),
         result.tokens_per_round,
-        result.by_position,
+        by_position,
     )
 
 
@@ -381,7 +383,7 @@ def acceptance_rows(study: SavedStudy, shape: ModelShape, checkpoint: str) -> li
         measured_row(
             device_type, shape, study.text, row.context, where,
             calibrated=bool(study.calibration), yarn=yarn_factor(shape, row.context + study.tokens),
-            draft=row.draft[1].row_name, acceptance=max(1e-6, row.mean), ratio=row.ratio, gamma=GAMMA,
+            draft=row.draft[1].row_name, acceptance=row.mean, ratio=row.ratio, gamma=GAMMA,
             checkpoint=checkpoint, tokens=study.tokens,
         )
         for row in study.rows

@@ -7,8 +7,8 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.kernels.sampling.reference import VerifyResult
-from ridgeplan.runtime.sampling import SamplingParams
-from ridgeplan.runtime.speculation.speculator import RowResult, Verification, all_finite
+from ridgeplan.runtime.sampling import SamplingParams, all_finite
+from ridgeplan.runtime.speculation.speculator import RowResult, Verification
 
 
 @pytest.fixture
