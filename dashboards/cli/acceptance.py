@@ -15,7 +15,7 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, require_planned_model
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
 from ridgeplan.dashboards.files import locked, require_writable, write_atomically
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
 from ridgeplan.planner.plan_file import SavedPlan
@@ -106,7 +106,7 @@ def _report(measured: Sequence[MeasuredAcceptance], path: Path, as_json: bool) -
           *(f"{value:.3f}" for value in result.by_position), result.row.quantizer if "w4" in result.row.draft else "")
          for result in measured),
     )  # fmt: skip
-    click.echo(f"saved to {path}")
+    echo(f"saved to {path}")
 
 
 def _draft_name(row: AcceptanceRow) -> str:
@@ -175,12 +175,12 @@ def _print(tuning: Tuning, path: Path) -> None:
         print_table(f"Step: {step.name}", ("ratio", "gamma", "tokens/round", "round ms", "TPOT ms", ""), _cells(step))
     best = tuning.chosen
     slower = "; plain decoding is faster" if tuning.speedup < 1 else ""
-    click.echo(
+    echo(
         f"ratio {best.ratio:g}, gamma {best.gamma}: {number(best.tpot_ms)} ms per token, "
         f"{tuning.speedup:.2f}x plain decoding with the same target{slower}"
     )
     few = "no acceptance saved, because too few drafts reached any position; increase --tokens"
-    click.echo(f"saved {len(tuning.rows)} acceptance rows to {path}" if tuning.rows else few)
+    echo(f"saved {len(tuning.rows)} acceptance rows to {path}" if tuning.rows else few)
 
 
 def _cells(step: Step) -> list[tuple[str, ...]]:

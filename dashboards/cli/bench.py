@@ -11,7 +11,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, warnings_as_notes
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
 from ridgeplan.dashboards.files import write_json
 from ridgeplan.validate.kernel_calls.sizes import KERNELS
 
@@ -64,14 +64,14 @@ def planner(runs: int, output: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(speed.to_dict())
         return
-    click.echo(f"plan {MODEL} --gpu {GPU} --ctx {CONTEXT}, medians:")
-    click.echo(f"  new process            {1e3 * speed.cold_s:.0f} ms ({1e3 * speed.help_s:.0f} ms for --help)")
-    click.echo(f"  first call             {1e3 * speed.first_s:.0f} ms")
-    click.echo(f"  further calls          {1e3 * speed.warm_s:.1f} ms for {speed.searched_plans:,} plans")
-    click.echo(f"  map of 64 x 16 sizes   {1e3 * speed.map_s:.0f} ms")
-    click.echo(f"  1,000 questions        {speed.grid_s:.2f} s, on 5 GPUs at 2 qualities")
-    click.echo(f"  whole search           {speed.searched_plans_per_s / 1e6:.2f} million plans per second")
-    click.echo(f"  compiled sweep         {speed.swept_plans_per_s / 1e6:.1f} million plans per second")
+    echo(f"plan {MODEL} --gpu {GPU} --ctx {CONTEXT}, medians:")
+    echo(f"  new process            {1e3 * speed.cold_s:.0f} ms ({1e3 * speed.help_s:.0f} ms for --help)")
+    echo(f"  first call             {1e3 * speed.first_s:.0f} ms")
+    echo(f"  further calls          {1e3 * speed.warm_s:.1f} ms for {speed.searched_plans:,} plans")
+    echo(f"  map of 64 x 16 sizes   {1e3 * speed.map_s:.0f} ms")
+    echo(f"  1,000 questions        {speed.grid_s:.2f} s, on 5 GPUs at 2 qualities")
+    echo(f"  whole search           {speed.searched_plans_per_s / 1e6:.2f} million plans per second")
+    echo(f"  compiled sweep         {speed.swept_plans_per_s / 1e6:.1f} million plans per second")
 
 
 def measure(chosen: Sequence[str]) -> dict[str, Any]:
@@ -87,8 +87,7 @@ def run_once(chosen: Sequence[str]) -> dict[str, Any]:
     """The errors of kernels run once; null if not finite, as in reports."""
     from ridgeplan.validate.kernel_bench import run_kernels_once
 
-    with warnings_as_notes():
-        results = run_kernels_once(chosen)
+    results = run_kernels_once(chosen)
     return {
         "rows": [
             {"kernel": kernel, "shape": shape, "error": error if math.isfinite(error) else None}
@@ -103,7 +102,7 @@ def print_report(report: Mapping[str, Any]) -> None:
     roof = f"{report['copy_bytes_per_s'] / 1e12:.3g} TB/s, {report['matmul_flops'] / 1e12:.3g} TFLOP/s"
     rows = report["rows"]
     print_table(f"{report['device']}, {roof}, {report['date']}", columns, map(row_texts, rows))
-    click.echo(f"{sum(row['met'] for row in rows)} of {len(rows)} meet the targets for an H200")
+    echo(f"{sum(row['met'] for row in rows)} of {len(rows)} meet the targets for an H200")
 
 
 def error_text(error: float | None) -> str:

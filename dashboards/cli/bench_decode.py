@@ -12,7 +12,7 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, warnings_as_notes
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
 from ridgeplan.dashboards.files import write_json
 from ridgeplan.planner import Plan, Workload
 from ridgeplan.planner.resolution import this_machine
@@ -35,7 +35,7 @@ def print_breakdown(row: DecodeRow, breakdown: Breakdown) -> None:
     title = f"\n{case.preset}, context {case.context}, batch {case.batch}, gamma {row.gamma}: one round"
     columns = ("operation", "launches", "measured us", "predicted us", "other kernels")
     print_table(title, columns, map(breakdown_texts, breakdown.rows))
-    click.echo(
+    echo(
         f"kernels take {number(breakdown.kernels_us)} us, {number(breakdown.overlap_us)} us of them beside others; a "
         f"round takes {number(breakdown.round_us)} us ({number(breakdown.traced_round_us)} us while traced, "
         f"{number(breakdown.predicted_us)} us predicted)"
@@ -263,8 +263,7 @@ def report(
     if not as_json:
         print_report(data)
     if breakdown:
-        with warnings_as_notes():
-            rounds = breakdowns(inflated, result.rows, calibrated, new_tokens, text=text, temperature=temperature)
+        rounds = breakdowns(inflated, result.rows, calibrated, new_tokens, text=text, temperature=temperature)
         pairs = zip(data["rows"], rounds, strict=True)
         data["rows"] = [{**row, "breakdown": parts.to_dict()} for row, parts in pairs]
         write_json(output, data)

@@ -11,7 +11,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import print_json, print_table, progress
+from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress
 from ridgeplan.dashboards.files import FileProblem, locked, require_writable, write_atomically
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck
@@ -68,7 +68,7 @@ def calibrate(
         print_json({"path": path, "noise": noise.spreads, "profile": json.loads(profile.to_json())})
         return
     hardware = profile.hardware
-    click.echo(
+    echo(
         f"{profile.device}: {hardware.bandwidth_bytes_per_s / 1e9:.4g} GB/s, "
         f"{hardware.compute_flops / 1e12:.3g} TFLOP/s, ridge point {hardware.ridge_point:.3g} FLOP/byte"
     )
@@ -79,7 +79,7 @@ def calibrate(
           f"{rates.spread:.0%}", f"{noise.spreads[name]:.1%}" if name in noise.spreads else "", rates.source)
          for name, rates in profile.classes.items()),
     )  # fmt: skip
-    click.echo(f"saved to {output or user_profile_path()}")
+    echo(f"saved to {output or user_profile_path()}")
 
 
 def _refitted(samples: Path, output: Path | None) -> Profile:

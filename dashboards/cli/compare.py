@@ -10,7 +10,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table, wrapped
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, wrapped
 from ridgeplan.dashboards.cli.plan import MAX_NAME, shortened
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
@@ -73,7 +73,7 @@ def _print_comparison(result: PlanComparison) -> None:
     parts = list(zip(*map(_subject, result.plans), strict=True))
     common = ", ".join(part[0] for part in parts if len(set(part)) == 1)
     if common:
-        click.echo(common)
+        echo(common)
     print_notes(result.notes)
     rows = []
     for index, compared_plan in enumerate(result.plans):
@@ -85,7 +85,7 @@ def _print_comparison(result: PlanComparison) -> None:
         rows.append((name, str(predicted.gamma), *map(number, sizes), f"{predicted.speedup:.2f}x", note))
     print_table("Plans (TTFT and tokens/s of the whole batch)", COMPARE_COLUMNS, rows)
     for subject, reason in result.missing:
-        click.echo(f"{subject}: {reason}")
+        echo(f"{subject}: {reason}")
 
 
 def _subject(compared_plan: ComparedPlan) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ def _prices(gpus: Sequence[str], prices: Sequence[str]) -> dict[str, float]:
 
 def _print_costs(result: ServingCost) -> None:
     prompt, new = tokens_text(result.context), tokens_text(result.new_tokens)
-    click.echo(f"{result.model}, {prompt} prompt tokens, {new} new tokens")
+    echo(f"{result.model}, {prompt} prompt tokens, {new} new tokens")
     several = len({row.gpu for row in result.rows}) > 1
     limited = result.limits != type(result.limits)()
     rows = [_cells(row, several, limited) for row in result.rows]
@@ -165,10 +165,10 @@ def _print_costs(result: ServingCost) -> None:
     print_table("Cost (TTFT without queueing; tokens/s and dollars of one GPU)", COST_COLUMNS, rows)
     best = result.cheapest
     if best is None:
-        click.echo("no batch fits and meets the limits; try larger limits, a shorter --ctx or another --gpu")
+        echo("no batch fits and meets the limits; try larger limits, a shorter --ctx or another --gpu")
         return
     price = f"${best.dollars_per_million:.3g} per million tokens"
-    click.echo(wrapped(f"cheapest: {price} on {best.gpu} at batch {best.batch} with {best.name}"))
+    echo(wrapped(f"cheapest: {price} on {best.gpu} at batch {best.batch} with {best.name}"))
 
 
 COST_COLUMNS = ("plan", "batch", "TTFT ms", "TPOT ms", "tokens/s", "GB", "$/M", "verdict")

@@ -13,12 +13,18 @@ from ridgeplan.dashboards.cli.groups import command
 
 APP = Path(__file__).parents[1] / "app.py"
 ADDRESS = "127.0.0.1"
+HOSTS = (ADDRESS, "localhost")  # other names that lead here are those of a page that rebinds its own
 FIRST_PORT, PORTS = 8501, 50
 # Streamlit's settings. They override a config.toml of the user or of the working directory.
 SERVER = {
     "server.headless": "true",
     "server.baseUrlPath": "",
     "server.fileWatcherType": "none",
+    "server.enableCORS": "true",
+    "server.enableXsrfProtection": "true",
+    "server.enableStaticServing": "false",
+    "server.enableAgentApi": "false",
+    "server.trustedUserHeaders": "{}",
     "browser.gatherUsageStats": "false",
     "client.toolbarMode": "minimal",
     "client.showErrorDetails": "full",
@@ -41,9 +47,12 @@ def dashboard(port: int | None) -> None:
     port = _free_port() if port is None else _require_free(port)
     # -P keeps the working directory off sys.path, where a folder such as kernels/ would shadow installed packages.
     serve = [sys.executable, "-P", "-m", "streamlit", "run", str(APP)]
-    settings = {**SERVER, "server.address": ADDRESS, "server.port": str(port)}
+    origins = [f"http://{host}:{port}" for host in HOSTS]
+    settings = [*SERVER.items(), ("server.address", ADDRESS), ("server.port", str(port))]
+    settings += [("server.corsAllowedOrigins", origin) for origin in origins]
+    settings += [("server.allowedHosts", host) for host in HOSTS]
     # The server replaces this process, so that ending the command ends the server.
-    os.execv(sys.executable, [*serve, *(word for name, value in settings.items() for word in (f"--{name}", value))])
+    os.execv(sys.executable, [*serve, *(word for name, value in settings for word in (f"--{name}", value))])
 
 
 def _free_port() -> int:

@@ -11,7 +11,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.calibrate import calibrate_with_progress
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import EMBEDDED_MODEL, embedded_or, opening_tokens
-from ridgeplan.dashboards.cli.output import print_json, progress_bars
+from ridgeplan.dashboards.cli.output import echo, print_json, progress_bars
 from ridgeplan.dashboards.cli.run import statistics_dict
 from ridgeplan.dashboards.cli.validate import note_order, print_comparison
 from ridgeplan.planner import Plan, Recommendation
@@ -40,7 +40,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     profile = saved_or_quick_profile()
     recommendation = planner.recommend(EMBEDDED_MODEL, "auto", context, new_tokens=new_tokens, profile=profile)
     if not as_json:
-        click.echo(recommendation.explain() + "\n")
+        echo(recommendation.explain() + "\n")
     plans = plans_to_run(recommendation)
     with progress_bars() as bars:
         results = execute(plans, source, profile, bars)
@@ -50,7 +50,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
         print_json({"recommendation": recommendation.to_dict(), "runs": runs, "in_turns": results.in_turns})
         return
     for title, run in titled:
-        click.echo(f"{title} continues the prompt:\n{run.texts[0].strip()}\n")
+        echo(f"{title} continues the prompt:\n{run.texts[0].strip()}\n")
     for title, run in titled:
         print_comparison(title, run.comparison)
     note_order(results.in_turns)
@@ -64,7 +64,7 @@ def saved_or_quick_profile() -> Profile:
     profile, noise = calibrate_with_progress(quick=True, output=None, allow_noisy=True)
     noisy = [f"{kind} {spread:.0%}" for kind, spread in noise.spreads.items() if noise.noisy(kind)]
     if noisy:
-        click.echo(f"note: the machine was busy during calibration; readings differ: {', '.join(noisy)}", err=True)
+        echo(f"note: the machine was busy during calibration; readings differ: {', '.join(noisy)}", err=True)
     return profile
 
 

@@ -8,13 +8,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli.output import echo
 from ridgeplan.dashboards.files import FileProblem, is_user_error
+from ridgeplan.roofline.catalog.validation import brief
 
 BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
 EXIT_CODES = {
@@ -42,7 +44,7 @@ def exit_code(action: Callable[[], Any]) -> int:
     except click.Abort:
         return INTERRUPTED
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message())
+        echo(error.format_message())
     except click.MissingParameter as error:
         path = error.ctx.command_path if error.ctx else "ridgeplan"
         return _fail(f"{error.format_message()} `{path} --help` has examples", BAD_INPUT)
@@ -77,7 +79,7 @@ def _drop_output() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"error: {shortened(message)}", err=True)
+    echo(f"error: {shortened(message)}", err=True)
     return code
 
 
@@ -98,6 +100,13 @@ def prepare_process() -> None:
             stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _terminate)
     sys.unraisablehook = _send_again
+
+
+def require_utf8(words: Sequence[str]) -> None:
+    """Raises UsageError for an argument that is not UTF-8, which no result could name, before anything is measured."""
+    for word in words:
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise click.UsageError(f"the argument {brief(word)} is not UTF-8; allowed: arguments in UTF-8")
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

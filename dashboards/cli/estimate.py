@@ -12,7 +12,7 @@ import click
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, wrapped
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, wrapped
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan, Prediction, SearchOptions
 from ridgeplan.planner.capacity import usable_bytes
@@ -110,13 +110,13 @@ def _print(result: PlanEstimate) -> None:
     workload, predicted, speculation = result.plan.workload, result.predicted, result.plan.speculation
     size = f"{workload.context} tokens of context, batch {workload.batch}"
     oom = "" if result.fits else f"; does not fit {size_text(result.question.memory_limit_bytes)}"
-    click.echo(wrapped(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{oom}"))
-    click.echo(f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}")
+    echo(wrapped(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{oom}"))
+    echo(f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}")
     for loss in result.losses:
-        click.echo(wrapped(f"  quality cost: {loss}"))
+        echo(wrapped(f"  quality cost: {loss}"))
     unsupported = only_estimated(result.plan, result.shape)
     for note in (*result.notes, *_overheads(result), *([unsupported] if unsupported else [])):
-        click.echo(wrapped(f"  note: {note}"))
+        echo(wrapped(f"  note: {note}"))
     adaptive = f"adaptive up to {speculation.gamma}" if speculation.adaptive else ""
     rows = [(result.name, *opt.figures(predicted), adaptive),
             ("plain decoding", *opt.figures(result.baseline), "")]  # fmt: skip
@@ -157,7 +157,7 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
     term = " ".join(subject)
     if Path(term).suffix != ".json":
         meaning = meaning_of(term)
-        print_json({"term": term, "meaning": meaning}) if as_json else click.echo(wrapped(meaning))
+        print_json({"term": term, "meaning": meaning}) if as_json else echo(wrapped(meaning))
         return
     saved = opt.SavedPlanFile().convert(term, None, None)
     shape, profile = saved.resolve()
@@ -170,7 +170,7 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
         print_json({"plan": plan.to_dict(), "predicted": compared.to_dict(), "baseline": plain.to_dict()})
         return
     missing = unsupported(plan, Backend.RIDGEPLAN, loaded, profile)
-    click.echo("\n".join(map(wrapped, _lines(plan, compared, plain, loaded, usable, missing))))
+    echo("\n".join(map(wrapped, _lines(plan, compared, plain, loaded, usable, missing))))
 
 
 def _lines(

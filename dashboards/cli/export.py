@@ -10,7 +10,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import number, print_json, wrapped
+from ridgeplan.dashboards.cli.output import echo, number, print_json, wrapped
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan
 from ridgeplan.planner.export import ENGINES, Exported, ServeCommandOptions, engine_named, export, schema_for
@@ -85,7 +85,7 @@ def export_plan(
     if as_json:
         print_json(exported.to_dict())
     else:
-        click.echo("\n".join(report(plan.plan, exported)))
+        echo("\n".join(report(plan.plan, exported)))
 
 
 def report(plan: Plan, exported: Exported) -> list[str]:

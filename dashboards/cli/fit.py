@@ -10,7 +10,7 @@ import click
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.output import echo, print_json, print_notes, print_table
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, size_text, tokens_text
 from ridgeplan.planner.queries.fit import BATCHES, fit_gpus
@@ -62,7 +62,7 @@ def _on_gpu(
         print_json(result.to_dict())
         return
     usable = f"{size_text(result.memory_limit_bytes)} ({result.memory_limit_bytes / GIB:.1f} GiB)"
-    click.echo(f"{result.model} on {result.hardware}; plans may use {usable}")
+    echo(f"{result.model} on {result.hardware}; plans may use {usable}")
     print_notes(result.notes)
     for title, fits in (
         ("Largest context per batch", result.contexts),
@@ -96,4 +96,4 @@ def _on_all_gpus(
     print_table(f"{model}, {context} tokens x {batch}", ("GPU", "GB", "fits", *largest, "plan"), rows)
     smallest = next((gpu.gpu for gpu in gpus if gpu.fits), None)
     hint = "" if options.quality == "lossy" else "; --quality lossy needs less memory"
-    click.echo(f"smallest GPU that fits: {smallest}" if smallest else f"no GPU of the catalog fits{hint}")
+    echo(f"smallest GPU that fits: {smallest}" if smallest else f"no GPU of the catalog fits{hint}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
@@ -28,15 +29,18 @@ def command(name: str | None = None, *, cls: type[click.Command] = click.Command
 class OneLineGroup(click.Group):
     """A group whose errors are one line and whose exit codes are those of `errors.EXIT_CODES`."""
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """Runs as click does, which would print errors over several lines."""
-        from ridgeplan.dashboards.cli.errors import exit_code, prepare_process
+        from ridgeplan.dashboards.cli.errors import exit_code, prepare_process, require_utf8
+        from ridgeplan.dashboards.cli.output import warnings_as_notes
 
-        run = super().main
+        run, words = super().main, sys.argv[1:] if args is None else args
 
         def command() -> Any:
             prepare_process()
-            return run(*args, **{"prog_name": "ridgeplan", **kwargs, "standalone_mode": False})
+            require_utf8(words)
+            with warnings_as_notes():
+                return run(words, **{"prog_name": "ridgeplan", **kwargs, "standalone_mode": False})
 
         raise SystemExit(exit_code(command))
 
@@ -140,7 +144,9 @@ def completion(ctx: click.Context, shell: str) -> None:
       ridgeplan completion zsh > ~/.zfunc/_ridgeplan
       ridgeplan completion fish > ~/.config/fish/completions/ridgeplan.fish
     """
+    from ridgeplan.dashboards.cli.output import echo
+
     completer = get_completion_class(shell)
     if completer is None:
         raise click.UsageError(f"no completion for {shell!r}")
-    click.echo(completer(ctx.find_root().command, {}, "ridgeplan", "_RIDGEPLAN_COMPLETE").source())
+    echo(completer(ctx.find_root().command, {}, "ridgeplan", "_RIDGEPLAN_COMPLETE").source())

@@ -9,7 +9,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import print_json, print_table, wrapped
+from ridgeplan.dashboards.cli.output import echo, print_json, print_table, wrapped
 from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.quantities import GB, tokens_text
@@ -78,7 +78,7 @@ def gpus(template: bool, as_json: bool) -> None:
     if template and as_json:
         raise click.UsageError("--template and --json cannot be combined; allowed: one of them")
     if template:
-        click.echo(TEMPLATE.read_text(encoding="utf-8"), nl=False)
+        echo(TEMPLATE.read_text(encoding="utf-8"), nl=False)
         return
     calibrated = {profile.hardware.name for profile in shipped_profiles()}
     if as_json:
@@ -120,7 +120,7 @@ def presets(as_json: bool) -> None:
     )
     print_table("Presets", ("preset", "quality", "runs", "changes to plain decoding"), rows)
     for line in PRESETS_LEGEND:
-        click.echo(wrapped(line))
+        echo(wrapped(line))
 
 
 for _command in (models, gpus, presets):

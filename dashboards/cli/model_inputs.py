@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ridgeplan.dashboards.cli.output import echo
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.roofline.catalog.model_shape import sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
@@ -54,10 +55,6 @@ def prompt_text(text: str | None, path: str | None) -> str | None:
         from ridgeplan.validate.prompts import read_prompt
 
         return read_prompt(path)
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:  # bytes that are invalid in the terminal's encoding
-        raise click.UsageError("--prompt holds bytes that are not UTF-8; allowed: text, or --prompt-file") from None
     return text
 
 
@@ -110,7 +107,7 @@ def calibration_tokens(source: str, path: str | None) -> list[int] | None:
         return None
     tokens = opening_tokens(source, path, CALIBRATION_TOKENS)
     if len(tokens) < FEW_CALIBRATION_TOKENS:
-        click.echo(
+        echo(
             f"note: {path} has only {len(tokens)} tokens; good calibration needs {FEW_CALIBRATION_TOKENS} or more",
             err=True,
         )

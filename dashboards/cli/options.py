@@ -5,6 +5,7 @@ Names that vLLM and benchmark clients use for the same option are aliases.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from ridgeplan.planner.plan_file import SavedPlan, read_plan
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import GB, size_text
 from ridgeplan.roofline.catalog.files import read_document
+from ridgeplan.roofline.catalog.validation import UNPRINTABLE, brief
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, KVFormat, PlanError, require
 from ridgeplan.roofline.plan.support import Backend
 
@@ -65,6 +67,18 @@ class Names(click.ParamType):
             return tuple(value)
         names = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
         return names or self.fail(f"{value!r} holds no name; allowed: one name, or several with commas", param, ctx)
+
+
+class PlainText(click.ParamType):
+    """A name that results will hold, or a file after which they name something."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value, unchanged, unless it has control characters."""
+        if re.search(f"[{UNPRINTABLE}]", value):
+            self.fail(f"{brief(value)} has control characters; allowed: a name without them", param, ctx)
+        return value
 
 
 class OutputFile(click.ParamType):
@@ -246,13 +260,23 @@ max_new_tokens = click.option(
     help=f"Tokens to generate.  [default: {DEFAULT_RUN_TOKENS}, or the plan's if fewer]",
 )  # fmt: skip
 retrieval_head = click.option(
-    "--retrieval-head", metavar="FILE", help="Head from `ridgeplan distill`, for plans that select tokens with one."
+    "--retrieval-head",
+    type=PlainText(),
+    metavar="FILE",
+    help="Head from `ridgeplan distill`, for plans that select tokens with one.",
 )
 calibration_file = click.option(
-    "--calibration", metavar="FILE", help="UTF-8 text similar to the workload, to fit 4-bit weights to."
+    "--calibration",
+    type=PlainText(),
+    metavar="FILE",
+    help="UTF-8 text similar to the workload, to fit 4-bit weights to.",
 )
-text_file = click.option("--text", metavar="FILE", required=True, help="UTF-8 text similar to the workload.")
-text_name = click.option("--text-name", help="Name of the text in saved rows.  [default: the file's name]")
+text_file = click.option(
+    "--text", type=PlainText(), metavar="FILE", required=True, help="UTF-8 text similar to the workload."
+)
+text_name = click.option(
+    "--text-name", type=PlainText(), help="Name of the text in saved rows.  [default: the file's name]"
+)
 contexts = listed("--ctx", TOKENS, "Context lengths in tokens, a list.", (4096,))
 tokens_after = click.option("--tokens", type=int, default=256, help="Tokens to measure after each context.")
 

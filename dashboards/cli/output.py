@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 import warnings
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.files import json_text
+from ridgeplan.roofline.catalog.validation import UNPRINTABLE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,9 +24,22 @@ TEXT_COLUMNS = 80  # width of paragraphs
 OnProgress = Callable[[str, int, int], None]  # what is done now, steps done, steps in total
 
 
+CONTROLS = re.compile(rf"(?![\n\t])[{UNPRINTABLE}]")
+
+
+def printable(text: str) -> str:
+    """`text` without control characters, which terminals obey; line breaks and tabs stay."""
+    return CONTROLS.sub("", text)
+
+
+def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Prints text on stdout or stderr, as all commands do, but for tables and progress bars."""
+    click.echo(printable(text), err=err, nl=nl)
+
+
 def print_json(data: Any) -> None:
     """Prints `data` as indented JSON on stdout."""
-    click.echo(json_text(data), nl=False)
+    echo(json_text(data), nl=False)
 
 
 def number(value: float) -> str:
@@ -46,7 +61,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     from rich.markup import escape
     from rich.table import Table
 
-    body = list(rows)
+    body = [tuple(map(printable, row)) for row in rows]
     shown = len(columns) if any(row[-1] for row in body) else len(columns) - 1
     widths = [max(map(len, column)) for column in zip(columns[:shown], *(row[:shown] for row in body), strict=True)]
     screen = console()
@@ -60,14 +75,14 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column, justify="left" if words else "right", overflow="fold", no_wrap=no_wrap)
     for row in body:
         table.add_row(*map(escape, row[:shown]))
-    click.echo(title)
+    echo(title)
     screen.print(table)
 
 
 def print_notes(notes: Iterable[str]) -> None:
     """Prints a line for each note."""
     for note in notes:
-        click.echo(wrapped(f"note: {note}"))
+        echo(wrapped(f"note: {note}"))
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -80,11 +95,13 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Progress bars on stderr if it is a terminal, erased at the end. Warnings inside the body become notes."""
-    from rich.progress import Progress
+    """Progress bars on stderr if it is a terminal, erased at the end."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     shown = sys.stderr.isatty()
-    with warnings_as_notes(), Progress(console=console(stderr=True), transient=True, disable=not shown) as bars:
+    label = TextColumn("{task.description}", markup=False)  # names of models are no markup
+    columns = (label, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())  # rich's own, but for the label
+    with Progress(*columns, console=console(stderr=True), transient=True, disable=not shown) as bars:
         yield bars
 
 
@@ -95,7 +112,7 @@ def progress(first: str) -> Iterator[OnProgress]:
         bar = bars.add_task(first)
 
         def show(what: str, done: int, total: int) -> None:
-            bars.update(bar, description=what, completed=done, total=total)
+            bars.update(bar, description=printable(what), completed=done, total=total)
 
         yield show
 
@@ -105,7 +122,7 @@ def warnings_as_notes() -> Iterator[None]:
     """Prints warnings inside the body as one line on stderr."""
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
-        click.echo(f"note: {' '.join(str(message).split())}", err=True)
+        echo(f"note: {' '.join(str(message).split())}", err=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = note

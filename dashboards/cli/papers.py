@@ -12,7 +12,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import number, print_json, print_table
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table
 from ridgeplan.dashboards.files import csv_text, require_writable, write_atomically, write_json
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def papers(chosen: tuple[str, ...], output: Path | None, as_json: bool) -> None:
     for result in results:
         title = f"{result.paper}, {result.name}: {result.title}"
         print_table(title, COLUMNS, table_rows(result))
-        click.echo("\n".join(summary_lines(result)) + "\n")
+        echo("\n".join(summary_lines(result)) + "\n")
 
 
 def document(results: Iterable[TableResult]) -> dict[str, Any]:
@@ -212,9 +212,9 @@ def _write(drawn: Drawn, folder: Path, formats: Sequence[str]) -> None:
     if "csv" in chosen_formats:
         for figure, rows in drawn.items():
             write_atomically(folder / f"{figure.name}.csv", csv_text(rows))
-    click.echo(f"{len(drawn)} figures as {', '.join(chosen_formats)} in {folder}")
+    echo(f"{len(drawn)} figures as {', '.join(chosen_formats)} in {folder}")
     if not formats and "png" not in chosen_formats:
-        click.echo("note: no PNG files, because they need kaleido: `pip install 'ridgeplan[png]'`", err=True)
+        echo("note: no PNG files, because they need kaleido: `pip install 'ridgeplan[png]'`", err=True)
 
 
 def _write_pngs(drawn: Drawn, folder: Path) -> None:

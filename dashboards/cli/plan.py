@@ -12,7 +12,7 @@ import click
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import number, print_json, wrapped
+from ridgeplan.dashboards.cli.output import echo, number, print_json, wrapped
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Prediction, Recommendation, SearchOptions
 from ridgeplan.planner.plan_file import plan_json
@@ -192,7 +192,7 @@ def plan(
     elif show_all:
         print_everything(recommendation)
     else:
-        click.echo(answer_text(recommendation))
+        echo(answer_text(recommendation))
 
 
 def print_everything(recommendation: Recommendation) -> None:
@@ -201,8 +201,8 @@ def print_everything(recommendation: Recommendation) -> None:
     def columns(cells: Iterable[str]) -> str:
         return "".join(cell.rjust(10) for cell in cells)  # eight of them fit 80 columns
 
-    click.echo("\n".join(map(wrapped, recommendation.explain().splitlines())))
-    click.echo(f"\nPlans (TTFT and tokens/s of the whole batch)\n{columns(opt.FIGURES)}")
+    echo("\n".join(map(wrapped, recommendation.explain().splitlines())))
+    echo(f"\nPlans (TTFT and tokens/s of the whole batch)\n{columns(opt.FIGURES)}")
     best = recommendation.best_estimated
     verdicts = [(recommendation.name, recommendation.predicted, "recommended")]
     verdicts += [
@@ -210,5 +210,5 @@ def print_everything(recommendation: Recommendation) -> None:
         for other in _others(recommendation)
     ]
     for name, predicted, verdict in verdicts:
-        click.echo(wrapped(f"{name}: {verdict}"))
-        click.echo(columns(opt.figures(predicted)))
+        echo(wrapped(f"{name}: {verdict}"))
+        echo(columns(opt.figures(predicted)))

@@ -12,7 +12,7 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, warnings_as_notes
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
 from ridgeplan.dashboards.files import locked, require_writable, write_atomically
 from ridgeplan.planner.quality import (
     FIDELITY,
@@ -43,6 +43,7 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
 @opt.model_to_run
 @click.option(
     "--text",
+    type=opt.PlainText(),
     metavar="FILE",
     help="UTF-8 text for the passages and RULER's haystack.  [default: a text that ships with Python]",
 )
@@ -91,18 +92,17 @@ def quality(
     from ridgeplan.validate.quality.options import QualityOptions
 
     sizes["batch"] = default_batch() if batch is None else batch
-    with warnings_as_notes():
-        source = embedded_or(model)
-        content = sample_text() if text is None else read_prompt(text)
-        material, chosen = _material(content, tasks)
-        name = "Python's help topics" if text is None else Path(text).stem
-        options = QualityOptions(source, named_shape(source), tuple(makers), ctx, content, name, tasks=chosen, **sizes)
-        options.require_head()  # before anything is measured
-        for line in options.refused():
-            click.echo(f"skipped: {line}", err=True)
-        with progress("loading") as on_progress:
-            for measured in measure_quality(options, material, list(rows.values()), on_progress):
-                rows |= save_rows(path, measured)
+    source = embedded_or(model)
+    content = sample_text() if text is None else read_prompt(text)
+    material, chosen = _material(content, tasks)
+    name = "Python's help topics" if text is None else Path(text).stem
+    options = QualityOptions(source, named_shape(source), tuple(makers), ctx, content, name, tasks=chosen, **sizes)
+    options.require_head()  # before anything is measured
+    for line in options.refused():
+        echo(f"skipped: {line}", err=True)
+    with progress("loading") as on_progress:
+        for measured in measure_quality(options, material, list(rows.values()), on_progress):
+            rows |= save_rows(path, measured)
     _report(options, list(rows.values()), path, as_json)
 
 
@@ -140,7 +140,7 @@ def _material(text: str, names: Sequence[str]) -> tuple[Material, tuple[Task, ..
         try:
             questions = question_sets()
         except NoQuestions as error:
-            click.echo(f"skipped: {', '.join(task.name for task in chosen if task.data)}: {error}", err=True)
+            echo(f"skipped: {', '.join(task.name for task in chosen if task.data)}: {error}", err=True)
             chosen = tuple(task for task in chosen if not task.data)
     return material(text, questions), chosen
 
@@ -155,11 +155,11 @@ def _report(options: QualityOptions, rows: Sequence[QualityRow], path: Path, as_
     first = requested[0]
     sizes = f"{options.passages} passages, {options.samples} prompts per task"
     print_table(f"Quality of {first.model} on {first.text}: {sizes}, {first.where}", COLUMNS, table_rows(requested))
-    click.echo(
+    echo(
         f"RULER: mean over the tasks that plain decoding solves at {100 * SOLVED:.0f}% or more; plain decoding's mean "
         "in brackets"
     )
-    click.echo(f"saved to {path}")
+    echo(f"saved to {path}")
 
 
 def table_rows(rows: Sequence[QualityRow]) -> Iterator[tuple[str, ...]]:

@@ -10,7 +10,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import progress
+from ridgeplan.dashboards.cli.output import echo, progress
 
 MAX_TEXT_TOKENS = 1 << 22
 
@@ -78,7 +78,7 @@ def distill(
             model, partial(_tokens, text=content), training, show, device=device, checkpoint=checkpoint, every=every
         )
     save_head(output, result.head)
-    click.echo(f"{result.steps} steps, loss {result.loss:.3f} nats per token over the last tenth; saved to {output}")
+    echo(f"{result.steps} steps, loss {result.loss:.3f} nats per token over the last tenth; saved to {output}")
 
 
 def _tokens(source: str, text: str) -> list[int]:
@@ -120,4 +120,4 @@ def import_head(checkpoint: str, model: str, output: Path, inputs: str) -> None:
     shape = decoder_config(load_config(source), source).shape
     head = import_eagle3(checkpoint, shape, probe_of(load_tensor(source, "model.embed_tokens.weight")), inputs)
     save_head(output, head)
-    click.echo(f"{head.config.q_heads} query heads, {head.config.kv_heads} KV heads; saved to {output}")
+    echo(f"{head.config.q_heads} query heads, {head.config.kv_heads} KV heads; saved to {output}")

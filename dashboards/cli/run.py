@@ -18,7 +18,7 @@ from ridgeplan.dashboards.cli.model_inputs import (
     prompt_tokens,
     require_planned_model,
 )
-from ridgeplan.dashboards.cli.output import print_json, warnings_as_notes
+from ridgeplan.dashboards.cli.output import echo, print_json
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.quantities import size_text, time_text
 from ridgeplan.roofline.catalog.profile import load_profile
@@ -76,20 +76,19 @@ def run(
     from ridgeplan.runtime.loading import require_described
 
     params = runtime.SamplingParams(**sampling)
-    with warnings_as_notes():
-        source = embedded_or(model)
-        require_described(plan, source, memory_utilization)
-        prompt_ids = prompt_tokens(source, plan.workload, text, limit)  # before weights, which take minutes to load
-        engine = runtime.load(
-            plan, source, calibration=calibration_tokens(source, calibration), memory_utilization=memory_utilization,
-            retrieval_head=retrieval_head, profile=rates,
-        )  # fmt: skip
-        stop = engine.tokenizer.eos_token_id
-        stream = engine.stream(prompt_ids, limit, replace(params, stop_token_ids=() if stop is None else (stop,)))
-        tokens: list[int] = []
-        for piece in text_pieces(_recorded(stream, tokens), text_decoder(engine)):
-            if not as_json:
-                click.echo(piece, nl=False)
+    source = embedded_or(model)
+    require_described(plan, source, memory_utilization)
+    prompt_ids = prompt_tokens(source, plan.workload, text, limit)  # before weights, which take minutes to load
+    engine = runtime.load(
+        plan, source, calibration=calibration_tokens(source, calibration), memory_utilization=memory_utilization,
+        retrieval_head=retrieval_head, profile=rates,
+    )  # fmt: skip
+    stop = engine.tokenizer.eos_token_id
+    stream = engine.stream(prompt_ids, limit, replace(params, stop_token_ids=() if stop is None else (stop,)))
+    tokens: list[int] = []
+    for piece in text_pieces(_recorded(stream, tokens), text_decoder(engine)):
+        if not as_json:
+            echo(piece, nl=False)
     if as_json:
         print_json({
             "plan": engine.plan.to_dict(),
@@ -100,7 +99,7 @@ def run(
             "statistics": statistics_dict(engine.statistics),
         })  # fmt: skip
     else:
-        click.echo("\n\n" + summary(engine.statistics))
+        echo("\n\n" + summary(engine.statistics))
 
 
 def _recorded(stream: Iterable[int], tokens: list[int]) -> Iterator[int]:

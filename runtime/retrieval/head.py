@@ -6,7 +6,6 @@ A head needs only the tokens, so its selection is known before the model's first
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.layer import add_rms_norm, rotary_tables, rotate
-from ridgeplan.roofline.catalog.files import parse_json
+from ridgeplan.roofline.catalog.files import parse_json, replacing
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, name_text, number, one_of, whole
 from ridgeplan.runtime.errors import ModelError, failures_as
@@ -238,15 +237,11 @@ def load_head(path: str | Path) -> Head:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """A safetensors file, completely or not at all; a link stays one. Raises ModelError."""
-    target = Path(os.path.realpath(path))
-    staging = target.with_name(f".ridgeplan-{os.getpid()}")
     try:
-        staging.write_bytes(save(dict(tensors), dict(metadata)))
-        staging.replace(target)
+        with replacing(path) as staging:
+            staging.write_bytes(save(dict(tensors), dict(metadata)))
     except OSError as error:
         raise ModelError(f"cannot write {brief(str(path))}: {error.strerror}") from error
-    finally:
-        staging.unlink(missing_ok=True)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

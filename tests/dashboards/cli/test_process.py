@@ -22,7 +22,8 @@ HEAVY = ("torch", "transformers", "streamlit", "plotly", "sympy", "scipy")
 
 
 def ridgeplan(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("ridgeplan")), *map(str, arguments)]
+    words = [word if isinstance(word, bytes) else str(word) for word in arguments]
+    command = [str(Path(sys.executable).with_name("ridgeplan")), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=os.environ | environment)
 
 
@@ -48,10 +49,14 @@ def test_answers_import_nothing_heavy(profile_path: Path, arguments: tuple[str, 
         ((*RECOMMEND, "--batch", "-1"), 2),
         ((*RECOMMEND, "--memory-limit", "1GiB"), 3),
         (("nonsense",), 2),
+        (("export", b"plan\xff.json", "--to", "vllm"), 2),
+        (("quality", "int8", "--text", "a\nb.txt"), 2),
+        (("acceptance", "--text", "book.txt", "--text-name", b"\xff"), 2),
+        (("tune", "plan.json", "--text", "\x1b]0;x.txt"), 2),
         (("run", "/nowhere/plan.json"), 2),
     ],
 )
-def test_errors_are_one_line(profile_path: Path, arguments: tuple[str, ...], code: int) -> None:
+def test_errors_are_one_line(profile_path: Path, arguments: tuple[str | bytes, ...], code: int) -> None:
     own = ("--profile", profile_path) if arguments[0] == "recommend" else ()
     result = ridgeplan(*arguments, *own)
     assert result.returncode == code
@@ -228,3 +233,19 @@ def test_a_signal_in_a_finalizer_is_not_lost(name: str, code: int) -> None:
     result = subprocess.run([sys.executable, "-c", FINALIZED, name], capture_output=True, text=True, timeout=60)
     assert result.returncode == code
     assert "Exception ignored" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_damaged_rows_are_named_in_one_warning_each(profile_path: Path, tmp_path: Path, command: str) -> None:
+    folder = tmp_path / "ridgeplan"
+    folder.mkdir()
+    preset = ("--preset", "int8") if command == "estimate" else ()
+    question = (command, *RECOMMEND[1:], "--profile", profile_path, *preset)
+    good = ridgeplan(*question, XDG_CACHE_HOME=str(tmp_path))
+    for name in ("quality.json", "acceptance.json"):
+        (folder / name).write_text('{"schema": 1, "rows": [{"mod')
+    damaged = ridgeplan(*question, XDG_CACHE_HOME=str(tmp_path))
+    assert (good.returncode, good.stderr, damaged.returncode, damaged.stdout) == (0, "", 0, good.stdout)
+    lines = damaged.stderr.splitlines()
+    assert sorted(line.split("ridgeplan/")[1].split("'")[0] for line in lines) == ["acceptance.json", "quality.json"]
+    assert all(line.startswith("note: ") for line in lines)

@@ -10,6 +10,7 @@ import pytest
 
 from ridgeplan import runtime
 from ridgeplan.dashboards.cli.model_inputs import CALIBRATION_TOKENS, calibration_tokens
+from ridgeplan.dashboards.cli.output import printable
 from ridgeplan.dashboards.cli.run import summary, text_pieces
 from ridgeplan.planner import Workload, preset
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
@@ -59,7 +60,7 @@ def test_an_unfinished_character_shows_at_the_end() -> None:
         ),
         (("--prompt", "a", "--model", "missing.gguf"), "no model at 'missing.gguf'"),
         (("--prompt", ""), "--prompt is empty; allowed: at least one character"),
-        (("--prompt", "caf\udce9"), "--prompt holds bytes that are not UTF-8; allowed: text, or --prompt-file"),
+        (("--prompt", "caf\udce9"), r"the argument 'caf\udce9' is not UTF-8; allowed: arguments in UTF-8"),
         (("--prompt", "a", "--model", ""), "--model is empty; allowed: a safetensors folder, a .gguf file or a hub id"),
         (("--prompt", "a", "--seed", "first"), "'first' is not a valid integer"),
     ],
@@ -124,7 +125,7 @@ def test_run_streams_what_its_json_holds(invoke: Any, refuses: Any, plan_path: P
     streamed = invoke(*arguments)
     assert streamed.exit_code == 0, streamed.stderr
     answer = json.loads(invoke(*arguments, "--json").stdout)
-    assert streamed.stdout.startswith(answer["text"])
+    assert streamed.stdout.startswith(printable(answer["text"]))
     assert "acceptance" in streamed.stdout
     assert len(answer["tokens"]) == answer["statistics"]["generated"] == 8
     assert answer["prompt_tokens"] == len("The capital")
@@ -158,7 +159,8 @@ def test_the_end_of_text_stops_a_run_and_is_not_shown(
     ended = json.loads(invoke(*arguments, "--json").stdout)
     assert ended["tokens"] == answer[: end + 1]
     shown = invoke(*arguments).stdout.partition("\n\n")[0]
-    assert shown == ended["text"] == tokenizer.decode(answer[:end])
+    assert ended["text"] == tokenizer.decode(answer[:end])
+    assert shown == printable(ended["text"])
 
 
 @pytest.mark.parametrize("graphs", [True, False])

