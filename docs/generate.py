@@ -38,9 +38,9 @@ BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTA
 
 def made(name: str) -> str:
     """Where and with what a file of results was measured."""
-    found = result(name)
-    software = ", ".join(f"{package} {version}" for package, version in found["software"].items())
-    return f"{found['device']}, {found['date']}, {software}; `validate/results/{name}.json`"
+    document = result(name)
+    software = ", ".join(f"{package} {version}" for package, version in document["software"].items())
+    return f"{document['device']}, {document['date']}, {software}; `validate/results/{name}.json`"
 
 
 def classes(name: str) -> str:
@@ -48,8 +48,10 @@ def classes(name: str) -> str:
     profile = load_profile(PROFILES / f"{name}.json")
     rows = []
     for kind, rates in profile.classes.items():
-        one, many = (RateTerms.of(rates).at_rows(count) for count in (1, 64))
-        ends = [cell for at in (one, many) for cell in (f"{at.bandwidth_utilization:.0%}", f"{1e6 * at.launch_s:.1f}")]
+        single, many = (RateTerms.of(rates).at_rows(count) for count in (1, 64))
+        ends = [
+            cell for at in (single, many) for cell in (f"{at.bandwidth_utilization:.0%}", f"{1e6 * at.launch_s:.1f}")
+        ]
         rows.append((kind, *ends, f"{rates.compute_utilization:.0%}", f"{rates.spread:.0%}"))
     head = f"{profile.device}, {profile.date}, torch {profile.software['torch']}; `{name}.json`"
     columns = (
@@ -111,11 +113,11 @@ def decode_errors(name: str) -> str:
     """The signed error of each prediction, at the measured acceptance."""
     rows = []
     for row in result(name)["rows"]:
-        errors = {one["name"]: one["error"] for one in row["comparison"]}
+        errors = {figure["name"]: figure["error"] for figure in row["comparison"]}
         tpot = errors["tpot at the measured acceptance" if row["gamma"] else "tpot"]
         others = (errors.get(kind) for kind in ("draft step", "verification", "decode step", "peak memory"))
-        told = ("" if error is None else f"{error:+.1%}" for error in (tpot, *others))
-        rows.append((f"{row['preset']} {row['context']}x{row['batch']}", *told))
+        texts = ("" if error is None else f"{error:+.1%}" for error in (tpot, *others))
+        rows.append((f"{row['preset']} {row['context']}x{row['batch']}", *texts))
     return table(("plan", "TPOT", "draft step", "verification", "plain step", "peak memory"), rows)
 
 
@@ -124,14 +126,14 @@ def validation(name: str) -> str:
     report = SuiteReport.read(RESULTS / f"{name}.json")
     rows = [
         (
-            one.name,
-            str(one.count),
-            f"{one.signed_median:+.1%}",
-            *(f"{value:.1%}" for value in (one.median, one.p90, one.worst)),
-            ", ".join(f"{limit} {value:.1%}" for limit, value in asdict(one.limits).items() if value is not None),
-            {None: "", True: "met", False: "missed"}[one.met],
+            summary.name,
+            str(summary.count),
+            f"{summary.signed_median:+.1%}",
+            *(f"{value:.1%}" for value in (summary.median, summary.p90, summary.worst)),
+            ", ".join(f"{limit} {value:.1%}" for limit, value in asdict(summary.limits).items() if value is not None),
+            {None: "", True: "met", False: "missed"}[summary.met],
         )
-        for one in summaries(report)
+        for summary in summaries(report)
     ]
     return table(("", "rows", "signed median", "median", "p90", "worst", "target", ""), rows)
 
@@ -148,11 +150,11 @@ def worst(name: str, count: str) -> str:
 def selections(name: str, bits: str, *ratios: str) -> str:
     """A study's acceptance of drafts that read some of the tokens: a line for each policy, by context and ratio."""
     rows = [row for row in result(name)["rows"] if row["format"] == bits]
-    found = {(row["policy"], row["context"], row["ratio"]): f"{row['mean']:.3f}" for row in rows}
+    means = {(row["policy"], row["context"], row["ratio"]): f"{row['mean']:.3f}" for row in rows}
     sizes = [(context, ratio) for context in sorted({row["context"] for row in rows}) for ratio in map(float, ratios)]
     lines = (
-        (policy, *(found.get((policy, *size)) or found.get((policy, size[0], 1.0), "") for size in sizes))
-        for policy in dict.fromkeys(policy for policy, *_ in found)
+        (policy, *(means.get((policy, *size)) or means.get((policy, size[0], 1.0), "") for size in sizes))
+        for policy in dict.fromkeys(policy for policy, *_ in means)
     )
     return table(("", *(f"{context}, {ratio:.0%}" for context, ratio in sizes)), lines)
 
@@ -167,11 +169,11 @@ def quality_of(name: str, context: str) -> str:
 def fidelities(name: str) -> str:
     """Fidelity and perplexity of each plan's target, by model and context."""
     rows = quality.load_rows(RESULTS / f"{name}.json")
-    found = {(row.plan, row.model, row.context, row.measure): row.value for row in rows}
+    values = {(row.plan, row.model, row.context, row.measure): row.value for row in rows}
     sizes = sorted({(row.model, row.context) for row in rows})
 
     def cell(plan: str, size: tuple[str, int]) -> str:
-        return f"{found[plan, *size, 'fidelity']:.4f}, {found[plan, *size, 'perplexity']:.2f}"
+        return f"{values[plan, *size, 'fidelity']:.4f}, {values[plan, *size, 'perplexity']:.2f}"
 
     lines = ((plan, *(cell(plan, size) for size in sizes)) for plan in dict.fromkeys(row.plan for row in rows))
     return table(("fidelity, perplexity", *(f"{model}, {context}" for model, context in sizes)), lines)
@@ -179,27 +181,27 @@ def fidelities(name: str) -> str:
 
 def breakdown(name: str, preset: str) -> str:
     """One round by class of kernels."""
-    (found,) = (row["breakdown"] for row in result(name)["rows"] if row["preset"] == preset)
+    (measured,) = (row["breakdown"] for row in result(name)["rows"] if row["preset"] == preset)
     rows = [
         (
-            f"{one['part']} {one['operation']}",
-            f"{one['launches']:.4g}",
-            number(one["measured_us"]),
-            number(one["predicted_us"]),
+            f"{entry['part']} {entry['operation']}",
+            f"{entry['launches']:.4g}",
+            number(entry["measured_us"]),
+            number(entry["predicted_us"]),
         )
-        for one in found["rows"]
+        for entry in measured["rows"]
     ]
     sums = (
-        f"Together {number(found['kernels_us'])} us, of which {number(found['overlap_us'])} us pass beside other "
-        f"kernels; the round takes {number(found['round_us'])} us, predicted {number(found['predicted_us'])} us."
+        f"Together {number(measured['kernels_us'])} us, of which {number(measured['overlap_us'])} us pass beside other "
+        f"kernels; the round takes {number(measured['round_us'])} us, predicted {number(measured['predicted_us'])} us."
     )
     return f"{table(('part of a round', 'launches', 'measured, us', 'predicted, us'), rows)}\n\n{sums}"
 
 
-def kernels(name: str, *wanted: str) -> str:
+def kernels(name: str, *kernels_shown: str) -> str:
     """Every kernel, or just those that are wanted, with its peer and its target."""
     columns = ("kernel", "ours, us", "peer, us", "ratio", "roof", "error", "target, us", "", "peer")
-    rows = (row for row in result(name)["rows"] if not wanted or row["kernel"] in wanted)
+    rows = (row for row in result(name)["rows"] if not kernels_shown or row["kernel"] in kernels_shown)
     return table(columns, map(bench.row_texts, rows))
 
 
@@ -225,29 +227,29 @@ def published() -> str:
     """How near the predictions come to each published table."""
     rows = [
         (
-            f"{one.paper} {one.name}",
-            f"{len(one.cells) - len(one.unpredicted)} of {len(one.cells)}",
-            f"{one.median_error:.1%}" if one.errors else "",
-            f"{max(one.errors, key=abs):+.0%}" if one.errors else "",
-            "; ".join(target.describe(one).removeprefix("target: ") for target in targets_of(one)),
+            f"{table.paper} {table.name}",
+            f"{len(table.cells) - len(table.unpredicted)} of {len(table.cells)}",
+            f"{table.median_error:.1%}" if table.errors else "",
+            f"{max(table.errors, key=abs):+.0%}" if table.errors else "",
+            "; ".join(target.describe(table).removeprefix("target: ") for target in targets_of(table)),
         )
-        for one in compare_all()
+        for table in compare_all()
     ]
     return table(("table", "cells predicted", "median error", "largest", "targets"), rows)
 
 
 def published_cells(paper: str, name: str) -> str:
     """Every cell of one published table."""
-    (found,) = (one for one in compare_all([paper]) if one.name == name)
-    return table(papers.COLUMNS, map(papers.cell_texts, found.cells))
+    (comparison,) = (candidate for candidate in compare_all([paper]) if candidate.name == name)
+    return table(papers.COLUMNS, map(papers.cell_texts, comparison.cells))
 
 
 def not_predicted() -> str:
     """The printed cells that cannot be predicted, with the reason, and those that bytes do not allow."""
     rows = [
-        (f"{one.paper} {one.name}", *(text for text in papers.cell_texts(cell) if text))
-        for one in compare_all()
-        for cell in one.unpredicted
+        (f"{table.paper} {table.name}", *(text for text in papers.cell_texts(cell) if text))
+        for table in compare_all()
+        for cell in table.unpredicted
     ]
     return table(("table", "cell", "quantity", "published", "why not"), rows)
 
@@ -255,9 +257,9 @@ def not_predicted() -> str:
 def impossible() -> str:
     """The printed cells that bytes do not allow."""
     rows = [
-        (f"{one.paper} {one.name}", *papers.cell_texts(cell))
-        for one in compare_all()
-        for cell in one.cells
+        (f"{table.paper} {table.name}", *papers.cell_texts(cell))
+        for table in compare_all()
+        for cell in table.cells
         if "what bytes allow" in cell.flag
     ]
     return table(("table", *papers.COLUMNS), rows)
@@ -266,16 +268,16 @@ def impossible() -> str:
 def engines() -> str:
     """The papers' engines with the source of their figures."""
     rows = [
-        (f"`{one.name}`", one.title, f"{1e6 * one.launch_s:.1f}" if one.launch_s else "",
-         f"{1e3 * one.layer_dispatch_s:.2f}" if one.layer_dispatch_s else "", one.source)
-        for one in list_engines()
+        (f"`{engine.name}`", engine.title, f"{1e6 * engine.launch_s:.1f}" if engine.launch_s else "",
+         f"{1e3 * engine.layer_dispatch_s:.2f}" if engine.layer_dispatch_s else "", engine.source)
+        for engine in list_engines()
     ]  # fmt: skip
     return table(("engine", "what it is", "us per launch", "host, ms per layer", "source"), rows)
 
 
 BLOCKS: dict[str, Callable[..., str]] = {
-    one.__name__: one
-    for one in (
+    table.__name__: table
+    for table in (
         made,
         classes,
         decode,

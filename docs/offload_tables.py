@@ -24,9 +24,9 @@ def streamed_rounds() -> str:
     shape, profile = resolve(MODEL, GPU)
     plans, rows = limited_plans(shape.name), []
     for row in sorted(result(RESULT)["rounds"], key=lambda row: -row["tpot_ms_at_predicted_acceptance"]):
-        found = predict(plans[row["row"]], shape, profile)
-        measured_ms = row["round_ms"] / found.tokens_per_round
-        rows.append(_beside(row["row"], str(row["host_layers"]), measured_ms, found.best.tpot_ms))
+        prediction = predict(plans[row["row"]], shape, profile)
+        measured_ms = row["round_ms"] / prediction.tokens_per_round
+        rows.append(_beside(row["row"], str(row["host_layers"]), measured_ms, prediction.best.tpot_ms))
     return table(("plan", "layers on the host", "ms a token", "predicted", "error"), rows)
 
 
@@ -39,10 +39,10 @@ def elastic_steps() -> str:
             step = row.get(f"overlap {overlap}")
             if step is None:
                 continue
-            found = predict(plans[row["row"]], shape, profile, float(overlap))
+            prediction = predict(plans[row["row"]], shape, profile, float(overlap))
             name = row["row"].removesuffix(", not elastic")
             loads = f"{step['loads_alone_ms']:.1f}", f"{step['link_gb_s']:.0f}", _share(step["hidden_share"])
-            times = _beside(f"{float(overlap):.0%}", *loads, step["tpot_ms"], found.best.tpot_ms)
+            times = _beside(f"{float(overlap):.0%}", *loads, step["tpot_ms"], prediction.best.tpot_ms)
             rows.append((name, str(row["host_layers"]), *times))
     columns = (
         "choice by", "layers on the host", "overlap", "loads alone, ms", "link, GB/s", "hidden", "a step, ms",

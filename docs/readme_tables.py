@@ -53,8 +53,8 @@ class Decoding:
     @property
     def plan(self) -> Plan:
         """The preset's plan, or the one whose file was run."""
-        given = self.row.get("given")
-        return Plan.from_json(json.dumps(given)) if given else preset(self.row["preset"], Workload("any", "any", 1))
+        values = self.row.get("given")
+        return Plan.from_json(json.dumps(values)) if values else preset(self.row["preset"], Workload("any", "any", 1))
 
     @property
     def name(self) -> str:
@@ -80,13 +80,14 @@ class Decoding:
     @property
     def over_plain(self) -> str:
         """Speed-up over plain decoding in the same run; that the machine was busy where it says nothing."""
-        found = {one["name"]: one["measured"] for one in self.row["comparison"]}["speed-up over plain decoding"]
-        return "busy" if found is None else f"{found:.2f}x"
+        measured = {figure["name"]: figure["measured"] for figure in self.row["comparison"]}
+        speedup = measured["speed-up over plain decoding"]
+        return "busy" if speedup is None else f"{speedup:.2f}x"
 
     def over_vllm(self, weights: str, kv: str) -> str:
         """Speed-up over vLLM's plain decoding with these formats, as text; empty where that was not measured."""
-        wanted = (*self.size, weights, kv)
-        known = (row for row in measured_rows("vllm").rows if (row.context, row.batch, row.weights, row.kv) == wanted)
+        key = (*self.size, weights, kv)
+        known = (row for row in measured_rows("vllm").rows if (row.context, row.batch, row.weights, row.kv) == key)
         return next((f"{row.tpot_ms / self.tpot_ms:.2f}x" for row in known), "")
 
 
@@ -104,19 +105,19 @@ def result(name: str) -> Any:
 def fastest() -> str:
     """The fastest plan of every workload, of those that are at least near lossless."""
     best: dict[tuple[int, int], Decoding] = {}
-    for one in (row for row in _decoding() if quality_of(row.plan) is not Quality.LOSSY):
-        best[one.size] = min(best.get(one.size, one), one, key=lambda row: row.tpot_ms)
+    for decoding in (row for row in _decoding() if quality_of(row.plan) is not Quality.LOSSY):
+        best[decoding.size] = min(best.get(decoding.size, decoding), decoding, key=lambda row: row.tpot_ms)
     rows = (
         (
             _workload(size),
-            f"{one.name}, gamma {one.row['gamma']}",
-            f"{one.tpot_ms:.2f}",
-            one.over_plain,
-            one.over_vllm("bf16", "auto"),
-            one.over_vllm("fp8", "fp8"),
-            f"{one.peak_gb:.1f}",
+            f"{decoding.name}, gamma {decoding.row['gamma']}",
+            f"{decoding.tpot_ms:.2f}",
+            decoding.over_plain,
+            decoding.over_vllm("bf16", "auto"),
+            decoding.over_vllm("fp8", "fp8"),
+            f"{decoding.peak_gb:.1f}",
         )
-        for size, one in sorted(best.items())
+        for size, decoding in sorted(best.items())
     )
     columns = (
         "context x batch", "fastest plan", "ms per token", "over plain decoding", "over vLLM, bf16", "over vLLM, fp8",
@@ -127,12 +128,12 @@ def fastest() -> str:
 
 def speeds(capability: str) -> str:
     """Time per token of a capability's plans, each with its best gamma, and in brackets over plain decoding."""
-    found: dict[str, dict[tuple[int, int], Decoding]] = {}
-    for one in CAPABILITIES[capability](_decoding()):
-        row = found.setdefault(one.name, {})
-        row[one.size] = min(row.get(one.size, one), one, key=lambda other: other.tpot_ms)
-    sizes = sorted({size for row in found.values() for size in row})
-    cells = ((name, *map(_speed, map(row.get, sizes))) for name, row in found.items())
+    results: dict[str, dict[tuple[int, int], Decoding]] = {}
+    for decoding in CAPABILITIES[capability](_decoding()):
+        row = results.setdefault(decoding.name, {})
+        row[decoding.size] = min(row.get(decoding.size, decoding), decoding, key=lambda other: other.tpot_ms)
+    sizes = sorted({size for row in results.values() for size in row})
+    cells = ((name, *map(_speed, map(row.get, sizes))) for name, row in results.items())
     return table(("ms per token", *map(_workload, sizes)), cells)
 
 
@@ -143,23 +144,23 @@ def _reads_all(plan: Plan) -> bool:
 
 def _full_weights(rows: list[Decoding]) -> list[Decoding]:
     """Plans of 16-bit target weights that read all tokens."""
-    return [one for one in rows if one.plan.weights.target_bits == 16 and _reads_all(one.plan)]
+    return [row for row in rows if row.plan.weights.target_bits == 16 and _reads_all(row.plan)]
 
 
 def _coded_weights(rows: list[Decoding]) -> list[Decoding]:
     """The same of 8-bit and 4-bit target weights."""
-    return [one for one in rows if one.plan.weights.target_bits != 16 and _reads_all(one.plan)]
+    return [row for row in rows if row.plan.weights.target_bits != 16 and _reads_all(row.plan)]
 
 
 def _sparse_drafts(rows: list[Decoding]) -> list[Decoding]:
     """Plans of sparse drafts, and those of the same file and workload whose drafts read all tokens."""
-    measured = {(one.file, one.size) for one in rows if one.plan.speculation.sparse}
-    drafting = (one for one in rows if one.plan.speculation.active and not one.plan.eviction.active)
-    return [one for one in drafting if (one.file, one.size) in measured]
+    measured = {(row.file, row.size) for row in rows if row.plan.speculation.sparse}
+    drafting = (row for row in rows if row.plan.speculation.active and not row.plan.eviction.active)
+    return [row for row in drafting if (row.file, row.size) in measured]
 
 
 def _evictions(rows: list[Decoding]) -> list[Decoding]:
-    return [one for one in rows if one.plan.eviction.active]
+    return [row for row in rows if row.plan.eviction.active]
 
 
 CAPABILITIES: dict[str, Callable[[list[Decoding]], list[Decoding]]] = {
@@ -179,7 +180,7 @@ def _decoding() -> list[Decoding]:
     """Every row but plain decoding's."""
     files = (name for name in decoding_files() if name != ABLATION)
     rows = (Decoding(file, row) for file in files for row in result(file)["rows"])
-    return [one for one in rows if one.row["preset"] != PLAIN]
+    return [row for row in rows if row.row["preset"] != PLAIN]
 
 
 def _workload(size: tuple[int, int]) -> str:
@@ -187,16 +188,16 @@ def _workload(size: tuple[int, int]) -> str:
     return f"{context // 1024}k x {batch}"
 
 
-def _speed(one: Decoding | None) -> str:
-    return "" if one is None else f"{one.tpot_ms:.2f} ({one.over_plain})"
+def _speed(decoding: Decoding | None) -> str:
+    return "" if decoding is None else f"{decoding.tpot_ms:.2f} ({decoding.over_plain})"
 
 
 def fast_kernels() -> str:
     """Some kernels beside the fastest of other projects'."""
     rows = []
-    for file, wanted in KERNELS.items():
+    for file, kernels in KERNELS.items():
         measured = {(row["kernel"], row["shape"]): row for row in result(file)["rows"]}
-        for row in map(measured.__getitem__, wanted):
+        for row in map(measured.__getitem__, kernels):
             times = f"{row['ours_us']:.1f}", f"{row['peer_us']:.1f}", f"{row['ratio']:.2f}x"
             rows.append((f"{row['kernel']} {row['shape']}", *times, row["peer"]))
     return table(("kernel", "us", "peer, us", "ratio", "peer"), rows)
@@ -230,17 +231,17 @@ def _budget(row: QualityRow) -> int:
 
 
 def _quality(rows: Sequence[QualityRow], plan: str) -> str:
-    own = [row for row in rows if row.plan == plan]
-    fidelity = next(row.value for row in own if row.measure == FIDELITY)
-    ruler = ruler_average(own)
+    rows_of_plan = [row for row in rows if row.plan == plan]
+    fidelity = next(row.value for row in rows_of_plan if row.measure == FIDELITY)
+    ruler = ruler_average(rows_of_plan)
     return f"{fidelity:.3f}" + (f", {100 * ruler[0]:.0f}" if ruler else "")
 
 
 def errors(name: str) -> str:
     """How far predictions were off, by what was predicted."""
-    found = {one.name: one for one in summaries(SuiteReport.read(RESULTS / f"{name}.json"))}
+    by_name = {summary.name: summary for summary in summaries(SuiteReport.read(RESULTS / f"{name}.json"))}
     rows = []
-    for key, told in PREDICTED.items():
-        shares = (found[key].median, found[key].p90, found[key].worst)
-        rows.append((told, str(found[key].count), *(f"{share:.1%}" for share in shares)))
+    for key, label in PREDICTED.items():
+        shares = (by_name[key].median, by_name[key].p90, by_name[key].worst)
+        rows.append((label, str(by_name[key].count), *(f"{share:.1%}" for share in shares)))
     return table(("predicted", "cases", "median error", "90% below", "worst"), rows)

@@ -12,10 +12,12 @@ CONTENTS = {"other content, same position": ("other", "same"), "same content, ot
 
 def study_positions(*names: str) -> str:
     """Similarity of queries to those of the coming tokens after RoPE: by content and position, then by offset."""
-    found = [_means(name) for name in names]
-    contents = {told: ("similarity", *key, "after") for told, key in CONTENTS.items()}
-    offsets = {f"same content, offset of {key[1]}": key for key in found[0] if key[0] == "offset" and key[1]}
-    rows = ((told, *(f"{one[key]:.3f}" for one in found)) for told, key in (contents | offsets).items())
+    means = [_means(name) for name in names]
+    contents = {content: ("similarity", *key, "after") for content, key in CONTENTS.items()}
+    offsets = {f"same content, offset of {key[1]}": key for key in means[0] if key[0] == "offset" and key[1]}
+    rows = (
+        (label, *(f"{study_means[key]:.3f}" for study_means in means)) for label, key in (contents | offsets).items()
+    )
     return table(("queries", *(result(name)["model"] for name in names)), rows)
 
 
@@ -30,23 +32,23 @@ def study_recalls(name: str) -> str:
 
 def study_claims(*names: str) -> str:
     """What the paper finds, and whether it holds for each model."""
-    found = [result(name) for name in names]
+    studies = [result(name) for name in names]
     rows = (
-        (claims[0]["text"], *(f"{'yes' if one['holds'] else 'no'}, {one['detail']}" for one in claims))
-        for claims in zip(*(one["claims"] for one in found), strict=True)
+        (claims[0]["text"], *(f"{'yes' if study['holds'] else 'no'}, {study['detail']}" for study in claims))
+        for claims in zip(*(study["claims"] for study in studies), strict=True)
     )
-    return table(("finding", *(one["model"] for one in found)), rows)
+    return table(("finding", *(study["model"] for study in studies)), rows)
 
 
 def study_choices(name: str) -> str:
     """What each selection finds of the model's own choice, and how much of it the step before had, at each budget."""
     rows = result(name)["rows"]
     budgets = dict.fromkeys(row["budget"] for row in rows)
-    found = {(row["method"], row["budget"]): row for row in rows}
+    rows_by_method = {(row["method"], row["budget"]): row for row in rows}
     columns = {"hit": "hit", "mass": "mass of the attention", "overlap": "overlap of adjacent steps"}
 
     def figures(method: str, column: str) -> str:
-        return " / ".join(f"{found[method, budget][column]:.3f}" for budget in budgets)
+        return " / ".join(f"{rows_by_method[method, budget][column]:.3f}" for budget in budgets)
 
     methods = dict.fromkeys(row["method"] for row in rows)
     return table(

@@ -116,7 +116,7 @@ def elastic_round(model: RandomModel, plan: Plan, profile: Profile) -> dict[str,
     predicted = [predict(plan, model.shape, profile, overlap) for overlap in overlaps]
     cache = DriftingCache(model, plan)
     chosen = chosen_tokens(plan)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "host_layers": predicted[0].offloaded_layers,
         "predicted_tpot_ms": predicted[0].best.tpot_ms,
         "predicted_peak_gb": predicted[0].best.peak_memory_bytes / 1e9,
@@ -127,7 +127,7 @@ def elastic_round(model: RandomModel, plan: Plan, profile: Profile) -> dict[str,
         round_ms = 1e3 * measured_round(model, plan, cache).total_s
         loads_ms, moved = loading_ms(cache, plan, chosen)
         hidden = None if nothing_ms is None else 1 - (round_ms - nothing_ms) / loads_ms
-        found[f"overlap {overlap:g}"] = {
+        figures[f"overlap {overlap:g}"] = {
             "tpot_ms": round_ms,
             "predicted_tpot_ms": at_overlap.best.tpot_ms,
             "loads_alone_ms": loads_ms,
@@ -135,7 +135,7 @@ def elastic_round(model: RandomModel, plan: Plan, profile: Profile) -> dict[str,
             "link_gb_s": moved / loads_ms / 1e6,
             "hidden_share": hidden,
         }
-    return {**found, "round_that_loads_nothing_ms": nothing_ms}
+    return {**figures, "round_that_loads_nothing_ms": nothing_ms}
 
 
 @torch.inference_mode()

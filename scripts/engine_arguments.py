@@ -170,8 +170,8 @@ def bounds(sources: Sources, default: ast.expr | None) -> dict[str, Any]:
     """The limits that pydantic's Field sets, if a field's default is one."""
     if not isinstance(default, ast.Call) or last_name(default.func) != "Field":
         return {}
-    given = {name: sources.value(node) for name, node in keywords(default).items() if name in BOUNDS}
-    return {name: value for name, value in given.items() if value is not None}
+    bounds_of_field = {name: sources.value(node) for name, node in keywords(default).items() if name in BOUNDS}
+    return {name: value for name, value in bounds_of_field.items() if value is not None}
 
 
 def of_field(sources: Sources, item: ast.AnnAssign) -> dict[str, Any]:
@@ -181,20 +181,20 @@ def of_field(sources: Sources, item: ast.AnnAssign) -> dict[str, Any]:
 
 def of_call(sources: Sources, call: ast.Call) -> dict[str, Any]:
     """The kind that the named arguments of `add_argument`, or of SGLang's `Arg`, say; empty where they say none."""
-    given = keywords(call)
-    action = given.get("action")
+    arguments_of_call = keywords(call)
+    action = arguments_of_call.get("action")
     if action is not None:
         name = sources.value(action) or last_name(action)
         if name in ("store_true", "store_false") or "StoreTrue" in name or "StoreConst" in name:
             return {"kind": "switch"}
         return {"kind": "flag" if name == "BooleanOptionalAction" else "any"}
-    choices = sources.value(given.get("choices"))
+    choices = sources.value(arguments_of_call.get("choices"))
     if choices:
         return {"kind": "choice", "choices": choices}
-    parser = given.get("type_parser") or given.get("type")
+    parser = arguments_of_call.get("type_parser") or arguments_of_call.get("type")
     if parser is not None:
         return {"kind": PARSERS.get(last_name(parser), "text")}
-    return {"kind": "any"} if "nargs" in given or "choices" in given else {}
+    return {"kind": "any"} if "nargs" in arguments_of_call or "choices" in arguments_of_call else {}
 
 
 VLLM_PREFIXES = (
@@ -277,8 +277,8 @@ def _of_field(sources: Sources, item: ast.AnnAssign) -> Iterator[dict[str, Any]]
     name = sources.value(options.get("cli_name")) or f"--{last_name(item.target).replace('_', '-')}"
     kind = of_annotation(sources, annotation)
     kind = {"kind": "switch"} if kind == {"kind": "flag"} else kind
-    given = of_call(sources, details[0]) if details else {}
-    yield {"names": [name, *(sources.value(options.get("aliases")) or [])], **kind, **given}
+    details_of_field = of_call(sources, details[0]) if details else {}
+    yield {"names": [name, *(sources.value(options.get("aliases")) or [])], **kind, **details_of_field}
 
 
 ENGINES = {"vllm": (VLLM_PREFIXES, vllm_arguments), "sglang": (SGLANG_PREFIXES, sglang_arguments)}

@@ -74,15 +74,15 @@ class RealText:
     def plans(self) -> dict[str, Plan]:
         """Plans whose target reads everything, without a limit."""
         workload = Workload(self.shape.name, "here", self.context, self.new_tokens, self.batch)
-        whole, lower = Placement(True, self.context // 8), Placement(True, part=HostPart.LOWER)
+        placement, lower = Placement(True, self.context // 8), Placement(True, part=HostPart.LOWER)
         drafting = preset("quantspec-kv", workload)
         return {
-            "bf16": Plan(workload, placement=whole),
-            "int8": Plan(workload, kv=KVCache(KVFormat.INT8), placement=whole),
+            "bf16": Plan(workload, placement=placement),
+            "int8": Plan(workload, kv=KVCache(KVFormat.INT8), placement=placement),
             "int8, leaving one by one": Plan(
-                workload, kv=KVCache(KVFormat.INT8), placement=replace(whole, adaptive=True)
+                workload, kv=KVCache(KVFormat.INT8), placement=replace(placement, adaptive=True)
             ),
-            "8-bit codes, drafts, whole layers": replace(drafting, placement=whole),
+            "8-bit codes, drafts, whole layers": replace(drafting, placement=placement),
             "8-bit codes, drafts, lower codes": replace(drafting, placement=lower),
         }
 
@@ -100,13 +100,13 @@ class RealText:
         """Figures of both, and how many tokens of each row agree from the first one on."""
         roomy = load(plan, self.model, device=self._kind)
         expected = _generated(roomy, prompts, self.new_tokens)
-        found = _generated(
+        generation = _generated(
             load(self.limited(plan), self.model, device=self._kind, weights=roomy.weights), prompts, self.new_tokens
         )
         free()
-        tokens = found.pop("tokens"), expected.pop("tokens")
+        tokens = generation.pop("tokens"), expected.pop("tokens")
         agree = [_agreeing(*rows) for rows in zip(*tokens, strict=True)]
-        return {"equal": tokens[0] == tokens[1], "agreeing_tokens": agree, "limited": found, "unlimited": expected}
+        return {"equal": tokens[0] == tokens[1], "agreeing_tokens": agree, "limited": generation, "unlimited": expected}
 
     @property
     def _kind(self) -> str:
@@ -115,17 +115,17 @@ class RealText:
 
 def _generated(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
     """Tokens of a generation and its figures; the engine is closed."""
-    tokens, found = engine.generate(prompts, new_tokens).tokens, engine.statistics
+    tokens, statistics = engine.generate(prompts, new_tokens).tokens, engine.statistics
     assert engine.cache is not None, "it is open"
     layers = engine.cache.layers - engine.cache.first_on_host
     engine.close()
-    figures = {name: getattr(found, name) for name in ("tpot_ms", "tokens_per_round", "peak_memory_bytes")}
+    figures = {name: getattr(statistics, name) for name in ("tpot_ms", "tokens_per_round", "peak_memory_bytes")}
     return {"tokens": tokens, "layers_on_host": layers, **figures}
 
 
-def _agreeing(one: Sequence[int], other: Sequence[int]) -> int:
+def _agreeing(tokens: Sequence[int], other: Sequence[int]) -> int:
     """Tokens of both up to the first that differs."""
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+    return next((place for place, (a, b) in enumerate(zip(tokens, other, strict=True)) if a != b), len(tokens))
 
 
 LIMIT_BYTES, CONTEXT, BATCH = 40 * 10**9, 131072, 4
@@ -155,7 +155,7 @@ class OffloadBench:
 
     def link(self) -> Any:
         """Copies and gathers over the link, in GB/s."""
-        return {kind: found.bytes_per_s / 1e9 for kind, found in measured_link(self.device).items()}
+        return {kind: times.bytes_per_s / 1e9 for kind, times in measured_link(self.device).items()}
 
     def rounds(self) -> Rows:
         """Rounds of each plan with random weights: time, its prediction, and what the copies alone take."""
@@ -167,11 +167,11 @@ class OffloadBench:
         And without a limit.
         """
         plans = selecting_plans(self.shape.name)
-        found: Rows = {name: partial(elastic_round, self.random, plan, self.profile) for name, plan in plans.items()}
+        rows: Rows = {name: partial(elastic_round, self.random, plan, self.profile) for name, plan in plans.items()}
         for name, plan in plans.items():
             if plan.placement.elastic:
-                found[f"{name}, without a limit"] = partial(self._without_limit, plan)
-        return found
+                rows[f"{name}, without a limit"] = partial(self._without_limit, plan)
+        return rows
 
     def _without_limit(self, plan: Plan) -> dict[str, Any]:
         roomy = predict(replace(plan, placement=Placement()), self.shape, self.profile)
@@ -187,7 +187,7 @@ class OffloadBench:
         del cache
         free()
         roomy = replace(plan, placement=Placement())
-        alone = measured_round(self.random, roomy) if self.random.fits(roomy) else None
+        without_limit = measured_round(self.random, roomy) if self.random.fits(roomy) else None
         return {
             "host_layers": predicted.offloaded_layers,
             "round_ms": 1e3 * times.total_s,
@@ -200,8 +200,10 @@ class OffloadBench:
             "copied_gb": copied / 1e9,
             "link_gb_s": copied / copies_s / 1e9 if copied else None,
             "link_gb_s_in_round": copied / times.verify_s / 1e9 if copied else None,
-            "round_without_limit_ms": 1e3 * alone.total_s if alone else None,
-            "hidden_share": _hidden(times.total_s, copies_s, alone.total_s) if alone and copied else None,
+            "round_without_limit_ms": 1e3 * without_limit.total_s if without_limit else None,
+            "hidden_share": _hidden(times.total_s, copies_s, without_limit.total_s)
+            if without_limit and copied
+            else None,
         }
 
     def tokens(self) -> Rows:
@@ -231,16 +233,16 @@ class OffloadBench:
 
     def _tokens(self, plan: Plan) -> dict[str, Any]:
         results = {}
-        for kind, one in (("limited", plan), ("unlimited", _unlimited(plan))):
-            with self.inflated.shared_engine(one, {}, profile=self.profile, make_head=random_head) as engine:
+        for kind, plan_of_kind in (("limited", plan), ("unlimited", _unlimited(plan))):
+            with self.inflated.shared_engine(plan_of_kind, {}, profile=self.profile, make_head=random_head) as engine:
                 results[kind] = engine.generate(self.prompts, TOKENS)
             free()
         equal = results["limited"].tokens == results["unlimited"].tokens
-        return {"equal": equal} | {kind: _figures(found.statistics) for kind, found in results.items()}
+        return {"equal": equal} | {kind: _figures(generation.statistics) for kind, generation in results.items()}
 
     def fits(self) -> Rows:
         """Where everything fits: rounds of plans that may offload over those of plans that may not."""
-        found: Rows = {}
+        results: Rows = {}
         for kv, gamma, placement in (
             (KVFormat.INT8, 0, Placement(True, 2048)),
             (KVFormat.INT8, 0, Placement(True, 2048, adaptive=True)),
@@ -250,12 +252,12 @@ class OffloadBench:
             context = CONTEXT // 4 if kv is KVFormat.FULL else CONTEXT
             plan = _plan(self.shape.name, context, kv, gamma, Placement())
             name = f"{kv.value}, gamma {gamma}{', adaptive' if placement.adaptive else ''}"
-            found[name] = partial(self._cost, plan, replace(plan, placement=placement))
+            results[name] = partial(self._cost, plan, replace(plan, placement=placement))
         for name, plan in selecting_plans(self.shape.name).items():
             if plan.placement.elastic:
                 short = replace(plan, workload=replace(plan.workload, context=CONTEXT // 4))
-                found[name] = partial(self._cost, replace(short, placement=Placement()), _unlimited(short))
-        return found
+                results[name] = partial(self._cost, replace(short, placement=Placement()), _unlimited(short))
+        return results
 
     def _cost(self, plan: Plan, offering: Plan) -> dict[str, Any]:
         """What a round of `offering` takes beyond one of `plan`, as a share."""
@@ -302,7 +304,7 @@ class OffloadBench:
     def _cliff(self, context: int) -> dict[str, Any]:
         adaptive, static = cliff_plans(self.shape, self.profile, context)
         predicted = predict(adaptive, self.shape, self.profile)
-        found = {
+        figures = {
             "context": context,
             "host_layers": predicted.offloaded_layers,
             "predicted_adaptive_ms": predicted.best.tpot_ms,
@@ -310,7 +312,7 @@ class OffloadBench:
             "adaptive_ms": 1e3 * measured_round(self.random, adaptive).total_s,
         }
         free()
-        return found | {"static_ms": 1e3 * measured_round(self.random, static).total_s}
+        return figures | {"static_ms": 1e3 * measured_round(self.random, static).total_s}
 
     def soak(self) -> dict[str, Any]:
         """Rounds of a small model with lower codes on the host: no growth of device or host memory."""
@@ -344,8 +346,8 @@ def limited_plans(model: str, new_tokens: int = 1024, yarn: float = 1.0) -> dict
     """Plans whose target reads everything, under LIMIT_BYTES."""
 
     def plan(kv: KVFormat, gamma: int, part: HostPart, budget: int) -> Plan:
-        found = _plan(model, CONTEXT, kv, gamma, Placement(True, budget, part, LIMIT_BYTES), new_tokens)
-        return replace(found, workload=replace(found.workload, yarn_factor=yarn))
+        placement = _plan(model, CONTEXT, kv, gamma, Placement(True, budget, part, LIMIT_BYTES), new_tokens)
+        return replace(placement, workload=replace(placement.workload, yarn_factor=yarn))
 
     return {
         **{f"lossless, lower codes, gamma {g}": plan(KVFormat.HIERARCHICAL, g, HostPart.LOWER, 0) for g in GAMMAS},
@@ -361,14 +363,14 @@ def selecting_plans(model: str, new_tokens: int = 1024, yarn: float = 1.0) -> di
     By the retrieval head for each KV head or, so that a token's keys and values of all heads are one piece, for all.
     """
     workload = Workload(model, "here", CONTEXT, new_tokens, BATCH, yarn)
-    found = {}
+    results = {}
     head, two_bit = (preset(name, workload) for name in ("specontext", "specontext-two-bit"))
     shared = replace(head, attention=replace(head.attention, selection=RetrievalHead(level="batch")))
     for kind, plan in (("retrieval head", head), ("one set for all heads", shared), ("2-bit keys", two_bit)):
         placement = replace(plan.placement, memory_bytes=LIMIT_BYTES)
-        found[kind] = replace(plan, placement=placement)
-        found[f"{kind}, not elastic"] = replace(plan, placement=replace(placement, elastic=False))
-    return found
+        results[kind] = replace(plan, placement=placement)
+        results[f"{kind}, not elastic"] = replace(plan, placement=replace(placement, elastic=False))
+    return results
 
 
 def cliff_plans(shape: ModelShape, profile: Profile, context: int) -> tuple[Plan, Plan]:
@@ -402,9 +404,9 @@ def _hidden(round_s: float, copies_s: float, alone_s: float) -> float:
     return (copies_s + alone_s - round_s) / min(copies_s, alone_s)
 
 
-def _figures(found: Any) -> dict[str, Any]:
+def _figures(statistics: Any) -> dict[str, Any]:
     names = ("tpot_ms", "ttft_ms", "acceptance", "tokens_per_round", "overlap", "peak_memory_bytes", "verify_s")
-    return {name: getattr(found, name) for name in names}
+    return {name: getattr(statistics, name) for name in names}
 
 
 def main() -> None:
@@ -416,17 +418,17 @@ def main() -> None:
     sections = ("link", "rounds", "elastic", "fits", "crossing", "cliff", "soak", "real", "tokens")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
     parser.add_argument("--rows", nargs="+", default=(), help="Names of rows, of sections that have some.")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU")
-    text = given.text.read_text(encoding="utf-8") if given.text else None
+    text = options.text.read_text(encoding="utf-8") if options.text else None
     device, shape = torch.device("cuda"), load_shape("Llama-3.1-8B")
-    bench = OffloadBench(shape, this_machine(), device, given.model, text)
-    results = ResultsFile.at(given.results)
-    for name in given.only:
+    bench = OffloadBench(shape, this_machine(), device, options.model, text)
+    results = ResultsFile.at(options.results)
+    for name in options.only:
         section: Rows | dict[str, Any] = getattr(bench, name)()
         if name in ROWS:
-            results.measure(name, section, given.rows)
+            results.measure(name, section, options.rows)
         else:
             results.save(name, section)
             print(name, json.dumps(section), flush=True)

@@ -125,7 +125,9 @@ class MemoryRow:
             "predicted": {**parts, **peaks},
             "measured": {**asdict(self.measured), "outside_after": self.outside_after, "cache": self.cache},
             "errors": {
-                name: peak / found - 1 for name, peak in peaks.items() if (found := getattr(self.measured, name))
+                name: peak / measured_value - 1
+                for name, peak in peaks.items()
+                if (measured_value := getattr(self.measured, name))
             }
             | {"cache": cache / self.cache - 1},
         }

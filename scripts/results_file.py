@@ -30,24 +30,24 @@ class ResultsFile:
         """The results that a file has, or none."""
         return cls(path, {**_saved(path), **measured_here()})
 
-    def save(self, section: str, found: Any) -> None:
+    def save(self, section: str, value: Any) -> None:
         """Adds a section, or replaces it."""
         with locked(self.path):  # and read again: another run may have saved other sections meanwhile
-            self.results.update({**_saved(self.path), **measured_here(), section: found})
+            self.results.update({**_saved(self.path), **measured_here(), section: value})
             write_json(self.path, self.results)
 
     def measure(self, section: str, rows: Rows, named: Sequence[str] = ()) -> None:
         """Measures the rows that are missing, or of these the ones that are `named`, and saves each."""
-        found = self.results.get(section, [])
-        known = {row["row"] for row in found}
+        saved = self.results.get(section, [])
+        known = {row["row"] for row in saved}
         for name, make in rows.items():
             if name in known or (named and name not in named):
                 continue
             print(f"{section}: {name} ...", flush=True)
             started = time.perf_counter()
-            found = [*found, {"row": name, **make(), "took_s": round(time.perf_counter() - started, 1)}]
-            print(json.dumps(found[-1]), flush=True)
-            self.save(section, found)
+            saved = [*saved, {"row": name, **make(), "took_s": round(time.perf_counter() - started, 1)}]
+            print(json.dumps(saved[-1]), flush=True)
+            self.save(section, saved)
             free()
 
 

@@ -62,8 +62,10 @@ def test_a_notebook_runs(path: Path, execute: Callable[[Path, str], Any], reques
         request.getfixturevalue("smollm2")  # skips where its wheel is not installed
     ran = execute(path, "json")
     kept = json.loads(path.read_text(encoding="utf-8"))
-    shown = [[one["output_type"] for one in cell["outputs"]] for cell in kept["cells"] if cell["cell_type"] == "code"]
-    assert [[one.output_type for one in cell.outputs] for cell in ran.cells if cell.cell_type == "code"] == shown
+    shown = [
+        [output["output_type"] for output in cell["outputs"]] for cell in kept["cells"] if cell["cell_type"] == "code"
+    ]
+    assert [[output.output_type for output in cell.outputs] for cell in ran.cells if cell.cell_type == "code"] == shown
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)

@@ -26,7 +26,7 @@ def execute(path: Path, renderer: str) -> nbformat.NotebookNode:
     client.execute(env={**os.environ, "PLOTLY_RENDERER": renderer})
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 
 

@@ -46,9 +46,9 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    one = Server()
-    yield one
-    one.end()
+    running = Server()
+    yield running
+    running.end()
 
 
 @pytest.fixture(scope="session")
@@ -76,7 +76,9 @@ def scheme() -> str:
 @pytest.fixture
 def context(chromium: Any, width: int, scheme: str) -> Iterator[Any]:
     """A new session of the browser."""
-    one = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True)
-    one.set_default_timeout(1e3 * LIMIT_S)
-    yield one
-    one.close()
+    browser_context = chromium.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, accept_downloads=True
+    )
+    browser_context.set_default_timeout(1e3 * LIMIT_S)
+    yield browser_context
+    browser_context.close()

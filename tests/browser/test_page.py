@@ -79,18 +79,18 @@ def test_from_a_slider_over_a_card_to_a_plan(server: Any, context: Any, tmp_path
     plan = read_plan(path.read_bytes()).plan
     assert plan.workload.context == 96 << 10
     assert 1 < plan.workload.batch < 4000
-    told = ridgeplan("explain", path)
-    assert told.returncode == 0, told.stderr
-    assert "Llama-3.1-8B" in told.stdout
+    explanation = ridgeplan("explain", path)
+    assert explanation.returncode == 0, explanation.stderr
+    assert "Llama-3.1-8B" in explanation.stdout
     command = page.locator("[data-testid=stCode]").first.inner_text()
-    asked = ridgeplan(*command.split()[1:], "-o", tmp_path / "again.json")
-    assert asked.returncode == 0, asked.stderr
+    result = ridgeplan(*command.split()[1:], "-o", tmp_path / "again.json")
+    assert result.returncode == 0, result.stderr
     assert read_plan((tmp_path / "again.json").read_bytes()).plan == plan
 
 
 def test_the_page_asks_no_other_machine(server: Any, context: Any) -> None:
     others: list[str] = []
-    context.on("request", lambda one: others.append(one.url) if not one.url.startswith(LOCAL) else None)
+    context.on("request", lambda item: others.append(item.url) if not item.url.startswith(LOCAL) else None)
     for name in TABS:
         page = opened(context, f"{server.url}/?tab={name}")
         page.close()
@@ -110,22 +110,22 @@ def test_every_tab_is_legible(server: Any, context: Any, scheme: str) -> None:
         overprinted = [
             pair for chart in page.evaluate(BOXES, LABELS) for pair in combinations(chart, 2) if cross(*pair)
         ]
-        assert not [(one["text"], other["text"]) for one, other in overprinted], name
+        assert not [(item["text"], other["text"]) for item, other in overprinted], name
         page.close()
 
 
-def cross(one: dict[str, float], other: dict[str, float]) -> bool:
+def cross(first: dict[str, float], other: dict[str, float]) -> bool:
     """Whether two boxes share more than a margin of two pixels."""
     return all(
-        min(one[end], other[end]) - max(one[start], other[start]) > 2
+        min(first[end], other[end]) - max(first[start], other[start]) > 2
         for start, end in (("left", "right"), ("top", "bottom"))
     )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_closing_the_terminal_ends_the_server(server: Any, context: Any, number: int) -> None:
-    one = type(server)()
-    opened(context, one.url)
-    one.end(number)
+    other_server = type(server)()
+    opened(context, other_server.url)
+    other_server.end(number)
     with pytest.raises(Exception, match="ERR_CONNECTION_REFUSED"):
-        context.new_page().goto(one.url)
+        context.new_page().goto(other_server.url)

@@ -39,7 +39,7 @@ def question(profile: Profile) -> Question:
 
 
 @pytest.fixture(scope="module")
-def found(question: Question) -> PlanMap:
+def plans_by_cell(question: Question) -> PlanMap:
     return plan_map(question, CONTEXTS, BATCHES)
 
 
@@ -47,49 +47,55 @@ def named(figure: Any) -> dict[str, Any]:
     return {trace.name: trace for trace in figure.data if trace.name}
 
 
-def test_every_cell_is_the_fastest_plan_s_time_or_hatched(found: PlanMap) -> None:
-    figure = charts.capacity_map(found, (65_536, 4))
+def test_every_cell_is_the_fastest_plan_s_time_or_hatched(plans_by_cell: PlanMap) -> None:
+    figure = charts.capacity_map(plans_by_cell, (65_536, 4))
     (heat,) = (trace for trace in figure.data if trace.type == "heatmap")
     assert heat.z.shape == (len(BATCHES), len(CONTEXTS))
-    assert (np.isnan(heat.z) == ~found.fits.T).all()
-    assert 10 ** heat.z[0][0] == pytest.approx(1e3 * found.tpot_s[0, 0])
+    assert (np.isnan(heat.z) == ~plans_by_cell.fits.T).all()
+    assert 10 ** heat.z[0][0] == pytest.approx(1e3 * plans_by_cell.tpot_s[0, 0])
     hatched = [trace for trace in figure.data if trace.type == "bar"]
-    assert sum(trace.x[0] for trace in hatched) == pytest.approx(2 * (~found.fits).sum())  # cells are 2 powers wide
+    assert sum(trace.x[0] for trace in hatched) == pytest.approx(
+        2 * (~plans_by_cell.fits).sum()
+    )  # cells are 2 powers wide
     assert all(trace.marker.pattern.shape == "/" for trace in hatched)
     ring = named(figure)["asked"]
     assert (ring.x[0], ring.y[0]) == (16, 2)
 
 
-def test_hatching_starts_where_nothing_fits(found: PlanMap) -> None:
+def test_hatching_starts_where_nothing_fits(plans_by_cell: PlanMap) -> None:
     """At 65,536 tokens x 64 the codes alone take 280 GB; 1024 tokens x 16 take 1 GB."""
-    runs = {row: (base, length) for base, length, row in no_fit_runs(found, np.log2(CONTEXTS))}
+    runs = {row: (base, length) for base, length, row in no_fit_runs(plans_by_cell, np.log2(CONTEXTS))}
     assert 0 not in runs
     base, length = runs[3]
     assert base + length == 17  # the last cell is around 2^16
-    assert found.fits[: round((base - 9) / 2), 3].all()
+    assert plans_by_cell.fits[: round((base - 9) / 2), 3].all()
 
 
-def test_limits_and_prices_are_contours(found: PlanMap) -> None:
-    figure = charts.capacity_map(found, (65_536, 4), 3.6, 5.0, 2000.0)
+def test_limits_and_prices_are_contours(plans_by_cell: PlanMap) -> None:
+    figure = charts.capacity_map(plans_by_cell, (65_536, 4), 3.6, 5.0, 2000.0)
     limits = {name: trace.contours.value for name, trace in named(figure).items() if trace.type == "contour"}
     assert limits == {"5 ms per token": 5.0, "2,000 ms to the first token": 2000.0}
     prices = [note.text for note in figure.layout.annotations]
     assert prices
     assert all(text.endswith("per million tokens") for text in prices)
-    assert not charts.capacity_map(found, (65_536, 4)).layout.annotations
+    assert not charts.capacity_map(plans_by_cell, (65_536, 4)).layout.annotations
 
 
-def test_dollars_per_million_tokens(found: PlanMap) -> None:
+def test_dollars_per_million_tokens(plans_by_cell: PlanMap) -> None:
     """At $3.60 an hour, 1e-3 dollars a second: a batch takes its prompts, then 1024 steps, for 1024 tokens each."""
-    seconds = found.ttft_s[0] + 1024 * found.tpot_s[0]
-    for column, batch in enumerate(found.batches):
+    seconds = plans_by_cell.ttft_s[0] + 1024 * plans_by_cell.tpot_s[0]
+    for column, batch in enumerate(plans_by_cell.batches):
         tokens = 1024 * batch
-        assert dollars_per_million(found, 3.6)[0, column] == pytest.approx(1e-3 * seconds[column] / tokens * 1e6)
+        assert dollars_per_million(plans_by_cell, 3.6)[0, column] == pytest.approx(
+            1e-3 * seconds[column] / tokens * 1e6
+        )
 
 
-def test_milliseconds_beside_the_colours_are_written_out(found: PlanMap) -> None:
-    slow = replace(found, tpot_s=np.geomspace(1e-3, 30.0, found.tpot_s.size).reshape(found.tpot_s.shape))
-    heat = charts.capacity_map(replace(slow, fits=np.ones_like(found.fits)), (65_536, 4)).data[0]
+def test_milliseconds_beside_the_colours_are_written_out(plans_by_cell: PlanMap) -> None:
+    slow = replace(
+        plans_by_cell, tpot_s=np.geomspace(1e-3, 30.0, plans_by_cell.tpot_s.size).reshape(plans_by_cell.tpot_s.shape)
+    )
+    heat = charts.capacity_map(replace(slow, fits=np.ones_like(plans_by_cell.fits)), (65_536, 4)).data[0]
     assert list(heat.colorbar.ticktext) == ["1", "10", "100", "1,000", "10,000"]
 
 
@@ -99,8 +105,8 @@ def test_curves_end_where_memory_does_and_lie_in_their_bands(question: Question)
     limit = (curves["plain"][2].best.peak_memory_bytes + curves["plain"][3].best.peak_memory_bytes) / 2
     figure = charts.times_over_context(CONTEXTS, curves, {"plain": limit, "drafting": 1e12}, 65_536)
     lines = named(figure)
-    assert [np.isnan(one) for one in lines["plain"].y] == [False, False, False, True]
-    assert list(lines["drafting"].y) == pytest.approx([one.best.tpot_ms for one in curves["drafting"]])
+    assert [np.isnan(value) for value in lines["plain"].y] == [False, False, False, True]
+    assert list(lines["drafting"].y) == pytest.approx([value.best.tpot_ms for value in curves["drafting"]])
     bands = [trace for trace in figure.data if trace.fill == "toself"]
     low, best, high = fitting_times(curves["plain"], limit)
     assert list(bands[0].y) == pytest.approx([*high[:3], *low[:3][::-1]])
@@ -150,7 +156,7 @@ def test_the_staircase_in_words(steps: list[OffloadStep], words: str) -> None:
 
 
 def test_numbers_of_tokens_have_three_digits() -> None:
-    assert [about(one) for one in (999, 98_700, 1_326_687)] == ["999", "96.4k", "1.27M"]
+    assert [about(tokens) for tokens in (999, 98_700, 1_326_687)] == ["999", "96.4k", "1.27M"]
 
 
 def test_filled_symbols_run_and_the_frontier_is_of_those_allowed(question: Question) -> None:
@@ -170,10 +176,10 @@ def test_named_dots_are_the_longest_and_apart(recommendation: Recommendation) ->
     kept = labelled(dots)
     assert 1 < len(kept) <= LABELS
     assert max(dots, key=lambda op: op.seconds) in kept
-    for one in kept:
-        for other in kept - {one}:
-            wide = abs(np.log10(one.intensity / other.intensity)) / 4
-            high = abs(np.log10(one.flops / one.seconds * other.seconds / other.flops))
+    for row in kept:
+        for other in kept - {row}:
+            wide = abs(np.log10(row.intensity / other.intensity)) / 4
+            high = abs(np.log10(row.flops / row.seconds * other.seconds / other.flops))
             assert max(wide, high) > APART
 
 
@@ -189,14 +195,14 @@ def test_the_ridge_plane_is_flat_and_the_question_lies_on_the_surface(question: 
 
 
 def test_the_star_is_the_optimum_and_break_even_where_speed_up_is_one(question: Question) -> None:
-    found = speculation_map(preset("quantspec", question.workload), question, np.linspace(0, 1, 201))
-    gamma, gain = found.optimum
-    star = named(charts.speculation(found))[f"optimum: gamma {gamma}, {gain:.2f}x"]
-    assert (star.x[0], star.y[0]) == (gamma, found.predicted.best)
-    even = break_even(found)
-    for column, acceptance in zip(found.speedup.T, even, strict=True):
+    grid = speculation_map(preset("quantspec", question.workload), question, np.linspace(0, 1, 201))
+    gamma, gain = grid.optimum
+    star = named(charts.speculation(grid))[f"optimum: gamma {gamma}, {gain:.2f}x"]
+    assert (star.x[0], star.y[0]) == (gamma, grid.predicted.best)
+    even = break_even(grid)
+    for column, acceptance in zip(grid.speedup.T, even, strict=True):
         if not np.isnan(acceptance):
-            assert np.interp(acceptance, found.acceptances, column) == pytest.approx(1)
+            assert np.interp(acceptance, grid.acceptances, column) == pytest.approx(1)
     assert not np.isnan(even[-1])
 
 
@@ -259,14 +265,14 @@ def test_plain_decoding_drafts_nothing(recommendation: Recommendation) -> None:
 
 def test_roofline_has_a_dot_per_operation_under_its_roof(recommendation: Recommendation, profile: Profile) -> None:
     hardware = profile.hardware
-    found = traces(charts.roofline(recommendation.predicted, hardware))
-    assert set(found) == {"roof", "prefill", "draft", "target", "ridge"}
-    dots = [dot for part in rooflines.PASS_COLORS for dot in zip(found[part].x, found[part].y, strict=True)]
+    answer = traces(charts.roofline(recommendation.predicted, hardware))
+    assert set(answer) == {"roof", "prefill", "draft", "target", "ridge"}
+    dots = [dot for part in rooflines.PASS_COLORS for dot in zip(answer[part].x, answer[part].y, strict=True)]
     assert len(dots) == sum(op.flops > 0 for op in recommendation.predicted.breakdown)  # copies compute nothing
     for intensity, reached in dots:
         assert reached <= min(hardware.compute_flops, intensity * hardware.bandwidth_bytes_per_s)
-    assert found["ridge"].x == (hardware.ridge_point,)
-    assert max(found["roof"].y) == hardware.compute_flops
+    assert answer["ridge"].x == (hardware.ridge_point,)
+    assert max(answer["roof"].y) == hardware.compute_flops
 
 
 def test_roofline_of_plain_decoding_has_no_drafts(recommendation: Recommendation, profile: Profile) -> None:
@@ -288,11 +294,11 @@ def test_every_alternative_has_a_bar_with_its_reason(recommendation: Recommendat
 @pytest.mark.parametrize("objective", ["latency", "total", "memory"])
 @pytest.mark.parametrize("memory_limit", [None, 34 * GIB])
 def test_every_verdict_has_a_colour(profile: Profile, objective: str, memory_limit: float | None) -> None:
-    one = recommend(
+    recommendation = recommend(
         "meta-llama/Llama-3.1-8B", "h200", 120_000, profile=profile, objective=objective, memory_limit=memory_limit
     )
-    bars = sum(len(trace.y) for trace in charts.alternatives(one).data)
-    assert bars == len(one.alternatives) + 1
+    bars = sum(len(trace.y) for trace in charts.alternatives(recommendation).data)
+    assert bars == len(recommendation.alternatives) + 1
 
 
 def test_operations_never_exceed_the_round(recommendation: Recommendation) -> None:

@@ -19,9 +19,9 @@ LLAMA_2 = "meta-llama/Llama-2-7b-hf"
 Rows = Iterable[Mapping[str, Any]]
 
 
-def one(rows: Rows, **wanted: Any) -> Mapping[str, Any]:
-    (found,) = (row for row in rows if all(row[name] == value for name, value in wanted.items()))
-    return found
+def one(rows: Rows, **cells: Any) -> Mapping[str, Any]:
+    (match,) = (row for row in rows if all(row[name] == value for name, value in cells.items()))
+    return match
 
 
 def test_decode_does_a_flop_per_byte_and_linear_layers_one_more_for_each_sequence() -> None:
@@ -83,11 +83,11 @@ def test_throughput_falls_off_a_cliff_that_adaptive_memory_avoids() -> None:
     """By more than 80% from one token to the next (SpeContext, section 6.1)."""
     rows = specontext.throughput_rows("a800-80gb", 16)
     longest = rows[0]["longest_on_gpu"]
-    whole, adaptive = (
+    full, adaptive = (
         [one(rows, tokens=tokens, method=method)["tokens_per_s"] for tokens in (longest, longest + 1)]
         for method in (specontext.WHOLE, specontext.ADAPTIVE)
     )
-    assert whole[1] < 0.2 * whole[0]
+    assert full[1] < 0.2 * full[0]
     assert adaptive[1] == pytest.approx(adaptive[0], rel=0.02)
 
 
@@ -100,8 +100,8 @@ def test_logits_of_a_query_are_a_64th_of_the_kv_of_qwen3() -> None:
 
 
 def test_a_round_is_the_same_but_for_what_is_chosen_and_how() -> None:
-    asked = {"model": "Qwen/Qwen3-8B", "gpu": "h100-nvl", "context": 110592, "batch": 4, "gamma": 5, "ratio": 0.07}
-    rows = specattn.round_rows(**asked)
+    question = {"model": "Qwen/Qwen3-8B", "gpu": "h100-nvl", "context": 110592, "batch": 4, "gamma": 5, "ratio": 0.07}
+    rows = specattn.round_rows(**question)
     chosen = {row["method"]: row["milliseconds"] for row in rows if row["part"] == "selection"}
     assert chosen["MagicDec-Stream"] == pytest.approx(0, abs=1e-9)
     assert chosen["SpecExtend"] > chosen["SpecAttn"] > 0  # 6 collected queries, and 2
@@ -119,9 +119,9 @@ def test_the_overhead_of_choosing_is_over_the_rest_of_the_round() -> None:
 
 
 def test_the_map_of_gamma_and_ratio_agrees_with_the_round() -> None:
-    asked = {"model": "Qwen/Qwen3-8B", "gpu": "h100-nvl", "context": 110592, "batch": 4}
-    rows = specattn.tuning_rows(**asked)
-    rounds = specattn.round_rows(**asked, gamma=5, ratio=0.07)
+    question = {"model": "Qwen/Qwen3-8B", "gpu": "h100-nvl", "context": 110592, "batch": 4}
+    rows = specattn.tuning_rows(**question)
+    rounds = specattn.round_rows(**question, gamma=5, ratio=0.07)
     expected = one(rounds, method="SpecAttn", part="drafting")["tokens_per_s"]
     assert one(rows, gamma=5, ratio=0.07)["tokens_per_s"] == pytest.approx(expected)
     heat, best = specattn.draw_tuning(rows).data
@@ -144,8 +144,8 @@ def test_placements_are_drawn_as_lines_and_measured_ones_as_points() -> None:
     rows = figure.data()
     assert len(figure.draw(rows).data) == 3
     adaptive, points, static, others, _ = figure.draw([*rows, measured]).data
-    assert [list(one.y) for one in (points, others)] == [[21.5], [95.0]]
-    assert [one.mode for one in (adaptive, points, static, others)] == ["lines", "markers"] * 2
+    assert [list(trace.y) for trace in (points, others)] == [[21.5], [95.0]]
+    assert [trace.mode for trace in (adaptive, points, static, others)] == ["lines", "markers"] * 2
 
 
 def test_layers_that_leave_one_by_one_are_never_slower_than_all_at_once() -> None:
@@ -189,8 +189,8 @@ def test_every_default_is_one_of_the_values() -> None:
 def test_names_are_unique_and_papers_name_all_their_figures() -> None:
     assert len(set(NAMES)) == len(NAMES)
     assert figures_named([]) == PAPER_FIGURES
-    assert {one.paper for one in figures_named(["dapq", "quantspec-fig4"])} == {"dapq", "quantspec"}
-    assert [one.name for one in figures_named(["quantspec-fig4"])] == ["quantspec-fig4"]
+    assert {figure.paper for figure in figures_named(["dapq", "quantspec-fig4"])} == {"dapq", "quantspec"}
+    assert [figure.name for figure in figures_named(["quantspec-fig4"])] == ["quantspec-fig4"]
 
 
 def test_values_are_read_from_text_and_wrong_ones_are_refused() -> None:
@@ -218,15 +218,15 @@ TABLES = (
 
 @pytest.mark.parametrize(("paper", "table", "metric"), TABLES)
 def test_rows_are_the_cells_of_the_papers_command(paper: str, table: str, metric: str) -> None:
-    (result,) = (one for one in compare_all([paper]) if one.name == table)
+    (result,) = (comparison for comparison in compare_all([paper]) if comparison.name == table)
     expected = {
         (cell.case, cell.method): (None if cell.published == "-" else cell.published, cell.predicted)
         for cell in result.cells
         if cell.metric == metric and cell.predicted is not None
     }
     rows = table_rows(paper, table, metric)
-    found = {(row["case"], row["method"]): (row["published"], row["predicted"]) for row in rows}
-    assert {key: found[key] for key in expected} == expected
+    cells = {(row["case"], row["method"]): (row["published"], row["predicted"]) for row in rows}
+    assert {key: cells[key] for key in expected} == expected
 
 
 def test_a_changed_row_keeps_no_printed_value_and_an_unchanged_one_does() -> None:
@@ -236,8 +236,8 @@ def test_a_changed_row_keeps_no_printed_value_and_an_unchanged_one_does() -> Non
     assert printed["FullKV"] == 16.87
     assert printed["DapQ"] is None
     larger, paper = (
-        next(row["predicted"] for row in found if row["method"] == "DapQ")
-        for found in (rows, table_rows("dapq", "Table 7", "peak_gib"))
+        next(row["predicted"] for row in table if row["method"] == "DapQ")
+        for table in (rows, table_rows("dapq", "Table 7", "peak_gib"))
     )
     # 256 more tokens of 4 KiB in each of 32 layers; the workspace holds as many fewer of the layer that is evicted.
     assert larger - paper == pytest.approx(256 * 31 * 4096 / 2**30)

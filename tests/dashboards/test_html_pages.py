@@ -13,7 +13,7 @@ from ridgeplan.validate.suite.report import SuiteReport, summaries
 
 
 def html_of(report: SuiteReport) -> str:
-    return validation_page(report.to_dict(), [one.to_dict() for one in summaries(report)])
+    return validation_page(report.to_dict(), [summary.to_dict() for summary in summaries(report)])
 
 
 class Elements(HTMLParser):
@@ -67,10 +67,10 @@ def test_texts_of_a_report_are_text(html: str) -> None:
         rows=(replace(ROW, model=wicked, case=wicked, kind=wicked),),
         regret=(replace(REGRET, model=wicked, best=wicked),),
     )  # fmt: skip
-    found, honest = Elements(html_of(report)), Elements(html)
-    assert [tag for tag, _ in found.found].count("script") == [tag for tag, _ in honest.found].count("script")
-    assert "img" not in [tag for tag, _ in found.found]
-    assert found.text.count(wicked) >= 4
+    elements, honest = Elements(html_of(report)), Elements(html)
+    assert [tag for tag, _ in elements.found].count("script") == [tag for tag, _ in honest.found].count("script")
+    assert "img" not in [tag for tag, _ in elements.found]
+    assert elements.text.count(wicked) >= 4
 
 
 def test_a_part_without_rows_or_regret_has_no_empty_figures() -> None:

@@ -53,36 +53,36 @@ def words(plausible: Sequence[str]) -> st.SearchStrategy[str]:
     return st.one_of(*[st.sampled_from(tuple(pool)) for pool in (plausible, NUMBERS, SIZES, STRANGE) if pool], text)
 
 
-def values(option: click.Option, own: Sequence[str]) -> st.SearchStrategy[str]:
+def values(option: click.Option, own_names: Sequence[str]) -> st.SearchStrategy[str]:
     """Arguments for an option, three in four of its type."""
     if isinstance(option.type, click.Choice):
         fitting = st.sampled_from(option.type.choices)
     elif option.type.name == "integer":
         fitting = st.sampled_from([str(value) for value in EXTREMES if isinstance(value, int)]) | st.integers().map(str)
     else:
-        fitting = words((*NAMES, *own))
-    return st.one_of(fitting, fitting, fitting, words((*NAMES, *own)))
+        fitting = words((*NAMES, *own_names))
+    return st.one_of(fitting, fitting, fitting, words((*NAMES, *own_names)))
 
 
 def command_of(name: str) -> click.Command:
     """The command of a name, which is imported by it."""
-    found = main.get_command(click.Context(main), name)
-    assert found is not None
-    return found
+    subcommand = main.get_command(click.Context(main), name)
+    assert subcommand is not None
+    return subcommand
 
 
 @st.composite
-def arguments(draw: st.DrawFn, command: str, question: Sequence[str], own: Sequence[str] = ()) -> list[str]:
+def arguments(draw: st.DrawFn, command: str, question: Sequence[str], own_names: Sequence[str] = ()) -> list[str]:
     """The command with its question, of which a word may be wrong, and up to three of its options."""
     line = list(question)
     if line and draw(st.integers(0, 2)) == 0:
-        line[draw(st.integers(0, len(line) - 1))] = draw(words((*NAMES, *own)))
+        line[draw(st.integers(0, len(line) - 1))] = draw(words((*NAMES, *own_names)))
     options = [parameter for parameter in command_of(command).params if isinstance(parameter, click.Option)]
     for option in draw(st.lists(st.sampled_from(options), max_size=3)) if options else ():
         line.append(option.opts[-1])
         if not option.is_flag:
-            line.append(draw(values(option, own)))
-    surplus = draw(words(own)) if draw(st.integers(0, 9)) == 0 else None
+            line.append(draw(values(option, own_names)))
+    surplus = draw(words(own_names)) if draw(st.integers(0, 9)) == 0 else None
     return [command, *line] if surplus is None else [command, *line, surplus]
 
 
@@ -123,7 +123,7 @@ def plan_file(tmp_path: Path) -> Path:
 @FUZZ
 @given(data=st.data())
 def test_runs(tmp_path: Path, plan_file: Path, tiny_folder: Path, data: st.DataObject) -> None:
-    own = (str(tiny_folder), str(plan_file))
+    own_names = (str(tiny_folder), str(plan_file))
     question = (str(plan_file), "--model", str(tiny_folder), "--prompt", "ab")
-    result = ends_well(data.draw(arguments("run", question, own)), tmp_path)
+    result = ends_well(data.draw(arguments("run", question, own_names)), tmp_path)
     assert result.exit_code != 3

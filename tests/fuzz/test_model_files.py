@@ -38,10 +38,10 @@ INDEX = "model.safetensors.index.json"
 @pytest.fixture(scope="module")
 def configs(tiny_folder: Path) -> list[dict[str, Any]]:
     """A complete configuration of each family that runs, with the sizes of the tiny model and all kinds of RoPE."""
-    own = json.loads((tiny_folder / "config.json").read_text())
-    del own["model_type"]
-    plain = [transformers.AutoConfig.for_model(family, **own).to_dict() for family in EXECUTABLE_ARCHITECTURES]
-    return [{**one, "rope_parameters": {"rope_theta": 1e4, **rope}} for one in plain for rope in ROPES]
+    tiny_config = json.loads((tiny_folder / "config.json").read_text())
+    del tiny_config["model_type"]
+    plain = [transformers.AutoConfig.for_model(family, **tiny_config).to_dict() for family in EXECUTABLE_ARCHITECTURES]
+    return [{**value, "rope_parameters": {"rope_theta": 1e4, **rope}} for value in plain for rope in ROPES]
 
 
 def link_all_but(name: str, source: Path, folder: Path) -> Path:

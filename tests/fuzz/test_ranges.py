@@ -28,9 +28,9 @@ def ends(kind: type) -> st.SearchStrategy[dict[str, Any]]:
     ranges = {
         item.name: numbers(check() if callable(check := item.metadata.get("check")) else check) for item in fields(kind)
     }
-    found = {name: st.sampled_from(pair) for name, pair in ranges.items() if pair}
-    some = st.lists(st.sampled_from(sorted(found)), max_size=3, unique=True)
-    return some.flatmap(lambda names: st.fixed_dictionaries({name: found[name] for name in names}))
+    ends_by_name = {name: st.sampled_from(pair) for name, pair in ranges.items() if pair}
+    some = st.lists(st.sampled_from(sorted(ends_by_name)), max_size=3, unique=True)
+    return some.flatmap(lambda names: st.fixed_dictionaries({name: ends_by_name[name] for name in names}))
 
 
 def numbers(schema: Any) -> tuple[Any, Any] | None:
@@ -45,7 +45,7 @@ def numbers(schema: Any) -> tuple[Any, Any] | None:
 def test_predictions_at_the_ends_of_all_ranges_are_finite(
     figures: dict[str, Any],
     sizes: dict[str, Any],
-    asked: dict[str, Any],
+    question: dict[str, Any],
     rates: dict[str, Any],
     shape: ModelShape,
     data: st.DataObject,
@@ -56,9 +56,9 @@ def test_predictions_at_the_ends_of_all_ranges_are_finite(
         assume(False)
     hardware = replace(H200, name="other", **figures)
     profile = profile_with(rates, hardware)
-    workload = Workload(**{"model": "m", "hardware": "other", "context": 4096, **asked, "yarn_factor": 1.0})
+    workload = Workload(**{"model": "m", "hardware": "other", "context": 4096, **question, "yarn_factor": 1.0})
     plans = [preset(name, workload) for name in sorted(PRESETS)]
-    plan = data.draw(st.sampled_from([one for one in plans if missing_cost_model(one, shape) is None]))
+    plan = data.draw(st.sampled_from([plan for plan in plans if missing_cost_model(plan, shape) is None]))
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         predicted = planner.predict(plan, shape, profile)
     for values in (predicted.best, predicted.low, predicted.high):
@@ -68,5 +68,5 @@ def test_predictions_at_the_ends_of_all_ranges_are_finite(
 def profile_with(rates: dict[str, Any], hardware: Hardware) -> Profile:
     """The shipped profile with some rates replaced, transferred to other hardware."""
     [profile] = shipped_profiles()
-    classes = {name: replace(own, **rates) for name, own in profile.classes.items()}
+    classes = {name: replace(class_rates, **rates) for name, class_rates in profile.classes.items()}
     return profile_for(hardware, (replace(profile, classes=classes),))

@@ -57,31 +57,33 @@ class Nvrtc:
 
     def compile(self, text: str, entry: str, options: Sequence[str], arch: str = "sm_90") -> Compiled:
         """Raises RuntimeError with the compiler's messages where it refuses."""
-        library, made = self.library, ctypes.c_void_p()
-        library.nvrtcCreateProgram(ctypes.byref(made), text.encode(), f"{entry}.cu".encode(), 0, None, None)
+        library, nvrtc_program = self.library, ctypes.c_void_p()
+        library.nvrtcCreateProgram(ctypes.byref(nvrtc_program), text.encode(), f"{entry}.cu".encode(), 0, None, None)
         report = ["--ptxas-options=-v"] if arch.startswith("sm") else []
-        given = [option.encode() for option in (f"-arch={arch}", *include_options(), *options, *report)]
-        status = library.nvrtcCompileProgram(made, len(given), (ctypes.c_char_p * len(given))(*given))
-        log = self._text(made, "ProgramLog")
-        ptx = "" if report or status else self._text(made, "PTX")
-        library.nvrtcDestroyProgram(ctypes.byref(made))
+        arguments = [option.encode() for option in (f"-arch={arch}", *include_options(), *options, *report)]
+        status = library.nvrtcCompileProgram(
+            nvrtc_program, len(arguments), (ctypes.c_char_p * len(arguments))(*arguments)
+        )
+        log = self._text(nvrtc_program, "ProgramLog")
+        ptx = "" if report or status else self._text(nvrtc_program, "PTX")
+        library.nvrtcDestroyProgram(ctypes.byref(nvrtc_program))
         if status:
             raise RuntimeError(log)
         warnings = [line for line in log.splitlines() if "warning" in line and TOLERATED not in line]
         return Compiled(warnings, *(_bytes(log, what) for what in ("Used", "spill stores", "smem")), ptx)
 
-    def _text(self, made: ctypes.c_void_p, what: str) -> str:
+    def _text(self, nvrtc_program: ctypes.c_void_p, what: str) -> str:
         size = ctypes.c_size_t()
-        getattr(self.library, f"nvrtcGet{what}Size")(made, ctypes.byref(size))
+        getattr(self.library, f"nvrtcGet{what}Size")(nvrtc_program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
-        getattr(self.library, f"nvrtcGet{what}")(made, buffer)
+        getattr(self.library, f"nvrtcGet{what}")(nvrtc_program, buffer)
         return buffer.value.decode()
 
 
 def _bytes(log: str, what: str) -> int:
     """The number that ptxas reports of `what`; 0 where it says nothing."""
-    found = re.search(rf"{what} (\d+)|(\d+) bytes {what}", log)
-    return int(found[1] or found[2]) if found else 0
+    match = re.search(rf"{what} (\d+)|(\d+) bytes {what}", log)
+    return int(match[1] or match[2]) if match else 0
 
 
 @pytest.fixture(scope="module")
@@ -116,27 +118,27 @@ SLOW = [pytest.param(variant, marks=pytest.mark.slow) for variant in MORE + HALF
 
 @pytest.mark.parametrize("variant", [*MAIN, *SLOW], ids=str)
 def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
-    made = attention_kernel(compile_cuda, variant)
-    assert made.warnings == []
-    assert made.registers * attention.THREADS * variant.ctas_per_sm <= REGISTERS
-    assert made.spilled <= ATTENTION_SPILLS.get((variant.head_dim, variant.bits, variant.rows), 0)
-    assert made.shared <= variant.static_bytes(Occupancy(variant, 132, H200.sm_bytes).stages)
+    compiled = attention_kernel(compile_cuda, variant)
+    assert compiled.warnings == []
+    assert compiled.registers * attention.THREADS * variant.ctas_per_sm <= REGISTERS
+    assert compiled.spilled <= ATTENTION_SPILLS.get((variant.head_dim, variant.bits, variant.rows), 0)
+    assert compiled.shared <= variant.static_bytes(Occupancy(variant, 132, H200.sm_bytes).stages)
 
 
 @pytest.mark.parametrize("parts", MERGE_PARTS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_reduction_of_many_splits(head_dim: int, parts: int, compile_cuda: Compile) -> None:
-    made = attention_kernel(compile_cuda, AttentionVariant(head_dim, 4, True, 8), "merge", parts)
-    assert made.warnings == []
-    assert made.spilled == 0
+    compiled = attention_kernel(compile_cuda, AttentionVariant(head_dim, 4, True, 8), "merge", parts)
+    assert compiled.warnings == []
+    assert compiled.spilled == 0
 
 
 def linear_kernel(compile_cuda: Compile, schedule: LinearSchedule | None) -> Compiled:
     assert schedule is not None
-    made = compile_cuda(program(linear.SOURCE, linear.LinearParams), linear.ENTRY, schedule.options)
-    assert made.warnings == []
-    assert made.registers * schedule.threads <= REGISTERS
-    return made
+    compiled = compile_cuda(program(linear.SOURCE, linear.LinearParams), linear.ENTRY, schedule.options)
+    assert compiled.warnings == []
+    assert compiled.registers * schedule.threads <= REGISTERS
+    return compiled
 
 
 @pytest.mark.parametrize(
@@ -166,10 +168,10 @@ def test_quantized_products(bits: int, group: int, rows: int, inputs: int, gated
 @pytest.mark.parametrize("head_dim", quantize_cuda.HEAD_DIMS)
 def test_quantization(head_dim: int, planes: int, bf16: bool, compile_cuda: Compile) -> None:
     text = program(quantize_cuda.SOURCE, quantize_cuda.QuantizeParams)
-    made = compile_cuda(text, quantize_cuda.ENTRY, tuple(quantize_cuda.options(head_dim, planes, bf16)))
-    assert made.warnings == []
-    assert made.spilled == 0
-    assert 768 * made.registers <= REGISTERS  # threads that are resident
+    compiled = compile_cuda(text, quantize_cuda.ENTRY, tuple(quantize_cuda.options(head_dim, planes, bf16)))
+    assert compiled.warnings == []
+    assert compiled.spilled == 0
+    assert 768 * compiled.registers <= REGISTERS  # threads that are resident
 
 
 @pytest.mark.parametrize(("aligned", "cluster"), [(False, 4), (True, 4), (True, 8)])
@@ -177,11 +179,11 @@ def test_quantization(head_dim: int, planes: int, bf16: bool, compile_cuda: Comp
 def test_top_k_and_top_p(dtype: torch.dtype, aligned: bool, cluster: int, compile_cuda: Compile) -> None:
     text = program(top_k_top_p.SOURCE, top_k_top_p.FilterParams)
     variant = top_k_top_p.TopKVariant(dtype, aligned, cluster)
-    made = compile_cuda(text, top_k_top_p.ENTRY, tuple(variant.options))
-    assert made.warnings == []
-    assert made.spilled == 0
-    assert made.registers * top_k_top_p.THREADS * (2 if cluster == 4 else 3) <= REGISTERS
-    assert made.shared <= 17 * 1024  # what test_top_k_top_p_cuda.py leaves to it
+    compiled = compile_cuda(text, top_k_top_p.ENTRY, tuple(variant.options))
+    assert compiled.warnings == []
+    assert compiled.spilled == 0
+    assert compiled.registers * top_k_top_p.THREADS * (2 if cluster == 4 else 3) <= REGISTERS
+    assert compiled.shared <= 17 * 1024  # what test_top_k_top_p_cuda.py leaves to it
 
 
 @pytest.mark.parametrize(
@@ -197,13 +199,13 @@ def test_attention_to_chosen_tokens(head_dim: int, heads: int, bf16: bool, compi
     )
     for source, entry, buffers, extra in shared:
         dynamic = variant.shared_bytes(buffers) + extra
-        made = compile_cuda(program(source, sparse.SparseParams), entry, tuple(variant.options))
-        assert made.warnings == []
-        assert made.registers * sparse.THREADS <= REGISTERS
-        assert made.shared + dynamic <= cta_bytes
-        assert made.spilled <= 4  # not in a loop over tokens
+        compiled = compile_cuda(program(source, sparse.SparseParams), entry, tuple(variant.options))
+        assert compiled.warnings == []
+        assert compiled.registers * sparse.THREADS <= REGISTERS
+        assert compiled.shared + dynamic <= cta_bytes
+        assert compiled.spilled <= 4  # not in a loop over tokens
         if extra:
-            assert made.shared <= sparse.STATIC_BYTES
+            assert compiled.shared <= sparse.STATIC_BYTES
 
 
 def test_another_layout_of_the_arguments_does_not_compile(compile_cuda: Compile) -> None:

@@ -101,7 +101,7 @@ def test_it_is_predicted_at_the_best_of_its_gammas(h200_profile, batch):
     fixed = predict_all(
         [plan_of(gamma=gamma, batch=batch, context=8192) for gamma in (1, 2, 4, 6)], LLAMA, h200_profile
     )
-    best = min(fixed, key=lambda one: one.best.tpot_ms)
+    best = min(fixed, key=lambda prediction: prediction.best.tpot_ms)
     assert adaptive.best.tpot_ms == pytest.approx(best.best.tpot_ms)
     assert adaptive.gamma == best.gamma
     assert adaptive.acceptance == best.acceptance
@@ -112,9 +112,9 @@ def test_where_drafts_do_not_pay_it_is_predicted_to_decode_plainly(h200_profile)
     """Drafts that read what the target reads are all accepted, and cost a whole step each."""
     plan = Plan(Workload("Llama-3.1-8B", "h200", 512, batch=64), speculation=Speculation(4, adaptive=True))
     assert steady_state_gamma(plan, LLAMA, h200_profile, Machine.of(h200_profile)) == 0
-    found = predict(plan, LLAMA, h200_profile)
-    assert (found.gamma, found.tokens_per_round) == (0, 1)
-    assert found.round_s["draft"] == 0
+    prediction = predict(plan, LLAMA, h200_profile)
+    assert (prediction.gamma, prediction.tokens_per_round) == (0, 1)
+    assert prediction.round_s["draft"] == 0
 
 
 def test_memory_is_kept_for_the_largest_gamma(h200_profile):
@@ -152,21 +152,21 @@ def test_an_answer_that_drafts_has_an_adaptive_form_that_is_as_fast(h200_profile
 
 def test_an_answer_without_drafts_or_for_least_memory_has_none(h200_profile):
     plain = recommended(h200_profile, ctx=512, batch=256)
-    least = recommended(h200_profile, objective="memory")
+    recommendation = recommended(h200_profile, objective="memory")
     assert not plain.plan.speculation.active
     assert plain.adaptive is None
-    assert least.adaptive is None
+    assert recommendation.adaptive is None
     assert "adaptive" not in plain.explain()
 
 
 def test_where_a_larger_bound_does_not_fit_the_plans_own_gamma_is_the_bound(h200_profile):
     free = recommended(h200_profile, ctx=4096, batch=64)
     machine = Machine.of(h200_profile)
-    own, larger = (
+    peak, larger = (
         peak_bytes(replace(free.plan, speculation=replace(free.plan.speculation, gamma=gamma)), LLAMA, machine)
         for gamma in (free.plan.speculation.gamma, free.adaptive.speculation.gamma)
     )
-    assert own < larger
-    tight = recommended(h200_profile, ctx=4096, batch=64, memory_limit=(own + larger) / 2)
+    assert peak < larger
+    tight = recommended(h200_profile, ctx=4096, batch=64, memory_limit=(peak + larger) / 2)
     assert tight.plan == free.plan
     assert tight.adaptive.speculation == replace(free.plan.speculation, adaptive=True)

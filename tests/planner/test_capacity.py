@@ -31,10 +31,10 @@ def test_a_plan_that_fits_misses_nothing():
 
 
 def test_a_plan_fits_up_to_the_last_byte():
-    wanted = plan(context=4096)
-    needed = peak_bytes(wanted, SHAPE, GPU)
-    assert missing_memory(wanted, SHAPE, replace(GPU, memory_bytes=needed)) is None
-    assert missing_memory(wanted, SHAPE, replace(GPU, memory_bytes=needed - 1))
+    resized_plan = plan(context=4096)
+    needed = peak_bytes(resized_plan, SHAPE, GPU)
+    assert missing_memory(resized_plan, SHAPE, replace(GPU, memory_bytes=needed)) is None
+    assert missing_memory(resized_plan, SHAPE, replace(GPU, memory_bytes=needed - 1))
 
 
 def test_the_peak_of_plain_decoding_by_hand():
@@ -59,15 +59,15 @@ def test_the_largest_batch_is_that_of_plans():
 
 @pytest.mark.parametrize("name", ["autoregressive", "quantspec", "int8"])
 def test_the_largest_context_and_batch_are_named(name):
-    wanted = plan(name)
-    message = missing_memory(wanted, SHAPE, GPU)
+    resized_plan = plan(name)
+    message = missing_memory(resized_plan, SHAPE, GPU)
     assert re.match(r"the plan needs \d+\.\d GB and 24\.0 GB may be used; allowed: ", message)
     context = int(re.search(r"context up to (\d+) with batch 2", message).group(1))
-    assert peak_bytes(resized(wanted, context=context), SHAPE, GPU) <= GPU.memory_bytes
-    assert peak_bytes(resized(wanted, context=context + 1), SHAPE, GPU) > GPU.memory_bytes
+    assert peak_bytes(resized(resized_plan, context=context), SHAPE, GPU) <= GPU.memory_bytes
+    assert peak_bytes(resized(resized_plan, context=context + 1), SHAPE, GPU) > GPU.memory_bytes
     batch = re.search(r"batch up to (\d+) with context 131072", message)
-    alone = resized(wanted, batch=1)
-    assert (batch is None) == (peak_bytes(alone, SHAPE, GPU) > GPU.memory_bytes)
+    single_sequence = resized(resized_plan, batch=1)
+    assert (batch is None) == (peak_bytes(single_sequence, SHAPE, GPU) > GPU.memory_bytes)
     assert batch is None or batch.group(1) == "1"
 
 
@@ -87,11 +87,11 @@ def test_weights_alone_can_be_too_much():
 
 
 def test_a_smaller_context_and_batch_together_are_named():
-    wanted = plan(context=2**23, batch=4096)
-    message = missing_memory(wanted, SHAPE, GPU)
+    resized_plan = plan(context=2**23, batch=4096)
+    message = missing_memory(resized_plan, SHAPE, GPU)
     context = int(re.search(r"; allowed: context up to (\d+) with batch 1$", message).group(1))
-    assert peak_bytes(resized(wanted, context=context, batch=1), SHAPE, GPU) <= GPU.memory_bytes
-    assert peak_bytes(resized(wanted, context=context + 1, batch=1), SHAPE, GPU) > GPU.memory_bytes
+    assert peak_bytes(resized(resized_plan, context=context, batch=1), SHAPE, GPU) <= GPU.memory_bytes
+    assert peak_bytes(resized(resized_plan, context=context + 1, batch=1), SHAPE, GPU) > GPU.memory_bytes
 
 
 def test_models_are_looked_up_by_name():
@@ -100,11 +100,11 @@ def test_models_are_looked_up_by_name():
 
 @pytest.mark.parametrize("new_tokens", [256, 4096])
 def test_a_context_whose_prompts_use_the_draft_weights_memory_may_fit_where_a_shorter_one_does_not(new_tokens):
-    wanted = resized(plan("quantspec", context=DRAFT_SWAP_PROMPT_TOKENS - 1, batch=1), new_tokens=new_tokens)
-    taken_bytes = peak_bytes(resized(wanted, context=DRAFT_SWAP_PROMPT_TOKENS), SHAPE, GPU)
+    resized_plan = resized(plan("quantspec", context=DRAFT_SWAP_PROMPT_TOKENS - 1, batch=1), new_tokens=new_tokens)
+    taken_bytes = peak_bytes(resized(resized_plan, context=DRAFT_SWAP_PROMPT_TOKENS), SHAPE, GPU)
     smaller = replace(GPU, memory_bytes=int(taken_bytes + 1e8))
-    message = missing_memory(wanted, SHAPE, smaller)
+    message = missing_memory(resized_plan, SHAPE, smaller)
     first, context = map(int, re.search(r"context from (\d+) to (\d+) with batch 1", message).groups())
     assert first == DRAFT_SWAP_PROMPT_TOKENS <= context
-    assert peak_bytes(resized(wanted, context=context), SHAPE, GPU) <= smaller.memory_bytes
-    assert peak_bytes(resized(wanted, context=context + 1), SHAPE, GPU) > smaller.memory_bytes
+    assert peak_bytes(resized(resized_plan, context=context), SHAPE, GPU) <= smaller.memory_bytes
+    assert peak_bytes(resized(resized_plan, context=context + 1), SHAPE, GPU) > smaller.memory_bytes

@@ -69,7 +69,7 @@ def test_what_it_offers_is_the_most_that_fits(offload):
     recommend = partial(planner.recommend, SMALL, "rtx4060-laptop", batch=8, yarn=True, offload=offload)
     with pytest.raises(planner.NothingFits) as refused:
         recommend(2_000_000)
-    (context,) = (one.changes["context"] for one in refused.value.fixes if list(one.changes) == ["context"])
+    (context,) = (fix.changes["context"] for fix in refused.value.fixes if list(fix.changes) == ["context"])
     assert recommend(context).predicted.best.peak_memory_bytes <= recommend(context).memory_limit_bytes
     with pytest.raises(planner.NothingFits):
         recommend(context + 1)
@@ -85,7 +85,7 @@ def test_sizes_that_it_offers_fit_the_host_too():
     recommend = partial(planner.recommend, SMALL, "rtx4060-laptop", batch=64, yarn=True, host_memory=20e9)
     with pytest.raises(planner.NothingFits) as refused:
         recommend(200_000)
-    (context,) = (one.changes["context"] for one in refused.value.fixes if list(one.changes) == ["context"])
+    (context,) = (fix.changes["context"] for fix in refused.value.fixes if list(fix.changes) == ["context"])
     assert 20e9 / (64 * 24 * 2 * 132) < context < (20e9 + 7.73e9) / (64 * 24 * 2 * 128)
     assert 0 < recommend(context).predicted.host_bytes <= 20e9
     with pytest.raises(planner.NothingFits):
@@ -114,7 +114,7 @@ def test_the_gpu_that_it_names_is_enough_and_smaller_ones_are_not():
     text = refusal("rtx4090", 130_000, batch=4)
     name = re.search(r"a GPU such as ([\w-]+) ", text).group(1)
     planner.recommend(LLAMA, name, 130_000, batch=4)
-    smaller = [one for one in list_hardware() if one.memory_bytes < load_hardware(name).memory_bytes]
+    smaller = [gpu for gpu in list_hardware() if gpu.memory_bytes < load_hardware(name).memory_bytes]
     assert len(smaller) > 3
     for hardware in smaller:
         refusal(hardware.name, 130_000, batch=4)
@@ -147,11 +147,13 @@ def test_groups_of_other_sizes_are_searched_before_giving_up(h200_profile):
     question = ask(LLAMA, "h200", 131_072, profile=h200_profile, offload=False)
     usual = Capacity(smallest_plans(executable_families(question)), question.shape, question.machine).peaks().min()
     limit = usual - 250e6
-    found = planner.recommend(LLAMA, "h200", 131_072, profile=h200_profile, memory_limit=limit, offload=False)
-    assert (found.plan.kv.group, found.plan.weights.group) == (256, 256)
-    assert found.predicted.best.peak_memory_bytes <= limit
+    recommendation = planner.recommend(LLAMA, "h200", 131_072, profile=h200_profile, memory_limit=limit, offload=False)
+    assert (recommendation.plan.kv.group, recommendation.plan.weights.group) == (256, 256)
+    assert recommendation.predicted.best.peak_memory_bytes <= limit
     tight = replace(question, memory_limit_bytes=limit)
-    assert {(one.plan.kv.group, one.plan.weights.group) for one in search_regrouped(tight)} == {(256, 256)}
+    assert {(candidate.plan.kv.group, candidate.plan.weights.group) for candidate in search_regrouped(tight)} == {
+        (256, 256)
+    }
     assert search_regrouped(replace(question, memory_limit_bytes=1e9)) == []
 
 
@@ -168,7 +170,10 @@ def test_prompts_go_through_in_chunks_where_whole_ones_do_not_fit(h200_profile):
     assert "dapq in chunks" in tight.name
     assert tight.predicted.best.peak_memory_bytes <= 8e9 < roomy.predicted.best.peak_memory_bytes
     assert not missing_execution(tight.plan)
-    chunked = [tight.name, *(one.preset for one in tight.alternatives if one.plan.eviction.chunk)]
+    chunked = [
+        tight.name,
+        *(alternative.preset for alternative in tight.alternatives if alternative.plan.eviction.chunk),
+    ]
     assert len(chunked) == len(set(chunked)) > 1  # once each, with the best sizes of groups
     with pytest.raises(planner.NothingFits, match=r"quality lossy, such as .*dapq in chunks"):
         ask_at(8e9, quality="near-lossless")
@@ -178,11 +183,13 @@ def test_short_prompts_in_large_batches_have_small_groups():
     """The buffer holds two groups of every sequence in full precision: smaller groups need less."""
     question = ask(LLAMA, "h200", 64, batch=64, new_tokens=8)
     searched = executable_families(question, regroup=True)
-    plans = [one.template for one in searched if one.name == "int8"]
+    plans = [candidate.template for candidate in searched if candidate.name == "int8"]
     peaks = Capacity(plans, question.shape, question.machine).peaks()
     assert [plan.kv.group for plan in plans] == list(QUANTIZATION_GROUPS)
     assert list(peaks) == sorted(peaks)
-    assert {one.template.weights for one in searched if one.name == "quantspec-weights"} == {Weights(16, 4, 256)}
+    assert {candidate.template.weights for candidate in searched if candidate.name == "quantspec-weights"} == {
+        Weights(16, 4, 256)
+    }
 
 
 def test_beyond_a_sliding_window_only_plain_decoding_is_offered_more():
@@ -192,19 +199,19 @@ def test_beyond_a_sliding_window_only_plain_decoding_is_offered_more():
 
 
 def test_yarn_stretches_what_is_offered():
-    asked = ask("Qwen/Qwen2.5-0.5B", "h200", 40_000, yarn=True)
-    assert list(context_limits([preset("int8", asked.workload)], asked)) == [64 * 32768 - 1024]
+    question = ask("Qwen/Qwen2.5-0.5B", "h200", 40_000, yarn=True)
+    assert list(context_limits([preset("int8", question.workload)], question)) == [64 * 32768 - 1024]
 
 
 def test_the_smallest_gpu_is_that_with_the_least_memory():
     question = ask("Qwen/Qwen2.5-0.5B", "h200", 4096)
     plans = [preset("autoregressive", question.workload)]
-    smallest = min(list_hardware(), key=lambda one: one.memory_bytes)
+    smallest = min(list_hardware(), key=lambda gpu: gpu.memory_bytes)
     assert smallest_gpu(question, plans) == smallest
     needed = Capacity(plans, question.shape, Machine.of(question.profile)).peaks()[0]
-    enough = [one for one in list_hardware() if usable_bytes(one.memory_bytes, 0.1) >= 1.02 * needed]
+    enough = [gpu for gpu in list_hardware() if usable_bytes(gpu.memory_bytes, 0.1) >= 1.02 * needed]
     assert smallest_gpu(question.with_options(memory_utilization=0.1), plans) == min(
-        enough, key=lambda one: one.memory_bytes
+        enough, key=lambda gpu: gpu.memory_bytes
     )
 
 

@@ -43,7 +43,7 @@ SHARES = (0.9, 0.6, 0.3)  # of the memory
 MACHINES = tuple(product(MODELS, GPUS))
 # Four minutes on two cores; else every model on two GPUs, and every GPU with two or three models.
 WHOLE = "RIDGEPLAN_WHOLE_GRID" in os.environ
-CHECKED = [one for index, one in enumerate(MACHINES) if WHOLE or (index + index // len(GPUS)) % 4 == 0]
+CHECKED = [machine for index, machine in enumerate(MACHINES) if WHOLE or (index + index // len(GPUS)) % 4 == 0]
 SAMPLED = MACHINES[5::27]  # one of every 27, which meets 3 models and 3 GPUs
 REFERENCE_CONTEXT = 16384
 
@@ -56,7 +56,7 @@ def one_acceptance(monkeypatch):
     def of_model(name):
         return original(load_shape(name), REFERENCE_CONTEXT)
 
-    monkeypatch.setattr(AcceptanceModel, "for_model", lambda shape, *given: of_model(shape.name))
+    monkeypatch.setattr(AcceptanceModel, "for_model", lambda shape, *acceptance: of_model(shape.name))
 
 
 @cache
@@ -73,9 +73,13 @@ def question_at(model, gpu, context, batch, share, quality=Quality.LOSSY):
 
 def best_score(question: Question) -> float:
     """Seconds per token of the fastest plan that runs; infinite where none fits."""
-    found = [one for one in search(question, tuple(executable_families(question))) if one.rejection(question) is None]
-    assert all(one.peak_bytes <= question.memory_limit_bytes for one in found)
-    return min((one.score for one in found), default=math.inf)
+    allowed = [
+        candidate
+        for candidate in search(question, tuple(executable_families(question)))
+        if candidate.rejection(question) is None
+    ]
+    assert all(candidate.peak_bytes <= question.memory_limit_bytes for candidate in allowed)
+    return min((candidate.score for candidate in allowed), default=math.inf)
 
 
 Size = tuple[int, int, float]  # context, batch, share of the memory
@@ -124,8 +128,8 @@ def a_preset_fits(question: Question) -> bool:
         if not missing_execution(plan, question.shape) and question.options.quality.allows(quality_of(plan))
     ]
     machine = replace(Machine.of(question.profile), memory_bytes=question.memory_limit_bytes)
-    found = predict_all(running, question.shape, question.profile, machine)
-    return any(question.oom_reason(one.best.peak_memory_bytes, one.host_bytes) is None for one in found)
+    estimated = predict_all(running, question.shape, question.profile, machine)
+    return any(question.oom_reason(item.best.peak_memory_bytes, item.host_bytes) is None for item in estimated)
 
 
 def contradicted(question: Question) -> bool:
@@ -134,7 +138,8 @@ def contradicted(question: Question) -> bool:
 
 
 @pytest.mark.parametrize(
-    "quality", [Quality.LOSSY, *(pytest.param(one, marks=pytest.mark.slow) for one in Quality if one != "lossy")]
+    "quality",
+    [Quality.LOSSY, *(pytest.param(quality, marks=pytest.mark.slow) for quality in Quality if quality != "lossy")],
 )
 @pytest.mark.parametrize(("model", "gpu"), SAMPLED)
 def test_nothing_fits_only_where_no_preset_does(model, gpu, quality):
@@ -190,8 +195,14 @@ def rises(values: np.ndarray) -> bool:
 @pytest.mark.parametrize("model", RISING_MODELS)
 @pytest.mark.parametrize("name", ["autoregressive", "int8", "quantspec", "quantspec-exact", "int4-weights"])
 def test_more_sequences_take_more_time_and_memory(name: str, model: str, gpu: str) -> None:
-    found = estimates(name, model, gpu, batch=RISING_BATCHES)
-    for values in (found.round.draft_s, found.round.verify_s, found.round.total_s, found.ttft_s, found.memory.peak):
+    estimated = estimates(name, model, gpu, batch=RISING_BATCHES)
+    for values in (
+        estimated.round.draft_s,
+        estimated.round.verify_s,
+        estimated.round.total_s,
+        estimated.ttft_s,
+        estimated.memory.peak,
+    ):
         assert rises(np.broadcast_to(values, RISING_BATCHES.shape))
 
 
@@ -199,14 +210,20 @@ def test_more_sequences_take_more_time_and_memory(name: str, model: str, gpu: st
 @pytest.mark.parametrize("model", RISING_MODELS)
 @pytest.mark.parametrize("name", ["autoregressive", "int8", "quantspec", "quantspec-exact", "magicdec-streaming"])
 def test_longer_contexts_take_more_time(name: str, model: str, gpu: str) -> None:
-    found = estimates(name, model, gpu, context=RISING_CONTEXTS)
-    for values in (found.round.draft_s, found.round.verify_s, found.round.total_s, found.ttft_s, found.memory.kv):
+    estimated = estimates(name, model, gpu, context=RISING_CONTEXTS)
+    for values in (
+        estimated.round.draft_s,
+        estimated.round.verify_s,
+        estimated.round.total_s,
+        estimated.ttft_s,
+        estimated.memory.kv,
+    ):
         assert rises(np.broadcast_to(values, RISING_CONTEXTS.shape))
 
 
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 @pytest.mark.parametrize(("name", "model"), DRAFTING)
 def test_more_drafts_take_more_time_a_round(name: str, model: str, gpu: str) -> None:
-    found = estimates(name, model, gpu, gamma=GAMMAS)
-    for values in (found.round.verify_s, found.round.total_s, found.memory.decode_peak):
+    estimated = estimates(name, model, gpu, gamma=GAMMAS)
+    for values in (estimated.round.verify_s, estimated.round.total_s, estimated.memory.decode_peak):
         assert rises(np.broadcast_to(values, GAMMAS.shape))

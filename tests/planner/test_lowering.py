@@ -31,9 +31,9 @@ def lowered(name, device=GPU, shape=LLAMA):
 
 
 def test_lengths_and_speculation_are_the_plans():
-    found = lowered("specattn")
-    assert (found.batch, found.context, found.new_tokens, found.gamma) == (3, 131072, 1000, 7)
-    assert (found.draft.ratio, found.acceptance, found.kv_group, found.queries) == (0.07, 0.9, 128, 8)
+    strategy = lowered("specattn")
+    assert (strategy.batch, strategy.context, strategy.new_tokens, strategy.gamma) == (3, 131072, 1000, 7)
+    assert (strategy.draft.ratio, strategy.acceptance, strategy.kv_group, strategy.queries) == (0.07, 0.9, 128, 8)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_lengths_and_speculation_are_the_plans():
     ],
 )
 def test_what_is_stored_and_read(name, stores_full_kv, planes, target_bits, draft_bits):
-    found = lowered(name)
-    assert (found.stores_full_kv, found.code_planes) == (stores_full_kv, planes)
-    assert (found.target.bits, found.draft.bits) == (target_bits, draft_bits)
+    strategy = lowered(name)
+    assert (strategy.stores_full_kv, strategy.code_planes) == (stores_full_kv, planes)
+    assert (strategy.target.bits, strategy.draft.bits) == (target_bits, draft_bits)
 
 
 def test_drafts_without_upper_codes_read_what_the_target_reads():
@@ -58,7 +58,7 @@ def test_drafts_without_upper_codes_read_what_the_target_reads():
 
 
 @pytest.mark.parametrize(
-    "name, target, draft, head, own, dense",
+    "name, target, draft, head, has_weights, dense",
     [
         ("autoregressive", 2, 2, 2, 0, (1, 1)),
         ("quantspec", 2, INT4, INT4, 1, (1, 0)),
@@ -68,18 +68,22 @@ def test_drafts_without_upper_codes_read_what_the_target_reads():
         ("quantspec-int8", 2 * INT4, INT4, INT4, 0, (0, 0)),  # drafts read the upper plane of the same copy
     ],
 )
-def test_bytes_per_parameter(name, target, draft, head, own, dense):
-    found = lowered(name)
-    assert (found.target.weight_bytes, found.draft.weight_bytes, found.draft.head_bytes) == (target, draft, head)
-    assert (found.draft.has_weights, (found.target.dense, found.draft.dense)) == (own, dense)
+def test_bytes_per_parameter(name, target, draft, head, has_weights, dense):
+    strategy = lowered(name)
+    assert (strategy.target.weight_bytes, strategy.draft.weight_bytes, strategy.draft.head_bytes) == (
+        target,
+        draft,
+        head,
+    )
+    assert (strategy.draft.has_weights, (strategy.target.dense, strategy.draft.dense)) == (has_weights, dense)
 
 
 @pytest.mark.parametrize(
     "name, head, dense", [("quantspec", 2, 1), ("int4-weights", 2, 1), ("int8-weights", 2 * INT4, 0)]
 )
 def test_the_targets_head_has_8_bits_or_full_precision(name, head, dense):
-    found = lowered(name)
-    assert (found.target.head_bytes, found.target.head_dense) == (head, dense)
+    strategy = lowered(name)
+    assert (strategy.target.head_bytes, strategy.target.head_dense) == (head, dense)
 
 
 def test_full_precision_is_the_devices_or_what_the_checkpoint_holds():
@@ -116,34 +120,38 @@ def test_budgets_bind_only_where_there_are_any():
     ],
 )
 def test_selections_are_priced_for_all_layers(name, target_keys, draft_keys, score_bytes):
-    found = lowered(name)
-    assert (found.target.scored_keys, found.draft.scored_keys) == (target_keys, draft_keys)
-    assert found.draft.round_score_bytes == score_bytes
+    strategy = lowered(name)
+    assert (strategy.target.scored_keys, strategy.draft.scored_keys) == (target_keys, draft_keys)
+    assert strategy.draft.round_score_bytes == score_bytes
 
 
 def test_a_head_that_chooses_by_layer_scans_its_keys_once_and_ranks_the_scores_of_every_layer():
     """Of 32 layers and 8 KV heads, with 32 query heads where all layers share a choice; keys are 1/4 of the queries."""
     plan = plan_of("specontext")
     attention = [replace(plan.attention, selection=RetrievalHead(by_layer=each)) for each in (False, True)]
-    shared, own = (strategy_of(replace(plan, attention=one), LLAMA, GPU, 0.9) for one in attention)
-    assert (own.target.scored_keys, own.held_keys, own.target.top_k_launches) == (1, 1, 1)
-    assert own.target.score_bytes == 32 * shared.target.score_bytes == 32 * 8 * 4 * 7
-    assert own.held_score_bytes == 32 * shared.held_score_bytes == 32 * 8 * 4
-    assert (shared.target.projected_params, own.target.projected_params) == (4096 * 5120, 4096 * 128 * (256 + 8))
-    assert (shared.target.shared_across_layers, own.target.shared_across_layers, own.target.selected_before_pass) == (
+    shared, by_layer = (strategy_of(replace(plan, attention=selection), LLAMA, GPU, 0.9) for selection in attention)
+    assert (by_layer.target.scored_keys, by_layer.held_keys, by_layer.target.top_k_launches) == (1, 1, 1)
+    assert by_layer.target.score_bytes == 32 * shared.target.score_bytes == 32 * 8 * 4 * 7
+    assert by_layer.held_score_bytes == 32 * shared.held_score_bytes == 32 * 8 * 4
+    assert (shared.target.projected_params, by_layer.target.projected_params) == (4096 * 5120, 4096 * 128 * (256 + 8))
+    assert (
+        shared.target.shared_across_layers,
+        by_layer.target.shared_across_layers,
+        by_layer.target.selected_before_pass,
+    ) == (
         1,
         0,
         1,
     )
-    assert own.offload.slot_table_bytes == 32 * shared.offload.slot_table_bytes == 8 * 4
+    assert by_layer.offload.slot_table_bytes == 32 * shared.offload.slot_table_bytes == 8 * 4
     with pytest.raises(PlanError, match="by_layer is true with level 'batch'; allowed: level 'head'"):
         RetrievalHead(level="batch", by_layer=True)
 
 
 def test_scores_of_every_draft_query_are_priced_at_every_step():
     """8 KV heads' fp32 scores of every page of 16 in 32 layers, written once and read six times; others keep theirs."""
-    found = {name: lowered(name) for name in ("progressive", "magicdec-quest", "specattn")}
-    assert {name: one.draft.score_bytes for name, one in found.items()} == {
+    strategies = {name: lowered(name) for name in ("progressive", "magicdec-quest", "specattn")}
+    assert {name: strategy.draft.score_bytes for name, strategy in strategies.items()} == {
         "progressive": 0,
         "magicdec-quest": 32 * 8 * 4 * 7 / 16,
         "specattn": 0,
@@ -153,10 +161,10 @@ def test_scores_of_every_draft_query_are_priced_at_every_step():
 def test_what_selections_keep_counts_as_memory():
     """Scores of 32 layers for SpecAttn, bounds for Quest; 2-bit keys and values by token where codes are gathered."""
     names = ("specattn", "specattn-int4", "magicdec-quest", "progressive", "quantspec")
-    found = {name: lowered(name) for name in names}
-    assert [found[name].held_score_bytes for name in names[:3]] == [32 * 8 * 4, 32 * 8 * 4, 8 * 4 / 16]
-    assert [found[name].held_keys for name in names] == [0, 0, 32 * 2 / 16, 0, 0]
-    assert [found[name].held_plane_bits for name in names] == [0, 32 * 6, 0, 32 * 6, 0]
+    strategies = {name: lowered(name) for name in names}
+    assert [strategies[name].held_score_bytes for name in names[:3]] == [32 * 8 * 4, 32 * 8 * 4, 8 * 4 / 16]
+    assert [strategies[name].held_keys for name in names] == [0, 0, 32 * 2 / 16, 0, 0]
+    assert [strategies[name].held_plane_bits for name in names] == [0, 32 * 6, 0, 32 * 6, 0]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +196,7 @@ def test_what_selections_keep_counts_as_memory():
 def test_kernel_classes_follow_the_formats(name, part, kind, expected):
     assert kernel_class(plan_of(name), LLAMA, part, kind) == expected
     if part != "prefill" and kind != "rope":
-        rates = {one: RateTerms(index, 1.0, 0.0) for index, one in enumerate(KERNEL_CLASSES, start=1)}
+        rates = {kernel_class: RateTerms(index, 1.0, 0.0) for index, kernel_class in enumerate(KERNEL_CLASSES, start=1)}
         machine = Machine(**{**vars(GPU), **dict.fromkeys(MACHINE_FIELDS, 1.0), "rates": rates})
         assert getattr(getattr(rates_of(plan_of(name), LLAMA, machine), part), kind) == rates[expected]
 
@@ -198,12 +206,14 @@ MACHINE_FIELDS = set(Machine.__dataclass_fields__) - set(Device.__dataclass_fiel
 
 def test_what_a_target_chooses_by_is_held_and_chosen_as_often_as_it_says():
     """Quest: two bounds of 16 keys in each of 32 layers. The head: keys of one layer, and one choice for all."""
-    found = {name: lowered(name) for name in ("quest", "specontext-resident", "progressive-target", "autoregressive")}
-    assert [one.target.selects for one in found.values()] == [1, 1, 1, 0]
-    assert [one.held_keys for one in found.values()] == [4, 1, 0, 0]
-    assert [one.target.top_k_launches for one in found.values()] == [32, 1, 32, 32]
-    assert [one.held_plane_bits for one in found.values()] == [0, 0, 32 * 6, 0]
-    moved = [one.target.score_bytes for one in found.values()]
+    strategies = {
+        name: lowered(name) for name in ("quest", "specontext-resident", "progressive-target", "autoregressive")
+    }
+    assert [strategy.target.selects for strategy in strategies.values()] == [1, 1, 1, 0]
+    assert [strategy.held_keys for strategy in strategies.values()] == [4, 1, 0, 0]
+    assert [strategy.target.top_k_launches for strategy in strategies.values()] == [32, 1, 32, 32]
+    assert [strategy.held_plane_bits for strategy in strategies.values()] == [0, 0, 32 * 6, 0]
+    moved = [strategy.target.score_bytes for strategy in strategies.values()]
     assert moved == [32 * 7 * 4 * 8 / 16, 7 * 4 * 8, 0, 0]  # written once and read by six passes of top-k
 
 
@@ -241,8 +251,8 @@ def test_narrow_heads_have_their_own_class():
 def test_scans_for_many_query_heads_of_a_kv_head_have_their_own_classes():
     """CUDA C++ kernels scan for up to 8 of them, Triton's for more."""
     few, many = (replace(LLAMA, q_heads=heads * LLAMA.kv_heads) for heads in (8, 9))
-    found = [kernel_class(plan_of("progressive"), shape, "draft", "attention") for shape in (few, many)]
-    assert found == ["progressive_attention", "progressive_attention_wide"]
+    kinds = [kernel_class(plan_of("progressive"), shape, "draft", "attention") for shape in (few, many)]
+    assert kinds == ["progressive_attention", "progressive_attention_wide"]
     plan = plan_of("progressive-target")
     scans = [name for shape in (few, many) for name in selection_classes(plan, shape, "target")]
     assert scans == ["two_bit_scan", "two_bit_scan_wide"]
@@ -266,7 +276,7 @@ class Outer:
 
 
 def test_plans_are_stacked_field_by_field_each_as_often_as_its_grid_is_large():
-    found = stack([Outer(Inner(0.5), 7, 1), Outer(Inner(0.25), 7, 2)], [2, 3])
-    np.testing.assert_array_equal(found.own, [1, 1, 2, 2, 2])
-    np.testing.assert_array_equal(found.inner.rate, [0.5, 0.5, 0.25, 0.25, 0.25])
-    assert found.same == 7  # what all plans share stays a number
+    stacked = stack([Outer(Inner(0.5), 7, 1), Outer(Inner(0.25), 7, 2)], [2, 3])
+    np.testing.assert_array_equal(stacked.own, [1, 1, 2, 2, 2])
+    np.testing.assert_array_equal(stacked.inner.rate, [0.5, 0.5, 0.25, 0.25, 0.25])
+    assert stacked.same == 7  # what all plans share stays a number

@@ -41,26 +41,26 @@ def test_what_the_catalogs_know_is_not_repeated() -> None:
 @pytest.mark.parametrize("machine", ["a toml", "this machine"])
 def test_a_plan_is_predicted_alike_wherever_it_is_loaded(shape: ModelShape, machine: str) -> None:
     """With no catalog entry, no TOML file and no calibration that the loading machine would have."""
-    own = replace(load_hardware("h100"), name="mine", bandwidth_bytes_per_s=2e12)
-    profile = profile_for(own, shipped_profiles()) if machine == "a toml" else own_machine()
-    found = read_plan(saved(shape, profile))
-    loaded_shape, loaded_profile = found.resolve()
+    machine_file = replace(load_hardware("h100"), name="mine", bandwidth_bytes_per_s=2e12)
+    profile = profile_for(machine_file, shipped_profiles()) if machine == "a toml" else own_machine()
+    saved_plan = read_plan(saved(shape, profile))
+    loaded_shape, loaded_profile = saved_plan.resolve()
     assert (loaded_shape, loaded_profile) == (shape, profile)
     original = preset("quantspec", workload_for(shape, profile, 8192, 256, 2, yarn=False))
-    assert predict(found.plan, loaded_shape, loaded_profile) == predict(original, shape, profile)
+    assert predict(saved_plan.plan, loaded_shape, loaded_profile) == predict(original, shape, profile)
 
 
 def test_a_users_figures_under_a_known_name_are_kept() -> None:
     slower = replace(load_hardware("h200"), bandwidth_bytes_per_s=1e12)
-    found = read_plan(saved(LLAMA, profile_for(slower, shipped_profiles())))
-    assert found.resolve()[1].hardware.bandwidth_bytes_per_s == 1e12
+    saved_plan = read_plan(saved(LLAMA, profile_for(slower, shipped_profiles())))
+    assert saved_plan.resolve()[1].hardware.bandwidth_bytes_per_s == 1e12
 
 
 def test_another_gpu_or_model_takes_the_place_of_the_specs() -> None:
-    found = read_plan(saved(OWN_SHAPE, own_machine()))
-    shape, profile = found.resolve(model="meta-llama/Llama-3.1-8B", gpu="h100")
+    saved_plan = read_plan(saved(OWN_SHAPE, own_machine()))
+    shape, profile = saved_plan.resolve(model="meta-llama/Llama-3.1-8B", gpu="h100")
     assert (shape, profile.hardware.name) == (LLAMA, "h100-sxm")
-    assert found.on(shape, profile).workload.model == LLAMA.name
+    assert saved_plan.on(shape, profile).workload.model == LLAMA.name
 
 
 def test_acceptance_that_a_user_measured_stays_with_the_user() -> None:
@@ -92,5 +92,5 @@ def test_damaged_specs_are_refused(specs: Any, words: str) -> None:
 def test_plans_of_before_are_read(tmp_path: Path) -> None:
     """Files of `Plan.to_json`, which have no specs."""
     plan = preset("quantspec", workload_for(LLAMA, resolve(LLAMA, "h200")[1], 8192, 256, 2, yarn=False))
-    found = read_plan(plan.to_json())
-    assert (found.plan, found.shape, found.profile) == (plan, None, None)
+    saved_plan = read_plan(plan.to_json())
+    assert (saved_plan.plan, saved_plan.shape, saved_plan.profile) == (plan, None, None)

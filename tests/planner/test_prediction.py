@@ -27,24 +27,24 @@ def with_classes(profile, **classes):
 
 @pytest.mark.parametrize("name", ["autoregressive", "quantspec", "specattn"])
 def test_headline_figures_agree_with_the_round(h200_profile, name):
-    found = predict(plan_of(name), LLAMA, h200_profile)
-    assert found.best.tpot_ms == pytest.approx(found.round_ms / found.tokens_per_round)
-    assert found.best.tokens_per_s == pytest.approx(4 * 1000 / found.best.tpot_ms)  # of 4 sequences
-    assert found.round_s["draft"] == pytest.approx(found.gamma * found.draft_step_ms / 1e3)
-    assert found.round_s["verification"] == pytest.approx(found.verify_ms / 1e3)
-    assert found.round_ms == pytest.approx(1e3 * sum(found.round_s.values()))
-    assert found.gamma == {"autoregressive": 0, "quantspec": 4, "specattn": 7}[name]
+    prediction = predict(plan_of(name), LLAMA, h200_profile)
+    assert prediction.best.tpot_ms == pytest.approx(prediction.round_ms / prediction.tokens_per_round)
+    assert prediction.best.tokens_per_s == pytest.approx(4 * 1000 / prediction.best.tpot_ms)  # of 4 sequences
+    assert prediction.round_s["draft"] == pytest.approx(prediction.gamma * prediction.draft_step_ms / 1e3)
+    assert prediction.round_s["verification"] == pytest.approx(prediction.verify_ms / 1e3)
+    assert prediction.round_ms == pytest.approx(1e3 * sum(prediction.round_s.values()))
+    assert prediction.gamma == {"autoregressive": 0, "quantspec": 4, "specattn": 7}[name]
 
 
 def test_peak_memory_is_the_larger_of_prefills_and_decodings(h200_profile):
-    found = predict(plan_of("quantspec"), LLAMA, h200_profile)
-    assert found.best.peak_memory_bytes == max(found.prefill_peak_bytes, found.decode_peak_bytes)
-    kept = sum(found.memory_bytes[name] for name in ("weights", "draft_weights", "kv", "buffers", "libraries"))
-    assert found.prefill_peak_bytes == pytest.approx(kept + found.memory_bytes["prefill_workspace"])
+    prediction = predict(plan_of("quantspec"), LLAMA, h200_profile)
+    assert prediction.best.peak_memory_bytes == max(prediction.prefill_peak_bytes, prediction.decode_peak_bytes)
+    kept = sum(prediction.memory_bytes[name] for name in ("weights", "draft_weights", "kv", "buffers", "libraries"))
+    assert prediction.prefill_peak_bytes == pytest.approx(kept + prediction.memory_bytes["prefill_workspace"])
     # The workspace may be half as large or larger by half.
-    half = (found.best.peak_memory_bytes - kept) / 2
-    assert found.low.peak_memory_bytes == pytest.approx(kept + half)
-    assert found.high.peak_memory_bytes == pytest.approx(kept + 3 * half)
+    half = (prediction.best.peak_memory_bytes - kept) / 2
+    assert prediction.low.peak_memory_bytes == pytest.approx(kept + half)
+    assert prediction.high.peak_memory_bytes == pytest.approx(kept + 3 * half)
 
 
 def test_speedup_is_the_baselines_time_over_the_plans(h200_profile):
@@ -56,15 +56,15 @@ def test_speedup_is_the_baselines_time_over_the_plans(h200_profile):
 
 def test_the_band_of_plain_decoding_is_the_spread_of_its_classes(h200_profile):
     """Every class of the test profile has a spread of 5%; only linear layers of 30% count by their time."""
-    found = predict(plan_of("autoregressive"), LLAMA, h200_profile)
-    assert found.high.tpot_ms / found.best.tpot_ms == pytest.approx(1.05)
-    assert found.low.ttft_ms / found.best.ttft_ms == pytest.approx(0.95)
+    prediction = predict(plan_of("autoregressive"), LLAMA, h200_profile)
+    assert prediction.high.tpot_ms / prediction.best.tpot_ms == pytest.approx(1.05)
+    assert prediction.low.ttft_ms / prediction.best.ttft_ms == pytest.approx(0.95)
     uneven = with_classes(h200_profile, linear=replace(h200_profile.classes["linear"], spread=0.3))
-    found = predict(plan_of("autoregressive"), LLAMA, uneven)
-    target = [op for op in found.breakdown if op.part == "target"]
+    prediction = predict(plan_of("autoregressive"), LLAMA, uneven)
+    target = [op for op in prediction.breakdown if op.part == "target"]
     share = sum(op.seconds for op in target if op.kind == "linear") / sum(op.seconds for op in target)
     assert 0.2 < share < 0.9
-    assert found.high.tpot_ms / found.best.tpot_ms == pytest.approx(1 + 0.3 * share + 0.05 * (1 - share))
+    assert prediction.high.tpot_ms / prediction.best.tpot_ms == pytest.approx(1 + 0.3 * share + 0.05 * (1 - share))
 
 
 def test_drafts_widen_the_band_by_their_share_of_the_round(h200_profile, monkeypatch):
@@ -72,17 +72,17 @@ def test_drafts_widen_the_band_by_their_share_of_the_round(h200_profile, monkeyp
     exact = {name: replace(rates, spread=0.0) for name, rates in h200_profile.classes.items()}
     monkeypatch.setattr(AcceptanceModel, "of", lambda *_: CERTAIN)
     profile = replace(h200_profile, classes={**exact, "linear_int4": replace(exact["linear_int4"], spread=0.5)})
-    found = predict(plan_of("quantspec-weights"), LLAMA, profile)
-    draft = [op for op in found.breakdown if op.part == "draft"]
+    prediction = predict(plan_of("quantspec-weights"), LLAMA, profile)
+    draft = [op for op in prediction.breakdown if op.part == "draft"]
     of_draft = sum(op.seconds for op in draft if op.kind == "linear_int4") / sum(op.seconds for op in draft)
-    drafted = found.round_s["draft"] / sum(found.round_s.values())
-    assert found.high.tpot_ms / found.best.tpot_ms == pytest.approx(1 + 0.5 * of_draft * drafted)
+    drafted = prediction.round_s["draft"] / sum(prediction.round_s.values())
+    assert prediction.high.tpot_ms / prediction.best.tpot_ms == pytest.approx(1 + 0.5 * of_draft * drafted)
 
 
 def test_throughput_is_low_where_time_is_high(h200_profile):
-    found = predict(plan_of("quantspec"), LLAMA, h200_profile)
-    assert found.low.tokens_per_s == pytest.approx(4 * 1000 / found.high.tpot_ms)
-    assert found.high.tokens_per_s == pytest.approx(4 * 1000 / found.low.tpot_ms)
+    prediction = predict(plan_of("quantspec"), LLAMA, h200_profile)
+    assert prediction.low.tokens_per_s == pytest.approx(4 * 1000 / prediction.high.tpot_ms)
+    assert prediction.high.tokens_per_s == pytest.approx(4 * 1000 / prediction.low.tpot_ms)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,11 @@ def test_the_breakdown_holds_what_a_plan_launches(h200_profile):
 
 def test_operations_add_up_to_the_pass(h200_profile):
     """A device that works by itself hides the host's dispatch; drafts also draw a token, which no pass holds."""
-    found = predict(plan_of("autoregressive", new_tokens=1), LLAMA, h200_profile)
-    assert 1e3 * sum(op.seconds for op in found.breakdown if op.part == "target") == pytest.approx(found.verify_ms)
-    attention = next(op for op in found.breakdown if (op.part, op.op) == ("target", "attention"))
+    prediction = predict(plan_of("autoregressive", new_tokens=1), LLAMA, h200_profile)
+    assert 1e3 * sum(op.seconds for op in prediction.breakdown if op.part == "target") == pytest.approx(
+        prediction.verify_ms
+    )
+    attention = next(op for op in prediction.breakdown if (op.part, op.op) == ("target", "attention"))
     rates = h200_profile.classes["attention"]
     assert attention.seconds == pytest.approx(32 * rates.launch_s + attention.bytes / (0.85 * 4.8e12))
     assert attention.intensity == attention.flops / attention.bytes
@@ -149,12 +151,12 @@ def test_operations_add_up_to_the_pass(h200_profile):
 def test_time_between_kernels_is_an_operation_of_decode_passes(h200_profile):
     """2 us of each of 32 layers, and what each pass takes beside them; it moves nothing, so has no intensity."""
     profile = replace(h200_profile, draft_gap_s=10e-6, target_gap_s=30e-6)
-    found = predict(plan_of("quantspec", new_tokens=1), LLAMA, profile)
-    gaps = {op.part: op for op in found.breakdown if op.kind == "gap"}
+    prediction = predict(plan_of("quantspec", new_tokens=1), LLAMA, profile)
+    gaps = {op.part: op for op in prediction.breakdown if op.kind == "gap"}
     assert {part: op.seconds for part, op in gaps.items()} == pytest.approx({"draft": 74e-6, "target": 94e-6})
     assert {(op.op, op.flops, op.bytes, op.intensity) for op in gaps.values()} == {("between kernels", 0, 0, 0)}
-    target_s = sum(op.seconds for op in found.breakdown if op.part == "target")
-    assert 1e3 * target_s == pytest.approx(found.verify_ms)
+    target_s = sum(op.seconds for op in prediction.breakdown if op.part == "target")
+    assert 1e3 * target_s == pytest.approx(prediction.verify_ms)
     none = replace(h200_profile, classes={name: r for name, r in h200_profile.classes.items() if name != "gap"})
     assert not any(op.kind == "gap" for op in predict(plan_of("quantspec"), LLAMA, none).breakdown)
 
@@ -162,27 +164,27 @@ def test_time_between_kernels_is_an_operation_of_decode_passes(h200_profile):
 def test_an_error_of_the_gaps_widens_the_band_by_their_share(h200_profile):
     profile = with_classes(h200_profile, **{name: replace(r, spread=0.0) for name, r in h200_profile.classes.items()})
     profile = with_classes(profile, gap=replace(profile.classes["gap"], spread=0.5))
-    found = predict(plan_of("autoregressive", new_tokens=1), LLAMA, profile)
-    assert found.high.tpot_ms / found.best.tpot_ms == pytest.approx(1 + 0.5 * 64e-3 / found.verify_ms)
+    prediction = predict(plan_of("autoregressive", new_tokens=1), LLAMA, profile)
+    assert prediction.high.tpot_ms / prediction.best.tpot_ms == pytest.approx(1 + 0.5 * 64e-3 / prediction.verify_ms)
 
 
 def test_one_plan_and_many_are_predicted_alike(h200_profile):
     names = ["autoregressive", "quantspec", "specattn", "dapq"]
     together = predict_all([plan_of(name) for name in names], LLAMA, h200_profile)
-    for name, found in zip(names, together, strict=True):
-        alone = predict(plan_of(name), LLAMA, h200_profile)
+    for name, row in zip(names, together, strict=True):
+        prediction = predict(plan_of(name), LLAMA, h200_profile)
         for figures in ("best", "low", "high"):
-            assert vars(getattr(found, figures)) == pytest.approx(vars(getattr(alone, figures)))
-        assert found.round_s == pytest.approx(alone.round_s)
-        assert found.memory_bytes == pytest.approx(alone.memory_bytes)
-        times = [{(op.part, op.op): op.seconds for op in one.breakdown} for one in (found, alone)]
+            assert vars(getattr(row, figures)) == pytest.approx(vars(getattr(prediction, figures)))
+        assert row.round_s == pytest.approx(prediction.round_s)
+        assert row.memory_bytes == pytest.approx(prediction.memory_bytes)
+        times = [{(op.part, op.op): op.seconds for op in prediction.breakdown} for prediction in (row, prediction)]
         assert times[0] == pytest.approx(times[1])
 
 
 def test_slower_rates_take_longer(h200_profile):
     slow = with_classes(h200_profile, attention=Rates(0.425, 0.35, 4e-6, 0.05))  # half as fast in every respect
-    fast, halved = (predict(plan_of("autoregressive"), LLAMA, one) for one in (h200_profile, slow))
-    times = [sum(op.seconds for op in one.breakdown if op.kind == "attention") for one in (fast, halved)]
+    fast, halved = (predict(plan_of("autoregressive"), LLAMA, profile) for profile in (h200_profile, slow))
+    times = [sum(op.seconds for op in profile.breakdown if op.kind == "attention") for profile in (fast, halved)]
     assert times[1] == pytest.approx(2 * times[0])
 
 
@@ -207,10 +209,10 @@ def certain(predicted):
 @pytest.mark.parametrize("name", ["autoregressive", "quantspec", "specattn"])
 def test_without_errors_every_sample_is_the_prediction(h200_profile, name):
     exact = replace(with_spreads(h200_profile, 0.0), target_gap_s=3e-5, draft_gap_s=2e-5, round_s=6e-5)
-    (found,) = predictions(exact, name)
-    tpot_ms, ttft_ms = sampled_tpot_ms([certain(found)], exact), sampled_ttft_ms([found], exact)
-    assert tpot_ms == pytest.approx(found.best.tpot_ms)
-    assert ttft_ms == pytest.approx(found.best.ttft_ms)
+    (prediction,) = predictions(exact, name)
+    tpot_ms, ttft_ms = sampled_tpot_ms([certain(prediction)], exact), sampled_ttft_ms([prediction], exact)
+    assert tpot_ms == pytest.approx(prediction.best.tpot_ms)
+    assert ttft_ms == pytest.approx(prediction.best.ttft_ms)
 
 
 def test_an_error_that_all_classes_share_alike_scales_both_plans_alike(h200_profile):
@@ -228,8 +230,8 @@ def test_an_error_that_all_classes_share_alike_scales_both_plans_alike(h200_prof
 
 
 def test_equal_plans_are_equal_in_every_sample(h200_profile):
-    one, other = predictions(h200_profile, "quantspec", "quantspec")
-    first, second = sampled_tpot_ms([one, other], h200_profile)
+    prediction, other = predictions(h200_profile, "quantspec", "quantspec")
+    first, second = sampled_tpot_ms([prediction, other], h200_profile)
     assert (first == second).all()
 
 
@@ -244,17 +246,17 @@ def test_what_two_plans_share_does_not_tell_them_apart(h200_profile):
 def test_acceptances_spread_to_the_ends_of_their_bands(h200_profile):
     """Their bands hold 90%: a twentieth of all samples is below the low end, and another above the high one."""
     exact = with_spreads(h200_profile, 0.0)
-    (found,) = predictions(exact, "quantspec")
-    found = replace(found, acceptance=Acceptance(0.6, 0.8, 0.9, "prior", "a test"))
-    (samples,) = sampled_tpot_ms([found], exact)
-    best = 1 + sum(0.8**power for power in range(1, found.gamma + 1))
+    (prediction,) = predictions(exact, "quantspec")
+    prediction = replace(prediction, acceptance=Acceptance(0.6, 0.8, 0.9, "prior", "a test"))
+    (samples,) = sampled_tpot_ms([prediction], exact)
+    best = 1 + sum(0.8**power for power in range(1, prediction.gamma + 1))
     for acceptance, quantile in ((0.9, 0.05), (0.8, 0.5), (0.6, 0.95)):
-        tokens = 1 + sum(acceptance**power for power in range(1, found.gamma + 1))
-        assert np.quantile(samples, quantile) == pytest.approx(found.best.tpot_ms * best / tokens, rel=0.03)
+        tokens = 1 + sum(acceptance**power for power in range(1, prediction.gamma + 1))
+        assert np.quantile(samples, quantile) == pytest.approx(prediction.best.tpot_ms * best / tokens, rel=0.03)
     assert NormalDist().cdf(BAND_DEVIATIONS) == pytest.approx(0.95, abs=1e-4)
 
 
 def test_samples_are_the_same_in_every_run(h200_profile):
-    found = predictions(h200_profile, "quantspec")
-    assert (sampled_tpot_ms(found, h200_profile) == sampled_tpot_ms(found, h200_profile)).all()
-    assert len(np.unique(sampled_tpot_ms(found, h200_profile))) > 1000
+    prediction = predictions(h200_profile, "quantspec")
+    assert (sampled_tpot_ms(prediction, h200_profile) == sampled_tpot_ms(prediction, h200_profile)).all()
+    assert len(np.unique(sampled_tpot_ms(prediction, h200_profile))) > 1000

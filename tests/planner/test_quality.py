@@ -68,7 +68,7 @@ def test_kinds_of_8_bit_weights_have_figures_of_their_own():
 
 
 def test_a_constraint_admits_its_own_quality_and_stricter_ones():
-    admitted = {one: [other for other in Quality if one.allows(other)] for one in Quality}
+    admitted = {quality: [other for other in Quality if quality.allows(other)] for quality in Quality}
     assert admitted == {
         Quality.EXACT: [Quality.EXACT],
         Quality.NEAR_LOSSLESS: [Quality.EXACT, Quality.NEAR_LOSSLESS],
@@ -152,7 +152,7 @@ def test_a_cell_is_one_figure_of_one_run():
     assert row().cell == row(value=0.5, date="2026-11-23", plain=0.5).cell
     others = ({"context": 4096}, {"samples": 5}, {"tokens": 64}, {"seed": 1}, {"where": "CPU"}, {"text": "other"},
               {"measure": "perplexity"}, {"name": "snapkv"}, {"target": {}}, {"model": "m"})  # fmt: skip
-    assert len({row(**one).cell for one in others} | {row().cell}) == len(others) + 1
+    assert len({row(**other_row).cell for other_row in others} | {row().cell}) == len(others) + 1
 
 
 def test_measured_figures_speak_for_plans_of_the_same_target_and_a_near_context():
@@ -161,9 +161,9 @@ def test_measured_figures_speak_for_plans_of_the_same_target_and_a_near_context(
         row("niah_single_1", 0.5, plain=1.0), row("vt", 0.1, plain=0.5), row("cwe", 0.9, plain=0.4),
         row(value=0.2, context=4096), row(value=0.3, name="snapkv"),
     ]  # fmt: skip
-    told = measured_quality(preset("dapq", MEASURED), rows)
+    quality = measured_quality(preset("dapq", MEASURED), rows)
     # RULER counts the tasks that plain decoding solves at half or more: (0.5 + 0.1) / 2 of (1.0 + 0.5) / 2.
-    assert told == (
+    assert quality == (
         "fidelity 0.912 (1 - TV); perplexity 12.00 of 11.50; RULER 30.0 of 75.0 over 2 tasks; "
         "at 32768 tokens of a novel [measured]"
     )
@@ -179,15 +179,15 @@ def test_the_head_that_was_measured_last_speaks_for_plans_that_choose_by_one():
     plan = preset("specontext-resident", MEASURED)
     dates = {"old 1f": "2026-01-01", "new 2e": "2026-02-01"}
     rows = [
-        dataclasses.replace(one, target={**one.target, HEAD: head}, date=date)
-        for one, (head, date) in zip(
+        dataclasses.replace(fidelity, target={**fidelity.target, HEAD: head}, date=date)
+        for fidelity, (head, date) in zip(
             [row(value=0.5, name="specontext-resident"), row(value=0.75, name="specontext-resident")],
             dates.items(),
             strict=True,
         )
     ]
-    told = "fidelity 0.750 (1 - TV); at 32768 tokens of a novel, with the retrieval head new 2e [measured]"
-    assert measured_quality(plan, rows) == measured_quality(plan, rows[::-1]) == told
+    message = "fidelity 0.750 (1 - TV); at 32768 tokens of a novel, with the retrieval head new 2e [measured]"
+    assert measured_quality(plan, rows) == measured_quality(plan, rows[::-1]) == message
     assert rows[0].cell != rows[1].cell
     assert measured_quality(plan, [row(name="specontext-resident")]) == (
         "fidelity 0.900 (1 - TV); at 32768 tokens of a novel [measured]"
@@ -213,15 +213,15 @@ def test_losses_are_measured_where_there_are_rows_and_published_otherwise():
 def test_recommend_states_what_the_user_measured(tmp_path, monkeypatch, h200_profile):
     path = tmp_path / "quality.json"
     monkeypatch.setattr(module, "user_quality_path", lambda: path)
-    asked = ("meta-llama/Llama-3.1-8B", "h200", 120_000)
-    before = planner.recommend(*asked, batch=4, profile=h200_profile)
+    question = ("meta-llama/Llama-3.1-8B", "h200", 120_000)
+    before = planner.recommend(*question, batch=4, profile=h200_profile)
     assert all(loss.endswith("[not measured here]") for loss in before.losses)
     target = target_values(before.plan)
     eight_bits = {"weights.target_bits": 8, "weights.group": 128, "kv.target_bits": 8, "kv.group": 128}
     assert target == {**eight_bits, "weights.hierarchical": 1}
     rows = [row(value=0.977, name=name, context=65536) for name in ("int8-weights-int8", "quantspec-int8")]
     path.write_text(rows_json([dataclasses.replace(rows[0], value=0.5), rows[1]]), encoding="utf-8")
-    after = planner.recommend(*asked, batch=4, profile=h200_profile)
+    after = planner.recommend(*question, batch=4, profile=h200_profile)
     assert after.plan == before.plan
     (loss,) = after.losses
     assert "fidelity 0.977" in loss

@@ -51,7 +51,7 @@ def test_times(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "parse", "found"),
+    ("text", "parse", "expected"),
     [
         ("8k", tokens, (8192,)),
         ("4k..32k", tokens, (4096, 8192, 16384, 32768)),
@@ -62,14 +62,14 @@ def test_times(text: str, seconds: float) -> None:
         ("7..7", count, (7,)),
     ],
 )
-def test_lists_and_ranges(text: str, parse: Callable[[Any], int], found: tuple[int, ...]) -> None:
-    assert values(text, parse) == found
+def test_lists_and_ranges(text: str, parse: Callable[[Any], int], expected: tuple[int, ...]) -> None:
+    assert values(text, parse) == expected
 
 
 def test_a_range_of_many_points_is_even_in_logarithms() -> None:
-    found = values("4k..1M:64")
-    assert (len(found), found[0], found[-1]) == (64, 4096, 1 << 20)
-    steps = [math.log(late / early) for early, late in pairwise(found)]
+    points = values("4k..1M:64")
+    assert (len(points), points[0], points[-1]) == (64, 4096, 1 << 20)
+    steps = [math.log(late / early) for early, late in pairwise(points)]
     assert steps == pytest.approx([math.log(256) / 63] * 63, rel=0.01)
 
 

@@ -111,11 +111,11 @@ def test_layers_stay_on_the_device_where_larger_groups_fit(h200_profile):
     answer = recommend_llama(h200_profile, memory_limit=21e9)
     assert answer.plan.kv.group == 256
     assert (answer.predicted.offloaded_layers, answer.warning, answer.on_device) == (0, None, ())
-    assert min(one.predicted.best.tpot_ms for one in offloading(answer)) > answer.predicted.best.tpot_ms
+    assert min(candidate.predicted.best.tpot_ms for candidate in offloading(answer)) > answer.predicted.best.tpot_ms
 
 
 def offloading(answer):
-    return [one for one in answer.alternatives if one.predicted.offloaded_layers]
+    return [alternative for alternative in answer.alternatives if alternative.predicted.offloaded_layers]
 
 
 def test_what_lies_on_the_host_is_counted_and_must_fit_it(h200_profile):
@@ -129,26 +129,30 @@ def test_what_lies_on_the_host_is_counted_and_must_fit_it(h200_profile):
     assert held / layers == pytest.approx(132_096 * 2 * 8 * (128 + 4), rel=0.01)
     with pytest.raises(planner.NothingFits) as refusal:
         recommend_llama(h200_profile, memory_limit=17e9, host_memory=3 * held / layers)
-    (room,) = (one.changes for one in refusal.value.fixes if "host_memory" in one.changes)
+    (room,) = (fix.changes for fix in refusal.value.fixes if "host_memory" in fix.changes)
     gigabytes = int(room["host_memory"].removesuffix("GB"))
     fitting = recommend_llama(h200_profile, memory_limit=17e9, **room)
     assert 0 < fitting.predicted.host_bytes <= min(held, gigabytes * 1e9)
     with pytest.raises(planner.NothingFits):
         recommend_llama(h200_profile, memory_limit=17e9, host_memory=(gigabytes - 1) * 1e9)
-    assert "host_memory" not in {name for one in answer.on_device for name in one.changes}
+    assert "host_memory" not in {name for candidate in answer.on_device for name in candidate.changes}
 
 
 def test_a_plan_with_layers_on_the_host_names_what_would_fit_without(h200_profile):
     """Each of the questions that it offers has an answer with every layer on the device; the asked one has none."""
     answer = recommend_llama(h200_profile, memory_limit=17e9)
     assert answer.warning.startswith("Does not fit the GPU alone")
-    asked = {"context": 131_072, "memory_limit": 17e9, "offload": False}
+    question = {"context": 131_072, "memory_limit": 17e9, "offload": False}
     with pytest.raises(planner.NothingFits):
-        recommend_llama(h200_profile, **asked)
-    assert {name for one in answer.on_device for name in one.changes} >= {"context", "quality", "memory_limit"}
-    for one in answer.on_device:
-        if "gpu" not in one.changes:
-            assert recommend_llama(h200_profile, **asked | one.changes).predicted.offloaded_layers == 0
+        recommend_llama(h200_profile, **question)
+    assert {name for candidate in answer.on_device for name in candidate.changes} >= {
+        "context",
+        "quality",
+        "memory_limit",
+    }
+    for candidate in answer.on_device:
+        if "gpu" not in candidate.changes:
+            assert recommend_llama(h200_profile, **question | candidate.changes).predicted.offloaded_layers == 0
 
 
 def test_layers_on_the_host_that_only_make_a_plan_faster_are_a_note(h200_profile):
@@ -157,8 +161,8 @@ def test_layers_on_the_host_that_only_make_a_plan_faster_are_a_note(h200_profile
     assert answer.predicted.offloaded_layers
     assert (answer.warning, answer.on_device) == (None, ())
     assert answer.notes[0].startswith(f"KV of {answer.predicted.offloaded_layers} layers is on the host")
-    slower = [one for one in answer.alternatives if one.rejected.startswith("slower")]
-    assert any(not one.predicted.offloaded_layers for one in slower)
+    slower = [alternative for alternative in answer.alternatives if alternative.rejected.startswith("slower")]
+    assert any(not candidate.predicted.offloaded_layers for candidate in slower)
 
 
 @pytest.mark.parametrize(("memory", "slow"), [(16e9, False), (21e9, True)])
@@ -235,8 +239,8 @@ def test_beyond_the_models_context_it_refuses_or_warns_and_yarn_stretches(h200_p
         PlanError, match=r"context 32769 is beyond the limit of Qwen/Qwen2\.5-0\.5B; allowed: up to 32768"
     ):
         recommend_llama(h200_profile, context=32769, model="Qwen2.5-0.5B")
-    asked = recommend_llama(h200_profile, context=30000, model="Qwen2.5-0.5B", new_tokens=8000)
-    assert any("exceed the model's limit of 32768" in note for note in asked.notes)
+    recommendation = recommend_llama(h200_profile, context=30000, model="Qwen2.5-0.5B", new_tokens=8000)
+    assert any("exceed the model's limit of 32768" in note for note in recommendation.notes)
     stretched = recommend_llama(h200_profile, context=120_000, model="Qwen2.5-0.5B", yarn=True)
     assert stretched.plan.workload.yarn_factor == 4
     slightly_more = recommend_llama(h200_profile, context=131_072, model="Qwen2.5-0.5B", yarn=True)
@@ -269,8 +273,10 @@ def test_a_larger_gamma_never_costs_less_per_round(h200_profile):
         planner.predict(replace(plan, speculation=replace(plan.speculation, gamma=gamma)), shape, h200_profile)
         for gamma in (1, 2, 4, 8, 15)
     ]
-    assert [one.round_ms for one in rounds] == sorted(one.round_ms for one in rounds)
-    assert [one.tokens_per_round for one in rounds] == sorted(one.tokens_per_round for one in rounds)
+    assert [prediction.round_ms for prediction in rounds] == sorted(prediction.round_ms for prediction in rounds)
+    assert [prediction.tokens_per_round for prediction in rounds] == sorted(
+        prediction.tokens_per_round for prediction in rounds
+    )
 
 
 def question(profile, context=32768, limit=141e9, objective=Objective.LATENCY, batch=1, new_tokens=1024):
@@ -295,31 +301,34 @@ def test_a_score_is_what_is_minimized(h200_profile, objective):
 def test_of_a_family_the_best_that_fits_is_taken_and_where_none_fits_the_smallest(h200_profile):
     """Each draft more takes a slot of 64 sequences: 64 x 128 KiB. QuantSpec's best gamma is 2 or more."""
 
-    def found(limit):
+    def best_quantspec(limit):
         candidates = search(question(h200_profile, 4096, limit, batch=64))
-        return next(one for one in candidates if one.name == "quantspec")
+        return next(candidate for candidate in candidates if candidate.name == "quantspec")
 
-    best = found(141e9)
+    best = best_quantspec(141e9)
     best_gamma = best.plan.speculation.gamma
     assert best_gamma >= 2
     slot_bytes = 64 * 131_072
-    tighter = found(best.peak_bytes - slot_bytes / 2)
+    tighter = best_quantspec(best.peak_bytes - slot_bytes / 2)
     assert tighter.plan.speculation.gamma == best_gamma - 1
     assert tighter.tpot_s > best.tpot_s
-    smallest = found(best.peak_bytes - 100 * slot_bytes)
+    smallest = best_quantspec(best.peak_bytes - 100 * slot_bytes)
     assert smallest.plan.speculation.gamma == 1
     assert best.peak_bytes - smallest.peak_bytes == (best_gamma - 1) * slot_bytes
 
 
 def test_a_plan_fits_up_to_the_last_byte(h200_profile):
-    asked = question(h200_profile)
-    plain = next(one for one in search(asked) if one.name == "autoregressive")
-    assert replace(plain, peak_bytes=asked.memory_limit_bytes).rejection(asked) is None
-    assert "does not fit" in replace(plain, peak_bytes=asked.memory_limit_bytes + 1).rejection(asked)
+    options = question(h200_profile)
+    plain = next(candidate for candidate in search(options) if candidate.name == "autoregressive")
+    assert replace(plain, peak_bytes=options.memory_limit_bytes).rejection(options) is None
+    assert "does not fit" in replace(plain, peak_bytes=options.memory_limit_bytes + 1).rejection(options)
 
 
 def test_layers_are_offloaded_only_where_plain_decoding_does_not_fit(h200_profile):
-    names = {limit: [one.name for one in search(question(h200_profile, 131072, limit))] for limit in (141e9, 29e9)}
+    names = {
+        limit: [candidate.name for candidate in search(question(h200_profile, 131072, limit))]
+        for limit in (141e9, 29e9)
+    }
     assert not [name for name in names[141e9] if "offload" in name]
     # Where it does not, also presets that may offload but need not stay under their names.
     offloaded = {name for name in names[29e9] if "offload" in name}
@@ -334,12 +343,12 @@ def test_nothing_fits_names_the_allowed_plan_that_needs_least(h200_profile):
         recommend_llama(h200_profile, memory_limit=15e9, quality="near-lossless", offload=False)
     embedding = 128_256 * 4096
     weights = 2 * embedding + (1 + 8 / 256) * (8_030_261_248 - embedding)
-    least = weights + 132_096 * 67_584 + 257 * 131_072  # and codes, and a buffer of two groups
+    minimum = weights + 132_096 * 67_584 + 257 * 131_072  # and codes, and a buffer of two groups
     workspace = 131072 * 2 * (4096 + 4096 + 2048) + 4096 * 3 * (4096 + 14336) * 2
     gigabytes = float(str(caught.value).split("needs at least ")[1].split(" GB")[0])
     name = str(caught.value).split("(")[1].split(")")[0]
     assert name == "int8-weights-int8"
-    assert gigabytes == pytest.approx((least + workspace) / 1e9, abs=1.5)
+    assert gigabytes == pytest.approx((minimum + workspace) / 1e9, abs=1.5)
     assert "of 15 GB on h200" in str(caught.value)
 
 
@@ -430,9 +439,9 @@ def test_a_preferred_plan_as_fast_in_every_sample_wins():
 @pytest.mark.parametrize("objective, kept", [("latency", 3), ("total", 3), ("memory", 2)])
 def test_only_plans_within_3_percent_contend_and_memory_has_no_noise(objective, kept):
     question = ask(LLAMA, "h200", 32768, objective=objective)
-    found = [candidate(name, score) for name, score in
+    ranked = [candidate(name, score) for name, score in
              (("quantspec", 1.0), ("int8", 1.0), ("quantspec-kv", 1.03), ("autoregressive", 1.031))]  # fmt: skip
-    assert contenders(found, question) == found[:kept]
+    assert contenders(ranked, question) == ranked[:kept]
 
 
 def test_what_a_preferred_plan_has_ahead_is_named():
@@ -445,13 +454,13 @@ def test_scores_are_what_is_minimized(h200_profile):
     plans = [preset(name, WORKLOAD) for name in ("autoregressive", "quantspec")]
     for objective in ("latency", "total", "memory"):
         question = ask(LLAMA, "h200", 32768, new_tokens=500, objective=objective, profile=h200_profile)
-        found = [planner.predict(plan, question.shape, h200_profile) for plan in plans]
+        prediction = [planner.predict(plan, question.shape, h200_profile) for plan in plans]
         expected = {
-            "latency": [one.best.tpot_ms for one in found],
-            "total": [one.best.ttft_ms + 500 * one.best.tpot_ms for one in found],
-            "memory": [one.best.peak_memory_bytes for one in found],
+            "latency": [predicted.best.tpot_ms for predicted in prediction],
+            "total": [predicted.best.ttft_ms + 500 * predicted.best.tpot_ms for predicted in prediction],
+            "memory": [predicted.best.peak_memory_bytes for predicted in prediction],
         }[objective]
-        assert np.median(sampled_scores(found, question), axis=1) == pytest.approx(expected, rel=0.05)
+        assert np.median(sampled_scores(prediction, question), axis=1) == pytest.approx(expected, rel=0.05)
 
 
 def test_the_recommended_plan_says_how_likely_it_is_faster(h200_profile):
@@ -476,12 +485,12 @@ def test_the_recommended_plan_says_how_likely_it_is_faster(h200_profile):
 
 
 def test_plans_that_lost_inside_the_noise_say_so(h200_profile):
-    found = 0
+    count = 0
     for context, batch, quality in ((4096, 2, "lossy"), (8192, 16, "lossy"), (32768, 1, "near-lossless")):
         answer = planner.recommend(LLAMA, "h200", context, batch=batch, profile=h200_profile, quality=quality)
         for other in answer.alternatives:
             if other.rejected.startswith("within the noise"):
-                found += 1
+                count += 1
                 assert 0.97 < other.predicted.best.tpot_ms / answer.predicted.best.tpot_ms <= 1
                 assert preference(answer.plan) < preference(other.plan)
-    assert found
+    assert count

@@ -114,8 +114,11 @@ def test_the_best_of_all_is_the_fastest_that_fits_and_is_allowed(h200_profile, m
     answer = ask(h200_profile, context=16384, quality=quality)
     options = SearchOptions(quality=quality)
     question = Question.of(load_shape(LLAMA), h200_profile, answer.plan.workload, options)
-    allowed = [one for one in search(question) if quality.allows(quality_of(one.plan))]
-    fastest = min((one for one in allowed if one.peak_bytes <= answer.memory_limit_bytes), key=lambda one: one.tpot_s)
+    allowed = [candidate for candidate in search(question) if quality.allows(quality_of(candidate.plan))]
+    fastest = min(
+        (candidate for candidate in allowed if candidate.peak_bytes <= answer.memory_limit_bytes),
+        key=lambda candidate: candidate.tpot_s,
+    )
     best = answer.best_estimated
     assert best.plan == fastest.plan
     assert missing_execution(best.plan) or missing_head(best.plan)
@@ -128,8 +131,8 @@ def test_the_best_of_all_is_the_fastest_that_fits_and_is_allowed(h200_profile, m
 
 def test_plans_that_need_a_head_are_compared_but_not_recommended(h200_profile):
     answer = ask(h200_profile, quality="lossy")
-    needing = [one for one in answer.alternatives if one.preset == "specontext-resident"]
-    assert [one.rejected.partition(":")[0] for one in needing] == ["estimated only"]
+    needing = [alternative for alternative in answer.alternatives if alternative.preset == "specontext-resident"]
+    assert [candidate.rejected.partition(":")[0] for candidate in needing] == ["estimated only"]
     assert not missing_head(answer.plan)
 
 
@@ -153,7 +156,7 @@ def test_lossy_runs_4_bit_weights_with_every_cache(h200_profile):
     assert answer.plan.weights.target_bits == 4
     assert not missing_execution(answer.plan)
     question = families(answer.plan.workload, offload=False, quality=Quality.LOSSY)
-    running = [one.template for one in question if not missing_execution(one.template)]
+    running = [option.template for option in question if not missing_execution(option.template)]
     for target_bits, draft_bits in ((16, 16), (16, 4), (8, 8), (8, 4), (4, 4)):
         caches = {plan.kv.format for plan in running
                   if (plan.weights.target_bits, plan.weights.draft_bits) == (target_bits, draft_bits)}  # fmt: skip
@@ -163,9 +166,11 @@ def test_lossy_runs_4_bit_weights_with_every_cache(h200_profile):
 def test_other_qualities_do_not_search_what_they_forbid(h200_profile):
     workload = ask(h200_profile).plan.workload
     for quality in Quality:
-        unnamed = [one for one in families(workload, offload=True, quality=quality) if one.name not in planner.PRESETS]
+        unnamed = [
+            family for family in families(workload, offload=True, quality=quality) if family.name not in planner.PRESETS
+        ]
         assert unnamed
-        assert all(quality.allows(quality_of(one.template)) for one in unnamed)
+        assert all(quality.allows(quality_of(family.template)) for family in unnamed)
 
 
 def converted(profile, **bits):
@@ -175,26 +180,26 @@ def converted(profile, **bits):
 
 
 def test_a_converted_checkpoint_runs_in_the_plans_format_and_is_estimated_as_it_is(h200_profile):
-    plain, found = ask(h200_profile, 4096), converted(h200_profile)
-    assert (found.plan, found.predicted.best) == (plain.plan, plain.predicted.best)
-    best = found.best_estimated
+    plain, recommendation = ask(h200_profile, 4096), converted(h200_profile)
+    assert (recommendation.plan, recommendation.predicted.best) == (plain.plan, plain.predicted.best)
+    best = recommendation.best_estimated
     assert "gguf weights as they are stored" in best.rejected
-    assert best.predicted.memory_bytes["weights"] < 0.6 * found.predicted.memory_bytes["weights"]
-    assert best.predicted.best.tpot_ms < found.predicted.best.tpot_ms
-    assert any("weights stored as gguf are decoded" in note for note in found.notes)
+    assert best.predicted.memory_bytes["weights"] < 0.6 * recommendation.predicted.memory_bytes["weights"]
+    assert best.predicted.best.tpot_ms < recommendation.predicted.best.tpot_ms
+    assert any("weights stored as gguf are decoded" in note for note in recommendation.notes)
 
 
 def test_a_checkpoint_that_the_runtime_does_not_load_is_planned_as_it_is_with_a_note(h200_profile):
-    found = converted(h200_profile, format="bitsandbytes")
-    assert any("the runtime does not load weights in 'bitsandbytes' yet" in note for note in found.notes)
-    assert found.baseline.memory_bytes["weights"] < 5.2e9
+    recommendation = converted(h200_profile, format="bitsandbytes")
+    assert any("the runtime does not load weights in 'bitsandbytes' yet" in note for note in recommendation.notes)
+    assert recommendation.baseline.memory_bytes["weights"] < 5.2e9
 
 
 def test_what_no_kernel_was_timed_for_is_not_called_calibrated(h200_profile):
     full, stored = ask(h200_profile, 4096), converted(h200_profile, format="bitsandbytes")
     assert full.baseline.source == "calibrated"
     assert stored.baseline.source == stored.predicted.source == "prior"
-    widths = [one.baseline.high.tpot_ms / one.baseline.best.tpot_ms for one in (full, stored)]
+    widths = [prediction.baseline.high.tpot_ms / prediction.baseline.best.tpot_ms for prediction in (full, stored)]
     assert widths[1] > widths[0]
 
 
@@ -245,10 +250,10 @@ def test_anything_is_at_least_as_fast_as_what_runs(quality: str, context: int) -
 @pytest.mark.parametrize("quality", QUALITIES)
 def test_other_engines_get_plans_that_they_have_a_counterpart_of(quality: str) -> None:
     for_vllm, for_sglang = (
-        recommend(LLAMA, "h200", 32_768, quality=quality, backend=one) for one in ("vllm", "sglang")
+        recommend(LLAMA, "h200", 32_768, quality=quality, backend=engine) for engine in ("vllm", "sglang")
     )
-    for found in (for_vllm, for_sglang):
-        plan = found.plan
+    for recommendation in (for_vllm, for_sglang):
+        plan = recommendation.plan
         assert (plan.speculation.active, plan.eviction.active, plan.placement.offload, plan.attention.budget) == (
             False, False, False, 0
         )  # fmt: skip
@@ -262,12 +267,14 @@ def test_other_engines_get_plans_that_they_have_a_counterpart_of(quality: str) -
 
 @pytest.mark.parametrize("kv_format", list(KVFormat))
 def test_only_the_wanted_kv_format_is_recommended(kv_format: KVFormat) -> None:
-    found = recommend(LLAMA, "h200", 65_536, kv_format=str(kv_format))
-    assert found.plan.kv.format is kv_format
+    recommendation = recommend(LLAMA, "h200", 65_536, kv_format=str(kv_format))
+    assert recommendation.plan.kv.format is kv_format
     others = [
-        one for one in found.alternatives if one.plan.kv.format is not kv_format and one.preset == "autoregressive"
+        alternative
+        for alternative in recommendation.alternatives
+        if alternative.plan.kv.format is not kv_format and alternative.preset == "autoregressive"
     ]
-    assert [one.rejected for one in others if "KV format" not in one.rejected] == []
+    assert [other_row.rejected for other_row in others if "KV format" not in other_row.rejected] == []
 
 
 def test_sizes_may_be_texts() -> None:
@@ -278,7 +285,7 @@ def test_sizes_may_be_texts() -> None:
         recommend(LLAMA, "h200", "8k", memory_limit=24)
     with pytest.raises(PlanError, match="backend is 'tgi'; allowed: any, ridgeplan, vllm, sglang"):
         recommend(LLAMA, "h200", "8k", backend="tgi")
-    assert [str(one) for one in Backend] == ["any", "ridgeplan", "vllm", "sglang"]
+    assert [str(backend) for backend in Backend] == ["any", "ridgeplan", "vllm", "sglang"]
 
 
 # Plans whose kernels a profile has no rates of are priced by others' rates, shown, and not recommended.
@@ -309,7 +316,7 @@ def test_only_sparse_drafts_need_their_own_classes(dense, streaming):
 def test_a_faster_sparse_plan_is_recommended_once_it_is_calibrated(dense, streaming):
     before = planner.recommend(LLAMA, "h200", 120_000, profile=dense)
     assert not before.plan.speculation.sparse
-    (sparse,) = (one for one in before.alternatives if one.preset == "specattn-int4")
+    (sparse,) = (alternative for alternative in before.alternatives if alternative.preset == "specattn-int4")
     assert "not calibrated" in sparse.rejected
     assert "test H200" in sparse.rejected
     assert planner.recommend(LLAMA, "h200", 120_000, profile=streaming).plan.speculation.sparse

@@ -62,8 +62,8 @@ def test_yarn_reaches_64_times_the_positions(h200_profile):
 def test_a_profile_of_ones_own_is_used_and_transferred_to_other_machines(h200_profile, tmp_path):
     path = tmp_path / "profile.json"
     path.write_text(h200_profile.to_json())
-    for given in (h200_profile, path, str(path)):
-        assert resolve(QWEN, "h200", given)[1] == h200_profile
+    for source in (h200_profile, path, str(path)):
+        assert resolve(QWEN, "h200", source)[1] == h200_profile
     shape, other = resolve("Qwen2.5-0.5B", "a100", h200_profile)
     assert shape == QWEN
     assert (other.hardware.name, other.transferred_from) == ("a100-80gb", "test H200")
@@ -78,8 +78,8 @@ def test_rows_of_a_file_join_those_of_the_profile_and_replace_their_like(h200_pr
     profile = replace(h200_profile, acceptance=(asdict(ROW), asdict(other)))
     path = tmp_path / "rows.json"
     path.write_text(rows_json([replace(ROW, acceptance=0.8)], ["by hand"]))
-    found = resolve(QWEN, "h200", profile, path)[1].acceptance
-    assert [(row["draft"], row["acceptance"]) for row in found] == [("kv4", 0.8), ("w4", 0.9)]
+    rows = resolve(QWEN, "h200", profile, path)[1].acceptance
+    assert [(row["draft"], row["acceptance"]) for row in rows] == [("kv4", 0.8), ("w4", 0.9)]
     assert resolve(QWEN, "h200", profile)[1] == profile
 
 
@@ -109,7 +109,7 @@ def test_auto_is_the_given_the_calibrated_or_the_detected_machine(h200_profile, 
         resolve(QWEN, "auto")
     monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: "h200")
     assert resolve(QWEN, "auto")[1] == shipped_profiles()[0]
-    own = replace(h200_profile, device="mine")
+    profile = replace(h200_profile, device="mine")
     (tmp_path / "ridgeplan").mkdir()
-    (tmp_path / "ridgeplan" / "profile.json").write_text(own.to_json())
-    assert resolve(QWEN, "auto")[1] == own
+    (tmp_path / "ridgeplan" / "profile.json").write_text(profile.to_json())
+    assert resolve(QWEN, "auto")[1] == profile

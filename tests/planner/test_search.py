@@ -38,31 +38,31 @@ JOINT = 4 * 2 * 2 * sum(policy.searched for policy in SELECTIONS.values()) - 4 -
 
 
 @pytest.fixture(scope="module")
-def found():
+def families_by_name():
     return {family.name: family for family in families(WORKLOAD, offload=False)}
 
 
-def test_a_grid_pairs_every_gamma_with_every_ratio(found):
-    gamma, ratio = found["specattn"].grid()
+def test_a_grid_pairs_every_gamma_with_every_ratio(families_by_name):
+    gamma, ratio = families_by_name["specattn"].grid()
     assert sorted(zip(gamma, ratio, strict=True)) == sorted((g, r) for g in range(1, 16) for r in RATIOS)
-    assert found["specattn"].size == len(gamma) == 15 * 7
+    assert families_by_name["specattn"].size == len(gamma) == 15 * 7
 
 
 @pytest.mark.parametrize(
     "name, size", [("autoregressive", 1), ("quantspec", 15), ("quest", 1), ("magicdec-quest", 105)]
 )
-def test_only_what_a_plan_has_varies(found, name, size):
-    assert found[name].size == size
+def test_only_what_a_plan_has_varies(families_by_name, name, size):
+    assert families_by_name[name].size == size
 
 
-def test_a_point_of_the_grid_is_the_template_with_its_gamma_and_ratio(found):
-    plan = found["specattn"].plan(np.int64(3), np.float64(0.25))
-    template = found["specattn"].template
+def test_a_point_of_the_grid_is_the_template_with_its_gamma_and_ratio(families_by_name):
+    plan = families_by_name["specattn"].plan(np.int64(3), np.float64(0.25))
+    template = families_by_name["specattn"].template
     assert plan == replace(template, speculation=replace(template.speculation, gamma=3).with_ratio(0.25))
-    assert found["autoregressive"].plan(0, 1.0) == preset("autoregressive", WORKLOAD)
+    assert families_by_name["autoregressive"].plan(0, 1.0) == preset("autoregressive", WORKLOAD)
 
 
-def test_the_joint_space_is_complete_and_holds_no_system_twice(found):
+def test_the_joint_space_is_complete_and_holds_no_system_twice(families_by_name):
     """Presets keep their names where they are points of the joint space."""
     presets = [make(WORKLOAD) for make in PRESETS.values()]
     inside = [
@@ -72,11 +72,11 @@ def test_the_joint_space_is_complete_and_holds_no_system_twice(found):
         and plan.weights.target_bits != 4
     ]
     assert len(inside) >= 12
-    assert len(found) == len(presets) + JOINT - len(inside)
-    assert set(PRESETS) <= set(found)
-    keys = [family_key(family.template) for family in found.values()]
+    assert len(families_by_name) == len(presets) + JOINT - len(inside)
+    assert set(PRESETS) <= set(families_by_name)
+    keys = [family_key(family.template) for family in families_by_name.values()]
     assert len(set(keys)) == len(keys)
-    drafting = [family.template for family in found.values() if family.template.speculation.active]
+    drafting = [family.template for family in families_by_name.values() if family.template.speculation.active]
     quest_on_shadow = [
         plan
         for plan in drafting
@@ -88,16 +88,16 @@ def test_the_joint_space_is_complete_and_holds_no_system_twice(found):
     assert {plan.speculation.codes for plan in quest_on_shadow} == {DraftCodes.UPPER}
 
 
-def test_drafts_differ_from_the_target(found):
-    for family in found.values():
+def test_drafts_differ_from_the_target(families_by_name):
+    for family in families_by_name.values():
         plan = family.template
         same_reads = plan.speculation.codes is DraftCodes.FULL and not plan.speculation.sparse
         assert not (plan.speculation.active and same_reads and not plan.weights.draft_differs), family.name
 
 
-def test_offloading_adds_plain_decoding_and_drafts_on_upper_codes(found):
+def test_offloading_adds_plain_decoding_and_drafts_on_upper_codes(families_by_name):
     """Plain on bf16 and on int8; drafts on the target's weights and on 4-bit ones, with lower codes on the host."""
-    added = [family.template for family in families(WORKLOAD, offload=True) if family.name not in found]
+    added = [family.template for family in families(WORKLOAD, offload=True) if family.name not in families_by_name]
     assert all(plan.placement.offload for plan in added)
     plain = {(plan.kv.format, plan.placement.budget) for plan in added if not plan.speculation.active}
     assert plain == {(KVFormat.FULL, 2048), (KVFormat.INT8, 2048)}
@@ -166,31 +166,35 @@ MORE_QUESTIONS = QUESTIONS | {
 }
 
 
-def asked(questions, often=OFTEN):
+def question_params(questions, often=OFTEN):
     """Parameters of a test: those of `often` each time, the others among the slow ones."""
     for name, question in questions.items():
         yield pytest.param(*question, id=name, marks=[] if name in often else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("model, gpu, context, options", asked(QUESTIONS))
+@pytest.mark.parametrize("model, gpu, context, options", question_params(QUESTIONS))
 def test_each_family_has_its_best_plan(model, gpu, context, options):
     """Among plans that fit, the lowest objective, and of equal ones the first; else the least memory."""
     question = ask(model, gpu, context, **options)
     model_of = AcceptanceModel.of_profile(question.shape, context, question.profile)
-    found = search(question)
-    by_name = {one.name: one for one in families(question.workload, offload=True, quality=question.options.quality)}
-    assert len(found) > 40
-    for candidate in found[::24]:
+    candidates = search(question)
+    by_name = {
+        family.name: family for family in families(question.workload, offload=True, quality=question.options.quality)
+    }
+    assert len(candidates) > 40
+    for candidate in candidates[::24]:
         figures = [_figures(*point, question, model_of) for point in _plans(by_name[candidate.name])]
         objective, _, peak = np.transpose(figures)
         fits = peak <= question.memory_limit_bytes
         best = int(np.argmin(np.where(fits, objective, np.inf) if fits.any() else peak))
         assert (candidate.score, candidate.tpot_s, candidate.peak_bytes) == pytest.approx(figures[best], rel=1e-12)
-        wanted = list(_plans(by_name[candidate.name]))[best][1].speculation
-        assert (candidate.plan.speculation.gamma, candidate.plan.speculation.ratio) == (wanted.gamma, wanted.ratio)
+        expected = list(_plans(by_name[candidate.name]))[best][1].speculation
+        assert (candidate.plan.speculation.gamma, candidate.plan.speculation.ratio) == (expected.gamma, expected.ratio)
 
 
-@pytest.mark.parametrize("model, gpu, context, options", asked(MORE_QUESTIONS, (*OFTEN, "mixed bits", "nearly full")))
+@pytest.mark.parametrize(
+    "model, gpu, context, options", question_params(MORE_QUESTIONS, (*OFTEN, "mixed bits", "nearly full"))
+)
 def test_whole_answers_are_those_of_a_search_plan_by_plan(model, gpu, context, options, monkeypatch):
     """The recommendation, what is within its noise, every alternative with its reason, and the best of all."""
     answer = planner.recommend(model, gpu, context, **options)
@@ -208,14 +212,20 @@ def plan_by_plan(question, searched=None):
         searched = [family for family in known if missing_cost_model(family.template, question.shape) is None]
     plans = [plan for family in searched for _, plan in _plans(family)]
     figures = iter(zip(plans, *_figures_of_all(searched, plans, question), strict=True))
-    found = []
+    results = []
     for family in searched:
-        own = [next(figures) for _ in range(family.size)]
-        fitting = [one for one in own if question.oom_reason(*one[3:5]) is None]
-        best = min(fitting, key=lambda one: one[1]) if fitting else min(own, key=lambda one: one[3])
+        evaluated = [next(figures) for _ in range(family.size)]
+        fitting = [
+            figures_of_plan for figures_of_plan in evaluated if question.oom_reason(*figures_of_plan[3:5]) is None
+        ]
+        best = (
+            min(fitting, key=lambda figures_of_plan: figures_of_plan[1])
+            if fitting
+            else min(evaluated, key=lambda figures_of_plan: figures_of_plan[3])
+        )
         if family.name in PRESETS or not family.template.placement.offload or best[5]:
-            found.append(Candidate(family.name, within_limit(best[0], question.memory_limit_bytes), *best[1:5]))
-    return found
+            results.append(Candidate(family.name, within_limit(best[0], question.memory_limit_bytes), *best[1:5]))
+    return results
 
 
 def _figures_of_all(searched, plans, question):
@@ -223,7 +233,7 @@ def _figures_of_all(searched, plans, question):
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     acceptance = np.concatenate([model.best(family.template, *family.grid()) for family in searched])
     shape, machine = question.shape, question.machine
-    strategies = [strategy_of(*one) for one in zip(plans, repeat(shape), repeat(machine), acceptance, strict=False)]
+    strategies = [strategy_of(*plan) for plan in zip(plans, repeat(shape), repeat(machine), acceptance, strict=False)]
     rates = [rates_of(plan, shape, machine) for plan in plans]
     once = [1] * len(plans)
     estimate = evaluate(shape, machine, stack(strategies, once), stack(rates, once))
@@ -231,7 +241,7 @@ def _figures_of_all(searched, plans, question):
         _objective(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.host_bytes,
         estimate.offloaded_layers,
     )  # fmt: skip
-    return [np.broadcast_to(np.asarray(one, dtype=float), len(plans)).tolist() for one in figures]
+    return [np.broadcast_to(np.asarray(figure, dtype=float), len(plans)).tolist() for figure in figures]
 
 
 def _plans(family: Family):
@@ -251,8 +261,8 @@ def _figures(family, plan, question, model):
 
 def _objective(estimate, question):
     tokens_s = question.workload.new_tokens * estimate.tpot_s
-    found = {"latency": estimate.tpot_s, "total": estimate.ttft_s + tokens_s, "memory": estimate.memory.peak}
-    return found[question.options.objective]
+    objectives = {"latency": estimate.tpot_s, "total": estimate.ttft_s + tokens_s, "memory": estimate.memory.peak}
+    return objectives[question.options.objective]
 
 
 # The best gamma of a grid is the best of all gammas, one at a time.
@@ -269,7 +279,7 @@ def test_every_cell_is_the_best_of_all_gammas(h200_profile, name):
         workload = Workload(LLAMA, "h200", cell.context, 1024, cell.batch)
         plan = preset(name, workload)
         plans = [replace(plan, speculation=replace(plan.speculation, gamma=gamma)) for gamma in range(1, 16)]
-        times = [planner.predict(one, shape, h200_profile).best.tpot_ms for one in plans]
+        times = [planner.predict(plan, shape, h200_profile).best.tpot_ms for plan in plans]
         plain = planner.predict(preset("autoregressive", workload), shape, h200_profile)
         assert cell.tpot_ms == pytest.approx(min(times))
         assert cell.gamma == 1 + times.index(min(times))
@@ -289,7 +299,7 @@ def test_of_gammas_only_those_that_fit_are_chosen(h200_profile):
     shape, workload = load_shape(LLAMA), Workload(LLAMA, "h200", 4096, 1024, 64)
     plan = preset("quantspec", workload)
     plans = [replace(plan, speculation=replace(plan.speculation, gamma=gamma)) for gamma in (1, 2)]
-    smallest, next_one = (planner.predict(one, shape, h200_profile).best for one in plans)
+    smallest, next_one = (planner.predict(plan, shape, h200_profile).best for plan in plans)
     assert next_one.tpot_ms < smallest.tpot_ms
     limit = (smallest.peak_memory_bytes + next_one.peak_memory_bytes) / 2
     (cell,) = planner.best_gamma(

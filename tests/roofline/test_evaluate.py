@@ -32,8 +32,8 @@ def test_a_plain_step_moves_the_weights_and_the_cache(ideal):
 
 
 def test_a_batch_shares_the_weights(ideal):
-    one, four = (evaluate(LLAMA, ideal, *lowered("autoregressive", ideal, batch=batch)).tpot_s for batch in (1, 4))
-    assert four - one == pytest.approx(3 * 4608 * KV_BYTES / 1e12, rel=0.03)
+    single, four = (evaluate(LLAMA, ideal, *lowered("autoregressive", ideal, batch=batch)).tpot_s for batch in (1, 4))
+    assert four - single == pytest.approx(3 * 4608 * KV_BYTES / 1e12, rel=0.03)
 
 
 # Costs have kinks where the budget or the buffer is full: there, two nodes are within 5% of the mean over all steps.
@@ -46,26 +46,36 @@ def test_a_round_is_the_mean_over_the_generation(ideal, name):
     rounds = [
         round_at(shape, ideal, strategy, round_rates(shape, ideal, strategy, rates), context) for context in steps
     ]
-    found = evaluate(shape, ideal, strategy, rates).round
+    round_costs = evaluate(shape, ideal, strategy, rates).round
     for part in ("draft_s", "verify_s", "accept_s", "select_s", "flush_s", "total_s"):
-        mean = np.mean([getattr(one, part) for one in rounds])
-        assert getattr(found, part) == pytest.approx(mean, rel=0.05), part
+        mean = np.mean([getattr(round_estimate, part) for round_estimate in rounds])
+        assert getattr(round_costs, part) == pytest.approx(mean, rel=0.05), part
 
 
 def test_tpot_is_a_round_over_its_tokens(ideal):
     estimate = evaluate(LLAMA, ideal, *lowered("quantspec-exact", ideal, acceptance=0.5))
     assert estimate.tokens_per_round == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625)
     assert estimate.tpot_s == pytest.approx(estimate.round.total_s / 1.9375)
-    one = estimate.round
-    parts = 4 * one.draft_s + one.verify_s + one.accept_s + one.select_s + one.flush_s
-    assert one.total_s == pytest.approx(parts)
-    assert min(one.draft_s, one.verify_s, one.accept_s, one.flush_s) > 0 == one.select_s
+    round_estimate = estimate.round
+    parts = (
+        4 * round_estimate.draft_s
+        + round_estimate.verify_s
+        + round_estimate.accept_s
+        + round_estimate.select_s
+        + round_estimate.flush_s
+    )
+    assert round_estimate.total_s == pytest.approx(parts)
+    assert (
+        min(round_estimate.draft_s, round_estimate.verify_s, round_estimate.accept_s, round_estimate.flush_s)
+        > 0
+        == round_estimate.select_s
+    )
 
 
 def test_plain_decoding_drafts_selects_and_flushes_nothing(ideal):
-    one = evaluate(LLAMA, ideal, *lowered("autoregressive", ideal)).round
-    assert (one.draft_s, one.select_s, one.flush_s) == (0, 0, 0)
-    assert one.total_s == one.verify_s + one.accept_s
+    round_estimate = evaluate(LLAMA, ideal, *lowered("autoregressive", ideal)).round
+    assert (round_estimate.draft_s, round_estimate.select_s, round_estimate.flush_s) == (0, 0, 0)
+    assert round_estimate.total_s == round_estimate.verify_s + round_estimate.accept_s
 
 
 def test_layers_are_launched_once_a_chunk_of_4096_tokens(ideal):
@@ -85,8 +95,8 @@ def test_prompts_are_processed_one_after_another(ideal):
         )
         read, written = 4096 * KV_BYTES, 4096 * KV_BYTES / 16 * 8.25
         assert coded - plain == pytest.approx(batch * (read + written) / 1e9)
-        alone = prefill_seconds(LLAMA, slow, lowered("autoregressive", slow)[0])
-        assert plain == pytest.approx(batch * alone)
+        seconds = prefill_seconds(LLAMA, slow, lowered("autoregressive", slow)[0])
+        assert plain == pytest.approx(batch * seconds)
 
 
 def test_prefill_of_a_long_prompt_is_bound_by_its_flops(ideal):

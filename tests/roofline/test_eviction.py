@@ -73,8 +73,8 @@ def test_dapqs_first_token_comes_less_than_2_percent_after_snapkvs(shape, ideal)
 
 @pytest.mark.parametrize("name", ["dapq", "h2o", "pyramidkv"])
 def test_a_budget_of_the_whole_context_costs_nothing(name, shape, ideal):
-    whole = Eviction(name, share=1.0)
-    evicting, plain = lowered(name, shape, ideal, eviction=whole), lowered("autoregressive", shape, ideal)
+    full = Eviction(name, share=1.0)
+    evicting, plain = lowered(name, shape, ideal, eviction=full), lowered("autoregressive", shape, ideal)
     assert (evicting.evicts, evicting.appended_tokens, evicting.scored_pairs) == (0, 0, 0)
     assert prefill_seconds(shape, ideal, evicting) == prefill_seconds(shape, ideal, plain)
     assert resident_memory(shape, ideal, evicting) == resident_memory(shape, ideal, plain)
@@ -151,23 +151,23 @@ def held_between(context, budget, chunks):
     ],
 )
 def test_chunks_by_hand(context, budget, chunk, count, evicting, in_chunks):
-    found = in_chunks(context=context, budget=budget, chunk=chunk).prompt_chunks
-    assert (found.count, found.evicting, found.tokens) == (count, evicting, context / count)
-    assert found.held == pytest.approx(sum(held_between(context, budget, count)) / count)
-    assert found.candidates == min(budget + context / count, context)
-    assert found.longest == -(-context // count)
+    chunks = in_chunks(context=context, budget=budget, chunk=chunk).prompt_chunks
+    assert (chunks.count, chunks.evicting, chunks.tokens) == (count, evicting, context / count)
+    assert chunks.held == pytest.approx(sum(held_between(context, budget, count)) / count)
+    assert chunks.candidates == min(budget + context / count, context)
+    assert chunks.longest == -(-context // count)
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "dapq", "streamingllm"])
 @pytest.mark.parametrize("changes", [{"chunk": 0}, {"chunk": CHUNKED_CONTEXT}, {"budget": CHUNKED_CONTEXT}])
 def test_what_is_at_once_costs_what_it_did(policy, changes, in_chunks, shape, ideal):
     """Without a chunk, with one of the whole context, and where nothing is evicted."""
-    whole, same = (
+    full, same = (
         in_chunks(policy, **({"chunk": 0} | changes)),
         in_chunks(policy, **(changes | {"chunk": CHUNKED_CONTEXT})),
     )
-    assert prefill_seconds(shape, ideal, whole) == prefill_seconds(shape, ideal, same)
-    assert resident_memory(shape, ideal, whole) == resident_memory(shape, ideal, same)
+    assert prefill_seconds(shape, ideal, full) == prefill_seconds(shape, ideal, same)
+    assert resident_memory(shape, ideal, full) == resident_memory(shape, ideal, same)
 
 
 def test_attention_is_to_what_layers_hold_and_the_chunk(in_chunks, shape, ideal):
@@ -180,7 +180,7 @@ def test_attention_is_to_what_layers_hold_and_the_chunk(in_chunks, shape, ideal)
     # Every chunk reads all weights; the products are those of all tokens.
     linear = [op.total for op in ops.values() if op.kind == "linear" and op.name not in ("eviction scores",)]
     matrices = memory.layer_parameters(shape)
-    assert sum(one.flops for one in linear) == pytest.approx(2 * CHUNKED_CONTEXT * matrices)
+    assert sum(op.flops for op in linear) == pytest.approx(2 * CHUNKED_CONTEXT * matrices)
     # 31 chunks have 1024 tokens copied ahead of them.
     assert ops["held tokens"].total.bytes == pytest.approx(32 * 31 * 2 * BUDGET * TOKEN)
 
@@ -214,13 +214,13 @@ def test_memory_does_not_grow_with_the_prompt(in_chunks, shape, ideal):
         parts = resident_memory(shape, ideal, in_chunks(context=context))
         assert parts.prefill_workspace == workspace
         assert parts.kv == 32 * (BUDGET + 1024 + 1) * TOKEN
-    whole = resident_memory(shape, ideal, in_chunks(chunk=0)).prefill_workspace
-    assert whole > CHUNKED_CONTEXT * (4096 * 2 * 2 + TOKEN)
+    full = resident_memory(shape, ideal, in_chunks(chunk=0)).prefill_workspace
+    assert full > CHUNKED_CONTEXT * (4096 * 2 * 2 + TOKEN)
 
 
 @pytest.mark.parametrize("kv", [KVFormat.INT8, KVFormat.HIERARCHICAL])
 def test_codes_are_made_of_full_precision_that_all_layers_hold_until_the_end(kv, in_chunks, shape, ideal):
-    full, coded = (resident_memory(shape, ideal, in_chunks(kv=one)) for one in (KVFormat.FULL, kv))
+    full, coded = (resident_memory(shape, ideal, in_chunks(kv=kv_format)) for kv_format in (KVFormat.FULL, kv))
     assert coded.prefill_workspace - full.prefill_workspace == 32 * BUDGET * TOKEN
     assert len(chunk_buffers(shape, in_chunks(kv=kv), 2)) == 5
 
@@ -231,8 +231,8 @@ def test_the_copy_of_what_stays_can_be_the_largest_of_an_evictions_workspace(in_
 
 def test_long_prompts_start_sooner_in_chunks(in_chunks, shape, ideal):
     """Attention no longer grows with the square of the prompt."""
-    whole, chunked = (prefill_seconds(shape, ideal, in_chunks(context=1 << 20, chunk=chunk)) for chunk in (0, CHUNK))
-    assert chunked < whole / 5
+    seconds, chunked = (prefill_seconds(shape, ideal, in_chunks(context=1 << 20, chunk=chunk)) for chunk in (0, CHUNK))
+    assert chunked < seconds / 5
     doubled = prefill_seconds(shape, ideal, in_chunks(context=1 << 21))
     assert doubled == pytest.approx(2 * chunked, rel=0.01)
 
@@ -240,8 +240,8 @@ def test_long_prompts_start_sooner_in_chunks(in_chunks, shape, ideal):
 def test_many_strategies_at_once_cost_what_each_does_alone(in_chunks, shape, ideal):
     chunks, contexts = np.array([CHUNK, 1 << 40, 1000.0]), np.array([CHUNKED_CONTEXT, 4096.0, 70000.0])
     together = in_chunks().with_terms(eviction_chunk=chunks, context=contexts)
-    found = prefill_seconds(shape, ideal, together), resident_memory(shape, ideal, together).prefill_workspace
+    seconds = prefill_seconds(shape, ideal, together), resident_memory(shape, ideal, together).prefill_workspace
     for index, (chunk, context) in enumerate(zip(chunks, contexts, strict=True)):
-        alone = in_chunks().with_terms(eviction_chunk=chunk, context=context)
-        assert found[0][index] == pytest.approx(prefill_seconds(shape, ideal, alone))
-        assert found[1][index] == pytest.approx(resident_memory(shape, ideal, alone).prefill_workspace)
+        single = in_chunks().with_terms(eviction_chunk=chunk, context=context)
+        assert seconds[0][index] == pytest.approx(prefill_seconds(shape, ideal, single))
+        assert seconds[1][index] == pytest.approx(resident_memory(shape, ideal, single).prefill_workspace)

@@ -39,7 +39,7 @@ def test_prompts_are_padded_from_8192_tokens_on():
     lengths, padded = np.array([1, 8191, 8192, 8193, 8448, 8449]), [1, 8191, 8192, 8448, 8448, 8704]
     assert execution.padded_prompt(lengths).tolist() == padded
     tokens = sympy.Symbol("tokens")
-    assert [execution.padded_prompt(tokens).subs(tokens, int(one)) for one in lengths] == padded
+    assert [execution.padded_prompt(tokens).subs(tokens, int(length)) for length in lengths] == padded
 
 
 @pytest.mark.parametrize("group", [32, 128])
@@ -113,6 +113,6 @@ def test_many_channels_go_to_the_library_from_nine_rows_on(kind, rows, outputs, 
 def test_library_rows_of_symbols_and_arrays_are_those_of_numbers():
     rows = np.array([1, 8, 9, 16, 17, 300])
     symbol = sympy.Symbol("rows", positive=True)
-    wanted = [1, 8, 17, 17, 17, 300]
-    assert execution.library_rows(rows).tolist() == wanted
-    assert [execution.library_rows(symbol).subs(symbol, int(one)) for one in rows] == wanted
+    expected = [1, 8, 17, 17, 17, 300]
+    assert execution.library_rows(rows).tolist() == expected
+    assert [execution.library_rows(symbol).subs(symbol, int(row)) for row in rows] == expected

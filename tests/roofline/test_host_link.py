@@ -95,9 +95,9 @@ def simulated(layers, on_host, layer_s, copy_s, slots, drafts_s):
 def test_the_pipeline_is_the_simulation_s_within_one_layer(copy_s, on_host, prefetch, drafts_s, ideal):
     held = strategy("autoregressive", ideal, offload_prefetch=prefetch)
     pass_s = 3.2
-    found = pass_with_host_seconds(SHAPE, held, HostLayers(on_host, 1), pass_s, copy_s, drafts_s)
+    predicted_s = pass_with_host_seconds(SHAPE, held, HostLayers(on_host, 1), pass_s, copy_s, drafts_s)
     expected = simulated(32, on_host, pass_s / 32, copy_s, prefetch + 1, drafts_s)
-    assert found == pytest.approx(expected, abs=pass_s / 32 + 1e-9)
+    assert predicted_s == pytest.approx(expected, abs=pass_s / 32 + 1e-9)
 
 
 def test_without_layers_on_the_host_a_pass_is_as_before(ideal):

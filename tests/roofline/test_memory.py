@@ -93,9 +93,9 @@ def test_buffers_in_the_arena_are_not_allocated():
     shape = load_shape("Llama-3.1-8B")
     buffers = memory.prompt_buffers(shape, 131072, 2)
     assert buffers == (2**30, 2**30, 2**28, 2**28)
-    alone = memory.prefill_workspace(shape, 131072, 2)
+    workspace = memory.prefill_workspace(shape, 131072, 2)
     chunk = 4096 * (2 * 4096 + 3 * 14336) * 2
-    assert alone == sum(buffers) + chunk
+    assert workspace == sum(buffers) + chunk
     assert memory.prefill_workspace(shape, 131072, 2, 4 * 10**9) == chunk
     assert memory.prefill_workspace(shape, 131072, 2, 2**30 + 2**28) == chunk + 2**30 + 2**28
 

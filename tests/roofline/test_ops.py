@@ -38,10 +38,10 @@ def total(passes):
 
 
 def test_costs_add_up_and_repeat():
-    one, other = ops.Cost(1, 20, 300), ops.Cost(4000, 50_000, 600_000)
-    assert one + other == ops.Cost(4001, 50_020, 600_300)
-    assert 3 * one == one * 3 == ops.Cost(3, 60, 900)
-    assert (one.bytes, one.intensity) == (320, 1 / 320)
+    first, other = ops.Cost(1, 20, 300), ops.Cost(4000, 50_000, 600_000)
+    assert first + other == ops.Cost(4001, 50_020, 600_300)
+    assert 3 * first == first * 3 == ops.Cost(3, 60, 900)
+    assert (first.bytes, first.intensity) == (320, 1 / 320)
 
 
 def test_linear_counts_multiply_adds_weights_and_activations():
@@ -149,7 +149,7 @@ def test_codes_of_a_latent_row_are_fewer_bytes_than_the_row():
 
 def test_prefill_reads_weights_in_the_bits_they_are_stored_in():
     shape = load_shape("Llama-2-7B")
-    full, stored = (total(prefill_pass(shape, 1, 1, 2, *given)) for given in ((), (0.5,)))
+    full, stored = (total(prefill_pass(shape, 1, 1, 2, *bits)) for bits in ((), (0.5,)))
     assert full.read_bytes - stored.read_bytes == 1.5 * 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     assert full.flops == stored.flops
 
@@ -174,10 +174,10 @@ def test_activated_experts_grow_with_the_batch_and_never_beyond_all():
 
 def test_a_moe_step_reads_the_activated_experts_only():
     shape = load_shape("Qwen/Qwen3-30B-A3B")
-    alone, many = (by_name(decode_pass(shape, terms(batch=batch)))["routed experts"].cost for batch in (1, 512))
-    assert alone.read_bytes == pytest.approx(8 * shape.expert_params * 2, rel=1e-3)
+    single, many = (by_name(decode_pass(shape, terms(batch=batch)))["routed experts"].cost for batch in (1, 512))
+    assert single.read_bytes == pytest.approx(8 * shape.expert_params * 2, rel=1e-3)
     assert many.read_bytes == pytest.approx(128 * shape.expert_params * 2, rel=0.01)
-    assert many.flops == 512 * alone.flops
+    assert many.flops == 512 * single.flops
 
 
 def test_prefill_counts_half_of_all_query_key_pairs():
@@ -192,9 +192,9 @@ def test_windowed_prefill_equals_causal_when_the_window_covers_the_prompt():
 
 
 def test_verification_costs_attention_no_more_bytes_than_one_query_but_for_queries_and_partials():
-    one, eight = (ops.attention(1, queries, 32, 8, 128, 131072, 200, 8, 2, 128, 33) for queries in (1, 8))
-    assert eight.read_bytes - one.read_bytes == 7 * (QUERY + 33 * MERGED)
-    assert eight.flops == 8 * one.flops
+    single, eight = (ops.attention(1, queries, 32, 8, 128, 131072, 200, 8, 2, 128, 33) for queries in (1, 8))
+    assert eight.read_bytes - single.read_bytes == 7 * (QUERY + 33 * MERGED)
+    assert eight.flops == 8 * single.flops
 
 
 def test_ridge_point_is_peak_over_bandwidth():

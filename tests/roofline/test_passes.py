@@ -175,8 +175,8 @@ def test_windowed_layers_prefill_only_their_window():
     [(0, 100, (0, 100)), (0, 5000, (0, 1024)), (300, 200, (300, 200)), (5000, 200, (824, 200))],
 )
 def test_a_window_holds_the_latest_tokens_which_are_in_full_precision(codes, full, read):
-    found = windowed(terms(quantized_tokens=codes, full_tokens=full), 1024)
-    assert (found.quantized_tokens, found.full_tokens) == read
+    terms_in_window = windowed(terms(quantized_tokens=codes, full_tokens=full), 1024)
+    assert (terms_in_window.quantized_tokens, terms_in_window.full_tokens) == read
 
 
 def test_a_moe_model_with_leading_dense_layers():
@@ -267,6 +267,6 @@ def test_policies_that_choose_by_kv_head_are_refused_under_latent_attention(name
 
 def test_a_search_leaves_out_what_cannot_be_priced() -> None:
     question = ask("DeepSeek-V2-Lite", "h200", 32768)
-    found = search(question)
-    assert {"autoregressive", "quantspec"} <= {one.name for one in found}
-    assert all(missing_cost_model(one.plan, question.shape) is None for one in found)
+    candidates = search(question)
+    assert {"autoregressive", "quantspec"} <= {candidate.name for candidate in candidates}
+    assert all(missing_cost_model(candidate.plan, question.shape) is None for candidate in candidates)

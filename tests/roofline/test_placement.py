@@ -90,16 +90,16 @@ def test_partials_are_those_of_the_splits_that_the_device_chooses(shape, machine
 
 
 def test_nothing_leaves_while_everything_fits(shape, small):
-    found = placed(offloading(16384), shape, small)
-    assert found.host.layers == 0
+    placement = placed(offloading(16384), shape, small)
+    assert placement.host.layers == 0
 
 
 def test_just_enough_layers_leave(shape, small):
-    found = placed(offloading(65536), shape, small)
-    assert 0 < found.host.layers < 32
-    assert found.memory.peak <= LIMIT
+    placement = placed(offloading(65536), shape, small)
+    assert 0 < placement.host.layers < 32
+    assert placement.memory.peak <= LIMIT
     one_layer = 65536 * 2 * 8 * 128 * 2
-    assert found.memory.peak + one_layer > LIMIT
+    assert placement.memory.peak + one_layer > LIMIT
 
 
 def test_a_layer_that_leaves_keeps_its_budget(shape, small):
@@ -107,12 +107,12 @@ def test_a_layer_that_leaves_keeps_its_budget(shape, small):
 
     And its share of a table of the slots of every token, for each of 8 KV heads: the 32 layers choose alike.
     """
-    found = placed(preset("specontext", Workload("m", "h200", 65536, new_tokens=1)), shape, small)
+    placement = placed(preset("specontext", Workload("m", "h200", 65536, new_tokens=1)), shape, small)
     layer_bytes = 65538 * 4096
     freed_bytes = layer_bytes - (2048 + 2 * 128 + 1) * 4096 - 65537 * 8 * 4 / 32
-    assert found.memory.kv == pytest.approx(32 * layer_bytes - found.host.layers * freed_bytes)
+    assert placement.memory.kv == pytest.approx(32 * layer_bytes - placement.host.layers * freed_bytes)
     projections = 4096 * 128 * (32 + 8) * 2  # of the head's queries and keys
-    assert found.memory.buffers == 65537 * 8 * (128 * 2 + 4) + projections  # its keys and scores, for each KV head
+    assert placement.memory.buffers == 65537 * 8 * (128 * 2 + 4) + projections  # its keys and scores, for each KV head
 
 
 def test_layers_chosen_from_by_2_bit_keys_keep_these_and_slots_for_every_query(shape, small):
@@ -123,56 +123,56 @@ def test_layers_chosen_from_by_2_bit_keys_keep_these_and_slots_for_every_query(s
     plan = preset("specontext-two-bit", Workload("m", "h200", 65536, new_tokens=1))
     drafts = replace(plan.attention.selection, floor=256)
     plan = replace(plan, speculation=Speculation(3, selection=drafts))
-    found, whole = placed(plan, shape, small), placed(replace(plan, placement=Placement()), shape, small)
+    placement, placed_plan = placed(plan, shape, small), placed(replace(plan, placement=Placement()), shape, small)
     tokens, heads = 65537, 8
     codes, by_token = tokens * heads * (2 * 64 + 8), tokens * heads * 64
     slots = (4 * 2048 + 2 * 128 + 4) * 4096 + tokens * heads * (4 + 4)  # with a table, and the keys' scales
     freed = (tokens + 4) * 4096 + codes + by_token - slots
-    assert whole.memory.peak - found.memory.peak == pytest.approx(found.host.layers * freed)
-    assert found.memory.peak <= LIMIT < found.memory.peak + freed
-    assert found.host.token_bytes == pytest.approx(4096, rel=1e-4)
+    assert placed_plan.memory.peak - placement.memory.peak == pytest.approx(placement.host.layers * freed)
+    assert placement.memory.peak <= LIMIT < placement.memory.peak + freed
+    assert placement.host.token_bytes == pytest.approx(4096, rel=1e-4)
 
 
 def test_layers_stay_where_their_slots_would_take_more_than_they_free(shape, small):
     """3072 tokens, and slots for 4 x 2048 of them."""
     plan = preset("specontext-two-bit", Workload("m", "h200", 3072, new_tokens=1, batch=40))
     plan = replace(plan, speculation=Speculation(3, selection=replace(plan.attention.selection, floor=256)))
-    found = placed(plan, shape, small)
-    assert found.host.layers == 0
-    assert found.memory.peak == placed(replace(plan, placement=Placement()), shape, small).memory.peak > LIMIT
+    placement = placed(plan, shape, small)
+    assert placement.host.layers == 0
+    assert placement.memory.peak == placed(replace(plan, placement=Placement()), shape, small).memory.peak > LIMIT
 
 
 def test_a_layer_that_is_streamed_keeps_nothing_and_takes_two_slots(shape, small):
-    found = placed(offloading(65536), shape, small)
+    placement = placed(offloading(65536), shape, small)
     layer_bytes = 65538 * 4096
-    assert found.memory.kv == pytest.approx((32 - found.host.layers) * layer_bytes)
-    assert found.memory.buffers == pytest.approx(2 * layer_bytes)
+    assert placement.memory.kv == pytest.approx((32 - placement.host.layers) * layer_bytes)
+    assert placement.memory.buffers == pytest.approx(2 * layer_bytes)
 
 
 def test_lower_codes_are_half_a_layer_and_its_drafts_lose_nothing(shape, small):
     """Of 264 bytes of a token and KV head the lower codes are 128."""
     kv = KVCache(KVFormat.HIERARCHICAL)
     plan = replace(offloading(131072), kv=kv, placement=Placement(True, part=HostPart.LOWER))
-    found, whole = placed(plan, shape, small), placed(replace(plan, placement=Placement()), shape, small)
+    placement, placed_plan = placed(plan, shape, small), placed(replace(plan, placement=Placement()), shape, small)
     lower = 131073 * 8 * 128
-    assert whole.memory.kv - found.memory.kv == found.host.layers * lower
-    assert found.memory.buffers - whole.memory.buffers == 2 * lower
-    assert found.host.token_bytes == 8 * 128
+    assert placed_plan.memory.kv - placement.memory.kv == placement.host.layers * lower
+    assert placement.memory.buffers - placed_plan.memory.buffers == 2 * lower
+    assert placement.host.token_bytes == 8 * 128
 
 
 def test_drafts_keep_the_upper_codes_of_their_budget(shape, small):
     """With drafts on upper codes, 2048 of 131073 tokens stay, in half of the bits."""
     plan = preset("quantspec-kv", Workload("m", "h200", 131072, new_tokens=1))
     plan = replace(plan, placement=Placement(True, 2048))
-    found, whole = placed(plan, shape, small), placed(replace(plan, placement=Placement()), shape, small)
-    freed = whole.memory.kv / 32 * (1 - 2048 / 131073 / 2)
-    assert whole.memory.kv - found.memory.kv == pytest.approx(found.host.layers * freed)
+    placement, placed_plan = placed(plan, shape, small), placed(replace(plan, placement=Placement()), shape, small)
+    freed = placed_plan.memory.kv / 32 * (1 - 2048 / 131073 / 2)
+    assert placed_plan.memory.kv - placement.memory.kv == pytest.approx(placement.host.layers * freed)
 
 
 def test_plans_that_keep_everything_on_the_device_offload_nothing_even_where_they_do_not_fit(shape, small):
-    found = placed(replace(offloading(65536), placement=Placement()), shape, small)
-    assert found.host.layers == 0
-    assert found.memory.peak > LIMIT
+    placement = placed(replace(offloading(65536), placement=Placement()), shape, small)
+    assert placement.host.layers == 0
+    assert placement.memory.peak > LIMIT
 
 
 def test_no_more_layers_leave_than_there_are(shape, h200_profile):
@@ -181,10 +181,10 @@ def test_no_more_layers_leave_than_there_are(shape, h200_profile):
 
 
 def test_a_token_of_a_layer_lies_on_the_host_in_its_stored_format(shape, small):
-    whole = placed(offloading(65536), shape, small)
+    placement = placed(offloading(65536), shape, small)
     codes = placed(replace(offloading(131072), kv=KVCache(KVFormat.INT8)), shape, small)
-    assert whole.host.token_bytes == pytest.approx(4096, rel=1e-4)
-    assert codes.host.token_bytes / whole.host.token_bytes == pytest.approx(1.03125 / 2, rel=1e-4)
+    assert placement.host.token_bytes == pytest.approx(4096, rel=1e-4)
+    assert codes.host.token_bytes / placement.host.token_bytes == pytest.approx(1.03125 / 2, rel=1e-4)
 
 
 def test_thresholds_agree_with_the_placement_at_every_length(shape, small):

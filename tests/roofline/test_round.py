@@ -78,9 +78,9 @@ def test_products_of_gate_and_up_fit_the_kernels_up_to_the_priced_rows():
 def test_products_of_few_rows_on_a_device_activate_what_they_write(machine, batch, fused):
     shape = load_shape("Llama-3.1-8B")
     terms = target_terms(shape, machine, lowered("autoregressive", machine, batch)[0], 4096)
-    found = {op.name: op for op in decode_pass(shape, terms)}
-    assert found["mlp swiglu"].launches == (1 - fused) * shape.layers
-    assert found["mlp gate + up"].cost.write_bytes == batch * (2 - fused) * shape.intermediate * 2
+    ops_by_name = {op.name: op for op in decode_pass(shape, terms)}
+    assert ops_by_name["mlp swiglu"].launches == (1 - fused) * shape.layers
+    assert ops_by_name["mlp gate + up"].cost.write_bytes == batch * (2 - fused) * shape.intermediate * 2
     host = replace(machine, fused_swiglu_rows=0)
     assert target_terms(shape, host, lowered("autoregressive", host, 1)[0], 4096).fused_swiglu == 0
 
@@ -107,8 +107,8 @@ def test_rows_of_a_verification_are_queries_of_all_sequences(machine):
 def test_bits_codes_and_full_tokens_that_a_pass_reads(ideal, name, target, draft):
     strategy, _ = lowered(name, ideal)
     for terms, expected in ((target_terms, target), (draft_terms, draft)):
-        found = terms(SHAPE, ideal, strategy, 4096)
-        assert (found.bits, found.quantized_tokens, found.full_tokens) == expected
+        pass_terms = terms(SHAPE, ideal, strategy, 4096)
+        assert (pass_terms.bits, pass_terms.quantized_tokens, pass_terms.full_tokens) == expected
 
 
 def test_after_an_eviction_the_cache_grows_from_what_it_left(ideal):
@@ -225,10 +225,10 @@ def test_products_of_many_channels_are_the_librarys_from_nine_rows_on(machine, b
     stepped = RateTerms.of(Rates(0.5, 0.5, 3e-6, 0.1, steps=(RowStep(16, launch_s=2e-6),)))
     strategy, rates = lowered("quantspec" if bits == 16 else "int4-weights", machine, 2)
     rates = replace(rates, target=replace(rates.target, linear=stepped))
-    own = target_rates(SHAPE, machine, replace(strategy, gamma=4), rates)
+    rates_of_runtime = target_rates(SHAPE, machine, replace(strategy, gamma=4), rates)
     wide, narrow = (Op("x", "linear", Cost(), 1, width, 4096) for width in (28672, 6144))
-    assert machine.rates_for(wide, own).launch_s == pytest.approx(gate)
-    assert machine.rates_for(narrow, own).launch_s == pytest.approx(output)
+    assert machine.rates_for(wide, rates_of_runtime).launch_s == pytest.approx(gate)
+    assert machine.rates_for(narrow, rates_of_runtime).launch_s == pytest.approx(output)
     assert machine.rates_for(wide, {"linear": stepped}) == stepped
 
 

@@ -84,15 +84,20 @@ def test_numbers_in_formulas_are_the_costs(model: str) -> None:
     )  # fmt: skip
     costs = decode_pass(shape, terms)
     formulas = decode_formulas(shape)
-    assert [one.op for one in formulas] == [op.name for op in costs]
-    for one, op in zip(formulas, costs, strict=True):
-        found = [float(term.subs(known)) for term in (one.launches, one.flops, one.read_bytes, one.write_bytes)]
-        assert found == pytest.approx([op.launches, op.cost.flops, op.cost.read_bytes, op.cost.write_bytes])
+    assert [formula.op for formula in formulas] == [op.name for op in costs]
+    for formula, op in zip(formulas, costs, strict=True):
+        numbers = [
+            float(term.subs(known))
+            for term in (formula.launches, formula.flops, formula.read_bytes, formula.write_bytes)
+        ]
+        assert numbers == pytest.approx([op.launches, op.cost.flops, op.cost.read_bytes, op.cost.write_bytes])
 
 
 def test_a_dense_model_s_formulas_are_letters() -> None:
     """Attention reads 2 D elements of every KV head and token: 2 D H_kv S e bytes a sequence."""
-    (attention,) = (one for one in decode_formulas(load_shape("meta-llama/Llama-3.1-8B")) if one.op == "attention")
+    (attention,) = (
+        formula for formula in decode_formulas(load_shape("meta-llama/Llama-3.1-8B")) if formula.op == "attention"
+    )
     batch, context, size, heads, dim = map(symbol, ("batch", "context", "element_bytes", "kv_heads", "head_dim"))
     assert sympy.diff(attention.read_bytes, context).equals(2 * batch * dim * heads * size)
 
@@ -130,7 +135,7 @@ SLOW = ("peak_bytes", "tokens_per_round")
 
 
 @pytest.mark.parametrize(
-    "figure", [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in FIGURES]
+    "figure", [pytest.param(figure, marks=pytest.mark.slow) if figure in SLOW else figure for figure in FIGURES]
 )
 def test_a_sweep_equals_the_direct_evaluation(figure, shape, machine, quantspec):
     values = points(200)
@@ -144,12 +149,12 @@ def test_many_plans_are_swept_in_pieces(shape, machine, quantspec):
     """20,000 points in a grid of 100 x 200, more than one piece holds: time per token grows with context and batch."""
     sweep = compile_sweep("tpot_s", shape, machine, *quantspec, ["batch", "context"])
     batch, context = np.arange(1.0, 101)[:, None], np.linspace(1000, 200_000, 200)[None]
-    found = sweep(batch=batch, context=context)
-    assert found.shape == (100, 200)
-    assert (np.diff(found, axis=0) > 0).mean() > 0.97  # but where a batch no longer fits the skinny kernels' rows
-    assert (np.diff(found, axis=1) > 0).all()
+    swept = sweep(batch=batch, context=context)
+    assert swept.shape == (100, 200)
+    assert (np.diff(swept, axis=0) > 0).mean() > 0.97  # but where a batch no longer fits the skinny kernels' rows
+    assert (np.diff(swept, axis=1) > 0).all()
     for row, column in ((0, 0), (47, 113), (99, 199)):
-        assert found[row, column] == sweep(batch=batch[row, 0], context=context[0, column])
+        assert swept[row, column] == sweep(batch=batch[row, 0], context=context[0, column])
 
 
 def test_the_expression_prints_and_differentiates(shape, machine, quantspec):

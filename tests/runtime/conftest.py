@@ -84,11 +84,11 @@ class TinyModel:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyModel]:
     """Factory of tiny models: `agreeable` weakens attention, so that quantized drafts often agree."""
-    made: dict[str, TinyModel] = {}
+    results: dict[str, TinyModel] = {}
 
     def make(family: str = "llama", *, agreeable: bool = False, **changes: Any) -> TinyModel:
         name = f"{family}-{agreeable}-{sorted(changes.items())}"
-        if name not in made:
+        if name not in results:
             torch.manual_seed(0)
             config = transformers.AutoConfig.for_model(family, **(TINY | changes))
             model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -101,8 +101,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
                     parameter.data.mul_(0.2)
             folder = str(tmp_path_factory.mktemp(family))
             model.save_pretrained(folder)
-            made[name] = TinyModel(folder, model)
-        return made[name]
+            results[name] = TinyModel(folder, model)
+        return results[name]
 
     return make
 
@@ -114,7 +114,7 @@ def head_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     def make(model: TinyModel, layers: int = 1) -> str:
         config, embedding = model.reference.config, model.reference.get_input_embeddings().weight.detach()
         q_heads = 4 if layers == 1 else 2 * layers
-        made = HeadConfig(
+        config_of_head = HeadConfig(
             model="tiny", hidden=config.hidden_size, vocab=config.vocab_size, q_heads=q_heads, kv_heads=2, head_dim=16,
             context=64, layers=layers,
         )  # fmt: skip
@@ -122,7 +122,7 @@ def head_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         q, k = (torch.randn(heads * 16, config.hidden_size, generator=generator) for heads in (q_heads, 2))
         weights = HeadWeights(torch.ones(config.hidden_size), q, k, probe_of(embedding))
         path = str(tmp_path_factory.mktemp("heads") / "head.safetensors")
-        save_head(path, Head(made, weights))
+        save_head(path, Head(config_of_head, weights))
         return path
 
     return make
@@ -207,13 +207,13 @@ def limited() -> Callable[..., tuple[Plan, int]]:
         sms = torch.cuda.get_device_properties(0).multi_processor_count if cuda else 1
         roomy = Device(memory_bytes=10**12, element_bytes=4, num_sms=sms, asynchronous=int(cuda))
         memory = predicted_memory(plan, shape, roomy)
-        whole = Placement(True, budget if part is HostPart.ALL else 0, part, **more)
+        placement = Placement(True, budget if part is HostPart.ALL else 0, part, **more)
         for percent in range(1, 100):
             memory_bytes = int(memory.peak - percent / 100 * memory.kv)
-            placed = replace(plan, placement=replace(whole, memory_bytes=memory_bytes))
-            found, _ = offloaded_layers(placed, shape, replace(roomy, memory_bytes=memory_bytes))
-            if found >= layers:
-                return placed, found
+            placed = replace(plan, placement=replace(placement, memory_bytes=memory_bytes))
+            num_offloaded, _ = offloaded_layers(placed, shape, replace(roomy, memory_bytes=memory_bytes))
+            if num_offloaded >= layers:
+                return placed, num_offloaded
         raise AssertionError(f"no limit offloads {layers} layers")
 
     return limit

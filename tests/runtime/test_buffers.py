@@ -13,7 +13,7 @@ def test_the_arena_takes_what_the_memory_model_says():
     for arena_bytes, buffers in itertools.product([0, 256, 512, 1024, 1280, 4096], itertools.product(sizes, repeat=4)):
         arena = Arena(torch.empty(arena_bytes, dtype=torch.uint8))
         taken = [arena.empty((size // 4,), torch.float32) for size in buffers]
-        inside = [one.untyped_storage().data_ptr() == arena._memory.data_ptr() for one in taken if one.nbytes]
+        inside = [buffer.untyped_storage().data_ptr() == arena._memory.data_ptr() for buffer in taken if buffer.nbytes]
         taken_bytes = sum(size for size, lies in zip(filter(None, buffers), inside, strict=True) if lies)
         assert taken_bytes == memory.arena_bytes(arena_bytes, buffers) == arena.reached
 

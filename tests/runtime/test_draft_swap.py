@@ -71,7 +71,7 @@ def swappable(engine):
         return draft_weights_for(engine.plan, engine.weights, lambda: engine.draft_weights)
 
 
-def own(drafts, target):
+def unshared_tensors(drafts, target):
     """The tensors that only the drafts have, in a fixed order."""
     shared = {tensor.data_ptr() for tensor in target.tensors()}
     return [tensor for tensor in drafts.tensors() if tensor.data_ptr() not in shared]
@@ -83,11 +83,11 @@ def outcome(result):
 
 
 def test_drafts_lie_in_one_piece_and_share_with_the_target_what_they_shared(plain):
-    made = swappable(plain)
-    assert made.bytes == plain.draft_weights.bytes
-    assert made.embedding is plain.weights.embedding
-    assert made.norm is plain.weights.norm
-    before, after = own(plain.draft_weights, plain.weights), own(made, plain.weights)
+    drafts = swappable(plain)
+    assert drafts.bytes == plain.draft_weights.bytes
+    assert drafts.embedding is plain.weights.embedding
+    assert drafts.norm is plain.weights.norm
+    before, after = unshared_tensors(plain.draft_weights, plain.weights), unshared_tensors(drafts, plain.weights)
     assert len(before) == len(after) == 2 * (4 * 2 + 1)
     assert all(map(torch.equal, before, after))
     storages = {tensor.untyped_storage().data_ptr() for tensor in after}
@@ -100,30 +100,30 @@ def test_drafts_lie_in_one_piece_and_share_with_the_target_what_they_shared(plai
 def test_tied_weights_stay_tied(plain):
     layers = (plain.draft_weights.layers[0],) * 2
     tied = dataclasses.replace(plain.draft_weights, layers=layers)
-    made = SwappableWeights(**vars(draft_swap._swappable(lambda: tied, plain.weights)))
-    assert made.bytes == tied.bytes
-    one, other = (layer.mlp.down.weight.packed for layer in made.layers)
-    assert one.data_ptr() == other.data_ptr()
-    assert torch.equal(one, layers[0].mlp.down.weight.packed)
+    drafts = SwappableWeights(**vars(draft_swap._swappable(lambda: tied, plain.weights)))
+    assert drafts.bytes == tied.bytes
+    first, other = (layer.mlp.down.weight.packed for layer in drafts.layers)
+    assert first.data_ptr() == other.data_ptr()
+    assert torch.equal(first, layers[0].mlp.down.weight.packed)
 
 
 def test_what_was_made_is_freed_before_the_one_piece_is_allocated(plain, monkeypatch):
-    made, alive = [], []
+    results, alive = [], []
 
     def make():
         drafts = plain.draft_weights.with_tensors(torch.clone)
-        made.extend(weakref.ref(tensor) for tensor in drafts.tensors())
+        results.extend(weakref.ref(tensor) for tensor in drafts.tensors())
         return drafts
 
     class Watched(draft_swap.DraftSwap):
         def __init__(self, copies, device):
             # The embedding and the norms, here no longer the target's, are copies too.
-            alive.append(sum(ref() is not None for ref in made))
+            alive.append(sum(ref() is not None for ref in results))
             super().__init__(copies, device)
 
     monkeypatch.setattr(draft_swap, "DraftSwap", Watched)
     draft_swap._swappable(make, plain.weights)
-    assert len(made) > 18
+    assert len(results) > 18
     assert alive == [0]
 
 
@@ -131,7 +131,7 @@ def test_what_was_made_is_freed_before_the_one_piece_is_allocated(plain, monkeyp
 @pytest.mark.parametrize("share", [0.1, 0.6, 1.0])
 def test_weights_are_restored_however_a_prompt_ends(plain, error, share):
     drafts = swappable(plain)
-    tensors = own(drafts, plain.weights)
+    tensors = unshared_tensors(drafts, plain.weights)
     places, values = [tensor.data_ptr() for tensor in tensors], [tensor.clone() for tensor in tensors]
     held = tensors[0].untyped_storage().nbytes()
 
@@ -155,7 +155,7 @@ def test_weights_are_restored_however_a_prompt_ends(plain, error, share):
 
 def test_only_what_was_overwritten_comes_back(plain):
     drafts = swappable(plain)
-    first, *_, last = sorted(own(drafts, plain.weights), key=torch.Tensor.data_ptr)
+    first, *_, last = sorted(unshared_tensors(drafts, plain.weights), key=torch.Tensor.data_ptr)
     expected = first.clone()
     last.zero_()  # of which the copy on the host knows nothing
     with drafts.swap.scratch_arena() as arena:
@@ -199,7 +199,7 @@ def test_generation_is_the_same_with_a_swap(plain, load, prompts, swapping, opti
     assert [outcome(engine.generate(ids, 40, sampling)) for ids in (*mixes, mixes[0])] == [*expected, expected[0]]
     assert swapping()[:unswapped] == [0] * unswapped
     assert min(swapping()[unswapped:]) > 0
-    assert sum(map(sum, (found[1] for found in expected))) > 0
+    assert sum(map(sum, (generation[1] for generation in expected))) > 0
 
 
 def test_an_engine_makes_its_own_swappable_drafts(plain, load, prompts, swapping):
@@ -215,12 +215,12 @@ def test_engines_that_share_drafts_share_the_swap(plain, load, prompts, swapping
     second = load(first.draft_weights)
     assert second.draft_weights is first.draft_weights
     ids, others = prompts(50), prompts(90, seed=2)
-    alone, other = (engine.generate(mix, 30).tokens[0] for engine, mix in ((plain, ids), (plain, others)))
+    generation, other = (engine.generate(mix, 30).tokens[0] for engine, mix in ((plain, ids), (plain, others)))
     # The second's prompt takes the drafts' memory between two rounds of the first.
     stream = first.stream(ids[0], 30)
     begun = [next(stream) for _ in range(5)]
     assert second.generate(others, 30).tokens[0] == other
-    assert begun + list(stream) == alone
+    assert begun + list(stream) == generation
     expected = outcome(plain.generate(ids, 30))
     assert outcome(first.generate(ids, 30)) == expected
     first.close()
@@ -240,7 +240,13 @@ def test_a_prefill_that_failed_leaves_the_drafts_as_they_were(plain, load, promp
         with pytest.raises(WorkloadError, match="no"):
             engine.generate(ids, 40)
     assert swapping()[-1] > 0
-    assert all(map(torch.equal, own(engine.draft_weights, plain.weights), own(plain.draft_weights, plain.weights)))
+    assert all(
+        map(
+            torch.equal,
+            unshared_tensors(engine.draft_weights, plain.weights),
+            unshared_tensors(plain.draft_weights, plain.weights),
+        )
+    )
     assert outcome(engine.generate(ids, 40)) == expected
 
 
@@ -272,7 +278,13 @@ def test_graphs_replay_over_drafts_that_were_swapped(tiny_model, make_plan, prom
     for turn in (0, 1, 0):
         assert outcome(engine.generate(mixes[turn], 60)) == expected[turn]
     assert [tensor.data_ptr() for tensor in engine.draft_weights.tensors()] == places
-    assert all(map(torch.equal, own(engine.draft_weights, plain.weights), own(plain.draft_weights, plain.weights)))
+    assert all(
+        map(
+            torch.equal,
+            unshared_tensors(engine.draft_weights, plain.weights),
+            unshared_tensors(plain.draft_weights, plain.weights),
+        )
+    )
 
 
 @pytest.mark.gpu

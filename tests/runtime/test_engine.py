@@ -24,10 +24,10 @@ def engine(tiny_model, make_plan):
 
 def test_stop_tokens_end_a_sequence_and_are_kept(engine, prompts):
     ids = prompts(50, 70)
-    whole = engine.generate(ids, 40).tokens
-    stop = whole[0][11]
+    generation = engine.generate(ids, 40).tokens
+    stop = generation[0][11]
     stopped = engine.generate(ids, 40, SamplingParams(stop_token_ids=[stop])).tokens
-    for tokens, full in zip(stopped, whole, strict=True):
+    for tokens, full in zip(stopped, generation, strict=True):
         end = full.index(stop) + 1 if stop in full else len(full)
         assert tokens == full[:end]
     assert len(stopped[0]) <= 12
@@ -35,8 +35,8 @@ def test_stop_tokens_end_a_sequence_and_are_kept(engine, prompts):
 
 def test_a_stopped_row_rests_in_the_cache(engine, prompts):
     ids = prompts(50, 70)
-    stopping, whole = engine.generate(ids, 60).tokens
-    stop = next(token for token in stopping if token not in whole)
+    stopping, generation = engine.generate(ids, 60).tokens
+    stop = next(token for token in stopping if token not in generation)
     place = stopping.index(stop)
     engine.generate(ids, 60, SamplingParams(stop_token_ids=[stop]))
     # At most the round in which it stopped was kept whole; the other row's last token never enters the cache.
@@ -48,15 +48,15 @@ def test_a_stopped_row_rests_in_the_cache(engine, prompts):
 def test_stops_and_limits_hold_also_where_the_host_reads_a_round_late(engine, prompts, monkeypatch, late):
     """As with CUDA graphs, where the next round runs before the host has seen a stop token in the last one."""
     ids = prompts(50, 70, 33)
-    whole = engine.generate(ids, 60)
-    stop = whole.tokens[0][20]
+    generation = engine.generate(ids, 60)
+    stop = generation.tokens[0][20]
     expected = engine.generate(ids, 60, SamplingParams(stop_token_ids=[stop]))
     monkeypatch.setattr(engine_module.EagerRounds, "depth", 2 if late else 1)
-    assert counts(engine.generate(ids, 60)) == counts(whole)
-    found = engine.generate(ids, 60, SamplingParams(stop_token_ids=[stop]))
-    assert counts(found) == counts(expected)
-    assert found.tokens == [row[: row.index(stop) + 1] if stop in row else row for row in whole.tokens]
-    assert engine.generate(ids, 7).tokens == [row[:7] for row in whole.tokens]
+    assert counts(engine.generate(ids, 60)) == counts(generation)
+    generated = engine.generate(ids, 60, SamplingParams(stop_token_ids=[stop]))
+    assert counts(generated) == counts(expected)
+    assert generated.tokens == [row[: row.index(stop) + 1] if stop in row else row for row in generation.tokens]
+    assert engine.generate(ids, 7).tokens == [row[:7] for row in generation.tokens]
 
 
 def counts(generation):

@@ -40,9 +40,9 @@ def test_a_graph_serves_what_its_constants_do_not_tell_apart():
 
 
 def test_the_ends_of_the_ranges_are_allowed():
-    whole = SamplingParams(1.0, top_k=1, top_p=1.0, seed=2**63 - 1, stop_token_ids=[0])
+    full = SamplingParams(1.0, top_k=1, top_p=1.0, seed=2**63 - 1, stop_token_ids=[0])
     assert SamplingParams(1.0, top_p=1.0).choice(LOGITS[0]).probabilities().gt(0).all()
-    assert whole.choice(LOGITS[0]).probabilities().tolist() == [0, 1, 0, 0]
+    assert full.choice(LOGITS[0]).probabilities().tolist() == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,10 @@ def test_one_set_for_all_heads_moves_as_much(model, plan_of):
 @pytest.mark.parametrize("elastic", [True, False])
 def test_rounds_with_and_without_elastic_loading(model, plan_of, profile, name, elastic, monkeypatch):
     monkeypatch.setattr(random_model, "is_busy", lambda spread: False)  # whatever else runs here
-    found = elastic_round(model, plan_of(name, elastic=elastic), profile)
-    assert found["host_layers"] == SHAPE.layers
+    figures = elastic_round(model, plan_of(name, elastic=elastic), profile)
+    assert figures["host_layers"] == SHAPE.layers
     for overlap in OVERLAPS if elastic else (0.0,):
-        row = found[f"overlap {overlap:g}"]
+        row = figures[f"overlap {overlap:g}"]
         assert row["tpot_ms"] > 0 and row["loads_alone_ms"] > 0
         loaded = SHAPE.layers * 2 * 2 * round((1 - overlap) * CHOSEN) * TOKEN_BYTES
         assert row["loaded_mb"] == pytest.approx(loaded / 1e6)

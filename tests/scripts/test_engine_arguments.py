@@ -90,14 +90,17 @@ def wheel(folder: Path, name: str, modules: dict[str, str]) -> Path:
     return path
 
 
-def kinds(found: dict[str, Any]) -> dict[str, Any]:
-    return {one["names"][0]: {key: value for key, value in one.items() if key != "names"} for one in found["arguments"]}
+def kinds(schema: dict[str, Any]) -> dict[str, Any]:
+    return {
+        argument["names"][0]: {key: value for key, value in argument.items() if key != "names"}
+        for argument in schema["arguments"]
+    }
 
 
 def test_arguments_of_vllm_follow_the_fields_of_its_configs(tmp_path: Path) -> None:
-    found = extract(wheel(tmp_path, "vllm", VLLM))
-    assert (found["engine"], found["version"]) == ("vllm", "1.2.3")
-    assert kinds(found) == {
+    schema = extract(wheel(tmp_path, "vllm", VLLM))
+    assert (schema["engine"], schema["version"]) == ("vllm", "1.2.3")
+    assert kinds(schema) == {
         "--kv-cache-dtype": {"kind": "choice", "choices": ["auto", "fp8"]},
         "--memory": {"kind": "float", "gt": 0, "le": 1},
         "--enable-prefix-caching": {"kind": "flag"},
@@ -113,17 +116,17 @@ def test_arguments_of_vllm_follow_the_fields_of_its_configs(tmp_path: Path) -> N
         "--port": {"kind": "int"},
         "--config": {"kind": "text"},
     }
-    assert found["objects"]["SpeculativeConfig"] == {
+    assert schema["objects"]["SpeculativeConfig"] == {
         "method": {"kind": "choice", "choices": ["eagle3", "draft_model"]},
         "num_speculative_tokens": {"kind": "int", "gt": 0},
     }
-    (memory,) = (one for one in found["arguments"] if one["names"][0] == "--memory")
+    (memory,) = (argument for argument in schema["arguments"] if argument["names"][0] == "--memory")
     assert memory["names"] == ["--memory", "-m"]
 
 
 def test_arguments_of_sglang_follow_their_annotations(tmp_path: Path) -> None:
-    found = extract(wheel(tmp_path, "sglang", SGLANG))
-    assert kinds(found) == {
+    schema = extract(wheel(tmp_path, "sglang", SGLANG))
+    assert kinds(schema) == {
         "--model-path": {"kind": "text"},
         "--quantization": {"kind": "choice", "choices": ["fp8", "awq"]},
         "--context-length": {"kind": "size"},
@@ -137,14 +140,14 @@ def test_arguments_of_sglang_follow_their_annotations(tmp_path: Path) -> None:
 
 
 def test_the_file_is_the_extraction(tmp_path: Path) -> None:
-    found = extract(wheel(tmp_path, "vllm", VLLM))
-    assert json.loads(to_text(found)) == found
+    schema = extract(wheel(tmp_path, "vllm", VLLM))
+    assert json.loads(to_text(schema)) == schema
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_schemas_know_nearly_every_argument(path: Path) -> None:
     """Of the hundreds that each engine has, at most 1 in 20 has choices that only running the engine tells."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert len(found["arguments"]) > 250 and path.stem == f"{found['engine']}-{found['version']}"
-    unknown = [one for one in found["arguments"] if one["kind"] == "any"]
-    assert len(unknown) < len(found["arguments"]) / 20
+    answer = json.loads(path.read_text(encoding="utf-8"))
+    assert len(answer["arguments"]) > 250 and path.stem == f"{answer['engine']}-{answer['version']}"
+    unknown = [argument for argument in answer["arguments"] if argument["kind"] == "any"]
+    assert len(unknown) < len(answer["arguments"]) / 20

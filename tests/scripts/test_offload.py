@@ -39,25 +39,25 @@ def test_the_shipped_profile_predicts_what_was_measured():
     measured = json.loads((RESULTS / "offload_h200.json").read_text())
     streamed, selecting = limited_plans(shape.name), selecting_plans(shape.name)
     for row in measured["rounds"]:
-        found = predict(streamed[row["row"]], shape, shipped)
-        assert found.offloaded_layers == row["host_layers"]
-        assert found.round_ms == pytest.approx(row["round_ms"], rel=0.08), row["row"]
+        prediction = predict(streamed[row["row"]], shape, shipped)
+        assert prediction.offloaded_layers == row["host_layers"]
+        assert prediction.round_ms == pytest.approx(row["round_ms"], rel=0.08), row["row"]
     for row in measured["elastic"]:
         for overlap in (0.9, 0.8, 0.0):
             at_overlap = row.get(f"overlap {overlap:g}")
             if at_overlap is not None:
-                found = predict(selecting[row["row"]], shape, shipped, overlap=overlap)
-                assert found.best.tpot_ms == pytest.approx(at_overlap["tpot_ms"], rel=0.08), (row["row"], overlap)
+                prediction = predict(selecting[row["row"]], shape, shipped, overlap=overlap)
+                assert prediction.best.tpot_ms == pytest.approx(at_overlap["tpot_ms"], rel=0.08), (row["row"], overlap)
 
 
 def test_rows_are_saved_one_by_one_and_not_measured_again(tmp_path):
-    path, asked = tmp_path / "results.json", []
+    path, calls = tmp_path / "results.json", []
 
     def row(name):
-        asked.append(name)
+        calls.append(name)
         if name == "broken":
             raise ValueError
-        return {"value": len(asked)}
+        return {"value": len(calls)}
 
     rows = {name: partial(row, name) for name in ("first", "second", "broken", "last")}
     with pytest.raises(ValueError):
@@ -65,20 +65,20 @@ def test_rows_are_saved_one_by_one_and_not_measured_again(tmp_path):
     del rows["broken"]
     ResultsFile.at(path).measure("some", rows, ["last"])
     ResultsFile.at(path).measure("some", rows)
-    assert asked == ["first", "second", "broken", "last"]
+    assert calls == ["first", "second", "broken", "last"]
     saved = json.loads(path.read_text())["some"]
-    assert [(one["row"], one["value"]) for one in saved] == [("first", 1), ("second", 2), ("last", 4)]
+    assert [(plan["row"], plan["value"]) for plan in saved] == [("first", 1), ("second", 2), ("last", 4)]
 
 
 def test_the_link_is_measured_by_every_kind_of_transfer():
-    found = measured_link(CPU, size=1 << 20, spread=1 << 21)
-    moved = {kind: times.moved for kind, times in found.items()}
+    links = measured_link(CPU, size=1 << 20, spread=1 << 21)
+    moved = {kind: times.moved for kind, times in links.items()}
     sixteen = 16 * 8 * 512  # tokens of 8 heads, the least that is gathered
-    whole = {"host_copy": 1 << 20, "host_store": 1 << 20}
-    assert moved == {**whole, "host_gather": sixteen, "host_gather_pages": sixteen}
-    assert all(times.bytes_per_s > 0 and times.empty_s > 0 for times in found.values())
+    full = {"host_copy": 1 << 20, "host_store": 1 << 20}
+    assert moved == {**full, "host_gather": sixteen, "host_gather_pages": sixteen}
+    assert all(times.bytes_per_s > 0 and times.empty_s > 0 for times in links.values())
     # Of 64 tokens, four pages of memory, every head reads 16.
-    assert {kind: times.pages for kind, times in found.items() if times.pages} == {"host_gather": 4}
+    assert {kind: times.pages for kind, times in links.items() if times.pages} == {"host_gather": 4}
 
 
 def test_rates_are_shares_of_the_link_beyond_the_launch():
@@ -90,9 +90,9 @@ def test_rates_are_shares_of_the_link_beyond_the_launch():
 
 def test_a_page_that_is_gathered_from_counts_as_a_piece():
     """Half of the pieces of 512 bytes are alone in their page: each takes as long as two."""
-    one = LinkTimes(10**6, (21e-6,) * 5, 1e-6)
-    paged = replace(one, pages=10**6 // 512 // 2).rates(55e9)
-    assert paged.bandwidth_utilization == pytest.approx(one.rates(55e9).bandwidth_utilization / 2, rel=1e-3)
+    times = LinkTimes(10**6, (21e-6,) * 5, 1e-6)
+    paged = replace(times, pages=10**6 // 512 // 2).rates(55e9)
+    assert paged.bandwidth_utilization == pytest.approx(times.rates(55e9).bandwidth_utilization / 2, rel=1e-3)
 
 
 def test_loads_count_a_quarter_of_the_tokens():
@@ -101,7 +101,7 @@ def test_loads_count_a_quarter_of_the_tokens():
         loads = random_loads(256, 64, page, CPU)
         assert loads.count.tolist() == [[units] * 8]
         assert loads.units.shape == (1, 8, units)
-        assert all((own.diff() > 0).all() for own in loads.units[0])
+        assert all((units.diff() > 0).all() for units in loads.units[0])
 
 
 @pytest.mark.parametrize("kv", [KVFormat.INT8, KVFormat.FULL])
@@ -125,9 +125,9 @@ def test_a_crossing_is_counted_in_steps(h200_profile):
     profile = replace(h200_profile, hardware=hardware, asynchronous=False)
     bench = OffloadBench(SHAPE, profile, CPU, None, None)
     assert Machine.of(profile).asynchronous == 0
-    found = bench.crossing(context=512, new_tokens=768)
-    assert found["moved"] == len(found["crossings"]) > 0
-    assert found["median_step_ms"] > 0
+    row = bench.crossing(context=512, new_tokens=768)
+    assert row["moved"] == len(row["crossings"]) > 0
+    assert row["median_step_ms"] > 0
 
 
 def test_a_small_model_generates_the_same_with_half_of_its_layers_on_the_host(tiny_folder, tmp_path):
@@ -141,8 +141,8 @@ def test_a_small_model_generates_the_same_with_half_of_its_layers_on_the_host(ti
     text = "The quick brown fox jumps over the lazy dog. " * 200
     real = RealText(folder, shape, text, device, context=700, batch=2, new_tokens=20)
     for name, make in real.rows().items():
-        found = make()
-        assert found["equal"], name
-        assert found["agreeing_tokens"] == [20, 20]
-        least = 1 if "one by one" in name else shape.layers // 2  # later ones leave as rows grow
-        assert found["limited"]["layers_on_host"] >= least > found["unlimited"]["layers_on_host"] == 0, name
+        row = make()
+        assert row["equal"], name
+        assert row["agreeing_tokens"] == [20, 20]
+        minimum = 1 if "one by one" in name else shape.layers // 2  # later ones leave as rows grow
+        assert row["limited"]["layers_on_host"] >= minimum > row["unlimited"]["layers_on_host"] == 0, name

@@ -34,8 +34,8 @@ def test_a_prompt_in_chunks_takes_as_little_as_its_budget_and_a_chunk():
     case = MemoryCase("m", "dapq-quantspec", 400, 1, share=0.25, chunk=64)
     row = measure_peak(case, SHAPE, CPU)
     assert case.name == "m dapq-quantspec 25% in chunks of 64 400x1"
-    whole = predicted_memory(replace(case, chunk=0).plan(), SHAPE, device_like(CPU))
-    assert row.predicted.prefill_workspace < whole.prefill_workspace
+    full = predicted_memory(replace(case, chunk=0).plan(), SHAPE, device_like(CPU))
+    assert row.predicted.prefill_workspace < full.prefill_workspace
     assert row.to_dict()["chunk"] == 64
 
 

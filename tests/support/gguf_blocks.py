@@ -36,14 +36,14 @@ def q4_0(random: Generator, blocks: int) -> Packed:
 
 def q4_k(random: Generator, blocks: int) -> Packed:
     """d, dmin, 12 bytes of 8 scales and 8 minima of 6 bits, 128 bytes of 8 sub-blocks of 32 codes: d s q - dmin m."""
-    d, least = scale(random, blocks), scale(random, blocks)
+    d, minimum = scale(random, blocks), scale(random, blocks)
     scales, minima = (random.integers(0, 64, (blocks, 8), dtype=np.uint8) for _ in range(2))
     codes = random.integers(0, 16, (blocks, 8, 32), dtype=np.uint8)
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
     second = minima[:, :4] | minima[:, 4:] >> 4 << 6
     third = scales[:, 4:] & 15 | minima[:, 4:] << 4
-    content = joined(d, least, first, second, third, codes[:, ::2] | codes[:, 1::2] << 4)
-    values = (d.astype(float) * scales)[:, :, None] * codes - (least.astype(float) * minima)[:, :, None]
+    content = joined(d, minimum, first, second, third, codes[:, ::2] | codes[:, 1::2] << 4)
+    values = (d.astype(float) * scales)[:, :, None] * codes - (minimum.astype(float) * minima)[:, :, None]
     return content, values
 
 

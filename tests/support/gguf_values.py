@@ -37,9 +37,9 @@ def gguf_bytes(metadata: dict[str, Any], tensors: dict[str, Any]) -> bytes:
     for name, tensor in tensors.items():
         fields = tensor if isinstance(tensor, dict) else {}
         shape = fields.get("shape", [])
-        shape = [whole(count) for count in (shape if isinstance(shape, list) else [shape])]
+        shape = [unsigned(count) for count in (shape if isinstance(shape, list) else [shape])]
         header += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-        header += struct.pack("<IQ", whole(fields.get("type")) % 2**32, whole(fields.get("at")))
+        header += struct.pack("<IQ", unsigned(fields.get("type")) % 2**32, unsigned(fields.get("at")))
     padding = -len(header) % 32
     return header + bytes(padding) + struct.pack("<f", 0.01) * (TENSOR_BYTES // 4)
 
@@ -50,7 +50,7 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(content)) + content
 
 
-def whole(value: Any) -> int:
+def unsigned(value: Any) -> int:
     """A number as an unsigned one of 64 bits, 0 for what is none."""
     return int(value) % 2**64 if isinstance(value, (int, float)) and abs(value) < 2**70 else 0
 
@@ -69,7 +69,7 @@ def typed(value: Any) -> tuple[int, bytes]:
     if isinstance(value, list) and value:
         items = [typed(item) for item in value]
         kind = items[0][0]
-        same = [content for own, content in items if own == kind]
+        same = [content for item_kind, content in items if item_kind == kind]
         return ARRAY, struct.pack("<IQ", kind, len(same)) + b"".join(same)
     return STRING, text(value if isinstance(value, str) else "")
 

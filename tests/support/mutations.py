@@ -86,10 +86,10 @@ def mutated(draw: st.DrawFn, valid: Any, raw: tuple[str, ...] = ("NaN", "Infinit
     """The valid document with one to three values replaced, deleted, moved, wrapped or added."""
     document = deepcopy(valid)
     for _ in range(draw(st.integers(1, 3))):
-        found = places(document)
-        if not found:
+        nodes = places(document)
+        if not nodes:
             break
-        container, key = draw(st.sampled_from(found))
+        container, key = draw(st.sampled_from(nodes))
         change = draw(st.sampled_from(("replace", "replace", "replace", "delete", "add", "swap", "wrap")))
         if change == "replace":
             container[key] = draw(garbage(raw))
@@ -98,7 +98,7 @@ def mutated(draw: st.DrawFn, valid: Any, raw: tuple[str, ...] = ("NaN", "Infinit
         elif change == "add" and isinstance(container, dict):
             container[draw(st.text(max_size=8))] = draw(garbage(raw))
         elif change == "swap":
-            other, place = draw(st.sampled_from(found))
+            other, place = draw(st.sampled_from(nodes))
             container[key] = deepcopy(other[place])
         else:
             container[key] = draw(st.sampled_from(([container[key]], {"value": container[key]})))

@@ -31,7 +31,11 @@ def plans(draw: Any, workloads: st.SearchStrategy[Workload], parallel: st.Search
     policy = draw(st.sampled_from(("none", *EVICTIONS)))
     chunked = policy != "none" and EVICTIONS[policy].chunked
     chunk = draw(st.sampled_from((0, 512, 4096))) if chunked else 0
-    target = draw(st.sampled_from([one for one in TARGET_SELECTIONS.values() if kv.quantized or not one.needs_codes]))
+    target = draw(
+        st.sampled_from(
+            [selection for selection in TARGET_SELECTIONS.values() if kv.quantized or not selection.needs_codes]
+        )
+    )
     offload, budget = draw(st.booleans()), draw(st.integers(1, 4096))
     bits = draw(st.sampled_from((4, 8, 16)))
     return Plan(

@@ -51,23 +51,23 @@ def test_a_window_is_what_transformers_computes_with_a_mask(engine, tiny_folder,
         draft = masked_probabilities(tiny_folder, visible)
         rows = slice(start, start + ROUND)
         expected.append(torch.minimum(target[rows], draft[rows]).sum(-1))
-    (found,) = measured(engine, f"streamingllm:{ratio}")
-    assert found.by_position == pytest.approx(torch.stack(expected).mean(0).tolist(), abs=2e-4)
-    assert 0.2 < found.mean < 0.97
+    (measured_row,) = measured(engine, f"streamingllm:{ratio}")
+    assert measured_row.by_position == pytest.approx(torch.stack(expected).mean(0).tolist(), abs=2e-4)
+    assert 0.2 < measured_row.mean < 0.97
 
 
 @torch.inference_mode()
 def one_by_one(engine, draft_weights, cache):
     """Distributions of a round's drafts from steps of one token, as the speculator runs them."""
-    found = []
+    results = []
     for ahead in range(ROUND):
         token = torch.tensor([[TEXT[CONTEXT + ahead]]])
-        found.append(
+        results.append(
             engine.decoder.step(draft_weights, cache, token, AttentionMetadataBuilder(cache).draft_metadata(ahead))[
                 0, 0
             ]
         )
-    return torch.stack(found).softmax(-1)
+    return torch.stack(results).softmax(-1)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_one_pass_over_a_round_equals_single_drafts(tiny_folder, name, draft, to
     speculating = load(plan, str(tiny_folder), device="cpu")
     engine = load(Plan(plan.workload), str(tiny_folder), device="cpu", weights=speculating.weights)
     forced = TeacherForced(engine, speculating.draft_weights, [Draft(draft)])
-    (found,) = forced.run(TEXT[: CONTEXT + ROUND], CONTEXT, lambda: None)
+    (run,) = forced.run(TEXT[: CONTEXT + ROUND], CONTEXT, lambda: None)
 
     cache = speculating.cache
     with torch.inference_mode():
@@ -91,8 +91,8 @@ def test_one_pass_over_a_round_equals_single_drafts(tiny_folder, name, draft, to
         p = speculating.decoder.step(
             speculating.weights, cache, tokens, AttentionMetadataBuilder(cache).target_metadata(ROUND)
         )[0].softmax(-1)
-    assert found.by_position == pytest.approx(torch.minimum(p, q).sum(-1).tolist(), abs=tolerance)
-    assert 0.2 < found.mean < 0.99
+    assert run.by_position == pytest.approx(torch.minimum(p, q).sum(-1).tolist(), abs=tolerance)
+    assert 0.2 < run.mean < 0.99
 
 
 def test_drafts_that_read_what_the_target_reads_are_always_accepted(engine):
@@ -100,7 +100,7 @@ def test_drafts_that_read_what_the_target_reads_are_always_accepted(engine):
     assert same[0].by_position == pytest.approx([1.0] * ROUND, abs=1e-5)
     # Within two groups no token is quantized yet.
     short = measured(engine, "kv4", "kv8", context=200)
-    assert [one.mean for one in short] == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert [row.mean for row in short] == pytest.approx([1.0, 1.0], abs=1e-5)
 
 
 def test_drafts_share_a_run_and_do_not_disturb_each_other(engine):
@@ -108,11 +108,11 @@ def test_drafts_share_a_run_and_do_not_disturb_each_other(engine):
     weights = quantized_draft(engine.decoder, engine.weights, 32, fitted_to)
     names = ("streamingllm:0.1", "w4kv4", "w4", "kv4", "kv8")
     together = measured(engine, *names, draft_weights=weights)
-    assert [one.draft.name for one in together] == list(names)
-    for one, name in zip(together, names, strict=True):
-        (alone,) = measured(engine, name, draft_weights=weights)
-        assert one.by_position == pytest.approx(alone.by_position, abs=1e-5)
-    acceptance = {one.draft.name: one.mean for one in together}
+    assert [row.draft.name for row in together] == list(names)
+    for row, name in zip(together, names, strict=True):
+        (single,) = measured(engine, name, draft_weights=weights)
+        assert row.by_position == pytest.approx(single.by_position, abs=1e-5)
+    acceptance = {row.draft.name: row.mean for row in together}
     assert acceptance["kv8"] > acceptance["kv4"] > acceptance["w4kv4"]
 
 
@@ -142,7 +142,7 @@ def rows(folder, contexts=(260,), tokens=16, text=FOX_TEXT, **options):
 
 
 def test_rows_say_what_was_measured(tiny_folder):
-    weights, window = (one.row for one in rows(tiny_folder))
+    weights, window = (row.row for row in rows(tiny_folder))
     assert (weights.draft, weights.context, weights.gamma, weights.tokens) == ("w4", 260, 8, 16)
     assert (weights.source, weights.text, weights.dtype, weights.quantizer) == (
         "measured",
@@ -157,28 +157,28 @@ def test_rows_say_what_was_measured(tiny_folder):
 
 
 def test_a_row_is_the_mean_of_its_positions(tiny_folder):
-    for one in rows(tiny_folder):
-        assert one.row.acceptance == pytest.approx(sum(one.by_position) / 8)
+    for row in rows(tiny_folder):
+        assert row.row.acceptance == pytest.approx(sum(row.by_position) / 8)
 
 
 def test_weights_fitted_to_a_text_are_gptqs(tiny_folder):
-    found = rows(tiny_folder, calibration=list(FOX_TEXT[:1000].encode()))
-    assert found[0].row.quantizer == "gptq"
+    values = rows(tiny_folder, calibration=list(FOX_TEXT[:1000].encode()))
+    assert values[0].row.quantizer == "gptq"
 
 
 def test_a_model_is_loaded_and_quantized_once_for_all_contexts(tiny_folder, monkeypatch):
-    made = []
+    results = []
     for name in ("load", "quantized_draft"):
         original = getattr(module, name)
 
-        def counted(*given, original=original, name=name, **named):
-            made.append((name, named.get("weights") is not None))
-            return original(*given, **named)
+        def counted(*arguments, original=original, name=name, **named):
+            results.append((name, named.get("weights") is not None))
+            return original(*arguments, **named)
 
         monkeypatch.setattr(module, name, counted)
-    found = rows(tiny_folder, (260, 280, 300))
-    assert [one.row.context for one in found] == [260, 260, 280, 280, 300, 300]
-    assert made == [("load", False), ("quantized_draft", False), ("load", True), ("load", True)]
+    values = rows(tiny_folder, (260, 280, 300))
+    assert [value.row.context for value in values] == [260, 260, 280, 280, 300, 300]
+    assert results == [("load", False), ("quantized_draft", False), ("load", True), ("load", True)]
 
 
 def test_progress_counts_the_rounds_of_all_contexts(tiny_folder):

@@ -102,9 +102,9 @@ def test_on_a_busy_machine_the_spread_stands_in_the_place_of_the_speed_up(measur
     slowed = replace(measured, segments=(Segment(0.1, 10),) * 5 + (Segment(1.0, 10),) * 3)
     plain, planned = (slowed, quiet) if busy == "plain" else (quiet, slowed)
     compared = compare_measured(PLAN, SHAPE, PROFILE, planned, plain)
-    told = compared.to_dict()
+    comparison = compared.to_dict()
     assert compared.busy
-    assert (told["speedup"], told["busy"], told["spread"]) == (None, True, pytest.approx(9))
+    assert (comparison["speedup"], comparison["busy"], comparison["spread"]) == (None, True, pytest.approx(9))
     assert compared.row("speed-up over plain decoding").texts()[2:] == ("machine busy: spread 900%", "")
     assert compared.row("tpot").measured == pytest.approx(1e3 * 0.01 / 4.5)  # the median is the quiet machine's
 

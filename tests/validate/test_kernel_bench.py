@@ -99,10 +99,10 @@ def test_ragged_rows_read_what_rows_of_equal_lengths_do(bench: Bench) -> None:
     """6 rows of 2 to 14 groups of 128 tokens beside 6 of 8 groups, the buffers of codes apart."""
     size = TINY.ragged[1]
     assert [length // 128 for length in size.lengths] == [6, 4, 2, 10, 12, 14]
-    for found in kernel_attention.ragged_cases(bench, [size]):
-        equal = found.call.peers[found.over]
-        assert found.call.cost == equal.call(torch.get_num_threads()).cost
-        _, end, groups = found.call.run.visible
+    for ragged_case in kernel_attention.ragged_cases(bench, [size]):
+        equal = ragged_case.call.peers[ragged_case.over]
+        assert ragged_case.call.cost == equal.call(torch.get_num_threads()).cost
+        _, end, groups = ragged_case.call.run.visible
         if groups is None:
             assert end.tolist() == list(size.lengths)
         else:
@@ -164,8 +164,8 @@ def test_a_wrong_kernel_shows(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str, module: Any, function: str
 ) -> None:
     monkeypatch.setattr(module, function, scaled(getattr(module, function)))
-    for one in cases_of(bench, TINY, [name]):
-        assert one.call.error() == pytest.approx(0.01, rel=0.01)
+    for case in cases_of(bench, TINY, [name]):
+        assert case.call.error() == pytest.approx(0.01, rel=0.01)
 
 
 def test_a_choice_of_other_tokens_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +177,9 @@ def test_a_choice_of_other_tokens_shows(bench: Bench, monkeypatch: pytest.Monkey
         return (index if backend == "reference" else index ^ 1), count
 
     cases = list(cases_of(bench, TINY, ["two_bit"]))
-    assert all(0 <= one.call.error() < 1e-3 for one in cases)
+    assert all(0 <= case.call.error() < 1e-3 for case in cases)
     monkeypatch.setattr(kernel_sparse, "two_bit_top_k", wrong)
-    assert all(one.call.error() > 0.1 for one in cases)
+    assert all(case.call.error() > 0.1 for case in cases)
 
 
 def test_progressive_attention_that_reads_other_tokens_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,13 +227,13 @@ def test_wrong_tokens_show(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: 
     torch.manual_seed(0)
     cases = list(cases_of(bench, TINY, [name]))
     monkeypatch.setattr(kernel_sampling, name, wrong)
-    for one in cases:
-        assert one.call.error() > 0.05
+    for case in cases:
+        assert case.call.error() > 0.05
 
 
 def test_a_flush_that_writes_no_codes_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ridgeplan.runtime.kv.storage.quantize", lambda *_, **__: None)
-    errors = {one.call.name.partition(", ")[2]: one.call.error() for one in cases_of(bench, TINY, ["flush"])}
+    errors = {case.call.name.partition(", ")[2]: case.call.error() for case in cases_of(bench, TINY, ["flush"])}
     assert errors == {"taken": pytest.approx(1.0, rel=1e-5), "not taken": 0.0}
 
 
@@ -294,9 +294,9 @@ def test_shared_peers_are_timed_once(bench: Bench, monkeypatch: pytest.MonkeyPat
 
 
 def test_progress_names_the_chosen_kernels(bench: Bench) -> None:
-    told: list[tuple[str, int, int]] = []
-    list(cases_of(bench, TINY, ["swiglu", "norm"], lambda *step: told.append(step)))
-    assert told == [("norm", 0, 2), ("swiglu", 1, 2)]
+    messages: list[tuple[str, int, int]] = []
+    list(cases_of(bench, TINY, ["swiglu", "norm"], lambda *step: messages.append(step)))
+    assert messages == [("norm", 0, 2), ("swiglu", 1, 2)]
 
 
 def test_a_peer_that_does_not_run_is_left_out() -> None:

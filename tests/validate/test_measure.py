@@ -91,10 +91,10 @@ def test_rounds_of_several_gammas_are_measured_by_their_mean(clock: Clock) -> No
     engine = FakeEngine("a", clock, [], [1.0] * 21 + [10.0] * 19)
     measured = measure(engine, [[1]], 41)  # type: ignore[arg-type]
     mixed = replace(measured, statistics=replace(engine.statistics, gamma=4, rounds_at=(21, 0, 0, 0, 19)))
-    one = replace(measured, statistics=replace(engine.statistics, gamma=4, rounds_at=(0, 0, 0, 0, 40)))
+    single_gamma = replace(measured, statistics=replace(engine.statistics, gamma=4, rounds_at=(0, 0, 0, 0, 40)))
     assert mixed.spread is None
     assert mixed.tpot_ms == pytest.approx(1e3 * (99.0 / 40) / (80 / 40))  # decode_s over rounds, over tokens a round
-    assert (one.spread, one.tpot_ms) == (measured.spread, measured.tpot_ms)
+    assert (single_gamma.spread, single_gamma.tpot_ms) == (measured.spread, measured.tpot_ms)
 
 
 def test_half_of_the_segments_slowed_shows(clock: Clock) -> None:

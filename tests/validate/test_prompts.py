@@ -100,8 +100,8 @@ def test_a_tokenizer_that_fails_on_a_text_is_one_line() -> None:
 
 
 def test_random_prompts_are_of_the_vocabulary_and_the_same_every_time():
-    found = random_batch(50, 2000, 3)
-    assert [len(prompt) for prompt in found] == [2000] * 3
-    assert set(found[0]) == set(range(50))
-    assert found[0] != found[1]
-    assert random_batch(50, 2000, 3) == found
+    batch = random_batch(50, 2000, 3)
+    assert [len(prompt) for prompt in batch] == [2000] * 3
+    assert set(batch[0]) == set(range(50))
+    assert batch[0] != batch[1]
+    assert random_batch(50, 2000, 3) == batch

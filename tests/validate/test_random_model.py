@@ -76,7 +76,7 @@ def test_4_bit_targets_have_a_dense_head_and_their_drafts_the_same_weights(model
     target = model.target(plan)
     assert (target.format.group, target.head) == (64, model.weights.head)  # groups of all 64 channels
     drafting = replace(plan, speculation=Speculation(gamma=2))
-    assert [type(one.head) for one in (model.target(drafting), model.drafter(drafting))] == [Dense, Dense]
+    assert [type(weights.head) for weights in (model.target(drafting), model.drafter(drafting))] == [Dense, Dense]
     assert model.drafter(drafting).layers is target.layers
     assert model.target(preset("quantspec", plan.workload)) is model.weights
 
@@ -140,5 +140,5 @@ def test_on_a_gpu_a_round_is_the_captured_graph(name: str, h200_profile: Any, mo
     times = measured_round(model, plan)
     assert 0 < times.verify_s < 1
     assert times.grown >= module.TIMED_ROUNDS["cuda"]
-    codes = sum(tensor.nbytes for one in model.quantized.values() for tensor in one.tensors())
+    codes = sum(tensor.nbytes for weight in model.quantized.values() for tensor in weight.tensors())
     assert torch.cuda.memory_allocated() <= held + codes + (64 << 20)  # its cache and graph are gone

@@ -30,16 +30,16 @@ def test_the_ratio_is_where_acceptance_stabilizes_then_gamma_then_the_ratio_that
     acceptance = {0.25: 0.9, 0.15: 0.9, 0.07: 0.89, 0.04: 0.8, 0.02: 0.6}
     ratio, gamma, again = tune_steps(landscape(acceptance, lambda ratio: 0.1 + 2 * ratio), GAMMAS)
     assert [step.name for step in (ratio, gamma, again)] == ["ratio", "gamma", "ratio again"]
-    most = sum(0.9**position for position in range(7))
-    assert sum(0.89**position for position in range(7)) > STABLE * most > sum(0.8**position for position in range(7))
-    assert [one.ratio for one in ratio.candidates] == sorted(acceptance)
-    assert {one.gamma for one in ratio.candidates} == {6}
+    maximum = sum(0.9**position for position in range(7))
+    assert sum(0.89**position for position in range(7)) > STABLE * maximum > sum(0.8**position for position in range(7))
+    assert [candidate.ratio for candidate in ratio.candidates] == sorted(acceptance)
+    assert {candidate.gamma for candidate in ratio.candidates} == {6}
     assert ratio.chosen.ratio == 0.07
     paces = {each: (1 + 0.24 * each) / sum(0.89**position for position in range(each + 1)) for each in GAMMAS}
     assert gamma.chosen.gamma == min(paces, key=paces.__getitem__) == 5
     assert gamma.chosen.tpot_ms == pytest.approx(paces[5])
     # With five drafts 4% takes 1.9 / 3.69, 7% 2.2 / 4.58 and 15% 3 / 4.69.
-    assert {one.gamma for one in again.candidates} == {5}
+    assert {candidate.gamma for candidate in again.candidates} == {5}
     assert again.chosen.ratio == 0.07
     cheap = tune_steps(landscape(acceptance | {0.04: 0.86}, lambda ratio: 0.1 + 2 * ratio), GAMMAS)
     assert (cheap[0].chosen.ratio, cheap[2].chosen.ratio) == (0.07, 0.04)
@@ -48,7 +48,7 @@ def test_the_ratio_is_where_acceptance_stabilizes_then_gamma_then_the_ratio_that
 def test_a_plan_with_one_ratio_has_only_gamma_to_tune():
     (step,) = tune_steps(landscape({1.0: 0.8}, lambda ratio: 0.35), GAMMAS)
     assert step.name == "gamma"
-    assert [one.gamma for one in step.candidates] == list(GAMMAS)
+    assert [candidate.gamma for candidate in step.candidates] == list(GAMMAS)
     assert step.chosen.gamma == 3  # 1.7 / 2.44 with two drafts, 2.05 / 2.952 with three, 2.4 / 3.3616 with four
     assert step.chosen.tpot_ms == pytest.approx(2.05 / 2.952)
 
@@ -61,12 +61,12 @@ def test_rounds_end_at_flushes_where_the_target_reads_codes():
 
 def test_steps_are_plain_values():
     (step,) = tune_steps(landscape({1.0: 0.5}, lambda ratio: 0.9), range(1, 3))
-    one = {"ratio": 1.0, "gamma": 1, "tokens_per_round": 1.5, "round_ms": 1.9, "tpot_ms": 1.9 / 1.5}
+    candidate = {"ratio": 1.0, "gamma": 1, "tokens_per_round": 1.5, "round_ms": 1.9, "tpot_ms": 1.9 / 1.5}
     two = {"ratio": 1.0, "gamma": 2, "tokens_per_round": 1.75, "round_ms": 2.8, "tpot_ms": 1.6}
-    found = step.to_dict()
-    assert found["name"] == "gamma"
-    assert found["candidates"] == [pytest.approx(one), pytest.approx(two)]
-    assert found["chosen"] == found["candidates"][0]
+    document = step.to_dict()
+    assert document["name"] == "gamma"
+    assert document["candidates"] == [pytest.approx(candidate), pytest.approx(two)]
+    assert document["chosen"] == document["candidates"][0]
 
 
 # Tuning with a tiny model: what is measured, what it is named, and what becomes of the plan.
@@ -80,15 +80,15 @@ def plan(tiny_folder):
 
 
 def test_a_plan_gets_the_gamma_that_is_fastest(plan, tiny_folder, h200_profile):
-    found = tune(plan, str(tiny_folder), TEXT, h200_profile, 5, "cpu")
-    (step,) = found.steps
-    assert [one.gamma for one in step.candidates] == [1, 2, 3, 4, 5]
-    assert found.chosen.tpot_ms == min(one.tpot_ms for one in step.candidates)
-    assert found.plan == replace(plan, speculation=replace(plan.speculation, gamma=found.chosen.gamma))
-    assert found.speedup == found.plain_ms / found.chosen.tpot_ms
+    tuning = tune(plan, str(tiny_folder), TEXT, h200_profile, 5, "cpu")
+    (step,) = tuning.steps
+    assert [candidate.gamma for candidate in step.candidates] == [1, 2, 3, 4, 5]
+    assert tuning.chosen.tpot_ms == min(candidate.tpot_ms for candidate in step.candidates)
+    assert tuning.plan == replace(plan, speculation=replace(plan.speculation, gamma=tuning.chosen.gamma))
+    assert tuning.speedup == tuning.plain_ms / tuning.chosen.tpot_ms
     adaptive = replace(plan, speculation=replace(plan.speculation, adaptive=True))
     again = tune(adaptive, str(tiny_folder), TEXT, h200_profile, 5, "cpu")
-    assert again.plan.speculation == replace(found.plan.speculation, adaptive=True)
+    assert again.plan.speculation == replace(tuning.plan.speculation, adaptive=True)
 
 
 def test_rows_say_what_was_counted(plan, tiny_folder, h200_profile, monkeypatch):
@@ -104,16 +104,16 @@ def test_rows_say_what_was_counted(plan, tiny_folder, h200_profile, monkeypatch)
 
 
 def test_acceptance_of_few_drafts_leans_on_the_position_before(tiny_folder, plan):
-    found = MeasuredDrafts(plan, (98, 6, 0), (49, 6, 0))
+    result = MeasuredDrafts(plan, (98, 6, 0), (49, 6, 0))
     first = (49 + 2 * 55.5 / 105) / 100  # of all drafts 55.5 of 105 are accepted, Jeffreys' half included
-    assert found.acceptance_at == pytest.approx((first, (6 + 2 * first) / 8, (6 + 2 * first) / 8))
+    assert result.acceptance_at == pytest.approx((first, (6 + 2 * first) / 8, (6 + 2 * first) / 8))
 
 
 def test_drafts_that_read_what_the_target_reads_leave_no_rows(tiny_folder, h200_profile):
     same = Plan(Workload(tiny_folder.name, "h200", 260, 64), speculation=Speculation(2))
-    found = tune(same, str(tiny_folder), TEXT, h200_profile, 2, "cpu")
-    assert found.rows == ()
-    assert [one.tokens_per_round for one in found.steps[0].candidates] == pytest.approx([2, 3], rel=0.02)
+    tuning = tune(same, str(tiny_folder), TEXT, h200_profile, 2, "cpu")
+    assert tuning.rows == ()
+    assert [candidate.tokens_per_round for candidate in tuning.steps[0].candidates] == pytest.approx([2, 3], rel=0.02)
 
 
 def test_every_ratio_is_measured_with_one_set_of_weights(tiny_folder, h200_profile, monkeypatch):
@@ -124,19 +124,19 @@ def test_every_ratio_is_measured_with_one_set_of_weights(tiny_folder, h200_profi
     )
     loads, real = [], tune_module.load
 
-    def load(plan, *given, **named):
+    def load(plan, *arguments, **named):
         loads.append((plan.speculation, named["weights"] is not None))
-        return real(plan, *given, **named)
+        return real(plan, *arguments, **named)
 
     monkeypatch.setattr(tune_module, "load", load)
-    found = tune(sparse, str(tiny_folder), TEXT, h200_profile, 3, "cpu")
+    tuning = tune(sparse, str(tiny_folder), TEXT, h200_profile, 3, "cpu")
     ratios = sorted({*RATIOS, 0.3})
-    assert [(one.ratio, one.gamma, one.adaptive, shared) for one, shared in loads] == [
+    assert [(load.ratio, load.gamma, load.adaptive, shared) for load, shared in loads] == [
         (ratio, 3, False, number > 0) for number, ratio in enumerate(ratios)
     ]
-    assert [step.name for step in found.steps] == ["ratio", "gamma", "ratio again"]
+    assert [step.name for step in tuning.steps] == ["ratio", "gamma", "ratio again"]
     # All are accepted as often, so the fewest tokens are the best.
-    assert found.plan.speculation.ratio == ratios[0]
+    assert tuning.plan.speculation.ratio == ratios[0]
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,11 @@ PLAN = preset("quantspec", Workload("SmolLM2-135M", PROFILE.hardware.name, CONTE
 
 def test_a_plan_is_validated_beside_plain_decoding(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ridgeplan.validate.comparison.is_busy", lambda spread: False)  # whatever else runs here
-    told: list[tuple[int, int]] = []
+    messages: list[tuple[int, int]] = []
     tokenizer = runtime.load(PLAN, str(tiny_folder)).tokenizer
     prompts = [prompt_tokens(tokenizer, CONTEXT), prompt_tokens(tokenizer, CONTEXT - 20)]
     result = validate_plan(
-        PLAN, str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE, on_progress=lambda *step: told.append(step)
+        PLAN, str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE, on_progress=lambda *step: messages.append(step)
     )
     assert (result.comparison.context, result.comparison.batch) == (CONTEXT - 10, 2)
     assert result.comparison.new_tokens == NEW_TOKENS
@@ -43,7 +43,7 @@ def test_a_plan_is_validated_beside_plain_decoding(tiny_folder: Path, monkeypatc
     texts = tokenizer.batch_decode([list(tokens) for tokens in result.planned.measured.tokens])
     assert list(result.planned.texts) == texts
     assert all(len(tokens) == NEW_TOKENS for tokens in result.planned.measured.tokens)
-    assert {index: max(tokens for at, tokens in told if at == index) for index in (0, 1)} == {
+    assert {index: max(tokens for at, tokens in messages if at == index) for index in (0, 1)} == {
         0: 2 * NEW_TOKENS,
         1: 2 * NEW_TOKENS,
     }
@@ -108,7 +108,7 @@ def test_a_target_with_4_bit_weights_has_its_own(
         calibration=text,
     )  # fmt: skip
     assert result.in_turns == in_turns
-    plain, first, second = (one for one in loaded if one is not None)
+    plain, first, second = (kwargs for kwargs in loaded if kwargs is not None)
     assert plain[:2] == (None, None)
     assert first[:2] == (None, text)
     assert second[0] is first[2]
@@ -133,11 +133,11 @@ def test_each_run_frees_what_the_later_ones_peaks_leave_out(tiny_folder: Path, m
     monkeypatch.setattr(runtime, "load", remembered)
     monkeypatch.setattr(Run, "measured", noted)
     alive = "ridgeplan.validate.validation._Lanes._allocated_bytes"
-    monkeypatch.setattr(alive, lambda lanes: 1_000_000 * sum(one() is not None for one in engines))
+    monkeypatch.setattr(alive, lambda lanes: 1_000_000 * sum(engine() is not None for engine in engines))
     plans = [preset(name, PLAN.workload) for name in ("autoregressive", "int8", "quantspec")]
-    found = run_plans(plans, str(tiny_folder), [[1, 2, 3] * 50], NEW_TOKENS, profile=PROFILE)
+    result = run_plans(plans, str(tiny_folder), [[1, 2, 3] * 50], NEW_TOKENS, profile=PROFILE)
     assert left_out == [0, 1_000_000, 2_000_000]
-    assert [run.measured.statistics.gamma > 0 for run in found.runs] == [False, False, True]
+    assert [run.measured.statistics.gamma > 0 for run in result.runs] == [False, False, True]
 
 
 def test_a_request_that_no_plan_allows_is_refused(tiny_folder: Path) -> None:
@@ -165,8 +165,8 @@ def test_on_a_gpu_runs_in_turns_have_the_tokens_and_the_peak_that_they_have_alon
     assert together.in_turns
     for plan, run in zip(plans, together.runs, strict=True):
         torch.cuda.empty_cache()
-        alone = run_plans([plan], str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE).runs[0].measured
-        assert run.measured.tokens == alone.tokens
+        single = run_plans([plan], str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE).runs[0].measured
+        assert run.measured.tokens == single.tokens
         assert run.measured.segments and all(segment.seconds > 0 for segment in run.measured.segments)
-        peaks = [one.statistics.peak_memory_bytes for one in (run.measured, alone)]
+        peaks = [measured.statistics.peak_memory_bytes for measured in (run.measured, single)]
         assert peaks[0] == pytest.approx(peaks[1], rel=0.05)

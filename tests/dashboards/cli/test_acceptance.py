@@ -56,8 +56,8 @@ def test_a_file_says_what_made_it_without_the_folders(
 
 
 def test_rows_are_saved_and_recommend_and_estimate_use_them(invoke: Any, tiny_folder: Path, text: Path) -> None:
-    asked = ("estimate", tiny_folder, "--preset", "quantspec", "--gpu", "h200", "--ctx", 260, "--json")
-    before = json.loads(invoke(*asked).stdout)["predicted"]["acceptance"]
+    command = ("estimate", tiny_folder, "--preset", "quantspec", "--gpu", "h200", "--ctx", 260, "--json")
+    before = json.loads(invoke(*command).stdout)["predicted"]["acceptance"]
     answer = json.loads(
         invoke(
             "acceptance", tiny_folder, "--text", text, "--ctx", 260, "--tokens", 16, "--drafts", "w4kv4", "--json"
@@ -65,14 +65,14 @@ def test_rows_are_saved_and_recommend_and_estimate_use_them(invoke: Any, tiny_fo
     )
     assert answer["path"] == str(user_acceptance_path())
     assert len(answer["rows"][0]["by_position"]) == 8
-    after = json.loads(invoke(*asked).stdout)["predicted"]["acceptance"]
+    after = json.loads(invoke(*command).stdout)["predicted"]["acceptance"]
     assert (before["source"], after["source"]) == ("extrapolated", "measured")
     assert "cities" in after["where"]
     assert after["high"] - after["low"] < before["high"] - before["low"]
     assert abs(after["best"] - answer["rows"][0]["acceptance"]) < 0.1
-    found = json.loads(invoke("recommend", tiny_folder, "--gpu", "h200", "--ctx", 260, "--json").stdout)
-    used = [one["predicted"]["acceptance"] for one in (found, *found["alternatives"])]
-    assert any(one["source"] == "measured" and "cities" in one["where"] for one in used)
+    document = json.loads(invoke("recommend", tiny_folder, "--gpu", "h200", "--ctx", 260, "--json").stdout)
+    used = [item["predicted"]["acceptance"] for item in (document, *document["alternatives"])]
+    assert any(prediction["source"] == "measured" and "cities" in prediction["where"] for prediction in used)
 
 
 def test_rows_of_the_same_kind_are_replaced_and_others_kept(invoke: Any, tiny_folder: Path, text: Path) -> None:
@@ -91,9 +91,9 @@ def test_a_file_can_be_named_and_given_to_recommend(invoke: Any, tiny_folder: Pa
     assert f"saved to {path}" in printed.stdout
     assert "w4kv4" in printed.stdout
     assert not user_acceptance_path().exists()
-    asked = ("estimate", tiny_folder, "--preset", "quantspec", "--gpu", "h200", "--ctx", 260)
-    assert "[measured]" not in invoke(*asked).stdout
-    answer = json.loads(invoke(*asked, "--acceptance", path, "--json").stdout)
+    command = ("estimate", tiny_folder, "--preset", "quantspec", "--gpu", "h200", "--ctx", 260)
+    assert "[measured]" not in invoke(*command).stdout
+    answer = json.loads(invoke(*command, "--acceptance", path, "--json").stdout)
     assert "Cities" in answer["predicted"]["acceptance"]["where"]
 
 
@@ -134,7 +134,7 @@ def test_a_damaged_file_is_refused_and_not_overwritten(
 
 
 def parsed(*arguments: str) -> tuple[Any, ...]:
-    found: list[Any] = []
+    results: list[Any] = []
 
     @click.command(cls=ListCommand)
     @click.argument("model", required=False)
@@ -142,10 +142,10 @@ def parsed(*arguments: str) -> tuple[Any, ...]:
     @click.option("--text")
     @click.option("--json", "as_json", is_flag=True)
     def command(**values: Any) -> None:
-        found.append(values)
+        results.append(values)
 
     command.main(list(arguments), standalone_mode=False)
-    return found[0]["model"], found[0]["ctx"], found[0]["text"], found[0]["as_json"]
+    return results[0]["model"], results[0]["ctx"], results[0]["text"], results[0]["as_json"]
 
 
 @pytest.mark.parametrize(

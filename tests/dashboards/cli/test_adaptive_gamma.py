@@ -35,10 +35,10 @@ def test_recommend_writes_the_adaptive_form_if_asked(invoke: Any, tmp_path: Path
 
 
 def test_estimate_shows_where_an_adaptive_gamma_settles(invoke: Any) -> None:
-    asked = ("estimate", *QUESTION, "--preset", "quantspec", "--gamma", 6, "--adaptive")
-    answer = json.loads(invoke(*asked, "--json").stdout)
+    command = ("estimate", *QUESTION, "--preset", "quantspec", "--gamma", 6, "--adaptive")
+    answer = json.loads(invoke(*command, "--json").stdout)
     assert answer["plan"]["speculation"]["gamma"] == 6
-    (row,) = [line for line in invoke(*asked).stdout.splitlines() if "adaptive up to 6" in line]
+    (row,) = [line for line in invoke(*command).stdout.splitlines() if "adaptive up to 6" in line]
     assert re.split(r"\s{2,}", row)[1] == str(answer["predicted"]["gamma"])
 
 
@@ -155,8 +155,8 @@ def test_run_takes_the_rates_of_an_adaptive_plan_from_a_profile(
 def test_tune_writes_the_plan_and_rows_that_estimate_uses(
     invoke: Any, tuning: tuple[object, ...], plan_path: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    asked = ("estimate", tiny_folder, "--plan", plan_path, "--json")
-    before = json.loads(invoke(*asked).stdout)["predicted"]["acceptance"]
+    command = ("estimate", tiny_folder, "--plan", plan_path, "--json")
+    before = json.loads(invoke(*command).stdout)["predicted"]["acceptance"]
     output = tmp_path / "tuned.json"
     answer = json.loads(invoke(*tuning, "--output", output, "--json").stdout)
     assert answer["path"] == str(user_acceptance_path())
@@ -167,7 +167,7 @@ def test_tune_writes_the_plan_and_rows_that_estimate_uses(
     assert [(row["draft"], row["position"], row["text"]) for row in rows] == [
         ("w4kv4", position, "cities") for position in range(1, 1 + len(rows))
     ]
-    after = json.loads(invoke(*asked).stdout)["predicted"]["acceptance"]
+    after = json.loads(invoke(*command).stdout)["predicted"]["acceptance"]
     assert (before["source"], after["source"]) == ("extrapolated", "measured")
     assert "cities" in after["where"]
 

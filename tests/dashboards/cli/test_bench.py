@@ -37,7 +37,7 @@ COLUMNS = {"kernel", "shape", "ours_us", "peer", "peer_us", "peers_us", "ratio",
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+def benched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """The kernels that a run was asked for; the run itself finds `ROWS`."""
     calls: list[tuple[str, ...]] = []
 
@@ -50,10 +50,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return calls
 
 
-def test_the_table_shows_ours_and_the_peer(invoke: Invoke, asked: list[tuple[str, ...]]) -> None:
+def test_the_table_shows_ours_and_the_peer(invoke: Invoke, benched: list[tuple[str, ...]]) -> None:
     result = invoke("bench", "kernels")
     assert result.exit_code == 0
-    assert asked == [KERNELS]
+    assert benched == [KERNELS]
     lines = result.stdout.splitlines()
     assert lines[0] == "a GPU, 4 TB/s, 700 TFLOP/s, 2026-11-21"
     cells = re.split(r"\s{2,}", next(line for line in lines if "attention" in line).strip())
@@ -64,12 +64,12 @@ def test_the_table_shows_ours_and_the_peer(invoke: Invoke, asked: list[tuple[str
 
 
 def test_json_is_one_object_and_the_file_holds_the_same(
-    invoke: Invoke, asked: list[tuple[str, ...]], tmp_path: Path
+    invoke: Invoke, benched: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
     path = tmp_path / "kernels.json"
     result = invoke("bench", "kernels", "--only", "draw", "--only", "attention", "--json", "--output", path)
     report = json.loads(result.stdout)
-    assert asked == [("draw", "attention")]
+    assert benched == [("draw", "attention")]
     assert json.loads(path.read_text(encoding="utf-8")) == report
     assert [file.name for file in tmp_path.iterdir()] == ["kernels.json"]
     assert (report["device"], report["copy_bytes_per_s"], report["matmul_flops"]) == ("a GPU", 4e12, 7e14)
@@ -114,19 +114,19 @@ def test_without_a_gpu_one_line_says_so(refuses: Callable[..., str], arguments: 
 
 
 def test_an_output_that_cannot_be_written_is_refused_first(
-    refuses: Callable[..., str], asked: list[tuple[str, ...]], tmp_path: Path
+    refuses: Callable[..., str], benched: list[tuple[str, ...]], tmp_path: Path
 ) -> None:
     refuses("bench", "kernels", "--output", tmp_path / "nowhere" / "kernels.json")
-    assert not asked
+    assert not benched
 
 
 def test_planner_speed_is_told_in_units_and_saved(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[int] = []
+    benched: list[int] = []
 
     def measure_planner(runs: int, on_progress: Progress) -> PlannerSpeed:
-        asked.append(runs)
+        benched.append(runs)
         on_progress("a new process", 0, 3)
         return PlannerSpeed(
             help_s=0.1, cold_s=0.4, first_s=0.05, warm_s=0.02, map_s=0.6, grid_s=2.5, searched_plans=5000,
@@ -137,7 +137,7 @@ def test_planner_speed_is_told_in_units_and_saved(
     path = tmp_path / "speed.json"
     result = invoke("bench", "planner", "--runs", "2", "--output", str(path))
     assert result.exit_code == 0
-    assert asked == [2]
+    assert benched == [2]
     assert "400 ms" in result.stdout and "20.0 ms for 5,000 plans" in result.stdout
     assert "0.25 million plans per second" in result.stdout and "15.0 million plans per second" in result.stdout
     assert json.loads(path.read_text(encoding="utf-8"))["searched_plans_per_s"] == 250_000
@@ -197,9 +197,9 @@ def test_a_breakdown_shows_each_class_beside_its_prediction(
     rows = json.loads(saved.read_text())["rows"]
     lines = [re.split(r"\s{2,}", line.strip()) for line in shown.splitlines() if "64x1" in line]
     assert [line[-1] for line in lines] == ["autoregressive", "quantspec-kv, gamma 2"]
-    predicted = {one["name"]: one["predicted"] for one in rows[1]["comparison"]}
-    told = f"({predicted['tokens per round']:.2f})"
-    assert [any(cell.endswith(told) for cell in line) for line in lines] == [False, True]
+    predicted = {figure["name"]: figure["predicted"] for figure in rows[1]["comparison"]}
+    message = f"({predicted['tokens per round']:.2f})"
+    assert [any(cell.endswith(message) for cell in line) for line in lines] == [False, True]
     assert [row["breakdown"]["rounds"] for row in rows] == [1, 1]
     heads = [part for part in rows[1]["breakdown"]["rows"] if part["operation"] == "head" and part["launches"]]
     assert [(part["part"], part["measured_us"]) for part in heads] == [("verify", 5)]

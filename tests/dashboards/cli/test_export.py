@@ -36,19 +36,19 @@ def test_the_printed_command_is_what_the_engine_takes(invoke: Any, saved: Path, 
 def test_json_and_yaml_hold_the_same(invoke: Any, saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "serve.yaml"
     result = invoke("export", saved, "--to", "vllm", "--json", "--output", out)
-    found = json.loads(result.stdout)
-    assert yaml.safe_load(out.read_text()) == yaml.safe_load(found["yaml"])
-    assert found["predicted"]["source"] == "calibrated"
-    assert {one["axis"] for one in found["carried"]} == {"weights", "KV cache", "drafts"}
+    answer = json.loads(result.stdout)
+    assert yaml.safe_load(out.read_text()) == yaml.safe_load(answer["yaml"])
+    assert answer["predicted"]["source"] == "calibrated"
+    assert {feature["axis"] for feature in answer["carried"]} == {"weights", "KV cache", "drafts"}
 
 
 def test_a_rule_that_forbids_ends_in_one_line(refuses: Any, saved: Path) -> None:
-    given = ("--kv-cache-dtype", "turboquant_k8v4", "--draft-model", "someone/draft")
-    assert "issues/53180" in refuses("export", saved, "--to", "vllm", *given)
+    options = ("--kv-cache-dtype", "turboquant_k8v4", "--draft-model", "someone/draft")
+    assert "issues/53180" in refuses("export", saved, "--to", "vllm", *options)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (("--to", "tgi"), "vllm"),
         (("--to", "vllm", "--engine-version", "0.1"), "allowed: 0.24.0 up to 0.33.0"),
@@ -62,8 +62,8 @@ def test_a_rule_that_forbids_ends_in_one_line(refuses: Any, saved: Path) -> None
         (("--to", "vllm", "--model", "Qwen/Qwen3-8B"), "the same model"),
     ],
 )
-def test_what_is_wrong_is_one_line(refuses: Any, saved: Path, given: tuple[str, ...], message: str) -> None:
-    assert message in refuses("export", saved, *given)
+def test_what_is_wrong_is_one_line(refuses: Any, saved: Path, options: tuple[str, ...], message: str) -> None:
+    assert message in refuses("export", saved, *options)
 
 
 def test_a_model_without_an_owner_must_be_named(refuses: Any, invoke: Any, saved: Path) -> None:

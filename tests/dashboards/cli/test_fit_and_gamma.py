@@ -75,7 +75,7 @@ def test_another_gpu_or_model_takes_the_place_of_the_plans_own(invoke: Any, tmp_
 def test_a_gguf_is_estimated_as_it_runs(invoke: Any, smollm2: Path) -> None:
     """The runtime decodes it to 16 bits, as which the catalog has the same model."""
     line = ("--preset", "int8", "--gpu", "h200", "--ctx", 4096, "--json")
-    stored, catalog = (as_json(invoke("estimate", one, *line)) for one in (smollm2, "HuggingFaceTB/SmolLM2-135M"))
+    stored, catalog = (as_json(invoke("estimate", model, *line)) for model in (smollm2, "HuggingFaceTB/SmolLM2-135M"))
     assert stored["not_executable"] == []
     for figure in ("tpot_ms", "ttft_ms", "peak_memory_bytes"):
         assert stored["predicted"][figure] == pytest.approx(catalog["predicted"][figure])
@@ -92,12 +92,12 @@ def test_a_plan_that_is_only_estimated_says_so(invoke: Any) -> None:
 def test_the_reserve_and_the_limit_decide_what_fits(invoke: Any) -> None:
     """Plain decoding of 120000 tokens takes 32 GiB of 140."""
     line = ("estimate", *QUESTION, "--preset", "autoregressive", "--json")
-    found = as_json(invoke(*line))
-    assert (found["fits"], found["memory_limit_bytes"]) == (True, 0.9 * 150_754_820_096)
+    answer = as_json(invoke(*line))
+    assert (answer["fits"], answer["memory_limit_bytes"]) == (True, 0.9 * 150_754_820_096)
     assert as_json(invoke(*line, "--memory-utilization", "0.2"))["fits"] is False
     assert as_json(invoke(*line, "--memory-limit", "30GiB"))["fits"] is False
     clamped = as_json(invoke(*line, "--memory-limit", "200GiB"))
-    assert clamped["memory_limit_bytes"] == found["memory_limit_bytes"]
+    assert clamped["memory_limit_bytes"] == answer["memory_limit_bytes"]
     assert any("the memory limit of 215 GB is more than h200 may use" in note for note in clamped["notes"])
 
 
@@ -111,31 +111,31 @@ def test_layers_leave_the_gpu_at_the_limit(invoke: Any) -> None:
 
 def test_fit_is_the_planners(invoke: Any, profile: Profile) -> None:
     line = ("fit", LLAMA, "rtx4090", "--batch", 1, "--batch", 4, "--ctx", 8192)
-    found = fit(LLAMA, "rtx4090", batches=(1, 4), contexts=(8192,), profile=profile)
-    assert as_json(invoke(*line, "--json")) == json.loads(json.dumps(found.to_dict()))
+    answer = fit(LLAMA, "rtx4090", batches=(1, 4), contexts=(8192,), profile=profile)
+    assert as_json(invoke(*line, "--json")) == json.loads(json.dumps(answer.to_dict()))
     text = invoke(*line).stdout
-    for row in (*found.contexts, *found.batches):
+    for row in (*answer.contexts, *answer.batches):
         assert f"{tokens_text(row.context)} " in text
         assert row.plan in text
     assert "note: rtx4090 is not calibrated" in text
 
 
 def test_fit_of_one_preset_and_of_none_that_fits(invoke: Any) -> None:
-    one = as_json(invoke("fit", LLAMA, "rtx4090", "--preset", "quantspec", "--json"))
-    assert {row["plan"] for row in (*one["contexts"], *one["batches"])} <= {"quantspec", ""}
-    assert [row["batch"] for row in one["contexts"]] == [1, 2, 4, 8, 16, 32, 64]
+    answer = as_json(invoke("fit", LLAMA, "rtx4090", "--preset", "quantspec", "--json"))
+    assert {row["plan"] for row in (*answer["contexts"], *answer["batches"])} <= {"quantspec", ""}
+    assert [row["batch"] for row in answer["contexts"]] == [1, 2, 4, 8, 16, 32, 64]
     assert "none fits" in invoke("fit", "meta-llama/Llama-3.1-70B", "rtx4090").stdout
 
 
 def test_fit_may_leave_layers_on_the_host(invoke: Any, profile: Profile) -> None:
     line = ("fit", LLAMA, "rtx4090", "--batch", 8, "--ctx", 8192, "--offload", "--host-memory", "30GB", "--json")
-    found = fit(LLAMA, "rtx4090", batches=(8,), contexts=(8192,), profile=profile, offload=True, host_memory=30e9)
-    assert as_json(invoke(*line)) == json.loads(json.dumps(found.to_dict()))
-    (row,) = found.contexts
+    answer = fit(LLAMA, "rtx4090", batches=(8,), contexts=(8192,), profile=profile, offload=True, host_memory=30e9)
+    assert as_json(invoke(*line)) == json.loads(json.dumps(answer.to_dict()))
+    (row,) = answer.contexts
     assert "offload" in row.plan
-    (alone,) = fit(LLAMA, "rtx4090", batches=(8,), profile=profile).contexts
+    (on_device_only,) = fit(LLAMA, "rtx4090", batches=(8,), profile=profile).contexts
     (roomy,) = fit(LLAMA, "rtx4090", batches=(8,), profile=profile, offload=True, host_memory=60e9).contexts
-    assert alone.context < row.context < roomy.context
+    assert on_device_only.context < row.context < roomy.context
 
 
 def test_gamma_is_a_table_of_contexts_and_batches(invoke: Any) -> None:

@@ -59,9 +59,9 @@ def test_examples_are_lines_that_parse(words: tuple[str, ...], files: Path) -> N
         assert arguments[0] == "ridgeplan"
         command, rest = main, arguments[1:]
         while isinstance(command, click.Group):
-            found = command.get_command(click.Context(command), rest[0])
-            assert found is not None, line
-            command, rest = found, rest[1:]  # type: ignore[assignment]
+            subcommand = command.get_command(click.Context(command), rest[0])
+            assert subcommand is not None, line
+            command, rest = subcommand, rest[1:]  # type: ignore[assignment]
         if "--help" not in rest:
             command.make_context(arguments[1], list(rest))
 
@@ -76,16 +76,16 @@ def test_a_list_says_what_each_verb_is_for() -> None:
 
 @pytest.mark.parametrize("group", [(), ("list",), ("bench",), ("study",)])
 def test_a_group_alone_is_its_help(group: tuple[str, ...]) -> None:
-    bare, asked = (CliRunner().invoke(main, [*group, *more]) for more in ((), ("--help",)))
-    assert (bare.exit_code, bare.stdout) == (0, asked.stdout)
+    bare, result = (CliRunner().invoke(main, [*group, *more]) for more in ((), ("--help",)))
+    assert (bare.exit_code, bare.stdout) == (0, result.stdout)
 
 
 def modules_after(*arguments: str) -> set[str]:
     """The modules that a process has loaded once the command ends."""
     run = f"try: main({[*arguments]!r})\nexcept SystemExit: pass"
     code = f"import sys\nfrom ridgeplan.dashboards.cli import main\n{run}\nprint(*sys.modules)"
-    told = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    return set(told.stdout.splitlines()[-1].split())
+    process = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    return set(process.stdout.splitlines()[-1].split())
 
 
 def test_help_loads_neither_the_planner_nor_numpy() -> None:

@@ -39,13 +39,13 @@ def test_it_is_seven_lines_and_five_rows_of_80_columns(invoke: Any, question: tu
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUESTIONS))
 def test_its_figures_are_those_of_its_json(invoke: Any, question: tuple[object, ...]) -> None:
     text = invoke("plan", *question).stdout
-    told = json.loads(invoke("plan", *question, "--json").stdout)
-    predicted, batch = told["predicted"], told["plan"]["workload"]["batch"]
+    answer = json.loads(invoke("plan", *question, "--json").stdout)
+    predicted, batch = answer["predicted"], answer["plan"]["workload"]["batch"]
     lines = text.split("\n\n")[-3].splitlines()
-    assert short_name(told["preset"])[:27] in lines[1]
+    assert short_name(answer["preset"])[:27] in lines[1]
     assert f"{predicted['tpot_ms']:.3g} ms per token" in lines[2] or predicted["tpot_ms"] >= 999.5
     assert f"{number(predicted['tokens_per_s'])} tokens/s" in lines[3]
-    plain_fits = told["baseline"]["peak_memory_bytes"] <= told["memory_limit_bytes"]
+    plain_fits = answer["baseline"]["peak_memory_bytes"] <= answer["memory_limit_bytes"]
     speedup = f"{predicted['speedup']:.2f}x plain decoding" if plain_fits else "unquantized baseline does not fit"
     assert speedup in lines[2]
     assert f"{predicted['peak_memory_bytes'] / 1e9:.3g} GB" in lines[4]
@@ -56,11 +56,11 @@ def test_its_figures_are_those_of_its_json(invoke: Any, question: tuple[object, 
 def test_what_does_not_fit_the_gpu_alone_is_no_plain_success(invoke: Any) -> None:
     """1M tokens x 16 of 64 KiB each (INT8) are 1.1 TB; the host has room for 1.5."""
     question = (*QUESTIONS["layers on the host"], "--host-memory", "1.5TB")
-    told = json.loads(invoke("plan", *question, "--json").stdout)
+    answer = json.loads(invoke("plan", *question, "--json").stdout)
     warning = " ".join(invoke("plan", *question).stdout.split("\n\n")[0].split())
-    assert warning.startswith(told["warning"])
-    assert f"KV of {told['predicted']['offloaded_layers']} layers" in warning
-    assert [one["text"] for one in told["on_device"] if one["text"] not in warning] == []
+    assert warning.startswith(answer["warning"])
+    assert f"KV of {answer['predicted']['offloaded_layers']} layers" in warning
+    assert [candidate["text"] for candidate in answer["on_device"] if candidate["text"] not in warning] == []
     assert "Fits only with offloading: " in invoke("plan", *question).stdout
 
 
@@ -92,22 +92,24 @@ def test_names_of_other_engines_mean_the_same(invoke: Any) -> None:
     ours = ("--ctx", 7168, "--batch", 4, "--new-tokens", 1024, "--memory-utilization", 0.8)
     theirs = ("--max-model-len", "8k", "--max-num-seqs", 4, "--osl", "1k", "--gpu-memory-utilization", 0.8,
               "--kv-cache-dtype", "auto", "--tp", 1)  # fmt: skip
-    one, other = (json.loads(invoke("plan", LLAMA, "--gpu", "h200", *line, "--json").stdout) for line in (ours, theirs))
-    assert one == other
-    asked = json.loads(invoke("plan", LLAMA, "--gpu", "h200", "--isl", 7168, *ours[2:], "--json").stdout)
-    assert asked == one
+    answer, other = (
+        json.loads(invoke("plan", LLAMA, "--gpu", "h200", *line, "--json").stdout) for line in (ours, theirs)
+    )
+    assert answer == other
+    document = json.loads(invoke("plan", LLAMA, "--gpu", "h200", "--isl", 7168, *ours[2:], "--json").stdout)
+    assert document == answer
 
 
 def test_a_preset_is_estimated_as_it_is_ranked(invoke: Any) -> None:
     """Both at the gamma that is fastest for the question."""
     question = (LLAMA, "--gpu", "h200", "--ctx", 120_000, "--json")
     ranked = json.loads(invoke("plan", *question).stdout)
-    rows = {one["preset"]: one for one in (ranked, *ranked["alternatives"])}
+    rows = {entry["preset"]: entry for entry in (ranked, *ranked["alternatives"])}
     for name in ("quantspec", "quantspec-kv", "int8", "specattn", "specontext"):
-        alone = json.loads(invoke("estimate", *question, "--preset", name).stdout)
-        assert alone["plan"] == rows[name]["plan"]
-        assert alone["predicted"]["tpot_ms"] == pytest.approx(rows[name]["predicted"]["tpot_ms"])
-        assert alone["predicted"]["gamma"] == rows[name]["predicted"]["gamma"]
+        answer = json.loads(invoke("estimate", *question, "--preset", name).stdout)
+        assert answer["plan"] == rows[name]["plan"]
+        assert answer["predicted"]["tpot_ms"] == pytest.approx(rows[name]["predicted"]["tpot_ms"])
+        assert answer["predicted"]["gamma"] == rows[name]["predicted"]["gamma"]
 
 
 @pytest.mark.parametrize("line", [("--ctx", "4k", "--max-model-len", "8k"), ("--max-model-len", "1k"), ()])

@@ -52,8 +52,8 @@ def test_the_command_imports_neither_torch_nor_sympy() -> None:
         "try: main(['papers', '--paper', 'dapq', '--json'])\n"
         "finally: print({'torch', 'sympy', 'transformers'} & set(sys.modules), file=sys.stderr)"
     )
-    found = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stderr.strip() == "set()"
+    process = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stderr.strip() == "set()"
 
 
 # `ridgeplan figures`: the list, files, settings and refusals.
@@ -107,16 +107,16 @@ def test_without_kaleido_or_chrome_nothing_is_written(
         raise RuntimeError("\n\nKaleido requires Google Chrome to be installed.\n")
 
     monkeypatch.setattr(paper_figure, "can_draw", lambda: False)
-    asked = ("figures", "specattn-fig6", "--output", tmp_path, "--format", "png", "--format", "html")
-    assert "PNG files need kaleido; allowed: html, csv" in refuses(*asked)
+    command = ("figures", "specattn-fig6", "--output", tmp_path, "--format", "png", "--format", "html")
+    assert "PNG files need kaleido; allowed: html, csv" in refuses(*command)
     monkeypatch.setattr(paper_figure, "can_draw", lambda: True)
     monkeypatch.setattr(paper_figure.pio, "write_images", no_chrome)
-    assert "allowed: html, csv. Kaleido requires Google Chrome" in refuses(*asked)
+    assert "allowed: html, csv. Kaleido requires Google Chrome" in refuses(*command)
     assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "text"),
     [
         (("nope",), "unknown figure 'nope'; allowed: quantspec"),
         (("dapq", "--set", "gamma=3"), "no chosen figure has the setting 'gamma'; allowed: budget, gpu, model"),
@@ -124,8 +124,8 @@ def test_without_kaleido_or_chrome_nothing_is_written(
         (("dapq", "--set", "gpu=x"), "gpu is 'x'; allowed: h20, a6000"),
     ],
 )
-def test_wrong_names_and_settings_are_refused(refuses: Any, arguments: tuple[str, ...], told: str) -> None:
-    assert told in refuses("figures", *arguments)
+def test_wrong_names_and_settings_are_refused(refuses: Any, arguments: tuple[str, ...], text: str) -> None:
+    assert text in refuses("figures", *arguments)
 
 
 def test_the_benchmark_of_placements_is_drawn_beside_its_prediction(invoke: Any, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_the_benchmark_of_placements_is_drawn_beside_its_prediction(invoke: Any,
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "text"),
     [
         ({"cliff": []}, "has the section 'cliff' as []"),
         ({"link": {}}, "has the section 'cliff' as None; allowed: a list of rows"),
@@ -151,12 +151,12 @@ def test_the_benchmark_of_placements_is_drawn_beside_its_prediction(invoke: Any,
         ([], "has the section 'cliff' as None"),
     ],
 )
-def test_what_is_no_result_of_the_benchmark_is_refused(refuses: Any, tmp_path: Path, document: Any, told: str) -> None:
+def test_what_is_no_result_of_the_benchmark_is_refused(refuses: Any, tmp_path: Path, document: Any, text: str) -> None:
     path = tmp_path / "offload.json"
     path.write_text(json.dumps(document))
-    assert told in refuses("figures", "specontext-placement", "--json", "--measured", path)
+    assert text in refuses("figures", "specontext-placement", "--json", "--measured", path)
 
 
 def test_measured_rows_need_their_figure(refuses: Any, tmp_path: Path) -> None:
-    told = refuses("figures", "quantspec-fig4", "--json", "--measured", tmp_path / "offload.json")
-    assert "--measured is given; allowed: with specontext-placement" in told
+    message = refuses("figures", "quantspec-fig4", "--json", "--measured", tmp_path / "offload.json")
+    assert "--measured is given; allowed: with specontext-placement" in message

@@ -27,7 +27,11 @@ def as_json(result: Any) -> Any:
 def test_recommend_prints_one_json_object_with_all_figures(invoke: Any) -> None:
     answer = as_json(invoke("recommend", *QUESTION, "--json"))
     assert {"plan", "predicted", "baseline", "alternatives"} <= set(answer)
-    for predicted in (answer["predicted"], answer["baseline"], *(one["predicted"] for one in answer["alternatives"])):
+    for predicted in (
+        answer["predicted"],
+        answer["baseline"],
+        *(alternative["predicted"] for alternative in answer["alternatives"]),
+    ):
         assert {"speedup", "source", *HEADLINES} <= set(predicted)
         for name in HEADLINES:
             low, best, high = predicted["low"][name], predicted[name], predicted["high"][name]
@@ -35,7 +39,7 @@ def test_recommend_prints_one_json_object_with_all_figures(invoke: Any) -> None:
     for other in answer["alternatives"]:
         assert set(other) == {"preset", "plan", "predicted", "rejected"}
         assert other["rejected"]
-    named = {answer["preset"], *(one["preset"] for one in answer["alternatives"])}
+    named = {answer["preset"], *(alternative["preset"] for alternative in answer["alternatives"])}
     assert set(PRESETS) <= named
 
 
@@ -297,10 +301,10 @@ def test_unknown_command_suggests_a_near_one(refuses: Any) -> None:
 
 
 def test_models_and_gpus(invoke: Any) -> None:
-    models = {one["name"]: one for one in as_json(invoke("models", "--json"))}
+    models = {item["name"]: item for item in as_json(invoke("models", "--json"))}
     assert models[LLAMA]["parameters"] == pytest.approx(8.03e9, rel=1e-3)
     assert models[LLAMA]["executable"] is True
-    gpus = {one["name"]: one for one in as_json(invoke("gpus", "--json"))}
+    gpus = {item["name"]: item for item in as_json(invoke("gpus", "--json"))}
     assert gpus["h200"]["ridge_point"] == pytest.approx(206, rel=0.01)
     assert gpus["h200"]["sources"]["compute_flops"]
     assert LLAMA.split("/")[1] in invoke("models").stdout
@@ -343,14 +347,16 @@ def test_a_pipe_is_not_replaced_by_a_file(refuses: Any, tmp_path: Path) -> None:
 def test_the_longest_file_name_is_written(invoke: Any, tmp_path: Path) -> None:
     path = tmp_path / ("x" * 255)
     assert invoke("recommend", *QUESTION, "--output", path).exit_code == 0
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("given", [("", "--gpu", "h200"), (LLAMA, "--gpu", "")])
-def test_an_empty_name_is_not_the_plans_own(refuses: Any, invoke: Any, tmp_path: Path, given: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", [("", "--gpu", "h200"), (LLAMA, "--gpu", "")])
+def test_an_empty_name_is_not_the_plans_own(
+    refuses: Any, invoke: Any, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
     path = tmp_path / "plan.json"
     assert invoke("recommend", *QUESTION, "--output", path).exit_code == 0
-    assert "unknown " in refuses("estimate", *given, "--plan", path)
+    assert "unknown " in refuses("estimate", *arguments, "--plan", path)
 
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HF_HOME"])

@@ -29,13 +29,13 @@ def ridgeplan(*arguments: object, **environment: str) -> subprocess.CompletedPro
 
 @pytest.mark.parametrize("arguments", [RECOMMEND, ("estimate", *RECOMMEND[1:], "--preset", "quantspec"), ("models",)])
 def test_answers_import_nothing_heavy(profile_path: Path, arguments: tuple[str, ...]) -> None:
-    own = () if arguments == ("models",) else ("--profile", str(profile_path))
+    profile_option = () if arguments == ("models",) else ("--profile", str(profile_path))
     code = (
         "import sys; from ridgeplan.dashboards.cli import main\n"
         "try: main(sys.argv[1:])\n"
         f"finally: print(*(name for name in {HEAVY!r} if name in sys.modules), file=sys.stderr)"
     )
-    command = [sys.executable, "-c", code, *arguments, *own]
+    command = [sys.executable, "-c", code, *arguments, *profile_option]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
     assert result.stderr.split() == []
@@ -57,8 +57,8 @@ def test_answers_import_nothing_heavy(profile_path: Path, arguments: tuple[str, 
     ],
 )
 def test_errors_are_one_line(profile_path: Path, arguments: tuple[str | bytes, ...], code: int) -> None:
-    own = ("--profile", profile_path) if arguments[0] == "recommend" else ()
-    result = ridgeplan(*arguments, *own)
+    profile_option = ("--profile", profile_path) if arguments[0] == "recommend" else ()
+    result = ridgeplan(*arguments, *profile_option)
     assert result.returncode == code
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")

@@ -69,14 +69,14 @@ def test_the_table_has_a_line_for_every_plan_and_plans_may_be_files(run: Any, tm
 
 
 def test_recommend_and_estimate_show_what_was_measured(run: Any, invoke: Any, tiny_folder: Path) -> None:
-    asked = ("estimate", tiny_folder, "--preset", "quantspec", "--gpu", "h200", "--ctx", 1000, "--new-tokens", 100)
-    assert "[not measured here]" in " ".join(invoke(*asked).stdout.split())  # as it is wrapped
+    command = ("estimate", tiny_folder, "--preset", "quantspec", "--gpu", "h200", "--ctx", 1000, "--new-tokens", 100)
+    assert "[not measured here]" in " ".join(invoke(*command).stdout.split())  # as it is wrapped
     rows = json.loads(run("int8", "--json").stdout)["rows"]
     fidelity = next(row["value"] for row in rows if (row["plan"], row["measure"]) == ("int8", FIDELITY))
-    (loss,) = json.loads(invoke(*asked, "--json").stdout)["losses"]
+    (loss,) = json.loads(invoke(*command, "--json").stdout)["losses"]
     assert f"fidelity {fidelity:.3f}" in loss
     assert loss.endswith("at 1100 tokens of cities [measured]")
-    assert f"quality cost: {loss}" in " ".join(invoke(*asked).stdout.split())
+    assert f"quality cost: {loss}" in " ".join(invoke(*command).stdout.split())
 
 
 def test_questions_that_cannot_be_had_are_skipped_with_one_line(
@@ -86,11 +86,11 @@ def test_questions_that_cannot_be_had_are_skipped_with_one_line(
         raise NoQuestions("no network here")
 
     monkeypatch.setattr(ruler_questions, "question_sets", offline)
-    found = invoke(
+    result = invoke(
         "quality", "autoregressive", "--model", tiny_folder, "--text", text, *SIZES, "--tasks", "qa_1", "qa_2"
     )
-    assert found.stderr == "skipped: qa_1, qa_2: no network here\n"
-    assert "niah_single_1" in found.stdout
+    assert result.stderr == "skipped: qa_1, qa_2: no network here\n"
+    assert "niah_single_1" in result.stdout
 
 
 def estimated_only(tmp_path: Path) -> Path:
@@ -101,16 +101,16 @@ def estimated_only(tmp_path: Path) -> Path:
 
 
 def test_plans_that_are_only_estimated_are_skipped_with_one_line(run: Any, tmp_path: Path) -> None:
-    found = run(estimated_only(tmp_path), "int8")
-    assert found.stderr.startswith("skipped: ")
-    assert "tensor parallelism 2" in found.stderr
-    assert found.stderr.count("\n") == 1
-    assert found.stdout.count("autoregressive ") == 1
+    result = run(estimated_only(tmp_path), "int8")
+    assert result.stderr.startswith("skipped: ")
+    assert "tensor parallelism 2" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout.count("autoregressive ") == 1
 
 
 def test_only_estimated_plans_are_refused(refuses: Any, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
-    asked = ("quality", estimated_only(tmp_path), "--model", tiny_folder, "--text", text, "--tasks", "none")
-    assert "cannot execute" in refuses(*asked)
+    command = ("quality", estimated_only(tmp_path), "--model", tiny_folder, "--text", text, "--tasks", "none")
+    assert "cannot execute" in refuses(*command)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_damaged_file_is_refused_and_not_overwritten(refuses: Any, tiny_folder
 def test_a_wrong_head_is_told_before_anything_is_measured(run: Any, tmp_path: Path) -> None:
     wrong, output = tmp_path / "head.safetensors", tmp_path / "rows.json"
     wrong.write_bytes(b"nonsense")
-    found = run("specontext", "--retrieval-head", wrong, "--output", output)
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert "cannot load the retrieval head" in found.stderr
+    result = run("specontext", "--retrieval-head", wrong, "--output", output)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "cannot load the retrieval head" in result.stderr
     assert not output.exists()

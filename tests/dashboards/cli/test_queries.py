@@ -25,22 +25,22 @@ def as_json(result: Any) -> Any:
 def test_compare_prints_what_its_json_holds(invoke: Any) -> None:
     line = ("compare", LLAMA, "--gpu", "h100,h200", "--ctx", "32k", "--preset", "autoregressive,quantspec")
     plans = as_json(invoke(*line, "--json"))["plans"]
-    assert [(one["gpu"], one["plan"]) for one in plans] == [
+    assert [(plan["gpu"], plan["plan"]) for plan in plans] == [
         (gpu, name) for gpu in ("h100-sxm", "h200") for name in ("autoregressive", "quantspec")
     ]
     text = invoke(*line).stdout
     assert text.startswith("Llama-3.1-8B, 32k tokens, batch 1\n")
-    for one in plans:
-        assert f"{one['gpu']} {one['plan']}" in text
-        assert f"{one['speedup']:.2f}x" in text
+    for plan in plans:
+        assert f"{plan['gpu']} {plan['plan']}" in text
+        assert f"{plan['speedup']:.2f}x" in text
 
 
 def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path) -> None:
     for name, context in (("a.json", "8k"), ("b.json", "64k")):
-        made = invoke("estimate", LLAMA, "--preset", "int8", "--gpu", "h200", "--ctx", context, "-o", tmp_path / name)
-        assert made.exit_code == 0
-    found = as_json(invoke("compare", tmp_path / "a.json", tmp_path / "b.json", "--json"))
-    assert [one["context"] for one in found["plans"]] == [8192, 65_536]
+        result = invoke("estimate", LLAMA, "--preset", "int8", "--gpu", "h200", "--ctx", context, "-o", tmp_path / name)
+        assert result.exit_code == 0
+    answer = as_json(invoke("compare", tmp_path / "a.json", tmp_path / "b.json", "--json"))
+    assert [plan["context"] for plan in answer["plans"]] == [8192, 65_536]
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_questions_in_turn_show_what_varies(invoke: Any) -> None:
 
 def test_cost_prints_what_its_json_holds(invoke: Any) -> None:
     line = ("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "$2.5", "--tpot-max", "15ms", "--batch", "1..256")
-    found = as_json(invoke(*line, "--json"))
+    answer = as_json(invoke(*line, "--json"))
     text = invoke(*line).stdout
-    best = found["cheapest"]
+    best = answer["cheapest"]
     assert f"cheapest: ${best['dollars_per_million']:.3g} per million tokens on h200 at batch {best['batch']}" in text
-    assert best == min((row for row in found["rows"] if row["serves"]), key=lambda row: row["dollars_per_million"])
-    assert found["limits"] == {"ttft_s": None, "tpot_s": 0.015}
+    assert best == min((row for row in answer["rows"] if row["serves"]), key=lambda row: row["dollars_per_million"])
+    assert answer["limits"] == {"ttft_s": None, "tpot_s": 0.015}
     assert "misses TPOT" in text
     assert "no batch fits and meets the limits" in invoke(*line, "--ttft-max", "1us").stdout
 
@@ -130,22 +130,22 @@ def test_only_limits_that_are_given_are_met(invoke: Any) -> None:
 
 def test_fit_names_the_smallest_gpu_of_the_catalog(invoke: Any) -> None:
     line = ("fit", LLAMA, "--ctx", "128k", "--batch", 4)
-    found = as_json(invoke(*line, "--json"))
-    memory = [load_hardware(one["gpu"]).memory_bytes for one in found]
-    assert memory == sorted(one.memory_bytes for one in list_hardware())
-    first = next(one for one in found if one["fits"])
+    answer = as_json(invoke(*line, "--json"))
+    memory = [load_hardware(row["gpu"]).memory_bytes for row in answer]
+    assert memory == sorted(row.memory_bytes for row in list_hardware())
+    first = next(row for row in answer if row["fits"])
     assert f"smallest GPU that fits: {first['gpu']}" in invoke(*line).stdout
-    for one in found:
-        assert one["fits"] == (one["batch"]["batch"] >= 4) == (one["context"]["context"] == 131_072)
+    for row in answer:
+        assert row["fits"] == (row["batch"]["batch"] >= 4) == (row["context"]["context"] == 131_072)
     assert "no GPU of the catalog fits" in invoke("fit", "Llama-3.1-70B", "--ctx", "128k", "--batch", 64).stdout
 
 
 def test_explain_divides_a_round_among_its_parts(invoke: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert invoke("plan", LLAMA, "--gpu", "h200", "--ctx", "120000", "-o", path).exit_code == 0
-    told = as_json(invoke("explain", path, "--json"))
-    predicted = told["predicted"]
-    assert Plan.from_dict(told["plan"]) == Plan.from_json(path.read_text())
+    answer = as_json(invoke("explain", path, "--json"))
+    predicted = answer["predicted"]
+    assert Plan.from_dict(answer["plan"]) == Plan.from_json(path.read_text())
     assert sum(predicted["round_s"].values()) * 1e3 == pytest.approx(predicted["round_ms"])
     text = invoke("explain", path).stdout
     assert [line for line in text.splitlines() if len(line) > 80] == []
@@ -167,20 +167,20 @@ def test_what_operations_do_not_show_is_told(invoke: Any, tmp_path: Path, preset
     """Layers on the host, and what a target step takes beside its operations: both add up to the step."""
     path = tmp_path / "plan.json"
     limit = ("--memory-limit", "40GB") if preset == "specontext" else ()
-    asked = ("estimate", LLAMA, "--preset", preset, "--gpu", "h200", "--ctx", "120k", "--batch", 4, *limit)
-    predicted = as_json(invoke(*asked, "--json", "-o", path))["predicted"]
+    command = ("estimate", LLAMA, "--preset", preset, "--gpu", "h200", "--ctx", "120k", "--batch", 4, *limit)
+    predicted = as_json(invoke(*command, "--json", "-o", path))["predicted"]
     listed_ms = 1e3 * sum(op["seconds"] for op in predicted["breakdown"] if op["part"] == "target")
     beside = f"{time_text(predicted['verify_ms'] - listed_ms)} {causes}"
     layers = f"KV of {predicted['offloaded_layers']} layers is on the host"
-    for found in (invoke(*asked), invoke("explain", path, *limit)):
-        text = " ".join(found.stdout.split())
+    for result in (invoke(*command), invoke("explain", path, *limit)):
+        text = " ".join(result.stdout.split())
         assert beside in text
         assert (layers in text) == ("and layers on the host" in text) == bool(limit)
 
 
 def test_a_step_whose_operations_are_all_of_it_has_nothing_beside_them(invoke: Any) -> None:
-    asked = ("estimate", LLAMA, "--preset", "quantspec", "--gpu", "h200", "--ctx", "64k")
-    assert "beside its operations" not in invoke(*asked).stdout
+    command = ("estimate", LLAMA, "--preset", "quantspec", "--gpu", "h200", "--ctx", "64k")
+    assert "beside its operations" not in invoke(*command).stdout
 
 
 def test_explain_takes_terms_of_several_words(invoke: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_template_is_a_gpu_that_can_be_planned_for(invoke: Any, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["models", "gpus", "presets"])
 def test_lists_print_every_name(invoke: Any, kind: str) -> None:
-    names = [one["name"].rpartition("/")[2] for one in as_json(invoke("list", kind, "--json"))]
+    names = [item["name"].rpartition("/")[2] for item in as_json(invoke("list", kind, "--json"))]
     text = "".join(invoke("list", kind).stdout.split())
     assert [name for name in names if name not in text] == []
     assert invoke("list", kind).stdout == invoke(kind).stdout
@@ -218,16 +218,16 @@ def test_completion_is_a_script_for_ridgeplan(invoke: Any, shell: str) -> None:
 def test_a_plan_of_this_machine_loads_after_its_calibration_is_gone(
     invoke: Any, refuses: Any, profile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = replace(profile, hardware=replace(profile.hardware, name="cpu-of-mine"))
+    changed_profile = replace(profile, hardware=replace(profile.hardware, name="cpu-of-mine"))
     folder = tmp_path / "ridgeplan"
     folder.mkdir()
-    (folder / "profile.json").write_text(own.to_json())
+    (folder / "profile.json").write_text(changed_profile.to_json())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "plan.json"
-    made = as_json(invoke("plan", LLAMA, "--gpu", "auto", "--ctx", "8k", "-o", path, "--json"))
+    answer = as_json(invoke("plan", LLAMA, "--gpu", "auto", "--ctx", "8k", "-o", path, "--json"))
     (folder / "profile.json").unlink()
     loaded = as_json(invoke("estimate", "--plan", path, "--json"))
-    assert loaded["predicted"]["tpot_ms"] == made["predicted"]["tpot_ms"]
+    assert loaded["predicted"]["tpot_ms"] == answer["predicted"]["tpot_ms"]
     assert "unknown GPU" in refuses("estimate", LLAMA, "--plan", path, "--gpu", "cpu-of-mine")
 
 
@@ -235,11 +235,11 @@ def test_a_plan_of_a_gguf_loads_after_the_file_is_gone(invoke: Any, smollm2: Pat
     copy = tmp_path / "mine.gguf"
     copy.symlink_to(smollm2)
     path = tmp_path / "plan.json"
-    made = as_json(invoke("plan", copy, "--gpu", "h200", "--ctx", "4k", "-o", path, "--json"))
+    answer = as_json(invoke("plan", copy, "--gpu", "h200", "--ctx", "4k", "-o", path, "--json"))
     copy.unlink()
     loaded = as_json(invoke("estimate", "--plan", path, "--json"))
-    assert loaded["predicted"]["tpot_ms"] == pytest.approx(made["predicted"]["tpot_ms"])
-    assert loaded["plan"] == made["plan"]
+    assert loaded["predicted"]["tpot_ms"] == pytest.approx(answer["predicted"]["tpot_ms"])
+    assert loaded["plan"] == answer["plan"]
 
 
 @pytest.mark.parametrize(
@@ -256,4 +256,4 @@ def test_a_plan_of_a_gguf_loads_after_the_file_is_gone(invoke: Any, smollm2: Pat
 def test_what_is_not_calibrated_says_so_once(invoke: Any, line: tuple[object, ...]) -> None:
     note = "rtx4090 is not calibrated: utilizations are those of a test's H200"
     assert invoke(*line).stdout.count(note) == 1
-    assert [one for one in as_json(invoke(*line, "--json"))["notes"] if one.startswith("rtx4090")] == [note]
+    assert [note for note in as_json(invoke(*line, "--json"))["notes"] if note.startswith("rtx4090")] == [note]

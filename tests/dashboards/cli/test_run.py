@@ -139,8 +139,8 @@ def test_sampling_options_reach_the_engine(invoke: Any, plan_path: Path, tiny_fo
     options = {"temperature": 1.5, "top_k": 50, "top_p": 0.9, "seed": 3}
     engine = runtime.load(preset("quantspec", Workload("m", "here", 64, 8)), str(tiny_folder))
     sampled = engine.generate(engine.tokenizer.encode("The capital"), 8, runtime.SamplingParams(**options))
-    given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
-    assert json.loads(invoke(*arguments, *given).stdout)["tokens"] == sampled.tokens[0]
+    option_arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert json.loads(invoke(*arguments, *option_arguments).stdout)["tokens"] == sampled.tokens[0]
     assert json.loads(invoke(*arguments).stdout)["tokens"] != sampled.tokens[0]
 
 

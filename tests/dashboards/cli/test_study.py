@@ -68,8 +68,8 @@ def test_a_resumed_study_keeps_its_rows_and_measures_what_they_lack(study: Any, 
     (tmp_path / "study.json").write_text(json.dumps({**first, "rows": [changed]}))
     both = study("--policies", "specattn", "quest", "--resume")
     assert both["rows"][0] == changed
-    assert [one["policy"] for one in both["rows"]] == ["specattn", "quest"]
-    assert [one["policy"] for one in study("--policies", "quest")["rows"]] == ["quest"]  # without --resume, anew
+    assert [row["policy"] for row in both["rows"]] == ["specattn", "quest"]
+    assert [row["policy"] for row in study("--policies", "quest")["rows"]] == ["quest"]  # without --resume, anew
 
 
 def test_each_context_is_saved_before_the_next_one_is_measured(
@@ -86,13 +86,19 @@ def test_each_context_is_saved_before_the_next_one_is_measured(
 def test_drafts_that_plans_can_have_are_merged_into_rows_of_acceptance(study: Any, tmp_path: Path) -> None:
     """Hindsight and sets by KV head are bounds and variants, which no plan has."""
     path = tmp_path / "rows.json"
-    made = study("--policies", "specattn", "hindsight", "specattn-heads", "--rows", path)
+    report = study("--policies", "specattn", "hindsight", "specattn-heads", "--rows", path)
     study("--policies", "specattn", "quest", "--resume", "--rows", path)
     rows = {row.draft: row for row in load_rows(path)}
     assert list(rows) == ["specattn", "quest"]
-    found = rows["specattn"]
-    assert (found.context, found.ratio, found.gamma, found.tokens, found.text) == (270, 0.5, 7, 16, "cities")
-    assert found.acceptance == pytest.approx(made["rows"][0]["mean"])
+    specattn_row = rows["specattn"]
+    assert (specattn_row.context, specattn_row.ratio, specattn_row.gamma, specattn_row.tokens, specattn_row.text) == (
+        270,
+        0.5,
+        7,
+        16,
+        "cities",
+    )
+    assert specattn_row.acceptance == pytest.approx(report["rows"][0]["mean"])
 
 
 def test_a_study_of_other_conditions_is_not_resumed(
@@ -164,7 +170,7 @@ def retrieval_text(tmp_path_factory, long_text):
 
 def test_a_head_is_trained_studied_and_executed(invoke, refuses, tiny_folder, retrieval_text, tmp_path):
     head, model = tmp_path / "head.safetensors", str(tiny_folder)
-    asked = [
+    command = [
         "distill",
         model,
         "--text",
@@ -178,24 +184,24 @@ def test_a_head_is_trained_studied_and_executed(invoke, refuses, tiny_folder, re
         "--device",
         "cpu",
     ]
-    found = invoke(*asked, "--output", str(head), "--checkpoint", str(tmp_path / "run.safetensors"))
-    assert found.exit_code == 0, found.output
-    again = refuses(*asked, "--output", str(head), "--checkpoint", str(tmp_path / "run.safetensors"), "--seed", "1")
+    result = invoke(*command, "--output", str(head), "--checkpoint", str(tmp_path / "run.safetensors"))
+    assert result.exit_code == 0, result.output
+    again = refuses(*command, "--output", str(head), "--checkpoint", str(tmp_path / "run.safetensors"), "--seed", "1")
     assert "it is of another run; allowed: the same model, text and options, or no checkpoint" in again
-    same = refuses(*asked, "--output", str(head), "--checkpoint", str(head))
+    same = refuses(*command, "--output", str(head), "--checkpoint", str(head))
     assert "as --output is; allowed: another file" in same
     output, html = tmp_path / "study.json", tmp_path / "study.html"
-    found = invoke(
+    result = invoke(
         "study", "retrieval", "--model", model, "--text", retrieval_text, "--retrieval-head", str(head), "--ctx", "600",
         "--budgets", "300", "--tokens", "2", "--output", str(output), "--html", str(html),
     )  # fmt: skip
-    assert found.exit_code == 0, found.output
+    assert result.exit_code == 0, result.output
     methods = [row["method"] for row in json.loads(output.read_text())["rows"]]
     assert methods[:2] == ["retrieval-head", "retrieval-batch"]
     assert "plotly" in html.read_text()
     plan = tmp_path / "plan.json"
     attention = TargetAttention(RetrievalHead(recent=8), 20)
     plan.write_text(Plan(Workload("tiny", "cpu", 64, 16), attention=attention).to_json())
-    asked = ["run", str(plan), "--model", model, "--prompt", "It was a bright cold day", "--max-new-tokens", "4"]
-    assert invoke(*asked, "--retrieval-head", str(head)).exit_code == 0
-    assert "`ridgeplan distill` trains one" in refuses(*asked)
+    command = ["run", str(plan), "--model", model, "--prompt", "It was a bright cold day", "--max-new-tokens", "4"]
+    assert invoke(*command, "--retrieval-head", str(head)).exit_code == 0
+    assert "`ridgeplan distill` trains one" in refuses(*command)

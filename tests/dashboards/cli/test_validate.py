@@ -233,14 +233,14 @@ def results(tmp_path: Path) -> Path:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[SuiteOptions]:
     """The options that would have been measured; each has one step as its answer."""
-    asked: list[SuiteOptions] = []
+    calls: list[SuiteOptions] = []
 
     def run(options: SuiteOptions) -> SuiteReport:
-        asked.append(options)
+        calls.append(options)
         return replace(heading(options), rows=(replace(ROW, section=options.sections[0]),))
 
     monkeypatch.setattr("ridgeplan.validate.suite.run.run_suite", lambda question, _: run(question))
-    return asked
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_report_is_shown_as_tables_json_and_html(invoke: Any, results: Path, t
     assert html.read_text().startswith("<!doctype html>")
     data = json.loads(invoke("validate", "--report", results, "--json").stdout)
     assert SuiteReport.from_json(json.dumps({key: value for key, value in data.items() if key != "summary"})) == REPORT
-    assert {one["name"] for one in data["summary"]} == {"steps", "plain step", "regret"}
+    assert {item["name"] for item in data["summary"]} == {"steps", "plain step", "regret"}
 
 
 def test_without_plotly_there_is_a_note_and_no_html(

@@ -45,12 +45,12 @@ def charts_of(page: AppTest) -> int:
 def test_one_sentence_names_the_plan_its_speed_and_how_sure_that_is(page: AppTest) -> None:
     page.run()
     expected = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120_000)
-    found = re.fullmatch(r"### Recommended: (\S+), ([\d.]+) ms per token, ([\d.]+)x plain decoding, faster with "
+    sentence = re.fullmatch(r"### Recommended: (\S+), ([\d.]+) ms per token, ([\d.]+)x plain decoding, faster with "
                          r"(over 99|\d+)% probability\.", verdict(page))  # fmt: skip
-    assert found
-    assert found[1] == expected.name == "quantspec-int8"
-    assert float(found[2]) == pytest.approx(expected.predicted.best.tpot_ms, rel=0.005)
-    assert float(found[3]) == pytest.approx(expected.predicted.speedup, abs=0.005)
+    assert sentence
+    assert sentence[1] == expected.name == "quantspec-int8"
+    assert float(sentence[2]) == pytest.approx(expected.predicted.best.tpot_ms, rel=0.005)
+    assert float(sentence[3]) == pytest.approx(expected.predicted.speedup, abs=0.005)
     assert "meta-llama/Llama-3.1-8B on h200, 120000 tokens of context, batch 1" in shown(page)
     assert [metric.label for metric in page.metric] == TILES
     assert not page.error

@@ -21,7 +21,7 @@ def opened(**url: str) -> AppTest:
     return page
 
 
-def asked(page: AppTest) -> str:
+def command_line(page: AppTest) -> str:
     """The command's arguments."""
     return str(page.code[0].value)
 
@@ -39,18 +39,18 @@ def press(page: AppTest, place: int) -> None:
 def test_a_url_asks_its_question() -> None:
     page = opened(model="Qwen/Qwen3-8B", gpu="h100-sxm", context="16k", batch="4", new_tokens="256", quality="exact")
     words = "ridgeplan plan Qwen/Qwen3-8B --gpu h100-sxm --ctx 16384 --batch 4 --new-tokens 256 --quality exact"
-    assert asked(page) == words
+    assert command_line(page) == words
 
 
 def test_values_of_a_url_that_are_not_allowed_are_ignored() -> None:
     page = opened(quality="<script>", memory_utilization="7")
     assert not page.error
-    assert asked(page) == f"ridgeplan plan {MODEL} --gpu h200 --ctx 120000"
+    assert command_line(page) == f"ridgeplan plan {MODEL} --gpu h200 --ctx 120000"
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("128k", 131_072), ("65_536", 65_536), ("32,768", 32_768)])
 def test_a_context_is_read_as_people_write_it(text: str, tokens: int) -> None:
-    assert f"--ctx {tokens}" in asked(opened(context=text))
+    assert f"--ctx {tokens}" in command_line(opened(context=text))
 
 
 def test_a_slider_stands_next_to_its_text_and_writes_it() -> None:
@@ -58,7 +58,7 @@ def test_a_slider_stands_next_to_its_text_and_writes_it() -> None:
     assert page.select_slider(key="context_slider").value == 98_304  # 96k is nearer than 128k
     page.select_slider(key="context_slider").set_value(65_536).run()
     assert page.text_input(key="context").value == "64k"
-    assert "--ctx 65536" in asked(page)
+    assert "--ctx 65536" in command_line(page)
 
 
 TIGHT = (
@@ -75,7 +75,7 @@ def test_every_card_leads_to_an_answer(url: dict[str, str]) -> None:
     page = opened(**url)
     assert "nothing fits" in page.error[0].value
     assert not page.metric
-    cards = [one for one in page.button if str(one.key).startswith("fix_")]
+    cards = [element for element in page.button if str(element.key).startswith("fix_")]
     assert cards
     for place in range(len(cards)):
         page = opened(**url)
@@ -88,18 +88,18 @@ def test_cards_are_the_planner_s_fixes() -> None:
     with pytest.raises(NothingFits) as caught:
         planner.recommend(MODEL, "h200", 120_000, memory_limit="10GB")
     page = opened(memory_limit="10GB")
-    shown = [str(one.value).replace("\\", "") for one in page.caption]
+    shown = [str(element.value).replace("\\", "") for element in page.caption]
     assert [fix.text for fix in caught.value.fixes] == [text for text in shown if text in str(caught.value)]
 
 
 def test_what_does_not_fit_the_gpu_alone_has_the_cards_of_what_would() -> None:
     """The verdict begins with it, and every card leads to an answer that does not."""
     url = {"context": "128k", "batch": "20"}
-    found = planner.recommend(MODEL, "h200", "128k", batch=20)
+    recommendation = planner.recommend(MODEL, "h200", "128k", batch=20)
     page = opened(**url)
-    assert found.warning and found.warning in verdict(page)
-    cards = [str(one.key) for one in page.button if str(one.key).startswith("fix_")]
-    assert len(cards) == len(found.on_device) > 0
+    assert recommendation.warning and recommendation.warning in verdict(page)
+    cards = [str(element.key) for element in page.button if str(element.key).startswith("fix_")]
+    assert len(cards) == len(recommendation.on_device) > 0
     for place in range(len(cards)):
         page = opened(**url)
         press(page, place)
@@ -110,11 +110,13 @@ def test_the_memory_of_the_host_is_an_input() -> None:
     """Layers that the usual memory has room for do not fit a host with 20 GB; a card says how much it takes."""
     page = opened(context="128k", batch="20", gpu="rtx5090", host_memory="20GB")
     assert "nothing fits" in page.error[0].value
-    places = [place for place, one in enumerate(page.markdown) if "Host with" in str(one.value)]
+    places = [place for place, element in enumerate(page.markdown) if "Host with" in str(element.value)]
     assert len(places) == 1
-    last = max(int(str(one.key).removeprefix("fix_")) for one in page.button if str(one.key).startswith("fix_"))
+    last = max(
+        int(str(element.key).removeprefix("fix_")) for element in page.button if str(element.key).startswith("fix_")
+    )
     press(page, last)
-    assert "--host-memory" in asked(page)
+    assert "--host-memory" in command_line(page)
     assert "Does not fit the GPU alone" in verdict(page)
 
 
@@ -122,11 +124,11 @@ def test_a_context_beyond_the_model_s_has_cards_too() -> None:
     page = opened(context="200000")
     assert "context 200000 is beyond the limit" in page.error[0].value
     press(page, 0)
-    assert "--ctx 131072" in asked(page)
+    assert "--ctx 131072" in command_line(page)
     page = opened(context="200000")
     press(page, 1)
-    assert asked(page).endswith("--ctx 200000 --yarn")
-    assert any("stretched 2x by YaRN" in str(one.value) for one in page.warning)
+    assert command_line(page).endswith("--ctx 200000 --yarn")
+    assert any("stretched 2x by YaRN" in str(element.value) for element in page.warning)
 
 
 def test_the_map_is_there_even_if_nothing_fits_what_is_asked() -> None:

@@ -82,7 +82,9 @@ def test_a_limit_that_is_no_time_is_said(key: str, words: str) -> None:
 
 def test_another_figure_of_a_paper_has_its_own_sliders() -> None:
     page = tab("Papers")
-    page.selectbox(key="figure").set_value(next(one for one in page.selectbox(key="figure").options if "Fig 4" in one))
+    page.selectbox(key="figure").set_value(
+        next(option for option in page.selectbox(key="figure").options if "Fig 4" in option)
+    )
     page.run()
     assert not page.exception
     assert page.select_slider(key="quantspec-fig4-gamma").options[0] == "1"

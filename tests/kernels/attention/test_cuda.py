@@ -148,10 +148,10 @@ def build(case: Case, device: str) -> Problem:
     q = random(batch, case.queries, case.q_heads, case.head_dim) / case.magnitude
     keys, values = (case.magnitude * random(batch, case.kv_heads, capacity, case.head_dim) for _ in range(2))
     groups, begin, end = torch.tensor(case.rows, dtype=torch.int32).to(device).unbind(1)
-    for b, (_, first, own) in enumerate(case.rows):
+    for b, (_, first, row) in enumerate(case.rows):
         for buffer in (keys, values):
             buffer[b, :, :first] = torch.nan
-            buffer[b, :, max(first, own + case.queries - 1) :] = torch.nan
+            buffer[b, :, max(first, row + case.queries - 1) :] = torch.nan
     if case.bits == 0:
         return Problem(q, keys, values, begin.contiguous(), end.contiguous(), None, None, False)
     codes = QuantizedKV.allocate(batch, case.kv_heads, held, 128, case.head_dim, device, case.bits == 8)
@@ -250,15 +250,15 @@ def test_rows_that_see_nothing_are_zero(bits: int, splits: int | None) -> None:
 def test_writes_the_partials_that_it_declares(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in the buffers themselves, which are poisoned before."""
     problem = build(Case(32, 8, 128, 2, ((37, 0, 200), (37, 0, 200)), 8), "cuda")
-    empty, made = torch.empty, []
+    empty, results = torch.empty, []
 
     def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        made.append(empty(*args, **kwargs))
-        return made[-1].fill_(torch.nan) if made[-1].is_floating_point() else made[-1]
+        results.append(empty(*args, **kwargs))
+        return results[-1].fill_(torch.nan) if results[-1].is_floating_point() else results[-1]
 
     monkeypatch.setattr(torch, "empty", poisoned)
     problem.run(splits)
-    partial, sums = made[:2]
+    partial, sums = results[:2]
     batch, queries, q_heads, head_dim = problem.q.shape
     declared_bytes = ops.partial_bytes(batch, queries, q_heads, head_dim, splits)
     assert 4 * int(partial.isfinite().sum() + sums.isfinite().sum()) == declared_bytes
@@ -348,8 +348,8 @@ def cpu_case() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
 def test_the_launch_passes_pointers_strides_and_sizes(launches: Any) -> None:
     """Eight (batch row, KV head) pairs of 5 groups and 4 tiles of 32 tokens: short rows, so three CTAs per SM."""
     q, keys, lengths = cpu_case()
-    out, asked = launched(launches, q, keys, lengths, None)
-    kernel, grid, threads, params, shared_bytes, early = asked[0]
+    out, calls = launched(launches, q, keys, lengths, None)
+    kernel, grid, threads, params, shared_bytes, early = calls[0]
     assert (kernel, grid, threads, early) == ("attend", (3 * HOPPER_SMS // 8 * 8, 1, 1), 128, True)
     assert HOPPER_BYTES // (shared_bytes + RESERVED_BYTES) == 3
     assert (params.q, params.keys, params.out) == (q.data_ptr(), keys.data_ptr(), out.data_ptr())
@@ -375,19 +375,19 @@ def test_many_splits_are_reduced_by_a_kernel_of_their_own(launches: Any) -> None
     q, keys, lengths = cpu_case()
     for splits, fused in ((42, True), (43, False)):
         launches.asked.clear()
-        _, asked = launched(launches, q, keys, lengths, splits)
-        assert asked[0][1] == (8 * splits, 1, 1)
-        assert asked[0][3].fuse_reduction == fused
+        _, calls = launched(launches, q, keys, lengths, splits)
+        assert calls[0][1] == (8 * splits, 1, 1)
+        assert calls[0][3].fuse_reduction == fused
         # 44 splits are six batches of eight, so all 16 groups of 16 lanes share each of the six rows.
-        merges = [(kernel, grid, threads) for kernel, grid, threads, *_ in asked[1:]]
+        merges = [(kernel, grid, threads) for kernel, grid, threads, *_ in calls[1:]]
         assert merges == ([] if fused else [("merge of 16", (6, 8, 1), 256)])
 
 
 def test_lengths_that_must_be_copied_first_are_not_read_early(launches: Any) -> None:
     q, keys, lengths = cpu_case()
     begin = torch.zeros(4, dtype=torch.int32)[::2]
-    _, asked = launched(launches, q, keys, (begin, *lengths[1:]), None)
-    assert not asked[0][-1]
+    _, calls = launched(launches, q, keys, (begin, *lengths[1:]), None)
+    assert not calls[0][-1]
 
 
 def test_a_started_tile_counts_as_one() -> None:

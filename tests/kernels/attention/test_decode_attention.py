@@ -47,10 +47,10 @@ def build(case: Case, device: str) -> Problem:
     keys = random(batch, case.kv_heads, capacity, case.head_dim)
     values = random(batch, case.kv_heads, capacity, case.head_dim)
     groups, begin, end = torch.tensor(case.rows, dtype=torch.int32).to(device).unbind(1)
-    for b, (_, first, own) in enumerate(case.rows):
+    for b, (_, first, row) in enumerate(case.rows):
         for buffer in (keys, values):
             buffer[b, :, :first] = torch.nan
-            buffer[b, :, max(first, own + case.queries - 1) :] = torch.nan
+            buffer[b, :, max(first, row + case.queries - 1) :] = torch.nan
     if case.bits == 0:
         return Problem(q, keys, values, begin.contiguous(), end.contiguous(), None, None, False)
     held = max(g for g, _, _ in case.rows) + 1

@@ -47,11 +47,11 @@ def test_scores(bits: int, queries: int, rows: Rows, what: What, backend: Backen
         quantize(*store, codes, torch.zeros_like(groups), backend="reference")
     out = torch.full((2, 2, 130), UNTOUCHED, device=device)
     arguments = (q, keys, values, begin, end, codes, groups if bits else None)
-    given = torch.randn(2, 6, generator=generator).to(device)
-    request = ScoreRequest(out, rows, what, given.clone())
-    found = decode_attention(*arguments, lower=bits == 8, splits=3, scores=request, backend=backend)
+    sampled_lse = torch.randn(2, 6, generator=generator).to(device)
+    request = ScoreRequest(out, rows, what, sampled_lse.clone())
+    output = decode_attention(*arguments, lower=bits == 8, splits=3, scores=request, backend=backend)
     plain = decode_attention(*arguments, lower=bits == 8, splits=3, backend=backend)
-    assert torch.equal(found, plain)
+    assert torch.equal(output, plain)
     summed = {"ends": {0, queries - 1}, "last": {queries - 1}, "all": set(range(queries))}[rows]
     for b in range(2):
         count = int(groups[b]) * 32 if codes is not None else 0
@@ -60,17 +60,17 @@ def test_scores(bits: int, queries: int, rows: Rows, what: What, backend: Backen
         if codes is not None:
             seen = torch.cat([dequantize(codes, bits == 8, backend="reference")[0][b, :, :count].double(), seen], 1)
         expected = torch.zeros(2, seen.shape[1], dtype=torch.float64, device=device)
-        lse = given[b].double()
+        lse = sampled_lse[b].double()
         for t in summed:
             logits = q[b, t].double().view(2, 3, 64) / 8 @ seen.mT
             if t == queries - 1:
                 lse = logits.logsumexp(-1).flatten()
-            expected += ((logits - given[b].view(2, 3, 1)).exp() if what == "probabilities" else logits).sum(1)
+            expected += ((logits - sampled_lse[b].view(2, 3, 1)).exp() if what == "probabilities" else logits).sum(1)
         written = slice(0, count) if codes is not None else slice(int(begin[b]), int(end[b]))
         earlier = expected[:, : written.stop - written.start]
         assert torch.allclose(out[b, :, written].double(), earlier, rtol=1e-3, atol=1e-4)
         out[b, :, written] = UNTOUCHED
-        left = lse if what == "probabilities" else given[b].double()
+        left = lse if what == "probabilities" else sampled_lse[b].double()
         torch.testing.assert_close(request.lse[b].double(), left, rtol=1e-4, atol=1e-4)
     assert (out == UNTOUCHED).all()
 
@@ -92,11 +92,13 @@ def test_a_second_call_has_exact_probabilities(backend: Backend, device: str) ->
 
 @pytest.mark.usefixtures("poisoned_empty")
 def test_what_is_not_allowed() -> None:
-    q, keys, one = torch.zeros(1, 2, 2, 32), torch.zeros(1, 1, 8, 32), torch.ones(1, dtype=torch.int32)
+    q, keys, length = torch.zeros(1, 2, 2, 32), torch.zeros(1, 1, 8, 32), torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"\[1, 1, 8 or more\]"):
-        decode_attention(q, keys, keys, one, one, scores=ScoreRequest(torch.zeros(1, 1, 7)))
+        decode_attention(q, keys, keys, length, length, scores=ScoreRequest(torch.zeros(1, 1, 7)))
     with pytest.raises(ValueError, match=r"lse \[1, 3\] does not fit; allowed: \[1, 2\]"):
-        decode_attention(q, keys, keys, one, one, scores=ScoreRequest(torch.zeros(1, 1, 8), lse=torch.zeros(1, 3)))
+        decode_attention(
+            q, keys, keys, length, length, scores=ScoreRequest(torch.zeros(1, 1, 8), lse=torch.zeros(1, 3))
+        )
     with pytest.raises(ValueError, match="need lse"):
         ScoreRequest(torch.zeros(1, 1, 8), what="probabilities")
     with pytest.raises(ValueError, match="float64"):
@@ -146,10 +148,10 @@ def build(case: Case) -> Problem:
     q = 2 * random(batch, case.queries, case.q_heads, case.head_dim)
     keys, values = (random(batch, case.kv_heads, capacity, case.head_dim) for _ in range(2))
     groups, begin, end = torch.tensor(case.lengths, dtype=torch.int32, device="cuda").T.contiguous()
-    for b, (_, first, own) in enumerate(case.lengths):
+    for b, (_, first, length) in enumerate(case.lengths):
         for buffer in (keys, values):
             buffer[b, :, :first] = torch.nan
-            buffer[b, :, max(first, own + case.queries - 1) :] = torch.nan
+            buffer[b, :, max(first, length + case.queries - 1) :] = torch.nan
     if case.bits == 0:
         return Problem(q, keys, values, begin, end, None, None, False)
     codes = QuantizedKV.allocate(batch, case.kv_heads, held, 128, case.head_dim, "cuda", case.bits == 8)
@@ -164,9 +166,9 @@ def request_for(case: Case, problem: Problem, lse: Tensor) -> ScoreRequest:
     return ScoreRequest(torch.full(sizes, UNTOUCHED, device="cuda"), case.rows, case.what, lse.clone())
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    assert torch.isfinite(found).all()
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    assert torch.isfinite(output).all()
+    return float((output.double() - expected.double()).norm() / expected.double().norm())
 
 
 HEADS = ((32, 8, 1), (14, 2, 1), (8, 2, 3), (9, 3, 4), (8, 2, 5), (8, 2, 8), (16, 2, 8))  # 1 to 64 query rows
@@ -189,16 +191,16 @@ def test_cuda_scores(case: Case) -> None:
     problem = build(case)
     assert find_attention_kernel(problem.q, problem.keys, problem.values, problem.codes, problem.lower, 0.1) is not None
     lse = 3 * torch.rand(len(problem.q), case.q_heads, device="cuda")
-    found, expected = request_for(case, problem, lse), request_for(case, problem, lse)
+    request, expected = request_for(case, problem, lse), request_for(case, problem, lse)
     for _ in range(2):
-        out = problem.run(case.splits, scores=found)
+        out = problem.run(case.splits, scores=request)
         problem.run(backend="reference", scores=expected)
         written = expected.out != UNTOUCHED
-        assert torch.equal(written, found.out != UNTOUCHED)
-        assert relative_error(found.out[written], expected.out[written]) < 1e-2
-        assert found.lse is not None and expected.lse is not None
-        torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=1e-2)
-        expected.lse.copy_(found.lse)
+        assert torch.equal(written, request.out != UNTOUCHED)
+        assert relative_error(request.out[written], expected.out[written]) < 1e-2
+        assert request.lse is not None and expected.lse is not None
+        torch.testing.assert_close(request.lse, expected.lse, rtol=0, atol=1e-2)
+        expected.lse.copy_(request.lse)
     assert torch.equal(out, problem.run(case.splits))
 
 
@@ -211,12 +213,12 @@ def test_the_best_tokens_are_the_references(bits: int) -> None:
     for what in ("logits", "probabilities"):
         case = Case(32, 8, 128, 8, bits, "ends", what, lengths=lengths)
         problem = build(case)
-        found, expected = (request_for(case, problem, torch.zeros(1, 32, device="cuda")) for _ in "ab")
+        request, expected = (request_for(case, problem, torch.zeros(1, 32, device="cuda")) for _ in "ab")
         for _ in range(2):
-            problem.run(scores=found)
+            problem.run(scores=request)
             problem.run(backend="reference", scores=expected)
-        for one, other in zip(found.out[0, :, :8192], expected.out[0, :, :8192], strict=True):
-            best = set(one.topk(512).indices.tolist()) & set(other.topk(512).indices.tolist())
+        for scores, other in zip(request.out[0, :, :8192], expected.out[0, :, :8192], strict=True):
+            best = set(scores.topk(512).indices.tolist()) & set(other.topk(512).indices.tolist())
             assert len(best) >= 500
 
 
@@ -238,19 +240,19 @@ def test_one_graph_serves_growing_lengths() -> None:
     case = Case(32, 8, 128, 5, 8, "ends", "probabilities", lengths=((60, 0, 200), (60, 0, 200)))
     problem = build(case)
     problem = replace(problem, keys=problem.keys.nan_to_num(), values=problem.values.nan_to_num())
-    found = request_for(case, problem, torch.zeros(2, 32, device="cuda"))
-    problem.run(scores=found)  # compiles outside the capture
+    request = request_for(case, problem, torch.zeros(2, 32, device="cuda"))
+    problem.run(scores=request)  # compiles outside the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        problem.run(scores=found)
+        problem.run(scores=request)
     for groups, end in ((60, 200), (3, 17), (41, 1)):
-        assert problem.groups is not None and found.lse is not None
+        assert problem.groups is not None and request.lse is not None
         problem.groups.fill_(groups)
         problem.end.fill_(end)
-        expected = request_for(case, problem, found.lse)
-        found.out.fill_(UNTOUCHED)
+        expected = request_for(case, problem, request.lse)
+        request.out.fill_(UNTOUCHED)
         graph.replay()
         problem.run(backend="reference", scores=expected)
-        assert (found.out[:, :, groups * 128 :] == UNTOUCHED).all()
-        assert relative_error(found.out, expected.out) < 1e-2
-        torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=1e-2)
+        assert (request.out[:, :, groups * 128 :] == UNTOUCHED).all()
+        assert relative_error(request.out, expected.out) < 1e-2
+        torch.testing.assert_close(request.lse, expected.lse, rtol=0, atol=1e-2)

@@ -42,22 +42,22 @@ class Driver:
         self.asked: list[tuple[Any, ...]] = []
 
     def cuLaunchKernelEx(self, configuration: Any, kernel: str, values: Any, extra: None) -> int:
-        told: LaunchConfig = configuration._obj
-        attribute = told.attributes[0]
-        assert told.attribute_count == 1
+        config: LaunchConfig = configuration._obj
+        attribute = config.attributes[0]
+        assert config.attribute_count == 1
         assert attribute.id == PROGRAMMATIC_STREAM_SERIALIZATION
         self.early = bool(attribute.value)
-        self.asked.append((kernel, [*told.grid], [*told.block], told.shared_bytes, told.stream))
+        self.asked.append((kernel, [*config.grid], [*config.block], config.shared_bytes, config.stream))
         self.values = values
         return self.status
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    found = Driver()
-    monkeypatch.setattr(cuda, "driver", lambda: found)
+    fake = Driver()
+    monkeypatch.setattr(cuda, "driver", lambda: fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
-    return found
+    return fake
 
 
 def test_structures_lie_as_the_driver_has_them() -> None:
@@ -73,8 +73,8 @@ def test_a_launch_is_early_and_passes_its_arguments(driver: Driver) -> None:
 
     def reading(configuration: Any, kernel: str, values: Any, extra: None) -> int:
         """A kernel's one argument is a structure, of which the driver gets the address."""
-        found = ctypes.cast(values[0], ctypes.POINTER(Pair))[0]
-        read.append((len(values), found.count, found.share))
+        pair = ctypes.cast(values[0], ctypes.POINTER(Pair))[0]
+        read.append((len(values), pair.count, pair.share))
         return Driver.cuLaunchKernelEx(driver, configuration, kernel, values, extra)
 
     driver.cuLaunchKernelEx = reading  # type: ignore[method-assign]

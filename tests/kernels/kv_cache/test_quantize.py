@@ -66,13 +66,13 @@ def test_kernel_equals_reference_bit_by_bit(
     keys, values = buffer_keys[:, :, 5 : 5 + 2 * group], buffer_values[:, :, 5 : 5 + 2 * group]
     index = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
     mask = torch.tensor([True, False, True], device=device)
-    made = {}
+    results = {}
     for backend in ("reference", "triton"):
         codes = poisoned_codes(batch, kv_heads, groups, group, head_dim, device, lower)
         quantize(keys, values, codes, index, mask, backend=backend)
-        made[backend] = tensors(codes)
-    for name, tensor in made["reference"].items():
-        assert torch.equal(tensor.nan_to_num(-7.0), made["triton"][name].nan_to_num(-7.0)), name
+        results[backend] = tensors(codes)
+    for name, tensor in results["reference"].items():
+        assert torch.equal(tensor.nan_to_num(-7.0), results["triton"][name].nan_to_num(-7.0)), name
         untouched = torch.stack([tensor[0, :, 0], tensor[0, :, 1], tensor[1, :, 0], tensor[2, :, 3]])
         assert (untouched.isnan() if tensor.is_floating_point() else untouched == POISON).all(), name
         assert not torch.isnan(tensor[2, :, 1:3]).any(), name
@@ -85,11 +85,11 @@ def test_dequantize_kernel_equals_reference(group: int, head_dim: int, lower: bo
     keys, values = random_kv((2, 3, 2 * group, head_dim), torch.float32, device)
     codes = poisoned_codes(2, 3, 2, group, head_dim, device)
     quantize(keys, values, codes, first_groups(2, device), backend="reference")
-    made = dequantize(codes, lower, backend="triton")
-    for decoded, expected in zip(made, dequantize(codes, lower, backend="reference"), strict=True):
+    output = dequantize(codes, lower, backend="triton")
+    for decoded, expected in zip(output, dequantize(codes, lower, backend="reference"), strict=True):
         torch.testing.assert_close(decoded, expected, rtol=1e-5, atol=1e-5)
     halved = dequantize(codes, lower, torch.bfloat16, backend="triton")
-    for decoded, full in zip(halved, made, strict=True):
+    for decoded, full in zip(halved, output, strict=True):
         # The interpreter truncates to bf16 where the GPU rounds: one unit in the last place.
         torch.testing.assert_close(decoded.float(), full, rtol=2**-7, atol=1e-5)
 
@@ -148,17 +148,17 @@ def test_errors_name_the_value() -> None:
         quantize(x, x, codes, first_groups(1, "cpu"))
     with pytest.raises(ValueError, match="do not fit codes of batch 1, 1 KV heads"):
         quantize(x.expand(1, 2, 40, 32), x.expand(1, 2, 40, 32), codes, first_groups(1, "cpu"))
-    whole, first = x[:, :, :32], first_groups(1, "cpu")
+    full, first = x[:, :, :32], first_groups(1, "cpu")
     with pytest.raises(ValueError, match="must have one shape"):
-        quantize(x, whole, codes, first)
+        quantize(x, full, codes, first)
     with pytest.raises(ValueError, match="contiguous channels"):
-        quantize(whole.mT, whole.mT, codes, first)
+        quantize(full.mT, full.mT, codes, first)
     with pytest.raises(ValueError, match=r"group_index is torch.int64 \[1\]; allowed: torch.int32 \[1\]"):
-        quantize(whole, whole, codes, first.long())
+        quantize(full, full, codes, first.long())
     with pytest.raises(ValueError, match=r"first_slot is torch.int32 \[2\]; allowed: torch.int32 \[1\]"):
-        quantize(whole, whole, codes, first, first_slot=first.repeat(2))
+        quantize(full, full, codes, first, first_slot=first.repeat(2))
     with pytest.raises(ValueError, match=r"mask is torch.uint8 \[1\]; allowed: torch.bool \[1\]"):
-        quantize(whole, whole, codes, first, first.byte())
+        quantize(full, full, codes, first, first.byte())
     with pytest.raises(ValueError, match="give both planes or neither"):
         replace(codes, key_lower=codes.key_upper)
     with pytest.raises(ValueError, match="upper plane only"):
@@ -307,19 +307,19 @@ def test_bytes_per_token() -> None:
 
 @pytest.mark.parametrize("lower", [True, False])
 def test_kernels_and_batches_see_the_same_storage(lower: bool) -> None:
-    whole = QuantizedKV.allocate(3, 2, 2, 8, 16, "cpu", lower=lower)
+    full = QuantizedKV.allocate(3, 2, 2, 8, 16, "cpu", lower=lower)
     for planes, name in (
-        (QuantizedPlanes.of(whole.key_planes), "key"),
-        (QuantizedPlanes.of(whole.value_planes), "value"),
+        (QuantizedPlanes.of(full.key_planes), "key"),
+        (QuantizedPlanes.of(full.value_planes), "value"),
     ):
-        lower_codes = getattr(whole, f"{name}_lower")
+        lower_codes = getattr(full, f"{name}_lower")
         assert planes.lower == (None if lower_codes is None else lower_codes.data_ptr())
         pointers = [planes.upper, planes.scale, planes.minimum]
-        assert pointers == [getattr(whole, f"{name}_{part}").data_ptr() for part in ("upper", "scale", "min")]
-    part = whole.rows(slice(1, 3))
-    assert (part.batch, part.planes) == (2, whole.planes)
+        assert pointers == [getattr(full, f"{name}_{part}").data_ptr() for part in ("upper", "scale", "min")]
+    part = full.rows(slice(1, 3))
+    assert (part.batch, part.planes) == (2, full.planes)
     part.value_upper.fill_(7)
-    assert whole.value_upper[1:].eq(7).all() and whole.value_upper[0].eq(0).all()
+    assert full.value_upper[1:].eq(7).all() and full.value_upper[0].eq(0).all()
 
 
 # The CUDA quantization kernel computes only what it can read, and what it is launched with.

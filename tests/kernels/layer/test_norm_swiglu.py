@@ -56,8 +56,8 @@ def test_without_an_update_the_stream_passes_through(backend: str, device: str) 
 def test_rows_and_weight_may_be_strided(backend: str, device: str) -> None:
     wide, update, weight = inputs((4,), 128, torch.float32, device)
     half, every_second = torch.cat([wide, wide], dim=-1)[:, :128], weight.repeat_interleave(2)[::2]
-    found = add_rms_norm(half, update, every_second, EPS, backend=backend)
-    for strided, plain in zip(found, add_rms_norm(wide, update, weight, EPS), strict=True):
+    output = add_rms_norm(half, update, every_second, EPS, backend=backend)
+    for strided, plain in zip(output, add_rms_norm(wide, update, weight, EPS), strict=True):
         torch.testing.assert_close(strided, plain)
 
 

@@ -132,7 +132,7 @@ def test_large_programs(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyP
     """Those that long prompts run in, here with heads of several tokens."""
     monkeypatch.setattr("ridgeplan.kernels.layer.triton.FEW_ELEMENTS", 0)
     case = Case(heads, torch.float32, device)
-    made = []
+    results = []
     for backend in ("reference", "triton"):
         keys, values = (store.nan_to_num() for store in case.cache())
         queries = rope_append(
@@ -146,8 +146,8 @@ def test_large_programs(heads: tuple[int, int, int], monkeypatch: pytest.MonkeyP
             eps=EPS,
             backend=backend,
         )
-        made.append((queries, keys, values))
-    for reference, triton in zip(*made, strict=True):
+        results.append((queries, keys, values))
+    for reference, triton in zip(*results, strict=True):
         torch.testing.assert_close(triton, reference, atol=4e-6, rtol=4e-6)
 
 
@@ -213,7 +213,7 @@ def test_compiled_equals_the_reference_at_real_sizes(batch: int, tokens: int, he
     weight = torch.rand(q_heads + kv_heads, head_dim, device="cuda").bfloat16()
     slots = torch.arange(tokens, device="cuda") + torch.arange(batch, device="cuda")[:, None]
     tables = rotary_tables(slots + 10**6, frequencies(head_dim, "cuda"), 1.0)
-    made = []
+    results = []
     for backend in ("reference", "triton"):
         keys, values = (torch.zeros(batch, kv_heads, tokens + batch, head_dim, device="cuda").bfloat16() for _ in "kv")
         queries = rope_append(
@@ -227,8 +227,8 @@ def test_compiled_equals_the_reference_at_real_sizes(batch: int, tokens: int, he
             eps=EPS,
             backend=backend,  # type: ignore[arg-type]
         )
-        made.append((queries, keys, values))
-    for reference, compiled in zip(*made, strict=True):
+        results.append((queries, keys, values))
+    for reference, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, reference, atol=2**-7, rtol=2**-7)
 
 

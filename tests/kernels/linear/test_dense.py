@@ -109,8 +109,12 @@ def test_the_library_takes_what_it_is_as_fast_at(rows: int, outputs: int, inputs
 
 def test_warps_divide_a_stage_evenly() -> None:
     """Of 18 K tiles three warps take six each, where four would take four or five; of 12 or 19 four are faster."""
-    found = {inputs: make_dense_schedule(1, 64, inputs, True, False, H200) for inputs in (384, 576, 608)}
-    assert {inputs: schedule and schedule.mma_warps for inputs, schedule in found.items()} == {384: 4, 576: 3, 608: 4}
+    schedules = {inputs: make_dense_schedule(1, 64, inputs, True, False, H200) for inputs in (384, 576, 608)}
+    assert {inputs: schedule and schedule.mma_warps for inputs, schedule in schedules.items()} == {
+        384: 4,
+        576: 3,
+        608: 4,
+    }
 
 
 def runs_cuda(x: Tensor, weight: Tensor, gated: bool = False) -> bool:

@@ -58,7 +58,9 @@ def test_packing_is_exact(outputs: int, inputs: int, group: int, device: str) ->
     codes, scale, zero = parts(outputs, inputs, group, device)
     weight = Int4Weight.pack(codes, scale, zero)
     assert torch.equal(weight.unpack().long(), codes)
-    assert all(torch.equal(pair.float(), given) for pair, given in zip(weight.pairs(), (scale, zero), strict=True))
+    assert all(
+        torch.equal(pair.float(), expected) for pair, expected in zip(weight.pairs(), (scale, zero), strict=True)
+    )
     assert torch.equal(weight.dequantize(torch.float32), definition(codes, scale, zero).float())
     padded = -(-outputs // 16) * 16
     assert weight.bytes == padded * inputs * weight_bytes(4, group, 2)

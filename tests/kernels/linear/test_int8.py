@@ -41,7 +41,7 @@ def random_pairs(outputs: int, groups: int, seed: int) -> tuple[Tensor, Tensor]:
     return scale, zero
 
 
-def made(kind: str, outputs: int, inputs: int, group: int, device: str = "cpu") -> tuple[Int8Weight, Tensor]:
+def random_weight(kind: str, outputs: int, inputs: int, group: int, device: str = "cpu") -> tuple[Int8Weight, Tensor]:
     """A random weight, and its definition [outputs, inputs] in float64."""
     codes = torch.randint(256, (outputs, inputs), generator=torch.Generator().manual_seed(inputs))
     scale, zero = random_pairs(outputs, inputs // group, 1)
@@ -61,7 +61,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
 def test_plain_codes_are_exact(outputs: int, inputs: int, group: int, device: str) -> None:
-    weight, exact = made("plain", outputs, inputs, group, device)
+    weight, exact = random_weight("plain", outputs, inputs, group, device)
     assert torch.allclose(weight.dequantize().double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
     padded = -(-outputs // 16) * 16
     assert weight.bytes == padded * inputs * weight_bytes(8, group, 2)
@@ -77,9 +77,9 @@ def test_drafts_read_the_upper_plane(device: str) -> None:
 
 
 def test_planes_of_two_shapes_are_refused() -> None:
-    one, other = (Int4Weight.pack(torch.zeros(16, 128), *torch.zeros(2, 16, 128 // group)) for group in (64, 128))
+    first, other = (Int4Weight.pack(torch.zeros(16, 128), *torch.zeros(2, 16, 128 // group)) for group in (64, 128))
     with pytest.raises(ValueError, match=r"planes of .* \(16, 128, 64\) and \(16, 128, 128\); allowed: equal ones"):
-        Int8Weight(one, other)
+        Int8Weight(first, other)
 
 
 @pytest.mark.parametrize(("kind", "outputs", "inputs", "group", "shape"), PRODUCTS)
@@ -88,7 +88,7 @@ def test_planes_of_two_shapes_are_refused() -> None:
 def test_product_equals_the_definition(
     kind: str, outputs: int, inputs: int, group: int, shape: tuple[int, ...], backend: str, device: str
 ) -> None:
-    weight, exact = made(kind, outputs, inputs, group, device)
+    weight, exact = random_weight(kind, outputs, inputs, group, device)
     x = torch.randn(*shape, inputs, generator=torch.Generator().manual_seed(1)).to(device)
     bias = torch.linspace(-9, 9, outputs, device=device)
     actual = linear_quantized(x, weight, bias, backend=backend)
@@ -99,7 +99,7 @@ def test_product_equals_the_definition(
 @pytest.mark.parametrize("rows", [3, 70])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_product_in_16_bits(rows: int, backend: str, device: str) -> None:
-    weight, exact = made("hierarchical", 50, 256, 64, device)
+    weight, exact = random_weight("hierarchical", 50, 256, 64, device)
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
     actual = linear_quantized(x, weight, backend=backend)
     assert actual.dtype == torch.bfloat16
@@ -153,7 +153,7 @@ CUDA_CASES = [  # rows, outputs, inputs, group: odd sizes, all variants, split i
 def test_cuda_equals_the_definition(
     kind: str, rows: int, outputs: int, inputs: int, group: int, dtype: torch.dtype
 ) -> None:
-    weight, exact = made(kind, outputs, inputs, group, "cuda")
+    weight, exact = random_weight(kind, outputs, inputs, group, "cuda")
     bias = torch.randn(outputs, device="cuda").to(dtype)
     x = torch.randn(rows, inputs, device="cuda").to(dtype) / 4096 + 0.001  # sums inside fp16's range
     assert (find_quantized_kernel(x, weight) is None) == (group == 256 and dtype == torch.float16)
@@ -167,7 +167,7 @@ def test_cuda_equals_the_definition(
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 128), (1216, 576), (9728, 896), (28672, 4096), (3072, 2048)])
 @pytest.mark.usefixtures("poisoned_empty")
 def test_gated_in_cuda(rows: int, outputs: int, inputs: int) -> None:
-    weight, exact = made("hierarchical", outputs, inputs, 64, "cuda")
+    weight, exact = random_weight("hierarchical", outputs, inputs, 64, "cuda")
     x = torch.randn(rows, inputs, device="cuda").bfloat16() / 64 + 0.01
     assert (find_quantized_kernel(x, weight, True) is not None) == (rows <= MAX_GATED_ROWS)
     gate, up = (x.double() @ exact.T).chunk(2, dim=1)
@@ -179,7 +179,7 @@ def test_gated_in_cuda(rows: int, outputs: int, inputs: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [MAX_QUANTIZED_ROWS + 1, 2048])
 def test_many_rows_go_through_copies(rows: int) -> None:
-    weight, exact = made("hierarchical", 1000, 256, 128, "cuda")
+    weight, exact = random_weight("hierarchical", 1000, 256, 128, "cuda")
     x = torch.randn(rows, 256, device="cuda").bfloat16()
     assert find_quantized_kernel(x, weight) is None
     assert relative_error(linear_quantized(x, weight), x.double() @ exact.T) < 2 * torch.finfo(torch.bfloat16).eps

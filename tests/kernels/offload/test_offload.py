@@ -69,39 +69,45 @@ class Simulated:
         return list(zip(missing, sorted(oldest), strict=True))
 
 
-def choices(generator: torch.Generator, units: int, most: int, sets: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def choices(generator: torch.Generator, units: int, maximum: int, sets: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Distinct units of every set, in random order, and how many hold."""
-    index = torch.rand(*sets, units, generator=generator).argsort(-1)[..., :most].int().contiguous()
-    return index, torch.randint(0, most + 1, sets, generator=generator, dtype=torch.int32)
+    index = torch.rand(*sets, units, generator=generator).argsort(-1)[..., :maximum].int().contiguous()
+    return index, torch.randint(0, maximum + 1, sets, generator=generator, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("units, slots, most", [(40, 12, 9), (40, 40, 17), (200, 33, 33), (9, 4, 4)])
+@pytest.mark.parametrize("units, slots, maximum", [(40, 12, 9), (40, 40, 17), (200, 33, 33), (9, 4, 4)])
 @BACKENDS
 def test_slots_hold_what_was_chosen_and_forget_what_was_used_least_recently(
-    backend: str, units: int, slots: int, most: int, device: str
+    backend: str, units: int, slots: int, maximum: int, device: str
 ) -> None:
     generator = torch.Generator().manual_seed(units + slots)
     batch, sets = 2, 3
     table = SlotTable.allocate(batch, sets, units, slots, torch.device(device))
-    simulated = {(row, own): Simulated(slots) for row in range(batch) for own in range(sets)}
-    wanted = loaded = 0
+    simulated = {(row, token_set): Simulated(slots) for row in range(batch) for token_set in range(sets)}
+    chosen_units = loaded = 0
     for _ in range(12):
-        index, count = choices(generator, units, most, (batch, sets))
+        index, count = choices(generator, units, maximum, (batch, sets))
         loads = allocate_slots(table, index.to(device), count.to(device), backend=backend)
-        for (row, own), one in simulated.items():
-            chosen = index[row, own, : count[row, own]].tolist()
-            expected = one.take(chosen)
-            found = int(loads.count[row, own])
-            pairs = zip(loads.units[row, own, :found].tolist(), loads.into[row, own, :found].tolist(), strict=True)
+        for (row, token_set), slots_of_set in simulated.items():
+            chosen = index[row, token_set, : count[row, token_set]].tolist()
+            expected = slots_of_set.take(chosen)
+            loaded_units = int(loads.count[row, token_set])
+            pairs = zip(
+                loads.units[row, token_set, :loaded_units].tolist(),
+                loads.into[row, token_set, :loaded_units].tolist(),
+                strict=True,
+            )
             assert list(pairs) == expected
-            assert loads.slots[row, own, : len(chosen)].tolist() == [one.units.index(unit) for unit in chosen]
-            wanted, loaded = wanted + len(chosen), loaded + found
-    assert int(table.requested.sum()) == wanted
-    assert int(table.loaded.sum()) == loaded < wanted
-    for (row, own), one in simulated.items():
-        assert table.unit_of[row, own].tolist() == [-1 if unit is None else unit for unit in one.units]
-        held = {unit: slot for slot, unit in enumerate(one.units) if unit is not None}
-        assert table.slot_of[row, own].tolist() == [held.get(unit, -1) for unit in range(units)]
+            assert loads.slots[row, token_set, : len(chosen)].tolist() == [
+                slots_of_set.units.index(unit) for unit in chosen
+            ]
+            chosen_units, loaded = chosen_units + len(chosen), loaded + loaded_units
+    assert int(table.requested.sum()) == chosen_units
+    assert int(table.loaded.sum()) == loaded < chosen_units
+    for (row, token_set), slots_of_set in simulated.items():
+        assert table.unit_of[row, token_set].tolist() == [-1 if unit is None else unit for unit in slots_of_set.units]
+        held = {unit: slot for slot, unit in enumerate(slots_of_set.units) if unit is not None}
+        assert table.slot_of[row, token_set].tolist() == [held.get(unit, -1) for unit in range(units)]
     table.reset()
     assert int(table.step) == 0
     assert (table.slot_of == -1).all() and (table.unit_of == -1).all()
@@ -128,8 +134,12 @@ def test_units_are_gathered_into_their_slots(backend: str, head_dim: int, page: 
         gather_into_slots(source, out, loads, page, backend=backend)
         for row in range(2):
             for head in range(2):
-                own = row, head % sets
-                for unit, slot in zip(index[own][: count[own]], loads.slots[own][: count[own]], strict=True):
+                row_and_set = row, head % sets
+                for unit, slot in zip(
+                    index[row_and_set][: count[row_and_set]],
+                    loads.slots[row_and_set][: count[row_and_set]],
+                    strict=True,
+                ):
                     for held, slots in zip(source, out, strict=True):
                         unit_tokens = held[row, head, unit * page : (unit + 1) * page]
                         assert torch.equal(slots[row, head, slot * page : (slot + 1) * page], unit_tokens)
@@ -152,8 +162,8 @@ def test_programs_share_the_loads_of_all_rows_and_heads(
     for row, head in product(range(3), range(2)):
         chosen = slice(int(count[row, head]))
         for held, slots in zip(source, out, strict=True):
-            found = slots[row, head, loads.slots[row, head, chosen].long()]
-            assert torch.equal(found, held[row, head, index[row, head, chosen].long()])
+            stored = slots[row, head, loads.slots[row, head, chosen].long()]
+            assert torch.equal(stored, held[row, head, index[row, head, chosen].long()])
 
 
 def test_the_cost_model_moves_what_the_kernels_declare() -> None:

@@ -37,9 +37,10 @@ def test_a_cluster_holds_a_row(dtype: torch.dtype, vocab: int) -> None:
 
 def test_rows_take_four_ctas_as_long_as_two_fit_an_sm() -> None:
     """12 packs of 8 logits for each of 4 x 512 threads."""
-    most = 12 * 8 * 4 * 512
+    maximum = 12 * 8 * 4 * 512
     clusters = [
-        variant_of(torch.empty(1, vocab, dtype=torch.bfloat16, device="meta")).cluster for vocab in (most, most + 1)
+        variant_of(torch.empty(1, vocab, dtype=torch.bfloat16, device="meta")).cluster
+        for vocab in (maximum, maximum + 1)
     ]
     assert clusters == [4, 8]
 
@@ -151,13 +152,13 @@ def test_the_launch_passes_filters(
 ) -> None:
     """What keeps all has a number too; a cluster of four CTAs takes a row, and each thread one pack of it."""
     logits = torch.zeros(2, 3, 1024, dtype=torch.bfloat16)
-    made = TopKTopPKernel("filter", variant_of(logits)).run(logits, 0.5, top_k, top_p)
+    output = TopKTopPKernel("filter", variant_of(logits)).run(logits, 0.5, top_k, top_p)
     ((kernel, grid, threads, params, shared_bytes, early),) = launches.asked
     assert (kernel, grid, threads, shared_bytes, early) == ("filter", (4 * 6, 1, 1), 512, 512 * 16, True)
     assert params.logits == logits.data_ptr()
-    outputs = (made.peak, made.cutoff, made.mass)
+    outputs = (output.peak, output.cutoff, output.mass)
     assert (params.peaks, params.cutoffs, params.masses) == tuple(tensor.data_ptr() for tensor in outputs)
     assert (params.vocab, params.loads, params.top_k, params.top_p) == (1024, 1, *passed)
     assert params.scale == pytest.approx(2.885390, rel=1e-6)  # log2(e) / 0.5
-    assert made.logits is logits
-    assert made.temperature == 0.5
+    assert output.logits is logits
+    assert output.temperature == 0.5

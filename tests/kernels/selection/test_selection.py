@@ -25,16 +25,16 @@ def chosen(scores: Tensor, lengths: Tensor, k: Tensor, max_k: int, backend: Back
 def test_by_hand(backend: Backend, device: str) -> None:
     """Ties go to the lower number; what lies beyond a row's length is never chosen, however large."""
     scores = torch.tensor([[1.0, 3.0, 2.0, 3.0, 9.0], [-1.0, -1.0, -1.0, -2.0, 5.0]], device=device)
-    found = chosen(scores, ints(4, 4, device=device), ints(2, 2, device=device), 3, backend)
-    assert found == [[1, 3], [0, 1]]
+    index = chosen(scores, ints(4, 4, device=device), ints(2, 2, device=device), 3, backend)
+    assert index == [[1, 3], [0, 1]]
 
 
 @BACKENDS
 def test_counts(backend: Backend, device: str) -> None:
     """As many as asked for, as there are, and as there is room for; none of an empty row."""
     scores = torch.arange(8, dtype=torch.float32, device=device).expand(5, -1).contiguous()
-    found = chosen(scores, ints(8, 3, 8, 0, 8, device=device), ints(2, 5, 7, 3, 0, device=device), 4, backend)
-    assert found == [[6, 7], [0, 1, 2], [4, 5, 6, 7], [], []]
+    index = chosen(scores, ints(8, 3, 8, 0, 8, device=device), ints(2, 5, 7, 3, 0, device=device), 4, backend)
+    assert index == [[6, 7], [0, 1, 2], [4, 5, 6, 7], [], []]
 
 
 @BACKENDS
@@ -61,19 +61,19 @@ def test_triton_against_a_sort(width: int, spread: float, device: str) -> None:
     k = ints(width // 10 + 1, 7, width, device=device)
     expected = chosen(scores, lengths, k, width, "reference")
     assert chosen(scores, lengths, k, width, "triton") == expected
-    for row, n, count, found in zip(scores.tolist(), lengths.tolist(), k.tolist(), expected, strict=True):
+    for row, n, count, index in zip(scores.tolist(), lengths.tolist(), k.tolist(), expected, strict=True):
         order = sorted(range(n), key=lambda i: (-row[i], i))
-        assert found == sorted(order[:count])
+        assert index == sorted(order[:count])
 
 
 def test_what_is_not_allowed() -> None:
-    scores, one = torch.zeros(1, 4), torch.ones(1, dtype=torch.int32)
+    scores, length = torch.zeros(1, 4), torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="float64"):
-        top_k(scores.double(), one, one, 1)
+        top_k(scores.double(), length, length, 1)
     with pytest.raises(ValueError, match="max_k 0"):
-        top_k(scores, one, one, 0)
+        top_k(scores, length, length, 0)
     with pytest.raises(ValueError, match="lengths"):
-        top_k(scores, one.long(), one, 1)
+        top_k(scores, length.long(), length, 1)
 
 
 # Quest's bounds: never below a key's true product, tight for single tokens.

@@ -56,10 +56,10 @@ def test_packing_writes_only_what_it_is_told(backend: Backend, group: int, devic
     first = torch.tensor([1, 0], dtype=torch.int32, device=device)
     mask = torch.tensor([True, False], device=device)
     pack_draft_planes(store.codes, out, first, 1, mask, backend=backend)
-    for found, expected in ((out.key_two_bit, store.planes.key_two_bit), (out.value_rows, store.planes.value_rows)):
-        assert torch.equal(found[0, :, 1], expected[0, :, 1])
-        found[0, :, 1] = 0
-        assert not found.any()
+    for plane, expected in ((out.key_two_bit, store.planes.key_two_bit), (out.value_rows, store.planes.value_rows)):
+        assert torch.equal(plane[0, :, 1], expected[0, :, 1])
+        plane[0, :, 1] = 0
+        assert not plane.any()
     pack_draft_planes(store.codes, out, torch.zeros_like(first), 3, backend=backend)
     assert torch.equal(out.key_two_bit, store.planes.key_two_bit)
     assert torch.equal(out.value_rows, store.planes.value_rows)
@@ -170,8 +170,8 @@ def test_the_best_of_each_rows_own_groups_in_order(backend: Backend, device: str
     for b, tokens in enumerate((128, 32)):
         for h in range(2):
             ranked = sorted(range(tokens), key=lambda n: (n >= 3, -float(scores[b, h, n])))
-            wanted = int(count[b, h])
-            assert index[b, h, :wanted].tolist() == sorted(ranked[:wanted])
+            num_chosen = int(count[b, h])
+            assert index[b, h, :num_chosen].tolist() == sorted(ranked[:num_chosen])
 
 
 @BACKENDS

@@ -76,19 +76,19 @@ def test_levels_are_chosen_from_the_top_and_ties_in_order(case: Case) -> None:
     q, (keys, level) = queries(case).abs(), levels(case)
     assert find_two_bit_kernels(q, keys) is not None
     groups, k = integers(case.groups), integers((case.k,) * len(case.groups))
-    most = min(case.k, 128 * max(case.groups)) + 3
-    index, count = two_bit_top_k(q, keys, groups, k, max_k=most, sinks=case.sinks)
-    for b, own in enumerate(case.groups):
-        wanted = min(case.k, 128 * own)
-        assert count[b].tolist() == [wanted] * case.heads[1]
+    maximum = min(case.k, 128 * max(case.groups)) + 3
+    index, count = two_bit_top_k(q, keys, groups, k, max_k=maximum, sinks=case.sinks)
+    for b, row_groups in enumerate(case.groups):
+        num_chosen = min(case.k, 128 * row_groups)
+        assert count[b].tolist() == [num_chosen] * case.heads[1]
         for h in range(case.heads[1]):
-            known = level[b, h, : 128 * own].int()
+            known = level[b, h, : 128 * row_groups].int()
             known[: case.sinks] = LEVELS
-            best = known.sort(descending=True, stable=True).indices[:wanted]
-            assert torch.equal(index[b, h, :wanted].long(), best.sort().values)
+            best = known.sort(descending=True, stable=True).indices[:num_chosen]
+            assert torch.equal(index[b, h, :num_chosen].long(), best.sort().values)
     for _ in range(3):
-        again, _ = two_bit_top_k(q, keys, groups, k, max_k=most, sinks=case.sinks)
-        valid = torch.arange(most, device="cuda") < count[..., None]
+        again, _ = two_bit_top_k(q, keys, groups, k, max_k=maximum, sinks=case.sinks)
+        valid = torch.arange(maximum, device="cuda") < count[..., None]
         assert torch.equal(again[valid], index[valid])
 
 
@@ -101,16 +101,16 @@ def test_what_is_chosen_and_what_is_not_differ_by_rounding_only(case: Case) -> N
     groups, k = integers(case.groups), integers((case.k,) * len(case.groups))
     scores = two_bit_scores(q, keys, groups, backend="reference")
     index, count = two_bit_top_k(q, keys, groups, k, max_k=case.k)
-    for b, own in enumerate(case.groups):
-        for h in range(case.heads[1] if own else 0):
-            exact, wanted = scores[b, h, : 128 * own], int(count[b, h])
+    for b, row_groups in enumerate(case.groups):
+        for h in range(case.heads[1] if row_groups else 0):
+            exact, num_chosen = scores[b, h, : 128 * row_groups], int(count[b, h])
             chosen = torch.zeros_like(exact, dtype=torch.bool)
-            chosen[index[b, h, :wanted].long()] = True
-            assert int(chosen.sum()) == wanted == min(case.k, 128 * own)
-            last = exact.sort(descending=True).values[wanted - 1]
+            chosen[index[b, h, :num_chosen].long()] = True
+            assert int(chosen.sum()) == num_chosen == min(case.k, 128 * row_groups)
+            last = exact.sort(descending=True).values[num_chosen - 1]
             moved = STEP + 6 * ROUNDING * float(exact.std())
             assert exact[chosen].min() > last - moved
-            assert wanted == len(exact) or exact[~chosen].max() < last + moved
+            assert num_chosen == len(exact) or exact[~chosen].max() < last + moved
 
 
 @pytest.mark.gpu
@@ -122,9 +122,9 @@ def test_logits_beyond_what_exp_holds() -> None:
     logits = two_bit_logits(q, moved, 128**-0.5)[:, :, :, 0]
     assert logits.min() > 200
     index, _ = two_bit_top_k(q, moved, integers(case.groups), integers((600, 600)), max_k=600)
-    for b, own in enumerate(case.groups):
+    for b, row_groups in enumerate(case.groups):
         for h in range(8):
-            best = level[b, h, : 128 * own].sort(descending=True, stable=True).indices[:600]
+            best = level[b, h, : 128 * row_groups].sort(descending=True, stable=True).indices[:600]
             assert torch.equal(index[b, h].long(), best.sort().values)
 
 

@@ -74,9 +74,9 @@ class Problem:
 
     @property
     def kernel(self) -> SparseKernel:
-        found = find_progressive_kernel(self.q, self.keys, self.values, self.codes)
-        assert found is not None
-        return found
+        kernel = find_progressive_kernel(self.q, self.keys, self.values, self.codes)
+        assert kernel is not None
+        return kernel
 
     @property
     def parts(self) -> int:
@@ -87,8 +87,8 @@ class Problem:
         q, keys, values = (x.float() for x in (self.q, self.keys, self.values))
         scores = two_bit_scores(q, TwoBitKeys.of(self.codes, self.planes), self.groups, backend="reference")
         scores[:, :, :sinks] = torch.inf
-        sets, most = scores.shape[:2], scores.shape[2]
-        index = torch.zeros(*sets, most, dtype=torch.int32, device="cuda")
+        sets, maximum = scores.shape[:2], scores.shape[2]
+        index = torch.zeros(*sets, maximum, dtype=torch.int32, device="cuda")
         count = torch.zeros(sets, dtype=torch.int32, device="cuda")
         for b, groups in enumerate(self.groups.tolist()):
             for h in range(sets[1]):
@@ -109,12 +109,12 @@ def quantize_coarsely(keys: Tensor, values: Tensor, codes: QuantizedKV, first: T
 
 def stratified_choice(scores: Tensor, groups: int, k: int, sinks: int, parts: int) -> Tensor:
     """Token numbers: each part's best of its groups g % parts == part, its share of k but all of its sinks."""
-    wanted, before, chosen = min(k, 128 * groups), 0, [torch.empty(0, dtype=torch.int64, device=scores.device)]
+    total, before, chosen = min(k, 128 * groups), 0, [torch.empty(0, dtype=torch.int64, device=scores.device)]
     for part in range(min(parts, groups)):
-        own = torch.arange(part, groups, parts, device=scores.device)
-        share = wanted * (before + len(own)) // groups - wanted * before // groups
-        before += len(own)
-        tokens = (128 * own[:, None] + torch.arange(128, device=scores.device)).flatten()
+        part_groups = torch.arange(part, groups, parts, device=scores.device)
+        share = total * (before + len(part_groups)) // groups - total * before // groups
+        before += len(part_groups)
+        tokens = (128 * part_groups[:, None] + torch.arange(128, device=scores.device)).flatten()
         share = max(share, min(k, int((tokens < sinks).sum())))
         chosen.append(tokens[scores[tokens].sort(descending=True, stable=True).indices[:share]])
     return torch.cat(chosen).int()
@@ -142,11 +142,11 @@ CASES = [
 def test_against_the_choice_by_sorting(case: Case) -> None:
     """Calls agree, repeat bit by bit and leave the counters at zero."""
     problem, (k, sinks) = Problem.build(*case.sizes), case.choice
-    found = problem.run(k, sinks)
-    assert torch.isfinite(found).all()
+    output = problem.run(k, sinks)
+    assert torch.isfinite(output).all()
     for _ in range(3):
-        assert torch.equal(problem.run(k, sinks), found)
-    assert relative_error(found, problem.expected(k, sinks)) < 2e-2
+        assert torch.equal(problem.run(k, sinks), output)
+    assert relative_error(output, problem.expected(k, sinks)) < 2e-2
     assert not problem.kernel.arrivals.any()
 
 
@@ -212,8 +212,8 @@ def test_chained_in_a_graph() -> None:
         assert all(relative_error(x, expected) < 1e-2 for x in results)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected).norm() / expected.norm())
+def relative_error(output: Tensor, expected: Tensor) -> float:
+    return float((output.float() - expected).norm() / expected.norm())
 
 
 # What the CUDA kernels of attention to chosen tokens are launched with, without a GPU.
@@ -234,10 +234,12 @@ def test_ctas_of_all_rows_run_at_once(rows: int) -> None:
     assert rows * (parts + 1) > SMS
 
 
-@pytest.mark.parametrize(("rows", "least", "parts"), [(8, 16, 16), (32, 5, 8), (132, 2, 2), (1, 500, 528), (100, 3, 3)])
-def test_rows_of_more_groups_than_a_turn_holds(rows: int, least: int, parts: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "min_parts", "parts"), [(8, 16, 16), (32, 5, 8), (132, 2, 2), (1, 500, 528), (100, 3, 3)]
+)
+def test_rows_of_more_groups_than_a_turn_holds(rows: int, min_parts: int, parts: int) -> None:
     """The fewest turns of 132 CTAs that give `least` a row, shared out."""
-    assert parts_of(rows, SMS, least) == parts
+    assert parts_of(rows, SMS, min_parts) == parts
 
 
 def test_warps_have_two_groups_then_three_tiles() -> None:
@@ -316,8 +318,8 @@ def lists(batch: int, sets: int, entries: int, listed: tuple[int, ...], ordered:
     """Distinct numbers below `entries`, in ascending or any order, of which each row lists some."""
     generator = torch.Generator("cuda").manual_seed(entries)
     index = torch.rand(batch, sets, entries, generator=generator, device="cuda").argsort(-1)
-    most = max(*listed, 1)
-    index = index[:, :, :most].sort(-1).values if ordered else index[:, :, :most]
+    maximum = max(*listed, 1)
+    index = index[:, :, :maximum].sort(-1).values if ordered else index[:, :, :maximum]
     count = torch.tensor(listed, dtype=torch.int32, device="cuda")[:, None].expand(-1, sets).contiguous()
     return index.int().contiguous(), count
 
@@ -372,6 +374,6 @@ def test_against_the_reference(
             backend="reference" if exact else "auto",
         )  # fmt: skip
 
-    expected, found = run("reference"), run("auto")
-    assert float((found.float() - expected).norm() / expected.norm()) < 1e-2
-    assert torch.equal(run("auto"), found)
+    expected, output = run("reference"), run("auto")
+    assert float((output.float() - expected).norm() / expected.norm()) < 1e-2
+    assert torch.equal(run("auto"), output)

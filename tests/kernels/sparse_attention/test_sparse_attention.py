@@ -161,12 +161,12 @@ def test_against_naive(case: Case, backend: Backend, device: str) -> None:
 def test_all_tokens_chosen_is_decode_attention(bits: int, page: int, backend: Backend, device: str) -> None:
     problem = build(Case(4, 2, 64, 3, bits, page), device)
     every = torch.arange(128 // page, dtype=torch.int32, device=device).expand(2, 2, -1).contiguous()
-    whole = replace(problem, index=every, count=torch.full_like(problem.count, 128 // page))
+    full = replace(problem, index=every, count=torch.full_like(problem.count, 128 // page))
     expected = decode_attention(
         problem.q, problem.keys, problem.values, problem.begin, problem.end, problem.codes, problem.groups,
         lower=bits == 8, backend="reference",
     )  # fmt: skip
-    assert relative_error(whole.run(backend), expected.double()) < 1e-5
+    assert relative_error(full.run(backend), expected.double()) < 1e-5
 
 
 @BACKENDS

@@ -8,35 +8,35 @@ from ridgeplan.planner.acceptance.effects import Subject, log_ratio_factor, plac
 
 
 def part(draft="kv4", context=8192, dtype="float32", **more):
-    (found,) = Subject((draft,), "owner/Model-1B-Instruct.Q4_1", 2.0, context, "gptq", dtype, **more).parts
-    return found
+    (only_part,) = Subject((draft,), "owner/Model-1B-Instruct.Q4_1", 2.0, context, "gptq", dtype, **more).parts
+    return only_part
 
 
 def test_a_model_shares_its_effect_with_its_tunings_and_has_one_of_its_own():
-    found = part()
-    assert found["model", "model-1b", "kv"] == 1
-    assert found["tuning", "model-1b-instruct", "kv"] == 1
-    assert found["size", "kv"] == 1  # twice the reference of a billion
+    effects = part()
+    assert effects["model", "model-1b", "kv"] == 1
+    assert effects["tuning", "model-1b-instruct", "kv"] == 1
+    assert effects["size", "kv"] == 1  # twice the reference of a billion
 
 
 def test_octaves_of_context_and_position():
-    found = part(context=65536, position=4)
-    assert found["context", "kv"] == pytest.approx(3)
-    assert found["position", "kv"] == pytest.approx(2)
+    effects = part(context=65536, position=4)
+    assert effects["context", "kv"] == pytest.approx(3)
+    assert effects["position", "kv"] == pytest.approx(2)
 
 
 def test_a_context_lies_between_two_places():
     """16384 is halfway, in log, between the places of 8192 and of 32768."""
-    found = part(context=16384)
+    effects = part(context=16384)
     assert place_of(16384) == pytest.approx(0.5)
-    assert [found["place", "model-1b", "kv4", place] for place in "01"] == pytest.approx([0.5, 0.5])
+    assert [effects["place", "model-1b", "kv4", place] for place in "01"] == pytest.approx([0.5, 0.5])
 
 
 def test_beyond_the_models_rows_the_last_place_stays_and_the_distance_counts():
     spans = {"kv4": (place_of(2048), place_of(32768))}
-    found = part(context=32768 * 64, spans=spans)
-    assert found["place", "model-1b", "kv4", "1"] == pytest.approx(1)
-    assert found["place", "model-1b", "kv4", "beyond"] == pytest.approx(3)  # 64 is 4^3
+    effects = part(context=32768 * 64, spans=spans)
+    assert effects["place", "model-1b", "kv4", "1"] == pytest.approx(1)
+    assert effects["place", "model-1b", "kv4", "beyond"] == pytest.approx(3)  # 64 is 4^3
     assert not any(effect[-1] == "beyond" for effect in part(context=8192, spans=spans))
 
 
@@ -71,8 +71,8 @@ def test_only_weights_have_a_quantizer_and_only_selections_a_ratio():
 def test_eight_bits_are_four_and_what_they_add():
     """Runs and places are of one draft each."""
     assert part("kv8")["eight bits",] == 1
-    own = ("eight bits", "run", "place")
-    four, eight = ({effect for effect in part(draft) if effect[0] not in own} for draft in ("kv4", "kv8"))
+    added = ("eight bits", "run", "place")
+    four, eight = ({effect for effect in part(draft) if effect[0] not in added} for draft in ("kv4", "kv8"))
     assert four == eight
 
 

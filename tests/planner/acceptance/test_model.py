@@ -27,19 +27,24 @@ OWN = AcceptanceRow(
 
 def changed(plan, selection=None, ratio=None, **speculation):
     """The plan with another gamma, another selection or another ratio."""
-    made = replace(plan.speculation, **speculation)
+    speculation_of_plan = replace(plan.speculation, **speculation)
     if selection is not None:
-        made = replace(made, selection=make_selection(selection, ratio=made.ratio if made.sparse else SPARSE_RATIO))
-    return replace(plan, speculation=made if ratio is None else made.with_ratio(ratio))
+        speculation_of_plan = replace(
+            speculation_of_plan,
+            selection=make_selection(
+                selection, ratio=speculation_of_plan.ratio if speculation_of_plan.sparse else SPARSE_RATIO
+            ),
+        )
+    return replace(plan, speculation=speculation_of_plan if ratio is None else speculation_of_plan.with_ratio(ratio))
 
 
-def known(model, name, context=4096, own=(), **speculation):
+def known(model, name, context=4096, own_rows=(), **speculation):
     plan = changed(preset(name, Workload(model, "h200", context)), **speculation)
-    return AcceptanceModel.for_model(load_shape(model), context, [asdict(row) for row in own]).of(plan)
+    return AcceptanceModel.for_model(load_shape(model), context, [asdict(row) for row in own_rows]).of(plan)
 
 
-def width(found):
-    return np.log((1 - found.low) / (1 - found.high))
+def width(prediction):
+    return np.log((1 - prediction.low) / (1 - prediction.high))
 
 
 def test_spellings_of_a_model_count_once():
@@ -58,9 +63,9 @@ def test_a_models_own_row_is_measured_and_narrow():
 def test_more_measurements_weigh_more():
     """Of one row the prediction stays a little towards other models; of eight texts it is where they are."""
     many = [replace(OWN, text=f"text {number}") for number in range(8)]
-    one, eight = (known(LLAMA, "quantspec", 32768, rows) for rows in ([OWN], many))
+    single, eight = (known(LLAMA, "quantspec", 32768, rows) for rows in ([OWN], many))
     prior = known(LLAMA, "quantspec", 32768).best
-    assert 0.9 < one.best < prior
+    assert 0.9 < single.best < prior
     assert abs(eight.best - 0.9) <= abs(known(LLAMA, "quantspec", 32768, many[:2]).best - 0.9)
 
 
@@ -89,7 +94,7 @@ def test_a_measured_part_moves_the_whole_and_not_the_other_part():
 
 
 @pytest.mark.parametrize(
-    "whole, parts",
+    "full, parts",
     [
         # A 1.5B Qwen2.5 at 30k and 120k tokens: 2-bit keys choose 7% or 3%, alone and with 4-bit KV and weights. The
         # regression has no row of them.
@@ -99,8 +104,8 @@ def test_a_measured_part_moves_the_whole_and_not_the_other_part():
         (0.890, (0.930, 0.911)),
     ],
 )
-def test_disagreements_combine_as_they_were_measured_to(whole, parts):
-    assert 1 - np.hypot(*(1 - part for part in parts)) == pytest.approx(whole, abs=0.005)
+def test_disagreements_combine_as_they_were_measured_to(full, parts):
+    assert 1 - np.hypot(*(1 - part for part in parts)) == pytest.approx(full, abs=0.005)
 
 
 def test_fewer_tokens_and_fewer_bits_combine_like_standard_deviations():
@@ -124,15 +129,15 @@ def test_fewer_tokens_and_fewer_bits_combine_like_standard_deviations():
     ],
 )
 def test_sources(model, name, context, source):
-    found = known(model, name, context)
-    assert found.source == source
-    assert ("outside the range of all rows" in found.where) == (source == "extrapolated")
+    acceptance = known(model, name, context)
+    assert acceptance.source == source
+    assert ("outside the range of all rows" in acceptance.where) == (source == "extrapolated")
 
 
 def test_a_ratio_beyond_all_rows_is_extrapolated():
-    found = known(LLAMA, "magicdec-streaming", context=65536, ratio=0.01)
-    assert found.source == "extrapolated"
-    assert "ratio" in found.where
+    acceptance = known(LLAMA, "magicdec-streaming", context=65536, ratio=0.01)
+    assert acceptance.source == "extrapolated"
+    assert "ratio" in acceptance.where
     assert known(LLAMA, "magicdec-streaming", context=65536, ratio=0.04).source == "transferred"
 
 
@@ -254,8 +259,8 @@ def test_a_1_5b_model_on_a_novel_lies_in_the_band():
     """
     shape = replace(load_shape("Qwen2.5-0.5B"), name="another-1.5B", hidden=1536, layers=28, intermediate=8960,
                     q_heads=12, kv_heads=2, head_dim=128)  # fmt: skip
-    found = AcceptanceModel.for_model(shape, 24576).of(preset("quantspec", Workload("m", "h200", 24576)))
-    assert found.low < 0.837 < 0.901 < found.high
+    acceptance = AcceptanceModel.for_model(shape, 24576).of(preset("quantspec", Workload("m", "h200", 24576)))
+    assert acceptance.low < 0.837 < 0.901 < acceptance.high
 
 
 @pytest.mark.parametrize("model", ["Qwen3-8B", "openai/gpt-oss-20b"])
@@ -299,20 +304,20 @@ class HeldOut:
 
 
 def without(rows: list[AcceptanceRow], held: list[AcceptanceRow]) -> Iterator[HeldOut]:
-    found = fit([observation(row) for row in rows])
+    model = fit([observation(row) for row in rows])
     for row in held:
         parts = replace(subject(row), text="").parts
         residual = observation(row).residual
-        yield HeldOut(row, 1 - float(found.disagreement(parts)), found.deviation(parts, residual))
+        yield HeldOut(row, 1 - float(model.disagreement(parts)), model.deviation(parts, residual))
 
 
 @pytest.fixture(scope="module")
 def held_out() -> list[HeldOut]:
     rows = shipped_rows()
     return [
-        one
+        row_left
         for model, text in sorted({(core_name(row.model), row.text) for row in rows})
-        for one in without(
+        for row_left in without(
             [row for row in rows if core_name(row.model) != model and row.text != text],
             [row for row in rows if core_name(row.model) == model and row.text == text],
         )
@@ -320,27 +325,28 @@ def held_out() -> list[HeldOut]:
 
 
 def test_bands_hold_nine_of_ten_rows(held_out):
-    assert np.mean([one.in_band for one in held_out]) >= 0.9
-    assert np.mean([one.in_band for one in held_out if one.row.draft in BITS]) >= 0.9
+    assert np.mean([row.in_band for row in held_out]) >= 0.9
+    assert np.mean([row.in_band for row in held_out if row.row.draft in BITS]) >= 0.9
 
 
 def nearest(row: AcceptanceRow) -> AcceptanceRow:
     """The nearest row of this draft, in octaves of size and context, of another model and another text."""
     others = [
-        one
-        for one in shipped_rows()
-        if one.draft == row.draft and core_name(one.model) != core_name(row.model) and one.text != row.text
+        other
+        for other in shipped_rows()
+        if other.draft == row.draft and core_name(other.model) != core_name(row.model) and other.text != row.text
     ]
     return min(
-        others, key=lambda one: abs(np.log(one.parameters / row.parameters)) + abs(np.log(one.context / row.context))
+        others,
+        key=lambda other: abs(np.log(other.parameters / row.parameters)) + abs(np.log(other.context / row.context)),
     )
 
 
 def test_drafts_of_fewer_bits_are_predicted_better_than_by_the_nearest_row(held_out):
     """These are the drafts that the runtime executes. Texts alone move QuantSpec's rows of one model by up to 0.05."""
-    bits = [one for one in held_out if one.row.draft in BITS]
-    error = np.mean([one.error for one in bits])
-    by_nearest = np.mean([abs(nearest(one.row).acceptance - one.row.acceptance) for one in bits])
+    bits = [row for row in held_out if row.row.draft in BITS]
+    error = np.mean([value.error for value in bits])
+    by_nearest = np.mean([abs(nearest(value.row).acceptance - value.row.acceptance) for value in bits])
     assert error <= 0.025
     assert error < 0.8 * by_nearest
 
@@ -348,6 +354,6 @@ def test_drafts_of_fewer_bits_are_predicted_better_than_by_the_nearest_row(held_
 def test_bands_are_not_wide_for_nothing(held_out):
     """A band that is twice as narrow holds much fewer rows than it should."""
     narrow = [
-        abs(np.log((1 - one.row.acceptance) / (1 - one.predicted))) <= BAND / 3 * one.deviation for one in held_out
+        abs(np.log((1 - row.row.acceptance) / (1 - row.predicted))) <= BAND / 3 * row.deviation for row in held_out
     ]
     assert np.mean(narrow) < 0.8

@@ -37,14 +37,14 @@ ROW = {
 
 def shipped(model, draft, where, context, gamma, text=None):
     """The one shipped row that these describe."""
-    found = [
+    matching = [
         row
         for row in shipped_rows()
         if (row.model, row.draft, row.where, row.context, row.gamma) == (model, draft, where, context, gamma)
         and row.text == (text or row.text)
     ]
-    assert len(found) == 1
-    return found[0]
+    assert len(matching) == 1
+    return matching[0]
 
 
 def test_accepted_over_drafted_is_the_conditional_acceptance_at_one_draft():
@@ -209,8 +209,10 @@ def plan_of(name, ratio=0.07):
     return replace(plan, speculation=plan.speculation.with_ratio(ratio)) if sparse else plan
 
 
-def known(name, own=(), ratio=0.07):
-    return AcceptanceModel.for_model(load_shape(LLAMA), 32768, [asdict(row) for row in own]).of(plan_of(name, ratio))
+def known(name, own_rows=(), ratio=0.07):
+    return AcceptanceModel.for_model(load_shape(LLAMA), 32768, [asdict(row) for row in own_rows]).of(
+        plan_of(name, ratio)
+    )
 
 
 @pytest.mark.parametrize(

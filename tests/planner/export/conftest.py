@@ -22,8 +22,8 @@ def request_for() -> Callable[..., ServeCommandOptions]:
         **decided: Any,
     ) -> ServeCommandOptions:  # fmt: skip
         shape, profile = resolve(model, gpu)
-        made = preset(name, workload_for(shape, profile, context, 1024, batch, yarn=yarn))
-        changed, schema = replace(made, **(plan or {})), schema_for(engine, version)
+        resized_plan = preset(name, workload_for(shape, profile, context, 1024, batch, yarn=yarn))
+        changed, schema = replace(resized_plan, **(plan or {})), schema_for(engine, version)
         return ServeCommandOptions(changed, shape, profile, engine_named(engine), schema, shape.name, **decided)
 
     return make

@@ -72,10 +72,10 @@ def test_only_launches_take_time_where_nothing_is_read() -> None:
 @given(st.integers(1, 256), st.integers(1, 200_000), st.sampled_from(["auto", "fp8", "int4_per_token_head"]))
 def test_more_work_never_takes_less_time(batch: int, context: int, kv: str) -> None:
     profile = engine_profile("vllm")
-    one = profile.step_s(EngineStep(batch, context, 16, kv), LLAMA, H200)
+    first = profile.step_s(EngineStep(batch, context, 16, kv), LLAMA, H200)
     for other in (
         EngineStep(batch + 1, context, 16, kv),
         EngineStep(batch, 2 * context, 16, kv),
         EngineStep(batch, context, 16, kv, 4),
     ):
-        assert profile.step_s(other, LLAMA, H200) >= one
+        assert profile.step_s(other, LLAMA, H200) >= first

@@ -56,21 +56,21 @@ def requests(draw: Any) -> ServeCommandOptions:
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 @given(requests())
-def test_no_parser_rejects_an_exported_plan(asked: ServeCommandOptions) -> None:
+def test_no_parser_rejects_an_exported_plan(request: ServeCommandOptions) -> None:
     """200 plans: as words and as the YAML that vLLM turns into words (str of every value, none of a flag's)."""
     try:
-        command = export(asked).command
+        command = export(request).command
     except PlanError as error:
         assume("GiB" not in str(error))  # too large for the machine
         raise
-    found, engine, workload = asked.schema.parse(command.options), asked.engine, asked.plan.workload
-    most = workload.yarn_factor * asked.shape.max_context
-    assert found[dest(engine.max_model_len)] == min(workload.context + workload.new_tokens, most)
-    assert found[dest(engine.max_num_seqs)] == workload.batch
-    assert found[dest(asked.schema.arguments[engine.tensor_parallel]["names"][0])] == asked.plan.tensor_parallel
+    options, engine, workload = request.schema.parse(command.options), request.engine, request.plan.workload
+    maximum = workload.yarn_factor * request.shape.max_context
+    assert options[dest(engine.max_model_len)] == min(workload.context + workload.new_tokens, maximum)
+    assert options[dest(engine.max_num_seqs)] == workload.batch
+    assert options[dest(request.schema.arguments[engine.tensor_parallel]["names"][0])] == request.plan.tensor_parallel
     pairs = yaml.safe_load(command.yaml()).items()
     words = ((f"--{name}",) if value is True else (f"--{name}", str(value)) for name, value in pairs)
-    assert asked.schema.parse([word for both in words for word in both]) == found
+    assert request.schema.parse([word for both in words for word in both]) == options
 
 
 def dest(name: str) -> str:
@@ -78,12 +78,12 @@ def dest(name: str) -> str:
 
 
 def axis(exported: Any, name: str) -> Any:
-    return next(one for one in exported.carried if one.axis == name)
+    return next(feature for feature in exported.carried if feature.axis == name)
 
 
 def test_plain_decoding_is_carried_exactly(request_for: Callable[..., ServeCommandOptions]) -> None:
     exported = export(request_for("autoregressive"))
-    assert all(one.exact for one in exported.carried)
+    assert all(feature.exact for feature in exported.carried)
     assert dict(exported.command.arguments) == {
         "--max-model-len": 32768 + 1024,
         "--max-num-seqs": 1,
@@ -98,11 +98,11 @@ def test_a_length_beyond_the_models_limit_is_cut_to_it_and_said(
 ) -> None:
     """Llama-3.1's limit is 131072: 131072 tokens of context leave no room for 1024 more, unless YaRN stretches it."""
     within, cut = export(request_for(context=130_048)), export(request_for(context=131_072))
-    assert [dict(one.command.arguments)["--max-model-len"] for one in (within, cut)] == [131_072, 131_072]
-    assert "length" not in {one.axis for one in within.carried}
-    told = axis(cut, "length")
-    assert not told.exact
-    assert "131072 tokens of context and 1024 new" in told.plan and "131072 together" in told.engine
+    assert [dict(exported.command.arguments)["--max-model-len"] for exported in (within, cut)] == [131_072, 131_072]
+    assert "length" not in {exported.axis for exported in within.carried}
+    message = axis(cut, "length")
+    assert not message.exact
+    assert "131072 tokens of context and 1024 new" in message.plan and "131072 together" in message.engine
     stretched = export(request_for(context=131_072, yarn=True))
     assert dict(stretched.command.arguments)["--max-model-len"] == 132_096
 
@@ -116,15 +116,15 @@ def test_drafts_become_the_same_model_in_8_bits(request_for: Callable[..., Serve
     assert exported.times is not None and exported.times.tpot_ms < exported.times.plain_ms
 
 
-@pytest.mark.parametrize(("version", "own"), [("0.24.0", False), ("0.27.1", True)])
+@pytest.mark.parametrize(("version", "supported"), [("0.24.0", False), ("0.27.1", True)])
 def test_drafts_have_a_kv_dtype_of_their_own_where_the_engine_takes_one(
-    request_for: Callable[..., ServeCommandOptions], version: str, own: bool
+    request_for: Callable[..., ServeCommandOptions], version: str, supported: bool
 ) -> None:
     """vLLM 0.24's SpeculativeConfig has no such field, and rejects unknown ones."""
     exported = export(request_for("quantspec", version=version, context=120_000))
     arguments = dict(exported.command.arguments)
     assert arguments["--kv-cache-dtype"] == "fp8"  # of the target
-    assert ("kv_cache_dtype" in arguments["--speculative-config"]) == own
+    assert ("kv_cache_dtype" in arguments["--speculative-config"]) == supported
     schema_for("vllm", version).parse(exported.command.options)
 
 
@@ -136,29 +136,29 @@ def test_gamma_by_batch_is_the_fastest_at_each_batch(request_for: Callable[..., 
     assert rounds is not None
     for first, last, gamma in running.drafts.schedule:
         for batch in (first, last):
-            own = replace(running.step(), batch=batch)
+            step_of_batch = replace(running.step(), batch=batch)
             plain_s, draft_s = (
                 rounds.profile.step_s(step, rounds.shape, rounds.hardware)
-                for step in (own, replace(own, weight_bits=8))
+                for step in (step_of_batch, replace(step_of_batch, weight_bits=8))
             )
-            verify_s = rounds.profile.step_s(replace(own, queries=gamma + 1), rounds.shape, rounds.hardware)
+            verify_s = rounds.profile.step_s(replace(step_of_batch, queries=gamma + 1), rounds.shape, rounds.hardware)
             tokens = tokens_per_round(running.drafts.acceptance, gamma)
             chosen_s = (gamma * draft_s + verify_s) / tokens
             assert chosen_s <= plain_s
             others = (rounds.tpot_s(batch, other) for other in range(running.drafts.gamma + 1))
             assert chosen_s == pytest.approx(min(others))
     config = dict(export(running.options).command.arguments)["--speculative-config"]
-    assert config["num_speculative_tokens_per_batch_size"] == [list(one) for one in running.drafts.schedule]
+    assert config["num_speculative_tokens_per_batch_size"] == [list(entry) for entry in running.drafts.schedule]
     assert config["num_speculative_tokens"] == max(gamma for *_, gamma in running.drafts.schedule)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
 def test_a_schedule_covers_every_batch_once_from_1(gammas: list[int]) -> None:
     """As vLLM asks: from batch 1, sorted, without overlap."""
-    found = list(ranges(gammas))
-    assert [gamma for first, last, gamma in found for _ in range(first, last + 1)] == gammas
-    assert found[0][0] == 1
-    assert all(one[1] + 1 == other[0] and one[2] != other[2] for one, other in pairwise(found))
+    spans = list(ranges(gammas))
+    assert [gamma for first, last, gamma in spans for _ in range(first, last + 1)] == gammas
+    assert spans[0][0] == 1
+    assert all(span[1] + 1 == other[0] and span[2] != other[2] for span, other in pairwise(spans))
 
 
 def test_drafts_that_would_slow_the_engine_are_left_out(request_for: Callable[..., ServeCommandOptions]) -> None:
@@ -188,10 +188,10 @@ def test_what_does_not_fit_goes_to_the_host_for_a_plan_that_offloads(
 ) -> None:
     """Weights of 8.03e9 x 2 bytes and 101,024 tokens of 128 KiB, of 90% of 24,564 MiB."""
     offloading = {"placement": Placement(True, 1024)}
-    asked = request_for("autoregressive", gpu="rtx4090", context=100_000, plan=offloading)
+    request = request_for("autoregressive", gpu="rtx4090", context=100_000, plan=offloading)
     lacking = (8_030_261_248 * 2 + 101_024 * 131_072 - 0.9 * 24564 * 2**20) / 2**30
-    assert dict(export(asked).command.arguments)["--cpu-offload-gb"] == math.ceil(lacking)
-    times = export(asked).times
+    assert dict(export(request).command.arguments)["--cpu-offload-gb"] == math.ceil(lacking)
+    times = export(request).times
     assert times is not None and times.tpot_ms > 1e3 * math.ceil(lacking) * 2**30 / 32e9  # over PCIe 4.0
 
 
@@ -210,8 +210,8 @@ def test_4_bit_weights_say_that_a_checkpoint_is_needed(request_for: Callable[...
 
 def test_a_quantized_checkpoint_is_not_quantized_again(request_for: Callable[..., ServeCommandOptions]) -> None:
     """gpt-oss's experts come in MXFP4: engines refuse another quantization beside it."""
-    asked = request_for("autoregressive", model="openai/gpt-oss-20b", plan={"weights": Weights(8, 8)})
-    exported = export(asked)
+    request = request_for("autoregressive", model="openai/gpt-oss-20b", plan={"weights": Weights(8, 8)})
+    exported = export(request)
     assert "--quantization" not in dict(exported.command.arguments)
     assert (axis(exported, "weights").engine, axis(exported, "weights").exact) == ("the mxfp4 checkpoint", False)
 
@@ -224,10 +224,10 @@ def test_yarn_is_told_as_transformers_names_it(request_for: Callable[..., ServeC
 
 def test_sglang_has_one_more_draft_token_than_steps(request_for: Callable[..., ServeCommandOptions]) -> None:
     """A chain: topk 1, and its root counts as a draft token."""
-    found = dict(export(request_for(engine="sglang", context=120_000)).command.arguments)
-    assert found["--speculative-algorithm"] == "STANDALONE"
-    assert found["--speculative-num-draft-tokens"] == found["--speculative-num-steps"] + 1
-    assert found["--speculative-eagle-topk"] == 1
+    request = dict(export(request_for(engine="sglang", context=120_000)).command.arguments)
+    assert request["--speculative-algorithm"] == "STANDALONE"
+    assert request["--speculative-num-draft-tokens"] == request["--speculative-num-steps"] + 1
+    assert request["--speculative-eagle-topk"] == 1
 
 
 def test_sources_of_times(request_for: Callable[..., ServeCommandOptions]) -> None:

@@ -65,21 +65,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def found(
+def request_and_rules(
     request_for: Callable[..., ServeCommandOptions], case: dict[str, Any]
 ) -> tuple[ServeCommandOptions, dict[str, Rule]]:
     adaptive = case.get("plan") == "adaptive"
-    made = request_for(**{key: value for key, value in case.items() if not (adaptive and key == "plan")})
+    request = request_for(**{key: value for key, value in case.items() if not (adaptive and key == "plan")})
     if adaptive:
-        speculation = replace(made.plan.speculation, adaptive=True)
-        made = replace(made, plan=replace(made.plan, speculation=speculation))
-    running, _ = served(made)
-    return made, {rule.name: rule for rule in applying(running)}
+        speculation = replace(request.plan.speculation, adaptive=True)
+        request = replace(request, plan=replace(request.plan, speculation=speculation))
+    running, _ = served(request)
+    return request, {rule.name: rule for rule in applying(running)}
 
 
 def test_every_rule_has_a_case_and_a_thread() -> None:
     assert [rule.name for rule in RULES] == list(CASES)
-    assert all(rule.sources and all(one.startswith("https://github.com/") for one in rule.sources) for rule in RULES)
+    assert all(
+        rule.sources and all(source.startswith("https://github.com/") for source in rule.sources) for rule in RULES
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,11 +89,11 @@ def test_a_rule_applies_where_it_was_reported_and_not_beside_it(
     request_for: Callable[..., ServeCommandOptions], name: str
 ) -> None:
     applies, spared = CASES[name]
-    made, rules = found(request_for, applies)
+    request, rules = request_and_rules(request_for, applies)
     assert name in rules
-    assert name not in found(request_for, spared)[1]
+    assert name not in request_and_rules(request_for, spared)[1]
     if rules[name].forbids:
         with pytest.raises(PlanError, match=r"github\.com"):
-            export(made)
+            export(request)
     else:
-        assert name in [rule.name for rule in export(made).rules]
+        assert name in [rule.name for rule in export(request).rules]

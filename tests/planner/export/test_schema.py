@@ -14,16 +14,16 @@ def test_versions_from_the_first_measured_one_to_the_latest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "taken"), [("0.24.0", "0.24.0"), ("0.26.3", "0.24.0"), ("0.29", "0.27.1"), ("0.33.7", "0.33.0")]
+    ("text", "taken"), [("0.24.0", "0.24.0"), ("0.26.3", "0.24.0"), ("0.29", "0.27.1"), ("0.33.7", "0.33.0")]
 )
-def test_the_nearest_older_version_is_taken(asked: str, taken: str) -> None:
-    assert schema_for("vllm", asked).version == taken
+def test_the_nearest_older_version_is_taken(text: str, taken: str) -> None:
+    assert schema_for("vllm", text).version == taken
 
 
-@pytest.mark.parametrize("asked", ["0.23.9", "0.34.0", "9.9", "latest", "", "0..1", "-1"])
-def test_unknown_versions_are_refused(asked: str) -> None:
+@pytest.mark.parametrize("text", ["0.23.9", "0.34.0", "9.9", "latest", "", "0..1", "-1"])
+def test_unknown_versions_are_refused(text: str) -> None:
     with pytest.raises(PlanError, match=r"allowed: 0\.24\.0 up to 0\.33\.0"):
-        schema_for("vllm", asked)
+        schema_for("vllm", text)
 
 
 def test_what_the_engines_documents_say_of_versions() -> None:
@@ -44,10 +44,10 @@ def test_a_real_command_is_read() -> None:
         "some/model", "-tp", "2", "--max-model-len", "128K", "--no-enable-prefix-caching", "--trust-remote-code",
         "--served-model-name", "a", "b", "--speculative-config", '{"num_speculative_tokens": 3, "method": "eagle3"}',
     ]  # fmt: skip
-    found = VLLM.parse(words)
-    assert (found["tensor_parallel_size"], found["max_model_len"]) == (2, 131072)
-    assert (found["enable_prefix_caching"], found["trust_remote_code"]) == (False, True)
-    assert found["speculative_config"] == {"num_speculative_tokens": 3, "method": "eagle3"}
+    options = VLLM.parse(words)
+    assert (options["tensor_parallel_size"], options["max_model_len"]) == (2, 131072)
+    assert (options["enable_prefix_caching"], options["trust_remote_code"]) == (False, True)
+    assert options["speculative_config"] == {"num_speculative_tokens": 3, "method": "eagle3"}
     assert VLLM.parse(["--max-model-len", "25.6k"])["max_model_len"] == 25600
     assert VLLM.parse(["--max-model-len", "auto"])["max_model_len"] == -1
 
@@ -78,8 +78,8 @@ def test_what_the_engine_would_not_take_is_rejected(words: list[str]) -> None:
 
 def test_sglang_switches_have_no_negation_and_aliases_work() -> None:
     schema = schema_for("sglang")
-    found = schema.parse(["--model", "m", "--tp-size", "4", "--enable-hicache", "--context-length", "64K"])
-    assert (found["model_path"], found["tp_size"], found["enable_hierarchical_cache"]) == ("m", 4, True)
-    assert found["context_length"] == 65536
+    options = schema.parse(["--model", "m", "--tp-size", "4", "--enable-hicache", "--context-length", "64K"])
+    assert (options["model_path"], options["tp_size"], options["enable_hierarchical_cache"]) == ("m", 4, True)
+    assert options["context_length"] == 65536
     with pytest.raises(Rejected):
         schema.parse(["--no-enable-hicache"])

@@ -10,35 +10,35 @@ LLAMA, QWEN = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B"
 
 
 def test_each_gpu_has_its_recommended_plan() -> None:
-    found = compare([LLAMA], ["h100", "h200"], "32k", batch=4)
-    alone = [recommend(LLAMA, gpu, 32_768, batch=4) for gpu in ("h100", "h200")]
-    assert [one.plan for one in found.plans] == [one.plan for one in alone]
-    assert [one.predicted.best for one in found.plans] == [one.predicted.best for one in alone]
-    assert [one.predicted.speedup for one in found.plans] == [one.predicted.speedup for one in alone]
-    assert [one.note for one in found.plans] == ["", ""]
+    comparison = compare([LLAMA], ["h100", "h200"], "32k", batch=4)
+    recommended = [recommend(LLAMA, gpu, 32_768, batch=4) for gpu in ("h100", "h200")]
+    assert [plan.plan for plan in comparison.plans] == [plan.plan for plan in recommended]
+    assert [plan.predicted.best for plan in comparison.plans] == [plan.predicted.best for plan in recommended]
+    assert [plan.predicted.speedup for plan in comparison.plans] == [plan.predicted.speedup for plan in recommended]
+    assert [plan.note for plan in comparison.plans] == ["", ""]
 
 
 def test_what_there_is_one_of_needs_no_list() -> None:
-    alone = compare(LLAMA, "h200", 8192, presets="int8")
-    assert alone.plans == compare([LLAMA], ["h200"], 8192, presets=["int8"]).plans
+    comparison = compare(LLAMA, "h200", 8192, presets="int8")
+    assert comparison.plans == compare([LLAMA], ["h200"], 8192, presets=["int8"]).plans
     assert compare(resolve(LLAMA, "h200")[0], "h200", 8192).plans[0].plan == recommend(LLAMA, "h200", 8192).plan
 
 
 def test_a_preset_is_compared_as_recommend_lists_it() -> None:
     names = ("quantspec", "int8", "magicdec-quest")
-    found = compare([LLAMA], ["h200"], 131_072, presets=names)
-    listed = {one.preset: one for one in recommend(LLAMA, "h200", 131_072).alternatives}
-    assert [one.name for one in found.plans] == list(names)
-    for one in found.plans:
-        assert one.plan == listed[one.name].plan
-        assert one.predicted.best.tpot_ms == pytest.approx(listed[one.name].predicted.best.tpot_ms)
-    assert [one.note for one in found.plans] == ["", "", ""]
+    comparison = compare([LLAMA], ["h200"], 131_072, presets=names)
+    listed = {plan.preset: plan for plan in recommend(LLAMA, "h200", 131_072).alternatives}
+    assert [plan.name for plan in comparison.plans] == list(names)
+    for plan in comparison.plans:
+        assert plan.plan == listed[plan.name].plan
+        assert plan.predicted.best.tpot_ms == pytest.approx(listed[plan.name].predicted.best.tpot_ms)
+    assert [plan.note for plan in comparison.plans] == ["", "", ""]
 
 
 def test_models_are_the_outer_loop_and_what_does_not_fit_is_missing() -> None:
-    found = compare([LLAMA, "meta-llama/Llama-3.1-70B", QWEN], ["rtx4090"], 8192)
-    assert [one.plan.workload.model for one in found.plans] == [LLAMA, QWEN]
-    ((what, why),) = found.missing
+    comparison = compare([LLAMA, "meta-llama/Llama-3.1-70B", QWEN], ["rtx4090"], 8192)
+    assert [plan.plan.workload.model for plan in comparison.plans] == [LLAMA, QWEN]
+    ((what, why),) = comparison.missing
     assert what == "meta-llama/Llama-3.1-70B on rtx4090"
     assert why.startswith("nothing fits")
 
@@ -51,8 +51,8 @@ def test_where_nothing_has_an_answer_that_is_the_error() -> None:
 def test_saved_plans_keep_their_own_sizes_on_every_gpu() -> None:
     shape, profile = resolve(LLAMA, "h200")
     plans = [preset("quantspec", workload_for(shape, profile, size, 64, 2, yarn=False)) for size in (4096, 16_384)]
-    found = compare_saved([SavedPlan(plan) for plan in plans], ["h200", "rtx4060-laptop"])
-    rows = found.table()
+    comparison = compare_saved([SavedPlan(plan) for plan in plans], ["h200", "rtx4060-laptop"])
+    rows = comparison.table()
     assert [(row["context"], row["gpu"]) for row in rows] == [
         (4096, "h200"), (4096, "rtx4060-laptop"), (16_384, "h200"), (16_384, "rtx4060-laptop")
     ]  # fmt: skip

@@ -10,12 +10,12 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 
 def test_dollars_are_the_hours_of_a_batch_over_its_tokens() -> None:
     """By hand, from the prediction of plain decoding: 8 prompts, then 512 steps, 8 x 512 tokens."""
-    found = serving_cost(LLAMA, {"h200": 3.6}, 4096, batches=(8,), preset="autoregressive", new_tokens=512)
+    costs = serving_cost(LLAMA, {"h200": 3.6}, 4096, batches=(8,), preset="autoregressive", new_tokens=512)
     shape, profile = resolve(LLAMA, "h200")
     workload = workload_for(shape, profile, 4096, 512, 8, yarn=False)
     figures = predict(preset("autoregressive", workload), shape, profile).best
     seconds = (figures.ttft_ms + 512 * figures.tpot_ms) / 1e3
-    (row,) = found.rows
+    (row,) = costs.rows
     assert row.dollars_per_million == pytest.approx(3.6 / 3600 * seconds / (8 * 512) * 1e6)
     assert row.tokens_per_s == pytest.approx(8 * 512 / seconds)
     assert (row.ttft_ms, row.tpot_ms) == pytest.approx((figures.ttft_ms / 8, figures.tpot_ms))
@@ -43,17 +43,17 @@ def test_limits_rule_out_rows_and_the_cheapest_of_the_rest_is_named() -> None:
 
 def test_what_does_not_fit_is_no_bargain() -> None:
     """Weights of 8 bits alone take 8 GB."""
-    found = serving_cost(LLAMA, {"h200": 2.5}, 8192, batches=(1, 64), memory_limit="6GB")
-    assert [row.fits for row in found.rows] == [False, False]
-    assert found.cheapest is None
+    costs = serving_cost(LLAMA, {"h200": 2.5}, 8192, batches=(1, 64), memory_limit="6GB")
+    assert [row.fits for row in costs.rows] == [False, False]
+    assert costs.cheapest is None
 
 
 def test_several_gpus_have_prices_of_their_own() -> None:
-    found = serving_cost(LLAMA, {"h200": 3.5, "rtx4090": 0.35}, 4096, batches=(1,))
-    assert [row.gpu for row in found.rows] == ["h200", "rtx4090"]
-    alone = [serving_cost(LLAMA, {gpu: price}, 4096, batches=(1,)).rows[0] for gpu, price in
+    costs = serving_cost(LLAMA, {"h200": 3.5, "rtx4090": 0.35}, 4096, batches=(1,))
+    assert [row.gpu for row in costs.rows] == ["h200", "rtx4090"]
+    single = [serving_cost(LLAMA, {gpu: price}, 4096, batches=(1,)).rows[0] for gpu, price in
              (("h200", 3.5), ("rtx4090", 0.35))]  # fmt: skip
-    assert list(found.rows) == alone
+    assert list(costs.rows) == single
 
 
 def test_prices_are_checked() -> None:

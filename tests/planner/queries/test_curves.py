@@ -39,18 +39,18 @@ def test_predictions_of_many_contexts_are_those_of_each(name: str, question: Que
     """Acceptance and budgets depend on the context, so each needs its own."""
     plan = preset(name, question.workload)
     together = over_contexts(plan, question, CONTEXTS)
-    for context, found in zip(CONTEXTS, together, strict=True):
-        alone = predict(resized(plan, context), question.shape, question.profile)
-        assert found.acceptance == alone.acceptance
+    for context, row in zip(CONTEXTS, together, strict=True):
+        prediction = predict(resized(plan, context), question.shape, question.profile)
+        assert row.acceptance == prediction.acceptance
         for end in ("low", "best", "high"):
-            assert vars(getattr(found, end)) == pytest.approx(vars(getattr(alone, end)))
+            assert vars(getattr(row, end)) == pytest.approx(vars(getattr(prediction, end)))
 
 
 def test_memory_of_plain_decoding_by_hand(question: Question) -> None:
     """Llama-3.1-8B: keys and values of 8 heads of 128 elements in 32 layers, 2 bytes each, and 8.03e9 weights."""
     memory = memory_over_contexts(preset("autoregressive", question.workload), question, CONTEXTS)
     tokens = [context + 1024 + 1 for context in CONTEXTS]  # and the slot of the token that is decoded
-    assert memory.kv.tolist() == [2 * 8 * 128 * 32 * 2 * one for one in tokens]
+    assert memory.kv.tolist() == [2 * 8 * 128 * 32 * 2 * token for token in tokens]
     assert memory.weights.tolist() == [2 * 8_030_261_248] * 3
 
 
@@ -58,14 +58,14 @@ def test_memory_of_plain_decoding_by_hand(question: Question) -> None:
 def test_parts_add_up_to_the_peak_that_must_fit(name: str, question: Question) -> None:
     plan = preset(name, question.workload)
     memory = memory_over_contexts(plan, question, CONTEXTS)
-    alone = [peak_bytes(resized(plan, context), question.shape, question.machine) for context in CONTEXTS]
-    assert memory.peak.tolist() == pytest.approx(alone)
+    peak = [peak_bytes(resized(plan, context), question.shape, question.machine) for context in CONTEXTS]
+    assert memory.peak.tolist() == pytest.approx(peak)
 
 
 def test_contexts_end_at_the_model_s_longest(question: Question) -> None:
-    found = contexts_of(question, 9)
-    assert (found[0], found[-1], len(found)) == (1024, 131_072, 9)
-    ratios = [late / early for early, late in itertools.pairwise(found)]
+    contexts = contexts_of(question, 9)
+    assert (contexts[0], contexts[-1], len(contexts)) == (1024, 131_072, 9)
+    ratios = [late / early for early, late in itertools.pairwise(contexts)]
     assert ratios == pytest.approx([2 ** (7 / 8)] * 8, rel=0.001)
 
 
@@ -80,9 +80,9 @@ def test_the_staircase_says_how_many_layers_a_plan_offloads(limit: str) -> None:
     offloading = replace(plan, placement=Placement(True, KV_BUDGET))
     for step in steps[:12]:
         middle = resized(offloading, (step.first + step.last) // 2)
-        (found,) = predict_all([middle], question.shape, question.profile, question.machine)
-        assert found.offloaded_layers == step.layers
-        assert found.best.peak_memory_bytes <= question.memory_limit_bytes
+        (prediction,) = predict_all([middle], question.shape, question.profile, question.machine)
+        assert prediction.offloaded_layers == step.layers
+        assert prediction.best.peak_memory_bytes <= question.memory_limit_bytes
 
 
 # Plans over batches, and the points that no other exceeds.
@@ -101,8 +101,8 @@ def test_each_batch_has_the_gamma_that_is_fastest_there(batch: int, batch_questi
     curve = over_batches(plan, batch_question, [batch])
     gammas = [replace(plan, speculation=replace(plan.speculation, gamma=gamma)) for gamma in range(1, 16)]
     times = [
-        predict(resized(one, 32_768, batch), batch_question.shape, batch_question.profile).best.tpot_ms
-        for one in gammas
+        predict(resized(gamma, 32_768, batch), batch_question.shape, batch_question.profile).best.tpot_ms
+        for gamma in gammas
     ]
     assert curve.gamma.tolist() == [1 + int(np.argmin(times))]
     assert curve.tpot_ms.tolist() == pytest.approx([min(times)])
@@ -117,11 +117,15 @@ def test_batches_that_do_not_fit_are_left_out(batch_question: Question) -> None:
 
 
 @given(points)
-def test_the_frontier_is_what_no_point_exceeds(found: list[tuple[int, int]]) -> None:
-    x, y = (np.array(axis) for axis in zip(*found, strict=True))
+def test_the_frontier_is_what_no_point_exceeds(expected_points: list[tuple[int, int]]) -> None:
+    x, y = (np.array(axis) for axis in zip(*expected_points, strict=True))
     best = frontier(x, y)
-    kept = {(int(x[one]), int(y[one])) for one in best}
-    better = {one for one in found if not any(a >= one[0] and b >= one[1] and (a, b) != one for a, b in found)}
+    kept = {(int(x[point]), int(y[point])) for point in best}
+    better = {
+        point
+        for point in expected_points
+        if not any(a >= point[0] and b >= point[1] and (a, b) != point for a, b in expected_points)
+    }
     assert kept == better
     assert len(best) == len(kept)
     assert (np.diff(x[best]) > 0).all()
@@ -134,17 +138,17 @@ X = np.geomspace(1, 1024, 11)
 
 def test_power_laws_cross_where_algebra_says() -> None:
     """x and 3 sqrt(x) meet at 9; between points too, as both are straight on log scales."""
-    (found,) = crossings(X, {"linear": X, "root": 3 * np.sqrt(X)})
-    assert (found.x, found.y) == pytest.approx((9, 9))
-    assert (found.before, found.after) == ("linear", "root")  # the lower one before and after
+    (crossing,) = crossings(X, {"linear": X, "root": 3 * np.sqrt(X)})
+    assert (crossing.x, crossing.y) == pytest.approx((9, 9))
+    assert (crossing.before, crossing.after) == ("linear", "root")  # the lower one before and after
 
 
 def test_three_curves_cross_in_pairs_in_order() -> None:
-    found = crossings(X, {"one": X, "flat": np.full(11, 10.0), "root": 2 * np.sqrt(X)})
-    assert [round(one.x, 6) for one in found] == [4, 10, 25]
+    points = crossings(X, {"one": X, "flat": np.full(11, 10.0), "root": 2 * np.sqrt(X)})
+    assert [round(crossing.x, 6) for crossing in points] == [4, 10, 25]
 
 
 @pytest.mark.parametrize("other", [X + 1, np.where(X < 100, np.nan, X / 2), np.full(11, np.nan)])
 def test_no_crossing_where_curves_do_not_meet_or_have_no_values(other: np.ndarray) -> None:
     assert crossings(X, {"one": X, "other": other}) == []
-    assert not any(math.isnan(one.x) for one in crossings(X, {"one": X, "other": other}))
+    assert not any(math.isnan(crossing.x) for crossing in crossings(X, {"one": X, "other": other}))

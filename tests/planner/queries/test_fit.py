@@ -24,23 +24,23 @@ def peak(name, context, batch, gpu="rtx4090"):
 
 @pytest.mark.parametrize("name", ["autoregressive", "int8", "quantspec", "dapq"])
 def test_of_a_preset_the_largest_sizes_fit_to_the_last_token(name):
-    found = planner.fit(LLAMA, "rtx4090", preset=name, batches=(1, 4), contexts=(4096,))
-    for row in found.contexts:
+    answer = planner.fit(LLAMA, "rtx4090", preset=name, batches=(1, 4), contexts=(4096,))
+    for row in answer.contexts:
         assert row.plan == name
         needed, limit = peak(name, row.context, row.batch)
         assert needed == pytest.approx(row.peak_bytes)
         assert needed <= limit
         assert row.context == 131_072 or limit < peak(name, row.context + 1, row.batch)[0]
-    (row,) = found.batches
-    assert peak(name, 4096, row.batch)[0] <= found.memory_limit_bytes < peak(name, 4096, row.batch + 1)[0]
+    (row,) = answer.batches
+    assert peak(name, 4096, row.batch)[0] <= answer.memory_limit_bytes < peak(name, 4096, row.batch + 1)[0]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_it_agrees_with_recommend(batch):
     """`recommend` also tries other sizes of quantization groups, which matter most where the cache is small."""
     recommend = partial(planner.recommend, LLAMA, "rtx4090", memory_limit=16e9, offload=False)
-    found = planner.fit(LLAMA, "rtx4090", batches=(batch,), contexts=(8192,), memory_limit=16e9)
-    (row,), (rows,) = found.contexts, found.batches
+    answer = planner.fit(LLAMA, "rtx4090", batches=(batch,), contexts=(8192,), memory_limit=16e9)
+    (row,), (rows,) = answer.contexts, answer.batches
     assert recommend(row.context, batch=batch)
     with pytest.raises(planner.NothingFits, match=f"context up to {row.context} with batch {batch}"):
         recommend(row.context + 1, batch=batch)
@@ -50,19 +50,19 @@ def test_it_agrees_with_recommend(batch):
 
 
 def test_the_model_limits_what_memory_does_not():
-    found = planner.fit(LLAMA, "h200", batches=(1, 64))
-    assert (found.contexts[0].context, found.contexts[0].limited_by) == (131_072, "model")
-    assert found.contexts[0].plan == "autoregressive"  # all plans reach it, this is the most exact and simplest
-    assert found.contexts[1].limited_by == "memory"
-    assert found.contexts[1].plan == "int8-weights-int8"
+    answer = planner.fit(LLAMA, "h200", batches=(1, 64))
+    assert (answer.contexts[0].context, answer.contexts[0].limited_by) == (131_072, "model")
+    assert answer.contexts[0].plan == "autoregressive"  # all plans reach it, this is the most exact and simplest
+    assert answer.contexts[1].limited_by == "memory"
+    assert answer.contexts[1].plan == "int8-weights-int8"
     stretched = planner.fit(LLAMA, "h200", batches=(1,), yarn=True).contexts[0]
     assert stretched.context > 131_072
     assert stretched.limited_by == "memory"
 
 
 def test_contexts_are_powers_of_2_up_to_the_models_limit():
-    found = planner.fit("Qwen/Qwen2.5-0.5B", "h200", batches=(1,))
-    assert [row.context for row in found.batches] == [4096, 8192, 16384, 32768]
+    answer = planner.fit("Qwen/Qwen2.5-0.5B", "h200", batches=(1,))
+    assert [row.context for row in answer.batches] == [4096, 8192, 16384, 32768]
     short = replace(load_shape("Qwen/Qwen2.5-0.5B"), max_context=1000)
     assert [row.context for row in planner.fit(short, "h200").batches] == [1000]
 
@@ -73,11 +73,11 @@ def test_small_models_reach_the_largest_batch_of_a_plan():
 
 
 def test_where_not_even_1_fits_the_plan_is_empty():
-    found = planner.fit("meta-llama/Llama-3.1-70B", "rtx4090", batches=(1,), contexts=(4096,))
-    for row in (*found.contexts, *found.batches):
+    answer = planner.fit("meta-llama/Llama-3.1-70B", "rtx4090", batches=(1,), contexts=(4096,))
+    for row in (*answer.contexts, *answer.batches):
         assert row.plan == ""
-        assert row.peak_bytes > found.memory_limit_bytes
-    assert (found.contexts[0].context, found.batches[0].batch) == (0, 0)
+        assert row.peak_bytes > answer.memory_limit_bytes
+    assert (answer.contexts[0].context, answer.batches[0].batch) == (0, 0)
 
 
 @pytest.mark.parametrize("preset", [None, "autoregressive", "quantspec"])
@@ -85,9 +85,9 @@ def test_converted_weights_take_what_they_are_converted_to(preset):
     """The runtime decodes a GGUF of 4.5 bits to 16, whoever chose the plan."""
     shape = load_shape(LLAMA)
     bits = WeightBits(attention=4.5, mlp=4.5, embedding=4.5, head=8.5, format="gguf")
-    found, full = (planner.fit(one, "rtx4090", batches=(1,), contexts=(8192,), preset=preset)
-                   for one in (replace(shape, weight_bits=bits), shape))  # fmt: skip
-    assert (found.contexts, found.batches) == (full.contexts, full.batches)
+    converted, full = (planner.fit(shape_of_weights, "rtx4090", batches=(1,), contexts=(8192,), preset=preset)
+                   for shape_of_weights in (replace(shape, weight_bits=bits), shape))  # fmt: skip
+    assert (converted.contexts, converted.batches) == (full.contexts, full.batches)
 
 
 def test_limits_and_reserves_are_recommends():

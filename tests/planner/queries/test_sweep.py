@@ -18,8 +18,8 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 
 
 def test_axes_are_read_with_their_values() -> None:
-    found = parse_axes("ctx=4k..16k,batch=1,4,gpu=h100,h200,new-tokens=1k,memory-limit=24GB,40GB")
-    assert found == {
+    axes = parse_axes("ctx=4k..16k,batch=1,4,gpu=h100,h200,new-tokens=1k,memory-limit=24GB,40GB")
+    assert axes == {
         "ctx": (4096, 8192, 16384), "batch": (1, 4), "gpu": ("h100", "h200"), "new_tokens": (1024,),
         "memory_limit": ("24GB", "40GB"),
     }  # fmt: skip
@@ -45,18 +45,18 @@ def test_what_is_no_grid_is_refused(text: str, words: str) -> None:
 def test_every_point_is_the_answer_to_its_question() -> None:
     over = {"gpu": ("h100", "h200"), "quality": ("exact", "near-lossless"), "ctx": (4096, 32_768), "batch": (1, 16)}
     rows = grid_sweep(LLAMA, "", over, new_tokens=256).table()
-    asked = [(row["gpu"], row["quality"], row["context"], row["batch"]) for row in rows]
-    assert asked == [
+    request = [(row["gpu"], row["quality"], row["context"], row["batch"]) for row in rows]
+    assert request == [
         (gpu, quality, context, batch)
         for gpu in ("h100-sxm", "h200") for quality in ("exact", "near-lossless")
         for context in (4096, 32_768) for batch in (1, 16)
     ]  # fmt: skip
     for row in rows[::5]:
         question = ask(LLAMA, row["gpu"], 1, quality=row["quality"], new_tokens=256)
-        one = plan_map(question, (row["context"],), (row["batch"],))
-        assert row["tpot_ms"] == pytest.approx(1e3 * one.tpot_s[0, 0])
-        assert row["plan"] == one.names[0, 0]
-        assert row["tokens_per_s"] == pytest.approx(row["batch"] / one.tpot_s[0, 0])
+        grid = plan_map(question, (row["context"],), (row["batch"],))
+        assert row["tpot_ms"] == pytest.approx(1e3 * grid.tpot_s[0, 0])
+        assert row["plan"] == grid.names[0, 0]
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] / grid.tpot_s[0, 0])
 
 
 def test_what_does_not_vary_is_as_given() -> None:
@@ -117,12 +117,12 @@ def test_a_sweep_over_gamma_is_the_prediction_of_each(h200_profile):
     plan = preset("quantspec", Workload("Llama-3.1-8B", "h200", 32768))
     gammas = [1, 4, 15]
     plans = [replace(plan, speculation=replace(plan.speculation, gamma=gamma)) for gamma in gammas]
-    predicted = [predict(one, LLAMA_SHAPE, h200_profile) for one in plans]
-    acceptance = np.array([one.acceptance.best for one in predicted])
+    predicted = [predict(prediction, LLAMA_SHAPE, h200_profile) for prediction in plans]
+    acceptance = np.array([prediction.acceptance.best for prediction in predicted])
     swept = sweep(plan, LLAMA_SHAPE, h200_profile, "tpot_s", ["gamma", "acceptance"])(
         gamma=np.array(gammas), acceptance=acceptance
     )
-    assert 1e3 * swept == pytest.approx([one.best.tpot_ms for one in predicted])
+    assert 1e3 * swept == pytest.approx([prediction.best.tpot_ms for prediction in predicted])
 
 
 def test_thresholds_leave_room_for_a_rounds_tokens(h200_profile):
@@ -146,10 +146,10 @@ def test_a_static_placement_falls_off_a_cliff_and_an_adaptive_one_does_not(h200_
     placement = Placement(True, 2048, memory_bytes=24 * 10**9)
     plan = Plan(Workload("m", "h200", 4096, new_tokens=64, batch=4), kv=KVCache(KVFormat.INT8), placement=placement)
     first = thresholds(plan, shape, h200_profile)[0]
-    found = placement_times(plan, shape, h200_profile, [first - 200, first + 600, 2 * first])
-    assert found.host_layers[0] == 0 < found.host_layers[1] < found.host_layers[2] <= 32
-    assert found.adaptive_ms[0] == found.static_ms[0]
-    before, after, _ = found.static_ms
+    times = placement_times(plan, shape, h200_profile, [first - 200, first + 600, 2 * first])
+    assert times.host_layers[0] == 0 < times.host_layers[1] < times.host_layers[2] <= 32
+    assert times.adaptive_ms[0] == times.static_ms[0]
+    before, after, _ = times.static_ms
     assert after > 5 * before  # more than 80% of the speed is lost
-    assert found.adaptive_ms[1] < after / 5
-    assert found.adaptive_ms[1] < found.adaptive_ms[2] <= found.static_ms[2]
+    assert times.adaptive_ms[1] < after / 5
+    assert times.adaptive_ms[1] < times.adaptive_ms[2] <= times.static_ms[2]

@@ -128,10 +128,10 @@ def test_a_recommendation_lists_each_plan_once_and_its_own_first(answers: dict[s
     assert isinstance(answer, planner.Recommendation)
     rows = answer.table()
     assert (rows[0]["plan"], rows[0]["verdict"]) == (answer.name, "recommended")
-    plans = [answer.plan, *(one.plan for one in answer.alternatives)]
+    plans = [answer.plan, *(prediction.plan for prediction in answer.alternatives)]
     estimated = answer.best_estimated
     assert len(rows) == len(plans) + bool(estimated and estimated.plan not in plans)
-    assert max(len(repr(one)) for one in (answer.predicted, *answer.alternatives)) < 600
+    assert max(len(repr(prediction)) for prediction in (answer.predicted, *answer.alternatives)) < 600
 
 
 def test_an_estimate_is_that_of_the_recommendation(answers: dict[str, Table], h200_profile: Profile) -> None:
@@ -139,7 +139,9 @@ def test_an_estimate_is_that_of_the_recommendation(answers: dict[str, Table], h2
     estimate = answers["estimate"]
     assert isinstance(estimate, planner.PlanEstimate)
     recommended = planner.recommend(MODEL, GPU, "128k", profile=h200_profile, quality="lossy")
-    listed = {one.preset: one.predicted for one in recommended.alternatives} | {recommended.name: recommended.predicted}
+    listed = {alternative.preset: alternative.predicted for alternative in recommended.alternatives} | {
+        recommended.name: recommended.predicted
+    }
     assert estimate.predicted.best == listed["quantspec"].best
     assert estimate.predicted.speedup == estimate.baseline.best.tpot_ms / estimate.predicted.best.tpot_ms
     assert estimate.fits
@@ -148,21 +150,21 @@ def test_an_estimate_is_that_of_the_recommendation(answers: dict[str, Table], h2
 
 
 def test_an_estimate_takes_a_gamma_and_lets_it_adapt(h200_profile: Profile) -> None:
-    asked = {"preset": "quantspec", "profile": h200_profile}
-    fixed = planner.estimate(MODEL, GPU, 65536, gamma=5, **asked)
+    question = {"preset": "quantspec", "profile": h200_profile}
+    fixed = planner.estimate(MODEL, GPU, 65536, gamma=5, **question)
     assert (fixed.predicted.gamma, fixed.plan.speculation.adaptive) == (5, False)
-    assert planner.estimate(MODEL, GPU, 65536, gamma=5, adaptive=True, **asked).plan.speculation.adaptive
+    assert planner.estimate(MODEL, GPU, 65536, gamma=5, adaptive=True, **question).plan.speculation.adaptive
     with pytest.raises(planner.PlanError, match="gamma is 3; allowed: none, as autoregressive drafts nothing"):
         planner.estimate(MODEL, GPU, 65536, preset="autoregressive", gamma=3, profile=h200_profile)
 
 
 def test_a_given_gamma_keeps_the_published_ratio_and_none_takes_the_fastest(h200_profile: Profile) -> None:
     fastest = planner.estimate(MODEL, GPU, 65536, preset="specattn", profile=h200_profile)
-    given = planner.estimate(MODEL, GPU, 65536, preset="specattn", gamma=5, profile=h200_profile)
-    published = planner.preset("specattn", given.plan.workload).speculation.selection
-    assert given.plan.speculation.selection == published
+    estimate = planner.estimate(MODEL, GPU, 65536, preset="specattn", gamma=5, profile=h200_profile)
+    published = planner.preset("specattn", estimate.plan.workload).speculation.selection
+    assert estimate.plan.speculation.selection == published
     assert fastest.plan.speculation.selection != published
-    assert fastest.predicted.best.tpot_ms < given.predicted.best.tpot_ms
+    assert fastest.predicted.best.tpot_ms < estimate.predicted.best.tpot_ms
 
 
 def test_what_does_not_fit_says_so(h200_profile: Profile) -> None:

@@ -303,8 +303,8 @@ def test_the_language_model_of_a_model_of_images(tmp_path: Path) -> None:
     """Gemma-3-27B's published file gives the catalog's shape."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GEMMA))
-    found, known = load_shape(str(path)), load_shape("google/gemma-3-27b-it")
-    assert replace(found, name=known.name, source=known.source) == known
+    shape, known = load_shape(str(path)), load_shape("google/gemma-3-27b-it")
+    assert replace(shape, name=known.name, source=known.source) == known
 
 
 def test_gemmas_layers_by_type_and_by_pattern(tmp_path: Path) -> None:

@@ -54,10 +54,10 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_only_the_config_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def download(hub_id: str, file: str, **options: Any) -> str:
-        asked.append((hub_id, file))
+        calls.append((hub_id, file))
         path = tmp_path / "config.json"
         path.write_text(CONFIG)
         return str(path)
@@ -66,7 +66,7 @@ def test_only_the_config_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr("ridgeplan.roofline.catalog.models.fetched_config", fetched_config)
     shape = load_shape("some/model")
-    assert (shape.name, shape.layers, asked) == ("some/model", 2, [("some/model", "config.json")])
+    assert (shape.name, shape.layers, calls) == ("some/model", 2, [("some/model", "config.json")])
 
 
 def test_what_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

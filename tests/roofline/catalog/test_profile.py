@@ -134,17 +134,17 @@ def test_a_class_without_rates_takes_its_relatives_and_says_so(h200_profile):
 )
 def test_the_nearest_relative_comes_first(h200_profile, kind, relative):
     """`linear`, at the end of most chains, is there as well."""
-    own = {name: replace(h200_profile.classes["linear"], launch_s=launch_s) for name, launch_s in
+    profile = {name: replace(h200_profile.classes["linear"], launch_s=launch_s) for name, launch_s in
            {"linear": 0.001, relative: 0.002}.items()}  # fmt: skip
-    assert replace(h200_profile, classes=own).rates(kind).launch_s == 0.002
+    assert replace(h200_profile, classes=profile).rates(kind).launch_s == 0.002
 
 
 def test_another_machine_takes_the_nearest_profile_and_says_so(h200_profile):
-    own = profile_for(load_hardware("h200"), (h200_profile,))
+    profile = profile_for(load_hardware("h200"), (h200_profile,))
     other = profile_for(load_hardware("a100"), (h200_profile,))
-    assert own is h200_profile
+    assert profile is h200_profile
     assert (other.source, other.transferred_from) == ("transferred", "test H200")
-    assert other.rates("linear") == replace(own.rates("linear"), spread=0.05 + 0.2, source="transferred")
+    assert other.rates("linear") == replace(profile.rates("linear"), spread=0.05 + 0.2, source="transferred")
     assert other.hardware == load_hardware("a100-80gb")
 
 
@@ -156,8 +156,8 @@ def test_a_known_name_with_other_figures_is_another_machine(h200_profile):
 
 def test_another_name_with_the_same_figures_is_another_machine(h200_profile):
     other = replace(load_hardware("h200"), name="h200-of-another-maker")
-    found = profile_for(other, (h200_profile,))
-    assert (found.source, found.hardware) == ("transferred", other)
+    profile = profile_for(other, (h200_profile,))
+    assert (profile.source, profile.hardware) == ("transferred", other)
 
 
 def test_the_widest_band_stays_the_widest(h200_profile):
@@ -243,9 +243,9 @@ def test_transfers_to_the_host_keep_their_share_and_say_nothing_of_kernels(trans
     """Their share of a peak that they never use is 1, which is not what kernels can reach."""
     without = transferred(compute_flops=1e14)
     link = {"host_copy": Rates(0.9, 1.0, 2e-6, 0.0), "host_gather": Rates(0.3, 1.0, 2e-6, 0.0)}
-    found = transferred(others=link, compute_flops=1e14)
-    assert {kind: found[kind] for kind in without} == without
-    assert [found[kind].bandwidth_utilization for kind in link] == [0.9, 0.3]
+    profile = transferred(others=link, compute_flops=1e14)
+    assert {kind: profile[kind] for kind in without} == without
+    assert [profile[kind].bandwidth_utilization for kind in link] == [0.9, 0.3]
 
 
 def test_what_memory_or_the_peak_binds_keeps_its_share(transferred):
@@ -312,7 +312,7 @@ def test_kernels_of_hopper_alone_say_nothing_of_older_machines(h200_profile):
     portable = {"linear_int4": Rates(0.2, 0.2, 5e-6, 0.0)}
     profile = replace(h200_profile, hardware=SOURCE, portable=portable)
     old = replace(SOURCE, name="other", compute_capability="8.0")
-    older, newer = (transferred_profile(profile, one) for one in (old, replace(SOURCE, name="other")))
+    older, newer = (transferred_profile(profile, hardware) for hardware in (old, replace(SOURCE, name="other")))
     assert newer.rates("linear_int8").source == "transferred"
     assert older.rates("linear_int8").source == "prior"
     assert older.rates("linear_int8").bandwidth_utilization == older.rates("linear_int4").bandwidth_utilization
@@ -328,9 +328,11 @@ def test_scans_run_on_older_machines_as_those_for_many_query_heads_do(h200_profi
         classes={**h200_profile.classes, f"{kind}_wide": wide},
     )  # fmt: skip
     old = replace(SOURCE, name="other", compute_capability="8.0")
-    found = transferred_profile(profile, old).rates(kind)
-    assert (found.bandwidth_utilization, found.launch_s, found.source) == (0.125, 5e-5, "transferred")
-    without = replace(profile, classes={name: one for name, one in profile.classes.items() if name != f"{kind}_wide"})
+    rates = transferred_profile(profile, old).rates(kind)
+    assert (rates.bandwidth_utilization, rates.launch_s, rates.source) == (0.125, 5e-5, "transferred")
+    without = replace(
+        profile, classes={name: rates for name, rates in profile.classes.items() if name != f"{kind}_wide"}
+    )
     assert transferred_profile(without, old).rates(kind).source == "prior"
 
 

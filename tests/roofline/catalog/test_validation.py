@@ -70,9 +70,9 @@ def test_parts_are_built_and_values_get_the_declared_types() -> None:
     assert OUTER.inner == Inner(3)
     assert OUTER.parts == {"left": Inner(100, 2.0)}
     assert type(OUTER.parts["left"].depth) is float
-    given = build(Outer, {**GOOD, "colour": "blue", "tags": ["a"], "rows": [{"x": 1, "y": "z"}], "shares": [0, 1]})
-    assert given.shares == (0.0, 1.0)
-    assert (given.colour, given.tags, given.rows) == (Colour.BLUE, ("a",), ({"x": 1, "y": "z"},))
+    built = build(Outer, {**GOOD, "colour": "blue", "tags": ["a"], "rows": [{"x": 1, "y": "z"}], "shares": [0, 1]})
+    assert built.shares == (0.0, 1.0)
+    assert (built.colour, built.tags, built.rows) == (Colour.BLUE, ("a",), ({"x": 1, "y": "z"},))
 
 
 @dataclass(frozen=True)
@@ -240,10 +240,10 @@ def test_short_values_are_shown_whole(value: object, shown: str) -> None:
 
 
 def nested(depth: int) -> list[object]:
-    found: list[object] = []
+    results: list[object] = []
     for _ in range(depth):
-        found = [found]
-    return found
+        results = [results]
+    return results
 
 
 @pytest.mark.parametrize(

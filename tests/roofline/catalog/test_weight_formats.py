@@ -70,10 +70,10 @@ def compressed(ignore=("lm_head",), **weights):
     ids=str,
 )
 def test_bits_per_weight_include_scales_and_zeros(quantization, layers, head):
-    found = bits_of(quantization)
-    assert (found.attention, found.mlp, found.embedding, found.head) == pytest.approx((layers, layers, 16, head))
+    bits = bits_of(quantization)
+    assert (bits.attention, bits.mlp, bits.embedding, bits.head) == pytest.approx((layers, layers, 16, head))
     method = quantization.get("quant_method", "bitsandbytes")
-    assert found.format == ("nvfp4" if "tensor_group" in str(quantization) else method)
+    assert bits.format == ("nvfp4" if "tensor_group" in str(quantization) else method)
 
 
 @pytest.mark.parametrize(
@@ -96,22 +96,22 @@ def test_bits_per_weight_include_scales_and_zeros(quantization, layers, head):
 )
 def test_layouts_that_the_runtime_does_not_decode_have_names_of_their_own(quantization, name):
     """Those of 3, 5 and 6 bits cross words, and packed floats are no integers (runtime/model/packed_weights.py)."""
-    found = bits_of(quantization)
-    assert found.format == name
-    assert found.converted == (name == quantization["quant_method"])
+    bits = bits_of(quantization)
+    assert bits.format == name
+    assert bits.converted == (name == quantization["quant_method"])
 
 
 @pytest.mark.parametrize("dtype, bits", [("float32", 32), ("bfloat16", 16), ("float16", 16), (None, 16)])
 def test_a_checkpoint_of_one_type(dtype, bits):
-    found = bits_of(torch_dtype=dtype)
-    assert set(vars(found).values()) == {bits, "float32" if bits == 32 else "bf16"}
-    assert bits_of(torch_dtype="bfloat16", dtype=dtype) == found  # transformers 5's name comes first
+    result = bits_of(torch_dtype=dtype)
+    assert set(vars(result).values()) == {bits, "float32" if bits == 32 else "bf16"}
+    assert bits_of(torch_dtype="bfloat16", dtype=dtype) == result  # transformers 5's name comes first
 
 
 def test_experts_in_mxfp4_beside_attention_in_bf16():
     config = {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}
-    found = bits_of({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, **config)
-    assert found == WeightBits(experts=4.25, format="mxfp4")
+    bits = bits_of({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, **config)
+    assert bits == WeightBits(experts=4.25, format="mxfp4")
 
 
 def test_gpt_oss_has_experts_of_4_bits_and_everything_else_in_bf16():
@@ -139,8 +139,8 @@ def test_gpt_oss_has_experts_of_4_bits_and_everything_else_in_bf16():
     ids=str,
 )
 def test_modules_that_are_not_quantized_keep_their_bits(ignored, attention, mlp):
-    found = bits_of(compressed(ignore=[*ignored, "lm_head"], strategy="group", group_size=32))
-    assert (found.attention, found.mlp) == pytest.approx((attention, mlp))
+    bits = bits_of(compressed(ignore=[*ignored, "lm_head"], strategy="group", group_size=32))
+    assert (bits.attention, bits.mlp) == pytest.approx((attention, mlp))
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_steps_read_what_is_stored():
     terms = PassTerms(batch=1, queries=1, quantized_tokens=0, full_tokens=1, bits=0, group=128, splits=1,
                       weight_bytes=2, head_bytes=2, element_bytes=2)  # fmt: skip
     plain = {op.name: op.total.read_bytes for op in decode_pass(small_shape(), terms)}
-    found = {op.name: op.total.read_bytes for op in decode_pass(shape, terms)}
-    saved = {name: plain[name] - found[name] for name in plain if plain[name] != found[name]}
+    bytes_by_op = {op.name: op.total.read_bytes for op in decode_pass(shape, terms)}
+    saved = {name: plain[name] - bytes_by_op[name] for name in plain if plain[name] != bytes_by_op[name]}
     projections = {"qkv projection": 2 * 8_192, "output projection": 2 * 4_096}
     mlps = {"mlp gate + up": 2 * 12_288, "mlp down": 2 * 6_144}
     expected = {name: count * (2 - 4.5 / 8) for name, count in projections.items()}
@@ -286,5 +286,5 @@ def test_loading_converts_some_formats():
 
 
 def test_means_are_weighted_by_elements():
-    found = mean_bits([("mlp", 100, 4), ("mlp", 300, 8), ("head", 1, 2)], "gguf")
-    assert (found.mlp, found.head, found.attention) == (7, 2, 16)
+    bits = mean_bits([("mlp", 100, 4), ("mlp", 300, 8), ("head", 1, 2)], "gguf")
+    assert (bits.mlp, bits.head, bits.attention) == (7, 2, 16)

@@ -73,8 +73,8 @@ def test_without_a_policy_there_is_nothing_to_set():
 def test_settings_travel_with_the_plan(policy, settings):
     plan = Plan.from_json(evicting(policy, budget=100, settings=settings).to_json())
     assert plan == evicting(policy, budget=100, settings=settings)
-    found = plan.eviction.method
-    assert {name: getattr(found, name) for name in settings} == settings
+    method = plan.eviction.method
+    assert {name: getattr(method, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize(
@@ -105,29 +105,29 @@ def test_policies_that_need_the_whole_prompt_refuse_chunks(policy):
     for plan in (evicting(policy, budget=1000, chunk=512), evicting(policy, share=1.0, chunk=512)):
         with pytest.raises(PlanError, match=message):
             missing_execution(plan)
-    chunked = {name for name, one in EVICTIONS.items() if one.chunked}
+    chunked = {name for name, policy in EVICTIONS.items() if policy.chunked}
     assert chunked == {"dapq", "snapkv", "pyramidkv", "streamingllm", "lacache", "expected-attention"}
     assert not any(missing_execution(evicting(name, budget=1000, chunk=512)) for name in chunked)
 
 
 def test_chunks_are_another_target_that_says_so():
     """Its measurements are not those of whole prompts, which are preferred where both fit."""
-    whole, chunked = (evicting("dapq", budget=1000, chunk=chunk) for chunk in (0, 512))
-    assert target_values(chunked) == {**target_values(whole), "eviction.chunk": 512}
+    policy, chunked = (evicting("dapq", budget=1000, chunk=chunk) for chunk in (0, 512))
+    assert target_values(chunked) == {**target_values(policy), "eviction.chunk": 512}
     everything = [evicting("dapq", budget=4000, chunk=chunk) for chunk in (0, 512)]
     assert target_values(everything[0]) == target_values(everything[1])
-    assert target_values(evicting("dapq", budget=1000, chunk=4000)) == target_values(whole)
-    assert (preset_name(whole), preset_name(chunked)) == ("dapq", "dapq in chunks")
-    assert preference(whole) < preference(chunked)
-    assert why_preferred(whole, chunked) == "more exact"
+    assert target_values(evicting("dapq", budget=1000, chunk=4000)) == target_values(policy)
+    assert (preset_name(policy), preset_name(chunked)) == ("dapq", "dapq in chunks")
+    assert preference(policy) < preference(chunked)
+    assert why_preferred(policy, chunked) == "more exact"
     (loss,) = losses(chunked)
     assert loss.startswith("dapq keeps 1000 of 4000 prompt tokens, chosen after every 512: RULER 77.56 of 96.65")
 
 
 @pytest.mark.parametrize("group", [1, 32])
-@pytest.mark.parametrize("wanted", [(250, 130, 40), (72, 40, 8), (500, 500, 500)])
-def test_no_layer_keeps_more_than_it_had_and_a_chunk(wanted, group):
-    budgets = aligned_budgets(wanted, sum(wanted) // 3, group)
+@pytest.mark.parametrize("tokens_per_layer", [(250, 130, 40), (72, 40, 8), (500, 500, 500)])
+def test_no_layer_keeps_more_than_it_had_and_a_chunk(tokens_per_layer, group):
+    budgets = aligned_budgets(tokens_per_layer, sum(tokens_per_layer) // 3, group)
     kept = [(0, 0, 0), *(kept_tokens(tokens, budgets, group) for tokens in range(1, 700))]
     for chunk in (1, 7, 32, 100):
         for before, after in zip(kept, kept[chunk:], strict=False):
@@ -157,9 +157,9 @@ def test_aligned_budgets_differ_by_whole_groups():
 
 @pytest.mark.parametrize("group", [1, 32])
 @pytest.mark.parametrize("tokens", [1, 5, 31, 33, 64, 100, 257, 300, 1000])
-@pytest.mark.parametrize("wanted", [(250, 130, 40), (72, 40, 8)])
-def test_what_layers_keep(wanted, tokens, group):
-    budgets = aligned_budgets(wanted, sum(wanted) // 3, group)
+@pytest.mark.parametrize("tokens_per_layer", [(250, 130, 40), (72, 40, 8)])
+def test_what_layers_keep(tokens_per_layer, tokens, group):
+    budgets = aligned_budgets(tokens_per_layer, sum(tokens_per_layer) // 3, group)
     kept = kept_tokens(tokens, budgets, group)
     longest = min(tokens, max(budgets))
     assert kept[0] == longest

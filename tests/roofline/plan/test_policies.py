@@ -69,9 +69,9 @@ def cost_of(name):
 
 def test_hyperparameters_change_the_cost():
     """Of 8 KV heads: a set each is ranked from its own scores, a set for all from their sums."""
-    shared, own = (SpecAttn(per_kv_head=each).cost() for each in (False, True))
-    assert (shared.moved_score_bytes(8), own.moved_score_bytes(8)) == (4 * (8 + 8 + 7), 4 * 7 * 8)
-    assert (shared.run_of(8), own.run_of(8)) == (8, 1)
+    shared, per_head = (SpecAttn(per_kv_head=each).cost() for each in (False, True))
+    assert (shared.moved_score_bytes(8), per_head.moved_score_bytes(8)) == (4 * (8 + 8 + 7), 4 * 7 * 8)
+    assert (shared.run_of(8), per_head.run_of(8)) == (8, 1)
     assert Quest(page=32).cost().scored_keys == 2 / 32
     assert SpecExtend(page=32).cost().run_of(8) == 32 * 8
 
@@ -146,9 +146,9 @@ def test_a_target_s_selection_of_offloaded_kv_runs_where_its_tokens_can_be_loade
 )
 def test_codes_and_drafts_stay_within_a_sliding_window_of_4096(name, context, missing):
     shape = load_shape("mistralai/Mistral-7B-v0.1")
-    found = missing_execution(preset(name, Workload("m", "h200", context, new_tokens=1024)), shape)
+    reason = missing_execution(preset(name, Workload("m", "h200", context, new_tokens=1024)), shape)
     beyond = "codes, drafts, selections or evictions beyond a sliding window of 4096 tokens"
-    assert found == ([beyond] if missing else [])
+    assert reason == ([beyond] if missing else [])
 
 
 def test_the_runtime_executes_dense_families():
@@ -203,8 +203,8 @@ def test_policies_are_priced_by_what_was_measured(method):
 
 @pytest.mark.parametrize("level", ["head", "batch"])
 def test_a_heads_choice_for_all_kv_heads_changes_less(level):
-    found = measured("smollm2")[f"retrieval-{level}", KV_BUDGET]
-    assert cost("retrieval-head", level=level).overlap == pytest.approx(found, abs=0.006)
+    fidelity = measured("smollm2")[f"retrieval-{level}", KV_BUDGET]
+    assert cost("retrieval-head", level=level).overlap == pytest.approx(fidelity, abs=0.006)
 
 
 @pytest.mark.parametrize("model", ["qwen", "smollm2"])

@@ -136,19 +136,21 @@ def test_expected_attention_is_the_mean_over_draws_of_coming_queries():
     plain = torch.cat([pairs.real, pairs.imag], dim=-1)[2:]  # [tokens, heads, channels], before rotation
     coming = torch.arange(TOKENS, TOKENS + 4)[:, None] * FREQUENCIES
     turn = torch.polar(torch.ones_like(coming), coming).mean(0)
-    found = torch.empty(KV_HEADS, TOKENS)
+    expected_scores = torch.empty(KV_HEADS, TOKENS)
     for head in range(KV_HEADS):
         logits = []
         for query_head in range(head * RATIO, (head + 1) * RATIO):
-            own = plain[:, query_head]
+            queries_of_head = plain[:, query_head]
             torch.manual_seed(query_head)
-            gaussian = torch.distributions.MultivariateNormal(own.mean(0), own.T.cov(correction=0))
+            gaussian = torch.distributions.MultivariateNormal(
+                queries_of_head.mean(0), queries_of_head.T.cov(correction=0)
+            )
             drawn = torch.complex(*gaussian.sample((200_000,)).chunk(2, dim=-1)) * turn
             drawn = torch.cat([drawn.real, drawn.imag], dim=-1)
             keys = layer.keys[head, 2:TOKENS]
             logits.append((drawn @ keys.T / DIM**0.5).logsumexp(0).softmax(-1))
-        found[head, 2:] = torch.stack(logits).mean(0) * layer.values[head, 2:TOKENS].norm(dim=-1)
-    torch.testing.assert_close(scores[:, 2:], found[:, 2:], rtol=0.2, atol=0.02)
+        expected_scores[head, 2:] = torch.stack(logits).mean(0) * layer.values[head, 2:TOKENS].norm(dim=-1)
+    torch.testing.assert_close(scores[:, 2:], expected_scores[:, 2:], rtol=0.2, atol=0.02)
     assert scores[:, :2].isinf().all()
 
 

@@ -49,15 +49,15 @@ class Forced:
 @pytest.fixture(scope="module")
 def profile():
     """Rates by which drafts cost less than the target's steps."""
-    return next(one for one in shipped_profiles() if one.hardware.name == "h200")
+    return next(profile for profile in shipped_profiles() if profile.hardware.name == "h200")
 
 
 @pytest.fixture(scope="module")
 def plain(tiny_model, make_plan, prompts):
     """Tokens of plain decoding by KV format."""
     folder, ids = tiny_model(agreeable=True).folder, prompts(*LENGTHS)
-    made = {kv: runtime.load(make_plan(kv, batch=3), folder).generate(ids, NEW) for kv in ("int4x2", "bf16+int4")}
-    return {kv: found.tokens for kv, found in made.items()}
+    generation = {kv: runtime.load(make_plan(kv, batch=3), folder).generate(ids, NEW) for kv in ("int4x2", "bf16+int4")}
+    return {kv: tokens.tokens for kv, tokens in generation.items()}
 
 
 @pytest.fixture
@@ -85,16 +85,16 @@ def test_changes_of_gamma_change_nothing(
     plain = runtime.load(make_plan(kv, batch=3), folder).generate(ids, NEW)
     engine = runtime.load(make_plan(kv, 6, batch=3, draft_bits=draft_bits, adaptive=True), folder, profile=profile)
     schedule = forced(engine, pattern)
-    found = engine.generate(ids, NEW)
-    assert found.tokens == plain.tokens
-    assert found.statistics.flushes == plain.statistics.flushes
-    assert kv == "bf16" or found.statistics.flushes >= 9
+    generation = engine.generate(ids, NEW)
+    assert generation.tokens == plain.tokens
+    assert generation.statistics.flushes == plain.statistics.flushes
+    assert kv == "bf16" or generation.statistics.flushes >= 9
     assert [gamma for gamma, _ in schedule.seen] == [gamma for gamma, _ in zip(cycle(pattern), schedule.seen)]
     assert {rows for _, rows in schedule.seen} == {3}
-    rounds_at = found.statistics.rounds_at
-    assert sum(rounds_at) == found.statistics.rounds
+    rounds_at = generation.statistics.rounds_at
+    assert sum(rounds_at) == generation.statistics.rounds
     assert {gamma for gamma, count in enumerate(rounds_at) if count} == set(pattern)
-    assert agreeable or found.statistics.accepted < found.statistics.num_draft_tokens_verified
+    assert agreeable or generation.statistics.accepted < generation.statistics.num_draft_tokens_verified
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_changes_of_gamma_change_nothing_whatever_drafts_read(
     plan = make_plan(kv, 6, batch=3, codes=codes, adaptive=True, selection=name, **options)
     engine = runtime.load(plan, tiny_model(agreeable=True).folder, profile=profile)
     forced(engine, PATTERNS["up and down"])
-    found = engine.generate(prompts(*LENGTHS), 60)
-    assert found.tokens == [tokens[:60] for tokens in plain[kv]]
-    assert found.statistics.flushes >= 4
-    assert {gamma for gamma, count in enumerate(found.statistics.rounds_at) if count} == {0, 1, 2, 4, 6}
-    assert found.statistics.accepted < found.statistics.num_draft_tokens_verified
+    generation = engine.generate(prompts(*LENGTHS), 60)
+    assert generation.tokens == [tokens[:60] for tokens in plain[kv]]
+    assert generation.statistics.flushes >= 4
+    assert {gamma for gamma, count in enumerate(generation.statistics.rounds_at) if count} == {0, 1, 2, 4, 6}
+    assert generation.statistics.accepted < generation.statistics.num_draft_tokens_verified
 
 
 def test_rounds_of_plain_decoding_choose_nothing(tiny_model, make_plan, prompts, profile, forced, monkeypatch):
@@ -173,20 +173,20 @@ def test_a_machine_without_rates_is_refused_before_loading(tiny_model, make_plan
 
 def test_rates_and_lengths_of_the_request_decide(tiny_model, make_plan, prompts, profile, monkeypatch):
     """The rates are those given, at the lengths and rows of the prompts instead of the plan's."""
-    asked = {}
+    calls = {}
 
     def costs(plan, shape, used):
-        asked.update(workload=plan.workload, shape=shape, used=used)
+        calls.update(workload=plan.workload, shape=shape, used=used)
         return real(plan, shape, used)
 
     real = engine_module.round_costs
     monkeypatch.setattr(engine_module, "round_costs", costs)
     engine = runtime.load(make_plan("int4x2", 4, batch=3, adaptive=True), tiny_model().folder, profile=profile)
     engine.generate(prompts(100, 50), 9)
-    workload = asked["workload"]
+    workload = calls["workload"]
     assert (workload.context, workload.new_tokens, workload.batch) == (75, 9, 2)
-    assert asked["used"] is profile
-    assert asked["shape"].layers == 2
+    assert calls["used"] is profile
+    assert calls["shape"].layers == 2
 
 
 def test_the_cache_has_room_for_the_largest_gamma(tiny_model, make_plan, prompts, profile, forced):

@@ -57,24 +57,24 @@ def without_limit(plan):
 @pytest.mark.parametrize("name, gamma", [*((name, 0) for name in CASES), ("retrieval-head", 1), ("all", 0)])
 def test_the_same_tokens_as_without_a_limit(name, gamma, run, placed):
     plan = placed("bf16", name, gamma)
-    (found, engine), (expected, roomy) = run(plan, *PROMPTS), run(without_limit(plan), *PROMPTS)
-    assert found.tokens == expected.tokens
+    (result, engine), (expected, roomy) = run(plan, *PROMPTS), run(without_limit(plan), *PROMPTS)
+    assert result.tokens == expected.tokens
     assert roomy.cache.config.host_layers == 0
-    assert found.statistics.host_layers == found.statistics.moved_layers >= 2
+    assert result.statistics.host_layers == result.statistics.moved_layers >= 2
     assert engine.cache.config.host_layers >= 3  # the last may fit until the very end
-    assert gamma == 0 or found.statistics.accepted > 0
-    assert name == "all" or 0 < found.statistics.loads < found.statistics.wanted_loads
+    assert gamma == 0 or result.statistics.accepted > 0
+    assert name == "all" or 0 < result.statistics.loads < result.statistics.wanted_loads
 
 
 def test_layers_leave_at_the_steps_that_algorithm_2_names(run, placed):
     """Before the pass whose length reaches S_i, the largest that i layers on the host leave room for (Eq 7)."""
-    found, engine = run(placed("bf16", "retrieval-head"), *PROMPTS)
+    result, engine = run(placed("bf16", "retrieval-head"), *PROMPTS)
     memory, slots = engine.cache.movable.slots, BUDGET + 2 * GROUP + 1
     thresholds = [(memory - i * slots) // (LAYERS - i) for i in range(engine.cache.config.host_layers)]
     assert thresholds == sorted(thresholds)
     assert max(PROMPTS) < thresholds[0]
     last = max(PROMPTS) + NEW - 2  # tokens before the last pass
-    assert list(found.statistics.moved_at) == [length for length in thresholds if length <= last]
+    assert list(result.statistics.moved_at) == [length for length in thresholds if length <= last]
 
 
 @pytest.mark.parametrize("beyond, away", [(-1, 1), (0, 2)])
@@ -88,12 +88,12 @@ def test_a_prompt_starts_with_the_layers_away_that_algorithm_2_names(beyond, awa
 def test_what_is_moved_is_what_is_predicted(run, placed):
     """Every step after the first layer has left asks each one for the budget that recent tokens leave it."""
     plan = placed("bf16", "retrieval-head")
-    found, engine = run(plan, 60)
-    statistics = found.statistics
-    wanted = 0
+    result, engine = run(plan, 60)
+    statistics = result.statistics
+    expected = 0
     for length in range(60, 60 + NEW - 1):  # a step's query sees itself, too
         old = quantized_groups(length, GROUP) * GROUP
         chosen = min(max(BUDGET - (length - old), 4), old)
-        wanted += sum(length >= left for left in statistics.moved_at) * chosen * engine.cache.kv_heads
-    assert statistics.wanted_loads == wanted
-    assert 0 < statistics.loads < wanted
+        expected += sum(length >= left for left in statistics.moved_at) * chosen * engine.cache.kv_heads
+    assert statistics.wanted_loads == expected
+    assert 0 < statistics.loads < expected

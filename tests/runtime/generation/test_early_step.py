@@ -74,7 +74,7 @@ class Step:
             if drafting
             else AttentionMetadataBuilder(self.cache).target_metadata(4)
         )
-        self.weights = changed(model.weights(), lambda linear: own(linear, drafting))
+        self.weights = changed(model.weights(), lambda linear: random_product(linear, drafting))
         self.tokens = torch.zeros(rows, 1 if drafting else 4, dtype=torch.int64, device=device)
         self._generator = torch.Generator(device).manual_seed(1)
 
@@ -103,7 +103,7 @@ def changed(weights: DecoderWeights, change) -> DecoderWeights:
     return replace(weights, layers=layers, head=change(weights.head))
 
 
-def own(linear: Dense, narrow: bool) -> Linear:
+def random_product(linear: Dense, narrow: bool) -> Linear:
     """A product with random weights that no other has."""
     dense = Dense(torch.randn_like(linear.weight) / linear.weight.shape[1] ** 0.5)
     return quantized_linear(dense, WeightFormat(4, 128)) if narrow else dense
@@ -130,5 +130,5 @@ def test_a_captured_step_equals_one_kernel_at_a_time(drafting, rows):
         step.renew()
         graph.replay()
         wait()
-        found = logits.clone()
-        assert torch.equal(found, step.apart())
+        captured = logits.clone()
+        assert torch.equal(captured, step.apart())

@@ -51,9 +51,9 @@ def plan_of(shape, make_plan, limited):
     """A plan with so little memory that layers leave; drafts choose as the target does, but fewer tokens."""
 
     def make(kv, name, gamma=0, layers=1, **placement):
-        own = SELECTIONS[name] | {"sinks": 2}
-        target = {"target": name, "target_budget": BUDGET, "target_options": own}
-        drafts = {"codes": "full", "selection": name, "ratio": 0.2, "floor": 48, **own} if gamma else {}
+        options_of_target = SELECTIONS[name] | {"sinks": 2}
+        target = {"target": name, "target_budget": BUDGET, "target_options": options_of_target}
+        drafts = {"codes": "full", "selection": name, "ratio": 0.2, "floor": 48, **options_of_target} if gamma else {}
         plan = make_plan(kv, gamma, context=512, batch=3, **target, **drafts)
         return limited(plan, shape, layers, HostPart.ALL, **{"budget": BUDGET} | placement)[0]
 
@@ -77,10 +77,10 @@ def test_the_same_tokens_as_without_a_limit(kv, name, gamma, load, plan_of, expe
     plan = plan_of(kv, name, gamma)
     engine = load(plan)
     assert engine.cache.config.host_layers > 0
-    found = engine.generate(prompts(*LENGTHS), NEW)
-    assert found.tokens == expected(plan, *LENGTHS)
-    assert gamma == 0 or found.statistics.accepted > 0
-    assert 0 < found.statistics.loads < found.statistics.wanted_loads
+    generation = engine.generate(prompts(*LENGTHS), NEW)
+    assert generation.tokens == expected(plan, *LENGTHS)
+    assert gamma == 0 or generation.statistics.accepted > 0
+    assert 0 < generation.statistics.loads < generation.statistics.wanted_loads
     again = engine.generate(prompts(30, 99), NEW)  # fewer rows, and what slots held is forgotten
     assert again.tokens == expected(plan, 30, 99)
 
@@ -89,14 +89,14 @@ def test_the_same_tokens_as_without_a_limit(kv, name, gamma, load, plan_of, expe
 def test_a_head_that_chooses_by_layer_has_each_layer_load_its_own(gamma, model, head_file, plan_of, prompts):
     path, plan = head_file(model, LAYERS), plan_of("bf16", "retrieval-head", gamma, layers=2)
     offloaded, roomy = (
-        runtime.load(one, model.folder, device="cpu", retrieval_head=path)
-        for one in (plan, replace(plan, placement=replace(plan.placement, memory_bytes=0)))
+        runtime.load(plan_of_engine, model.folder, device="cpu", retrieval_head=path)
+        for plan_of_engine in (plan, replace(plan, placement=replace(plan.placement, memory_bytes=0)))
     )
-    found, whole = (engine.generate(prompts(*LENGTHS), NEW) for engine in (offloaded, roomy))
-    assert found.tokens == whole.tokens
+    generation, generated = (engine.generate(prompts(*LENGTHS), NEW) for engine in (offloaded, roomy))
+    assert generation.tokens == generated.tokens
     assert not plan.attention.selection.by_layer
     assert offloaded.plan.attention.selection.by_layer  # what runs is what is priced
-    assert 0 < found.statistics.loads < found.statistics.wanted_loads
+    assert 0 < generation.statistics.loads < generation.statistics.wanted_loads
 
 
 @pytest.mark.parametrize("placement", [{"layers": LAYERS}, {"prefetch": 8}, {"budget": 2 * BUDGET}], ids=str)
@@ -109,9 +109,9 @@ def test_wherever_layers_are_and_however_far_loads_run_ahead(kv, name, placement
 @pytest.mark.parametrize("kv, name", CASES[:2])
 def test_without_elastic_loading_every_step_loads_what_it_chooses(kv, name, load, plan_of, expected, prompts):
     plan = plan_of(kv, name, elastic=False)
-    found = load(plan).generate(prompts(*LENGTHS), NEW)
-    assert found.tokens == expected(plan, *LENGTHS)
-    assert found.statistics.loads == found.statistics.wanted_loads > 0
+    generation = load(plan).generate(prompts(*LENGTHS), NEW)
+    assert generation.tokens == expected(plan, *LENGTHS)
+    assert generation.statistics.loads == generation.statistics.wanted_loads > 0
 
 
 @pytest.mark.parametrize("kv, name", CASES[:2])
@@ -126,7 +126,7 @@ def test_an_abandoned_generation_disturbs_no_later_one_and_nothing_is_kept(kv, n
     held = [weakref.ref(part) for pair in engine.cache.stores[-1].on_host for part in pair]
     engine.close()
     gc.collect()
-    assert held and not any(one() is not None for one in held)
+    assert held and not any(tensor() is not None for tensor in held)
 
 
 def test_without_pinned_memory_one_line_says_so_and_nothing_is_left_behind(load, plan_of, prompts, monkeypatch):

@@ -49,8 +49,8 @@ def test_a_budget_of_the_whole_prompt_changes_no_bit(policy, kv, tiny_model, mak
         runtime.load(make_plan(kv, batch=3, evict=name, budget=budget), folder)
         for name, budget in (("none", 0), (policy, 300))
     ]
-    whole, same = (engine.generate(ids, 20).tokens for engine in engines)
-    assert whole == same
+    generation, same = (engine.generate(ids, 20).tokens for engine in engines)
+    assert generation == same
     for layer in range(2):
         for ours, theirs in zip(*(engine.cache.full(layer) for engine in engines), strict=True):
             for row in range(3):
@@ -81,9 +81,9 @@ def test_pseudo_tokens_leave_no_trace(length, tiny_model, make_plan, prompts, pa
     ]
     assert torch.equal(*logits)
     for layer, kept in enumerate(places):
-        for whole, part in zip(plain.cache.full(layer), evicting.cache.full(layer), strict=True):
+        for full, part in zip(plain.cache.full(layer), evicting.cache.full(layer), strict=True):
             for head in range(2):
-                assert torch.equal(part[0, head, :20], whole[0, head, kept[head]])
+                assert torch.equal(part[0, head, :20], full[0, head, kept[head]])
     metadata = AttentionMetadataBuilder(evicting.cache).target_metadata(2)
     assert metadata.positions.tolist() == [[length, length + 1]]
     assert metadata.slots.tolist() == [[20, 21]]
@@ -124,22 +124,22 @@ def test_draft_policies_learn_from_the_prompts_own_queries_and_what_stays_of_it(
         def after_prefill(self, layer, row, queries, keys, positions):
             self.seen.append((queries.clone(), keys.clone(), positions))
 
-    whole, part = Observer(), Observer()
-    for engine, observer in zip(engines, (whole, part), strict=True):
+    full, part = Observer(), Observer()
+    for engine, observer in zip(engines, (full, part), strict=True):
         prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, scorer=engine.scorer, observer=observer)
     for layer, (queries, keys, positions) in enumerate(part.seen):
-        own_queries, all_keys, all_positions = whole.seen[layer]
+        own_queries, all_keys, all_positions = full.seen[layer]
         assert all_positions.tolist() == [list(range(-100, 0))]
         assert torch.equal(queries, own_queries)
         assert positions.shape == (2, 20)
         assert torch.equal(keys, torch.stack([all_keys[head, 100 + at] for head, at in enumerate(positions)]))
 
 
-def told(oracle, prompt, coming):
+def oracle_of(oracle, prompt, coming):
     """An oracle that knows what follows a prompt."""
-    made = oracle(OracleEviction())
-    made.tell(prompt.tolist(), coming.tolist())
-    return made
+    policy = oracle(OracleEviction())
+    policy.tell(prompt.tolist(), coming.tolist())
+    return policy
 
 
 def test_an_oracle_refuses_a_text_that_it_does_not_know(tiny_model, make_plan, prompts):
@@ -161,9 +161,11 @@ def test_pseudo_queries_are_those_of_a_longer_prompt(tiny_model, make_plan, prom
             seen.append(layer.queries.clone())
             return super().scores(layer)
 
-    prefill(engine.decoder, engine.weights, engine.cache, 0, text[:100], scorer=told(Watched, text[:100], text[100:]))
+    prefill(
+        engine.decoder, engine.weights, engine.cache, 0, text[:100], scorer=oracle_of(Watched, text[:100], text[100:])
+    )
     short = seen[:]
-    prefill(engine.decoder, engine.weights, engine.cache, 0, text, scorer=told(Watched, text, text[:0]))
+    prefill(engine.decoder, engine.weights, engine.cache, 0, text, scorer=oracle_of(Watched, text, text[:0]))
     for ours, theirs in zip(short, seen[2:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 

@@ -59,16 +59,16 @@ def test_rounds_read_late_end_where_they_should(gamma, tiny_model, make_plan, pr
     """Stop tokens, limits and abandoned streams, while the device is a round ahead of the host."""
     folder, ids = tiny_model(agreeable=True).folder, prompts(100, 37, 65)
     engine = runtime.load(make_plan("int4x2", gamma, batch=3), folder, device="cuda", dtype=torch.float32)
-    whole = engine.generate(ids, 100).tokens
-    stop = whole[0][40]
+    generation = engine.generate(ids, 100).tokens
+    stop = generation[0][40]
     stopped = engine.generate(ids, 100, runtime.SamplingParams(stop_token_ids=[stop])).tokens
-    assert stopped == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
-    assert engine.generate(ids, 7).tokens == [row[:7] for row in whole]
-    alone = engine.generate(ids[:1], 100).tokens[0]
+    assert stopped == [row[: row.index(stop) + 1] if stop in row else row for row in generation]
+    assert engine.generate(ids, 7).tokens == [row[:7] for row in generation]
+    generated = engine.generate(ids[:1], 100).tokens[0]
     stream = engine.stream(ids[0], 100)
-    assert [next(stream) for _ in range(10)] == alone[:10]
+    assert [next(stream) for _ in range(10)] == generated[:10]
     stream.close()
-    assert list(engine.stream(ids[0], 100)) == alone
+    assert list(engine.stream(ids[0], 100)) == generated
     statistics = engine.statistics
     assert statistics.decoded == 99
     assert 0 < statistics.verify_s < statistics.decode_s
@@ -102,9 +102,9 @@ def test_graphs_of_several_gammas_generate_what_plain_decoding_does(
     for gammas in ([0, 6, 1, 4, 2], [6, 6, 0, 0, 0, 1]):
         with monkeypatch.context() as patch:
             patch.setattr(engine, "_schedule", lambda request, gammas=gammas: Forced(gammas))
-            found = engine.generate(ids, 100)
-        assert found.tokens == plain.tokens
-        assert {gamma for gamma, rounds in enumerate(found.statistics.rounds_at) if rounds} == set(gammas)
+            generation = engine.generate(ids, 100)
+        assert generation.tokens == plain.tokens
+        assert {gamma for gamma, rounds in enumerate(generation.statistics.rounds_at) if rounds} == set(gammas)
     assert engine.generate(ids, 100).tokens == plain.tokens
     sampling = runtime.SamplingParams(temperature=1.0, seed=3)
     first, second = (engine.generate(ids, 100, sampling) for _ in range(2))
@@ -134,7 +134,7 @@ def test_graphs_of_several_gammas_take_the_memory_of_the_largest(tiny_model, mak
 def graph_pool_bytes():
     """Memory of captured graphs' pools, apart from what other tests have left in the common one."""
     segments = torch.cuda.memory_snapshot()
-    return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
 
 
 @pytest.mark.gpu
@@ -182,9 +182,9 @@ def test_bfloat16_prefill_chunks_agree(chunk_tokens, tiny_model, make_plan, prom
     prompt = torch.tensor(prompts(200)[0], device="cuda")
     with torch.inference_mode():
         engine.cache.reset(1)
-        whole = prefill(engine.decoder, engine.weights, engine.cache, 0, prompt)
+        full = prefill(engine.decoder, engine.weights, engine.cache, 0, prompt)
         chunked = prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, chunk_tokens)
-    assert (whole - chunked).abs().max() < 0.05 * whole.std()
+    assert (full - chunked).abs().max() < 0.05 * full.std()
 
 
 @pytest.mark.gpu
@@ -228,14 +228,14 @@ def test_a_chunks_attention_is_flash_attention_of_the_last_tokens(tokens, seen):
     )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = causal_attention(q, keys, values, None)
+    output = causal_attention(q, keys, values, None)
     if tokens * seen > 1 << 26:  # bytes of a mask
-        assert torch.cuda.max_memory_allocated() - before < 2 * found.nbytes + (8 << 20)
+        assert torch.cuda.max_memory_allocated() - before < 2 * output.nbytes + (8 << 20)
     last = q[:, -64:].float()
     logits = last @ keys.float().repeat_interleave(4, 0).mT / 128**0.5
     hidden = torch.ones(64, seen, device="cuda").triu(seen - 63).bool()
     expected = logits.masked_fill(hidden, -torch.inf).softmax(-1) @ values.float().repeat_interleave(4, 0)
-    torch.testing.assert_close(found[:, -64:].float(), expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(output[:, -64:].float(), expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.gpu
@@ -288,14 +288,14 @@ def test_elastic_targets_generate_the_same_tokens(
     assert plain.cache.config.host_layers == 0
     assert offloaded.cache.config.host_layers == host_layers > 0
     for ids in (prompts(128, 70, 37), prompts(30, 99, 64)):  # the second replays the graph of the first
-        found = offloaded.generate(ids, 90)
-        assert found.tokens == plain.generate(ids, 90).tokens
-        assert 0 < found.statistics.loads <= found.statistics.wanted_loads
+        generation = offloaded.generate(ids, 90)
+        assert generation.tokens == plain.generate(ids, 90).tokens
+        assert 0 < generation.statistics.loads <= generation.statistics.wanted_loads
     steps = offloaded.stream_batch(prompts(128, 70, 37), 90)
     for _ in range(10):
         next(steps)
     steps.close()
-    assert offloaded.generate(ids, 90).tokens == found.tokens
+    assert offloaded.generate(ids, 90).tokens == generation.tokens
 
 
 @pytest.mark.gpu

@@ -46,10 +46,10 @@ def test_the_same_tokens_as_without_a_limit(
     placed, host_layers = limited(plan, shape, layers, part, prefetch=prefetch)
     engine = runtime.load(placed, folder, device="cpu")
     assert engine.cache.config.host_layers == host_layers
-    found = engine.generate(ids, NEW)
-    assert found.tokens == expected.tokens
-    assert found.statistics.flushes == expected.statistics.flushes > 0
-    assert gamma == 0 or found.statistics.accepted > 0
+    generation = engine.generate(ids, NEW)
+    assert generation.tokens == expected.tokens
+    assert generation.statistics.flushes == expected.statistics.flushes > 0
+    assert gamma == 0 or generation.statistics.accepted > 0
 
 
 SPARSE = {"ratio": 0.3, "floor": 40, "sinks": 2}
@@ -73,9 +73,9 @@ def test_full_precision_layers_too(gamma, changes, folder, shape, limited, make_
     placed, host_layers = limited(plan, shape, 1, HostPart.ALL, budget=128)
     engine = runtime.load(placed, folder, device="cpu")
     assert engine.cache.config.host_layers == host_layers
-    found = engine.generate(ids, 70)
-    assert found.tokens == expected.tokens
-    assert gamma == 0 or found.statistics.accepted > 0
+    generation = engine.generate(ids, 70)
+    assert generation.tokens == expected.tokens
+    assert gamma == 0 or generation.statistics.accepted > 0
 
 
 @pytest.mark.parametrize("kv, gamma", [pytest.param("int4x2", 3, marks=pytest.mark.slow), ("int8", 0)])
@@ -85,8 +85,8 @@ def test_layers_leave_while_tokens_are_generated(kv, gamma, folder, shape, limit
     expected = runtime.load(plan, folder, device="cpu").generate(ids, 400)
     placed, _ = limited(plan, shape, 4, HostPart.ALL, adaptive=True)
     engine = runtime.load(placed, folder, device="cpu")
-    found = engine.generate(ids, 400)
-    assert found.tokens == expected.tokens
+    generation = engine.generate(ids, 400)
+    assert generation.tokens == expected.tokens
     assert engine.statistics.moved_layers > 1
     assert engine.cache.first_on_host == LAYERS - engine.statistics.moved_layers
     again = engine.generate(ids[::-1], 100)
@@ -117,9 +117,9 @@ def test_without_pinned_memory_one_line_says_so_and_nothing_is_left_behind(
 
 def test_a_prompt_beyond_what_fits_with_all_layers_away_is_refused(folder, make_plan):
     plan = make_plan("int4x2", 2, context=512)
-    least = replace(plan, placement=Placement(True, 64, memory_bytes=10**5))
+    placement = replace(plan, placement=Placement(True, 64, memory_bytes=10**5))
     with pytest.raises(WorkloadError, match=r"the plan needs .* may be used"):
-        runtime.load(least, folder, device="cpu")
+        runtime.load(placement, folder, device="cpu")
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

@@ -93,8 +93,8 @@ def test_a_cpus_own_kernel_rounds_to_bfloat16_and_no_more(tiny_model, make_plan,
 @pytest.mark.parametrize("kv", FORMATS)
 def test_drafts_of_int4_targets_change_nothing(kv, gamma, agreeable, exact, tiny_model, make_plan, prompts):
     folder, ids = tiny_model(agreeable=agreeable).folder, prompts(100, 37, 65)
-    whole, drafting = (make_plan(kv, each, batch=3, target_bits=4) for each in (0, gamma))
-    engine = runtime.load(whole, folder, device="cpu")
+    plan, drafting = (make_plan(kv, each, batch=3, target_bits=4) for each in (0, gamma))
+    engine = runtime.load(plan, folder, device="cpu")
     plain = engine.generate(ids, 110)
     drafted = runtime.load(drafting, folder, device="cpu", weights=engine.weights).generate(ids, 110)
     assert drafted.tokens == plain.tokens
@@ -112,23 +112,23 @@ def test_int4_memory_is_what_the_plan_says(group, tied, exact, tiny_model, make_
     engine = runtime.load(make_plan("int4x2", 3, target_bits=4, weight_group=group), folder, device="cpu")
     weights = engine.weights
     assert engine.draft_weights is weights
-    kinds = {type(one) for layer in weights.layers for one in projections(layer)}
+    kinds = {type(projection) for layer in weights.layers for projection in projections(layer)}
     assert (kinds, type(weights.head)) == ({Int4}, Dense)
     assert weights.bytes == weight_memory(engine.config.shape, weight_bytes(4, group, 4), 4)
 
 
 def test_dense_layers_are_made_one_at_a_time_and_dropped(tiny_model, make_plan, prompts, monkeypatch):
-    made, alive, dicts = [], [], []
-    whole, layer_of = loading.load_state_dict, checkpoint._layer
+    results, alive, dicts = [], [], []
+    full, layer_of = loading.load_state_dict, checkpoint._layer
 
     def layer(*arguments):
-        alive.append(sum(ref() is not None for ref in made))
-        found = layer_of(*arguments)
-        made.append(weakref.ref(found.qkv.weight))
-        return found
+        alive.append(sum(ref() is not None for ref in results))
+        dense = layer_of(*arguments)
+        results.append(weakref.ref(dense.qkv.weight))
+        return dense
 
     def state(*arguments):
-        dicts.append(whole(*arguments))
+        dicts.append(full(*arguments))
         return dicts[-1]
 
     monkeypatch.setattr(checkpoint, "_layer", layer)
@@ -136,9 +136,9 @@ def test_dense_layers_are_made_one_at_a_time_and_dropped(tiny_model, make_plan, 
     engine = runtime.load(
         make_plan(target_bits=4), tiny_model(num_hidden_layers=5).folder, device="cpu", calibration=prompts(50)[0]
     )
-    assert len(engine.weights.layers) == len(made) == 5
+    assert len(engine.weights.layers) == len(results) == 5
     assert max(alive) <= 1
-    assert not any(ref() is not None for ref in made)
+    assert not any(ref() is not None for ref in results)
     assert dicts[0].tensors == {}
 
 
@@ -154,7 +154,7 @@ def test_a_text_of_the_models_own_is_written_with_4_bit_weights(tiny_model, make
     runtime.load(make_plan(target_bits=4), tiny_model().folder, device="cpu")
     [writer] = writers
     assert len(writer.layers) == 2
-    assert {type(one) for layer in writer.layers for one in projections(layer)} == {Int4}
+    assert {type(projection) for layer in writer.layers for projection in projections(layer)} == {Int4}
 
 
 def test_calibration_changes_the_target(tiny_model, make_plan, prompts):
@@ -173,9 +173,9 @@ def test_weights_are_shared_by_plans_of_their_format_and_read_again_by_others(ti
     for held in (dense, int4):
         weights = runtime.load(held, folder, device="cpu").weights
         for plan in (dense, int4, wide):
-            found = runtime.load(plan, folder, device="cpu", weights=weights).weights
-            assert (found is weights) == (plan is held)
-            assert found.format == WeightFormat(*plan.weights.target_format)
+            loaded_weights = runtime.load(plan, folder, device="cpu", weights=weights).weights
+            assert (loaded_weights is weights) == (plan is held)
+            assert loaded_weights.format == WeightFormat(*plan.weights.target_format)
 
 
 @pytest.mark.slow
@@ -266,14 +266,14 @@ def test_other_axes_combine_with_8_bits(what, exact_int8, tiny_model, make_plan,
     drafted = drafting.generate(ids, 70)
     assert drafted.tokens == plain.generate(ids, 70).tokens
     assert drafted.statistics.accepted > 0
-    assert {type(one.qkv) for one in drafting.draft_weights.layers} == {Int4}
+    assert {type(layer.qkv) for layer in drafting.draft_weights.layers} == {Int4}
 
 
 def test_drafts_and_target_share_one_copy(exact_int8, tiny_model, make_plan):
     engine = runtime.load(eight_bits(make_plan), tiny_model(intermediate_size=128).folder, device="cpu")
     target, drafts = engine.weights, engine.draft_weights
-    assert {type(one.qkv) for one in target.layers} == {type(target.head)} == {Int8}
-    assert {type(one.qkv) for one in drafts.layers} == {type(drafts.head)} == {Int4}
+    assert {type(layer.qkv) for layer in target.layers} == {type(target.head)} == {Int8}
+    assert {type(layer.qkv) for layer in drafts.layers} == {type(drafts.head)} == {Int4}
     held = {tensor.data_ptr() for tensor in target.tensors()}
     assert {tensor.data_ptr() for tensor in drafts.tensors()} < held
 
@@ -294,9 +294,9 @@ def test_plans_share_weights_of_their_own_kind(tiny_model, make_plan):
     for held in kinds:
         weights = runtime.load(held, folder, device="cpu").weights
         for plan in kinds:
-            found = runtime.load(plan, folder, device="cpu", weights=weights).weights
-            assert (found is weights) == (plan is held)
-            assert found.format == WeightFormat(*plan.weights.target_format)
+            loaded_weights = runtime.load(plan, folder, device="cpu", weights=weights).weights
+            assert (loaded_weights is weights) == (plan is held)
+            assert loaded_weights.format == WeightFormat(*plan.weights.target_format)
 
 
 def test_the_embedding_stays_in_full_precision(tiny_model, make_plan):

@@ -25,7 +25,7 @@ def opened(model, make_plan):
     first = runtime.load(make_plan(batch=3), model, device="cpu")
 
     def make(*plans):
-        return [runtime.load(make_plan(batch=3, **one), model, device="cpu", weights=first.weights) for one in plans]
+        return [runtime.load(make_plan(batch=3, **plan), model, device="cpu", weights=first.weights) for plan in plans]
 
     return make
 
@@ -44,43 +44,43 @@ def evicting(kv="bf16", gamma=0):
 def test_every_eviction_keeps_what_it_would_alone(kv, gamma, opened, prompts):
     ids = prompts(*LENGTHS)
     plans = [{}, {"kv": "int8"}, *evicting(kv, gamma)]
-    alone, together = opened(*plans), opened(*plans)
+    engine, together = opened(*plans), opened(*plans)
     together[0].prefill_with(together[1:], ids, NEW)
-    for own, shared in zip(alone, together, strict=True):
-        assert shared.generate(ids, NEW).tokens == own.generate(ids, NEW).tokens
-        assert torch.equal(shared.cache.lengths, own.cache.lengths)
+    for separate, shared in zip(engine, together, strict=True):
+        assert shared.generate(ids, NEW).tokens == separate.generate(ids, NEW).tokens
+        assert torch.equal(shared.cache.lengths, separate.cache.lengths)
 
 
 @pytest.mark.parametrize("kv, name", [("bf16", "quest"), ("int4x2", "streamingllm"), ("bf16+int4", "progressive")])
 def test_targets_that_select_learn_from_shared_prompts(kv, name, opened, prompts):
     ids = prompts(*LENGTHS)
     plans = [{"kv": kv, "target": name, "target_budget": budget} for budget in (48, 64)]
-    alone, together = opened(*plans), opened(*plans)
+    engine, together = opened(*plans), opened(*plans)
     together[0].prefill_with(together[1:], ids, NEW)
-    for own, shared in zip(alone, together, strict=True):
-        assert shared.generate(ids, NEW).tokens == own.generate(ids, NEW).tokens
+    for separate, shared in zip(engine, together, strict=True):
+        assert shared.generate(ids, NEW).tokens == separate.generate(ids, NEW).tokens
 
 
 def test_different_selections_and_formats_learn_from_the_same_prompts(opened, prompts):
     ids = prompts(*LENGTHS)
     kinds = ("bf16", "quest"), ("bf16", "clusterkv"), ("bf16+int4", "progressive"), ("int8", "streamingllm")
     plans = [{}, *({"kv": kv, "target": name, "target_budget": 64} for kv, name in kinds), *evicting()[:2]]
-    alone, together = opened(*plans), opened(*plans)
+    engine, together = opened(*plans), opened(*plans)
     together[0].prefill_with(together[1:], ids, NEW)
-    for own, shared in zip(alone, together, strict=True):
-        assert shared.generate(ids, NEW).tokens == own.generate(ids, NEW).tokens
+    for separate, shared in zip(engine, together, strict=True):
+        assert shared.generate(ids, NEW).tokens == separate.generate(ids, NEW).tokens
 
 
 def test_teacher_forced_logits_go_on_from_shared_prompts(opened, prompts):
     ids = prompts(90, 90, 60)
     after = [list(range(40)), list(range(40, 80)), list(range(80, 120))]
-    alone, together = (opened(*evicting()) for _ in range(2))
+    policy, together = (opened(*evicting()) for _ in range(2))
     together[0].prefill_with(together[1:], ids, 41)
-    for own, shared in zip(alone, together, strict=True):
-        expected = own.teacher_forced_logits(ids, after)
+    for separate, shared in zip(policy, together, strict=True):
+        expected = separate.teacher_forced_logits(ids, after)
         assert torch.equal(shared.teacher_forced_logits(ids, after), expected)
         for row in range(3):
-            single = own.teacher_forced_logits([ids[row]], [after[row]])[0]
+            single = separate.teacher_forced_logits([ids[row]], [after[row]])[0]
             torch.testing.assert_close(expected[row], single, rtol=1e-4, atol=1e-4)
 
 
@@ -116,9 +116,9 @@ def test_a_policy_sees_what_it_appends_and_no_more(opened, prompts):
         oracle.tell(text[:90].tolist(), text[90:].tolist())
     to = [Destination(cache(), 0, oracle) for oracle in oracles]
     logits = prefill_all(*target, to, text[:90])
-    for one, oracle in zip(to, oracles, strict=True):
-        own = cache()
-        torch.testing.assert_close(prefill(*target, own, 0, text[:90], scorer=oracle), logits)
+    for destination, oracle in zip(to, oracles, strict=True):
+        oracle_cache = cache()
+        torch.testing.assert_close(prefill(*target, oracle_cache, 0, text[:90], scorer=oracle), logits)
         for layer in range(3):
-            for ours, theirs in zip(one.cache.full(layer), own.full(layer), strict=True):
+            for ours, theirs in zip(destination.cache.full(layer), oracle_cache.full(layer), strict=True):
                 torch.testing.assert_close(ours[:, :, :20], theirs[:, :, :20])

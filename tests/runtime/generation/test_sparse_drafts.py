@@ -53,8 +53,8 @@ def plain(tiny_model, make_plan, prompts):
     """Tokens of plain decoding by the KV format that the target reads."""
     folder = tiny_model(agreeable=True).folder
     formats = {"bf16": "bf16", "bf16+int4": "bf16", "int8": "int8", "int4x2": "int8"}
-    made = {kv: generate(make_plan(kv, batch=3), folder, prompts(*LENGTHS)) for kv in set(formats.values())}
-    return {kv: made[target].tokens for kv, target in formats.items()}
+    plan = {kv: generate(make_plan(kv, batch=3), folder, prompts(*LENGTHS)) for kv in set(formats.values())}
+    return {kv: plan[target].tokens for kv, target in formats.items()}
 
 
 @pytest.mark.parametrize("selection, kv, codes", DRAFTED)

@@ -45,8 +45,10 @@ def engine_of(model, make_plan, head_file):
     path = head_file(model)
 
     def make(kv, name="all", budget=0, gamma=0, **options):
-        own = {} if name == "all" else SELECTIONS[name] | {"sinks": 2}
-        plan = make_plan(kv, gamma, batch=3, target=name, target_budget=budget, target_options=own, **options)
+        options_of_target = {} if name == "all" else SELECTIONS[name] | {"sinks": 2}
+        plan = make_plan(
+            kv, gamma, batch=3, target=name, target_budget=budget, target_options=options_of_target, **options
+        )
         needs = "retrieval-head" in (name, options.get("selection"))
         return runtime.load(plan, model.folder, device="cpu", retrieval_head=path if needs else None)
 
@@ -58,8 +60,8 @@ def generated(engine_of, prompts):
     """Tokens of a plan, generated once."""
 
     @functools.cache
-    def run(*asked, **options):
-        return engine_of(*asked, **options).generate(prompts(*LENGTHS), NEW)
+    def run(*question, **options):
+        return engine_of(*question, **options).generate(prompts(*LENGTHS), NEW)
 
     return run
 
@@ -108,12 +110,12 @@ def seen_by(name, query, keys, length, budget, group=32, sinks=2):
         seen[:, :sinks] = seen[:, max(0, cached - (budget - sinks)) :] = True
         return seen
     old = max(0, cached // group - 1) * group
-    wanted = min(max(budget - (cached - old), sinks), old)
+    num_selected = min(max(budget - (cached - old), sinks), old)
     logits = torch.einsum("hgd,hnd->hgn", query.unflatten(0, (kv_heads, -1)), keys) * keys.shape[-1] ** -0.5
     scores = logits.softmax(-1).sum(1)[:, :old]
     scores[:, :sinks] = torch.inf
     seen[:, old:] = True
-    return seen.scatter(1, scores.topk(wanted, dim=1).indices, True)
+    return seen.scatter(1, scores.topk(num_selected, dim=1).indices, True)
 
 
 @pytest.mark.parametrize("name", ["streamingllm", "oracle"])
@@ -165,15 +167,15 @@ def test_a_head_that_chooses_by_layer_has_a_query_for_each_layer_and_kv_head(mod
         policy.before_prefill(0, torch.tensor(prompt))
         policy.before_pass(torch.tensor([[5]]), 0)
         policy.draft_metadata(0)
-        found = policy.select(layer, torch.empty(0))
-        return found.index[0, :, : int(found.count[0, 0])]
+        chosen_set = policy.select(layer, torch.empty(0))
+        return chosen_set.index[0, :, : int(chosen_set.count[0, 0])]
 
     sets = [chosen(head, layer) for layer in range(2)]
     assert not torch.equal(*sets)
-    for layer, found in enumerate(sets):
+    for layer, chosen_set in enumerate(sets):
         queries = head.weights.q.view(2, 2, 16, -1)[:, layer].flatten(0, 1)  # by KV head first
         config, weights = replace(head.config, layers=1, q_heads=2), replace(head.weights, q=queries)
-        assert torch.equal(found, chosen(replace(head, config=config, weights=weights), 0))
+        assert torch.equal(chosen_set, chosen(replace(head, config=config, weights=weights), 0))
 
 
 @pytest.mark.parametrize("level", ["head", "batch"])
@@ -191,6 +193,6 @@ def test_rounds_change_nothing_of_what_is_chosen_by_layer(level, model, make_pla
 def test_one_set_for_all_heads_reads_what_each_head_would_with_room_for_all(generated, model, make_plan, head_file,
                                                                            prompts):  # fmt: skip
     plan = make_plan(batch=3, target="retrieval-head", target_budget=48, target_options={"level": "batch"})
-    found = runtime.load(plan, model.folder, device="cpu", retrieval_head=head_file(model))
-    tokens = found.generate(prompts(*LENGTHS), NEW).tokens
+    chosen_set = runtime.load(plan, model.folder, device="cpu", retrieval_head=head_file(model))
+    tokens = chosen_set.generate(prompts(*LENGTHS), NEW).tokens
     assert tokens != generated("bf16", "retrieval-head", 48).tokens

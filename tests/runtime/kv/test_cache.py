@@ -85,8 +85,8 @@ def test_contents_depend_on_the_length_alone(kv_format, rounds, kv):
     cache = build(kv_format, gamma)
     lengths = [40, 61]
     prefill(cache, kv, lengths)
-    for wanted in rounds:
-        tokens = [min(wanted, int(max_tokens), gamma + 1) for max_tokens in cache.max_tokens()]
+    for accepted in rounds:
+        tokens = [min(accepted, int(max_tokens), gamma + 1) for max_tokens in cache.max_tokens()]
         decode(cache, kv, tokens)
         lengths = [a + b for a, b in zip(lengths, tokens, strict=True)]
     assert cache.lengths.tolist() == lengths
@@ -135,11 +135,11 @@ def test_a_round_ends_with_its_row_and_at_the_next_boundary_of_a_quantized_targe
     expected = {"int4x2": [1, 32, 8], "int8": [1, 32, 8], "bf16": [237, 236, 8], "bf16+int4": [237, 236, 8]}
     for kv_format, tokens in expected.items():
         cache = build(kv_format)
-        found = []
+        results = []
         for lengths in ([63, 64], [292, 64]):
             cache.lengths.copy_(torch.tensor(lengths))
-            found += cache.max_tokens().tolist()
-        assert found[:3] == tokens
+            results += cache.max_tokens().tolist()
+        assert results[:3] == tokens
 
 
 def test_rows_are_active_until_their_ends():
@@ -191,10 +191,10 @@ def test_positions_count_from_the_texts_start_and_slots_from_the_buffers():
     for kv_format, slots in {"int4x2": [[64, 65], [37, 38]], "bf16+int4": [[64, 65], [101, 102]]}.items():
         cache = build(kv_format, gamma=3)
         cache.lengths.copy_(lengths)
-        one = AttentionMetadataBuilder(cache).draft_metadata(1)
-        assert one.positions.tolist() == [[64], [101]]
-        assert one.slots.tolist() == [row[:1] for row in slots]
-        assert one.end.tolist() == [row[0] + 1 for row in slots]
+        metadata = AttentionMetadataBuilder(cache).draft_metadata(1)
+        assert metadata.positions.tolist() == [[64], [101]]
+        assert metadata.slots.tolist() == [row[:1] for row in slots]
+        assert metadata.end.tolist() == [row[0] + 1 for row in slots]
         assert AttentionMetadataBuilder(cache).target_metadata(3).positions.tolist() == [[63, 64, 65], [100, 101, 102]]
         assert [row[1:] for row in AttentionMetadataBuilder(cache).target_metadata(3).slots.tolist()] == slots
 
@@ -259,8 +259,8 @@ def test_slots_hold_the_recent_tokens_and_a_round(kv_format, quantized, buffered
 def test_no_pass_goes_beyond_the_end_of_a_group():
     config = KVCacheConfig(2, 1000, KVFormat.INT8, 64)
 
-    def passes(*stored, tokens=40, most=16):
-        return [(one.start, one.stop) for one in config.passes(stored, tokens, most)]
+    def passes(*stored, tokens=40, maximum=16):
+        return [(span.start, span.stop) for span in config.passes(stored, tokens, maximum)]
 
     assert passes(100) == [(0, 16), (16, 28), (28, 40)]  # 128 stored tokens end a group
     assert passes(100, 124) == [(0, 4), (4, 20), (20, 28), (28, 40)]

@@ -128,5 +128,5 @@ def test_a_quarter_in_int4x2_is_more_than_seven_and_a_half_times_smaller():
         )
         return Cache(shape, KVCacheConfig.of(plan, 1), CPU, torch.bfloat16).stores[0]
 
-    whole, evicted = storage(KVFormat.FULL, 1.0), storage(KVFormat.HIERARCHICAL, 0.25)
-    assert whole.bytes / evicted.all_codes.bytes > 7.5
+    full, evicted = storage(KVFormat.FULL, 1.0), storage(KVFormat.HIERARCHICAL, 0.25)
+    assert full.bytes / evicted.all_codes.bytes > 7.5

@@ -213,7 +213,7 @@ def test_weights_that_are_no_numbers_are_refused(broken_copy, make_plan, value, 
 
 def test_elements_are_those_of_the_files(tiny_model):
     model = tiny_model()
-    assert checkpoint_elements(model.folder) == sum(one.numel() for one in model.reference.state_dict().values())
+    assert checkpoint_elements(model.folder) == sum(tensor.numel() for tensor in model.reference.state_dict().values())
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,10 @@ class Simulation:
             for index, layer in enumerate(reference.model.layers):
                 mask = self._mask(index, layer, hidden, tables)
                 bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf).repeat_interleave(RATIO, dim=0)[None]
-                made = layer(hidden, attention_mask=bias, position_ids=self.positions[None], position_embeddings=tables)
-                hidden = made[0] if isinstance(made, tuple) else made
+                layer_output = layer(
+                    hidden, attention_mask=bias, position_ids=self.positions[None], position_embeddings=tables
+                )
+                hidden = layer_output[0] if isinstance(layer_output, tuple) else layer_output
             self._hidden = hidden
 
     def logits(self):
@@ -113,7 +115,7 @@ class Simulation:
             project(normed)[0].unflatten(1, (-1, DIM)).transpose(0, 1)
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        rotated, keys = (one[0] for one in llama.apply_rotary_pos_emb(q[None], k[None], *tables))
+        rotated, keys = (rotated[0] for rotated in llama.apply_rotary_pos_emb(q[None], k[None], *tables))
         self.keys.append(keys)
         rows = hidden.shape[1]
         mask = torch.eye(rows, dtype=torch.bool).repeat(KV_HEADS, 1, 1)
@@ -121,9 +123,9 @@ class Simulation:
         for chunk, (start, stop) in enumerate(pairwise(self.bounds)):
             first = self.tokens + chunk * self.pseudo
             behind = slice(first, first + self.pseudo)
-            own = torch.ones(stop - start, stop - start).tril().bool()
+            causal = torch.ones(stop - start, stop - start).tril().bool()
             mask[:, start:stop, : self.tokens] = alive[:, None]
-            mask[:, start:stop, start:stop] = own
+            mask[:, start:stop, start:stop] = causal
             alive[:, start:stop] = True
             mask[:, behind, : self.tokens] = alive[:, None]
             mask[:, behind, behind] = torch.ones(self.pseudo, self.pseudo).tril().bool()
@@ -179,9 +181,11 @@ class Simulation:
     def _expected(self, places, start, stop, q, keys, values):
         """From queries of the chunk before rotation, but the text's first `sinks`."""
         sinks, config = self.settings.sinks, self.model.config
-        own = q[:, max(start, sinks) : stop]
+        observed = q[:, max(start, sinks) : stop]
         turns = [
-            self.model.model.rotary_emb(own, torch.arange(stop, stop + self.settings.future)[None])[part][0].mean(0)
+            self.model.model.rotary_emb(observed, torch.arange(stop, stop + self.settings.future)[None])[part][0].mean(
+                0
+            )
             for part in (0, 1)
         ]
         half = DIM // 2
@@ -190,13 +194,13 @@ class Simulation:
         swap[range(half, DIM), range(half)] = 1
         turn = torch.diag(turns[0]) + torch.diag(turns[1]) @ swap
         assert config.head_dim == DIM
-        found = []
-        for queries in own:
+        results = []
+        for queries in observed:
             mean, spread = turn @ queries.mean(0), turn @ queries.T.cov(correction=0) @ turn.T
             logits = keys[places] @ mean / DIM**0.5 + ((keys[places] @ spread) * keys[places]).sum(1) / (2 * DIM)
             logits[places < sinks] = -torch.inf
-            found.append(logits.softmax(-1))
-        scores = torch.stack(found).mean(0) * values[places].norm(dim=-1)
+            results.append(logits.softmax(-1))
+        scores = torch.stack(results).mean(0) * values[places].norm(dim=-1)
         scores[places < sinks] = torch.inf
         return scores
 
@@ -224,10 +228,10 @@ def test_prompts_of_one_chunk_and_budgets_of_the_whole_context_change_no_bit(pol
             same = [runtime.load(make_plan(kv, batch=3), same[0].source), runtime.load(plan, same[0].source)]
         tokens = [engine.generate(ids, 12).tokens for engine in same]
         assert tokens[0] == tokens[1]
-        whole, chunked = (engine.cache for engine in same)
+        full, chunked = (engine.cache for engine in same)
         for layer in range(LAYERS):
-            end = AttentionMetadataBuilder(whole).target_metadata(1).layer_metadata(layer).end
-            for ours, theirs in zip(whole.full(layer), chunked.full(layer), strict=True):
+            end = AttentionMetadataBuilder(full).target_metadata(1).layer_metadata(layer).end
+            for ours, theirs in zip(full.full(layer), chunked.full(layer), strict=True):
                 for row in range(3):
                     count = min(ours.shape[2], theirs.shape[2], int(end[row]))
                     assert torch.equal(ours[row, :, :count], theirs[row, :, :count])
@@ -264,8 +268,8 @@ def test_codes_are_of_what_full_precision_keeps(opened, prompts):
         to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
         chunked_prefill(engine.decoder, engine.weights, type(to)(engine.cache, 0, engine.scorer, observer), ids, 32)
         seen.append(observer.seen)
-    for one in seen[1:]:
-        for ours, theirs in zip(seen[0], one, strict=True):
+    for call in seen[1:]:
+        for ours, theirs in zip(seen[0], call, strict=True):
             assert all(torch.equal(*both) for both in zip(ours, theirs, strict=True))
 
 
@@ -322,6 +326,6 @@ def test_windows_that_would_hide_tokens_are_refused(tiny_model, make_plan):
 def test_engines_do_not_share_prompts_in_chunks(opened, model, make_plan, prompts):
     first = opened("snapkv", chunk=32)
     other = runtime.load(make_plan(evict="snapkv", budget=BUDGET), model.folder, weights=first.weights)
-    for one, two in ((first, other), (other, first)):
+    for engine, two in ((first, other), (other, first)):
         with pytest.raises(runtime.WorkloadError, match="an engine evicts after each chunk of a prompt"):
-            one.prefill_with([two], prompts(90), NEW)
+            engine.prefill_with([two], prompts(90), NEW)

@@ -46,10 +46,10 @@ def path(tiny_model, tmp_path):
 
 def test_weights_come_out_bit_by_bit(path, tiny_model, make_plan):
     model = tiny_model(head_dim=16).reference
-    found = load_file(Path(model_source(str(path))) / "model.safetensors")
-    expected = {name: tensor for name, tensor in model.state_dict().items() if name in found}
-    assert len(expected) == len(found) == 3 + 9 * 2
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    tensors = load_file(Path(model_source(str(path))) / "model.safetensors")
+    expected = {name: tensor for name, tensor in model.state_dict().items() if name in tensors}
+    assert len(expected) == len(tensors) == 3 + 9 * 2
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
     engine = runtime.load(make_plan(), str(path), device="cpu")
     tokens = list(range(40))
     with torch.inference_mode():
@@ -62,9 +62,9 @@ def test_weights_come_out_bit_by_bit(path, tiny_model, make_plan):
 def test_quantized_tensors_are_what_their_codes_stand_for(kinds, tiny_model, tmp_path):
     model = copy.deepcopy(tiny_model(head_dim=64, hidden_size=256, intermediate_size=512).reference)
     write_gguf(tmp_path / "quantized.gguf", model, kinds=kinds)
-    found = load_file(Path(model_source(str(tmp_path / "quantized.gguf"))) / "model.safetensors")
-    assert len(found) == 3 + 9 * 2
-    for name, tensor in found.items():
+    tensors = load_file(Path(model_source(str(tmp_path / "quantized.gguf"))) / "model.safetensors")
+    assert len(tensors) == 3 + 9 * 2
+    for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-6, atol=1e-7, msg=name)
 
 

@@ -189,8 +189,8 @@ def test_weights_are_what_the_checkpoint_stands_for(method: str, packed: Any, ma
             (layer.mlp.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
             (layer.mlp.down, ["mlp.down_proj"]),
         ):
-            found = torch.cat([expected[f"{start}{name}.weight"] for name in names])
-            torch.testing.assert_close(projection.weight, found, rtol=1e-6, atol=1e-7)
+            stacked = torch.cat([expected[f"{start}{name}.weight"] for name in names])
+            torch.testing.assert_close(projection.weight, stacked, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -226,8 +226,8 @@ def test_recommend_prices_the_weights_that_would_run(packed: Any, h200_profile: 
     folder, _ = packed("gptq")
     shape = load_shape(str(folder / "config.json"))
     assert missing_architecture(shape) is None
-    found = planner.recommend(shape, "h200", 64, new_tokens=8, profile=h200_profile, quality="exact")
-    assert found.predicted.memory_bytes["weights"] == 2 * shape.parameters
+    recommendation = planner.recommend(shape, "h200", 64, new_tokens=8, profile=h200_profile, quality="exact")
+    assert recommendation.predicted.memory_bytes["weights"] == 2 * shape.parameters
 
 
 def test_no_more_than_a_layer_is_decoded_where_the_plan_has_codes(

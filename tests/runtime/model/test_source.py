@@ -75,42 +75,42 @@ def hub(monkeypatch):
     """Called with whether the hub can be reached; returns the downloads that were asked for."""
 
     def make(reachable: bool, offline: bool = False) -> list[Any]:
-        asked: list[Any] = []
+        calls: list[Any] = []
 
         def snapshot_download(hub_id, allow_patterns, local_files_only=False):
             if local_files_only:
                 raise huggingface_hub.errors.LocalEntryNotFoundError("not cached")
-            asked.append((hub_id, tuple(allow_patterns)))
+            calls.append((hub_id, tuple(allow_patterns)))
             return "/the/cache"
 
         monkeypatch.setattr(huggingface_hub, "get_session", lambda: Session(reachable))
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
-        return asked
+        return calls
 
     return make
 
 
 def test_of_a_hub_id_small_files_come_first_and_weights_when_they_are_wanted(hub):
-    asked = hub(reachable=True)
+    question = hub(reachable=True)
     assert model_source("owner/model") == "/the/cache"
     fetch_weights("owner/model")
-    (_, small), (_, whole) = asked
+    (_, small), (_, full) = question
     assert "*.json" in small
     assert "*.safetensors" not in small
-    assert "*.safetensors" in whole
-    assert not [pattern for pattern in whole if pattern.endswith((".bin", ".pt", ".py"))]
+    assert "*.safetensors" in full
+    assert not [pattern for pattern in full if pattern.endswith((".bin", ".pt", ".py"))]
 
 
 @pytest.mark.parametrize(
     ("offline", "reason"), [(False, "cannot be reached within 3 s"), (True, "HF_HUB_OFFLINE is set")]
 )
 def test_without_a_network_one_line_comes_at_once(hub, offline, reason):
-    asked = hub(reachable=False, offline=offline)
+    question = hub(reachable=False, offline=offline)
     with pytest.raises(ModelError, match=reason) as error:
         model_source("owner/model")
     assert "'owner/model' is neither a path, the embedded model nor in the local Hugging Face cache" in str(error.value)
-    assert not asked
+    assert not question
 
 
 def test_a_refused_download_is_one_line(hub, monkeypatch):
@@ -125,7 +125,7 @@ def test_a_refused_download_is_one_line(hub, monkeypatch):
 
 
 def test_paths_need_no_download(tmp_path, hub):
-    asked = hub(reachable=True)
+    question = hub(reachable=True)
     fetch_weights(str(tmp_path))
     fetch_weights("smollm2-135m")
-    assert not asked
+    assert not question

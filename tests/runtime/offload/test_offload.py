@@ -58,14 +58,14 @@ def grow(cache, rounds):
 
 def read(cache, metadata):
     """What a pass reads of every layer, copies of codes included."""
-    found = []
+    results = []
     for layer in range(SHAPE.layers):
         with cache.layer_kv(layer, metadata.layer_metadata(layer)) as reads:
             tensors = [reads.keys, reads.values]
             parts = [reads.begin.clone(), reads.end.clone()]
             codes = None if reads.codes is None else [x.clone() for x in vars(reads.codes).values() if x is not None]
-            found.append((parts, [x.clone() for x in tensors], codes))
-    return found
+            results.append((parts, [x.clone() for x in tensors], codes))
+    return results
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
@@ -107,11 +107,11 @@ def test_drafts_read_the_first_and_the_latest_groups():
     """Of 10 groups a window of 4 holds group 0 and 7 to 9; in full precision they are one run with the buffer."""
     codes = built(host_layers=2, window_tokens=4 * GROUP)
     full = built(KVFormat.FULL, host_layers=2, window_tokens=4 * GROUP)
-    whole = built()
-    for cache in (codes, full, whole):
+    engine = built()
+    for cache in (codes, full, engine):
         prompt(cache, [300, 40])
         grow(cache, 70)
-    window, every = codes.stores[0].coded_layer(3)[0].window, whole.codes(3)
+    window, every = codes.stores[0].coded_layer(3)[0].window, engine.codes(3)
     held = {0: 0, 7: 1, 8: 2, 9: 3}
     for group, place in held.items():
         assert int(window.place(torch.tensor(group))) == place

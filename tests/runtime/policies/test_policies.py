@@ -26,20 +26,20 @@ def test_the_registry_holds_what_the_planner_takes_for_executable():
 
 
 def test_a_policy_chooses_for_every_draft_of_a_round(tiny_model, make_plan, prompts, monkeypatch):
-    asked = []
+    calls = []
 
     class Watched(AllTokensSelector):
         def draft_metadata(self, ahead, queries=1):
             metadata = super().draft_metadata(ahead, queries)
-            asked.append((ahead, metadata.positions.tolist()))
+            calls.append((ahead, metadata.positions.tolist()))
             return metadata
 
     monkeypatch.setitem(SELECTORS, "all", Watched)
     engine = runtime.load(make_plan("int4x2", 3), tiny_model().folder, device="cpu")
     rounds = engine.generate(prompts(50), 6).statistics.rounds
-    assert len(asked) == 3 * rounds
-    assert asked[:3] == [(0, [[50]]), (1, [[51]]), (2, [[52]])]
-    assert torch.tensor([ahead for ahead, _ in asked]).view(rounds, 3).eq(torch.arange(3)).all()
+    assert len(calls) == 3 * rounds
+    assert calls[:3] == [(0, [[50]]), (1, [[51]]), (2, [[52]])]
+    assert torch.tensor([ahead for ahead, _ in calls]).view(rounds, 3).eq(torch.arange(3)).all()
 
 
 # What plans are told can be executed, and what the runtime has.
@@ -273,9 +273,9 @@ def test_every_query_and_head_chooses_for_itself():
         policy.draft_metadata(0)
         index = policy.select(1, torch.ones(1, 1, 4, 8))
         for head, expected in ((0, 20), (1, 9)):
-            found = chosen(index, head=head)
-            assert len(found) == 4, name
-            assert {0, 1, expected} <= set(found), name
+            chosen_tokens = chosen(index, head=head)
+            assert len(chosen_tokens) == 4, name
+            assert {0, 1, expected} <= set(chosen_tokens), name
 
 
 def test_k_means_finds_directions_and_their_means():
@@ -284,10 +284,10 @@ def test_k_means_finds_directions_and_their_means():
     lengths = 1 + torch.arange(30) / 10
     keys = (directions.repeat(10, 1) * lengths[:, None])[None]
     centroids, labels = k_means(keys, 3)
-    assert [len(set(labels[0, one::3].tolist())) for one in range(3)] == [1, 1, 1]
+    assert [len(set(labels[0, cluster::3].tolist())) for cluster in range(3)] == [1, 1, 1]
     assert len(set(labels[0, :3].tolist())) == 3
-    for one in range(3):
-        torch.testing.assert_close(centroids[0, labels[0, one]], directions[one] * lengths[one::3].mean())
+    for cluster in range(3):
+        torch.testing.assert_close(centroids[0, labels[0, cluster]], directions[cluster] * lengths[cluster::3].mean())
 
 
 def test_tokens_score_as_their_clusters():

@@ -45,8 +45,8 @@ def test_every_token_counts_the_same():
 
 def test_drafts_are_the_same_each_time(tiny_model, make_plan):
     plan = make_plan("int4x2", 3, draft_bits=4)
-    one, other = (runtime.load(plan, tiny_model().folder, device="cpu") for _ in range(2))
-    assert torch.equal(one.draft_weights.head.weight.packed, other.draft_weights.head.weight.packed)
+    engine, other = (runtime.load(plan, tiny_model().folder, device="cpu") for _ in range(2))
+    assert torch.equal(engine.draft_weights.head.weight.packed, other.draft_weights.head.weight.packed)
 
 
 def test_calibration_changes_the_draft_and_nothing_else(tiny_model, make_plan, prompts):
@@ -99,7 +99,7 @@ def test_sequences_of_a_text_do_not_see_each_other(tiny_model, make_plan, prompt
     engine = runtime.load(make_plan(), tiny_model().folder, device="cpu")
     text = torch.tensor(prompts(64, 64))
     texts = (CalibrationText(part, natural=True) for part in (text, text.flip(0), text.view(1, -1)))
-    heads = [quantized_draft(engine.decoder, engine.weights, 32, one).head.weight.packed for one in texts]
+    heads = [quantized_draft(engine.decoder, engine.weights, 32, text).head.weight.packed for text in texts]
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
 
@@ -146,8 +146,8 @@ def test_hessians_are_of_the_inputs_that_transformers_sees(
     for full in (True, False):
         recorded.clear()
         quantized_draft(engine.decoder, engine.weights, 32, CalibrationText(text, natural=full))
-        for found, expected in zip(recorded, hessians_of(model.reference, text), strict=True):
-            torch.testing.assert_close(found, expected if full else expected.diagonal(), rtol=1e-3, atol=1e-2)
+        for hessian, expected in zip(recorded, hessians_of(model.reference, text), strict=True):
+            torch.testing.assert_close(hessian, expected if full else expected.diagonal(), rtol=1e-3, atol=1e-2)
 
 
 def test_every_projection_and_the_head_are_quantized(tiny_model, make_plan, prompts):
@@ -176,10 +176,10 @@ def test_a_given_text_is_fitted_to_and_a_cpu_samples_one(tiny_model, make_plan, 
     [tokens] = prompts(100)
     for calibration in (tokens, None):
         runtime.load(plan, folder, device="cpu", calibration=calibration)
-    given, sampled = fitted
-    assert given.tokens.tolist() == [tokens]
+    from_text, sampled = fitted
+    assert from_text.tokens.tolist() == [tokens]
     assert sampled.tokens.shape == (1, SAMPLED_TOKENS)
-    assert (given.natural, sampled.natural) == (True, False)
+    assert (from_text.natural, sampled.natural) == (True, False)
 
 
 def test_sampled_tokens_are_as_frequent_as_the_model_finds_them(tiny_model, make_plan):

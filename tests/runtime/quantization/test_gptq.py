@@ -75,14 +75,14 @@ def least_errors(weight, importance, group):
     grouped = weight.double().unflatten(1, (-1, group)).flatten(0, 1)
     weights = importance.double().unflatten(0, (-1, group)).repeat(len(weight), 1)
     low, high = grouped.aminmax(dim=1, keepdim=True)
-    least = torch.full((len(grouped),), torch.inf, dtype=torch.float64)
+    min_error = torch.full((len(grouped),), torch.inf, dtype=torch.float64)
     for share in torch.linspace(0.5, 1.1, 121):
         step = (high - low) * share / 15
         for shift in torch.linspace(-0.15, 0.15, 41):
             zero = (low + high) / 2 + shift * (high - low) + step / 2
             rounded = ((grouped - zero) / step).round().clamp(-8, 7) * step + zero
-            least = torch.minimum(least, ((rounded - grouped).square() * weights).sum(1))
-    return least
+            min_error = torch.minimum(min_error, ((rounded - grouped).square() * weights).sum(1))
+    return min_error
 
 
 @pytest.mark.parametrize(("spread", "bound"), [(0.5, 1.095), (2.0, 1.32)], ids=["similar inputs", "unequal inputs"])
@@ -115,7 +115,7 @@ def test_uncorrelated_inputs_need_no_feedback():
     weight, importance = random(20, 128), random(128, seed=1).square()
     full = quantize_weight(weight, 64, importance.diag())
     diagonal = quantize_weight(weight, 64, importance)
-    assert all(torch.equal(one, other) for one, other in zip(full, diagonal, strict=True))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(full, diagonal, strict=True))
 
 
 @pytest.mark.parametrize("hessian", [None, torch.zeros(64), torch.zeros(64, 64)], ids=["none", "diagonal", "full"])
@@ -142,8 +142,8 @@ def test_inputs_that_are_never_used_change_nothing():
     wide = torch.zeros(256, 256)
     wide[:128, :128] = x.T @ x
     codes, scale, zero = quantize_weight(torch.cat([weight, torch.zeros(16, 128)], dim=1), 64, wide)
-    for found, expected in zip((codes, scale, zero), quantize_weight(weight, 64, x.T @ x), strict=True):
-        assert torch.equal(found[:, : expected.shape[1]], expected)
+    for tensor, expected in zip((codes, scale, zero), quantize_weight(weight, 64, x.T @ x), strict=True):
+        assert torch.equal(tensor[:, : expected.shape[1]], expected)
     assert scale[:, 2:].abs().max() == 0
 
 
@@ -161,8 +161,8 @@ def test_planes_add_up_to_nearly_8_bits():
     weight, x = random(48, 256), correlated(600, 256)
     upper, lower = (decoded_weight(*plane) for plane in quantize_planes(weight, 64, x.T @ x))
 
-    def error(found):
-        return float((x @ (found - weight).T).norm())
+    def error(fitted):
+        return float((x @ (fitted - weight).T).norm())
 
     four, eight = (decoded_weight(*quantize_weight(weight, 64, x.T @ x, bits), bits) for bits in (4, 8))
     assert error(upper) < 1.1 * error(four)  # so drafts lose nothing
@@ -186,7 +186,7 @@ def test_sweeps_lower_the_error_of_both_planes(monkeypatch):
     for sweeps in (0, 1, 2):
         monkeypatch.setattr(gptq, "SWEEPS", sweeps)
         upper, lower = (decoded(*plane) for plane in quantize_planes(weight, 64, x.T @ x))
-        errors.append([float((x @ (found - weight).T).square().sum()) for found in (upper, upper + lower)])
+        errors.append([float((x @ (plane - weight).T).square().sum()) for plane in (upper, upper + lower)])
     for gptq_alone, once, twice in zip(*errors, strict=True):
         assert gptq_alone > 1.1 * once
         assert once > 1.01 * twice
@@ -200,8 +200,8 @@ OUTPUTS, INPUTS, GROUP = 12, 96, 32
 @pytest.fixture
 def hessian():
     x = random(300, INPUTS, seed=1) @ random(INPUTS, INPUTS, seed=2)
-    found = x.T @ x / 300
-    return found + 0.1 * found.diagonal().mean() * torch.eye(INPUTS)
+    product = x.T @ x / 300
+    return product + 0.1 * product.diagonal().mean() * torch.eye(INPUTS)
 
 
 @pytest.fixture
@@ -251,8 +251,8 @@ def test_a_refit_is_the_least_squares_grid_of_each_group_in_turn(rows):
             rest[inside] += codes[output, inside] * scale[output, index] + zero[output, index]
             basis = torch.zeros(INPUTS, 2, dtype=torch.float64)
             basis[inside] = torch.stack([codes[output, inside], torch.ones(GROUP, dtype=torch.float64)], dim=1)
-            found = torch.linalg.lstsq(factor.T @ basis, (factor.T @ rest)[:, None]).solution[:, 0]
-            scale[output, index], zero[output, index] = found.bfloat16().double()
+            solution = torch.linalg.lstsq(factor.T @ basis, (factor.T @ rest)[:, None]).solution[:, 0]
+            scale[output, index], zero[output, index] = solution.bfloat16().double()
     rows.refit()
     assert torch.allclose(rows.scale.double(), scale, rtol=2**-7)
     assert torch.allclose(rows.zero.double(), zero, rtol=2**-6, atol=1e-3)

@@ -19,11 +19,11 @@ CPU = torch.device("cpu")
 def fitted(monkeypatch):
     """The number of times that weights were fitted."""
     times = []
-    whole = loading.quantized_target
+    full = loading.quantized_target
 
     def counting(*arguments):
         times.append(arguments[3])
-        return whole(*arguments)
+        return full(*arguments)
 
     monkeypatch.setattr(loading, "quantized_target", counting)
     return times
@@ -41,21 +41,21 @@ def test_weights_are_read_again_as_they_were_fitted(options, tied, tiny_model, m
     assert len(fitted) == len(files(saved_weights_folder)) == 1
     assert second.format == first.format
     assert second.bytes == first.bytes
-    ours, theirs = (list(one.tensors()) for one in (first, second))
+    ours, theirs = (list(loaded.tensors()) for loaded in (first, second))
     assert len(ours) == len(theirs) > 20
-    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert all(torch.equal(loaded, other) for loaded, other in zip(ours, theirs, strict=True))
 
 
 def test_a_half_written_file_is_never_used(tiny_model, make_plan, saved_weights_folder, fitted):
     folder, plan = tiny_model().folder, make_plan(target_bits=4)
     expected = runtime.load(plan, folder, device="cpu").weights.layers[0].qkv.weight.packed
     [file] = files(saved_weights_folder)
-    whole = file.read_bytes()
-    for damaged in (whole[: len(whole) // 2], whole[:-1], b"", b"\0" * 100):
+    content = file.read_bytes()
+    for damaged in (content[: len(content) // 2], content[:-1], b"", b"\0" * 100):
         file.write_bytes(damaged)
         again = runtime.load(plan, folder, device="cpu").weights
         assert torch.equal(again.layers[0].qkv.weight.packed, expected)
-        assert file.read_bytes() == whole
+        assert file.read_bytes() == content
     assert len(fitted) == 5
 
 
@@ -74,11 +74,15 @@ def test_what_a_killed_process_left_is_not_taken_for_weights(tiny_model, make_pl
 def test_other_files_formats_and_texts_have_files_of_their_own(tmp_path):
     model = tmp_path / "model.safetensors"
     model.write_bytes(b"1")
-    texts = [None, *(CalibrationText(torch.tensor([[one, 2]]), natural=True) for one in (1, 3))]
+    texts = [None, *(CalibrationText(torch.tensor([[count, 2]]), natural=True) for count in (1, 3))]
     formats = [WeightFormat(4, 64), WeightFormat(8, 64), WeightFormat(8, 64, hierarchical=True), WeightFormat(4, 32)]
 
     def paths():
-        return {saved.weights_path(str(tmp_path), torch.float32, CPU, one, text) for one in formats for text in texts}
+        return {
+            saved.weights_path(str(tmp_path), torch.float32, CPU, weight_format, text)
+            for weight_format in formats
+            for text in texts
+        }
 
     before = paths()
     assert len(before) == len(texts) * len(formats)

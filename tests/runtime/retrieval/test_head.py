@@ -44,12 +44,12 @@ def head(embedding):
 
 def test_scores_of_a_group_are_the_maximum_of_its_heads():
     """Two heads of one KV head attend to (0.7, 0.2, 0.1) and (0.1, 0.3, 0.6) of three visible tokens."""
-    wanted = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]])
+    expected_scores = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]])
     keys = torch.zeros(1, 1, 5, 4)
     keys[0, 0, :3, :3] = torch.eye(3)
     keys[0, 0, 3:] = 100.0  # not visible
     queries = torch.zeros(1, 2, 4)
-    queries[0, :, :3] = wanted.log() * 2  # the scale is 1 / sqrt(4)
+    queries[0, :, :3] = expected_scores.log() * 2  # the scale is 1 / sqrt(4)
     visible = torch.tensor([3])
     expected = {1: [[0.7, 0.3, 0.6, 0, 0]], 2: [[0.7, 0.2, 0.1, 0, 0], [0.1, 0.3, 0.6, 0, 0]]}  # MQA, and MHA
     for groups, scores in expected.items():
@@ -70,31 +70,31 @@ def test_queries_and_keys_are_those_of_transformers_attention(head, embedding):
     )
     cos, sin = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)(q, positions[None])
     expected = transformers.models.llama.modeling_llama.apply_rotary_pos_emb(q, k, cos, sin)
-    found = bound.project(tokens, positions, Rotary(CONFIG, 64, torch.device("cpu")))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
+    projected = bound.project(tokens, positions, Rotary(CONFIG, 64, torch.device("cpu")))
+    for tensor, other in zip(projected, expected, strict=True):
+        torch.testing.assert_close(tensor, other[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
 
 
 def test_yarn_stretches_slow_rotations_and_keeps_fast_ones():
     """Channel 0 turns 10 times over 64 tokens and stays; the last turns less than once and slows down by the factor."""
-    plain, one = yarn_frequencies(16, 10000.0, 64, 64)
+    plain, unscaled = yarn_frequencies(16, 10000.0, 64, 64)
     stretched, scale = yarn_frequencies(16, 10000.0, 64, 256)
     assert plain == pytest.approx([10000.0 ** (-i / 8) for i in range(8)])
     assert stretched[0] == pytest.approx(plain[0], rel=0.1)
     assert stretched[-1] == pytest.approx(plain[-1] / 4)
-    assert (one, scale) == (1.0, pytest.approx(0.1 * torch.tensor(4.0).log().item() + 1))
+    assert (unscaled, scale) == (1.0, pytest.approx(0.1 * torch.tensor(4.0).log().item() + 1))
 
 
 def test_features_are_the_second_half_of_full_inputs(head, embedding):
     """With the second half of both projections at zero, what comes of the features is not read."""
     full = replace(CONFIG, inputs="full")
-    q, k = (torch.cat([one, torch.zeros_like(one)], dim=1) for one in (head.weights.q, head.weights.k))
+    q, k = (torch.cat([tensor, torch.zeros_like(tensor)], dim=1) for tensor in (head.weights.q, head.weights.k))
     weights = replace(head.weights, q=q, k=k, feature_norm=torch.ones(32), fc=torch.randn(32, 96))
     both = Head(full, weights).for_model(SHAPE, embedding)
     tokens, positions, rotary = torch.tensor([3, 4]), torch.tensor([0, 1]), Rotary(CONFIG, 64, torch.device("cpu"))
     halves = head.for_model(SHAPE, embedding).project(tokens, positions, rotary)
-    for one, other in zip(both.project(tokens, positions, rotary, torch.randn(2, 96)), halves, strict=True):
-        torch.testing.assert_close(one, other)
+    for tensor, other in zip(both.project(tokens, positions, rotary, torch.randn(2, 96)), halves, strict=True):
+        torch.testing.assert_close(tensor, other)
     weights.q[:, 32:] = 1.0
     assert not torch.allclose(both.project(tokens, positions, rotary, torch.randn(2, 96))[0], halves[0])
 
@@ -102,12 +102,12 @@ def test_features_are_the_second_half_of_full_inputs(head, embedding):
 def test_a_file_holds_all_of_a_head(head, embedding, tmp_path):
     path = tmp_path / "head.safetensors"
     save_head(path, replace(head, weights=replace(head.weights, q_bias=torch.ones(32), embedding=embedding)))
-    found = load_head(path)
-    assert found.config == CONFIG
-    assert torch.equal(found.weights.q, head.weights.q)
-    assert torch.equal(found.weights.q_bias, torch.ones(32))
-    assert found.weights.k_bias is None
-    assert [one.name for one in tmp_path.iterdir()] == ["head.safetensors"]
+    loaded = load_head(path)
+    assert loaded.config == CONFIG
+    assert torch.equal(loaded.weights.q, head.weights.q)
+    assert torch.equal(loaded.weights.q_bias, torch.ones(32))
+    assert loaded.weights.k_bias is None
+    assert [tensor.name for tensor in tmp_path.iterdir()] == ["head.safetensors"]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def simulate(costs, new_tokens, accepted_of, depth=LATE, batch=1):
         gamma = flight.popleft()
         rows = [row(accepted_of(int(tokens), gamma), gamma) for _ in range(batch)]
         seconds += costs.seconds[gamma]
-        tokens += sum(len(one.tokens) for one in rows) / batch
+        tokens += sum(len(row.tokens) for row in rows) / batch
         used[gamma] += 1
         schedule.add(gamma, rows)
     return seconds, tokens, used
@@ -175,25 +175,25 @@ def test_it_does_not_swing_between_gammas_that_are_as_good():
 
 
 def test_evidence_is_counted_by_position_and_shared_by_rows():
-    found = Evidence.none(3).add([row(2, 3), row(0, 3), RowResult([1], 0, 0)], memory=32)
-    assert found.verified == (2, 1, 1)
-    assert found.accepted == (1, 1, 0)
-    later = found.add([row(3, 3)], memory=4)  # earlier rounds keep three quarters
+    evidence = Evidence.none(3).add([row(2, 3), row(0, 3), RowResult([1], 0, 0)], memory=32)
+    assert evidence.verified == (2, 1, 1)
+    assert evidence.accepted == (1, 1, 0)
+    later = evidence.add([row(3, 3)], memory=4)  # earlier rounds keep three quarters
     assert later.verified == (2.5, 1.75, 1.75)
     assert later.accepted == (1.75, 1.75, 1)
 
 
 def test_untried_positions_are_expected_to_do_as_the_one_before():
-    found = Evidence((98.0, 0.0, 0.0), (49.0, 0.0, 0.0)).acceptance_at(0.5)
-    assert found == [0.5, 0.5, 0.5]
+    evidence = Evidence((98.0, 0.0, 0.0), (49.0, 0.0, 0.0)).acceptance_at(0.5)
+    assert evidence == [0.5, 0.5, 0.5]
     # 8 of 10, and two drafts' worth of what was expected: (8 + 2 x 0.5) / 12.
     assert Evidence((10.0,), (8.0,)).acceptance_at(0.5) == [0.75]
 
 
 def test_old_evidence_fades_without_changing_what_it_says():
-    found = Evidence((40.0, 4.0), (30.0, 1.0)).faded(8)
-    assert found.verified == (8.0, 4.0)
-    assert found.accepted == (6.0, 1.0)
+    evidence = Evidence((40.0, 4.0), (30.0, 1.0)).faded(8)
+    assert evidence.verified == (8.0, 4.0)
+    assert evidence.accepted == (6.0, 1.0)
 
 
 def test_it_is_a_function_of_what_was_accepted():

@@ -38,10 +38,12 @@ TINY = Suite(
 
 @pytest.fixture(scope="module")
 def calibrated() -> tuple[Profile, list[tuple[str, int, int]]]:
-    told: list[tuple[str, int, int]] = []
+    messages: list[tuple[str, int, int]] = []
     # Readings of such tiny sizes need not agree.
-    profile = validate.calibrate(True, "cpu", lambda *step: told.append(step), TINY, validate.NoiseCheck(allowed=True))
-    return profile, told
+    profile = validate.calibrate(
+        True, "cpu", lambda *step: messages.append(step), TINY, validate.NoiseCheck(allowed=True)
+    )
+    return profile, messages
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +66,10 @@ def test_rates_are_finite(profile: Profile) -> None:
 
 
 def test_progress_is_told_in_order(calibrated: tuple[Profile, list[tuple[str, int, int]]]) -> None:
-    told = calibrated[1]
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
-    assert all(done < total for _, done, total in told)
-    assert len({what for what, _, _ in told}) == len(told) >= 12
+    message = calibrated[1]
+    assert [done for _, done, _ in message] == sorted(done for _, done, _ in message)
+    assert all(done < total for _, done, total in message)
+    assert len({what for what, _, _ in message}) == len(message) >= 12
 
 
 def test_a_profile_predicts(profile: Profile) -> None:
@@ -108,15 +110,17 @@ def test_a_failed_save_keeps_the_old_profile(profile: Profile, tmp_path: Path, m
 
 def test_classes_are_measured_again_into_a_profile(profile: Profile) -> None:
     """Only those; whole rounds and the machine stay as they are."""
-    told: list[str] = []
+    messages: list[str] = []
     noise = validate.NoiseCheck(allowed=True)
-    found = validate.recalibrate(profile, ["rope", "top_k"], True, lambda what, *_: told.append(what), TINY, noise)
-    assert told == ["rope", "top_k"]
+    recalibrated = validate.recalibrate(
+        profile, ["rope", "top_k"], True, lambda what, *_: messages.append(what), TINY, noise
+    )
+    assert messages == ["rope", "top_k"]
     assert set(noise.spreads) == {"rope", "top_k"}
-    kept = {kind: rates for kind, rates in profile.classes.items() if kind not in told}
-    assert {kind: found.classes[kind] for kind in kept} == kept
-    assert list(found.classes) == list(profile.classes)
-    assert (found.hardware, found.portable) == (profile.hardware, profile.portable)
+    kept = {kind: rates for kind, rates in profile.classes.items() if kind not in messages}
+    assert {kind: recalibrated.classes[kind] for kind in kept} == kept
+    assert list(recalibrated.classes) == list(profile.classes)
+    assert (recalibrated.hardware, recalibrated.portable) == (profile.hardware, profile.portable)
 
 
 def test_an_unknown_class_and_another_machines_profile_are_refused(profile: Profile) -> None:

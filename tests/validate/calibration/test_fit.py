@@ -32,14 +32,14 @@ def samples(
 ) -> list[Sample]:
     """Calls of 10 kB to 1 GB at each intensity (FLOP/byte), timed with relative `noise`."""
     random = np.random.default_rng(7)
-    made = []
+    results = []
     for intensity in intensities:
         for nbytes in np.geomspace(1e4, 1e9, count):
             moving = nbytes / (bandwidth * CEILINGS.bandwidth_bytes_per_s)
             computing = nbytes * intensity / (compute * CEILINGS.compute_flops)
             seconds = (launch_s + max(moving, computing)) * np.exp(noise * random.standard_normal())
-            made.append(Sample(Cost(nbytes * intensity, nbytes / 2, nbytes / 2), float(seconds)))
-    return made
+            results.append(Sample(Cost(nbytes * intensity, nbytes / 2, nbytes / 2), float(seconds)))
+    return results
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.03, 0.1])
@@ -103,14 +103,14 @@ def step_samples(rates: Rates, rows: tuple[int, ...] = (1, 4, 12)) -> Iterator[S
 
 
 def test_rates_in_steps_are_found_again() -> None:
-    found = fit_steps(list(step_samples(TRUE)), STEP_CEILINGS, ABOVE)
-    first = (found.bandwidth_utilization, found.launch_s, found.width_s, found.depth_s)
+    rates = fit_steps(list(step_samples(TRUE)), STEP_CEILINGS, ABOVE)
+    first = (rates.bandwidth_utilization, rates.launch_s, rates.width_s, rates.depth_s)
     assert first == pytest.approx((0.8, 2e-6, 1e-10, 3e-10), rel=1e-3)
-    by_rows = {step.above_rows: step for step in found.steps}
+    by_rows = {step.above_rows: step for step in rates.steps}
     assert by_rows[1].launch_s == pytest.approx(1e-6, rel=1e-3)
     assert (by_rows[8].inverse_utilization, by_rows[8].width_s) == pytest.approx((0.5, 2e-10), rel=1e-3)
     assert 16 not in by_rows  # no sample has as many rows
-    assert found.spread < 1e-4
+    assert rates.spread < 1e-4
 
 
 TILED = Rates(
@@ -122,25 +122,29 @@ def tiled_samples() -> Iterator[Sample]:
     """Products whose tiles take up to twice as long as their bytes, on 10 SMs, from less than one tile each on."""
     terms = RateTerms.of(TILED)
     for count, outputs, inputs in product((1, 4, 12), (64, 300, 1000, 4000, 30_000), (700, 3000, 9000, 20_000)):
-        at, own = terms.at_rows(count), product_tiles(outputs, inputs) / 10
+        at, sample_tiles = terms.at_rows(count), product_tiles(outputs, inputs) / 10
         cost = Cost(read_bytes=2.0 * outputs * inputs)
         reading_s = cost.bytes / 1e12 / at.bandwidth_utilization
-        seconds = at.launch_s + math.hypot(reading_s, own * at.tile_s) + min(1, own / 8) * at.fill_s
-        yield Sample(cost, float(seconds + inputs * at.depth_s), count, outputs, inputs, 10 * own)
+        seconds = at.launch_s + math.hypot(reading_s, sample_tiles * at.tile_s) + min(1, sample_tiles / 8) * at.fill_s
+        yield Sample(cost, float(seconds + inputs * at.depth_s), count, outputs, inputs, 10 * sample_tiles)
 
 
 def test_tiles_are_found_beside_bytes() -> None:
-    found = fit_steps(list(tiled_samples()), replace(STEP_CEILINGS, num_sms=10), ABOVE)
-    assert (found.bandwidth_utilization, found.tile_s, found.fill_s) == pytest.approx((0.8, 3e-6, 1e-6), rel=1e-2)
-    (step,) = (step for step in found.steps if step.above_rows == 8)
+    rates = fit_steps(list(tiled_samples()), replace(STEP_CEILINGS, num_sms=10), ABOVE)
+    assert (rates.bandwidth_utilization, rates.tile_s, rates.fill_s) == pytest.approx((0.8, 3e-6, 1e-6), rel=1e-2)
+    (step,) = (step for step in rates.steps if step.above_rows == 8)
     assert (step.tile_s, step.fill_s) == pytest.approx((2e-6, 3e-6), rel=1e-2)
-    assert found.spread < 1e-3
+    assert rates.spread < 1e-3
 
 
 def test_no_time_shrinks_as_rows_grow() -> None:
     """Samples of 12 rows that are twice as fast as those of 4 are averaged with them, not followed."""
     fast = [sample for sample in step_samples(TRUE) if sample.rows < 12]
-    fast += [Sample(one.cost, one.seconds / 2, 12, one.width, one.depth) for one in fast if one.rows == 4]
+    fast += [
+        Sample(seconds.cost, seconds.seconds / 2, 12, seconds.width, seconds.depth)
+        for seconds in fast
+        if seconds.rows == 4
+    ]
     terms = RateTerms.of(fit_steps(fast, STEP_CEILINGS, ABOVE))
     few, many = terms.at_rows(4), terms.at_rows(12)
     assert many.launch_s >= few.launch_s
@@ -149,22 +153,22 @@ def test_no_time_shrinks_as_rows_grow() -> None:
 
 
 def test_nothing_is_read_faster_than_memory_is() -> None:
-    found = fit_steps(list(step_samples(Rates(1.5, 0.4, 2e-6, 0.0))), STEP_CEILINGS, ABOVE)
-    assert found.bandwidth_utilization == pytest.approx(0.9)
+    rates = fit_steps(list(step_samples(Rates(1.5, 0.4, 2e-6, 0.0))), STEP_CEILINGS, ABOVE)
+    assert rates.bandwidth_utilization == pytest.approx(0.9)
 
 
 def test_a_stray_sample_changes_little() -> None:
     stray = list(step_samples(TRUE))
     stray[3] = Sample(stray[3].cost, 5 * stray[3].seconds, 1, stray[3].width, stray[3].depth)
-    found = fit_steps(stray, STEP_CEILINGS, ABOVE)
-    assert found.bandwidth_utilization == pytest.approx(0.8, rel=0.1)
-    assert found.spread > 0.1
+    rates = fit_steps(stray, STEP_CEILINGS, ABOVE)
+    assert rates.bandwidth_utilization == pytest.approx(0.8, rel=0.1)
+    assert rates.spread > 0.1
 
 
 def test_arithmetic_limits_no_sample() -> None:
     """12 FLOPs a byte, which takes 1.75 ps at 12 rows, in a peak of 1 FLOP a femtosecond: 12 / 1750 of the peak."""
-    found = fit_steps(list(step_samples(TRUE)), STEP_CEILINGS, ABOVE)
-    assert found.compute_utilization == pytest.approx(12 / 1750, rel=1e-3)
+    rates = fit_steps(list(step_samples(TRUE)), STEP_CEILINGS, ABOVE)
+    assert rates.compute_utilization == pytest.approx(12 / 1750, rel=1e-3)
 
 
 def test_a_fit_needs_the_fewest_rows() -> None:
@@ -184,23 +188,23 @@ SAMPLES = Samples.of(
 
 @pytest.fixture
 def shipped() -> Profile:
-    (found,) = (profile for profile in shipped_profiles() if profile.hardware.name == "h200")
-    return found
+    (h200,) = (profile for profile in shipped_profiles() if profile.hardware.name == "h200")
+    return h200
 
 
 def test_the_shipped_profile_is_fitted_to_the_kept_samples(shipped: Profile) -> None:
     """From rates that are all wrong, the times of a step come out as those of the profile that ships."""
-    kinds = {one.kind for one in Samples.read(KEPT).kernels}
+    kinds = {kernel.kind for kernel in Samples.read(KEPT).kernels}
     assert len(kinds) == 12
     wrong = {
         kind: replace(rates, launch_s=1.0, steps=(RowStep(1, launch_s=1.0),)) if kind in {*kinds, "gap"} else rates
         for kind, rates in shipped.classes.items()
     }
-    found = refit(replace(shipped, classes=wrong, draft_gap_s=1.0, target_gap_s=1.0), KEPT)
-    assert (found.draft_gap_s, found.target_gap_s) == pytest.approx(
+    refitted = refit(replace(shipped, classes=wrong, draft_gap_s=1.0, target_gap_s=1.0), KEPT)
+    assert (refitted.draft_gap_s, refitted.target_gap_s) == pytest.approx(
         (shipped.draft_gap_s, shipped.target_gap_s), rel=1e-3
     )
-    machines = Machine.of(found), Machine.of(shipped)
+    machines = Machine.of(refitted), Machine.of(shipped)
     for kind in (*kinds, "gap"):
         for rows in (1, 5, 12, 40):
             cost = Cost(read_bytes=3e7)
@@ -213,15 +217,21 @@ def test_the_shipped_profile_is_fitted_to_the_kept_samples(shipped: Profile) -> 
 def test_samples_survive_their_file(tmp_path: Path) -> None:
     path = tmp_path / "samples.json"
     path.write_text(SAMPLES.to_json())
-    found = Samples.read(path)
-    assert found == SAMPLES
-    (one,) = found.by_kind()["linear"]
-    assert (one.cost, one.seconds, one.rows, one.width, one.depth) == (Cost(1.0, 2.0, 3.0), 4e-6, 5, 6.0, 7.0)
-    assert one.tiles == 6 / 16
+    samples = Samples.read(path)
+    assert samples == SAMPLES
+    (sample,) = samples.by_kind()["linear"]
+    assert (sample.cost, sample.seconds, sample.rows, sample.width, sample.depth) == (
+        Cost(1.0, 2.0, 3.0),
+        4e-6,
+        5,
+        6.0,
+        7.0,
+    )
+    assert sample.tiles == 6 / 16
 
 
 @pytest.mark.parametrize(
-    "found, said",
+    "text, said",
     [
         ("{", "samples .*samples.json"),
         (SAMPLES.to_json().replace('"rows": 5', '"rows": 0'), "rows"),
@@ -230,9 +240,9 @@ def test_samples_survive_their_file(tmp_path: Path) -> None:
     ],
     ids=["no JSON", "a size out of range", "another schema", "another machine's"],
 )
-def test_samples_that_do_not_fit_are_refused(tmp_path: Path, shipped: Profile, found: str, said: str) -> None:
+def test_samples_that_do_not_fit_are_refused(tmp_path: Path, shipped: Profile, text: str, said: str) -> None:
     path = tmp_path / "samples.json"
-    path.write_text(found)
+    path.write_text(text)
     with pytest.raises(SamplesError, match=said):
         refit(shipped, path)
 

@@ -30,20 +30,20 @@ def reading(*seconds: float) -> tuple[Reading, int]:
 
 
 def test_two_readings_that_agree_are_enough() -> None:
-    found, taken = reading(1.0, 1.05, 0.1, 0.1)
-    assert (found.seconds, taken) == (1.0, 2)
-    assert found.spread == pytest.approx(0.05)
+    seconds, taken = reading(1.0, 1.05, 0.1, 0.1)
+    assert (seconds.seconds, taken) == (1.0, 2)
+    assert seconds.spread == pytest.approx(0.05)
 
 
 def test_a_slow_reading_is_repeated_until_two_agree() -> None:
-    found, taken = reading(9.0, 1.0, 5.0, 1.02, 0.1, 0.1)
-    assert (found.seconds, taken) == (1.0, 4)
-    assert found.spread == pytest.approx(0.02)
+    seconds, taken = reading(9.0, 1.0, 5.0, 1.02, 0.1, 0.1)
+    assert (seconds.seconds, taken) == (1.0, 4)
+    assert seconds.spread == pytest.approx(0.02)
 
 
 def test_readings_that_never_agree_end() -> None:
-    found, taken = reading(32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 1.0, 1.0)
-    assert (found, taken) == (Reading(1.0, 1.0), MAX_READINGS)
+    seconds, taken = reading(32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 1.0, 1.0)
+    assert (seconds, taken) == (Reading(1.0, 1.0), MAX_READINGS)
 
 
 def test_the_distance_is_that_of_the_two_fastest() -> None:
@@ -94,7 +94,7 @@ def test_calls_are_dropped_once_they_are_timed(monkeypatch: pytest.MonkeyPatch) 
     def calls() -> Iterator[KernelCall]:
         for _ in range(3):
             gc.collect()
-            assert sum(one() is not None for one in alive) <= 1
+            assert sum(reference() is not None for reference in alive) <= 1
             call = KernelCall("linear", "", Cost(), lambda _: None)
             alive.append(weakref.ref(call))
             yield call

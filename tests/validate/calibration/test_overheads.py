@@ -23,7 +23,7 @@ def layer_gap_s(rows: int) -> float:
 
 
 def test_gaps_are_found_again() -> None:
-    found = [
+    unexplained = [
         Unexplained(
             layers, batch, queries,
             20e-6 + layers * layer_gap_s(batch) if queries > 1 else None,
@@ -32,7 +32,7 @@ def test_gaps_are_found_again() -> None:
         )
         for layers in (8, 24) for batch in (1, 3, 11) for queries in (1, 5)
     ]  # fmt: skip
-    fitted = fit_gaps(found)
+    fitted = fit_gaps(unexplained)
     assert (fitted.draft_s, fitted.target_s) == pytest.approx((20e-6, 50e-6))
     layer = RateTerms.of(fitted.layer)
     assert [layer.at_rows(rows).launch_s for rows in (1, 4, 5, 55)] == pytest.approx([1e-6, 1e-6, 3e-6, 3e-6])
@@ -57,10 +57,10 @@ def test_a_profile_with_gaps_explains_the_rounds(h200_profile: Profile, monkeypa
         )  # fmt: skip
 
     monkeypatch.setattr(overheads, "measured_round", round_of)
-    found = with_fitted_gaps(bare, SHAPES, measured_rounds(bare, SHAPES, torch.device("cpu")))
-    assert (found.draft_gap_s, found.target_gap_s, found.round_s) == pytest.approx((20e-6, 50e-6, 60e-6), rel=1e-3)
+    fitted = with_fitted_gaps(bare, SHAPES, measured_rounds(bare, SHAPES, torch.device("cpu")))
+    assert (fitted.draft_gap_s, fitted.target_gap_s, fitted.round_s) == pytest.approx((20e-6, 50e-6, 60e-6), rel=1e-3)
     workload = Workload("random", "h200", 3000, 100, 7)
-    step, without = (predict(preset("autoregressive", workload), SHAPES[0], one) for one in (found, bare))
+    step, without = (predict(preset("autoregressive", workload), SHAPES[0], profile) for profile in (fitted, bare))
     assert step.verify_ms - without.verify_ms == pytest.approx(1e3 * (50e-6 + 4 * 3e-6), rel=1e-3)
     assert step.round_s["overhead"] == pytest.approx(60e-6, rel=1e-3)
 

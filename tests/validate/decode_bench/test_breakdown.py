@@ -83,21 +83,23 @@ def test_each_operation_of_the_model_is_in_one_class(h200_profile: Profile, name
     plan = plan_of(name)
     parts = predicted_us(plan, measured(), LLAMA, h200_profile)
     run = replace(plan, workload=measured().workload(plan.workload))
-    found = {(op.part, op.op): 1e6 * op.seconds for op in predict(run, LLAMA, h200_profile).breakdown}
+    microseconds = {(op.part, op.op): 1e6 * op.seconds for op in predict(run, LLAMA, h200_profile).breakdown}
     linears = ("qkv projection", "output projection", "mlp gate + up", "mlp down")
-    assert parts["verify", "linear"] == pytest.approx(sum(found["target", op] for op in linears))
-    assert parts["verify", "head"] == pytest.approx(found["target", "lm head"])
-    assert parts["verify", "attention"] == pytest.approx(found["target", "attention"])
-    assert parts["verify", "norm"] == pytest.approx(found["target", "first norm"] + found["target", "residual + norm"])
-    rope = found["target", "rope + append"] + found["target", "rotary tables"]
+    assert parts["verify", "linear"] == pytest.approx(sum(microseconds["target", op] for op in linears))
+    assert parts["verify", "head"] == pytest.approx(microseconds["target", "lm head"])
+    assert parts["verify", "attention"] == pytest.approx(microseconds["target", "attention"])
+    assert parts["verify", "norm"] == pytest.approx(
+        microseconds["target", "first norm"] + microseconds["target", "residual + norm"]
+    )
+    rope = microseconds["target", "rope + append"] + microseconds["target", "rotary tables"]
     assert parts["verify", "rope + append"] == pytest.approx(rope)
-    assert parts["verify", "between kernels"] == pytest.approx(found["target", "between kernels"]) == 32 * 2
+    assert parts["verify", "between kernels"] == pytest.approx(microseconds["target", "between kernels"]) == 32 * 2
     # Where the device is what a round waits for, nothing is left beside the operations.
-    assert parts["verify", "other"] == pytest.approx(found["target", "embedding"], rel=1e-6)
+    assert parts["verify", "other"] == pytest.approx(microseconds["target", "embedding"], rel=1e-6)
     if name == "quantspec":
-        assert parts["draft", "linear"] == pytest.approx(4 * sum(found["draft", op] for op in linears))
-        assert parts["draft", "other"] == pytest.approx(4 * found["draft", "embedding"], rel=1e-6)
-        assert parts["draft", "between kernels"] == pytest.approx(4 * found["draft", "between kernels"])
+        assert parts["draft", "linear"] == pytest.approx(4 * sum(microseconds["draft", op] for op in linears))
+        assert parts["draft", "other"] == pytest.approx(4 * microseconds["draft", "embedding"], rel=1e-6)
+        assert parts["draft", "between kernels"] == pytest.approx(4 * microseconds["draft", "between kernels"])
         assert parts["flush", "flush and shift"] > 0
 
 
@@ -177,18 +179,18 @@ def test_launches_belong_to_whole_rounds_and_their_parts() -> None:
 
 
 def test_the_head_is_the_product_that_sampling_follows() -> None:
-    found = classified(rounds_of(chain(*A_ROUND))[0])
-    heads = [(part, launch.name) for (part, kind), launch in found if kind == "head"]
+    launches = classified(rounds_of(chain(*A_ROUND))[0])
+    heads = [(part, launch.name) for (part, kind), launch in launches if kind == "head"]
     assert heads == [("draft", "linear"), ("verify", "nvjet_head"), ("verify", "splitKreduce")]
-    assert sum(kind == "linear" for (_, kind), _ in found) == 1 + 5
+    assert sum(kind == "linear" for (_, kind), _ in launches) == 1 + 5
 
 
 def test_a_breakdown_holds_measured_and_predicted_by_class(h200_profile: Profile) -> None:
     plan = plan_of("quantspec")
     launches = chain(*A_ROUND, "Memcpy DtoH", *A_ROUND)
-    found = breakdown(plan, LLAMA, h200_profile, measured(4), launches)
-    rows = {(row.part, row.operation): row for row in found.rows}
-    assert (found.rounds, found.round_us) == (2, pytest.approx(4 * 20 + 50 + 3))
+    result = breakdown(plan, LLAMA, h200_profile, measured(4), launches)
+    rows = {(row.part, row.operation): row for row in result.rows}
+    assert (result.rounds, result.round_us) == (2, pytest.approx(4 * 20 + 50 + 3))
     assert (rows["draft", "linear int4"].launches, rows["draft", "linear int4"].measured_us) == (1, 10)
     assert rows["verify", "linear dense"].kernels == {
         "nvjet_qkv": 10, "nvjet_out": 10, "nvjet_up": 10, "nvjet_down": 10, "splitKreduce": 10
@@ -196,19 +198,19 @@ def test_a_breakdown_holds_measured_and_predicted_by_class(h200_profile: Profile
     assert rows["verify", "other"].kernels == {STAMP: 10, "gather": 10}
     assert rows["draft", "attention"].launches == 0 < rows["draft", "attention"].predicted_us
     count = len(A_ROUND) - 1
-    assert found.kernels_us == pytest.approx(10 * count)
-    assert found.traced_round_us == found.busy_us == pytest.approx(8 * count + 2)
-    assert found.overlap_us == pytest.approx(2 * (count - 1))
-    saved = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert result.kernels_us == pytest.approx(10 * count)
+    assert result.traced_round_us == result.busy_us == pytest.approx(8 * count + 2)
+    assert result.overlap_us == pytest.approx(2 * (count - 1))
+    saved = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert saved["predicted_us"] == pytest.approx(sum(row["predicted_us"] for row in saved["rows"]))
     assert {"rounds", "kernels_us", "busy_us", "overlap_us", "round_us", "traced_round_us"} < set(saved)
 
 
 def test_a_generation_without_rounds_still_has_its_prediction(h200_profile: Profile) -> None:
-    found = breakdown(plan_of("autoregressive"), LLAMA, h200_profile, measured(), [])
-    assert (found.rounds, found.kernels_us, found.busy_us) == (0, 0, 0)
-    assert found.predicted_us > 1000
-    assert all(row.part == "verify" for row in found.rows)
+    result = breakdown(plan_of("autoregressive"), LLAMA, h200_profile, measured(), [])
+    assert (result.rounds, result.kernels_us, result.busy_us) == (0, 0, 0)
+    assert result.predicted_us > 1000
+    assert all(row.part == "verify" for row in result.rows)
 
 
 @pytest.mark.slow
@@ -223,23 +225,23 @@ def test_every_case_of_a_report_is_traced_and_drafts_are_made_once(
     report = bench_decode(model, cases, h200_profile, 4, temperature=0.5)
     with pytest.raises(NoBreakdown, match="needs a CUDA device"):
         breakdowns(model, report.rows, h200_profile, 4)
-    asked: list[Any] = []
+    calls: list[Any] = []
     weights: list[int] = []
 
     def tracing(engine: Any, prompts: list[list[int]], sampling: SamplingParams) -> tuple[Launch, ...]:
-        asked.append((engine.plan.speculation.gamma, [len(prompt) for prompt in prompts], sampling.temperature))
+        calls.append((engine.plan.speculation.gamma, [len(prompt) for prompt in prompts], sampling.temperature))
         weights.append(id(engine.draft_weights))
         return tuple(chain(*A_ROUND))
 
     monkeypatch.setattr(module, "require_cuda", lambda device: None)
     monkeypatch.setattr(module, "attach", lambda: None)
     monkeypatch.setattr(module, "traced", tracing)
-    found = breakdowns(model, report.rows, h200_profile, 4, temperature=0.5)
-    assert asked == [(0, [64, 64], 0.5), (2, [64, 64], 0.5), (1, [64], 0.5)]  # those with 4-bit drafts last
+    results = breakdowns(model, report.rows, h200_profile, 4, temperature=0.5)
+    assert calls == [(0, [64, 64], 0.5), (2, [64, 64], 0.5), (1, [64], 0.5)]  # those with 4-bit drafts last
     assert weights[0] != weights[1] == weights[2]
-    assert found[1].predicted_us < found[2].predicted_us < found[0].predicted_us
-    assert all(one.kernels_us == 10 * (len(A_ROUND) - 1) for one in found)
-    assert all(one.round_us > 100 for one in found)
+    assert results[1].predicted_us < results[2].predicted_us < results[0].predicted_us
+    assert all(result.kernels_us == 10 * (len(A_ROUND) - 1) for result in results)
+    assert all(result.round_us > 100 for result in results)
 
 
 @pytest.mark.gpu
@@ -247,18 +249,18 @@ def test_every_case_of_a_report_is_traced_and_drafts_are_made_once(
 def test_a_traced_round_on_cuda_is_whole(smollm2: Path, h200_profile: Profile) -> None:
     model = InflatedModel.load(str(smollm2), llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cuda")
     report = bench_decode(model, [DecodeCase("quantspec", 512, 1, 2)], h200_profile, 32, temperature=1.0)
-    (found,) = breakdowns(model, report.rows, h200_profile, 32, temperature=1.0)
-    launches = {(row.part, row.operation): row.launches for row in found.rows}
-    kernels = {(row.part, row.operation): row.kernels for row in found.rows}
-    assert found.rounds >= TRACED_ROUNDS
+    (result,) = breakdowns(model, report.rows, h200_profile, 32, temperature=1.0)
+    launches = {(row.part, row.operation): row.launches for row in result.rows}
+    kernels = {(row.part, row.operation): row.kernels for row in result.rows}
+    assert result.rounds >= TRACED_ROUNDS
     # Each layer launches attention, and a second kernel where that leaves the merge of its splits to one.
     assert launches["verify", "attention"] == 30 * len(kernels["verify", "attention"])
     assert launches["draft", "attention"] == 2 * 30 * len(kernels["draft", "attention"])
     assert launches["draft", "norm"] == 2 * launches["verify", "norm"] == 2 * 61
     assert launches["verify", "head"] >= 1
     assert launches["draft", "head"] == 2
-    assert 0 < found.busy_us <= found.traced_round_us
-    assert found.round_us == pytest.approx(found.traced_round_us, rel=0.5)
+    assert 0 < result.busy_us <= result.traced_round_us
+    assert result.round_us == pytest.approx(result.traced_round_us, rel=0.5)
 
 
 # Launches as the profiler lists them: only the device's, of decoding alone, and the time in which any of them runs.

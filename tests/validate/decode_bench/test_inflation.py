@@ -112,15 +112,15 @@ def grouped():
 def test_codes_of_keys_and_values_are_the_small_models(seed):
     """Zeros do not widen a token's range of values, so that drafts err as the small model's do."""
     prompt = torch.randint(128, (400,), generator=torch.Generator().manual_seed(seed))
-    found = []
+    results = []
     for config, weights in grouped():
         sizes = KVCacheConfig(1, 410, KVFormat.HIERARCHICAL, 128, 1, DraftCodes.UPPER)
         cache = Cache(config.shape, sizes, CPU, torch.float32)
         decoder, token = Decoder(config, CPU), torch.tensor([[5]])
         prefill(decoder, weights, cache, 0, prompt)
         steps = [AttentionMetadataBuilder(cache).draft_metadata(0), AttentionMetadataBuilder(cache).target_metadata(1)]
-        found.append([decoder.step(weights, cache, token, metadata)[0, 0, :128] for metadata in steps])
-    (draft, target), (large_draft, large_target) = found
+        results.append([decoder.step(weights, cache, token, metadata)[0, 0, :128] for metadata in steps])
+    (draft, target), (large_draft, large_target) = results
     tolerance = 1e-3 * target.std()
     assert (large_draft - draft).abs().max() < tolerance
     assert (large_target - target).abs().max() < tolerance
@@ -135,8 +135,8 @@ def test_4_bit_weights_err_as_the_small_models_do(natural, monkeypatch):
     drafts, dense = [], []
     for config, weights in grouped():
         decoder = Decoder(config, CPU)
-        for kind, found in ((weights, dense), (quantized_draft(decoder, weights, 128, text), drafts)):
-            found.append(all_logits(config, kind)[:, :128])
+        for kind, weights_of_kind in ((weights, dense), (quantized_draft(decoder, weights, 128, text), drafts)):
+            weights_of_kind.append(all_logits(config, kind)[:, :128])
     small, large = drafts
     error = (small - dense[0]).square().mean().sqrt()
     assert (large - small).square().mean().sqrt() < 0.25 * error
@@ -215,7 +215,7 @@ def acceptance(config, weights, text, tokens, context, vocab):
     for token in tokens[context:]:
         drafted = [probabilities(draft, token, AttentionMetadataBuilder(cache).draft_metadata(0)) for draft in drafts]
         target = probabilities(weights, token, AttentionMetadataBuilder(cache).target_metadata(1))
-        agreed.append([float(torch.minimum(target, one).sum()) for one in drafted])
+        agreed.append([float(torch.minimum(target, row).sum()) for row in drafted])
         cache.advance(torch.ones(1, dtype=torch.int32))
     return torch.tensor(agreed).mean(0)
 

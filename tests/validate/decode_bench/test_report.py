@@ -99,9 +99,9 @@ def test_one_new_token_has_no_speed(model, h200_profile, monkeypatch):
 @pytest.mark.model
 def test_cases_are_compared_with_plain_decoding_of_their_workload_or_with_nothing(model, h200_profile):
     cases = [DecodeCase("quantspec-kv", 64, 1, 2), DecodeCase(PLAIN, 64, 1), DecodeCase("quantspec-kv", 32, 1, 2)]
-    drafted, plain, alone = bench_decode(model, cases, h200_profile, 4).rows
+    drafted, plain, single = bench_decode(model, cases, h200_profile, 4).rows
     tpots_ms = [row.measured.tpot_ms for row in (drafted, plain)]
-    faster = [row.comparison.row("speed-up over plain decoding").measured for row in (drafted, plain, alone)]
+    faster = [row.comparison.row("speed-up over plain decoding").measured for row in (drafted, plain, single)]
     assert faster == [pytest.approx(tpots_ms[1] / tpots_ms[0]), 1, None]
 
 
@@ -116,11 +116,11 @@ def test_draft_weights_are_made_once_and_not_before_other_plans_ran(model, h200_
 
     monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantizing)
     cases = [DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 2, 2), DecodeCase(PLAIN, 64, 1)]
-    own = model.engine
+    make_engine = model.engine
 
     def engine(plan, drafts, *fitted):
         events.append(("engine", plan.workload.batch, drafts is not None))
-        return own(plan, drafts, *fitted)
+        return make_engine(plan, drafts, *fitted)
 
     object.__setattr__(model, "engine", engine)
     report = bench_decode(model, cases, h200_profile, 2)

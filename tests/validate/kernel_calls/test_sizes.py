@@ -18,31 +18,33 @@ H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 
 
 def test_splits_are_reduced_by_the_last_cta_and_by_a_kernel_of_their_own() -> None:
-    found = set()
+    schedules_of_sizes = set()
     for size in TINY.attention:
         rows, kv_rows = size.q_heads // size.kv_heads, size.batch * size.kv_heads
         for bits, _ in size.speedups:
             variant = AttentionVariant(size.head_dim, bits, True, 8)
             ctas, _ = Occupancy(variant, SMS, H200.sm_bytes).grid(kv_rows, row_tiles=1)
-            found.add((bits, fuses_reduction(ctas, kv_rows, rows * size.head_dim)))
-    assert found == {(bits, fused) for bits in (0, 4, 8) for fused in (False, True)}
+            schedules_of_sizes.add((bits, fuses_reduction(ctas, kv_rows, rows * size.head_dim)))
+    assert schedules_of_sizes == {(bits, fused) for bits in (0, 4, 8) for fused in (False, True)}
 
 
 def test_few_and_many_query_rows_have_variants_of_their_own() -> None:
-    found = set()
+    schedules_of_sizes = set()
     for size in TINY.verification:
         rows = size.q_heads // size.kv_heads * size.queries
-        found |= {(bits, next(most for most in CTAS_PER_SM if most >= rows)) for bits in size.bits}
-    found |= {(bits, 8) for size in TINY.attention for bits, _ in size.speedups}
-    assert found == set(product((0, 4, 8), CTAS_PER_SM))
+        schedules_of_sizes |= {
+            (bits, next(maximum for maximum in CTAS_PER_SM if maximum >= rows)) for bits in size.bits
+        }
+    schedules_of_sizes |= {(bits, 8) for size in TINY.attention for bits, _ in size.speedups}
+    assert schedules_of_sizes == set(product((0, 4, 8), CTAS_PER_SM))
 
 
 def schedules(
     sizes: tuple[LinearSize, ...], make: Callable[[int, int, int], LinearSchedule | None]
 ) -> list[LinearSchedule]:
     """Those of the sizes that the CUDA kernels compute, `make` being of (rows, outputs, inputs)."""
-    made = (make(rows, size.outputs, size.inputs) for size in sizes for rows, _ in size.speedups)
-    return [schedule for schedule in made if schedule]
+    candidates = (make(rows, size.outputs, size.inputs) for size in sizes for rows, _ in size.speedups)
+    return [schedule for schedule in candidates if schedule]
 
 
 def dense(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSchedule | None:
@@ -57,9 +59,9 @@ def int8(rows: int, outputs: int, inputs: int, gated: bool = False) -> LinearSch
     return quantized_schedule.make_quantized_schedule(rows, outputs, inputs, GROUP, True, gated, H200, 8)
 
 
-def clusters(found: list[LinearSchedule]) -> set[tuple[int, int]]:
+def clusters(schedules_of_sizes: list[LinearSchedule]) -> set[tuple[int, int]]:
     """Whether the inputs are split, and how many CTAs fetch x together."""
-    return {(min(schedule.split_k.ways, 2), schedule.x_multicast) for schedule in found}
+    return {(min(schedule.split_k.ways, 2), schedule.x_multicast) for schedule in schedules_of_sizes}
 
 
 def stages_of_a_cta(schedule: LinearSchedule) -> int:
@@ -69,15 +71,15 @@ def stages_of_a_cta(schedule: LinearSchedule) -> int:
 
 
 FORMATS = pytest.mark.parametrize(
-    "found",
+    "schedules_of_sizes",
     [schedules(TINY.linear_dense, dense), schedules(TINY.linear_int4, int4), schedules(TINY.linear_int8, int8)],
     ids=["dense", "int4", "int8"],
 )
 
 
 @FORMATS
-def test_products_share_x_or_split_the_inputs_in_clusters(found: list[LinearSchedule]) -> None:
-    assert clusters(found) == {(1, 1), (1, 2), (2, 1)}
+def test_products_share_x_or_split_the_inputs_in_clusters(schedules_of_sizes: list[LinearSchedule]) -> None:
+    assert clusters(schedules_of_sizes) == {(1, 1), (1, 2), (2, 1)}
 
 
 def test_many_rows_take_several_passes() -> None:
@@ -85,15 +87,17 @@ def test_many_rows_take_several_passes() -> None:
 
 
 @FORMATS
-def test_buffers_are_used_again(found: list[LinearSchedule]) -> None:
+def test_buffers_are_used_again(schedules_of_sizes: list[LinearSchedule]) -> None:
     """Those of sums, where CTAs fetch their own x, share it or split the inputs, and stages of the pipeline."""
-    assert clusters([s for s in found if s.max_tiles > SUM_BUFFERS]) == {(1, 1), (1, 2), (2, 1)}
-    assert any(stages_of_a_cta(schedule) > schedule.stages for schedule in found)
+    assert clusters([s for s in schedules_of_sizes if s.max_tiles > SUM_BUFFERS]) == {(1, 1), (1, 2), (2, 1)}
+    assert any(stages_of_a_cta(schedule) > schedule.stages for schedule in schedules_of_sizes)
 
 
 @FORMATS
-def test_one_and_several_ctas_of_a_cluster_add_up_what_the_others_send(found: list[LinearSchedule]) -> None:
-    receivers = {min(s.max_tiles, s.split_k.ways) for s in found if s.split_k.ways > 1}
+def test_one_and_several_ctas_of_a_cluster_add_up_what_the_others_send(
+    schedules_of_sizes: list[LinearSchedule],
+) -> None:
+    receivers = {min(s.max_tiles, s.split_k.ways) for s in schedules_of_sizes if s.split_k.ways > 1}
     assert 1 in receivers
     assert max(receivers) > 1
 

@@ -79,8 +79,8 @@ def results() -> dict[tuple[str, str], TableResult]:
     return {(result.paper, result.name): result for result in compare_all()}
 
 
-def cells_of(result: TableResult, **wanted: str) -> list[Cell]:
-    return [cell for cell in result.cells if all(getattr(cell, name) == value for name, value in wanted.items())]
+def cells_of(result: TableResult, **text: str) -> list[Cell]:
+    return [cell for cell in result.cells if all(getattr(cell, name) == value for name, value in text.items())]
 
 
 def test_every_cell_is_there(results):

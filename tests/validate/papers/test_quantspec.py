@@ -25,8 +25,10 @@ TABLE_1 = {
 
 @pytest.mark.parametrize("column", TABLE_1, ids=" ".join)
 def test_every_column_of_table_1(column):
-    found = table_1()[column]
-    for derived, expected in zip((found.flops, found.bytes, found.intensity), TABLE_1[column], strict=True):
+    column_values = table_1()[column]
+    for derived, expected in zip(
+        (column_values.flops, column_values.bytes, column_values.intensity), TABLE_1[column], strict=True
+    ):
         assert sympy.simplify(derived - expected) == 0
 
 
@@ -43,10 +45,10 @@ def test_categories_leave_out_the_head():
         batch=1, queries=1, quantized_tokens=0, full_tokens=100, bits=0, group=128, splits=1,
         weight_bytes=2, head_bytes=2, element_bytes=2,
     )  # fmt: skip
-    found = categories(decode_pass(load_shape("Llama-3.1-8B"), terms))
-    assert found["linear"].flops == 2 * 6_979_321_856
-    assert found["attention"].flops == 32 * (4 * 4096 * 100 + 2 * 4096)
-    assert found["aggregate"] == found["linear"] + found["attention"]
+    shape = categories(decode_pass(load_shape("Llama-3.1-8B"), terms))
+    assert shape["linear"].flops == 2 * 6_979_321_856
+    assert shape["attention"].flops == 32 * (4 * 4096 * 100 + 2 * 4096)
+    assert shape["aggregate"] == shape["linear"] + shape["attention"]
 
 
 def test_dominated_monomials_and_coefficients_go():

@@ -44,7 +44,7 @@ def test_predictions_do_not_depend_on_published_figures(paper):
     for table in load_tables(paper):
         others = replace(table, rows=tuple(replaced(row) for row in table.rows if "OOM" not in row.cells.values()))
         kept = replace(table, rows=tuple(row for row in table.rows if "OOM" not in row.cells.values()))
-        predicted = [[cell.predicted for cell in compare(one).cells] for one in (others, kept)]
+        predicted = [[cell.predicted for cell in compare(row_set).cells] for row_set in (others, kept)]
         assert predicted[0] == predicted[1]
 
 
@@ -60,7 +60,7 @@ def test_shared_fields_are_in_every_row():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (("context = 10", "context = -1"), "context is -1"),
         (("step_ms = 1.5", 'step_ms = "much"'), "'much'; allowed: a number, 'OOM' or '-'"),
@@ -71,10 +71,10 @@ def test_shared_fields_are_in_every_row():
         (("title", "title = ["), "dapq: "),
     ],
 )
-def test_damaged_papers_are_refused_in_one_line(change, told):
+def test_damaged_papers_are_refused_in_one_line(change, message):
     with pytest.raises(PublishedError, match=r".") as refused:
         read_paper("dapq", TABLE.replace(*change))
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
@@ -127,9 +127,9 @@ def test_engines_with_launches_of_their_own_have_no_gaps_of_this_packages_rounds
 def test_libraries_kernels_reach_the_librarys_share_of_the_peak():
     """Not that of this package's kernels for few rows; and they have none of their steps."""
     hardware, shape = load_hardware("h200"), load_shape(LLAMA)
-    own, vllm = (load_engine(name).profile(hardware, shape) for name in ("runtime", "vllm"))
+    runtime_profile, vllm = (load_engine(name).profile(hardware, shape) for name in ("runtime", "vllm"))
     for kind, library in (("linear", "prefill_linear"), ("attention", "prefill_attention")):
-        assert vllm.rates(kind).compute_utilization == own.rates(library).compute_utilization
+        assert vllm.rates(kind).compute_utilization == runtime_profile.rates(library).compute_utilization
         assert vllm.rates(kind).steps == ()
 
 
@@ -191,10 +191,10 @@ def test_two_gpus_halve_layers_but_not_embeddings():
     assert half.embedding_params == shape.embedding_params
     assert half.attention_params_per_layer == shape.attention_params_per_layer / 2
     row = replace(ROW, model=shape.name, gpu="a6000")
-    one, two = Case.of(row), Case.of(replace(row, gpus=2))
+    first, two = Case.of(row), Case.of(replace(row, gpus=2))
     replicated = 2 * shape.embedding_params * 2
-    assert peak_bytes(two) > peak_bytes(one) + 0.9 * replicated
-    assert one.tpot_s / 2 < two.tpot_s < 0.65 * one.tpot_s
+    assert peak_bytes(two) > peak_bytes(first) + 0.9 * replicated
+    assert first.tpot_s / 2 < two.tpot_s < 0.65 * first.tpot_s
 
 
 def test_full_rates_bound_every_engine():

@@ -88,5 +88,5 @@ def test_reserved_tokens_bring_every_threshold_forward():
 def test_thresholds_of_llama_8b_by_hand(gpu, weights, form, by_hand):
     """4 requests, 2048 tokens. The paper adds 1 + 4 layers and takes i B R H D off, we add 0.5 and take 4 i B R H D."""
     layers = {"retrieval_layers": 1, "repeat_buffers": 4, "paper_form": True} if form == "paper" else {}
-    found = llama_8b(requests=4, model_bytes=weights * GB, **layers).thresholds(gpu * GB)
-    assert {layer: found[layer] for layer in by_hand} == by_hand
+    thresholds = llama_8b(requests=4, model_bytes=weights * GB, **layers).thresholds(gpu * GB)
+    assert {layer: thresholds[layer] for layer in by_hand} == by_hand

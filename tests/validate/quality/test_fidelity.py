@@ -28,10 +28,10 @@ TEXT = torch.randint(256, (CONTEXT + TOKENS + 1,), generator=torch.Generator().m
 
 def test_overlap_is_one_minus_half_the_absolute_difference():
     # p = (1/2, 1/4, 1/4) and q = (1/4, 1/4, 1/2): TV 1/4. Then p = q: TV 0. Their mean is 7/8.
-    one = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]))
+    log_p = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]))
     other = torch.log(torch.tensor([[0.25, 0.25, 0.5], [0.1, 0.2, 0.7]])) + 3.0
-    assert overlap(one, other) == pytest.approx(7 / 8)
-    assert overlap(one, one) == pytest.approx(1)
+    assert overlap(log_p, other) == pytest.approx(7 / 8)
+    assert overlap(log_p, log_p) == pytest.approx(1)
     apart = torch.tensor([[100.0, 0.0], [0.0, 100.0]])
     assert overlap(apart[:1], apart[1:]) == pytest.approx(0, abs=1e-6)
 
@@ -86,8 +86,8 @@ PLAN = preset("int8", Workload("tiny", "cpu", 250, 20))
 
 
 def test_gaps_beyond_the_noise_are_counted():
-    found = Agreement(tokens=100, gaps=(0.1, 0.5, 3.0), noise=0.1)
-    assert (found.rate, found.beyond_noise) == (0.03, 1)
+    result = Agreement(tokens=100, gaps=(0.1, 0.5, 3.0), noise=0.1)
+    assert (result.rate, result.beyond_noise) == (0.03, 1)
 
 
 def test_two_logits_move_so_the_noise_of_a_gap_is_larger_by_the_root_of_two():
@@ -102,11 +102,11 @@ def test_gaps_are_the_references_and_noise_is_what_is_left_of_a_common_shift():
     ours = exact + torch.tensor([[7.0], [-2.0], [5.0]])
     ours[2, 1] += 6.0
     logits = {"engine": ours, "reference": exact}
-    asked = []
+    calls = []
 
     def fake(name):
         def teacher_forced_logits(prompts, tokens):
-            asked.append((name, *prompts, *tokens))
+            calls.append((name, *prompts, *tokens))
             return logits[name][None]
 
         generated = SimpleNamespace(tokens=[[0, 1, 1]])
@@ -114,24 +114,24 @@ def test_gaps_are_the_references_and_noise_is_what_is_left_of_a_common_shift():
             teacher_forced_logits=teacher_forced_logits, generate=lambda prompt, new_tokens: generated
         )
 
-    found = agreement(fake("engine"), fake("reference"), [8, 9], 3)
-    assert asked == [("engine", [8, 9], [0, 1]), ("reference", [8, 9], [0, 1])]
-    assert found.tokens == 3
-    assert found.gaps == (1.5,)  # of the reference's 3.0 and 1.5; the engine's own gap is 4.5
+    result = agreement(fake("engine"), fake("reference"), [8, 9], 3)
+    assert calls == [("engine", [8, 9], [0, 1]), ("reference", [8, 9], [0, 1])]
+    assert result.tokens == 3
+    assert result.gaps == (1.5,)  # of the reference's 3.0 and 1.5; the engine's own gap is 4.5
     # The move of 6 is 4 above its row's mean of 2, its two neighbours 2 below: (16 + 4 + 4) / 8, with 9 - 1 degrees.
-    assert found.noise == pytest.approx(3**0.5)
+    assert result.noise == pytest.approx(3**0.5)
 
 
 def test_an_engine_agrees_with_itself_and_a_bfloat16_one_is_compared_with_float32(tiny_folder, monkeypatch):
     exact = load(PLAN, str(tiny_folder), device="cpu")
     prompt = list(range(200))
-    found = agreement(exact, exact, prompt, 16)
-    assert (found.tokens, found.gaps, found.noise) == (16, (), 0.0)
+    result = agreement(exact, exact, prompt, 16)
+    assert (result.tokens, result.gaps, result.noise) == (16, (), 0.0)
     rounded = load(PLAN, str(tiny_folder), device="cpu", dtype=torch.bfloat16)
     monkeypatch.setattr(
         module,
         "load",
-        lambda *given, dtype, **named: load(*given, device="cpu", dtype=dtype or torch.bfloat16, **named),
+        lambda *arguments, dtype, **named: load(*arguments, device="cpu", dtype=dtype or torch.bfloat16, **named),
     )
     assert plan_agreement(PLAN, str(tiny_folder), prompt, 16) == agreement(rounded, exact, prompt, 16)
     assert agreement(rounded, exact, prompt, 16).noise > 0
@@ -143,7 +143,7 @@ def test_a_bfloat16_engine_differs_only_in_close_calls(smollm2, long_text):
     reference = load(plan, str(smollm2), device="cpu")
     engine = load(plan, str(smollm2), device="cpu", dtype=torch.bfloat16)
     prompt = reference.tokenizer(long_text[30_000:40_000])["input_ids"][:200]
-    found = agreement(engine, reference, prompt, 16)
-    assert found.tokens == 16
-    assert 0 < found.noise < 1
-    assert found.beyond_noise == 0
+    result = agreement(engine, reference, prompt, 16)
+    assert result.tokens == 16
+    assert 0 < result.noise < 1
+    assert result.beyond_noise == 0

@@ -42,8 +42,8 @@ def tokenizer(tiny_folder):
 def engines(tiny_folder):
     plans = QualityOptions(str(tiny_folder), load_shape(str(tiny_folder)), tuple(map(named_plan, ("dapq", "snapkv"))),
                      (512,), "text", "a text").families_at(512)  # fmt: skip
-    made = (replace(plan, workload=replace(plan.workload, batch=2)) for family in plans for plan in family)
-    first, *others = made
+    plans_of_batch = (replace(plan, workload=replace(plan.workload, batch=2)) for family in plans for plan in family)
+    first, *others = plans_of_batch
     engine = load(first, str(tiny_folder), device="cpu")
     return [engine, *(load(plan, str(tiny_folder), device="cpu", weights=engine.weights) for plan in others)]
 
@@ -57,14 +57,14 @@ def test_an_answer_ends_where_its_own_task_ends(engines, tokenizer):
     assert last
     assert last not in text[0]
     prompt = Prompt(ids, (last, text[0]))
-    asked = [(task("short", 4), prompt), (task("long", 12), prompt)]
-    assert answer_scores(engines[:1], asked, tokenizer) == [[0.5, 1.0]]
+    question = [(task("short", 4), prompt), (task("long", 12), prompt)]
+    assert answer_scores(engines[:1], question, tokenizer) == [[0.5, 1.0]]
 
 
 def test_scores_are_the_mean_of_each_task():
-    one, other, prompt = task("one", 1), task("other", 1), Prompt([1], ("a",))
-    asked = [(one, prompt), (one, prompt), (other, prompt)]
-    assert mean_scores(asked, [1.0, 0.5, 0.25]) == {"one": 0.75, "other": 0.25}
+    first, other, prompt = task("one", 1), task("other", 1), Prompt([1], ("a",))
+    question = [(first, prompt), (first, prompt), (other, prompt)]
+    assert mean_scores(question, [1.0, 0.5, 0.25]) == {"one": 0.75, "other": 0.25}
 
 
 def test_parts_hold_all_in_order():
@@ -84,20 +84,26 @@ def test_tasks_run_together_as_far_as_a_batch_holds_them(batch, rows, names, tin
     question = QualityOptions(str(tiny_folder), load_shape(str(tiny_folder)), (), (1024,), "text", "a text", samples=2,
                         passages=3, tasks=chosen_tasks(["vt", "cwe", "fwe"]), batch=batch)  # fmt: skip
     groups = Inputs(question, 1024, None, lambda: pytest.fail("nothing is measured")).groups
-    assert [(one.name, one.rows) for one in groups] == [("text", rows), ("times", 1), *((one, rows) for one in names)]
+    assert [(group.name, group.rows) for group in groups] == [
+        ("text", rows),
+        ("times", 1),
+        *((name, rows) for name in names),
+    ]
 
 
 @pytest.fixture
 def filled(monkeypatch):
     """The numbers of engines that prompts were processed for."""
     counts, fill = [], measure.Engine._fill
-    monkeypatch.setattr(measure.Engine, "_fill", lambda *given: counts.append(len(given[2])) or fill(*given))
+    monkeypatch.setattr(
+        measure.Engine, "_fill", lambda *arguments: counts.append(len(arguments[2])) or fill(*arguments)
+    )
     return counts
 
 
 def test_prompts_run_once_for_all_engines(engines, tokenizer, filled):
-    asked = [(task("short", 4), Prompt(list(range(40, 80)), ("x",)))]
-    assert len(answer_scores(engines, asked, tokenizer)) == 3
+    question = [(task("short", 4), Prompt(list(range(40, 80)), ("x",)))]
+    assert len(answer_scores(engines, question, tokenizer)) == 3
     assert filled == [3]
 
 
@@ -105,10 +111,10 @@ def test_engines_are_warmed_by_one_prompt_and_timed_by_their_own(engines, filled
     prompt = list(range(40, 80))
     warm(engines, prompt)
     assert filled == [3]
-    found = [times(engine, prompt) for engine in engines]
+    measured = [times(engine, prompt) for engine in engines]
     assert filled == [3, 1, 1, 1]
-    assert all(one[TTFT] > 0 and one[TPOT] > 0 for one in found)
-    assert [one[KV_BYTES] for one in found] == [engine.cache.bytes for engine in engines]
+    assert all(times_of_engine[TTFT] > 0 and times_of_engine[TPOT] > 0 for times_of_engine in measured)
+    assert [times_of_engine[KV_BYTES] for times_of_engine in measured] == [engine.cache.bytes for engine in engines]
 
 
 def test_only_the_tasks_that_are_wanted_are_asked(tiny_folder, monkeypatch):
@@ -116,7 +122,7 @@ def test_only_the_tasks_that_are_wanted_are_asked(tiny_folder, monkeypatch):
                         tasks=chosen_tasks(["vt", "cwe", "fwe"]), batch=4)  # fmt: skip
     inputs = Inputs(question, 1024, PromptMaker(None, None), lambda: pytest.fail("nothing is measured"))
     monkeypatch.setattr(Inputs, "prompts", lambda _, task: [Prompt([1], ("a",))] * 2)
-    monkeypatch.setattr(measure, "answer_scores", lambda engines, asked, _: [[0.5] * len(asked) for _ in engines])
+    monkeypatch.setattr(measure, "answer_scores", lambda engines, calls, _: [[0.5] * len(calls) for _ in engines])
     *_, both, last = inputs.groups
     assert both.run(["engine", "another"], {"cwe", "fwe"}) == [{"cwe": 0.5}] * 2
     assert last.run(["engine"], {"cwe", "fwe"}) == [{"fwe": 0.5}]
@@ -135,8 +141,8 @@ def question(folder, plans=("int8",), contexts=(1200,), **options):
     )
 
 
-def rows(asked, known=()):
-    return [row for group in measure_quality(asked, material(TEXT), known) for row in group]
+def rows(question, known=()):
+    return [row for group in measure_quality(question, material(TEXT), known) for row in group]
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +153,7 @@ def measured(tiny_folder):
 def test_every_plan_has_every_measure_beside_plain_decodings(measured, tiny_folder):
     by_plan = {plan: {row.measure: row for row in measured if row.plan == plan} for plan in ("autoregressive", "int8")}
     names = [FIDELITY, PERPLEXITY, *COST_MEASURES, TASK]
-    assert [list(found) for found in by_plan.values()] == [names, names]
+    assert [list(measures) for measures in by_plan.values()] == [names, names]
     plain, int8 = by_plan.values()
     assert all(row.value == row.plain for row in plain.values())
     assert plain[FIDELITY].value == pytest.approx(1, abs=1e-6)
@@ -165,7 +171,7 @@ def test_what_is_known_is_not_measured_again(measured, tiny_folder, monkeypatch)
     opened = []
     load = module.load
     monkeypatch.setattr(
-        module, "load", lambda plan, *given, **named: opened.append(plan) or load(plan, *given, **named)
+        module, "load", lambda plan, *arguments, **named: opened.append(plan) or load(plan, *arguments, **named)
     )
     assert rows(question(tiny_folder), measured) == []
     assert opened == []
@@ -179,22 +185,22 @@ def test_what_is_known_is_not_measured_again(measured, tiny_folder, monkeypatch)
 
 def test_a_fidelity_that_is_missing_is_compared_with_plain_decoding_again(measured, tiny_folder):
     kept = [row for row in measured if row.plan != "int8" or row.measure not in (FIDELITY, PERPLEXITY)]
-    found = {row.measure: row.value for row in rows(question(tiny_folder), kept)}
+    values = {row.measure: row.value for row in rows(question(tiny_folder), kept)}
     expected = {row.measure: row.value for row in measured if row.plan == "int8"}
-    assert found == {name: pytest.approx(expected[name]) for name in (FIDELITY, PERPLEXITY)}
+    assert values == {name: pytest.approx(expected[name]) for name in (FIDELITY, PERPLEXITY)}
 
 
 def test_weights_are_shared_and_progress_counts_the_cells(tiny_folder, monkeypatch):
     shared, seen = [], []
     load = module.load
 
-    def counted(plan, *given, weights=None, **named):
+    def counted(plan, *arguments, weights=None, **named):
         shared.append(weights is not None)
-        return load(plan, *given, weights=weights, **named)
+        return load(plan, *arguments, weights=weights, **named)
 
     monkeypatch.setattr(module, "load", counted)
-    asked = question(tiny_folder, contexts=(1200, 1300), tasks=())
-    list(measure_quality(asked, material(TEXT), (), lambda *what: seen.append(what)))
+    options = question(tiny_folder, contexts=(1200, 1300), tasks=())
+    list(measure_quality(options, material(TEXT), (), lambda *what: seen.append(what)))
     assert shared.count(False) == 1
     assert [done for _, done, _ in seen] == list(range(8))  # two contexts, two plans, text and times
     assert {total for *_, total in seen} == {8}
@@ -220,14 +226,14 @@ def test_rows_name_the_head_of_plans_that_choose_by_one(tiny_folder, tmp_path):
         torch.manual_seed(seed)
         keys, queries = (torch.randn(heads * shape.head_dim, shape.hidden) for heads in (shape.kv_heads, shape.q_heads))
         save_head(path, Head(config, HeadWeights(torch.ones(shape.hidden), queries, keys, probe)))
-    one, two = (question(tiny_folder, ("specontext-resident",), tasks=(), retrieval_head=str(path)) for path in files)
-    measured = rows(one)
+    first, two = (question(tiny_folder, ("specontext-resident",), tasks=(), retrieval_head=str(path)) for path in files)
+    measured = rows(first)
     heads = {row.target.get(HEAD) for row in measured}
     assert {name and name.split()[0] for name in heads} == {None, "one"}
     again = rows(two, measured)
     assert {row.plan for row in again} == {row.plan for row in measured} - {"autoregressive"}
     assert all(row.target[HEAD].startswith("two ") for row in again)
-    assert all(is_requested(two, row) for row in again) and not any(is_requested(one, row) for row in again)
+    assert all(is_requested(two, row) for row in again) and not any(is_requested(first, row) for row in again)
 
 
 def test_a_text_that_is_too_short_is_refused(tiny_folder):
@@ -237,43 +243,43 @@ def test_a_text_that_is_too_short_is_refused(tiny_folder):
 
 def test_tasks_that_plain_decoding_does_not_solve_may_be_left_out(tiny_folder, measured):
     assert next(row.value for row in measured if row.measure == TASK) < 0.5  # a random model finds no needle
-    found = rows(question(tiny_folder, only_solved=True))
-    assert [row.plan for row in found if row.measure == TASK] == ["autoregressive"]
-    assert len(found) == len(measured) - 1
+    values = rows(question(tiny_folder, only_solved=True))
+    assert [row.plan for row in values if row.measure == TASK] == ["autoregressive"]
+    assert len(values) == len(measured) - 1
 
 
 def test_an_oracle_is_told_the_passages_and_is_measured_on_nothing_else(tiny_folder):
-    asked = replace(question(tiny_folder), plans=tuple(with_budgets(["oracle", "random"], [64, 5000])))
-    found = {(row.plan, row.measure): row.value for row in rows(asked)}
-    assert {measure for plan, measure in found if plan.startswith("oracle")} == {FIDELITY, PERPLEXITY}
-    (whole,) = {plan for plan, _ in found if plan.startswith("oracle")} - {"oracle 64"}
-    assert found[whole, FIDELITY] == pytest.approx(1, abs=1e-6)
-    assert found["random 64", FIDELITY] != found["oracle 64", FIDELITY] < 0.99
-    assert ("random 64", KV_BYTES) in found
+    options = replace(question(tiny_folder), plans=tuple(with_budgets(["oracle", "random"], [64, 5000])))
+    values = {(row.plan, row.measure): row.value for row in rows(options)}
+    assert {measure for plan, measure in values if plan.startswith("oracle")} == {FIDELITY, PERPLEXITY}
+    (full,) = {plan for plan, _ in values if plan.startswith("oracle")} - {"oracle 64"}
+    assert values[full, FIDELITY] == pytest.approx(1, abs=1e-6)
+    assert values["random 64", FIDELITY] != values["oracle 64", FIDELITY] < 0.99
+    assert ("random 64", KV_BYTES) in values
 
 
 @pytest.mark.parametrize("policy", ["dapq", "snapkv"])
 def test_evictions_are_measured_on_the_cache_that_they_leave(tiny_folder, policy):
     plans = tuple(with_budgets([policy], [64, 5000]))
-    asked = replace(question(tiny_folder, tasks=()), plans=plans)
-    found = {(row.plan, row.measure): row for row in rows(asked)}
+    options = replace(question(tiny_folder, tasks=()), plans=plans)
+    values = {(row.plan, row.measure): row for row in rows(options)}
     everything, little = f"{policy} 1168", f"{policy} 64"  # of prompts of 1168 tokens
-    assert found[everything, FIDELITY].value == pytest.approx(1, abs=1e-6)
-    assert 0.05 < found[little, FIDELITY].value < 0.99
-    assert found[little, PERPLEXITY].value != found[little, PERPLEXITY].plain
-    assert found[little, KV_BYTES].value < 0.2 * found[little, KV_BYTES].plain
-    assert dict(found[little, FIDELITY].target) == {"eviction.policy": policy, "eviction.budget": 64}
+    assert values[everything, FIDELITY].value == pytest.approx(1, abs=1e-6)
+    assert 0.05 < values[little, FIDELITY].value < 0.99
+    assert values[little, PERPLEXITY].value != values[little, PERPLEXITY].plain
+    assert values[little, KV_BYTES].value < 0.2 * values[little, KV_BYTES].plain
+    assert dict(values[little, FIDELITY].target) == {"eviction.policy": policy, "eviction.budget": 64}
 
 
 def test_a_batch_changes_no_figure(tiny_folder):
     """Prompts alone and together, of policies that keep different parts of them."""
     tasks = chosen_tasks([TASK, "vt", "fwe"])
-    asked = replace(question(tiny_folder, samples=2, tasks=tasks), plans=tuple(with_budgets(["dapq", "h2o"], [64])))
-    alone, together = (
-        {(row.plan, row.measure): row.value for row in rows(replace(asked, batch=batch))} for batch in (1, 6)
+    options = replace(question(tiny_folder, samples=2, tasks=tasks), plans=tuple(with_budgets(["dapq", "h2o"], [64])))
+    values, together = (
+        {(row.plan, row.measure): row.value for row in rows(replace(options, batch=batch))} for batch in (1, 6)
     )
-    assert alone.keys() == together.keys()
+    assert values.keys() == together.keys()
     timed = ("ttft_ms", "tpot_ms")
     assert {key: value for key, value in together.items() if key[1] not in timed} == pytest.approx(
-        {key: value for key, value in alone.items() if key[1] not in timed}, rel=1e-5
+        {key: value for key, value in values.items() if key[1] not in timed}, rel=1e-5
     )

@@ -20,8 +20,8 @@ def question(folder, *plans, **options):
 
 
 def test_presets_with_a_budget_are_made_once_for_each():
-    made = [label(make(WORKLOAD)) for make in with_budgets(["int8", "dapq", "quest", "random"], [64, 9000])]
-    assert made == [  # no more than the prompt has
+    labels = [label(make(WORKLOAD)) for make in with_budgets(["int8", "dapq", "quest", "random"], [64, 9000])]
+    assert labels == [  # no more than the prompt has
         "int8", "dapq 64", "dapq 4000", "quest 64", "quest 4000", "random 64", "random 4000",
     ]  # fmt: skip
     assert [label(make(WORKLOAD)) for make in with_budgets(["dapq", "quantspec"], [])] == [
@@ -35,10 +35,10 @@ def test_presets_with_a_budget_are_made_once_for_each():
 
 def test_a_files_plan_is_made_for_other_lengths(tiny_folder):
     plan = preset("int8", Workload("other", "h200", 100))
-    (plain, made) = question(tiny_folder, of_file(plan)).plans_at(512)
-    assert (plain.kv.target_bits, made.kv.target_bits) == (16, 8)
-    assert plain.workload == made.workload
-    assert made.workload.final_context == 512
+    (plain, options) = question(tiny_folder, of_file(plan)).plans_at(512)
+    assert (plain.kv.target_bits, options.kv.target_bits) == (16, 8)
+    assert plain.workload == options.workload
+    assert options.workload.final_context == 512
 
 
 def test_plain_decoding_is_always_measured_and_once(tiny_folder):
@@ -54,10 +54,10 @@ def test_prompts_leave_room_for_the_longest_answer(tiny_folder):
 
 
 def test_plans_that_are_only_estimated_are_left_out_with_a_line(tiny_folder):
-    asked = question(tiny_folder, named_plan("specontext"), named_plan("int8"))
-    (line,) = asked.refused()
+    options = question(tiny_folder, named_plan("specontext"), named_plan("int8"))
+    (line,) = options.refused()
     assert line.startswith("specontext 383: estimated only: it needs a retrieval head")
-    assert [label(plan) for plan in asked.plans_at(4096)] == ["autoregressive", "int8"]
+    assert [label(plan) for plan in options.plans_at(4096)] == ["autoregressive", "int8"]
     with pytest.raises(UnsupportedPlan, match="specontext"):
         list(question(tiny_folder, named_plan("specontext")).refused())
 
@@ -65,9 +65,9 @@ def test_plans_that_are_only_estimated_are_left_out_with_a_line(tiny_folder):
 def test_a_head_that_is_no_file_of_one_is_refused_before_anything_runs(tiny_folder, tmp_path):
     wrong = tmp_path / "head.safetensors"
     wrong.write_bytes(b"nonsense")
-    asked = question(tiny_folder, named_plan("specontext"), retrieval_head=str(wrong))
+    options = question(tiny_folder, named_plan("specontext"), retrieval_head=str(wrong))
     with pytest.raises(ModelError, match="cannot load the retrieval head"):
-        asked.require_head()
+        options.require_head()
     question(tiny_folder, named_plan("int8"), retrieval_head=str(wrong)).require_head()  # which needs none
 
 
@@ -134,10 +134,10 @@ def test_the_memory_of_engines_is_counted_by_hand(tiny_folder):
 
 
 def test_only_tasks_that_plain_decoding_does_not_solve_are_left_out(tiny_folder):
-    asked = question(tiny_folder, tasks=(TASKS["vt"], TASKS["cwe"]), only_solved=True)
+    options = question(tiny_folder, tasks=(TASKS["vt"], TASKS["cwe"]), only_solved=True)
     plain = {"vt": 0.4, "cwe": 0.5, "ttft_ms": 0.1}
     plan, oracle = (named_plan(name)(WORKLOAD) for name in ("dapq", "oracle"))
-    assert [asked.leaves_out(plan, name, plain) for name in (*plain, "fwe")] == [True, False, False, False]
-    assert [asked.leaves_out(oracle, name, {}) for name in ("vt", "ttft", "fidelity")] == [True, True, False]
+    assert [options.leaves_out(plan, name, plain) for name in (*plain, "fwe")] == [True, False, False, False]
+    assert [options.leaves_out(oracle, name, {}) for name in ("vt", "ttft", "fidelity")] == [True, True, False]
     assert not question(tiny_folder, tasks=(TASKS["vt"],)).leaves_out(plan, "vt", plain)
-    assert not asked.leaves_out(plan, "vt", {})  # plain decoding itself
+    assert not options.leaves_out(plan, "vt", {})  # plain decoding itself

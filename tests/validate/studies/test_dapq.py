@@ -58,23 +58,23 @@ def test_pseudo_tokens_are_the_prompts_first_and_last():
 
 def test_passages_split_into_prompt_and_continuation_and_noise_is_seeded():
     ids = [list(range(100, 200)), list(range(300, 400))]
-    one, two = passages(ids, 40, [1, 2, 3], 256, seed=5)
-    assert (one.prompt, one.response) == (tuple(range(100, 160)), tuple(range(160, 200)))
-    assert one.other == (1, 2, 3) * 10 + (1, 2)
-    assert len(one.noise) == 64 and one.noise != two.noise
-    assert [again.noise for again in passages(ids, 40, [1], 256, seed=5)] == [one.noise, two.noise]
-    assert next(passages(ids, 40, [1], 256, seed=6)).noise != one.noise
+    first, two = passages(ids, 40, [1, 2, 3], 256, seed=5)
+    assert (first.prompt, first.response) == (tuple(range(100, 160)), tuple(range(160, 200)))
+    assert first.other == (1, 2, 3) * 10 + (1, 2)
+    assert len(first.noise) == 64 and first.noise != two.noise
+    assert [again.noise for again in passages(ids, 40, [1], 256, seed=5)] == [first.noise, two.noise]
+    assert next(passages(ids, 40, [1], 256, seed=6)).noise != first.noise
 
 
 def figures(changes=()):
-    found = {
+    values = {
         ("similarity", "other", "same", "after"): 0.7, ("similarity", "same", "other", "after"): 0.4,
         ("offset", 0): 1.0, ("offset", 4): 0.9, ("offset", 64): 0.5,
         **{("recall", method, 8, 64): value for method, value in
            (("dapq", 0.8), ("dapq-random", 0.75), ("snapkv", 0.7), ("streamingllm", 0.3))},
         ("attention", "dapq", 8): 0.97, ("attention", "snapkv", 8): 0.94,
     }  # fmt: skip
-    return found | dict(changes)
+    return values | dict(changes)
 
 
 def test_claims_hold_or_differ():
@@ -92,29 +92,31 @@ def test_claims_hold_or_differ():
 
 
 def test_a_summary_has_means_and_deviations_over_passages():
-    found = {tuple(row["figure"]): row for row in summary([figures(), figures({("offset", 4): 0.7})])}
-    assert found["offset", 4]["mean"] == pytest.approx(0.8)
-    assert found["offset", 4]["deviation"] == pytest.approx(0.1)
-    assert found["offset", 0]["deviation"] == 0
+    rows = {tuple(row["figure"]): row for row in summary([figures(), figures({("offset", 4): 0.7})])}
+    assert rows["offset", 4]["mean"] == pytest.approx(0.8)
+    assert rows["offset", 4]["deviation"] == pytest.approx(0.1)
+    assert rows["offset", 0]["deviation"] == 0
 
 
 def test_a_study_of_a_tiny_model(tiny_folder, long_text):
     sizes = DapqSizes(context=512, response=32, passages=2)
     seen = []
-    found = study(str(tiny_folder), load_shape(str(tiny_folder)), long_text, sizes, "cpu", lambda *w: seen.append(w))
+    report = study(str(tiny_folder), load_shape(str(tiny_folder)), long_text, sizes, "cpu", lambda *w: seen.append(w))
     assert [done for _, done, _ in seen] == [0, 1]
-    one = found[0]
-    assert one["offset", 0] == pytest.approx(1, abs=1e-5)
-    assert one["similarity", "same", "same", "after"] == pytest.approx(1, abs=1e-5)
+    figure = report[0]
+    assert figure["offset", 0] == pytest.approx(1, abs=1e-5)
+    assert figure["similarity", "same", "same", "after"] == pytest.approx(1, abs=1e-5)
     for content in ("other", "random"):  # at the same positions both are rotated alike
-        after, before = (one["similarity", content, "same", when] for when in ("after", "before"))
+        after, before = (figure["similarity", content, "same", when] for when in ("after", "before"))
         assert after == pytest.approx(before, abs=1e-4)
         assert -1 < after < 0.99
-    methods = {key[1] for key in one if key[0] == "recall"}
+    methods = {key[1] for key in figure if key[0] == "recall"}
     assert methods == {"dapq", "dapq-random", "snapkv", "streamingllm"}
-    assert {key[2:] for key in one if key[0] == "recall"} == {(w, b) for w in (8, 16, 32, 64) for b in (64, 128, 256)}
-    assert all(0 < value <= 1 for key, value in one.items() if key[0] == "recall")
-    assert [claim.text for claim in claims(found)] == [claim.text for claim in claims([figures()])]
+    assert {key[2:] for key in figure if key[0] == "recall"} == {
+        (w, b) for w in (8, 16, 32, 64) for b in (64, 128, 256)
+    }
+    assert all(0 < value <= 1 for key, value in figure.items() if key[0] == "recall")
+    assert [claim.text for claim in claims(report)] == [claim.text for claim in claims([figures()])]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ CHOOSING = 0.6  # of 300 tokens, of which 132 are always read
 
 
 @pytest.fixture(scope="module")
-def found(tiny_folder):
-    asked = [
+def agreement_of(tiny_folder):
+    question = [
         StudyDraft("all", 1.0, "bf16"),
         StudyDraft("all", 1.0, "kv4"),
         *(StudyDraft(name, 0.999, "bf16") for name in ("specattn", "hindsight", "streamingllm", "snapkv")),
@@ -24,28 +24,30 @@ def found(tiny_folder):
         StudyDraft("streamingllm", CHOOSING, "bf16"),
     ]
     passage = Passage(TEXT, "cities", (CONTEXT,), TOKENS)
-    measured = study(str(tiny_folder), passage, asked, device="cpu")
-    return {(one.draft.policy, one.draft.ratio, one.draft.format): one for one in measured}
+    measured = study(str(tiny_folder), passage, question, device="cpu")
+    return {(row.draft.policy, row.draft.ratio, row.draft.format): row for row in measured}
 
 
-def test_a_draft_that_reads_what_its_target_reads_is_always_accepted(found):
-    everything = found["all", 1.0, "bf16"]
+def test_a_draft_that_reads_what_its_target_reads_is_always_accepted(agreement_of):
+    everything = agreement_of["all", 1.0, "bf16"]
     assert everything.by_position == pytest.approx([1.0] * GAMMA, abs=1e-5)
     assert everything.tokens_per_round == pytest.approx(GAMMA + 1, abs=1e-4)
     assert everything.rounds == TOKENS // 8 - 1  # the first is not counted
 
 
-def test_policies_that_may_read_everything_agree_with_drafts_that_do(found):
+def test_policies_that_may_read_everything_agree_with_drafts_that_do(agreement_of):
     for policy in ("specattn", "hindsight", "streamingllm", "snapkv"):
-        assert found[policy, 0.999, "bf16"].mean == pytest.approx(1.0, abs=2e-3), policy
+        assert agreement_of[policy, 0.999, "bf16"].mean == pytest.approx(1.0, abs=2e-3), policy
     for policy in ("quest", "progressive", "oracle"):
-        assert found[policy, 0.999, "kv4"].mean == pytest.approx(found["all", 1.0, "kv4"].mean, abs=2e-3), policy
+        assert agreement_of[policy, 0.999, "kv4"].mean == pytest.approx(
+            agreement_of["all", 1.0, "kv4"].mean, abs=2e-3
+        ), policy
 
 
-def test_fewer_tokens_agree_less(found):
+def test_fewer_tokens_agree_less(agreement_of):
     for policy in ("specattn", "hindsight", "streamingllm"):
-        assert found[policy, CHOOSING, "bf16"].mean < found[policy, 0.999, "bf16"].mean - 1e-3
-    assert found["hindsight", CHOOSING, "bf16"].mean >= found["streamingllm", CHOOSING, "bf16"].mean
+        assert agreement_of[policy, CHOOSING, "bf16"].mean < agreement_of[policy, 0.999, "bf16"].mean - 1e-3
+    assert agreement_of["hindsight", CHOOSING, "bf16"].mean >= agreement_of["streamingllm", CHOOSING, "bf16"].mean
 
 
 def test_tokens_of_a_round_are_one_and_each_draft_whose_predecessors_are_accepted():
@@ -55,34 +57,34 @@ def test_tokens_of_a_round_are_one_and_each_draft_whose_predecessors_are_accepte
 
 
 def test_every_combination_is_measured_and_formats_without_selection():
-    found = drafts_of(("specattn-heads", "quest"), (0.03, 0.07), ("bf16", "w4kv4"))
-    assert found[0] == StudyDraft("all", 1.0, "w4kv4")
-    assert len(found) == len(set(found)) == 1 + 2 * 2 * 2
-    assert found[1].selection == SpecAttn(ratio=0.03, floor=0, per_kv_head=True)
+    drafts = drafts_of(("specattn-heads", "quest"), (0.03, 0.07), ("bf16", "w4kv4"))
+    assert drafts[0] == StudyDraft("all", 1.0, "w4kv4")
+    assert len(drafts) == len(set(drafts)) == 1 + 2 * 2 * 2
+    assert drafts[1].selection == SpecAttn(ratio=0.03, floor=0, per_kv_head=True)
 
 
 @pytest.mark.parametrize(
-    "asked, message",
+    "question, message",
     [
         ((("best",), (0.1,), ("bf16",)), "policy is 'best'; allowed: streamingllm, snapkv"),
         ((("quest",), (0.1,), ("fp8",)), "format is 'fp8'; allowed: bf16, kv4, w4kv4"),
         ((("quest",), (1.0,), ("bf16",)), "ratio is 1.0; allowed: above 0 and below 1"),
     ],
 )
-def test_wrong_names_and_ratios_are_named(asked, message):
+def test_wrong_names_and_ratios_are_named(question, message):
     with pytest.raises(WorkloadError, match=message):
-        drafts_of(*asked)
+        drafts_of(*question)
 
 
 def test_ratios_that_leave_nothing_to_choose_are_named(tiny_folder):
     assert StudyDraft("quest", 0.44, "bf16").starved_at(CONTEXT)  # 132 tokens: four sinks and 128 recent ones
     assert not StudyDraft("quest", 0.45, "bf16").starved_at(CONTEXT)
     assert not StudyDraft("all", 1.0, "kv4").starved_at(1)
-    asked = [StudyDraft("streamingllm", ratio, "bf16") for ratio in (0.1, 0.4, 0.6)]
+    question = [StudyDraft("streamingllm", ratio, "bf16") for ratio in (0.1, 0.4, 0.6)]
     with pytest.warns(
         UserWarning, match="at 300 tokens, ratios up to 0.4 leave policies nothing to choose: 132 tokens"
     ):
-        list(study(str(tiny_folder), Passage(TEXT, "cities", (CONTEXT,), 16), asked, device="cpu"))
+        list(study(str(tiny_folder), Passage(TEXT, "cities", (CONTEXT,), 16), question, device="cpu"))
 
 
 def test_fewer_tokens_than_two_rounds_are_refused_before_anything_is_loaded():

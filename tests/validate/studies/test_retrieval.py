@@ -27,8 +27,8 @@ def test_figures_of_one_step_by_hand():
     read[1, 4] = True
     weights = torch.zeros(2, 400)
     weights[:, [2, 4]] = torch.tensor([0.25, 0.75])
-    (found,) = compared(read[None], top[None], weights, torch.tensor([1]))
-    assert found.tolist() == [(3 / 4 + 1 / 4) / 2, (1 / 2 + 1 / 2) / 2, (0.25 + 0.75) / 2]
+    (comparison,) = compared(read[None], top[None], weights, torch.tensor([1]))
+    assert comparison.tolist() == [(3 / 4 + 1 / 4) / 2, (1 / 2 + 1 / 2) / 2, (0.25 + 0.75) / 2]
     top[:, [2, 4]] = False
     assert compared(read[None], top[None], weights, torch.tensor([1]))[0, 1].isnan()  # none that is distant
 
@@ -36,8 +36,8 @@ def test_figures_of_one_step_by_hand():
 def test_an_index_list_as_a_mask():
     index = torch.tensor([[[1, 3, 9], [0, 7, 7]]], dtype=torch.int32)
     count = torch.tensor([[2, 1]], dtype=torch.int32)
-    found = mask_of(TokenIndex(index, count), 2, 8)
-    assert [row.nonzero().flatten().tolist() for row in found] == [[1, 3], [0]]
+    mask = mask_of(TokenIndex(index, count), 2, 8)
+    assert [row.nonzero().flatten().tolist() for row in mask] == [[1, 3], [0]]
     pages = mask_of(TokenIndex(index[:, :1], count[:, :1], page=2), 2, 7)
     assert [row.nonzero().flatten().tolist() for row in pages] == [[2, 3, 6], [2, 3, 6]]
 
@@ -45,8 +45,8 @@ def test_an_index_list_as_a_mask():
 @pytest.fixture(scope="module")
 def rows(tiny_folder, long_text):
     sizes = RetrievalSizes((600,), (256, 520), UNTRAINED, tokens=3)
-    found = study(str(tiny_folder), long_text, sizes, device="cpu")
-    return {(row.method, row.budget): row for row in found}
+    report = study(str(tiny_folder), long_text, sizes, device="cpu")
+    return {(row.method, row.budget): row for row in report}
 
 
 def test_what_holds_for_any_model(rows):
@@ -87,9 +87,9 @@ def test_features_are_the_inputs_of_three_layers_one_token_late(tiny_folder, ref
     with torch.no_grad():
         states = reference(tokens[None], output_hidden_states=True).hidden_states
     expected = torch.cat([states[index][0] for index in fused_layers(reference.config.num_hidden_layers)], dim=-1)
-    found = features_before(engine, tokens)
-    assert torch.equal(found[0], torch.zeros_like(found[0]))
-    torch.testing.assert_close(found[1:], expected[:-1], rtol=1e-3, atol=1e-4)
+    features = features_before(engine, tokens)
+    assert torch.equal(features[0], torch.zeros_like(features[0]))
+    torch.testing.assert_close(features[1:], expected[:-1], rtol=1e-3, atol=1e-4)
 
 
 def test_the_layers_of_eagle_3():
@@ -115,11 +115,11 @@ def test_a_full_head_is_studied_by_its_features(tiny_folder, reference, long_tex
     )
     silent = replace(wide, feature_norm=torch.zeros(hidden))
     full = replace(half, inputs="full")
-    for config, one in ((half, weights), (full, silent), (full, wide)):
+    for config, head_weights in ((half, weights), (full, silent), (full, wide)):
         path = tmp_path / "head.safetensors"
-        save_head(path, Head(config, one))
-        asked = RetrievalSizes((600,), (300,), ("retrieval-head",), tokens=2)
-        rows.append(next(study(str(tiny_folder), long_text, asked, str(path), device="cpu")))
+        save_head(path, Head(config, head_weights))
+        question = RetrievalSizes((600,), (300,), ("retrieval-head",), tokens=2)
+        rows.append(next(study(str(tiny_folder), long_text, question, str(path), device="cpu")))
     assert rows[0] == rows[1]
     assert rows[1].mass != rows[2].mass
     plan = Plan(Workload("tiny", "cpu", 64, 16), attention=TargetAttention(RetrievalHead(recent=8), 20))

@@ -58,10 +58,10 @@ def test_tpot_is_predicted_at_both_texts_acceptance(measured: Measured, h200_pro
     assert rows["peak memory"].measured == 2 << 30
     by_driver = rows["memory in use, by the driver"]
     assert by_driver.measured == 3 << 30
-    found = predict(ran, SHAPE, h200_profile)
+    prediction = predict(ran, SHAPE, h200_profile)
     # A captured round keeps its workspace beside that of prefill, and 512 MiB were in use before.
     assert by_driver.predicted == pytest.approx(
-        found.prefill_peak_bytes + found.memory_bytes["decode_workspace"] + (1 << 29)
+        prediction.prefill_peak_bytes + prediction.memory_bytes["decode_workspace"] + (1 << 29)
     )
     assert rows["peak memory"].predicted == predict(ran, SHAPE, h200_profile).best.peak_memory_bytes
 
@@ -77,12 +77,12 @@ def test_plain_decoding_has_a_time_and_a_peak(measured: Measured, h200_profile: 
 
 def test_the_texts_are_different_parts() -> None:
     texts = Texts.of(None, None)
-    whole = module.sample_text()
-    assert texts.main + texts.other + texts.fitted == whole
-    assert len(texts.fitted) == pytest.approx(len(whole) / 8, abs=2)
-    own = Texts.of("a novel", None)
-    assert own.main == "a novel"
-    assert own.other + own.fitted == whole
+    example = module.sample_text()
+    assert texts.main + texts.other + texts.fitted == example
+    assert len(texts.fitted) == pytest.approx(len(example) / 8, abs=2)
+    parts = Texts.of("a novel", None)
+    assert parts.main == "a novel"
+    assert parts.other + parts.fitted == example
     assert Texts.of("a novel", "x" * 80).other == "x" * 60
 
 
@@ -98,7 +98,7 @@ def test_a_users_model_runs_and_a_busy_machine_is_left_out(
     assert {"TPOT at the measured acceptance", "TPOT at another text's acceptance"} <= {row.kind for row in rows}
     assert all(row.case == "quantspec, gamma 3, 300 tokens, batch 2" for row in rows)
     compare = module.compare_measured
-    monkeypatch.setattr(module, "compare_measured", lambda *given: replace(compare(*given), spread=0.5))
+    monkeypatch.setattr(module, "compare_measured", lambda *arguments: replace(compare(*arguments), spread=0.5))
     monkeypatch.setattr("ridgeplan.validate.comparison.is_busy", lambda spread: spread == 0.5)
     rows, reason = generation_rows(model, case, h200_profile, 16, texts)
     assert rows == []

@@ -80,11 +80,11 @@ def test_parts_of_another_machine_or_calibration_are_not_merged(name: str) -> No
 
 
 def test_a_summary_has_the_signed_median_and_statistics_of_absolute_errors() -> None:
-    found = Summary.of("kernels", [-0.05, 0.01, 0.02, -0.03, -0.04])
-    assert (found.count, found.signed_median) == (5, -0.03)
-    assert (found.median, found.worst) == (0.03, 0.05)
-    assert found.mean == pytest.approx(0.03)
-    assert found.p90 == pytest.approx(0.046)  # between the fourth and the fifth of 0.01 to 0.05: 0.04 + 0.6 x 0.01
+    summary = Summary.of("kernels", [-0.05, 0.01, 0.02, -0.03, -0.04])
+    assert (summary.count, summary.signed_median) == (5, -0.03)
+    assert (summary.median, summary.worst) == (0.03, 0.05)
+    assert summary.mean == pytest.approx(0.03)
+    assert summary.p90 == pytest.approx(0.046)  # between the fourth and the fifth of 0.01 to 0.05: 0.04 + 0.6 x 0.01
 
 
 @pytest.mark.parametrize(
@@ -104,19 +104,19 @@ def test_sections_come_before_their_kinds_and_regret_last() -> None:
     rows = tuple(
         replace(ROW, kind=kind, predicted=1 + error) for kind, error in (("draft step", -0.2), ("plain step", 0.1))
     )
-    found = {one.name: one for one in summaries(replace(REPORT, rows=rows))}
-    assert list(found) == ["steps", "draft step", "plain step", "regret"]
-    assert found["steps"].worst == pytest.approx(0.2)
-    assert found["draft step"].signed_median == pytest.approx(-0.2)
-    assert found["regret"].mean == pytest.approx(0.2)
-    assert found["regret"].met is False
-    assert found["steps"].to_dict()["limits"] == {"median": 0.025, "p90": 0.06, "worst": 0.12, "mean": None}
+    summaries_by_name = {summary.name: summary for summary in summaries(replace(REPORT, rows=rows))}
+    assert list(summaries_by_name) == ["steps", "draft step", "plain step", "regret"]
+    assert summaries_by_name["steps"].worst == pytest.approx(0.2)
+    assert summaries_by_name["draft step"].signed_median == pytest.approx(-0.2)
+    assert summaries_by_name["regret"].mean == pytest.approx(0.2)
+    assert summaries_by_name["regret"].met is False
+    assert summaries_by_name["steps"].to_dict()["limits"] == {"median": 0.025, "p90": 0.06, "worst": 0.12, "mean": None}
 
 
 def test_regret_is_met_by_its_mean_and_its_worst() -> None:
     small = replace(REGRET, recommended_ms=1.02)
     report = replace(REPORT, regret=(small, replace(REGRET, recommended_ms=1.0)))
-    assert {one.name: one.met for one in summaries(report)}["regret"] is True
+    assert {summary.name: summary.met for summary in summaries(report)}["regret"] is True
 
 
 def test_the_worst_rows_are_those_with_the_largest_absolute_errors() -> None:

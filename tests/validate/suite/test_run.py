@@ -40,23 +40,23 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_sections_end_up_in_one_report(tiny_folder: Path, h200_profile: Profile) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     options = SuiteOptions("smoke", (), h200_profile, (str(tiny_folder),))
-    report = run_suite(options, lambda what, done, total: told.append(what), SIZES)
+    report = run_suite(options, lambda what, done, total: messages.append(what), SIZES)
     assert report.sections == ("kernels", "steps", "generations", "regret")
-    kinds = {row.section: {one.kind for one in report.rows if one.section == row.section} for row in report.rows}
+    kinds = {row.section: {other.kind for other in report.rows if other.section == row.section} for row in report.rows}
     assert kinds["steps"] == {"plain step", "draft step", "verification"}
     assert "TPOT at the measured acceptance" in kinds["generations"]
     assert {"linear", "linear_int4", "attention_d64", "sampling", "prefill_attention_d64"} <= kinds["kernels"]
     assert len(report.regret) == 1
     row = report.regret[0]
-    measured = [one["measured_ms"] for one in row.candidates]
+    measured = [candidate["measured_ms"] for candidate in row.candidates]
     assert row.best_ms == min(measured)
     assert row.recommended_ms in measured
     assert [line for line in report.skipped if "does not fit into memory" in line] == list(report.skipped)
     assert len(report.skipped) == 1
     assert SuiteReport.from_json(report.to_json()) == report
-    assert told
+    assert messages
 
 
 def test_only_the_chosen_sections_run(h200_profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_only_the_chosen_sections_run(h200_profile: Profile, monkeypatch: pytest
 
 
 def test_the_heading_says_what_predicts(h200_profile: Profile) -> None:
-    found = heading(SuiteOptions("full", ("kernels",), replace(h200_profile, transferred_from="another GPU")))
-    assert found.profile == "h200: calibrated on test H200, 2026-01-01, rates of another GPU"
-    assert found.rows == ()
-    assert set(found.software) == {"torch", "ridgeplan"}
+    profile = heading(SuiteOptions("full", ("kernels",), replace(h200_profile, transferred_from="another GPU")))
+    assert profile.profile == "h200: calibrated on test H200, 2026-01-01, rates of another GPU"
+    assert profile.rows == ()
+    assert set(profile.software) == {"torch", "ridgeplan"}

@@ -37,8 +37,8 @@ def test_regret_is_the_recommended_plans_time_over_the_best_measured() -> None:
     assert row.regret == pytest.approx(0.1)
     assert row.best == "quantspec, gamma 5, 20000 tokens, batch 1"
     assert (row.recommended_ms, row.best_ms, row.left_out) == (1.1, 1.0, 7)
-    assert [one["measured_ms"] for one in row.candidates] == [1.1, 1.0, 1.6]
-    assert [one["predicted_ms"] for one in row.candidates] == [1.0, 1.05, 1.5]
+    assert [candidate["measured_ms"] for candidate in row.candidates] == [1.1, 1.0, 1.6]
+    assert [candidate["predicted_ms"] for candidate in row.candidates] == [1.0, 1.05, 1.5]
 
 
 def test_the_best_plan_has_no_regret() -> None:
@@ -48,22 +48,22 @@ def test_the_best_plan_has_no_regret() -> None:
 
 def test_a_rounds_time_is_shared_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "measured_round", lambda model, plan: SimpleNamespace(total_s=0.003))
-    found: Any = None
-    assert module._measured_ms(found, candidate(with_gamma(3), 1.0)) == pytest.approx(1.5)  # 3 ms for two tokens
+    result: Any = None
+    assert module._measured_ms(result, candidate(with_gamma(3), 1.0)) == pytest.approx(1.5)  # 3 ms for two tokens
 
 
 def test_presets_the_best_of_each_family_and_what_is_near_the_best_are_measured() -> None:
     named = {name: preset(name, WORKLOAD) for name in ("quantspec", "autoregressive")}
     near = [with_gamma(gamma) for gamma in (2, 3, 6)]  # of QuantSpec's family, as its preset with gamma 4
     family_best, family_next = with_gamma(5, "quantspec-exact"), with_gamma(6, "quantspec-exact")
-    found = [
+    ranked = [
         candidate(near[1], 1.0), candidate(named["quantspec"], 1.1), candidate(near[0], 1.15),
         candidate(family_best, 1.17), candidate(near[2], 1.18), candidate(family_next, 1.19),
         candidate(with_gamma(9), 1.21), candidate(named["autoregressive"], 2.0),
         candidate(with_gamma(5, "quantspec-kv"), 3.0),
     ]  # fmt: skip
-    chosen, left_out = to_measure(found, near[1], max_candidates=1)
-    plans = [one.plan for one in chosen]
+    chosen, left_out = to_measure(ranked, near[1], max_candidates=1)
+    plans = [candidate.plan for candidate in chosen]
     assert set(plans) == {near[1], named["quantspec"], named["autoregressive"], family_best, near[0]}
     assert len(plans) == 5
     assert left_out == 2  # those of gamma 6 are near the best; gamma 9 and the best of a slow family are not
@@ -72,7 +72,7 @@ def test_presets_the_best_of_each_family_and_what_is_near_the_best_are_measured(
 def test_the_recommended_plan_is_measured_wherever_it_is_predicted() -> None:
     slow = with_gamma(11)
     chosen, _ = to_measure([candidate(with_gamma(3), 1.0), candidate(slow, 9.0)], slow, max_candidates=0)
-    assert slow in [one.plan for one in chosen]
+    assert slow in [candidate.plan for candidate in chosen]
 
 
 @pytest.mark.slow
@@ -81,10 +81,10 @@ def test_candidates_are_all_that_run_at_the_allowed_quality_and_fit(
 ) -> None:
     answer: Any = SimpleNamespace(plan=with_gamma(3))
     roomy: Any = SimpleNamespace(fits=lambda plan: True)
-    found = candidates(answer, SHAPE, h200_profile, roomy)
-    plans = [one.plan for one in found]
+    ranked = candidates(answer, SHAPE, h200_profile, roomy)
+    plans = [candidate.plan for candidate in ranked]
     assert len(set(plans)) == len(plans)
-    assert [one.tpot_ms for one in found] == sorted(one.tpot_ms for one in found)
+    assert [candidate.tpot_ms for candidate in ranked] == sorted(candidate.tpot_ms for candidate in ranked)
     assert all(not missing_execution(plan, SHAPE) for plan in plans)
     assert all(Quality.NEAR_LOSSLESS.allows(quality_of(plan)) for plan in plans)
     named = {preset(name, WORKLOAD) for name in PRESETS}
@@ -92,11 +92,16 @@ def test_candidates_are_all_that_run_at_the_allowed_quality_and_fit(
     assert {plan for plan in runs if Quality.NEAR_LOSSLESS.allows(quality_of(plan))} <= set(plans)
     assert {preset(name, WORKLOAD) for name in ("autoregressive", "int8", "quantspec")} <= set(plans)
     # Filters are tried on a corner of each family's grid; building all its plans takes longer than all else here.
-    corner = [replace(one, gammas=one.gammas[:2], ratios=one.ratios[:1]) for one in families(WORKLOAD, offload=False)]
+    corner = [
+        replace(family, gammas=family.gammas[:2], ratios=family.ratios[:1])
+        for family in families(WORKLOAD, offload=False)
+    ]
     monkeypatch.setattr(module, "families", lambda workload, offload: corner)
     narrow: Any = SimpleNamespace(fits=lambda plan: not plan.weights.draft_differs)
-    assert all(not one.plan.weights.draft_differs for one in candidates(answer, SHAPE, h200_profile, narrow))
+    assert all(
+        not candidate.plan.weights.draft_differs for candidate in candidates(answer, SHAPE, h200_profile, narrow)
+    )
     monkeypatch.setattr(module, "QUALITY", Quality.EXACT)
     exact: Any = SimpleNamespace(plan=preset("autoregressive", WORKLOAD))
-    kept = [one.plan for one in candidates(exact, SHAPE, h200_profile, roomy)]
+    kept = [candidate.plan for candidate in candidates(exact, SHAPE, h200_profile, roomy)]
     assert len(kept) > 10 and all(plan.kv.target_bits == 16 for plan in kept)

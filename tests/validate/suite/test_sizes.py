@@ -16,7 +16,9 @@ ALL = [(suite, device) for suite in ("smoke", "full") for device in ("cpu", "cud
 def sizes_of(suite: Suite) -> set[tuple[object, ...]]:
     """Every trial of a suite, as its kernel and sizes."""
     heads = suite.heads
-    layers = [(one.hidden, one.intermediate, one.q_heads, one.kv_heads, one.head_dim) for one in suite.elementwise]
+    layers = [
+        (size.hidden, size.intermediate, size.q_heads, size.kv_heads, size.head_dim) for size in suite.elementwise
+    ]
     return {
         *(("linear", *key) for key in product(suite.linear_shapes, suite.linear_rows)),
         *((kind, *key) for kind in INTEGERS for key in product(suite.linear_shapes, suite.quantized_rows)),
@@ -39,10 +41,10 @@ def suite(request: pytest.FixtureRequest) -> tuple[SuiteSizes, str]:
 
 def test_no_kernel_is_validated_at_a_size_that_calibrates_it(suite: tuple[SuiteSizes, str]) -> None:
     sizes, device = suite
-    own = sizes_of(sizes.kernels)
-    assert len(own) > 20
+    calibrated = sizes_of(sizes.kernels)
+    assert len(calibrated) > 20
     for quick in (True, False):
-        assert not own & sizes_of(suite_for(device, quick))
+        assert not calibrated & sizes_of(suite_for(device, quick))
 
 
 def test_no_step_or_workload_has_a_calibrated_length(suite: tuple[SuiteSizes, str]) -> None:
