@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention.cuda import find_attention_kernel
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.attention.reference import decode_attention_reference
 from ridgeplan.kernels.attention.scores import ScoreRequest, collect_scores_reference
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
-from ridgeplan.kernels.kv_cache import require_lower, require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
@@ -49,52 +49,20 @@ def decode_attention(
     Raises ValueError when heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is set for codes
     that hold the upper plane only, or the scores' tensors do not fit.
     """
-    check_attention(q, keys, values, begin, end, codes, groups, lower)
+    inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, lower, scale)
     if scores is not None:
         tokens = keys.shape[2] if codes is None else codes.groups * codes.group
         scores.require(len(q), q.shape[2], keys.shape[1], tokens)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not uses_gpu_kernel(backend, q):
         if scores is not None:
-            collect_scores_reference(scores, q, keys, begin, end, codes, groups, lower, scale)
-        return decode_attention_reference(q, keys, values, begin, end, codes, groups, lower, scale)
-    kernel = find_attention_kernel(q, keys, values, codes, lower, scale, scores) if backend == "auto" else None
+            collect_scores_reference(scores, inputs)
+        return decode_attention_reference(inputs)
+    kernel = find_attention_kernel(inputs, scores) if backend == "auto" else None
     if kernel is None:
         from ridgeplan.kernels.attention.triton import decode_attention_triton
 
-        return decode_attention_triton(q, keys, values, begin, end, codes, groups, lower, scale, splits, scores)
-    return kernel.run(q, keys, values, begin, end, codes, groups, scale, splits, scores)
-
-
-def check_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    codes: QuantizedKV | None,
-    groups: Tensor | None,
-    lower: bool,
-) -> None:
-    """Raises ValueError where arguments that dense and sparse decode attention share disagree."""
-    batch, _, q_heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
-    if values.shape != keys.shape:
-        raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} must have one shape")
-    if (keys.shape[0], keys.shape[3]) != (batch, head_dim):
-        raise ValueError(f"q {list(q.shape)} and keys {list(keys.shape)} disagree in batch or head_dim")
-    if q_heads % kv_heads:
-        raise ValueError(f"{q_heads} query heads are not a multiple of {kv_heads} KV heads")
-    if (codes is None) != (groups is None):
-        raise ValueError("codes and groups: give both or neither")
-    if codes is not None and (codes.batch, codes.kv_heads, codes.head_dim) != (batch, kv_heads, head_dim):
-        raise ValueError(
-            f"codes of batch {codes.batch}, {codes.kv_heads} KV heads and head_dim {codes.head_dim} "
-            f"do not fit q {list(q.shape)} and keys {list(keys.shape)}"
-        )
-    require_rows(batch, torch.int32, begin=begin, end=end, groups=groups)
-    if codes is not None:
-        require_lower(codes, lower)
+        return decode_attention_triton(inputs, splits, scores)
+    return kernel.run(inputs, splits, scores)
 
 
 def merge(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend = "auto") -> Tensor:

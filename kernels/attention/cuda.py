@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.device.cuda import (
     KernelParams,
@@ -27,7 +28,6 @@ from ridgeplan.kernels.device.cuda import (
     program,
 )
 from ridgeplan.kernels.kv_cache.cuda import GROUP, HEAD_DIMS, QuantizedPlanes
-from ridgeplan.kernels.kv_cache.layout import NO_PLANES, QuantizedKV
 
 CTAS_PER_SM = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident at once, by query rows
 MIN_CTAS_PER_SM = 3
@@ -209,27 +209,15 @@ class AttentionKernel:
     occupancy: Occupancy
     arrivals: Tensor
 
-    def run(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        begin: Tensor,
-        end: Tensor,
-        codes: QuantizedKV | None,
-        groups: Tensor | None,
-        scale: float,
-        splits: int | None,
-        scores: ScoreRequest | None = None,
-    ) -> Tensor:
+    def run(self, inputs: AttentionInputs, splits: int | None, scores: ScoreRequest | None = None) -> Tensor:
         """See `ridgeplan.kernels.attention.decode_attention`."""
-        batch, queries, q_heads, head_dim = q.shape
-        kv_heads, capacity = keys.shape[1:3]
-        sizes = (batch, kv_heads, q_heads // kv_heads, queries, capacity, 0 if codes is None else codes.groups)
-        kv_rows, rows = batch * kv_heads, q_heads // kv_heads * queries
+        q, keys, values = inputs.q, inputs.keys, inputs.values
+        batch, queries, _, head_dim = q.shape
+        sizes = (batch, inputs.kv_heads, inputs.ratio, queries, keys.shape[2], inputs.group_capacity)
+        kv_rows, rows = batch * inputs.kv_heads, inputs.ratio * queries
         ctas, shared_bytes = self._grid(kv_rows, sizes, splits)
         fused = fuses_reduction(ctas, kv_rows, rows * head_dim)
-        lengths = {"begin": begin, "end": end, "groups": groups}
+        lengths = {"begin": inputs.begin, "end": inputs.end, "groups": inputs.groups}
         outputs = self._outputs(q, kv_rows, rows, ctas)
         params = AttentionParams(
             q=q,
@@ -238,12 +226,12 @@ class AttentionKernel:
             **{name: None if length is None else length.contiguous() for name, length in lengths.items()},
             **outputs,
             **_score_fields(scores, queries),
-            key_codes=QuantizedPlanes.of(NO_PLANES if codes is None else codes.key_planes),
-            value_codes=QuantizedPlanes.of(NO_PLANES if codes is None else codes.value_planes),
+            key_codes=QuantizedPlanes.of(inputs.key_planes),
+            value_codes=QuantizedPlanes.of(inputs.value_planes),
             **dict(zip(SIZES, sizes, strict=True)),
             **dict(zip(STRIDES, pack_strides(q, keys, values), strict=True)),
             fuse_reduction=int(fused),
-            scale=scale,
+            scale=inputs.scale,
         )
         # A copy just made is not yet visible before griddepcontrol.wait.
         early = all(length is None or length.is_contiguous() for length in lengths.values())
@@ -274,39 +262,24 @@ class AttentionKernel:
         }
 
 
-def find_attention_kernel(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    codes: QuantizedKV | None,
-    lower: bool,
-    scale: float,
-    scores: ScoreRequest | None = None,
-) -> AttentionKernel | None:
+def find_attention_kernel(inputs: AttentionInputs, scores: ScoreRequest | None = None) -> AttentionKernel | None:
     """The kernel that computes this call, or None: then Triton's does.
 
     It needs Hopper or newer, codes in groups of 128, head_dim 64 or 128, at most 64 query rows per KV head, one 16-bit
     dtype, rows of the buffers that 16-byte copies can move, and a positive scale.
     """
-    if not is_on_hopper(q) or scale <= 0 or (codes is not None and codes.group != GROUP):
+    q, codes, rows = inputs.q, inputs.codes, inputs.q.shape[1] * inputs.ratio
+    tensors = q, inputs.keys, inputs.values
+    if not is_on_hopper(q) or inputs.scale <= 0 or (codes is not None and codes.group != GROUP):
         return None
-    if q.shape[3] not in HEAD_DIMS or q.shape[1] * q.shape[2] > MAX_ROWS * keys.shape[1]:
+    if q.shape[3] not in HEAD_DIMS or rows > MAX_ROWS or q.dtype not in (torch.bfloat16, torch.float16):
         return None
-    if q.dtype not in (torch.bfloat16, torch.float16) or keys.dtype != q.dtype or values.dtype != q.dtype:
+    if any(tensor.dtype != q.dtype or not is_packed(tensor) for tensor in tensors):
         return None
-    if not all(map(is_packed, (q, keys, values))):
-        return None
-    return _compiled(_variant(q, keys, codes, lower, scores), q.device)
-
-
-def _variant(
-    q: Tensor, keys: Tensor, codes: QuantizedKV | None, lower: bool, scores: ScoreRequest | None
-) -> AttentionVariant:
-    rows = q.shape[1] * q.shape[2] // keys.shape[1]
-    bits = 0 if codes is None else 8 if lower else 4
     padded_rows = next(size for size in CTAS_PER_SM if size >= rows)
     summed = 0 if scores is None else SUMMED[scores.what]
-    return AttentionVariant(q.shape[3], bits, q.dtype == torch.bfloat16, padded_rows, summed)
+    variant = AttentionVariant(q.shape[3], inputs.bits, q.dtype == torch.bfloat16, padded_rows, summed)
+    return _compiled(variant, q.device)
 
 
 @cache

@@ -8,36 +8,27 @@ With x = step * code + zero, the scores of a group's keys are (q * step) . code 
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import affine, unpack
 
 
-def decode_attention_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    codes: QuantizedKV | None,
-    groups: Tensor | None,
-    lower: bool,
-    scale: float,
-) -> Tensor:
+def decode_attention_reference(inputs: AttentionInputs) -> Tensor:
     """See `ridgeplan.kernels.attention.decode_attention`; one batch row at a time, in float32."""
-    batch, queries, q_heads, head_dim = q.shape
+    q, keys, codes, ratio = inputs.q, inputs.keys, inputs.codes, inputs.ratio
+    batch, queries, _, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
-    ratio = q_heads // kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    starts, ends = begin.tolist(), end.tolist()
-    visible = groups.tolist() if groups is not None else [0] * batch
+    starts, ends = inputs.begin.tolist(), inputs.end.tolist()
+    visible = inputs.groups.tolist() if inputs.groups is not None else [0] * batch
     for b in range(batch):
         # Rows of one KV head: its query heads x the queries, with the queries innermost.
-        rows = (q[b].float() * scale).view(queries, kv_heads, ratio, head_dim).permute(1, 2, 0, 3)
+        rows = (q[b].float() * inputs.scale).view(queries, kv_heads, ratio, head_dim).permute(1, 2, 0, 3)
         rows = rows.reshape(kv_heads, ratio * queries, head_dim)
         span = slice(starts[b], max(starts[b], min(ends[b] + queries - 1, capacity)))
         scores = _full_scores(rows, keys[b, :, span], ends[b] - starts[b], queries)
-        quantized = _QuantizedRow(codes, b, visible[b], lower) if codes is not None and visible[b] else None
-        result = _attend(rows, scores, values[b, :, span].float(), quantized)
+        quantized = _QuantizedRow(codes, b, visible[b], inputs.lower) if codes is not None and visible[b] else None
+        result = _attend(rows, scores, inputs.values[b, :, span].float(), quantized)
         out[b] = result.view(kv_heads, ratio, queries, head_dim).permute(2, 0, 1, 3).reshape(q.shape[1:])
     return out
 

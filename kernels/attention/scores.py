@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.kv_cache.reference import dequantize_reference
 
 Rows = Literal["ends", "last", "all"]
@@ -73,27 +73,20 @@ class ScoreRequest:
             raise ValueError(f"lse {list(self.lse.shape)} does not fit; allowed: [{batch}, {q_heads}]")
 
 
-def collect_scores_reference(
-    request: ScoreRequest,
-    q: Tensor,
-    keys: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    codes: QuantizedKV | None,
-    groups: Tensor | None,
-    lower: bool,
-    scale: float,
-) -> None:
+def collect_scores_reference(request: ScoreRequest, inputs: AttentionInputs) -> None:
     """Writes what `ScoreRequest` describes, in plain torch."""
+    q, keys, begin, end, codes = inputs.q, inputs.keys, inputs.begin, inputs.end, inputs.codes
     for b in range(len(q)):
         first, last = int(begin[b]), min(int(end[b]) + q.shape[1] - 1, keys.shape[2])
         seen = keys[b, :, first : max(first, last)].float()
         count = 0
-        if codes is not None and groups is not None:
-            count = int(groups[b]) * codes.group
-            earlier = dequantize_reference(codes.rows(slice(b, b + 1)), lower, torch.float32)[0][0, :, :count]
+        if codes is not None and inputs.groups is not None:
+            count = int(inputs.groups[b]) * codes.group
+            earlier = dequantize_reference(codes.rows(slice(b, b + 1)), inputs.lower, torch.float32)[0][0, :, :count]
             seen = torch.cat([earlier, seen], dim=1)
-        heads = (q[b].float() * scale).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # [Hkv, heads, T, D]
+        heads = (
+            (q[b].float() * inputs.scale).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
+        )  # [Hkv, heads, T, D]
         logits = heads @ seen.mT[:, None]
         summed = logits[:, :, request.summed(q.shape[1])]
         if request.lse is not None and request.what == "probabilities":

@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.attention import attention_cost, merge, merge_cost
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot, launch_metadata
-from ridgeplan.kernels.kv_cache.layout import NO_PLANES, QuantizedKV
 from ridgeplan.roofline.execution import choose_splits
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -279,57 +279,45 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-def decode_attention_triton(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    codes: QuantizedKV | None,
-    groups: Tensor | None,
-    lower: bool,
-    scale: float,
-    splits: int | None,
-    scores: ScoreRequest | None = None,
-) -> Tensor:
+def decode_attention_triton(inputs: AttentionInputs, splits: int | None, scores: ScoreRequest | None = None) -> Tensor:
     """See `ridgeplan.kernels.attention.decode_attention`.
 
     Raises ValueError for a head_dim or group that Triton's tiles cannot hold (powers of two from 32 on), or
     channels that are not contiguous.
     """
+    q, keys, codes, groups = inputs.q, inputs.keys, inputs.codes, inputs.groups
     batch, queries, q_heads, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     group = codes.group if codes is not None else head_dim
-    _check_tiles(head_dim, group, q, keys, values)
-    bits = 0 if codes is None else 8 if lower else 4
-    config = CONFIGS.get((head_dim, bits), DEFAULT_CONFIG) if q.element_size() == 2 else DEFAULT_CONFIG
-    group_capacity = codes.groups if codes is not None else 0
-    splits = splits or int(choose_splits(batch, kv_heads, group_capacity * group + capacity, _num_sms(q.device)))
-    rows = _tile_rows(queries * (q_heads // kv_heads), scores is not None)
+    _check_tiles(head_dim, group, q, keys, inputs.values)
+    config = CONFIGS.get((head_dim, inputs.bits), DEFAULT_CONFIG) if q.element_size() == 2 else DEFAULT_CONFIG
+    tokens = inputs.group_capacity * group + capacity
+    splits = splits or int(choose_splits(batch, kv_heads, tokens, _num_sms(q.device)))
+    rows = _tile_rows(queries * inputs.ratio, scores is not None)
     partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
-    _attention_kernel[batch * kv_heads, splits, triton.cdiv(queries * (q_heads // kv_heads), rows)](
+    _attention_kernel[batch * kv_heads, splits, triton.cdiv(queries * inputs.ratio, rows)](
         q,
         keys,
-        values,
-        begin.contiguous(),
-        end.contiguous(),
+        inputs.values,
+        inputs.begin.contiguous(),
+        inputs.end.contiguous(),
         groups.contiguous() if groups is not None else None,
         partial,
         lse,
-        scale * LOG2_E,
+        inputs.scale * LOG2_E,
         capacity,
-        group_capacity,
+        inputs.group_capacity,
         splits,
-        *(tensor.stride()[:3] for tensor in (q, keys, values)),
-        key_planes=NO_PLANES if codes is None else codes.key_planes,
-        value_planes=NO_PLANES if codes is None else codes.value_planes,
+        *(tensor.stride()[:3] for tensor in (q, keys, inputs.values)),
+        key_planes=inputs.key_planes,
+        value_planes=inputs.value_planes,
         QUERIES=queries,
-        RATIO=q_heads // kv_heads,
+        RATIO=inputs.ratio,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BITS=bits,
+        BITS=inputs.bits,
         ROWS=rows,
         BLOCK=config.block,
         **_score_arguments(scores, queries),

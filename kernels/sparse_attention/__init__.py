@@ -6,7 +6,7 @@ Not here: how an index list is made (kernels/selection).
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.attention import check_attention
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
@@ -56,29 +56,21 @@ def sparse_decode_attention(
     Raises ValueError when shapes or dtypes disagree, when `page` does not divide the group, and when `lower` is set for
     codes that hold the upper plane only or together with value_rows.
     """
-    check_attention(q, keys, values, begin, end, codes, groups, lower)
+    inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, lower, scale)
     _check_choice(index, count, len(q), keys.shape[1])
     if page < 1 or (codes is not None and codes.group % page):
         raise ValueError(f"page {page} must be positive and divide the group")
     if value_rows is not None and (lower or codes is None or value_rows.shape != codes.key_upper.shape):
         raise ValueError("value_rows holds the upper codes of the values of `codes`: give both, and lower=False")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not uses_gpu_kernel(backend, q):
-        return sparse_decode_attention_reference(
-            q, keys, values, begin, end, index, count, codes, groups, page, lower, scale
-        )
-    from ridgeplan.kernels.sparse_attention.triton import sparse_decode_attention_triton
-
-    if backend == "auto" and splits is None and codes is not None and groups is not None and value_rows is not None:
+        return sparse_decode_attention_reference(inputs, index, count, page)
+    if backend == "auto" and splits is None and codes is not None and value_rows is not None:
         kernel = find_index_list_kernel(q, keys, values, codes)
         if kernel is not None:
-            lengths = begin, end, groups
-            return index_list_attention_cuda(
-                kernel, q, keys, values, lengths, index, count, codes, value_rows, page, scale
-            )
-    return sparse_decode_attention_triton(
-        q, keys, values, begin, end, index, count, codes, groups, value_rows, page, lower, scale, splits
-    )
+            return index_list_attention_cuda(kernel, inputs, index, count, value_rows, page)
+    from ridgeplan.kernels.sparse_attention.triton import sparse_decode_attention_triton
+
+    return sparse_decode_attention_triton(inputs, index, count, value_rows, page, splits)
 
 
 def _check_choice(index: Tensor, count: Tensor, batch: int, kv_heads: int) -> None:
@@ -126,10 +118,10 @@ def progressive_attention(
     two_bit_keys = TwoBitKeys.of(codes, planes)
     check_scan(q, two_bit_keys, groups)
     require_rows(codes.batch, torch.int32, begin=begin, end=end, k=k)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernel = find_progressive_kernel(q, keys, values, codes) if backend == "auto" else None
     if kernel is not None:
-        return progressive_attention_cuda(kernel, q, keys, values, (begin, end, groups), codes, planes, k, sinks, scale)
+        inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, softmax_scale=scale)
+        return progressive_attention_cuda(kernel, inputs, planes, k, sinks)
     index, count = two_bit_top_k(q, two_bit_keys, groups, k, max_k=max_k, sinks=sinks, scale=scale, backend=backend)
     return sparse_decode_attention(
         q, keys, values, begin, end, index, count, codes, groups,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.device.cuda import (
     KernelParams,
     compile_kernel,
@@ -106,18 +107,10 @@ class SparseKernel:
     group_bytes: int = 0
     max_groups: int | None = None
 
-    def run(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        lengths: tuple[Tensor, Tensor, Tensor],
-        codes: QuantizedKV,
-        value_rows: Tensor,
-        scale: float,
-        choice: dict[str, Any],
-    ) -> Tensor:
-        """Output [B, 1, Hq, D]. lengths: begin, end and groups. choice: fields by which tokens are chosen."""
+    def run(self, inputs: AttentionInputs, value_rows: Tensor, choice: dict[str, Any]) -> Tensor:
+        """Output [B, 1, Hq, D]. The inputs must have codes. choice: fields by which tokens are chosen."""
+        q, keys, values, codes = inputs.q, inputs.keys, inputs.values, inputs.codes
+        assert codes is not None, "chosen tokens are read as codes"
         rows = codes.batch * codes.kv_heads
         parts = self.parts(rows, codes.groups)
         shared_bytes = self.shared_bytes + self.group_bytes * -(-codes.groups // parts)
@@ -127,7 +120,7 @@ class SparseKernel:
         q_batch_stride, _, *strides = pack_strides(q, keys, values)
         fields = {
             **NO_CHOICE,
-            **dict(zip(("begin", "end", "groups"), (x.contiguous() for x in lengths), strict=True)),
+            **{name: getattr(inputs, name).contiguous() for name in ("begin", "end", "groups")},
             **dict(zip(SIZES, (codes.batch, codes.kv_heads, keys.shape[2], codes.groups, parts), strict=False)),
             **dict(zip(STRIDES, (q_batch_stride, *strides), strict=True)),
             **choice,
@@ -144,7 +137,7 @@ class SparseKernel:
             key_codes=QuantizedPlanes.of(codes.key_planes),
             value_codes=QuantizedPlanes.of(codes.value_planes),
             arrivals=self.arrivals,
-            scale=scale,
+            scale=inputs.scale,
             **fields,
         )
         with torch.cuda.device(q.device):
@@ -213,23 +206,12 @@ def find_index_list_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: Quant
 
 
 def index_list_attention_cuda(
-    kernel: SparseKernel,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: tuple[Tensor, Tensor, Tensor],
-    index: Tensor,
-    count: Tensor,
-    codes: QuantizedKV,
-    value_rows: Tensor,
-    page: int,
-    scale: float,
+    kernel: SparseKernel, inputs: AttentionInputs, index: Tensor, count: Tensor, value_rows: Tensor, page: int
 ) -> Tensor:
-    """See `ridgeplan.kernels.sparse_attention.sparse_decode_attention`; lengths: begin, end and groups."""
-    index, count = index.contiguous(), count.contiguous()
+    """See `ridgeplan.kernels.sparse_attention.sparse_decode_attention`."""
     sizes = {"sets": index.shape[1], "index_capacity": index.shape[2], "page": page}
-    fields = {"index": index, "count": count, **sizes}
-    return kernel.run(q, keys, values, lengths, codes, value_rows.contiguous(), scale, fields)
+    lists = {"index": index.contiguous(), "count": count.contiguous()}
+    return kernel.run(inputs, value_rows.contiguous(), lists | sizes)
 
 
 PROGRESSIVE_SOURCE, PROGRESSIVE_ENTRY = "sparse_attention/csrc/progressive.cu", "progressive"
@@ -264,17 +246,8 @@ def find_progressive_kernel(q: Tensor, keys: Tensor, values: Tensor, codes: Quan
 
 
 def progressive_attention_cuda(
-    kernel: SparseKernel,
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lengths: tuple[Tensor, Tensor, Tensor],
-    codes: QuantizedKV,
-    planes: DraftPlanes,
-    k: Tensor,
-    sinks: int,
-    scale: float,
+    kernel: SparseKernel, inputs: AttentionInputs, planes: DraftPlanes, k: Tensor, sinks: int
 ) -> Tensor:
-    """See `ridgeplan.kernels.sparse_attention.progressive_attention`; lengths: begin, end and groups."""
+    """See `ridgeplan.kernels.sparse_attention.progressive_attention`."""
     fields = {"two_bit": planes.key_two_bit, "k": k.contiguous(), "sinks": sinks}
-    return kernel.run(q, keys, values, lengths, codes, planes.value_rows, scale, fields)
+    return kernel.run(inputs, planes.value_rows, fields)

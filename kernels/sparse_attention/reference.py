@@ -3,28 +3,17 @@
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import affine, unpack
 
 
-def sparse_decode_attention_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    index: Tensor,
-    count: Tensor,
-    codes: QuantizedKV | None,
-    groups: Tensor | None,
-    page: int,
-    lower: bool,
-    scale: float,
-) -> Tensor:
+def sparse_decode_attention_reference(inputs: AttentionInputs, index: Tensor, count: Tensor, page: int) -> Tensor:
     """See `ridgeplan.kernels.sparse_attention.sparse_decode_attention`; one batch row at a time, in float32."""
+    q, keys, values, codes = inputs.q, inputs.keys, inputs.values, inputs.codes
     out = torch.empty_like(q)
-    beyond = begin if codes is None or groups is None else groups * codes.group
-    starts, ends, limits = begin.tolist(), end.tolist(), beyond.tolist()
+    beyond = inputs.begin if codes is None or inputs.groups is None else inputs.groups * codes.group
+    starts, ends, limits = inputs.begin.tolist(), inputs.end.tolist(), beyond.tolist()
     for b in range(len(q)):
         tokens = expand_pages(index[b], page)
         seen = expand_pages(torch.arange(index.shape[2], device=q.device), page) // page < count[b, :, None]
@@ -33,14 +22,14 @@ def sparse_decode_attention_reference(
         if codes is None:
             chosen = _gathered(keys[b], tokens), _gathered(values[b], tokens)
         else:
-            chosen = gather_codes(codes, b, tokens, lower)
+            chosen = gather_codes(codes, b, tokens, inputs.lower)
         stop = max(starts[b], min(ends[b] + q.shape[1] - 1, keys.shape[2]))
         recent = slice(starts[b], stop)
         recent_seen = torch.arange(starts[b], stop, device=q.device) < ends[b] + torch.arange(
             q.shape[1], device=q.device
         ).unsqueeze(1)
         out[b] = attend_masked(
-            q[b] * scale,
+            q[b] * inputs.scale,
             torch.cat([chosen[0], keys[b, :, recent].float()], dim=1),
             torch.cat([chosen[1], values[b, :, recent].float()], dim=1),
             _visible(seen, recent_seen, keys.shape[1]),

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.attention import merge
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.attention.triton import (
     LN_2,
     LOG2_E,
@@ -26,7 +27,6 @@ from ridgeplan.kernels.attention.triton import (
     softmax_step,
 )
 from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot, launch_metadata
-from ridgeplan.kernels.kv_cache.layout import NO_PLANES, QuantizedKV
 from ridgeplan.kernels.sparse_attention import sparse_attention_cost
 from ridgeplan.roofline.execution import choose_splits
 
@@ -253,52 +253,38 @@ def _sparse_attention_kernel(
 
 
 def sparse_decode_attention_triton(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    index: Tensor,
-    count: Tensor,
-    codes: QuantizedKV | None,
-    groups: Tensor | None,
-    value_rows: Tensor | None,
-    page: int,
-    lower: bool,
-    scale: float,
-    splits: int | None,
+    inputs: AttentionInputs, index: Tensor, count: Tensor, value_rows: Tensor | None, page: int, splits: int | None
 ) -> Tensor:
     """See `ridgeplan.kernels.sparse_attention.sparse_decode_attention`.
 
     Raises ValueError for a head_dim or group that Triton's tiles cannot hold (powers of two from 32 on), or channels
     that are not contiguous.
     """
+    q, keys, values, ratio = inputs.q, inputs.keys, inputs.values, inputs.ratio
     batch, queries, q_heads, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
-    group = codes.group if codes is not None else head_dim
+    group = inputs.codes.group if inputs.codes is not None else head_dim
     _check_tiles(head_dim, group, q, keys, values)
     entries = index.shape[2]
     tokens = entries * page + capacity
     splits = splits or int(choose_splits(batch, kv_heads, SPLITS * tokens, SPLITS * _num_sms(q.device)))
-    ratio = q_heads // kv_heads
     rows = min(MAX_ROWS, max(16, triton.next_power_of_2(queries * ratio)))
     partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, queries, q_heads, splits, dtype=torch.float32, device=q.device)
-    key_planes, value_planes = (NO_PLANES, NO_PLANES) if codes is None else (codes.key_planes, codes.value_planes)
+    value_planes = inputs.value_planes
     if value_rows is not None:
         value_planes = (value_rows.contiguous(), *value_planes[1:])
-    lengths = (x if x is None else x.contiguous() for x in (begin, end, index, count, groups))
+    lists = (x if x is None else x.contiguous() for x in (inputs.begin, inputs.end, index, count, inputs.groups))
     strides = (q.stride()[:3], keys.stride()[:3], values.stride()[:3])
-    group_capacity = codes.groups if codes is not None else 0
     _sparse_attention_kernel[(batch * kv_heads, splits, triton.cdiv(queries * ratio, rows))](
-        q, keys, values, *lengths, partial, lse, scale * LOG2_E, capacity, group_capacity, splits, entries,
-        index.shape[1], *strides, key_planes, value_planes,
+        q, keys, values, *lists, partial, lse, inputs.scale * LOG2_E, capacity, inputs.group_capacity, splits, entries,
+        index.shape[1], *strides, inputs.key_planes, value_planes,
         QUERIES=queries,
         RATIO=ratio,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BITS=0 if codes is None else 8 if lower else 4,
+        BITS=inputs.bits,
         VALUE_ROWS=value_rows is not None,
         PAGE=page,
         ROWS=rows,

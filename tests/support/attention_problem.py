@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
@@ -22,6 +23,10 @@ class Problem:
     codes: QuantizedKV | None
     groups: Tensor | None
     lower: bool
+
+    @property
+    def inputs(self) -> AttentionInputs:
+        return AttentionInputs(**vars(self))
 
     def run(
         self, splits: int | None = None, backend: Backend = "auto", *, scores: ScoreRequest | None = None

@@ -21,6 +21,7 @@ from ridgeplan.kernels.attention.cuda import (
     fuses_reduction,
     merge_parts,
 )
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.roofline import ops
@@ -131,9 +132,7 @@ class Case:
 
 
 def runs_cuda(problem: Problem) -> bool:
-    return (
-        find_attention_kernel(problem.q, problem.keys, problem.values, problem.codes, problem.lower, 0.125) is not None
-    )
+    return find_attention_kernel(problem.inputs) is not None
 
 
 def build(case: Case, device: str) -> Problem:
@@ -334,7 +333,9 @@ def launched(
     variant = AttentionVariant(64, 4, True, 8)
     kernel = AttentionKernel("attend", MERGES, hopper(variant), torch.zeros(4096, dtype=torch.int32))
     codes = QuantizedKV.allocate(2, 4, 5, 128, 64, "cpu", lower=False)
-    out = kernel.run(q, keys, keys + 1, *lengths[:2], codes, lengths[2], 0.25, splits)
+    begin, end, groups = lengths
+    inputs = AttentionInputs(q, keys, keys + 1, begin, end, codes, groups, softmax_scale=0.25)
+    out = kernel.run(inputs, splits)
     return out, launches.asked
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.selection import two_bit_scores
@@ -280,7 +281,8 @@ def test_the_launch_of_progressive_attention(launches) -> None:  # type: ignore[
     q, keys, values, begin, end, groups = problem()
     k = torch.tensor([300, 60], dtype=torch.int32)
     kernel = SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS, group_bytes=256, max_groups=270)
-    out = progressive_attention_cuda(kernel, q, keys, values, (begin, end, groups), codes, planes, k, 4, 0.5)
+    inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, softmax_scale=0.5)
+    out = progressive_attention_cuda(kernel, inputs, planes, k, 4)
     assert out.shape == (2, 1, 32, 128)
     [(compiled, grid, threads, params, shared_bytes, early)] = launches.asked
     assert (compiled, grid, threads, shared_bytes, early) == ("compiled", (16 * 3, 1, 1), 512, 1234 + 13 * 256, True)
@@ -301,9 +303,8 @@ def test_the_launch_of_an_index_list(launches) -> None:  # type: ignore[no-untyp
     index, count = torch.zeros(2, 1, 70, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
     kernel = SparseKernel("compiled", VARIANT, SMS, 1234, ARRIVALS)
     begin, end, groups = lengths
-    index_list_attention_cuda(
-        kernel, q, keys, values, (begin, end, groups), index, count, codes, planes.value_rows, 16, 0.5
-    )
+    inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, softmax_scale=0.5)
+    index_list_attention_cuda(kernel, inputs, index, count, planes.value_rows, 16)
     [(_, grid, _, params, _, _)] = launches.asked
     assert grid == (16 * 8, 1, 1)
     assert (params.sets, params.index_capacity, params.page) == (1, 70, 16)

@@ -1,0 +1,85 @@
+"""What dense and sparse decode attention read, checked once for every kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels.kv_cache import require_lower, require_rows
+from ridgeplan.kernels.kv_cache.layout import NO_PLANES, Planes, QuantizedKV
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionInputs:
+    """The tensors of one call, as `decode_attention` describes them. Raises ValueError where they disagree.
+
+    q: [B, T, Hq, D]. keys, values: [B, Hkv, C, D]. begin, end: int32 [B]. codes, groups: both or neither; groups is
+    int32 [B]. lower: whether codes are read as INT8, not as INT4. softmax_scale: None stands for D ** -0.5.
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    begin: Tensor
+    end: Tensor
+    codes: QuantizedKV | None = None
+    groups: Tensor | None = None
+    lower: bool = False
+    softmax_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        q, keys, codes = self.q, self.keys, self.codes
+        batch, _, q_heads, head_dim = q.shape
+        if self.values.shape != keys.shape:
+            raise ValueError(f"keys {list(keys.shape)} and values {list(self.values.shape)} must have one shape")
+        if (keys.shape[0], keys.shape[3]) != (batch, head_dim):
+            raise ValueError(f"q {list(q.shape)} and keys {list(keys.shape)} disagree in batch or head_dim")
+        if q_heads % self.kv_heads:
+            raise ValueError(f"{q_heads} query heads are not a multiple of {self.kv_heads} KV heads")
+        if (codes is None) != (self.groups is None):
+            raise ValueError("codes and groups: give both or neither")
+        if codes is not None and (codes.batch, codes.kv_heads, codes.head_dim) != (batch, self.kv_heads, head_dim):
+            raise ValueError(
+                f"codes of batch {codes.batch}, {codes.kv_heads} KV heads and head_dim {codes.head_dim} "
+                f"do not fit q {list(q.shape)} and keys {list(keys.shape)}"
+            )
+        require_rows(batch, torch.int32, begin=self.begin, end=self.end, groups=self.groups)
+        if codes is not None:
+            require_lower(codes, self.lower)
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads."""
+        return self.keys.shape[1]
+
+    @property
+    def ratio(self) -> int:
+        """Query heads of each KV head."""
+        return self.q.shape[2] // self.kv_heads
+
+    @property
+    def group_capacity(self) -> int:
+        """Quantized groups of a row; 0 without codes."""
+        return 0 if self.codes is None else self.codes.groups
+
+    @property
+    def bits(self) -> int:
+        """Bits per code that is read; 0 without codes."""
+        return 0 if self.codes is None else 8 if self.lower else 4
+
+    @property
+    def key_planes(self) -> Planes:
+        """The codes of keys; `NO_PLANES` without codes."""
+        return NO_PLANES if self.codes is None else self.codes.key_planes
+
+    @property
+    def value_planes(self) -> Planes:
+        """The codes of values; `NO_PLANES` without codes."""
+        return NO_PLANES if self.codes is None else self.codes.value_planes
+
+    @property
+    def scale(self) -> float:
+        """The softmax scale."""
+        return self.q.shape[3] ** -0.5 if self.softmax_scale is None else self.softmax_scale
