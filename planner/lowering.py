@@ -32,7 +32,7 @@ from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat, Plan, r
 from ridgeplan.roofline.plan.policies.evictions import kept_tokens, layer_budgets
 from ridgeplan.roofline.plan.policy import SelectionCost, TokenSelection
 from ridgeplan.roofline.plan.support import missing_cost_model
-from ridgeplan.roofline.speculation import RoundCosts
+from ridgeplan.roofline.round import RoundCosts
 from ridgeplan.roofline.strategy import (
     UNLIMITED_BYTES,
     UNLIMITED_TOKENS,

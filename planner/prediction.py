@@ -23,8 +23,7 @@ from ridgeplan.roofline.evaluate import Estimate, at_acceptance, evaluate, pass_
 from ridgeplan.roofline.latency import KERNEL_CLASSES, Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.round import draft_rates, prefill_rates, target_rates
-from ridgeplan.roofline.speculation import tokens_per_round
+from ridgeplan.roofline.round import draft_rates, prefill_rates, target_rates, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
 
 ENDS = ("low", "best", "high")  # of a band of acceptance

@@ -8,7 +8,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, maximum, minimum
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
-from ridgeplan.roofline.host_link import prompt_to_host_seconds
+from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters, offload_layers, swapped_bytes
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
@@ -57,7 +57,7 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
     )
     prefill_s = prefill_seconds(shape, machine, strategy, rates.target.linear)
     return Estimate(
-        ttft_s=prefill_s + prompt_to_host_seconds(machine, strategy, offloading.host),
+        ttft_s=prefill_s + HostLink(shape, machine, strategy, offloading.host).prompt_seconds(),
         round=_mean(early, late),
         tokens_per_round=round_tokens(strategy),
         memory=offloading.memory,

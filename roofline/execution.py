@@ -9,6 +9,7 @@ from __future__ import annotations
 from ridgeplan.roofline.cost import Term, indicator, maximum, minimum
 
 MAX_TOKENS = 1 << 24  # the longest context that a plan may have
+MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core tile
 
 # Model families that the runtime executes, as `model_type` of a Hugging Face config names them.
 EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")

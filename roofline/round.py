@@ -1,13 +1,22 @@
-"""Time of one speculative round or plain step: its passes, its selection of tokens, and its sampling."""
+"""Time and tokens of one speculative round or plain step: its passes, its selection of tokens, and its sampling.
+
+Acceptance is conditional throughout: the probability that a drafted token is accepted, given that all earlier ones of
+its round were (Leviathan et al. 2023; SpecAttn, section 3.2). QuantSpec's tables report accepted / (gamma x rounds)
+instead, which `conditional_acceptance` converts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+
+import numpy as np
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.cost import Cost, Term, indicator, maximum, minimum, where
+from ridgeplan.roofline.cost import Cost, Term, indicator, is_symbolic, maximum, minimum, where
 from ridgeplan.roofline.execution import (
     HELD_ATTENTION_SHARE,
     PREFILL_CHUNK_TOKENS,
@@ -15,7 +24,7 @@ from ridgeplan.roofline.execution import (
     mean_quantized_tokens,
     mean_splits,
 )
-from ridgeplan.roofline.host_link import load_seconds, target_with_host_seconds
+from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import (
     Machine,
     PassRates,
@@ -29,8 +38,7 @@ from ridgeplan.roofline.latency import (
 from ridgeplan.roofline.memory import NO_LAYERS, HostLayers
 from ridgeplan.roofline.ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
 from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
-from ridgeplan.roofline.speculation import flush_capped, tokens_per_round
-from ridgeplan.roofline.strategy import Strategy
+from ridgeplan.roofline.strategy import PassStrategy, Strategy
 
 # Of the time that single tokens, which lie apart, cost attention beyond a stream of the same bytes, pages of them save
 # this share but for their first tokens. On an H200 attention to pages of 16 takes 0.47 to 0.61 of that to single ones.
@@ -138,6 +146,61 @@ class Round:
         return steps_s + self.accept_s + self.select_s + self.flush_s + self.overhead_s
 
 
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of a round by gamma, the first of which is 0: a plain step of the same target.
+
+    acceptance: the predicted conditional acceptance of the drafts.
+    """
+
+    seconds: dict[int, float]
+    acceptance: float
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """Ascending, from 0."""
+        return tuple(self.seconds)
+
+    @property
+    def plain_s(self) -> float:
+        """A plain step."""
+        return self.seconds[0]
+
+
+def tokens_per_round(acceptance: Term, gamma: Term) -> Term:
+    """Expected tokens per round, the target's own included: (1 - a^(gamma + 1)) / (1 - a) at acceptance a.
+
+    Leviathan et al., Eq 1. The limit at a = 1 is gamma + 1; numbers are clamped to just below 1.
+    """
+    below_one = acceptance if is_symbolic(acceptance) else minimum(acceptance, 1 - 1e-9)
+    return (1 - below_one ** (gamma + 1)) / (1 - below_one)
+
+
+def tokens_at(acceptance_at: Sequence[float], gamma: int) -> float:
+    """Expected tokens per round from the conditional acceptance of each position: 1 + a1 + a1 a2 + ... a_gamma.
+
+    `tokens_per_round` is the case of equal ones (Leviathan et al., Eq 1).
+    """
+    return 1 + sum(accumulate(acceptance_at[:gamma], mul))
+
+
+def conditional_acceptance(share: float, gamma: int) -> float:
+    """The acceptance at which a `share` of the drafted tokens is accepted, for gamma of 1 or more (QuantSpec-6).
+
+    QuantSpec calls this share the acceptance rate. a + a^2 + ... + a^gamma = gamma x share has one positive root.
+    """
+    roots = np.roots([*[1.0] * gamma, -gamma * share])
+    return float(max(root.real for root in roots if abs(root.imag) < 1e-9))
+
+
+def flush_capped(tokens: Term, group: Term) -> Term:
+    """Tokens per round where rounds end at flush boundaries, every `group` tokens (QuantSpec-4).
+
+    A round that would cross a boundary loses the tokens beyond it: (tokens - 1) / 2 per boundary on average.
+    """
+    return tokens * group / (group + (tokens - 1) / 2)
+
+
 def round_tokens(strategy: Strategy) -> Term:
     """Tokens per round, minus the loss at flush boundaries if the target reads codes, or loads what it chooses."""
     tokens = tokens_per_round(strategy.acceptance, strategy.gamma)
@@ -167,7 +230,7 @@ def round_at(
 
     rates: as `round_rates` makes them.
     """
-    tokens = cached_tokens(strategy, context)
+    tokens, link = cached_tokens(strategy, context), HostLink(shape, machine, strategy, host)
     draft = decode_pass(shape, draft_terms(shape, machine, strategy, context))
     target = decode_pass(shape, target_terms(shape, machine, strategy, context))
     drafting_rates, verifying_rates = rates
@@ -175,7 +238,7 @@ def round_at(
     draft_s = draft_s - saved_by_pages(machine, draft, drafting_rates, strategy.draft.page_tokens)
     draft_s = draft_s + strategy.draft.scans_two_bit * gathered_seconds(machine, draft, drafting_rates)
     draft_s = draft_s + draft_choice_seconds(shape, machine, strategy, tokens)
-    draft_s = draft_s + _draft_loads_seconds(shape, machine, strategy, host, tokens)
+    draft_s = draft_s + link.draft_seconds(tokens, _draft_tokens(strategy, tokens))
     draft_s = draft_s + sampling_seconds(shape, machine, strategy.batch)
     target_s = machine.pass_seconds(target, verifying_rates, shape.layers, machine.target_gap_s)
     target_s = target_s - saved_by_pages(machine, target, verifying_rates, strategy.target.page_tokens)
@@ -185,23 +248,12 @@ def round_at(
     return Round(
         gamma=strategy.gamma,
         draft_s=drafting * draft_s,
-        verify_s=target_with_host_seconds(machine, shape, strategy, host, tokens, target_s, choice_s, drafts_s),
+        verify_s=link.target_seconds(tokens, target_s, choice_s, drafts_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
         select_s=drafting * round_choice_seconds(machine, strategy, tokens),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
         overhead_s=machine.round_s,
     )
-
-
-def _draft_loads_seconds(
-    shape: ModelShape, machine: Machine, strategy: Strategy, host: HostLayers, tokens: Term
-) -> Term:
-    """Loads of what one draft chooses of the layers on the host."""
-    chosen = minimum(_draft_tokens(strategy, tokens), strategy.offload.budget)
-    page_walk_s, transfer_s = load_seconds(
-        machine, shape, strategy, host, tokens, chosen, strategy.draft.host_run_tokens
-    )
-    return strategy.draft.loads * host.layers * maximum(page_walk_s, transfer_s)
 
 
 def cached_tokens(strategy: Strategy, context: Term) -> Term:
@@ -212,17 +264,14 @@ def cached_tokens(strategy: Strategy, context: Term) -> Term:
 def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
     tokens = minimum(cached_tokens(strategy, context), strategy.target.budget)
-    weights = (strategy.target.weight_bytes, strategy.target.head_bytes)
-    terms = _pass_terms(shape, machine, strategy, strategy.queries, tokens, strategy.target.bits, weights)
+    terms = _pass_terms(shape, machine, strategy, strategy.target, strategy.queries, tokens)
     return replace(terms, reads=strategy.kv_reads)
 
 
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What one draft step reads."""
-    cached = cached_tokens(strategy, context)
-    tokens = _draft_tokens(strategy, cached)
-    weights = (strategy.draft.weight_bytes, strategy.draft.head_bytes)
-    return _pass_terms(shape, machine, strategy, 1, tokens, strategy.draft.bits, weights)
+    tokens = _draft_tokens(strategy, cached_tokens(strategy, context))
+    return _pass_terms(shape, machine, strategy, strategy.draft, 1, tokens)
 
 
 def _draft_tokens(strategy: Strategy, cached: Term) -> Term:
@@ -232,29 +281,26 @@ def _draft_tokens(strategy: Strategy, cached: Term) -> Term:
 
 def target_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
     """Rates of the target's products, head and attention, by kind of op."""
-    dense = (strategy.target.dense, strategy.target.head_dense)
-    return _pass_rates(shape, machine, rates.target, strategy.batch, strategy.queries, dense)
+    return _pass_rates(shape, machine, rates.target, strategy.batch, strategy.queries, strategy.target)
 
 
 def draft_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
     """Rates of the drafts' products, head and attention, by kind of op."""
-    dense = (strategy.draft.dense, strategy.draft.head_dense)
-    return _pass_rates(shape, machine, rates.draft, strategy.batch, 1, dense)
+    return _pass_rates(shape, machine, rates.draft, strategy.batch, 1, strategy.draft)
 
 
 def _pass_rates(
-    shape: ModelShape, machine: Machine, formats: PassRates, batch: Term, queries: Term, dense: tuple[Term, Term]
+    shape: ModelShape, machine: Machine, formats: PassRates, batch: Term, queries: Term, part: PassStrategy
 ) -> dict[str, RateTerms]:
-    """`dense`: whether the layers' products and the head have 16-bit weights."""
     rows = batch * queries
-    beyond = where(dense[0], library_rows(rows), rows)
+    beyond = where(part.dense, library_rows(rows), rows)
     query_rows = queries * shape.q_heads / shape.cached_rows
     by_row = {kind: machine.rates[kind].at_rows(rows) for kind in ("elementwise", "rope", "gap")}
     return by_row | {
-        "linear": machine.gemm_rates(rows, dense[0], formats.linear),
-        MANY_CHANNELS: machine.gemm_rates(beyond, dense[0], formats.linear),
+        "linear": machine.gemm_rates(rows, part.dense, formats.linear),
+        MANY_CHANNELS: machine.gemm_rates(beyond, part.dense, formats.linear),
         "grouped_linear": machine.rates["grouped_linear"].at_rows(rows),
-        "head": machine.gemm_rates(rows, dense[1], formats.head),
+        "head": machine.gemm_rates(rows, part.head_dense, formats.head),
         "attention": formats.attention.at_rows(query_rows),
         "attention_mla": machine.rates["attention_mla"].at_rows(query_rows),
     }
@@ -320,26 +366,19 @@ def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Te
 
 
 def _pass_terms(
-    shape: ModelShape,
-    machine: Machine,
-    strategy: Strategy,
-    queries: Term,
-    tokens: Term,
-    bits: Term,
-    weights: tuple[Term, Term],
+    shape: ModelShape, machine: Machine, strategy: Strategy, part: PassStrategy, queries: Term, tokens: Term
 ) -> PassTerms:
-    """`weights` are the bytes per parameter of the linear layers and of the head."""
-    codes = minimum(bits, 1) * mean_quantized_tokens(tokens, strategy.kv_group)
+    codes = minimum(part.bits, 1) * mean_quantized_tokens(tokens, strategy.kv_group)
     return PassTerms(
         batch=strategy.batch,
         queries=queries,
         quantized_tokens=codes,
         full_tokens=tokens - codes + queries,
-        bits=bits,
+        bits=part.bits,
         group=strategy.kv_group,
         splits=mean_splits(strategy.batch, shape.kv_heads, strategy.kept_tokens, machine.num_sms),
-        weight_bytes=weights[0],
-        head_bytes=weights[1],
+        weight_bytes=part.weight_bytes,
+        head_bytes=part.head_bytes,
         element_bytes=machine.element_bytes,
         fused_swiglu=indicator(strategy.batch * queries, machine.fused_swiglu_rows),
     )

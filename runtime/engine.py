@@ -24,9 +24,9 @@ from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
-from ridgeplan.runtime.model.chunked_prefill import chunked_prefill
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
-from ridgeplan.runtime.model.prefill import Destination, PromptObservers, plan_attention, prefill_all
+from ridgeplan.runtime.model.prefill import Destination, PromptObservers, prefill_all
+from ridgeplan.runtime.model.prefill_layer import plan_attention
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.offload.layer_mover import layer_mover
 from ridgeplan.runtime.policies import token_selector
@@ -377,12 +377,8 @@ class Engine:
             for row, tokens in enumerate(request.prompts):
                 destinations = [engine._destination(speculator, row) for engine, speculator in into]
                 prompt = torch.tensor(tokens, device=self.device)
-                if 0 < self._chunk < len(tokens):
-                    (destination,) = destinations
-                    last = chunked_prefill(self.decoder, self.weights, destination, prompt, self._chunk, arena)
-                else:
-                    last = prefill_all(self.decoder, self.weights, destinations, prompt, arena=arena)
-                logits.append(last)
+                model = self.decoder, self.weights
+                logits.append(prefill_all(*model, destinations, prompt, arena=arena, evict_every=self._chunk))
             return torch.stack(logits)
 
     @property

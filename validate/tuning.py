@@ -12,8 +12,9 @@ from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.search import RATIOS
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.plan import Plan, require
-from ridgeplan.roofline.speculation import MAX_GAMMA, RoundCosts, flush_capped, tokens_at
+from ridgeplan.roofline.round import RoundCosts, flush_capped, tokens_at
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.sampling import SamplingParams

@@ -21,8 +21,8 @@ from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, 
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import load_profile, user_acceptance_path
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.plan import MAX_TOKENS
-from ridgeplan.roofline.speculation import MAX_GAMMA
 
 if TYPE_CHECKING:
     from ridgeplan.validate.acceptance import MeasuredAcceptance

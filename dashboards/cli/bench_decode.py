@@ -18,10 +18,10 @@ from ridgeplan.planner import Plan, Workload
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import load_profile
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.roofline.plan.support import allows_chunks, only_estimated
-from ridgeplan.roofline.speculation import MAX_GAMMA
 from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, has_gamma, suite_cases, with_plain
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from ridgeplan.dashboards.charts.style import SERIES
 from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider, titled
 from ridgeplan.dashboards.figures.published_table import dumbbells, lines, own_row, table_of, table_rows
-from ridgeplan.roofline.speculation import MAX_GAMMA
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.validate.papers.case import Case
 from ridgeplan.validate.papers.metrics import logits_overhead, selection_s, tokens_per_s, tpot_s_of_gammas, unselected
 

@@ -1,6 +1,6 @@
 """Acceptance of a plan's drafts: known rows, a regression over them, and its predictions with bands.
 
-Not here: measuring acceptance on a text (validate/acceptance.py), and tokens per round (roofline/speculation.py).
+Not here: measuring acceptance on a text (validate/acceptance.py), and tokens per round (roofline/round.py).
 """
 
 from ridgeplan.planner.acceptance.model import Acceptance, AcceptanceModel

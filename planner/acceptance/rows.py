@@ -17,9 +17,10 @@ from typing import Any
 from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, name_text, number, one_of, text, whole
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DraftCodes, KVFormat, Plan, PlanError
 from ridgeplan.roofline.plan.policy import MIN_RATIO, SELECTIONS
-from ridgeplan.roofline.speculation import MAX_GAMMA, conditional_acceptance
+from ridgeplan.roofline.round import conditional_acceptance
 
 BITS = ("kv8", "kv4", "w4")
 SPARSE_SELECTIONS = tuple(name for name in SELECTIONS if name != "all")

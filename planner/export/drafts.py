@@ -18,7 +18,7 @@ from ridgeplan.planner.export.schema import Schema
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term
-from ridgeplan.roofline.speculation import tokens_per_round
+from ridgeplan.roofline.round import tokens_per_round
 
 METHODS = ("draft_model", "eagle3")
 

@@ -23,7 +23,7 @@ from ridgeplan.roofline.catalog.validation import (
     variant,
     whole,
 )
-from ridgeplan.roofline.execution import MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
+from ridgeplan.roofline.execution import MAX_GAMMA, MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
 from ridgeplan.roofline.plan.policy import (
     EVICTIONS,
     MIN_RATIO,
@@ -36,7 +36,6 @@ from ridgeplan.roofline.plan.policy import (
     TokenEviction,
     TokenSelection,
 )
-from ridgeplan.roofline.speculation import MAX_GAMMA
 
 
 class HostPart(StrEnum):

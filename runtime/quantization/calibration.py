@@ -20,7 +20,7 @@ from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight, Linear
-from ridgeplan.runtime.model.prefill import prefill_layer
+from ridgeplan.runtime.model.prefill_layer import prefill_layer
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.quantization.gptq import Parts, quantize_planes, quantize_weight

@@ -15,7 +15,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.model.checkpoint import UNTRUSTED, StateDict
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prefill import LayerBuffers, Parts, attend_layer, finish_layer, project_layer
+from ridgeplan.runtime.model.prefill_layer import LayerBuffers, Parts, attend_layer, finish_layer, project_layer
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
-from ridgeplan.roofline.speculation import RoundCosts, tokens_at
+from ridgeplan.roofline.round import RoundCosts, tokens_at
 from ridgeplan.runtime.speculation.speculator import RowResult
 
 SAVED_ROUNDS = 4  # saved gains pay for at most this many rounds of the largest gamma with all drafts rejected

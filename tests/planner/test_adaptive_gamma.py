@@ -14,7 +14,7 @@ from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS, adaptive_g
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Speculation, Workload
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.roofline.speculation import tokens_at, tokens_per_round
+from ridgeplan.roofline.round import tokens_at, tokens_per_round
 
 LLAMA = load_shape("Llama-3.1-8B")
 

@@ -11,11 +11,8 @@ from ridgeplan.roofline.host_link import (
     HELD_UP_BY_LAYERS,
     HELD_UP_BY_PAGE_WALKS,
     HELD_UP_BY_TRANSFERS,
-    load_seconds,
+    HostLink,
     pages_of,
-    pass_with_host_seconds,
-    prompt_to_host_seconds,
-    stream_seconds,
 )
 from ridgeplan.roofline.latency import RateTerms
 from ridgeplan.roofline.memory import NO_LAYERS, HostLayers
@@ -35,7 +32,9 @@ def strategy(name, machine, **changes):
 
 def test_a_stream_copies_all_old_tokens(ideal):
     """Of 65536 tokens the latest 192, one and a half groups, are on the device; the ideal link moves 10 GB/s."""
-    streamed = stream_seconds(ideal, strategy("autoregressive", ideal), HostLayers(5, TOKEN_BYTES), 65536)
+    streamed = HostLink(SHAPE, ideal, strategy("autoregressive", ideal), HostLayers(5, TOKEN_BYTES)).stream_seconds(
+        65536
+    )
     assert streamed == pytest.approx((65536 - 192) * TOKEN_BYTES / 1e10)
 
 
@@ -44,14 +43,20 @@ def test_loads_are_what_the_last_step_did_not_choose(ideal):
     held, host = strategy("specontext", ideal, offload_overlap=0.75), HostLayers(5, TOKEN_BYTES)
     drawn = 4096 * (1 - (1 - 1 / 4096) ** 4096)
     copied_s = 512 * TOKEN_BYTES / 1e10
-    assert load_seconds(ideal, SHAPE, held, host, 65536, 2048, 1) == pytest.approx((drawn * 512 / 1e10, copied_s))
+    assert HostLink(SHAPE, ideal, held, host).load_seconds(65536, 2048, 1) == pytest.approx(
+        (drawn * 512 / 1e10, copied_s)
+    )
     slow = replace(ideal, link_rates={"host_gather": RateTerms(0.25, 1.0, 0.0)})
-    assert load_seconds(slow, SHAPE, held, host, 65536, 2048, 1) == pytest.approx((drawn * 512 / 0.25e10, copied_s))
+    assert HostLink(SHAPE, slow, held, host).load_seconds(65536, 2048, 1) == pytest.approx(
+        (drawn * 512 / 0.25e10, copied_s)
+    )
     narrow = replace(SHAPE, head_dim=32)  # four times the pieces
     more = 4096 * (1 - (1 - 1 / 4096) ** (4 * 4096))
-    assert load_seconds(slow, narrow, held, host, 65536, 2048, 1) == pytest.approx((more * 512 / 0.25e10, copied_s))
+    assert HostLink(narrow, slow, held, host).load_seconds(65536, 2048, 1) == pytest.approx(
+        (more * 512 / 0.25e10, copied_s)
+    )
     aligned = 4096 * (1 - (1 - 1 / 4096) ** 256)  # 16 tokens of a head lie in a page
-    assert load_seconds(slow, SHAPE, held, host, 65536, 2048, 16)[0] == pytest.approx(aligned * 512 / 0.25e10)
+    assert HostLink(SHAPE, slow, held, host).load_seconds(65536, 2048, 16)[0] == pytest.approx(aligned * 512 / 0.25e10)
 
 
 def test_loads_of_everything_walk_to_every_page_once():
@@ -67,9 +72,9 @@ def test_loads_of_everything_walk_to_every_page_once():
 def test_calibrated_classes_of_the_link_replace_the_datasheet(ideal):
     calibrated = replace(ideal, link_rates={"host_copy": RateTerms(0.5, 1.0, 1e-5)})
     held, host = strategy("autoregressive", ideal), HostLayers(5, TOKEN_BYTES)
-    plain, slow = (stream_seconds(machine, held, host, 65536) for machine in (ideal, calibrated))
+    plain, slow = (HostLink(SHAPE, machine, held, host).stream_seconds(65536) for machine in (ideal, calibrated))
     assert slow == pytest.approx(2 * plain + 1e-5)
-    assert prompt_to_host_seconds(calibrated, held, host) == pytest.approx(5 * 65536 * TOKEN_BYTES / 1e10)
+    assert HostLink(SHAPE, calibrated, held, host).prompt_seconds() == pytest.approx(5 * 65536 * TOKEN_BYTES / 1e10)
 
 
 def simulated(layers, on_host, layer_s, copy_s, slots, drafts_s):
@@ -95,13 +100,13 @@ def simulated(layers, on_host, layer_s, copy_s, slots, drafts_s):
 def test_the_pipeline_is_the_simulation_s_within_one_layer(copy_s, on_host, prefetch, drafts_s, ideal):
     held = strategy("autoregressive", ideal, offload_prefetch=prefetch)
     pass_s = 3.2
-    predicted_s = pass_with_host_seconds(SHAPE, held, HostLayers(on_host, 1), pass_s, copy_s, drafts_s)
+    predicted_s = HostLink(SHAPE, ideal, held, HostLayers(on_host, 1)).streamed_seconds(pass_s, copy_s, drafts_s)
     expected = simulated(32, on_host, pass_s / 32, copy_s, prefetch + 1, drafts_s)
     assert predicted_s == pytest.approx(expected, abs=pass_s / 32 + 1e-9)
 
 
 def test_without_layers_on_the_host_a_pass_is_as_before(ideal):
-    assert pass_with_host_seconds(SHAPE, strategy("autoregressive", ideal), NO_LAYERS, 3.2, 1.0) == 3.2
+    assert HostLink(SHAPE, ideal, strategy("autoregressive", ideal), NO_LAYERS).streamed_seconds(3.2, 1.0) == 3.2
 
 
 def test_choices_made_in_a_layer_add_their_loads_and_those_known_ahead_hold_kernels_up(ideal):

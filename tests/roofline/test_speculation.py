@@ -1,10 +1,11 @@
-"""Tokens per round, break-even acceptance and the best gamma."""
+"""Tokens per round, and acceptance as papers report it."""
 
 import numpy as np
 import pytest
 import sympy
 
-from ridgeplan.roofline import speculation
+from ridgeplan.roofline.execution import MAX_GAMMA
+from ridgeplan.roofline.round import conditional_acceptance, flush_capped, tokens_per_round
 
 
 def simulated(acceptance, gamma, rounds=200_000):
@@ -15,25 +16,25 @@ def simulated(acceptance, gamma, rounds=200_000):
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.93, 1.0])
 @pytest.mark.parametrize("gamma", [0, 1, 4, 15])
 def test_tokens_per_round_against_simulation(acceptance, gamma):
-    assert speculation.tokens_per_round(acceptance, gamma) == pytest.approx(simulated(acceptance, gamma), rel=0.01)
+    assert tokens_per_round(acceptance, gamma) == pytest.approx(simulated(acceptance, gamma), rel=0.01)
 
 
 def test_tokens_per_round_takes_arrays_and_symbols():
     alpha, gamma = sympy.symbols("alpha gamma", positive=True)
-    formula = speculation.tokens_per_round(alpha, gamma)
-    grid = speculation.tokens_per_round(np.array([0.5, 0.9]), np.array([3, 7]))
+    formula = tokens_per_round(alpha, gamma)
+    grid = tokens_per_round(np.array([0.5, 0.9]), np.array([3, 7]))
     assert [float(formula.subs({alpha: a, gamma: g})) for a, g in ((0.5, 3), (0.9, 7))] == pytest.approx(grid)
 
 
 def test_quantspecs_own_acceptance_falls_with_gamma_at_constant_conditional_acceptance():
     """QuantSpec-6. Table 6, first block: 91.88% at gamma 1 and 77.07% at gamma 6 are one conditional acceptance."""
-    assert speculation.accepted_share(0.9188, 6) == pytest.approx(0.7707, abs=0.03)
+    assert conditional_acceptance(0.7707, 6) == pytest.approx(0.9188, abs=0.02)
 
 
 @pytest.mark.parametrize(("acceptance", "gamma"), [(0.5, 4), (0.93, 6)])
-def test_accepted_share_against_simulation(acceptance, gamma):
+def test_conditional_acceptance_against_simulation(acceptance, gamma):
     accepted = simulated(acceptance, gamma) - 1
-    assert speculation.accepted_share(acceptance, gamma) == pytest.approx(accepted / gamma, rel=0.01)
+    assert conditional_acceptance(accepted / gamma, gamma) == pytest.approx(acceptance, rel=0.01)
 
 
 def test_rounds_that_end_at_boundaries_against_simulation():
@@ -45,27 +46,14 @@ def test_rounds_that_end_at_boundaries_against_simulation():
         while tokens < 128:
             tokens += 1 + int(np.cumprod(random.random(gamma) < acceptance).sum())
             rounds += 1
-    capped = speculation.flush_capped(speculation.tokens_per_round(acceptance, gamma), 128)
+    capped = flush_capped(tokens_per_round(acceptance, gamma), 128)
     assert capped == pytest.approx(5000 * 128 / rounds, rel=0.003)
 
 
 def test_a_flush_boundary_costs_half_a_rounds_gain_per_group():
     # rounds of exactly 5 tokens in groups of 128: 26 rounds per group instead of 25.6
-    assert speculation.flush_capped(5.0, 128) == pytest.approx(128 / 26, rel=0.002)
-    assert speculation.flush_capped(1.0, 128) == 1
-
-
-def test_a_round_that_costs_more_than_gamma_plain_steps_can_still_win():
-    """One draft of half a step and a verification of one: acceptance a gives 1 + a tokens for 1.5 steps."""
-    assert speculation.speedup(0.5, 1, 0.5, 1.0) == pytest.approx(1)
-    assert speculation.speedup(0.8, 1, 0.5, 1.0) == pytest.approx(1.8 / 1.5)
-
-
-def test_best_gamma_grows_with_acceptance_and_is_zero_where_nothing_wins():
-    chosen = [speculation.best_gamma(acceptance, 0.3) for acceptance in (0.2, 0.6, 0.9, 0.99)]
-    assert chosen == sorted(chosen)
-    assert chosen[0] == 0
-    assert chosen[-1] > 7
+    assert flush_capped(5.0, 128) == pytest.approx(128 / 26, rel=0.002)
+    assert flush_capped(1.0, 128) == 1
 
 
 @pytest.mark.parametrize(
@@ -73,11 +61,11 @@ def test_best_gamma_grows_with_acceptance_and_is_zero_where_nothing_wins():
     [(0.9, 1, 0.9), ((0.75 + 0.75**2) / 2, 2, 0.75), (0, 3, 0), (1, 6, 1)],
 )
 def test_conditional_acceptance_of_a_share(share, gamma, acceptance):
-    assert speculation.conditional_acceptance(share, gamma) == pytest.approx(acceptance, abs=1e-7)
+    assert conditional_acceptance(share, gamma) == pytest.approx(acceptance, abs=1e-7)
 
 
 def test_conditional_acceptance_inverts_the_share():
-    for gamma in range(1, speculation.MAX_GAMMA + 1):
+    for gamma in range(1, MAX_GAMMA + 1):
         for acceptance in np.linspace(0.01, 0.99, 9):
-            share = speculation.accepted_share(acceptance, gamma)
-            assert speculation.conditional_acceptance(share, gamma) == pytest.approx(acceptance)
+            share = (tokens_per_round(acceptance, gamma) - 1) / gamma
+            assert conditional_acceptance(share, gamma) == pytest.approx(acceptance)

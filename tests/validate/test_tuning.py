@@ -10,7 +10,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Speculation, Workload
 from ridgeplan.roofline.plan.policies.selections import StreamingLLM
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.roofline.speculation import flush_capped
+from ridgeplan.roofline.round import flush_capped
 from ridgeplan.validate import tuning as measured_module
 from ridgeplan.validate import tuning as tune_module
 from ridgeplan.validate.prompts import PromptError

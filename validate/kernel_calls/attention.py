@@ -18,7 +18,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.roofline.latency import attention_kind, prefill_attention_kind
-from ridgeplan.runtime.model.prefill import causal_attention
+from ridgeplan.runtime.model.prefill_layer import causal_attention
 from ridgeplan.validate.kernel_calls.case import (
     BenchCase,
     Peers,

@@ -20,7 +20,7 @@ from ridgeplan.roofline.memory import full_kv
 from ridgeplan.roofline.ops import SCORE_BYTES
 from ridgeplan.roofline.plan.plan import Placement, Plan, Weights, Workload
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.roofline.speculation import conditional_acceptance
+from ridgeplan.roofline.round import conditional_acceptance
 from ridgeplan.roofline.strategy import Strategy
 from ridgeplan.validate.papers.rows import PublishedEngine, PublishedRow, load_engine
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.evaluate import evaluate, pass_ops
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.round import draft_rates, target_rates
-from ridgeplan.roofline.speculation import MAX_GAMMA
 from ridgeplan.validate.papers.case import MEMORY_UTILIZATION, Case, peak_bytes, required_bytes
 from ridgeplan.validate.papers.specontext_memory import SpeContextMemory
 

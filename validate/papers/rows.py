@@ -26,9 +26,9 @@ from ridgeplan.roofline.catalog.validation import (
     values_by_name,
     whole,
 )
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.latency import KERNEL_CLASSES, STEPPED_PARTS
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_DEVICES, MAX_TOKENS
-from ridgeplan.roofline.speculation import MAX_GAMMA
 
 PAPERS = ("quantspec", "specontext", "specattn", "dapq")
 OUT_OF_MEMORY, NOT_PRINTED = "OOM", "-"

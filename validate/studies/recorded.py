@@ -20,7 +20,8 @@ from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prefill import prefill, prefill_layer
+from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill_layer import prefill_layer
 from ridgeplan.runtime.policies.retrieval_head import RetrievalHeadSelector
 from ridgeplan.runtime.retrieval.head import Head
 

@@ -17,7 +17,7 @@ from ridgeplan.kernels.offload import (
 from ridgeplan.kernels.offload.triton import GatherConfig
 from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.host_link import load_seconds, stream_seconds
+from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import HostLayers
 from ridgeplan.roofline.plan.plan import Workload
@@ -178,9 +178,10 @@ def test_the_cost_model_moves_what_the_kernels_declare() -> None:
     strategy, host = strategy_of(plan, shape, link, 1.0), HostLayers(3, 2 * 4096)
     keys = torch.zeros(2, 8, 4096, 128, dtype=torch.bfloat16)
     missing = round(2048 * (1 - strategy.offload.overlap))
-    _, copied = load_seconds(link, shape, strategy.with_terms(offload_overlap=1 - missing / 2048), host, 4096, 2048, 1)
+    missed = strategy.with_terms(offload_overlap=1 - missing / 2048)
+    _, copied = HostLink(shape, link, missed, host).load_seconds(4096, 2048, 1)
     assert copied == pytest.approx(gather_cost((keys, keys), missing).read_bytes)
-    streamed = stream_seconds(link, strategy, host, 4096)
+    streamed = HostLink(shape, link, strategy, host).stream_seconds(4096)
     assert streamed == 2 * copy_prefix_cost(keys, 4096 - 192).read_bytes
 
 

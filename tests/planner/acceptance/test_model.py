@@ -16,7 +16,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.policy import SPARSE_RATIO, make_selection
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.roofline.speculation import tokens_per_round
+from ridgeplan.roofline.round import tokens_per_round
 
 LLAMA = "Llama-3.1-8B"
 OWN = AcceptanceRow(

@@ -22,7 +22,7 @@ from ridgeplan.planner.acceptance.rows import (
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import PlanError, Workload
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.roofline.speculation import accepted_share, conditional_acceptance
+from ridgeplan.roofline.round import conditional_acceptance, tokens_per_round
 
 ROW = {
     "draft": "kv4",
@@ -68,7 +68,8 @@ def test_accepted_drafts_of_a_round():
 @pytest.mark.parametrize("gamma", [1, 2, 3, 6, 11, 15])
 @pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.93, 0.999])
 def test_the_share_of_an_acceptance_leads_back_to_it(gamma, acceptance):
-    assert conditional_acceptance(accepted_share(acceptance, gamma), gamma) == pytest.approx(acceptance)
+    share = (tokens_per_round(acceptance, gamma) - 1) / gamma
+    assert conditional_acceptance(share, gamma) == pytest.approx(acceptance)
 
 
 def test_all_accepted_is_an_acceptance_of_one_and_none_of_zero():

@@ -20,7 +20,7 @@ from ridgeplan.planner.export.carry import rounds_of, served
 from ridgeplan.planner.export.drafts import ranges
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.plan.plan import Eviction, Placement, Plan, Weights, Workload
-from ridgeplan.roofline.speculation import tokens_per_round
+from ridgeplan.roofline.round import tokens_per_round
 
 MODELS = [shape.name for shape in list_models()]
 WORKLOADS = st.builds(

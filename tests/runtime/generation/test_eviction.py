@@ -13,7 +13,8 @@ from ridgeplan.runtime.eviction.policies import OracleScorer
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.model.prefill import causal_attention, plan_attention, prefill
+from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill_layer import causal_attention, plan_attention
 from ridgeplan.runtime.policies.base import TokenSelector
 
 LENGTHS, BUDGET, NEW = [128, 70, 37], 45, 90

@@ -15,7 +15,7 @@ from ridgeplan.roofline.plan.plan import HostPart
 from ridgeplan.roofline.plan.policy import EVICTIONS
 from ridgeplan.runtime.buffers import HostMemory
 from ridgeplan.runtime.model.linear import Int4, LibraryInt4Weight
-from ridgeplan.runtime.model.prefill import causal_attention
+from ridgeplan.runtime.model.prefill_layer import causal_attention
 from ridgeplan.runtime.quantization.gptq import quantize_weight
 
 

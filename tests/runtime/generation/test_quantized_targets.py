@@ -17,7 +17,8 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model import checkpoint
 from ridgeplan.runtime.model.linear import Dense, Int4, Int8
-from ridgeplan.runtime.model.prefill import prefill, prefill_layer
+from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill_layer import prefill_layer
 from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization import calibration
 from ridgeplan.runtime.quantization.calibration import CalibrationText

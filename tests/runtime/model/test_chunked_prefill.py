@@ -15,7 +15,7 @@ from ridgeplan.roofline.plan.plan import PlanError
 from ridgeplan.roofline.plan.policy import EVICTIONS
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.model.chunked_prefill import chunk_bounds, chunked_prefill
+from ridgeplan.runtime.model.prefill import chunk_bounds, prefill_all
 from ridgeplan.runtime.policies.base import TokenSelector
 
 POLICIES = tuple(name for name, policy in EVICTIONS.items() if policy.chunked)
@@ -62,11 +62,12 @@ def test_every_policy_against_whole_matrices(policy, length, model, opened, prom
     engine, prompt, observer = opened(policy, chunk=29), torch.tensor(prompts(length)[0]), Observer()
     to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
     to = type(to)(engine.cache, 0, engine.scorer, observer)
-    logits = chunked_prefill(engine.decoder, engine.weights, to, prompt, 29)
+    logits = prefill_all(engine.decoder, engine.weights, [to], prompt, evict_every=29)
     simulated = Simulation(model.reference, prompt, chunk_bounds(length, 29), policy, engine.cache.config.kept)
     torch.testing.assert_close(logits, simulated.logits(), rtol=1e-4, atol=1e-4)
     for layer, (_, keys, positions) in enumerate(observer.seen):
         kept = simulated.alive[layer]
+        positions = positions.expand(len(keys), -1)
         assert positions.shape[1] == engine.cache.config.kept(length)[layer]
         for head in range(KV_HEADS):
             at = positions[head] + length
@@ -266,7 +267,8 @@ def test_codes_are_of_what_full_precision_keeps(opened, prompts):
     for kv in ("bf16", "int8", "int4x2"):
         engine, observer = opened("dapq", kv=kv, chunk=32), Observer()
         to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-        chunked_prefill(engine.decoder, engine.weights, type(to)(engine.cache, 0, engine.scorer, observer), ids, 32)
+        observed = type(to)(engine.cache, 0, engine.scorer, observer)
+        prefill_all(engine.decoder, engine.weights, [observed], ids, evict_every=32)
         seen.append(observer.seen)
     for call in seen[1:]:
         for ours, theirs in zip(seen[0], call, strict=True):
@@ -279,7 +281,8 @@ def test_the_last_queries_are_the_last_chunks(opened, prompts):
     observer.window = 64
     ids = torch.tensor(prompts(95)[0])
     to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-    chunked_prefill(engine.decoder, engine.weights, type(to)(engine.cache, 0, engine.scorer, observer), ids, 10)
+    observed = type(to)(engine.cache, 0, engine.scorer, observer)
+    prefill_all(engine.decoder, engine.weights, [observed], ids, evict_every=10)
     assert {len(queries) for queries, _, _ in observer.seen} == {10}
     kept = [*range(-95, -91), *range(4 - BUDGET, 0)]
     assert [positions.tolist() for _, _, positions in observer.seen] == [[kept] * KV_HEADS] * LAYERS
@@ -293,7 +296,7 @@ def test_the_workspace_does_not_grow_with_the_prompt(policy, kv, opened, prompts
     for length in (120, 240, 1000):
         arena = Arena(torch.empty(1 << 24, dtype=torch.uint8))
         to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-        chunked_prefill(engine.decoder, engine.weights, to, torch.tensor(prompts(length)[0]), 40, arena)
+        prefill_all(engine.decoder, engine.weights, [to], torch.tensor(prompts(length)[0]), arena=arena, evict_every=40)
         reached.append(arena.reached)
     assert reached[0] == reached[1] == reached[2]
 
@@ -305,7 +308,7 @@ def test_the_workspace_is_what_is_predicted(kv, opened, prompts):
     strategy = strategy_of(engine.plan, engine.config.shape, device, 1.0)
     arena = Arena(torch.empty(1 << 24, dtype=torch.uint8))
     to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
-    chunked_prefill(engine.decoder, engine.weights, to, torch.tensor(prompts(300)[0]), 50, arena)
+    prefill_all(engine.decoder, engine.weights, [to], torch.tensor(prompts(300)[0]), arena=arena, evict_every=50)
     assert arena.reached == sum(chunk_buffers(engine.config.shape, strategy, 4))
 
 

@@ -9,7 +9,8 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.model.prefill import causal_attention, prefill
+from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill_layer import causal_attention
 
 TOLERANCE = 1e-3
 MODELS = {

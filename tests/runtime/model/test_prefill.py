@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ridgeplan.runtime.model.prefill import attend_in_place, causal_attention
+from ridgeplan.runtime.model.prefill_layer import attend_in_place, causal_attention
 
 TOKENS = 50
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.model.linear import Dense, Int4, LibraryInt4Weight
-from ridgeplan.runtime.model.prefill import prefill_layer
+from ridgeplan.runtime.model.prefill_layer import prefill_layer
 from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization import calibration as calibrate
 from ridgeplan.runtime.quantization.calibration import (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
-from ridgeplan.roofline.speculation import RoundCosts, tokens_at
+from ridgeplan.roofline.round import RoundCosts, tokens_at
 from ridgeplan.runtime.speculation.gamma_control import (
     HYSTERESIS,
     AdaptiveGamma,

@@ -17,7 +17,8 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
-from ridgeplan.runtime.model.prefill import prefill, prefill_layer
+from ridgeplan.runtime.model.prefill import prefill
+from ridgeplan.runtime.model.prefill_layer import prefill_layer
 from ridgeplan.runtime.quantization import calibration
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.validate.decode_bench.inflation import (

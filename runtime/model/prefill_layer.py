@@ -1,0 +1,233 @@
+"""One layer of a prompt: projections and MLP in chunks of tokens, exact attention over the whole text.
+
+A layer's buffers serve the next layer, so the workspace is the text's hidden states and one layer's queries and KV, all
+of which may lie in a scratch arena, and either one chunk of the MLP or the attention of a few heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from ridgeplan.kernels.attention import MAX_QUERIES, decode_attention
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.execution import (
+    PADDED_PROMPT_TOKENS,
+    PREFILL_ATTENDED_TOKENS,
+    PREFILL_CHUNK_TOKENS,
+    padded_prompt,
+)
+from ridgeplan.runtime.buffers import Arena
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# cuDNN is about twice as fast as FlashAttention-2 on long prompts (H200, 8k to 128k tokens).
+LONG_PROMPT_BACKENDS = [SDPBackend.CUDNN_ATTENTION, *BACKENDS]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Splits `total` tokens into a prompt of `tokens` tokens and those appended to it, which it does not see.
+
+    The two are projected and attend separately, so appended tokens do not change a bit of the prompt's results.
+    """
+
+    tokens: int
+    total: int
+    chunk_tokens: int = PREFILL_CHUNK_TOKENS
+
+    @property
+    def chunks(self) -> list[slice]:
+        """Tokens that are projected together."""
+        prompt, rest = (0, self.tokens), (self.tokens, self.total)
+        return [
+            slice(start, min(start + self.chunk_tokens, last))
+            for first, last in (prompt, rest)
+            for start in range(first, last, self.chunk_tokens)
+        ]
+
+
+class Padded(NamedTuple):
+    """queries: [padded, q_heads, head_dim]; keys, values: [1, kv_heads, padded, head_dim]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBuffers:
+    """Queries, keys and values of `tokens` tokens, then padding. Every layer of the prompt reuses the buffers.
+
+    The padding is 0, as masked values still enter a product and must be finite. held: number of earlier tokens; their
+    keys and values come first, and they have no queries.
+    """
+
+    tokens: int
+    padded: Padded
+    held: int = 0
+
+    @classmethod
+    def take(cls, arena: Arena, shape: ModelShape, hidden: Tensor, room: int = 0) -> LayerBuffers:
+        """Buffers for tokens with these hidden states [tokens, hidden], and up to `room` earlier ones."""
+        tokens, padded = len(hidden), int(padded_prompt(len(hidden)))
+        kv_sizes = (1, shape.kv_heads, room + padded, shape.head_dim)
+        q_sizes = (padded, shape.q_heads, shape.head_dim)
+        buffers = Padded(*(arena.empty(sizes, hidden.dtype) for sizes in (q_sizes, kv_sizes, kv_sizes)))
+        buffers.queries[tokens:] = 0
+        buffers.keys[:, :, tokens:] = 0
+        buffers.values[:, :, tokens:] = 0
+        return cls(tokens, buffers)
+
+    @property
+    def queries(self) -> Tensor:
+        """[tokens, q_heads, head_dim]."""
+        return self.padded.queries[: self.tokens]
+
+    @property
+    def keys(self) -> Tensor:
+        """[kv_heads, held + tokens, head_dim]."""
+        return self.padded.keys[0, :, : self.held + self.tokens]
+
+    @property
+    def values(self) -> Tensor:
+        """[kv_heads, held + tokens, head_dim]."""
+        return self.padded.values[0, :, : self.held + self.tokens]
+
+
+def prefill_layer(
+    decoder: Decoder,
+    layer: LayerWeights,
+    hidden: Tensor,
+    window: int | None,
+    chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+    buffers: LayerBuffers | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Updates hidden [tokens, hidden] in place; returns keys and values [kv_heads, tokens, head_dim].
+
+    These are views of `buffers`, which are allocated unless given.
+    """
+    buffers = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), decoder.config.shape, hidden)
+    parts = Parts(len(hidden), len(hidden), chunk_tokens)
+    project_layer(decoder, layer, hidden, buffers, parts)
+    attend_layer(buffers, parts, window)
+    finish_layer(decoder, layer, hidden, buffers, parts)
+    return buffers.keys, buffers.values
+
+
+def project_layer(
+    decoder: Decoder,
+    layer: LayerWeights,
+    hidden: Tensor,
+    buffers: LayerBuffers,
+    parts: Parts,
+    start: int = 0,
+) -> None:
+    """Fills the buffers with the layer's rotated queries and keys, and its values.
+
+    start: position of the first token in the text.
+    """
+    queries, keys, values = buffers.padded
+    for chunk in parts.chunks:
+        places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
+        normed = decoder.norm(hidden[chunk], None, layer.attention_norm)[1][None]
+        tables = decoder.rotary(start + places)
+        queries[chunk] = decoder.project(layer, normed, tables, keys, values, buffers.held + places)[0]
+
+
+def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> None:
+    """Attention of every token to itself and to those before it, held ones too; the output overwrites the queries.
+
+    The prompt attends together with what stands behind it up to its padded length, which none of its tokens sees.
+    """
+    queries, keys, values = buffers.padded
+    held, tokens, padded = buffers.held, parts.tokens, int(padded_prompt(parts.tokens))
+    seen = slice(held + padded)
+    starts = range(tokens, parts.total, MAX_QUERIES)
+    # Made before the prompt's attention: the decode kernel may read them before the kernel ahead of it has ended.
+    first = torch.zeros(1, dtype=torch.int32, device=queries.device)
+    # Counted there: a copy of the host's would wait for all that runs before.
+    seen_first, seen_last = held + tokens + 1, held + parts.total + 1
+    ends = torch.arange(seen_first, seen_last, MAX_QUERIES, dtype=torch.int32, device=queries.device)
+    attend_in_place(queries[:padded], keys[0, :, seen], values[0, :, seen], window, tokens)
+    for index, start in enumerate(starts):
+        part = queries[None, start : min(start + MAX_QUERIES, parts.total)]
+        part.copy_(decode_attention(part, keys, values, first, ends[index : index + 1]))
+
+
+def plan_attention(decoder: Decoder, weights: DecoderWeights, arena: Arena, tokens: int, appended: int) -> None:
+    """Runs attention once as for a prompt of this length and its appended tokens, so that cuDNN caches its plans.
+
+    arena: memory for the buffers.
+    """
+    parts = Parts(tokens, tokens + appended)
+    hidden = weights.embedding.new_empty(parts.total, 0)
+    buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
+    for window in set(decoder.config.windows):
+        attend_layer(buffers, parts, window)
+
+
+def finish_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, buffers: LayerBuffers, parts: Parts) -> None:
+    """Output projection and MLP, in place of hidden [tokens, hidden]."""
+    for chunk in parts.chunks:
+        attended = layer.output(buffers.queries[chunk].flatten(1))
+        residual, normed = decoder.norm(hidden[chunk], attended, layer.mlp_norm)
+        torch.add(residual, layer.mlp(normed), out=hidden[chunk])
+
+
+def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, tokens: int) -> None:
+    """`causal_attention` of queries [padded, q_heads, head_dim]; the output overwrites the first `tokens`.
+
+    A long prompt's heads attend a few at a time, so that the part of the output beside the queries stays small.
+    """
+    kv_heads = len(keys)
+    ratio, together = queries.shape[1] // kv_heads, max(1, PREFILL_ATTENDED_TOKENS // len(queries))
+    for first in range(0, kv_heads, together):
+        heads = slice(first, first + together)
+        part = queries[:, first * ratio : (first + together) * ratio].transpose(0, 1)
+        part[:, :tokens] = causal_attention(part, keys[heads], values[heads], window)[:, :tokens]
+
+
+def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    """Attention of a text's last tokens, q [q_heads, tokens, head_dim]; keys, values [kv_heads, all tokens, head_dim].
+
+    A token attends to itself and to those before it, to at most `window` in all; with a window q has all tokens.
+    """
+    tokens, seen = q.shape[1], keys.shape[1]
+    if tokens < seen:
+        assert window is None, "a window is of consecutive tokens"
+        # Masked like this, FlashAttention forms no mask.
+        return _attend(q, keys, values, attn_mask=causal_lower_right(tokens, seen))
+    if window is None or tokens <= window:
+        return _attend(q, keys, values, is_causal=True)
+    out = torch.empty_like(q)
+    for start in range(0, tokens, window):
+        stop = min(start + window, tokens)
+        first = max(0, start - window + 1)
+        places = torch.arange(first, stop, device=q.device)
+        distance = places[start - first :, None] - places
+        mask = (distance >= 0) & (distance < window)
+        out[:, start:stop] = _attend(q[:, start:stop], keys[:, first:stop], values[:, first:stop], attn_mask=mask)
+    return out
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    backends = LONG_PROMPT_BACKENDS if q.shape[1] >= PADDED_PROMPT_TOKENS else BACKENDS
+    with sdpa_kernel(backends, set_priority=True):
+        return functional.scaled_dot_product_attention(
+            q[None],
+            keys[None],
+            values[None],
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            enable_gqa=q.shape[0] != keys.shape[0],
+        )[0]
