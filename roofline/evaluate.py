@@ -122,17 +122,15 @@ def eviction_ops(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> 
     matrices = layer_parameters(shape) / shape.layers
     widths = shape.hidden, shape.q_width + 2 * shape.intermediate
     products = ops.matmul(appended, *widths, matrices, strategy.target.weight_bytes, element_bytes)
-    attention = ops.attention(
-        1, appended, shape.q_heads, shape.kv_heads, shape.head_dim, 0, chunks.candidates + appended, 0, element_bytes,
-        strategy.kv_group, 1,
-    )  # fmt: skip
+    seen = ops.KVRead(0, chunks.candidates + appended, 0, element_bytes, strategy.kv_group, 1)
+    attention = ops.attention(1, appended, shape.q_heads, shape.kv_heads, shape.head_dim, seen)
     pairs = shape.q_heads / shape.kv_heads * strategy.scored_pairs
     token_elements = shape.kv_elements_per_token_per_layer
     scores = ops.eviction_scores(pairs, shape.head_dim, chunks.candidates, element_bytes)
     softmax = ops.eviction_softmax(pairs, chunks.candidates, element_bytes)
     # Tokens that stay are gathered and then stored; those of earlier chunks are copied ahead of each later chunk.
-    stored = ops.copy_tokens(token_elements, 2 * strategy.kept_tokens, element_bytes)
-    held = ops.copy_tokens(token_elements, chunks.held * chunks.count / maximum(chunks.count - 1, 1), element_bytes)
+    stored = ops.copy(2 * strategy.kept_tokens * token_elements, element_bytes)
+    held = ops.copy(chunks.held * chunks.count / maximum(chunks.count - 1, 1) * token_elements, element_bytes)
     heads = shape.layers * shape.kv_heads * evictions
     return (
         Op("appended tokens", "linear", products, passes),

@@ -3,11 +3,11 @@
 Every function is plain arithmetic on its arguments, which may be ints (tests compare the result with the cost that the
 kernel declares), numpy arrays (for sweeps) or sympy symbols (to print, solve or lambdify).
 `element_bytes` is the size of a full-precision element: 2 for bf16 on a GPU, 4 for fp32 on a CPU.
-
-Plain arithmetic on its arguments, as `ridgeplan.roofline.ops`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from ridgeplan.roofline.cost import Cost, Term
 
@@ -86,80 +86,62 @@ def quantized_bytes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, b
     return codes + metadata_bytes(batch, kv_heads, head_dim, tokens, group)
 
 
-def attention(
-    batch: Term,
-    queries: Term,
-    q_heads: Term,
-    kv_heads: Term,
-    head_dim: Term,
-    quantized_tokens: Term,
-    full_tokens: Term,
-    bits: Term,
-    element_bytes: Term,
-    group: Term,
-    splits: Term,
-) -> Cost:
+class KVRead(NamedTuple):
+    """What split-KV attention reads of each sequence and layer.
+
+    bits: of the quantized tokens' codes: 4 (upper codes), 8 (upper and lower) or 0 where nothing is quantized.
+    """
+
+    quantized_tokens: Term
+    full_tokens: Term
+    bits: Term
+    element_bytes: Term
+    group: Term
+    splits: Term
+
+    @property
+    def tokens(self) -> Term:
+        """All tokens."""
+        return self.quantized_tokens + self.full_tokens
+
+
+def attention(batch: Term, queries: Term, q_heads: Term, kv_heads: Term, head_dim: Term, kv: KVRead) -> Cost:
     """Split-KV attention of `queries` tokens per sequence over quantized and full-precision tokens, merge included."""
-    sizes = (batch, queries, q_heads, kv_heads, head_dim)
-    attending = split_attention(*sizes, quantized_tokens, full_tokens, bits, element_bytes, group, splits)
-    return attending + merge(batch, queries, q_heads, head_dim, splits, element_bytes)
+    attending = split_attention(batch, queries, q_heads, kv_heads, head_dim, kv)
+    return attending + merge(batch, queries, q_heads, head_dim, kv.splits, kv.element_bytes)
 
 
-def split_attention(
-    batch: Term,
-    queries: Term,
-    q_heads: Term,
-    kv_heads: Term,
-    head_dim: Term,
-    quantized_tokens: Term,
-    full_tokens: Term,
-    bits: Term,
-    element_bytes: Term,
-    group: Term,
-    splits: Term,
-) -> Cost:
+def split_attention(batch: Term, queries: Term, q_heads: Term, kv_heads: Term, head_dim: Term, kv: KVRead) -> Cost:
     """`attention` without the merge: every split writes an fp32 partial and its log-sum-exp.
 
-    `bits` is 4 (upper codes), 8 (upper and lower) or 0 where nothing is quantized. Each KV head's cache is read
-    once for all query heads of its group and all queries.
+    Each KV head's cache is read once for all query heads of its group and all queries.
     """
-    quantized = quantized_bytes(batch, kv_heads, head_dim, quantized_tokens, bits, group)
-    full = batch * 2 * kv_heads * head_dim * full_tokens * element_bytes
-    query = batch * queries * q_heads * head_dim * element_bytes
+    quantized = quantized_bytes(batch, kv_heads, head_dim, kv.quantized_tokens, kv.bits, kv.group)
+    full = batch * 2 * kv_heads * head_dim * kv.full_tokens * kv.element_bytes
+    query = batch * queries * q_heads * head_dim * kv.element_bytes
     return Cost(
-        flops=4 * batch * queries * q_heads * head_dim * (quantized_tokens + full_tokens),
+        flops=4 * batch * queries * q_heads * head_dim * kv.tokens,
         read_bytes=quantized + full + query,
-        write_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),
+        write_bytes=partial_bytes(batch, queries, q_heads, head_dim, kv.splits),
     )
 
 
 def latent_attention(
-    batch: Term,
-    queries: Term,
-    q_heads: Term,
-    latent: Term,
-    rope_dim: Term,
-    head_dim: Term,
-    quantized_tokens: Term,
-    full_tokens: Term,
-    bits: Term,
-    element_bytes: Term,
-    group: Term,
-    splits: Term,
+    batch: Term, queries: Term, q_heads: Term, latent: Term, rope_dim: Term, head_dim: Term, kv: KVRead
 ) -> Cost:
     """`attention` under MLA with absorbed projections: all heads read one latent row per token.
 
     A quantized row has the scales and minima of row / (2 x head_dim) heads of keys and values.
     """
     row = latent + rope_dim
-    quantized = quantized_bytes(batch, row / (2 * head_dim), head_dim, quantized_tokens, bits, group)
-    full = (batch * row * full_tokens + batch * queries * q_heads * row) * element_bytes
+    quantized = quantized_bytes(batch, row / (2 * head_dim), head_dim, kv.quantized_tokens, kv.bits, kv.group)
+    full = (batch * row * kv.full_tokens + batch * queries * q_heads * row) * kv.element_bytes
     attending = Cost(
-        flops=2 * batch * queries * q_heads * (row + latent) * (quantized_tokens + full_tokens),
+        flops=2 * batch * queries * q_heads * (row + latent) * kv.tokens,
         read_bytes=quantized + full,
-        write_bytes=partial_bytes(batch, queries, q_heads, latent, splits),
+        write_bytes=partial_bytes(batch, queries, q_heads, latent, kv.splits),
     )
-    return attending + merge(batch, queries, q_heads, latent, splits, element_bytes)
+    return attending + merge(batch, queries, q_heads, latent, kv.splits, kv.element_bytes)
 
 
 def partial_bytes(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Term) -> Term:
@@ -176,43 +158,31 @@ def merge(batch: Term, queries: Term, q_heads: Term, head_dim: Term, splits: Ter
     )
 
 
+class PromptHeads(NamedTuple):
+    """Heads of prefill attention. kv_elements: keys and values of one token."""
+
+    q_heads: Term
+    kv_elements: Term
+    score_dim: Term
+    value_dim: Term
+
+
 def causal_attention(
-    batch: Term,
-    q_heads: Term,
-    kv_elements: Term,
-    score_dim: Term,
-    value_dim: Term,
-    tokens: Term,
-    element_bytes: Term,
-    held: Term = 0,
+    batch: Term, heads: PromptHeads, tokens: Term, element_bytes: Term, held: Term = 0, window: Term | None = None
 ) -> Cost:
     """Causal prefill attention (FlashAttention: scores stay on chip): half of the tokens' own pairs are masked.
 
-    held: earlier tokens, which all of them see.
+    held: earlier tokens, which all of them see. window: of a sliding window each token sees at most so many tokens, of
+    at most `tokens`.
     """
-    width = q_heads * (score_dim + value_dim)
+    width = heads.q_heads * (heads.score_dim + heads.value_dim)
+    pairs = (tokens**2 + 2 * tokens * held) / 2 if window is None else tokens * window - window**2 / 2
+    kv_elements, query_elements = heads.kv_elements, heads.q_heads * heads.score_dim
     return Cost(
-        flops=batch * width * (tokens**2 + 2 * tokens * held),
-        read_bytes=batch * (tokens * (q_heads * score_dim + kv_elements) + held * kv_elements) * element_bytes,
-        write_bytes=batch * tokens * q_heads * value_dim * element_bytes,
+        flops=2 * batch * width * pairs,
+        read_bytes=batch * (tokens * (query_elements + kv_elements) + held * kv_elements) * element_bytes,
+        write_bytes=batch * tokens * heads.q_heads * heads.value_dim * element_bytes,
     )
-
-
-def windowed_attention(
-    batch: Term,
-    q_heads: Term,
-    kv_elements: Term,
-    score_dim: Term,
-    value_dim: Term,
-    tokens: Term,
-    window: Term,
-    element_bytes: Term,
-) -> Cost:
-    """Prefill attention with a sliding window: each token sees at most `window` tokens; `window <= tokens`."""
-    causal = causal_attention(batch, q_heads, kv_elements, score_dim, value_dim, tokens, element_bytes)
-    pairs = tokens * window - window**2 / 2
-    width = q_heads * (score_dim + value_dim)
-    return Cost(2 * batch * width * pairs, causal.read_bytes, causal.write_bytes)
 
 
 def quantize(
@@ -352,68 +322,36 @@ def allocate_slots(batch: Term, sets: Term, chosen: Term, slots: Term) -> Cost:
 
 
 def sparse_attention(
-    batch: Term,
-    queries: Term,
-    q_heads: Term,
-    kv_heads: Term,
-    head_dim: Term,
-    chosen_tokens: Term,
-    full_tokens: Term,
-    bits: Term,
-    element_bytes: Term,
-    group: Term,
-    splits: Term,
-    entries: Term,
+    batch: Term, queries: Term, q_heads: Term, kv_heads: Term, head_dim: Term, kv: KVRead, entries: Term
 ) -> Cost:
-    """Split-KV attention to `chosen_tokens` per KV head, of `bits` bits or 0 for full precision, and to recent ones.
+    """Split-KV attention to chosen tokens of each KV head and to all recent ones, without the merge.
 
-    `full_tokens` are recent. The merge is not counted. entries: of all index lists. A chosen token costs its own codes,
-    scale and minimum, and its share of its group's key scales, whatever else its sectors hold.
+    kv: `quantized_tokens` are those chosen, also where `bits` is 0 and they are in full precision. entries: of all
+    index lists. A chosen token costs its own codes, scale and minimum, and its share of its group's key scales,
+    whatever else its sectors hold.
     """
-    full = batch * 2 * kv_heads * head_dim * full_tokens * element_bytes
-    query = batch * queries * q_heads * head_dim * element_bytes
+    full = batch * 2 * kv_heads * head_dim * kv.full_tokens * kv.element_bytes
+    query = batch * queries * q_heads * head_dim * kv.element_bytes
+    if kv.bits == 0:
+        chosen = batch * 2 * kv_heads * head_dim * kv.quantized_tokens * kv.element_bytes
+    else:
+        chosen = quantized_bytes(batch, kv_heads, head_dim, kv.quantized_tokens, kv.bits, kv.group)
     return Cost(
-        flops=4 * batch * queries * q_heads * head_dim * (chosen_tokens + full_tokens),
-        read_bytes=full
-        + query
-        + chosen_bytes(batch, kv_heads, head_dim, chosen_tokens, bits, element_bytes, group)
-        + entries * SELECTED_INDEX_BYTES,
-        write_bytes=partial_bytes(batch, queries, q_heads, head_dim, splits),
-    )
-
-
-def chosen_bytes(
-    batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, bits: Term, element_bytes: Term, group: Term
-) -> Term:
-    """Bytes of `tokens` chosen tokens per KV head, keys and values."""
-    if bits == 0:
-        return batch * 2 * kv_heads * head_dim * tokens * element_bytes
-    return code_bytes(batch, 2 * kv_heads * head_dim, tokens, bits) + metadata_bytes(
-        batch, kv_heads, head_dim, tokens, group
+        flops=4 * batch * queries * q_heads * head_dim * kv.tokens,
+        read_bytes=full + query + chosen + entries * SELECTED_INDEX_BYTES,
+        write_bytes=partial_bytes(batch, queries, q_heads, head_dim, kv.splits),
     )
 
 
 def progressive_attention(
-    batch: Term,
-    q_heads: Term,
-    kv_heads: Term,
-    head_dim: Term,
-    tokens: Term,
-    chosen_tokens: Term,
-    full_tokens: Term,
-    element_bytes: Term,
-    group: Term,
-    splits: Term,
+    batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, scanned: Term, kv: KVRead
 ) -> Cost:
-    """A query's scan of `tokens` 2-bit keys, and attention to the `chosen_tokens` it ranks first, in one kernel.
+    """A query's scan of `scanned` 2-bit keys, and attention to the tokens it ranks first, in one kernel.
 
-    Scores and choices stay in shared memory.
+    kv: as for `sparse_attention`. Scores and choices stay in shared memory.
     """
-    scan = two_bit_scan(batch, q_heads, kv_heads, head_dim, tokens, group)
-    chosen = sparse_attention(
-        batch, 1, q_heads, kv_heads, head_dim, chosen_tokens, full_tokens, UPPER_BITS, element_bytes, group, splits, 0
-    )
-    return Cost(scan.flops, scan.read_bytes) + chosen
+    scan = two_bit_scan(batch, q_heads, kv_heads, head_dim, scanned, kv.group)
+    return Cost(scan.flops, scan.read_bytes) + sparse_attention(batch, 1, q_heads, kv_heads, head_dim, kv, 0)
 
 
 def collect_scores(batch: Term, q_heads: Term, kv_heads: Term, tokens: Term, summed: Term, relative: Term) -> Cost:
@@ -429,13 +367,6 @@ def collect_scores(batch: Term, q_heads: Term, kv_heads: Term, tokens: Term, sum
     )
 
 
-def pack_draft_planes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term) -> Cost:
-    """2-bit keys and token-major values of `tokens` tokens per sequence, from their upper codes."""
-    elements = kv_heads * head_dim
-    upper = code_bytes(batch, elements, tokens, UPPER_BITS)
-    return Cost(read_bytes=2 * upper, write_bytes=upper + code_bytes(batch, elements, tokens, TWO_BITS))
-
-
 def eviction_scores(pairs: Term, head_dim: Term, tokens: Term, element_bytes: Term) -> Cost:
     """Logits of `pairs` pairs of a query and a token of one KV head, written in full precision."""
     return Cost(2 * pairs * head_dim, tokens * head_dim * element_bytes, pairs * element_bytes)
@@ -449,9 +380,3 @@ def eviction_softmax(pairs: Term, tokens: Term, element_bytes: Term) -> Cost:
         read_bytes=pairs * (element_bytes + SCORE_BYTES) + ranked_bytes,
         write_bytes=pairs * SCORE_BYTES + ranked_bytes,
     )
-
-
-def copy_tokens(kv_elements: Term, tokens: Term, element_bytes: Term) -> Cost:
-    """A copy of `tokens` tokens of `kv_elements` elements each."""
-    moved_bytes = tokens * kv_elements * element_bytes
-    return Cost(read_bytes=moved_bytes, write_bytes=moved_bytes)

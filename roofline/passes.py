@@ -260,23 +260,23 @@ def _attention_cost(shape: ModelShape, terms: PassTerms) -> Cost:
     """One read of a layer's KV by decode attention."""
     query_sizes = terms.batch, terms.queries / terms.reads, shape.q_heads
     tokens = terms.quantized_tokens, terms.full_tokens
-    formats = terms.bits, terms.element_bytes, terms.group, terms.splits
+    kv = ops.KVRead(*tokens, terms.bits, terms.element_bytes, terms.group, terms.splits)
     if shape.is_mla:
         rope_dim = shape.score_dim - shape.value_dim
-        return ops.latent_attention(*query_sizes, shape.value_dim, rope_dim, shape.head_dim, *tokens, *formats)
-    return ops.attention(*query_sizes, shape.kv_heads, shape.head_dim, *tokens, *formats)
+        return ops.latent_attention(*query_sizes, shape.value_dim, rope_dim, shape.head_dim, kv)
+    return ops.attention(*query_sizes, shape.kv_heads, shape.head_dim, kv)
 
 
 def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term, held: Term) -> tuple[Op, ...]:
     """FlashAttention over the prompt; under MLA with per-head keys and values, not absorbed."""
     value_dim = shape.v_head_dim or shape.head_dim
     kv_elements = shape.kv_heads * (shape.head_dim + value_dim)
-    arguments = (batch, shape.q_heads, kv_elements, shape.head_dim, value_dim, tokens)
-    causal = ops.causal_attention(*arguments, element_bytes, held)
+    heads = ops.PromptHeads(shape.q_heads, kv_elements, shape.head_dim, value_dim)
+    causal = ops.causal_attention(batch, heads, tokens, element_bytes, held)
     layers = shape.layers - shape.window_layers
     everything = (Op("prefill attention", "prefill_attention", causal, layers),)
     if not shape.window_layers:
         return everything
     window = minimum(tokens, shape.window_tokens)
-    windowed = ops.windowed_attention(*arguments, window, element_bytes)
+    windowed = ops.causal_attention(batch, heads, tokens, element_bytes, window=window)
     return (*everything, Op("prefill attention (window)", "prefill_attention", windowed, shape.window_layers))

@@ -18,19 +18,18 @@ from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime.decode_loop import DecodeLoop
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.eviction import eviction_scorer, most_appended
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
-from ridgeplan.runtime.model.prefill import Destination, PromptObservers, prefill_all
+from ridgeplan.runtime.model.prefill import Destination, prefill_all
 from ridgeplan.runtime.model.prefill_layer import plan_attention
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.offload.layer_mover import layer_mover
-from ridgeplan.runtime.policies import token_selector
-from ridgeplan.runtime.policies.base import TokenSelector
+from ridgeplan.runtime.policies import eviction_scorer, token_selector
+from ridgeplan.runtime.policies.base import PromptObservers, TokenSelector
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
@@ -117,7 +116,8 @@ class Engine:
         if device.type == "cuda":
             with prompt_arena(plan, self.draft_weights, device) as arena:
                 if not self._chunk:  # FlashAttention, which all chunks but the first take, plans nothing
-                    plan_attention(self.decoder, weights, arena, plan.workload.context, most_appended(plan))
+                    appended = self.scorer.settings.appended_tokens if self.scorer is not None else 0
+                    plan_attention(self.decoder, weights, arena, plan.workload.context, appended)
             torch.cuda.empty_cache()  # what loading took is no generation's memory
 
     @cached_property

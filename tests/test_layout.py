@@ -21,7 +21,7 @@ INSTALLED: dict[str, set[str]] = {
     "validate": RUNTIME | {"scipy", "sympy", "flashinfer"},  # the last is a peer, where installed
 }
 # The plan lies below the planner. Only the engine, loading and memory checks ask the planner itself for figures.
-DECODER = ("model", "kv", "policies", "eviction", "speculation", "offload", "quantization", "retrieval")
+DECODER = ("model", "kv", "policies", "speculation", "offload", "quantization", "retrieval")
 NOT_FROM_PLANNER = ("kernels", *(f"runtime.{folder}" for folder in DECODER))
 FILES = {path.relative_to(ROOT).as_posix(): path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))}
 

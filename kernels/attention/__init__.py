@@ -94,8 +94,8 @@ def attention_cost(
     bits: of the codes, 4 or 8, or 0 without codes. Lengths are on the device, so the caller passes them.
     """
     batch, queries, q_heads, head_dim = q.shape
-    sizes = (batch, queries, q_heads, kv_heads, head_dim)
-    return ops.split_attention(*sizes, quantized_tokens, full_tokens, bits, q.element_size(), group, splits)
+    kv = ops.KVRead(quantized_tokens, full_tokens, bits, q.element_size(), group, splits)
+    return ops.split_attention(batch, queries, q_heads, kv_heads, head_dim, kv)
 
 
 def merge_cost(out: Tensor, splits: int) -> Cost:

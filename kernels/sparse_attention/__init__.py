@@ -134,13 +134,13 @@ def sparse_attention_cost(
 ) -> Cost:
     """Cost of `sparse_decode_attention` without its merge, to all pages of `index` and `full_tokens` recent tokens."""
     batch, queries, q_heads, head_dim = q.shape
-    sizes = (batch, queries, q_heads, kv_heads, head_dim, index.shape[2] * page, full_tokens)
-    return ops.sparse_attention(*sizes, bits, q.element_size(), group, splits, index.numel())
+    kv = ops.KVRead(index.shape[2] * page, full_tokens, bits, q.element_size(), group, splits)
+    return ops.sparse_attention(batch, queries, q_heads, kv_heads, head_dim, kv, index.numel())
 
 
 def progressive_cost(
     q: Tensor, codes: QuantizedKV, tokens: int, chosen_tokens: int, full_tokens: int, splits: int
 ) -> Cost:
     """Cost of `progressive_attention` as one kernel: scores and choices are neither written nor read."""
-    sizes = codes.batch, q.shape[2], codes.kv_heads, codes.head_dim
-    return ops.progressive_attention(*sizes, tokens, chosen_tokens, full_tokens, q.element_size(), codes.group, splits)
+    kv = ops.KVRead(chosen_tokens, full_tokens, ops.UPPER_BITS, q.element_size(), codes.group, splits)
+    return ops.progressive_attention(codes.batch, q.shape[2], codes.kv_heads, codes.head_dim, tokens, kv)

@@ -2,7 +2,7 @@
 
 A policy is one class in roofline/plan/policies: a frozen dataclass whose fields are its hyperparameters with their
 ranges. It states its cost, presets, quality, and what is known of its drafts' acceptance. `@policy` registers it under
-its name; runtime/policies or runtime/eviction executes it.
+its name; a class in runtime/policies executes it.
 """
 
 from __future__ import annotations

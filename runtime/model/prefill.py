@@ -24,45 +24,13 @@ from torch import Tensor
 
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, prompt_chunks
 from ridgeplan.runtime.buffers import Arena
-from ridgeplan.runtime.eviction.base import EvictionScorer, PromptLayer, compact, largest
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill_layer import LayerBuffers, Parts, attend_layer, finish_layer, project_layer
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.policies.base import PromptObserver
+from ridgeplan.runtime.policies.eviction import EvictionScorer, PromptLayer, compact, largest
 from ridgeplan.runtime.sampling import all_finite, require_finite
-
-
-class PromptObserver:
-    """Learns from a prompt while it is processed. The hooks of this base class do nothing."""
-
-    window = 0  # number of the prompt's last queries that `after_prefill` receives
-
-    def before_prefill(self, row: int, prompt: Tensor) -> None:
-        """A row's prompt, int64 [tokens], is about to be processed."""
-
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
-        """A layer of a row's prompt is in the cache.
-
-        queries: [window or fewer, q_heads, head_dim], of the last tokens. keys: [kv_heads, tokens, head_dim], of the
-        tokens that the layer keeps. positions: int64 [kv_heads or 1, tokens], of the keys, counted from the prompt's
-        end: its last token is at -1.
-        """
-
-
-class PromptObservers(PromptObserver):
-    """Passes a prompt on to several observers, each with as many queries as it asks for."""
-
-    def __init__(self, observers: Sequence[PromptObserver]) -> None:
-        self._observers = observers
-        self.window = max((observer.window for observer in observers), default=0)
-
-    def before_prefill(self, row: int, prompt: Tensor) -> None:
-        for observer in self._observers:
-            observer.before_prefill(row, prompt)
-
-    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
-        for observer in self._observers:
-            observer.after_prefill(layer, row, queries[max(0, len(queries) - observer.window) :], keys, positions)
 
 
 def prefill(

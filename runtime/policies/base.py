@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -16,10 +16,41 @@ from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.roofline.plan.policy import SparseSelection, TokenSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.model.prefill import PromptObserver
 from ridgeplan.runtime.offload.slots import Choice, LoadsAhead
+from ridgeplan.runtime.policies.registry import SELECTORS
 
-Selector = TypeVar("Selector", bound="TokenSelector")
+
+class PromptObserver:
+    """Learns from a prompt while it is processed. The hooks of this base class do nothing."""
+
+    window = 0  # number of the prompt's last queries that `after_prefill` receives
+
+    def before_prefill(self, row: int, prompt: Tensor) -> None:
+        """A row's prompt, int64 [tokens], is about to be processed."""
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        """A layer of a row's prompt is in the cache.
+
+        queries: [window or fewer, q_heads, head_dim], of the last tokens. keys: [kv_heads, tokens, head_dim], of the
+        tokens that the layer keeps. positions: int64 [kv_heads or 1, tokens], of the keys, counted from the prompt's
+        end: its last token is at -1.
+        """
+
+
+class PromptObservers(PromptObserver):
+    """Passes a prompt on to several observers, each with as many queries as it asks for."""
+
+    def __init__(self, observers: Sequence[PromptObserver]) -> None:
+        self._observers = observers
+        self.window = max((observer.window for observer in observers), default=0)
+
+    def before_prefill(self, row: int, prompt: Tensor) -> None:
+        for observer in self._observers:
+            observer.before_prefill(row, prompt)
+
+    def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
+        for observer in self._observers:
+            observer.after_prefill(layer, row, queries[max(0, len(queries) - observer.window) :], keys, positions)
 
 
 class TokenSelector(PromptObserver):
@@ -62,20 +93,7 @@ class TokenSelector(PromptObserver):
         return self.builder.target_metadata(queries)
 
 
-SELECTORS: dict[str, type[TokenSelector]] = {}  # by the plan's name for a selection
-
-
-def register_selector(name: str) -> Callable[[type[Selector]], type[Selector]]:
-    """Class decorator: plans whose selection has this name are executed by the class."""
-
-    def register(selector: type[Selector]) -> type[Selector]:
-        SELECTORS[name] = selector
-        return selector
-
-    return register
-
-
-@register_selector("all")
+@SELECTORS.register("all")
 class AllTokensSelector(TokenSelector):
     """The whole cache; nothing is chosen."""
 
@@ -201,7 +219,7 @@ class SparseSelector(TokenSelector):
         )  # fmt: skip
 
 
-@register_selector("streamingllm")
+@SELECTORS.register("streamingllm")
 class StreamingLLMSelector(SparseSelector):
     """In a full-precision cache the latest tokens are one run, so that only the sinks are gathered."""
 

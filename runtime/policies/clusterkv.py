@@ -8,14 +8,14 @@ from torch.nn import functional
 
 from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.policies.base import register_selector
 from ridgeplan.runtime.policies.per_query import PerQuerySelector
+from ridgeplan.runtime.policies.registry import SELECTORS
 
 ITERATIONS = 10  # of k-means
 COMPARED_TOKENS = 4096  # with all centroids at once
 
 
-@register_selector("clusterkv")
+@SELECTORS.register("clusterkv")
 class ClusterKVSelector(PerQuerySelector):
     """Tokens rank by their cluster's score, so that whole clusters are read, the last one in part (section 3.3).
 

@@ -17,7 +17,8 @@ from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.roofline.plan.policy import SparseSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex, register_selector
+from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex
+from ridgeplan.runtime.policies.registry import SELECTORS
 
 
 class PerQuerySelector(SparseSelector):
@@ -91,7 +92,7 @@ class PageBoundsSelector(PerQuerySelector):
         return page_scores(query, self.bounds[layer, : self.cache.rows], self.pages)
 
 
-@register_selector("quest")
+@SELECTORS.register("quest")
 class QuestSelector(PageBoundsSelector):
     """The smallest and the largest key of each page and channel."""
 
@@ -102,7 +103,7 @@ class QuestSelector(PageBoundsSelector):
         return page_bounds(keys, self.page)
 
 
-@register_selector("shadowkv")
+@SELECTORS.register("shadowkv")
 class ShadowKVSelector(PageBoundsSelector):
     """Landmarks, the means of chunks' keys after RoPE: bounds whose ends are equal, so that they score as one key.
 
@@ -137,7 +138,7 @@ class ShadowKVSelector(PageBoundsSelector):
         return scores.masked_fill(self.outlier[layer, : self.cache.rows], torch.inf)
 
 
-@register_selector("progressive")
+@SELECTORS.register("progressive")
 class ProgressiveSelector(PerQuerySelector):
     """The 2-bit keys are the upper bits of the upper codes, so the cache must hold codes."""
 
@@ -162,7 +163,7 @@ class ProgressiveSelector(PerQuerySelector):
         )  # fmt: skip
 
 
-@register_selector("oracle")
+@SELECTORS.register("oracle")
 class OracleSelector(PerQuerySelector):
     """The scores that attention to every token leaves; its output is not used.
 

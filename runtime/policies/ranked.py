@@ -12,7 +12,8 @@ from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.roofline.plan.policy import SparseSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex, register_selector
+from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex
+from ridgeplan.runtime.policies.registry import SELECTORS
 
 UNSCORED = float(1 << 22)  # above any score; float32 still tells 2^22 positions apart
 
@@ -82,7 +83,7 @@ def prompt_lse(query: Tensor, keys: Tensor) -> Tensor:
 MAX_JOINED = 4096  # generated tokens that join the sets
 
 
-@register_selector("snapkv")
+@SELECTORS.register("snapkv")
 class SnapKVSelector(SparseSelector):
     """Selects a set for each KV head in prefill; generated tokens join it once they are no longer recent.
 
@@ -161,7 +162,7 @@ class VerificationSelector(RankedSelector):
         return ScoreRequest(self.scores[layer, rows], self.rows, self.what, self.lse[layer, rows])
 
 
-@register_selector("specextend")
+@SELECTORS.register("specextend")
 class SpecExtendSelector(VerificationSelector):
     """Selects by the last verification query: scores are written before the last accepted query is known."""
 
@@ -170,7 +171,7 @@ class SpecExtendSelector(VerificationSelector):
         super().__init__(selection, builder)
 
 
-@register_selector("specattn")
+@SELECTORS.register("specattn")
 class SpecAttnSelector(VerificationSelector):
     """Selects by the first and the last verification query (Eq 3) or by all (Eq 2), per layer or per KV head."""
 

@@ -12,14 +12,15 @@ from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex, register_selector
+from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex
+from ridgeplan.runtime.policies.registry import SELECTORS
 from ridgeplan.runtime.retrieval.head import Head, Rotary, head_logits, head_scores
 
 ALIGNED_SLOTS = 64  # an odd number of columns of scores keeps cuBLAS from its fast products: 2.4 ms instead of 0.3
 NO_HEAD = "the plan chooses tokens by a retrieval head and none was given; `ridgeplan distill` trains one"
 
 
-@register_selector("retrieval-head")
+@SELECTORS.register("retrieval-head")
 class RetrievalHeadSelector(SparseSelector):
     """A set for each KV head of the target, or one for all ("batch": by the mean over them), for all layers.
 

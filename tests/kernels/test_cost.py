@@ -123,7 +123,7 @@ def test_cost_counts_flops_and_bytes(cost: Cost, flops: int, read: Sequence[Tens
 
 def test_progressive_at_128k() -> None:
     """A token of 128 channels has 32 bytes of 2-bit keys and 4 of their scales; a chosen one 128 of codes and 8."""
-    cost = ops.progressive_attention(1, 32, 8, 128, 131072, 9175, 0, 2, 128, 1)
+    cost = ops.progressive_attention(1, 32, 8, 128, 131072, ops.KVRead(9175, 0, 4, 2, 128, 1))
     query = 32 * 128 * 2
     assert cost.read_bytes - query == 8 * (131072 * 36 + 9175 * 136)
 
@@ -145,7 +145,7 @@ ATTENTION = {**SIZES, "q": Q, "keys": KV[0], "values": KV[1], "index": int32(2, 
     ("module", "kernel", "metadata", "known", "expected"),
     [
         (attention_kernels, "_attention_kernel", "_attention_metadata", ATTENTION,
-         ("decode_attention_8bit", 16, ops.split_attention(2, 5, 12, 3, 64, 192, 40, 8, 2, 32, 7))),
+         ("decode_attention_8bit", 16, ops.split_attention(2, 5, 12, 3, 64, ops.KVRead(192, 40, 8, 2, 32, 7)))),
         (attention_kernels, "_merge_kernel", "_merge_metadata", {**SIZES, "out": Q},
          ("merge", 32, ops.merge(2, 5, 12, 64, 7, 2))),
         (kv_cache_kernels, "_quantize_kernel", "_quantize_metadata",

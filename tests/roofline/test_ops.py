@@ -70,7 +70,9 @@ def test_quantized_tokens_take_what_their_tensors_take(planes):
     assert ops.quantized_bytes(2, 5, 64, 96, 4 * planes, 32) == stored
     quantized = ops.quantize(2, 5, 64, 96, 2, 32, planes)
     assert (quantized.read_bytes, quantized.write_bytes) == (2 * 2 * 5 * 96 * 64 * 2, stored)
-    attended, nothing = (ops.attention(2, 1, 5, 5, 64, tokens, 0, 4 * planes, 2, 32, 1) for tokens in (96, 0))
+    attended, nothing = (
+        ops.attention(2, 1, 5, 5, 64, ops.KVRead(tokens, 0, 4 * planes, 2, 32, 1)) for tokens in (96, 0)
+    )
     assert attended.read_bytes - nothing.read_bytes == stored
     assert attended.flops - nothing.flops == 4 * 2 * 5 * 64 * 96
 
@@ -91,19 +93,19 @@ def test_quantized_weights_reach_the_byte_limit_of_their_format(bits, saving):
 @pytest.mark.parametrize(("bits", "bytes_per_element"), [(4, 0.53125), (8, 1.03125)])
 def test_hierarchical_codes_with_scales_and_minima_at_head_dim_128(bits, bytes_per_element):
     tokens, heads = 65536, 8
-    with_codes = ops.attention(1, 1, 32, heads, 128, tokens, 0, bits, 2, 128, 1)
+    with_codes = ops.attention(1, 1, 32, heads, 128, ops.KVRead(tokens, 0, bits, 2, 128, 1))
     assert (with_codes.read_bytes - QUERY - MERGED) / (2 * tokens * heads * 128) == bytes_per_element
 
 
 def test_gqa_reads_kv_once_per_group_but_computes_for_every_query_head():
-    many, few = (ops.attention(1, 1, 32, heads, 128, 0, 4096, 0, 2, 128, 1) for heads in (32, 8))
+    many, few = (ops.attention(1, 1, 32, heads, 128, ops.KVRead(0, 4096, 0, 2, 128, 1)) for heads in (32, 8))
     assert many.flops == few.flops
     assert (many.read_bytes - QUERY - MERGED) == 4 * (few.read_bytes - QUERY - MERGED)
 
 
 def test_attention_holds_its_merge():
     """3 queries of 32 heads in 5 splits: fp32 partials go out and come back, and one bf16 output remains."""
-    cost = ops.attention(1, 3, 32, 8, 128, 0, 4096, 0, 2, 128, 5)
+    cost = ops.attention(1, 3, 32, 8, 128, ops.KVRead(0, 4096, 0, 2, 128, 5))
     partials = 3 * 5 * MERGED
     assert cost.read_bytes == 2 * 8 * 128 * 4096 * 2 + 3 * QUERY + partials
     assert cost.write_bytes == partials + 3 * QUERY
@@ -187,12 +189,14 @@ def test_prefill_counts_half_of_all_query_key_pairs():
 
 
 def test_windowed_prefill_equals_causal_when_the_window_covers_the_prompt():
-    arguments = (2, 32, 2048, 128, 128, 1000)
-    assert ops.windowed_attention(*arguments, 1000, 2).flops == ops.causal_attention(*arguments, 2).flops
+    arguments = (2, ops.PromptHeads(32, 2048, 128, 128), 1000, 2)
+    assert ops.causal_attention(*arguments, window=1000).flops == ops.causal_attention(*arguments).flops
 
 
 def test_verification_costs_attention_no_more_bytes_than_one_query_but_for_queries_and_partials():
-    single, eight = (ops.attention(1, queries, 32, 8, 128, 131072, 200, 8, 2, 128, 33) for queries in (1, 8))
+    single, eight = (
+        ops.attention(1, queries, 32, 8, 128, ops.KVRead(131072, 200, 8, 2, 128, 33)) for queries in (1, 8)
+    )
     assert eight.read_bytes - single.read_bytes == 7 * (QUERY + 33 * MERGED)
     assert eight.flops == 8 * single.flops
 

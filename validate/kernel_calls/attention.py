@@ -199,10 +199,8 @@ def prefill_attention(bench: Bench, heads: Heads, tokens: int) -> KernelCall:
     """Causal attention of a whole prompt, as in the runtime's prefill."""
     q = bench.random(heads.q_heads, tokens, heads.head_dim)
     keys, values = bench.random(2, heads.kv_heads, tokens, heads.head_dim)
-    cost = ops.causal_attention(
-        1, heads.q_heads, 2 * heads.kv_heads * heads.head_dim, heads.head_dim, heads.head_dim, tokens,
-        bench.element_bytes,
-    )  # fmt: skip
+    sizes = ops.PromptHeads(heads.q_heads, 2 * heads.kv_heads * heads.head_dim, heads.head_dim, heads.head_dim)
+    cost = ops.causal_attention(1, sizes, tokens, bench.element_bytes)
     name = f"{heads.q_heads}/{heads.kv_heads} x {heads.head_dim}, {tokens} tokens"
     kind = prefill_attention_kind(heads.head_dim)
     return KernelCall(kind, name, cost, lambda _: causal_attention(q, keys, values, None))

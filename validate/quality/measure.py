@@ -28,10 +28,10 @@ from ridgeplan.planner.quality import (
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime import SamplingParams, load
 from ridgeplan.runtime.engine import Engine
-from ridgeplan.runtime.eviction.policies import OracleScorer
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.policies.evictions import OracleScorer
 from ridgeplan.validate.machine import device_name, free_bytes, today
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch

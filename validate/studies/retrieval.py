@@ -24,9 +24,9 @@ from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.model.prefill import PromptObservers, prefill
+from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.policies import token_selector
-from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex, TokenSelector
+from ridgeplan.runtime.policies.base import PromptObservers, SparseSelector, TokenIndex, TokenSelector
 from ridgeplan.runtime.retrieval.head import Head, load_head
 from ridgeplan.validate.acceptance import Passage, named_shape
 from ridgeplan.validate.measure import Progress, silent

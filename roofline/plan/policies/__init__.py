@@ -1,7 +1,7 @@
 """Policies of token selection and eviction. Every module here is imported, which registers the policies in it.
 
 A new policy is a class decorated with `@policy` in a module of this folder, and the class that executes it in
-runtime/policies (selections) or runtime/eviction (evictions).
+runtime/policies.
 """
 
 from importlib import import_module

@@ -14,10 +14,10 @@ from ridgeplan.roofline.plan.policies.evictions import (
     StreamingLLMEviction,
 )
 from ridgeplan.roofline.plan.policy import EVICTIONS
-from ridgeplan.runtime.eviction import SCORERS, base
-from ridgeplan.runtime.eviction.base import PromptLayer, largest
-from ridgeplan.runtime.eviction.expected_attention import ExpectedAttentionScorer
-from ridgeplan.runtime.eviction.policies import (
+from ridgeplan.runtime.policies import SCORERS
+from ridgeplan.runtime.policies import eviction as base
+from ridgeplan.runtime.policies.eviction import PromptLayer, largest
+from ridgeplan.runtime.policies.evictions import (
     DapQScorer,
     H2OScorer,
     LaCacheScorer,
@@ -26,6 +26,7 @@ from ridgeplan.runtime.eviction.policies import (
     SnapKVScorer,
     StreamingLLMScorer,
 )
+from ridgeplan.runtime.policies.expected_attention import ExpectedAttentionScorer
 
 TOKENS, APPENDED, BUDGET = 61, 8, 20
 KV_HEADS, RATIO, DIM = 2, 3, 16

@@ -7,15 +7,15 @@ from grids import pairs
 from ridgeplan import runtime
 from ridgeplan.roofline.plan.policies.evictions import OracleEviction
 from ridgeplan.runtime.buffers import Arena
-from ridgeplan.runtime.eviction import SCORERS, most_appended
-from ridgeplan.runtime.eviction.base import largest
-from ridgeplan.runtime.eviction.policies import OracleScorer
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.prefill_layer import causal_attention, plan_attention
+from ridgeplan.runtime.policies import SCORERS
 from ridgeplan.runtime.policies.base import TokenSelector
+from ridgeplan.runtime.policies.eviction import largest
+from ridgeplan.runtime.policies.evictions import OracleScorer
 
 LENGTHS, BUDGET, NEW = [128, 70, 37], 45, 90
 POLICIES = tuple(name for name in SCORERS if name != "oracle")  # which knows no text here
@@ -102,8 +102,9 @@ def test_what_is_planned_is_what_prompts_attend(
         seen.append([(tensor.shape, tensor.stride()) for tensor in tensors[:3]])
         return causal_attention(*tensors)
 
-    monkeypatch.setattr("ridgeplan.runtime.model.prefill.causal_attention", attended)
-    plan_attention(engine.decoder, engine.weights, Arena.without_memory(engine.device), 120, most_appended(plan))
+    monkeypatch.setattr("ridgeplan.runtime.model.prefill_layer.causal_attention", attended)
+    appended = engine.scorer.settings.appended_tokens if engine.scorer else 0
+    plan_attention(engine.decoder, engine.weights, Arena.without_memory(engine.device), 120, appended)
     engine.generate(prompts(120)[0], 1)
     assert len(seen) == 1 + 2
     assert seen[0] == seen[1] == seen[2]

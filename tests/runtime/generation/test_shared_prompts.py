@@ -5,11 +5,11 @@ import torch
 
 from ridgeplan import runtime
 from ridgeplan.roofline.plan.policies.evictions import OracleEviction
-from ridgeplan.runtime.eviction import SCORERS
-from ridgeplan.runtime.eviction.policies import OracleScorer
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.model.prefill import Destination, prefill, prefill_all
+from ridgeplan.runtime.policies import SCORERS
+from ridgeplan.runtime.policies.evictions import OracleScorer
 
 LENGTHS, BUDGETS, NEW = [128, 70, 37], (45, 20), 40
 

@@ -117,7 +117,7 @@ def test_prompts_of_many_lengths_attend_as_one(tiny_model, make_plan, prompts, p
         seen.update((tensor.shape, tensor.stride()) for tensor in (q, keys, values))
         return causal_attention(q, keys, values, window)
 
-    monkeypatch.setattr("ridgeplan.runtime.model.prefill.causal_attention", attended)
+    monkeypatch.setattr("ridgeplan.runtime.model.prefill_layer.causal_attention", attended)
     for length in (65, 80, 96):
         logits_of(engine, prompts(length)[0], length)
     # 4 query heads of 32 channels, token after token; 2 KV heads, each with all its tokens together.

@@ -46,7 +46,7 @@ def test_the_last_tokens_alone_see_all_before_them(qkv, count):
 @pytest.mark.parametrize("window", [None, 7])
 def test_heads_may_attend_one_after_another(qkv, attended, window, monkeypatch):
     """Also where the prompt alone is longer than what may attend at once."""
-    monkeypatch.setattr("ridgeplan.runtime.model.prefill.PREFILL_ATTENDED_TOKENS", attended)
+    monkeypatch.setattr("ridgeplan.runtime.model.prefill_layer.PREFILL_ATTENDED_TOKENS", attended)
     q, keys, values = qkv
     queries = q.transpose(0, 1).clone()
     attend_in_place(queries, keys, values, window, TOKENS)

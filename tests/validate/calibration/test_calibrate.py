@@ -154,7 +154,7 @@ def test_calls_compute_finite_numbers(bench: Bench) -> None:
 def test_a_reading_is_priced_by_what_it_reads(bench: Bench) -> None:
     size = DecodeSize.of_cache(Heads(3, 1, 32), 2, 512, 5, 8)
     assert (size.groups, size.full_tokens) == (2, 197)
-    expected = ops.attention(2, 5, 3, 1, 32, 256, 197, 8, 4, 128, 1)
+    expected = ops.attention(2, 5, 3, 1, 32, ops.KVRead(256, 197, 8, 4, 128, 1))
     assert random_decode(bench, size, 1).cost == expected
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.roofline.execution import EVICTION_SCORE_ELEMENTS
-
-Scorer = TypeVar("Scorer", bound="EvictionScorer")
 
 
 def attention_mass(queries: Tensor, keys: Tensor, first: int, tokens: int) -> Tensor:
@@ -124,19 +121,6 @@ class EvictionScorer:
     def scores(self, layer: PromptLayer) -> Tensor:
         """Scores of the prompt's tokens, float32 [kv_heads, tokens], or [1, tokens] for the same in all heads."""
         raise NotImplementedError
-
-
-SCORERS: dict[str, type[EvictionScorer]] = {}  # by the plan's name for an eviction policy
-
-
-def register_scorer(name: str) -> Callable[[type[Scorer]], type[Scorer]]:
-    """Class decorator: plans whose eviction policy has this name are executed by the class."""
-
-    def register(scorer: type[Scorer]) -> type[Scorer]:
-        SCORERS[name] = scorer
-        return scorer
-
-    return register
 
 
 def protect(scores: Tensor, *, first: int = 0, last: int = 0) -> Tensor:

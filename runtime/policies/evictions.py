@@ -32,10 +32,11 @@ from ridgeplan.roofline.plan.policies.evictions import (
     StreamingLLMEviction,
 )
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.eviction.base import EvictionScorer, PromptLayer, pooled, protect, register_scorer
+from ridgeplan.runtime.policies.eviction import EvictionScorer, PromptLayer, pooled, protect
+from ridgeplan.runtime.policies.registry import SCORERS
 
 
-@register_scorer("streamingllm")
+@SCORERS.register("streamingllm")
 class StreamingLLMScorer(EvictionScorer):
     settings: StreamingLLMEviction
 
@@ -45,7 +46,7 @@ class StreamingLLMScorer(EvictionScorer):
         return protect(places[None], first=min(self.settings.sinks, layer.budget - 1))
 
 
-@register_scorer("lacache")
+@SCORERS.register("lacache")
 class LaCacheScorer(EvictionScorer):
     settings: LaCacheEviction
 
@@ -62,7 +63,7 @@ class LaCacheScorer(EvictionScorer):
         return protect(-distance.float()[None], first=sinks, last=recent)
 
 
-@register_scorer("random")
+@SCORERS.register("random")
 class RandomScorer(EvictionScorer):
     settings: RandomEviction
 
@@ -72,8 +73,7 @@ class RandomScorer(EvictionScorer):
         return torch.rand(len(layer.keys), layer.tokens, generator=generator).to(layer.keys.device)
 
 
-@register_scorer("snapkv")
-@register_scorer("pyramidkv")
+@SCORERS.register("snapkv", "pyramidkv")
 class SnapKVScorer(EvictionScorer):
     settings: SnapKVEviction
 
@@ -87,7 +87,7 @@ class SnapKVScorer(EvictionScorer):
         return protect(scores, last=window)
 
 
-@register_scorer("h2o")
+@SCORERS.register("h2o")
 class H2OScorer(EvictionScorer):
     settings: H2OEviction
 
@@ -97,7 +97,7 @@ class H2OScorer(EvictionScorer):
         return protect(mass, last=round(self.settings.recent_share * layer.budget))
 
 
-@register_scorer("dapq")
+@SCORERS.register("dapq")
 class DapQScorer(EvictionScorer):
     settings: DapQEviction
 
@@ -111,7 +111,7 @@ class DapQScorer(EvictionScorer):
         return protect(pooled(mass, self.settings.pooling), last=min(self.settings.recent, layer.budget))
 
 
-@register_scorer("oracle")
+@SCORERS.register("oracle")
 class OracleScorer(EvictionScorer):
     """Scores by the attention of the tokens that follow a prompt. coming: these tokens, by prompt."""
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from ridgeplan.kernels.layer import rotary_tables
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.plan.policies.evictions import ExpectedAttentionEviction
-from ridgeplan.runtime.eviction.base import EvictionScorer, PromptLayer, protect, register_scorer
+from ridgeplan.runtime.policies.eviction import EvictionScorer, PromptLayer, protect
+from ridgeplan.runtime.policies.registry import SCORERS
 
 
-@register_scorer("expected-attention")
+@SCORERS.register("expected-attention")
 class ExpectedAttentionScorer(EvictionScorer):
     settings: ExpectedAttentionEviction
 
