@@ -69,8 +69,8 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         stores_full_kv=int(target_code_bits(plan) == 0),
         code_planes=CODE_PLANES[plan.kv.format],
         kv_group=plan.kv.group,
-        held_keys=draft_cost.held_keys * draft_cost.times_of(layers)
-        + target_cost.held_keys * target_cost.times_of(layers),
+        held_keys=draft_cost.held_keys * draft_cost.selections_per_step(layers)
+        + target_cost.held_keys * target_cost.selections_per_step(layers),
         held_plane_bits=DRAFT_PLANE_BITS * layers * plan.gathers_codes,
         held_score_bytes=held_score_bytes,
         gamma=speculation.gamma,
@@ -134,19 +134,19 @@ def _selection_terms(
     """Transfers and launches with which a step selects tokens. active: whether the pass attends to a selection."""
     layers, kv_heads = shape.layers, shape.kv_heads
     return {
-        "page_tokens": cost.run_tokens if active else 1,
-        "host_run_tokens": cost.run_of(kv_heads),
+        "page_tokens": cost.page_tokens if active else 1,
+        "host_run_tokens": cost.contiguous_on_host(kv_heads),
         "projected_params": cost.projected_params(shape),
-        "scored_keys": cost.scored_keys_of(layers),
+        "scored_keys": cost.scored_keys_per_step(layers),
         "scans_two_bit": int(selection.needs_codes),
-        "top_k_launches": cost.times_of(layers),
-        "ranked_scores": cost.ranked_scores(kv_heads) * cost.choices_of(layers),
+        "top_k_launches": cost.selections_per_step(layers),
+        "ranked_scores": cost.ranked_scores(kv_heads) * cost.selected_layers(layers),
     }
 
 
 def _score_bytes(shape: ModelShape, cost: SelectionCost) -> float:
     """Bytes of scores that a selection moves per cached token."""
-    return cost.moved_score_bytes(shape.kv_heads) * cost.choices_of(shape.layers)
+    return cost.moved_score_bytes(shape.kv_heads) * cost.selected_layers(shape.layers)
 
 
 def _offload(plan: Plan, shape: ModelShape, draft_cost: SelectionCost, target_cost: SelectionCost) -> OffloadStrategy:
@@ -156,7 +156,7 @@ def _offload(plan: Plan, shape: ModelShape, draft_cost: SelectionCost, target_co
     else:
         overlap = draft_cost.overlap_at(float(speculation.selection.share_of(context, speculation.ratio)) * context)
     # Layers that share a selection share a table
-    tables = plan.attention.active * target_cost.choices_of(shape.layers) / shape.layers
+    tables = plan.attention.active * target_cost.selected_layers(shape.layers) / shape.layers
     return OffloadStrategy(
         active=int(placement.offload),
         budget=placement.budget or UNLIMITED_TOKENS,
@@ -214,7 +214,7 @@ def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]
         return
     selection = (plan.speculation if part == "draft" else plan.attention).selection
     cost = selection.cost()
-    if cost.score_rows:
+    if cost.scores_per_token:
         yield "top_k"
     if selection.needs_codes and part == "target":
         yield scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads)

@@ -246,11 +246,22 @@ def _prediction(
     prefill_spread = float(prefill.spread[index])
     if not shape.weight_bits.full:
         spread, prefill_spread = transferred_spread(spread), transferred_spread(prefill_spread)
+
+    def figures(near: Estimate, far: Estimate, deviations: int, workspace: float) -> Figures:
+        """One end of the band, with `workspace` times the workspace. Throughput, inverse to time, is of the other."""
+        resident = _at(near.memory.resident, index)
+        return Figures(
+            tpot_ms=1e3 * (_at(near.tpot_s, index) * max(1 + deviations * spread, 0.1)),
+            ttft_ms=1e3 * _at(near.ttft_s, index) * max(1 + deviations * prefill_spread, 0.1),
+            tokens_per_s=plan.workload.batch / (_at(far.tpot_s, index) * max(1 - deviations * spread, 0.1)),
+            peak_memory_bytes=resident + workspace * (_at(near.memory.peak, index) - resident),
+        )
+
     memory = best.memory
     return Prediction(
-        best=_figures(best, index, plan.workload.batch, 0, 0, 1),
-        low=_ordered(fast, slow, index, plan.workload.batch, -spread, -prefill_spread, 0.5),
-        high=_ordered(slow, fast, index, plan.workload.batch, spread, prefill_spread, 1.5),
+        best=figures(best, best, 0, 1),
+        low=figures(fast, slow, -1, 0.5),
+        high=figures(slow, fast, 1, 1.5),
         source=_source(plan, shape, profile, acceptance),
         acceptance=acceptance,
         gamma=gamma,
@@ -265,34 +276,6 @@ def _prediction(
         host_bytes=_at(best.host_bytes, index),
         breakdown_source=BreakdownSource(plan, shape, parts, index),
     )
-
-
-def _figures(
-    estimate: Estimate, index: int, batch: int, spread: float, prefill_spread: float, workspace: float
-) -> Figures:
-    """Figures with times scaled by the relative spreads, and `workspace` times the predicted workspace."""
-    tpot_s = _at(estimate.tpot_s, index) * max(1 + spread, 0.1)
-    resident = _at(estimate.memory.resident, index)
-    return Figures(
-        tpot_ms=1e3 * tpot_s,
-        ttft_ms=1e3 * _at(estimate.ttft_s, index) * max(1 + prefill_spread, 0.1),
-        tokens_per_s=batch / tpot_s,
-        peak_memory_bytes=resident + workspace * (_at(estimate.memory.peak, index) - resident),
-    )
-
-
-def _ordered(
-    near: Estimate,
-    far: Estimate,
-    index: int,
-    batch: int,
-    spread: float,
-    prefill_spread: float,
-    workspace: float,
-) -> Figures:
-    """One end of the band. Throughput is inverse to time, so it is taken from the other estimate."""
-    figures = _figures(near, index, batch, spread, prefill_spread, workspace)
-    return replace(figures, tokens_per_s=_figures(far, index, batch, -spread, 0, workspace).tokens_per_s)
 
 
 def _round_s(estimate: Estimate, index: int) -> dict[str, float]:

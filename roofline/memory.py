@@ -230,17 +230,11 @@ class Offloading:
 
 
 def offload_layers(shape: ModelShape, device: Device, strategy: Strategy) -> Offloading:
-    """Offloads just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy allows any."""
+    """Offloads just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy allows any.
+
+    None where that frees nothing.
+    """
     parts = resident_memory(shape, device, strategy)
-    memory, layers = _offloaded(shape, device, strategy, parts)
-    layer_bytes = _host_bytes_per_layer(shape, strategy, parts)
-    return Offloading(memory, HostLayers(layers, layer_bytes / strategy.final_tokens), layers * layer_bytes)
-
-
-def _offloaded(
-    shape: ModelShape, device: Device, strategy: Strategy, parts: MemoryBreakdown
-) -> tuple[MemoryBreakdown, Term]:
-    """`parts` without the layers that must be offloaded, and the number of these; none where that frees nothing."""
     kv_bytes, plane_bytes = _freed_kv_bytes(shape, device, strategy, parts), _value_plane_bytes(shape, strategy)
     staged_bytes = _staged_bytes(shape, strategy, parts)
     limit_bytes = minimum(device.memory_bytes, strategy.offload.memory_limit_bytes)
@@ -250,7 +244,9 @@ def _offloaded(
     needed = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
     layers = some * minimum(where(strategy.offload.all_at_once, shape.layers, needed), shape.layers)
     buffers = parts.buffers + some * staged_bytes - layers * plane_bytes
-    return replace(parts, kv=parts.kv - layers * kv_bytes, buffers=buffers), layers
+    memory = replace(parts, kv=parts.kv - layers * kv_bytes, buffers=buffers)
+    layer_bytes = _host_bytes_per_layer(shape, strategy, parts)
+    return Offloading(memory, HostLayers(layers, layer_bytes / strategy.final_tokens), layers * layer_bytes)
 
 
 def offload_thresholds(
@@ -289,9 +285,12 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target.dense) * dense_copy(shape, element_bytes)
     splits = choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
+    own_head = strategy.target.head_bytes, 1 - strategy.target.head_dense
+    # Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head.
+    streams = 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, batch * strategy.max_queries)
     together = strategy.prompt_chunks.longest + strategy.appended_tokens
     return MemoryBreakdown(
-        weights=_target_weights(shape, device, strategy),
+        weights=weight_memory(shape, strategy.target.weight_bytes, element_bytes, *own_head),
         draft_weights=_draft_weights(shape, strategy),
         kv=full_kv(shape, batch, slots, element_bytes) + codes,
         buffers=full_kv(shape, batch, buffered, element_bytes) + _selection_state(shape, device, strategy, tokens),
@@ -305,7 +304,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
             chunk_buffers(shape, strategy, element_bytes),
         ),
         decode_workspace=decode_workspace(shape, batch, strategy.max_queries, splits, element_bytes),
-        libraries=device.asynchronous * _library_streams(strategy) * CUBLAS_WORKSPACE_BYTES,
+        libraries=device.asynchronous * streams * CUBLAS_WORKSPACE_BYTES,
     )
 
 
@@ -333,11 +332,6 @@ def eviction_workspace(shape: ModelShape, strategy: Strategy, element_bytes: Ter
     return strategy.evicts * maximum(maximum(block_bytes, ranked_bytes), copied_bytes)
 
 
-def _library_streams(strategy: Strategy) -> Term:
-    """Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head."""
-    return 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, strategy.batch * strategy.max_queries)
-
-
 def _selection_state(shape: ModelShape, device: Device, strategy: Strategy, tokens: Term) -> Term:
     """What tokens are chosen by: bounds or keys of few bits, scores, projections, and values gathered by token."""
     elements = shape.kv_elements_per_token_per_layer / 2
@@ -350,11 +344,6 @@ def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term
     """Bytes of the draft's weights that prompts overwrite and the host restores before the first round."""
     buffers = chunk_buffers(shape, strategy, device.element_bytes)
     return arena_bytes(_arena_capacity_bytes(shape, device, strategy), buffers)
-
-
-def _target_weights(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
-    head = strategy.target.head_bytes, 1 - strategy.target.head_dense
-    return weight_memory(shape, strategy.target.weight_bytes, device.element_bytes, *head)
 
 
 def _draft_weights(shape: ModelShape, strategy: Strategy) -> Term:

@@ -67,17 +67,16 @@ class SymbolicShape(ModelShape):
         """Skips validation, which symbols would fail."""
 
 
+LETTERS = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab")
+
+
 def symbolic_shape(**sizes: Any) -> SymbolicShape:
     """A dense decoder with grouped-query attention in symbols; `sizes` overrides its fields.
 
     For multi-head attention pass `kv_heads=symbol("q_heads")`.
     """
-    names = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab")
-    free: dict[str, Any] = {name: symbol(name) for name in names}
-    return SymbolicShape(name="symbolic", architecture="llama", max_context=1, **{**free, **sizes})
-
-
-LETTERS = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab")
+    letters: dict[str, Any] = {name: symbol(name) for name in LETTERS}
+    return SymbolicShape(name="symbolic", architecture="llama", max_context=1, **letters | sizes)
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,8 @@ def decode_formulas(shape: ModelShape) -> list[Formula]:
     Sizes that a dense decoder with grouped-query attention has are letters; those of experts, latent attention and
     windows are the model's numbers.
     """
-    letters = _letters(shape)
+    fields_of_shape = {item.name: getattr(shape, item.name) for item in fields(ModelShape)}
+    letters = SymbolicShape(**fields_of_shape | {name: symbol(name) for name in LETTERS})
     element_bytes = symbol("element_bytes")
     terms = PassTerms(
         batch=symbol("batch"), queries=sympy.Symbol("q", positive=True), quantized_tokens=0,
@@ -106,12 +106,6 @@ def decode_formulas(shape: ModelShape) -> list[Formula]:
         head_bytes=element_bytes, element_bytes=element_bytes,
     )  # fmt: skip
     return [_formula(op) for op in decode_pass(letters, terms)]
-
-
-def _letters(shape: ModelShape) -> SymbolicShape:
-    """The shape with letters for the sizes that every decoder has."""
-    letters = {name: symbol(name) for name in LETTERS}
-    return SymbolicShape(**{item.name: getattr(shape, item.name) for item in fields(ModelShape)} | letters)
 
 
 def _formula(op: Op) -> Formula:
@@ -130,7 +124,10 @@ CHUNK = 8192  # plans at once: temporaries of 64 KiB stay in a core's L2 cache
 
 @dataclass(frozen=True)
 class Sweep:
-    """One figure of a strategy as a function of its varying fields."""
+    """One figure of a strategy as a function of its varying fields.
+
+    expression: the same to print, export with sympy.latex, differentiate or solve.
+    """
 
     varying: tuple[str, ...]
     expression: sympy.Expr
@@ -169,19 +166,8 @@ def compile_sweep(
     """
     if figure not in FIGURES:
         raise ValueError(f"figure is {figure!r}; allowed: {', '.join(FIGURES)}")
-    expression = symbolic_figure(figure, shape, machine, strategy, rates, varying)
-    symbols = [symbol(name) for name in varying]
-    return Sweep(tuple(varying), expression, sympy.lambdify(symbols, expression, modules="numpy", cse=True))
-
-
-def symbolic_figure(
-    figure: str,
-    shape: ModelShape,
-    machine: Machine,
-    strategy: Strategy,
-    rates: StrategyRates,
-    varying: Sequence[str],
-) -> sympy.Expr:
-    """The expression behind a sweep: to print, export with sympy.latex, differentiate or solve."""
-    estimate = evaluate(shape, machine, strategy.with_terms(**{name: symbol(name) for name in varying}), rates)
-    return sympy.sympify(FIGURES[figure](estimate))
+    symbols = {name: symbol(name) for name in varying}
+    estimate = evaluate(shape, machine, strategy.with_terms(**symbols), rates)
+    expression = sympy.sympify(FIGURES[figure](estimate))
+    function = sympy.lambdify([*symbols.values()], expression, modules="numpy", cse=True)
+    return Sweep(tuple(varying), expression, function)

@@ -21,7 +21,7 @@ from ridgeplan.roofline.plan.support import as_loaded, exceeds_window, missing_e
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
-from ridgeplan.runtime.model.checkpoint import StateDict, load_config, load_state_dict
+from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
 from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.source import fetch_weights, model_source
@@ -125,24 +125,16 @@ def _target(
     weight_format = WeightFormat(*plan.weights.target_format)
 
     def fitted() -> DecoderWeights:
-        return _quantized(load_state_dict(source, config.shape, dtype), weight_format, config, device, text)
+        """Dense weights are on the device only one layer at a time."""
+        dense, decoder = load_state_dict(source, config.shape, dtype), Decoder(config, device)
+        ends, fit_to = dense.ends(device), text
+        if fit_to is None:
+            # The dense model may not fit the device, so a copy rounded to nearest writes the text.
+            layers = dense.layers(device, keep=True)
+            fit_to = CalibrationText.of_model(decoder, rounded_target(ends, layers, weight_format))
+        return quantized_target(decoder, ends, dense.layers(device), weight_format, fit_to)
 
     return saved_weights(weights_path(source, dtype, device, weight_format, text), device, fitted)
-
-
-def _quantized(
-    dense: StateDict,
-    weight_format: WeightFormat,
-    config: DecoderConfig,
-    device: torch.device,
-    text: CalibrationText | None,
-) -> DecoderWeights:
-    """Weights in `weight_format`; dense ones are on `device` only one layer at a time."""
-    decoder, ends = Decoder(config, device), dense.ends(device)
-    if text is None:
-        # The dense model may not fit the device, so a copy rounded to nearest writes the text.
-        text = CalibrationText.of_model(decoder, rounded_target(ends, dense.layers(device, keep=True), weight_format))
-    return quantized_target(decoder, ends, dense.layers(device), weight_format, text)
 
 
 def _head(plan: Plan, path: str | Path | None, shape: ModelShape) -> Head | None:

@@ -31,7 +31,7 @@ BESIDE_BYTES = 6 * 1024  # bytes of shared memory left per SM, for CTAs of a sma
 
 
 @dataclass(frozen=True)
-class WeightFormat:
+class WeightPipeline:
     """How a kernel reads weights, and how many bytes it keeps in flight.
 
     A K tile is the part of an output tile that a warp processes at once; bytes are those of one output tile.
@@ -77,7 +77,7 @@ class LinearSchedule:
     multiply, and y is half as wide.
     """
 
-    weights: WeightFormat
+    weights: WeightPipeline
     split_k: SplitK
     device: DeviceLimits
     bf16: bool
@@ -219,7 +219,7 @@ K_TILE_INPUTS = 32
 MAX_DENSE_ROWS = CUDA_SKINNY_GEMM_ROWS
 NARROW_INPUTS = 768  # with fewer, reducing and storing sums dominates, and the library is as fast for half as many rows
 
-FORMAT = WeightFormat(
+FORMAT = WeightPipeline(
     bits=16,
     k_tile_inputs=K_TILE_INPUTS,
     k_tile_bytes=2 * TILE_OUTPUTS * K_TILE_INPUTS,
@@ -233,16 +233,22 @@ FORMAT = WeightFormat(
     max_equal_stages=1 << 20,
 )
 
-# In order of preference: the first is used whose pipeline is deep enough beside x.
-SPLITS = (
-    SplitK(ways=1, stage_inputs=1024, min_stages=4),
-    SplitK(ways=1, stage_inputs=512, min_stages=4, max_inputs=8192),
-    SplitK(ways=2, stage_inputs=1024, min_stages=4),
-    SplitK(ways=4, stage_inputs=1024, min_stages=3),
-    SplitK(ways=8, stage_inputs=1024, min_stages=3),
-    # For outputs whose sums would fill a cluster's shared memory, and for gated ones, which are never split.
-    SplitK(ways=1, stage_inputs=512, min_stages=2),
-)
+
+def splits(bits: int) -> tuple[SplitK, ...]:
+    """In order of preference: the first is used whose pipeline is deep enough beside x.
+
+    A stage holds as many bytes with any number of bits; products with dense weights need one more in flight.
+    """
+    inputs, more = 16384 // bits, 1 if bits == 16 else 0
+    return (
+        SplitK(ways=1, stage_inputs=inputs, min_stages=4),
+        SplitK(ways=1, stage_inputs=inputs // 2, min_stages=4, max_inputs=8192),
+        SplitK(ways=2, stage_inputs=inputs, min_stages=3 + more),
+        SplitK(ways=4, stage_inputs=inputs, min_stages=2 + more),
+        SplitK(ways=8, stage_inputs=inputs, min_stages=2 + more),
+        # For outputs whose sums would fill a cluster's shared memory, and for gated ones, which are never split.
+        SplitK(ways=1, stage_inputs=inputs // 2, min_stages=2),
+    )
 
 
 @cache
@@ -254,7 +260,9 @@ def make_dense_schedule(
     few_rows = CUDA_LARGE_GEMM_ROWS // 2 if narrow else CUDA_LARGE_GEMM_ROWS
     if rows > MAX_DENSE_ROWS or (rows > few_rows and max(inputs, outputs) > CUDA_MANY_CHANNELS):
         return None
-    schedules = (LinearSchedule(FORMAT, split, device, bf16, rows, outputs, inputs, rows, gated) for split in SPLITS)
+    schedules = (
+        LinearSchedule(FORMAT, split, device, bf16, rows, outputs, inputs, rows, gated) for split in splits(16)
+    )
     return next((schedule for schedule in schedules if schedule.fits), None)
 
 
@@ -262,26 +270,9 @@ MAX_QUANTIZED_ROWS = 64  # rows of x; with more, reading the codes once per 16 r
 ROWS_PER_PASS = (16, 8, 4, 2, 1)
 
 
-def splits(bits: int) -> tuple[SplitK, ...]:
-    """In order of preference: the first is used whose pipeline is deep enough beside x.
-
-    A stage holds as many bytes with any number of bits.
-    """
-    stage_inputs = 16384 // bits
-    return (
-        SplitK(ways=1, stage_inputs=stage_inputs, min_stages=4),
-        SplitK(ways=1, stage_inputs=stage_inputs // 2, min_stages=4, max_inputs=8192),
-        SplitK(ways=2, stage_inputs=stage_inputs, min_stages=3),
-        SplitK(ways=4, stage_inputs=stage_inputs, min_stages=2),
-        SplitK(ways=8, stage_inputs=stage_inputs, min_stages=2),
-        # For outputs whose sums would fill a cluster's shared memory, and for gated ones, which are never split.
-        SplitK(ways=1, stage_inputs=stage_inputs // 2, min_stages=2),
-    )
-
-
-def weight_format(group: int, bits: int = 4) -> WeightFormat:
+def weight_format(group: int, bits: int = 4) -> WeightPipeline:
     """The format of weights with one scale per `group` inputs, in each of their 4-bit planes."""
-    return WeightFormat(
+    return WeightPipeline(
         bits=bits,
         k_tile_inputs=group,
         k_tile_bytes=bits // 4 * (8 * group + PAIR_BYTES),

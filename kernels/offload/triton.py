@@ -10,8 +10,6 @@ Phases are separated by barriers, as threads read what others of the program hav
 slots make room is found by bisection, so that no sort is needed.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -23,15 +21,8 @@ ROWS = 16  # tokens
 GATHER_WARPS = 4
 
 
-@dataclass(frozen=True)
-class GatherConfig:
-    """programs: in all. at_once: batch rows that they work on together; fewer touch fewer pages of host memory."""
-
-    programs: int
-    at_once: int
-
-
-EXCLUSIVE, CONCURRENT = GatherConfig(32, 1), GatherConfig(16, 1)
+# Programs in all. They work on one batch row at a time: more would touch more pages of host memory.
+EXCLUSIVE, CONCURRENT = 32, 16
 
 
 @triton.jit
@@ -83,15 +74,15 @@ def _gather_kernel(
 
 
 def gather_into_slots_triton(
-    source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int, config: GatherConfig
+    source: KeysAndValues, out: KeysAndValues, loads: SlotLoads, page: int, programs: int
 ) -> None:
     """See `ridgeplan.kernels.offload.gather_into_slots`."""
     batch, kv_heads, _, head_dim = source[0].shape
     assert source[0].stride() == source[1].stride(), "keys and values lie alike"
     assert out[0].stride() == out[1].stride(), "slots of keys and values lie alike"
-    parts = triton.cdiv(config.programs, min(config.at_once, batch) * kv_heads)
+    parts = triton.cdiv(programs, kv_heads)
     items = batch * kv_heads * parts
-    programs = min(config.programs, items)
+    programs = min(programs, items)
     _gather_kernel[(programs,)](
         *source,
         *out,

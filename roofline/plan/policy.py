@@ -45,73 +45,73 @@ class SelectionCost:
     """What choosing tokens moves and holds.
 
     scored_keys: keys scanned to score the cached tokens at every step, as a share of one layer's keys.
-    scores_one_layer: keys are scored in one pass for all layers, not in each. sets_by_layer: that pass makes scores of
-    every layer, which are ranked together. projects: it has queries and keys of its own, by projections as the model's.
-    held_keys: what is kept beside the cache, as a share of one layer's keys. score_rows: scores in fp32 per cached
-    token and KV head. run_tokens: tokens that are read together because they are contiguous: 1 for single tokens, a
-    page, or unlimited if the selected tokens form one run. shared_by_heads: one set for all KV heads of a layer, whose
-    keys of a token are contiguous on the host. overlap: share of KV_BUDGET selected tokens that the previous step had
-    selected too (SpeContext, Fig 6b), measured at 16k tokens (docs/quality.md); the default is what the models' own
-    attention has there.
+    scored_once: keys are scored in one pass for all layers, not in each. set_per_layer: that pass makes scores of every
+    layer, which are ranked together. has_projections: it has queries and keys of its own, by projections as the
+    model's. held_keys: what is kept beside the cache, as a share of one layer's keys. scores_per_token: scores in fp32
+    per cached token and KV head. page_tokens: tokens that are read together because they are contiguous: 1 for single
+    tokens, a page, or unlimited if the selected tokens form one run. shared_by_kv_heads: one set for all KV heads of a
+    layer, whose keys of a token are contiguous on the host. overlap: share of KV_BUDGET selected tokens that the
+    previous step had selected too (SpeContext, Fig 6b), measured at 16k tokens (docs/quality.md); the default is what
+    the models' own attention has there.
     """
 
     scored_keys: float = 0.0
-    scores_one_layer: bool = False
-    sets_by_layer: bool = False
-    projects: bool = False
+    scored_once: bool = False
+    set_per_layer: bool = False
+    has_projections: bool = False
     held_keys: float = 0.0
-    score_rows: float = 0.0
-    run_tokens: float = UNLIMITED_TOKENS
-    shared_by_heads: bool = False
+    scores_per_token: float = 0.0
+    page_tokens: float = UNLIMITED_TOKENS
+    shared_by_kv_heads: bool = False
     overlap: float = 0.74
 
     def overlap_at(self, budget: float) -> float:
         """The overlap of `budget` tokens: of more tokens fewer are new, as the fourth root of the budget."""
         return 1 - min(1.0, (1 - self.overlap) * (KV_BUDGET / budget) ** 0.25)
 
-    def run_of(self, kv_heads: int) -> float:
+    def contiguous_on_host(self, kv_heads: int) -> float:
         """Tokens of one KV head that are contiguous on the host, or as many tokens' keys of several heads."""
-        return self.run_tokens * (kv_heads if self.shared_by_heads else 1)
+        return self.page_tokens * (kv_heads if self.shared_by_kv_heads else 1)
 
     def slot_table_bytes(self, kv_heads: int) -> float:
         """Bytes per token of a table of the slots that hold it: an entry for each set, and page of a set."""
-        if self.run_tokens == UNLIMITED_TOKENS:
+        if self.page_tokens == UNLIMITED_TOKENS:
             return SELECTED_INDEX_BYTES
-        return SELECTED_INDEX_BYTES * (1 if self.shared_by_heads else kv_heads) / self.run_tokens
+        return SELECTED_INDEX_BYTES * (1 if self.shared_by_kv_heads else kv_heads) / self.page_tokens
 
-    def scored_keys_of(self, layers: int) -> float:
+    def scored_keys_per_step(self, layers: int) -> float:
         """Keys scored at a step of a model with `layers` layers, in multiples of one layer's keys."""
-        return self.scored_keys * self.times_of(layers)
+        return self.scored_keys * self.selections_per_step(layers)
 
-    def times_of(self, layers: int) -> int:
+    def selections_per_step(self, layers: int) -> int:
         """How often a step scores and selects."""
-        return 1 if self.scores_one_layer else layers
+        return 1 if self.scored_once else layers
 
-    def choices_of(self, layers: int) -> int:
+    def selected_layers(self, layers: int) -> int:
         """Layers that a step selects for."""
         return 1 if self.chosen_once else layers
 
     @property
     def chosen_once(self) -> bool:
         """Whether all layers read the same tokens."""
-        return self.scores_one_layer and not self.sets_by_layer
+        return self.scored_once and not self.set_per_layer
 
     def projected_params(self, shape: ModelShape) -> int:
         """Parameters of its own projections: keys, and queries of the model's heads or of each layer's KV heads."""
-        queries = shape.layers * shape.kv_heads if self.sets_by_layer else shape.q_heads
-        return self.projects * shape.hidden * shape.head_dim * (queries + shape.kv_heads)
+        queries = shape.layers * shape.kv_heads if self.set_per_layer else shape.q_heads
+        return self.has_projections * shape.hidden * shape.head_dim * (queries + shape.kv_heads)
 
     def ranked_scores(self, kv_heads: int) -> float:
         """Scores of one layer that top-k ranks per cached token."""
-        return self.score_rows * (1 if self.shared_by_heads else kv_heads)
+        return self.scores_per_token * (1 if self.shared_by_kv_heads else kv_heads)
 
     def held_score_bytes(self, kv_heads: int) -> float:
         """Bytes of one layer's scores per cached token."""
-        return SCORE_BYTES * self.score_rows * kv_heads
+        return SCORE_BYTES * self.scores_per_token * kv_heads
 
     def scores_at_once(self, layers: int) -> int:
         """Layers whose scores exist at a time."""
-        return layers if self.sets_by_layer else 1
+        return layers if self.set_per_layer else 1
 
     def moved_score_bytes(self, kv_heads: int) -> float:
         """Bytes that selecting moves for one layer per cached token: scores are written, and read by top-k.
@@ -119,7 +119,7 @@ class SelectionCost:
         For one set of all heads they are read once to be added up, and only their sums are ranked.
         """
         ranked = (1 + TOP_K_PASSES) * SCORE_BYTES * self.ranked_scores(kv_heads)
-        return 2 * self.held_score_bytes(kv_heads) + ranked if self.shared_by_heads else ranked
+        return 2 * self.held_score_bytes(kv_heads) + ranked if self.shared_by_kv_heads else ranked
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,12 +84,6 @@ class Cache:
         (store,) = self.stores
         return store.values
 
-    @property
-    def all_codes(self) -> QuantizedKV | None:
-        """Codes of all layers, of a cache that has one store."""
-        (store,) = self.stores
-        return store.all_codes if isinstance(store, KVStore) else None
-
     def reset(self, rows: int) -> None:
         """Empties the cache and activates its first `rows` rows, each up to the full context."""
         self.rows = rows

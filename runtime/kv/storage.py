@@ -150,14 +150,6 @@ class KVStore:
         return len(self.keys)
 
     @property
-    def all_codes(self) -> QuantizedKV | None:
-        """Codes of all layers, concatenated along the batch, where none is offloaded; None if nothing is quantized."""
-        if not self.coded:
-            return None
-        (store,) = self.coded
-        return store.codes
-
-    @property
     def bytes(self) -> int:
         """Storage on the device of keys, values, codes and planes."""
         return self.keys.nbytes + self.values.nbytes + sum(coded.bytes for coded in self.coded)

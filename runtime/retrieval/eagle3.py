@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ridgeplan.roofline.catalog.files import parse_json, read_document
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.runtime.errors import failures_as
-from ridgeplan.runtime.retrieval.head import DTYPES, Head, HeadConfig, HeadWeights, read_tensors
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, read_tensors, require_tensor
 
 LAYERS = ("midlayer.", "layers.0.")  # names of the layer in different files
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -66,11 +65,7 @@ def _head(
     def taken(name: str, *size: int) -> Tensor:
         if name not in tensors:
             raise ValueError(f"it lacks {name}")
-        if list(tensors[name].shape) != list(size) or tensors[name].dtype not in DTYPES:
-            actual = f"{tensors[name].dtype} {list(tensors[name].shape)}"
-            raise ValueError(f"{name} is {actual}; the model needs floating numbers {list(size)}, of 16 or 32 bits")
-        if not torch.stack(torch.aminmax(tensors[name].float())).isfinite().all():
-            raise ValueError(f"{name} holds values that are NaN or infinite")
+        require_tensor(name, tensors[name], list(size))
         return tensors[name]
 
     def projection(name: str, heads: int) -> Tensor:

@@ -280,7 +280,13 @@ def _require_sizes(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
             if required:
                 raise ValueError(f"it lacks {name}")
             continue
-        if list(tensor.shape) != size or tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; allowed: floating numbers {size}")
-        if not torch.stack(torch.aminmax(tensor.float())).isfinite().all():
-            raise ValueError(f"{name} holds values that are NaN or infinite")
+        require_tensor(name, tensor, size)
+
+
+def require_tensor(name: str, tensor: Tensor, size: list[int]) -> None:
+    """Raises ValueError for a tensor of another size or type, or with values that are not finite."""
+    if list(tensor.shape) != size or tensor.dtype not in DTYPES:
+        actual = f"{tensor.dtype} {list(tensor.shape)}"
+        raise ValueError(f"{name} is {actual}; allowed: floating numbers {size}, of 16 or 32 bits")
+    if not torch.stack(torch.aminmax(tensor.float())).isfinite().all():
+        raise ValueError(f"{name} holds values that are NaN or infinite")

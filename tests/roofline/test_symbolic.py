@@ -21,7 +21,6 @@ from ridgeplan.roofline.symbolic import (
     compile_sweep,
     decode_formulas,
     symbol,
-    symbolic_figure,
     symbolic_shape,
     unit,
 )
@@ -158,7 +157,7 @@ def test_many_plans_are_swept_in_pieces(shape, machine, quantspec):
 
 
 def test_the_expression_prints_and_differentiates(shape, machine, quantspec):
-    expression = symbolic_figure("tpot_s", shape, machine, *quantspec, ["acceptance"])
+    expression = compile_sweep("tpot_s", shape, machine, *quantspec, ["acceptance"]).expression
     assert r"\alpha" in sympy.latex(expression)
     slope = sympy.diff(expression, symbol("acceptance"))
     assert float(slope.subs(symbol("acceptance"), 0.9)) < 0  # more acceptance, less time

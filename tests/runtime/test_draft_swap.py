@@ -175,7 +175,7 @@ def test_prefill_reads_nothing_that_its_memory_held(plain, prompts, arena_bytes,
         with torch.inference_mode():
             prefill(plain.decoder, plain.weights, plain.cache, 0, other, arena=used)
             logits = prefill(plain.decoder, plain.weights, plain.cache, 0, prompt, 32, used)
-        results.append((logits, plain.cache.keys.clone(), plain.cache.all_codes.key_upper.clone()))
+        results.append((logits, plain.cache.keys.clone(), plain.cache.stores[0].coded[0].codes.key_upper.clone()))
     assert all(map(torch.equal, *results))
 
 

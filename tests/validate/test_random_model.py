@@ -100,7 +100,7 @@ def test_a_filled_cache_holds_what_a_prompt_would_leave(name: str) -> None:
     assert cache.lengths.tolist() == [700, 700]
     assert bool(cache.active().all())
     assert cache.keys.std() == pytest.approx(1, abs=0.05)
-    if cache.all_codes is not None:
+    if cache.stores[0].coded:
         # Groups of 128, of which the last whole one stays in full precision: 700 // 128 - 1 = 4.
         metadata = AttentionMetadataBuilder(cache).draft_metadata(0)
         assert metadata.groups is not None and metadata.groups.tolist() == [4, 4]

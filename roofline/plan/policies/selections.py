@@ -92,7 +92,7 @@ class SnapKV(SparseSelection):
 
     def cost(self) -> SelectionCost:
         """Steps score nothing; the tokens that they read are not contiguous."""
-        return SelectionCost(run_tokens=1)
+        return SelectionCost(page_tokens=1)
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
@@ -115,7 +115,11 @@ class Quest(SparseSelection):
         """Two bounds and a score per page."""
         bounds = 2 / self.page
         return SelectionCost(
-            scored_keys=bounds, held_keys=bounds, score_rows=1 / self.page, run_tokens=self.page, overlap=0.71
+            scored_keys=bounds,
+            held_keys=bounds,
+            scores_per_token=1 / self.page,
+            page_tokens=self.page,
+            overlap=0.71,
         )
 
     @classmethod
@@ -136,7 +140,7 @@ class SpecExtend(SparseSelection):
 
     def cost(self) -> SelectionCost:
         """As SpecAttn's; the means of pages are ranked."""
-        return SelectionCost(score_rows=1, run_tokens=self.page, shared_by_heads=True)
+        return SelectionCost(scores_per_token=1, page_tokens=self.page, shared_by_kv_heads=True)
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
@@ -162,7 +166,7 @@ class SpecAttn(SparseSelection):
 
     def cost(self) -> SelectionCost:
         """Verification adds up queries and the query heads of a KV head before it writes their scores."""
-        return SelectionCost(score_rows=1, run_tokens=1, shared_by_heads=not self.per_kv_head)
+        return SelectionCost(scores_per_token=1, page_tokens=1, shared_by_kv_heads=not self.per_kv_head)
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
@@ -192,7 +196,7 @@ class Progressive(SparseSelection):
 
     def cost(self) -> SelectionCost:
         """2-bit keys are scanned in every layer at the cost of their groups; the fused kernel keeps scores on chip."""
-        return SelectionCost(run_tokens=1, overlap=0.72)
+        return SelectionCost(page_tokens=1, overlap=0.72)
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
@@ -235,7 +239,7 @@ class Oracle(SparseSelection):
 
     def cost(self) -> SelectionCost:
         """All keys are scanned in every layer, and a score per token and KV head is ranked."""
-        return SelectionCost(scored_keys=1, score_rows=1, run_tokens=1)
+        return SelectionCost(scored_keys=1, scores_per_token=1, page_tokens=1)
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
@@ -274,8 +278,8 @@ class RetrievalHead(SparseSelection):
         """
         shared = self.level == "batch"
         return SelectionCost(
-            scored_keys=1, scores_one_layer=True, sets_by_layer=self.by_layer, held_keys=1, score_rows=1, run_tokens=1,
-            shared_by_heads=shared, projects=True, overlap=0.90 if shared else 0.80,
+            scored_keys=1, scored_once=True, set_per_layer=self.by_layer, held_keys=1, scores_per_token=1,
+            page_tokens=1, shared_by_kv_heads=shared, has_projections=True, overlap=0.90 if shared else 0.80,
         )  # fmt: skip
 
     @classmethod
@@ -314,7 +318,7 @@ class ClusterKV(SparseSelection):
     def cost(self) -> SelectionCost:
         """A centroid per cluster, and for each token its cluster's number, by which its score is looked up."""
         read = 1 / self.cluster + LABELS
-        return SelectionCost(scored_keys=read, held_keys=read, score_rows=1, run_tokens=1, overlap=0.78)
+        return SelectionCost(scored_keys=read, held_keys=read, scores_per_token=1, page_tokens=1, overlap=0.78)
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
@@ -337,7 +341,11 @@ class ShadowKV(SparseSelection):
         """Landmarks are stored twice, because Quest's kernel reads two bounds, which are equal here."""
         landmarks, chunks = 2 / self.chunk, 1 / self.chunk
         return SelectionCost(
-            scored_keys=landmarks, held_keys=landmarks, score_rows=chunks, run_tokens=self.chunk, overlap=0.79
+            scored_keys=landmarks,
+            held_keys=landmarks,
+            scores_per_token=chunks,
+            page_tokens=self.chunk,
+            overlap=0.79,
         )
 
     @classmethod

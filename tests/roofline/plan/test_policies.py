@@ -59,7 +59,7 @@ def test_plain_decoding_uses_no_policy():
     ],
 )
 def test_keys_scored_at_a_step_of_32_layers(name, layers_of_keys):
-    assert cost_of(name).scored_keys_of(32) == pytest.approx(layers_of_keys)
+    assert cost_of(name).scored_keys_per_step(32) == pytest.approx(layers_of_keys)
 
 
 def cost_of(name):
@@ -71,9 +71,9 @@ def test_hyperparameters_change_the_cost():
     """Of 8 KV heads: a set each is ranked from its own scores, a set for all from their sums."""
     shared, per_head = (SpecAttn(per_kv_head=each).cost() for each in (False, True))
     assert (shared.moved_score_bytes(8), per_head.moved_score_bytes(8)) == (4 * (8 + 8 + 7), 4 * 7 * 8)
-    assert (shared.run_of(8), per_head.run_of(8)) == (8, 1)
+    assert (shared.contiguous_on_host(8), per_head.contiguous_on_host(8)) == (8, 1)
     assert Quest(page=32).cost().scored_keys == 2 / 32
-    assert SpecExtend(page=32).cost().run_of(8) == 32 * 8
+    assert SpecExtend(page=32).cost().contiguous_on_host(8) == 32 * 8
 
 
 def test_losses_name_the_policy_and_what_it_keeps():
@@ -161,9 +161,9 @@ def test_the_runtime_executes_dense_families():
 
 def test_runs_of_a_shared_set_hold_every_heads_keys():
     """SpecAttn chooses one set per layer: a token's keys of 8 heads lie together. Quest's pages are a head's own."""
-    runs = {name: cost_of(name).run_of(8) for name in ("specattn", "quest", "retrieval-head")}
+    runs = {name: cost_of(name).contiguous_on_host(8) for name in ("specattn", "quest", "retrieval-head")}
     assert runs == {"specattn": 8, "quest": 16, "retrieval-head": 1}
-    assert cost_of("streamingllm").run_of(8) > 1e9  # a run, however long
+    assert cost_of("streamingllm").contiguous_on_host(8) > 1e9  # a run, however long
 
 
 @pytest.mark.parametrize("weights", [Weights(8, 8), Weights(8, 4), Weights(4, 4)], ids=str)
@@ -250,7 +250,7 @@ NEW_POLICY = """
         searched: ClassVar[bool] = sys.argv[2] == "searched"
 
         def cost(self):
-            return SelectionCost(run_tokens=1)
+            return SelectionCost(page_tokens=1)
 
         @classmethod
         def presets(cls):

@@ -79,7 +79,7 @@ class Step:
         self._generator = torch.Generator(device).manual_seed(1)
 
     def _fill(self) -> None:
-        cache, codes = self.cache, self.cache.all_codes
+        cache, codes = self.cache, self.cache.stores[0].coded[0].codes
         for plane in (codes.key_upper, codes.key_lower, codes.value_upper, codes.value_lower):
             plane.random_(0, 256)
         for scale in (codes.key_scale, codes.value_scale):

@@ -129,4 +129,4 @@ def test_a_quarter_in_int4x2_is_more_than_seven_and_a_half_times_smaller():
         return Cache(shape, KVCacheConfig.of(plan, 1), CPU, torch.bfloat16).stores[0]
 
     full, evicted = storage(KVFormat.FULL, 1.0), storage(KVFormat.HIERARCHICAL, 0.25)
-    assert full.bytes / evicted.all_codes.bytes > 7.5
+    assert full.bytes / evicted.coded[0].codes.bytes > 7.5

@@ -82,8 +82,8 @@ def test_what_does_not_fit_is_named(folder):
     wide = tensors | {"midlayer.input_layernorm.weight": torch.ones(HIDDEN, dtype=torch.float64)}
     broken = tensors | {"midlayer.input_layernorm.weight": torch.full((HIDDEN,), torch.inf)}
     for content, config, shape, message in (
-        (tensors, {}, replace(SHAPE, hidden=256), r"input_layernorm.weight is .*\[128\]; the model needs .* \[256\]"),
-        (wide, {}, SHAPE, r"input_layernorm.weight is torch.float64 \[128\]; the model needs .* of 16 or 32 bits"),
+        (tensors, {}, replace(SHAPE, hidden=256), r"input_layernorm.weight is .*\[128\]; allowed: .* \[256\]"),
+        (wide, {}, SHAPE, r"input_layernorm.weight is torch.float64 \[128\]; allowed: .* of 16 or 32 bits"),
         (missing, {}, SHAPE, "it lacks midlayer.self_attn.k_proj.weight"),
         ({"norm.weight": tensors["norm.weight"]}, {}, SHAPE, "it has no midlayer.self_attn.q_proj.weight"),
         (broken, {}, SHAPE, "input_layernorm.weight holds values that are NaN or infinite"),
