@@ -67,9 +67,9 @@ class SavedPlan:
 def plan_json(plan: Plan, shape: ModelShape, profile: Profile) -> str:
     """The file of a plan for this model and machine. Measured acceptance belongs to the user, not to a plan."""
     bare = replace(profile, acceptance=())
-    own_shape = None if shape in list_models() else shape
-    own_profile = None if _by_name(plan.workload.hardware) == bare else bare
-    return SavedPlan(plan, own_shape, own_profile).to_json()
+    saved_shape = None if shape in list_models() else shape
+    saved_profile = None if _by_name(plan.workload.hardware) == bare else bare
+    return SavedPlan(plan, saved_shape, saved_profile).to_json()
 
 
 def read_plan(text: str | bytes) -> SavedPlan:

@@ -166,9 +166,9 @@ class Machine(Device):
         """The time of one launch, by the formula of `ridgeplan.roofline.catalog.profile.Rates`; `tiles` of all SMs."""
         memory_s = cost.bytes / (self.bandwidth_bytes_per_s * rates.bandwidth_utilization)
         compute_s = cost.flops / (self.compute_flops * rates.compute_utilization)
-        own_tiles = tiles / self.num_sms
-        work_s = hypot(maximum(memory_s, compute_s), own_tiles * rates.tile_s)
-        fill_s = filled(own_tiles) * rates.fill_s
+        sm_tiles = tiles / self.num_sms
+        work_s = hypot(maximum(memory_s, compute_s), sm_tiles * rates.tile_s)
+        fill_s = filled(sm_tiles) * rates.fill_s
         return rates.launch_s + fill_s + work_s + width * rates.width_s + depth * rates.depth_s
 
     def link_seconds(self, kind: str, moved_bytes: Term) -> Term:

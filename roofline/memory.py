@@ -92,17 +92,17 @@ def matrix_memory(shape: ModelShape, weight_bytes: Term) -> Term:
 
 
 def weight_memory(
-    shape: ModelShape, weight_bytes: Term, element_bytes: Term, head_bytes: Term = 0, own_head: Term = 0
+    shape: ModelShape, weight_bytes: Term, element_bytes: Term, head_bytes: Term = 0, separate_head: Term = 0
 ) -> Term:
     """The target's weights: matrices at `weight_bytes` per parameter, all others as the checkpoint has them.
 
-    The others are embeddings and the head, and routers and vectors, which are in full precision. Where `own_head` is 1
+    The others are embeddings and the head, and routers and vectors, which are in full precision. Where `separate_head` is 1
     the head has `head_bytes` per parameter, and is no longer the embedding's table.
     """
     tables = ("embedding",) if shape.tied_embeddings else ("embedding", "head")
     others = shape.parameters - layer_parameters(shape) - len(tables) * shape.embedding_params
     full_bytes = {part: shape.weight_bits.full_bytes(part, element_bytes) for part in tables}
-    head = own_head * (head_bytes - full_bytes.get("head", 0))  # beyond what it takes in full precision
+    head = separate_head * (head_bytes - full_bytes.get("head", 0))  # beyond what it takes in full precision
     table_bytes = sum(full_bytes.values()) + head
     return matrix_memory(shape, weight_bytes) + others * element_bytes + shape.embedding_params * table_bytes
 
@@ -285,12 +285,12 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target.dense) * dense_copy(shape, element_bytes)
     splits = choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
-    own_head = strategy.target.head_bytes, 1 - strategy.target.head_dense
+    separate_head = strategy.target.head_bytes, 1 - strategy.target.head_dense
     # Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head.
     streams = 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, batch * strategy.max_queries)
     together = strategy.prompt_chunks.longest + strategy.appended_tokens
     return MemoryBreakdown(
-        weights=weight_memory(shape, strategy.target.weight_bytes, element_bytes, *own_head),
+        weights=weight_memory(shape, strategy.target.weight_bytes, element_bytes, *separate_head),
         draft_weights=_draft_weights(shape, strategy),
         kv=full_kv(shape, batch, slots, element_bytes) + codes,
         buffers=full_kv(shape, batch, buffered, element_bytes) + _selection_state(shape, device, strategy, tokens),

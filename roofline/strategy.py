@@ -144,7 +144,7 @@ class Strategy:
                 raise ValueError(f"{name!r} is not a term of a strategy; allowed: {', '.join(sorted(TERM_NAMES))}")
             part, field_name = TERM_NAMES[name]
             changes[part][field_name] = term
-        parts = {part: replace(getattr(self, part), **own_terms) for part, own_terms in changes.items() if part}
+        parts = {part: replace(getattr(self, part), **part_terms) for part, part_terms in changes.items() if part}
         return replace(self, **changes[""], **parts)
 
     @property

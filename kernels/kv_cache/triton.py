@@ -1,6 +1,6 @@
 """Triton kernels of the KV cache: quantization, dequantization and the shift of the buffer.
 
-It works in place: a program moves the same offsets of every group from front to back, so a single thread reads and
+The shift works in place: a program moves the same offsets of every group from front to back, so a single thread reads and
 writes a slot, and reads it before overwriting it.
 """
 

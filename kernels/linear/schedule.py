@@ -129,11 +129,11 @@ class LinearSchedule:
 
     @cached_property
     def stage_inputs(self) -> int:
-        own_inputs, step = self.k_tiles * self.weights.k_tile_inputs, max(64, self.weights.k_tile_inputs)
-        count = -(-own_inputs // self.split_k.stage_inputs)
+        cta_inputs, step = self.k_tiles * self.weights.k_tile_inputs, max(64, self.weights.k_tile_inputs)
+        count = -(-cta_inputs // self.split_k.stage_inputs)
         if count > self.weights.max_equal_stages:
             return self.split_k.stage_inputs
-        return -(-own_inputs // (count * step)) * step
+        return -(-cta_inputs // (count * step)) * step
 
     @cached_property
     def stage_bytes(self) -> int:

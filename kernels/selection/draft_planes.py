@@ -1,6 +1,6 @@
 """What sparse drafts read beside a layer's codes: 2-bit keys to choose tokens by, and values stored token by token.
 
-key_two_bit  uint8 [B, Hkv, groups, G, D/4]   channel j in bits 0-1, j + D/4 in 2-3, j + D/2 in 4-5, j + 3D/4 in 6-7
+    key_two_bit  uint8 [B, Hkv, groups, G, D/4]   channel j in bits 0-1, j + D/4 in 2-3, j + D/2 in 4-5, j + 3D/4 in 6-7
     value_rows   uint8 [B, Hkv, groups, G, D/2]   channel j low nibble, channel j + D/2 high
 
 A 2-bit key is the two upper bits of its upper code, so it needs no scale of its own: with code c in 0..3, it stands for

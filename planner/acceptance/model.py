@@ -69,13 +69,13 @@ class AcceptanceModel:
 
     @classmethod
     def for_model(
-        cls, shape: ModelShape, context: int, own_rows: Iterable[Mapping[str, Any]] = (), kind: str = "gpu"
+        cls, shape: ModelShape, context: int, user_rows: Iterable[Mapping[str, Any]] = (), kind: str = "gpu"
     ) -> AcceptanceModel:
-        """From the shipped rows and `own_rows`, those of a profile. kind: of the machine, "gpu" or "cpu".
+        """From the shipped rows and `user_rows`, those of a profile. kind: of the machine, "gpu" or "cpu".
 
         Predictions are for the text of the model's own rows in the profile, if they are of one text, else for any.
         """
-        profile_rows = tuple(map(AcceptanceRow.read, own_rows))
+        profile_rows = tuple(map(AcceptanceRow.read, user_rows))
         texts = {row.text for row in profile_rows if variant_name(row.model) == variant_name(shape.name)}
         rows, fitted = _fitted(profile_rows)
         text = texts.pop() if len(texts) == 1 else ""

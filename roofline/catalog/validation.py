@@ -1,6 +1,6 @@
 """Validation of untrusted values: self-checking dataclasses, and messages that list every wrong field.
 
-@dataclass(frozen=True)
+    @dataclass(frozen=True)
     class Box(Checked):
         width: int = whole(1, 100)  # cm
 

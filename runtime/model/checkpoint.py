@@ -47,10 +47,10 @@ class StateDict:
 
     def ends(self, device: torch.device) -> DecoderWeights:
         """The embedding, the last norm and the head on `device`, without layers."""
-        embedding = _own(self.tensors.pop("model.embed_tokens.weight"), device)
+        embedding = _copied(self.tensors.pop("model.embed_tokens.weight"), device)
         head = self.tensors.pop("lm_head.weight", None)
-        head_weight = embedding if self.shape.tied_embeddings or head is None else _own(head, device)
-        norm = _own(self.tensors.pop("model.norm.weight"), device)
+        head_weight = embedding if self.shape.tied_embeddings or head is None else _copied(head, device)
+        norm = _copied(self.tensors.pop("model.norm.weight"), device)
         return self._finite(DecoderWeights(embedding, (), norm, Dense(head_weight)))
 
     def layers(self, device: torch.device, keep: bool = False) -> Iterator[LayerWeights]:
@@ -69,7 +69,7 @@ class StateDict:
         return part
 
 
-def _own(tensor: Tensor, device: torch.device) -> Tensor:
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy, as a single view would keep the whole mapped checkpoint in memory."""
     return tensor.to(device, copy=True)
 
@@ -82,7 +82,7 @@ def _layer(shape: ModelShape, take: Take, prefix: str, device: torch.device) -> 
         return Dense(weight.to(device), torch.cat(present).to(device) if present else None)
 
     def norm(name: str) -> Tensor:
-        return _own(take(f"{prefix}{name}.weight"), device)
+        return _copied(take(f"{prefix}{name}.weight"), device)
 
     return LayerWeights(
         attention_norm=norm("input_layernorm"),

@@ -133,7 +133,7 @@ class Distillation:
             raise WorkloadError(f"the text has {len(ids)} tokens; allowed: {allowed}")
         self.teacher, self.student, self.training = teacher, student, training
         self.ids = torch.tensor(list(ids), device=teacher.weights.embedding.device)
-        self.parameters = trained_parameters(student, head_alone=not training.language)
+        self.parameters = trained_parameters(student, head_only=not training.language)
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=training.rate, weight_decay=0.0)
         self.losses: list[float] = []  # of each step so far
 

@@ -131,13 +131,13 @@ def query_projection(student: Any) -> Any:
     return getattr(attention, "layer_queries", attention.q_proj)
 
 
-def trained_parameters(student: Any, head_alone: bool = False) -> dict[str, Tensor]:
-    """The trained parameters, by name. head_alone: only those of the retrieval head."""
+def trained_parameters(student: Any, head_only: bool = False) -> dict[str, Tensor]:
+    """The trained parameters, by name. head_only: only those of the retrieval head."""
     layer = student.model.layers[0]
     attention, norms = layer.self_attn, ("q_norm", "k_norm")
     head = [layer.input_layernorm, query_projection(student), attention.k_proj]
     head += [getattr(attention, name) for name in norms if hasattr(attention, name)]
-    kept = {value for module in head for value in module.parameters()} if head_alone else set(student.parameters())
+    kept = {value for module in head for value in module.parameters()} if head_only else set(student.parameters())
     return {name: value for name, value in student.named_parameters() if value.requires_grad and value in kept}
 
 
