@@ -96,8 +96,8 @@ def weight_memory(
 ) -> Term:
     """The target's weights: matrices at `weight_bytes` per parameter, all others as the checkpoint has them.
 
-    The others are embeddings and the head, and routers and vectors, which are in full precision. Where `separate_head` is 1
-    the head has `head_bytes` per parameter, and is no longer the embedding's table.
+    The others are embeddings and the head, and routers and vectors, which are in full precision. Where
+    `separate_head` is 1 the head has `head_bytes` per parameter, and is no longer the embedding's table.
     """
     tables = ("embedding",) if shape.tied_embeddings else ("embedding", "head")
     others = shape.parameters - layer_parameters(shape) - len(tables) * shape.embedding_params

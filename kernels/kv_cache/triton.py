@@ -1,7 +1,7 @@
 """Triton kernels of the KV cache: quantization, dequantization and the shift of the buffer.
 
-The shift works in place: a program moves the same offsets of every group from front to back, so a single thread reads and
-writes a slot, and reads it before overwriting it.
+The shift works in place: a program moves the same offsets of every group from front to back, so a single thread reads
+and writes a slot, and reads it before overwriting it.
 """
 
 from collections.abc import Mapping
