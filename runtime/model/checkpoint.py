@@ -118,6 +118,11 @@ def load_config(source: str) -> Any:
         return transformers.AutoConfig.from_pretrained(source, **UNTRUSTED)
 
 
+def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
+    """The decoder's weights in `dtype` on `device`. Raises what `load_state_dict` raises."""
+    return load_state_dict(source, shape, dtype).decoder_weights(device)
+
+
 def load_state_dict(source: str, shape: ModelShape, dtype: torch.dtype) -> StateDict:
     """The checkpoint's weights in `dtype` on the host, from safetensors only: pickles are not opened.
 

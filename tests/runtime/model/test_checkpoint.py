@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ridgeplan import runtime
 from ridgeplan.runtime.errors import ModelError
-from ridgeplan.runtime.model.checkpoint import checkpoint_elements, load_config, load_state_dict, load_tokenizer
+from ridgeplan.runtime.model.checkpoint import checkpoint_elements, load_config, load_tokenizer, load_weights
 from ridgeplan.runtime.model.config import decoder_config
 
 
@@ -228,7 +228,7 @@ def test_elements_are_those_of_the_files(tiny_model):
 def test_weights_are_held_once(family, changes, tiny_model):
     model = tiny_model(family, **changes)
     shape = decoder_config(load_config(model.folder), model.folder).shape
-    weights = load_state_dict(model.folder, shape, torch.float32).decoder_weights(torch.device("cpu"))
+    weights = load_weights(model.folder, shape, torch.device("cpu"), torch.float32)
     expected = sum(parameter.numel() * 4 for parameter in model.reference.parameters())
     stretched_norms = shape.layers * (shape.q_heads + shape.kv_heads - 2) * shape.head_dim * 4
     assert weights.bytes == expected + (stretched_norms if family == "qwen3" else 0)
