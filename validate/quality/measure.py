@@ -231,6 +231,8 @@ class _Run:
     ) -> None:
         self._options, self._on_progress, self._done = options, on_progress, 0
         self._maker = PromptMaker(load_tokenizer(model_source(options.model)), material)
+        if options.tasks:
+            _ = self._maker.frame  # a chat template that cannot be used is refused before anything is measured
         self._rows = {row.cell: row for row in known}
         self._weights: dict[tuple[int, int | None, bool], DecoderWeights] = {}
         self._engines: dict[tuple[Plan, int], Engine] = {}

@@ -7,9 +7,10 @@ import string
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
+from ridgeplan.validate.quality.chat_template import ChatFrame, chat_frame
 from ridgeplan.validate.quality.ruler_questions import QUESTION_TASKS
 from ridgeplan.validate.quality.ruler_samples import (
     Material,
@@ -218,6 +219,11 @@ class PromptMaker:
     tokenizer: Any
     material: Material
 
+    @cached_property
+    def frame(self) -> ChatFrame | None:
+        """What the chat template puts around messages; None without one. Raises ChatTemplateError."""
+        return chat_frame(self.tokenizer)
+
     def prompt(self, task: Task, tokens: int, index: int, seed: int) -> Prompt:
         """Sample `index` of a task, whose prompt fills `tokens` tokens as far as whole parts do.
 
@@ -229,8 +235,7 @@ class PromptMaker:
 
     def ids(self, sample: Sample) -> list[int]:
         """Token ids of a sample: the user's message, and the opening of the answer."""
-        if not getattr(self.tokenizer, "chat_template", None):
+        if self.frame is None:
             return list(self.tokenizer.encode(f"{sample.prompt}\n{sample.opening}"))
-        messages = [{"role": "user", "content": sample.prompt}]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer.encode(text + sample.opening, add_special_tokens=False))
+        text = self.frame.around(sample.prompt) + sample.opening
+        return list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -169,11 +169,9 @@ def test_a_prompt_depends_on_its_index_and_seed_alone(name):
 
 
 def test_prompts_are_in_the_models_chat_template_and_open_the_answer():
-    def template(messages, tokenize, add_generation_prompt):
-        assert not tokenize and add_generation_prompt
-        return f"<user> {messages[0]['content']} <assistant> "
-
-    plain, chat = maker(), maker(chat_template="{}", apply_chat_template=template)
+    template = "<user> {{ messages[0].content }} {% if add_generation_prompt %}<assistant> {% endif %}"
+    plain = maker()
+    chat = maker(chat_template=template, get_chat_template=lambda: template, special_tokens_map={})
     example = sample("vt", 10)
     assert plain.ids(example)[-1] == chat.ids(example)[-1] == "Answer:"
     assert chat.ids(example)[0] == "<user>"

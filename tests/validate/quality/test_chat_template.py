@@ -1,0 +1,89 @@
+"""Chat templates: the frame that they put around messages, and what is refused with one line and within limits."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+import transformers
+
+from ridgeplan.runtime.model.checkpoint import load_tokenizer
+from ridgeplan.runtime.model.source import model_source
+from ridgeplan.validate.quality import chat_template
+from ridgeplan.validate.quality.chat_template import ChatTemplateError, chat_frame
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and message.role != 'system' %}"
+    "<|im_start|>system\nBe brief<|im_end|>\n{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tokenizer_with(template: Any) -> Any:
+    """A tokenizer of transformers without any vocabulary of its own."""
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=vocabulary, bos_token="<s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_frame_is_what_the_tokenizer_itself_renders() -> None:
+    for template in (CHATML, "{{ bos_token }}[INST] {{ messages[0]['content'] }} [/INST]"):
+        tokenizer = tokenizer_with(template)
+        frame = chat_frame(tokenizer)
+        for text in ("Which colour?", 'two\nlines, "quoted" <b> {{ x }} \\n 名'):
+            chat = [{"role": "user", "content": text}]
+            assert frame is not None
+            assert frame.around(text) == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert chat_frame(SimpleNamespace()) is None
+    assert chat_frame(tokenizer_with(None)) is None
+
+
+@pytest.mark.model
+def test_the_embedded_models_frame_is_its_own() -> None:
+    tokenizer = load_tokenizer(model_source("smollm2-135m"))
+    frame, chat = chat_frame(tokenizer), [{"role": "user", "content": "Which colour?"}]
+    assert frame is not None
+    assert frame.around("Which colour?") == tokenizer.apply_chat_template(
+        chat, tokenize=False, add_generation_prompt=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 5 s of CPU time"),
+        ('{{ "a" * 3000000000 }}', "more than 1 GiB of memory"),
+        (
+            "{% set x = namespace(s='a' * 1000) %}{% for i in range(40) %}{% set x.s = x.s ~ x.s %}{% endfor %}",
+            "memory",
+        ),
+        ("{{ 'a' * 100000 }}{{ messages[0].content }}", "it makes 1000"),
+        ("{{ raise_exception('only\nsystems') }}", "TemplateError: only systems"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "SecurityError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("(" * 5 + "{{" + "(" * 50000 + "}}", "cannot be used"),
+        ("no message", "does not hold a user's message once and as it is"),
+        ("{{ messages[0].content }}{{ messages[0].content }}", "once and as it is"),
+        ("{{ messages[0].content | upper }}", "once and as it is"),
+        ("{{ messages | tojson }}", "once and as it is"),
+        ({"tool_use": "x", "rag": "y"}, "multiple chat templates with no default"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_one_line_in_bounded_time(template: Any, reason: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(ChatTemplateError) as caught:
+        chat_frame(tokenizer_with(template))
+    message = str(caught.value)
+    assert message.startswith("the model's chat template cannot be used: ") and reason in message
+    assert message.endswith("; allowed: --tasks none") and "\n" not in message and len(message) < 400
+    assert time.perf_counter() - started < chat_template.WALL_S + 10
+
+
+def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "WALL_S", 0.01)
+    with pytest.raises(ChatTemplateError, match=r"it takes more than 0\.01 s"):
+        chat_frame(tokenizer_with(CHATML))
