@@ -23,7 +23,8 @@ from ridgeplan.dashboards.cli import bench, bench_decode, papers, quality
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.dashboards.cli.plan import answer_text
 from ridgeplan.planner import recommend
-from ridgeplan.planner.export.engine_profile import engine_profile, error, measured_rows
+from ridgeplan.planner.engines.measurements import shipped_measurements
+from ridgeplan.planner.engines.rates import engine_profile, error
 from ridgeplan.planner.export.rules import RULES
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.latency import RateTerms
@@ -60,20 +61,24 @@ def classes(name: str) -> str:
     return f"{head}\n\n{table(columns, rows)}"
 
 
-def engine_times(engine: str) -> str:
-    """Measured times of another engine beside those of its fitted profile."""
-    measured, fitted = measured_rows(engine), engine_profile(engine)
+def engine_times() -> str:
+    """Measured steps of vLLM beside those of the rates that were fitted to them."""
+    measured = shipped_measurements()
+    profile = engine_profile("vllm", measured.hardware)
     rows = []
     for row in measured.rows:
-        off = error(fitted, row)
-        size = f"{row.context} x {row.batch}", row.weights, row.kv
+        off = error(profile.rates, measured, row)
+        size = row.model.partition("/")[2], f"{row.context} x {row.batch}", row.weights, row.kv
         times = f"{row.tpot_ms:.2f}", f"{row.tpot_ms * (1 + off):.2f}", f"{off:+.1%}"
         rows.append((*size, *times, "held out" if row.held_out else ""))
-    columns = ("context x batch", "weights", "KV", "measured, ms", "predicted, ms", "error", "")
-    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in fitted.kv_utilization.items())
+    columns = ("model", "context x batch", "weights", "KV", "measured, ms", "predicted, ms", "error", "")
+    rates = profile.rates
+    shares = [f"{width}-bit weights {1 / rates.linear_inverse[width]:.0%}" for width in (16, 8)]
+    shares += [f"{width}-bit experts {1 / rates.expert_inverse[width]:.0%}" for width in (16, 4)]
+    shares += [f"{kind} KV {1 / inverse:.0%}" for kind, inverse in rates.kv_inverses.items()]
     fit = (
-        f"{1e6 * fitted.launch_s:.1f} us a launch; of the bandwidth, weights {fitted.weight_utilization:.0%}, "
-        f"KV {shares}. {measured.source[0].upper()}{measured.source[1:]}."
+        f"{1e6 * rates.launch_s:.1f} us a launch, {1e6 * rates.expert_launch_s:.0f} us more for the experts of a "
+        f"layer; of the bandwidth, {', '.join(shares)}. {measured.source[0].upper()}{measured.source[1:]}."
     )
     return f"{table(columns, rows)}\n\n{fit}"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.planner.export.engine_profile import measured_rows
+from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.quality import FIDELITY, Quality, QualityRow, load_rows, quality_of, ruler_average
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
@@ -86,9 +86,8 @@ class Decoding:
 
     def over_vllm(self, weights: str, kv: str) -> str:
         """Speed-up over vLLM's plain decoding with these formats, as text; empty where that was not measured."""
-        key = (*self.size, weights, kv)
-        known = (row for row in measured_rows("vllm").rows if (row.context, row.batch, row.weights, row.kv) == key)
-        return next((f"{row.tpot_ms / self.tpot_ms:.2f}x" for row in known), "")
+        engine_ms = shipped_measurements().tpot_ms("meta-llama/Llama-3.1-8B", *self.size, weights, kv)
+        return "" if engine_ms is None else f"{engine_ms / self.tpot_ms:.2f}x"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -113,7 +112,7 @@ def fastest() -> str:
             f"{decoding.name}, gamma {decoding.row['gamma']}",
             f"{decoding.tpot_ms:.2f}",
             decoding.over_plain,
-            decoding.over_vllm("bf16", "auto"),
+            decoding.over_vllm("auto", "auto"),
             decoding.over_vllm("fp8", "fp8"),
             f"{decoding.peak_gb:.1f}",
         )

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
+from ridgeplan.planner.engines.rates import EngineProfile
 from ridgeplan.planner.lowering import kernel_class, rates_of, selection_classes, stack, steady_state_gamma, strategy_of
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
@@ -25,6 +26,9 @@ from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.round import draft_rates, prefill_rates, target_rates, tokens_per_round
 from ridgeplan.roofline.strategy import Strategy
+
+if TYPE_CHECKING:
+    from ridgeplan.planner.question import Question
 
 ENDS = ("low", "best", "high")  # of a band of acceptance
 
@@ -167,11 +171,13 @@ def predict_all(
     profile: Profile,
     machine: Machine | None = None,
     overlap: float | None = None,
+    engine: EngineProfile | None = None,
 ) -> list[Prediction]:
     """Predictions of several plans, at the contexts and batches of their workloads, in one evaluation.
 
     `machine` defaults to the profile's; with less memory, layers are offloaded earlier. `overlap` replaces the share of
-    selected tokens that the previous step had selected too, which otherwise comes from each plan's policy.
+    selected tokens that the previous step had selected too, which otherwise comes from each plan's policy. `engine` is
+    the profile of the machine's engine, if it has one: bands and sources are then the engine's.
 
     An adaptive plan is predicted at its steady-state gamma, with the memory of its largest. Bands combine the spread of
     the calibration, weighted by the time of each kernel class, with the band of the acceptance.
@@ -195,10 +201,49 @@ def predict_all(
     best = evaluate(shape, machine, ends["best"], rates)
     slow, fast = (at_acceptance(best, ends[end]) for end in ("low", "high"))
     parts = _parts(shape, machine, strategy, rates, len(plans))
+    certainties = [
+        _certainty(index, plan, shape, known[index], best, parts, profile, engine) for index, plan in enumerate(plans)
+    ]
     return [
-        _prediction(index, plan, gammas[index], shape, known[index], (slow, best, fast), parts, profile)
+        _prediction(index, plan, gammas[index], shape, known[index], (slow, best, fast), parts, certainties[index])
         for index, plan in enumerate(plans)
     ]
+
+
+def predict_question(plans: Sequence[Plan], question: Question) -> list[Prediction]:
+    """Predictions of plans on a question's model, machine and engine."""
+    return predict_all(plans, question.shape, question.profile, question.machine, engine=question.engine)
+
+
+@dataclass(frozen=True)
+class Certainty:
+    """The weakest source of a prediction, and the relative half-width of the bands of its decode steps and prefill."""
+
+    source: str
+    spread: float
+    prefill_spread: float
+
+
+def _certainty(
+    index: int,
+    plan: Plan,
+    shape: ModelShape,
+    acceptance: Acceptance,
+    best: Estimate,
+    parts: tuple[PartTimes, ...],
+    profile: Profile,
+    engine: EngineProfile | None,
+) -> Certainty:
+    prefill, draft, target = parts
+    prefill_spread = float(prefill.spread[index])
+    if engine is not None:
+        source, spread = engine.plan_certainty(plan, shape)
+        return Certainty(source, BAND_DEVIATIONS * spread, transferred_spread(prefill_spread))
+    drafted = float(_at(best.round.gamma * best.round.draft_s, index) / _at(best.round.total_s, index))
+    spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
+    if not shape.weight_bits.full:
+        spread, prefill_spread = transferred_spread(spread), transferred_spread(prefill_spread)
+    return Certainty(_source(plan, shape, profile, acceptance), spread, prefill_spread)
 
 
 def _parts(
@@ -211,6 +256,10 @@ def _parts(
     }
     passes = pass_ops(shape, machine, strategy)
     timed = {name: [_timed(op, machine, pass_rates[name]) for op in ops] for name, ops in passes.items()}
+    if machine.engine is not None:
+        step = machine.engine.step_of(strategy, strategy.context + strategy.new_tokens / 2)
+        timed["target"] = [(op, seconds, 0.0) for op, seconds in machine.engine.timed(shape, machine, step)]
+        return tuple(_part(name, timed[name], count) for name in ("prefill", "draft", "target"))
     for name, gap_s in (("draft", machine.draft_gap_s), ("target", machine.target_gap_s)):
         gap, part_rates = Op("between kernels", "gap", Cost(), shape.layers), pass_rates[name]
         timed[name].append((gap, machine.gap_seconds(part_rates, shape.layers, gap_s), part_rates["gap"].spread))
@@ -237,15 +286,10 @@ def _prediction(
     acceptance: Acceptance,
     estimates: tuple[Estimate, Estimate, Estimate],
     parts: tuple[PartTimes, ...],
-    profile: Profile,
+    certainty: Certainty,
 ) -> Prediction:
     slow, best, fast = estimates
-    prefill, draft, target = parts
-    drafted = float(_at(best.round.gamma * best.round.draft_s, index) / _at(best.round.total_s, index))
-    spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
-    prefill_spread = float(prefill.spread[index])
-    if not shape.weight_bits.full:
-        spread, prefill_spread = transferred_spread(spread), transferred_spread(prefill_spread)
+    spread, prefill_spread, memory = certainty.spread, certainty.prefill_spread, best.memory
 
     def figures(near: Estimate, far: Estimate, deviations: int, workspace: float) -> Figures:
         """One end of the band, with `workspace` times the workspace. Throughput, inverse to time, is of the other."""
@@ -257,12 +301,11 @@ def _prediction(
             peak_memory_bytes=resident + workspace * (_at(near.memory.peak, index) - resident),
         )
 
-    memory = best.memory
     return Prediction(
         best=figures(best, best, 0, 1),
         low=figures(fast, slow, -1, 0.5),
         high=figures(slow, fast, 1, 1.5),
-        source=_source(plan, shape, profile, acceptance),
+        source=certainty.source,
         acceptance=acceptance,
         gamma=gamma,
         tokens_per_round=_at(best.tokens_per_round, index),
@@ -319,13 +362,15 @@ BAND_DEVIATIONS = 1.645  # standard deviations from the best acceptance to the e
 ROUND_CLASSES = {"acceptance": "sampling", "selection": "gather", "flush": "quantize", "overhead": "gap"}
 
 
-def sampled_tpot_ms(predictions: Sequence[Prediction], profile: Profile) -> np.ndarray:
-    """Milliseconds per token, [plans, samples], with the same errors for all plans.
+def sampled_tpot_ms(
+    predictions: Sequence[Prediction], profile: Profile, engine: EngineProfile | None = None
+) -> np.ndarray:
+    """Milliseconds per token, [plans, samples], with the same errors for all plans. engine: as for `predict_all`.
 
     Every class's time is scaled by a log-normal factor of the spread of its fit; the acceptance follows a normal
     distribution on either side of its best estimate, as wide as its band there.
     """
-    rounds = _scaled([_round_s_by_class(predicted) for predicted in predictions], profile)
+    rounds = _scaled([_round_s_by_class(predicted) for predicted in predictions], profile, engine)
     tokens = np.stack([_sampled_tokens(predicted, _deviations()[-1]) for predicted in predictions])
     return 1e3 * rounds / tokens
 
@@ -343,9 +388,13 @@ def _deviations() -> np.ndarray:
     return np.random.default_rng(SEED).standard_normal((len(KERNEL_CLASSES) + 1, SAMPLES))
 
 
-def _scaled(seconds: Sequence[Mapping[str, float]], profile: Profile) -> np.ndarray:
+def _scaled(
+    seconds: Sequence[Mapping[str, float]], profile: Profile, engine: EngineProfile | None = None
+) -> np.ndarray:
     """The sum of each plan's seconds by class, every class scaled by its sampled error: [plans, samples]."""
-    spreads = np.array([profile.rates(name).spread for name in KERNEL_CLASSES])
+    spreads = np.array(
+        [profile.rates(name).spread if engine is None else engine.class_spread for name in KERNEL_CLASSES]
+    )
     factors = np.exp(np.log1p(spreads)[:, None] * _deviations()[:-1])
     return np.array([[by_class.get(name, 0.0) for name in KERNEL_CLASSES] for by_class in seconds]) @ factors
 

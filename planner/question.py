@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, check_memory_options, usable_bytes, usable_host_bytes
+from ridgeplan.planner.engines.formats import ENGINES
+from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
 from ridgeplan.planner.quality import Quality, losses, quality_of
 from ridgeplan.planner.quantities import size_bytes, size_text, tokens
 from ridgeplan.planner.resolution import resolve, workload_for
@@ -52,6 +54,7 @@ class SearchOptions(PlanPart):
     kv_format: KVFormat | None = one_of(KVFormat, default=None)  # only plans with this KV cache; None for any
     offload: bool = flag(True)  # layers of KV may be kept on the host if plans do not fit otherwise
     host_memory: float | None = None  # that those layers may use; see `usable_host_bytes` for the default
+    engine_profile: Path | str | None = None  # file of `ridgeplan calibrate --engine`; by default the one that it saved
 
     def __post_init__(self) -> None:
         """Validates all fields; sizes become bytes."""
@@ -132,18 +135,36 @@ class Question:
 
     @cached_property
     def machine(self) -> Machine:
-        """The profile's machine with the memory limit."""
-        return replace(Machine.of(self.profile), memory_bytes=self.memory_limit_bytes)
+        """The profile's machine with the memory limit, and the engine that runs the plan."""
+        engine = self.engine.rates if self.engine else None
+        return replace(Machine.of(self.profile), memory_bytes=self.memory_limit_bytes, engine=engine)
+
+    @cached_property
+    def engine(self) -> EngineProfile | None:
+        """The profile of the engine that runs the plan; None for this package's runtime.
+
+        Raises BadEngineProfile for a damaged file, and PlanError where an engine cannot have a profile.
+        """
+        if self.options.backend not in ENGINES:
+            return None
+        path = self.options.engine_profile
+        return engine_profile(self.options.backend, self.profile.hardware, Path(path) if path else None)
 
     @property
     def as_executed(self) -> Question:
-        """The same for the weights that the runtime holds, which converts some formats when it loads them."""
-        return replace(self, shape=as_loaded(self.shape)) if is_converted(self.shape) else self
+        """The same for the weights that the runtime holds, which converts some formats when it loads them.
+
+        Engines hold what the checkpoint has.
+        """
+        converts = self.engine is None and is_converted(self.shape)
+        return replace(self, shape=as_loaded(self.shape)) if converts else self
 
     def notes(self) -> Iterator[str]:
         """Caveats of any prediction for this model, machine and workload."""
         shape, workload, hardware = self.shape, self.workload, self.profile.hardware
-        if missing := missing_architecture(shape):
+        if self.engine is not None:
+            yield from self.engine.notes()
+        elif missing := missing_architecture(shape):
             yield missing
         elif is_converted(shape):
             yield f"weights stored as {shape.weight_bits.format} are decoded and held in the plan's format"
@@ -151,9 +172,9 @@ class Question:
             yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
         elif workload.final_context > shape.max_context:
             yield f"{workload.final_context} tokens exceed the model's limit of {shape.max_context}; YaRN stretches it"
-        if hardware.is_amd:
+        if self.engine is None and hardware.is_amd:
             yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"
-        if self.profile.transferred_from:
+        if self.engine is None and self.profile.transferred_from:
             yield f"{hardware.name} is not calibrated: utilizations are those of {self.profile.transferred_from}"
 
     def limit_notes(self) -> Iterator[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ridgeplan.planner.capacity import peak_bytes
 from ridgeplan.planner.feasibility import infeasible, on_device, search_regrouped
-from ridgeplan.planner.prediction import Prediction, predict_all, sampled_tpot_ms, sampled_ttft_ms
+from ridgeplan.planner.prediction import Prediction, predict_question, sampled_tpot_ms, sampled_ttft_ms
 from ridgeplan.planner.quality import Quality, losses, published_loss, quality_of, saved_rows, stated_losses
 from ridgeplan.planner.question import Objective, Question, SearchOptions, ask
 from ridgeplan.planner.recommendation import Alternative, Recommendation
@@ -24,7 +24,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import next_gamma
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.presets import PRESETS, autoregressive
-from ridgeplan.roofline.plan.support import ENGINE_FORMATS, is_converted, missing_architecture
+from ridgeplan.roofline.plan.support import is_converted, missing_architecture
 
 CONFIDENCE = 0.84  # that the faster plan is faster
 TOLERANCE = 0.03  # how much slower, by the best estimates, the preferred plan may be
@@ -66,11 +66,12 @@ def recommend(
         best_estimated=_best_estimated(as_stored, candidates, executable[0], predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
         losses=tuple(stated_losses(winner.plan, saved_rows())),
-        notes=tuple(_notes(predictions[winner], fits_device, question, as_stored)),
+        notes=tuple(_notes(winner.plan, predictions[winner], fits_device, question, as_stored)),
         memory_limit_bytes=question.memory_limit_bytes,
         host_limit_bytes=question.host_limit_bytes,
         on_device=() if fits_device else on_device(question),
-        model_runs=missing_architecture(as_stored.shape) is None and not as_stored.profile.hardware.is_amd,
+        model_runs=question.engine is not None
+        or (missing_architecture(as_stored.shape) is None and not as_stored.profile.hardware.is_amd),
         backend=question.options.backend,
         adaptive=_adaptive(winner.plan, question),
     )
@@ -125,7 +126,7 @@ def sampled_scores(predictions: Sequence[Prediction], question: Question) -> np.
     """What the question minimizes, [plans, samples], in milliseconds or bytes."""
     if question.options.objective is Objective.MEMORY:
         return np.array([[predicted.best.peak_memory_bytes] for predicted in predictions])
-    tpot_ms = sampled_tpot_ms(predictions, question.profile)
+    tpot_ms = sampled_tpot_ms(predictions, question.profile, question.engine)
     if question.options.objective is Objective.LATENCY:
         return tpot_ms
     return sampled_ttft_ms(predictions, question.profile) + question.workload.new_tokens * tpot_ms
@@ -166,13 +167,13 @@ def why_preferred(plan: Plan, other: Plan) -> str:
 def _predicted(listed: Sequence[Candidate], question: Question) -> tuple[Prediction, dict[Candidate, Prediction]]:
     """Plain decoding's prediction, and those of the candidates."""
     plans = [autoregressive(question.workload), *(candidate.plan for candidate in listed)]
-    baseline, *predictions = predict_all(plans, question.shape, question.profile, question.machine)
+    baseline, *predictions = predict_question(plans, question)
     return baseline, dict(zip(listed, predictions, strict=True))
 
 
 def _with_speedup(predicted: Prediction, baseline: Prediction, question: Question) -> Prediction:
     """With the speed-up over plain decoding, and the probability that there is one."""
-    tpot_ms, plain_ms = sampled_tpot_ms([predicted, baseline], question.profile)
+    tpot_ms, plain_ms = sampled_tpot_ms([predicted, baseline], question.profile, question.engine)
     return replace(predicted.against(baseline), beats_plain=float((tpot_ms < plain_ms).mean()))
 
 
@@ -188,7 +189,7 @@ def _best_estimated(
     Weights that the runtime converts could also stay as the checkpoint has them, which is searched separately.
     """
     searches = [(as_stored.as_executed, candidates)]
-    if is_converted(as_stored.shape):
+    if as_stored.engine is None and is_converted(as_stored.shape):
         searches.append((as_stored, search(as_stored)))
     better = [
         (candidate, question)
@@ -203,7 +204,7 @@ def _best_estimated(
     best, question = min(better, key=lambda pair: pair[0].score)
     predicted = predictions.get(best)
     if predicted is None:  # a plan of the checkpoint's own weights is not among the alternatives
-        (predicted,) = predict_all([best.plan], question.shape, question.profile, question.machine)
+        (predicted,) = predict_question([best.plan], question)
     predicted = _with_speedup(predicted, baseline, question)
     return Alternative(best.name, best.plan, predicted, best.rejection(question) or "")
 
@@ -241,14 +242,16 @@ def _why_it_lost(loser: Candidate, winner: Candidate, question: Question) -> str
     return f"{'larger' if memory else 'slower'}: {times}"
 
 
-def _notes(predicted: Prediction, fits_device: bool, question: Question, as_stored: Question) -> Iterator[str]:
+def _notes(
+    plan: Plan, predicted: Prediction, fits_device: bool, question: Question, as_stored: Question
+) -> Iterator[str]:
     """Caveats of the recommended plan, of its engine, and of the question."""
     if fits_device and predicted.offloaded_layers:
         yield f"{on_host_text(predicted, question.host_limit_bytes)}; plans without offloading are slower"
-    backend = question.options.backend
-    if backend in ENGINE_FORMATS:
-        yield f"times are of ridgeplan's kernels; `ridgeplan export` predicts those of {backend}"
-    yield from as_stored.notes()
+    if question.engine is not None:
+        yield from question.engine.notes()
+        yield question.engine.formats_text(plan)
+    yield from (note for note in as_stored.notes() if question.engine is None or note not in question.engine.notes())
     yield from as_stored.limit_notes()
 
 

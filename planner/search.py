@@ -29,9 +29,10 @@ from ridgeplan.roofline.plan.plan import (
     Speculation,
     Weights,
     Workload,
+    require,
 )
 from ridgeplan.roofline.plan.policy import KV_BUDGET, SELECTIONS, make_selection
-from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, describe, family_key
+from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, describe, family_key, preset_name
 from ridgeplan.roofline.plan.presets import preset as preset_of
 from ridgeplan.roofline.plan.support import missing_cost_model
 
@@ -170,6 +171,8 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
         offload = question.options.offload and not fits_whole(question)
         known = families(question.workload, offload=offload, quality=question.options.quality)
         searched = tuple(family for family in known if missing_cost_model(family.template, question.shape) is None)
+        if question.engine is not None:  # whose times hold for no plan that it does not run
+            searched = tuple(family for family in searched if question.unsupported(family.template) is None)
     machine, grid = question.machine, _GammaRatioGrid.of(searched)
     templates = [strategy_of(family.template, question.shape, machine, 1.0) for family in searched]
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
@@ -222,8 +225,16 @@ def _acceptance(searched: Sequence[Family], grid: _GammaRatioGrid, question: Que
 
 def best_of_preset(name: str, question: Question) -> Candidate:
     """The named preset at its fastest gamma and ratio that fit, as `recommend` lists it. Raises PlanError."""
-    (candidate,) = search(question, (family_of(name, preset_of(name, question.workload)),))
+    plan = preset_of(name, question.workload)
+    require_engine_runs(plan, question)
+    (candidate,) = search(question, (family_of(name, plan),))
     return candidate
+
+
+def require_engine_runs(plan: Plan, question: Question) -> None:
+    """Raises PlanError where the question names an engine that does not run the plan, and so has no times of it."""
+    missing = question.unsupported(plan) if question.engine is not None else None
+    require(missing is None, f"{preset_name(plan)}: {missing}; allowed: --backend ridgeplan, or a plan that it has")
 
 
 def fits_whole(question: Question) -> bool:

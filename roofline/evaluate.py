@@ -48,14 +48,22 @@ class Estimate:
 
 
 def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> Estimate:
-    """Latency, tokens per round and memory of `strategy` for `shape` on `machine` at `rates`."""
+    """Latency, tokens per round and memory of `strategy` for `shape` on `machine` at `rates`.
+
+    An engine's decode steps are those of plain decoding halfway through the generation, at its own rates.
+    """
     offloading = offload_layers(shape, machine, strategy)
+    prefill_s = prefill_seconds(shape, machine, strategy, rates.target.linear)
+    if machine.engine is not None:
+        step = machine.engine.step_of(strategy, strategy.context + strategy.new_tokens / 2)
+        step_s = machine.engine.step_s(shape, machine, step)
+        prompts_s = machine.engine.prefill_share * prefill_s
+        return Estimate(prompts_s, Round(0, 0.0, step_s, 0.0, 0.0, 0.0), 1.0, offloading.memory, 0, 0.0)
     passes = round_rates(shape, machine, strategy, rates)
     early, late = (
         round_at(shape, machine, strategy, passes, strategy.context + node * strategy.new_tokens, offloading.host)
         for node in GENERATION_NODES
     )
-    prefill_s = prefill_seconds(shape, machine, strategy, rates.target.linear)
     return Estimate(
         ttft_s=prefill_s + HostLink(shape, machine, strategy, offloading.host).prompt_seconds(),
         round=_mean(early, late),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
 
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_ROW_STEPS, Profile, Rates
 from ridgeplan.roofline.cost import Cost, Term, hypot, indicator, maximum, minimum, where
@@ -16,6 +17,9 @@ from ridgeplan.roofline.execution import (
 )
 from ridgeplan.roofline.passes import Op
 
+if TYPE_CHECKING:
+    from ridgeplan.roofline.engine import EngineRates
+
 GIB = 2**30  # bytes
 
 
@@ -25,13 +29,15 @@ class Device:
 
     memory_bytes: available to plans. element_bytes: of a full-precision element, 2 for bf16 on a GPU, 4 for fp32 on a
     CPU. num_sms: streaming multiprocessors, or cores of a CPU. asynchronous: 1 where the device works while the host
-    launches more (a GPU), 0 where both are the same (a CPU).
+    launches more (a GPU), 0 where both are the same (a CPU). engine: a serving engine that runs plans on the device,
+    with times and memory of its own; None for this package's runtime.
     """
 
     memory_bytes: Term
     element_bytes: Term
     num_sms: Term
     asynchronous: Term = 1
+    engine: EngineRates | None = None
 
 
 UNLIMITED_ROWS = 1 << 40

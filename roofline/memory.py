@@ -277,6 +277,8 @@ def offload_thresholds(
 
 def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> MemoryBreakdown:
     """Memory with everything on the device, at the sequences' full length."""
+    if device.engine is not None:
+        return device.engine.memory(shape, strategy)
     element_bytes, batch = device.element_bytes, strategy.batch
     tokens = strategy.kept_tokens + strategy.new_tokens
     slots = strategy.stores_full_kv * (tokens + strategy.max_queries)

@@ -223,11 +223,15 @@ backend = click.option(
     "--backend", type=click.Choice([*map(str, Backend)]), default="ridgeplan",
     help="Engine that will run the plan; any includes plans that no engine runs yet.",
 )  # fmt: skip
+engine_profile = click.option(
+    "--engine-profile", metavar="FILE",
+    help="Measured steps of the --backend, written by `ridgeplan calibrate --engine`.  [default: the saved ones]",
+)  # fmt: skip
 tensor_parallel = click.option(
     "--tp", "--tensor-parallel-size", type=int, default=1, expose_value=False, callback=_only_one_gpu,
     help="GPUs per model; only 1 is supported.",
 )  # fmt: skip
-limits = combine(quality, kv_format, backend, tensor_parallel)
+limits = combine(quality, kv_format, backend, engine_profile, tensor_parallel)
 only_preset = click.option("--preset", help="Consider only this preset.  [default: every plan that runs]")
 
 # What predictions rest on.

@@ -15,6 +15,7 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_json, wrapped
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Prediction, Recommendation, SearchOptions
+from ridgeplan.planner.engines.formats import ENGINES
 from ridgeplan.planner.plan_file import plan_json
 from ridgeplan.planner.quantities import GB, size_text, time_text, tokens_text
 from ridgeplan.planner.question import Objective
@@ -29,7 +30,6 @@ COLUMNS = (("plan", 34), ("gamma", 5), ("ms/token", 8), ("GB", 6), ("speed-up", 
 SHORT_VERDICTS = {
     "within the noise": "within noise", "estimated only here": "estimated only", "quality": "lower quality",
 }  # fmt: skip
-ENGINES = {"any": "any engine", "vllm": "vLLM", "sglang": "SGLang"}
 
 
 def answer_text(recommendation: Recommendation) -> str:
@@ -66,7 +66,7 @@ def answer_lines(recommendation: Recommendation) -> list[str]:
         f"Memory: {size_text(best.peak_memory_bytes)} of {size_text(recommendation.memory_limit_bytes)} "
         f"({best.peak_memory_bytes / GIB:.1f} of {recommendation.memory_limit_bytes / GIB:.1f} GiB)",
         _quality_cost(recommendation.losses),
-        _caveat(recommendation),
+        *_caveats(recommendation),
     ]
 
 
@@ -75,7 +75,8 @@ def headline(recommendation: Recommendation) -> str:
     if recommendation.warning:
         return "Fits only with offloading" if recommendation.on_device else "Fits, but is slow"
     if recommendation.backend != "ridgeplan":
-        return f"For {ENGINES[recommendation.backend]}"
+        engine = ENGINES.get(recommendation.backend)
+        return f"For {engine.title if engine else 'any engine'}"
     return "Recommended" if recommendation.model_runs else "Best plan that ridgeplan cannot execute yet"
 
 
@@ -107,6 +108,15 @@ def _quality_cost(losses: Sequence[str]) -> str:
     if not losses:
         return "Quality cost: none; the output keeps the model's distribution"
     return f"Quality cost: {', '.join(loss.partition(':')[0] for loss in losses)}; --all shows how much"
+
+
+def _caveats(recommendation: Recommendation) -> Iterator[str]:
+    """For an engine, where its figures come from and how it is told the formats; else the most important caveat."""
+    if recommendation.backend not in ENGINES:
+        yield _caveat(recommendation)
+        return
+    for note in recommendation.notes[:2]:
+        yield from wrapped(f"Note: {note}").splitlines()
 
 
 def _caveat(recommendation: Recommendation) -> str:

@@ -12,7 +12,7 @@ from ridgeplan.dashboards.charts.plans import crossing_text, fitting_times
 from ridgeplan.dashboards.page.answer import Answer, show_alternatives
 from ridgeplan.dashboards.page.inputs import BATCH_STEPS, IN_URL, PageQuestion, escaped
 from ridgeplan.planner import PRESETS, Plan, Prediction, Recommendation
-from ridgeplan.planner.prediction import predict_all
+from ridgeplan.planner.prediction import predict_question
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.quantities import duration_s
 from ridgeplan.planner.queries.curves import contexts_of, crossings, over_batches, over_contexts
@@ -78,7 +78,7 @@ def _show_curves(question: Question, curves: Mapping[str, Curve]) -> None:
 
 def _row(name: str, plan: Plan, question: Question) -> dict[str, str | float]:
     """The figures at the asked context."""
-    (prediction,) = predict_all([plan], question.shape, question.profile, question.machine)
+    (prediction,) = predict_question([plan], question)
     return _cells(name, prediction, question.memory_limit_bytes)
 
 

@@ -3,7 +3,7 @@
 Not here: how their arguments are extracted (scripts/engine_arguments.py), and the papers' engines (validate/papers).
 """
 
-from ridgeplan.planner.export.engines import ENGINES, engine_named
+from ridgeplan.planner.engines.formats import ENGINES, engine_named
 from ridgeplan.planner.export.export import Exported, export
 from ridgeplan.planner.export.options import ServeCommandOptions
 from ridgeplan.planner.export.schema import schema_for, versions

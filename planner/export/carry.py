@@ -99,11 +99,11 @@ def _cache(placed: Served) -> Carried:
 def _require_fits(placed: Served) -> None:
     """Raises PlanError if more must be offloaded than the plan allows or than the weights could free."""
     options, workload = placed.options, placed.options.plan.workload
-    weights_gib = placed.weight_bytes / options.plan.tensor_parallel / GIB
+    weights_gib = float(placed.memory.weights) / options.plan.tensor_parallel / GIB
     max_offload_gib = MAX_OFFLOAD_SHARE * weights_gib if options.plan.placement.offload else 0
     require(
         placed.offload_gib <= max_offload_gib,
-        f"{options.engine.title} needs {placed.needed_bytes / GIB:.1f} GiB for weights and KV of batch "
+        f"{options.engine.title} needs {placed.needed_bytes / GIB:.1f} GiB for weights, activations and KV of batch "
         f"{workload.batch} with {options.max_model_len} tokens each, of {placed.usable_bytes / GIB:.1f} GiB; allowed: "
         "a plan with less KV or with offloading, --kv-cache-dtype fp8, or more GPUs",
     )

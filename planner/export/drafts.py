@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.export.engine_profile import EngineProfile, EngineStep
-from ridgeplan.planner.export.engines import ServingEngine
+from ridgeplan.planner.engines.formats import DTYPES, ServingEngine
+from ridgeplan.planner.engines.rates import EngineProfile
 from ridgeplan.planner.export.schema import Schema
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.engine import EngineStep
 from ridgeplan.roofline.round import tokens_per_round
 
 METHODS = ("draft_model", "eagle3")
@@ -64,11 +65,15 @@ class EngineRounds:
     def tpot_s(self, batch: Term, gamma: int) -> Term:
         """Seconds per token of a sequence at a batch, or at each of an array; gamma 0 is plain decoding."""
         verified = replace(self.target, batch=batch, queries=gamma + 1)
-        verify_s = self.profile.step_s(verified, self.shape, self.hardware) + self.host_s
+        verify_s = self.profile.rates.step_s(self.shape, self.hardware, verified) + self.host_s
         if not gamma:
             return verify_s
-        draft = replace(self.target, batch=batch, weight_bits=self.drafts.weight_bits, kv=self.drafts.kv)
-        draft_s = self.profile.step_s(draft, self.drafts.shape or self.shape, self.hardware)
+        dtype, rates = DTYPES[self.drafts.kv], self.profile.rates
+        draft = replace(
+            self.target, batch=batch, weight_bits=self.drafts.weight_bits, kv_bits=dtype.bits,
+            kv_inverse=rates.kv_inverse(dtype.kind),
+        )  # fmt: skip
+        draft_s = rates.step_s(self.drafts.shape or self.shape, self.hardware, draft)
         return (gamma * draft_s + verify_s) / float(tokens_per_round(self.drafts.acceptance, gamma))
 
     def best_gammas(self, max_batch: int) -> list[int]:

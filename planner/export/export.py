@@ -12,13 +12,12 @@ from typing import Any
 
 import yaml
 
+from ridgeplan.planner.engines.formats import DTYPES
+from ridgeplan.planner.engines.rates import BAND
 from ridgeplan.planner.export import drafts as drafting
 from ridgeplan.planner.export.carry import Carried, rounds_of, served
-from ridgeplan.planner.export.engine_profile import BAND
-from ridgeplan.planner.export.engines import DTYPES
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.planner.export.rules import Rule, applying
-from ridgeplan.roofline.catalog.profile import TRANSFER_SPREAD
 from ridgeplan.roofline.catalog.validation import UNPRINTABLE, brief
 from ridgeplan.roofline.plan.plan import require
 
@@ -180,31 +179,23 @@ def _yarn(options: ServeCommandOptions) -> dict[str, Any]:
 
 
 def _times(running: Served) -> tuple[EngineTimes | None, str]:
-    options = running.options
+    options, step = running.options, running.step()
     if options.plan.tensor_parallel > 1:
         return None, UNPREDICTED_PARALLEL
-    plain_s = options.speed.step_s(running.step(), options.shape, options.hardware) + running.host_s
-    tpot_s, kvs = plain_s, [running.kv]
-    if running.drafts is not None:
-        rounds = rounds_of(running, running.drafts)
-        if rounds is None:
-            return None, UNPREDICTED_DRAFTS
-        batch = options.plan.workload.batch
-        tpot_s, kvs = rounds.tpot_s(batch, rounds.best_gammas(batch)[-1]), [running.kv, running.drafts.kv]
-    return _banded(options, kvs, tpot_s, plain_s), ""
+    plain_s = float(options.speed.rates.step_s(options.shape, options.hardware, step)) + running.host_s
+    if running.drafts is None:
+        return _banded(running, [running.kv], plain_s, plain_s), ""
+    rounds, batch = rounds_of(running, running.drafts), options.plan.workload.batch
+    if rounds is None:
+        return None, UNPREDICTED_DRAFTS
+    tpot_s = float(rounds.tpot_s(batch, rounds.best_gammas(batch)[-1]))
+    return _banded(running, [running.kv, running.drafts.kv], tpot_s, plain_s), ""
 
 
-def _banded(options: ServeCommandOptions, kvs: Sequence[str], tpot_s: float, plain_s: float) -> EngineTimes:
-    source, spread = _certainty(options, kvs)
-    below, above = max(1 - BAND * spread, 0), 1 + BAND * spread
-    ms, plain_ms = 1e3 * float(tpot_s), 1e3 * float(plain_s)
-    return EngineTimes(ms * below, ms, ms * above, plain_ms, source)
-
-
-def _certainty(options: ServeCommandOptions, kvs: Sequence[str]) -> tuple[str, float]:
-    """The source of a prediction and its relative deviation, which grows for another machine, engine or KV kind."""
-    speed = options.speed
-    if not all(map(speed.knows, kvs)):
-        return "prior", speed.spread + TRANSFER_SPREAD
-    measured = options.engine.name == speed.engine and options.hardware.name == speed.hardware
-    return ("calibrated", speed.spread) if measured else ("transferred", speed.spread + TRANSFER_SPREAD)
+def _banded(running: Served, kvs: Sequence[str], tpot_s: float, plain_s: float) -> EngineTimes:
+    """The times with the band of the least certain cache."""
+    options, step = running.options, running.step()
+    certainties = [options.speed.certainty(step, DTYPES[kv].kind, options.shape) for kv in kvs]
+    source, spread = max(certainties, key=lambda certainty: certainty[1])
+    below, above = max(1 - BAND * spread, 0.1), 1 + BAND * spread
+    return EngineTimes(1e3 * tpot_s * below, 1e3 * tpot_s, 1e3 * tpot_s * above, 1e3 * plain_s, source)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
+from ridgeplan.planner.engines.formats import DTYPES, ServingEngine
+from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
 from ridgeplan.planner.export.drafts import DraftModel
-from ridgeplan.planner.export.engine_profile import BF16_BYTES, EngineProfile, EngineStep, engine_profile
-from ridgeplan.planner.export.engines import DTYPES, ServingEngine
 from ridgeplan.planner.export.schema import Schema
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.engine import FULL_BITS, HALF_BITS, EngineStep, engine_memory
 from ridgeplan.roofline.latency import GIB
-from ridgeplan.roofline.memory import weight_memory, windowed_tokens
+from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.plan.plan import Plan
-
-CALIBRATED = "vllm"  # the engine whose rows were measured; others are predicted by its profile
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ServeCommandOptions:
 
     model: the checkpoint that the engine loads. kv_cache_dtype: replaces the nearest to the plan's format. draft_model,
     draft_shape: the user's draft model; its shape is None if it is unknown. host_cache_gib: host memory for the KV of
-    prefixes, managed by vLLM itself or by LMCache.
+    prefixes, managed by vLLM itself or by LMCache. engine_profile: a file of `ridgeplan calibrate --engine`.
     """
 
     plan: Plan
@@ -44,6 +44,7 @@ class ServeCommandOptions:
     draft_method: str = "draft_model"
     host_cache_gib: int = 0
     host_cache_backend: str = "native"
+    engine_profile: Path | None = None
 
     @property
     def hardware(self) -> Hardware:
@@ -58,8 +59,8 @@ class ServeCommandOptions:
 
     @cached_property
     def speed(self) -> EngineProfile:
-        """The fitted profile of the measured engine, which stands in for the others."""
-        return engine_profile(CALIBRATED)
+        """The engine's profile on this machine, or what stands in for it."""
+        return engine_profile(self.engine.name, self.hardware, self.engine_profile)
 
     @cached_property
     def acceptance(self) -> float:
@@ -81,12 +82,11 @@ class Served:
     @property
     def weight_bits(self) -> float:
         """Bits per weight of the target's linear layers."""
-        return 8 if self.quantization else 16
+        return HALF_BITS if self.quantization else FULL_BITS
 
     def step(self) -> EngineStep:
         """A plain decode step of the plan's batch, halfway through the generation."""
-        workload = self.options.plan.workload
-        return EngineStep(workload.batch, workload.context + workload.new_tokens / 2, self.weight_bits, self.kv)
+        return self.options.speed.step(self.options.plan.workload, self.weight_bits, self.kv)
 
     @property
     def host_s(self) -> float:
@@ -94,19 +94,22 @@ class Served:
         return self.offload_gib * GIB / self.options.hardware.host_link_bytes_per_s
 
     @property
-    def weight_bytes(self) -> float:
-        """The target's weights."""
-        return float(weight_memory(self.options.shape, self.weight_bits / 8, BF16_BYTES))
+    def memory(self) -> MemoryBreakdown:
+        """What the engine reserves for the target, as `plan --backend` counts it."""
+        return self._memory(self.options.shape, self.weight_bits, self.kv)
+
+    def _memory(self, shape: ModelShape, bits: float, kv: str) -> MemoryBreakdown:
+        batch, tokens = self.options.plan.workload.batch, self.options.max_model_len
+        return engine_memory(shape, self.options.speed.rates.reserve, batch, tokens, bits, DTYPES[kv].bits)
 
     @property
     def needed_bytes(self) -> float:
-        """Weights and KV of every sequence at its end, those of drafts included; activations and graphs come on top."""
-        target_bytes = self.weight_bytes + _kv_bytes(self.options, self.options.shape, self.kv)
+        """Weights, KV of every sequence at its end, activations and graphs; the weights and KV of drafts included."""
+        target_bytes = float(self.memory.peak)
         if self.drafts is None:
             return target_bytes
-        shape = self.drafts.shape or self.options.shape
-        weights = float(weight_memory(shape, self.drafts.weight_bits / 8, BF16_BYTES))
-        return target_bytes + weights + _kv_bytes(self.options, shape, self.drafts.kv)
+        drafts = self._memory(self.drafts.shape or self.options.shape, self.drafts.weight_bits, self.drafts.kv)
+        return target_bytes + float(drafts.weights + drafts.kv)
 
     @property
     def usable_bytes(self) -> float:
@@ -119,9 +122,3 @@ class Served:
         """GiB by which each GPU lacks memory; 0 if everything fits."""
         short = max(self.needed_bytes - self.usable_bytes, 0) / self.options.plan.tensor_parallel
         return math.ceil(short / GIB)
-
-
-def _kv_bytes(options: ServeCommandOptions, shape: ModelShape, kv: str) -> float:
-    """The cache of all sequences at their end; engines free what has left a sliding window."""
-    stored = options.plan.workload.batch * windowed_tokens(shape, options.max_model_len)
-    return float(stored * shape.kv_elements_per_token_per_layer * DTYPES[kv].bits / 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ridgeplan.planner.export.engines import DTYPES
+from ridgeplan.planner.engines.formats import DTYPES
 from ridgeplan.planner.export.options import Served
 
 VLLM = "https://github.com/vllm-project/vllm/"

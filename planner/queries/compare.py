@@ -8,7 +8,7 @@ from typing import Any
 
 from ridgeplan.planner.feasibility import NothingFits
 from ridgeplan.planner.plan_file import SavedPlan
-from ridgeplan.planner.prediction import Prediction, predict_all
+from ridgeplan.planner.prediction import Prediction, predict_question
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.recommend import recommend
@@ -128,9 +128,7 @@ def _saved(saved: SavedPlan, gpu: str | None, options: SearchOptions) -> Compare
 
 def _compared(plan: Plan, question: Question) -> ComparedPlan:
     executed = question.as_executed
-    baseline, predicted = predict_all(
-        [autoregressive(plan.workload), plan], executed.shape, executed.profile, executed.machine
-    )
+    baseline, predicted = predict_question([autoregressive(plan.workload), plan], executed)
     oom_reason = executed.oom_reason(predicted.best.peak_memory_bytes, predicted.host_bytes) or ""
     note = oom_reason.partition(":")[0] or executed.constraint_violation(plan) or executed.unsupported(plan) or ""
     caveats = tuple(executed.notes())

@@ -10,7 +10,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
 from ridgeplan.planner.lowering import rates_of, stack, strategy_of
-from ridgeplan.planner.prediction import Prediction, predict_all
+from ridgeplan.planner.prediction import Prediction, predict_question
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search import GAMMAS
@@ -74,7 +74,7 @@ def contexts_of(question: Question, count: int) -> list[int]:
 def over_contexts(plan: Plan, question: Question, contexts: Sequence[int]) -> list[Prediction]:
     """Predictions of the plan at each context, with bands, on the question's model and machine."""
     plans = [resized(plan, context) for context in contexts]
-    return predict_all(plans, question.shape, question.profile, question.machine)
+    return predict_question(plans, question)
 
 
 def memory_over_contexts(plan: Plan, question: Question, contexts: Sequence[int]) -> MemoryBreakdown:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ridgeplan.planner.prediction import Prediction, predict_all
+from ridgeplan.planner.prediction import Prediction, predict_question
 from ridgeplan.planner.quality import Quality, saved_rows, stated_losses
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
@@ -104,7 +104,7 @@ def estimate(
 def estimate_plan(plan: Plan, question: Question) -> PlanEstimate:
     """The figures of a plan, whose workload is the question's, on the question's machine."""
     plans, executed = [autoregressive(plan.workload), plan], question.as_executed
-    baseline, predicted = predict_all(plans, executed.shape, executed.profile, executed.machine)
+    baseline, predicted = predict_question(plans, executed)
     notes = (*question.notes(), *question.limit_notes())
     return PlanEstimate(plan, question, predicted.against(baseline), baseline, notes)
 

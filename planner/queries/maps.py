@@ -18,7 +18,7 @@ from ridgeplan.planner.feasibility import executable_families, regrouped
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.recommend import preference
-from ridgeplan.planner.search import Family, families, family_of, within_limit
+from ridgeplan.planner.search import Family, families, family_of, require_engine_runs, within_limit
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.plan.plan import Plan, Workload, require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
@@ -204,9 +204,10 @@ def _searched(grid: _SizeGrid, preset: str | None) -> list[Family]:
     """Families at the longest context, where no budget is cut; those that run at the shortest, within any window."""
     ordered = sorted(grid.workloads, key=lambda workload: workload.context)
     shortest, longest = ordered[0], ordered[-1]
-    if preset:
-        return [family_of(preset, preset_of(preset, longest))]
     question = grid.question
+    if preset:
+        require_engine_runs(preset_of(preset, longest), question)
+        return [family_of(preset, preset_of(preset, longest))]
     names = {family.name for family in executable_families(replace(question, workload=shortest))}
     known = families(longest, offload=question.options.offload, quality=question.options.quality)
     executable = [family for family in known if family.name in names]

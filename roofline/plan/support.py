@@ -34,13 +34,15 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
         return None
     if backend is Backend.RIDGEPLAN:
         return only_estimated(plan, shape) or uncalibrated(plan, profile)
-    missing = _missing_in(plan, backend)
+    missing = _missing_in(plan, backend, shape)
     return f"{backend} has no {', '.join(missing)}" if missing else None
 
 
-def _missing_in(plan: Plan, engine: Backend) -> list[str]:
+def _missing_in(plan: Plan, engine: Backend, shape: ModelShape) -> list[str]:
     """The plan's values that another engine does not support, one phrase each."""
+    bits, held = plan.weights.target_bits, shape.weight_bits
     checks = {
+        f"{bits}-bit weights made of a checkpoint in {held.format}": bits == 4 or (bits == 8 and not held.full),
         f"eviction {plan.eviction.policy!r}": plan.eviction.active,
         "offload of a running sequence's KV": plan.placement.offload,
         f"target selection {plan.attention.selection.name!r}": plan.attention.active,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ridgeplan.planner.export.engine_profile import measured_rows
+from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.resolution import workload_for
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 
 def vllm_tpot_ms(device: str, model: str, context: int, batch: int) -> float | None:
     """vLLM's time per output token of plain bf16 decoding on that device; None if not measured."""
-    measured = measured_rows("vllm")
-    if (device, model) != (measured.device, measured.model):
-        return None
-    key = (context, batch, "bf16", "auto")
-    return next((row.tpot_ms for row in measured.rows if (row.context, row.batch, row.weights, row.kv) == key), None)
+    measured = shipped_measurements()
+    return measured.tpot_ms(model, context, batch, "auto", "auto") if device == measured.device else None
 
 
 PLAIN = "autoregressive"

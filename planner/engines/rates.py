@@ -1,0 +1,343 @@
+"""Rates of an engine, fitted to measured steps, and how certain a prediction at them is."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import numpy as np
+
+from ridgeplan.planner.engines.formats import DTYPES, ENGINES
+from ridgeplan.planner.engines.measurements import (
+    EngineMeasurements,
+    MeasuredStep,
+    load_measurements,
+    shipped_measurements,
+    user_engine_path,
+)
+from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path
+from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.profile import BOUND_SHARE, TRANSFER_SPREAD, profile_for, shipped_profiles
+from ridgeplan.roofline.engine import (
+    FULL_BITS,
+    HALF_BITS,
+    WIDTHS,
+    EngineRates,
+    EngineReserve,
+    EngineStep,
+    read_seconds,
+    weight_bits,
+    width_is,
+)
+from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload, require
+
+BAND = 1.645  # deviations on either side that hold 90%
+NOISE = 0.02  # relative, of a measured step
+LOOSE, TRANSFERRED = 2.0, 0.2  # relative deviation of a rate from what is assumed of it before any measurement
+# Assumed before any measurement, as inverse utilizations and seconds. 4-bit linear layers: Marlin's on an H200.
+ASSUMED = {
+    "launch": 5e-6, "expert launch": 3e-5, "linear 16": 1.1, "linear 8": 1.2, "linear 4": 1.8, "expert 16": 1.4,
+    "expert 8": 1.6, "expert 4": 2.0, "kv bf16": 1.1, "kv fp8": 1.5,
+}  # fmt: skip
+SM_SHARES = tuple(1.1 + step / 20 for step in range(40))  # that the fit tries
+# Deviations of a prediction beyond what was measured, in quadrature.
+OTHER_MODEL, OTHER_EXPERTS = 0.03, 0.1
+OCTAVE = 0.04  # for every doubling of the batch or the context beyond the measured ones
+FP8_RATES = frozenset({"kv fp8", "linear 8", "expert 8"})
+NEAR_MACHINE = 0.06  # another GPU that runs the same attention kernels
+
+
+def terms(step: EngineStep, kind: str, shape: ModelShape, hardware: Hardware, sm_share: float) -> dict[str, float]:
+    """What each rate is multiplied by in a step that memory bounds: launches, or seconds at the full bandwidth."""
+    totals: dict[str, float] = defaultdict(float)
+    for op in step.operations(shape):
+        routed = op.kind == "grouped_linear"
+        totals["launch"] += float(op.launches)
+        totals["expert launch"] += float(op.launches) * routed
+        width = next(width for width in WIDTHS if width_is(weight_bits(op, shape, step), width))
+        name = f"kv {kind}" if op.category == "attention" else f"{'expert' if routed else 'linear'} {width}"
+        totals[name] += float(read_seconds(op, shape, hardware, step, sm_share))
+    return {name: total for name, total in totals.items() if total}
+
+
+def fit(measured: EngineMeasurements, rows: Sequence[MeasuredStep], base: EngineRates | None = None) -> EngineRates:
+    """The rates with the least relative squares over rows of the measurements, which memory bounds.
+
+    base: rates that hold where the rows say nothing, and from which they may depart by a fifth; without them, ASSUMED.
+    """
+    deviation, start = (LOOSE, _named(None)) if base is None else (TRANSFERRED, _named(base))
+    shares = SM_SHARES if base is None and _runs_in_waves(measured.hardware) else (base.sm_share if base else 0.0,)
+    fits = [_least_squares(measured, rows, start, deviation, share) for share in shares]
+    rates, sm_share, _ = min(fits, key=lambda found: found[2])
+    return _rates(rates, measured.hardware, sm_share)
+
+
+def _least_squares(
+    measured: EngineMeasurements, rows: Sequence[MeasuredStep], start: Mapping[str, float], deviation: float,
+    sm_share: float,
+) -> tuple[dict[str, float], float, float]:  # fmt: skip
+    """The named rates, the share, and the sum of squares, in deviations."""
+    from scipy.optimize import nnls  # which takes a while to import, and only engines need
+
+    kinds = dict.fromkeys(f"kv {DTYPES[row.kv].kind}" for row in rows)
+    start = {**dict.fromkeys(kinds, start["kv fp8"]), **start}
+    names = list(start)
+    system, target = [], []
+    for row in rows:
+        step = row.step(_rates(start, measured.hardware, sm_share))
+        per_rate = terms(step, DTYPES[row.kv].kind, measured.shape_of(row), measured.hardware, sm_share)
+        seconds = row.tpot_ms / 1e3
+        system.append([per_rate.get(name, 0.0) * start[name] / seconds / NOISE for name in names])
+        target.append(1 / NOISE)
+    system += list(np.eye(len(names)) / deviation)
+    target += [1 / deviation] * len(names)
+    scales, residual = nnls(np.array(system), np.array(target))
+    rates = {name: float(scale * start[name]) for name, scale in zip(names, scales, strict=True)}
+    return rates, sm_share, float(residual)
+
+
+def _named(rates: EngineRates | None) -> dict[str, float]:
+    """Rates by their names in ASSUMED."""
+    if rates is None:
+        return dict(ASSUMED)
+    return {
+        "launch": rates.launch_s,
+        "expert launch": rates.expert_launch_s,
+        **{f"linear {width}": rates.linear_inverse[width] for width in WIDTHS},
+        **{f"expert {width}": rates.expert_inverse[width] for width in WIDTHS},
+        **{f"kv {kind}": inverse for kind, inverse in rates.kv_inverses.items()},
+    }
+
+
+def _rates(named: Mapping[str, float], hardware: Hardware, sm_share: float) -> EngineRates:
+    library = profile_for(hardware, shipped_profiles())
+    return EngineRates(
+        launch_s=named["launch"],
+        expert_launch_s=named["expert launch"],
+        linear_inverse={width: named[f"linear {width}"] for width in WIDTHS},
+        expert_inverse={width: named[f"expert {width}"] for width in WIDTHS},
+        kv_inverses={name.removeprefix("kv "): rate for name, rate in named.items() if name.startswith("kv ")},
+        linear_compute=library.rates("prefill_linear").compute_utilization,
+        attention_compute=library.rates("prefill_attention").compute_utilization,
+        sm_share=sm_share,
+        reserve=reserve_of(hardware),
+    )
+
+
+def reserve_of(hardware: Hardware) -> EngineReserve:
+    """What vLLM reserves on a GPU: its largest pass is 8192 tokens on one of 70 GiB or more, 2048 on smaller ones."""
+    large = hardware.memory_bytes >= 70 * 2**30 and hardware.compute_capability != "8.0"
+    return EngineReserve(batched_tokens=8192 if large else 2048, activation_share=1.0, other_bytes=1.5e9)
+
+
+def _has_fp8(hardware: Hardware) -> bool:
+    """Whether an NVIDIA GPU computes in fp8: Ada, Hopper and later. Others unpack it in different kernels."""
+    major, _, minor = hardware.compute_capability.partition(".")
+    return major.isdecimal() and (int(major), int(minor or 0)) >= (8, 9)
+
+
+def _runs_in_waves(hardware: Hardware) -> bool:
+    """Whether FlashAttention-3 runs, whose tiles of a sequence are counted."""
+    return hardware.compute_capability.startswith("9.")
+
+
+def transferred(rates: EngineRates, source: Hardware, target: Hardware) -> EngineRates:
+    """Rates on another machine: launches keep their time, and what memory bounds its share of the bandwidth.
+
+    What instructions bind keeps its speed per SM and clock, as far as the fastest stream of its kind allows.
+    """
+    issue = target.issue_rate / source.issue_rate if source.issue_rate and target.issue_rate else 1.0
+    slower = target.bandwidth_bytes_per_s / source.bandwidth_bytes_per_s / issue
+    named = _named(rates)
+    streams = {"kv": named["kv bf16"], "linear": named["linear 16"], "expert": named["linear 16"]}
+    for name, inverse in named.items():
+        fastest = streams.get(name.partition(" ")[0])
+        if fastest and inverse * BOUND_SHARE > fastest:
+            named[name] = max(fastest, inverse * slower)
+    return _rates(named, target, rates.sm_share if _runs_in_waves(target) else 0.0)
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """An engine on a machine: its rates, the measurements behind them, and their relative deviation (`spread`).
+
+    engine, hardware: those asked about; the measurements may be another engine's or machine's.
+    """
+
+    engine: str
+    hardware: Hardware
+    measured: EngineMeasurements
+    rates: EngineRates
+    spread: float
+
+    @property
+    def title(self) -> str:
+        """The engine's name."""
+        return ENGINES[self.engine].title
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether another engine was measured."""
+        return self.measured.engine != self.engine
+
+    @property
+    def is_transferred(self) -> bool:
+        """Whether another machine was measured."""
+        return self.measured.hardware.name != self.hardware.name
+
+    def notes(self) -> Iterator[str]:
+        """What was measured, or that it stands in for what was not."""
+        steps = f"{ENGINES[self.measured.engine].title} {self.measured.version} on {self.measured.device}"
+        steps += f", {len(self.measured.rows)} steps measured in {self.measured.date}"
+        if self.is_stand_in or self.is_transferred:
+            yield (
+                f"no profile of {self.title} on {self.hardware.name}: times are transferred from {steps}; "
+                f"`ridgeplan calibrate --engine {self.engine}` measures it"
+            )
+        else:
+            yield f"times are of {steps}"
+
+    def step(self, workload: Workload, weight_bits: float, kv: str) -> EngineStep:
+        """A plain decode step of a workload halfway through the generation, with a cache of an engine's dtype."""
+        dtype = DTYPES[kv]
+        tokens = workload.context + workload.new_tokens / 2
+        return EngineStep(workload.batch, tokens, weight_bits, dtype.bits, self.rates.kv_inverse(dtype.kind))
+
+    def plan_certainty(self, plan: Plan, shape: ModelShape) -> tuple[str, float]:
+        """`certainty` of a plan that decodes plainly."""
+        kv, bits = self.kv_dtype(plan), FULL_BITS if plan.weights.target_bits == 16 else HALF_BITS
+        return self.certainty(self.step(plan.workload, bits, kv), DTYPES[kv].kind, shape)
+
+    def kv_dtype(self, plan: Plan) -> str:
+        """The engine's cache dtype that is nearest to a plan's format."""
+        return ENGINES[self.engine].kv_dtypes.get(plan.kv.format, "auto")
+
+    def formats_text(self, plan: Plan) -> str:
+        """How the engine is told a plan's formats."""
+        engine, kv = ENGINES[self.engine], self.kv_dtype(plan)
+        quantization = engine.weights.get(plan.weights.target_bits)
+        told = [f"{engine.quantization} {quantization}"] if quantization else []
+        told += [f"{engine.kv_cache_dtype} {kv}"] if kv != "auto" else []
+        return f"in {self.title}: {' '.join(told) or 'weights and KV cache as in the checkpoint'}"
+
+    def certainty(self, step: EngineStep, kind: str, shape: ModelShape) -> tuple[str, float]:
+        """The source of a prediction, and its relative deviation by how like the step is to those that were measured.
+
+        kind: of the KV cache. Rates that nothing was measured for add to it by their share of the step's time.
+        """
+        parts = {
+            "unmeasured": TRANSFER_SPREAD * self._unmeasured_share(step, kind, shape),
+            "extrapolated": OCTAVE * self._octaves_beyond(step),
+            "model": self._model_deviation(shape),
+        }
+        return self._source(parts), math.hypot(self.class_spread, *parts.values())
+
+    @property
+    def class_spread(self) -> float:
+        """The deviation of a rate: that of the fit, and for another engine or machine what its transfer adds."""
+        near = _runs_in_waves(self.hardware) and _runs_in_waves(self.measured.hardware)
+        machine = (NEAR_MACHINE if near else TRANSFER_SPREAD) if self.is_transferred else 0.0
+        return math.hypot(self.spread, machine, TRANSFER_SPREAD if self.is_stand_in else 0.0)
+
+    def _source(self, parts: Mapping[str, float]) -> str:
+        if parts["unmeasured"] > self.spread:
+            return "prior"
+        if parts["extrapolated"] > self.spread or parts["model"] >= OTHER_EXPERTS:
+            return "extrapolated"
+        return "transferred" if self.is_transferred or self.is_stand_in else "calibrated"
+
+    @cached_property
+    def _measured_rates(self) -> frozenset[str]:
+        """The names of the rates that any row depends on, as far as the same kernels run on the machine."""
+        found: set[str] = set()
+        for row in self.measured.fitted:
+            shape = self.measured.shape_of(row)
+            found |= terms(row.step(self.rates), DTYPES[row.kv].kind, shape, self.measured.hardware, 0.0).keys()
+        return frozenset(found if _has_fp8(self.hardware) else found - FP8_RATES)
+
+    def _unmeasured_share(self, step: EngineStep, kind: str, shape: ModelShape) -> float:
+        """The share of a step's time at rates that no row depends on."""
+        per_rate = terms(step, kind, shape, self.hardware, self.rates.sm_share)
+        named = {**_named(self.rates), f"kv {kind}": self.rates.kv_inverse(kind)}
+        seconds = {name: value * named[name] for name, value in per_rate.items()}
+        unmeasured = sum(value for name, value in seconds.items() if name not in self._measured_rates)
+        return unmeasured / sum(seconds.values())
+
+    def _octaves_beyond(self, step: EngineStep) -> float:
+        """Doublings of the batch and of the context beyond the largest measured ones, or below the smallest."""
+        octaves = 0.0
+        for size, measured in (
+            (float(step.batch), [row.batch for row in self.measured.rows]),
+            (float(step.context), [row.context for row in self.measured.rows]),
+        ):
+            octaves += max(math.log2(size / max(measured)), math.log2(min(measured) / size), 0.0)
+        return octaves
+
+    def _model_deviation(self, shape: ModelShape) -> float:
+        """By which a model differs from the measured ones: the same, another, or experts unlike any measured."""
+        shapes = {row.model: self.measured.shape_of(row) for row in self.measured.rows}.values()
+        if any(_sizes(shape) == _sizes(other) for other in shapes):
+            return 0.0
+        return OTHER_EXPERTS if shape.is_moe else OTHER_MODEL
+
+
+def _sizes(shape: ModelShape) -> tuple[object, ...]:
+    return shape.layers, shape.hidden, shape.intermediate, shape.experts, shape.expert_intermediate, shape.kv_heads
+
+
+@cache
+def _shipped(hardware: Hardware) -> tuple[EngineMeasurements, EngineRates, float]:
+    """The shipped measurements, their rates on a machine, and the deviation of held-out rows."""
+    measured = shipped_measurements()
+    rates = fit(measured, measured.fitted)
+    spread = deviation(rates, measured)
+    same = measured.hardware.name == hardware.name
+    return measured, rates if same else transferred(rates, measured.hardware, hardware), spread
+
+
+def engine_profile(engine: str, hardware: Hardware, path: Path | None = None) -> EngineProfile:
+    """The profile of an engine on a machine: fitted to a file of measurements, by default the user's own if it is
+    there and of that machine, else the shipped ones.
+
+    Raises BadEngineProfile for a damaged file, and PlanError for one of another engine or for a CPU.
+    """
+    require(hardware.kind == "gpu", f"{ENGINES[engine].title} has no profile for {hardware.name}; allowed: a GPU")
+    measured = _users_own(engine, hardware) if path is None else load_measurements(path)
+    shipped, rates, spread = _shipped(hardware)
+    if measured is None:
+        return EngineProfile(engine, hardware, shipped, rates, spread)
+    if measured.engine != engine:
+        raise PlanError(f"{str(path)!r} is a profile of {measured.engine}; allowed: one of {engine}")
+    _, base, _ = _shipped(measured.hardware)
+    rates = fit(measured, measured.fitted, base)
+    spread = max(deviation(rates, measured), NOISE)
+    if measured.hardware.name != hardware.name:
+        rates = transferred(rates, measured.hardware, hardware)
+    return EngineProfile(engine, hardware, measured, rates, spread)
+
+
+def _users_own(engine: str, hardware: Hardware) -> EngineMeasurements | None:
+    """The measurements that `ridgeplan calibrate --engine` saved, if they are of this machine."""
+    try:
+        path = existing_path(str(user_engine_path(engine)))
+    except NoHomeFolder:
+        return None
+    measured = load_measurements(path) if path else None
+    return measured if measured and measured.hardware.name == hardware.name else None
+
+
+def deviation(rates: EngineRates, measured: EngineMeasurements) -> float:
+    """The relative deviation of the rows that are held out, or of all rows where none is."""
+    held_out = [row for row in measured.rows if row.held_out] or measured.rows
+    return float(np.sqrt(np.mean([error(rates, measured, row) ** 2 for row in held_out])))
+
+
+def error(rates: EngineRates, measured: EngineMeasurements, row: MeasuredStep) -> float:
+    """The relative error of a row's prediction."""
+    seconds = rates.step_s(measured.shape_of(row), measured.hardware, row.step(rates))
+    return float(1e3 * seconds / row.tpot_ms - 1)

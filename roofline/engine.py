@@ -1,0 +1,225 @@
+"""Decode steps and memory of a serving engine, such as vLLM, at rates that are fitted to measured steps.
+
+step = launches x launch_s + MoE layers x expert_launch_s + sum over operations of
+max(bytes / (bandwidth x u), FLOPs / (peak x v))
+
+The bytes, FLOPs and launches are those of `ridgeplan.roofline.passes`. u is fitted for the weights of linear layers and
+of experts by their bits, and for the KV cache by its kind; v is the share of the peak that libraries' kernels reach.
+
+Engines replay CUDA graphs that were captured at a few batches: rows are padded to the next of these (`padded_rows`).
+FlashAttention-3 splits sequences into tiles for the SMs, and may leave a last wave that few SMs work on
+(`wave_factor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.cost import Term, maximum, where
+from ridgeplan.roofline.memory import MemoryBreakdown, weight_memory, windowed_tokens
+from ridgeplan.roofline.passes import Op, PassTerms, decode_pass, stored_bytes
+
+if TYPE_CHECKING:
+    from ridgeplan.roofline.strategy import Strategy
+
+BF16_BYTES = 2
+FULL_BITS, HALF_BITS = 16, 8
+WIDTHS = (16, 8, 4)  # bits per weight that have rates of their own; formats between two of them have the narrower's
+PAGE_TOKENS = 16  # of a page of the KV cache
+# FlashAttention-3 (hopper/flash_prepare_scheduler.cu): blocks of a tile aim at 1.1 times an SM's even share.
+BLOCK_TOKENS, SPLIT_MARGIN, MAX_SPLITS = 128, 1.1, 32
+
+
+class Ceilings(Protocol):
+    """What an engine's steps need of a machine: `Hardware` and `Machine` have it."""
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float: ...
+
+    @property
+    def compute_flops(self) -> float: ...
+
+    @property
+    def num_sms(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One pass of an engine: `queries` tokens of each of `batch` sequences, over `context` cached ones.
+
+    weight_bits: of linear layers and experts; the head keeps the checkpoint's. kv_bits: per number of the cache, with
+    its scales. kv_inverse: the inverse of the share of the bandwidth at which attention reads it.
+    """
+
+    batch: Term
+    context: Term
+    weight_bits: Term
+    kv_bits: Term
+    kv_inverse: Term
+    queries: int = 1
+
+    def operations(self, shape: ModelShape) -> Iterator[Op]:
+        """The pass's operations: all but attention at the padded batch."""
+        terms = PassTerms(
+            batch=self.batch, queries=self.queries, quantized_tokens=0, full_tokens=self.context, bits=0, group=1,
+            splits=1, weight_bytes=self.weight_bits / 8, head_bytes=shape.weight_bits.full_bytes("head", BF16_BYTES),
+            element_bytes=BF16_BYTES,
+        )  # fmt: skip
+        stored = replace(terms, element_bytes=self.kv_bits / 8)
+        padded = replace(terms, batch=padded_rows(self.batch))
+        yield from (op for op in decode_pass(shape, padded) if op.category != "attention")
+        yield from (op for op in decode_pass(shape, stored) if op.category == "attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReserve:
+    """Bytes that an engine takes beside weights and KV pages, as it measures them when it starts.
+
+    activation_rows: bytes of activations per token of a pass, over those of the widest layer's inputs and outputs.
+    """
+
+    batched_tokens: int  # of the largest pass
+    activation_share: float
+    other_bytes: float  # CUDA graphs, libraries, and the context
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRates:
+    """An engine's rates on one machine. Inverse utilizations: by bits of weights, and by kind of KV cache.
+
+    sm_share: how much more than an even share of the bandwidth one SM can reach; 0 where attention does not run in
+    waves. prefill_share: the time of a prompt over that of this package's runtime.
+    """
+
+    launch_s: float
+    expert_launch_s: float
+    linear_inverse: Mapping[int, float]
+    expert_inverse: Mapping[int, float]
+    kv_inverses: Mapping[str, float]
+    linear_compute: float
+    attention_compute: float
+    sm_share: float
+    reserve: EngineReserve
+    prefill_share: float = 1.0
+
+    def kv_inverse(self, kind: str) -> float:
+        """The inverse utilization of a kind of KV cache.
+
+        A kind that was not measured unpacks its codes as the one that was slowest.
+        """
+        return self.kv_inverses.get(kind, max(self.kv_inverses.values()))
+
+    def step_of(self, strategy: Strategy, context: Term) -> EngineStep:
+        """The step of a plan that decodes plainly: 8-bit weights and codes of 8 bits are fp8 in engines."""
+        codes = 1 - strategy.stores_full_kv
+        return EngineStep(
+            batch=strategy.batch,
+            context=context,
+            weight_bits=where(strategy.target.dense, FULL_BITS, HALF_BITS),
+            kv_bits=where(codes, HALF_BITS, FULL_BITS),
+            kv_inverse=where(codes, self.kv_inverse("fp8"), self.kv_inverse("bf16")),
+        )
+
+    def step_s(self, shape: ModelShape, machine: Ceilings, step: EngineStep) -> Term:
+        """Seconds of one step."""
+        return sum(seconds for _, seconds in self.timed(shape, machine, step))
+
+    def timed(self, shape: ModelShape, machine: Ceilings, step: EngineStep) -> list[tuple[Op, Term]]:
+        """Every operation of a step with its seconds."""
+        return [(op, self._op_seconds(op, shape, machine, step)) for op in step.operations(shape)]
+
+    def _op_seconds(self, op: Op, shape: ModelShape, machine: Ceilings, step: EngineStep) -> Term:
+        launch_s = op.launches * (self.launch_s + (self.expert_launch_s if op.kind == "grouped_linear" else 0))
+        peak = self.attention_compute if op.category == "attention" else self.linear_compute
+        compute_s = op.total.flops / (machine.compute_flops * peak)
+        memory_s = read_seconds(op, shape, machine, step, self.sm_share) * self._inverse(op, shape, step)
+        return launch_s + maximum(memory_s, compute_s)
+
+    def _inverse(self, op: Op, shape: ModelShape, step: EngineStep) -> Term:
+        if op.category == "attention":
+            return step.kv_inverse
+        inverses = self.expert_inverse if op.kind == "grouped_linear" else self.linear_inverse
+        bits = weight_bits(op, shape, step)
+        return np.select([width_is(bits, width) for width in WIDTHS], [inverses[width] for width in WIDTHS])
+
+    def memory(self, shape: ModelShape, strategy: Strategy) -> MemoryBreakdown:
+        """What the engine reserves for a plan: KV in whole pages for every sequence at its end."""
+        step = self.step_of(strategy, strategy.context)
+        tokens = strategy.context + strategy.new_tokens
+        return engine_memory(shape, self.reserve, strategy.batch, tokens, step.weight_bits, step.kv_bits)
+
+
+def padded_rows(rows: Term) -> Term:
+    """The batch of the CUDA graph that a batch runs in: 1, 2, 4, multiples of 8 up to 256, of 16 up to 512."""
+    of_8, of_16 = 8 * np.ceil(np.asarray(rows) / 8), 16 * np.ceil(np.asarray(rows) / 16)
+    captured = [rows <= limit for limit in (1, 2, 4, 256, 512)]
+    return np.select(captured, [1, 2, 4, of_8, of_16], rows)
+
+
+def width_is(bits: Term, width: int) -> Term:
+    """Whether weights of so many bits have the rates of a width of `WIDTHS`."""
+    above = {16: 8.5, 8: 6.0, 4: 0.0}[width]
+    below = {16: np.inf, 8: 8.5, 4: 6.0}[width]
+    return (above < np.asarray(bits)) & (np.asarray(bits) <= below)
+
+
+def weight_bits(op: Op, shape: ModelShape, step: EngineStep) -> Term:
+    """Bits per weight of an operation; 16 for those without weights."""
+    held = shape.weight_bits
+    if op.kind == "head":
+        return 8 * held.full_bytes("head", BF16_BYTES)
+    if op.kind not in ("linear", "grouped_linear") or op.name == "router":
+        return FULL_BITS
+    part = held.experts if op.kind == "grouped_linear" else held.mlp
+    part = held.attention if op.name in ("qkv projection", "output projection") else part
+    return 8 * stored_bytes(part, step.weight_bits / 8)
+
+
+def read_seconds(op: Op, shape: ModelShape, machine: Ceilings, step: EngineStep, sm_share: float) -> Term:
+    """Seconds in which an operation moves its bytes at the full bandwidth, by as many SMs as read them."""
+    seconds = op.total.bytes / machine.bandwidth_bytes_per_s
+    if op.category != "attention" or not sm_share:
+        return seconds
+    return seconds * wave_factor(step.batch, shape.cached_rows, op.depth, machine.num_sms, sm_share)
+
+
+def wave_factor(batch: Term, heads: int, tokens: Term, num_sms: Term, sm_share: float) -> Term:
+    """How much longer FlashAttention-3 takes to read a cache than if all SMs read until the end.
+
+    Every sequence and KV head is split into tiles of about an SM's even share of all blocks, and a margin. Tiles of
+    a last, partial wave are read by as many SMs, each of which reaches at most `sm_share` times an even share.
+    """
+    blocks = np.ceil(np.asarray(tokens) / BLOCK_TOKENS)
+    tile_blocks = np.ceil(batch * blocks * heads * SPLIT_MARGIN / num_sms)
+    tiles = batch * heads * np.clip(np.ceil(blocks / tile_blocks), 1, MAX_SPLITS)
+    last = tiles % num_sms
+    last_s = np.where(last > 0, maximum(last / tiles, num_sms / tiles / sm_share), 0.0)
+    return (tiles - last) / tiles + last_s
+
+
+def engine_memory(
+    shape: ModelShape, reserve: EngineReserve, batch: Term, tokens: Term, weight_bits: Term, kv_bits: Term
+) -> MemoryBreakdown:
+    """Bytes of weights, of the KV pages of `batch` sequences of `tokens` tokens, and of the engine's reserve."""
+    pages = windowed_tokens(shape, PAGE_TOKENS * np.ceil(np.asarray(tokens) / PAGE_TOKENS))
+    return MemoryBreakdown(
+        weights=weight_memory(shape, weight_bits / 8, BF16_BYTES),
+        draft_weights=0,
+        kv=batch * pages * shape.kv_elements_per_token_per_layer * kv_bits / 8,
+        buffers=0,
+        prefill_workspace=activation_bytes(shape, reserve),
+        decode_workspace=0,
+        libraries=reserve.other_bytes,
+    )
+
+
+def activation_bytes(shape: ModelShape, reserve: EngineReserve) -> float:
+    """Bytes of the activations of the largest pass: of its widest layer, and the logits of its sequences."""
+    width = max(shape.intermediate, shape.experts_per_token * shape.expert_intermediate)
+    row_bytes = (3 * width + 2 * shape.hidden + shape.q_width) * BF16_BYTES
+    return reserve.activation_share * reserve.batched_tokens * row_bytes

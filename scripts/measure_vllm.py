@@ -1,0 +1,320 @@
+"""Measures vLLM's decode steps on models of dummy weights, one engine after another in processes of their own.
+
+    python scripts/measure_vllm.py --output vllm.json [--seconds 460] [--only llama-bf16 ...]
+
+Needs one GPU and an installed vLLM; writes the file anew after every measured case. It produced the rows of
+planner/engines/measured.toml; users measure their own engine with `ridgeplan calibrate --engine vllm`.
+
+A case decodes NEW_TOKENS tokens for each of `batch` sequences of random tokens whose prompts are in the prefix cache;
+the time per token is the median time between two steps of the engine. Routers get normally distributed weights, as
+dummy ones send all rows to the same few experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, so that its steps can be timed
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+
+ROUTERS = (".router.weight", "mlp.gate.weight")
+NEW_TOKENS, SKIPPED_STEPS = 64, 6
+BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+EXPERT_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 140000, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "rope_theta": 500000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+    "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+    "head_dim": 64, "max_position_embeddings": 131072, "initial_context_length": 4096, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4,
+    "sliding_window": 128, "swiglu_limit": 7.0, "attention_bias": True, "tie_word_embeddings": False,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn", "rope_theta": 150000, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                                   "lm_head"],
+    },
+    "dtype": "bfloat16",
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1000000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}, "attention_bias": False,
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine: a model's config.json, vLLM's formats, and the cases (context, batch), longest context first."""
+
+    name: str
+    model: str
+    config: dict[str, Any]
+    weights: str
+    kv: str
+    cases: tuple[tuple[int, int], ...]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `LLM` is told of formats."""
+        formats = {"quantization": self.weights, "kv_cache_dtype": self.kv}
+        return {name: value for name, value in formats.items() if value not in ("bf16", "auto", "mxfp4")}
+
+
+def _grid(contexts: tuple[int, ...], batches: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((context, batch) for context in contexts for batch in batches)
+
+
+SETUPS = (
+    Setup("llama-bf16", "meta-llama/Llama-3.1-8B", LLAMA_8B, "bf16", "auto", _grid((32768, 4096), BATCHES)),
+    Setup("gpt-oss-mxfp4", "openai/gpt-oss-20b", GPT_OSS_20B, "mxfp4", "auto", _grid((32768, 4096), EXPERT_BATCHES)),
+    Setup("qwen3-moe-bf16", "Qwen/Qwen3-30B-A3B", QWEN3_30B_A3B, "bf16", "auto", _grid((32768, 4096), EXPERT_BATCHES)),
+    Setup("llama-bf16-fp8-kv", "meta-llama/Llama-3.1-8B", LLAMA_8B, "bf16", "fp8",
+          ((120000, 1), (120000, 2), *_grid((32768, 8192), (1, 4, 6)))),
+    Setup("llama-fp8", "meta-llama/Llama-3.1-8B", LLAMA_8B, "fp8", "fp8",
+          (*_grid((32768,), (1, 2, 4, 6, 8, 12)), *_grid((4096,), (1, 4, 8, 16)))),
+    Setup("llama-fp8-per-channel", "meta-llama/Llama-3.1-8B", LLAMA_8B, "fp8_per_channel", "fp8",
+          _grid((4096,), (1, 8))),
+)  # fmt: skip
+
+
+class Lines(logging.Handler):
+    """Keeps the lines of vLLM's log that name memory or kernels."""
+
+    words = ("GiB", "KV cache size", "backend", "Backend", "FLASH", "cudagraph", "Asynchronous", "Async")
+
+    def __init__(self) -> None:
+        """An empty list."""
+        super().__init__()
+        self.kept: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a line."""
+        line = record.getMessage()
+        if any(word in line for word in self.words):
+            self.kept.append(line[:400])
+
+
+def measure(setup: Setup, send: Any) -> None:
+    """Starts the engine of a setup, and sends a dictionary for the engine and one for every case."""
+    import torch
+    import vllm
+    from vllm import LLM
+
+    lines = Lines()
+    logging.getLogger("vllm").addHandler(lines)
+    folder = Path(f"/tmp/measure-vllm/{setup.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(setup.config), encoding="utf-8")
+    (folder / "generation_config.json").write_text("{}", encoding="utf-8")
+    started = time.perf_counter()
+    longest, largest = max(context for context, _ in setup.cases), max(batch for _, batch in setup.cases)
+    llm = LLM(
+        model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest + 2 * NEW_TOKENS,
+        gpu_memory_utilization=0.9, enable_prefix_caching=True, max_num_seqs=32, max_num_batched_tokens=16384,
+        dtype="bfloat16", compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE"}, **setup.arguments,
+    )  # fmt: skip
+    routers = llm.apply_model(spread_routers)[0]
+    send({
+        "setup": setup.name, "version": vllm.__version__, "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(), "start_s": round(time.perf_counter() - started, 1),
+        "memory": engine_memory(llm), "routers": routers, "log": lines.kept,
+    })  # fmt: skip
+    random.seed(7)
+    prompts = [[random.randrange(1000, 100_000) for _ in range(longest)] for _ in range(largest)]
+    for context, batch in setup.cases:
+        row = decode(llm, [prompt[:context] for prompt in prompts[:batch]], setup)
+        send({"setup": setup.name, "model": setup.model, "weights": setup.weights, "kv": setup.kv,
+              "context": context, "batch": batch, **row})  # fmt: skip
+
+
+def spread_routers(model: Any) -> int:
+    """Gives every router normal weights of its own; how many there are."""
+    import torch
+
+    routers = [weight for key, weight in model.named_parameters() if key.endswith(ROUTERS)]
+    generator = torch.Generator(device="cuda").manual_seed(11)
+    for weight in routers:
+        weight.data.copy_(torch.randn(weight.shape, generator=generator, device=weight.device).to(weight.dtype))
+    return len(routers)
+
+
+def distinct_experts(model: Any, tokens: list[int], chosen: int) -> float:
+    """Different experts that a step reads in a layer, on average, if the residual stream is the tokens' embedding."""
+    import torch
+
+    weights = dict(model.named_parameters())
+    table = next(value for key, value in weights.items() if key.endswith(("embed_tokens.weight", "embedding.weight")))
+    hidden = table[torch.tensor(tokens, device=table.device)].float()
+    hidden = hidden / hidden.square().mean(dim=1, keepdim=True).sqrt()
+    counts = []
+    for key, router in weights.items():
+        if key.endswith(ROUTERS):
+            norm = weights[key.split("mlp.")[0] + "post_attention_layernorm.weight"].float()
+            counts.append((hidden * norm @ router.float().t()).topk(chosen, dim=1).indices.unique().numel())
+    return sum(counts) / len(counts)
+
+
+def engine_memory(llm: Any) -> dict[str, Any]:
+    """Bytes that the engine took for weights, activations, graphs and the KV cache, and the tokens that it holds."""
+
+    def of(worker: Any) -> dict[str, Any]:
+        names = ("requested_memory", "peak_activation_memory", "non_torch_memory", "cudagraph_memory_estimate",
+                 "available_kv_cache_memory_bytes")  # fmt: skip
+        held = {name: int(getattr(worker, name)) for name in names if hasattr(worker, name)}
+        return {**held, "weights": int(worker.model_runner.model_memory_usage)}
+
+    config = llm.llm_engine.vllm_config
+    cache = config.cache_config
+    return {
+        **llm.collective_rpc(of)[0],
+        "blocks": cache.num_gpu_blocks, "block_size": cache.block_size,
+        "utilization": cache.gpu_memory_utilization,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "async_scheduling": bool(getattr(config.scheduler_config, "async_scheduling", False)),
+        "graph_sizes": list(config.compilation_config.cudagraph_capture_sizes or []),
+    }  # fmt: skip
+
+
+def decode(llm: Any, prompts: list[list[int]], setup: Setup) -> dict[str, Any]:
+    """Milliseconds between two steps of a decoding batch: the median, and the mean."""
+    from vllm import SamplingParams
+
+    requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    first, many = (SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+                   for tokens in (1, NEW_TOKENS))  # fmt: skip
+    started = time.perf_counter()
+    llm.generate(requests, first, use_tqdm=False)  # to the prefix cache
+    prefill_s = time.perf_counter() - started
+    engine = llm.llm_engine
+    step, stamps = type(engine).step, []
+
+    def timed() -> Any:
+        outputs = step(engine)
+        stamps.append(time.perf_counter())
+        return outputs
+
+    engine.step = timed
+    gc.collect()
+    gc.disable()
+    outputs = llm.generate(requests, many, use_tqdm=False)
+    gc.enable()
+    del engine.step
+    gaps = [1e3 * (later - sooner) for sooner, later in itertools.pairwise(stamps)][SKIPPED_STEPS:-2]
+    row = {
+        "tpot_ms": round(statistics.median(gaps), 4), "mean_ms": round(statistics.mean(gaps), 4),
+        "steps": len(stamps), "prefill_s": round(prefill_s, 2),
+    }  # fmt: skip
+    chosen = setup.config.get("num_experts_per_tok")
+    if chosen:
+        tokens = [request.outputs[0].token_ids[NEW_TOKENS // 2] for request in outputs]
+        row["distinct_experts"] = llm.apply_model(lambda model: distinct_experts(model, tokens, chosen))[0]
+        row["distinct_tokens"] = len(set(tokens))
+    return row
+
+
+def _child(name: str, output: Path, rows: Path) -> None:
+    """Measures one setup; each case is written as it ends."""
+    setup = next(setup for setup in SETUPS if setup.name == name)
+
+    def send(row: dict[str, Any]) -> None:
+        with rows.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")
+        _write(output, rows)
+        print(json.dumps(row)[:1500], flush=True)
+
+    measure(setup, send)
+
+
+def main() -> None:
+    """Measures the setups one after another until the time is up."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=460.0)
+    parser.add_argument("--only", nargs="*", default=[setup.name for setup in SETUPS])
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    rows = options.output.with_suffix(".jsonl")
+    if options.child:
+        _child(options.child, options.output, rows)
+        return
+    deadline = time.monotonic() + options.seconds
+    rows.write_text("", encoding="utf-8")
+    import torch
+    import vllm
+    from vllm import LLM, SamplingParams  # noqa: F401  # once for all setups, which are forked off this process
+
+    print(f"vLLM {vllm.__version__} imported, {deadline - time.monotonic():.0f} s left", flush=True)
+    forks = not torch.cuda.is_initialized()
+    for name in options.only:
+        left = deadline - time.monotonic()
+        if left < 45:
+            print(f"no time left for {name}", flush=True)
+            continue
+        before = rows.stat().st_size
+        if forks:
+            forks = _forked(name, options.output, rows, left) or rows.stat().st_size > before
+        if not forks and rows.stat().st_size == before:
+            command = [sys.executable, __file__, "--output", str(options.output), "--child", name]
+            try:
+                subprocess.run(command, timeout=max(deadline - time.monotonic(), 1), check=False)
+            except subprocess.TimeoutExpired:
+                print(f"{name}: time is up", flush=True)
+
+
+def _forked(name: str, output: Path, rows: Path, seconds: float) -> bool:
+    """Measures a setup in a forked process; whether it ended well."""
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, output, rows))
+    process.start()
+    process.join(seconds)
+    if process.is_alive():
+        print(f"{name}: time is up", flush=True)
+        process.kill()
+        process.join()
+        return True
+    return process.exitcode == 0
+
+
+def _write(path: Path, rows: Path) -> None:
+    """The document of all that was measured so far."""
+    measured = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    document = {
+        "date": time.strftime("%Y-%m-%d"),
+        "engines": [row for row in measured if "version" in row],
+        "rows": [row for row in measured if "tpot_ms" in row],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
