@@ -27,6 +27,7 @@ from ridgeplan.planner.queries.maps import PlanMap, plan_map
 from ridgeplan.planner.question import Question, ask
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.roofline.latency import GIB
+from ridgeplan.roofline.passes import category
 from ridgeplan.validate.papers.quantspec_ridge_plane import decode_plane
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -304,3 +305,32 @@ def test_every_verdict_has_a_colour(profile: Profile, objective: str, memory_lim
 def test_operations_never_exceed_the_round(recommendation: Recommendation) -> None:
     shorter = replace(recommendation.predicted, round_s={"draft": 0.0, "verification": 1e-9})
     assert rounds.operation_ms(shorter)["sampling, flush and host"] == 0
+
+
+def test_operations_of_drafts_count_once_for_each_draft(recommendation: Recommendation) -> None:
+    predicted = recommendation.predicted
+    assert predicted.gamma > 1
+    seconds = {
+        part: sum(op.seconds for op in predicted.breakdown if op.part == part and category(op.kind) == "attention")
+        for part in ("draft", "target")
+    }
+    in_a_round = predicted.gamma * seconds["draft"] + seconds["target"]
+    assert rounds.operation_ms(predicted)["attention"] == pytest.approx(1e3 * in_a_round / predicted.tokens_per_round)
+
+
+def test_bars_of_alternatives_reach_from_low_to_high(recommendation: Recommendation) -> None:
+    expected = {other.preset: other.predicted for other in recommendation.alternatives}
+    expected[recommendation.name] = recommendation.predicted
+    for trace in charts.alternatives(recommendation).data:
+        ends = zip(trace.y, trace.x, trace.error_x.arrayminus, trace.error_x.array, strict=True)
+        for name, best, below_ms, above_ms in ends:
+            band = (expected[name].low.tpot_ms, expected[name].high.tpot_ms)
+            assert (best - below_ms, best + above_ms) == pytest.approx(band)
+
+
+def test_the_bar_through_the_star_is_the_band_of_the_acceptance(question: Question) -> None:
+    grid = speculation_map(preset("quantspec", question.workload), question, np.linspace(0, 1, 21))
+    gamma, gain = grid.optimum
+    star = named(charts.speculation(grid))[f"optimum: gamma {gamma}, {gain:.2f}x"]
+    ends = (star.y[0] - star.error_y.arrayminus[0], star.y[0] + star.error_y.array[0])
+    assert ends == pytest.approx((grid.predicted.low, grid.predicted.high))

@@ -271,3 +271,12 @@ def test_lines_show_predictions_and_rings_where_the_paper_has_values() -> None:
     assert (x.name, list(x.x), list(x.y)) == ("x", [1, 3], [3.0, None])
     assert (rings.marker.symbol, list(rings.y)) == ("circle-open", [2.0, None])
     assert (y.name, list(y.y)) == ("y", [4.0])
+
+
+def test_memory_is_in_gib_on_both_sides_of_the_capacity() -> None:
+    """With no layer on the host both forms are the same cache; an 80 GB GPU has 80 GiB."""
+    rows = specontext.memory_rows("a800-80gb", 16, 2048)
+    assert {row["capacity_gib"] for row in rows} == {load_hardware("a800-80gb").memory_bytes / 2**30}
+    assert {row["layers_on_host"] for row in rows} > {0}
+    for row in rows:
+        assert (row["adaptive_gib"] == row["whole_gib"]) == (row["layers_on_host"] == 0)

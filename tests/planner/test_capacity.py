@@ -10,7 +10,7 @@ from ridgeplan.planner.capacity import MAX_BATCH, Capacity, missing_memory, peak
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS
 from ridgeplan.roofline.latency import Device
-from ridgeplan.roofline.plan.plan import PlanError, Workload
+from ridgeplan.roofline.plan.plan import Placement, PlanError, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.plan.support import swaps_draft_weights
 
@@ -108,3 +108,23 @@ def test_a_context_whose_prompts_use_the_draft_weights_memory_may_fit_where_a_sh
     assert first == DRAFT_SWAP_PROMPT_TOKENS <= context
     assert peak_bytes(resized(resized_plan, context=context), SHAPE, GPU) <= smaller.memory_bytes
     assert peak_bytes(resized(resized_plan, context=context + 1), SHAPE, GPU) > smaller.memory_bytes
+
+
+LARGE = replace(GPU, memory_bytes=80 * 10**9)
+OFFLOADING = replace(plan(), placement=Placement(True, 131072, memory_bytes=24_000_000_000))
+
+
+def test_what_lies_on_the_host_must_fit_there():
+    """34 GB of KV and 16 GB of weights: with 24 GB of the GPU most of the KV is on the host."""
+    on_host = Capacity([OFFLOADING], SHAPE, LARGE)
+    assert on_host.fits().tolist() == [True]
+    assert replace(on_host, host_limit_bytes=40e9).fits().tolist() == [True]
+    assert replace(on_host, host_limit_bytes=1e9).fits().tolist() == [False]
+    assert replace(on_host, host_limit_bytes=1e9).largest_batches().tolist() == [0]
+
+
+def test_the_smallest_plan_is_one_that_fits_the_host():
+    both = Capacity([OFFLOADING, plan("int8")], SHAPE, LARGE)
+    assert both.peaks()[0] < both.peaks()[1]
+    assert both.smallest() == 0
+    assert replace(both, host_limit_bytes=1e9).smallest() == 1

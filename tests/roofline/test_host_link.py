@@ -164,3 +164,16 @@ def test_drafts_load_as_many_tokens_as_they_read(ideal):
         round_at(SHAPE, ideal, held, passes, 1024, layers) for layers in (NO_LAYERS, HostLayers(20, TOKEN_BYTES))
     )
     assert far.draft_s - near.draft_s == pytest.approx(20 * 0.1 * 256 * TOKEN_BYTES / 1e10)
+
+
+def test_loads_begin_as_many_layers_ahead_as_there_is_room_for(ideal):
+    """12 layers on the device; with room for one more the loads begin after 11 layers, with room for five after 7."""
+    plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
+    plan = replace(plan, attention=replace(plan.attention, selection=RetrievalHead(level="batch")))
+    slow = replace(ideal, host_link_bytes_per_s=ideal.host_link_bytes_per_s / 100)
+    passes_s = []
+    for prefetch in (1, 5):
+        held = strategy_of(plan, SHAPE, slow, 0.9).with_terms(offload_overlap=0.9, offload_prefetch=prefetch)
+        link = HostLink(SHAPE, slow, held, HostLayers(20, TOKEN_BYTES))
+        passes_s.append(link.target_seconds(65536, 0.032, 0.0, 0.0))
+    assert passes_s[0] - passes_s[1] == pytest.approx(4 * 0.032 / 32)

@@ -174,3 +174,11 @@ def test_an_unknown_machine_takes_the_rates_of_the_nearest(h200_profile, first, 
     """An H100 has an H200's peak and 70% of its bandwidth; an RTX 4090 a sixth of its peak and a fifth of that."""
     profiles = [replace(h200_profile, hardware=load_hardware(name), device=name) for name in (first, second)]
     assert profile_for(load_hardware("h100"), tuple(profiles)).transferred_from == "h200"
+
+
+def test_a_link_that_moves_nothing_launches_nothing(ideal):
+    """A copy takes 3 us to launch, and half of 10 GB/s."""
+    link = replace(ideal, link_rates={"host_copy": RateTerms(0.5, 1.0, 3e-6)})
+    assert link.link_seconds("host_copy", 0) == 0
+    assert link.link_seconds("host_copy", 1e6) == pytest.approx(3e-6 + 1e6 / 5e9)
+    assert link.link_seconds("host_store", 1e6) == pytest.approx(1e6 / 1e10)  # not calibrated: the whole link

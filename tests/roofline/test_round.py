@@ -16,6 +16,7 @@ from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
 from ridgeplan.roofline.latency import Machine, RateTerms
 from ridgeplan.roofline.passes import Op, decode_pass
 from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.policies.selections import Quest
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import (
     PAGE_GAIN,
@@ -27,6 +28,7 @@ from ridgeplan.roofline.round import (
     round_at,
     round_rates,
     round_tokens,
+    target_choice_seconds,
     target_rates,
     target_terms,
 )
@@ -331,3 +333,14 @@ def test_scores_are_scanned_as_attention_streams(gather_machine: Machine) -> Non
     )
     keys_bytes = 32 * 32768 * 8 * 128 * 2 / 8
     assert scored.draft_s - free.draft_s == pytest.approx(keys_bytes / 0.5e12, rel=1e-6)
+
+
+def test_every_query_of_the_target_scores_and_ranks_for_itself(ideal):
+    """Verification of 4 queries takes 4 times a step's choices: scanning bounds of pages, and ranking them."""
+    plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
+    plan = replace(plan, attention=replace(plan.attention, selection=Quest()))
+    shape = load_shape("Llama-3.1-8B")
+    plain = strategy_of(plan, shape, ideal, 0.9).with_terms(gamma=0)
+    step_s, verify_s = (target_choice_seconds(shape, ideal, held, 65536) for held in (plain, plain.with_terms(gamma=3)))
+    assert step_s > 0
+    assert verify_s == pytest.approx(4 * step_s)

@@ -11,7 +11,9 @@ from streamlit.testing.v1 import AppTest
 
 from ridgeplan import planner
 from ridgeplan.dashboards import app
-from ridgeplan.planner import Plan
+from ridgeplan.dashboards.page.answer import length_fixes
+from ridgeplan.dashboards.page.inputs import PageQuestion
+from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.plan_file import read_plan
 from ridgeplan.roofline.catalog.profile import Profile
 
@@ -185,3 +187,12 @@ def test_a_defect_is_not_dressed_up_as_bad_input(page: AppTest, monkeypatch: pyt
     page.run()
     assert page.exception
     assert not page.error
+
+
+def test_fixes_of_a_length_know_whether_the_rotary_embedding_is_stretched() -> None:
+    """Llama-3.1-8B takes 131072 tokens; YaRN stretches that 8 times or more."""
+    beyond = PageQuestion("Llama-3.1-8B", "h200", 200_000)
+    assert [fix.changes for fix in length_fixes(beyond)] == [{"context": 131_072}, {"yarn": True}]
+    stretched = PageQuestion("Llama-3.1-8B", "h200", 200_000, SearchOptions(yarn=True))
+    assert length_fixes(stretched) == []
+    assert length_fixes(None) == length_fixes(PageQuestion("no/such model", "h200", 1)) == []

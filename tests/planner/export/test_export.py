@@ -18,6 +18,8 @@ from ridgeplan.planner import PlanError, resolve
 from ridgeplan.planner.export import ENGINES, ServeCommandOptions, engine_named, export, schema_for, versions
 from ridgeplan.planner.export.carry import rounds_of, served
 from ridgeplan.planner.export.drafts import ranges
+from ridgeplan.planner.export.engines import DTYPES
+from ridgeplan.planner.export.export import Command
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.engine import activation_bytes
 from ridgeplan.roofline.plan.plan import Eviction, Placement, Plan, Weights, Workload
@@ -272,3 +274,21 @@ def test_a_command_is_a_shells_and_json_is_plain(request_for: Callable[..., Serv
     exported = export(request_for(context=120_000))
     assert tuple(shlex.split(exported.command.shell().replace("\\\n", " "))) == exported.command.words
     assert json.loads(json.dumps(exported.to_dict()))["engine"] == "vLLM"
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int8_per_token_head", 8.25), ("int4_per_token_head", 4.25), ("fp8", 8)])
+def test_a_dtypes_bits_hold_its_scales(name: str, bits: float) -> None:
+    """Of a head of 128 numbers: 4 bytes of scales are 32 bits, a quarter of a bit each."""
+    assert DTYPES[name].bits == bits
+
+
+def test_a_command_holds_no_text_that_becomes_another_argument() -> None:
+    for text in ("--trust-remote-code", "a\nb", "\x1b[31m", "", "  ", "\ud800"):
+        with pytest.raises(PlanError, match=r"the engine would get .*; allowed: texts in UTF-8"):
+            Command(("vllm", "serve", "owner/model"), (("--tokenizer", text),))
+        with pytest.raises(PlanError, match="the engine would get"):
+            Command(("vllm", "serve", text), ())
+    command = Command(
+        ("vllm", "serve", "it's: #1"), (("--flag", True), ("--config", {"a": 'it\'s\n"b"'}), ("--x", 0.5))
+    )
+    assert yaml.safe_load(command.yaml()) == {"flag": True, "config": '{"a": "it\'s\\n\\"b\\""}', "x": 0.5}
