@@ -159,8 +159,13 @@ def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> tuple[int
     """
     strategy = strategy_of(plan, shape, device, CERTAIN)
     layout = offload_layers(shape, device, strategy)
-    limit = min(device.memory_bytes, strategy.offload.memory_limit_bytes)
-    return int(layout.host.layers), max(0, int(limit - layout.memory.peak))
+    return int(layout.host.layers), int(layout.spare_bytes)
+
+
+def departure_lengths(plan: Plan, shape: ModelShape, device: Device) -> tuple[int, ...]:
+    """S_0, S_1, ...: the lengths at which layers leave for the host, of a plan whose placement adapts (Algorithm 1)."""
+    departures = offload_layers(shape, device, strategy_of(plan, shape, device, CERTAIN)).departures
+    return tuple(int(departures.threshold(away)) for away in range(int(departures.final)))
 
 
 def peak_bytes(plan: Plan, shape: ModelShape, device: Device) -> float:

@@ -162,6 +162,7 @@ def _offload(plan: Plan, shape: ModelShape, draft_cost: SelectionCost, target_co
         budget=placement.budget or UNLIMITED_TOKENS,
         lower_only=int(placement.part is HostPart.LOWER),
         prefetch=placement.prefetch,
+        adaptive=int(placement.adaptive),
         memory_limit_bytes=placement.memory_bytes or UNLIMITED_BYTES,
         overlap=overlap * placement.elastic,
         slot_table_bytes=tables * target_cost.slot_table_bytes(shape.kv_heads),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+
+import numpy as np
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.cost import Cost, Term, maximum, minimum
+from ridgeplan.roofline.cost import Cost, Term, is_symbolic, maximum, minimum, where
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
@@ -26,8 +29,11 @@ from ridgeplan.roofline.round import (
 from ridgeplan.roofline.strategy import Strategy
 
 # The context grows while tokens are generated, so costs are averaged over the generation by two-point Gauss-Legendre
-# quadrature on [0, 1]: exact for polynomials up to cubic, and costs are piecewise linear in the context.
+# quadrature on [0, 1]: exact for polynomials up to cubic, and costs are piecewise linear in the context. Where layers
+# leave one by one, what comes before the first is such a piece, and the staircase that follows is averaged over its
+# middles.
 GENERATION_NODES = (0.5 - 0.5 / 3**0.5, 0.5 + 0.5 / 3**0.5)
+STAIRCASE_NODES = tuple((index + 0.5) / 8 for index in range(8))
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,29 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
         prompts_s = machine.engine.prefill_share * prefill_s
         return Estimate(prompts_s, Round(0, 0.0, step_s, 0.0, 0.0, 0.0), 1.0, offloading.memory, 0, 0.0)
     passes = round_rates(shape, machine, strategy, rates)
-    early, late = (
-        round_at(shape, machine, strategy, passes, strategy.context + node * strategy.new_tokens, offloading.host)
-        for node in GENERATION_NODES
-    )
+
+    def rounds(first: Term, last: Term, nodes: Sequence[float]) -> Round:
+        contexts = [first + node * (last - first) for node in nodes]
+        return _mean([
+            round_at(shape, machine, strategy, passes, context, offloading.host_at(context)) for context in contexts
+        ])  # fmt: skip
+
+    start, end = strategy.context, strategy.context + strategy.new_tokens
+    leaves = minimum(strategy.offload.adaptive * offloading.host.layers, 1)
+    if is_symbolic(leaves) or np.any(leaves):
+        first_leaves = minimum(maximum(offloading.departures.threshold(0), start), end)
+        middle = where(leaves, first_leaves, end)
+        share = (middle - start) / (end - start)
+        whole, leaving = rounds(start, middle, GENERATION_NODES), rounds(middle, end, STAIRCASE_NODES)
+        link = HostLink(shape, machine, strategy, offloading.host)
+        moved_s = leaves * link.departure_seconds(offloading.departures) / strategy.new_tokens
+        mean = _combined(whole, leaving, share)
+        mean = replace(mean, flush_s=mean.flush_s + moved_s * round_tokens(strategy))
+    else:
+        mean = rounds(start, end, GENERATION_NODES)
     return Estimate(
-        ttft_s=prefill_s + HostLink(shape, machine, strategy, offloading.host).prompt_seconds(),
-        round=_mean(early, late),
+        ttft_s=prefill_s + HostLink(shape, machine, strategy, offloading.host_at(start)).prompt_seconds(),
+        round=mean,
         tokens_per_round=round_tokens(strategy),
         memory=offloading.memory,
         offloaded_layers=offloading.host.layers,
@@ -160,6 +182,15 @@ def pass_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> dict[st
     }
 
 
-def _mean(early: Round, late: Round) -> Round:
+def _mean(rounds: Sequence[Round]) -> Round:
+    return _by_part(rounds[0], lambda part: sum(getattr(each, part) for each in rounds) / len(rounds))
+
+
+def _combined(first: Round, second: Round, share: Term) -> Round:
+    """The mean over a generation of which `share` of the tokens has the rounds of `first`."""
+    return _by_part(first, lambda part: share * getattr(first, part) + (1 - share) * getattr(second, part))
+
+
+def _by_part(like: Round, value: Callable[[str], Term]) -> Round:
     parts = [item.name for item in fields(Round) if item.name not in ("gamma", "overhead_s")]
-    return replace(early, **{part: (getattr(early, part) + getattr(late, part)) / 2 for part in parts})
+    return replace(like, **{part: value(part) for part in parts})

@@ -12,7 +12,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term, maximum, minimum, where
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES, mean_quantized_tokens
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.memory import HostLayers
+from ridgeplan.roofline.memory import Departures, HostLayers
 from ridgeplan.roofline.ops import allocate_slots
 from ridgeplan.roofline.strategy import Strategy
 
@@ -40,6 +40,17 @@ class HostLink:
         """Seconds to write the prompts' tokens of all layers on the host there, behind each layer's prefill."""
         layer_bytes = self.strategy.context * self.host.token_bytes
         return self.host.layers * self.machine.link_seconds("host_store", layer_bytes)
+
+    def departure_seconds(self, departures: Departures) -> Term:
+        """Seconds in which layers leave during a generation: each is written to the host, and the others spread.
+
+        Rows that spread are copied twice, as they may overlap where they were.
+        """
+        start, end = self.strategy.context, self.strategy.context + self.strategy.new_tokens
+        moved = departures.final - departures.layers_at(start)
+        middle = (maximum(departures.threshold(0), start) + end) / 2
+        written_s = self.machine.link_seconds("host_store", middle * self.host.token_bytes)
+        return moved * (written_s + 4 * departures.memory_bytes / self.machine.bandwidth_bytes_per_s)
 
     def load_seconds(self, context: Term, chosen: Term, run_tokens: Term) -> tuple[Term, Term]:
         """Seconds to load what a layer's slots miss of `chosen` tokens of `context`, in runs of `run_tokens` together.

@@ -29,7 +29,7 @@ from ridgeplan.roofline.execution import (
 )
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.passes import stored_bytes
-from ridgeplan.roofline.strategy import Strategy
+from ridgeplan.roofline.strategy import UNLIMITED_BYTES, Strategy
 
 
 @dataclass(frozen=True)
@@ -221,18 +221,68 @@ NO_LAYERS = HostLayers(0, 0)
 
 
 @dataclass(frozen=True)
+class Departures:
+    """Layers that leave one by one for the memory that those on the device share (SpeContext, Algorithms 1 and 2).
+
+    final: the number of layers on the host when generation ends. memory_bytes: shared. A layer on the device takes
+    `unit_bytes` of it for each token that its rows hold, or for each group of `unit_tokens` held as codes; one on the
+    host keeps `host_bytes`. queries: tokens that a pass adds to a row before any is dropped.
+    """
+
+    adaptive: Term
+    layers: Term
+    final: Term
+    memory_bytes: Term
+    unit_bytes: Term
+    unit_tokens: Term
+    host_bytes: Term
+    queries: Term
+    coded: Term
+
+    def layer_bytes(self, tokens: Term) -> Term:
+        """Bytes of one layer on the device, of rows of `tokens` tokens and those of a pass."""
+        held = tokens + self.queries
+        return self.unit_bytes * maximum(_floor(held / self.unit_tokens) - self.coded, 0)
+
+    def final_bytes(self, tokens: Term) -> Term:
+        """Bytes of the memory that are needed in the end, of rows of `tokens` tokens."""
+        return (self.layers - self.final) * self.layer_bytes(tokens) + self.final * self.host_bytes
+
+    def layers_at(self, tokens: Term) -> Term:
+        """Layers on the host before a pass over rows of `tokens` tokens; all of them where none leaves later."""
+        layer_bytes = self.layer_bytes(tokens)
+        excess_bytes = maximum(self.layers * layer_bytes - self.memory_bytes, 0)
+        needed = minimum(_ceiling(excess_bytes / maximum(layer_bytes - self.host_bytes, 1)), self.final)
+        return where(self.adaptive, needed, self.final)
+
+    def threshold(self, away: Term) -> Term:
+        """S_i: the length from which on `away` layers on the host are too few (Algorithm 1)."""
+        units = _floor((self.memory_bytes - away * self.host_bytes) / ((self.layers - away) * self.unit_bytes))
+        return (units + 2 * self.coded) * self.unit_tokens - self.coded - self.queries + 1
+
+
+@dataclass(frozen=True)
 class Offloading:
-    """Memory with as many layers offloaded as needed, these layers, and the memory that they take of the host."""
+    """Memory with as many layers offloaded as needed, these layers, and the memory that they take of the host.
+
+    spare_bytes: of the memory that may be used, what is left; layers that leave later use it until then.
+    """
 
     memory: MemoryBreakdown
     host: HostLayers
     host_bytes: Term
+    spare_bytes: Term
+    departures: Departures
+
+    def host_at(self, tokens: Term) -> HostLayers:
+        """The layers on the host before a pass over rows of `tokens` tokens."""
+        return replace(self.host, layers=self.departures.layers_at(tokens))
 
 
 def offload_layers(shape: ModelShape, device: Device, strategy: Strategy) -> Offloading:
     """Offloads just enough layers for the peak to fit (SpeContext, Eq 8), where the strategy allows any.
 
-    None where that frees nothing.
+    None where that frees nothing. Where layers leave one by one, those that do so use the whole limit until then.
     """
     parts = resident_memory(shape, device, strategy)
     kv_bytes, plane_bytes = _freed_kv_bytes(shape, device, strategy, parts), _value_plane_bytes(shape, strategy)
@@ -246,7 +296,35 @@ def offload_layers(shape: ModelShape, device: Device, strategy: Strategy) -> Off
     buffers = parts.buffers + some * staged_bytes - layers * plane_bytes
     memory = replace(parts, kv=parts.kv - layers * kv_bytes, buffers=buffers)
     layer_bytes = _host_bytes_per_layer(shape, strategy, parts)
-    return Offloading(memory, HostLayers(layers, layer_bytes / strategy.final_tokens), layers * layer_bytes)
+    spare_bytes = maximum(limit_bytes - memory.peak, 0)
+    departures = _departures(shape, device, strategy, layers, spare_bytes)
+    kept_bytes = departures.final_bytes(strategy.final_tokens)
+    shared_bytes = strategy.offload.adaptive * minimum(layers, 1) * (departures.memory_bytes - kept_bytes)
+    memory = replace(memory, kv=memory.kv + shared_bytes)
+    host = HostLayers(layers, layer_bytes / strategy.final_tokens)
+    return Offloading(memory, host, layers * layer_bytes, spare_bytes, departures)
+
+
+def _departures(shape: ModelShape, device: Device, strategy: Strategy, final: Term, spare_bytes: Term) -> Departures:
+    """Layers of which `final` are on the host in the end, with `spare_bytes` more than they need then."""
+    full, group = strategy.stores_full_kv, strategy.kv_group
+    code_bytes = code_memory(shape, strategy.batch, group, strategy.code_planes, group)
+    unit_bytes = where(full, full_kv(shape, strategy.batch, 1, device.element_bytes), code_bytes) / shape.layers
+    departures = Departures(
+        adaptive=strategy.offload.adaptive,
+        layers=shape.layers,
+        final=final,
+        memory_bytes=0,
+        unit_bytes=unit_bytes,
+        unit_tokens=where(full, 1, group),
+        host_bytes=full * _host_slots(strategy) * unit_bytes,
+        queries=strategy.max_queries,
+        coded=1 - full,
+    )
+    whole_bytes = shape.layers * departures.layer_bytes(strategy.final_tokens)
+    kept_bytes = departures.final_bytes(strategy.final_tokens)
+    spare_units = _floor(minimum(spare_bytes, UNLIMITED_BYTES) / unit_bytes)
+    return replace(departures, memory_bytes=minimum(kept_bytes + spare_units * unit_bytes, whole_bytes))
 
 
 def offload_thresholds(
@@ -384,13 +462,24 @@ def _slots_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
 
     And the tables of what the slots hold, and the scales of 2-bit keys, if there are any.
     """
-    group, queries = strategy.kv_group, strategy.max_queries
-    budget = minimum(strategy.offload.budget, MAX_TOKENS)
-    slots = queries * _ceiling(budget / group) * group + 2 * group + queries
     token_bytes = shape.kv_elements_per_token_per_layer * device.element_bytes
     tables = strategy.final_tokens * strategy.offload.slot_table_bytes
-    scales = minimum(strategy.code_planes, 1) * 2 * ops.METADATA_BYTES / group
-    return strategy.batch * (slots * token_bytes + tables) + _key_elements(shape, strategy) * scales
+    scales = minimum(strategy.code_planes, 1) * 2 * ops.METADATA_BYTES / strategy.kv_group
+    slots = strategy.batch * (_host_slots(strategy) * token_bytes + tables)
+    return slots + _key_elements(shape, strategy) * scales
+
+
+def _host_slots(strategy: Strategy) -> Term:
+    """Slots of a row on the device, of a full-precision layer on the host: for some old tokens, then for recent ones.
+
+    The old ones are what each query of the target chooses, what a draft does, or the latest groups, which drafts read.
+    """
+    group, queries = strategy.kv_group, strategy.max_queries
+    budget = minimum(strategy.offload.budget, MAX_TOKENS)
+    chosen = _ceiling(budget / group) * group
+    window = minimum(strategy.gamma, 1) * maximum(_floor(budget / group), 2) * group
+    old = where(strategy.target_loads, queries * chosen, where(strategy.draft.loads, chosen, window))
+    return old + 2 * group + queries
 
 
 def _value_plane_bytes(shape: ModelShape, strategy: Strategy) -> Term:
@@ -416,3 +505,11 @@ def _ceiling(value: Term) -> Term:
 
         return ceiling(value)
     return np.ceil(value)
+
+
+def _floor(value: Term) -> Term:
+    if is_symbolic(value):
+        from sympy import floor
+
+        return floor(value)
+    return np.floor(value)

@@ -73,6 +73,7 @@ class OffloadStrategy:
     lower_only: Term = 0  # only the lower codes leave the device
     prefetch: Term = 1  # layers copied ahead
     all_at_once: Term = 0  # all layers leave as soon as one must (a placement decided before generation)
+    adaptive: Term = 0  # layers leave while tokens are generated (SpeContext, Algorithm 2), not all before
     memory_limit_bytes: Term = UNLIMITED_BYTES  # of the device, beyond which layers leave
     overlap: Term = ELASTIC_OVERLAP  # share of a step's selection that the previous step had selected too
     slot_table_bytes: Term = 0  # of tables that list the tokens in slots; per token, layer and sequence

@@ -4,15 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.planner.capacity import departure_lengths
+from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.queries.sweep import thresholds
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.evaluate import prefill_seconds
+from ridgeplan.roofline.evaluate import evaluate, prefill_seconds
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS, MAX_TOKENS
+from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Device, Machine
 from ridgeplan.roofline.memory import full_kv, offload_layers, offload_thresholds, resident_memory, swapped_bytes
 from ridgeplan.roofline.plan.plan import HostPart, KVCache, KVFormat, Placement, Plan, Speculation, Workload
 from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.round import round_at, round_rates
 
 LIMIT = 24e9
 
@@ -107,7 +111,8 @@ def test_a_layer_that_leaves_keeps_its_budget(shape, small):
 
     And its share of a table of the slots of every token, for each of 8 KV heads: the 32 layers choose alike.
     """
-    placement = placed(preset("specontext", Workload("m", "h200", 65536, new_tokens=1)), shape, small)
+    plan = preset("specontext", Workload("m", "h200", 65536, new_tokens=1))
+    placement = placed(replace(plan, placement=replace(plan.placement, adaptive=False)), shape, small)
     layer_bytes = 65538 * 4096
     freed_bytes = layer_bytes - (2048 + 2 * 128 + 1) * 4096 - 65537 * 8 * 4 / 32
     assert placement.memory.kv == pytest.approx(32 * layer_bytes - placement.host.layers * freed_bytes)
@@ -279,3 +284,69 @@ def test_reserved_tokens_bring_every_threshold_forward(shape, small):
     plain, reserved = offload_thresholds(shape, machine, held), offload_thresholds(shape, machine, held, 5)
     assert plain[0] > 10_000
     assert [early - late for early, late in zip(plain, reserved, strict=True)] == [5] * 33
+
+
+def adaptive(context, new_tokens, batch=32, limit=72e9):
+    plan = preset("specontext", Workload("m", "h200", context, new_tokens, batch))
+    assert plan.placement.adaptive
+    return replace(plan, placement=replace(plan.placement, memory_bytes=int(limit)))
+
+
+def test_layers_that_leave_one_by_one_do_so_at_the_thresholds_of_algorithm_1(shape, machine):
+    """S_i = (memory - i x slots) / (32 - i) in tokens of a layer (Eq 7), of which the last is the pass's own."""
+    plan = adaptive(2048, 32768)
+    layout = offload_layers(shape, machine, strategy_of(plan, shape, machine, 1.0))
+    token_bytes, slots = 32 * 2 * 8 * 128 * 2, 2048 + 2 * 128 + 1
+    memory, final = layout.departures.memory_bytes / token_bytes, int(layout.host.layers)
+    thresholds = departure_lengths(plan, shape, machine)
+    assert thresholds == tuple((memory - i * slots) // (32 - i) for i in range(final))
+    for away, length in enumerate(thresholds):
+        assert layout.host_at(length - 1).layers == away
+        assert layout.host_at(length).layers == away + 1
+    assert layout.host_at(2048).layers == 0
+    assert layout.host_at(2048 + 32768).layers == final
+
+
+def test_until_then_they_use_the_whole_limit(shape, machine):
+    """But for less than one more slot of every row."""
+    plan = adaptive(2048, 32768)
+    static = replace(plan, placement=replace(plan.placement, adaptive=False))
+    found, later = (offload_layers(shape, machine, strategy_of(one, shape, machine, 1.0)) for one in (plan, static))
+    assert found.host == later.host
+    assert found.spare_bytes == later.spare_bytes == 72e9 - later.memory.peak
+    assert 0 <= 72e9 - found.memory.peak < 32 * 2 * 8 * 128 * 2
+
+
+def test_a_generation_that_stays_below_the_first_threshold_costs_what_it_costs_without_a_limit(shape, h200_profile):
+    plan = adaptive(2048, 8192, limit=72e9)
+    free, limited = (predict(one, shape, h200_profile) for one in (replace(plan, placement=Placement()), plan))
+    assert limited.offloaded_layers == 0
+    assert limited.best.tpot_ms == pytest.approx(free.best.tpot_ms)
+
+
+def test_the_time_of_a_generation_is_the_mean_over_its_lengths(shape, machine, h200_profile):
+    """As a sum over every 64th length with the layers that are away then; and the layers' own moves."""
+    plan = adaptive(2048, 32768)
+    strategy, rates = strategy_of(plan, shape, machine, 1.0), rates_of(plan, shape, machine)
+    layout, passes = offload_layers(shape, machine, strategy), round_rates(shape, machine, strategy, rates)
+    lengths = range(2048 + 32, 2048 + 32768, 64)
+    steps = [round_at(shape, machine, strategy, passes, at, layout.host_at(at)).total_s for at in lengths]
+    moved_s = HostLink(shape, machine, strategy, layout.host).departure_seconds(layout.departures) / 32768
+    found = evaluate(shape, machine, strategy, rates)
+    assert found.tpot_s == pytest.approx(sum(steps) / len(steps) + moved_s, rel=0.01)
+    static = strategy.with_terms(offload_adaptive=0)
+    assert evaluate(shape, machine, static, rates).tpot_s > 1.3 * found.tpot_s
+    none_away = prefill_seconds(shape, machine, strategy)
+    assert found.ttft_s == none_away < evaluate(shape, machine, static, rates).ttft_s
+
+
+def test_codes_leave_by_groups(shape, machine):
+    """Rows of INT8 codes grow by groups of 128 tokens; one to two groups of recent ones are in a buffer."""
+    plan = Plan(Workload("m", "h200", 2048, 65536, 16), kv=KVCache(KVFormat.INT8))
+    plan = replace(plan, placement=Placement(True, 2048, memory_bytes=int(60e9), adaptive=True))
+    departures = offload_layers(shape, machine, strategy_of(plan, shape, machine, 1.0)).departures
+    group_bytes = 16 * 8 * (2 * 128 * 128 + 2 * 2 * 128 + 2 * 2 * 128)
+    assert departures.unit_bytes == group_bytes
+    for away, length in enumerate(departure_lengths(plan, shape, machine)):
+        groups = departures.memory_bytes // ((32 - away) * group_bytes)
+        assert length == (groups + 2) * 128 - 1

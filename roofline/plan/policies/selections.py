@@ -284,19 +284,19 @@ class RetrievalHead(SparseSelection):
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
-        """SpeContext with layers on the host at Algorithm 1's thresholds, and with all of them on the device."""
+        """SpeContext, whose layers leave at the thresholds of Algorithm 1, and the same with all on the device."""
         return {
             # Its loads may run as far ahead as they can: their slots are there anyway.
-            "specontext": offloading(selecting(cls()), prefetch=MAX_PREFETCH),
+            "specontext": offloading(selecting(cls()), prefetch=MAX_PREFETCH, adaptive=True),
             "specontext-resident": selecting(cls()),
         }
 
 
-def offloading(preset: Preset, prefetch: int = 1) -> Preset:
+def offloading(preset: Preset, prefetch: int = 1, adaptive: bool = False) -> Preset:
     """A preset with layers on the host, of which the device holds KV_BUDGET tokens each."""
 
     def offloaded(workload: Workload) -> Plan:
-        placement = Placement(True, min(KV_BUDGET, workload.context), prefetch=prefetch)
+        placement = Placement(True, min(KV_BUDGET, workload.context), prefetch=prefetch, adaptive=adaptive)
         return replace(preset(workload), placement=placement)
 
     return offloaded

@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ridgeplan import runtime
+from ridgeplan.planner.capacity import departure_lengths
 from ridgeplan.roofline.execution import quantized_groups
+from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import HostPart
 from ridgeplan.runtime.offload.layer_mover import LayerMover
 
@@ -24,6 +27,19 @@ def model(tiny_model):
 
 
 @pytest.fixture(scope="module")
+def shape(model, shape_of):
+    return shape_of(model.folder)
+
+
+@pytest.fixture
+def device_of():
+    """The device that a plan with a limit of memory runs on here."""
+    return lambda plan: Device(
+        memory_bytes=plan.placement.memory_bytes, element_bytes=4, num_sms=torch.get_num_threads(), asynchronous=0
+    )
+
+
+@pytest.fixture(scope="module")
 def run(model, head_file, prompts):
     """A generation of a plan, and the engine that ran it."""
     path = head_file(model)
@@ -37,7 +53,7 @@ def run(model, head_file, prompts):
 
 
 @pytest.fixture(scope="module")
-def placed(model, shape_of, make_plan, limited):
+def placed(shape, make_plan, limited):
     """A plan with so little memory that all layers fit its prompt, and few of them the text's end."""
 
     def make(kv, name, gamma=0, **placement):
@@ -45,7 +61,7 @@ def placed(model, shape_of, make_plan, limited):
         drafts = {"selection": name, "ratio": 0.2, "floor": 48, **CASES[name]} if gamma else {}
         plan = make_plan(kv, gamma, context=CONTEXT, new_tokens=NEW, batch=2, **target, **drafts)
         options = {"budget": BUDGET, "adaptive": True} | placement
-        return limited(plan, shape_of(model.folder), 3, HostPart.ALL, **options)[0]
+        return limited(plan, shape, 3, HostPart.ALL, **options)[0]
 
     return make
 
@@ -66,15 +82,17 @@ def test_the_same_tokens_as_without_a_limit(name, gamma, run, placed):
     assert name == "all" or 0 < result.statistics.loads < result.statistics.wanted_loads
 
 
-def test_layers_leave_at_the_steps_that_algorithm_2_names(run, placed):
+def test_layers_leave_at_the_steps_that_algorithm_2_names(run, placed, device_of, shape):
     """Before the pass whose length reaches S_i, the largest that i layers on the host leave room for (Eq 7)."""
-    result, engine = run(placed("bf16", "retrieval-head"), *PROMPTS)
+    plan = placed("bf16", "retrieval-head")
+    result, engine = run(plan, *PROMPTS)
     memory, slots = engine.cache.movable.slots, BUDGET + 2 * GROUP + 1
     thresholds = [(memory - i * slots) // (LAYERS - i) for i in range(engine.cache.config.host_layers)]
     assert thresholds == sorted(thresholds)
     assert max(PROMPTS) < thresholds[0]
     last = max(PROMPTS) + NEW - 2  # tokens before the last pass
     assert list(result.statistics.moved_at) == [length for length in thresholds if length <= last]
+    assert departure_lengths(plan, shape, device_of(plan)) == tuple(thresholds)  # as they are priced
 
 
 @pytest.mark.parametrize("beyond, away", [(-1, 1), (0, 2)])

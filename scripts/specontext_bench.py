@@ -1,0 +1,299 @@
+"""SpeContext's system on this machine's GPU: selection, elastic loading and layers that leave one by one, in one run.
+
+python scripts/specontext_bench.py results.json
+
+Sections (`--only` names some; minutes of an H200 in brackets):
+
+generation [3.5]: 32 sequences of 2048 tokens generate 32768 more with room for 70% of the cache, so that layers leave
+on the way, and again without a limit. The tokens must be equal. Times of every 2048 steps, beside predictions at the
+overlap that they had.
+placements [1.5]: a step of the same plan over the length, with as many layers on the host as must be, with those of the
+end from the beginning (static), and with all of them; and of full attention that streams layers.
+table3 [3]: the settings of SpeContext's Table 3 in 80 GB, against full attention, which has the batch that fits there.
+
+The first two have the shape of Llama-3.2-1B, whose cache of 37 GB fits the host's memory, the last that of Llama-3.1-8B
+(DeepSeek-R1-Distill-Llama-8B's), of which up to 80 GB are on the host. Weights are random. The retrieval head's queries
+have a common part, so that adjacent steps choose about 80% alike, as trained heads do; rounds outside of generations
+have the overlap set (elastic_rounds.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from elastic_rounds import DriftingCache, chosen_tokens
+from results_file import ResultsFile, Rows, free
+from torch import Tensor
+
+from ridgeplan.planner.capacity import departure_lengths, offloaded_layers
+from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.prediction import predict
+from ridgeplan.planner.resolution import this_machine
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.memory import offload_layers
+from ridgeplan.roofline.plan.plan import Placement, Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.round import round_at, round_rates
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.memory import MemoryMeter
+from ridgeplan.runtime.model.decoder import DecoderConfig
+from ridgeplan.runtime.retrieval.head import Head
+from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.validate.random_model import RandomModel, measured_round, random_head
+
+CONTEXT, NEW_TOKENS, BATCH = 2048, 32768, 32
+KEPT_SHARE = 0.7  # of the cache, for which the limit has room
+WINDOW = 2048  # steps whose times are averaged
+LENGTHS = (2048, 12288, 20480, 24576, 28672, 34000)
+OVERLAP = 0.8  # of a set for each KV head; see planner's policy
+STEADY = 9.0  # scale of the common part of a head's queries, beside 1 of each token's own
+TABLE3_BYTES = int(0.9 * 80e9)
+# Prompt and new tokens, sequences of SpeContext and of FlashInfer's full attention (DeepSeek-Distill-Llama-8B).
+TABLE3 = ((2048, 16384, 32, 16), (2048, 32768, 32, 8), (16384, 2048, 16, 8), (32768, 2048, 16, 8))
+THIRDS = (1 / 6, 1 / 2, 5 / 6)  # of the generated tokens
+
+
+def steady_head(shape: ModelShape, embedding: Tensor) -> Head:
+    """A random head whose queries share a large part, so that adjacent steps choose mostly the same tokens."""
+    head = random_head(shape, embedding)
+    bias = torch.randn(shape.q_heads * shape.head_dim, generator=torch.Generator().manual_seed(1))
+    return replace(head, weights=replace(head.weights, q_bias=STEADY * bias))
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A model of a shape with random weights on this machine."""
+
+    shape: ModelShape
+    profile: Profile
+    device: torch.device
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The machine that the profile describes."""
+        return Machine.of(self.profile)
+
+    @cached_property
+    def random(self) -> RandomModel:
+        """The model."""
+        return RandomModel.build(self.shape, self.device, self.machine)
+
+    def engine(self, plan: Plan) -> Engine:
+        """An engine of the plan."""
+        meter, config = MemoryMeter(self.device), DecoderConfig.plain(self.shape)
+        sizes, weights = offloaded_layers(plan, self.shape, self.machine), self.random.weights
+        head = steady_head(self.shape, weights.embedding) if plan.attention.active else None
+        return Engine(plan, "", config, weights, self.device, meter, None, None, self.profile, head, *sizes)
+
+    def layers_at(self, plan: Plan, length: int) -> int:
+        """Layers on the host over sequences of `length` tokens."""
+        strategy = strategy_of(plan, self.shape, self.machine, 1.0)
+        return int(offload_layers(self.shape, self.machine, strategy).host_at(length).layers)
+
+    def predicted_step_ms(self, plan: Plan, length: int, layers: float, overlap: float = OVERLAP) -> float:
+        """Predicted milliseconds of a step over sequences of `length` tokens, with `layers` layers on the host."""
+        strategy = strategy_of(plan, self.shape, self.machine, 1.0).with_terms(offload_overlap=overlap)
+        rates = round_rates(self.shape, self.machine, strategy, rates_of(plan, self.shape, self.machine))
+        host = replace(offload_layers(self.shape, self.machine, strategy).host, layers=layers)
+        return 1e3 * float(round_at(self.shape, self.machine, strategy, rates, length, host).total_s)
+
+    def measured_step_ms(self, plan: Plan, length: int, layers: int) -> float:
+        """Milliseconds of a step over sequences of `length` random tokens, with `layers` layers on the host."""
+        free()
+        placement = replace(plan.placement, adaptive=False) if layers else Placement()
+        plan = replace(plan, workload=replace(plan.workload, context=length, new_tokens=1), placement=placement)
+        placed = PlacedModel(**vars(self.random), host_layers=layers)
+        if not plan.attention.active or not layers:
+            return 1e3 * measured_round(placed, plan).total_s
+        cache = DriftingCache(placed, plan)
+        cache.drift(round((1 - OVERLAP) * chosen_tokens(plan)))
+        return 1e3 * measured_round(placed, plan, cache).total_s
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlacedModel(RandomModel):
+    """The model with its last `host_layers` layers on the host, whatever memory there is."""
+
+    host_layers: int
+
+    def cache_config(self, plan: Plan) -> KVCacheConfig:
+        return KVCacheConfig.of(plan, self.shape.layers, self.host_layers)
+
+
+@dataclass(frozen=True, eq=False)
+class SpeContextBench:
+    """Sections of the benchmark, each a method that returns rows."""
+
+    small: Setting
+    large: Setting
+
+    @cached_property
+    def plan(self) -> Plan:
+        """2048 tokens in, 32768 out, batch 32, in memory that has room for most of the cache."""
+        plan = preset("specontext", Workload(self.small.shape.name, "here", CONTEXT, NEW_TOKENS, BATCH))
+        whole = predict(replace(plan, placement=Placement()), self.small.shape, self.small.profile)
+        limit = whole.best.peak_memory_bytes - (1 - KEPT_SHARE) * whole.memory_bytes["kv"]
+        return replace(plan, placement=replace(plan.placement, memory_bytes=int(limit)))
+
+    def generation(self) -> Rows:
+        """The generation with the limit and without; the second says whether its tokens are those of the first."""
+        tokens: dict[str, list[list[int]]] = {}
+        unlimited = replace(self.plan, placement=replace(self.plan.placement, memory_bytes=0))
+        return {
+            "adaptive": partial(self._generated, "adaptive", self.plan, tokens),
+            "without a limit": partial(self._generated, "without a limit", unlimited, tokens),
+        }
+
+    def _generated(self, name: str, plan: Plan, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
+        small = self.small
+        generator = torch.Generator().manual_seed(2)
+        prompts = torch.randint(small.shape.vocab, (BATCH, CONTEXT), generator=generator).tolist()
+        engine = small.engine(plan)
+        assert engine.cache is not None, "it is open"
+        windows, rows = [], [[] for _ in prompts]  # type: ignore[var-annotated]
+        for window in _windows(engine, prompts, rows):
+            length = CONTEXT + window["first"] + WINDOW // 2
+            predicted_ms = small.predicted_step_ms(plan, length, window["layers_on_host"], window["overlap"] or 0.0)
+            windows.append({**window, "predicted_step_ms": predicted_ms, "error": window["step_ms"] / predicted_ms - 1})
+        found = engine.statistics
+        tokens[name] = rows
+        engine.close()
+        first, *others = tokens.values()
+        return {
+            "limit": plan.placement.memory_bytes,
+            "thresholds": departure_lengths(plan, small.shape, small.machine),
+            "moved_at": found.moved_at,
+            "layers_on_host": found.host_layers,
+            "tokens_equal": first == others[0] if others else None,
+            "tpot_ms": found.tpot_ms,
+            "predicted_tpot_ms": predict(plan, small.shape, small.profile, found.overlap or None).best.tpot_ms,
+            "overlap": found.overlap,
+            "offload_s": found.offload_s,
+            "capture_s": found.capture_s,
+            "peak_memory_bytes": found.peak_memory_bytes,
+            "predicted_peak_bytes": predict(plan, small.shape, small.profile).best.peak_memory_bytes,
+            "windows": windows,
+        }
+
+    def placements(self) -> Rows:
+        """A step over the length: adaptive, static, everything on the host; and full attention that streams layers."""
+        return {str(length): partial(self._placed, length) for length in LENGTHS}
+
+    def _placed(self, length: int) -> dict[str, Any]:
+        small, plan = self.small, self.plan
+        full = Plan(plan.workload, placement=replace(plan.placement, prefetch=1))
+        row: dict[str, Any] = {"context": length}
+        for name, of, layers in (
+            ("adaptive", plan, small.layers_at(plan, length)),
+            ("static", plan, small.layers_at(plan, plan.workload.final_context)),
+            ("all", plan, small.shape.layers),
+            ("full_attention", full, small.layers_at(full, length)),
+        ):
+            row |= {
+                f"{name}_layers": layers,
+                f"{name}_ms": small.measured_step_ms(of, length, layers),
+                f"predicted_{name}_ms": small.predicted_step_ms(of, length, layers),
+            }
+        return row
+
+    def table3(self) -> Rows:
+        """The paper's settings: decoding speed of SpeContext and of full attention, each at its batch."""
+        rows: Rows = {}
+        for context, new_tokens, batch, full_batch in TABLE3:
+            name = f"[{context // 1024}k, {new_tokens // 1024}k]"
+            rows[name] = partial(self._compared, context, new_tokens, batch, full_batch)
+        return rows
+
+    def _compared(self, context: int, new_tokens: int, batch: int, full_batch: int) -> dict[str, Any]:
+        large = self.large
+        selecting = preset("specontext", Workload(large.shape.name, "here", context, new_tokens, batch))
+        selecting = replace(selecting, placement=replace(selecting.placement, memory_bytes=TABLE3_BYTES))
+        full = Plan(Workload(large.shape.name, "here", context, new_tokens, full_batch))
+        row: dict[str, Any] = {}
+        for name, plan in (("specontext", selecting), ("full attention", full)):
+            steps = [self._step(plan, round(context + share * new_tokens)) for share in THIRDS]
+            measured, predicted = (
+                statistics.mean(step[kind] for step in steps) for kind in ("step_ms", "predicted_step_ms")
+            )
+            row[name] = {
+                "batch": plan.workload.batch,
+                "tokens_per_s": 1e3 * plan.workload.batch / measured,
+                "predicted_tokens_per_s": 1e3 * plan.workload.batch / predicted,
+                "planned_tokens_per_s": predict(plan, large.shape, large.profile, OVERLAP).best.tokens_per_s,
+                "steps": steps,
+            }
+        return {**row, "speedup": row["specontext"]["tokens_per_s"] / row["full attention"]["tokens_per_s"]}
+
+    def _step(self, plan: Plan, length: int) -> dict[str, Any]:
+        layers = self.large.layers_at(plan, length)
+        step_ms = self.large.measured_step_ms(plan, length, layers)
+        predicted_ms = self.large.predicted_step_ms(plan, length, layers)
+        return {
+            "length": length,
+            "layers_on_host": layers,
+            "step_ms": step_ms,
+            "predicted_step_ms": predicted_ms,
+            "error": step_ms / predicted_ms - 1,
+        }
+
+
+def _windows(engine: Engine, prompts: list[list[int]], rows: list[list[int]]) -> Iterator[dict[str, Any]]:
+    """Generates with the engine; adds tokens to `rows`, and yields the median step of each window that is complete."""
+    cache, sampling = engine.cache, SamplingParams(temperature=1.0, seed=3)
+    assert cache is not None, "it is open"
+    gaps: list[float] = []
+    layers: list[int] = []
+    before, last, first = (0, 0), time.perf_counter(), 0
+    for step, tokens in enumerate(engine.stream_batch(prompts, NEW_TOKENS, sampling)):
+        for row, more in zip(rows, tokens, strict=True):
+            row.extend(more)
+        now = time.perf_counter()
+        gaps.append(now - last)
+        layers.append(cache.layers - cache.first_on_host)
+        last = now
+        if step and step % WINDOW == 0:
+            after = cache.loads()
+            requested, loaded = (new - old for new, old in zip(after, before, strict=True))
+            before = after
+            yield {
+                "first": first,
+                "layers_on_host": statistics.mean(layers),
+                "step_ms": 1e3 * statistics.median(gaps),
+                "mean_step_ms": 1e3 * statistics.mean(gaps[2:]),
+                "overlap": 1 - loaded / requested if requested else None,
+            }
+            gaps, layers, first, last = [], [], step, time.perf_counter()
+
+
+def main() -> None:
+    """Runs the sections and saves each row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    sections = ("generation", "placements", "table3")
+    parser.add_argument("--only", nargs="+", choices=sections, default=sections)
+    parser.add_argument("--rows", nargs="+", default=(), help="Names of rows.")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU")
+    profile, device = this_machine(), torch.device("cuda")
+    small, large = (Setting(load_shape(name), profile, device) for name in ("Llama-3.2-1B", "Llama-3.1-8B"))
+    bench, results = SpeContextBench(small, large), ResultsFile.at(options.results)
+    for name in options.only:
+        section: Rows = getattr(bench, name)()
+        results.measure(name, section, options.rows)
+
+
+if __name__ == "__main__":
+    main()
