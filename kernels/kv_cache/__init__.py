@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache.cuda import find_quantize_kernel
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import GroupWrite, QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import dequantize_reference, quantize_reference
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
@@ -38,16 +38,17 @@ def quantize(
     _check(keys, values, out, whole_groups=first_slot is None)
     require_rows(out.batch, torch.int32, group_index=group_index, first_slot=first_slot)
     require_rows(out.batch, torch.bool, mask=mask)
+    target = GroupWrite(out, group_index, mask, first_slot)
     if not uses_gpu_kernel(backend, keys):
-        quantize_reference(keys, values, out, group_index, mask, first_slot)
+        quantize_reference(keys, values, target)
         return
     kernel = find_quantize_kernel(keys, values, out) if backend == "auto" else None
     if kernel is not None:
-        kernel.run(keys, values, out, group_index, mask, first_slot)
+        kernel.run(keys, values, target)
         return
     from ridgeplan.kernels.kv_cache.triton import quantize_triton
 
-    quantize_triton(keys, values, out, group_index, mask, first_slot)
+    quantize_triton(keys, values, target)
 
 
 def dequantize(

@@ -24,7 +24,7 @@ from ridgeplan.kernels.device.cuda import (
     pack_strides,
     program,
 )
-from ridgeplan.kernels.kv_cache.layout import Planes, QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import GroupWrite, Planes, QuantizedKV
 
 GROUP = 128  # tokens of a group, in every CUDA C++ kernel that reads or writes codes
 HEAD_DIMS = (64, 128)  # that these kernels support
@@ -67,18 +67,10 @@ class QuantizeKernel:
 
     compiled: Any
 
-    def run(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        out: QuantizedKV,
-        group_index: Tensor,
-        mask: Tensor | None,
-        first_slot: Tensor | None,
-    ) -> None:
+    def run(self, keys: Tensor, values: Tensor, target: GroupWrite) -> None:
         """See `ridgeplan.kernels.kv_cache.quantize`."""
         batch, kv_heads, tokens, _ = keys.shape
-        rows = {"group_index": group_index, "mask": mask, "first_slot": first_slot}
+        out, rows = target.out, {name: getattr(target, name) for name in ("group_index", "mask", "first_slot")}
         rows = {name: None if row is None else row.contiguous() for name, row in rows.items()}
         params = QuantizeParams(
             keys=keys,
@@ -90,7 +82,7 @@ class QuantizeKernel:
             group_capacity=out.groups,
             **dict(zip(STRIDES, pack_strides(keys, values), strict=True)),
         )
-        grid = (batch * kv_heads, tokens // GROUP if first_slot is None else 1, 2)
+        grid = (batch * kv_heads, tokens // GROUP if target.first_slot is None else 1, 2)
         with torch.cuda.device(keys.device):
             launch_with_pdl(self.compiled, grid, (STREAMS * out.head_dim // 8, 1, 1), params)
 

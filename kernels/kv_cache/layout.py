@@ -13,7 +13,7 @@ reads upper codes never touches the lower ones.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,3 +133,12 @@ class QuantizedKV:
         """Storage of all tensors, in bytes."""
         tensors = [getattr(self, field.name) for field in fields(self)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+class GroupWrite(NamedTuple):
+    """Which groups of which rows `quantize` writes; the arguments are described there."""
+
+    out: QuantizedKV
+    group_index: Tensor
+    mask: Tensor | None
+    first_slot: Tensor | None

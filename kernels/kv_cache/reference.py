@@ -8,7 +8,7 @@ rounded to float16 (the paper leaves this open), and L is stored as L + 8.
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import GroupWrite, QuantizedKV
 
 
 def encode(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,15 +49,9 @@ def affine(scale: Tensor, minimum: Tensor, lower: bool) -> tuple[Tensor, Tensor]
     return (scale / 16, minimum - scale / 2) if lower else (scale, minimum)
 
 
-def quantize_reference(
-    keys: Tensor,
-    values: Tensor,
-    out: QuantizedKV,
-    group_index: Tensor,
-    mask: Tensor | None,
-    first_slot: Tensor | None,
-) -> None:
+def quantize_reference(keys: Tensor, values: Tensor, target: GroupWrite) -> None:
     """See `ridgeplan.kernels.kv_cache.quantize`."""
+    out, group_index, mask, first_slot = target
     if mask is None:
         rows = torch.arange(keys.shape[0], device=keys.device)
     else:
@@ -70,9 +64,9 @@ def quantize_reference(
     blocks = (-1, out.group)
     written = group_index.long()[rows, None] + torch.arange(keys.shape[2] // out.group, device=keys.device)
 
-    def write(target: Tensor | None, codes: Tensor) -> None:
-        if target is not None:  # indexing with two lists puts [rows, groups] before the KV heads
-            target[rows[:, None], :, written] = codes.transpose(1, 2)
+    def write(plane: Tensor | None, codes: Tensor) -> None:
+        if plane is not None:  # indexing with two lists puts [rows, groups] before the KV heads
+            plane[rows[:, None], :, written] = codes.transpose(1, 2)
 
     upper, lower, scale, minimum = encode(keys.unflatten(2, blocks), dim=3)
     write(out.key_upper, pack(upper))

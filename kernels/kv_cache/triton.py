@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, launch_metadata
 from ridgeplan.kernels.kv_cache import dequantize_cost, quantize_cost
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import GroupWrite, QuantizedKV
 
 QUANTIZE_WARPS = 4
 # Adding 1.5 * 2 ** 23 leaves the nearest integer (ties to even) in the low bits of a float32. Two additions replace
@@ -141,15 +141,9 @@ def _quantize_kernel(
             _quantize_values(values, value_stride, at, value_planes, GROUP, HEAD_DIM)
 
 
-def quantize_triton(
-    keys: Tensor,
-    values: Tensor,
-    out: QuantizedKV,
-    group_index: Tensor,
-    mask: Tensor | None,
-    first_slot: Tensor | None,
-) -> None:
+def quantize_triton(keys: Tensor, values: Tensor, target: GroupWrite) -> None:
     """See `ridgeplan.kernels.kv_cache.quantize`; group and head_dim must be powers of two."""
+    out, group_index, mask, first_slot = target
     batch, kv_heads, tokens, head_dim = keys.shape
     groups = tokens // out.group if first_slot is None else 1
     _quantize_kernel[(batch * kv_heads, groups, 2)](

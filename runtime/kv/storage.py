@@ -166,16 +166,6 @@ class KVStore:
             layer -= coded.layers
         return coded, layer
 
-    def codes(self, layer: int, first: int, count: int) -> QuantizedKV:
-        """Quantized groups of `count` rows of a layer."""
-        coded, index = self.coded_layer(layer)
-        return coded.codes.rows(coded.rows(index, first, count))
-
-    def planes(self, layer: int, first: int, count: int) -> DraftPlanes | None:
-        """Draft planes of `count` rows of a layer, if they are kept."""
-        coded, index = self.coded_layer(layer)
-        return coded.planes.rows(coded.rows(index, first, count)) if coded.planes else None
-
     def store_prompt(self, layer: int, row: int, keys: Tensor, values: Tensor) -> None:
         """Stores the tokens that a layer keeps of a row's prompt, [kv_heads, tokens, head_dim]."""
         tokens = keys.shape[1]

@@ -126,22 +126,13 @@ CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 25}  # weights processed at once,
 Parts = tuple[Tensor, Tensor, Tensor]  # codes, scale and zero, as `quantize_weight` returns them
 
 
-def quantize_weight(weight: Tensor, group: int, hessian: Tensor | None = None, bits: int = 4) -> Parts:
-    """Codes int16 [outputs, inputs] of 4 or 8 bits; scale, zero: bfloat16 values in float32 [outputs, inputs / group].
-
-    weight: [outputs, inputs]. hessian: [inputs, inputs], its diagonal [inputs], or None if nothing is known. The middle
-    of w = (code - middle) * scale + zero is 8 or 128.
-    """
-    return _quantize(weight, group, hessian, top=(1 << bits) - 1)
-
-
 def quantize_planes(weight: Tensor, group: int, hessian: Tensor | None = None) -> tuple[Parts, Parts]:
     """Upper and lower parts of a hierarchical weight; arguments, and each plane, as for `quantize_weight` in 4 bits.
 
     The sum of the planes is fitted to the weight, and the upper plane serves drafts by itself.
     """
-    upper = _quantize(weight, group, hessian, top=15, sweeps=SWEEPS, bounded=True)
-    return upper, _quantize(weight.float() - decoded(*upper), group, hessian, top=15, sweeps=SWEEPS)
+    upper = quantize_weight(weight, group, hessian, sweeps=SWEEPS, bounded=True)
+    return upper, quantize_weight(weight.float() - decoded(*upper), group, hessian, sweeps=SWEEPS)
 
 
 def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int = 4) -> Tensor:
@@ -150,13 +141,16 @@ def decoded(codes: Tensor, scale: Tensor, zero: Tensor, bits: int = 4) -> Tensor
     return (centred * scale.unsqueeze(2) + zero.unsqueeze(2)).flatten(1)
 
 
-def _quantize(
-    weight: Tensor, group: int, hessian: Tensor | None, top: int, sweeps: int = 0, bounded: bool = False
+def quantize_weight(
+    weight: Tensor, group: int, hessian: Tensor | None = None, bits: int = 4, sweeps: int = 0, bounded: bool = False
 ) -> Parts:
-    """`quantize_weight` to codes up to `top`; bounded: each within `REACH` steps of its weight's own value.
+    """Codes int16 [outputs, inputs] of 4 or 8 bits; scale, zero: bfloat16 values in float32 [outputs, inputs / group].
 
-    sweeps: of coordinate descent after GPTQ.
+    weight: [outputs, inputs]. hessian: [inputs, inputs], its diagonal [inputs], or None if nothing is known. The middle
+    of w = (code - middle) * scale + zero is 8 or 128. sweeps: of coordinate descent after GPTQ. bounded: each code is
+    within `REACH` steps of its weight's own value.
     """
+    top = (1 << bits) - 1
     importance = weight.new_ones(weight.shape[1]) if hessian is None else hessian
     known = None
     if importance.dim() == 2:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.cuda import QuantizedPlanes, QuantizeKernel, find_quantize_kernel
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import GroupWrite, QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import encode, pack, unpack
 
 POISON = 171
@@ -337,7 +337,8 @@ def test_the_launch_passes_pointers_strides_and_sizes(placed: bool, launches: An
     out = QuantizedKV.allocate(2, 3, 7, 128, 64, "cpu", lower=not placed)
     index, slots = (torch.zeros(2, dtype=torch.int32) for _ in range(2))
     mask = None if placed else torch.ones(2, dtype=torch.bool)
-    QuantizeKernel("quantize").run(keys, values, out, index, mask, slots if placed else None)
+    target = GroupWrite(out, index, mask, slots if placed else None)
+    QuantizeKernel("quantize").run(keys, values, target)
     ((kernel, grid, threads, params, shared_bytes, early),) = launches.asked
     assert (kernel, grid, threads, shared_bytes, early) == ("quantize", (6, 1 if placed else 3, 2), 128, 0, True)
     assert (params.keys, params.values, params.group_index) == (keys.data_ptr(), values.data_ptr(), index.data_ptr())
