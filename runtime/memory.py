@@ -122,8 +122,10 @@ def _available(device: torch.device, dtype: torch.dtype, shared_bytes: int, memo
     """A device with the memory that may be allocated, plus `shared_bytes`, which predictions count; None if unknown."""
     if device.type != "cuda":
         free_bytes = available_bytes()
-        held = {"element_bytes": dtype.itemsize, "num_sms": torch.get_num_threads(), "asynchronous": 0}
-        return None if free_bytes is None else Device(memory_bytes=free_bytes + shared_bytes, **held)
+        if free_bytes is None:
+            return None
+        memory_bytes, cores = free_bytes + shared_bytes, torch.get_num_threads()
+        return Device(memory_bytes=memory_bytes, element_bytes=dtype.itemsize, num_sms=cores, asynchronous=0)
     torch.cuda.empty_cache()  # memory of closed engines that torch's allocator still holds is free too
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
