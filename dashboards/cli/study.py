@@ -41,8 +41,8 @@ def deliver(
 
 
 POLICIES = (
-    "streamingllm", "snapkv", "specextend", "specattn", "specattn-heads", "specattn-logits", "specattn-all",
-    "hindsight", "quest", "progressive", "oracle",
+    "streamingllm", "snapkv", "specextend", "specattn", "specattn-weights", "specattn-heads", "specattn-logits",
+    "specattn-all", "hindsight", "quest", "progressive", "oracle",
 )  # fmt: skip
 FORMATS = ("bf16", "kv4", "w4kv4")
 
@@ -73,7 +73,7 @@ def drafts(
 
     Drafts are teacher-forced on a text at temperature 1, in rounds of seven, and each policy selects with the code that
     the runtime uses. "hindsight" is an upper bound: the round's own verification selects, for each KV head. Variants
-    of "specattn" select for each KV head, from logits, or from all rows (Eq 2).
+    of "specattn-weights" select for each KV head, from logits, or from all rows (Eq 2).
 
     Examples:
       ridgeplan study drafts --text book.txt --ctx 4k

@@ -23,6 +23,7 @@ Preset = Callable[[Any], Any]  # from a Workload to a Plan, which are defined ab
 
 MIN_RATIO = 1e-6  # one token in a million
 SPARSE_RATIO = 0.07  # SpecAttn, appendix: near-optimal for all its designs
+RECENT = 128  # tokens that are always read
 SINKS = 4  # StreamingLLM, section 3.2: four initial tokens suffice
 MAX_KEPT = 4096  # sinks or recent tokens
 KV_BUDGET = 2048  # tokens that a target reads; SpeContext, section 7.3
@@ -180,7 +181,7 @@ class SparseSelection(TokenSelection):
     ratio: float = number(MIN_RATIO, 1, default=SPARSE_RATIO)
     floor: int = whole(0, MAX_TOKENS, default=256)
     sinks: int = whole(0, MAX_KEPT, default=SINKS)
-    recent: int = whole(1, MAX_KEPT, default=128)
+    recent: int = whole(1, MAX_KEPT, default=RECENT)
 
     @property
     def min_tokens(self) -> int:

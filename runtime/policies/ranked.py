@@ -10,6 +10,7 @@ from ridgeplan.kernels.attention.scores import Rows, ScoreRequest, What
 from ridgeplan.kernels.selection import top_k
 from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.roofline.plan.policy import SparseSelection
+from ridgeplan.roofline.speculation import MAX_GAMMA
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex
@@ -134,7 +135,8 @@ class VerificationSelector(RankedSelector):
     """Selects by the scores of the last verification; the first round uses those of the prompt's last token.
 
     rows: the verification queries that score. what: the kind of score. lse: float32 [layers, batch, q_heads],
-    log-sum-exps of the last query before the next verification, which normalize its probabilities.
+    log-sum-exps of the last query before the next verification, which normalize its probabilities. scored: int32
+    [batch], tokens that have a score.
     """
 
     window = 1
@@ -146,14 +148,27 @@ class VerificationSelector(RankedSelector):
         cache = self.cache
         sizes = (cache.layers, cache.config.batch, cache.q_heads)
         self.lse = torch.zeros(sizes, dtype=torch.float32, device=self.scores.device)
+        self.scored = torch.zeros_like(cache.lengths)
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         scores = prompt_scores(queries, keys, positions, self.what)
         kept = min(self.candidates, scores.shape[1])
         self.scores[layer, row, :, :kept] = scores[:, :kept]
         self.lse[layer, row] = prompt_lse(queries[-1], keys)
+        self.scored[row] = scores.shape[1]
+
+    @property
+    def max_budget(self) -> int:
+        unscored = max(MAX_GAMMA + 1 - self.selection.recent, 0)
+        return min(super().max_budget + unscored, self.candidates)
+
+    def budget(self) -> Tensor:
+        """As the base class; old tokens without a score, which come first, are chosen beside it."""
+        old = self.old()
+        return torch.minimum(super().budget() + (old - self.scored).clamp_min(0), old)
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
+        self.scored.copy_(self.builder.lengths)
         return super().target_metadata(queries).changed(scores=self.request)
 
     def request(self, layer: int) -> ScoreRequest:
@@ -182,3 +197,8 @@ class SpecAttnSelector(VerificationSelector):
         self.rows = "all" if selection.rows == "all" else "ends"
         self.what = "logits" if selection.score == "logits" else "probabilities"
         self.shared = not selection.per_kv_head
+
+
+@register_selector("specattn-weights")
+class SpecAttnWeightsSelector(SpecAttnSelector):
+    """The same; the plan's defaults differ."""

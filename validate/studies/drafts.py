@@ -46,21 +46,23 @@ GAMMA = 7
 ROUND = GAMMA + 1  # tokens
 MIN_TOKENS = 2 * ROUND  # the first round is not counted
 HINDSIGHT = "hindsight"  # SpecAttn's Eq 2 by the round's own verification, which no draft can know
-# Policies with the hyperparameters that differ from a plan's: a budget of the ratio alone.
-POLICIES: dict[str, dict[str, Any]] = {
-    "streamingllm": {},
-    "snapkv": {},
-    "specextend": {"page": 1},
-    "specattn": {},
-    "specattn-heads": {"per_kv_head": True},
-    "specattn-logits": {"score": "logits"},
-    "specattn-all": {"rows": "all"},
-    HINDSIGHT: {"rows": "all", "per_kv_head": True},
-    "quest": {},
-    "progressive": {},
-    "oracle": {},
+# Policies and variants: a plan's selection, and the hyperparameters that differ from it.
+WEIGHTS = "specattn-weights"
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "streamingllm": ("streamingllm", {}),
+    "snapkv": ("snapkv", {}),
+    "specextend": ("specextend", {"page": 1}),
+    "specattn": ("specattn", {}),
+    WEIGHTS: (WEIGHTS, {}),
+    "specattn-heads": (WEIGHTS, {"per_kv_head": True}),
+    "specattn-logits": (WEIGHTS, {"score": "logits"}),
+    "specattn-all": (WEIGHTS, {"rows": "all"}),
+    HINDSIGHT: (WEIGHTS, {"rows": "all", "per_kv_head": True}),
+    "quest": ("quest", {}),
+    "progressive": ("progressive", {}),
+    "oracle": ("oracle", {}),
 }
-ROWS = ("streamingllm", "snapkv", "specextend", "specattn", "quest", "progressive")  # as plans have them
+ROWS = ("streamingllm", "snapkv", "specextend", "specattn", WEIGHTS, "quest", "progressive")  # as plans have them
 FORMATS = {"bf16": (DraftCodes.FULL, False), "kv4": (DraftCodes.UPPER, False), "w4kv4": (DraftCodes.UPPER, True)}
 
 
@@ -77,8 +79,8 @@ class StudyDraft:
         """The plan's selection."""
         if self.policy == "all":
             return AllTokens()
-        name = "specattn" if self.policy == HINDSIGHT else self.policy.split("-")[0]
-        return make_selection(name, ratio=self.ratio, floor=0, **POLICIES[self.policy])
+        name, options = POLICIES[self.policy]
+        return make_selection(name, ratio=self.ratio, floor=0, **options)  # a budget of the ratio only
 
     @property
     def codes(self) -> DraftCodes:
@@ -158,8 +160,8 @@ def study(
 ) -> Iterator[DraftAcceptance]:
     """Acceptance of drafts of a model at each context of a passage: a safetensors folder, a GGUF file or a hub id.
 
-    device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. Warns of ratios that leave a
-    policy nothing to choose. Raises what `load` raises, PlanError for lengths, WorkloadError for fewer tokens than are
+    device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. Drafts whose ratio leaves their
+    policy nothing to choose are left out with a warning. Raises what `load` raises, PlanError for lengths, WorkloadError for fewer tokens than are
     counted, and PromptError for a text that is too short.
     """
     if passage.tokens < MIN_TOKENS:
@@ -169,10 +171,10 @@ def study(
     plans = [plan_of(plain) for plain in passage.plans(named_shape(model))]  # no length is refused after hours
     for plan in plans:
         what = f"{plan.workload.context} tokens"
-        missing = [draft for draft in drafts if (plan.workload.context, draft) not in known]
+        context = plan.workload.context
+        missing = _with_a_choice([draft for draft in drafts if (context, draft) not in known], context)
         if not missing:
             continue
-        _warn_of_starved(missing, plan.workload.context)
         on_progress(what, 0, 1)
         engine = load(plan, model, device=device, weights=weights)
         weights = engine.weights
@@ -182,15 +184,17 @@ def study(
         engine.close()
 
 
-def _warn_of_starved(drafts: Sequence[StudyDraft], context: int) -> None:
-    ratios = sorted({draft.ratio for draft in drafts if draft.starved_at(context)})
-    if ratios:
-        always = SparseSelection.sinks + SparseSelection.recent
+def _with_a_choice(drafts: Sequence[StudyDraft], context: int) -> list[StudyDraft]:
+    """The drafts whose policy has tokens to choose. Warns of the others, which would all read the same tokens."""
+    starved = [draft for draft in drafts if draft.starved_at(context)]
+    if starved:
+        names, ratios = (sorted({str(getattr(draft, name)) for draft in starved}) for name in ("policy", "ratio"))
         warnings.warn(
-            f"at {context} tokens, ratios up to {ratios[-1]:g} leave policies nothing to choose: {always} tokens, the "
-            "first and the latest, are always read",
+            f"not measured at {context} tokens: {', '.join(names)} at {', '.join(ratios)}, whose sinks and recent tokens "
+            "fill the budget",
             stacklevel=3,
         )
+    return [draft for draft in drafts if draft not in starved]
 
 
 @torch.inference_mode()

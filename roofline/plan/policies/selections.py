@@ -22,6 +22,8 @@ from ridgeplan.roofline.plan.policies.dense import quantspec, quantspec_int8
 from ridgeplan.roofline.plan.policy import (
     KV_BUDGET,
     MAX_KEPT,
+    RECENT,
+    SINKS,
     Preset,
     SelectionCost,
     SparseSelection,
@@ -150,18 +152,20 @@ class SpecExtend(SparseSelection):
 
 @policy
 class SpecAttn(SparseSelection):
-    """The tokens that the last verification attended to most.
+    """The prefix tokens with the highest attention logits of the last verification (SpecAttn, section 3.3).
 
-    rows: the verification's first and last query (Eq 3), or all of them (Eq 2). score: logits, or their probabilities
-    exp(logit - lse). per_kv_head: a set for each KV head; in the paper a layer's heads share one.
+    rows: the verification's first and last query (Eq 3), or all of them (Eq 2). score: logits, or attention weights
+    exp(logit - lse). per_kv_head: a set for each KV head; in the paper a layer's heads share one. Tokens that came
+    since that verification are read beside the budget. No sinks or recent tokens take part of it by default.
     """
 
     name: str = named("specattn")
     rows: str = one_of(("ends", "all"), default="ends")
-    score: str = one_of(("probabilities", "logits"), default="probabilities")
+    score: str = one_of(("probabilities", "logits"), default="logits")
     per_kv_head: bool = flag(False)
+    sinks: int = whole(0, MAX_KEPT, default=0)
+    recent: int = whole(0, MAX_KEPT, default=0)
 
-    searched: ClassVar[bool] = True
     from_verification: ClassVar[bool] = True
 
     def cost(self) -> SelectionCost:
@@ -170,12 +174,33 @@ class SpecAttn(SparseSelection):
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
-        """The paper's drafts, and drafts that read upper codes of the selected tokens (not published)."""
+        """The paper's drafts."""
+        return {"specattn": drafting(cls(), 7)}
+
+
+@policy
+class SpecAttnWeights(SpecAttn):
+    """SpecAttn by attention weights, whose budget always holds sinks and recent tokens; not published.
+
+    The weights are exp(logit - lse) with the log-sum-exps of the verification before (released code; appendix A of the
+    paper prefers logits).
+    """
+
+    name: str = named("specattn-weights")
+    score: str = one_of(("probabilities", "logits"), default="probabilities")
+    sinks: int = whole(0, MAX_KEPT, default=SINKS)
+    recent: int = whole(0, MAX_KEPT, default=RECENT)
+
+    searched: ClassVar[bool] = True
+
+    @classmethod
+    def presets(cls) -> Mapping[str, Preset]:
+        """Drafts in full precision, and drafts that read upper codes of the selected tokens."""
 
         def specattn_int4(workload: Workload) -> Plan:
             return replace(quantspec(workload), speculation=Speculation(4, DraftCodes.UPPER, cls()))
 
-        return {"specattn": drafting(cls(), 7), "specattn-int4": specattn_int4}
+        return {"specattn-weights": drafting(cls(), 7), "specattn-int4": specattn_int4}
 
 
 @policy

@@ -109,7 +109,7 @@ def test_disagreements_combine_as_they_were_measured_to(full, parts):
 
 
 def test_fewer_tokens_and_fewer_bits_combine_like_standard_deviations():
-    both, tokens = known(LLAMA, "specattn-int4"), known(LLAMA, "specattn", gamma=4)
+    both, tokens = known(LLAMA, "specattn-int4"), known(LLAMA, "specattn-weights", gamma=4)
     codes = known(LLAMA, "quantspec")
     # bfloat16's rounding is in each of the two, and once in both.
     assert 1 - both.best == pytest.approx(np.hypot(1 - tokens.best, 1 - codes.best), rel=0.02)
@@ -119,7 +119,8 @@ def test_fewer_tokens_and_fewer_bits_combine_like_standard_deviations():
     "model, name, context, source",
     [
         ("Qwen3-8B", "specattn", 110592, "published"),
-        ("Qwen3-8B", "specattn", 32768, "transferred"),  # of its own rows, too far
+        ("Qwen3-8B", "specattn", 100000, "published"),
+        ("Qwen3-8B", "specattn", 32768, "extrapolated"),  # its rows are too far
         (LLAMA, "quantspec", 4096, "transferred"),
         (LLAMA, "quantspec", 4194304, "extrapolated"),
         ("meta-llama/Llama-3.1-70B", "quantspec", 4096, "extrapolated"),
@@ -164,7 +165,7 @@ def test_a_policy_without_rows_is_a_prior_with_a_wider_band():
 
 def test_the_weakest_of_two_sources_speaks_for_both():
     assert known("Qwen3-8B", "specattn", 110592).source == "published"
-    assert known("Qwen3-8B", "specattn-int4", 110592, ratio=0.07).source == "published"  # weaker than transferred
+    assert known("Qwen3-8B", "specattn-int4", 110592, ratio=0.07).source == "extrapolated"  # weaker than published
 
 
 def test_plain_decoding_and_identical_reads_are_certain():

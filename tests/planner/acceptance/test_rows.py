@@ -199,7 +199,7 @@ def test_a_row_survives_a_profile():
 
 LLAMA = "Llama-3.1-8B"
 WHOLE_ROW = AcceptanceRow(
-    "w4kv4+specattn", "meta-llama/Llama-3.1-8B", 8.03, 32768, 0.8, "measured", "here", ratio=0.07, gamma=4,
+    "w4kv4+specattn-weights", "meta-llama/Llama-3.1-8B", 8.03, 32768, 0.8, "measured", "here", ratio=0.07, gamma=4,
     quantizer="gptq", dtype="bfloat16", tokens=256, text="my text",
 )  # fmt: skip
 
@@ -220,7 +220,7 @@ def known(name, own_rows=(), ratio=0.07):
     "name, row",
     [
         ("autoregressive", ""), ("quantspec", "w4kv4"), ("quantspec-kv", "kv4"), ("quantspec-weights", "w4"),
-        ("specattn", "specattn"), ("specattn-int4", "w4kv4+specattn"),
+        ("specattn", "specattn"), ("specattn-int4", "w4kv4+specattn-weights"),
     ],
 )  # fmt: skip
 def test_a_plans_row_is_named_by_all_its_differences(name, row):

@@ -14,7 +14,7 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.policies import SELECTORS, token_selector
 from ridgeplan.runtime.policies.base import AllTokensSelector, TokenSelector
 from ridgeplan.runtime.policies.clusterkv import k_means
-from ridgeplan.runtime.policies.ranked import prompt_scores
+from ridgeplan.runtime.policies.ranked import VerificationSelector, prompt_scores
 
 
 def test_the_registry_holds_what_the_planner_takes_for_executable():
@@ -83,6 +83,8 @@ def made(name, lengths, kv="bf16", codes="full", **options):
         make_selection(name, **({"floor": 0, "sinks": 2, "recent": 10} | options)), AttentionMetadataBuilder(cache)
     )
     policy.start()
+    if isinstance(policy, VerificationSelector):
+        policy.scored.copy_(cache.lengths)
     return policy, cache
 
 
@@ -102,25 +104,25 @@ def chosen(index, row=0, head=0):
     ],
 )
 def test_budgets_hold_the_recent_tokens_and_the_sinks(length, options, old, budget):
-    policy, _ = made("specattn", [length], **options)
+    policy, _ = made("specattn-weights", [length], **options)
     assert (policy.old().tolist(), policy.budget().tolist()) == ([old], [budget])
 
 
 def test_tokens_in_codes_are_old_and_the_rest_is_recent():
     """100 tokens hold 2 groups of 32 as codes and 36 in full precision, which leave 4 of 40."""
     for kv, codes in (("int4x2", "upper"), ("bf16+int4", "upper"), ("int8", "full")):
-        policy, _ = made("specattn", [100], kv, codes, ratio=0.4)
+        policy, _ = made("specattn-weights", [100], kv, codes, ratio=0.4)
         assert (policy.old().tolist(), policy.budget().tolist()) == ([64], [4])
         metadata = policy.draft_metadata(1)
         assert (metadata.end - metadata.begin).tolist() == [36 + 2]  # with the first draft's token and its own
         assert metadata.groups.tolist() == [2]
-    policy, _ = made("specattn", [100], ratio=0.4)
+    policy, _ = made("specattn-weights", [100], ratio=0.4)
     metadata = policy.draft_metadata(1)
     assert (metadata.begin.tolist(), metadata.end.tolist(), metadata.groups) == ([90], [102], None)
 
 
 def test_sets_of_a_round_are_the_best_by_the_sum_over_heads_with_the_sinks():
-    policy, _ = made("specattn", [60, 30], ratio=0.25)  # 5 of 50, and 2 of 20
+    policy, _ = made("specattn-weights", [60, 30], ratio=0.25)  # 5 of 50, and 2 of 20
     policy.scores.fill_(0.0)
     policy.scores[1, 0, 0, [20, 31]] = torch.tensor([3.0, 9.0])
     policy.scores[1, 0, 1, [20, 40, 55]] = torch.tensor([3.0, 4.0, 99.0])  # 55 is recent
@@ -132,7 +134,7 @@ def test_sets_of_a_round_are_the_best_by_the_sum_over_heads_with_the_sinks():
 
 
 def test_a_set_for_each_head_follows_its_own_scores():
-    policy, _ = made("specattn", [60], ratio=0.22, per_kv_head=True)  # 4 of 50
+    policy, _ = made("specattn-weights", [60], ratio=0.22, per_kv_head=True)  # 4 of 50
     policy.scores.fill_(0.0)
     policy.scores[0, 0, 0, [20, 31]] = 1.0
     policy.scores[0, 0, 1, [7, 8]] = 1.0
@@ -141,11 +143,34 @@ def test_a_set_for_each_head_follows_its_own_scores():
     assert (chosen(index), chosen(index, head=1)) == ([0, 1, 20, 31], [0, 1, 7, 8])
 
 
-def test_tokens_that_were_recent_when_others_were_scored_come_first_the_latest_before_others():
-    policy, _ = made("specattn", [60], ratio=0.25, per_kv_head=True)
-    policy.scores[:, :, :, :40] = 1e5  # more than any logits
+def test_old_tokens_without_a_score_are_read_beside_the_budget():
+    policy, _ = made("specattn-weights", [60], ratio=0.25, per_kv_head=True)  # 5 of 50
+    policy.scores[:, :, :, :40] = torch.arange(40.0)
+    policy.scored.fill_(40)
     policy.before_drafts()
-    assert chosen(policy.select(0, torch.zeros(1, 1, 4, 8))) == [0, 1, 47, 48, 49]
+    query = torch.zeros(1, 1, 4, 8)
+    assert chosen(policy.select(0, query)) == [0, 1, 37, 38, 39, *range(40, 50)]
+    policy.target_metadata(4)  # scores all 60
+    policy.scores[:, :, :, :60] = torch.arange(60.0)
+    policy.before_drafts()
+    assert chosen(policy.select(0, query)) == [0, 1, 47, 48, 49]
+
+
+def test_specattn_as_published_reads_the_prefix_tokens_of_eq_3_and_what_came_since():
+    """7 of 60 prefix tokens by the mean logit of the verification's first and last query over all query heads."""
+    selection = {"ratio": 7 / 64, "sinks": 0, "recent": 0}
+    policy, cache = made("specattn", [60], **selection)
+    generator = torch.Generator().manual_seed(2)
+    queries = torch.randn(1, 5, 4, 8, generator=generator)
+    keys = cache.keys[1, 0, :, :60]
+    request = policy.target_metadata(5).scores(1)
+    assert (request.rows, request.what) == ("ends", "logits")
+    logits = torch.einsum("qhd,hnd->qhn", queries[0], keys.repeat_interleave(2, 0))
+    request.out[0, :, :60] = logits[[0, -1]].unflatten(1, (2, 2)).sum((0, 2))
+    cache.lengths.fill_(64)  # four of the five are accepted
+    policy.before_drafts()
+    eq_3 = logits[[0, -1]].mean((0, 1)).topk(7).indices.sort().values.tolist()
+    assert chosen(policy.select(1, queries[:, :1])) == [*eq_3, 60, 61, 62, 63]
 
 
 def test_pages_are_ranked_by_their_mean():
@@ -165,7 +190,7 @@ def test_verification_is_asked_for_the_rows_and_scores_of_the_plan():
         ({}, "ends", "probabilities"),
         ({"rows": "all", "score": "logits"}, "all", "logits"),
     ):
-        policy, _ = made("specattn", [60], **options)
+        policy, _ = made("specattn-weights", [60], **options)
         request = policy.target_metadata(4).scores(1)
         assert (request.rows, request.what) == (rows, what)
         assert request.out.data_ptr() == policy.scores[1].data_ptr()
@@ -199,7 +224,7 @@ def test_prompt_scores_are_the_attention_of_its_last_queries():
 
 
 def test_verification_continues_from_the_log_sum_exps_of_the_prompts_last_token():
-    policy, _ = made("specattn", [60, 60])
+    policy, _ = made("specattn-weights", [60, 60])
     generator = torch.Generator().manual_seed(1)
     queries, keys = (torch.randn(sizes, generator=generator) for sizes in ((1, 4, 8), (2, 20, 8)))
     policy.after_prefill(1, 1, queries, keys, torch.arange(-20, 0)[None])

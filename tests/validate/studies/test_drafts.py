@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeplan.roofline.plan.policies.selections import SpecAttn
+from ridgeplan.roofline.plan.policies.selections import SpecAttnWeights
 from ridgeplan.runtime import WorkloadError
 from ridgeplan.validate.acceptance import Passage
 from ridgeplan.validate.studies.drafts import GAMMA, DraftAcceptance, StudyDraft, drafts_of, study
@@ -17,9 +17,9 @@ def agreement_of(tiny_folder):
     question = [
         StudyDraft("all", 1.0, "bf16"),
         StudyDraft("all", 1.0, "kv4"),
-        *(StudyDraft(name, 0.999, "bf16") for name in ("specattn", "hindsight", "streamingllm", "snapkv")),
+        *(StudyDraft(name, 0.999, "bf16") for name in ("specattn-weights", "hindsight", "streamingllm", "snapkv")),
         *(StudyDraft(name, 0.999, "kv4") for name in ("quest", "progressive", "oracle")),
-        StudyDraft("specattn", CHOOSING, "bf16"),
+        StudyDraft("specattn-weights", CHOOSING, "bf16"),
         StudyDraft("hindsight", CHOOSING, "bf16"),
         StudyDraft("streamingllm", CHOOSING, "bf16"),
     ]
@@ -36,7 +36,7 @@ def test_a_draft_that_reads_what_its_target_reads_is_always_accepted(agreement_o
 
 
 def test_policies_that_may_read_everything_agree_with_drafts_that_do(agreement_of):
-    for policy in ("specattn", "hindsight", "streamingllm", "snapkv"):
+    for policy in ("specattn-weights", "hindsight", "streamingllm", "snapkv"):
         assert agreement_of[policy, 0.999, "bf16"].mean == pytest.approx(1.0, abs=2e-3), policy
     for policy in ("quest", "progressive", "oracle"):
         assert agreement_of[policy, 0.999, "kv4"].mean == pytest.approx(
@@ -45,7 +45,7 @@ def test_policies_that_may_read_everything_agree_with_drafts_that_do(agreement_o
 
 
 def test_fewer_tokens_agree_less(agreement_of):
-    for policy in ("specattn", "hindsight", "streamingllm"):
+    for policy in ("specattn-weights", "hindsight", "streamingllm"):
         assert agreement_of[policy, CHOOSING, "bf16"].mean < agreement_of[policy, 0.999, "bf16"].mean - 1e-3
     assert agreement_of["hindsight", CHOOSING, "bf16"].mean >= agreement_of["streamingllm", CHOOSING, "bf16"].mean
 
@@ -60,7 +60,7 @@ def test_every_combination_is_measured_and_formats_without_selection():
     drafts = drafts_of(("specattn-heads", "quest"), (0.03, 0.07), ("bf16", "w4kv4"))
     assert drafts[0] == StudyDraft("all", 1.0, "w4kv4")
     assert len(drafts) == len(set(drafts)) == 1 + 2 * 2 * 2
-    assert drafts[1].selection == SpecAttn(ratio=0.03, floor=0, per_kv_head=True)
+    assert drafts[1].selection == SpecAttnWeights(ratio=0.03, floor=0, per_kv_head=True)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_wrong_names_and_ratios_are_named(question, message):
         drafts_of(*question)
 
 
-def test_ratios_that_leave_nothing_to_choose_are_named(tiny_folder):
+def test_drafts_with_nothing_to_choose_are_named_and_not_measured(tiny_folder):
     assert StudyDraft("quest", 0.44, "bf16").starved_at(CONTEXT)  # 132 tokens: four sinks and 128 recent ones
     assert not StudyDraft("quest", 0.45, "bf16").starved_at(CONTEXT)
     assert not StudyDraft("all", 1.0, "kv4").starved_at(1)
