@@ -8,9 +8,9 @@ from torch.nn import functional
 
 from ridgeplan.kernels.attention.scores import Rows, ScoreRequest, What
 from ridgeplan.kernels.selection import top_k
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.roofline.plan.policy import SparseSelection
-from ridgeplan.roofline.speculation import MAX_GAMMA
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex
@@ -199,6 +199,6 @@ class SpecAttnSelector(VerificationSelector):
         self.shared = not selection.per_kv_head
 
 
-@register_selector("specattn-weights")
+@SELECTORS.register("specattn-weights")
 class SpecAttnWeightsSelector(SpecAttnSelector):
     """The same; the plan's defaults differ."""

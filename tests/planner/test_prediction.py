@@ -96,11 +96,11 @@ def test_throughput_is_low_where_time_is_high(h200_profile):
         ("quantspec-kv", {"linear": "prior"}, "prior"),
         ("quest", {}, "prior"),  # scans of page bounds were not timed
         ("magicdec-quest", {}, "prior"),
-        ("specattn", {}, "transferred"),
-        ("specattn", {"top_k": "published"}, "published"),
+        ("specattn-weights", {}, "extrapolated"),
+        ("specattn-weights", {"top_k": "prior"}, "prior"),
         ("magicdec-streaming", {"top_k": "prior"}, "transferred"),  # nothing is ranked
-        ("specattn", {"sparse_attention_full": "prior"}, "prior"),
-        ("specattn", {"gather": "prior"}, "transferred"),  # its attention was calibrated by itself
+        ("specattn-weights", {"sparse_attention_full": "prior"}, "prior"),
+        ("specattn-weights", {"gather": "prior"}, "extrapolated"),  # its attention was calibrated by itself
         ("progressive", {"top_k": "prior", "two_bit_scan": "prior"}, "extrapolated"),  # within its attention
         ("progressive", {"progressive_attention": "prior"}, "prior"),
         ("progressive-target", {}, "calibrated"),

@@ -43,9 +43,9 @@ def families_by_name():
 
 
 def test_a_grid_pairs_every_gamma_with_every_ratio(families_by_name):
-    gamma, ratio = families_by_name["specattn"].grid()
+    gamma, ratio = families_by_name["specattn-weights"].grid()
     assert sorted(zip(gamma, ratio, strict=True)) == sorted((g, r) for g in range(1, 16) for r in RATIOS)
-    assert families_by_name["specattn"].size == len(gamma) == 15 * 7
+    assert families_by_name["specattn-weights"].size == len(gamma) == 15 * 7
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,16 @@ def test_only_what_a_plan_has_varies(families_by_name, name, size):
 
 
 def test_a_point_of_the_grid_is_the_template_with_its_gamma_and_ratio(families_by_name):
-    plan = families_by_name["specattn"].plan(np.int64(3), np.float64(0.25))
-    template = families_by_name["specattn"].template
+    plan = families_by_name["specattn-weights"].plan(np.int64(3), np.float64(0.25))
+    template = families_by_name["specattn-weights"].template
     assert plan == replace(template, speculation=replace(template.speculation, gamma=3).with_ratio(0.25))
     assert families_by_name["autoregressive"].plan(0, 1.0) == preset("autoregressive", WORKLOAD)
 
 
 def test_the_joint_space_is_complete_and_holds_no_system_twice(families_by_name):
     """Presets keep their names where they are points of the joint space."""
-    presets = [make(WORKLOAD) for make in PRESETS.values()]
+    plans = {name: make(WORKLOAD) for name, make in PRESETS.items()}
+    presets = [plan for plan in plans.values() if plan.speculation.selection.searched]
     inside = [
         plan
         for plan in presets
@@ -73,7 +74,7 @@ def test_the_joint_space_is_complete_and_holds_no_system_twice(families_by_name)
     ]
     assert len(inside) >= 12
     assert len(families_by_name) == len(presets) + JOINT - len(inside)
-    assert set(PRESETS) <= set(families_by_name)
+    assert {name for name, plan in plans.items() if plan.speculation.selection.searched} <= set(families_by_name)
     keys = [family_key(family.template) for family in families_by_name.values()]
     assert len(set(keys)) == len(keys)
     drafting = [family.template for family in families_by_name.values() if family.template.speculation.active]
@@ -117,8 +118,8 @@ def test_preset_names_survive_other_hyperparameters():
 def test_plans_without_a_name_are_described():
     drafting = replace(preset("quantspec", WORKLOAD), weights=Weights(4, 4))
     assert describe(drafting) == "w4 + int4x2 KV + drafts on upper codes"
-    sparse = replace(preset("specattn", WORKLOAD), weights=Weights(draft_bits=4))
-    assert preset_name(sparse) == "drafts on full codes of specattn, w4 drafts"
+    sparse = replace(preset("specattn-weights", WORKLOAD), weights=Weights(draft_bits=4))
+    assert preset_name(sparse) == "drafts on full codes of specattn-weights, w4 drafts"
     assert describe(preset("autoregressive", WORKLOAD)) == "autoregressive"
     assert describe(preset("specontext", WORKLOAD)) == "offload + target on retrieval-head"
 

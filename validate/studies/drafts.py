@@ -160,9 +160,9 @@ def study(
 ) -> Iterator[DraftAcceptance]:
     """Acceptance of drafts of a model at each context of a passage: a safetensors folder, a GGUF file or a hub id.
 
-    device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. Drafts whose ratio leaves their
-    policy nothing to choose are left out with a warning. Raises what `load` raises, PlanError for lengths, WorkloadError for fewer tokens than are
-    counted, and PromptError for a text that is too short.
+    device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. A warning names drafts that
+    are left out because their ratio leaves the policy nothing to choose. Raises what `load` raises, PlanError for lengths,
+    WorkloadError for fewer tokens than are counted, and PromptError for a text that is too short.
     """
     if passage.tokens < MIN_TOKENS:
         allowed = f"{MIN_TOKENS} or more, as the first {ROUND} are not counted"
@@ -190,8 +190,8 @@ def _with_a_choice(drafts: Sequence[StudyDraft], context: int) -> list[StudyDraf
     if starved:
         names, ratios = (sorted({str(getattr(draft, name)) for draft in starved}) for name in ("policy", "ratio"))
         warnings.warn(
-            f"not measured at {context} tokens: {', '.join(names)} at {', '.join(ratios)}, whose sinks and recent tokens "
-            "fill the budget",
+            f"not measured at {context} tokens: {', '.join(names)} at {', '.join(ratios)}, whose sinks and recent "
+            "tokens fill the budget",
             stacklevel=3,
         )
     return [draft for draft in drafts if draft not in starved]

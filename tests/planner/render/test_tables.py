@@ -159,9 +159,9 @@ def test_an_estimate_takes_a_gamma_and_lets_it_adapt(h200_profile: Profile) -> N
 
 
 def test_a_given_gamma_keeps_the_published_ratio_and_none_takes_the_fastest(h200_profile: Profile) -> None:
-    fastest = planner.estimate(MODEL, GPU, 65536, preset="specattn", profile=h200_profile)
-    estimate = planner.estimate(MODEL, GPU, 65536, preset="specattn", gamma=5, profile=h200_profile)
-    published = planner.preset("specattn", estimate.plan.workload).speculation.selection
+    fastest = planner.estimate(MODEL, GPU, 65536, preset="specattn-weights", profile=h200_profile)
+    estimate = planner.estimate(MODEL, GPU, 65536, preset="specattn-weights", gamma=5, profile=h200_profile)
+    published = planner.preset("specattn-weights", estimate.plan.workload).speculation.selection
     assert estimate.plan.speculation.selection == published
     assert fastest.plan.speculation.selection != published
     assert fastest.predicted.best.tpot_ms < estimate.predicted.best.tpot_ms
