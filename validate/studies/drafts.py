@@ -161,8 +161,8 @@ def study(
     """Acceptance of drafts of a model at each context of a passage: a safetensors folder, a GGUF file or a hub id.
 
     device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. A warning names drafts that
-    are left out because their ratio leaves the policy nothing to choose. Raises what `load` raises, PlanError for lengths,
-    WorkloadError for fewer tokens than are counted, and PromptError for a text that is too short.
+    are left out because their ratio leaves the policy nothing to choose. Raises what `load` raises, PlanError for
+    lengths, WorkloadError for fewer tokens than are counted, and PromptError for a text that is too short.
     """
     if passage.tokens < MIN_TOKENS:
         allowed = f"{MIN_TOKENS} or more, as the first {ROUND} are not counted"
