@@ -12,7 +12,11 @@ from ridgeplan.dashboards.figures import PAPER_FIGURES, figures_named, quantspec
 from ridgeplan.dashboards.figures.paper_figure import FigureError, PaperFigure
 from ridgeplan.dashboards.figures.published_table import dumbbells, lines, table_rows
 from ridgeplan.dashboards.files import csv_text
+from ridgeplan.planner import resolve
+from ridgeplan.planner.capacity import peak_bytes
 from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Plan, Workload
 from ridgeplan.validate.papers.comparison import compare_all
 
 LLAMA_2 = "meta-llama/Llama-2-7b-hf"
@@ -280,3 +284,14 @@ def test_memory_is_in_gib_on_both_sides_of_the_capacity() -> None:
     assert {row["layers_on_host"] for row in rows} > {0}
     for row in rows:
         assert (row["adaptive_gib"] == row["whole_gib"]) == (row["layers_on_host"] == 0)
+
+
+@pytest.mark.parametrize("memory_gb", [24, 32])
+def test_layers_leave_from_the_length_at_which_the_cache_exceeds_the_memory(memory_gb: int) -> None:
+    """GB of the slider are of 10^9 bytes, as a plan's placement has them."""
+    rows = specontext.placement_rows("h200", 4, memory_gb)
+    shape, profile = resolve(specontext.PLACEMENT_MODEL, "h200")
+    for row in rows:
+        workload = Workload(shape.name, "h200", row["tokens"], specontext.NEW_TOKENS, 4)
+        resident = peak_bytes(Plan(workload, kv=KVCache(KVFormat.INT8)), shape, Machine.of(profile))
+        assert (row["layers_on_host"] > 0) == (resident > memory_gb * 1e9)

@@ -347,3 +347,11 @@ def test_rates_stay_in_the_range_of_profiles(transferred):
     slow = transferred(sm_clock_hz=1e-3)
     assert slow["attention_int4"].bandwidth_utilization == pytest.approx(1e-9)
     assert all(step.inverse_utilization <= 1e9 for step in slow["attention_int4"].steps)
+
+
+def test_codes_stream_no_more_than_the_bandwidth_elsewhere(transferred):
+    """Here a cache serves products, which reach 1.2 of the bandwidth; that of another machine may not."""
+    products = replace(CLASSES["attention"], bandwidth_utilization=1.2)
+    slow = transferred(others={"attention": products}, bandwidth_bytes_per_s=1e10)
+    assert slow["attention"].bandwidth_utilization == pytest.approx(1.2)
+    assert slow["attention_int4"].bandwidth_utilization == pytest.approx(1.0)
