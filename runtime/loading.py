@@ -21,7 +21,7 @@ from ridgeplan.roofline.plan.support import as_loaded, exceeds_window, missing_e
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
-from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
+from ridgeplan.runtime.model.checkpoint import StateDict, import_model_code, load_config, load_state_dict
 from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.source import fetch_weights, model_source
@@ -89,7 +89,7 @@ def load(
     shared_bytes = weights.bytes if weights else 0
     offloading = require_memory(plan, config.shape, place, dtype, shared_bytes, memory_utilization)
     with readable_out_of_memory(place):
-        target = weights or _target(plan, source, config, place, dtype, text)
+        target = weights or _target(plan, source, config, place, dtype, text, meter)
         return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, head, *offloading)
 
 
@@ -118,15 +118,22 @@ def _target(
     device: torch.device,
     dtype: torch.dtype,
     text: CalibrationText | None,
+    meter: MemoryMeter,
 ) -> DecoderWeights:
     """The target's weights on `device`. Those that become codes are fitted once, and then read as they were saved."""
+
+    def read() -> StateDict:
+        with meter.uncounted():
+            import_model_code(source, config.shape)
+        return load_state_dict(source, config.shape, dtype)
+
     if plan.weights.target_bits == 16:
-        return load_state_dict(source, config.shape, dtype).decoder_weights(device)
+        return read().decoder_weights(device)
     weight_format = WeightFormat(*plan.weights.target_format)
 
     def fitted() -> DecoderWeights:
         """Dense weights are on the device only one layer at a time."""
-        dense, decoder = load_state_dict(source, config.shape, dtype), Decoder(config, device)
+        dense, decoder = read(), Decoder(config, device)
         ends, fit_to = dense.ends(device), text
         if fit_to is None:
             # The dense model may not fit the device, so a copy rounded to nearest writes the text.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ from ridgeplan.runtime.model.checkpoint import decoded_elements
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_MAPPINGS = Path("/proc/self/smaps")
+M_MMAP_THRESHOLD = -3  # of mallopt(3)
+OWN_MAPPING_BYTES = 1 << 20  # an allocation of this size has pages of its own, which go back when it is freed
 HOST_ALLOCATOR = "DefaultCPUAllocator"  # in torch's message; the error is a plain RuntimeError
 SMALLER = "allowed: a shorter context, a smaller batch or another KV format"
 
@@ -41,20 +45,32 @@ class PeakMemory:
 class MemoryMeter:
     """Peak memory since construction, or since the last `restart`.
 
-    On a CPU the interpreter and its libraries do not count, but `shared_bytes` of weights loaded earlier do.
+    On a CPU the interpreter and its libraries do not count, but `shared_bytes` of weights loaded earlier do. What the
+    process freed before does not count either: its allocator gives that back to the system first.
     """
 
     def __init__(self, device: torch.device, shared_bytes: int = 0) -> None:
         self._device = device
         self._outside = _outside_bytes(device) if device.type == "cuda" else None
+        if device.type != "cuda":
+            _return_freed_memory()
+        self._library_bytes = _library_bytes()
         self._before_bytes = max(0, (_status_bytes("VmRSS") or 0) - shared_bytes)
         self.restart()
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leaves out what a CPU's process grows by inside the body, which loads code."""
+        before_bytes = (_status_bytes("VmRSS") or 0) - _library_bytes()
+        yield
+        self._before_bytes += max(0, (_status_bytes("VmRSS") or 0) - _library_bytes() - before_bytes)
 
     def restart(self) -> None:
         """Resets the peak."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif _CLEAR.exists():
+            _return_freed_memory()
             try:
                 _CLEAR.write_text("5")  # resets VmHWM to the current resident set (proc(5))
             except PermissionError:
@@ -72,7 +88,8 @@ class MemoryMeter:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         peak = _status_bytes("VmHWM")
-        return None if peak is None else max(0, peak - self._before_bytes)
+        loaded_bytes = _library_bytes() - self._library_bytes  # code that ran for the first time
+        return None if peak is None else max(0, peak - self._before_bytes - loaded_bytes)
 
 
 def require_memory(
@@ -156,6 +173,31 @@ def _outside_bytes(device: torch.device) -> int:
     """Bytes in use on a GPU that are not torch's allocator's."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
+
+
+def _return_freed_memory() -> None:
+    """Returns what the C library's allocator holds free to the system, at once and from now on.
+
+    By default glibc takes allocations of up to 32 MB from its heap, where the activations of a long prompt leave gaps.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # glibc
+        library.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+        library.malloc_trim(0)
+
+
+def _library_bytes() -> int:
+    """Resident bytes of shared libraries, whose pages are read as their code first runs."""
+    if not _MAPPINGS.exists():
+        return 0
+    resident_bytes, is_library = 0, False
+    for line in _MAPPINGS.read_text(errors="replace").splitlines():
+        field, *values = line.split()
+        if not field.endswith(":"):
+            is_library = len(values) > 4 and ".so" in Path(values[4]).name
+        elif is_library and field == "Rss:":
+            resident_bytes += int(values[0]) * 1024
+    return resident_bytes
 
 
 def _status_bytes(field: str) -> int | None:

@@ -105,6 +105,7 @@ def _qk_norm(shape: ModelShape, take: Take, prefix: str, device: torch.device) -
 
 # Left out, transformers asks on stdin whether a checkpoint's own Python may run.
 UNTRUSTED = {"trust_remote_code": False}
+EAGER = {"attn_implementation": "eager"}  # the configuration may name one whose code is then downloaded
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 PARSED = (".json", ".txt", ".model", ".jinja")  # suffixes of files that readers hold in memory
 MAX_PARSED_BYTES = 64 << 20  # the largest tokenizers have about 35 MB
@@ -116,6 +117,16 @@ def load_config(source: str) -> Any:
     with _reading(source):
         _require_decoder(read_document(Path(source) / "config.json"))
         return transformers.AutoConfig.from_pretrained(source, **UNTRUSTED)
+
+
+def import_model_code(source: str, shape: ModelShape) -> None:
+    """Imports transformers' modules of the model in `source`, which `load_state_dict` needs. Raises ModelError."""
+    if shape.weight_bits.format in PACKED_FORMATS:
+        return
+    config = load_config(source)
+    with _reading(source), torch.device("meta"):
+        _require_layers(source, shape.layers)
+        transformers.AutoModelForCausalLM.from_config(config, **EAGER, **UNTRUSTED)
 
 
 def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
@@ -135,7 +146,7 @@ def load_state_dict(source: str, shape: ModelShape, dtype: torch.dtype) -> State
     options = {
         "config": config, "dtype": dtype, "output_loading_info": True, "use_safetensors": True,
         "ignore_mismatched_sizes": True,  # they are reported here
-        "attn_implementation": "eager",  # the configuration may name one whose code is then downloaded
+        **EAGER,
     }  # fmt: skip
     with _reading(source):
         _require_layers(source, shape.layers)

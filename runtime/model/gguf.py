@@ -8,13 +8,15 @@ import json
 import math
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -23,22 +25,26 @@ from ridgeplan.roofline.catalog.gguf import read_gguf_header, shape_of_header
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_rust, quiet_transformers
 
-CONVERSION = "2"  # part of the folder's name: a change of what is written makes a new folder
-MANIFEST = "conversion.json"  # sizes of the files that a finished conversion wrote
+CONVERSION = "3"  # part of the folder's name: a change of what is written makes a new folder
+MANIFEST = "conversion.json"  # sizes and CRC-32 of the files that a finished conversion wrote
+LOCK = ".lock"
 STAGING = ".converting-"  # the names of folders that are not complete begin with it
 FLOAT32_BYTES = 4
+BLOCK_BYTES = 1 << 20  # read at once for a checksum
 
 
 def converted(path: Path) -> Path:
     """The safetensors folder of the GGUF file `path`, converted now unless it is cached whole.
 
-    A folder appears under its name only when it is complete; one that lost a file or a part of one is made again. Two
+    A folder appears under its name only when it is complete; one of which a file was lost or changed is made again. Two
     processes that want the same file convert it once, and what a killed one left is removed by the next. Raises
     ModelError for a file that is truncated, corrupt or of an architecture that transformers cannot read, for too
     little memory or disk, and for a cache that cannot be written.
     """
     folder = cache_folder() / "models" / _key(path)
-    if not _is_whole(folder):
+    if _is_whole(folder):
+        _remove_leftovers(folder.parent)
+    else:
         where = f"{folder.parent}, under $XDG_CACHE_HOME or ~/.cache"
         try:
             with _locked(folder):
@@ -63,19 +69,46 @@ def _key(path: Path) -> str:
 def _locked(folder: Path) -> Iterator[None]:
     """One process at a time; the system frees the lock of one that is killed, and what that left half done goes."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / ".lock"):
-        for left in folder.parent.glob(f"{STAGING}*"):
-            shutil.rmtree(left, ignore_errors=True)
+    with FileLock(folder.parent / LOCK):
+        _remove_staging(folder.parent)
         yield
 
 
+def _remove_leftovers(cache: Path) -> None:
+    """Removes what killed conversions left half done, unless a conversion runs: then it may be that one's."""
+    if any(cache.glob(f"{STAGING}*")):
+        with contextlib.suppress(OSError, Timeout), FileLock(cache / LOCK, timeout=0):
+            _remove_staging(cache)
+
+
+def _remove_staging(cache: Path) -> None:
+    for staging in cache.glob(f"{STAGING}*"):
+        shutil.rmtree(staging, ignore_errors=True)
+
+
 def _is_whole(folder: Path) -> bool:
-    """Whether every file that its conversion wrote is there with its size."""
+    """Whether every file that its conversion wrote is there with its size and its content."""
     try:
-        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        same = all((folder / name).stat().st_size == size for name, (size, _) in files.items())
+        return bool(files) and same and all(_checksum(folder / name) == crc for name, (_, crc) in files.items())
     except (OSError, ValueError, AttributeError, TypeError):
         return False
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file, which is read once in a process as long as it is not written again."""
+    status = path.stat()
+    return _checksum_of(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@cache
+def _checksum_of(path: Path, size: int, modified_ns: int, inode: int) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def _require_room(path: Path, cache: Path) -> None:
@@ -107,8 +140,8 @@ def _convert_into(path: Path, folder: Path) -> None:
     staging.mkdir()
     try:
         _convert(path, staging)
-        sizes = {file.name: file.stat().st_size for file in staging.iterdir()}
-        (staging / MANIFEST).write_text(json.dumps(sizes), encoding="utf-8")
+        files = {file.name: (file.stat().st_size, _checksum(file)) for file in staging.iterdir()}
+        (staging / MANIFEST).write_text(json.dumps(files), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)
     finally:

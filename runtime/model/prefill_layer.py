@@ -177,8 +177,8 @@ def plan_attention(decoder: Decoder, weights: DecoderWeights, arena: Arena, toke
 def finish_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, buffers: LayerBuffers, parts: Parts) -> None:
     """Output projection and MLP, in place of hidden [tokens, hidden]."""
     for chunk in parts.chunks:
-        attended = layer.output(buffers.queries[chunk].flatten(1))
-        residual, normed = decoder.norm(hidden[chunk], attended, layer.mlp_norm)
+        # The attention's output has no name, so that it is freed before the MLP, whose activations make the peak.
+        residual, normed = decoder.norm(hidden[chunk], layer.output(buffers.queries[chunk].flatten(1)), layer.mlp_norm)
         torch.add(residual, layer.mlp(normed), out=hidden[chunk])
 
 

@@ -1,7 +1,7 @@
 """Quantized target weights, saved once in the user's cache: fitting takes minutes, reading them seconds.
 
-A file appears under its name only when it is complete. Its header gives its length, so a damaged file is detected and
-replaced. Its name is a hash of everything that the weights depend on.
+A file appears under its name only when it is complete. Its header gives its length and the CRC-32 of each tensor, so a
+damaged file is detected and replaced. Its name is a hash of everything that the weights depend on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import warnings
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,8 +32,8 @@ from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, LibraryI
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText
 
-VERSION = "2"  # part of the name: a change of what is fitted or written makes a new file
-STRUCTURE = "structure"  # the entry of a file's metadata that describes the objects its tensors belong to
+VERSION = "3"  # part of the name: a change of what is fitted or written makes a new file
+STRUCTURE = "structure"  # the entry of a file's metadata: the objects its tensors belong to, and their checksums
 PARTS = {
     kind.__name__: kind
     for kind in (
@@ -90,9 +91,14 @@ def weights_path(
 def _read(path: Path, device: torch.device) -> DecoderWeights | None:
     """The weights in a file; None if it is missing or damaged."""
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            structure = json.loads(file.metadata()[STRUCTURE])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:
+            structure, checksums = json.loads(file.metadata()[STRUCTURE])
+            tensors = {}
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(name)
+                if _checksum(tensor) != checksums[name]:
+                    return None
+                tensors[name] = tensor.to(device)
         weights = _restored(structure, tensors)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError):
         return None
@@ -108,15 +114,21 @@ def _save(weights: DecoderWeights, path: Path) -> None:
             return
     staging = path.with_suffix(".partial")  # the lock keeps others off; what a killed process left is overwritten
     tensors: dict[int, tuple[str, Tensor]] = {}
-    structure = json.dumps(_described(weights, tensors))
+    structure = _described(weights, tensors)
     named = {name: tensor.cpu().contiguous() for name, tensor in tensors.values()}
     try:
-        save_file(named, staging, metadata={STRUCTURE: structure})
+        checksums = {name: _checksum(tensor) for name, tensor in named.items()}
+        save_file(named, staging, metadata={STRUCTURE: json.dumps([structure, checksums])})
         staging.replace(path)
     except (OSError, SafetensorError) as error:
         warnings.warn(f"the fitted weights cannot be saved to {path.parent}: {error}", stacklevel=2)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """CRC-32 of a contiguous tensor on the host."""
+    return zlib.crc32(tensor.flatten().view(torch.uint8).numpy())
 
 
 def _described(item: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:

@@ -26,13 +26,19 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture
 def process(tmp_path, monkeypatch):
     """Says what /proc would: resident memory now and at its peak, in kB."""
-    status, clear = tmp_path / "status", tmp_path / "clear_refs"
+    status, clear, mappings = tmp_path / "status", tmp_path / "clear_refs", tmp_path / "smaps"
     clear.write_text("")
+    monkeypatch.setattr(memory, "_MAPPINGS", mappings)
     monkeypatch.setattr(memory, "_STATUS", status)
     monkeypatch.setattr(memory, "_CLEAR", clear)
 
-    def says(resident, peak):
+    def says(resident, peak, libraries=0):
         status.write_text(f"Name:\tpython\nVmHWM:\t{peak} kB\nVmRSS:\t{resident} kB\n")
+        mappings.write_text(
+            f"7f00-7f01 r-xp 00000000 08:01 42   /usr/lib/libtorch_cpu.so.1\nSize: 999 kB\nRss: {libraries} kB\n"
+            "7f01-7f02 r--p 00000000 08:01 43   /tmp/model.safetensors\nSize: 999 kB\nRss: 70 kB\n"
+            "7f02-7f03 rw-p 00000000 00:00 0 \nRss: 80 kB\nVmFlags: rd wr\n"
+        )
         return clear
 
     return says
@@ -46,6 +52,17 @@ def test_a_cpus_peak_is_what_the_process_grew_by_and_the_weights_it_had(process)
     assert meter.peak_bytes() == (900 - 500 + 100) * 1024
     process(resident=100, peak=300)
     assert meter.peak_bytes() == 0
+
+
+def test_code_that_is_loaded_meanwhile_does_not_count(process):
+    process(resident=500, peak=500, libraries=100)
+    meter = MemoryMeter(CPU)
+    process(resident=600, peak=650, libraries=130)
+    assert meter.peak_bytes() == (650 - 500 - 30) * 1024
+    with meter.uncounted():
+        process(resident=660, peak=660, libraries=150)  # 40 of modules, 20 of their libraries
+    process(resident=700, peak=700, libraries=150)
+    assert meter.peak_bytes() == (700 - 500 - 50 - 40) * 1024
 
 
 def test_a_gpus_peaks_are_torchs_and_the_drivers(monkeypatch):

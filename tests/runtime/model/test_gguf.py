@@ -7,12 +7,14 @@ import os
 import shutil
 import struct
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
 import transformers
+from filelock import FileLock
 from gguf_files import write_gguf
 from gguf_values import METADATA, TENSORS, gguf_bytes
 from safetensors import SafetensorError
@@ -150,12 +152,13 @@ def test_a_failed_conversion_is_not_cached(path, conversions, cache_home):
     assert kept(cache_home) == []
 
 
-@pytest.mark.parametrize("damage", ["cut", "file", "manifest", "garbage"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "file", "manifest", "garbage"])
 def test_a_damaged_folder_is_made_again(path, conversions, damage):
     folder = converted(path)
     config, manifest = folder / "config.json", folder / gguf_convert.MANIFEST
     changes = {
         "cut": lambda: config.write_text("{"),
+        "changed": lambda: config.write_text("[]"),  # as long as before
         "file": config.unlink,
         "manifest": manifest.unlink,
         "garbage": lambda: manifest.write_text("[1, 2]"),
@@ -181,6 +184,17 @@ def test_what_a_killed_conversion_of_another_file_left_goes_as_well(path, conver
     assert kept(cache_home) == [left.name]
     folder = converted(path)
     assert kept(cache_home) == [folder.name]
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_what_a_killed_conversion_left_goes_on_warm_runs_too(path, conversions, cache_home, running):
+    folder = converted(path)
+    left = folder.with_name(f"{gguf_convert.STAGING}other-0123456789abcdef")
+    left.mkdir()
+    with FileLock(folder.parent / gguf_convert.LOCK) if running else nullcontext():  # a conversion holds the lock
+        assert converted(path) == folder
+    assert left.exists() == running
+    assert conversions == [path]
 
 
 @pytest.mark.parametrize("name", ["模" * 80, "a\nb", "two words"])
