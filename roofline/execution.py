@@ -161,6 +161,11 @@ def quantized_groups(tokens: int, group: int) -> int:
     return max(0, tokens // group - 1)
 
 
+def token_row_bytes(head_dim: Term) -> Term:
+    """Bytes of a token's 8-bit key or value on the host: its codes, and a scale and a minimum, in words of 16 bytes."""
+    return head_dim + 16
+
+
 def layer_capacity(units: Term, layers: Term, resident: Term, host_units: Term) -> Term:
     """Units of memory that each of `resident` layers on the device may take of `units` that all layers share.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import require_lower, require_rows
 from ridgeplan.kernels.kv_cache.layout import NO_PLANES, Planes, QuantizedKV
+from ridgeplan.kernels.kv_cache.token_rows import TokenRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class AttentionInputs:
     values: Tensor
     begin: Tensor
     end: Tensor
-    codes: QuantizedKV | None = None
+    codes: QuantizedKV | TokenRows | None = None
     groups: Tensor | None = None
     lower: bool = False
     softmax_scale: float | None = None

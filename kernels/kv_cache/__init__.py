@@ -10,6 +10,7 @@ from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache.cuda import find_quantize_kernel
 from ridgeplan.kernels.kv_cache.layout import GroupWrite, QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import dequantize_reference, quantize_reference
+from ridgeplan.kernels.kv_cache.token_rows import TokenRows
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
@@ -66,7 +67,7 @@ def dequantize(
     return dequantize_triton(codes, lower, dtype)
 
 
-def require_lower(codes: QuantizedKV, lower: bool) -> None:
+def require_lower(codes: QuantizedKV | TokenRows, lower: bool) -> None:
     """Raises ValueError when lower codes are requested of a cache that holds upper codes only."""
     if lower and codes.planes == 1:
         raise ValueError("lower=True needs lower codes, this QuantizedKV holds the upper plane only")

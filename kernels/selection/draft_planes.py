@@ -18,6 +18,7 @@ from torch import Tensor
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.token_rows import token_major
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +91,6 @@ def two_bit_of(key_upper: Tensor) -> Tensor:
     low = (first >> 2) & 3 | (second & 12)
     high = (first >> 2) & 48 | (second & 192)
     return low | high
-
-
-def token_major(value_upper: Tensor) -> Tensor:
-    """Transposed codes of values [..., D, G/2] by token: [..., G, D/2]."""
-    tokens = torch.cat([value_upper & 15, value_upper >> 4], dim=-1).mT
-    first, second = tokens.chunk(2, dim=-1)
-    return first | (second << 4)
 
 
 def unpack_two_bit(key_two_bit: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_rows
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.token_rows import TokenRows
 from ridgeplan.kernels.selection import check_scan, two_bit_top_k
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
 from ridgeplan.kernels.sparse_attention.cuda import (
@@ -31,10 +32,11 @@ def sparse_decode_attention(
     end: Tensor,
     index: Tensor,
     count: Tensor,
-    codes: QuantizedKV | None = None,
+    codes: QuantizedKV | TokenRows | None = None,
     groups: Tensor | None = None,
     *,
     value_rows: Tensor | None = None,
+    slots: Tensor | None = None,
     page: int = 1,
     lower: bool = False,
     scale: float | None = None,
@@ -52,6 +54,8 @@ def sparse_decode_attention(
     are skipped. Sinks are ordinary entries.
     value_rows: uint8 [B, Hkv, groups, G, D/2] of `DraftPlanes`, or None. With it, upper codes of values are read from
     there: a few sectors per token, where QuantizedKV's transposed ones take one per channel.
+    slots: int32, as index, with codes that are `TokenRows`: the tokens of page index[b, h, i] are in the slots from
+    slots[b, h, i] * page on.
 
     Raises ValueError when shapes or dtypes disagree, when `page` does not divide the group, and when `lower` is set for
     codes that hold the upper plane only or together with value_rows.
@@ -60,17 +64,23 @@ def sparse_decode_attention(
     _check_choice(index, count, len(q), keys.shape[1])
     if page < 1 or (codes is not None and codes.group % page):
         raise ValueError(f"page {page} must be positive and divide the group")
-    if value_rows is not None and (lower or codes is None or value_rows.shape != codes.key_upper.shape):
+    if value_rows is not None and (
+        lower or not isinstance(codes, QuantizedKV) or value_rows.shape != codes.key_upper.shape
+    ):
         raise ValueError("value_rows holds the upper codes of the values of `codes`: give both, and lower=False")
+    if (slots is not None) != isinstance(codes, TokenRows):
+        raise ValueError("slots hold the tokens of codes that are TokenRows: give both")
+    if slots is not None and (slots.shape != index.shape or slots.dtype != torch.int32):
+        raise ValueError(f"slots are {slots.dtype} {list(slots.shape)}; allowed: int32 {list(index.shape)}, as index")
     if not uses_gpu_kernel(backend, q):
-        return sparse_decode_attention_reference(inputs, index, count, page)
-    if backend == "auto" and splits is None and codes is not None and value_rows is not None:
+        return sparse_decode_attention_reference(inputs, index, count, page, slots)
+    if backend == "auto" and splits is None and isinstance(codes, QuantizedKV) and value_rows is not None:
         kernel = find_index_list_kernel(q, keys, values, codes)
         if kernel is not None:
             return index_list_attention_cuda(kernel, inputs, index, count, value_rows, page)
     from ridgeplan.kernels.sparse_attention.triton import sparse_decode_attention_triton
 
-    return sparse_decode_attention_triton(inputs, index, count, value_rows, page, splits)
+    return sparse_decode_attention_triton(inputs, index, count, value_rows, page, splits, slots)
 
 
 def _check_choice(index: Tensor, count: Tensor, batch: int, kv_heads: int) -> None:

@@ -6,9 +6,12 @@ from torch import Tensor
 from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import affine, unpack
+from ridgeplan.kernels.kv_cache.token_rows import TokenRows
 
 
-def sparse_decode_attention_reference(inputs: AttentionInputs, index: Tensor, count: Tensor, page: int) -> Tensor:
+def sparse_decode_attention_reference(
+    inputs: AttentionInputs, index: Tensor, count: Tensor, page: int, slots: Tensor | None = None
+) -> Tensor:
     """See `ridgeplan.kernels.sparse_attention.sparse_decode_attention`; one batch row at a time, in float32."""
     q, keys, values, codes = inputs.q, inputs.keys, inputs.values, inputs.codes
     out = torch.empty_like(q)
@@ -21,7 +24,11 @@ def sparse_decode_attention_reference(inputs: AttentionInputs, index: Tensor, co
         tokens = torch.where(seen, tokens, 0).long().expand(keys.shape[1], -1)
         if codes is None:
             chosen = _gathered(keys[b], tokens), _gathered(values[b], tokens)
+        elif slots is not None and isinstance(codes, TokenRows):
+            places = torch.where(seen, expand_pages(slots[b], page), 0).long().expand(keys.shape[1], -1)
+            chosen = gather_rows(codes, b, tokens, places)
         else:
+            assert isinstance(codes, QuantizedKV), "rows are found by their slots"
             chosen = gather_codes(codes, b, tokens, inputs.lower)
         stop = max(starts[b], min(ends[b] + q.shape[1] - 1, keys.shape[2]))
         recent = slice(starts[b], stop)
@@ -84,3 +91,15 @@ def gather_codes(codes: QuantizedKV, row: int, tokens: Tensor, lower: bool) -> t
     step, zero = affine(codes.value_scale[row], codes.value_min[row], lower)
     pair = step[head, group, place][..., None], zero[head, group, place][..., None]
     return keys, torch.where((place < half)[..., None], first, second) * pair[0] + pair[1]
+
+
+def gather_rows(codes: TokenRows, row: int, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Dequantized keys and values [Hkv, K, D] in float32 of the tokens [Hkv, K] of a batch row, from their slots."""
+    head = torch.arange(codes.keys.shape[1], device=tokens.device)[:, None]
+    step, zero = affine(codes.key_scale[row], codes.key_min[row], lower=True)
+    upper, lower, *_ = (plane[row][head, slots] for plane in codes.key_planes[:2] if plane is not None)
+    half, group = codes.head_dim // 2, tokens // codes.group
+    keys = torch.cat(unpack(upper[..., :half], lower[..., :half]), dim=-1) * step[head, group] + zero[head, group]
+    upper, lower, scale, minimum = (plane[row][head, slots] for plane in codes.value_planes if plane is not None)
+    step, zero = affine(scale[..., :1], minimum[..., :1], lower=True)
+    return keys, torch.cat(unpack(upper[..., :half], lower[..., :half]), dim=-1) * step + zero

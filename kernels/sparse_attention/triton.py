@@ -27,6 +27,7 @@ from ridgeplan.kernels.attention.triton import (
     softmax_step,
 )
 from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_codes, dot, launch_metadata
+from ridgeplan.kernels.kv_cache.token_rows import TokenRows
 from ridgeplan.kernels.sparse_attention import sparse_attention_cost
 from ridgeplan.roofline.execution import choose_splits
 
@@ -57,6 +58,7 @@ def gathered_block(
     q0,
     q1,
     token,
+    slot,
     inside,
     first_group,
     scale,
@@ -66,11 +68,13 @@ def gathered_block(
     HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr,
     VALUE_ROWS: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
 ):
     """Adds the tokens `token` [BLOCK] of a row's codes that are `inside`; all query rows see them.
 
     Tokens outside are read but do not count, so they must exist. VALUE_ROWS: value_upper holds values by token, as
-    `DraftPlanes.value_rows`; else by channel, as `QuantizedKV`.
+    `DraftPlanes.value_rows`; else by channel, as `QuantizedKV`. SLOT_BYTES: of the `TokenRows` at `slot` [BLOCK],
+    which counts over all rows and heads, that hold the tokens; or 0.
     """
     key_upper, key_lower, key_scale, key_min = key_planes
     value_upper, value_lower, value_scale, value_min = value_planes
@@ -81,8 +85,12 @@ def gathered_block(
     place = token % GROUP
     channels = tl.arange(0, HALF_DIM)[None, :]
     seen = inside[:, None]
-    row = (group * GROUP + place)[:, None] * HALF_DIM + channels
-    pair = group * GROUP + place
+    if SLOT_BYTES:
+        row = slot[:, None] * SLOT_BYTES + channels
+        pair = slot * (SLOT_BYTES // 2)
+    else:
+        row = (group * GROUP + place)[:, None] * HALF_DIM + channels
+        pair = group * GROUP + place
     low = tl.load(value_min + pair, mask=inside, other=0.0)
     value_step, value_zero = centred_affine(tl.load(value_scale + pair, mask=inside, other=0.0), low, BITS)
     first, second = centred_codes(key_upper, key_lower, row, BITS, dtype)
@@ -176,7 +184,7 @@ def _sparse_attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mappi
 
 @triton.jit(
     launch_metadata=_sparse_attention_metadata,
-    do_not_specialize=["scale", "capacity", "group_capacity", "splits", "index_capacity"],
+    do_not_specialize=["scale", "capacity", "group_capacity", "slot_capacity", "splits", "index_capacity"],
 )
 def _sparse_attention_kernel(
     q,  # [batch, QUERIES, q_heads, head_dim]
@@ -184,17 +192,19 @@ def _sparse_attention_kernel(
     values,  # as keys
     begin, end,  # int32 [batch]
     index,  # int32 [batch, sets, index_capacity], pages
+    slots_of,  # as index, the slots that hold the pages, or None for codes in the order of the text
     count,  # int32 [batch, sets]
     groups,  # int32 [batch], or None without codes
     partial,  # out: float32 [batch, QUERIES, q_heads, splits, head_dim]
     lse,  # out: float32 [batch, QUERIES, q_heads, splits]
     scale,  # of the softmax, times log2(e)
-    capacity, group_capacity, splits, index_capacity, sets,
+    capacity, group_capacity, slot_capacity, splits, index_capacity, sets,
     q_strides,  # of batch, query and head
     key_strides, value_strides,  # of batch, head and slot
-    key_planes, value_planes,  # `QuantizedKV.key_planes`, or four times None; with VALUE_ROWS values by token
+    key_planes, value_planes,  # `QuantizedKV.key_planes` or `TokenRows`', or four times None
     QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BITS: tl.constexpr, VALUE_ROWS: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, VALUE_ROWS: tl.constexpr, SLOT_BYTES: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     q_batch_stride, q_query_stride, q_head_stride = q_strides
     key_batch_stride, key_head_stride, key_stride = key_strides
@@ -231,11 +241,16 @@ def _sparse_attention_kernel(
     limit = tl.minimum(tl.load(groups + batch), group_capacity) * GROUP if BITS > 0 else first
     index += chosen_set * index_capacity
     for block in range(start, tl.minimum(stop, chosen)):
-        token, inside = _load_tokens(index, block * BLOCK + tl.arange(0, BLOCK), entries, limit, PAGE)
+        place = block * BLOCK + tl.arange(0, BLOCK)
+        token, inside = _load_tokens(index, place, entries, limit, PAGE)
         if BITS > 0:
+            slot = token
+            if SLOT_BYTES:
+                slot, _ = _load_tokens(slots_of + chosen_set * index_capacity, place, entries, slot_capacity, PAGE)
+                slot = flat * slot_capacity + slot
             row_max, row_sum, acc0, acc1 = gathered_block(
-                row_max, row_sum, acc0, acc1, q0, q1, token, inside, flat * group_capacity, scale,
-                key_planes, value_planes, GROUP, HEAD_DIM, BITS, VALUE_ROWS,
+                row_max, row_sum, acc0, acc1, q0, q1, token, slot, inside, flat * group_capacity, scale,
+                key_planes, value_planes, GROUP, HEAD_DIM, BITS, VALUE_ROWS, SLOT_BYTES,
             )  # fmt: skip
         else:
             row_max, row_sum, acc0, acc1 = slots_block(
@@ -253,7 +268,13 @@ def _sparse_attention_kernel(
 
 
 def sparse_decode_attention_triton(
-    inputs: AttentionInputs, index: Tensor, count: Tensor, value_rows: Tensor | None, page: int, splits: int | None
+    inputs: AttentionInputs,
+    index: Tensor,
+    count: Tensor,
+    value_rows: Tensor | None,
+    page: int,
+    splits: int | None,
+    slots: Tensor | None,
 ) -> Tensor:
     """See `ridgeplan.kernels.sparse_attention.sparse_decode_attention`.
 
@@ -274,18 +295,20 @@ def sparse_decode_attention_triton(
     value_planes = inputs.value_planes
     if value_rows is not None:
         value_planes = (value_rows.contiguous(), *value_planes[1:])
-    lists = (x if x is None else x.contiguous() for x in (inputs.begin, inputs.end, index, count, inputs.groups))
+    lists = (x if x is None else x.contiguous() for x in (inputs.begin, inputs.end, index, slots, count, inputs.groups))
+    rows_of = inputs.codes if isinstance(inputs.codes, TokenRows) else None
     strides = (q.stride()[:3], keys.stride()[:3], values.stride()[:3])
     _sparse_attention_kernel[(batch * kv_heads, splits, triton.cdiv(queries * ratio, rows))](
-        q, keys, values, *lists, partial, lse, inputs.scale * LOG2_E, capacity, inputs.group_capacity, splits, entries,
-        index.shape[1], *strides, inputs.key_planes, value_planes,
+        q, keys, values, *lists, partial, lse, inputs.scale * LOG2_E, capacity, inputs.group_capacity,
+        rows_of.slots if rows_of else 0, splits, entries, index.shape[1], *strides, inputs.key_planes, value_planes,
         QUERIES=queries,
         RATIO=ratio,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BITS=inputs.bits,
-        VALUE_ROWS=value_rows is not None,
+        VALUE_ROWS=rows_of is not None or value_rows is not None,
+        SLOT_BYTES=rows_of.row_bytes if rows_of else 0,
         PAGE=page,
         ROWS=rows,
         BLOCK=BLOCK,

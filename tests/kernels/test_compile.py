@@ -177,10 +177,10 @@ def test_every_kernel_compiles_for_hopper(compiled_for_hopper: Callable[[dict[st
 
 # Triton's kernels of selections, sparse attention and scores compile for Hopper without a GPU, within its limits.
 
-SIZES = ["capacity", "group_capacity", "splits", "index_capacity", "sets", "width", "max_k", "parts"]
+SIZES = ["capacity", "group_capacity", "slot_capacity", "splits", "index_capacity", "sets", "width", "max_k", "parts"]
 TYPES = {
     **dict.fromkeys((*SIZES, "q_batch_stride", "q_head_stride"), "i32"),
-    **dict.fromkeys(("begin", "end", "groups", "index", "count", "pages", "lengths", "k"), "*i32"),
+    **dict.fromkeys(("begin", "end", "groups", "index", "slots_of", "count", "pages", "lengths", "k"), "*i32"),
     **dict.fromkeys(("histograms", "counts", "group_index"), "*i32"),
     **dict.fromkeys(("partial", "lse", "scores", "out"), "*fp32"),
     **dict.fromkeys(("key_upper", "value_upper", "key_two_bit", "value_rows"), "*u8"),
@@ -196,8 +196,11 @@ def sparse_job(module: str, kernel: str, warps: int, types: dict[str, str], **co
     return {"module": module, "kernel": kernel, "types": types, "constants": constants, "options": {"num_warps": warps}}
 
 
-def sparse(bits: int, queries: int, rows: int, value_rows: bool = False, page: int = 1) -> dict[str, Any]:
+def sparse(
+    bits: int, queries: int, rows: int, value_rows: bool = False, page: int = 1, slot_bytes: int = 0
+) -> dict[str, Any]:
     constants = {**HEADS, "QUERIES": queries, "BITS": bits, "VALUE_ROWS": value_rows, "PAGE": page, "ROWS": rows}
+    constants |= {"SLOT_BYTES": slot_bytes} | ({} if slot_bytes else {"slots_of": None})
     types = TYPES | {"q_strides": ["i32"] * 3, **STRIDES, **planes(bits)}
     return sparse_job("sparse_attention.triton", "_sparse_attention_kernel", 4, types, **constants, BLOCK=32)
 
@@ -215,6 +218,7 @@ def test_every_sparse_kernel_compiles_for_hopper(
         "sparse int4 rows": sparse(4, 1, 16, value_rows=True),
         "sparse int4 page 16": sparse(4, 1, 16, page=16),
         "sparse int8 8 queries": sparse(8, 8, 32),
+        "sparse int8 in slots": sparse(8, 1, 16, value_rows=True, slot_bytes=144),
         "pages": sparse_job("selection.triton", "_page_scores_kernel", 4, TYPES, **HEADS, PADDED=128, BLOCK=32),
         "pack": sparse_job("selection.triton", "_pack_kernel", 4, TYPES, **HEADS),
         "two-bit": sparse_job("selection.triton", "_two_bit_kernel", 4, TYPES, **HEADS, ROWS=16, GROUPS=2),

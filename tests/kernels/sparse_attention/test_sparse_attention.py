@@ -10,6 +10,7 @@ from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import dequantize, quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.token_rows import TokenRows, pack_token_rows
 from ridgeplan.kernels.selection import two_bit_scores
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
 from ridgeplan.kernels.sparse_attention import progressive_attention, sparse_decode_attention
@@ -229,3 +230,35 @@ def test_progressive(sinks: int, k: int, backend: Backend, device: str) -> None:
         backend=backend,
     )  # fmt: skip
     assert torch.allclose(out, expected, atol=1e-5)
+
+
+@BACKENDS
+@pytest.mark.parametrize("page, sets", [(1, 1), (1, 0), (16, 0)])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_codes_that_lie_in_slots_are_read_as_those_in_the_order_of_the_text(backend, page, sets, queries, device):
+    """Each chosen page's rows lie in some slot; rows of all other slots are NaN."""
+    problem = build(Case(4, 2, 32, queries, 8, page=page, sets=sets), device)
+    rows = pack_token_rows(problem.codes)
+    pages = problem.codes.groups * problem.case.group // page
+    generator = torch.Generator().manual_seed(1)
+    order = torch.stack([torch.randperm(pages, generator=generator) for _ in range(2 * problem.index.shape[1])])
+    order = order.int().view(2, -1, pages).to(device)  # the slot of each page
+    held = [torch.full_like(each, -1) for each in rows]
+    for b in range(2):
+        for h in range(2):
+            unit_set = h % order.shape[1]
+            for number in problem.index[b, unit_set, : int(problem.count[b, unit_set])].tolist():
+                slot = int(order[b, unit_set, number])
+                for slots, source in zip(held, rows, strict=True):
+                    part = source[b, h, number * page : (number + 1) * page]
+                    slots[b, h, slot * page : (slot + 1) * page] = part
+    codes = TokenRows(*held, problem.codes.key_scale, problem.codes.key_min, problem.case.group)
+    inside = problem.index.clamp_max(pages - 1)
+    slots = order.gather(2, inside.long())
+    arguments = problem.q, problem.keys, problem.values, problem.begin, problem.end, inside, problem.count
+    options = {"page": page, "lower": True, "backend": backend}
+    out = sparse_decode_attention(*arguments, codes, problem.groups, slots=slots, **options)
+    assert relative_error(out, naive(problem)) < 1e-5
+    assert torch.equal(out, sparse_decode_attention(*arguments, problem.codes, problem.groups, **options))
+    with pytest.raises(ValueError, match="TokenRows: give both"):
+        sparse_decode_attention(*arguments, codes, problem.groups, **options)
