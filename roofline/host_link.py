@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term, maximum, minimum, where
-from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES, mean_quantized_tokens
+from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES, mean_quantized_tokens, token_row_bytes
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import Departures, HostLayers
 from ridgeplan.roofline.ops import allocate_slots
@@ -66,7 +66,9 @@ class HostLink:
         token_bytes = self.host.token_bytes / batch
         missed_bytes = chosen * (1 - self.strategy.offload.overlap) * token_bytes
         run = minimum(run_tokens, chosen)
-        pieces = missed_bytes / (2 * run * self.shape.head_dim * self.machine.element_bytes)
+        full_bytes = self.shape.head_dim * self.machine.element_bytes
+        head_bytes = where(self.strategy.loads_codes, token_row_bytes(self.shape.head_dim), full_bytes)
+        pieces = missed_bytes / (2 * run * head_bytes)
         walks = batch * pages_of(pieces, run * token_bytes, context * token_bytes)
         page_walk_s = self.machine.link_seconds("host_gather", walks * HOST_PIECE_BYTES)
         return page_walk_s, self.machine.link_seconds("host_copy", batch * missed_bytes)

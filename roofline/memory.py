@@ -25,6 +25,7 @@ from ridgeplan.roofline.execution import (
     WHOLE_WINDOW_ARCHITECTURES,
     choose_splits,
     padded_prompt,
+    token_row_bytes,
     uses_draft_swap,
 )
 from ridgeplan.roofline.latency import Device
@@ -438,12 +439,19 @@ def _arena_capacity_bytes(shape: ModelShape, device: Device, strategy: Strategy)
 def _host_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
     """Bytes of one offloaded layer that lie on the host: all of its old tokens, or their lower codes.
 
-    Of a target that has what it chooses loaded, none are codes: these only served to choose.
+    Of a target that has what it chooses loaded, codes beside full precision only served to choose, and are not kept;
+    others are stored token by token.
     """
     tokens, code_planes, group = strategy.final_tokens, strategy.code_planes, strategy.kv_group
     codes = strategy.target_loads * code_memory(shape, strategy.batch, tokens, code_planes, group)
     lower = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2
-    return strategy.offload.lower_only * lower + (1 - strategy.offload.lower_only) * (parts.kv - codes) / shape.layers
+    whole = where(strategy.loads_codes, strategy.batch * tokens * _row_bytes(shape), (parts.kv - codes) / shape.layers)
+    return strategy.offload.lower_only * lower + (1 - strategy.offload.lower_only) * whole
+
+
+def _row_bytes(shape: ModelShape) -> Term:
+    """Bytes of a token of one layer whose codes are stored token by token."""
+    return 2 * shape.cached_heads * token_row_bytes(shape.head_dim)
 
 
 def _freed_kv_bytes(shape: ModelShape, device: Device, strategy: Strategy, parts: MemoryBreakdown) -> Term:
@@ -460,13 +468,17 @@ def _freed_kv_bytes(shape: ModelShape, device: Device, strategy: Strategy, parts
 def _slots_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
     """Slots of a layer on the host whose chosen tokens are loaded: a budget for each query, and recent ones.
 
-    And the tables of what the slots hold, and the scales of 2-bit keys, if there are any.
+    And the tables of what the slots hold, and the scales of keys that are chosen by, or read, as codes. Recent tokens
+    of a layer of codes are in its buffer; one group of it is staged while it is flushed.
     """
-    token_bytes = shape.kv_elements_per_token_per_layer * device.element_bytes
+    batch, group = strategy.batch, strategy.kv_group
     tables = strategy.final_tokens * strategy.offload.slot_table_bytes
-    scales = minimum(strategy.code_planes, 1) * 2 * ops.METADATA_BYTES / strategy.kv_group
-    slots = strategy.batch * (_host_slots(strategy) * token_bytes + tables)
-    return slots + _key_elements(shape, strategy) * scales
+    scales = minimum(strategy.code_planes, 1) * 2 * ops.METADATA_BYTES / group
+    full_bytes = _host_slots(strategy) * shape.kv_elements_per_token_per_layer * device.element_bytes
+    code_bytes = (_host_slots(strategy) - 2 * group - strategy.max_queries) * _row_bytes(shape)
+    slots = batch * (where(strategy.loads_codes, code_bytes, full_bytes) + tables)
+    staged = strategy.loads_codes * code_memory(shape, batch, group, strategy.code_planes, group) / shape.layers
+    return slots + staged + _key_elements(shape, strategy) * scales
 
 
 def _host_slots(strategy: Strategy) -> Term:

@@ -206,6 +206,11 @@ class Strategy:
         return self.offload.active * self.target.selects
 
     @property
+    def loads_codes(self) -> Term:
+        """1 where these are codes, stored on the host token by token, else 0."""
+        return self.target_loads * (1 - self.stores_full_kv)
+
+    @property
     def kv_reads(self) -> Term:
         """How often a pass of the target reads KV: once for all queries, or once per query that selects."""
         return 1 + self.target.selects * self.gamma

@@ -354,8 +354,7 @@ class Plan(PlanPart):
     @property
     def loads_chosen(self) -> bool:
         """Whether what steps choose of layers on the host is loaded to the device, token by token."""
-        chooses = self.speculation.sparse or self.attention.active
-        return chooses and not self.kv.format.buffered
+        return self.attention.active or (self.speculation.sparse and not self.kv.format.buffered)
 
     def _contradiction(self) -> str | None:
         upper = self.speculation.codes is DraftCodes.UPPER

@@ -101,8 +101,9 @@ def _missing_offload(plan: Plan) -> dict[str, object]:
         "offloaded KV after an eviction": plan.eviction.active,
         "a selection by 'oracle' from offloaded KV": scans_all_keys,  # the host holds them
         f"offloaded KV in {kv.value!r}": kv is KVFormat.SHADOW and not selects,
-        # The target's selected tokens are loaded to slots, which drafts share.
-        f"a target's selection from offloaded KV in {kv.value!r}": kv.buffered and selects,
+        # Its 2-bit keys are those of codes on the device.
+        f"a target's selection by {plan.attention.selection.name!r} from offloaded KV in {kv.value!r}": kv.buffered
+        and plan.attention.selection.needs_codes,
         "drafts that choose by other means than a target that reads a selection of offloaded KV": selects
         and plan.speculation.active
         and not _choose_alike(plan),

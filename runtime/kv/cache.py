@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.token_rows import TokenRows
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, LayerKV
@@ -24,6 +25,7 @@ from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.storage import CodedLayers, KVStore
 from ridgeplan.runtime.offload.host_store import HostKVStore
 from ridgeplan.runtime.offload.movable import movable_layers
+from ridgeplan.runtime.offload.slot_store import SlotStore
 from ridgeplan.runtime.offload.slots import Choice, LoadsAhead, SlotLoader
 from ridgeplan.runtime.offload.streaming import LayerStream
 
@@ -62,9 +64,9 @@ class Cache:
             spare = 0 if config.buffered else config.buffer_slots
             self.stream = LayerStream(self._host_parts(), config.prefetch + 1, device, spare)
         self.loader: SlotLoader | None = None
-        last = self.stores[-1]
-        if config.elastic and isinstance(last, HostKVStore):
-            self.loader = SlotLoader(last, config.prefetch, device)
+        slots = self._slots
+        if config.elastic and slots is not None:
+            self.loader = SlotLoader(slots, config.prefetch, device)
 
     @property
     def bytes(self) -> int:
@@ -103,9 +105,9 @@ class Cache:
         self.first_on_host = resident
         if self.stream is not None:
             self.stream.layers = self._host_parts()
-        last = self.stores[-1]
-        if self.loader is not None and isinstance(last, HostKVStore):
-            self.loader.store = last
+        slots = self._slots
+        if self.loader is not None and slots is not None:
+            self.loader.store = slots
 
     def limit(self, new_tokens: int) -> None:
         """Ends every row `new_tokens` tokens after its current length."""
@@ -224,8 +226,20 @@ class Cache:
 
     def loads(self) -> tuple[int, int]:
         """Tokens or pages that steps have requested from layers on the host, and how many of them had to be loaded."""
-        counts = [store.loads() for store in self.stores if isinstance(store, HostKVStore)]
-        return sum(requested for requested, _ in counts), sum(loaded for _, loaded in counts)
+        return (0, 0) if self._slots is None else self._slots.loads()
+
+    @property
+    def _slots(self) -> SlotStore | None:
+        """The layers on the host of which chosen tokens are loaded, if any are there."""
+        last = self.stores[-1]
+        return last if isinstance(last, HostKVStore) else last.loaded
+
+    def loaded_codes(self, layer: int) -> TokenRows | None:
+        """The codes that slots hold of a layer on the host; None for any other layer."""
+        store, index = self._place(layer)
+        if layer < self.first_on_host or isinstance(store, HostKVStore) or store.loaded is None:
+            return None
+        return store.loaded.codes(index - self.first_on_host, self.rows)
 
     def planes(self, layer: int) -> DraftPlanes | None:
         """Quantized groups of a layer by token, if they are kept."""

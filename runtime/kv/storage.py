@@ -15,6 +15,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import HostPart
 from ridgeplan.runtime.buffers import HostMemory, split_bytes
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.offload.host_codes import HostCodes
 from ridgeplan.runtime.offload.streaming import Window
 
 LOWER = ("key_lower", "value_lower")
@@ -114,13 +115,15 @@ class KVStore:
     """KV of layers whose full-precision part is on the device.
 
     keys, values: [layers, batch, kv_heads, slots, head_dim]. coded: codes of all its layers, in order; empty if nothing
-    is quantized. Each offloaded layer has its own entry.
+    is quantized. Each offloaded layer has its own entry. loaded: the last layers instead, if steps load what they
+    choose of their codes.
     """
 
     config: KVCacheConfig
     keys: Tensor
     values: Tensor
     coded: tuple[CodedLayers, ...] = ()
+    loaded: HostCodes | None = None
 
     @classmethod
     def allocate(
@@ -141,6 +144,8 @@ class KVStore:
         on_host = config.host_layers if config.buffered else 0
         resident = layers - on_host
         coded = [CodedLayers.on_device(model, config, resident, tokens, device)] if resident else []
+        if on_host and config.target_loads:
+            return cls(config, keys, values, tuple(coded), HostCodes.allocate(model, config, on_host, tokens, device))
         coded += [CodedLayers.offloaded(model, config, tokens, device) for _ in range(on_host)]
         return cls(config, keys, values, tuple(coded))
 
@@ -152,10 +157,13 @@ class KVStore:
     @property
     def bytes(self) -> int:
         """Storage on the device of keys, values, codes and planes."""
-        return self.keys.nbytes + self.values.nbytes + sum(coded.bytes for coded in self.coded)
+        loaded_bytes = self.loaded.bytes if self.loaded else 0
+        return self.keys.nbytes + self.values.nbytes + sum(coded.bytes for coded in self.coded) + loaded_bytes
 
     def reset(self) -> None:
-        """Does nothing: the cache's lengths alone say which tokens are valid."""
+        """Forgets what slots hold. The cache's lengths say which tokens are valid."""
+        if self.loaded:
+            self.loaded.reset()
 
     def coded_layer(self, layer: int) -> tuple[CodedLayers, int]:
         """The `CodedLayers` with a layer's codes, and the layer's index in it."""
@@ -170,7 +178,10 @@ class KVStore:
         """Stores the tokens that a layer keeps of a row's prompt, [kv_heads, tokens, head_dim]."""
         tokens = keys.shape[1]
         quantized = self.config.quantized_groups(tokens) * self.config.group
-        if quantized:
+        near = sum(coded.layers for coded in self.coded)
+        if quantized and self.loaded and layer >= near:
+            self.loaded.store_prompt(layer - near, row, keys[:, :quantized], values[:, :quantized])
+        elif quantized:
             coded, index = self.coded_layer(layer)
             coded.store_prompt(index, row, keys[:, :quantized], values[:, :quantized])
         start = quantized if self.config.buffered else 0
@@ -182,13 +193,15 @@ class KVStore:
 
         before: int32 [batch], tokens that were codes until now.
         """
-        assert self.coded, "this KV format holds no codes"
+        assert self.coded or self.loaded, "this KV format holds no codes"
         first_slot = torch.zeros_like(before) if self.config.buffered else before
         index, start = before // self.config.group, 0
         for coded in self.coded:
             layers = slice(start, start + coded.layers)
             coded.flush(self.keys[layers], self.values[layers], index, first_slot, crossed)
             start += coded.layers
+        if self.loaded:
+            self.loaded.flush(self.keys[start:], self.values[start:], before, crossed)
         if self.config.buffered:
             keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
             shift_slots(keys, values, self.config.group, crossed.repeat(self.layers))

@@ -19,7 +19,9 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import layer_capacity
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.storage import CodedLayers, KVStore
-from ridgeplan.runtime.offload.host_store import HostKVStore, SlotTables, host_layer
+from ridgeplan.runtime.offload.host_codes import HostCodes
+from ridgeplan.runtime.offload.host_store import HostKVStore, host_layer
+from ridgeplan.runtime.offload.slot_store import SlotTables
 
 NAMES = tuple(item.name for item in fields(QuantizedKV))
 
@@ -152,7 +154,8 @@ class MovableCodes:
     """Codes of layers, and the buffers of their recent tokens, which stay.
 
     keys, values: the buffers of all layers, [layers, batch, kv_heads, slots, head_dim]. memory: for each tensor of the
-    codes, [groups * batch * kv_heads, ...]. away: the host storage of each layer that may leave, in layer order.
+    codes, [groups * batch * kv_heads, ...]. away: the host storage of each layer that may leave, in layer order; or
+    loaded: that of all of them, if steps load what they choose.
     """
 
     config: KVCacheConfig
@@ -160,7 +163,8 @@ class MovableCodes:
     values: Tensor
     groups: int
     memory: Mapping[str, Tensor]
-    away: tuple[CodedLayers, ...]
+    away: tuple[CodedLayers, ...] = ()
+    loaded: HostCodes | None = None
 
     @classmethod
     def allocate(
@@ -172,7 +176,14 @@ class MovableCodes:
         """
         buffers = (model.layers, config.batch, model.kv_heads, config.buffer_slots, model.head_dim)
         keys, values = (torch.zeros(buffers, dtype=dtype, device=device) for _ in "kv")
-        away = tuple(CodedLayers.offloaded(model, config, config.longest, device) for _ in range(config.host_layers))
+        away: tuple[CodedLayers, ...] = ()
+        loaded = None
+        if config.target_loads:
+            loaded = HostCodes.allocate(model, config, config.host_layers, config.longest, device)
+        else:
+            away = tuple(
+                CodedLayers.offloaded(model, config, config.longest, device) for _ in range(config.host_layers)
+            )
         sizes = config.batch, model.kv_heads, 1, config.group, model.head_dim
         unit, whole = QuantizedKV.allocate(*sizes, "meta", lower=True), config.groups(config.longest)
         spare = config.spare_bytes // unit.bytes
@@ -182,7 +193,7 @@ class MovableCodes:
             return torch.zeros(groups * part.numel(), dtype=part.dtype, device=device)
 
         memory = {name: held(getattr(unit, name)) for name in NAMES}
-        return cls(config, keys, values, groups, memory, away)
+        return cls(config, keys, values, groups, memory, away, loaded)
 
     @property
     def layers(self) -> int:
@@ -192,13 +203,13 @@ class MovableCodes:
     @property
     def staying(self) -> int:
         """Layers that never leave."""
-        return self.layers - len(self.away)
+        return self.layers - self.config.host_layers
 
     @property
     def bytes(self) -> int:
         """Device memory."""
         held = sum(tensor.nbytes for tensor in self.memory.values()) + sum(coded.bytes for coded in self.away)
-        return self.keys.nbytes + self.values.nbytes + held
+        return self.keys.nbytes + self.values.nbytes + held + (self.loaded.bytes if self.loaded else 0)
 
     def capacity(self, resident: int) -> int:
         """Groups that rows may have while `resident` layers are on the device."""
@@ -212,7 +223,9 @@ class MovableCodes:
     def stores(self, resident: int) -> list[KVStore | HostKVStore]:
         """The storage of all layers in order, the codes of the first `resident` of them on the device."""
         near = [CodedLayers(self.config, resident, self.on_device(resident))] if resident else []
-        return [KVStore(self.config, self.keys, self.values, (*near, *self.away[resident - self.staying :]))]
+        away = self.away[resident - self.staying :]
+        loaded = self.loaded.from_layer(resident) if self.loaded and resident < self.layers else None
+        return [KVStore(self.config, self.keys, self.values, (*near, *away), loaded)]
 
     def on_device(self, resident: int) -> QuantizedKV:
         """The codes of the layers on the device, concatenated along the batch."""
@@ -226,18 +239,31 @@ class MovableCodes:
         """Moves the last of `resident` layers to the host and gives its memory to the others."""
         batch, held = self.config.batch, [self.config.quantized_groups(tokens) for tokens in lengths]
         before, after = self.on_device(resident), self.on_device(resident - 1)
-        source, target = (
-            before.rows(slice((resident - 1) * batch, resident * batch)),
-            self.away[resident - 1 - self.staying],
-        )
+        source = before.rows(slice((resident - 1) * batch, resident * batch))
+        if self.loaded:
+            self._take(self.loaded, resident, source, held)
+        else:
+            self._copy(self.away[resident - 1 - self.staying], source, held)
+        for name in NAMES:
+            _spread(getattr(before, name), getattr(after, name), held, batch)
+
+    def _take(self, loaded: HostCodes, resident: int, source: QuantizedKV, held: Sequence[int]) -> None:
+        """Stores a layer's groups token by token, and fills its slots as those of the layers that left before."""
+        loaded.tables.start_layer(self.layers - resident)
+        host = loaded.from_layer(resident - 1)
+        for row, count in enumerate(held):
+            host.take(0, row, source.rows(slice(row, row + 1)), count)
+        host.fill_slots(0)
+
+    def _copy(self, target: CodedLayers, source: QuantizedKV, held: Sequence[int]) -> None:
+        """Copies a layer's groups, and those that stay on the device for drafts."""
+        batch = self.config.batch
         groups = torch.tensor([*held, *[0] * (batch - len(held))], dtype=torch.int32).to(self.keys.device)
         for name in NAMES:
             copy_prefix(getattr(source, name), getattr(target.codes, name), groups)
         if target.window:
             for row, count in enumerate(held):
                 target.window.take(source, row, count)
-        for name in NAMES:
-            _spread(getattr(before, name), getattr(after, name), held, batch)
 
 
 def _spread(before: Tensor, after: Tensor, held: Sequence[int], batch: int) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.offload import SlotLoads
-from ridgeplan.runtime.offload.host_store import ALL_LAYERS, HostKVStore
 from ridgeplan.runtime.offload.side_stream import SideStream
+from ridgeplan.runtime.offload.slot_store import ALL_LAYERS, SlotStore
 
 Choice = tuple[Tensor, Tensor, int]  # index, count and page, as `sparse_decode_attention` takes them
 
@@ -22,7 +22,7 @@ Choice = tuple[Tensor, Tensor, int]  # index, count and page, as `sparse_decode_
 class SlotLoader:
     """Loads the slots of one store. prefetch: number of layers that are loaded ahead of the one being read."""
 
-    def __init__(self, store: HostKVStore, prefetch: int, device: torch.device) -> None:
+    def __init__(self, store: SlotStore, prefetch: int, device: torch.device) -> None:
         self.store, self.prefetch = store, prefetch
         self.side = SideStream(device)
 

@@ -211,6 +211,12 @@ class SparseSelector(TokenSelector):
         """Attention of queries in a layer to `chosen` and to the recent tokens; same shape."""
         cache = self.cache
         index = cache.load_chosen(layer, chosen.choice, self._ahead)
+        loaded = None if metadata.groups is None else cache.loaded_codes(layer)
+        if loaded is not None:
+            return sparse_decode_attention(
+                query, *cache.full(layer), metadata.begin, metadata.end, chosen.index, chosen.count, loaded,
+                metadata.groups, slots=index, page=chosen.page, lower=True,
+            )  # fmt: skip
         codes = None if metadata.groups is None else cache.codes(layer)
         planes = cache.planes(layer) if self.builder.config.drafts_read_upper else None
         return sparse_decode_attention(

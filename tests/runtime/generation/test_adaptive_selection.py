@@ -70,9 +70,18 @@ def without_limit(plan):
     return replace(plan, placement=replace(plan.placement, memory_bytes=0))
 
 
-@pytest.mark.parametrize("name, gamma", [*((name, 0) for name in CASES), ("retrieval-head", 1), ("all", 0)])
-def test_the_same_tokens_as_without_a_limit(name, gamma, run, placed):
-    plan = placed("bf16", name, gamma)
+RUNS = [
+    *(("bf16", name, 0) for name in CASES),
+    ("bf16", "retrieval-head", 1),
+    ("bf16", "all", 0),
+    *(("int8", name, 0) for name in CASES),
+    ("int4x2", "retrieval-head", 0),
+]
+
+
+@pytest.mark.parametrize("kv, name, gamma", RUNS)
+def test_the_same_tokens_as_without_a_limit(kv, name, gamma, run, placed):
+    plan = placed(kv, name, gamma)
     (result, engine), (expected, roomy) = run(plan, *PROMPTS), run(without_limit(plan), *PROMPTS)
     assert result.tokens == expected.tokens
     assert roomy.cache.config.host_layers == 0
@@ -93,6 +102,16 @@ def test_layers_leave_at_the_steps_that_algorithm_2_names(run, placed, device_of
     last = max(PROMPTS) + NEW - 2  # tokens before the last pass
     assert list(result.statistics.moved_at) == [length for length in thresholds if length <= last]
     assert departure_lengths(plan, shape, device_of(plan)) == tuple(thresholds)  # as they are priced
+
+
+def test_layers_of_codes_leave_at_the_lengths_that_are_priced(run, placed, device_of, shape):
+    plan = placed("int8", "retrieval-head")
+    result, engine = run(plan, *PROMPTS)
+    lengths = departure_lengths(plan, shape, device_of(plan))
+    assert list(result.statistics.moved_at) == [length for length in lengths if length <= max(PROMPTS) + NEW - 2]
+    assert result.statistics.moved_layers >= 2
+    groups = engine.cache.movable.groups
+    assert lengths == tuple((groups // (LAYERS - away) + 2) * GROUP - 1 for away in range(len(lengths)))
 
 
 @pytest.mark.parametrize("beyond, away", [(-1, 1), (0, 2)])

@@ -23,6 +23,8 @@ SELECTIONS = {
 }
 # 2-bit keys are those of codes, which a bf16 cache has none of.
 CASES = [("bf16+int4" if name == "progressive" else "bf16", name) for name in SELECTIONS]
+CODES = [("int8", name) for name in SELECTIONS if name != "progressive"]
+DRAFTED = [*((0, *case) for case in CASES + CODES), *((3, *case) for case in [*CASES[:4], CODES[0]])]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,9 @@ def expected(load, prompts):
     return run
 
 
-@pytest.mark.parametrize("kv, name, gamma", [(*case, 0) for case in CASES] + [(*case, 3) for case in CASES[:4]])
+@pytest.mark.parametrize(
+    "kv, name, gamma", [(*case, 0) for case in CASES + CODES] + [(*case, 3) for case in CASES[:4] + CODES[:1]]
+)
 def test_the_same_tokens_as_without_a_limit(kv, name, gamma, load, plan_of, expected, prompts):
     plan = plan_of(kv, name, gamma)
     engine = load(plan)
