@@ -38,13 +38,13 @@ def main() -> None:
 
 @st.fragment
 def _show_tab(show: Callable[[], None]) -> None:
-    """A tab's content; its own inputs run it again alone, without asking the planner anew."""
+    """A tab's content. Its inputs rerun this tab only, without another search of the planner."""
     with problems_shown():
         show()
 
 
 def _tabs() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Shows the sidebar and the answer, or what is wrong; yields the tabs that there are then."""
+    """Shows the sidebar and the answer, or the error; yields the tabs that can be shown."""
     page: PageQuestion | None = None
     answer: Answer | None = None
     with st.sidebar, problems_shown():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,13 +92,3 @@ def write_json(path: Path | None, data: Any) -> None:
     """Writes `data` as JSON where a path is given. Raises FileProblem."""
     if path is not None:
         write_atomically(path, json_text(data))
-
-
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Flat rows as CSV with a header; a value that a row lacks is empty."""
-    text = io.StringIO()
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

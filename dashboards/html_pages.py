@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -20,11 +20,12 @@ from ridgeplan.dashboards.charts.results import (
     scatter,
     similarities,
 )
+from ridgeplan.dashboards.rows import Row, grouped
 from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.planner.queries.maps import PlanMap
 from ridgeplan.planner.queries.sweep import GridSweep, SweepPoint
 
-# The browser is told to load nothing either, whatever the texts of a report hold.
+# Forbids the browser to load anything, whatever the texts of a report contain.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:; "
     "worker-src blob:"
@@ -114,7 +115,7 @@ def _shown(value: object) -> str:
 WORST = 40  # rows in the table of the largest errors
 
 
-def validation_page(report: Mapping[str, Any], summary: Sequence[Mapping[str, Any]]) -> str:
+def validation_page(report: Mapping[str, Any], summary: Sequence[Row]) -> str:
     """The HTML of a report's JSON and of the summaries' JSON."""
     return html_page(
         "ridgeplan: predicted and measured",
@@ -128,7 +129,7 @@ def _head(report: Mapping[str, Any]) -> list[str]:
     return [f"<h1>Predicted and measured: suite {escape(report['suite'])}</h1>", f"<p>{escape(origin)}</p>"]
 
 
-def _summary(summary: Sequence[Mapping[str, Any]]) -> list[str]:
+def _summary(summary: Sequence[Row]) -> list[str]:
     columns = ("", "rows", "signed median", "median", "p90", "worst", "mean", "target", "")
     names = ("signed_median", "median", "p90", "worst", "mean")
     rows = (
@@ -143,11 +144,10 @@ def _target(limits: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {limit:.1%}" for name, limit in limits.items() if limit is not None)
 
 
-def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _rows(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
-    units = dict.fromkeys(row["unit"] for row in rows)
-    scatters = (figure_html(scatter([row for row in rows if row["unit"] == unit], unit)) for unit in units)
+    scatters = (figure_html(scatter(alike, unit)) for unit, alike in grouped(rows, "unit").items())
     worst = sorted(rows, key=lambda row: -abs(row["relative_error"]))[:WORST]
     cells = (
         (row["kind"], f"{row['predicted']:.4g}", f"{row['measured']:.4g}", row["unit"],
@@ -161,7 +161,7 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]  # fmt: skip
 
 
-def _regret(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _regret(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     cells = (
@@ -186,28 +186,29 @@ SYMBOLS = {"bf16": "circle", "kv4": "square", "w4kv4": "diamond"}
 
 def draft_study_page(document: Mapping[str, Any]) -> str:
     """The HTML of the study's JSON."""
-    contexts = dict.fromkeys(row["context"] for row in document["rows"])
-    title = f"Sparse drafts of {document['model']} on {document['text']}"
-    parts = (part for context in contexts for part in _draft_context(document["rows"], context))
-    return html_page(title, (f"<h1>{escape(title)}</h1>", *parts))
+    return _study_page(f"Sparse drafts of {document['model']} on {document['text']}", document["rows"], _draft_context)
 
 
-def _draft_context(rows: Iterable[Mapping[str, Any]], context: int) -> list[str]:
-    context_rows = [row for row in rows if row["context"] == context]
-    positions = [str(position) for position in range(1, 1 + len(context_rows[0]["by_position"]))]
+def _study_page(title: str, rows: Sequence[Row], parts: Callable[[Sequence[Row]], Iterable[str]]) -> str:
+    """A page with a section for the rows of each context."""
+    sections = (
+        part for context, alike in grouped(rows, "context").items()
+        for part in (f"<h2>{context} tokens</h2>", *parts(alike))
+    )  # fmt: skip
+    return html_page(title, (f"<h1>{escape(title)}</h1>", *sections))
+
+
+def _draft_context(rows: Sequence[Row]) -> list[str]:
+    positions = [str(position) for position in range(1, 1 + len(rows[0]["by_position"]))]
     lines = (
         (row["policy"], f"{row['ratio']:g}", row["format"], f"{row['mean']:.3f}", f"{row['tokens_per_round']:.2f}",
-         *(f"{value:.3f}" for value in row["by_position"])) for row in context_rows
+         *(f"{value:.3f}" for value in row["by_position"])) for row in rows
     )  # fmt: skip
-    return [
-        f"<h2>{context} tokens</h2>",
-        figure_html(by_position(context_rows)),
-        figure_html(by_ratio(context_rows)),
-        table(("policy", "ratio", "reads", "mean", "tokens a round", *positions), lines),
-    ]
+    columns = ("policy", "ratio", "reads", "mean", "tokens a round", *positions)
+    return [figure_html(by_position(rows)), figure_html(by_ratio(rows)), table(columns, lines)]
 
 
-def by_position(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
+def by_position(rows: Sequence[Row]) -> go.Figure:
     """Acceptance by position in a round at one ratio: sets chosen once a round grow stale (SpecAttn, Fig 4)."""
     ratios = {row["ratio"] for row in rows if row["ratio"] < 1}
     shown = min(ratios, key=lambda ratio: abs(ratio - SHOWN_RATIO), default=1.0)
@@ -219,15 +220,12 @@ def by_position(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
     return _styled(figure, f"Conditional acceptance by position, {shown:.0%} of the tokens", "position of the draft")
 
 
-def by_ratio(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
+def by_ratio(rows: Sequence[Row]) -> go.Figure:
     """Mean acceptance by the share of tokens that drafts read."""
     figure = go.Figure()
-    for policy, form in dict.fromkeys((row["policy"], row["format"]) for row in rows):
-        method_rows = sorted(
-            (row for row in rows if (row["policy"], row["format"]) == (policy, form)), key=lambda x: x["ratio"]
-        )
-        if len(method_rows) > 1:
-            _line(figure, method_rows[0], [row["ratio"] for row in method_rows], [row["mean"] for row in method_rows])
+    for alike in grouped(sorted(rows, key=lambda row: row["ratio"]), "policy", "format").values():
+        if len(alike) > 1:
+            _line(figure, alike[0], [row["ratio"] for row in alike], [row["mean"] for row in alike])
     figure.update_xaxes(type="log", tickformat=".0%")
     return _styled(figure, "Mean conditional acceptance by ratio", "share of the tokens")
 
@@ -246,7 +244,7 @@ def _styled(figure: go.Figure, title: str, x: str) -> go.Figure:
     )
 
 
-Rows = Sequence[Mapping[str, Any]]  # of `validate.studies.retrieval.RetrievalRow`
+Rows = Sequence[Row]  # of `validate.studies.retrieval.RetrievalRow`
 FIGURES = {
     "hit": "Share of the model's own top tokens that are read (Fig 5)",
     "distant": "The same of tokens that are neither first nor recent",
@@ -263,28 +261,23 @@ def dapq_study_page(document: Mapping[str, Any]) -> str:
 
 def retrieval_study_page(document: Mapping[str, Any]) -> str:
     """The HTML of the study's JSON."""
-    title = f"Selections of {document['model']} on {document['text']}"
-    contexts = dict.fromkeys(row["context"] for row in document["rows"])
-    parts = (part for context in contexts for part in _retrieval_context(document["rows"], context))
-    return html_page(title, (f"<h1>{escape(title)}</h1>", *parts))
+    return _study_page(f"Selections of {document['model']} on {document['text']}", document["rows"], _retrieval_context)
 
 
-def _retrieval_context(rows: Rows, context: int) -> Iterator[str]:
-    context_rows = [row for row in rows if row["context"] == context]
-    yield f"<h2>{context} tokens</h2>"
+def _retrieval_context(rows: Rows) -> Iterator[str]:
     for name, text in FIGURES.items():
-        yield figure_html(by_budget(context_rows, name, text))
-    yield figure_html(by_layer(context_rows))
-    lines = ((row["method"], row["budget"], *(f"{row[name]:.3f}" for name in FIGURES)) for row in context_rows)
+        yield figure_html(by_budget(rows, name, text))
+    yield figure_html(by_layer(rows))
+    lines = ((row["method"], row["budget"], *(f"{row[name]:.3f}" for name in FIGURES)) for row in rows)
     yield table(("method", "budget", *FIGURES), lines)
 
 
 def by_budget(rows: Rows, name: str, title: str) -> go.Figure:
     """One figure of every method over the budgets."""
     figure = go.Figure()
-    for method in dict.fromkeys(row["method"] for row in rows):
-        method_rows = sorted((row for row in rows if row["method"] == method), key=lambda row: row["budget"])
-        figure.add_scatter(x=[row["budget"] for row in method_rows], y=[row[name] for row in method_rows], name=method,
+    for method, alike in grouped(rows, "method").items():
+        alike.sort(key=lambda row: row["budget"])
+        figure.add_scatter(x=[row["budget"] for row in alike], y=[row[name] for row in alike], name=method,
                            mode="lines+markers")  # fmt: skip
     figure.update_xaxes(type="log")
     return figure.update_layout(title=title, template="plotly_white", xaxis_title="budget in tokens", height=420)

@@ -85,6 +85,13 @@ class PassTerms:
     fused_swiglu: Term = 0  # 1 where the gate and up product applies SwiGLU
     reads: Term = 1  # of KV: once for all queries, or by each query for itself
 
+    @classmethod
+    def plain(cls, batch: Term, tokens: Term, element_bytes: Term, **others: Term) -> PassTerms:
+        """A step of plain decoding: one query per sequence, and everything in full precision."""
+        terms = {"queries": 1, "quantized_tokens": 0, "bits": 0, "group": 1, "splits": 1} | others
+        widths = dict.fromkeys(("weight_bytes", "head_bytes", "element_bytes"), element_bytes)
+        return cls(batch=batch, full_tokens=tokens, **terms, **widths)
+
     @property
     def rows(self) -> Term:
         """Rows of every linear layer's input."""

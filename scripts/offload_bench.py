@@ -42,16 +42,37 @@ from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.plan.support import as_loaded
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.model.source import model_source
-from ridgeplan.validate.calibration.link import measured_link, streaming_seconds
+from ridgeplan.validate.calibration.link import measured_link, run_times
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.random_model import RandomModel, measured_round, random_cache, random_head
 
 STEPS = 1000  # of a limit on memory, as shares of what a plan takes without one
+
+
+@torch.inference_mode()
+def streaming_seconds(cache: Cache) -> tuple[float, int]:
+    """Seconds to bring all layers on the host to the device once, without any computation, and the bytes moved."""
+    stream = cache.stream
+    if stream is None:
+        return 0.0, 0
+    old = cache.quantized(cache.lengths)
+    entries = old // cache.config.group if cache.config.format.quantized else old
+
+    def once() -> None:
+        stream.begin(entries)
+        for layer in range(len(stream.layers)):
+            stream.fetch(layer)
+            stream.release(layer)
+
+    seconds = statistics.median(run_times(cache.lengths.device, once))
+    held = sum(part.nbytes for parts in stream.layers for part in parts)
+    return seconds, int(held * float(entries.float().mean()) / stream.layers[0][0].shape[2])
 
 
 @dataclass(frozen=True)

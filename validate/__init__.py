@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeplan.validate.calibration.noise import NoiseCheck, NoisyMachine
 from ridgeplan.validate.comparison import Comparison, ComparisonRow, compare
 from ridgeplan.validate.measure import Measured, measure
-from ridgeplan.validate.validation import PlanRuns, Validation, run_plans, validate_plan
+from ridgeplan.validate.validation import PlanRuns, RunOptions, Validation, run_plans, validate_plan
 
 if TYPE_CHECKING:
     from ridgeplan.validate.calibration.calibrate import calibrate, recalibrate, save_profile
@@ -20,6 +20,7 @@ __all__ = [
     "NoiseCheck",
     "NoisyMachine",
     "PlanRuns",
+    "RunOptions",
     "Validation",
     "calibrate",
     "compare",

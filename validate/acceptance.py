@@ -9,9 +9,10 @@ two distributions, given that the earlier tokens were accepted (Leviathan et al.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan, PlanError, Workload, require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.roofline.plan.policy import MIN_RATIO
-from ridgeplan.runtime import WorkloadError, load
+from ridgeplan.runtime import WorkloadError
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
@@ -35,6 +36,7 @@ from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.sampling import require_finite
+from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.machine import device_name, today
 from ridgeplan.validate.measure import Progress, clamp_share, silent
 from ridgeplan.validate.prompts import prompt_tokens
@@ -65,12 +67,12 @@ class Draft:
 
     @property
     def quantized_weights(self) -> bool:
-        """Whether it has 4-bit weights of its own."""
+        """Whether its weights are a 4-bit copy of the target's."""
         return self.kind.startswith("w4")
 
     @property
     def reads_codes(self) -> bool:
-        """Whether its target keeps the cache as codes."""
+        """Whether the target that verifies it stores the cache as codes."""
         return self.kind in ("kv4", "w4kv4")
 
     @property
@@ -93,7 +95,7 @@ class TextAcceptance:
 
 
 class _Caches:
-    """An engine's full-precision cache, and a cache of codes that holds the same tokens."""
+    """An engine's full-precision cache, and a cache of codes with the same tokens."""
 
     def __init__(self, engine: Engine, plain: Cache, coded: bool) -> None:
         self.plain = plain
@@ -149,7 +151,7 @@ class TeacherForced:
     drafts: Sequence[Draft]
 
     @torch.inference_mode()
-    def run(self, ids: Sequence[int], context: int, on_round: Callable[[], None]) -> list[TextAcceptance]:
+    def run(self, ids: Sequence[int], context: int, on_round: Callable[[int], None]) -> list[TextAcceptance]:
         """Acceptance on the whole rounds of the tokens after the first `context`. Raises ModelError for NaN logits."""
         assert self.engine.cache is not None, "the engine is open"
         text = torch.tensor(ids, device=self.engine.device)
@@ -159,7 +161,7 @@ class TeacherForced:
         rounds = []
         for start in range(context, len(text) - ROUND + 1, ROUND):
             rounds.append(self._round(caches, text[None, start : start + ROUND]))
-            on_round()
+            on_round(len(rounds))
         means = torch.stack(rounds).double().mean(0)
         require_finite([bool(means.isfinite().all())])  # NaN where any of the target's or the drafts' logits was
         return [TextAcceptance(draft, tuple(each)) for draft, each in zip(self.drafts, means.tolist(), strict=True)]
@@ -251,15 +253,15 @@ def measure_acceptance(
     shape = named_shape(model)
     plans = list(passage.plans(shape))
     rounds = passage.tokens // ROUND
-    weights = draft_weights = None
+    shared, draft_weights = SharedWeights(model, device), None
     for number, plan in enumerate(plans):
-        counted = _Counted(on_progress, f"{plan.workload.context} tokens", number * rounds, rounds * len(plans))
-        engine = load(plan, model, device=device, weights=weights)
-        weights = engine.weights
-        ids = prompt_tokens(engine.tokenizer, plan.workload.final_context, passage.text)
-        draft_weights = draft_weights or draft_weights_of(engine, drafts, passage.calibration)
-        measured = TeacherForced(engine, draft_weights, drafts).run(ids, plan.workload.context, counted.one_more)
-        engine.close()
+        report = partial(_report, on_progress, f"{plan.workload.context} tokens", number * rounds, rounds * len(plans))
+        report(0)
+        with shared.engine(plan) as engine:
+            ids = prompt_tokens(engine.tokenizer, plan.workload.final_context, passage.text)
+            if draft_weights is None and any(draft.quantized_weights for draft in drafts):
+                draft_weights = draft_weights_of(engine, passage.calibration)
+            measured = TeacherForced(engine, draft_weights, drafts).run(ids, plan.workload.context, report)
         where = f"teacher-forced over {passage.tokens} tokens of {passage.name}, {device_name(engine.device)}"
         for result in measured:
             row = measured_row(
@@ -271,29 +273,13 @@ def measure_acceptance(
             yield MeasuredAcceptance(row, result.by_position)
 
 
-class HasWeights(Protocol):
-    """Any draft."""
-
-    @property
-    def quantized_weights(self) -> bool:
-        """Whether it has 4-bit weights of its own."""
-
-
-class _Counted:
-    """Progress of one context's rounds among those of all contexts."""
-
-    def __init__(self, on_progress: Progress, what: str, done: int, total: int) -> None:
-        self._report = lambda count: on_progress(what, count, total)
-        self._done = done
-        self._report(done)
-
-    def one_more(self) -> None:
-        self._done += 1
-        self._report(self._done)
+def _report(on_progress: Progress, what: str, before: int, total: int, done: int) -> None:
+    """Progress after `done` rounds of a context; `before` are those of earlier contexts."""
+    on_progress(what, before + done, total)
 
 
 def named_shape(model: str) -> ModelShape:
-    """The shape by the name that `recommend` knows the model by. Raises what `load_shape` and `model_source` raise."""
+    """The shape, named as `recommend` names the model. Raises what `load_shape` and `model_source` raise."""
     try:
         return load_shape(model)
     except ValueError:
@@ -301,16 +287,12 @@ def named_shape(model: str) -> ModelShape:
 
 
 def checkpoint_of(model: str) -> str:
-    """The kind of weights that a model has, "" for its published checkpoint."""
+    """The kind of a model's weights: "" for its published checkpoint."""
     return "GGUF, decoded" if model.lower().endswith(".gguf") else ""
 
 
-def draft_weights_of(
-    engine: Engine, drafts: Iterable[HasWeights], calibration: Sequence[int] | None
-) -> DecoderWeights | None:
-    """4-bit weights made of an engine's, fitted to a text or to the model's own; None if no draft has any."""
-    if not any(draft.quantized_weights for draft in drafts):
-        return None
+def draft_weights_of(engine: Engine, calibration: Sequence[int] | None) -> DecoderWeights:
+    """4-bit weights made of an engine's, fitted to a text or to one that the model generates."""
     decoder, weights = engine.decoder, engine.weights
     text = (
         CalibrationText.of_model(decoder, weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ridgeplan.roofline.plan.presets import autoregressive, preset_name
 from ridgeplan.validate.measure import Measured, is_busy, last_run, widest
 
 if TYPE_CHECKING:
-    from ridgeplan.runtime import Engine, Statistics
+    from ridgeplan.runtime import Engine
 
 SPEEDUP = "speed-up over plain decoding"
 _UNITS = {"ms": (1.0, "{:.2f} ms"), "bytes": (1e-9, "{:.3f} GB"), "": (1.0, "{:.3f}"), "x": (1.0, "{:.2f}x")}
@@ -116,14 +117,8 @@ def compare_measured(
     plan = replace(plan, workload=workload)
     baseline = predict(autoregressive(workload), shape, profile)
     predicted = predict(plan, shape, profile).against(baseline)
-    at_measured_ms = tpot_ms_at(plan, shape, profile, measured.statistics.acceptance)
     spread = widest((measured.spread, plain.spread if plain else None))
-    rows = (
-        *_time_rows(plan, predicted, measured.statistics),
-        *_token_rows(plan, predicted, measured, at_measured_ms),
-        _memory_row(predicted, measured.statistics),
-        _speedup_row(predicted, measured, plain, spread),
-    )
+    rows = (*_rows(plan, predicted, measured, shape, profile), _speedup_row(predicted, measured, plain, spread))
     sizes = workload.context, workload.new_tokens, workload.batch
     return Comparison(preset_name(plan), *sizes, predicted.source, rows, spread)
 
@@ -141,36 +136,25 @@ def shape_of(plan: Plan, engine: Engine) -> ModelShape:
     return replace(engine.config.shape, name=plan.workload.model)
 
 
-def _time_rows(plan: Plan, predicted: Prediction, statistics: Statistics) -> list[ComparisonRow]:
-    prefill = ComparisonRow("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
-    target_ms = predicted.target_step_ms
-    if not plan.speculation.active:
-        return [prefill, ComparisonRow("decode step", "ms", target_ms, 1e3 * statistics.verify_s)]
-    return [
-        prefill,
-        ComparisonRow("draft step", "ms", predicted.draft_step_ms, 1e3 * statistics.draft_s),
-        ComparisonRow("verification", "ms", target_ms, 1e3 * statistics.verify_s),
-    ]
-
-
-def _token_rows(plan: Plan, predicted: Prediction, measured: Measured, at_measured_ms: float) -> list[ComparisonRow]:
-    statistics, tpot_ms = measured.statistics, measured.tpot_ms
-    tpot = ComparisonRow("tpot", "ms", predicted.best.tpot_ms, tpot_ms)
-    if not plan.speculation.active:
-        return [tpot]
-    return [
-        ComparisonRow("acceptance", "", predicted.acceptance.best, statistics.acceptance),
-        ComparisonRow("tokens per round", "", predicted.tokens_per_round, statistics.tokens_per_round),
-        tpot,
-        ComparisonRow("tpot at the measured acceptance", "ms", at_measured_ms, tpot_ms),
-    ]
-
-
-def _memory_row(predicted: Prediction, statistics: Statistics) -> ComparisonRow:
-    peak = statistics.peak_memory_bytes
-    return ComparisonRow(
-        "peak memory", "bytes", predicted.best.peak_memory_bytes, None if peak is None else float(peak)
-    )
+def _rows(
+    plan: Plan, predicted: Prediction, measured: Measured, shape: ModelShape, profile: Profile
+) -> Iterator[ComparisonRow]:
+    statistics, drafting = measured.statistics, plan.speculation.active
+    yield ComparisonRow("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
+    if drafting:
+        yield ComparisonRow("draft step", "ms", predicted.draft_step_ms, 1e3 * statistics.draft_s)
+    step = "verification" if drafting else "decode step"
+    yield ComparisonRow(step, "ms", predicted.target_step_ms, 1e3 * statistics.verify_s)
+    if drafting:
+        yield ComparisonRow("acceptance", "", predicted.acceptance.best, statistics.acceptance)
+        yield ComparisonRow("tokens per round", "", predicted.tokens_per_round, statistics.tokens_per_round)
+    yield ComparisonRow("tpot", "ms", predicted.best.tpot_ms, measured.tpot_ms)
+    if drafting:
+        at_measured_ms = tpot_ms_at(plan, shape, profile, statistics.acceptance)
+        yield ComparisonRow("tpot at the measured acceptance", "ms", at_measured_ms, measured.tpot_ms)
+    peak_bytes = statistics.peak_memory_bytes
+    measured_peak = None if peak_bytes is None else float(peak_bytes)
+    yield ComparisonRow("peak memory", "bytes", predicted.best.peak_memory_bytes, measured_peak)
 
 
 def _speedup_row(

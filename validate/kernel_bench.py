@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import machine
 from ridgeplan.validate.kernel_calls import attention, kv_cache, layer, linear, offload, sampling, sparse
 from ridgeplan.validate.kernel_calls.case import BenchCase, Peers, usable
-from ridgeplan.validate.kernel_calls.sizes import FULL, KERNELS, TINY, BenchSizes
+from ridgeplan.validate.kernel_calls.sizes import KERNELS, bench_sizes
 from ridgeplan.validate.measure import Progress
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench
 
@@ -136,10 +133,10 @@ def bench_kernels(kernels: Iterable[str] = KERNELS, on_progress: Progress | None
     peaks = MachinePeaks.measure(bench, MATMUL_SIZE)
     return KernelReport(
         device=torch.cuda.get_device_name(bench.device),
-        software=versions(PACKAGES),
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        software=machine.software(PACKAGES),
+        date=machine.today(),
         peaks=peaks,
-        rows=tuple(measured(bench, peaks, cases_of(bench, FULL, kernels, on_progress))),
+        rows=tuple(measured(bench, peaks, cases_of(bench, bench_sizes("full"), kernels, on_progress))),
     )
 
 
@@ -154,19 +151,19 @@ def run_kernels_once(kernels: Iterable[str] = KERNELS) -> list[tuple[str, str, f
     return [
         (case.kernel, f"{case.call.name}, {name}", case.call.error())
         for name, bench in benches.items()
-        for case in cases_of(bench, TINY, kernels)
+        for case in cases_of(bench, bench_sizes("tiny"), kernels)
     ]
 
 
 def cases_of(
-    bench: Bench, sizes: BenchSizes, kernels: Iterable[str], on_progress: Progress | None = None
+    bench: Bench, sizes: Mapping[str, Sequence[Any]], kernels: Iterable[str], on_progress: Progress | None = None
 ) -> Iterator[BenchCase]:
     """The cases of `kernels`, created lazily, so that only one size's inputs are in memory."""
     chosen = [name for name in KERNELS if name in set(kernels)]
     for done, name in enumerate(chosen):
         if on_progress is not None:
             on_progress(name, done, len(chosen))
-        yield from FAMILIES[name](bench, getattr(sizes, name))
+        yield from FAMILIES[name](bench, sizes[name])
 
 
 def measured(bench: Bench, peaks: MachinePeaks, cases: Iterable[BenchCase]) -> Iterator[KernelRow]:
@@ -195,15 +192,6 @@ def row_of(case: BenchCase, ours_s: float, peers_s: Mapping[str, float], peaks: 
         error=case.call.error(),
         target_s=case.target.limit_s(math.nan if peer is None else peers_s[peer], roof_s),
     )
-
-
-def versions(packages: Iterable[str]) -> dict[str, str]:
-    """The installed ones of `packages`, with their versions."""
-    installed = {}
-    for name in packages:
-        with suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    return installed
 
 
 def _cuda_device() -> torch.device:

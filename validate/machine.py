@@ -6,6 +6,8 @@ import datetime
 import os
 import platform
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ _SIZE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def copy_bytes_per_s(bench: Bench) -> float:
-    """Bandwidth of a large copy, or of a large sum if reading alone is faster; counts bytes read and written."""
+    """Bandwidth of a large copy, or of a large sum if that is faster. Counts bytes read and written."""
     half = bench.pool.numel() // 2
     source, target = bench.pool[:half], torch.empty_like(bench.pool[:half])
     copy, read = Cost(read_bytes=source.nbytes, write_bytes=target.nbytes), Cost(read_bytes=bench.pool.nbytes)
@@ -107,11 +109,7 @@ def cuda_hardware(bench: Bench, bandwidth_bytes_per_s: float, compute_flops: flo
 
 def measured_here() -> dict[str, Any]:
     """The origin of results: device, date, and versions."""
-    return {
-        "device": device_here(),
-        "date": today(),
-        "software": software(),
-    }
+    return {"device": device_here(), "date": today(), "software": software()}
 
 
 def today() -> str:
@@ -119,9 +117,13 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def software() -> dict[str, str]:
-    """Versions of torch and of this package."""
-    return {name: metadata.version(name) for name in ("torch", "ridgeplan")}
+def software(packages: Iterable[str] = ("torch", "ridgeplan")) -> dict[str, str]:
+    """Versions of those packages that are installed, by default of torch and of this package."""
+    versions = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def device_here() -> str:

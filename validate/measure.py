@@ -1,4 +1,4 @@
-"""Measurement of generations: one alone or several in turns, by segments whose spread shows other work.
+"""Measurement of generations, alone or in turns, by segments whose spread reveals other work on the machine.
 
 Another process slows some segments and not others. The median is the time of a quiet machine as long as most segments
 are quiet, and the spread tells whether they are. Generations that run in turns are slowed alike.
@@ -196,10 +196,10 @@ class Run:
         timed = tuple(self._segments[:-1] or self._segments)
         result = replace(last_run(self.engine), tokens=tuple(map(tuple, self._tokens)), segments=timed)
         if not exclusive:
-            result = replace(result, statistics=self._own(result.statistics, freed_bytes))
+            result = replace(result, statistics=self._without_others(result.statistics, freed_bytes))
         return replace(result, driver_bytes=self._driver_bytes)
 
-    def _own(self, statistics: Statistics, freed_bytes: int) -> Statistics:
+    def _without_others(self, statistics: Statistics, freed_bytes: int) -> Statistics:
         """The engine's statistics without what other runs did between its rounds; its waits are not known then."""
         rounds = sum(segment.rounds for segment in self._segments)
         mean_s = sum(segment.seconds for segment in self._segments) / rounds if rounds else 0.0

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -45,18 +46,9 @@ def llama_like_shape(
 ) -> ModelShape:
     """A small dense shape with tied embeddings and 4096 tokens of context."""
     return ModelShape(
-        name="random",
-        architecture="llama",
-        layers=layers,
-        hidden=hidden,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=intermediate,
-        vocab=vocab,
-        max_context=4096,
-        tied_embeddings=True,
-    )
+        name="random", architecture="llama", layers=layers, hidden=hidden, q_heads=q_heads, kv_heads=kv_heads,
+        head_dim=head_dim, intermediate=intermediate, vocab=vocab, max_context=4096, tied_embeddings=True,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +183,7 @@ class RandomModel:
         return self._quantized(WeightFormat(4, plan.weights.group)) if plan.weights.draft_copy else self.target(plan)
 
     def _quantized(self, kind: WeightFormat) -> DecoderWeights:
-        """Weights as codes. Packing is slow, so their layers are copies of one."""
+        """Weights as codes. Packing is slow, so all layers are copies of the first."""
         if kind not in self.quantized:
             self.quantized[kind] = self._packed(kind)
         return self.quantized[kind]
@@ -299,17 +291,16 @@ def _fill(store: KVStore | HostKVStore) -> None:
         keys.scale.fill_(2 / 15)
     for coded in store.coded:
         for codes in (coded.codes, coded.window.codes) if coded.window else (coded.codes,):
-            _fill_codes(codes)
+            fill_codes(codes, lambda plane: plane.random_(0, 256))
 
 
-def _fill_codes(codes: QuantizedKV) -> None:
+def fill_codes(codes: QuantizedKV, draw: Callable[[Tensor], object]) -> None:
+    """Fills codes so that they decode to about -1 to 1. draw: fills a plane of them with random bytes."""
     for item in dataclasses.fields(codes):
         plane = getattr(codes, item.name)
-        if plane is None:
-            continue
-        if plane.dtype == torch.uint8:
-            plane.random_(0, 256)
-        else:
+        if plane is not None and plane.dtype == torch.uint8:
+            draw(plane)
+        elif plane is not None:
             plane.fill_(-1.0 if item.name.endswith("min") else 2 / 15)
 
 

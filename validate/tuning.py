@@ -19,7 +19,7 @@ from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.gamma_control import Evidence
-from ridgeplan.validate.acceptance import measured_row, named_shape
+from ridgeplan.validate.acceptance import Passage, measured_row, named_shape
 from ridgeplan.validate.machine import device_name
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
@@ -149,19 +149,6 @@ class MeasuredDrafts:
 
 
 @dataclass(frozen=True)
-class TuningText:
-    """A text whose prompts are continued, its name in rows, and the tokens generated after each prompt.
-
-    calibration: token ids that 4-bit weights are fitted to.
-    """
-
-    text: str
-    name: str
-    tokens: int
-    calibration: Sequence[int] | None = None
-
-
-@dataclass(frozen=True)
 class Tuning:
     """The tuned plan, the steps that led to it, plain decoding's time, and the measured rows of acceptance."""
 
@@ -184,7 +171,7 @@ class Tuning:
 def tune(
     plan: Plan,
     model: str,
-    passage: TuningText,
+    passage: Passage,
     profile: Profile,
     largest: int,
     device: str | None = None,
@@ -192,8 +179,8 @@ def tune(
 ) -> Tuning:
     """The plan with the sparse ratio and the gamma that are fastest for a text, at the profile's rates.
 
-    model, device: as for `ridgeplan.runtime.load`. largest: gamma of the measurement, and the largest that is
-    considered. An adaptive plan stays adaptive, with the tuned gamma as its largest.
+    model, device: as for `ridgeplan.runtime.load`. passage: its tokens are generated after each prompt. largest: gamma
+    of the measurement, and the largest that is considered. An adaptive plan keeps adapting, up to the tuned gamma.
     Raises PlanError for a plan without drafts, PromptError for a text that is too short, and what `load` raises.
     """
     require(plan.speculation.active, "the plan has gamma 0; allowed: a plan that drafts")
@@ -224,7 +211,7 @@ def _measured_plans(plan: Plan, largest: int, tokens: int) -> Iterator[Plan]:
 
 
 def _ratios(plan: Plan, tokens: int) -> list[float]:
-    """Ascending; of those that read the selection's fewest tokens however long a sequence gets, only the largest."""
+    """Ascending ratios. Of those at which the selection reads only its minimum of tokens, the largest one."""
     if not plan.speculation.sparse:
         return [1.0]
     ratios = sorted({*RATIOS, plan.speculation.ratio})
@@ -239,7 +226,7 @@ def _with(plan: Plan, ratio: float, **changes: Any) -> Plan:
 
 
 def _measure(
-    plans: Sequence[Plan], model: str, passage: TuningText, device: str | None, on_progress: Progress
+    plans: Sequence[Plan], model: str, passage: Passage, device: str | None, on_progress: Progress
 ) -> tuple[list[MeasuredDrafts], list[AcceptanceRow], ModelShape]:
     """Counts and rows of every plan, and the model's shape as it runs. Weights are loaded and quantized once."""
     engine: Engine | None = None

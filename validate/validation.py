@@ -62,53 +62,39 @@ class Validation:
         return {**comparisons, "in_turns": self.in_turns}
 
 
-def validate_plan(
-    plan: Plan,
-    model: str,
-    prompts: Prompts,
-    max_new_tokens: int,
-    sampling: SamplingParams | None = None,
-    *,
-    device: str | None = None,
-    profile: Profile | None = None,
-    calibration: Sequence[int] | None = None,
-    retrieval_head: str | None = None,
-    on_progress: RunProgress | None = None,
-) -> Validation:
-    """Runs plain decoding and `plan` by `run_plans`, whose arguments it takes."""
-    plans = (autoregressive(plan.workload), plan)
-    plan_runs = run_plans(
-        plans, model, prompts, max_new_tokens, sampling,
-        device=device, profile=profile, calibration=calibration, retrieval_head=retrieval_head, on_progress=on_progress,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class RunOptions:
+    """What plans run on. model, device: as for `runtime.load`. prompts: token ids.
+
+    profile: by default this machine's calibrated one. calibration: token ids for 4-bit weights, as for `runtime.load`.
+    retrieval_head: the file of a head, for the plans that select by one.
+    """
+
+    model: str
+    prompts: Prompts
+    max_new_tokens: int
+    sampling: SamplingParams | None = None
+    device: str | None = None
+    profile: Profile | None = None
+    calibration: Sequence[int] | None = None
+    retrieval_head: str | None = None
+    on_progress: RunProgress | None = None
+
+
+def validate_plan(plan: Plan, options: RunOptions) -> Validation:
+    """Runs plain decoding and `plan` by `run_plans`."""
+    plan_runs = run_plans((autoregressive(plan.workload), plan), options)
     plain, planned = plan_runs.runs
     return Validation(plain, planned, plan_runs.in_turns)
 
 
-def run_plans(
-    plans: Sequence[Plan],
-    model: str,
-    prompts: Prompts,
-    max_new_tokens: int,
-    sampling: SamplingParams | None = None,
-    *,
-    device: str | None = None,
-    profile: Profile | None = None,
-    calibration: Sequence[int] | None = None,
-    retrieval_head: str | None = None,
-    on_progress: RunProgress | None = None,
-) -> PlanRuns:
-    """Runs each plan on an engine of its own and compares it with its prediction; targets of one format share weights.
+def run_plans(plans: Sequence[Plan], options: RunOptions) -> PlanRuns:
+    """Runs each plan on its own engine and compares it with its prediction; targets of one format share weights.
 
     The engines are loaded at once and run in turns, or one after another where memory does not allow that.
-    prompts: token ids. profile: by default this machine's calibrated one. calibration: token ids for 4-bit
-    weights, as for `runtime.load`. retrieval_head: the file of a head, for the plans that choose by one.
     Raises what `runtime.load` and `Engine.generate` raise, and ProfileError where this machine is not calibrated.
     """
-    return _Lanes(
-        plans, model, prompts, max_new_tokens, sampling, device, profile or this_machine(), calibration, retrieval_head,
-        on_progress,
-    ).run()  # fmt: skip
+    return _Lanes(plans, options, options.profile or this_machine()).run()
 
 
 @dataclass(eq=False)
@@ -119,15 +105,8 @@ class _Lanes:
     """
 
     plans: Sequence[Plan]
-    model: str
-    prompts: Prompts
-    max_new_tokens: int
-    sampling: SamplingParams | None
-    device: str | None
+    options: RunOptions
     profile: Profile
-    calibration: Sequence[int] | None
-    retrieval_head: str | None
-    on_progress: RunProgress | None
     weights: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
     plain: Measured | None = None
     freed_bytes: int = 0
@@ -141,13 +120,13 @@ class _Lanes:
             for index in range(1, len(self.plans)):
                 runs.append(self._begun(index))  # noqa: PERF401, the runs that have begun are needed if one fails
         except WorkloadError:
-            return PlanRuns(tuple(self._one_by_one(runs)), False)
+            return PlanRuns(tuple(self._in_sequence(runs)), False)
         take_turns(runs)
         exclusive = len(runs) == 1
         runs.reverse()  # the first one ends first: what it held is not the later ones'
         return PlanRuns(tuple(self._freed(plan, runs, exclusive) for plan in self.plans), True)
 
-    def _one_by_one(self, begun: list[Run]) -> Iterator[PlanRun]:
+    def _in_sequence(self, begun: list[Run]) -> Iterator[PlanRun]:
         """The first run goes on alone; the others start again, each once the one before is closed."""
         for run in begun[1:]:
             run.engine.close()
@@ -166,19 +145,19 @@ class _Lanes:
         """The run of a plan after its prefill."""
         from ridgeplan import runtime
 
-        plan = self.plans[index]
+        plan, options = self.plans[index], self.options
         shared = self.weights.get(plan.weights.target_format)
         others = (held for held in self.weights.values() if held is not shared and held.embedding.is_cuda)
         others_bytes = sum(held.bytes for held in others)
-        fitted = self.calibration if plan.weights.quantized else None
+        fitted = options.calibration if plan.weights.quantized else None
         engine = runtime.load(
-            plan, self.model, device=self.device, weights=shared, calibration=fitted, profile=self.profile,
-            retrieval_head=self.retrieval_head if missing_head(plan) else None,
+            plan, options.model, device=options.device, weights=shared, calibration=fitted, profile=self.profile,
+            retrieval_head=options.retrieval_head if missing_head(plan) else None,
         )  # fmt: skip
         self.weights[plan.weights.target_format] = engine.weights
-        progress = None if self.on_progress is None else partial(self.on_progress, index)
+        progress = None if options.on_progress is None else partial(options.on_progress, index)
         try:
-            return Run(engine, self.prompts, self.max_new_tokens, self.sampling, progress, others_bytes)
+            return Run(engine, options.prompts, options.max_new_tokens, options.sampling, progress, others_bytes)
         except runtime.WorkloadError:
             engine.close()
             raise

@@ -12,7 +12,7 @@ from ridgeplan.planner.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.queries.maps import PlanMap
 
 EDGE = "rgba(30,30,30,0.55)"
-MOST_PRICES = 4  # contours of cost
+MAX_PRICES = 4  # contours of cost
 
 
 def capacity_map(
@@ -43,7 +43,7 @@ def capacity_map(
     for values, limit, color, name in limits:
         if limit:
             figure.add_traces(_contour(f"{time_text(limit)} {name}", x, y, values, limit, color, plan_map))
-    figure.add_scatter(name="asked", x=[np.log2(workload[0])], y=[np.log2(workload[1])], mode="markers",
+    figure.add_scatter(name="your question", x=[np.log2(workload[0])], y=[np.log2(workload[1])], mode="markers",
                        hoverinfo="skip",
                        marker={"symbol": "circle-open", "size": 16, "color": RED, "line": {"width": 3}})  # fmt: skip
     _axes(figure, plan_map, x, y)
@@ -142,7 +142,7 @@ def _label(figure: go.Figure, text: str, x: float, y: float) -> None:
 def _levels(cost: np.ndarray) -> list[float]:
     """A few round prices within the map's costs."""
     inside = [price for price in ROUND if cost.size and 1.1 * cost.min() < price < cost.max() / 1.1]
-    return inside[:: max(1, -(-len(inside) // MOST_PRICES))]
+    return inside[:: max(1, -(-len(inside) // MAX_PRICES))]
 
 
 def _spacing(values: np.ndarray) -> float:

@@ -7,25 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts.style import (  # fmt: skip
-    BLUE,
-    GOLD,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    below,
-    faded,
-    styled,
-    token_axis,
-)
+from ridgeplan.dashboards.charts import style
 from ridgeplan.planner.quantities import GB, size_text, tokens_text
 from ridgeplan.planner.queries.curves import OffloadStep
 from ridgeplan.roofline.memory import MemoryBreakdown
 
 MEMORY_COLORS = {
-    "weights": BLUE, "draft weights": PURPLE, "kv": ORANGE, "buffers": GREEN, "libraries": GOLD, "workspace": GREY,
+    "weights": style.BLUE, "draft weights": style.PURPLE, "kv": style.ORANGE, "buffers": style.GREEN,
+    "libraries": style.GOLD, "workspace": style.GREY,
 }  # fmt: skip
 
 
@@ -53,18 +42,18 @@ def memory_over_context(
         if parts[name].any():
             figure.add_scatter(
                 name=name, x=contexts, y=parts[name] / GB, stackgroup="memory", mode="lines",
-                line={"color": color, "width": 0.5}, fillcolor=faded(color, 0.75),
+                line={"color": color, "width": 0.5}, fillcolor=style.faded(color, 0.75),
                 hovertemplate=f"{name}: %{{y:.3g}} GB<extra></extra>",
             )  # fmt: skip
     capacity = capacity_bytes / GB
-    figure.add_hline(capacity, line_dash="dash", line_color=RED, annotation_position="top left",
+    figure.add_hline(capacity, line_dash="dash", line_color=style.RED, annotation_position="top left",
                      annotation_text=f"{size_text(capacity_bytes)} usable")  # fmt: skip
-    figure.add_vline(context, line_color=GREY, line_dash="dot")
+    figure.add_vline(context, line_color=style.GREY, line_dash="dot")
     total = max(map(sum, zip(*parts.values(), strict=True))) / GB
     figure.update_yaxes(title_text="GB", range=[0, 1.12 * max(capacity, min(total, 2 * capacity))])
     _add_staircase(figure, staircase, contexts)
-    token_axis(figure, contexts)
-    return styled(figure, hovermode="x unified", legend=below(-0.22))
+    style.token_axis(figure, contexts)
+    return style.styled(figure, hovermode="x unified", legend=style.below(-0.22))
 
 
 def _add_staircase(figure: go.Figure, staircase: Sequence[OffloadStep], contexts: Sequence[int]) -> None:
@@ -76,7 +65,7 @@ def _add_staircase(figure: go.Figure, staircase: Sequence[OffloadStep], contexts
     y = [*(step.layers for step in inside), inside[-1].layers]
     figure.add_scatter(
         name="layers that must leave the GPU", x=x, y=y, yaxis="y2", mode="lines",
-        line={"shape": "hv", "color": RED, "width": 2}, hovertemplate="%{y} layers on the host<extra></extra>",
+        line={"shape": "hv", "color": style.RED, "width": 2}, hovertemplate="%{y} layers on the host<extra></extra>",
     )  # fmt: skip
     figure.update_layout(
         yaxis2={"overlaying": "y", "side": "right", "title": "layers on the host", "rangemode": "tozero",

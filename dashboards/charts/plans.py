@@ -7,30 +7,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts.style import (
-    BLUE,
-    DASHES,
-    GOLD,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    RED,
-    SERIES,
-    below,
-    faded,
-    log_ticks,
-    styled,
-    token_axis,
-)
+from ridgeplan.dashboards.charts import style
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.quantities import time_text, tokens_text
 from ridgeplan.planner.queries.curves import BatchCurve, Crossing, crossings, frontier
 from ridgeplan.planner.render.text import short_name
 
-VERDICT_COLORS = {"recommended": BLUE, "within the noise": GREEN, "slower": GREY, "larger": GREY, "quality": GOLD,
-                  "does not fit": RED, "estimated only": PURPLE, "not calibrated": PURPLE}  # fmt: skip
+VERDICT_COLORS = {
+    "recommended": style.BLUE, "within the noise": style.GREEN, "slower": style.GREY, "larger": style.GREY,
+    "quality": style.GOLD, "does not fit": style.RED, "estimated only": style.PURPLE, "not calibrated": style.PURPLE,
+}  # fmt: skip
 
 
 def alternatives(recommendation: Recommendation) -> go.Figure:
@@ -45,14 +32,14 @@ def alternatives(recommendation: Recommendation) -> go.Figure:
             figure.add_bar(
                 name=verdict, y=names, x=[prediction.best.tpot_ms for prediction in predicted], orientation="h",
                 marker_color=color,
-                error_x={"type": "data", "symmetric": False, "thickness": 1, "color": GREY,
+                error_x={"type": "data", "symmetric": False, "thickness": 1, "color": style.GREY,
                          "array": [prediction.high.tpot_ms - prediction.best.tpot_ms for prediction in predicted],
                          "arrayminus": [prediction.best.tpot_ms - prediction.low.tpot_ms for prediction in predicted]},
                 customdata=reasons, hovertemplate="%{y}: %{x:.3g} ms per token<br>%{customdata}",
             )  # fmt: skip
     figure.update_xaxes(title_text="ms per token")
     figure.update_yaxes(categoryorder="array", categoryarray=[name for name, _, _ in rows][::-1], automargin=True)
-    return styled(figure, height=140 + 22 * len(rows), legend=below(-60 / (22 * len(rows))))
+    return style.styled(figure, height=140 + 22 * len(rows), legend=style.below(-60 / (22 * len(rows))))
 
 
 def times_over_context(
@@ -65,7 +52,7 @@ def times_over_context(
     figure = go.Figure()
     best = {}
     for place, (name, predicted) in enumerate(curves.items()):
-        color, dash = SERIES[place % len(SERIES)], DASHES[place % len(DASHES)]
+        color, dash = style.SERIES[place % len(style.SERIES)], style.DASHES[place % len(style.DASHES)]
         low, best[name], high = fitting_times(predicted, limits[name])
         _add_band(figure, contexts, low, high, color, name)
         figure.add_scatter(
@@ -74,10 +61,10 @@ def times_over_context(
             hovertemplate=f"{name}: %{{y:.3g}} ms<extra></extra>",
         )  # fmt: skip
     _add_crossings(figure, crossings(contexts, best))
-    figure.add_vline(context, line_color=GREY, line_dash="dot")
+    figure.add_vline(context, line_color=style.GREY, line_dash="dot")
     figure.update_yaxes(title_text="ms per token", rangemode="tozero")
-    token_axis(figure, contexts)
-    return styled(figure, height=440, hovermode="x unified", legend=below(-0.18))
+    style.token_axis(figure, contexts)
+    return style.styled(figure, height=440, hovermode="x unified", legend=style.below(-0.18))
 
 
 def fitting_times(predicted: Sequence[Prediction], limit_bytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -96,7 +83,7 @@ def _add_band(
     x, below_y, above_y = np.asarray(contexts)[known], low[known], high[known]
     figure.add_scatter(
         x=[*x, *x[::-1]], y=[*above_y, *below_y[::-1]], fill="toself", mode="lines", line={"width": 0},
-        fillcolor=faded(color, 0.18), hoverinfo="skip", showlegend=False, legendgroup=name,
+        fillcolor=style.faded(color, 0.18), hoverinfo="skip", showlegend=False, legendgroup=name,
     )  # fmt: skip
 
 
@@ -104,7 +91,7 @@ def _add_crossings(figure: go.Figure, crossings: Sequence[Crossing]) -> None:
     if crossings:
         figure.add_scatter(
             name="crossing", x=[crossing.x for crossing in crossings], y=[crossing.y for crossing in crossings],
-            mode="markers", marker={"symbol": "x", "size": 10, "color": GREY},
+            mode="markers", marker={"symbol": "x", "size": 10, "color": style.GREY},
             text=[crossing_text(crossing) for crossing in crossings],
             hovertemplate="%{text}<extra></extra>",
         )  # fmt: skip
@@ -116,7 +103,7 @@ def crossing_text(crossing: Crossing) -> str:
     return f"from {context} tokens on {crossing.after} is faster than {crossing.before} ({time_text(crossing.y)})"
 
 
-QUALITY_COLORS = {Quality.EXACT: GREEN, Quality.NEAR_LOSSLESS: BLUE, Quality.LOSSY: ORANGE}
+QUALITY_COLORS = {Quality.EXACT: style.GREEN, Quality.NEAR_LOSSLESS: style.BLUE, Quality.LOSSY: style.ORANGE}
 LABEL_ABOVE = -38  # pixels from a point to its name, clear of the other lines
 QUALITY_SYMBOLS = {Quality.EXACT: "circle", Quality.NEAR_LOSSLESS: "square", Quality.LOSSY: "diamond"}
 
@@ -135,9 +122,9 @@ def trade_offs(curves: Mapping[str, BatchCurve], running: Sequence[str], allowed
         shown.add(kind)
     _add_frontier(figure, {name: curves[name] for name in running if name in allowed})
     x, y = ([value for curve in curves.values() for value in getattr(curve, axis)] for axis in ("per_user", "per_gpu"))
-    figure.update_xaxes(type="log", title_text="tokens/s of one request", **log_ticks(x))
-    figure.update_yaxes(type="log", title_text="tokens/s of the GPU", **log_ticks(y))
-    return styled(figure, height=480, legend=below(-0.15))
+    figure.update_xaxes(type="log", title_text="tokens/s of one request", **style.log_ticks(x))
+    figure.update_yaxes(type="log", title_text="tokens/s of the GPU", **style.log_ticks(y))
+    return style.styled(figure, height=480, legend=style.below(-0.15))
 
 
 def _line(name: str, curve: BatchCurve, quality: Quality, runs: bool, *, first: bool) -> go.Scatter:
@@ -162,10 +149,10 @@ def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
     best = frontier(np.array(per_user), np.array(per_gpu))
     x, y = ([axis[place] for place in best] for axis in (per_user, per_gpu))
     figure.add_scatter(name="best that runs and is allowed", mode="lines", opacity=0.5, x=x, y=y, hoverinfo="skip",
-                       line={"color": GREY, "width": 7})  # fmt: skip
+                       line={"color": style.GREY, "width": 7})  # fmt: skip
     middle = (x[0] * x[-1]) ** 0.5
     for at, place in enumerate(best):
         if at == 0 or names[best[at - 1]] != names[place]:
             side = "left" if x[at] < middle else "right"  # away from the edge
             figure.add_annotation(text=short_name(names[place]), x=np.log10(x[at]), y=np.log10(y[at]), xanchor=side,
-                                  ax=0, ay=LABEL_ABOVE, arrowwidth=1, arrowhead=0, arrowcolor=GREY)  # fmt: skip
+                                  ax=0, ay=LABEL_ABOVE, arrowwidth=1, arrowhead=0, arrowcolor=style.GREY)  # fmt: skip

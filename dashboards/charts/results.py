@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ridgeplan.dashboards.charts.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
+from ridgeplan.dashboards.rows import Row, grouped
 
-Row = Mapping[str, Any]
 SECTION_COLORS = {"kernels": BLUE, "steps": ORANGE, "generations": GREEN, "regret": PURPLE}
 WITHIN = 0.1  # the band around a perfect prediction
 
@@ -24,8 +23,7 @@ def scatter(rows: Sequence[Row], unit: str) -> go.Figure:
             x=ends, y=[factor * end for end in ends], mode="lines", hoverinfo="skip", showlegend=False,
             line={"color": GREY, "dash": dash, "width": 1},
         )  # fmt: skip
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        alike = [row for row in rows if row["kind"] == kind]
+    for kind, alike in grouped(rows, "kind").items():
         figure.add_scatter(
             name=kind, x=[row["measured"] for row in alike], y=[row["predicted"] for row in alike], mode="markers",
             marker={"size": 7, "opacity": 0.7}, text=[hover(row) for row in alike],
@@ -40,8 +38,8 @@ def scatter(rows: Sequence[Row], unit: str) -> go.Figure:
 def errors(rows: Sequence[Row]) -> go.Figure:
     """Signed errors in percent, a box with all points for each kind."""
     figure = go.Figure()
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        alike = [row for row in rows if row["kind"] == kind]
+    by_kind = grouped(rows, "kind")
+    for kind, alike in by_kind.items():
         figure.add_box(
             name=kind, x=[100 * row["relative_error"] for row in alike], boxpoints="all", jitter=0.4, pointpos=0,
             marker={"size": 4, "color": SECTION_COLORS[alike[0]["section"]]}, text=[hover(row) for row in alike],
@@ -50,8 +48,7 @@ def errors(rows: Sequence[Row]) -> go.Figure:
     figure.add_vline(0, line_color=RED, line_width=1)
     figure.update_xaxes(title_text="predicted over measured minus 1, %")
     figure.update_yaxes(autorange="reversed", automargin=True)
-    kinds = len({row["kind"] for row in rows})
-    return figure.update_layout(template="plotly_white", height=160 + 34 * kinds, showlegend=False)
+    return figure.update_layout(template="plotly_white", height=160 + 34 * len(by_kind), showlegend=False)
 
 
 def regrets(rows: Sequence[Row]) -> go.Figure:
@@ -77,7 +74,7 @@ def _ends(rows: Sequence[Row]) -> list[float]:
     return [min(values), max(values)]
 
 
-Rows = Sequence[Mapping[str, Any]]  # of `validate.studies.dapq.summary`
+Rows = Sequence[Row]  # of `validate.studies.dapq.summary`
 
 
 def similarities(rows: Rows) -> go.Figure:

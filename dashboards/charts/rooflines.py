@@ -7,25 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts.style import (
-    BLUE,
-    GREEN,
-    GREY,
-    HEAT,
-    ORANGE,
-    RED,
-    bar_above,
-    below,
-    styled,
-    token_ticks,
-    without_walls,
-)
+from ridgeplan.dashboards.charts import style
 from ridgeplan.planner import Prediction
 from ridgeplan.planner.prediction import OpTime
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.validate.papers.quantspec_ridge_plane import Plane
 
-PASS_COLORS = {"prefill": GREEN, "draft": ORANGE, "target": BLUE}
+PASS_COLORS = {"prefill": style.GREEN, "draft": style.ORANGE, "target": style.BLUE}
 PASS_SYMBOLS = {"prefill": "square", "draft": "triangle-up", "target": "circle"}
 LABELS, APART = 8, 0.25  # operations that are named, and how far apart their dots are at least
 
@@ -41,18 +29,18 @@ def roofline(prediction: Prediction, hardware: Hardware) -> go.Figure:
     high = max(10 * hardware.ridge_point, *(2 * op.intensity for op in dots))
     intensities = np.geomspace(low, high, 200)
     roof = np.minimum(hardware.compute_flops, intensities * hardware.bandwidth_bytes_per_s)
-    figure.add_scatter(name="roof", x=intensities, y=roof, mode="lines", line_color=GREY, hoverinfo="skip")
+    figure.add_scatter(name="roof", x=intensities, y=roof, mode="lines", line_color=style.GREY, hoverinfo="skip")
     named = labelled(dots)
     for part in PASS_COLORS:
         ops = [op for op in dots if op.part == part]
         if ops:
             figure.add_trace(_dots(part, ops, named, hardware.ridge_point))
     figure.add_scatter(name="ridge", x=[hardware.ridge_point], y=[hardware.compute_flops], mode="markers+text",
-                       marker={"color": RED, "size": 10, "symbol": "diamond"}, textposition="top center",
+                       marker={"color": style.RED, "size": 10, "symbol": "diamond"}, textposition="top center",
                        text=[f"ridge {hardware.ridge_point:.0f} FLOP/byte"], hoverinfo="skip")  # fmt: skip
     figure.update_xaxes(type="log", title_text="FLOP/byte")
     figure.update_yaxes(type="log", title_text="FLOP/s", exponentformat="SI")
-    return styled(figure, height=460, legend=below(-0.15))
+    return style.styled(figure, height=460, legend=style.below(-0.15))
 
 
 def labelled(ops: Sequence[OpTime]) -> set[OpTime]:
@@ -95,25 +83,26 @@ def ridge_plane(plane: Plane, workload: tuple[int, int]) -> go.Figure:
     figure = go.Figure()
     figure.add_surface(
         name="intensity", x=x, y=y, z=np.log10(plane.aggregate).T, surfacecolor=100 * plane.attention_share.T,
-        colorscale=HEAT, cmin=0, cmax=100, colorbar=bar_above("attention, % of the time"),
+        colorscale=style.HEAT, cmin=0, cmax=100, colorbar=style.bar_above("attention, % of the time"),
         customdata=np.round(plane.aggregate.T, 2),
         hovertemplate="%{customdata} FLOP/byte<br>attention takes %{surfacecolor:.0f}% of the time<extra></extra>",
     )  # fmt: skip
     level = np.full((len(y), len(x)), np.log10(plane.ridge_point))
     figure.add_surface(name="ridge", x=x, y=y, z=level, opacity=0.35, showscale=False, hoverinfo="skip",
-                       colorscale=[[0, RED], [1, RED]])  # fmt: skip
+                       colorscale=[[0, style.RED], [1, style.RED]])  # fmt: skip
     row, column = (int(np.abs(np.log2(sizes / size)).argmin()) for sizes, size in
                    ((plane.contexts, workload[0]), (plane.batches, workload[1])))  # fmt: skip
     height = np.log10(plane.aggregate[row, column])
-    figure.add_scatter3d(name="asked", x=[x[row]], y=[y[column]], z=[height], mode="markers",
-                         marker={"color": RED, "size": 5})  # fmt: skip
+    figure.add_scatter3d(name="your question", x=[x[row]], y=[y[column]], z=[height], mode="markers",
+                         marker={"color": style.RED, "size": 5})  # fmt: skip
     heights = range(int(np.floor(np.log10(plane.aggregate.min()))), int(np.ceil(level.max())) + 1)
     figure.update_scenes(
-        xaxis=_axis("context", *token_ticks(plane.contexts, 5)), yaxis=_axis("batch", *token_ticks(plane.batches, 5)),
+        xaxis=_axis("context", *style.token_ticks(plane.contexts, 5)),
+        yaxis=_axis("batch", *style.token_ticks(plane.batches, 5)),
         zaxis=_axis("FLOP/byte", [2.0**power for power in heights], [f"{10.0**power:g}" for power in heights]),
         camera={"eye": {"x": -1.75, "y": -1.85, "z": 1.05}, "center": {"x": 0, "y": 0, "z": -0.12}},
     )  # fmt: skip
-    return without_walls(styled(figure, height=460, top=70, showlegend=False))
+    return style.without_walls(style.styled(figure, height=460, top=70, showlegend=False))
 
 
 def _axis(title: str, values: Sequence[float], texts: Sequence[str]) -> dict[str, object]:

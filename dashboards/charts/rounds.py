@@ -7,38 +7,25 @@ from textwrap import wrap
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts.style import (  # fmt: skip
-    BLUE,
-    GOLD,
-    GREEN,
-    GREY,
-    HEAT,
-    ORANGE,
-    PLAIN,
-    PURPLE,
-    RED,
-    SKY,
-    bar_above,
-    below,
-    styled,
-)
+from ridgeplan.dashboards.charts import style
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.queries.curves import SpeculationMap
 from ridgeplan.roofline.passes import category
 
 PART_COLORS = {
-    "draft": ORANGE, "verification": BLUE, "acceptance": GREEN, "selection": PURPLE, "flush": GOLD, "overhead": GREY,
+    "draft": style.ORANGE, "verification": style.BLUE, "acceptance": style.GREEN, "selection": style.PURPLE,
+    "flush": style.GOLD, "overhead": style.GREY,
 }  # fmt: skip
 WIDEST = 16  # characters of a name on an axis
 OPERATION_COLORS = {
-    "linear layers": BLUE, "attention": ORANGE, "element-wise": GREEN, "between kernels": GOLD,
-    "sampling, flush and host": GREY,
+    "linear layers": style.BLUE, "attention": style.ORANGE, "element-wise": style.GREEN, "between kernels": style.GOLD,
+    "sampling, flush and host": style.GREY,
 }  # fmt: skip
 
 
 def round_parts(recommendation: Recommendation) -> go.Figure:
     """Milliseconds per token of each part of a round, of the recommended plan and of plain decoding."""
-    bars = {recommendation.name: recommendation.predicted, PLAIN: recommendation.baseline}
+    bars = {recommendation.name: recommendation.predicted, style.PLAIN: recommendation.baseline}
     parts_ms = [part_ms(prediction) for prediction in bars.values()]
     figure = go.Figure()
     for part, color in PART_COLORS.items():
@@ -48,7 +35,7 @@ def round_parts(recommendation: Recommendation) -> go.Figure:
                            hovertemplate=f"{part}: %{{x:.3g}} ms per token<extra></extra>")  # fmt: skip
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title_text="ms per token")
-    return styled(figure, barmode="stack", legend=below(-0.22))
+    return style.styled(figure, barmode="stack", legend=style.below(-0.22))
 
 
 def waterfall(predicted: Prediction, baseline: Prediction, name: str) -> go.Figure:
@@ -60,16 +47,16 @@ def waterfall(predicted: Prediction, baseline: Prediction, name: str) -> go.Figu
     texts = [f"{values[0]:.3g} ms", *(f"{change:+.2g}" for change in changes), f"{values[-1]:.3g} ms"]
     figure = go.Figure(
         go.Waterfall(
-            y=[wrapped(label) for label in (PLAIN, *kinds, name)], x=values, text=texts, orientation="h",
+            y=[wrapped(label) for label in (style.PLAIN, *kinds, name)], x=values, text=texts, orientation="h",
             measure=["absolute", *["relative"] * len(kinds), "total"], textposition="outside",
-            decreasing={"marker": {"color": GREEN}}, increasing={"marker": {"color": RED}},
-            totals={"marker": {"color": BLUE}}, connector={"line": {"color": GREY, "width": 1}}, cliponaxis=False,
-            hovertemplate="%{y}<br>%{text}<extra></extra>",
+            decreasing={"marker": {"color": style.GREEN}}, increasing={"marker": {"color": style.RED}},
+            totals={"marker": {"color": style.BLUE}}, connector={"line": {"color": style.GREY, "width": 1}},
+            cliponaxis=False, hovertemplate="%{y}<br>%{text}<extra></extra>",
         )
     )  # fmt: skip
     figure.update_xaxes(title_text="ms per token", range=[0, 1.18 * max(values[0], values[-1])])
     figure.update_yaxes(autorange="reversed")
-    return styled(figure, showlegend=False)
+    return style.styled(figure, showlegend=False)
 
 
 def wrapped(name: str) -> str:
@@ -111,32 +98,32 @@ def speculation(speedups: SpeculationMap) -> go.Figure:
     gamma, gain = speedups.optimum
     figure = go.Figure(
         go.Heatmap(
-            x=speedups.gammas, y=speedups.acceptances, z=speedups.speedup, colorscale=HEAT,
-            colorbar=bar_above("speed-up"),
+            x=speedups.gammas, y=speedups.acceptances, z=speedups.speedup, colorscale=style.HEAT,
+            colorbar=style.bar_above("speed-up"),
             hovertemplate="gamma %{x}, acceptance %{y:.2f}: %{z:.2f}x<extra></extra>",
         )
     )  # fmt: skip
     figure.add_scatter(
         name="as fast as plain decoding", x=speedups.gammas, y=break_even(speedups), mode="lines", hoverinfo="skip",
-        line={"color": SKY, "width": 4},
+        line={"color": style.SKY, "width": 4},
     )  # fmt: skip
     worthwhile = speedups.best_gammas > 0
     figure.add_scatter(
         name="best gamma", x=speedups.best_gammas[worthwhile], y=speedups.acceptances[worthwhile], mode="lines",
-        line={"color": PURPLE, "dash": "dash", "width": 3}, hoverinfo="skip",
+        line={"color": style.PURPLE, "dash": "dash", "width": 3}, hoverinfo="skip",
     )  # fmt: skip
     known = speedups.predicted
     figure.add_scatter(
         name=f"optimum: gamma {gamma}, {gain:.2f}x", x=[gamma], y=[known.best], mode="markers",
-        marker={"symbol": "star", "size": 18, "color": RED, "line": {"color": "white", "width": 1}},
+        marker={"symbol": "star", "size": 18, "color": style.RED, "line": {"color": "white", "width": 1}},
         error_y={"type": "data", "symmetric": False, "array": [known.high - known.best],
-                 "arrayminus": [known.best - known.low], "color": RED, "thickness": 3},
+                 "arrayminus": [known.best - known.low], "color": style.RED, "thickness": 3},
         hovertemplate=f"predicted acceptance {known.best:.3f} ({known.low:.3f} to {known.high:.3f})<extra></extra>",
     )  # fmt: skip
     figure.update_xaxes(title_text="gamma (drafts of a round)", tickvals=speedups.gammas, showgrid=False)
     ends = np.array([speedups.acceptances[0], speedups.acceptances[-1]])
     figure.update_yaxes(title_text="conditional acceptance", range=list(ends), showgrid=False)
-    return styled(figure, height=480, top=70, legend=below(-0.16))
+    return style.styled(figure, height=480, top=70, legend=style.below(-0.16))
 
 
 def break_even(speedups: SpeculationMap) -> np.ndarray:

@@ -52,7 +52,7 @@ def bar_above(title: str) -> dict[str, object]:
 
 
 def token_ticks(tokens: Iterable[float], max_ticks: int = 7) -> tuple[list[int], list[str]]:
-    """At most `most` powers of two within the tokens' range, and their texts."""
+    """At most `max_ticks` powers of two within the range of tokens, and their texts."""
     known = np.asarray(list(tokens), dtype=float)
     inside = [power for power in POWERS if known.min() <= power <= known.max()]
     kept = inside[:: max(1, -(-len(inside) // max_ticks))]

@@ -144,14 +144,14 @@ def tune(
     rows_path = require_extensible(rows)
     rates = this_machine() if profile is None else load_profile(profile)
     # Importing torch takes seconds, so the files are checked first.
+    from ridgeplan.validate.acceptance import Passage
     from ridgeplan.validate.prompts import read_prompt
-    from ridgeplan.validate.tuning import TuningText
     from ridgeplan.validate.tuning import tune as measure_tuning
 
     content = read_prompt(text)
     with progress("loading") as on_progress:
         source = embedded_or(model)
-        passage = TuningText(content, text_name or Path(text).stem, tokens, calibration_tokens(source, calibration))
+        passage = Passage(content, text_name or Path(text).stem, (), tokens, calibration_tokens(source, calibration))
         tuning = measure_tuning(saved.plan, source, passage, rates, gamma, on_progress=on_progress)
     if tuning.rows:
         save_rows(rows_path, tuning.rows)

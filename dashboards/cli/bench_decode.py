@@ -22,7 +22,7 @@ from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.roofline.plan.support import allows_chunks, only_estimated
-from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, has_gamma, suite_cases, with_plain
+from ridgeplan.validate.decode_bench.report import ABLATION, PLAIN, DecodeCase, suite_cases, with_plain
 
 if TYPE_CHECKING:
     from ridgeplan.validate.decode_bench.breakdown import Breakdown, ClassTime
@@ -88,6 +88,14 @@ class WorkloadParam(click.ParamType):
         return self.fail(f"{value!r} is not a workload; allowed: {ranges}, such as 32768x8", param, ctx)
 
 
+# PRESET[@SHARE][/CHUNK]:CONTEXTxBATCH[:GAMMA|:0-GAMMA]
+CASE = re.compile(
+    r"(?P<preset>[^@/:]*)(@(?P<share>0\.\d{1,6})?)?(/(?P<chunk>[1-9]\d{0,8})?)?:(?P<workload>[^:]*)"
+    r"(:((?P<adaptive>0-)?(?P<gamma>[1-9]\d?))?)?",
+    re.ASCII,
+)
+
+
 class CaseParam(click.ParamType):
     """One plan at one workload."""
 
@@ -102,41 +110,27 @@ class CaseParam(click.ParamType):
         if isinstance(value, DecodeCase):
             return value
         runnable = [preset for preset in executable_presets() if preset != PLAIN]
-        first, _, rest = str(value).partition(":")
-        (kept, _, chunk), (workload, _, gamma_text) = first.partition("/"), rest.partition(":")
-        name, _, share = kept.partition("@")
-        gamma = gamma_text.removeprefix("0-")
-        if not (
-            name in runnable
-            and _is_gamma(name, gamma_text, gamma)
-            and _is_share(name, share)
-            and _is_chunk(name, chunk)
-        ):
+        case = CASE.fullmatch(str(value))
+        if case is None or case["preset"] not in runnable or not _is_allowed(case):
             allowed = (
                 f"one of {', '.join(runnable)}; if it evicts, a share below 1 and, where its policy allows chunks, the "
                 f"tokens of one; a workload; and if it drafts, a gamma from 1 to {MAX_GAMMA}, or 0-GAMMA"
             )
             example = "such as quantspec:32768x8:3 or dapq@0.25:32768x8"
-            self.fail(f"{value!r} is not a case; allowed: {allowed}, {example}", param, ctx)
-        sizes = WorkloadParam().convert(workload, param, ctx)
-        drafts = int(gamma) if gamma else None
-        adaptive = gamma != gamma_text
-        return DecodeCase(name, *sizes, drafts, adaptive=adaptive, share=float(share or 0), chunk=int(chunk or 0))
+            return self.fail(f"{value!r} is not a case; allowed: {allowed}, {example}", param, ctx)
+        sizes, gamma = WorkloadParam().convert(case["workload"], param, ctx), case["gamma"]
+        drafts, share, chunk = int(gamma) if gamma else None, float(case["share"] or 0), int(case["chunk"] or 0)
+        return DecodeCase(case["preset"], *sizes, drafts, bool(case["adaptive"]), share, chunk)
 
 
-def _is_gamma(name: str, gamma_text: str, gamma: str) -> bool:
-    return gamma_text == "" or (gamma in map(str, range(1, MAX_GAMMA + 1)) and has_gamma(name))
-
-
-def _is_share(name: str, share: str) -> bool:
-    evicts = preset(name, Workload("any", "any", 1)).eviction.active
-    return share == "" or (evicts and re.fullmatch(r"0\.\d{1,6}", share, re.ASCII) is not None and float(share) > 0)
-
-
-def _is_chunk(name: str, chunk: str) -> bool:
-    allowed = allows_chunks(preset(name, Workload("any", "any", 1)))
-    is_number = re.fullmatch(r"[1-9]\d{0,8}", chunk, re.ASCII) is not None
-    return chunk == "" or (allowed and is_number and int(chunk) <= MAX_TOKENS)
+def _is_allowed(case: re.Match[str]) -> bool:
+    """Whether the preset evicts by a share or in chunks, and drafts, where the case says so, and within the limits."""
+    plan = preset(case["preset"], Workload("any", "any", 1))
+    return (
+        (not case["share"] or (plan.eviction.active and float(case["share"]) > 0))
+        and (not case["chunk"] or (allows_chunks(plan) and int(case["chunk"]) <= MAX_TOKENS))
+        and (not case["gamma"] or (plan.speculation.active and int(case["gamma"]) <= MAX_GAMMA))
+    )
 
 
 def executable_presets() -> list[str]:
@@ -197,13 +191,9 @@ def decode(context: int, batch: int, chosen: str, gamma: int | None, adaptive: b
 @opt.repeated("--plan", "plans", opt.PlanFile(), "Run this plan file like a case, at its context and batch")
 @shared
 def suite(
-    workloads: Sequence[tuple[int, int]],
-    gammas: Sequence[int],
-    presets: Sequence[str],
-    cases: Sequence[DecodeCase],
-    plans: Sequence[Plan],
-    **rest: Any,
-) -> None:
+    workloads: Sequence[tuple[int, int]], gammas: Sequence[int], presets: Sequence[str], cases: Sequence[DecodeCase],
+    plans: Sequence[Plan], **rest: Any,
+) -> None:  # fmt: skip
     """Time plain decoding, an INT8 cache, and QuantSpec with either or both of its parts (its Fig 4).
 
     All presets run with all gammas at all workloads, unless cases or plans are given. They run one after the other, so
@@ -219,19 +209,10 @@ def suite(
 
 
 def report(
-    cases: Sequence[DecodeCase],
-    model_shape: str,
-    model: str | None,
-    prompt_file: str | None,
-    random_tokens: bool,
-    new_tokens: int,
-    temperature: float,
-    calibration: str | None,
-    profile: str | None,
-    breakdown: bool,
-    output: Path | None,
-    as_json: bool,
-) -> None:
+    cases: Sequence[DecodeCase], model_shape: str, model: str | None, prompt_file: str | None, random_tokens: bool,
+    new_tokens: int, temperature: float, calibration: str | None, profile: str | None, breakdown: bool,
+    output: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Runs the cases, saves the report and prints it.
 
     Raises NoBreakdown for a breakdown on a CPU, and UsageError for options that exclude each other.
@@ -245,7 +226,7 @@ def report(
     # Importing torch takes seconds, so the options are checked first.
     from ridgeplan.validate.decode_bench.breakdown import breakdowns, require_cuda
     from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
-    from ridgeplan.validate.decode_bench.report import bench_decode
+    from ridgeplan.validate.decode_bench.report import DecodeOptions, bench_decode
     from ridgeplan.validate.prompts import read_prompt
 
     if breakdown:
@@ -253,17 +234,15 @@ def report(
     small = embedded_or(model)
     text = read_prompt(prompt_file) if prompt_file is not None else None
     fitted = calibration_tokens(small, calibration) or ()
+    options = DecodeOptions(calibrated, new_tokens, text, random_tokens, temperature, fitted)
     with progress("inflating the model") as on_progress:
         inflated = InflatedModel.load(small, shape, device())
-        result = bench_decode(
-            inflated, cases, calibrated, new_tokens, text=text, random_tokens=random_tokens, temperature=temperature,
-            calibration=fitted, on_progress=on_progress, on_report=lambda part: write_json(output, part.to_dict()),
-        )  # fmt: skip
+        result = bench_decode(inflated, cases, options, on_progress, lambda part: write_json(output, part.to_dict()))
     data = result.to_dict()
     if not as_json:
         print_report(data)
     if breakdown:
-        rounds = breakdowns(inflated, result.rows, calibrated, new_tokens, text=text, temperature=temperature)
+        rounds = breakdowns(inflated, result.rows, options)
         pairs = zip(data["rows"], rounds, strict=True)
         data["rows"] = [{**row, "breakdown": parts.to_dict()} for row, parts in pairs]
         write_json(output, data)

@@ -26,24 +26,17 @@ if TYPE_CHECKING:
 @opt.repeated("--only", "only", str, "Measure only this kernel class again in the saved profile", metavar="CLASS")
 @click.option("--samples", type=opt.OutputFile(), help="Also save the measurements for a later --refit.")
 @click.option(
-    "--refit",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
+    "--refit", type=click.Path(path_type=Path), metavar="FILE",
     help="Fit the saved profile again to the samples of a full calibration, without measuring.",
-)
+)  # fmt: skip
 @click.option(
     "--output", type=opt.OutputFile(), help="Save the profile to this file.  [default: the file that --gpu auto reads]"
 )
 @opt.as_json
 def calibrate(
-    quick: bool,
-    allow_noisy: bool,
-    only: tuple[str, ...],
-    samples: Path | None,
-    refit: Path | None,
-    output: Path | None,
-    as_json: bool,
-) -> None:
+    quick: bool, allow_noisy: bool, only: tuple[str, ...], samples: Path | None, refit: Path | None,
+    output: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use.
 
     Every size is measured until two readings agree. If they never do, nothing is saved and the exit code is 4.

@@ -26,12 +26,9 @@ COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "sp
 @click.argument("subjects", metavar="MODEL...|PLAN.json...", nargs=-1, required=True)
 @opt.gpus
 @click.option(
-    "--preset",
-    "presets",
-    type=opt.Names(),
-    default=(),
+    "--preset", "presets", type=opt.Names(), default=(),
     help="Presets, separated by commas, each at its fastest gamma.  [default: the recommended plan]",
-)
+)  # fmt: skip
 @opt.workload
 @opt.limits
 @opt.priced_by
@@ -98,12 +95,9 @@ def _subject(compared_plan: ComparedPlan) -> tuple[str, ...]:
 @click.argument("model")
 @opt.gpus
 @click.option(
-    "--price",
-    "prices",
-    type=opt.Names(),
-    required=True,
+    "--price", "prices", type=opt.Names(), required=True,
     help="Dollars per GPU-hour: one price, or one for each GPU, separated by commas.",
-)
+)  # fmt: skip
 @opt.ctx
 @opt.max_model_len
 @opt.batch_list(f"Batches, such as 1..64 or 1,4,16.  [default: {','.join(map(str, BATCHES))}]")

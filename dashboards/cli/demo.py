@@ -84,15 +84,16 @@ def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:
 
 def execute(plans: dict[Plan, str], source: str, profile: Profile, bars: Progress) -> PlanRuns:
     """Runs the plans on the same prompt and weights. The first one is the baseline of speed-ups."""
-    from ridgeplan.validate import run_plans
+    from ridgeplan.validate import RunOptions, run_plans
 
     workload = next(iter(plans)).workload
     tasks = [bars.add_task(f"running {title}", total=workload.new_tokens) for title in plans.values()]
     prompt = opening_tokens(source, None, workload.context)
-    return run_plans(
-        list(plans), source, [prompt], workload.new_tokens, profile=profile,
+    options = RunOptions(
+        source, [prompt], workload.new_tokens, profile=profile,
         on_progress=lambda index, tokens: bars.update(tasks[index], completed=tokens),
     )  # fmt: skip
+    return run_plans(list(plans), options)
 
 
 def run_dict(title: str, run: PlanRun) -> dict[str, Any]:

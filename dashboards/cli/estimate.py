@@ -39,11 +39,9 @@ from ridgeplan.roofline.plan.support import Backend, as_loaded, only_estimated, 
 @opt.max_model_len
 @click.option(*opt.BATCH, "batch", type=int, help="Sequences that run together.  [default: 1]")
 @click.option(
-    *opt.NEW_TOKENS,
-    "new_tokens",
-    type=opt.TOKENS,
+    *opt.NEW_TOKENS, "new_tokens", type=opt.TOKENS,
     help=f"Tokens to generate per sequence.  [default: {opt.DEFAULT_NEW_TOKENS}]",
-)
+)  # fmt: skip
 @click.option("--gamma", type=int, help="Drafts per round.  [default: the preset's fastest or the plan's own]")
 @click.option("--adaptive", is_flag=True, help="Adapt gamma to the acceptance, up to that number of drafts.")
 @opt.priced_by

@@ -32,11 +32,9 @@ COLUMNS = 78
 @click.option("--model", help="Path or hub id to load, such as a fine-tune.  [default: the plan's model]")
 @click.option("--draft-model", metavar="MODEL", help="A draft of your own, such as a 4-bit copy or a small model.")
 @click.option(
-    "--draft-method",
-    type=click.Choice(["draft_model", "eagle3"]),
-    default="draft_model",
+    "--draft-method", type=click.Choice(["draft_model", "eagle3"]), default="draft_model",
     help="Kind of --draft-model: a whole model or an EAGLE-3 head.",
-)
+)  # fmt: skip
 @click.option("--kv-cache-dtype", metavar="DTYPE", help="The engine's KV format.  [default: the plan's nearest]")
 @click.option("--host-cache", type=opt.SIZE, help="Host memory for the KV of prefixes, such as 64GiB.")
 @click.option(

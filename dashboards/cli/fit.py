@@ -64,10 +64,7 @@ def _on_gpu(
     usable = f"{size_text(result.memory_limit_bytes)} ({result.memory_limit_bytes / GIB:.1f} GiB)"
     echo(f"{result.model} on {result.hardware}; plans may use {usable}")
     print_notes(result.notes)
-    for title, fits in (
-        ("Largest context per batch", result.contexts),
-        ("Largest batch per context", result.batches),
-    ):
+    for title, fits in (("Largest context per batch", result.contexts), ("Largest batch per context", result.batches)):
         rows = (
             (row.plan or "none fits", tokens_text(row.context), str(row.batch), f"{row.peak_bytes / GB:.2f}",
              row.limited_by)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.files import json_text
+from ridgeplan.dashboards.files import json_text, write_atomically
 from ridgeplan.roofline.catalog.validation import UNPRINTABLE
 
 if TYPE_CHECKING:
@@ -77,6 +79,19 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_row(*map(escape, row[:shown]))
     echo(title)
     screen.print(table)
+
+
+def write_page(path: Path | None, page: str, *arguments: Any) -> None:
+    """Writes the HTML of a function of html_pages, if there is a path. It needs plotly; a note says if that is missing.
+
+    Raises FileProblem.
+    """
+    if path is not None and importlib.util.find_spec("plotly") is None:
+        echo("note: plotly is not installed, so no HTML is written", err=True)
+    elif path is not None:
+        from ridgeplan.dashboards import html_pages
+
+        write_atomically(path, getattr(html_pages, page)(*arguments))
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -13,7 +13,8 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table
-from ridgeplan.dashboards.files import csv_text, require_writable, write_atomically, write_json
+from ridgeplan.dashboards.files import require_writable, write_atomically, write_json
+from ridgeplan.dashboards.rows import csv_text
 
 if TYPE_CHECKING:
     from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row
@@ -111,22 +112,17 @@ class Setting(click.ParamType):
 @command()
 @click.argument("names", nargs=-1)
 @click.option(
-    "-o",
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="FOLDER",
+    "-o", "--output", type=click.Path(file_okay=False, path_type=Path), metavar="FOLDER",
     help="Write the figures to this folder.",
-)
+)  # fmt: skip
 @opt.repeated(
     "--format", "formats", click.Choice(FORMATS), "Only these files", otherwise="html and csv, and png with kaleido"
 )
 @opt.repeated("--set", "overrides", Setting(), "Another setting than the paper's, such as gpu=h200")
 @click.option(
-    "--measured",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
+    "--measured", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Results of `python scripts/offload_bench.py --only cliff`, drawn as points of specontext-placement.",
-)
+)  # fmt: skip
 @opt.as_json
 def figures(
     names: tuple[str, ...], output: Path | None, formats: tuple[str, ...], overrides: tuple[tuple[str, str], ...],

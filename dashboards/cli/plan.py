@@ -165,11 +165,9 @@ def _short_verdict(other: Alternative) -> str:
 @opt.workload
 @opt.limits
 @click.option(
-    "--objective",
-    type=click.Choice([*map(str, Objective)]),
-    default="latency",
+    "--objective", type=click.Choice([*map(str, Objective)]), default="latency",
     help="Minimize time per token, time of the whole request, or peak memory.",
-)
+)  # fmt: skip
 @opt.priced_by
 @opt.plan_output
 @click.option("--adaptive", is_flag=True, help="Write the plan with an adaptive gamma, if it drafts.")

@@ -42,11 +42,9 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
 @click.argument("plans", nargs=-1, required=True, metavar="PLAN...")
 @opt.model_to_run
 @click.option(
-    "--text",
-    type=opt.PlainText(),
-    metavar="FILE",
+    "--text", type=opt.PlainText(), metavar="FILE",
     help="UTF-8 text for the passages and RULER's haystack.  [default: a text that ships with Python]",
-)
+)  # fmt: skip
 @opt.contexts
 @opt.listed(
     "--budgets", click.IntRange(1, MAX_TOKENS), "Tokens that presets keep or read, a list.  [default: each preset's]"

@@ -24,17 +24,13 @@ MAX_TEXT_TOKENS = 1 << 22
 @click.option("--batch", type=int, default=1, help="Passages per step.")
 @click.option("--rate", type=float, default=3e-3, help="Learning rate after the warm-up.")
 @click.option(
-    "--language",
-    type=float,
-    default=1.0,
+    "--language", type=float, default=1.0,
     help="Weight of the published next-token loss; 0 trains only the head, in a third of the time.",
-)
+)  # fmt: skip
 @click.option(
-    "--attention",
-    type=float,
-    default=1.0,
+    "--attention", type=float, default=1.0,
     help="Weight of the loss on attention to distant tokens; 0 trains as published.",
-)
+)  # fmt: skip
 @click.option("--queries", type=int, default=64, help="Tokens per passage whose attention is learned.")
 @click.option(
     "--by-layer", is_flag=True, help="Select per layer and KV head instead of once for all layers; not published."
@@ -93,11 +89,9 @@ def _tokens(source: str, text: str) -> list[int]:
 @click.option("--model", required=True, help="The checkpoint's target: a folder, a GGUF file or a hub id.")
 @click.option("--output", type=opt.OutputFile(), required=True, help="Write the head to this file.")
 @click.option(
-    "--inputs",
-    type=click.Choice(["embedding", "full"]),
-    default="embedding",
+    "--inputs", type=click.Choice(["embedding", "full"]), default="embedding",
     help="Inputs of the projections to keep: the embedding, or also the target's features.",
-)
+)  # fmt: skip
 def import_head(checkpoint: str, model: str, output: Path, inputs: str) -> None:
     """Convert the EAGLE-3 model in CHECKPOINT, a folder or a safetensors file, to a retrieval head.
 

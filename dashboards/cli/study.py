@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +13,10 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.acceptance import require_extensible, save_rows
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
-from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress
-from ridgeplan.dashboards.files import locked, write_atomically, write_json
+from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress, write_page
+from ridgeplan.dashboards.files import locked, write_json
+from ridgeplan.dashboards.rows import grouped
+from ridgeplan.validate.studies.methods import FORMATS, METHODS, POLICIES
 
 
 def deliver(
@@ -29,22 +30,10 @@ def deliver(
 
     document = {**measured_here(), **document}
     write_json(output, document)
-    if html is not None and importlib.util.find_spec("plotly") is None:
-        echo("note: plotly is not installed, so no HTML is written", err=True)
-    elif html is not None:
-        from ridgeplan.dashboards import html_pages
-
-        write_atomically(html, getattr(html_pages, page)(document))
+    write_page(html, page, document)
     if as_json:
         print_json(document)
     return as_json
-
-
-POLICIES = (
-    "streamingllm", "snapkv", "specextend", "specattn", "specattn-weights", "specattn-heads", "specattn-logits",
-    "specattn-all", "hindsight", "quest", "progressive", "oracle",
-)  # fmt: skip
-FORMATS = ("bf16", "kv4", "w4kv4")
 
 
 @command(cls=opt.ListCommand)
@@ -52,8 +41,8 @@ FORMATS = ("bf16", "kv4", "w4kv4")
 @opt.text_file
 @opt.contexts
 @opt.listed("--ratios", float, "Shares of the tokens that drafts read, a list.", (0.03, 0.07, 0.15, 0.25))
-@opt.listed("--policies", str, "Policies that select the tokens, a list.", POLICIES)
-@opt.listed("--formats", str, "Formats of the drafts' KV and weights, a list.", FORMATS)
+@opt.listed("--policies", str, "Policies that select the tokens, a list.", tuple(POLICIES))
+@opt.listed("--formats", str, "Formats of the drafts' KV and weights, a list.", tuple(FORMATS))
 @opt.tokens_after
 @opt.calibration_file
 @opt.yarn
@@ -112,8 +101,7 @@ def drafts(
 
 
 def _print_drafts(document: Mapping[str, Any]) -> None:
-    for context in dict.fromkeys(row["context"] for row in document["rows"]):
-        rows = [row for row in document["rows"] if row["context"] == context]
+    for context, rows in grouped(document["rows"], "context").items():
         title = f"Acceptance of {document['model']} on {document['text']}, {context} tokens, mean of 7 positions"
         print_table(title, *summary(rows))
 
@@ -129,9 +117,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Iterator[
 
 
 RETRIEVAL_SCHEMA = 1
-METHODS = (
-    "retrieval-head", "retrieval-batch", "progressive", "quest", "clusterkv", "shadowkv", "streamingllm", "random",
-)  # fmt: skip
 FIGURES = ("hit", "distant", "mass", "overlap")
 
 
@@ -168,7 +153,8 @@ def retrieval(
     from ridgeplan.validate.prompts import read_prompt
     from ridgeplan.validate.studies.retrieval import RetrievalSizes, study
 
-    chosen = methods or (METHODS if retrieval_head else METHODS[2:])
+    needs_head = {name for name, (selection, _) in METHODS.items() if selection == "retrieval-head"}
+    chosen = methods or tuple(name for name in METHODS if retrieval_head or name not in needs_head)
     question, content = RetrievalSizes(contexts=ctx, methods=chosen, **sizes), read_prompt(text)
     with progress("loading") as on_progress:
         source = embedded_or(model)
@@ -186,11 +172,8 @@ def retrieval(
 
 
 def _print_retrieval(document: Mapping[str, Any]) -> None:
-    for context in dict.fromkeys(row["context"] for row in document["rows"]):
-        lines = (
-            (row["method"], str(row["budget"]), *(f"{row[name]:.3f}" for name in FIGURES), "")
-            for row in document["rows"] if row["context"] == context
-        )  # fmt: skip
+    for context, rows in grouped(document["rows"], "context").items():
+        lines = ((row["method"], str(row["budget"]), *(f"{row[name]:.3f}" for name in FIGURES), "") for row in rows)
         title = f"Selections of {document['model']} on {document['text']}, {context} tokens"
         print_table(title, ("method", "budget", *FIGURES, ""), lines)
 
@@ -201,10 +184,7 @@ DAPQ_SCHEMA = 1
 @command()
 @opt.model_to_run
 @click.option(
-    "--text",
-    type=opt.PlainText(),
-    metavar="FILE",
-    help="UTF-8 text.  [default: a text that ships with Python]",
+    "--text", type=opt.PlainText(), metavar="FILE", help="UTF-8 text.  [default: a text that ships with Python]"
 )
 @click.option("--ctx", "context", type=opt.TOKENS, default=4096, help="Prompt length in tokens.")
 @click.option("--response", type=int, default=128, help="Tokens of the text's continuation.")

@@ -15,7 +15,8 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.plan import MAX_NAME, shortened
-from ridgeplan.dashboards.files import csv_text, json_text, write_atomically
+from ridgeplan.dashboards.files import json_text, write_atomically
+from ridgeplan.dashboards.rows import csv_text
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.gamma import BATCHES, GammaCell
@@ -32,12 +33,9 @@ COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "s
 @click.argument("model")
 @click.option("--gpu", help=f"{opt.GPU_HELP} It can be an axis instead.")
 @click.option(
-    "--over",
-    "axes",
-    required=True,
-    metavar="AXES",
+    "--over", "axes", required=True, metavar="AXES",
     help=f"Axes of the grid: {', '.join(AXES)}. 4k..1M doubles at each step; 4k..1M:64 has 64 values.",
-)
+)  # fmt: skip
 @click.option(*opt.CTX, "ctx", type=opt.TOKENS, default=8192, help="Prompt length in tokens, if that is no axis.")
 @click.option(*opt.BATCH, "batch", type=int, default=1, help="Sequences that run together, if that is no axis.")
 @opt.only_preset

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, opening_tokens
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress, progress_bars
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress, progress_bars, write_page
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan
 from ridgeplan.planner.resolution import this_machine
@@ -25,20 +24,12 @@ if TYPE_CHECKING:
 
 
 WORST = 12  # rows shown
-NO_PLOTLY = "plotly is not installed, so no HTML is written; `ridgeplan validate --report` can write it elsewhere"
 
 
 def run_suite(
-    suite: str,
-    only: Sequence[str],
-    models: Sequence[str],
-    prompt_file: str | None,
-    other_text: str | None,
-    profile: str | None,
-    output: Path | None,
-    html: Path | None,
-    as_json: bool,
-) -> None:
+    suite: str, only: Sequence[str], models: Sequence[str], prompt_file: str | None, other_text: str | None,
+    profile: str | None, output: Path | None, html: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Runs the suite, saves and prints its results. Results of earlier runs in `output` are kept.
 
     Raises SuiteError, before anything is measured, where those are of another suite, machine or calibration.
@@ -71,12 +62,7 @@ def show(report: SuiteReport, html: Path | None, as_json: bool) -> None:
 
     errors = list(summaries(report))
     summary = [error.to_dict() for error in errors]
-    if html is not None and importlib.util.find_spec("plotly") is None:
-        echo(f"note: {NO_PLOTLY}", err=True)
-    elif html is not None:
-        from ridgeplan.dashboards.html_pages import validation_page
-
-        write_atomically(html, validation_page(report.to_dict(), summary))
+    write_page(html, "validation_page", report.to_dict(), summary)
     if as_json:
         print_json(report.to_dict() | {"summary": summary})
     else:
@@ -133,11 +119,9 @@ SUBJECTS = {
 @click.option("--suite", type=click.Choice(SUITES), help="Validate the package on this machine instead of a plan.")
 @click.option("--report", type=click.Path(path_type=Path), help="Show a suite's saved results instead.")
 @click.option(
-    "--model",
-    "models",
-    multiple=True,
+    "--model", "models", multiple=True,
     help="Folder, GGUF file or hub id to run; repeat for a suite.  [default: the embedded SmolLM2-135M-Instruct]",
-)
+)  # fmt: skip
 @opt.prompt_file
 @click.option("--other-text", metavar="FILE", help="Second UTF-8 text on which a suite measures acceptance.")
 @opt.max_new_tokens
@@ -166,7 +150,7 @@ def validate(plan: Plan | None, suite: str | None, report: Path | None, as_json:
     applicable = {name: value for name, value in rest.items() if name in SUBJECTS[subject]}
     _forbid({name: value for name, value in rest.items() if name not in applicable}, subject)
     if plan is not None:
-        validate_one(plan, as_json=as_json, **applicable)
+        validate_plan_file(plan, as_json=as_json, **applicable)
     elif suite is not None:
         run_suite(suite, as_json=as_json, **applicable)
     elif report is not None:
@@ -190,24 +174,17 @@ def _forbid(options: dict[str, Any], subject: str) -> None:
         raise click.UsageError(f"{option} cannot be given with {subject}")
 
 
-def validate_one(
-    plan: Plan,
-    models: tuple[str, ...],
-    prompt_file: str | None,
-    max_new_tokens: int | None,
-    profile: str | None,
-    calibration: str | None,
-    retrieval_head: str | None,
-    agreement: bool,
-    as_json: bool,
-) -> None:
+def validate_plan_file(
+    plan: Plan, models: tuple[str, ...], prompt_file: str | None, max_new_tokens: int | None, profile: str | None,
+    calibration: str | None, retrieval_head: str | None, agreement: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Runs plain decoding and the plan, and prints both comparisons."""
     if len(models) > 1:
         raise click.UsageError(f"--model was given {len(models)} times; allowed with PLAN: once")
     calibrated = this_machine() if profile is None else load_profile(profile)
     limit = min(opt.DEFAULT_RUN_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so the files are checked first.
-    from ridgeplan.validate import validate_plan
+    from ridgeplan.validate import RunOptions, validate_plan
     from ridgeplan.validate.quality.fidelity import plan_agreement
 
     with progress_bars() as bars:
@@ -215,11 +192,12 @@ def validate_one(
         prompts = [opening_tokens(source, prompt_file, plan.workload.context)] * plan.workload.batch
         total = limit * len(prompts)
         tasks = [bars.add_task(f"running {name}", total=total) for name in RUNS]
-        validation = validate_plan(
-            plan, source, prompts, limit, profile=calibrated, calibration=calibration_tokens(source, calibration),
+        options = RunOptions(
+            source, prompts, limit, profile=calibrated, calibration=calibration_tokens(source, calibration),
             retrieval_head=retrieval_head,
             on_progress=lambda index, tokens: bars.update(tasks[index], completed=tokens),
         )  # fmt: skip
+        validation = validate_plan(plan, options)
         greedy = plan_agreement(plan, source, prompts[0], limit, retrieval_head) if agreement else None
     if as_json:
         more = {"agreement": greedy.to_dict()} if greedy else {}

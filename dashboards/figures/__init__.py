@@ -12,14 +12,7 @@ from ridgeplan.dashboards.figures.paper_figure import FigureError, PaperFigure
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.validate.papers.rows import PAPERS
 
-PAPER_FIGURES: tuple[PaperFigure, ...] = (
-    *quantspec.INTENSITY_FIGURES,
-    *quantspec.SPEED_FIGURES,
-    *specontext.FIGURES,
-    *specontext.PLACEMENT_FIGURES,
-    *specattn.FIGURES,
-    *dapq.FIGURES,
-)
+PAPER_FIGURES: tuple[PaperFigure, ...] = (*quantspec.FIGURES, *specontext.FIGURES, *specattn.FIGURES, *dapq.FIGURES)
 
 
 def figures_named(names: Sequence[str]) -> tuple[PaperFigure, ...]:

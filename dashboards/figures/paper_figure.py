@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
 import plotly.io as pio
 
 from ridgeplan.dashboards.charts.style import SERIES
+from ridgeplan.dashboards.rows import Row
 from ridgeplan.roofline.catalog.validation import brief
 
 Value = str | int | float
-Row = Mapping[str, Any]
 GPUS = ("a6000", "a100-80gb", "h100-sxm", "h200", "b200", "l40s", "rtx4090")
 
 
@@ -25,7 +24,7 @@ class FigureError(ValueError):
 
 @dataclass(frozen=True)
 class Slider:
-    """An input of a figure: its values in order, of which the first row of a paper's caption is the default."""
+    """An input of a figure: its values in order, and the paper's own as the default."""
 
     name: str
     label: str

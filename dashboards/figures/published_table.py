@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from ridgeplan.dashboards.charts.style import token_axis
 from ridgeplan.dashboards.figures.paper_figure import Row, colors_of, titled
+from ridgeplan.dashboards.rows import grouped
 from ridgeplan.validate.papers import rows as published
 from ridgeplan.validate.papers.case import Case, fits
 from ridgeplan.validate.papers.metrics import METRICS
@@ -20,8 +21,8 @@ ROW_HEIGHT = 30  # pixels of a line of `dumbbells`
 def table_rows(paper: str, table: str, metric: str, *, case: str = "", **changes: Any) -> list[Row]:
     """The rows of a table that have a metric, printed and predicted, both with "OOM" where memory does not suffice.
 
-    `case` is how the rows' cases start. `changes` replaces fields of the rows that have them, such as the GPU; what is
-    printed then says nothing of the changed row, and is left out.
+    case: how the rows' cases start. changes: replace fields of the rows that have them, such as the GPU. A
+    printed value does not apply to a changed row and is left out.
     """
     rows = (row for row in table_of(paper, table).rows if row.model and row.case.startswith(case))
     return [_row(row, metric, changes) for row in rows if metric in row.cells]
@@ -33,7 +34,7 @@ def table_of(paper: str, name: str) -> published.PublishedTable:
     return table
 
 
-def own_row(method: str, **fields: Any) -> published.PublishedRow:
+def extra_row(method: str, **fields: Any) -> published.PublishedRow:
     """A row of no table, for what a paper's figure shows and its tables do not."""
     return published.PublishedRow(
         case="no table", method=method, cells={"tokens_per_s": published.NOT_PRINTED}, **fields
@@ -101,9 +102,9 @@ def lines(rows: Sequence[Row], over: str, title: str, x: str, y: str, **y_axis: 
     a logarithmic axis.
     """
     figure = go.Figure()
-    for method, color in colors_of(row["method"] for row in rows).items():
-        method_rows = [row for row in rows if row["method"] == method]
-        places = [row[over] for row in method_rows]
+    colors = colors_of(row["method"] for row in rows)
+    for method, method_rows in grouped(rows, "method").items():
+        color, places = colors[method], [row[over] for row in method_rows]
         figure.add_scatter(name=method, x=places, y=[number(row["predicted"]) for row in method_rows],
                            mode="lines+markers", marker={"size": 4}, line_color=color, legendgroup=method)  # fmt: skip
         printed = [number(row["published"]) for row in method_rows]

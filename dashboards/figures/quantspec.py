@@ -13,6 +13,7 @@ from plotly.subplots import make_subplots
 from ridgeplan.dashboards.charts.style import RED, SERIES
 from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider, titled
 from ridgeplan.dashboards.figures.published_table import dumbbells, lines, table_of, table_rows
+from ridgeplan.dashboards.rows import grouped
 from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
@@ -94,8 +95,7 @@ def draw_roofline(rows: Sequence[Row]) -> go.Figure:
     figure = go.Figure()
     figure.add_scatter(name=f"roof, ridge at {peak / bandwidth:.0f} FLOP/byte", x=intensities,
                        y=np.minimum(peak, bandwidth * intensities), mode="lines", line_color=RED)  # fmt: skip
-    for part, color in zip(PARTS, SERIES, strict=False):
-        part_rows = [row for row in rows if row["part"] == part]
+    for (part, part_rows), color in zip(grouped(rows, "part").items(), SERIES, strict=False):
         figure.add_scatter(
             name=part, x=[row["intensity"] for row in part_rows], y=[row["flops_per_s"] for row in part_rows],
             mode="lines+markers", line={"color": color}, marker={"size": 9},
@@ -108,24 +108,6 @@ def draw_roofline(rows: Sequence[Row]) -> go.Figure:
     return titled(figure, title, "FLOP/byte", "FLOP/s")
 
 
-INTENSITY_FIGURES = (
-    PaperFigure(
-        "quantspec-fig2", "quantspec", "Fig 2", "arithmetic intensity of decoding, and the ridge plane",
-        partial(plane_rows, "decode"), draw_planes, (MODEL, GPU),
-    ),
-    PaperFigure(
-        "quantspec-fig5", "quantspec", "Fig 5", "arithmetic intensity of prefill, and the ridge plane",
-        partial(plane_rows, "prefill"), draw_planes, (MODEL, GPU),
-    ),
-    PaperFigure(
-        "quantspec-roofline", "quantspec", "section 3.1", "linear layers and attention under the roofline",
-        roofline_rows, draw_roofline,
-        (Slider("phase", "Phase", tuple(PHASES), "decode"), MODEL, GPU, Slider("batch", "Batch", PLANE_BATCHES, 16)),
-    ),
-)  # fmt: skip
-
-
-SPEED_GPU = gpu_slider("a6000")
 SPEED_CONTEXTS = tuple(1 << power for power in range(12, 18))
 TWO_GPUS_FROM = 65536  # tokens, as in Table 3
 DATASETS = (
@@ -164,22 +146,35 @@ def gamma_rows(dataset: str, gpu: str) -> list[Row]:
     return table_rows("quantspec", "Table 6", "tokens_per_s", case=f"{dataset}, gamma", gpu=gpu)
 
 
-SPEED_FIGURES = (
+FIGURES = (
+    PaperFigure(
+        "quantspec-fig2", "quantspec", "Fig 2", "arithmetic intensity of decoding, and the ridge plane",
+        partial(plane_rows, "decode"), draw_planes, (MODEL, GPU),
+    ),
+    PaperFigure(
+        "quantspec-fig5", "quantspec", "Fig 5", "arithmetic intensity of prefill, and the ridge plane",
+        partial(plane_rows, "prefill"), draw_planes, (MODEL, GPU),
+    ),
+    PaperFigure(
+        "quantspec-roofline", "quantspec", "section 3.1", "linear layers and attention under the roofline",
+        roofline_rows, draw_roofline,
+        (Slider("phase", "Phase", tuple(PHASES), "decode"), MODEL, GPU, Slider("batch", "Batch", PLANE_BATCHES, 16)),
+    ),
     PaperFigure(
         "quantspec-table3-speedup", "quantspec", "Table 3", "speed-up over plain decoding",
         partial(table_rows, "quantspec", "Table 3", "speedup"),
-        partial(dumbbells, title="Speed-up over plain decoding, {gpu}", x="speed-up"), (SPEED_GPU,),
+        partial(dumbbells, title="Speed-up over plain decoding, {gpu}", x="speed-up"), (GPU,),
     ),
     PaperFigure(
         "quantspec-table3-memory", "quantspec", "Table 3", "peak memory",
         partial(table_rows, "quantspec", "Table 3", "peak_gib"),
-        partial(dumbbells, title="Peak memory of all GPUs, {gpu}", x="GiB"), (SPEED_GPU,),
+        partial(dumbbells, title="Peak memory of all GPUs, {gpu}", x="GiB"), (GPU,),
     ),
     PaperFigure(
         "quantspec-fig4", "quantspec", "Fig 4", "speed-up of 4-bit weights, 4-bit KV and both", parts_rows,
         partial(lines, over="context", title="Speed-up of 4-bit weights, 4-bit KV and both, {gpu}, gamma {gamma}",
                 x="tokens of context", y="speed-up over plain decoding"),
-        (SPEED_GPU, Slider("gamma", "Gamma", (1, 2, 3, 4, 5, 6, 8), 4)),
+        (GPU, Slider("gamma", "Gamma", (1, 2, 3, 4, 5, 6, 8), 4)),
     ),
     PaperFigure(
         "quantspec-table4", "quantspec", "Table 4", "one layer's decode attention", attention_rows,
@@ -188,6 +183,6 @@ SPEED_FIGURES = (
     PaperFigure(
         "quantspec-table6", "quantspec", "Table 6", "tokens per second by gamma", gamma_rows,
         partial(lines, over="gamma", title="Tokens per second at 8k, {gpu}, by gamma", x="gamma", y="tokens/s"),
-        (Slider("dataset", "Dataset", DATASETS, DATASETS[0]), SPEED_GPU),
+        (Slider("dataset", "Dataset", DATASETS, DATASETS[0]), GPU),
     ),
 )  # fmt: skip

@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 
 from ridgeplan.dashboards.charts.style import SERIES
 from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Row, Slider, gpu_slider, titled
-from ridgeplan.dashboards.figures.published_table import dumbbells, lines, own_row, table_of, table_rows
+from ridgeplan.dashboards.figures.published_table import dumbbells, extra_row, lines, table_of, table_rows
+from ridgeplan.dashboards.rows import grouped
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.validate.papers.case import Case
 from ridgeplan.validate.papers.metrics import logits_overhead, selection_s, tokens_per_s, tpot_s_of_gammas, unselected
@@ -34,7 +35,7 @@ def logits_rows() -> list[Row]:
     """Fig 6: what collecting logits adds to attention, over the number of queries whose logits are kept."""
     table = table_of("specattn", "Fig 6")
     printed = {(row.model, row.queries): row.cells["logits_overhead"] for row in table.rows}
-    base = own_row("logits", gpu="h100-nvl", engine="vllm", context=110592)
+    base = extra_row("logits", gpu="h100-nvl", engine="vllm", context=110592)
     return [
         {
             "method": model, "queries": queries, "published": printed.get((model, queries)),
@@ -68,20 +69,18 @@ def _drafting(method: str, preset: str, *, gamma: int, **workload: object) -> Ca
     """A method's round on vLLM. Rows of logits: 2 of SpecAttn, all of SpecExtend (section 5.2)."""
     queries = {"specattn": 2, "specextend": gamma + 1}.get(preset, 1)
     fields = {"preset": preset, "engine": "vllm", "gamma": gamma, "queries": queries, "new_tokens": 1024}
-    return Case.of(own_row(method, **fields, **workload))
+    return Case.of(extra_row(method, **fields, **workload))
 
 
 def draw_round(rows: Sequence[Row]) -> go.Figure:
     """A stack for each method, with what it yields beside it."""
     figure = go.Figure()
-    for part, color in zip(PARTS, SERIES, strict=False):
-        part_rows = [row for row in rows if row["part"] == part]
+    for (part, part_rows), color in zip(grouped(rows, "part").items(), SERIES, strict=False):
         figure.add_bar(
             name=part, y=[row["method"] for row in part_rows], x=[row["milliseconds"] for row in part_rows],
             orientation="h", marker_color=color, hovertemplate="%{y}, " + part + ": %{x:.3g} ms<extra></extra>",
         )  # fmt: skip
-    for method in dict.fromkeys(row["method"] for row in rows):
-        method_rows = [row for row in rows if row["method"] == method]
+    for method, method_rows in grouped(rows, "method").items():
         yields = f" {method_rows[0]['tokens_per_round']:.2f} tokens, {method_rows[0]['tokens_per_s']:.0f} tokens/s"
         figure.add_annotation(x=sum(row["milliseconds"] for row in method_rows), y=method, text=yields, showarrow=False,
                               xanchor="left")  # fmt: skip

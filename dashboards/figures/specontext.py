@@ -16,7 +16,8 @@ from plotly.subplots import make_subplots
 
 from ridgeplan.dashboards.charts.style import RED, SERIES, token_axis
 from ridgeplan.dashboards.figures.paper_figure import FigureError, PaperFigure, Row, Slider, gpu_slider, titled
-from ridgeplan.dashboards.figures.published_table import dumbbells, own_row, table_rows
+from ridgeplan.dashboards.figures.published_table import dumbbells, extra_row, table_rows
+from ridgeplan.dashboards.rows import grouped
 from ridgeplan.planner import resolve
 from ridgeplan.planner.queries.sweep import placement_times
 from ridgeplan.roofline.catalog.files import parse_json, read_document
@@ -61,29 +62,37 @@ def memory_rows(gpu: str, requests: int, budget: int) -> list[Row]:
 def draw_memory(rows: Sequence[Row]) -> go.Figure:
     """Memory of both forms against the capacity, and below it the staircase of layers on the host."""
     tokens = [row["tokens"] for row in rows]
-    figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
     shown = (("whole_gib", "whole cache on the GPU (Eq 6)", SERIES[1], "solid"),
              ("adaptive_gib", "layers leave one by one (Eq 7)", SERIES[0], "solid"),
              ("capacity_gib", "memory of the GPU", RED, "dash"))  # fmt: skip
-    for column, name, color, dash in shown:
-        line = go.Scatter(name=name, x=tokens, y=[row[column] for row in rows], mode="lines",
-                          line={"color": color, "dash": dash})  # fmt: skip
-        figure.add_trace(line, 1, 1)
+    lines = [
+        go.Scatter(name=name, x=tokens, y=[row[column] for row in rows], mode="lines",
+                   line={"color": color, "dash": dash})
+        for column, name, color, dash in shown
+    ]  # fmt: skip
+    first = rows[0]
+    figure = _above_staircase(lines, rows, "sequence")
+    figure.update_yaxes(title_text="GiB", range=[0, 1.6 * first["capacity_gib"]], row=1, col=1)
+    return figure.update_layout(title=f"Memory of {MODEL.split('/')[1]}, {first['requests']} requests, {first['gpu']}")
+
+
+def _above_staircase(lines: Sequence[go.Scatter], rows: Sequence[Row], of: str) -> go.Figure:
+    """Lines over the tokens of a sequence or a prompt, and below them the staircase of layers on the host."""
+    figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
+    figure.add_traces(lines, 1, 1)
+    tokens = [row["tokens"] for row in rows]
     stairs = go.Scatter(name="layers on the host", x=tokens, y=[row["layers_on_host"] for row in rows], mode="lines",
                         line={"color": SERIES[2], "shape": "hv"})  # fmt: skip
     figure.add_trace(stairs, 2, 1)
-    first = rows[0]
-    title = f"Memory of {MODEL.split('/')[1]}, {first['requests']} requests, {first['gpu']}"
-    titled(figure, title, height=560)
-    figure.update_yaxes(title_text="GiB", range=[0, 1.6 * first["capacity_gib"]], row=1, col=1)
+    titled(figure, "", height=560)
     figure.update_yaxes(title_text="layers on the host", row=2, col=1)
     token_axis(figure, tokens, "")
-    return figure.update_xaxes(title_text="tokens of a sequence", row=2, col=1)
+    return figure.update_xaxes(title_text=f"tokens of a {of}", row=2, col=1)
 
 
 def throughput_rows(gpu: str, requests: int) -> list[Row]:
     """Tokens per second over the length: full attention that offloads all or nothing, and SpeContext."""
-    base = own_row(WHOLE, model=MODEL, gpu=gpu, batch=requests, engine="flashinfer")
+    base = extra_row(WHOLE, model=MODEL, gpu=gpu, batch=requests, engine="flashinfer")
     selecting = replace(base, preset="specontext", engine="specontext", offload=True)
     longest = longest_on_gpu(Case.of(replace(base, context=1)))
     rows: list[Row] = []
@@ -100,28 +109,17 @@ def throughput_rows(gpu: str, requests: int) -> list[Row]:
 def draw_throughput(rows: Sequence[Row]) -> go.Figure:
     """Both lines, and the length at which the cache no longer fits."""
     figure = go.Figure()
-    for method, color in ((WHOLE, SERIES[1]), (ADAPTIVE, SERIES[0])):
-        method_rows = [row for row in rows if row["method"] == method]
+    colors = {WHOLE: SERIES[1], ADAPTIVE: SERIES[0]}
+    for method, method_rows in grouped(rows, "method").items():
         figure.add_scatter(name=method, x=[row["tokens"] for row in method_rows],
                            y=[row["tokens_per_s"] for row in method_rows], mode="lines",
-                           line={"color": color})  # fmt: skip
+                           line={"color": colors[method]})  # fmt: skip
     first = rows[0]
     figure.add_vline(first["longest_on_gpu"], line_dash="dash", line_color=RED,
                      annotation_text=f"{first['longest_on_gpu']} tokens fit")  # fmt: skip
     figure.update_yaxes(type="log")
     title = f"Throughput of {MODEL.split('/')[1]}, {first['requests']} requests, {first['gpu']}"
     return token_axis(titled(figure, title, y="tokens/s of the batch"), LENGTHS, "tokens of a sequence")
-
-
-FIGURES = (
-    PaperFigure("specontext-memory", "specontext", "Eq 6-8", "memory over the length, and layers on the host",
-                memory_rows, draw_memory, (GPU, REQUESTS, BUDGET)),
-    PaperFigure("specontext-cliff", "specontext", "section 6.1", "throughput where the cache no longer fits",
-                throughput_rows, draw_throughput, (GPU, REQUESTS)),
-    PaperFigure("specontext-table3", "specontext", "Table 3", "throughput of whole requests by engine",
-                partial(table_rows, "specontext", "Table 3", "request_tokens_per_s"),
-                partial(dumbbells, title="Throughput of whole requests, {gpu}", x="tokens/s", type="log"), (GPU,)),
-)  # fmt: skip
 
 
 PLACEMENT_MODEL, PLACEMENT_BUDGET, NEW_TOKENS = "meta-llama/Llama-3.1-8B", 2048, 64  # as the benchmark has them
@@ -185,27 +183,30 @@ def draw_placement(rows: Sequence[Row]) -> go.Figure:
     """Predicted times as lines and measured ones as points, above the staircase of predicted layers on the host."""
     predicted, measured = ([row for row in rows if row["source"] == source] for source in ("predicted", "measured"))
     tokens = [row["tokens"] for row in predicted]
-    figure = make_subplots(2, 1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
+    lines = []
     for column, name, color in LINES:
         times = [row[column] for row in predicted]
-        figure.add_trace(go.Scatter(name=name, x=tokens, y=times, mode="lines", line={"color": color}), 1, 1)
+        lines.append(go.Scatter(name=name, x=tokens, y=times, mode="lines", line={"color": color}))
         if measured:
-            points = go.Scatter(name=f"{name}, measured", x=[row["tokens"] for row in measured], mode="markers",
-                                y=[row[column] for row in measured], marker={"color": color})  # fmt: skip
-            figure.add_trace(points, 1, 1)
-    stairs = go.Scatter(name="layers on the host", x=tokens, y=[row["layers_on_host"] for row in predicted],
-                        mode="lines", line={"color": SERIES[2], "shape": "hv"})  # fmt: skip
-    figure.add_trace(stairs, 2, 1)
+            lines.append(go.Scatter(name=f"{name}, measured", x=[row["tokens"] for row in measured], mode="markers",
+                                    y=[row[column] for row in measured], marker={"color": color}))  # fmt: skip
     first = predicted[0]
     size = f"batch {first['batch']}, {first['memory_gb']} GB of {first['gpu']}"
-    titled(figure, f"{PLACEMENT_MODEL.split('/')[1]}, INT8 KV, {size}", height=560)
+    figure = _above_staircase(lines, predicted, "prompt")
     figure.update_yaxes(title_text="ms per token", type="log", row=1, col=1)
-    figure.update_yaxes(title_text="layers on the host", row=2, col=1)
-    token_axis(figure, tokens, "")
-    return figure.update_xaxes(title_text="tokens of a prompt", row=2, col=1)
+    return figure.update_layout(title=f"{PLACEMENT_MODEL.split('/')[1]}, INT8 KV, {size}")
 
 
 PLACEMENT = PaperFigure("specontext-placement", "specontext", "section 6.1",
                         "time per token where layers leave for the host, by this package's plans",
                         placement_rows, draw_placement, (PLACEMENT_GPU, BATCH, MEMORY))  # fmt: skip
-PLACEMENT_FIGURES = (PLACEMENT,)
+FIGURES = (
+    PaperFigure("specontext-memory", "specontext", "Eq 6-8", "memory over the length, and layers on the host",
+                memory_rows, draw_memory, (GPU, REQUESTS, BUDGET)),
+    PaperFigure("specontext-cliff", "specontext", "section 6.1", "throughput where the cache no longer fits",
+                throughput_rows, draw_throughput, (GPU, REQUESTS)),
+    PaperFigure("specontext-table3", "specontext", "Table 3", "throughput of whole requests by engine",
+                partial(table_rows, "specontext", "Table 3", "request_tokens_per_s"),
+                partial(dumbbells, title="Throughput of whole requests, {gpu}", x="tokens/s", type="log"), (GPU,)),
+    PLACEMENT,
+)  # fmt: skip

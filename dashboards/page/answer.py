@@ -28,7 +28,7 @@ LABELS = {"context": "Context {}", "batch": "Batch {}", "gpu": "Use {}", "qualit
 
 @contextmanager
 def problems_shown(page: PageQuestion | None = None) -> Iterator[None]:
-    """Shows what is wrong with the user's input where the block finds something; defects pass. page: what was asked."""
+    """Shows the errors of the user's input that the block raises. Defects pass. page: the question, for fixes."""
     try:
         yield
     except ValueError as error:
@@ -59,7 +59,7 @@ def show_fixes(fixes: Sequence[Fix], title: str = "What would work") -> None:
 
 def label(fix: Fix) -> str:
     """A few words for a fix's changes."""
-    if "gpu" in fix.changes:  # that a limit of the other machine's memory is gone need not be said
+    if "gpu" in fix.changes:  # the memory limit that goes with it needs no words
         return LABELS["gpu"].format(fix.changes["gpu"])
     return ", ".join(LABELS[name].format(value) for name, value in fix.changes.items())
 
@@ -82,13 +82,13 @@ def length_fixes(page: PageQuestion | None) -> list[Fix]:
 
 
 SOURCES_HELP = f"Where figures come from: {'; '.join(map(', '.join, SOURCE_WORDS.items()))}."
-SURE = 0.99  # above this a sampled probability is not told more exactly
+SURE = 0.99  # sampled probabilities above this are shown as "over 99%"
 MEMORY_POINTS = 64
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What was asked on the page, the planner's form of it, and the recommendation."""
+    """The page's question, the planner's form of it, and the recommendation."""
 
     page: PageQuestion
     question: Question
@@ -120,7 +120,7 @@ def show_head(answer: Answer) -> None:
 def verdict(recommendation: Recommendation) -> str:
     """One sentence: which plan, how fast, how much faster than plain decoding, and how sure that is.
 
-    Of a plan that does not fit the GPU alone or is slow, that first.
+    A warning comes first where the plan does not fit the GPU alone or is slow.
     """
     predicted = recommendation.predicted
     each = f"{time_text(predicted.best.tpot_ms)} per token"

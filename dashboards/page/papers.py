@@ -9,8 +9,8 @@ import streamlit as st
 from ridgeplan.dashboards.charts.style import without_walls
 from ridgeplan.dashboards.figures import PAPER_FIGURES
 from ridgeplan.dashboards.figures.paper_figure import PaperFigure, Slider, Value
-from ridgeplan.dashboards.files import csv_text
 from ridgeplan.dashboards.page.inputs import IN_URL
+from ridgeplan.dashboards.rows import csv_text
 
 PAPERS = {"quantspec": "QuantSpec", "specontext": "SpeContext", "specattn": "SpecAttn", "dapq": "DapQ"}
 FIRST = "quantspec-table3-speedup"

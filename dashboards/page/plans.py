@@ -30,7 +30,7 @@ Curve = tuple[Plan, Question]
 
 
 def show_compare(answer: Answer) -> None:
-    """What is compared, the curves, and the figures at the asked context."""
+    """The choice of what to compare, the curves, and the figures at the question's context."""
     what = st.segmented_control("Compare", (GPUS, PLANS, ALL), default=GPUS, required=True, key="compare", bind=IN_URL,
                                 label_visibility="collapsed")  # fmt: skip
     if what == ALL:
@@ -77,7 +77,7 @@ def _show_curves(question: Question, curves: Mapping[str, Curve]) -> None:
 
 
 def _row(name: str, plan: Plan, question: Question) -> dict[str, str | float]:
-    """The figures at the asked context."""
+    """The figures at the question's context."""
     (prediction,) = predict_question([plan], question)
     return _cells(name, prediction, question.memory_limit_bytes)
 
@@ -136,7 +136,7 @@ MINUTE = 60.0
 
 
 def show_capacity(page: PageQuestion) -> None:
-    """The map, with inputs for its contours. It also shows where plans fit if none fits what is asked."""
+    """The map, with inputs for its contours. It is shown even if no plan fits the question."""
     price, tpot, ttft = st.columns(3)
     dollars = price.number_input("Price of a GPU-hour ($)", 0.0, value=2.5, step=0.25, key="price", bind=IN_URL)
     tpot_limit = tpot.text_input("Time per token limit", key="tpot_max", bind=IN_URL, placeholder="such as 20ms")

@@ -9,16 +9,17 @@ import streamlit as st
 
 from ridgeplan.dashboards.charts import results
 from ridgeplan.dashboards.page.inputs import escaped
+from ridgeplan.dashboards.rows import grouped
 from ridgeplan.validate.suite.report import SuiteError, SuiteReport, summaries
 
-MOST_MB = 16
+MAX_MB = 16
 WORST = 20  # rows in the table of the largest errors
 
 
 def show() -> None:
     """An upload, and the report's errors."""
     st.caption("Measure this machine with `ridgeplan validate --suite smoke --output report.json`, then load the file.")
-    upload = st.file_uploader("Report", "json", key="report", max_upload_size=MOST_MB)
+    upload = st.file_uploader("Report", "json", key="report", max_upload_size=MAX_MB)
     if upload is None:
         return
     try:
@@ -33,8 +34,7 @@ def _show_report(report: SuiteReport) -> None:
     st.markdown(escaped(f"{report.device}, {report.date}, predicted by {report.profile}"))
     st.dataframe([_summary_row(summary.to_dict()) for summary in summaries(report)], hide_index=True, key="summary")
     rows = [row.to_dict() for row in report.rows]
-    for unit in dict.fromkeys(row["unit"] for row in rows):
-        alike = [row for row in rows if row["unit"] == unit]
+    for unit, alike in grouped(rows, "unit").items():
         st.plotly_chart(results.scatter(alike, unit), key=f"scatter_{unit}", alt="Predicted over measured")
     if rows:
         st.plotly_chart(results.errors(rows), key="errors", alt="Errors by kind")

@@ -59,7 +59,7 @@ def test_every_cell_is_the_fastest_plan_s_time_or_hatched(plans_by_cell: PlanMap
         2 * (~plans_by_cell.fits).sum()
     )  # cells are 2 powers wide
     assert all(trace.marker.pattern.shape == "/" for trace in hatched)
-    ring = named(figure)["asked"]
+    ring = named(figure)["your question"]
     assert (ring.x[0], ring.y[0]) == (16, 2)
 
 
@@ -191,7 +191,7 @@ def test_the_ridge_plane_is_flat_and_the_question_lies_on_the_surface(question: 
     surfaces = named(figure)
     assert 10 ** np.unique(surfaces["ridge"].z) == pytest.approx([hardware.ridge_point])
     assert 10 ** surfaces["intensity"].z[1][3] == pytest.approx(plane.aggregate[3, 1])
-    dot = surfaces["asked"]
+    dot = surfaces["your question"]
     assert (dot.x[0], dot.y[0], 10 ** dot.z[0]) == pytest.approx((16, 2, plane.aggregate[3, 1]))
 
 

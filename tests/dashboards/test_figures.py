@@ -11,7 +11,7 @@ import pytest
 from ridgeplan.dashboards.figures import PAPER_FIGURES, figures_named, quantspec, specattn, specontext
 from ridgeplan.dashboards.figures.paper_figure import FigureError, PaperFigure
 from ridgeplan.dashboards.figures.published_table import dumbbells, lines, table_rows
-from ridgeplan.dashboards.files import csv_text
+from ridgeplan.dashboards.rows import csv_text
 from ridgeplan.planner import resolve
 from ridgeplan.planner.capacity import peak_bytes
 from ridgeplan.roofline.catalog.hardware import load_hardware

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from offload_bench import OffloadBench, RealText, limited_plans, selecting_plans
+from offload_bench import OffloadBench, RealText, limited_plans, selecting_plans, streaming_seconds
 from results_file import ResultsFile
 
 from ridgeplan.planner.prediction import predict
@@ -19,7 +19,7 @@ from ridgeplan.roofline.plan.plan import KVFormat
 from ridgeplan.roofline.plan.support import missing_execution
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.validate.calibration.link import LinkTimes, measured_link, random_loads, streaming_seconds
+from ridgeplan.validate.calibration.link import LinkTimes, measured_link, random_loads
 from ridgeplan.validate.random_model import fill, llama_like_shape
 
 CPU = torch.device("cpu")

@@ -13,6 +13,7 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.validate import acceptance as module
+from ridgeplan.validate import engines
 from ridgeplan.validate.acceptance import ROUND, SINKS, Draft, Passage, TeacherForced, measure_acceptance
 from ridgeplan.validate.prompts import PromptError
 
@@ -27,7 +28,7 @@ def engine(tiny_folder):
 
 def measured(engine, *drafts, draft_weights=None, context=CONTEXT):
     forced = TeacherForced(engine, draft_weights, [Draft.parse(draft) for draft in drafts])
-    return forced.run(TEXT[: context + ROUNDS * ROUND], context, lambda: None)
+    return forced.run(TEXT[: context + ROUNDS * ROUND], context, lambda done: None)
 
 
 def masked_probabilities(folder, visible):
@@ -80,7 +81,7 @@ def test_one_pass_over_a_round_equals_single_drafts(tiny_folder, name, draft, to
     speculating = load(plan, str(tiny_folder), device="cpu")
     engine = load(Plan(plan.workload), str(tiny_folder), device="cpu", weights=speculating.weights)
     forced = TeacherForced(engine, speculating.draft_weights, [Draft(draft)])
-    (run,) = forced.run(TEXT[: CONTEXT + ROUND], CONTEXT, lambda: None)
+    (run,) = forced.run(TEXT[: CONTEXT + ROUND], CONTEXT, lambda done: None)
 
     cache = speculating.cache
     with torch.inference_mode():
@@ -119,7 +120,7 @@ def test_drafts_share_a_run_and_do_not_disturb_each_other(engine):
 def test_only_whole_rounds_count(engine):
     forced = TeacherForced(engine, None, [Draft("kv8")])
     rounds = []
-    forced.run(TEXT[: CONTEXT + 2 * ROUND + 3], CONTEXT, lambda: rounds.append(1))
+    forced.run(TEXT[: CONTEXT + 2 * ROUND + 3], CONTEXT, rounds.append)
     assert len(rounds) == 2
 
 
@@ -168,14 +169,14 @@ def test_weights_fitted_to_a_text_are_gptqs(tiny_folder):
 
 def test_a_model_is_loaded_and_quantized_once_for_all_contexts(tiny_folder, monkeypatch):
     results = []
-    for name in ("load", "quantized_draft"):
-        original = getattr(module, name)
+    for place, name in ((engines, "load"), (module, "quantized_draft")):
+        original = getattr(place, name)
 
         def counted(*arguments, original=original, name=name, **named):
             results.append((name, named.get("weights") is not None))
             return original(*arguments, **named)
 
-        monkeypatch.setattr(module, name, counted)
+        monkeypatch.setattr(place, name, counted)
     values = rows(tiny_folder, (260, 280, 300))
     assert [value.row.context for value in values] == [260, 260, 280, 280, 300, 300]
     assert results == [("load", False), ("quantized_draft", False), ("load", True), ("load", True)]
@@ -201,7 +202,7 @@ def test_progress_counts_the_rounds_of_all_contexts(tiny_folder):
 def test_lengths_that_cannot_be_measured_are_refused_before_loading(
     tiny_folder, monkeypatch, contexts, tokens, message
 ):
-    monkeypatch.setattr(module, "load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(engines, "load", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(PlanError, match=message):
         rows(tiny_folder, contexts, tokens)
 

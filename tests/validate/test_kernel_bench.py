@@ -23,7 +23,6 @@ from ridgeplan.validate.kernel_bench import (
     cases_of,
     measured,
     row_of,
-    versions,
 )
 from ridgeplan.validate.kernel_calls import attention as kernel_attention
 from ridgeplan.validate.kernel_calls import case as kernel_peers
@@ -33,10 +32,12 @@ from ridgeplan.validate.kernel_calls import linear as kernel_linear
 from ridgeplan.validate.kernel_calls import sampling as kernel_sampling
 from ridgeplan.validate.kernel_calls import sparse as kernel_sparse
 from ridgeplan.validate.kernel_calls.case import BenchCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
-from ridgeplan.validate.kernel_calls.sizes import FULL, KERNELS, TINY, LayerSize, SparseSize
+from ridgeplan.validate.kernel_calls.sizes import KERNELS, LayerSize, SparseSize, bench_sizes
 from ridgeplan.validate.kernel_calls.sparse import SparseDraft
+from ridgeplan.validate.machine import software
 from ridgeplan.validate.timing import Bench, KernelCall
 
+TINY = bench_sizes("tiny")
 PEAKS = MachinePeaks(bytes_per_s=1e12, flops=1e15)
 pytestmark = pytest.mark.filterwarnings("ignore:SDPA cuDNN does not run here")
 
@@ -61,7 +62,7 @@ def case(target: Target, peers: tuple[str, ...] = (), over: str | None = None, e
 
 def test_every_kernel_has_a_family_and_sizes() -> None:
     assert sorted(FAMILIES) == sorted(KERNELS)
-    assert all(getattr(sizes, name) for sizes in (FULL, TINY) for name in KERNELS)
+    assert all(sizes[name] for sizes in (bench_sizes("full"), TINY) for name in KERNELS)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -97,7 +98,7 @@ def test_weights_caches_and_logits_rotate_and_a_few_rows_of_activations_do_not(c
 
 def test_ragged_rows_read_what_rows_of_equal_lengths_do(bench: Bench) -> None:
     """6 rows of 2 to 14 groups of 128 tokens beside 6 of 8 groups, the buffers of codes apart."""
-    size = TINY.ragged[1]
+    size = TINY["ragged"][1]
     assert [length // 128 for length in size.lengths] == [6, 4, 2, 10, 12, 14]
     for ragged_case in kernel_attention.ragged_cases(bench, [size]):
         equal = ragged_case.call.peers[ragged_case.over]
@@ -113,7 +114,7 @@ def test_ragged_rows_read_what_rows_of_equal_lengths_do(bench: Bench) -> None:
 @pytest.mark.parametrize("rows", [1, 64, 512])
 @pytest.mark.parametrize("name", ["norm", "rope", "swiglu"])
 def test_activations_of_a_prompt_rotate(cold: Bench, name: str, rows: int) -> None:
-    sizes = replace(TINY, **{name: (LayerSize(64, 64, 1, 1, 64, rows),)})
+    sizes = {name: [LayerSize(64, 64, 1, 1, 64, rows)]}
     for call in (each.call for each in cases_of(cold, sizes, [name])):
         assert (call.variants > 1) == (rows == 512)
         call.run(call.variants - 1)
@@ -194,7 +195,7 @@ def test_progressive_attention_that_reads_other_tokens_shows(bench: Bench, monke
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", TINY.progressive, ids=lambda size: size.name)
+@pytest.mark.parametrize("size", TINY["progressive"], ids=lambda size: size.name)
 def test_the_error_of_progressive_attention_does_not_depend_on_ties(
     bench: Bench, device: str, size: SparseSize, dtype: torch.dtype, seed: int
 ) -> None:
@@ -287,7 +288,7 @@ def test_shared_peers_are_timed_once(bench: Bench, monkeypatch: pytest.MonkeyPat
     timed: list[KernelCall] = []
     monkeypatch.setattr(Bench, "median_s", lambda _, call: float(timed.append(call) or 1e-6))
     rows = list(measured(bench, PEAKS, cases_of(bench, TINY, ["attention"])))
-    sizes, formats = len(TINY.attention), 3
+    sizes, formats = len(TINY["attention"]), 3
     assert len(rows) == sizes * formats
     assert len(timed) == sizes * (formats + len(rows[0].peers_s))
     assert all(call.cost.bytes for call in timed)
@@ -319,7 +320,7 @@ def test_torchs_own_int4_product_is_left_out_where_it_has_no_kernel(monkeypatch:
 
 
 def test_versions_are_of_what_is_installed() -> None:
-    assert versions(["torch", "no-such-package-is-installed"]) == {"torch": metadata.version("torch")}
+    assert software(["torch", "no-such-package-is-installed"]) == {"torch": metadata.version("torch")}
 
 
 def test_relative_error() -> None:

@@ -13,8 +13,9 @@ from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import flush_capped
 from ridgeplan.validate import tuning as measured_module
 from ridgeplan.validate import tuning as tune_module
+from ridgeplan.validate.acceptance import Passage
 from ridgeplan.validate.prompts import PromptError
-from ridgeplan.validate.tuning import STABLE, Landscape, MeasuredDrafts, TuningText, tune, tune_steps
+from ridgeplan.validate.tuning import STABLE, Landscape, MeasuredDrafts, tune, tune_steps
 
 GAMMAS = range(1, 7)
 
@@ -71,7 +72,7 @@ def test_steps_are_plain_values():
 
 # Tuning with a tiny model: what is measured, what it is named, and what becomes of the plan.
 
-TEXT = TuningText("The quick brown fox jumps over the lazy dog. " * 40, "foxes", 40)
+TEXT = Passage("The quick brown fox jumps over the lazy dog. " * 40, "foxes", (), 40)
 
 
 @pytest.fixture

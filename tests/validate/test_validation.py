@@ -13,7 +13,7 @@ from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.validate import compare, run_plans, validate_plan
+from ridgeplan.validate import RunOptions, compare, run_plans, validate_plan
 from ridgeplan.validate.machine import cpu_hardware
 from ridgeplan.validate.measure import Run
 from ridgeplan.validate.prompts import prompt_tokens
@@ -31,9 +31,10 @@ def test_a_plan_is_validated_beside_plain_decoding(tiny_folder: Path, monkeypatc
     messages: list[tuple[int, int]] = []
     tokenizer = runtime.load(PLAN, str(tiny_folder)).tokenizer
     prompts = [prompt_tokens(tokenizer, CONTEXT), prompt_tokens(tokenizer, CONTEXT - 20)]
-    result = validate_plan(
-        PLAN, str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE, on_progress=lambda *step: messages.append(step)
+    options = RunOptions(
+        str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE, on_progress=lambda *step: messages.append(step)
     )
+    result = validate_plan(PLAN, options)
     assert (result.comparison.context, result.comparison.batch) == (CONTEXT - 10, 2)
     assert result.comparison.new_tokens == NEW_TOKENS
     assert result.comparison.row("acceptance").measured == result.planned.measured.statistics.acceptance
@@ -54,7 +55,7 @@ def test_a_plan_is_validated_beside_plain_decoding(tiny_folder: Path, monkeypatc
 def test_sampling_reaches_both_runs_but_not_its_stop_tokens(tiny_folder: Path) -> None:
     sampling = runtime.SamplingParams(temperature=1.5, seed=4, stop_token_ids=range(256))
     prompts = [[1, 2, 3] * 50, [4, 5, 6] * 40]
-    result = validate_plan(PLAN, str(tiny_folder), prompts, NEW_TOKENS, sampling, profile=PROFILE)
+    result = validate_plan(PLAN, RunOptions(str(tiny_folder), prompts, NEW_TOKENS, sampling, profile=PROFILE))
     engine = runtime.load(preset("autoregressive", PLAN.workload), str(tiny_folder), device="cpu")
     expected = engine.generate(prompts, NEW_TOKENS, runtime.SamplingParams(temperature=1.5, seed=4)).tokens
     assert result.plain.measured.tokens == tuple(map(tuple, expected))
@@ -74,10 +75,11 @@ def test_plans_that_do_not_fit_together_run_one_after_another(
         return engines[-1]
 
     monkeypatch.setattr(runtime, "load", one_at_a_time)
-    result = validate_plan(
-        PLAN, str(tiny_folder), [[1, 2, 3] * 50], NEW_TOKENS, profile=PROFILE,
+    options = RunOptions(
+        str(tiny_folder), [[1, 2, 3] * 50], NEW_TOKENS, profile=PROFILE,
         on_progress=lambda index, tokens: order.append(index),
     )  # fmt: skip
+    result = validate_plan(PLAN, options)
     assert not result.in_turns
     assert not result.to_dict()["in_turns"]
     assert order == sorted(order)
@@ -103,10 +105,8 @@ def test_a_target_with_4_bit_weights_has_its_own(
     monkeypatch.setattr(runtime, "load", remembered)
     int4 = preset("int4-weights", PLAN.workload)
     text = [1, 2, 3] * 20
-    result = run_plans(
-        [preset("autoregressive", PLAN.workload), int4, int4], str(tiny_folder), [[1, 2, 3] * 5], 4, profile=PROFILE,
-        calibration=text,
-    )  # fmt: skip
+    options = RunOptions(str(tiny_folder), [[1, 2, 3] * 5], 4, profile=PROFILE, calibration=text)
+    result = run_plans([preset("autoregressive", PLAN.workload), int4, int4], options)
     assert result.in_turns == in_turns
     plain, first, second = (kwargs for kwargs in loaded if kwargs is not None)
     assert plain[:2] == (None, None)
@@ -135,14 +135,14 @@ def test_each_run_frees_what_the_later_ones_peaks_leave_out(tiny_folder: Path, m
     alive = "ridgeplan.validate.validation._Lanes._allocated_bytes"
     monkeypatch.setattr(alive, lambda lanes: 1_000_000 * sum(engine() is not None for engine in engines))
     plans = [preset(name, PLAN.workload) for name in ("autoregressive", "int8", "quantspec")]
-    result = run_plans(plans, str(tiny_folder), [[1, 2, 3] * 50], NEW_TOKENS, profile=PROFILE)
+    result = run_plans(plans, RunOptions(str(tiny_folder), [[1, 2, 3] * 50], NEW_TOKENS, profile=PROFILE))
     assert left_out == [0, 1_000_000, 2_000_000]
     assert [run.measured.statistics.gamma > 0 for run in result.runs] == [False, False, True]
 
 
 def test_a_request_that_no_plan_allows_is_refused(tiny_folder: Path) -> None:
     with pytest.raises(WorkloadError, match="max_new_tokens is 13"):
-        validate_plan(PLAN, str(tiny_folder), [[1, 2, 3]], NEW_TOKENS + 1, profile=PROFILE)
+        validate_plan(PLAN, RunOptions(str(tiny_folder), [[1, 2, 3]], NEW_TOKENS + 1, profile=PROFILE))
 
 
 def test_comparing_needs_a_generation_and_outlives_the_engines_caches(tiny_folder: Path) -> None:
@@ -161,11 +161,12 @@ def test_on_a_gpu_runs_in_turns_have_the_tokens_and_the_peak_that_they_have_alon
     gc.collect()  # what earlier tests left in cycles would count to the first peak
     prompts = [[index % 250 for index in range(CONTEXT)]] * 2
     plans = [preset(name, PLAN.workload) for name in ("autoregressive", "int8")]
-    together = run_plans(plans, str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE)
+    options = RunOptions(str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE)
+    together = run_plans(plans, options)
     assert together.in_turns
     for plan, run in zip(plans, together.runs, strict=True):
         torch.cuda.empty_cache()
-        single = run_plans([plan], str(tiny_folder), prompts, NEW_TOKENS, profile=PROFILE).runs[0].measured
+        single = run_plans([plan], options).runs[0].measured
         assert run.measured.tokens == single.tokens
         assert run.measured.segments and all(segment.seconds > 0 for segment in run.measured.segments)
         peaks = [measured.statistics.peak_memory_bytes for measured in (run.measured, single)]

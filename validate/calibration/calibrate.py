@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ LARGE_READ_BYTES = 200e6  # far more than a cache holds
 
 
 class CalibrationError(ValueError):
-    """A calibration that this machine cannot do: of another one's profile, of an unknown class or device."""
+    """A calibration that this machine cannot do: of another machine's profile, or of an unknown class or device."""
 
 
 @torch.inference_mode()
@@ -57,15 +57,13 @@ def calibrate(
     cuda = place.type == "cuda"
     hardware = machine.cuda_hardware(bench, bandwidth, compute) if cuda else machine.cpu_hardware(bandwidth, compute)
     samples = _measured(bench, suite, hardware.num_sms, on_progress, noise)
-    ceilings = _ceilings(hardware, bandwidth, compute, (sample for of_kind in samples.values() for sample in of_kind))
+    ceilings, classes = _fitted_classes(hardware, (bandwidth, compute), samples, suite, noise)
     profile = Profile(
         hardware=hardware,
         device=machine.device_name(place),
         software=machine.software(),
         date=machine.today(),
-        classes={
-            kind: noise.widened(kind, _fitted(kind, of_kind, ceilings, suite)) for kind, of_kind in samples.items()
-        },
+        classes=classes,
         asynchronous=cuda,
         portable=_portable(bench, suite, hardware.num_sms, ceilings),
     )
@@ -99,7 +97,7 @@ def recalibrate(
     place = _device(None)
     device = machine.device_name(place)
     if device != base.device:
-        raise CalibrationError(f"the profile is of {base.device}, this machine is {device}; calibrate it whole")
+        raise CalibrationError(f"the profile is of {base.device}, this machine is {device}; calibrate it in full")
     suite = _fitting(suite or suite_for(place.type, quick), place)
     bench = bench_for(place, suite)
     known = [*class_calls(bench, suite, base.hardware.num_sms), PORTABLE, LINK]
@@ -107,10 +105,7 @@ def recalibrate(
         raise CalibrationError(f"class {unknown[0]!r} is none of: {', '.join(known)}")
     bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
     samples = _measured(bench, suite, base.hardware.num_sms, on_progress, noise, kinds)
-    ceilings = _ceilings(
-        base.hardware, bandwidth, compute, (sample for of_kind in samples.values() for sample in of_kind)
-    )
-    fitted = {kind: noise.widened(kind, _fitted(kind, of_kind, ceilings, suite)) for kind, of_kind in samples.items()}
+    ceilings, fitted = _fitted_classes(base.hardware, (bandwidth, compute), samples, suite, noise)
     portable = _portable(bench, suite, base.hardware.num_sms, ceilings) if PORTABLE in kinds else base.portable
     profile = replace(
         base,
@@ -200,11 +195,21 @@ def _measured(
     return samples
 
 
-def _ceilings(hardware: Hardware, copied: float, matmul: float, samples: Iterable[Sample]) -> Ceilings:
-    """Nothing is read faster than a copy, a sum or the fastest kernel that reads far more than a cache holds."""
+def _fitted_classes(
+    hardware: Hardware, reached: tuple[float, float], by_kind: dict[str, list[Sample]], suite: Suite, noise: NoiseCheck
+) -> tuple[Ceilings, dict[str, Rates]]:
+    """The ceilings and the rates of each class. reached: bytes per second of a copy, and FLOP/s of a matrix product.
+
+    Nothing is read faster than a copy, a sum or the fastest kernel that reads far more than a cache holds.
+    """
+    samples = [sample for of_kind in by_kind.values() for sample in of_kind]
     large = [sample.cost.bytes / sample.seconds for sample in samples if sample.cost.bytes > LARGE_READ_BYTES]
-    peaks = hardware.bandwidth_bytes_per_s, hardware.compute_flops
-    return Ceilings(*peaks, matmul / peaks[1], min(1.0, max(copied, *large, 0.0) / peaks[0]), hardware.num_sms)
+    (copied, matmul), peaks = reached, (hardware.bandwidth_bytes_per_s, hardware.compute_flops)
+    read_utilization = min(1.0, max(copied, *large, 0.0) / peaks[0])
+    ceilings = Ceilings(*peaks, matmul / peaks[1], read_utilization, hardware.num_sms)
+    return ceilings, {
+        kind: noise.widened(kind, _fitted(kind, of_kind, ceilings, suite)) for kind, of_kind in by_kind.items()
+    }
 
 
 def sample_of(call: KernelCall) -> Sample:

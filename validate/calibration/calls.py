@@ -27,9 +27,9 @@ from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads, prefill
 from ridgeplan.validate.kernel_calls.kv_cache import quantize_call
 from ridgeplan.validate.kernel_calls.layer import norm_call, rope_call, swiglu_call
 from ridgeplan.validate.kernel_calls.linear import linear_call
-from ridgeplan.validate.kernel_calls.sampling import Drawing, RejectionSampling, sampling_call, uniform_numbers
+from ridgeplan.validate.kernel_calls.sampling import RejectionSampling, draw_call, rejection_call, uniform_numbers
 from ridgeplan.validate.kernel_calls.sizes import SamplingSize
-from ridgeplan.validate.kernel_calls.sparse import RATIO, SparseAttention, SparseDraft, TopK, chosen_tokens
+from ridgeplan.validate.kernel_calls.sparse import RATIO, SparseAttention, SparseDraft, chosen_tokens, top_k_call
 from ridgeplan.validate.machine import last_cache_bytes
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, KernelCall
 
@@ -143,12 +143,11 @@ def _sampling_calls(
         size = SamplingSize(vocab, count - 1, batch, 1.0, None, None)
         logits, uniform = bench.random(batch, count, vocab), uniform_numbers(bench, batch, count)
         if count == 1:
-            drawing = Drawing(size, logits[:, 0], uniform[:, 0])
-            yield sampling_call(f"{batch} draws from {vocab}", [drawing])
+            yield draw_call(f"{batch} draws from {vocab}", size, logits[None, :, 0], uniform[:, 0])
         else:
             drafts = logits[:, :-1].transpose(0, 1).contiguous()
             sampling = RejectionSampling(size, logits, drafts, logits[:, :-1].argmax(-1), uniform)
-            yield sampling_call(f"rejection sampling of {batch} x {count} x {vocab}", [sampling])
+            yield rejection_call(f"rejection sampling of {batch} x {count} x {vocab}", [sampling])
 
 
 def _quantize_calls(bench: Bench, heads: Iterable[Heads], tokens: Iterable[int]) -> Iterator[KernelCall]:
@@ -203,4 +202,4 @@ def _top_k_calls(bench: Bench, sizes: Iterable[DecodeSize]) -> Iterator[KernelCa
     """The choice of every KV head's best tokens; scores have just been written, so they are cached."""
     for size in sizes:
         scores = torch.randn(1, size.batch * size.heads.kv_heads, size.quantized_tokens, device=bench.device)
-        yield TopK(scores, chosen_tokens(RATIO, size.quantized_tokens)).call(size.name)
+        yield top_k_call(size.name, scores, chosen_tokens(RATIO, size.quantized_tokens))

@@ -162,20 +162,12 @@ def _named(step: np.ndarray) -> dict[str, Any]:
 def _sizes(samples: Sequence[Sample], ceilings: Ceilings) -> np.ndarray:
     """What the parts of a sample's time are proportional to, in the order of PARTS: [samples, parts]."""
     bandwidth, num_sms = ceilings.bandwidth_bytes_per_s, ceilings.num_sms
-    return np.array(
-        [
-            (
-                1.0,
-                sample.cost.bytes / bandwidth,
-                sample.tiles / num_sms,
-                filled(sample.tiles / num_sms),
-                sample.width,
-                sample.depth,
-            )
-            for sample in samples
-        ],
-        dtype=float,
+    waves = [sample.tiles / num_sms for sample in samples]
+    rows = (
+        (1.0, sample.cost.bytes / bandwidth, count, filled(count), sample.width, sample.depth)
+        for sample, count in zip(samples, waves, strict=True)
     )
+    return np.array([*rows], dtype=float)
 
 
 def _shares(terms: np.ndarray) -> np.ndarray:

@@ -16,7 +16,6 @@ from ridgeplan.kernels.offload import KeysAndValues, SlotLoads, copy_prefix, gat
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_UTILIZATION, Rates
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES, HOST_PIECE_BYTES
 from ridgeplan.runtime.buffers import HostMemory, available_bytes
-from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.validate.measure import spread_of
 from ridgeplan.validate.timing import captured
 
@@ -95,7 +94,7 @@ def _copies(size: int, out: KeysAndValues, device: torch.device) -> dict[str, Li
         keys, values = HostMemory.allocate(size, device).split([(out[0].shape, out[0].dtype)] * 2)
         held = keys, values
         for kind, source, target in (("host_copy", held, out), ("host_store", out, held)):
-            times[kind] += _times(device, partial(_copy, source, target, every))
+            times[kind] += run_times(device, partial(_copy, source, target, every))
             empty_s[kind] = _launch_s(device, partial(_copy, source, target, none))
     return {kind: LinkTimes(size, tuple(runs), empty_s[kind]) for kind, runs in times.items()}
 
@@ -119,7 +118,7 @@ def _gather_times(
         for load in loads:
             load.units.copy_(_random_units(tokens, load.units.shape[2], page, device))
 
-    times = _times(device, _replay(device, step), draw_anew)
+    times = run_times(device, _replay(device, step), draw_anew)
     nothing = replace(loads[0], count=torch.zeros_like(loads[0].count))
     launch_s = _launch_s(device, partial(gather, layers[0], out, nothing))
     return tuple(seconds / len(layers) for seconds in times), launch_s
@@ -130,9 +129,9 @@ def _copy(source: KeysAndValues, out: KeysAndValues, count: Tensor) -> None:
         copy_prefix(held, copied, count)
 
 
-def random_loads(tokens: int, wanted_tokens: int, page: int, device: torch.device) -> SlotLoads:
+def random_loads(tokens: int, token_count: int, page: int, device: torch.device) -> SlotLoads:
     """Loads of some of the tokens, in random units, other ones for each KV head."""
-    units = wanted_tokens // page
+    units = token_count // page
     into = torch.arange(units, dtype=torch.int32, device=device).expand(1, HEADS, units).contiguous()
     count = torch.full((1, HEADS), units, dtype=torch.int32, device=device)
     return SlotLoads(into, _random_units(tokens, units, page, device), into, count)
@@ -150,30 +149,10 @@ def pages_with(loads: SlotLoads, page: int) -> int:
     return len((starts // HOST_PAGE_BYTES).unique())
 
 
-@torch.inference_mode()
-def streaming_seconds(cache: Cache) -> tuple[float, int]:
-    """Seconds to bring all layers on the host to the device once, without any computation, and the bytes moved."""
-    stream = cache.stream
-    if stream is None:
-        return 0.0, 0
-    old = cache.quantized(cache.lengths)
-    entries = old // cache.config.group if cache.config.format.quantized else old
-
-    def once() -> None:
-        stream.begin(entries)
-        for layer in range(len(stream.layers)):
-            stream.fetch(layer)
-            stream.release(layer)
-
-    seconds = statistics.median(_times(cache.lengths.device, once))
-    held = sum(part.nbytes for parts in stream.layers for part in parts)
-    return seconds, int(held * float(entries.float().mean()) / stream.layers[0][0].shape[2])
-
-
 def _launch_s(device: torch.device, run: Callable[[], object]) -> float:
     """Seconds of a run that moves nothing, of many in a row."""
     replay = _replay(device, lambda: [run() for _ in range(LAUNCHES)])
-    return statistics.median(_times(device, replay)) / LAUNCHES
+    return statistics.median(run_times(device, replay)) / LAUNCHES
 
 
 def _replay(device: torch.device, run: Callable[[], object]) -> Callable[[], object]:
@@ -184,7 +163,7 @@ def _replay(device: torch.device, run: Callable[[], object]) -> Callable[[], obj
     return captured(run).replay
 
 
-def _times(
+def run_times(
     device: torch.device, run: Callable[[], object], before: Callable[[], object] = lambda: None
 ) -> tuple[float, ...]:
     """Seconds of some runs, after one that compiles kernels. before: called ahead of each, not timed."""

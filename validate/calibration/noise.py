@@ -56,7 +56,7 @@ def agree(readings: Iterable[float]) -> bool:
 class NoiseCheck:
     """Reads the calls of each class until they agree, and refuses noisy classes unless they are allowed.
 
-    spreads: by class, the distance that three quarters of its calls' fastest readings stay below.
+    spreads: by class, the distance of the two fastest readings that three quarters of its calls stay below.
     """
 
     allowed: bool = False
@@ -65,7 +65,7 @@ class NoiseCheck:
     def readings(
         self, kind: str, bench: Bench, calls: Iterable[KernelCall], keep: Callable[[KernelCall], Kept]
     ) -> list[tuple[Kept, float]]:
-        """What `keep` takes of each call of a class, and its seconds, read again if readings disagree.
+        """What `keep` returns for each call of a class, and the call's seconds, measured again while readings disagree.
 
         The calls themselves are not kept: each holds its inputs, which may fill a GPU. Raises NoisyMachine.
         """
@@ -93,5 +93,5 @@ class NoiseCheck:
 
 
 def upper_quartile(values: list[float]) -> float:
-    """What three quarters of the values stay below."""
+    """The value below which three quarters of the values lie."""
     return values[0] if len(values) == 1 else statistics.quantiles(values, n=4, method="inclusive")[2]

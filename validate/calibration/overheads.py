@@ -91,19 +91,8 @@ def _host_seconds(model: RandomDecoder) -> float:
 
 def _kernel_seconds(model: RandomDecoder, kernels: Machine) -> float:
     """Predicted seconds of the kernels of one step."""
-    terms = PassTerms(
-        batch=1,
-        queries=1,
-        quantized_tokens=0,
-        full_tokens=CONTEXT,
-        bits=0,
-        group=1,
-        splits=1,
-        weight_bytes=kernels.element_bytes,
-        head_bytes=kernels.element_bytes,
-        element_bytes=kernels.element_bytes,
-        fused_swiglu=indicator(1, kernels.fused_swiglu_rows),
-    )
+    fused = indicator(1, kernels.fused_swiglu_rows)
+    terms = PassTerms.plain(1, CONTEXT, kernels.element_bytes, fused_swiglu=fused)
     return float(sum(kernels.op_seconds(op, {}) for op in decode_pass(model.shape, terms)))
 
 

@@ -1,14 +1,19 @@
-"""The sizes of a calibration's kernel calls, by device and thoroughness."""
+"""The sizes of the kernel calls that a calibration and the suite measure; sizes.toml has them by device."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, prefill_attention_kind, scan_kind
 from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads
+from ridgeplan.validate.kernel_calls.sizes import as_tuples
 from ridgeplan.validate.random_model import llama_like_shape
 
 Shapes = tuple[tuple[int, int], ...]
@@ -105,107 +110,29 @@ class Suite:
         return sizes
 
 
-# SmolLM2-135M's layers, and those of a model with 1 to 2 billion parameters.
-_CPU_QUICK = Suite(
-    pool_bytes=288 << 20,
-    trial_s=0.08,
-    matmul_size=2048,
-    linear_shapes=((960, 576), (576, 576), (3072, 576), (576, 1536), (2048, 2048), (8192, 2048)),
-    linear_rows=(1, 2, 5, 8),
-    quantized_rows=(1, 4),
-    head_shapes=((49152, 576), (32000, 2048)),
-    head_rows=(1, 5),
-    heads=(Heads(9, 3, 64), Heads(16, 4, 128)),
-    batches=(1,),
-    tokens=(256, 1024, 4096),
-    queries=(1, 5),
-    prefill_shapes=((960, 576), (3072, 576), (576, 1536), (2048, 2048)),
-    prefill_rows=(256, 1024),
-    prefill_tokens=(256, 1024, 2048),
-    quantize_tokens=(128, 1024),
-    gather_rows=(256, 4096),
-    elementwise=(llama_like_shape(1, 576, 1536, 9, 3, 64), llama_like_shape(1, 2048, 8192, 32, 8, 64)),
-    elementwise_rows=(1, 5, 1024),
-    dispatch_shape=llama_like_shape(1, 576, 1536, 9, 3, 64),
-    dispatch_layers=(2, 6, 12),
-)
-_CPU_FULL = replace(
-    _CPU_QUICK,
-    trial_s=0.3,
-    linear_shapes=(*_CPU_QUICK.linear_shapes, (4096, 4096), (2048, 8192)),
-    batches=(1, 4),
-    tokens=(256, 1024, 2048, 4096, 8192),
-    queries=(1, 3, 5, 8),
-    prefill_shapes=(*_CPU_QUICK.prefill_shapes, (8192, 2048)),
-)
-# Rows at which the time of products and of decode attention may step up: tiles of 8 rows, passes over the weights, and
-# the library's or Triton's kernels beyond what this package's take.
-LINEAR_STEPS = (1, 2, 4, 8, 16, 32, 48, 64, 128)
-ATTENTION_STEPS = (4, 8, 16, 24, 32, 48, 64, 128)
-ROW_STEPS = (4, 8, 16, 32, 64)
 SAMPLING_STEPS = (1,)  # verification of drafts launches more kernels than a draw of one token
-
-# Layers of four widths, and vocabularies, that are no well-known model's. Groups of 1, 4, 6, 7 and 8 query heads per KV
-# head in both head sizes, and of 3 and 12.
-_CUDA_QUICK = Suite(
-    pool_bytes=6 << 30,
-    trial_s=0.008,
-    matmul_size=8192,
-    linear_shapes=(
-        (960, 640), (640, 1728), (1536, 1024), (1024, 2816), (5632, 1024), (2560, 2560), (13824, 2560), (2560, 6912),
-        (7168, 5120), (5120, 5120), (27648, 5120), (5120, 13824),
-    ),
-    linear_rows=(1, 4, 8, 16, 24, 64),
-    quantized_rows=(1, 4, 8, 16, 24, 64),
-    head_shapes=((65536, 1024), (100352, 5120)),
-    head_rows=(1, 4, 16, 64),
-    heads=(
-        Heads(24, 6, 128), Heads(16, 16, 128), Heads(18, 3, 128), Heads(64, 8, 128), Heads(16, 4, 64), Heads(21, 3, 64),
-    ),
-    batches=(1, 16),
-    tokens=(700, 6500, 131_072),
-    queries=(1, 5, 8),
-    prefill_shapes=((7168, 5120), (27648, 5120), (2560, 6912), (3072, 2048)),
-    prefill_rows=(160, 512, 2048),
-    prefill_tokens=(1024, 4096, 16384),
-    quantize_tokens=(128, 1024, 16384),
-    gather_rows=(256, 4096, 65536),
-    elementwise=(llama_like_shape(1, 5120, 13824, 40, 10, 128), llama_like_shape(1, 1024, 2816, 16, 4, 64)),
-    elementwise_rows=(1, 6, 16, 32, 64, 80, 2048),
-    dispatch_shape=llama_like_shape(1, 64, 128, 3, 1, 64),
-    dispatch_layers=(2, 8, 16),
-    linear_steps=LINEAR_STEPS,
-    attention_steps=ATTENTION_STEPS,
-    row_steps=ROW_STEPS,
-    gap_shapes=(
-        llama_like_shape(8, 1024, 2816, 16, 4, 64, vocab=65536),
-        llama_like_shape(24, 1024, 2816, 16, 4, 64, vocab=65536),
-        llama_like_shape(20, 2560, 6912, 18, 3, 128, vocab=100352),
-    ),
-)  # fmt: skip
-_CUDA_FULL = replace(
-    _CUDA_QUICK,
-    trial_s=0.012,
-    linear_shapes=(
-        *_CUDA_QUICK.linear_shapes, (640, 640), (3456, 640), (1024, 1024), (3072, 2048), (2048, 8192), (16384, 2048),
-        (20480, 1280), (1280, 10240), (10240, 8192),
-    ),
-    linear_rows=(1, 2, 4, 8, 9, 16, 24, 40, 64, 96),
-    quantized_rows=(1, 2, 4, 8, 9, 16, 24, 40, 64, 96, 512),
-    head_shapes=((65536, 1024), (100352, 5120), (131072, 2048), (32768, 3072)),
-    head_rows=(1, 2, 5, 8, 9, 16, 24, 64, 96),
-    heads=(
-        *_CUDA_QUICK.heads, Heads(28, 4, 128), Heads(48, 4, 128), Heads(9, 3, 64), Heads(12, 12, 64), Heads(24, 3, 64),
-    ),
-    batches=(1, 4, 16),
-    tokens=(700, 6500, 40_000, 131_072),
-    queries=(1, 3, 5, 8, 16),
-    portable=True,
-)  # fmt: skip
 
 
 def suite_for(device: str, quick: bool) -> Suite:
     """The sizes for a device of type "cpu" or "cuda"."""
-    if device == "cuda":
-        return _CUDA_QUICK if quick else _CUDA_FULL
-    return _CPU_QUICK if quick else _CPU_FULL
+    return load_suite(f"{device}_{'quick' if quick else 'full'}")
+
+
+@cache
+def load_suite(name: str) -> Suite:
+    """A table of sizes.toml."""
+    values = _values(tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")), name)
+    values["heads"] = [Heads(*each) for each in values["heads"]]
+    for field in ("elementwise", "gap_shapes"):
+        values[field] = [llama_like_shape(*each) for each in values.get(field, ())]
+    return Suite(**as_tuples(values) | {"dispatch_shape": llama_like_shape(*values["dispatch_shape"])})
+
+
+def _values(tables: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    """The values of a table and those of its base. A key that ends in + extends a list of the base."""
+    table = dict(tables[name])
+    values = _values(tables, table.pop("base")) if "base" in table else {}
+    for key, value in table.items():
+        field = key.removesuffix("+")
+        values[field] = values[field] + value if field != key else value
+    return values

@@ -31,9 +31,8 @@ from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.rounds import PHASES
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
-from ridgeplan.validate.decode_bench.report import DecodeRow, run_order
+from ridgeplan.validate.decode_bench.report import DecodeOptions, DecodeRow, run_order
 from ridgeplan.validate.measure import WARM_TOKENS, Measured
-from ridgeplan.validate.prompts import prompt_batch
 
 TRACED_ROUNDS = 4  # minimum
 
@@ -173,16 +172,8 @@ class Breakdown:
         return {**vars(self), **sums, "rows": [vars(row) | {"kernels": dict(row.kernels)} for row in self.rows]}
 
 
-def breakdowns(
-    model: InflatedModel,
-    rows: Sequence[DecodeRow],
-    profile: Profile,
-    new_tokens: int,
-    *,
-    text: str | None = None,
-    temperature: float = 0.0,
-) -> list[Breakdown]:
-    """One breakdown per row of a report of `bench_decode`, with the report's own arguments.
+def breakdowns(model: InflatedModel, rows: Sequence[DecodeRow], options: DecodeOptions) -> list[Breakdown]:
+    """One breakdown per row of a report of `bench_decode`, with the report's own options.
 
     Profiling comes last and builds new engines: once used, the profiler stays attached to the device and may slow down
     what runs later. Draft weights use self-generated calibration text, which changes no kernel's time.
@@ -190,11 +181,12 @@ def breakdowns(
     """
     require_cuda(model.device.type)
     attach()
-    plans = [row.case.plan(model.shape, profile, new_tokens) for row in rows]
+    profile = options.profile
+    plans = [row.case.plan(model.shape, profile, options.new_tokens) for row in rows]
     by_row: dict[int, Breakdown] = {}
     drafts: dict[int, DecoderWeights] = {}
     for index in sorted(range(len(rows)), key=lambda index: run_order(rows[index].case, plans[index])):
-        launches = _launches(model, plans[index], drafts, text, temperature)
+        launches = _launches(model, plans[index], drafts, options)
         by_row[index] = breakdown(plans[index], model.shape, profile, rows[index].measured, launches)
     return [by_row[index] for index in range(len(rows))]
 
@@ -206,12 +198,12 @@ def require_cuda(device: str) -> None:
 
 
 def _launches(
-    model: InflatedModel, plan: Plan, drafts: dict[int, DecoderWeights], text: str | None, temperature: float
+    model: InflatedModel, plan: Plan, drafts: dict[int, DecoderWeights], options: DecodeOptions
 ) -> tuple[Launch, ...]:
     """A plan's launches. Only the draft weights of its engine are kept, by group in `drafts`."""
-    prompts = prompt_batch(model.tokenizer, plan.workload.context, plan.workload.batch, text)
+    prompts = options.prompts(model.tokenizer, plan.workload.context, plan.workload.batch)
     with model.shared_engine(plan, drafts) as engine:
-        return traced(engine, prompts, SamplingParams(temperature))
+        return traced(engine, prompts, SamplingParams(options.temperature))
 
 
 def breakdown(

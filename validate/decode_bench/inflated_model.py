@@ -131,17 +131,10 @@ class InflatedModel:
         return config, load_weights(self.source, config.shape, self.device, self.dtype)
 
     @contextlib.contextmanager
-    def shared_engine(
-        self,
-        plan: Plan,
-        drafts: dict[int, DecoderWeights],
-        calibration: Sequence[int] | None = None,
-        profile: Profile | None = None,
-        make_head: Callable[[ModelShape, Tensor], Head] | None = None,
-    ) -> Iterator[Engine]:
-        """Like `engine`, closed after the body. drafts: a cache of 4-bit weights by group."""
+    def shared_engine(self, plan: Plan, drafts: dict[int, DecoderWeights], **options: Any) -> Iterator[Engine]:
+        """Like `engine`, with its options, closed after the body. drafts: a cache of 4-bit weights by group."""
         group, drafting = plan.weights.group, plan.weights.draft_copy
-        engine = self.engine(plan, drafts.get(group) if drafting else None, calibration, profile, make_head)
+        engine = self.engine(plan, drafts.get(group) if drafting else None, **options)
         if drafting:
             drafts[group] = engine.draft_weights
         try:

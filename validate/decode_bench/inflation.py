@@ -184,7 +184,7 @@ def inflated_shape(config: DecoderConfig, shape: ModelShape) -> ModelShape:
 
 
 def inflated_config(config: DecoderConfig, shape: ModelShape) -> DecoderConfig:
-    """The decoder of `inflated_shape(config, shape)` that `inflated_weights` are for."""
+    """The decoder of `inflated_shape(config, shape)` that the weights of `Inflater` are for."""
     shape = inflated_shape(config, shape)
     return replace(
         config,
@@ -193,17 +193,6 @@ def inflated_config(config: DecoderConfig, shape: ModelShape) -> DecoderConfig:
         windows=(None,) * shape.layers,
         rotary_frequencies=ChannelMap(config, shape).frequencies,
     )
-
-
-def inflated_weights(
-    config: DecoderConfig, weights: DecoderWeights, shape: ModelShape, seed: int = 0
-) -> DecoderWeights:
-    """Weights for `inflated_config(config, shape)` that compute the function of `weights`, on their device.
-
-    They do not depend on RoPE scaling. Raises InflationError naming what does not fit.
-    """
-    inflater = Inflater.build(config, shape, weights.embedding.device, seed)
-    return replace(inflater.ends(weights), layers=tuple(inflater.layers(weights)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +215,7 @@ class Inflater:
         return DecoderWeights(self.embedding(small.embedding), (), self.norm(small.norm, LIFT), head)
 
     def layers(self, small: DecoderWeights) -> Iterator[LayerWeights]:
-        """The small model's layers and then added ones, each made when it is asked for."""
+        """The small model's layers and then the added ones, each built on demand."""
         for layer in small.layers:
             yield self.layer(layer)
         for _ in range(self.channel_map.shape.layers - len(small.layers)):

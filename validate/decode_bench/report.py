@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ridgeplan.planner.engines.measurements import shipped_measurements
@@ -15,7 +14,7 @@ from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import preset, preset_name
 from ridgeplan.roofline.plan.support import missing_head
 from ridgeplan.validate.comparison import Comparison, compare_measured
-from ridgeplan.validate.measure import Measured, Progress, measure
+from ridgeplan.validate.measure import Measured, Progress, measure, silent
 from ridgeplan.validate.prompts import prompt_batch, random_batch
 
 if TYPE_CHECKING:
@@ -155,52 +154,59 @@ def has_gamma(name: str) -> bool:
     return preset(name, Workload("any", "any", 1)).speculation.active
 
 
+@dataclass(frozen=True)
+class DecodeOptions:
+    """What cases have in common: the rates of predictions, and prompts of `text` or of `random_tokens`.
+
+    calibration: tokens as for `ridgeplan.runtime.load`.
+    """
+
+    profile: Profile
+    new_tokens: int
+    text: str | None = None
+    random_tokens: bool = False
+    temperature: float = 0.0
+    calibration: Sequence[int] = ()
+
+    def prompts(self, tokenizer: Any, context: int, batch: int) -> list[list[int]]:
+        """The prompts of a context and batch. Raises PromptError for a text that is too short."""
+        if self.random_tokens:
+            return random_batch(len(tokenizer), context, batch)
+        return prompt_batch(tokenizer, context, batch, self.text)
+
+
 def bench_decode(
     model: InflatedModel,
     cases: Sequence[DecodeCase],
-    profile: Profile,
-    new_tokens: int,
-    *,
-    text: str | None = None,
-    random_tokens: bool = False,
-    temperature: float = 0.0,
-    calibration: Sequence[int] = (),
-    on_progress: Progress | None = None,
-    on_report: Callable[[DecodeReport], None] | None = None,
+    options: DecodeOptions,
+    on_progress: Progress = silent,
+    on_report: Callable[[DecodeReport], object] = lambda report: None,
 ) -> DecodeReport:
-    """Runs `cases`; those of one context and batch use the same prompts: of `text`, or `random_tokens`.
+    """Runs `cases`; those of one context and batch use the same prompts.
 
     Plain decoding runs first, as the baseline of its context and batch. Cases with 4-bit drafts run last, so that the
     draft weights take no memory of other cases and are quantized once, which takes up to a minute. Of these the longest
-    run first, as their prompts use the memory of the draft weights. calibration: tokens as for
-    `ridgeplan.runtime.load`. on_report: takes the report of the cases so far after each of them, as a run takes minutes
-    and may be interrupted.
+    run first, as their prompts use the memory of the draft weights. on_report: takes the report of the cases so far
+    after each of them, as a run takes minutes and may be interrupted.
     Raises PlanError, UnsupportedPlan or PromptError before anything runs, and WorkloadError for a case that does not
     fit into memory.
     """
     from ridgeplan.runtime import UnsupportedPlan
     from ridgeplan.runtime.loading import require_executable
 
-    plans = [case.plan(model.shape, profile, new_tokens) for case in cases]
+    plans = [case.plan(model.shape, options.profile, options.new_tokens) for case in cases]
     for plan in plans:
         require_executable(plan)
         if reason := missing_head(plan):
             raise UnsupportedPlan(f"this plan can be estimated but not executed here: {reason}")
     sizes = dict.fromkeys((case.context, case.batch) for case in cases)
-    make_prompts = (
-        partial(random_batch, len(model.tokenizer))
-        if random_tokens
-        else partial(prompt_batch, model.tokenizer, text=text)
-    )
-    prompts = {size: make_prompts(*size) for size in sizes}
-    bench = _Run(model, profile, temperature, calibration)
+    prompts = {size: options.prompts(model.tokenizer, *size) for size in sizes}
+    bench = _Run(model, options)
     for index in sorted(range(len(cases)), key=lambda index: run_order(cases[index], plans[index])):
         case = cases[index]
         bench.rows[index] = bench.row(case, plans[index], prompts[case.context, case.batch])
-        if on_progress is not None:
-            on_progress(f"{case.preset}, context {case.context}, batch {case.batch}", len(bench.rows), len(cases))
-        if on_report is not None:
-            on_report(bench.report())
+        on_progress(f"{case.preset}, context {case.context}, batch {case.batch}", len(bench.rows), len(cases))
+        on_report(bench.report())
     return bench.report()
 
 
@@ -218,9 +224,7 @@ class _Run:
     """
 
     model: InflatedModel
-    profile: Profile
-    temperature: float
-    calibration: Sequence[int]
+    options: DecodeOptions
     plain: dict[tuple[int, int], Measured] = field(default_factory=dict)
     drafts: dict[int, DecoderWeights] = field(default_factory=dict)
     rows: dict[int, DecodeRow] = field(default_factory=dict)
@@ -229,12 +233,13 @@ class _Run:
         """Runs one case. Only the draft weights of the plan's engine are kept."""
         from ridgeplan.runtime import SamplingParams
 
-        with self.model.shared_engine(plan, self.drafts, self.calibration or None, self.profile) as engine:
-            measured = measure(engine, prompts, plan.workload.new_tokens, SamplingParams(self.temperature))
+        options, calibration = self.options, self.options.calibration or None
+        with self.model.shared_engine(plan, self.drafts, calibration=calibration, profile=options.profile) as engine:
+            measured = measure(engine, prompts, plan.workload.new_tokens, SamplingParams(options.temperature))
         if case.preset == PLAIN:
             self.plain[case.context, case.batch] = measured
         shape, plain = self.model.shape, self.plain.get((case.context, case.batch))
-        comparison = compare_measured(plan, shape, self.profile, measured, plain)
+        comparison = compare_measured(plan, shape, options.profile, measured, plain)
         vllm = vllm_tpot_ms(self._device_name, shape.name, case.context, case.batch)
         return DecodeRow(case, plan.speculation.gamma, measured, comparison, vllm)
 
@@ -249,8 +254,8 @@ class _Run:
             shape=self.model.shape.name,
             software=software(),
             date=today(),
-            temperature=self.temperature,
-            calibration_tokens=len(self.calibration),
+            temperature=self.options.temperature,
+            calibration_tokens=len(self.options.calibration),
             rows=tuple(self.rows[index] for index in sorted(self.rows)),
         )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,15 +19,9 @@ from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.roofline.latency import attention_kind, prefill_attention_kind
 from ridgeplan.runtime.model.prefill_layer import causal_attention
-from ridgeplan.validate.kernel_calls.case import (
-    BenchCase,
-    Peers,
-    SpeedUp,
-    attention_peers,
-    fresh,
-    relative_error,
-)
+from ridgeplan.validate.kernel_calls.case import BenchCase, Peers, SpeedUp, attention_peers, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import GROUP, AttentionSize, CacheSize, RaggedSize, VerificationSize
+from ridgeplan.validate.random_model import fill_codes
 from ridgeplan.validate.timing import Bench, KernelCall
 
 BUFFERED_TOKENS = 3 * GROUP // 2  # tokens in the double buffer, on average
@@ -134,7 +128,8 @@ class DecodeAttention:
     def error(self) -> float:
         """Relative error against the float32 reference on the same codes.
 
-        The reference runs first, as the kernel reads lengths and codes before kernels that just wrote them have ended.
+        The reference runs first because the kernel reads lengths and codes before the kernels that wrote them have
+        ended.
         """
         q, keys, values = (tensor.float() for tensor in (self.q, self.keys[:1], self.values[:1]))
         reference = replace(self, q=q, keys=keys, values=values, backend="reference")(0)
@@ -157,7 +152,7 @@ class DecodeAttention:
         )
 
     def _codes(self, variant: int) -> QuantizedKV | None:
-        """A new view for each call, as in the runtime's cache."""
+        """A new view for each call, as the runtime's cache makes them."""
         batch = self.size.batch
         return self.codes and self.codes.rows(slice(variant * batch, (variant + 1) * batch))
 
@@ -173,20 +168,15 @@ def random_decode(bench: Bench, size: DecodeSize, num_sms: int, backend: Backend
 
 
 def random_codes(bench: Bench, size: DecodeSize, variants: int) -> QuantizedKV:
-    """Random codes of `variants` caches that decode to about -1..1.
+    """Random codes of `variants` caches, which decode to about -1 to 1.
 
-    Larger keys would make attention weights so small that CPUs slow down on their denormal numbers.
+    Larger keys would make attention weights so small that CPUs slow down on denormal numbers.
     """
     heads, rows = size.heads, variants * size.batch
     codes = QuantizedKV.allocate(
         rows, heads.kv_heads, size.groups, GROUP, heads.head_dim, bench.device, lower=size.bits == 8
     )
-    for field in fields(codes):
-        plane = getattr(codes, field.name)
-        if plane is not None and plane.dtype == torch.uint8:
-            fill_with_noise(bench, plane)
-        elif plane is not None:
-            plane.fill_(-1.0 if field.name.endswith("min") else 2 / 15)
+    fill_codes(codes, partial(fill_with_noise, bench))
     return codes
 
 
@@ -208,7 +198,7 @@ def prefill_attention(bench: Bench, heads: Heads, tokens: int) -> KernelCall:
 
 @dataclass(frozen=True, eq=False)
 class BenchInputs:
-    """Queries [B, T, Hq, D], and keys and values [variants, B, Hkv, N, D] that all formats of a bench case hold."""
+    """Queries [B, T, Hq, D], and keys and values [variants, B, Hkv, N, D], which a case stores in every format."""
 
     q: Tensor
     keys: Tensor
@@ -234,7 +224,7 @@ class BenchInputs:
 
     @cached_property
     def peers(self) -> Peers:
-        """Full-precision attention of other projects."""
+        """Full-precision attention kernels of other projects."""
         return attention_peers(self.q, self.keys, self.values)
 
     def attention(self, bits: int, lengths: tuple[int, ...] | None = None) -> DecodeAttention:
@@ -269,7 +259,7 @@ def attention_cases(bench: Bench, sizes: Iterable[AttentionSize]) -> Iterator[Be
 
 
 def ragged_cases(bench: Bench, sizes: Iterable[RaggedSize]) -> Iterator[BenchCase]:
-    """Rows of unequal lengths against as many of their mean length, which have as many bytes."""
+    """Rows of unequal lengths, against rows that all have the mean length and so read as many bytes."""
     for size in sizes:
         for bits in FORMATS:
             equal = BenchInputs.draw(bench, size, 1, [bits]).attention(bits)

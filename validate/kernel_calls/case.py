@@ -1,4 +1,4 @@
-"""A case of the kernel bench: a call with its target, and other projects' kernels that it is compared with."""
+"""A case of the kernel bench: a call, its target, and the kernels of other projects that it is compared with."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class BenchCase:
 
 
 def fresh(bench: Bench, *shape: int) -> Tensor:
-    """New normal numbers in the bench's dtype; unlike views of its pool, they never share data."""
+    """Normal random numbers in the bench's dtype. Unlike views of its pool, they never share data."""
     return torch.randn(shape, dtype=bench.pool.dtype, device=bench.device)
 
 

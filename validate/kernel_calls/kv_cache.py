@@ -15,14 +15,7 @@ from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.plan.plan import KVFormat
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
-from ridgeplan.validate.kernel_calls.case import (
-    H200_BYTES_PER_S,
-    BenchCase,
-    RoofShare,
-    Within,
-    fresh,
-    relative_error,
-)
+from ridgeplan.validate.kernel_calls.case import H200_BYTES_PER_S, BenchCase, RoofShare, Within, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import GROUP, FlushSize, QuantizeSize
 from ridgeplan.validate.random_model import llama_like_shape
 from ridgeplan.validate.timing import Bench, KernelCall
@@ -51,7 +44,7 @@ def quantize_call(name: str, keys: Tensor, values: Tensor) -> KernelCall:
         return keys[rows], values[rows], codes.rows(rows)
 
     def error() -> float:
-        """Of the dequantized codes against the reference's."""
+        """The error of the dequantized codes against the reference's."""
         quantize(*operands(0), first)
         reference = _empty_codes(keys[:1])
         quantize(keys[:1], values[:1], reference, first, backend="reference")
@@ -105,7 +98,7 @@ class Flush:
 
     @classmethod
     def several(cls, bench: Bench, size: FlushSize, length: int) -> list[Flush]:
-        """Enough of them for their buffers to exceed the GPU's caches."""
+        """As many flushes as make their buffers exceed the GPU's caches."""
         first = cls.build(bench, size, length)
         count = bench.variants(first.cache.keys.nbytes + first.cache.values.nbytes)
         return [first, *(cls.build(bench, size, length) for _ in range(count - 1))]

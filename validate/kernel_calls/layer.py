@@ -84,8 +84,8 @@ def _call(
 ) -> KernelCall:
     """`operation(*operands, weight, backend)` for each variant of the inputs.
 
-    The peer is the reference in the model's dtype; the error is against the reference in float32. Both have operands
-    of their own, made when they are first needed, so that results are never shared.
+    The peer is the reference in the model's dtype; the error is measured against the reference in float32. Each gets
+    separate operands, which are created on first use, so that they never share results.
     """
     ours, eager = operands(inputs), cache(lambda: operands(inputs))
 
@@ -134,7 +134,7 @@ def rope_cases(bench: Bench, sizes: Iterable[LayerSize]) -> Iterator[BenchCase]:
 
 
 def _activations(bench: Bench, *shape: int) -> Tensor:
-    """[variants, *shape]: a single variant, as the previous kernel has just written it, except for whole prompts."""
+    """[variants, *shape]. Only whole prompts have several variants: other activations are still cached when read."""
     variants = bench.variants(math.prod(shape) * bench.element_bytes) if shape[-2] >= PROMPT_ROWS else 1
     return fresh(bench, variants, *shape)
 

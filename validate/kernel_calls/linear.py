@@ -54,7 +54,7 @@ def linear_call(
 def gated_call(
     kind: str, x: Tensor, products: Products, outputs: int, weight_bytes: float, exact: Callable[[], Tensor]
 ) -> KernelCall:
-    """The same with fused SwiGLU of gate and up products, against both products followed by `swiglu`."""
+    """Gate and up products with fused SwiGLU, against both products followed by `swiglu`; see `linear_call`."""
     rows, inputs = x.shape
     cost = linear_cost(x, outputs, weight_bytes, gated=True)
 

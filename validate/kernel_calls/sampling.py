@@ -27,8 +27,8 @@ def draw_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[BenchCas
     for size in sizes:
         variants = bench.variants(size.batch * size.vocab * bench.element_bytes)
         logits = SPREAD * fresh(bench, variants, size.batch, size.vocab)
-        drawings = [Drawing(size, rows, uniform_numbers(bench, size.batch)) for rows in logits]
-        yield BenchCase("draw", sampling_call(shape_of(size), drawings), Within(DRAW_S))
+        call = draw_call(shape_of(size), size, logits, uniform_numbers(bench, size.batch))
+        yield BenchCase("draw", call, Within(DRAW_S))
 
 
 def rejection_sample_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Iterator[BenchCase]:
@@ -36,16 +36,34 @@ def rejection_sample_cases(bench: Bench, sizes: Iterable[SamplingSize]) -> Itera
     for size in sizes:
         variants = bench.variants((2 * size.gamma + 1) * size.batch * size.vocab * bench.element_bytes)
         samplings = [RejectionSampling.draw(bench, size) for _ in range(variants)]
-        call = sampling_call(f"{shape_of(size)}, gamma {size.gamma}", samplings)
+        call = rejection_call(f"{shape_of(size)}, gamma {size.gamma}", samplings)
         yield BenchCase("rejection_sample", call, Within(REJECTION_S))
 
 
-def sampling_call(name: str, variants: Sequence[Drawing] | Sequence[RejectionSampling]) -> KernelCall:
-    """A draw of one token of each sequence, or rejection sampling of a round, on variants of the logits."""
+def draw_call(name: str, size: SamplingSize, logits: Tensor, uniform: Tensor) -> KernelCall:
+    """Filtering and, unless greedy, a draw of one token of each sequence from logits [variants, B, vocab]; uniform [B].
+
+    Its error is the largest `misplaced` distance from the draw of the same logits in float32.
+    """
+
+    def tokens(variant: int) -> Tensor:
+        return draw(_filtered(size, logits[variant], "auto"), uniform)
+
+    def error() -> float:
+        exact = _filtered(size, logits[0].float(), "reference")
+        return misplaced(_weights(exact, size.vocab), uniform, tokens(0))
+
+    cost = filter_cost(logits[0]) + (draw_cost(logits[0]) if size.temperature else Cost())
+    return KernelCall("sampling", name, cost, tokens, len(logits), 1, size.batch, 1, error)
+
+
+def rejection_call(name: str, variants: Sequence[RejectionSampling]) -> KernelCall:
+    """Rejection sampling of a round, on variants of the logits."""
     first = variants[0]
+    rows = first.queries * first.size.batch
     return KernelCall(
-        "sampling", name, first.cost, lambda i: variants[i](), len(variants), first.queries,
-        first.queries * first.size.batch, first.queries, first.error,
+        "sampling", name, first.cost, lambda i: variants[i](), len(variants), first.queries, rows, first.queries,
+        first.error,
     )  # fmt: skip
 
 
@@ -58,37 +76,14 @@ def shape_of(size: SamplingSize) -> str:
 def misplaced(weights: Tensor, uniform: Tensor, tokens: Tensor) -> float:
     """The largest distance of a uniform number [B] from its token's interval of the CDF of weights [B, vocab].
 
-    Rounding moves the bounds of 128k intervals by about 1e-7, which changes one draw in fifty; the neighbouring token
-    is then not wrong.
+    Rounding moves the bounds of 128k intervals by about 1e-7, which changes one draw in fifty. The neighbouring token
+    is not wrong then.
     """
     sums = weights.double().cumsum(-1)
     columns = tokens[:, None]
     upper, share, total = sums.gather(1, columns)[:, 0], weights.gather(1, columns)[:, 0], sums[:, -1]
     position = uniform * total
     return float((torch.maximum(position - upper, upper - share - position).clamp_min(0) / total).max())
-
-
-@dataclass(frozen=True, eq=False)
-class Drawing:
-    """A draw from logits [B, vocab]; uniform [B]."""
-
-    size: SamplingSize
-    logits: Tensor
-    uniform: Tensor
-    queries = 1
-
-    def __call__(self) -> Tensor:
-        return draw(_filtered(self.size, self.logits, "auto"), self.uniform)
-
-    @property
-    def cost(self) -> Cost:
-        """Declared cost of filtering and, unless greedy, of the draw."""
-        return filter_cost(self.logits) + (draw_cost(self.logits) if self.size.temperature else Cost())
-
-    def error(self) -> float:
-        """The largest `misplaced` distance from the draw of the same logits in float32."""
-        exact = _filtered(self.size, self.logits.float(), "reference")
-        return misplaced(_weights(exact, self.size.vocab), self.uniform, self())
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +110,7 @@ class RejectionSampling:
 
     @property
     def queries(self) -> int:
-        """Of each sequence."""
+        """Queries of each sequence."""
         return self.size.gamma + 1
 
     @cached_property
@@ -136,7 +131,8 @@ class RejectionSampling:
     def error(self) -> float:
         """The share of sequences that accept other drafts than the reference, or the largest `misplaced` distance.
 
-        Both against the same logits in float32. After a rejection the token is drawn from (p - q)+, at the end from p.
+        Both compare with the same logits in float32. After a rejection the token is drawn from (p - q)+, at the end
+        from p.
         """
         target = _filtered(self.size, self.target.float(), "reference")
         choices = [_filtered(self.size, draft.float(), "reference") for draft in self.drafts]

@@ -159,8 +159,8 @@ class SparseDraft:
     def choice_call(self) -> KernelCall:
         """The choice by 2-bit keys.
 
-        Its error is the share of the best tokens' scores that the chosen ones lack. Where scores differ by less than
-        the kernel's steps it chooses other tokens, which costs hardly any score.
+        Its error is the share of the best tokens' scores that the chosen tokens miss. Where scores differ by less than
+        the kernel's rounding steps it selects other tokens, which costs hardly any score.
         """
         size, heads = self.size, self.size.heads
         cost = two_bit_top_k_cost(self.q, TwoBitKeys.of(*self.cache(0)), size.quantized_tokens, self.chosen)
@@ -202,8 +202,8 @@ class SparseDraft:
             selected = torch.zeros(keys.shape[:3], device=q.device).scatter_(2, places, 1)[..., None]
             # Logits of about 5, where those of other tokens have a standard deviation of 1/4.
             keys = keys / 4 + 5 * head_dim**-0.5 * direction[row, :, None] * selected
-            stored = (x.flatten(1, 2)[None].to(q.dtype) for x in (keys, values))
-            quantize(*stored, codes.rows(slice(row, row + 1)), first)
+            keys, values = (x.flatten(1, 2)[None].to(q.dtype) for x in (keys, values))
+            quantize(keys, values, codes.rows(slice(row, row + 1)), first)
         planes = DraftPlanes.allocate(codes)
         pack_draft_planes(codes, planes, first.expand(batch).contiguous(), groups)
         q = queries.view_as(q).to(q.dtype)
@@ -219,7 +219,7 @@ class SparseDraft:
 
 
 def _towards(q: Tensor, kv_heads: int) -> Tensor:
-    """A share of each KV head's mean query [Hkv, 1, D], which raises keys' logits by some deviations."""
+    """A quarter of each KV head's mean query [Hkv, 1, D], which raises keys' logits by some standard deviations."""
     return q.unflatten(1, (kv_heads, -1)).mean((0, 2))[:, None] / 4
 
 
@@ -248,7 +248,7 @@ class SparseAttention:
         return self._attend(variant, "auto")
 
     def gathered(self, variant: int) -> Tensor:
-        """The same by torch: dequantized beforehand, gathered, and given to scaled_dot_product_attention."""
+        """The same in torch: gathers keys and values that are already dequantized, for scaled_dot_product_attention."""
         keys, values = self._dense
         places = self.index.long()[..., None] * self.page + torch.arange(self.page, device=self.index.device)
         places = places.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[3])
@@ -266,7 +266,7 @@ class SparseAttention:
         return sparse_attention_cost(self.draft.q, size.heads.kv_heads, *choice, size.full_tokens, bits, GROUP, splits)
 
     def call(self, cost: Cost, peers: Peers | None = None) -> KernelCall:
-        """The call with its cost, which includes the merge of the splits where the caller adds it."""
+        """The call. cost: with the merge of the splits, if the caller counts it."""
         draft, pages = self.draft, f", pages of {self.page}" if self.page > 1 else ""
         kind, variants = "sparse_attention", draft.variants
         if self.full is not None:
@@ -295,40 +295,22 @@ class SparseAttention:
         return keys, values
 
 
-@dataclass(frozen=True, eq=False)
-class TopK:
-    """The choice of the `chosen` best of each row of scores [variants, rows, tokens]."""
+def top_k_call(name: str, scores: Tensor, chosen: int) -> KernelCall:
+    """The choice of the `chosen` best of each row of scores [variants, rows, tokens]; its peer is torch's, unordered.
 
-    scores: Tensor
-    chosen: int
+    Its error is the share of the chosen tokens that differ from the reference's.
+    """
+    rows, tokens = scores.shape[1:]
+    lengths, k = (torch.full((rows,), value, dtype=torch.int32, device=scores.device) for value in (tokens, chosen))
 
-    @cached_property
-    def sizes(self) -> tuple[Tensor, Tensor]:
-        """Lengths and k of all rows."""
-        rows, tokens = self.scores.shape[1:]
-        lengths, k = (
-            torch.full((rows,), value, dtype=torch.int32, device=self.scores.device) for value in (tokens, self.chosen)
-        )
-        return lengths, k
+    def choose(variant: int, backend: Backend = "auto") -> Tensor:
+        return top_k(scores[variant], lengths, k, chosen, backend=backend)[0]
 
-    def __call__(self, variant: int) -> Tensor:
-        return top_k(self.scores[variant], *self.sizes, self.chosen)[0]
+    def error() -> float:
+        return float((choose(0) != choose(0, "reference")).float().mean())
 
-    def library(self, variant: int) -> Tensor:
-        """The same by torch, unordered."""
-        return self.scores[variant].topk(self.chosen, sorted=False).indices
-
-    def error(self) -> float:
-        """Share of the numbers that differ from the reference's."""
-        expected = top_k(self.scores[0], *self.sizes, self.chosen, backend="reference")[0]
-        return float((self(0) != expected).float().mean())
-
-    def call(self, name: str) -> KernelCall:
-        """The call; its peer is torch's choice."""
-        cost = top_k_cost(self.scores[0], self.chosen)
-        return KernelCall(
-            "top_k", name, cost, self, len(self.scores), error=self.error, peers={"torch.topk": self.library}
-        )
+    peers: Peers = {"torch.topk": lambda variant: scores[variant].topk(chosen, sorted=False).indices}
+    return KernelCall("top_k", name, top_k_cost(scores[0], chosen), choose, len(scores), error=error, peers=peers)
 
 
 def two_bit_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
@@ -350,32 +332,30 @@ def top_k_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase
     for size in sizes:
         rows = size.batch * size.kv_heads
         scores = torch.randn(bench.variants(4 * rows * size.tokens), rows, size.tokens, device=bench.device)
-        choice = TopK(scores, chosen_tokens(size.ratio, size.tokens))
-        yield BenchCase("top_k", choice.call(f"{rows} rows, {size.tokens} scores, {size.ratio:.0%}"), SpeedUp(1.0))
+        name = f"{rows} rows, {size.tokens} scores, {size.ratio:.0%}"
+        call = top_k_call(name, scores, chosen_tokens(size.ratio, size.tokens))
+        yield BenchCase("top_k", call, SpeedUp(1.0))
 
 
 def page_scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
     """Quest's bounds of pages."""
-    for size in sizes:
-        bounds = page_bounds(fresh(bench, size.batch, size.kv_heads, size.tokens, size.head_dim), PAGE)
-        caches = torch.stack([bounds] * bench.variants(bounds.nbytes))
-        q = fresh(bench, size.batch, 1, size.q_heads, size.head_dim)
-        pages = torch.full((size.batch,), bounds.shape[2], dtype=torch.int32, device=bench.device)
-        cost = page_scores_cost(q, bounds)
-        name = f"{size.q_heads}/{size.kv_heads} x {size.head_dim}, B{size.batch}, {size.tokens} tokens, pages of {PAGE}"
-        call = KernelCall(
-            "page_scores", name, cost, partial(_scan_pages, q, caches, pages), len(caches),
-            error=partial(_page_error, q, caches, pages),
-        )  # fmt: skip
-        yield BenchCase("page_scores", call, RoofShare(0.6))
+    return (BenchCase("page_scores", _page_scores_call(bench, size), RoofShare(0.6)) for size in sizes)
 
 
-def _scan_pages(q: Tensor, caches: Tensor, pages: Tensor, variant: int, backend: Backend = "auto") -> Tensor:
-    return page_scores(q, caches[variant], pages, backend=backend)
+def _page_scores_call(bench: Bench, size: SparseSize) -> KernelCall:
+    bounds = page_bounds(fresh(bench, size.batch, size.kv_heads, size.tokens, size.head_dim), PAGE)
+    caches = torch.stack([bounds] * bench.variants(bounds.nbytes))
+    q = fresh(bench, size.batch, 1, size.q_heads, size.head_dim)
+    pages = torch.full((size.batch,), bounds.shape[2], dtype=torch.int32, device=bench.device)
+    name = f"{size.q_heads}/{size.kv_heads} x {size.head_dim}, B{size.batch}, {size.tokens} tokens, pages of {PAGE}"
 
+    def scan(variant: int, backend: Backend = "auto") -> Tensor:
+        return page_scores(q, caches[variant], pages, backend=backend)
 
-def _page_error(q: Tensor, caches: Tensor, pages: Tensor) -> float:
-    return relative_error(_scan_pages(q, caches, pages, 0), _scan_pages(q, caches, pages, 0, "reference"))
+    def error() -> float:
+        return relative_error(scan(0), scan(0, "reference"))
+
+    return KernelCall("page_scores", name, page_scores_cost(q, bounds), scan, len(caches), error=error)
 
 
 def sparse_attention_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
@@ -394,52 +374,35 @@ def sparse_attention_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterato
             yield BenchCase("sparse_attention", call, target, FULL_INT4)
 
 
-@dataclass(frozen=True, eq=False)
-class Verification:
-    """A verification of several queries over INT8, which leaves the scores that are asked for."""
+def scores_call(draft: SparseDraft, what: What, peers: Peers) -> KernelCall:
+    """A verification of several queries over INT8 that leaves the scores of the first and the last one.
 
-    draft: SparseDraft
-    request: ScoreRequest
+    It is costed as attention to all codes and the scores. Its error is that of the scores against the reference's, from
+    the queries' own log-sum-exps.
+    """
+    size, q = draft.size, draft.q
+    out = torch.zeros(size.batch, size.heads.kv_heads, size.quantized_tokens, device=q.device)
+    lse = torch.zeros(size.batch, size.heads.q_heads, device=q.device)
+    request = ScoreRequest(out, "ends", what, lse)
 
-    @classmethod
-    def asking(cls, draft: SparseDraft, what: What) -> Verification:
-        """For scores of the first and the last query."""
-        size, device = draft.size, draft.q.device
-        out = torch.zeros(size.batch, size.heads.kv_heads, size.quantized_tokens, device=device)
-        lse = torch.zeros(size.batch, size.heads.q_heads, device=device)
-        return cls(draft, ScoreRequest(out, "ends", what, lse))
+    def error() -> float:
+        _verify(draft, request, 0)
+        expected = replace(request, out=torch.zeros_like(out), lse=lse.clone())
+        _verify(draft, expected, 0, "reference")
+        _verify(draft, request, 0)
+        return relative_error(out, expected.out)
 
-    def __call__(self, variant: int) -> Tensor:
-        return self._verify(variant, self.request, "auto")
+    cost = size.cost(q, BENCH_SPLITS) + scores_cost(request, q, size.quantized_tokens)
+    name = f"{size.name.rpartition(',')[0]}, {QUERIES} queries, INT8, {what}"
+    return KernelCall(size.kind, name, cost, partial(_verify, draft, request), draft.variants, error=error, peers=peers)
 
-    def plain(self, variant: int) -> Tensor:
-        """The same without scores."""
-        return self._verify(variant, None, "auto")
 
-    def error(self) -> float:
-        """Relative error of the scores against the reference's, from log-sum-exps that are the queries' own."""
-        self(0)
-        request = self.request
-        lse = None if request.lse is None else request.lse.clone()
-        expected = replace(request, out=torch.zeros_like(request.out), lse=lse)
-        self._verify(0, expected, "reference")
-        self(0)
-        return relative_error(request.out, expected.out)
-
-    def call(self, peers: Peers) -> KernelCall:
-        """The call, priced as attention to all codes and the scores that it leaves."""
-        size, q = self.draft.size, self.draft.q
-        attending = size.cost(q, BENCH_SPLITS)
-        cost = attending + scores_cost(self.request, q, size.quantized_tokens)
-        name = f"{size.name.rpartition(',')[0]}, {QUERIES} queries, INT8, {self.request.what}"
-        return KernelCall(size.kind, name, cost, self, self.draft.variants, error=self.error, peers=peers)
-
-    def _verify(self, variant: int, request: ScoreRequest | None, backend: Backend) -> Tensor:
-        draft, (codes, _) = self.draft, self.draft.cache(variant)
-        return decode_attention(
-            draft.q, draft.keys, draft.values, *draft.window, codes, draft.groups, lower=True, scores=request,
-            backend=backend,
-        )  # fmt: skip
+def _verify(draft: SparseDraft, request: ScoreRequest | None, variant: int, backend: Backend = "auto") -> Tensor:
+    codes, _ = draft.cache(variant)
+    return decode_attention(
+        draft.q, draft.keys, draft.values, *draft.window, codes, draft.groups, lower=True, scores=request,
+        backend=backend,
+    )  # fmt: skip
 
 
 def scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
@@ -447,7 +410,6 @@ def scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCas
     kinds: tuple[What, ...] = ("logits", "probabilities")
     for size in sizes:
         draft = SparseDraft.quantized(bench, size, QUERIES, lower=True)
-        verifications = [Verification.asking(draft, what) for what in kinds]
-        peers = {WITHOUT: verifications[0].plain}
-        for verification in verifications:
-            yield BenchCase("scores", verification.call(peers), SpeedUp(1 / MAX_COLLECTING), WITHOUT)
+        peers = {WITHOUT: partial(_verify, draft, None)}
+        for what in kinds:
+            yield BenchCase("scores", scores_call(draft, what, peers), SpeedUp(1 / MAX_COLLECTING), WITHOUT)

@@ -102,7 +102,7 @@ class Case:
 
 @cache
 def _machine(engine: PublishedEngine, gpu: str, shape: ModelShape) -> Machine:
-    """The engine on its GPU; what it ranks tokens by is priced as a stream, its papers' own kernels are not known."""
+    """The engine on its GPU. Its ranking of tokens is costed as a stream, as the papers' kernels are not known."""
     machine = Machine.of(engine.profile(load_hardware(gpu), shape))
     streamed = RateTerms(machine.rates["attention"].bandwidth_utilization, 1.0, 0.0)
     return replace(machine, rates={**machine.rates, "top_k": streamed})
@@ -115,15 +115,12 @@ def sharded(shape: ModelShape, gpus: int) -> ModelShape:
     these steps, and are left out.
     """
     return replace(
-        shape,
-        q_heads=shape.q_heads // gpus,
-        kv_heads=shape.kv_heads // gpus,
-        intermediate=shape.intermediate // gpus,
+        shape, q_heads=shape.q_heads // gpus, kv_heads=shape.kv_heads // gpus, intermediate=shape.intermediate // gpus
     )
 
 
 def _plain_row(row: PublishedRow) -> PublishedRow:
-    """The workload of plain decoding that ratios of a row are over, without what tells rows of one workload apart."""
+    """The plain decoding that a row's ratios refer to, without the fields that tell rows of one workload apart."""
     plain = PublishedRow(case="plain", method="plain", model=row.model, gpu=row.gpu, gpus=row.gpus, cells={})
     return replace(
         plain,
@@ -143,10 +140,10 @@ def _plain_case(row: PublishedRow) -> Case:
 def plan_of(row: PublishedRow, shape: ModelShape) -> Plan:
     """The row's preset with its hyperparameters."""
     plan = preset(row.preset, Workload(shape.name, row.gpu, row.context, row.new_tokens, row.batch))
-    speculation = replace(plan.speculation, **_given(gamma=row.gamma))
+    speculation = replace(plan.speculation, **_nonzero(gamma=row.gamma))
     if row.ratio:
         speculation = speculation.with_ratio(row.ratio)
-    eviction = replace(plan.eviction, **_given(budget=row.budget)) if plan.eviction.active else plan.eviction
+    eviction = replace(plan.eviction, **_nonzero(budget=row.budget)) if plan.eviction.active else plan.eviction
     placement = Placement(True, plan.attention.budget) if row.offload else plan.placement
     weights = plan.weights if row.weight_bits == 16 else Weights(row.weight_bits, row.weight_bits)
     return replace(plan, weights=weights, speculation=speculation, eviction=eviction, placement=placement)
@@ -161,7 +158,7 @@ def _ranked_bytes(plan: Plan, shape: ModelShape) -> float:
     return 3 * SCORE_BYTES * rows * shape.layers
 
 
-def _given(**values: Any) -> Mapping[str, Any]:
+def _nonzero(**values: Any) -> Mapping[str, Any]:
     return {name: value for name, value in values.items() if value}
 
 

@@ -138,8 +138,8 @@ def _impossible(metric: Metric, case: Case, value: float | str) -> str:
     problems = []
     if metric.bound is not Bound.NONE:
         limit = metric.bytes_limit(case)
-        below = value < limit * (1 - ROUNDING) and metric.bound is Bound.LEAST
-        above = value > limit * (1 + ROUNDING) and metric.bound is Bound.MOST
+        below = value < limit * (1 - ROUNDING) and metric.bound is Bound.LOWER
+        above = value > limit * (1 + ROUNDING) and metric.bound is Bound.UPPER
         if below or above:
             problems.append(f"exceeds what bytes allow: at {metric.bound.value} {limit:.4g}")
     if metric.whole_model and not fits(case):

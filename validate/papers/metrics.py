@@ -22,8 +22,8 @@ LOGIT_BYTES = 2  # SpecAttn, section 4: logits are cast to bf16
 class Bound(StrEnum):
     """What bytes say about a quantity."""
 
-    LEAST = "least"  # a time or a size: nothing smaller is possible
-    MOST = "most"  # a rate: nothing larger is possible
+    LOWER = "least"  # a time or a size: nothing smaller is possible
+    UPPER = "most"  # a rate: nothing larger is possible
     NONE = "none"
 
 
@@ -151,20 +151,20 @@ def _attention_s(case: Case, part: str) -> float:
 
 METRICS = {
     # Milliseconds of a step, or of a round by its tokens.
-    "step_ms": Metric(lambda case: 1e3 * float(case.tpot_s), Bound.LEAST),
-    "tokens_per_s": Metric(tokens_per_s, Bound.MOST),
-    "request_tokens_per_s": Metric(request_tokens_per_s, Bound.MOST),
+    "step_ms": Metric(lambda case: 1e3 * float(case.tpot_s), Bound.LOWER),
+    "tokens_per_s": Metric(tokens_per_s, Bound.UPPER),
+    "request_tokens_per_s": Metric(request_tokens_per_s, Bound.UPPER),
     "speedup": Metric(speedup),
     # Throughput of whole requests over the baseline's.
     "request_speedup": Metric(lambda case: request_tokens_per_s(case) / request_tokens_per_s(case.plain)),
     # Time per token over that at the baseline's context.
     "slowdown": Metric(lambda case: float(case.tpot_s / case.plain.tpot_s)),
     # Seconds to the first token.
-    "ttft_s": Metric(lambda case: float(case.estimate.ttft_s), Bound.LEAST),
+    "ttft_s": Metric(lambda case: float(case.estimate.ttft_s), Bound.LOWER),
     # Peak memory of all GPUs.
-    "peak_gib": Metric(lambda case: peak_bytes(case) / GIB, Bound.LEAST, lambda case: required_bytes(case) / GIB),
-    "attention_ms": Metric(attention_ms, Bound.LEAST, whole_model=False),
-    "draft_attention_ms": Metric(draft_attention_ms, Bound.LEAST, whole_model=False),
+    "peak_gib": Metric(lambda case: peak_bytes(case) / GIB, Bound.LOWER, lambda case: required_bytes(case) / GIB),
+    "attention_ms": Metric(attention_ms, Bound.LOWER, whole_model=False),
+    "draft_attention_ms": Metric(draft_attention_ms, Bound.LOWER, whole_model=False),
     # Plain decoding's attention over that of the target's pass.
     "attention_speedup": Metric(lambda case: attention_ms(case.plain) / attention_ms(case), whole_model=False),
     # Plain decoding's attention over that of a draft step.

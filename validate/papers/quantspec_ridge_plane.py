@@ -32,18 +32,11 @@ class Plane:
 
 
 def decode_plane(
-    shape: ModelShape,
-    hardware: Hardware,
-    contexts: Sequence[int],
-    batches: Sequence[int],
-    new_tokens: int = 1000,
+    shape: ModelShape, hardware: Hardware, contexts: Sequence[int], batches: Sequence[int], new_tokens: int = 1000
 ) -> Plane:
     """Fig 2: generation of `new_tokens` tokens, priced at the mean context, as costs are linear in it."""
     context, batch = np.meshgrid(np.asarray(contexts, float), np.asarray(batches, float), indexing="ij")
-    terms = PassTerms(
-        batch=batch, queries=1, quantized_tokens=0, full_tokens=context + new_tokens / 2, bits=0, group=1, splits=1,
-        weight_bytes=hardware.element_bytes, head_bytes=hardware.element_bytes, element_bytes=hardware.element_bytes,
-    )  # fmt: skip
+    terms = PassTerms.plain(batch, context + new_tokens / 2, hardware.element_bytes)
     return _plane(decode_pass(shape, terms), hardware, context, batch)
 
 

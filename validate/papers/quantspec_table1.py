@@ -88,12 +88,7 @@ def _prefill() -> tuple[Op, ...]:
 
 def _decode() -> tuple[Op, ...]:
     """k steps at context S, as the paper counts generation of k tokens where k is small against S."""
-    element_bytes = symbol("element_bytes")
-    terms = PassTerms(
-        batch=symbol("batch"), queries=1, quantized_tokens=0, full_tokens=symbol("context"), bits=0,
-        group=symbol("kv_group"), splits=symbol("splits"), weight_bytes=element_bytes,
-        head_bytes=element_bytes, element_bytes=element_bytes,
-    )  # fmt: skip
+    terms = PassTerms.plain(symbol("batch"), symbol("context"), symbol("element_bytes"), splits=symbol("splits"))
     steps = symbol("new_tokens")
     passes = decode_pass(_multi_head_shape(), terms)
     return tuple(Op(op.name, op.kind, op.cost, op.launches * steps) for op in passes)

@@ -1,6 +1,6 @@
 """Published rows and the papers' engines, read from TOML: workloads, plans, printed cells.
 
-One set of facts per engine, each with its source, for all of its cells; they are in engines.toml.
+engines.toml has one set of facts per engine, each with its source, which holds for all of the engine's cells.
 """
 
 from __future__ import annotations
@@ -124,11 +124,7 @@ def _merged(paper: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 # Classes where libraries' kernels run, and the class of the library's products of the same kind.
 LIBRARY_CLASSES = {
-    "linear": "prefill_linear",
-    "linear_int8": "prefill_linear",
-    "linear_int4": "prefill_linear",
-    "grouped_linear": "prefill_linear",
-    "head": "prefill_linear",
+    **dict.fromkeys(("linear", "linear_int8", "linear_int4", "grouped_linear", "head"), "prefill_linear"),
     "attention": "prefill_attention",
     "attention_d64": "prefill_attention_d64",
     "attention_mla": "prefill_attention",

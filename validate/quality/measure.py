@@ -41,13 +41,13 @@ from ridgeplan.validate.quality.ruler import Prompt, PromptMaker
 from ridgeplan.validate.quality.ruler_samples import Material, Task
 
 Values = dict[str, float]  # by measure
-Asked = tuple[Task, Prompt]
+TaskPrompt = tuple[Task, Prompt]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Measures that one pass over the inputs yields, and the number of their samples.
+    """The measures that one pass over the inputs yields, and the number of samples.
 
     rows: sequences that its engines hold. run: returns each engine's values, of the given measures at least.
     """
@@ -138,7 +138,7 @@ class Inputs:
 
 
 def tell_oracles(engines: Sequence[Engine], passages: Sequence[ForcedPassage]) -> None:
-    """Gives each prompt's continuation to engines whose eviction is an oracle."""
+    """Tells engines whose eviction is an oracle the continuation of each prompt."""
     for engine in engines:
         if isinstance(engine.scorer, OracleScorer):
             for passage in passages:
@@ -172,7 +172,7 @@ def share_prefill(engines: Sequence[Engine], prompts: Sequence[Sequence[int]], n
         first.prefill_with(others, prompts, new_tokens)
 
 
-def answer_scores(engines: Sequence[Engine], pairs: Sequence[Asked], tokenizer: Any) -> list[list[float]]:
+def answer_scores(engines: Sequence[Engine], pairs: Sequence[TaskPrompt], tokenizer: Any) -> list[list[float]]:
     """For each engine the score, from 0 to 1, of its greedy answer to each prompt; all answers in one batch."""
     prompts, new_tokens = [prompt.ids for _, prompt in pairs], max(task.new_tokens for task, _ in pairs)
     stop = tokenizer.eos_token_id
@@ -180,8 +180,8 @@ def answer_scores(engines: Sequence[Engine], pairs: Sequence[Asked], tokenizer: 
     share_prefill(engines, prompts, new_tokens)
     answers = [engine.generate(prompts, new_tokens, sampling).tokens for engine in engines]
     return [
-        [_score(task, prompt, tokens, tokenizer) for (task, prompt), tokens in zip(pairs, of_one, strict=True)]
-        for of_one in answers
+        [_score(task, prompt, tokens, tokenizer) for (task, prompt), tokens in zip(pairs, engine_answers, strict=True)]
+        for engine_answers in answers
     ]
 
 
@@ -190,7 +190,7 @@ def _score(task: Task, prompt: Prompt, tokens: Sequence[int], tokenizer: Any) ->
     return task.score(tokenizer.decode(tokens[: task.new_tokens], skip_special_tokens=True), prompt.answers)
 
 
-def mean_scores(pairs: Sequence[Asked], scores: Sequence[float]) -> Values:
+def mean_scores(pairs: Sequence[TaskPrompt], scores: Sequence[float]) -> Values:
     """The mean score of each task."""
     by_task: dict[str, list[float]] = {}
     for (task, _), score in zip(pairs, scores, strict=True):

@@ -34,7 +34,7 @@ Draw = Callable[[random.Random, int], list[str]]  # that many different keys or 
 
 @dataclass(frozen=True)
 class Needles:
-    """What is hidden. keys: needles with different keys; values: of each key; queried: keys that are asked for.
+    """What is hidden. keys: needles with different keys; values: per key; queried: keys that the question names.
 
     haystack: "noise" repeats a few sentences, "text" is prose, "needles" are further needles.
     """

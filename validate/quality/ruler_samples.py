@@ -104,8 +104,8 @@ def _where(first: tuple[int, int], second: tuple[int, int], tokens: int) -> int:
     return size + (second[0] - size or tokens) * (tokens - first_tokens) // max(1, second[1] - first_tokens)
 
 
-class OwnWords(NamedTuple):
-    """Our words, ruler_words.toml."""
+class WordList(NamedTuple):
+    """The words of ruler_words.toml."""
 
     adjectives: tuple[str, ...]
     nouns: tuple[str, ...]
@@ -113,39 +113,39 @@ class OwnWords(NamedTuple):
 
 
 @cache
-def own_words() -> OwnWords:
+def word_list() -> WordList:
     """Adjectives and nouns, of which keys are made, and sentences without content."""
     tables = tomllib.loads(Path(__file__).with_name("ruler_words.toml").read_text(encoding="utf-8"))
-    return OwnWords(tuple(tables["adjectives"].split()), tuple(tables["nouns"].split()), tuple(tables["noise"]))
+    return WordList(tuple(tables["adjectives"].split()), tuple(tables["nouns"].split()), tuple(tables["noise"]))
 
 
 def noise(count: int) -> list[str]:
     """`count` sentences without content, the same few again and again."""
-    return cycled(own_words().noise, count)
+    return cycled(word_list().noise, count)
 
 
 def pairs(generator: random.Random, count: int) -> list[str]:
     """Different words such as calm-river, drawn from all pairs of an adjective and a noun; numbered where these end."""
-    total = len(own_words().adjectives) * len(own_words().nouns)
+    total = len(word_list().adjectives) * len(word_list().nouns)
     return [_pair(*divmod(number, total)) for number in generator.sample(range(total * -(-count // total)), count)]
 
 
 def _pair(copy: int, index: int) -> str:
-    adjectives, nouns, _ = own_words()
+    adjectives, nouns, _ = word_list()
     word = f"{adjectives[index // len(nouns)]}-{nouns[index % len(nouns)]}"
     return f"{word}-{copy + 1}" if copy else word
 
 
 def sentences_of(text: str) -> tuple[str, ...]:
-    """The sentences of a prose text, its white space made single blanks."""
+    """The sentences of a prose text, with single blanks for all white space."""
     parts = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))
     return tuple(part for part in parts if part)
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The different words of four letters or more in a text, in alphabetic order, then our own."""
+    """The different words of four letters or more in a text, in alphabetic order, then those of `word_list`."""
     words = sorted(set(re.findall(r"\b[a-z]{4,12}\b", text)))
-    return tuple(dict.fromkeys([*words, *own_words().adjectives, *own_words().nouns]))
+    return tuple(dict.fromkeys([*words, *word_list().adjectives, *word_list().nouns]))
 
 
 def cycled(items: tuple[str, ...], count: int) -> list[str]:

@@ -26,7 +26,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import Checked, number, numbers, parts, text, texts_by_name, whole
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DraftCodes, KVCache, KVFormat, Plan, Speculation
 from ridgeplan.roofline.plan.policy import AllTokens, SparseSelection, TokenSelection, make_selection
-from ridgeplan.runtime import WorkloadError, load
+from ridgeplan.runtime import WorkloadError
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
@@ -38,32 +38,16 @@ from ridgeplan.runtime.policies.base import PromptObservers, TokenSelector
 from ridgeplan.runtime.policies.ranked import RankedSelector
 from ridgeplan.runtime.sampling import require_finite
 from ridgeplan.validate.acceptance import MAX_TOKENS_MEASURED, Passage, draft_weights_of, measured_row, named_shape
+from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.measure import Progress, clamp_share, silent
 from ridgeplan.validate.prompts import prompt_tokens
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
+from ridgeplan.validate.studies.methods import FORMATS, HINDSIGHT, POLICIES, WEIGHTS
 
 GAMMA = 7
 ROUND = GAMMA + 1  # tokens
 MIN_TOKENS = 2 * ROUND  # the first round is not counted
-HINDSIGHT = "hindsight"  # SpecAttn's Eq 2 by the round's own verification, which no draft can know
-# Policies and variants: a plan's selection, and the hyperparameters that differ from it.
-WEIGHTS = "specattn-weights"
-POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "streamingllm": ("streamingllm", {}),
-    "snapkv": ("snapkv", {}),
-    "specextend": ("specextend", {"page": 1}),
-    "specattn": ("specattn", {}),
-    WEIGHTS: (WEIGHTS, {}),
-    "specattn-heads": (WEIGHTS, {"per_kv_head": True}),
-    "specattn-logits": (WEIGHTS, {"score": "logits"}),
-    "specattn-all": (WEIGHTS, {"rows": "all"}),
-    HINDSIGHT: (WEIGHTS, {"rows": "all", "per_kv_head": True}),
-    "quest": ("quest", {}),
-    "progressive": ("progressive", {}),
-    "oracle": ("oracle", {}),
-}
 ROWS = ("streamingllm", "snapkv", "specextend", "specattn", WEIGHTS, "quest", "progressive")  # as plans have them
-FORMATS = {"bf16": (DraftCodes.FULL, False), "kv4": (DraftCodes.UPPER, False), "w4kv4": (DraftCodes.UPPER, True)}
 
 
 @dataclass(frozen=True)
@@ -167,7 +151,7 @@ def study(
     if passage.tokens < MIN_TOKENS:
         allowed = f"{MIN_TOKENS} or more, as the first {ROUND} are not counted"
         raise WorkloadError(f"tokens is {passage.tokens}; allowed: {allowed}")
-    weights = draft_weights = None
+    shared, draft_weights = SharedWeights(model, device), None
     plans = [plan_of(plain) for plain in passage.plans(named_shape(model))]  # no length is refused after hours
     for plan in plans:
         what = f"{plan.workload.context} tokens"
@@ -176,12 +160,11 @@ def study(
         if not missing:
             continue
         on_progress(what, 0, 1)
-        engine = load(plan, model, device=device, weights=weights)
-        weights = engine.weights
-        ids = prompt_tokens(engine.tokenizer, plan.workload.final_context, passage.text)
-        draft_weights = draft_weights or draft_weights_of(engine, missing, passage.calibration)
-        yield from measure(engine, draft_weights, missing, ids, partial(on_progress, what))
-        engine.close()
+        with shared.engine(plan) as engine:
+            ids = prompt_tokens(engine.tokenizer, plan.workload.final_context, passage.text)
+            if draft_weights is None and any(draft.quantized_weights for draft in missing):
+                draft_weights = draft_weights_of(engine, passage.calibration)
+            yield from measure(engine, draft_weights, missing, ids, partial(on_progress, what))
 
 
 def _with_a_choice(drafts: Sequence[StudyDraft], context: int) -> list[StudyDraft]:
@@ -316,17 +299,10 @@ class SavedRow(Checked):
 
 def row_of(result: DraftAcceptance) -> SavedRow:
     """The row of a measured draft. Raises WorkloadError for an acceptance that is no probability."""
-    draft, by_position = result.draft, tuple(map(clamp_share, result.by_position))
-    return SavedRow(
-        result.context,
-        draft.policy,
-        draft.ratio,
-        draft.format,
-        result.rounds,
-        clamp_share(result.mean),
-        result.tokens_per_round,
-        by_position,
-    )
+    mean, by_position = clamp_share(result.mean), tuple(map(clamp_share, result.by_position))
+    draft, tokens_per_round = result.draft, result.tokens_per_round
+    reads = draft.policy, draft.ratio, draft.format
+    return SavedRow(result.context, *reads, result.rounds, mean, tokens_per_round, by_position)
 
 
 @dataclass(frozen=True)

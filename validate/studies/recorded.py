@@ -60,7 +60,7 @@ class _Recorder(Decoder):
 
 
 class RecordedPrompt:
-    """A prompt in an engine's full-precision cache. Passes over it leave no trace in it."""
+    """A prompt in an engine's full-precision cache, which passes over it leave unchanged."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int]) -> None:
         """engine: of plain decoding. Raises WorkloadError for a closed one, and for a model with sliding windows."""

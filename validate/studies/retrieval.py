@@ -10,7 +10,6 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.roofline.plan.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, require
 from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.plan.policy import MIN_RATIO, SparseSelection, make_selection
-from ridgeplan.runtime import WorkloadError, load
+from ridgeplan.runtime import WorkloadError
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.cache import Cache
@@ -29,22 +28,13 @@ from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, SparseSelector, TokenIndex, TokenSelector
 from ridgeplan.runtime.retrieval.head import Head, load_head
 from ridgeplan.validate.acceptance import Passage, named_shape
+from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
+from ridgeplan.validate.studies.methods import METHODS, RANDOM
 from ridgeplan.validate.studies.recorded import FullHead, attention_weights, features_before
 
-RANDOM, MODEL = "random", "model"  # the latter is the model's own choice, by which others are measured
-# Methods with the names and hyperparameters of their selections.
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "retrieval-head": ("retrieval-head", {}),
-    "retrieval-batch": ("retrieval-head", {"level": "batch"}),
-    "progressive": ("progressive", {}),
-    "quest": ("quest", {}),
-    "clusterkv": ("clusterkv", {}),
-    "shadowkv": ("shadowkv", {}),
-    "streamingllm": ("streamingllm", {}),
-    RANDOM: ("streamingllm", {}),
-}
+MODEL = "model"  # selects the model's top tokens, by which the methods are measured
 RECENT = 128  # tokens that every method reads, as the caches' buffers do
 
 
@@ -112,18 +102,15 @@ def study(
     if head is None and any(METHODS[name][0] == "retrieval-head" for name in methods):
         raise WorkloadError("methods of a retrieval head need one: give its file, or leave them out")
     passage = Passage(text, "text", sizes.contexts, -(-sizes.tokens // 8) * 8, yarn=yarn)
-    weights = None
+    shared = SharedWeights(model, device)
     for plan in map(plan_of, passage.plans(named_shape(model))):
-        engine = load(plan, model, device=device, weights=weights)
-        weights = engine.weights
-        bound = head and load_head(head).for_model(engine.config.shape, engine.weights.embedding)
-        context = plan.workload.context
-        figures = _Figures()
-        batch = prompt_batch(engine.tokenizer, context + sizes.tokens, sizes.passages, text)
-        for number, ids in enumerate(batch):
-            on_progress(f"{context} tokens", number, sizes.passages)
-            _measure(engine, bound or None, sizes, ids, figures)
-        engine.close()
+        context, figures = plan.workload.context, _Figures()
+        with shared.engine(plan) as engine:
+            bound = load_head(head).for_model(engine.config.shape, engine.weights.embedding) if head else None
+            batch = prompt_batch(engine.tokenizer, context + sizes.tokens, sizes.passages, text)
+            for number, ids in enumerate(batch):
+                on_progress(f"{context} tokens", number, sizes.passages)
+                _measure(engine, bound, sizes, ids, figures)
         yield from figures.rows(context)
 
 
@@ -248,7 +235,7 @@ class _Step:
     def __init__(self, cache: Cache, choosers: Sequence[_Chooser]) -> None:
         self._cache, self._choosers, self._tokens = cache, choosers, int(cache.lengths[0]) + 1
         self._sinks = torch.tensor([chooser.sinks for chooser in choosers], device=cache.lengths.device)
-        self._found: list[Tensor] = []
+        self._step_figures: list[Tensor] = []
         self._chosen: list[Tensor] = []
 
     def metadata(self, tokens: Tensor) -> AttentionMetadata:
@@ -266,7 +253,7 @@ class _Step:
         before, and the result: bool [choosers, layers, kv_heads, tokens].
         """
         chosen = torch.stack(self._chosen, dim=1)
-        for chooser, layers in zip(self._choosers, torch.stack(self._found, dim=1).cpu(), strict=True):
+        for chooser, layers in zip(self._choosers, torch.stack(self._step_figures, dim=1).cpu(), strict=True):
             figures.add(chooser.method, chooser.budget, layers)
         if before is not None:
             again = (chosen[..., : before.shape[-1]] & before).flatten(1).sum(1)
@@ -286,7 +273,7 @@ class _Step:
         recent = torch.arange(self._tokens, device=chosen.device) >= self._first_recent[:, None]
         top = torch.stack([tops[chooser.budget] for chooser in self._choosers])
         self._chosen.append(chosen)
-        self._found.append(compared(chosen | recent[:, None], top, weights, self._sinks))
+        self._step_figures.append(compared(chosen | recent[:, None], top, weights, self._sinks))
         return decode_attention(query, keys, values, metadata.begin, metadata.end)
 
 

@@ -5,8 +5,7 @@ The texts are two: predictions at the acceptance measured on one are compared wi
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,18 +20,19 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.support import as_loaded
-from ridgeplan.runtime import Engine, SamplingParams, load
+from ridgeplan.runtime import Engine, SamplingParams
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.validate.comparison import Comparison, compare_measured, tpot_ms_at
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 from ridgeplan.validate.decode_bench.report import DecodeCase
+from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.machine import free_library_workspaces
 from ridgeplan.validate.measure import Measured, measure
 from ridgeplan.validate.prompts import first_tokens, prompt_batch, sample_text
 from ridgeplan.validate.suite.report import AT_ANOTHER, AT_MEASURED, PEAK, SuiteRow
-from ridgeplan.validate.suite.sections import case_text
+from ridgeplan.validate.suite.sections import case_text, plan_row
 
 ACCEPTANCE, BY_DRIVER = "acceptance", "memory in use, by the driver"
 CALIBRATION_TOKENS = 8192  # of 4-bit weights
@@ -75,9 +75,9 @@ class Generator:
 
 
 def small_model(source: str, texts: Texts) -> Generator:
-    """A user's model, priced as the runtime loads it. Raises ModelError and what `load_shape` raises."""
+    """A user's model, costed as the runtime loads it. Raises ModelError and what `load_shape` raises."""
     tokenizer = load_tokenizer(model_source(source))
-    shared = _SharedWeights(source, _calibration(tokenizer, texts))
+    shared = SharedWeights(source, calibration=_calibration(tokenizer, texts))
     return Generator(as_loaded(load_shape(source)), tokenizer, shared.engine)
 
 
@@ -86,29 +86,6 @@ def inflated_model(source: str, shape: str, texts: Texts) -> Generator:
     model, drafts = InflatedModel.load(source, load_shape(shape)), dict[int, DecoderWeights]()
     calibration = _calibration(model.tokenizer, texts)
     return Generator(model.shape, model.tokenizer, partial(model.shared_engine, drafts=drafts, calibration=calibration))
-
-
-@dataclass(eq=False)
-class _SharedWeights:
-    """Engines of one model; those of one target format after another share weights."""
-
-    source: str
-    calibration: Sequence[int] | None
-    weights: DecoderWeights | None = None
-    kind: tuple[int, int | None, bool] | None = None
-
-    @contextlib.contextmanager
-    def engine(self, plan: Plan) -> Iterator[Engine]:
-        """An engine of `plan`, closed after the body."""
-        fitted, kind = self.calibration if plan.weights.quantized else None, plan.weights.target_format
-        if self.weights is not None and kind != self.kind:
-            self.weights = None  # freed first, as their memory is not the plan's
-        engine = load(plan, self.source, weights=self.weights, calibration=fitted)
-        self.weights, self.kind = engine.weights, kind
-        try:
-            yield engine
-        finally:
-            engine.close()
 
 
 def _calibration(tokenizer: Any, texts: Texts) -> list[int] | None:
@@ -144,7 +121,7 @@ def rows_of(
     else:
         yield _row(ran, compared, "tpot at the measured acceptance", AT_MEASURED)
         predicted_ms = tpot_ms_at(ran, shape, profile, elsewhere)
-        yield _named(ran, AT_ANOTHER, "ms", predicted_ms, measured.tpot_ms, compared.source)
+        yield plan_row("generations", ran, AT_ANOTHER, "ms", predicted_ms, measured.tpot_ms, compared.source)
         if measured.statistics.acceptance:
             yield _row(ran, compared, "acceptance", ACCEPTANCE)
     memory = compared.row("peak memory")
@@ -153,17 +130,10 @@ def rows_of(
     if measured.driver_bytes is not None:
         reserved = predicted_memory(ran, shape, Machine.of(profile)).reserved_peak
         predicted = float(reserved) + (measured.statistics.outside_bytes or 0)
-        yield _named(ran, BY_DRIVER, "bytes", predicted, float(measured.driver_bytes), compared.source)
+        yield plan_row("generations", ran, BY_DRIVER, "bytes", predicted, float(measured.driver_bytes), compared.source)
 
 
 def _row(plan: Plan, compared: Comparison, name: str, kind: str) -> SuiteRow:
     row = compared.row(name)
     assert row.measured is not None, f"{name} was not measured"
-    return _named(plan, kind, row.unit, row.predicted, row.measured, compared.source)
-
-
-def _named(plan: Plan, kind: str, unit: str, predicted: float, measured: float, source: str) -> SuiteRow:
-    return SuiteRow(
-        section="generations", kind=kind, model=plan.workload.model, case=case_text(plan), unit=unit,
-        predicted=predicted, measured=measured, source=source,
-    )  # fmt: skip
+    return plan_row("generations", plan, kind, row.unit, row.predicted, row.measured, compared.source)

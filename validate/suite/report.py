@@ -182,15 +182,8 @@ class Summary:
     def of(cls, name: str, errors: Sequence[float]) -> Summary:
         """The summary of one or more signed errors."""
         sizes = [abs(error) for error in errors]
-        return cls(
-            name,
-            len(errors),
-            statistics.median(errors),
-            statistics.median(sizes),
-            float(np.quantile(sizes, 0.9)),
-            max(sizes),
-            statistics.fmean(sizes),
-        )
+        medians, p90 = (statistics.median(errors), statistics.median(sizes)), float(np.quantile(sizes, 0.9))
+        return cls(name, len(errors), *medians, p90, max(sizes), statistics.fmean(sizes))
 
     @property
     def limits(self) -> Limits:

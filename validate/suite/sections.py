@@ -52,15 +52,12 @@ def kernel_rows(profile: Profile, device: torch.device, sizes: Suite, on_progres
     for done, (kind, calls) in enumerate(classes.items()):
         on_progress(kind, done, len(classes))
         for call in calls:
+            measured_us = 1e6 * steady_reading(partial(bench.readings, call)).seconds
+            predicted_us, source = 1e6 * predicted_seconds(call, machine), profile.rates(kind).source
             yield SuiteRow(
-                section="kernels",
-                kind=kind,
-                case=call.name,
-                unit="us",
-                predicted=1e6 * predicted_seconds(call, machine),
-                measured=1e6 * steady_reading(partial(bench.readings, call)).seconds,
-                source=profile.rates(kind).source,
-            )
+                section="kernels", kind=kind, case=call.name, unit="us", predicted=predicted_us, measured=measured_us,
+                source=source,
+            )  # fmt: skip
 
 
 STEPS_METHOD = (
@@ -80,16 +77,17 @@ def rows_of(plan: Plan, model: RandomModel, profile: Profile, times: RoundTimes)
     if not predicted.gamma:
         pairs = {"plain step": (target_ms, times.verify_s)}
     for kind, (predicted_ms, seconds) in pairs.items():
-        yield SuiteRow(
-            section="steps",
-            kind=kind,
-            model=model.shape.name,
-            case=case_text(plan),
-            unit="ms",
-            predicted=predicted_ms,
-            measured=1e3 * seconds,
-            source=profile.source,
-        )
+        yield plan_row("steps", plan, kind, "ms", predicted_ms, 1e3 * seconds, profile.source)
+
+
+def plan_row(
+    section: str, plan: Plan, kind: str, unit: str, predicted: float, measured: float, source: str
+) -> SuiteRow:
+    """The row of a figure of a plan."""
+    return SuiteRow(
+        section=section, kind=kind, model=plan.workload.model, case=case_text(plan), unit=unit, predicted=predicted,
+        measured=measured, source=source,
+    )  # fmt: skip
 
 
 def case_text(plan: Plan) -> str:

@@ -7,9 +7,8 @@ from itertools import product
 
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.validate.calibration.sizes import Suite, suite_for
+from ridgeplan.validate.calibration.sizes import Suite, load_suite
 from ridgeplan.validate.decode_bench.report import DecodeCase
-from ridgeplan.validate.kernel_calls.attention import Heads
 from ridgeplan.validate.random_model import llama_like_shape
 
 Workloads = tuple[tuple[int, int], ...]  # context, batch
@@ -49,7 +48,7 @@ def full_sizes(device: str) -> SuiteSizes:
         return replace(_smoke_cpu(), models=shapes, steps=few, regret=((400, 1), (1500, 2)), candidates=4)
     plans = (("autoregressive", None), ("int8", None), ("quantspec", 4), ("quantspec-weights", 2))
     return SuiteSizes(
-        kernels=_CUDA_KERNELS,
+        kernels=load_suite("suite_cuda"),
         models=(load_shape("Qwen2.5-0.5B"), qwen_1_5b(), load_shape("Llama-3.1-8B"), load_shape("Qwen3-8B")),
         steps=cases(plans, _STEP_WORKLOADS),
         regret=((3000, 1), (3000, 16), (10_000, 4), (20_000, 1), (20_000, 8), (60_000, 2), (110_000, 1)),
@@ -58,8 +57,7 @@ def full_sizes(device: str) -> SuiteSizes:
         new_tokens=256,
         inflated_shape="Llama-3.1-8B",
         inflated=cases(
-            (("autoregressive", None), ("int8", None), ("quantspec", 4), ("quantspec", 2)),
-            ((6000, 8), (24_000, 2)),
+            (("autoregressive", None), ("int8", None), ("quantspec", 4), ("quantspec", 2)), ((6000, 8), (24_000, 2))
         ),
     )
 
@@ -84,9 +82,9 @@ def qwen_1_5b() -> ModelShape:
 
 def _smoke_cuda() -> SuiteSizes:
     """The full suite's kinds of cases on the smallest models, in about a minute."""
-    plans = (("autoregressive", None), ("quantspec", 4))
+    plans, kernels = (("autoregressive", None), ("quantspec", 4)), load_suite("suite_cuda")
     return SuiteSizes(
-        kernels=replace(_CUDA_KERNELS, heads=_CUDA_KERNELS.heads[:1], linear_shapes=_CUDA_KERNELS.linear_shapes[:2]),
+        kernels=replace(kernels, heads=kernels.heads[:1], linear_shapes=kernels.linear_shapes[:2]),
         models=(load_shape("Qwen2.5-0.5B"), qwen_1_5b()),
         steps=cases(plans, ((2304, 1), (24_000, 4))),
         regret=((3000, 1), (20_000, 4)),
@@ -100,7 +98,7 @@ def _smoke_cpu() -> SuiteSizes:
     """SmolLM2-135M and a tiny model, in about two minutes on two cores."""
     plans = (("autoregressive", None), ("quantspec", 3))
     return SuiteSizes(
-        kernels=_CPU_KERNELS,
+        kernels=load_suite("suite_cpu"),
         models=(load_shape("SmolLM2-135M"), replace(llama_like_shape(4, 512, 1376, 8, 2, 64), name="random 13M")),
         steps=cases(plans, ((300, 1), (900, 2))),
         regret=((400, 1),),
@@ -113,42 +111,3 @@ def _smoke_cpu() -> SuiteSizes:
 _STEP_WORKLOADS: Workloads = (
     (2304, 1), (2304, 16), (6000, 6), (12_000, 1), (24_000, 2), (24_000, 12), (48_000, 4), (120_000, 1),
 )  # fmt: skip
-# Layers of Qwen2.5-1.5B, Qwen2.5-7B and Qwen3-4B, heads of Qwen2.5-1.5B, Qwen2.5-0.5B and Qwen3-14B.
-_CUDA_KERNELS = replace(
-    suite_for("cuda", quick=True),
-    linear_shapes=((2048, 1536), (17920, 1536), (1536, 8960), (4608, 3584), (37888, 3584), (6144, 2560), (19456, 2560)),
-    linear_rows=(1, 2, 6, 12, 20),
-    quantized_rows=(1, 3, 6, 12),
-    head_shapes=((151936, 1536), (152064, 3584)),
-    head_rows=(1, 3, 6, 12),
-    heads=(Heads(12, 2, 128), Heads(14, 2, 64), Heads(40, 8, 128)),
-    batches=(1, 3, 12),
-    tokens=(2304, 12_000, 48_000, 120_000),
-    queries=(1, 3, 7),
-    prefill_shapes=((17920, 1536), (4608, 3584), (6144, 2560)),
-    prefill_rows=(48, 384, 3072),
-    prefill_tokens=(1536, 6000, 12_000),
-    quantize_tokens=(384, 6144, 24_576),
-    gather_rows=(768, 12_000, 48_000),
-    elementwise=(llama_like_shape(1, 1536, 8960, 12, 2, 128), llama_like_shape(1, 3584, 18944, 28, 4, 128)),
-    elementwise_rows=(3, 12, 1536),
-)
-_CPU_KERNELS = replace(
-    suite_for("cpu", quick=True),
-    linear_shapes=((1152, 896), (9728, 896), (896, 4864)),
-    linear_rows=(1, 3, 6),
-    quantized_rows=(2, 3),
-    head_shapes=((32768, 768),),
-    head_rows=(1, 3),
-    heads=(Heads(14, 2, 64), Heads(12, 2, 128)),
-    batches=(2,),
-    tokens=(384, 1536),
-    queries=(1, 3),
-    prefill_shapes=((1152, 896), (896, 4864)),
-    prefill_rows=(384,),
-    prefill_tokens=(384, 1536),
-    quantize_tokens=(384,),
-    gather_rows=(768, 3072),
-    elementwise=(llama_like_shape(1, 896, 4864, 14, 2, 64),),
-    elementwise_rows=(3, 768),
-)

@@ -37,7 +37,7 @@ from ridgeplan.validate.decode_bench.breakdown import (
     rounds_of,
 )
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
-from ridgeplan.validate.decode_bench.report import DecodeCase, bench_decode
+from ridgeplan.validate.decode_bench.report import DecodeCase, DecodeOptions, bench_decode
 from ridgeplan.validate.measure import Measured
 from ridgeplan.validate.random_model import llama_like_shape
 
@@ -222,9 +222,9 @@ def test_every_case_of_a_report_is_traced_and_drafts_are_made_once(
     monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", lambda _decoder, weights, *_: replace(weights))
     model = InflatedModel.load(str(smollm2), llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
     cases = [DecodeCase("quantspec", 64, 2, 2), DecodeCase("autoregressive", 64, 2), DecodeCase("quantspec", 64, 1, 1)]
-    report = bench_decode(model, cases, h200_profile, 4, temperature=0.5)
+    report = bench_decode(model, cases, DecodeOptions(h200_profile, 4, temperature=0.5))
     with pytest.raises(NoBreakdown, match="needs a CUDA device"):
-        breakdowns(model, report.rows, h200_profile, 4)
+        breakdowns(model, report.rows, DecodeOptions(h200_profile, 4))
     calls: list[Any] = []
     weights: list[int] = []
 
@@ -236,7 +236,7 @@ def test_every_case_of_a_report_is_traced_and_drafts_are_made_once(
     monkeypatch.setattr(module, "require_cuda", lambda device: None)
     monkeypatch.setattr(module, "attach", lambda: None)
     monkeypatch.setattr(module, "traced", tracing)
-    results = breakdowns(model, report.rows, h200_profile, 4, temperature=0.5)
+    results = breakdowns(model, report.rows, DecodeOptions(h200_profile, 4, temperature=0.5))
     assert calls == [(0, [64, 64], 0.5), (2, [64, 64], 0.5), (1, [64], 0.5)]  # those with 4-bit drafts last
     assert weights[0] != weights[1] == weights[2]
     assert results[1].predicted_us < results[2].predicted_us < results[0].predicted_us
@@ -248,8 +248,8 @@ def test_every_case_of_a_report_is_traced_and_drafts_are_made_once(
 @pytest.mark.model
 def test_a_traced_round_on_cuda_is_whole(smollm2: Path, h200_profile: Profile) -> None:
     model = InflatedModel.load(str(smollm2), llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cuda")
-    report = bench_decode(model, [DecodeCase("quantspec", 512, 1, 2)], h200_profile, 32, temperature=1.0)
-    (result,) = breakdowns(model, report.rows, h200_profile, 32, temperature=1.0)
+    report = bench_decode(model, [DecodeCase("quantspec", 512, 1, 2)], DecodeOptions(h200_profile, 32, temperature=1.0))
+    (result,) = breakdowns(model, report.rows, DecodeOptions(h200_profile, 32, temperature=1.0))
     launches = {(row.part, row.operation): row.launches for row in result.rows}
     kernels = {(row.part, row.operation): row.kernels for row in result.rows}
     assert result.rounds >= TRACED_ROUNDS

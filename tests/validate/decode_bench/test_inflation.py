@@ -23,16 +23,25 @@ from ridgeplan.runtime.quantization import calibration
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.validate.decode_bench.inflation import (
     ChannelMap,
+    Inflater,
     InflationError,
     inflated_config,
     inflated_shape,
-    inflated_weights,
 )
 from ridgeplan.validate.random_model import RandomDecoder, llama_like_shape
 from ridgeplan.validate.timing import Bench
 
 CPU = torch.device("cpu")
 PROMPT = torch.randint(128, (90,), generator=torch.Generator().manual_seed(2))
+
+
+def inflated_weights(config, weights, shape, seed=0):
+    """Weights for `inflated_config(config, shape)` that compute the function of `weights`, on their device.
+
+    They do not depend on RoPE scaling. Raises InflationError naming what does not fit.
+    """
+    inflater = Inflater.build(config, shape, weights.embedding.device, seed)
+    return replace(inflater.ends(weights), layers=tuple(inflater.layers(weights)))
 
 
 def small(q_heads=6, kv_heads=2, biased=False):

@@ -16,6 +16,7 @@ from ridgeplan.validate.decode_bench.inflation import InflationError
 from ridgeplan.validate.decode_bench.report import (
     PLAIN,
     DecodeCase,
+    DecodeOptions,
     bench_decode,
     suite_cases,
     vllm_tpot_ms,
@@ -80,10 +81,12 @@ def test_mistakes_in_a_later_case_are_found_before_the_first_runs(model, h200_pr
         (DecodeCase("specontext", 64, 1), UnsupportedPlan),  # no head was trained for the inflated model
     ):
         with pytest.raises(error):
-            bench_decode(model, [DecodeCase(PLAIN, 64, 1), case], h200_profile, 2, on_progress=seen.append)
+            bench_decode(
+                model, [DecodeCase(PLAIN, 64, 1), case], DecodeOptions(h200_profile, 2), on_progress=seen.append
+            )
     long = [DecodeCase(PLAIN, 64, 1), DecodeCase(PLAIN, 300, 1)]
     with pytest.raises(PromptError, match="needed: 300"):
-        bench_decode(model, long, h200_profile, 2, text="one two three " * 50, on_progress=seen.append)
+        bench_decode(model, long, DecodeOptions(h200_profile, 2, text="one two three " * 50), on_progress=seen.append)
     assert seen == []
 
 
@@ -91,7 +94,7 @@ def test_mistakes_in_a_later_case_are_found_before_the_first_runs(model, h200_pr
 def test_one_new_token_has_no_speed(model, h200_profile, monkeypatch):
     monkeypatch.setattr("ridgeplan.validate.decode_bench.report.vllm_tpot_ms", lambda *_: 5.0)
     cases = [DecodeCase(PLAIN, 64, 1), DecodeCase("quantspec-kv", 64, 1, 2)]
-    report = bench_decode(model, cases, h200_profile, 1)
+    report = bench_decode(model, cases, DecodeOptions(h200_profile, 1))
     assert [row.over_vllm for row in report.rows] == [None, None]
     assert json.dumps(report.to_dict(), allow_nan=False)
 
@@ -99,7 +102,7 @@ def test_one_new_token_has_no_speed(model, h200_profile, monkeypatch):
 @pytest.mark.model
 def test_cases_are_compared_with_plain_decoding_of_their_workload_or_with_nothing(model, h200_profile):
     cases = [DecodeCase("quantspec-kv", 64, 1, 2), DecodeCase(PLAIN, 64, 1), DecodeCase("quantspec-kv", 32, 1, 2)]
-    drafted, plain, single = bench_decode(model, cases, h200_profile, 4).rows
+    drafted, plain, single = bench_decode(model, cases, DecodeOptions(h200_profile, 4)).rows
     tpots_ms = [row.measured.tpot_ms for row in (drafted, plain)]
     faster = [row.comparison.row("speed-up over plain decoding").measured for row in (drafted, plain, single)]
     assert faster == [pytest.approx(tpots_ms[1] / tpots_ms[0]), 1, None]
@@ -118,12 +121,12 @@ def test_draft_weights_are_made_once_and_not_before_other_plans_ran(model, h200_
     cases = [DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 2, 2), DecodeCase(PLAIN, 64, 1)]
     make_engine = model.engine
 
-    def engine(plan, drafts, *fitted):
+    def engine(plan, drafts, **options):
         events.append(("engine", plan.workload.batch, drafts is not None))
-        return make_engine(plan, drafts, *fitted)
+        return make_engine(plan, drafts, **options)
 
     object.__setattr__(model, "engine", engine)
-    report = bench_decode(model, cases, h200_profile, 2)
+    report = bench_decode(model, cases, DecodeOptions(h200_profile, 2))
     assert events == [("engine", 1, False), ("engine", 1, False), "quantized", ("engine", 2, True)]
     assert [row.case for row in report.rows] == cases
     assert report.rows[0].comparison.row("speed-up over plain decoding").measured != 1
@@ -139,7 +142,7 @@ def test_a_calibration_text_is_what_draft_weights_are_fitted_to(model, h200_prof
 
     monkeypatch.setattr("ridgeplan.runtime.engine.quantized_draft", quantizing)
     cases = [DecodeCase("quantspec-kv", 64, 1, 1), DecodeCase("quantspec", 64, 1, 1), DecodeCase("quantspec", 64, 1, 2)]
-    report = bench_decode(model, cases, h200_profile, 2, calibration=[5, 6, 7])
+    report = bench_decode(model, cases, DecodeOptions(h200_profile, 2, calibration=[5, 6, 7]))
     assert seen == [(128, [[5, 6, 7]], True)]
     assert report.to_dict()["calibration_tokens"] == 3
 
@@ -159,7 +162,10 @@ def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(mo
     cases = [DecodeCase("autoregressive", 64, 2), DecodeCase("quantspec-kv", 64, 2, 2)]
     seen = []
     report = bench_decode(
-        model, cases, h200_profile, 6, temperature=1.0, on_progress=lambda *progress: seen.append(progress[1:])
+        model,
+        cases,
+        DecodeOptions(h200_profile, 6, temperature=1.0),
+        on_progress=lambda *progress: seen.append(progress[1:]),
     )
     assert seen == [(1, 2), (2, 2)]
     plain, drafted = report.rows
@@ -179,7 +185,7 @@ def test_plain_and_speculative_decoding_are_measured_beside_their_predictions(mo
 @pytest.mark.model
 def test_an_adaptive_gamma_on_random_tokens_runs_beside_plain_decoding(model, h200_profile):
     cases = with_plain([DecodeCase("quantspec-kv", 64, 1, 4, adaptive=True)])
-    report = bench_decode(model, cases, h200_profile, 24, random_tokens=True, temperature=1.0)
+    report = bench_decode(model, cases, DecodeOptions(h200_profile, 24, random_tokens=True, temperature=1.0))
     plain, adaptive = report.rows
     statistics = adaptive.measured.statistics
     assert sum(statistics.rounds_at) == statistics.rounds > 0

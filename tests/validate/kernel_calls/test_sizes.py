@@ -11,15 +11,16 @@ from ridgeplan.kernels.attention.cuda import CTAS_PER_SM, AttentionVariant, Occu
 from ridgeplan.kernels.linear import schedule as dense_schedule
 from ridgeplan.kernels.linear import schedule as quantized_schedule
 from ridgeplan.kernels.linear.schedule import SUM_BUFFERS, DeviceLimits, LinearSchedule
-from ridgeplan.validate.kernel_calls.sizes import GROUP, TINY, LinearSize
+from ridgeplan.validate.kernel_calls.sizes import GROUP, LinearSize, bench_sizes
 
+TINY = bench_sizes("tiny")
 SMS = 132
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 
 
 def test_splits_are_reduced_by_the_last_cta_and_by_a_kernel_of_their_own() -> None:
     schedules_of_sizes = set()
-    for size in TINY.attention:
+    for size in TINY["attention"]:
         rows, kv_rows = size.q_heads // size.kv_heads, size.batch * size.kv_heads
         for bits, _ in size.speedups:
             variant = AttentionVariant(size.head_dim, bits, True, 8)
@@ -30,12 +31,12 @@ def test_splits_are_reduced_by_the_last_cta_and_by_a_kernel_of_their_own() -> No
 
 def test_few_and_many_query_rows_have_variants_of_their_own() -> None:
     schedules_of_sizes = set()
-    for size in TINY.verification:
+    for size in TINY["verification"]:
         rows = size.q_heads // size.kv_heads * size.queries
         schedules_of_sizes |= {
             (bits, next(maximum for maximum in CTAS_PER_SM if maximum >= rows)) for bits in size.bits
         }
-    schedules_of_sizes |= {(bits, 8) for size in TINY.attention for bits, _ in size.speedups}
+    schedules_of_sizes |= {(bits, 8) for size in TINY["attention"] for bits, _ in size.speedups}
     assert schedules_of_sizes == set(product((0, 4, 8), CTAS_PER_SM))
 
 
@@ -70,10 +71,9 @@ def stages_of_a_cta(schedule: LinearSchedule) -> int:
     return schedule.max_tiles * -(-schedule.k_tiles // stage_k_tiles)
 
 
+MAKERS = {"dense": dense, "int4": int4, "int8": int8}
 FORMATS = pytest.mark.parametrize(
-    "schedules_of_sizes",
-    [schedules(TINY.linear_dense, dense), schedules(TINY.linear_int4, int4), schedules(TINY.linear_int8, int8)],
-    ids=["dense", "int4", "int8"],
+    "schedules_of_sizes", [schedules(TINY[f"linear_{name}"], make) for name, make in MAKERS.items()], ids=MAKERS
 )
 
 
@@ -83,7 +83,7 @@ def test_products_share_x_or_split_the_inputs_in_clusters(schedules_of_sizes: li
 
 
 def test_many_rows_take_several_passes() -> None:
-    assert {min(schedule.passes, 2) for schedule in schedules(TINY.linear_int4, int4)} == {1, 2}
+    assert {min(schedule.passes, 2) for schedule in schedules(TINY["linear_int4"], int4)} == {1, 2}
 
 
 @FORMATS
@@ -104,13 +104,13 @@ def test_one_and_several_ctas_of_a_cluster_add_up_what_the_others_send(
 
 def test_gated_products_share_x() -> None:
     """A gate and what it multiplies are in one CTA, so the inputs are never split; many rows are not gated."""
-    found_dense = schedules(TINY.gated_dense, partial(dense, gated=True))
-    found_int4 = schedules(TINY.gated_int4, partial(int4, gated=True))
-    found_int8 = schedules(TINY.gated_int8, partial(int8, gated=True))
+    found_dense = schedules(TINY["gated_dense"], partial(dense, gated=True))
+    found_int4 = schedules(TINY["gated_int4"], partial(int4, gated=True))
+    found_int8 = schedules(TINY["gated_int8"], partial(int8, gated=True))
     assert clusters(found_dense) == clusters(found_int4) == clusters(found_int8) == {(1, 1), (1, 2)}
     assert {s.rows for s in found_dense} == {s.rows for s in found_int4} == {s.rows for s in found_int8} == {1, 5}
 
 
 def test_rows_of_logits_are_aligned_or_not() -> None:
-    alignments = {size.vocab * torch.bfloat16.itemsize % 16 == 0 for size in (*TINY.rejection_sample, *TINY.draw)}
+    alignments = {size.vocab * torch.bfloat16.itemsize % 16 == 0 for size in (*TINY["rejection_sample"], *TINY["draw"])}
     assert alignments == {False, True}

@@ -75,7 +75,7 @@ def test_fidelity_is_the_acceptance_of_the_same_difference(engines):
     plain, int8 = engines
     passage = ForcedPassage.split(TEXT, TOKENS)
     fidelity = overlap(next_logits(plain, [passage])[0], next_logits(int8, [passage])[0])
-    (accepted,) = TeacherForced(plain, None, [Draft("kv8")]).run(TEXT[:-1], CONTEXT, lambda: None)
+    (accepted,) = TeacherForced(plain, None, [Draft("kv8")]).run(TEXT[:-1], CONTEXT, lambda done: None)
     assert fidelity == pytest.approx(accepted.mean, abs=1e-5)
     assert 0.5 < fidelity < 1
 

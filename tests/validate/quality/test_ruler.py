@@ -34,11 +34,11 @@ from ridgeplan.validate.quality.ruler_samples import (
     Task,
     TaskError,
     noise,
-    own_words,
     pairs,
     sample_that_fits,
     scattered,
     sentences_of,
+    word_list,
     words_of,
 )
 
@@ -97,7 +97,7 @@ def test_needles_are_hidden_and_answers_are_those_of_the_keys_that_are_asked_for
 
 def test_haystacks_are_noise_the_texts_sentences_or_other_needles():
     plain, text = (NEEDLE.sub("", sample(name).prompt) for name in ("niah_single_1", "niah_single_2"))
-    assert all(plain.count(sentence) == 40 for sentence in own_words().noise)
+    assert all(plain.count(sentence) == 40 for sentence in word_list().noise)
     assert all(text.count(f"Sentence {index} of") == 1 for index in range(200))
     assert "Sentence" not in plain
     assert not re.search(r"story|rain", sample("niah_multikey_2").prompt)
@@ -108,7 +108,7 @@ def test_needles_stand_at_evenly_spread_depths():
     places = set()
     for seed in range(400):
         before = needles.sample(MATERIAL, 78, random.Random(seed)).prompt.partition("One of the secret")[0]
-        places.add(sum(before.count(sentence) for sentence in own_words().noise))
+        places.add(sum(before.count(sentence) for sentence in word_list().noise))
     assert places == {2 * depth for depth in range(DEPTHS)}  # of 78 sentences, in steps of 78 / 39
 
 
@@ -185,7 +185,7 @@ def test_tasks_are_chosen_by_name_once():
 
 
 def test_keys_are_different_also_where_there_are_more_than_pairs():
-    many = len(own_words().adjectives) * len(own_words().nouns) + 5
+    many = len(word_list().adjectives) * len(word_list().nouns) + 5
     assert len(set(pairs(random.Random(0), many))) == many
     assert all(re.fullmatch(r"[a-z]+-[a-z]+", key) for key in pairs(random.Random(0), 500))
 

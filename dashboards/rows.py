@@ -1,0 +1,29 @@
+"""Flat rows of plain values: groups of them, and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def grouped(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
+    """The rows of each value of a column, of each tuple of values for several columns, in the order of the rows."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(itemgetter(*names)(row), []).append(row)
+    return groups
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """Rows as CSV with a header; a value that a row lacks is empty."""
+    text = io.StringIO()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,39 @@
+"""Engines of one model, one after another, that share its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.runtime import load
+from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.model.weights import DecoderWeights
+
+
+@dataclass(eq=False)
+class SharedWeights:
+    """Loads engines of a model that is loaded once per weight format: a safetensors folder, a GGUF file or a hub id.
+
+    device: as for `ridgeplan.runtime.load`. calibration: token ids that quantized weights are fitted to.
+    """
+
+    model: str
+    device: str | None = None
+    calibration: Sequence[int] | None = None
+    weights: DecoderWeights | None = None
+    format: tuple[int, int | None, bool] | None = None
+
+    @contextmanager
+    def engine(self, plan: Plan) -> Iterator[Engine]:
+        """An engine of `plan`, closed after the body. Raises what `ridgeplan.runtime.load` raises."""
+        calibration = self.calibration if plan.weights.quantized else None
+        if plan.weights.target_format != self.format:
+            self.weights = None  # freed first, as their memory is not the plan's
+        engine = load(plan, self.model, device=self.device, weights=self.weights, calibration=calibration)
+        self.weights, self.format = engine.weights, plan.weights.target_format
+        try:
+            yield engine
+        finally:
+            engine.close()

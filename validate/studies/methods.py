@@ -1,0 +1,27 @@
+"""The policies and methods that studies compare, by name, with the hyperparameters that differ from a plan's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ridgeplan.roofline.plan.plan import DraftCodes
+
+HINDSIGHT = "hindsight"  # SpecAttn's Eq 2 by the round's own verification, which no draft can know
+WEIGHTS = "specattn-weights"
+# Of `study drafts`: a plan's selection, and the hyperparameters that differ from it.
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "streamingllm": ("streamingllm", {}), "snapkv": ("snapkv", {}), "specextend": ("specextend", {"page": 1}),
+    "specattn": ("specattn", {}), WEIGHTS: (WEIGHTS, {}), "specattn-heads": (WEIGHTS, {"per_kv_head": True}),
+    "specattn-logits": (WEIGHTS, {"score": "logits"}), "specattn-all": (WEIGHTS, {"rows": "all"}),
+    HINDSIGHT: (WEIGHTS, {"rows": "all", "per_kv_head": True}), "quest": ("quest", {}),
+    "progressive": ("progressive", {}), "oracle": ("oracle", {}),
+}  # fmt: skip
+FORMATS = {"bf16": (DraftCodes.FULL, False), "kv4": (DraftCodes.UPPER, False), "w4kv4": (DraftCodes.UPPER, True)}
+
+RANDOM = "random"
+# Of `study retrieval`: the names of the selections.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "retrieval-head": ("retrieval-head", {}), "retrieval-batch": ("retrieval-head", {"level": "batch"}),
+    "progressive": ("progressive", {}), "quest": ("quest", {}), "clusterkv": ("clusterkv", {}),
+    "shadowkv": ("shadowkv", {}), "streamingllm": ("streamingllm", {}), RANDOM: ("streamingllm", {}),
+}  # fmt: skip
