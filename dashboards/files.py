@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.files import replacing
-
 LOCK_TIMEOUT_S = 60.0  # a lock is held only while a file is read and written, which takes milliseconds
 
 
@@ -48,6 +46,8 @@ def require_writable(path: Path) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes the whole file or nothing; a symbolic link stays one. Raises FileProblem."""
+    from ridgeplan.roofline.catalog.files import replacing  # which --help does without
+
     try:
         with replacing(path) as staging:
             staging.write_text(text, encoding="utf-8")

@@ -65,7 +65,8 @@ def main() -> None:
     """Predict, plan, run and validate long-context LLM inference.
 
     Token counts may be written as 128k or 1M, memory as 24GB or 24GiB, times as 20ms or 2s. Exit codes: 0 success,
-    2 bad input, 3 nothing fits, 4 the machine is too busy to measure.
+    1 closed pipe or a defect, 2 bad input, 3 nothing fits, 4 the machine is too busy to measure, 130 Ctrl-C,
+    143 SIGTERM.
 
     Examples:
       ridgeplan plan Llama-3.1-8B --gpu h200 --ctx 128k -o plan.json

@@ -16,7 +16,6 @@ import click
 
 from ridgeplan.dashboards.cli.output import echo
 from ridgeplan.dashboards.files import FileProblem, is_user_error
-from ridgeplan.roofline.catalog.validation import brief
 
 BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
 EXIT_CODES = {
@@ -106,7 +105,7 @@ def require_utf8(words: Sequence[str]) -> None:
     """Raises UsageError for an argument that is not UTF-8, which no result could name, before anything is measured."""
     for word in words:
         if any("\ud800" <= character <= "\udfff" for character in word):
-            raise click.UsageError(f"the argument {brief(word)} is not UTF-8; allowed: arguments in UTF-8")
+            raise click.UsageError(f"the argument {word!r} is not UTF-8; allowed: arguments in UTF-8")
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

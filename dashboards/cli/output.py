@@ -9,13 +9,13 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ridgeplan.dashboards.files import json_text, write_atomically
-from ridgeplan.roofline.catalog.validation import UNPRINTABLE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,12 +26,16 @@ TEXT_COLUMNS = 80  # width of paragraphs
 OnProgress = Callable[[str, int, int], None]  # what is done now, steps done, steps in total
 
 
-CONTROLS = re.compile(rf"(?![\n\t])[{UNPRINTABLE}]")
+@cache
+def _controls() -> re.Pattern[str]:
+    from ridgeplan.roofline.catalog.validation import UNPRINTABLE  # takes 50 ms that --help does without
+
+    return re.compile(rf"(?![\n\t])[{UNPRINTABLE}]")
 
 
 def printable(text: str) -> str:
     """`text` without control characters, which terminals obey; line breaks and tabs stay."""
-    return CONTROLS.sub("", text)
+    return _controls().sub("", text)
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from random_plans import plans
 
 from ridgeplan.planner import PlanError, resolve
+from ridgeplan.planner.engines.formats import DTYPES
 from ridgeplan.planner.export import ENGINES, ServeCommandOptions, engine_named, export, schema_for, versions
 from ridgeplan.planner.export.carry import rounds_of, served
 from ridgeplan.planner.export.drafts import ranges
-from ridgeplan.planner.export.engines import DTYPES
 from ridgeplan.planner.export.export import Command
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.engine import activation_bytes
