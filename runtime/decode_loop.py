@@ -73,12 +73,9 @@ class DecodeLoop:
     @torch.inference_mode()
     def _started(self, first: Tensor) -> Rounds:
         """The rounds that go on after the first tokens."""
-        sampling, speculator = self.request.sampling, self.speculator
         # Prefill already draws the first token, and the last one never enters the cache.
-        speculator.cache.limit(self.request.max_new_tokens - 1)
+        self.speculator.cache.limit(self.request.max_new_tokens - 1)
         rounds = self.prepare()
-        # Capturing draws random numbers; a generation must not depend on whether it was the first of its kind.
-        speculator.generator.manual_seed(sampling.seed + 1)
         rounds.start(first)
         return rounds
 
@@ -91,11 +88,10 @@ class DecodeLoop:
     def _offloaded(self, rounds: Rounds) -> Rounds:
         """Moves layers to the host until a round fits; returns the rounds that go on with the others."""
         assert self.mover is not None, "layers leave"
-        pending, drawn = rounds.pending.clone(), self.speculator.generator.get_state()
+        pending = rounds.pending.clone()
         with self.stopwatch.measure("offload"):
             self.mover.offload([row.stored for row in self.rows])
         following = self.prepare()
-        self.speculator.generator.set_state(drawn)  # capturing draws random numbers
         following.start(pending)
         return following
 

@@ -110,7 +110,7 @@ class Engine:
         self._statistics: Statistics | None = None
         self._running = False
         self._filled: FilledPrompts | None = None
-        self._generator = torch.Generator(device)
+        self._seed = torch.zeros((), dtype=torch.int64, device=device)
         self._profile = profile
         self._graphs: dict[GraphKey, GraphRounds] = {}
         if device.type == "cuda":
@@ -334,7 +334,7 @@ class Engine:
             cache=cache,
             selector=self._selector,
             sampling=sampling,
-            generator=self._generator,
+            seed=self._seed,
             sparse_target=self._sparse_target,
         )
 
@@ -359,7 +359,7 @@ class Engine:
     def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; returns the first token of each sequence, int64 [rows]."""
         self._begin(request, speculator, max(map(len, request.prompts)))
-        self._generator.manual_seed(request.sampling.seed)
+        self._seed.fill_(request.sampling.seed)
         with stopwatch.measure("prefill"):
             logits = self._prompt_logits(request, speculator)
             require_finite(all_finite(logits).tolist())

@@ -22,6 +22,7 @@ from ridgeplan.kernels.sampling.reference import (
     kth_largest,
     nucleus,
     rejection_sample_reference,
+    row_uniform_reference,
     softmax_distribution_reference,
 )
 from ridgeplan.roofline import ops
@@ -70,6 +71,20 @@ def greedy(logits: Tensor, *, backend: Backend = "auto") -> Greedy:
     from ridgeplan.kernels.sampling.triton import greedy_triton
 
     return greedy_triton(logits)
+
+
+def row_uniform(seed: Tensor, positions: Tensor, stream: int, draws: int, *, backend: Backend = "auto") -> Tensor:
+    """Random numbers float64 [rows, draws] in [0, 1), by a counter: each depends on its key alone.
+
+    Its key is seed, row, position, stream and the draw's number, so that a row's numbers do not depend on other rows.
+    seed: int64 [], on the device, as a captured graph reads it when it is replayed. positions: int32 [rows]. stream:
+    what the numbers are for; numbers of other streams are independent.
+    """
+    if not uses_gpu_kernel(backend, positions):
+        return row_uniform_reference(seed, positions, stream, draws)
+    from ridgeplan.kernels.sampling.triton import row_uniform_triton
+
+    return row_uniform_triton(seed, positions, stream, draws)
 
 
 def draw(choice: Choice, uniform: Tensor, *, backend: Backend = "auto") -> Tensor:

@@ -11,6 +11,12 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634  # kernels compute exp(x) as 2 ** (x * LOG2_E)
 
 
+# splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators"): the step between states, and its
+# finalizer, which turns equal steps into independent-looking numbers. Integers are 64 bits and wrap.
+GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+STREAM_DRAWS = 1 << 16  # numbers of one purpose at one position, far more than a round draws
+
+
 @dataclass(frozen=True, eq=False)
 class Distribution:
     """p(token) = exp((logit - peak) / temperature) / mass where logit >= cutoff, else 0.
@@ -107,6 +113,31 @@ def nucleus(distribution: Distribution, top_p: float) -> StoredDistribution:
     return StoredDistribution(
         distribution.logits, distribution.temperature, distribution.peak, cutoff[..., 0].contiguous(), mass, table
     )
+
+
+def row_uniform_reference(seed: Tensor, positions: Tensor, stream: int, draws: int) -> Tensor:
+    """See `ridgeplan.kernels.sampling.row_uniform`."""
+    rows, numbers = (torch.arange(count, device=seed.device) for count in (len(positions), draws))
+    key = _mixed(seed + (rows + 1) * _signed(GOLDEN))
+    key = _mixed(key ^ positions.long())[:, None] + (STREAM_DRAWS * stream + 1 + numbers) * _signed(GOLDEN)
+    return (_mixed(key) >> 11 & (1 << 53) - 1).double() * 2.0**-53
+
+
+def _mixed(value: Tensor) -> Tensor:
+    """splitmix64's finalizer of int64 values, which stand for unsigned ones."""
+    value = (value ^ _shifted(value, 30)) * _signed(MIX_1)
+    value = (value ^ _shifted(value, 27)) * _signed(MIX_2)
+    return value ^ _shifted(value, 31)
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right."""
+    return value >> bits & (1 << 64 - bits) - 1
+
+
+def _signed(value: int) -> int:
+    """The int64 of the same bits."""
+    return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def draw_reference(distribution: Distribution, uniform: Tensor) -> Tensor:

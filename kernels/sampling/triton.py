@@ -21,7 +21,16 @@ from torch import Tensor
 from ridgeplan.kernels.device.cuda import pdl_options
 from ridgeplan.kernels.device.triton_helpers import launch_metadata, pdl_launch_dependents_and_wait
 from ridgeplan.kernels.sampling import draw_cost, filter_cost
-from ridgeplan.kernels.sampling.reference import LOG2_E, Distribution, Greedy, VerifyResult
+from ridgeplan.kernels.sampling.reference import (
+    GOLDEN,
+    LOG2_E,
+    MIX_1,
+    MIX_2,
+    STREAM_DRAWS,
+    Distribution,
+    Greedy,
+    VerifyResult,
+)
 
 
 def _filter_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,6 +323,51 @@ def _draw_after_accepted(
         *round_.tensors, counts, sums, drafted, uniform, tokens, *round_.sizes,
         PADDED=triton.next_power_of_2(chunks), **sizes,
     )  # fmt: skip
+
+
+# Random numbers of rows
+
+_GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(GOLDEN), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+
+
+@triton.jit
+def _mix(value):
+    """splitmix64's finalizer, of uint64."""
+    value = (value ^ (value >> 30)) * tl.full((), _MIX_1, tl.uint64)
+    value = (value ^ (value >> 27)) * tl.full((), _MIX_2, tl.uint64)
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _row_uniform_kernel(
+    seed,  # int64 []
+    positions,  # int32 [rows]
+    out,  # out: float64 [rows, DRAWS]
+    first,  # of the stream's numbers
+    DRAWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The numbers of one row."""
+    pdl_launch_dependents_and_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    draws = tl.arange(0, PADDED)
+    golden = tl.full((), _GOLDEN, tl.uint64)
+    key = _mix(tl.load(seed).to(tl.uint64) + (row + 1).to(tl.uint64) * golden)
+    key = _mix(key ^ tl.load(positions + row).to(tl.int64).to(tl.uint64))
+    number = _mix(key + (first + 1 + draws).to(tl.uint64) * golden)
+    values = (number >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+    tl.store(out + row * DRAWS + draws, values, mask=draws < DRAWS)
+
+
+def row_uniform_triton(seed: Tensor, positions: Tensor, stream: int, draws: int) -> Tensor:
+    """See `ridgeplan.kernels.sampling.row_uniform`."""
+    out = torch.empty(len(positions), draws, dtype=torch.float64, device=positions.device)
+    padded = triton.next_power_of_2(max(1, draws))
+    _row_uniform_kernel[(len(positions),)](
+        seed, positions, out, STREAM_DRAWS * stream, DRAWS=draws, PADDED=padded, num_warps=1, **pdl_options(out)
+    )  # fmt: skip
+    return out
 
 
 # Greedy choice and its verification

@@ -42,7 +42,8 @@ def self_generated_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     cache.reset(SEQUENCES)
     generator = torch.Generator(device).manual_seed(0)
     selector = token_selector(AllTokens(), AttentionMetadataBuilder(cache))
-    writer = Speculator(decoder, weights, weights, cache, selector, SamplingParams(temperature=1.0), generator)
+    seed = torch.zeros((), dtype=torch.int64, device=device)
+    writer = Speculator(decoder, weights, weights, cache, selector, SamplingParams(temperature=1.0), seed)
     tokens, finite = [torch.randint(shape.vocab, (SEQUENCES,), generator=generator, device=device)], []
     while len(tokens) < TOKENS:
         verification = writer.verify(tokens[-1], writer.draft(tokens[-1], 0))

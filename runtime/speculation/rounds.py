@@ -152,7 +152,6 @@ class GraphRounds:
     def _capture(self, speculator: Speculator, gamma: int, pool: Any) -> torch.cuda.CUDAGraph:
         self._warm(speculator, gamma)
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(speculator.generator)
         with torch.cuda.graph(graph, pool=pool):
             self._round(speculator, gamma)
         return graph

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.sampling import draw, rejection_sample
+from ridgeplan.kernels.sampling import draw, rejection_sample, row_uniform
 from ridgeplan.kernels.sampling.reference import Choice, VerifyResult
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
@@ -63,6 +63,7 @@ class RowResult:
     finite: bool = True
 
 
+FIRST, DRAFT, VERIFY = range(3)  # what random numbers are for: `row_uniform`'s streams
 NOTHING = RowResult([], 0, 0)  # the result of a finished row
 
 
@@ -100,7 +101,9 @@ class Speculator:
     """The parts of a round. Nothing here waits for the device, so a whole round can be captured as a graph.
 
     Between rounds, `pending` [rows] is each row's last token: emitted, but not in the cache yet. selector: chooses what
-    drafts read. sparse_target: attention of a target that selects; None if it reads everything.
+    drafts read. sparse_target: attention of a target that selects; None if it reads everything. seed: int64 [] on the
+    device. Seed, row and position are the key of all random numbers, so that what a row samples does not depend on the
+    other rows of its batch, as long as gamma does not.
     """
 
     decoder: Decoder
@@ -109,7 +112,7 @@ class Speculator:
     cache: Cache
     selector: TokenSelector
     sampling: SamplingParams
-    generator: torch.Generator
+    seed: Tensor
     sparse_target: SparseTargetAttention | None = None
 
     @property
@@ -119,12 +122,12 @@ class Speculator:
 
     def first(self, logits: Tensor) -> Tensor:
         """The tokens [rows] that follow the prompts, from logits [rows, vocab]."""
-        return draw(self.sampling.choice(logits), self._uniform(len(logits)))
+        return draw(self.sampling.choice(logits), self._uniform(FIRST, 1)[:, 0])
 
     def draft(self, pending: Tensor, gamma: int) -> Drafts:
         """Drafts gamma tokens, with one forward pass each; the cache has slots for up to `config.gamma`."""
         token, tokens, choices = pending, [], []
-        uniform = self._uniform(gamma, len(pending))
+        uniform = self._uniform(DRAFT, gamma).t().contiguous()
         self.cache.begin_streaming()
         self.selector.before_round()
         if gamma:
@@ -152,7 +155,7 @@ class Speculator:
         """Verifies the drafts in one pass of the target, whose KV replaces theirs."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
         logits = self.target_logits(tokens)
-        uniform = self._uniform(*tokens.shape)
+        uniform = self._uniform(VERIFY, tokens.shape[1])
         result = rejection_sample(
             self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.max_tokens(), uniform
         )
@@ -169,6 +172,7 @@ class Speculator:
         last = result.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
         return torch.where(active, last, pending), RoundFigures.of(result.tokens, kept, accepted, verified, finite)
 
-    def _uniform(self, *shape: int) -> Tensor:
-        device = self.generator.device
-        return torch.rand(shape, generator=self.generator, dtype=torch.float64, device=device)
+    def _uniform(self, stream: int, draws: int) -> Tensor:
+        """Random numbers [rows, draws] of a purpose. Every round begins at another position of a row's text."""
+        cache = self.cache
+        return row_uniform(self.seed, (cache.lengths + cache.evicted)[: cache.rows], stream, draws)

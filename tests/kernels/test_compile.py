@@ -317,8 +317,12 @@ def test_every_sampling_kernel_compiles_for_hopper(
         "best": sampling_job("sampling.triton", "_best_kernel", FILTERING | greedy, {}),
         "join best": sampling_job("sampling.triton", "_join_best_kernel", FILTERING | greedy, {}),
         "agree": sampling_job("sampling.triton", "_agree_kernel", FILTERING | greedy, {"GAMMA": 7, "PADDED": 8}),
+        "uniform": sampling_job(
+            "sampling.triton", "_row_uniform_kernel",
+            {"seed": "*i64", "positions": "*i32", "out": "*fp64", "first": "i32"}, {"DRAWS": 9, "PADDED": 16},
+        ),
         **rounds("bf16", 8),
         **rounds("fp32", 0),
-    }
+    }  # fmt: skip
     shared = compiled_for_hopper(jobs)
     assert all(used <= ADA_SHARED_BYTES for used in shared.values()), shared

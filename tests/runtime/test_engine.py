@@ -98,9 +98,9 @@ def test_the_graphs_of_the_latest_kinds_are_kept(monkeypatch):
 
     monkeypatch.setattr(engine_module, "GraphRounds", capture)
     monkeypatch.setattr(engine_module, "KEPT_GRAPHS", 3)
-    device, generator = SimpleNamespace(type="cuda"), torch.Generator()
+    device = SimpleNamespace(type="cuda")
     plan = SimpleNamespace(speculation=Speculation(4))
-    engine = SimpleNamespace(device=device, plan=plan, _graphs={}, _generator=generator, _mover=None)
+    engine = SimpleNamespace(device=device, plan=plan, _graphs={}, _mover=None)
     stopwatch = Stopwatch(torch.device("cpu"))
 
     def prepared(temperature, seed=0, rows=1, near=2):

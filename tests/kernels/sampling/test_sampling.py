@@ -11,6 +11,7 @@ from ridgeplan.kernels.sampling import (
     draw,
     filter_logits,
     rejection_sample,
+    row_uniform,
     softmax_distribution,
     triton,
 )
@@ -333,3 +334,35 @@ def test_sampled_targets_refuse_greedy_drafts() -> None:
     greedy, target = Greedy(torch.tensor([2])), one_hot(torch.tensor([[2, 4]]))
     with pytest.raises(ValueError, match="allowed: both filtered alike"):
         rejection_sample(target, [greedy], torch.tensor([[2]]), torch.tensor([9]).int(), random_uniform(1, 2, seed=0))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+@pytest.mark.parametrize(("rows", "draws"), [(1, 1), (3, 4), (5, 9)])
+def test_the_kernel_draws_the_references_numbers(device: str, seed: int, rows: int, draws: int) -> None:
+    key = torch.tensor(seed, device=device)
+    positions = torch.arange(rows, dtype=torch.int32, device=device) * 1_000_003
+    expected, kernel = (row_uniform(key, positions, 2, draws, backend=backend) for backend in ("reference", "triton"))
+    assert torch.equal(expected, kernel)
+
+
+@BACKENDS
+def test_numbers_are_uniform_and_independent(device: str, backend: str) -> None:
+    """Of neighbouring rows, positions, streams and draws, whose keys differ in few bits."""
+    rows, draws = (40, 50) if backend == "triton" else (400, 50)
+    key, positions = torch.tensor(7, device=device), torch.arange(rows, dtype=torch.int32, device=device)
+    numbers = torch.cat([row_uniform(key, positions, stream, draws, backend=backend) for stream in (0, 1)], dim=1).cpu()
+    assert 0 <= numbers.min() < numbers.max() < 1
+    assert len(numbers.unique()) == numbers.numel()
+    assert stats.kstest(numbers.flatten().numpy(), "uniform").pvalue > 1e-3
+    for one, other in ((numbers[1:], numbers[:-1]), (numbers[:, 1:], numbers[:, :-1])):
+        pairs = torch.histogramdd(torch.stack([one.flatten(), other.flatten()], dim=1), [4, 4], [0.0, 1.0] * 2).hist
+        assert chi_square(pairs.flatten(), torch.full((16,), 1 / 16)) > 1e-3
+
+
+def test_a_number_depends_on_its_key_alone(device: str) -> None:
+    key, positions = torch.tensor(3, device=device), torch.tensor([10, 20, 30], dtype=torch.int32, device=device)
+    numbers = row_uniform(key, positions, 1, 4)
+    assert torch.equal(row_uniform(key, positions[:2], 1, 2), numbers[:2, :2])
+    moved = row_uniform(key, positions + torch.tensor([0, 1, 0], dtype=torch.int32, device=device), 1, 4)
+    assert torch.equal(moved[::2], numbers[::2])
+    assert (moved[1] != numbers[1]).all()

@@ -8,7 +8,7 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.kernels.sampling.reference import VerifyResult
 from ridgeplan.runtime.sampling import SamplingParams, all_finite
-from ridgeplan.runtime.speculation.speculator import RowResult, Verification
+from ridgeplan.runtime.speculation.speculator import DRAFT, FIRST, VERIFY, RowResult, Verification
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_every_token_is_drawn_with_a_number_of_its_own(speculator, monkeypatch):
     """With the same distribution everywhere, equal numbers would draw equal tokens."""
     numbers = torch.arange(6, dtype=torch.float64).view(2, 3) / 6 + 0.01
 
-    def uniform(self, *shape):
-        return numbers if len(shape) == 2 else numbers[0, : shape[0]]
+    def uniform(self, stream, draws):
+        return numbers[:draws].t()
 
     monkeypatch.setattr(type(speculator), "_uniform", uniform)
     flat = dataclasses.replace(speculator.target, head=lambda x: torch.zeros(*x.shape[:-1], 6))
@@ -95,6 +95,30 @@ def test_rounds_end_with_their_rows_and_where_the_target_changes(tiny_model, mak
 
 def test_random_numbers_reach_beyond_float32(speculator):
     """A float32 below 1 has 24 bits: tokens of a probability under 2^-24 would never or too often be drawn."""
-    numbers = speculator._uniform(1000)
+    numbers = speculator._uniform(VERIFY, 1000)
     assert numbers.dtype == torch.float64
     assert (numbers != numbers.float().double()).any()
+
+
+@pytest.mark.parametrize(("kv", "gamma"), [("bf16", 0), ("int4x2", 3)])
+def test_what_a_row_samples_does_not_depend_on_the_other_rows(tiny_model, make_plan, prompts, kv, gamma):
+    engine = runtime.load(make_plan(kv, gamma, batch=3), tiny_model().folder, device="cpu")
+    first, second, third, other = prompts(40, 70, 55, 90)
+    sampling = SamplingParams(temperature=1.0, seed=11)
+    together = engine.generate([first, second, third], 24, sampling).tokens
+    assert engine.generate([other, second, first], 24, sampling).tokens[1] == together[1]
+    assert engine.generate([first], 24, sampling).tokens[0] == together[0]
+    same = engine.generate([second, second, second], 24, sampling).tokens
+    assert same[1] == together[1]
+    assert len(set(map(tuple, same))) == 3  # rows of one prompt sample differently
+    other_seed = SamplingParams(temperature=1.0, seed=12)
+    assert engine.generate([first, second, third], 24, other_seed).tokens[1] != together[1]
+
+
+def test_every_round_and_purpose_has_numbers_of_its_own(speculator):
+    drawn = []
+    for _ in range(3):
+        drawn += [speculator._uniform(stream, 3) for stream in (FIRST, DRAFT, VERIFY)]
+        speculator.cache.lengths += 1
+    numbers = torch.stack(drawn)
+    assert len(numbers.unique()) == numbers.numel()
