@@ -75,7 +75,7 @@ def engine_times() -> str:
     rates = profile.rates
     shares = [f"{width}-bit weights {1 / rates.linear_inverse[width]:.0%}" for width in (16, 8)]
     shares += [f"{width}-bit experts {1 / rates.expert_inverse[width]:.0%}" for width in (16, 4)]
-    shares += [f"{kind} KV {1 / inverse:.0%}" for kind, inverse in rates.kv_inverses.items()]
+    shares += [f"{kind} KV {1 / rate.inverse:.0%}" for kind, rate in rates.kv.items()]
     fit = (
         f"{1e6 * rates.launch_s:.1f} us a launch, {1e6 * rates.expert_launch_s:.0f} us more for the experts of a "
         f"layer; of the bandwidth, {', '.join(shares)}. {measured.source[0].upper()}{measured.source[1:]}."

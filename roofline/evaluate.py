@@ -63,8 +63,7 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
     if machine.engine is not None:
         step = machine.engine.step_of(strategy, strategy.context + strategy.new_tokens / 2)
         step_s = machine.engine.step_s(shape, machine, step)
-        prompts_s = machine.engine.prefill_share * prefill_s
-        return Estimate(prompts_s, Round(0, 0.0, step_s, 0.0, 0.0, 0.0), 1.0, offloading.memory, 0, 0.0)
+        return Estimate(prefill_s, Round(0, 0.0, step_s, 0.0, 0.0, 0.0), 1.0, offloading.memory, 0, 0.0)
     passes = round_rates(shape, machine, strategy, rates)
 
     def rounds(first: Term, last: Term, nodes: Sequence[float]) -> Round:

@@ -2,25 +2,18 @@
 
     python scripts/measure_vllm.py --output vllm.json [--seconds 460] [--only llama-bf16 ...]
 
-Needs one GPU and an installed vLLM; writes the file anew after every measured case. It produced the rows of
-planner/engines/measured.toml; users measure their own engine with `ridgeplan calibrate --engine vllm`.
+Needs one GPU, an installed vLLM and this package; writes the file anew after every measured case. It produced the rows
+of planner/engines/measured.toml; users measure their own engine with `ridgeplan calibrate --engine vllm`.
 
-A case decodes NEW_TOKENS tokens for each of `batch` sequences of random tokens whose prompts are in the prefix cache;
-the time per token is the median time between two steps of the engine. Routers get normally distributed weights, as
-dummy ones send all rows to the same few experts.
+Routers get normally distributed weights, as dummy ones send all rows to the same few experts.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import itertools
 import json
-import logging
 import multiprocessing
 import os
-import random
-import statistics
 import subprocess
 import sys
 import time
@@ -28,14 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ridgeplan.validate.engine_steps import NEW_TOKENS, InProcessVllm
+
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in this process, so that its steps can be timed
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 ROUTERS = (".router.weight", "mlp.gate.weight")
-NEW_TOKENS, SKIPPED_STEPS = 64, 6
 BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+# vLLM's own sizes, up to the largest batch.
+GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
 EXPERT_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
@@ -85,10 +80,14 @@ class Setup:
     cases: tuple[tuple[int, int], ...]
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """What `LLM` is told of formats."""
-        formats = {"quantization": self.weights, "kv_cache_dtype": self.kv}
-        return {name: value for name, value in formats.items() if value not in ("bf16", "auto", "mxfp4")}
+    def quantization(self) -> str | None:
+        """vLLM's argument: None for the checkpoint's own weights."""
+        return None if self.weights == "auto" else self.weights
+
+    @property
+    def kv_cache_dtype(self) -> str | None:
+        """vLLM's argument: None for the model's own type."""
+        return None if self.kv == "auto" else self.kv
 
 
 def _grid(contexts: tuple[int, ...], batches: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -96,10 +95,10 @@ def _grid(contexts: tuple[int, ...], batches: tuple[int, ...]) -> tuple[tuple[in
 
 
 SETUPS = (
-    Setup("llama-bf16", "meta-llama/Llama-3.1-8B", LLAMA_8B, "bf16", "auto", _grid((32768, 4096), BATCHES)),
-    Setup("gpt-oss-mxfp4", "openai/gpt-oss-20b", GPT_OSS_20B, "mxfp4", "auto", _grid((32768, 4096), EXPERT_BATCHES)),
-    Setup("qwen3-moe-bf16", "Qwen/Qwen3-30B-A3B", QWEN3_30B_A3B, "bf16", "auto", _grid((32768, 4096), EXPERT_BATCHES)),
-    Setup("llama-bf16-fp8-kv", "meta-llama/Llama-3.1-8B", LLAMA_8B, "bf16", "fp8",
+    Setup("llama-bf16", "meta-llama/Llama-3.1-8B", LLAMA_8B, "auto", "auto", _grid((32768, 4096), BATCHES)),
+    Setup("gpt-oss-mxfp4", "openai/gpt-oss-20b", GPT_OSS_20B, "auto", "auto", _grid((32768, 4096), EXPERT_BATCHES)),
+    Setup("qwen3-moe-bf16", "Qwen/Qwen3-30B-A3B", QWEN3_30B_A3B, "auto", "auto", _grid((32768, 4096), EXPERT_BATCHES)),
+    Setup("llama-bf16-fp8-kv", "meta-llama/Llama-3.1-8B", LLAMA_8B, "auto", "fp8",
           ((120000, 1), (120000, 2), *_grid((32768, 8192), (1, 4, 6)))),
     Setup("llama-fp8", "meta-llama/Llama-3.1-8B", LLAMA_8B, "fp8", "fp8",
           (*_grid((32768,), (1, 2, 4, 6, 8, 12)), *_grid((4096,), (1, 4, 8, 16)))),
@@ -108,81 +107,43 @@ SETUPS = (
 )  # fmt: skip
 
 
-class Lines(logging.Handler):
-    """Keeps the lines of vLLM's log that name memory or kernels."""
-
-    words = ("GiB", "KV cache size", "backend", "Backend", "FLASH", "cudagraph", "Asynchronous", "Async")
-
-    def __init__(self) -> None:
-        """An empty list."""
-        super().__init__()
-        self.kept: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps a line."""
-        line = record.getMessage()
-        if any(word in line for word in self.words):
-            self.kept.append(line[:400])
-
-
 def measure(setup: Setup, send: Any) -> None:
     """Starts the engine of a setup, and sends a dictionary for the engine and one for every case."""
     import torch
-    import vllm
-    from vllm import LLM
 
-    lines = Lines()
-    logging.getLogger("vllm").addHandler(lines)
     folder = Path(f"/tmp/measure-vllm/{setup.name}")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(setup.config), encoding="utf-8")
     (folder / "generation_config.json").write_text("{}", encoding="utf-8")
-    started = time.perf_counter()
-    longest, largest = max(context for context, _ in setup.cases), max(batch for _, batch in setup.cases)
-    llm = LLM(
-        model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest + 2 * NEW_TOKENS,
-        gpu_memory_utilization=0.9, enable_prefix_caching=True, max_num_seqs=32, max_num_batched_tokens=16384,
-        dtype="bfloat16", compilation_config={"cudagraph_mode": "FULL_AND_PIECEWISE"}, **setup.arguments,
+    longest = max(context for context, _ in setup.cases)
+    engine = InProcessVllm.start(
+        str(folder), setup.config["vocab_size"], longest + 2 * NEW_TOKENS, load_format="dummy",
+        quantization=setup.quantization, kv=setup.kv_cache_dtype, max_num_seqs=32, max_num_batched_tokens=16384,
+        dtype="bfloat16", compilation_config=GRAPHS,
     )  # fmt: skip
-    routers = llm.apply_model(spread_routers)[0]
+    routers = engine.llm.apply_model(spread_routers)[0]
     send({
-        "setup": setup.name, "version": vllm.__version__, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(), "start_s": round(time.perf_counter() - started, 1),
-        "memory": engine_memory(llm), "routers": routers, "log": lines.kept,
+        "setup": setup.name, "version": engine.version, "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(), "routers": routers, "memory": engine_memory(engine.llm),
     })  # fmt: skip
-    random.seed(7)
-    prompts = [[random.randrange(1000, 100_000) for _ in range(longest)] for _ in range(largest)]
     for context, batch in setup.cases:
-        row = decode(llm, [prompt[:context] for prompt in prompts[:batch]], setup)
+        tpot_ms, _ = engine.step(context, batch)
         send({"setup": setup.name, "model": setup.model, "weights": setup.weights, "kv": setup.kv,
-              "context": context, "batch": batch, **row})  # fmt: skip
+              "context": context, "batch": batch, "tpot_ms": round(tpot_ms, 4)})  # fmt: skip
 
 
 def spread_routers(model: Any) -> int:
     """Gives every router normal weights of its own; how many there are."""
     import torch
 
+    for key, bias in model.named_parameters():
+        if key.endswith("bias"):  # dummy ones, the same in every layer, would make all tokens alike
+            bias.data.zero_()
     routers = [weight for key, weight in model.named_parameters() if key.endswith(ROUTERS)]
     generator = torch.Generator(device="cuda").manual_seed(11)
     for weight in routers:
         weight.data.copy_(torch.randn(weight.shape, generator=generator, device=weight.device).to(weight.dtype))
     return len(routers)
-
-
-def distinct_experts(model: Any, tokens: list[int], chosen: int) -> float:
-    """Different experts that a step reads in a layer, on average, if the residual stream is the tokens' embedding."""
-    import torch
-
-    weights = dict(model.named_parameters())
-    table = next(value for key, value in weights.items() if key.endswith(("embed_tokens.weight", "embedding.weight")))
-    hidden = table[torch.tensor(tokens, device=table.device)].float()
-    hidden = hidden / hidden.square().mean(dim=1, keepdim=True).sqrt()
-    counts = []
-    for key, router in weights.items():
-        if key.endswith(ROUTERS):
-            norm = weights[key.split("mlp.")[0] + "post_attention_layernorm.weight"].float()
-            counts.append((hidden * norm @ router.float().t()).topk(chosen, dim=1).indices.unique().numel())
-    return sum(counts) / len(counts)
 
 
 def engine_memory(llm: Any) -> dict[str, Any]:
@@ -204,43 +165,6 @@ def engine_memory(llm: Any) -> dict[str, Any]:
         "async_scheduling": bool(getattr(config.scheduler_config, "async_scheduling", False)),
         "graph_sizes": list(config.compilation_config.cudagraph_capture_sizes or []),
     }  # fmt: skip
-
-
-def decode(llm: Any, prompts: list[list[int]], setup: Setup) -> dict[str, Any]:
-    """Milliseconds between two steps of a decoding batch: the median, and the mean."""
-    from vllm import SamplingParams
-
-    requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-    first, many = (SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-                   for tokens in (1, NEW_TOKENS))  # fmt: skip
-    started = time.perf_counter()
-    llm.generate(requests, first, use_tqdm=False)  # to the prefix cache
-    prefill_s = time.perf_counter() - started
-    engine = llm.llm_engine
-    step, stamps = type(engine).step, []
-
-    def timed() -> Any:
-        outputs = step(engine)
-        stamps.append(time.perf_counter())
-        return outputs
-
-    engine.step = timed
-    gc.collect()
-    gc.disable()
-    outputs = llm.generate(requests, many, use_tqdm=False)
-    gc.enable()
-    del engine.step
-    gaps = [1e3 * (later - sooner) for sooner, later in itertools.pairwise(stamps)][SKIPPED_STEPS:-2]
-    row = {
-        "tpot_ms": round(statistics.median(gaps), 4), "mean_ms": round(statistics.mean(gaps), 4),
-        "steps": len(stamps), "prefill_s": round(prefill_s, 2),
-    }  # fmt: skip
-    chosen = setup.config.get("num_experts_per_tok")
-    if chosen:
-        tokens = [request.outputs[0].token_ids[NEW_TOKENS // 2] for request in outputs]
-        row["distinct_experts"] = llm.apply_model(lambda model: distinct_experts(model, tokens, chosen))[0]
-        row["distinct_tokens"] = len(set(tokens))
-    return row
 
 
 def _child(name: str, output: Path, rows: Path) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ridgeplan.dashboards.cli import options as opt
+from ridgeplan.dashboards.cli.calibrate_engine import calibrate_engine
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress
 from ridgeplan.dashboards.files import FileProblem, locked, require_writable, write_atomically
+from ridgeplan.planner.engines.measurements import WEIGHTS
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck
 
@@ -29,25 +31,47 @@ if TYPE_CHECKING:
     "--refit", type=click.Path(path_type=Path), metavar="FILE",
     help="Fit the saved profile again to the samples of a full calibration, without measuring.",
 )  # fmt: skip
+@click.option("--engine", type=click.Choice(["vllm", "sglang"]), help="Measure this serving engine's steps instead.")
+@click.option("--url", help="Its running server, such as http://localhost:8000.  [default: vLLM in this process]")
+@click.option("--model", help="The model that the engine serves, as `ridgeplan plan` takes it.")
+@click.option("--served-model", help="The engine's name or path of that model.  [default: the first that it serves]")
+@click.option("--gpu", help="The engine's GPU.  [default: this machine's]")
+@opt.context_list("Prompts to measure the engine at.  [default: 2k,8k,32k]")
+@opt.batch_list("Batches to measure the engine at.  [default: 1,2,4,6,8,12,16]")
+@click.option("--quantization", type=click.Choice(WEIGHTS), default="auto", help="The engine's own --quantization.")
+@click.option("--kv-cache-dtype", default="auto", metavar="DTYPE", help="The engine's own --kv-cache-dtype.")
+@click.option("--load-format", default="auto", metavar="FORMAT", help="vLLM's; dummy needs a config.json alone.")
 @click.option(
     "--output", type=opt.OutputFile(), help="Save the profile to this file.  [default: the file that --gpu auto reads]"
 )
 @opt.as_json
 def calibrate(
     quick: bool, allow_noisy: bool, only: tuple[str, ...], samples: Path | None, refit: Path | None,
-    output: Path | None, as_json: bool,
+    engine: str | None, output: Path | None, as_json: bool, **measured: Any,
 ) -> None:  # fmt: skip
     """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use.
 
     Every size is measured until two readings agree. If they never do, nothing is saved and the exit code is 4.
 
+    With --engine, the decode steps of vLLM (in this process) or of any running OpenAI-compatible server are measured in
+    minutes: their profile is what `plan`, `cost`, `compare`, `sweep`, `fit` and `export` then use for that engine.
+
     Examples:
+      ridgeplan calibrate --engine vllm --model meta-llama/Llama-3.1-8B
+      ridgeplan calibrate --engine sglang --url http://localhost:30000 --model Qwen/Qwen3-8B --gpu h100
       ridgeplan calibrate --quick
       ridgeplan calibrate --output machine.json
       ridgeplan calibrate --allow-noisy --json
       ridgeplan calibrate --samples samples.json
       ridgeplan calibrate --only link --only rope
     """
+    if engine is not None:
+        if quick or allow_noisy or only or samples or refit:
+            raise click.UsageError("--engine measures an engine alone; allowed: with its own options and --output")
+        calibrate_engine(engine, output, as_json=as_json, **measured)
+        return
+    if any(measured[name] for name in ("url", "model", "served_model", "gpu", "contexts", "batches")):
+        raise click.UsageError("--url, --model, --served-model, --gpu, --ctx and --batch need --engine")
     if refit and (quick or only or samples):
         raise click.UsageError("--refit measures nothing; allowed: without --quick, --only and --samples")
     if only and samples:

@@ -41,6 +41,7 @@ COLUMNS = 78
     "--host-cache-backend", type=click.Choice(["native", "lmcache"]), default="native", help="vLLM's store for them."
 )
 @click.option("--gpu", help=f"{opt.GPU_HELP}  [default: the plan's]")
+@opt.engine_profile
 @opt.memory_utilization
 @opt.profile_file
 @opt.acceptance_file
@@ -49,7 +50,8 @@ COLUMNS = 78
 def export_plan(
     plan: SavedPlan, target: str, engine_version: str | None, model: str | None, draft_model: str | None,
     draft_method: str, kv_cache_dtype: str | None, host_cache: float | None, host_cache_backend: str, gpu: str | None,
-    memory_utilization: float, profile: str | None, acceptance: str | None, output: Path | None, as_json: bool,
+    engine_profile: str | None, memory_utilization: float, profile: str | None, acceptance: str | None,
+    output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write PLAN as the serve command of vLLM or SGLang.
 
@@ -70,6 +72,7 @@ def export_plan(
             schema=schema_for(target, engine_version),
             model=_served_model(plan.plan, model),
             memory_utilization=memory_utilization,
+            engine_profile=Path(engine_profile) if engine_profile else None,
             kv_cache_dtype=kv_cache_dtype,
             draft_model=draft_model,
             draft_shape=_known_shape(draft_model),

@@ -54,7 +54,7 @@ class MeasuredStep(Checked):
     def step(self, rates: EngineRates) -> EngineStep:
         """The step that was measured."""
         dtype, bits = DTYPES[self.kv], FULL_BITS if self.weights == "auto" else HALF_BITS
-        return EngineStep(self.batch, self.context, bits, dtype.bits, rates.kv_inverse(dtype.kind))
+        return EngineStep(self.batch, self.context, bits, dtype.bits, rates.kv_rate(dtype.kind))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ from ridgeplan.roofline.engine import (
     EngineRates,
     EngineReserve,
     EngineStep,
+    KVRate,
+    launch_kind,
     read_seconds,
     weight_bits,
     width_is,
@@ -38,30 +40,34 @@ from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload, require
 
 BAND = 1.645  # deviations on either side that hold 90%
 NOISE = 0.02  # relative, of a measured step
-LOOSE, TRANSFERRED = 2.0, 0.2  # relative deviation of a rate from what is assumed of it before any measurement
-# Assumed before any measurement, as inverse utilizations and seconds. 4-bit linear layers: Marlin's on an H200.
+# Before any measurement: inverse utilizations and seconds, and by how much a rate may depart from them, relatively.
+# 16-bit products stream 4.3 of an H200's 4.8 TB/s beyond their launch; 4-bit ones are Marlin's, timed there.
 ASSUMED = {
-    "launch": 5e-6, "expert launch": 3e-5, "linear 16": 1.1, "linear 8": 1.2, "linear 4": 1.8, "expert 16": 1.4,
-    "expert 8": 1.6, "expert 4": 2.0, "kv bf16": 1.1, "kv fp8": 1.5,
+    "launch": (4e-6, 1.0), "small_launch": (2e-6, 1.0), "expert_launch": (4e-5, 1.0), "linear 16": (1.12, 0.05),
+    "linear 8": (1.2, 0.2), "linear 4": (1.8, 0.3), "expert 16": (1.2, 0.5), "expert 8": (1.4, 0.5),
+    "expert 4": (2.0, 0.5), "kv bf16": (1.1, 0.5), "kv fp8": (1.5, 0.5),
 }  # fmt: skip
-SM_SHARES = tuple(1.1 + step / 20 for step in range(40))  # that the fit tries
+UNKNOWN_KV = (1.5, 100.0)  # of kinds that ASSUMED does not have
+TRANSFERRED = 0.2  # by how much a user's rate may depart from the shipped one, relatively
+SM_SHARES = tuple(1 + step / 20 for step in range(1, 25))  # that the fit tries
+WAVES = ("bf16", "fp8")  # kinds of KV cache that FlashAttention-3 reads
 # Deviations of a prediction beyond what was measured, in quadrature.
 OTHER_MODEL, OTHER_EXPERTS = 0.03, 0.1
 OCTAVE = 0.04  # for every doubling of the batch or the context beyond the measured ones
+OTHER_BYTES = 1.1e9  # of an H200: 0.24 GB of libraries, 0.1 to 0.5 GB of graphs, 0.6 GB that the driver holds back
 FP8_RATES = frozenset({"kv fp8", "linear 8", "expert 8"})
 NEAR_MACHINE = 0.06  # another GPU that runs the same attention kernels
 
 
-def terms(step: EngineStep, kind: str, shape: ModelShape, hardware: Hardware, sm_share: float) -> dict[str, float]:
+def terms(step: EngineStep, kind: str, shape: ModelShape, hardware: Hardware) -> dict[str, float]:
     """What each rate is multiplied by in a step that memory bounds: launches, or seconds at the full bandwidth."""
     totals: dict[str, float] = defaultdict(float)
     for op in step.operations(shape):
-        routed = op.kind == "grouped_linear"
-        totals["launch"] += float(op.launches)
-        totals["expert launch"] += float(op.launches) * routed
+        totals[launch_kind(op)] += float(op.launches)
         width = next(width for width in WIDTHS if width_is(weight_bits(op, shape, step), width))
-        name = f"kv {kind}" if op.category == "attention" else f"{'expert' if routed else 'linear'} {width}"
-        totals[name] += float(read_seconds(op, shape, hardware, step, sm_share))
+        part = "expert" if op.kind == "grouped_linear" else "linear"
+        name = f"kv {kind}" if op.category == "attention" else f"{part} {width}"
+        totals[name] += float(read_seconds(op, shape, hardware, step))
     return {name: total for name, total in totals.items() if total}
 
 
@@ -70,61 +76,59 @@ def fit(measured: EngineMeasurements, rows: Sequence[MeasuredStep], base: Engine
 
     base: rates that hold where the rows say nothing, and from which they may depart by a fifth; without them, ASSUMED.
     """
-    deviation, start = (LOOSE, _named(None)) if base is None else (TRANSFERRED, _named(base))
-    shares = SM_SHARES if base is None and _runs_in_waves(measured.hardware) else (base.sm_share if base else 0.0,)
-    fits = [_least_squares(measured, rows, start, deviation, share) for share in shares]
-    rates, sm_share, _ = min(fits, key=lambda found: found[2])
-    return _rates(rates, measured.hardware, sm_share)
+    if base is not None:
+        start = {name: (rate, TRANSFERRED) for name, rate in named_rates(base).items()}
+        return _least_squares(measured, rows, start, {kind: rate.sm_share for kind, rate in base.kv.items()})[0]
+    shares: dict[str, float] = {}
+    for kind in WAVES if runs_in_waves(measured.hardware) else ():
+        tried = [{**shares, kind: share} for share in SM_SHARES]
+        of_kind = [row for row in rows if DTYPES[row.kv].kind in (kind, *shares)]
+        shares = min(tried, key=lambda shares: _least_squares(measured, of_kind, ASSUMED, shares)[1])
+    return _least_squares(measured, rows, ASSUMED, shares)[0]
 
 
 def _least_squares(
-    measured: EngineMeasurements, rows: Sequence[MeasuredStep], start: Mapping[str, float], deviation: float,
-    sm_share: float,
-) -> tuple[dict[str, float], float, float]:  # fmt: skip
-    """The named rates, the share, and the sum of squares, in deviations."""
+    measured: EngineMeasurements, rows: Sequence[MeasuredStep], start: Mapping[str, tuple[float, float]],
+    sm_shares: Mapping[str, float],
+) -> tuple[EngineRates, float]:  # fmt: skip
+    """The rates, and the sum of squares in deviations. start: each rate, and its relative deviation."""
     from scipy.optimize import nnls  # which takes a while to import, and only engines need
 
     kinds = dict.fromkeys(f"kv {DTYPES[row.kv].kind}" for row in rows)
-    start = {**dict.fromkeys(kinds, start["kv fp8"]), **start}
-    names = list(start)
+    start = {**dict.fromkeys(kinds, UNKNOWN_KV), **start}
+    first = _rates({name: rate for name, (rate, _) in start.items()}, measured.hardware, sm_shares)
     system, target = [], []
     for row in rows:
-        step = row.step(_rates(start, measured.hardware, sm_share))
-        per_rate = terms(step, DTYPES[row.kv].kind, measured.shape_of(row), measured.hardware, sm_share)
+        per_rate = terms(row.step(first), DTYPES[row.kv].kind, measured.shape_of(row), measured.hardware)
         seconds = row.tpot_ms / 1e3
-        system.append([per_rate.get(name, 0.0) * start[name] / seconds / NOISE for name in names])
+        system.append([per_rate.get(name, 0.0) * rate / seconds / NOISE for name, (rate, _) in start.items()])
         target.append(1 / NOISE)
-    system += list(np.eye(len(names)) / deviation)
-    target += [1 / deviation] * len(names)
-    scales, residual = nnls(np.array(system), np.array(target))
-    rates = {name: float(scale * start[name]) for name, scale in zip(names, scales, strict=True)}
-    return rates, sm_share, float(residual)
+    inverses = [1 / deviation for _, deviation in start.values()]
+    scales, residual = nnls(np.array([*system, *np.diag(inverses)]), np.array([*target, *inverses]))
+    rates = {name: float(scale * rate) for scale, (name, (rate, _)) in zip(scales, start.items(), strict=True)}
+    return _rates(rates, measured.hardware, sm_shares), float(residual)
 
 
-def _named(rates: EngineRates | None) -> dict[str, float]:
+def named_rates(rates: EngineRates) -> dict[str, float]:
     """Rates by their names in ASSUMED."""
-    if rates is None:
-        return dict(ASSUMED)
     return {
-        "launch": rates.launch_s,
-        "expert launch": rates.expert_launch_s,
+        **{name: getattr(rates, f"{name}_s") for name in ("launch", "small_launch", "expert_launch")},
         **{f"linear {width}": rates.linear_inverse[width] for width in WIDTHS},
         **{f"expert {width}": rates.expert_inverse[width] for width in WIDTHS},
-        **{f"kv {kind}": inverse for kind, inverse in rates.kv_inverses.items()},
+        **{f"kv {kind}": rate.inverse for kind, rate in rates.kv.items()},
     }
 
 
-def _rates(named: Mapping[str, float], hardware: Hardware, sm_share: float) -> EngineRates:
+def _rates(named: Mapping[str, float], hardware: Hardware, sm_shares: Mapping[str, float]) -> EngineRates:
     library = profile_for(hardware, shipped_profiles())
+    kinds = [name.removeprefix("kv ") for name in named if name.startswith("kv ")]
     return EngineRates(
-        launch_s=named["launch"],
-        expert_launch_s=named["expert launch"],
+        **{f"{name}_s": named[name] for name in ("launch", "small_launch", "expert_launch")},
         linear_inverse={width: named[f"linear {width}"] for width in WIDTHS},
         expert_inverse={width: named[f"expert {width}"] for width in WIDTHS},
-        kv_inverses={name.removeprefix("kv "): rate for name, rate in named.items() if name.startswith("kv ")},
+        kv={kind: KVRate(named[f"kv {kind}"], sm_shares.get(kind, 0.0)) for kind in kinds},
         linear_compute=library.rates("prefill_linear").compute_utilization,
         attention_compute=library.rates("prefill_attention").compute_utilization,
-        sm_share=sm_share,
         reserve=reserve_of(hardware),
     )
 
@@ -132,7 +136,7 @@ def _rates(named: Mapping[str, float], hardware: Hardware, sm_share: float) -> E
 def reserve_of(hardware: Hardware) -> EngineReserve:
     """What vLLM reserves on a GPU: its largest pass is 8192 tokens on one of 70 GiB or more, 2048 on smaller ones."""
     large = hardware.memory_bytes >= 70 * 2**30 and hardware.compute_capability != "8.0"
-    return EngineReserve(batched_tokens=8192 if large else 2048, activation_share=1.0, other_bytes=1.5e9)
+    return EngineReserve(batched_tokens=8192 if large else 2048, other_bytes=OTHER_BYTES)
 
 
 def _has_fp8(hardware: Hardware) -> bool:
@@ -141,7 +145,7 @@ def _has_fp8(hardware: Hardware) -> bool:
     return major.isdecimal() and (int(major), int(minor or 0)) >= (8, 9)
 
 
-def _runs_in_waves(hardware: Hardware) -> bool:
+def runs_in_waves(hardware: Hardware) -> bool:
     """Whether FlashAttention-3 runs, whose tiles of a sequence are counted."""
     return hardware.compute_capability.startswith("9.")
 
@@ -153,13 +157,17 @@ def transferred(rates: EngineRates, source: Hardware, target: Hardware) -> Engin
     """
     issue = target.issue_rate / source.issue_rate if source.issue_rate and target.issue_rate else 1.0
     slower = target.bandwidth_bytes_per_s / source.bandwidth_bytes_per_s / issue
-    named = _named(rates)
-    streams = {"kv": named["kv bf16"], "linear": named["linear 16"], "expert": named["linear 16"]}
-    for name, inverse in named.items():
+    before = named_rates(rates)
+    after = dict(before)
+    streams = {"kv": before["kv bf16"], "linear": before["linear 16"], "expert": before["linear 16"]}
+    for name, inverse in before.items():
         fastest = streams.get(name.partition(" ")[0])
         if fastest and inverse * BOUND_SHARE > fastest:
-            named[name] = max(fastest, inverse * slower)
-    return _rates(named, target, rates.sm_share if _runs_in_waves(target) else 0.0)
+            after[name] = max(fastest, inverse * slower)
+    shares = {
+        kind: rate.sm_share * after[f"kv {kind}"] / (before[f"kv {kind}"] * slower) for kind, rate in rates.kv.items()
+    }
+    return _rates(after, target, shares if runs_in_waves(target) else {})
 
 
 @dataclass(frozen=True)
@@ -206,7 +214,7 @@ class EngineProfile:
         """A plain decode step of a workload halfway through the generation, with a cache of an engine's dtype."""
         dtype = DTYPES[kv]
         tokens = workload.context + workload.new_tokens / 2
-        return EngineStep(workload.batch, tokens, weight_bits, dtype.bits, self.rates.kv_inverse(dtype.kind))
+        return EngineStep(workload.batch, tokens, weight_bits, dtype.bits, self.rates.kv_rate(dtype.kind))
 
     def plan_certainty(self, plan: Plan, shape: ModelShape) -> tuple[str, float]:
         """`certainty` of a plan that decodes plainly."""
@@ -240,7 +248,7 @@ class EngineProfile:
     @property
     def class_spread(self) -> float:
         """The deviation of a rate: that of the fit, and for another engine or machine what its transfer adds."""
-        near = _runs_in_waves(self.hardware) and _runs_in_waves(self.measured.hardware)
+        near = runs_in_waves(self.hardware) and runs_in_waves(self.measured.hardware)
         machine = (NEAR_MACHINE if near else TRANSFER_SPREAD) if self.is_transferred else 0.0
         return math.hypot(self.spread, machine, TRANSFER_SPREAD if self.is_stand_in else 0.0)
 
@@ -257,13 +265,13 @@ class EngineProfile:
         found: set[str] = set()
         for row in self.measured.fitted:
             shape = self.measured.shape_of(row)
-            found |= terms(row.step(self.rates), DTYPES[row.kv].kind, shape, self.measured.hardware, 0.0).keys()
+            found |= terms(row.step(self.rates), DTYPES[row.kv].kind, shape, self.measured.hardware).keys()
         return frozenset(found if _has_fp8(self.hardware) else found - FP8_RATES)
 
     def _unmeasured_share(self, step: EngineStep, kind: str, shape: ModelShape) -> float:
         """The share of a step's time at rates that no row depends on."""
-        per_rate = terms(step, kind, shape, self.hardware, self.rates.sm_share)
-        named = {**_named(self.rates), f"kv {kind}": self.rates.kv_inverse(kind)}
+        per_rate = terms(step, kind, shape, self.hardware)
+        named = {**named_rates(self.rates), f"kv {kind}": self.rates.kv_rate(kind).inverse}
         seconds = {name: value * named[name] for name, value in per_rate.items()}
         unmeasured = sum(value for name, value in seconds.items() if name not in self._measured_rates)
         return unmeasured / sum(seconds.values())

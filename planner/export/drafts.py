@@ -71,7 +71,7 @@ class EngineRounds:
         dtype, rates = DTYPES[self.drafts.kv], self.profile.rates
         draft = replace(
             self.target, batch=batch, weight_bits=self.drafts.weight_bits, kv_bits=dtype.bits,
-            kv_inverse=rates.kv_inverse(dtype.kind),
+            kv=rates.kv_rate(dtype.kind),
         )  # fmt: skip
         draft_s = rates.step_s(self.drafts.shape or self.shape, self.hardware, draft)
         return (gamma * draft_s + verify_s) / float(tokens_per_round(self.drafts.acceptance, gamma))

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,16 +21,15 @@ from ridgeplan.planner.engines.measurements import (
 from ridgeplan.planner.engines.rates import EngineProfile, engine_profile, error, fit, transferred
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.engine import EngineRates, EngineReserve, EngineStep, padded_rows, wave_factor
+from ridgeplan.roofline.engine import EngineRates, EngineReserve, EngineStep, KVRate, padded_rows, wave_factor
 
 LLAMA, H200 = load_shape("meta-llama/Llama-3.1-8B"), load_hardware("h200")
 MEASURED = shipped_measurements()
 PROFILE = engine_profile("vllm", H200)
-NO_RESERVE = EngineReserve(batched_tokens=0, activation_share=0.0, other_bytes=0.0)
 IDEAL = EngineRates(
-    launch_s=0.0, expert_launch_s=0.0, linear_inverse={16: 1.0, 8: 1.0, 4: 1.0},
-    expert_inverse={16: 1.0, 8: 1.0, 4: 1.0}, kv_inverses={"bf16": 1.0, "fp8": 1.0}, linear_compute=1.0,
-    attention_compute=1.0, sm_share=0.0, reserve=NO_RESERVE,
+    launch_s=0.0, small_launch_s=0.0, expert_launch_s=0.0, linear_inverse={16: 1.0, 8: 1.0, 4: 1.0},
+    expert_inverse={16: 1.0, 8: 1.0, 4: 1.0}, kv={"bf16": KVRate(1.0), "fp8": KVRate(1.0)}, linear_compute=1.0,
+    attention_compute=1.0, reserve=EngineReserve(batched_tokens=0, other_bytes=0.0),
 )  # fmt: skip
 
 
@@ -48,18 +46,18 @@ def test_every_measured_step_is_predicted_within_5_percent(row: MeasuredStep) ->
 
 def test_steps_that_the_fit_has_not_seen_are_within_the_spread() -> None:
     held_out = [abs(error(PROFILE.rates, MEASURED, row)) for row in MEASURED.rows if row.held_out]
-    assert len(held_out) >= 6
-    assert statistics.median(held_out) <= 0.03
-    assert PROFILE.spread == pytest.approx(math.sqrt(statistics.fmean(value**2 for value in held_out)))
+    assert len(held_out) >= 25
+    assert max(held_out) <= 0.03
+    assert PROFILE.spread == pytest.approx(math.sqrt(np.mean(np.square(held_out))))
 
 
 def test_a_fitted_engine_is_within_the_machine() -> None:
     rates = PROFILE.rates
-    inverses = (*rates.linear_inverse.values(), *rates.expert_inverse.values(), *rates.kv_inverses.values())
-    assert min(inverses) > 1
-    assert 1e-6 < rates.launch_s < 2e-5
-    assert rates.kv_inverse("fp8") > rates.kv_inverse("bf16")  # codes are unpacked
-    assert rates.kv_inverse("never measured") == max(rates.kv_inverses.values())
+    assert min(*rates.linear_inverse.values(), *rates.expert_inverse.values()) > 1
+    assert min(rate.inverse for rate in rates.kv.values()) > 1
+    assert 1e-6 < rates.small_launch_s < rates.launch_s < rates.expert_launch_s < 1e-4
+    assert rates.kv_rate("fp8").inverse > rates.kv_rate("bf16").inverse  # codes are unpacked
+    assert rates.kv_rate("never measured") == rates.kv_rate("per_token_head")  # the slowest
 
 
 def test_a_step_counted_by_hand() -> None:
@@ -67,23 +65,32 @@ def test_a_step_counted_by_hand() -> None:
     weights = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 128256 * 4096
     for batch, context in ((1, 32768), (4, 131072)):
         expected = (2 * weights + batch * context * 131072) / 4.8e12
-        ideal_step = EngineStep(batch, context, 16, 16, 1.0)
+        ideal_step = EngineStep(batch, context, 16, 16, KVRate(1.0))
         assert IDEAL.step_s(LLAMA, H200, ideal_step) == pytest.approx(expected, rel=0.003)
     halved = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336) + 2 * 128256 * 4096  # the head stays in 16 bits
     expected = (halved + 32768 * 65536) / 4.8e12
-    assert IDEAL.step_s(LLAMA, H200, EngineStep(1, 32768, 8, 8, 1.0)) == pytest.approx(expected, rel=0.003)
+    assert IDEAL.step_s(LLAMA, H200, EngineStep(1, 32768, 8, 8, KVRate(1.0))) == pytest.approx(expected, rel=0.003)
 
 
 def test_only_launches_take_time_where_nothing_is_read() -> None:
-    """9 launches a layer (2 norms, QKV, RoPE, attention, output, gate and up, SwiGLU, down) and 4 others."""
+    """A layer: 4 products, attention, 4 small launches (2 norms, RoPE, SwiGLU). A step: the head, 3 small ones."""
     free = dict.fromkeys((16, 8, 4), 1e-12)
-    launching = replace(IDEAL, launch_s=1.0, linear_inverse=free, linear_compute=1e12, attention_compute=1e12)
-    assert launching.step_s(LLAMA, H200, EngineStep(1, 1, 16, 16, 1e-12)) == pytest.approx(9 * 32 + 4)
+    launching = replace(IDEAL, launch_s=1.0, small_launch_s=0.1, linear_inverse=free, linear_compute=1e12,
+                        attention_compute=1e12)  # fmt: skip
+    assert launching.step_s(LLAMA, H200, EngineStep(1, 1, 16, 16, KVRate(1e-12))) == pytest.approx(
+        (5 * 32 + 1) + 0.1 * (4 * 32 + 3)
+    )
 
 
 def test_batches_run_in_the_next_captured_graph() -> None:
     batches = np.array([1, 2, 3, 4, 5, 8, 9, 16, 17, 255, 256, 257, 512, 513])
     assert padded_rows(batches).tolist() == [1, 2, 4, 4, 8, 8, 16, 16, 24, 256, 256, 272, 512, 513]
+
+
+def test_a_batch_whose_tiles_leave_a_short_wave_is_slower_than_a_larger_one() -> None:
+    """Measured at 32k tokens: 13.15 ms at batch 6 and 12.89 at batch 8."""
+    six, eight = (PROFILE.rates.step_s(LLAMA, H200, step(batch, 32768)) for batch in (6, 8))
+    assert six > eight
 
 
 def test_tiles_of_a_last_wave_counted_by_hand() -> None:
@@ -130,9 +137,10 @@ def test_the_band_widens_with_the_distance_to_what_was_measured() -> None:
 def test_an_h100_reads_fp8_caches_at_its_full_bandwidth() -> None:
     """Instructions bind them on an H200 (4.8 TB/s); the H100 has the same SMs and 3.35 TB/s."""
     there = transferred(PROFILE.rates, H200, load_hardware("h100"))
-    assert there.kv_inverse("fp8") == pytest.approx(
-        max(PROFILE.rates.kv_inverse("bf16"), PROFILE.rates.kv_inverse("fp8") * 3.35 / 4.8), rel=0.01
-    )
+    here = PROFILE.rates
+    expected = max(here.kv_rate("bf16").inverse, here.kv_rate("fp8").inverse * 3.35 / 4.8)
+    assert there.kv_rate("fp8").inverse == pytest.approx(expected, rel=0.01)
+    assert there.kv_rate("bf16").sm_share == pytest.approx(here.kv_rate("bf16").sm_share * 4.8 / 3.35, rel=0.01)
     assert there.launch_s == PROFILE.rates.launch_s
 
 
@@ -166,7 +174,7 @@ def test_rates_that_a_user_did_not_measure_stay_the_shipped_ones(tmp_path: Path)
     path = tmp_path / "engine.json"
     path.write_text(own_engine(1.0).to_json(), encoding="utf-8")
     profile = engine_profile("vllm", H200, path)
-    assert profile.rates.kv_inverse("fp8") == pytest.approx(PROFILE.rates.kv_inverse("fp8"))
+    assert profile.rates.kv_rate("fp8").inverse == pytest.approx(PROFILE.rates.kv_rate("fp8").inverse)
     assert certainty(profile, kind="fp8")[1] > certainty(profile)[1]
 
 

@@ -193,7 +193,7 @@ def test_what_does_not_fit_goes_to_the_host_for_a_plan_that_offloads(
     request = request_for("autoregressive", gpu="rtx4090", context=100_000, plan=offloading)
     reserve = request.speed.rates.reserve
     reserved = reserve.other_bytes + activation_bytes(request.shape, reserve)
-    assert 1e9 < reserved < 3e9
+    assert 1e9 < reserved < 2.5e9
     lacking = (8_030_261_248 * 2 + 101_024 * 131_072 + reserved - 0.9 * 24564 * 2**20) / 2**30
     assert dict(export(request).command.arguments)["--cpu-offload-gb"] == math.ceil(lacking)
     times = export(request).times
