@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import acceptance_tables
 import cli_tables
 import offload_tables
 import readme_tables
@@ -296,6 +297,8 @@ BLOCKS: dict[str, Callable[..., str]] = {
         breakdown,
         kernels,
         kernel_targets,
+        acceptance_tables.acceptance_errors,
+        acceptance_tables.decode_acceptance,
         cli_tables.exit_codes,
         cli_tables.commands,
         cli_tables.command_options,

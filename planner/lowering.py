@@ -310,25 +310,24 @@ def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
 def round_costs(plan: Plan, shape: ModelShape, profile: Profile, gammas: Sequence[int] = ()) -> RoundCosts:
     """Costs at gamma 0 and at `gammas` (by default the plan's), averaged over the workload's generation."""
     all_gammas = sorted({0, *(gammas or plan.speculation.gammas)})
-    estimate = estimate_gammas(plan, shape, profile, Machine.of(profile), all_gammas)
-    acceptance = AcceptanceModel.of_profile(shape, plan.workload.context, profile).of(plan).best
-    return RoundCosts(dict(zip(all_gammas, map(float, estimate.round.total_s), strict=True)), acceptance)
+    model = AcceptanceModel.of_profile(shape, plan.workload.context, profile)
+    estimate = estimate_gammas(plan, shape, Machine.of(profile), model, all_gammas)
+    return RoundCosts(dict(zip(all_gammas, map(float, estimate.round.total_s), strict=True)), model.of(plan).best)
 
 
 def estimate_gammas(
-    plan: Plan, shape: ModelShape, profile: Profile, machine: Machine, gammas: Sequence[int]
+    plan: Plan, shape: ModelShape, machine: Machine, model: AcceptanceModel, gammas: Sequence[int]
 ) -> Estimate:
-    """Estimates of the plan at every gamma, each with the acceptance predicted for it."""
-    model = AcceptanceModel.of_profile(shape, plan.workload.context, profile)
+    """Estimates of the plan at every gamma, each with the acceptance that `model` predicts for it."""
     gamma = np.asarray(gammas)
     acceptance = model.best(plan, gamma, np.full(len(gamma), plan.speculation.ratio))
     strategy = replace(strategy_of(plan, shape, machine, 1.0), gamma=gamma, acceptance=acceptance)
     return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))
 
 
-def steady_state_gamma(plan: Plan, shape: ModelShape, profile: Profile, machine: Machine) -> int:
+def steady_state_gamma(plan: Plan, shape: ModelShape, machine: Machine, model: AcceptanceModel) -> int:
     """The gamma at which an adaptive plan settles if acceptance is as predicted; the plan's gamma if it is fixed."""
     gammas = plan.speculation.gammas
     if len(gammas) == 1:
         return plan.speculation.gamma
-    return gammas[int(np.argmin(estimate_gammas(plan, shape, profile, machine, gammas).tpot_s))]
+    return gammas[int(np.argmin(estimate_gammas(plan, shape, machine, model, gammas).tpot_s))]

@@ -160,9 +160,15 @@ class Prediction:
         return {**asdict(self.best), **bands, **plain, "round_ms": self.round_ms}
 
 
-def predict(plan: Plan, shape: ModelShape, profile: Profile, overlap: float | None = None) -> Prediction:
-    """Latency, throughput and memory of one plan. overlap: see `predict_all`."""
-    return predict_all([plan], shape, profile, overlap=overlap)[0]
+def predict(
+    plan: Plan,
+    shape: ModelShape,
+    profile: Profile,
+    overlap: float | None = None,
+    function: ModelShape | None = None,
+) -> Prediction:
+    """Latency, throughput and memory of one plan. overlap, function: see `predict_all`."""
+    return predict_all([plan], shape, profile, overlap=overlap, function=function)[0]
 
 
 def predict_all(
@@ -172,20 +178,23 @@ def predict_all(
     machine: Machine | None = None,
     overlap: float | None = None,
     engine: EngineProfile | None = None,
+    function: ModelShape | None = None,
 ) -> list[Prediction]:
     """Predictions of several plans, at the contexts and batches of their workloads, in one evaluation.
 
     `machine` defaults to the profile's; with less memory, layers are offloaded earlier. `overlap` replaces the share of
     selected tokens that the previous step had selected too, which otherwise comes from each plan's policy. `engine` is
-    the profile of the machine's engine, if it has one: bands and sources are then the engine's.
+    the profile of the machine's engine, if it has one: bands and sources are then the engine's. `function` is the model
+    that weights of this shape compute the function of, where that is another one (inflation): drafts have its
+    acceptance.
 
     An adaptive plan is predicted at its steady-state gamma, with the memory of its largest. Bands combine the spread of
     the calibration, weighted by the time of each kernel class, with the band of the acceptance.
     """
     machine = machine or Machine.of(profile)
     contexts = {plan.workload.context for plan in plans}
-    models = {context: AcceptanceModel.of_profile(shape, context, profile) for context in contexts}
-    gammas = [steady_state_gamma(plan, shape, profile, machine) for plan in plans]
+    models = {context: AcceptanceModel.of_profile(function or shape, context, profile) for context in contexts}
+    gammas = [steady_state_gamma(plan, shape, machine, models[plan.workload.context]) for plan in plans]
     known = [
         models[plan.workload.context].of(plan, max(1, gamma) if plan.speculation.adaptive else None)
         for plan, gamma in zip(plans, gammas, strict=True)

@@ -1,7 +1,8 @@
-"""Writes planner/acceptance/start.json anew, from a regression over the shipped rows that starts from nothing."""
+"""Writes planner/acceptance/start.json anew: the regression over the shipped rows, and bands by cross-validation."""
 
 from __future__ import annotations
 
+from ridgeplan.planner.acceptance.cross_validation import conformal_bands, context_group, leave_out, model_group
 from ridgeplan.planner.acceptance.model import observation
 from ridgeplan.planner.acceptance.regression import START, fit, start_json
 from ridgeplan.planner.acceptance.rows import shipped_rows
@@ -10,7 +11,9 @@ from ridgeplan.planner.acceptance.rows import shipped_rows
 def main() -> None:
     """Writes planner/acceptance/start.json."""
     rows = shipped_rows()
-    START.write_text(start_json(fit([observation(row) for row in rows]), rows), encoding="utf-8")
+    held = [row for group_of in (model_group, context_group) for row in leave_out(rows, group_of)]
+    fitted = fit([observation(row) for row in rows])
+    START.write_text(start_json(fitted, rows, conformal_bands(held)), encoding="utf-8")
 
 
 if __name__ == "__main__":

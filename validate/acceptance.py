@@ -328,6 +328,7 @@ def measured_row(
         where=f"{where}, YaRN x{yarn:g}" if yarn > 1 else where,
         quantizer="gptq" if device_type == "cuda" or calibrated else "diagonal",
         dtype="bfloat16" if device_type == "cuda" else "float32",  # what `load` chooses
+        yarn=yarn,
         date=today(),
         text=text,
         **fields,

@@ -107,16 +107,21 @@ def compare(plan: Plan, engine: Engine, plain: Measured | None = None, profile: 
 
 
 def compare_measured(
-    plan: Plan, shape: ModelShape, profile: Profile, measured: Measured, plain: Measured | None = None
+    plan: Plan,
+    shape: ModelShape,
+    profile: Profile,
+    measured: Measured,
+    plain: Measured | None = None,
+    function: ModelShape | None = None,
 ) -> Comparison:
-    """`compare` for an existing measurement.
+    """`compare` for an existing measurement. function: see `predict_all`.
 
     The speed-up is left out where the spread of either run's rounds says that the machine was busy.
     """
     workload = measured.workload(plan.workload)
     plan = replace(plan, workload=workload)
     baseline = predict(autoregressive(workload), shape, profile)
-    predicted = predict(plan, shape, profile).against(baseline)
+    predicted = predict(plan, shape, profile, function=function).against(baseline)
     spread = widest((measured.spread, plain.spread if plain else None))
     rows = (*_rows(plan, predicted, measured, shape, profile), _speedup_row(predicted, measured, plain, spread))
     sizes = workload.context, workload.new_tokens, workload.batch

@@ -42,13 +42,13 @@ COMMON = {
     "level": Prior(math.log(0.05), 1.5),
     "eight bits": Prior(-math.log(16), 0.5),  # of KV instead of four: steps are a sixteenth
     "quantizer": Prior(0.0, 0.4),
-    # A factor of 2 in parameters: wider sums average more errors. A narrow prior predicts held-out models best, as
-    # few rows compare models that differ in size alone.
-    "size": Prior(-0.2, 0.05, -1),
-    "size, tokens": Prior(0.0, 0.15, -1),
-    "context": Prior(0.1, 0.15, 1),  # a factor of 2 in tokens
-    # The same of selections that each draft's query makes anew: at a ratio, a longer context has more of what it needs.
-    "context, anew": Prior(0.0, 0.15),
+    # A factor of 2 in parameters: wider sums average more errors. Wide, as few rows compare models that differ in size
+    # alone. Which tokens matter does not depend on size, as far as rows tell.
+    "size": Prior(-0.12, 0.13, -1),
+    # A factor of 2 in tokens within the model's limit. None for selections that each draft's query makes anew: at a
+    # ratio, a longer context has more of what it needs.
+    "context": Prior(0.1, 0.15, 1),
+    "stretch": Prior(0.1, 0.15, 1),  # a factor of 2 in positions by YaRN, beyond the limit
     "position": Prior(0.0, 0.15, 1),  # a factor of 2 in positions
     "ratio": Prior(1.0, 0.3, 1),  # the power of ln(1/ratio)
     "tuning": Prior(0.0, 0.15),  # Instruct or Coder against the base model; no rows compare them
@@ -56,8 +56,8 @@ COMMON = {
 # Of effects drawn from a distribution: the starting value of its standard deviation, which the rows then change.
 # Models and texts differ more in which tokens matter than in how they bear rounding.
 GROUPS = {
-    "policy": 0.4, "model": 0.2, "text": 0.3, "run": 0.15, "place": 0.15,
-    "model, tokens": 0.4, "text, tokens": 0.4, "run, tokens": 0.4, "place, tokens": 0.15,
+    "policy": 0.6, "model": 0.2, "text": 0.3, "run": 0.15, "place": 0.15,
+    "model, tokens": 0.6, "text, tokens": 0.4, "run, tokens": 0.4, "place, tokens": 0.15,
 }  # fmt: skip
 
 
@@ -65,6 +65,7 @@ GROUPS = {
 class Subject:
     """What a figure of acceptance is about. position and ratio may be arrays; text "" is one without rows.
 
+    yarn: the factor by which positions are stretched beyond the model's limit.
     spans: for a prediction, the first and last place (`place_of`) that the model's own rows reach, by difference.
     """
 
@@ -77,6 +78,7 @@ class Subject:
     text: str = ""
     position: Any = 1.0
     ratio: Any = 1.0
+    yarn: float = 1.0
     spans: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -91,9 +93,7 @@ class Subject:
         variant = variant_name(self.model)
         return {
             ("level", family): 1.0,
-            ("size, tokens" if family == "tokens" else "size", family): math.log2(
-                self.parameters / REFERENCE_PARAMETERS
-            ),
+            **({} if family == "tokens" else {("size", family): math.log2(self.parameters / REFERENCE_PARAMETERS)}),
             ("model", core, family): 1.0,
             ("tuning", variant, family): 1.0,
             ("text", self.text, family): 1.0,
@@ -102,8 +102,10 @@ class Subject:
         }
 
     def _slopes(self, difference: str, family: str, core: str, octave: float) -> Part:
+        policy = SELECTIONS.get(difference)
         part: dict[Effect, Any] = {
-            _context_slope(difference): octave,
+            ("context", family): 0.0 if policy is not None and policy.per_query else octave,
+            ("stretch", family): math.log2(self.yarn),
             ("position", _ageing(difference)): np.log2(self.position),
             **self._places(difference, core),
         }
@@ -160,14 +162,6 @@ def log_ratio_factor(ratio: Any) -> Any:
 def _matters(value: Any) -> bool:
     """Whether a number, or any of an array, is not 0; numpy's own functions take long for numbers."""
     return bool(value.any()) if isinstance(value, np.ndarray) else bool(value)
-
-
-@cache
-def _context_slope(difference: str) -> Effect:
-    """Selections have slopes of their own: what a query of its own picks ages less than what an earlier one did."""
-    if difference not in SPARSE_SELECTIONS:
-        return "context", family_of(difference)
-    return "context, anew" if SELECTIONS[difference].per_query else "context", difference
 
 
 def _ageing(difference: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance.effects import Subject, place_of
-from ridgeplan.planner.acceptance.regression import EffectsPosterior, Observation, fit, start_of
+from ridgeplan.planner.acceptance.regression import EffectsPosterior, Observation, fit, saved_bands, start_of
 from ridgeplan.planner.acceptance.rows import (
     SPARSE_SELECTIONS,
     AcceptanceRow,
@@ -32,8 +32,6 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import SOURCES, Profile
 from ridgeplan.roofline.plan.plan import Plan
 
-# Deviations on either side that hold 90%: of Student's t with 6 degrees, as 7 models say how much models differ.
-BAND = 1.943
 NEAR = 2.0  # factor of context and ratio within which a model's own row speaks for a plan
 # What a plan's drafts run with: dtype, and the quantizer of their 4-bit weights (runtime/quantization/calibration.py).
 EXECUTION = {"gpu": ("bfloat16", "gptq"), "cpu": ("float32", "diagonal")}
@@ -62,6 +60,7 @@ class AcceptanceModel:
     name: str
     parameters: float  # billions
     context: int
+    limit: int  # tokens that the model's positions reach unless they are stretched
     dtype: str
     quantizer: str
     text: str
@@ -80,7 +79,8 @@ class AcceptanceModel:
         rows, fitted = _fitted(profile_rows)
         text = texts.pop() if len(texts) == 1 else ""
         spans = spans_of(rows, shape.name)
-        return cls(rows, fitted, shape.name, shape.parameters / 1e9, context, *EXECUTION[kind], text, spans)
+        known = (shape.name, shape.parameters / 1e9, context, shape.max_context)
+        return cls(rows, fitted, *known, *EXECUTION[kind], text, spans)
 
     @classmethod
     def of_profile(cls, shape: ModelShape, context: int, profile: Profile) -> AcceptanceModel:
@@ -93,11 +93,11 @@ class AcceptanceModel:
         gamma: drafts per round, by default the plan's.
         """
         speculation = plan.speculation
-        parts = self._subject(plan, speculation.gamma if gamma is None else gamma, speculation.ratio).parts
-        if not plan_differences(plan):
+        subject = self._subject(plan, speculation.gamma if gamma is None else gamma, speculation.ratio)
+        if not subject.differences:
             return CERTAIN
-        best, deviation = float(self.fitted.disagreement(parts)), self.fitted.deviation(parts)
-        low, high = (1 - min(1.0, best * math.exp(sign * BAND * deviation)) for sign in (1, -1))
+        best, width = float(self.fitted.disagreement(subject.parts)), band_width(subject, self.fitted)
+        low, high = (1 - min(1.0, best * math.exp(end)) for end in (width, -width))
         provenances = [self._provenance(*draft) for draft in self._known_as(plan)]
         source = max((source for source, _ in provenances), key=SOURCES.index)
         return Acceptance(low, 1 - best, high, source, "; ".join(dict.fromkeys(where for _, where in provenances)))
@@ -132,7 +132,8 @@ class AcceptanceModel:
     def _subject(self, plan: Plan, gamma: Any, ratio: Any) -> Subject:
         return Subject(
             plan_differences(plan), self.name, self.parameters, self.context, self.quantizer, self.dtype, self.text,
-            position=(np.maximum(gamma, 1) + 1) / 2, ratio=self._read(plan, ratio), spans=self.spans,
+            position=(np.maximum(gamma, 1) + 1) / 2, ratio=self._read(plan, ratio),
+            yarn=max(1.0, self.context / self.limit), spans=self.spans,
         )  # fmt: skip
 
     def _read(self, plan: Plan, ratio: Any) -> Any:
@@ -201,8 +202,18 @@ def subject(row: AcceptanceRow) -> Subject:
     """The subject of a row."""
     return Subject(
         differences(row.draft), row.model, row.parameters, row.context, row.quantizer, row.dtype, row.text or row.where,
-        row.mean_position, row.ratio,
+        row.mean_position, row.ratio, row.yarn,
     )  # fmt: skip
+
+
+def band_family(differences: Iterable[str]) -> str:
+    """Bands are calibrated for drafts that read fewer tokens, and for those of fewer bits alone."""
+    return "tokens" if any(difference in SPARSE_SELECTIONS for difference in differences) else "bits"
+
+
+def band_width(about: Subject, fitted: EffectsPosterior) -> float:
+    """Log of the factor between the best estimate of a measured disagreement and either end of its band."""
+    return saved_bands()[band_family(about.differences)] * fitted.deviation(about.parts, "measured")
 
 
 @cache

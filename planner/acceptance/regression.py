@@ -1,4 +1,4 @@
-"""Hierarchical regression of log disagreement, 1 - acceptance, and the saved effects that it starts from.
+"""Hierarchical regression of log disagreement, 1 - acceptance, and what is saved of it: its start and its bands.
 
 A draft differs from its target in one or more ways: bits of weights, bits of KV, tokens read, arithmetic. Alone, each
 would disagree by exp(eta), where eta is linear in effects (effects.py). Small independent changes of the logits add
@@ -11,7 +11,7 @@ band of a model without rows as wide as models differ. Residuals are Student-t, 
 
 The package ships the effects of a fit to its rows (start.json). A fit that starts there takes one step instead of
 eighteen. After the rows have changed it starts from the priors, until `python scripts/acceptance_start.py` has written
-the file anew.
+the file anew. The same script calibrates the bands by cross-validation (cross_validation.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
@@ -222,9 +222,17 @@ def digest(rows: Sequence[AcceptanceRow]) -> str:
     return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
-def start_json(fitted: EffectsPosterior, rows: Sequence[AcceptanceRow]) -> str:
-    """A fit's effects and variances, one effect to a line, and what rows they are of."""
+@cache
+def saved_bands() -> dict[str, float]:
+    """How many deviations lie between a prediction and either end of its band, by `band_family`."""
+    return dict(json.loads(START.read_text(encoding="utf-8"))["bands"])
+
+
+def start_json(fitted: EffectsPosterior, rows: Sequence[AcceptanceRow], bands: Mapping[str, float]) -> str:
+    """A fit's effects and variances, one effect to a line, what rows they are of, and its bands."""
     pairs = zip(fitted.index, fitted.mean.tolist(), strict=True)
     effects = ",\n".join(json.dumps([*effect, round(value, DIGITS)]) for effect, value in pairs)
-    variances = json.dumps({name: round(value, DIGITS) for name, value in fitted.variances.items()})
-    return f'{{"rows": "{digest(rows)}",\n"variances": {variances},\n"effects": [\n{effects}\n]}}\n'
+    variances, ends = (
+        json.dumps({name: round(value, DIGITS) for name, value in each.items()}) for each in (fitted.variances, bands)
+    )
+    return f'{{"rows": "{digest(rows)}",\n"bands": {ends},\n"variances": {variances},\n"effects": [\n{effects}\n]}}\n'

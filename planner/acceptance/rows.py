@@ -71,7 +71,7 @@ REMEASURE = "make it again with `ridgeplan acceptance`"
 HERE = Path(__file__).parent
 # How 4-bit weights were made: rounded to nearest in groups of 64 with the head in 16 bits; or by runtime/quantization,
 # from the Hessian's diagonal or the whole Hessian; or in a paper, which does not say.
-QUANTIZERS = ("nearest", "nearest-64", "diagonal", "gptq", "published")
+QUANTIZERS = ("nearest-64", "diagonal", "gptq", "published")
 MIN_ACCEPTANCE = 1e-6
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -81,7 +81,8 @@ class AcceptanceRow(Checked):
     """One known acceptance. Raises PlanError for values out of range.
 
     gamma: drafts of a round, over whose positions the figure is the mean; or `position`, from 1, if it is of one.
-    dtype: of the arithmetic. checkpoint: what the weights are, where that is not the published checkpoint.
+    dtype: of the arithmetic. checkpoint: what the weights are, where that is not the published checkpoint. yarn: the
+    factor by which YaRN stretched positions; 1 within the model's context limit.
     """
 
     error = PlanError
@@ -98,6 +99,7 @@ class AcceptanceRow(Checked):
     quantizer: str = one_of(QUANTIZERS, default="published")
     dtype: str = one_of(DTYPES, default="float16")
     checkpoint: str = text("")
+    yarn: float = number(1, 1e3, default=1.0)
     tokens: int = whole(0, MAX_TOKENS, default=0)  # of the text, over which acceptance is a mean
     date: str = text("")
     text: str = text("")  # last, as it hides the function of that name

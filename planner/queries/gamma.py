@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.lowering import estimate_gammas
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.search import GAMMAS
@@ -61,9 +62,9 @@ def best_gamma(
 
 def _cell(question: Question, preset: str) -> GammaCell:
     workload = question.workload
-    machine = question.shape, question.profile, question.machine
-    drafting = estimate_gammas(preset_of(preset, workload), *machine, GAMMAS)
-    plain = estimate_gammas(autoregressive(workload), *machine, (0,))
+    model = AcceptanceModel.of_profile(question.shape, workload.context, question.profile)
+    drafting = estimate_gammas(preset_of(preset, workload), question.shape, question.machine, model, GAMMAS)
+    plain = estimate_gammas(autoregressive(workload), question.shape, question.machine, model, (0,))
     fits = np.broadcast_to(drafting.memory.peak <= question.memory_limit_bytes, (len(GAMMAS),))
     best = int(np.argmin(np.where(fits | ~fits.any(), drafting.tpot_s, np.inf)))
     tpot_s = float(drafting.tpot_s[best])

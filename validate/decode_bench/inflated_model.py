@@ -26,6 +26,7 @@ from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_target
 from ridgeplan.runtime.retrieval.head import Head
+from ridgeplan.validate.acceptance import named_shape
 from ridgeplan.validate.decode_bench.inflation import (
     ChannelMap,
     Inflater,
@@ -39,13 +40,15 @@ from ridgeplan.validate.decode_bench.inflation import (
 class InflatedModel:
     """A small model's function in a large shape, with the small one's context limit.
 
-    hub: the small model's configuration. targets: the large weights made last, by their format.
+    hub: the small model's configuration. function: its shape, whose acceptance drafts have. targets: the large weights
+    made last, by their format.
     """
 
     source: str
     hub: Any
     tokenizer: Any
     shape: ModelShape
+    function: ModelShape
     device: torch.device
     targets: dict[tuple[int, int | None, bool], DecoderWeights] = field(default_factory=dict)
 
@@ -61,7 +64,7 @@ class InflatedModel:
         config = decoder_config(hub, source)
         limited = inflated_shape(config, shape)
         ChannelMap(config, limited).check()
-        inflated = cls(source, hub, load_tokenizer(source), limited, place)
+        inflated = cls(source, hub, load_tokenizer(source), limited, named_shape(model), place)
         _require_weight_memory(limited, place, inflated.dtype)
         return inflated
 

@@ -111,11 +111,15 @@ class DecodeRow:
 
 @dataclass(frozen=True)
 class DecodeReport:
-    """All cases on one device."""
+    """All cases on one device.
+
+    function: name, parameters and context limit of the small model, whose acceptance the cases have.
+    """
 
     device: str
     model: str
     shape: str
+    function: dict[str, Any]
     software: dict[str, str]
     date: str
     temperature: float
@@ -239,7 +243,7 @@ class _Run:
         if case.preset == PLAIN:
             self.plain[case.context, case.batch] = measured
         shape, plain = self.model.shape, self.plain.get((case.context, case.batch))
-        comparison = compare_measured(plan, shape, options.profile, measured, plain)
+        comparison = compare_measured(plan, shape, options.profile, measured, plain, self.model.function)
         vllm = vllm_tpot_ms(self._device_name, shape.name, case.context, case.batch)
         return DecodeRow(case, plan.speculation.gamma, measured, comparison, vllm)
 
@@ -252,6 +256,7 @@ class _Run:
             device=self._device_name,
             model=f"{hub.model_type}, {hub.num_hidden_layers} layers of {hub.hidden_size}",
             shape=self.model.shape.name,
+            function={name: getattr(self.model.function, name) for name in ("name", "parameters", "max_context")},
             software=software(),
             date=today(),
             temperature=self.options.temperature,

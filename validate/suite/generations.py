@@ -67,9 +67,10 @@ class Texts:
 
 @dataclass(frozen=True, eq=False)
 class Generator:
-    """A model to run plans on. engine: a context manager that closes the plan's engine."""
+    """A model to run plans on. engine: a context manager that closes the plan's engine. function: see `predict_all`."""
 
     shape: ModelShape
+    function: ModelShape
     tokenizer: Any
     engine: Callable[[Plan], AbstractContextManager[Engine]]
 
@@ -78,14 +79,16 @@ def small_model(source: str, texts: Texts) -> Generator:
     """A user's model, costed as the runtime loads it. Raises ModelError and what `load_shape` raises."""
     tokenizer = load_tokenizer(model_source(source))
     shared = SharedWeights(source, calibration=_calibration(tokenizer, texts))
-    return Generator(as_loaded(load_shape(source)), tokenizer, shared.engine)
+    shape = as_loaded(load_shape(source))
+    return Generator(shape, shape, tokenizer, shared.engine)
 
 
 def inflated_model(source: str, shape: str, texts: Texts) -> Generator:
     """A user's model inside a large shape, on a GPU. Raises ModelError and InflationError."""
     model, drafts = InflatedModel.load(source, load_shape(shape)), dict[int, DecoderWeights]()
     calibration = _calibration(model.tokenizer, texts)
-    return Generator(model.shape, model.tokenizer, partial(model.shared_engine, drafts=drafts, calibration=calibration))
+    engine = partial(model.shared_engine, drafts=drafts, calibration=calibration)
+    return Generator(model.shape, model.function, model.tokenizer, engine)
 
 
 def _calibration(tokenizer: Any, texts: Texts) -> list[int] | None:
@@ -104,17 +107,22 @@ def generation_rows(
         drafting = plan.speculation.active
         elsewhere = measure(engine, prompts[1], new_tokens, SAMPLING).statistics.acceptance if drafting else None
     free_library_workspaces(engine.device)
-    compared = compare_measured(plan, model.shape, profile, measured)
+    compared = compare_measured(plan, model.shape, profile, measured, function=model.function)
     if compared.busy:
         return [], f"{model.shape.name}, {case_text(plan)}: machine busy, spread {compared.spread:.0%}"
-    return list(rows_of(plan, model.shape, profile, measured, elsewhere)), None
+    return list(rows_of(plan, model.shape, profile, measured, elsewhere, model.function)), None
 
 
 def rows_of(
-    plan: Plan, shape: ModelShape, profile: Profile, measured: Measured, elsewhere: float | None
+    plan: Plan,
+    shape: ModelShape,
+    profile: Profile,
+    measured: Measured,
+    elsewhere: float | None,
+    function: ModelShape | None = None,
 ) -> Iterator[SuiteRow]:
     """The rows of one measurement. elsewhere: acceptance measured on another text, None without drafts."""
-    compared = compare_measured(plan, shape, profile, measured)
+    compared = compare_measured(plan, shape, profile, measured, function=function)
     ran = replace(plan, workload=measured.workload(plan.workload))  # with the lengths that were run
     if elsewhere is None:
         yield _row(ran, compared, "tpot", AT_MEASURED)

@@ -25,6 +25,20 @@ def test_octaves_of_context_and_position():
     assert effects["position", "kv"] == pytest.approx(2)
 
 
+def test_octaves_of_stretched_positions():
+    assert part(yarn=4.0)["stretch", "kv"] == pytest.approx(2)
+    assert ("stretch", "kv") not in part()
+
+
+def test_contexts_do_not_matter_to_what_each_query_selects():
+    assert part("streamingllm", context=65536, ratio=0.1)["context", "tokens"] == pytest.approx(3)
+    assert ("context", "tokens") not in part("quest", context=65536, ratio=0.1)
+
+
+def test_size_matters_to_bits_and_not_to_tokens():
+    assert not any(effect[0] == "size" for effect in part("quest", ratio=0.1))
+
+
 def test_a_context_lies_between_two_places():
     """16384 is halfway, in log, between the places of 8192 and of 32768."""
     effects = part(context=16384)

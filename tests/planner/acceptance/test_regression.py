@@ -179,7 +179,7 @@ def test_a_file_written_now_is_read_back(
     from_nothing: EffectsPosterior, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("ridgeplan.planner.acceptance.regression.START", tmp_path / "start.json")
-    (tmp_path / "start.json").write_text(start_json(from_nothing, shipped_rows()), encoding="utf-8")
+    (tmp_path / "start.json").write_text(start_json(from_nothing, shipped_rows(), {"bits": 1.5}), encoding="utf-8")
     start = start_of(shipped_rows())
     assert list(start.effects) == list(from_nothing.index)
     assert list(start.effects.values()) == pytest.approx(from_nothing.mean.tolist(), abs=1e-6)
