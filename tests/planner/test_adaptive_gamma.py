@@ -162,13 +162,13 @@ def test_an_answer_without_drafts_or_for_least_memory_has_none(h200_profile):
 
 
 def test_where_a_larger_bound_does_not_fit_the_plans_own_gamma_is_the_bound(h200_profile):
-    free = recommended(h200_profile, ctx=4096, batch=64)
+    free = recommended(h200_profile, ctx=4096, batch=32)
     machine = Machine.of(h200_profile)
     peak, larger = (
         peak_bytes(replace(free.plan, speculation=replace(free.plan.speculation, gamma=gamma)), LLAMA, machine)
         for gamma in (free.plan.speculation.gamma, free.adaptive.speculation.gamma)
     )
     assert peak < larger
-    tight = recommended(h200_profile, ctx=4096, batch=64, memory_limit=(peak + larger) / 2)
+    tight = recommended(h200_profile, ctx=4096, batch=32, memory_limit=(peak + larger) / 2)
     assert tight.plan == free.plan
     assert tight.adaptive.speculation == replace(free.plan.speculation, adaptive=True)

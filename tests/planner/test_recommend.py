@@ -464,8 +464,8 @@ def test_scores_are_what_is_minimized(h200_profile):
 
 
 def test_the_recommended_plan_says_how_likely_it_is_faster(h200_profile):
-    answer = planner.recommend(LLAMA, "h200", 131072, batch=16, profile=h200_profile)
-    assert 0.5 < answer.predicted.beats_plain < 0.9  # 9% faster, with layers on the host
+    answer = planner.recommend(LLAMA, "h200", 131072, batch=17, profile=h200_profile)
+    assert 0.5 < answer.predicted.beats_plain < 0.9  # 3% faster, with layers on the host
     sure = replace(answer, predicted=replace(answer.predicted, beats_plain=0.995))
     assert "faster with over 99% probability" in sure.explain()
     unsure = replace(answer, predicted=replace(answer.predicted, beats_plain=0.876))
@@ -486,7 +486,7 @@ def test_the_recommended_plan_says_how_likely_it_is_faster(h200_profile):
 
 def test_plans_that_lost_inside_the_noise_say_so(h200_profile):
     count = 0
-    for context, batch, quality in ((4096, 2, "lossy"), (8192, 16, "lossy"), (32768, 1, "near-lossless")):
+    for context, batch, quality in ((2048, 16, "lossy"), (2048, 8, "near-lossless"), (8192, 2, "near-lossless")):
         answer = planner.recommend(LLAMA, "h200", context, batch=batch, profile=h200_profile, quality=quality)
         for other in answer.alternatives:
             if other.rejected.startswith("within the noise"):

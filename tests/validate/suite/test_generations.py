@@ -98,7 +98,11 @@ def test_a_users_model_runs_and_a_busy_machine_is_left_out(
     assert {"TPOT at the measured acceptance", "TPOT at another text's acceptance"} <= {row.kind for row in rows}
     assert all(row.case == "quantspec, gamma 3, 300 tokens, batch 2" for row in rows)
     compare = module.compare_measured
-    monkeypatch.setattr(module, "compare_measured", lambda *arguments: replace(compare(*arguments), spread=0.5))
+
+    def busy(*arguments, **others):
+        return replace(compare(*arguments, **others), spread=0.5)
+
+    monkeypatch.setattr(module, "compare_measured", busy)
     monkeypatch.setattr("ridgeplan.validate.comparison.is_busy", lambda spread: spread == 0.5)
     rows, reason = generation_rows(model, case, h200_profile, 16, texts)
     assert rows == []
