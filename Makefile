@@ -36,8 +36,8 @@ fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 RIDGEPLAN_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest tests/fuzz --numprocesses auto \
 		--dist worksteal --override-ini timeout=3600
 
-# Faults made on purpose, each of which a test must notice: the listed ones, or with MODULE=roofline/speculation.py
-# TESTS=tests/roofline/test_speculation.py those that cosmic-ray makes of one module, in a copy. Each runs the tests once.
+# Faults made on purpose, each of which a test must notice: the listed ones, or with MODULE=roofline/latency.py
+# TESTS=tests/roofline/test_latency.py those that cosmic-ray makes of one module, in a copy. Each runs the tests once.
 mutants: $(INSTALLED)
 ifdef MODULE
 	$(BIN)/python -m pip install --quiet "cosmic-ray>=8.4"

@@ -5,7 +5,7 @@ import pytest
 import sympy
 
 from ridgeplan.roofline.execution import MAX_GAMMA
-from ridgeplan.roofline.round import conditional_acceptance, flush_capped, tokens_per_round
+from ridgeplan.roofline.round import conditional_acceptance, flush_capped, tokens_at, tokens_per_round
 
 
 def simulated(acceptance, gamma, rounds=200_000):
@@ -69,3 +69,7 @@ def test_conditional_acceptance_inverts_the_share():
         for acceptance in np.linspace(0.01, 0.99, 9):
             share = (tokens_per_round(acceptance, gamma) - 1) / gamma
             assert conditional_acceptance(share, gamma) == pytest.approx(acceptance)
+
+
+def test_tokens_of_a_round_by_hand():
+    assert tokens_at([0.5, 0.2, 0.9], 2) == pytest.approx(1 + 0.5 + 0.5 * 0.2)
