@@ -14,7 +14,7 @@ from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.quality import losses
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
-from ridgeplan.roofline.plan.plan import KVCache, Placement, Plan, Speculation, Weights, Workload
+from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, Speculation, Weights, Workload
 from ridgeplan.roofline.plan.policies.selections import Quest, SpecAttn, SpecExtend
 from ridgeplan.roofline.plan.policy import EVICTIONS, KV_BUDGET, SELECTIONS, SelectionCost
 from ridgeplan.roofline.plan.policy import make_selection as named
@@ -106,15 +106,15 @@ def test_what_is_missing_is_named():
 
 
 def test_a_target_s_selection_of_offloaded_kv_runs_where_its_tokens_can_be_loaded_one_by_one():
-    """From full precision, with drafts that share the slots; not by a policy that scores every key."""
+    """With drafts that share the slots; not by a policy that scores every key, or 2-bit keys of codes that left."""
     placement = Placement(True, 2048)
     codes, oracle = (
         replace(preset(name, WORKLOAD), placement=placement) for name in ("progressive-target-int8", "oracle-target")
     )
-    assert missing_execution(codes) == ["a target's selection from offloaded KV in 'int8'"]
+    assert missing_execution(codes) == ["a target's selection by 'progressive' from offloaded KV in 'int8'"]
     assert missing_execution(oracle) == ["a selection by 'oracle' from offloaded KV"]
-    for name in ("specontext", "specontext-two-bit"):
-        plan = preset(name, WORKLOAD)
+    eight_bit = replace(preset("specontext", WORKLOAD), kv=KVCache(KVFormat.INT8))
+    for plan in (preset("specontext", WORKLOAD), preset("specontext-two-bit", WORKLOAD), eight_bit):
         same = replace(plan.attention.selection, ratio=0.02, floor=512)
         assert not missing_execution(plan)
         assert not missing_execution(replace(plan, speculation=Speculation(3, selection=same)))
