@@ -15,7 +15,7 @@ from ridgeplan.planner.resolution import resolve
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from offload_bench import cliff_plans, limited_plans, selecting_plans
 
-MODEL, GPU, RESULT = "Llama-3.1-8B", "h200", "offload_h200"
+MODEL, GPU, RESULT, SPECONTEXT = "Llama-3.1-8B", "h200", "offload_h200", "specontext_h200"
 OVERLAPS = ("0.9", "0.8", "0")
 
 
@@ -63,6 +63,53 @@ def cliff_predicted() -> str:
         )
         rows.append((str(row["context"]), str(row["host_layers"]), *cells))
     columns = ("context", "layers on the host", "as many as must: ms", "predicted", "all: ms", "predicted")
+    return table(columns, rows)
+
+
+def specontext_placements() -> str:
+    """A step of SpeContext over the length: layers leave one by one, those of the end are away, or all of them."""
+    names = {"adaptive": "one by one", "static": "those of the end", "all": "all", "full_attention": "full attention"}
+    rows = []
+    for row in result(SPECONTEXT)["placements"]:
+        cells = [
+            cell
+            for name in names
+            for cell in (str(row[f"{name}_layers"]), f"{row[f'{name}_ms']:.1f}", f"{row[f'predicted_{name}_ms']:.1f}")
+        ]
+        rows.append((str(row["context"]), *cells))
+    columns = [column for name in names.values() for column in (f"{name}: layers away", "ms", "predicted")]
+    return table(("tokens", *columns), rows)
+
+
+def specontext_generation() -> str:
+    """A generation whose layers leave on the way, and the same without a limit."""
+    rows = []
+    for row in result(SPECONTEXT)["generation"]:
+        moved = ", ".join(map(str, row["moved_at"])) or "none"
+        equal = {None: "", True: "yes", False: "no"}[row["tokens_equal"]]
+        times = _beside(f"{row['overlap']:.0%}", row["tpot_ms"], row["predicted_tpot_ms"])
+        memory = f"{row['peak_memory_bytes'] / 1e9:.1f}", f"{row['predicted_peak_bytes'] / 1e9:.1f}"
+        rows.append((row["row"], moved, *times, *memory, equal))
+    columns = (
+        "generation", "layers left at", "overlap", "ms per token", "predicted", "error", "peak, GB", "predicted",
+        "tokens equal",
+    )  # fmt: skip
+    return table(columns, rows)
+
+
+def specontext_table3() -> str:
+    """SpeContext's Table 3 on this machine: decoding speed against full attention."""
+    rows = []
+    for row in result(SPECONTEXT)["table3"]:
+        for name in ("specontext", "full attention"):
+            speed = row[name]
+            measured, predicted = speed["tokens_per_s"], speed["predicted_tokens_per_s"]
+            layers = ", ".join(str(step["layers_on_host"]) for step in speed["steps"])
+            error = f"{predicted / measured - 1:+.0%}"
+            faster = f"{row['speedup']:.2f}x" if name == "specontext" else ""
+            cells = str(speed["batch"]), layers, f"{measured:,.0f}", f"{predicted:,.0f}", error, faster
+            rows.append((row["row"], name, *cells))
+    columns = ("[in, out]", "target", "batch", "layers on the host", "tokens/s", "predicted", "error", "speedup")
     return table(columns, rows)
 
 

@@ -29,9 +29,10 @@ from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.policies.retrieval_head import NO_HEAD
 from ridgeplan.runtime.quantization.calibration import CalibrationText, fitting_group, quantized_target, rounded_target
 from ridgeplan.runtime.quantization.saved import saved_weights, weights_path
-from ridgeplan.runtime.retrieval.head import Head, load_head
+from ridgeplan.runtime.retrieval.head import Head, is_probe_of, load_head, shipped_heads
 
 HOST = torch.device("cpu")
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def load(
@@ -55,7 +56,8 @@ def load(
     or groups of weights. calibration: token ids, 1000 or more, of a text like what will be decoded; quantized weights
     are fitted to it, by default to one of the model's own (see `CalibrationText`). memory_utilization: share of a GPU's
     memory that may be used. profile: the device's rates, by default those of this machine, from which an adaptive gamma
-    knows what rounds take. retrieval_head: a file of `ridgeplan distill`, for plans that choose tokens by one.
+    knows what rounds take. retrieval_head: a file of `ridgeplan distill`, for plans that choose tokens by one;
+    by default the one that ships for the model, if any does.
     Raises UnsupportedPlan; ModelError, also for a head of another model; or WorkloadError for a calibration with tokens
     outside the vocabulary, for a missing head, and for a device that does not exist, is not that of `weights` or has
     too little memory. The last names the largest context and batch that would fit, and is raised before anything is
@@ -73,7 +75,7 @@ def load(
     _require_described_memory(plan, model, place, dtype, weights, memory_utilization)
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
-    head = _head(plan, retrieval_head, config.shape)
+    head = _head(plan, retrieval_head, config.shape, model, source)
     plan = plan if head is None else _chosen_by(plan, head)
     if weights is not None and weights.format != _format(plan, config.shape):
         weights = None
@@ -144,17 +146,30 @@ def _target(
     return saved_weights(weights_path(source, dtype, device, weight_format, text), device, fitted)
 
 
-def _head(plan: Plan, path: str | Path | None, shape: ModelShape) -> Head | None:
-    """The retrieval head of a file, where the plan chooses by one. Raises ModelError, and WorkloadError without one."""
+def _head(plan: Plan, path: str | Path | None, shape: ModelShape, model: str, source: str) -> Head | None:
+    """The retrieval head where the plan chooses by one: of a file, else the one that ships for the model.
+
+    Raises ModelError, and WorkloadError without one.
+    """
     if missing_head(plan) is None:
         if path is not None:
             warnings.warn("the retrieval head changes nothing: the plan does not choose by one", stacklevel=3)
         return None
     if path is None:
-        raise WorkloadError(NO_HEAD)
+        return _shipped_head(shape, model, source)
     head = load_head(path)
     head.require_shape(shape)
     return head
+
+
+def _shipped_head(shape: ModelShape, model: str, source: str) -> Head:
+    """This package's head for the model, which is recognized by its embedding. Raises WorkloadError without one."""
+    for head in map(load_head, shipped_heads()):
+        if head.fits(shape):
+            fetch_weights(model)
+            if is_probe_of(head.weights.probe, load_tensor(source, EMBEDDING)):
+                return head
+    raise WorkloadError(NO_HEAD)
 
 
 def _chosen_by(plan: Plan, head: Head) -> Plan:

@@ -113,12 +113,15 @@ class Head:
     weights: HeadWeights
     tokens: Tensor | None = None  # the embedding that it reads, once it is bound
 
+    def fits(self, shape: ModelShape) -> bool:
+        """Whether it has the sizes of a head of a model of this shape."""
+        config, sets = self.config, shape.kv_heads * self.config.layers
+        same = config.hidden == shape.hidden and config.vocab == shape.vocab and config.layers in (1, shape.layers)
+        return same and config.q_heads % sets == 0 and not shape.is_mla
+
     def require_shape(self, shape: ModelShape) -> None:
         """Raises ModelError for a head of a model of other sizes."""
-        config = self.config
-        fits = config.hidden == shape.hidden and config.vocab == shape.vocab
-        sets = shape.kv_heads * config.layers
-        if not fits or config.layers not in (1, shape.layers) or config.q_heads % sets or shape.is_mla:
+        if not self.fits(shape):
             raise self._other()
 
     def for_model(self, shape: ModelShape, embedding: Tensor) -> Head:
@@ -233,6 +236,11 @@ def load_head(path: str | Path) -> Head:
         config = build(HeadConfig, parse_json(metadata[KEY]))
         _require_sizes(config, tensors)
         return Head(config, HeadWeights(**tensors))
+
+
+def shipped_heads() -> list[Path]:
+    """The files of the heads that come with this package (docs/quality.md says how they were trained)."""
+    return sorted(Path(__file__).with_name("heads").glob("*.safetensors"))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
