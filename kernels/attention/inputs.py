@@ -61,6 +61,12 @@ class AttentionInputs:
         return self.q.shape[2] // self.kv_heads
 
     @property
+    def text_codes(self) -> QuantizedKV | None:
+        """The codes, of a call that reads all of them in the order of the text."""
+        assert not isinstance(self.codes, TokenRows), "rows in slots are only read where tokens are chosen"
+        return self.codes
+
+    @property
     def group_capacity(self) -> int:
         """Quantized groups of a row; 0 without codes."""
         return 0 if self.codes is None else self.codes.groups

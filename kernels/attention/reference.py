@@ -15,7 +15,7 @@ from ridgeplan.kernels.kv_cache.reference import affine, unpack
 
 def decode_attention_reference(inputs: AttentionInputs) -> Tensor:
     """See `ridgeplan.kernels.attention.decode_attention`; one batch row at a time, in float32."""
-    q, keys, codes, ratio = inputs.q, inputs.keys, inputs.codes, inputs.ratio
+    q, keys, codes, ratio = inputs.q, inputs.keys, inputs.text_codes, inputs.ratio
     batch, queries, _, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

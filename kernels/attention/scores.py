@@ -75,7 +75,7 @@ class ScoreRequest:
 
 def collect_scores_reference(request: ScoreRequest, inputs: AttentionInputs) -> None:
     """Writes what `ScoreRequest` describes, in plain torch."""
-    q, keys, begin, end, codes = inputs.q, inputs.keys, inputs.begin, inputs.end, inputs.codes
+    q, keys, begin, end, codes = inputs.q, inputs.keys, inputs.begin, inputs.end, inputs.text_codes
     for b in range(len(q)):
         first, last = int(begin[b]), min(int(end[b]) + q.shape[1] - 1, keys.shape[2])
         seen = keys[b, :, first : max(first, last)].float()

@@ -47,11 +47,10 @@ class HostCodes(SlotStore):
         keys, values = (torch.zeros(sizes, dtype=torch.int64, device=device) for _ in "kv")
         shape = torch.Size((config.batch, model.kv_heads, groups * config.group, words))
         held = tuple(pair_on_host(shape, torch.int64, device, by_token=True) for _ in range(layers))
-        pairs = [
-            torch.zeros(rows, model.kv_heads, groups, model.head_dim, dtype=torch.float16, device=device) for _ in "sm"
-        ]
+        pairs = (rows, model.kv_heads, groups, model.head_dim)
+        scale, minimum = (torch.zeros(pairs, dtype=torch.float16, device=device) for _ in "sm")
         staged = QuantizedKV.allocate(rows, model.kv_heads, 1, config.group, model.head_dim, device, lower=True)
-        return cls(config, keys, values, held, SlotTables(), model.layers - layers, *pairs, staged)
+        return cls(config, keys, values, held, SlotTables(), model.layers - layers, scale, minimum, staged)
 
     @property
     def bytes(self) -> int:

@@ -27,10 +27,11 @@ NAMES = tuple(item.name for item in fields(QuantizedKV))
 
 
 class MovableLayers(Protocol):
-    """The layers of a cache whose last ones may leave. staying: the number of layers that never do."""
+    """The layers of a cache whose last ones may leave."""
 
-    config: KVCacheConfig
-    layers: int
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
 
     @property
     def staying(self) -> int:
