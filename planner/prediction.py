@@ -220,7 +220,9 @@ def predict_all(
 
 
 def predict_question(plans: Sequence[Plan], question: Question) -> list[Prediction]:
-    """Predictions of plans on a question's model, machine and engine."""
+    """Predictions of plans on a question's model, machine and engine. Raises PlanError for one that it does not run."""
+    for plan in plans:
+        question.require_engine_runs(plan)
     return predict_all(plans, question.shape, question.profile, question.machine, engine=question.engine)
 
 

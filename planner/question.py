@@ -21,8 +21,9 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.validation import flag, one_of, whole
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, KVFormat, Plan, Workload
+from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, KVFormat, Plan, Workload, require
 from ridgeplan.roofline.plan.policy import PlanPart
+from ridgeplan.roofline.plan.presets import preset_name
 from ridgeplan.roofline.plan.support import Backend, as_loaded, is_converted, missing_architecture, unsupported
 
 
@@ -132,6 +133,12 @@ class Question:
     def unsupported(self, plan: Plan) -> str | None:
         """What the backend lacks to execute a plan, or the profile to predict it; None if nothing."""
         return unsupported(plan, self.options.backend, self.shape, self.profile)
+
+    def require_engine_runs(self, plan: Plan) -> None:
+        """Raises PlanError where the question names an engine that does not run the plan, and so has no times of it."""
+        missing = self.unsupported(plan) if self.engine is not None else None
+        allowed = "--backend ridgeplan, or a plan that the engine runs"
+        require(missing is None, f"{preset_name(plan)}: {missing}; allowed: {allowed}")
 
     @cached_property
     def machine(self) -> Machine:

@@ -29,10 +29,9 @@ from ridgeplan.roofline.plan.plan import (
     Speculation,
     Weights,
     Workload,
-    require,
 )
 from ridgeplan.roofline.plan.policy import KV_BUDGET, SELECTIONS, make_selection
-from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, describe, family_key, preset_name
+from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, describe, family_key
 from ridgeplan.roofline.plan.presets import preset as preset_of
 from ridgeplan.roofline.plan.support import missing_cost_model
 
@@ -226,15 +225,9 @@ def _acceptance(searched: Sequence[Family], grid: _GammaRatioGrid, question: Que
 def best_of_preset(name: str, question: Question) -> Candidate:
     """The named preset at its fastest gamma and ratio that fit, as `recommend` lists it. Raises PlanError."""
     plan = preset_of(name, question.workload)
-    require_engine_runs(plan, question)
+    question.require_engine_runs(plan)
     (candidate,) = search(question, (family_of(name, plan),))
     return candidate
-
-
-def require_engine_runs(plan: Plan, question: Question) -> None:
-    """Raises PlanError where the question names an engine that does not run the plan, and so has no times of it."""
-    missing = question.unsupported(plan) if question.engine is not None else None
-    require(missing is None, f"{preset_name(plan)}: {missing}; allowed: --backend ridgeplan, or a plan that it has")
 
 
 def fits_whole(question: Question) -> bool:

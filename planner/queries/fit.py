@@ -15,7 +15,6 @@ from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.recommend import preference
 from ridgeplan.planner.render.tables import Lines, Table
 from ridgeplan.planner.resolution import longest_context
-from ridgeplan.planner.search import require_engine_runs
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import MAX_BATCH, Plan
@@ -173,7 +172,7 @@ def _plans(question: Question, preset: str | None) -> list[Plan]:
     Among plans that differ only in the size of quantization groups, the default size comes first.
     """
     if preset:
-        require_engine_runs(preset_of(preset, question.workload), question)
+        question.require_engine_runs(preset_of(preset, question.workload))
         return [preset_of(preset, question.workload)]
     running = [*executable_families(question), *executable_families(question, regroup=True)]
     return sorted(smallest_plans(running), key=preference)

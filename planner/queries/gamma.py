@@ -55,6 +55,7 @@ def best_gamma(
     question = ask(model, gpu, 1, options, **changes)
     drafts = preset_of(preset, question.workload).speculation.active
     require(drafts, f"preset {preset!r} drafts nothing; allowed: one that speculates, such as quantspec")
+    question.require_engine_runs(preset_of(preset, question.workload))
     longest = question.shape.max_context
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
     return tuple(_cell(question.resized(*size).as_executed, preset) for size in product(sizes, batches))

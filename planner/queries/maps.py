@@ -18,7 +18,7 @@ from ridgeplan.planner.feasibility import executable_families, regrouped
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.recommend import preference
-from ridgeplan.planner.search import Family, families, family_of, require_engine_runs, within_limit
+from ridgeplan.planner.search import Family, families, family_of, within_limit
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.plan.plan import Plan, Workload, require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
@@ -206,7 +206,7 @@ def _searched(grid: _SizeGrid, preset: str | None) -> list[Family]:
     shortest, longest = ordered[0], ordered[-1]
     question = grid.question
     if preset:
-        require_engine_runs(preset_of(preset, longest), question)
+        question.require_engine_runs(preset_of(preset, longest))
         return [family_of(preset, preset_of(preset, longest))]
     names = {family.name for family in executable_families(replace(question, workload=shortest))}
     known = families(longest, offload=question.options.offload, quality=question.options.quality)

@@ -1,14 +1,33 @@
 """`plan --backend` and `export` of the plan it recommends give the same figures, to the digit."""
 
+from collections import defaultdict
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ridgeplan.planner import NothingFits, SearchOptions, compare, recommend, resolve, serving_cost
+from ridgeplan.planner import (
+    NothingFits,
+    PlanError,
+    SearchOptions,
+    best_gamma,
+    compare,
+    estimate,
+    fit,
+    recommend,
+    resolve,
+    serving_cost,
+)
 from ridgeplan.planner.engines.formats import ENGINES, engine_named
+from ridgeplan.planner.engines.measurements import shipped_measurements
+from ridgeplan.planner.engines.rates import engine_profile, error
 from ridgeplan.planner.export import Exported, ServeCommandOptions, export, schema_for
 from ridgeplan.planner.export.carry import served
+from ridgeplan.planner.queries.curves import memory_over_contexts, over_batches, over_contexts
+from ridgeplan.planner.question import ask
 from ridgeplan.planner.recommendation import Recommendation
+from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 
 MODELS = [shape.name for shape in list_models()]
@@ -62,3 +81,46 @@ def test_every_verb_has_the_engines_times() -> None:
     assert column.predicted.best == answer.predicted.best
     assert row.tpot_ms == pytest.approx(answer.predicted.best.tpot_ms, rel=1e-12)
     assert row.peak_memory_bytes == pytest.approx(answer.predicted.best.peak_memory_bytes)
+
+
+def test_the_format_that_was_measured_to_be_the_fastest_is_chosen() -> None:
+    """At every size with several formats: the fastest of their predictions is the fastest of their measurements."""
+    measured, rates = shipped_measurements(), engine_profile("vllm", load_hardware("h200")).rates
+    by_size = defaultdict(list)
+    for row in measured.rows:
+        by_size[row.model, row.context, row.batch].append(row)
+    compared = [rows for rows in by_size.values() if len({(row.weights, row.kv) for row in rows}) > 1]
+    assert len(compared) >= 8
+    for rows in compared:
+        predicted = [row.tpot_ms * (1 + error(rates, measured, row)) for row in rows]
+        fastest, chosen = min(rows, key=lambda row: row.tpot_ms), rows[predicted.index(min(predicted))]
+        assert (chosen.weights, chosen.kv) == (fastest.weights, fastest.kv)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda options: compare("Llama-3.1-8B", "h200", 8192, presets="quantspec", options=options),
+        lambda options: estimate("Llama-3.1-8B", "h200", 8192, preset="quantspec", options=options),
+        lambda options: estimate("Llama-3.1-8B", "h200", 8192, preset="quantspec", gamma=2, options=options),
+        lambda options: serving_cost("Llama-3.1-8B", {"h200": 1.0}, 8192, preset="int4-weights", options=options),
+        lambda options: best_gamma("Llama-3.1-8B", "h200", options=options),
+        lambda options: fit("Llama-3.1-8B", "h200", preset="dapq", options=options),
+    ],
+)
+def test_what_an_engine_does_not_run_has_no_times_there(question: Callable[[SearchOptions], object]) -> None:
+    with pytest.raises(
+        PlanError, match=r": vllm has no .*; allowed: --backend ridgeplan, or"
+    ):
+        question(SearchOptions(backend="vllm"))
+
+
+def test_the_pages_curves_are_the_engines() -> None:
+    question = ask("Llama-3.1-8B", "h200", 32_768, batch=4, backend="vllm")
+    plan = recommend("Llama-3.1-8B", "h200", 32_768, batch=4, backend="vllm").plan
+    (predicted,) = over_contexts(plan, question, [32_768])
+    curve = over_batches(plan, question, [4, 6])
+    memory = memory_over_contexts(plan, question, [32_768])
+    assert curve.tpot_ms[0] == pytest.approx(predicted.best.tpot_ms)
+    assert memory.peak[0] == pytest.approx(predicted.best.peak_memory_bytes)
+    assert curve.tpot_ms[1] > predicted.best.tpot_ms
