@@ -18,7 +18,7 @@ INSTALLED: dict[str, set[str]] = {
     "planner": MODEL,
     "kernels": {"torch", "triton"},
     "runtime": RUNTIME - {"triton"},
-    "validate": RUNTIME | {"scipy", "sympy", "flashinfer", "vllm"},  # the last two are peers, where installed
+    "validate": RUNTIME | {"scipy", "sympy", "flashinfer"},  # the last is a peer, where installed
 }
 # The plan lies below the planner. Only the engine, loading and memory checks ask the planner itself for figures.
 DECODER = ("model", "kv", "policies", "speculation", "offload", "quantization", "retrieval")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 from typing import Any, Protocol
@@ -262,7 +263,7 @@ class InProcessVllm:
         """Starts vLLM with its defaults but for what is named. Raises EngineFailed if it is not installed or fails."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's steps are then this process's own
         try:
-            import vllm
+            vllm = import_module("vllm")
         except ImportError as error:
             raise EngineFailed(
                 f"vLLM cannot be imported ({error}); allowed: --url of a running server, or an installed vLLM"
@@ -280,11 +281,9 @@ class InProcessVllm:
 
     def step(self, context: int, batch: int) -> tuple[float, int]:
         """As `Engine.step`: the median time between two steps of the engine."""
-        from vllm import SamplingParams
-
         requests = [{"prompt_token_ids": prompt} for prompt in random_prompts(self.vocab, context, batch)]
         first, many = (
-            SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            import_module("vllm").SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
             for tokens in (1, NEW_TOKENS)
         )
         self.llm.generate(requests, first, use_tqdm=False)  # to the prefix cache

@@ -90,12 +90,9 @@ class Case:
 
     def at_full_rates(self) -> Case:
         """The same with every kernel at the datasheet's rates and no launches: what bytes and FLOPs allow."""
-        machine = replace(
-            self.machine,
-            rates=dict.fromkeys(self.machine.rates, RateTerms(1.0, 1.0, 0.0)),
-            link_rates={},
-            **dict.fromkeys(HOST_AND_GAPS, 0.0),
-        )
+        none: dict[str, Any] = dict.fromkeys(HOST_AND_GAPS, 0.0)
+        full = dict.fromkeys(self.machine.rates, RateTerms(1.0, 1.0, 0.0))
+        machine = replace(self.machine, rates=full, link_rates={}, **none)
         plan = plan_of(self.row, self.shape)
         return replace(self, machine=machine, rates=dense_rates_of(plan, self.shape, machine))
 

@@ -109,9 +109,7 @@ def test_the_format_that_was_measured_to_be_the_fastest_is_chosen() -> None:
     ],
 )
 def test_what_an_engine_does_not_run_has_no_times_there(question: Callable[[SearchOptions], object]) -> None:
-    with pytest.raises(
-        PlanError, match=r": vllm has no .*; allowed: --backend ridgeplan, or"
-    ):
+    with pytest.raises(PlanError, match=r": vllm has no .*; allowed: --backend ridgeplan, or"):
         question(SearchOptions(backend="vllm"))
 
 
