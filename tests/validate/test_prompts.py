@@ -9,6 +9,7 @@ from ridgeplan.validate.prompts import (
     MAX_CHARACTERS,
     PromptError,
     first_tokens,
+    prompt_batch,
     prompt_tokens,
     random_batch,
     read_prompt,
@@ -105,3 +106,16 @@ def test_random_prompts_are_of_the_vocabulary_and_the_same_every_time():
     assert set(batch[0]) == set(range(50))
     assert batch[0] != batch[1]
     assert random_batch(50, 2000, 3) == batch
+
+
+def test_a_batch_is_spread_over_the_whole_text() -> None:
+    text = " ".join("a" * length for length in range(1, 102))
+    assert prompt_batch(WordTokenizer(), 5, 3, text) == [[*range(start, start + 5)] for start in (1, 49, 97)]
+    assert prompt_batch(WordTokenizer(), 101, 1, text) == [[*range(1, 102)]]
+    with pytest.raises(PromptError, match="101 tokens; needed: 102, for 3 parts of 100"):
+        prompt_batch(WordTokenizer(), 100, 3, text)
+
+
+def test_the_last_token_is_whole_although_the_text_is_cut() -> None:
+    """Six characters a token are read first; the last word among them would be a shorter one."""
+    assert first_tokens(WordTokenizer(), 2, "abcdef ghijklmnop qr") == [6, 10]

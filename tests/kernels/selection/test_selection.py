@@ -113,3 +113,14 @@ def test_page_bounds_refuse() -> None:
         page_bounds(torch.zeros(1, 1, 6, 32), 4)
     with pytest.raises(ValueError, match="one query"):
         page_scores(torch.zeros(1, 2, 4, 32), torch.zeros(1, 2, 3, 2, 32), torch.zeros(1, dtype=torch.int32))
+
+
+def test_a_page_scores_what_its_keenest_query_head_does() -> None:
+    """Quest chooses a page if any of a KV head's query heads wants it, which a mean would hide."""
+    bounds = torch.zeros(1, 1, 3, 2, 4)
+    bounds[..., 0, :, 0] = 10  # wanted by one head alone, and very much
+    bounds[..., 1, :, 1] = 4  # wanted by all heads a little
+    q = torch.zeros(1, 1, 4, 4)
+    q[0, 0, 0, 0], q[0, 0, :, 1] = 1, 1
+    scores = page_scores(q, bounds, torch.tensor([3], dtype=torch.int32), backend="reference")
+    assert scores.tolist() == [[[10.0, 4.0, 0.0]]]

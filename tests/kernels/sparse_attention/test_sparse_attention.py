@@ -14,6 +14,7 @@ from ridgeplan.kernels.kv_cache.token_rows import TokenRows, pack_token_rows
 from ridgeplan.kernels.selection import two_bit_scores
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
 from ridgeplan.kernels.sparse_attention import progressive_attention, sparse_decode_attention
+from ridgeplan.kernels.sparse_attention.reference import attend_masked
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -262,3 +263,10 @@ def test_codes_that_lie_in_slots_are_read_as_those_in_the_order_of_the_text(back
     assert torch.equal(out, sparse_decode_attention(*arguments, problem.codes, problem.groups, **options))
     with pytest.raises(ValueError, match="TokenRows: give both"):
         sparse_decode_attention(*arguments, codes, problem.groups, **options)
+
+
+def test_what_no_query_sees_may_be_nan() -> None:
+    q, keys, values = torch.ones(2, 2, 4), torch.ones(1, 3, 4), torch.ones(1, 3, 4)
+    keys[:, 1] = values[:, 1] = torch.nan
+    visible = torch.tensor([[[True, False, True], [False, False, False]]])
+    assert attend_masked(q, keys, values, visible).tolist() == [[[1.0] * 4] * 2, [[0.0] * 4] * 2]

@@ -1,5 +1,7 @@
 """Draft policies: a registry of what can run, and when the speculator asks them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.policies import SELECTORS, token_selector
-from ridgeplan.runtime.policies.base import AllTokensSelector, TokenSelector
+from ridgeplan.runtime.policies.base import AllTokensSelector, SparseSelector, TokenSelector
 from ridgeplan.runtime.policies.clusterkv import k_means
 from ridgeplan.runtime.policies.ranked import VerificationSelector, prompt_scores
 
@@ -345,3 +347,13 @@ def test_landmarks_are_means_and_outliers_come_first():
     policy.draft_metadata(0)
     scores = policy.query_scores(0, query)[0, 0, :8]
     assert scores.tolist() == [0, 0, torch.inf, 0, 0, 3.5, 0, 0]
+
+
+@pytest.mark.parametrize(("sinks", "chosen"), [(0, [3, 5]), (1, [0, 5]), (17, [0, 1])])
+def test_pages_of_sinks_are_chosen_before_better_ones(sinks: int, chosen: list[int]) -> None:
+    selector = SimpleNamespace(selection=SimpleNamespace(sinks=sinks), max_budget=32)
+    scores = torch.tensor([[[0.0, 1.0, 2.0, 8.0, 3.0, 9.0]]])
+    lengths, k = torch.tensor([6], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    index, count = SparseSelector.best_of(selector, scores, 16, lengths, k)
+    assert sorted(index[0, 0].tolist()) == chosen
+    assert count.tolist() == [[2]]
