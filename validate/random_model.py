@@ -248,12 +248,13 @@ def random_head(shape: ModelShape, embedding: Tensor) -> Head:
 
 def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
     """The plan's speculator over a filled cache."""
-    generator, embedding = torch.Generator(model.device).manual_seed(0), model.weights.embedding
+    seed = torch.zeros((), dtype=torch.int64, device=model.device)
+    embedding = model.weights.embedding
     head = random_head(model.shape, embedding).for_model(model.shape, embedding) if missing_head(plan) else None
     selector = token_selector(plan.speculation.selection, AttentionMetadataBuilder(cache), head)
     sparse_target = SparseTargetAttention.of(plan.attention.chosen, cache, head)
     target, drafter = model.target(plan), model.drafter(plan)
-    speculator = Speculator(model.decoder, target, drafter, cache, selector, SAMPLING, generator, sparse_target)
+    speculator = Speculator(model.decoder, target, drafter, cache, selector, SAMPLING, seed, sparse_target)
     for each in speculator.selectors:
         each.start()
     return speculator
