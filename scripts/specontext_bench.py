@@ -7,6 +7,7 @@ Sections (`--only` names some; minutes of an H200 in brackets):
 generation [3.5]: 32 sequences of 2048 tokens generate 32768 more with room for 70% of the cache, so that layers leave
 on the way, and again without a limit. The tokens must be equal. Times of every 2048 steps, beside predictions at the
 overlap that they had.
+codes [0.5]: the same of 4096 new tokens with INT8 codes.
 placements [1.5]: a step of the same plan over the length, with as many layers on the host as must be, with those of the
 end from the beginning (static), and with all of them; and of full attention that streams layers.
 table3 [3]: the settings of SpeContext's Table 3 in 80 GB, against full attention, which has the batch that fits there.
@@ -42,7 +43,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import offload_layers
-from ridgeplan.roofline.plan.plan import Placement, Plan, Workload
+from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import round_at, round_rates
 from ridgeplan.runtime.engine import Engine
@@ -142,17 +143,28 @@ class SpeContextBench:
     @cached_property
     def plan(self) -> Plan:
         """2048 tokens in, 32768 out, batch 32, in memory that has room for most of the cache."""
-        plan = preset("specontext", Workload(self.small.shape.name, "here", CONTEXT, NEW_TOKENS, BATCH))
+        return self.limited(preset("specontext", Workload(self.small.shape.name, "here", CONTEXT, NEW_TOKENS, BATCH)))
+
+    def limited(self, plan: Plan) -> Plan:
+        """The plan in memory that has room for most of its cache."""
         whole = predict(replace(plan, placement=Placement()), self.small.shape, self.small.profile)
         limit = whole.best.peak_memory_bytes - (1 - KEPT_SHARE) * whole.memory_bytes["kv"]
         return replace(plan, placement=replace(plan.placement, memory_bytes=int(limit)))
 
     def generation(self) -> Rows:
         """The generation with the limit and without; the second says whether its tokens are those of the first."""
+        return self._pair(self.plan)
+
+    def codes(self) -> Rows:
+        """A shorter one with INT8 codes."""
+        workload = replace(self.plan.workload, new_tokens=NEW_TOKENS // 8)
+        return self._pair(self.limited(replace(self.plan, workload=workload, kv=KVCache(KVFormat.INT8))))
+
+    def _pair(self, plan: Plan) -> Rows:
         tokens: dict[str, list[list[int]]] = {}
-        unlimited = replace(self.plan, placement=replace(self.plan.placement, memory_bytes=0))
+        unlimited = replace(plan, placement=replace(plan.placement, memory_bytes=0))
         return {
-            "adaptive": partial(self._generated, "adaptive", self.plan, tokens),
+            "adaptive": partial(self._generated, "adaptive", plan, tokens),
             "without a limit": partial(self._generated, "without a limit", unlimited, tokens),
         }
 
@@ -256,7 +268,7 @@ def _windows(engine: Engine, prompts: list[list[int]], rows: list[list[int]]) ->
     gaps: list[float] = []
     layers: list[int] = []
     before, last, first = (0, 0), time.perf_counter(), 0
-    for step, tokens in enumerate(engine.stream_batch(prompts, NEW_TOKENS, sampling)):
+    for step, tokens in enumerate(engine.stream_batch(prompts, engine.plan.workload.new_tokens, sampling)):
         for row, more in zip(rows, tokens, strict=True):
             row.extend(more)
         now = time.perf_counter()
@@ -281,7 +293,7 @@ def main() -> None:
     """Runs the sections and saves each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    sections = ("generation", "placements", "table3")
+    sections = ("generation", "codes", "placements", "table3")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
     parser.add_argument("--rows", nargs="+", default=(), help="Names of rows.")
     options = parser.parse_args()
