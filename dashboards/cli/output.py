@@ -85,13 +85,13 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     screen.print(table)
 
 
-def write_page(path: Path | None, page: str, *arguments: Any) -> None:
+def write_page(path: Path | None, page: str, *arguments: Any, hint: str = "") -> None:
     """Writes the HTML of a function of html_pages, if there is a path. It needs plotly; a note says if that is missing.
 
-    Raises FileProblem.
+    hint: what the note adds. Raises FileProblem.
     """
     if path is not None and importlib.util.find_spec("plotly") is None:
-        echo("note: plotly is not installed, so no HTML is written", err=True)
+        echo(f"note: plotly is not installed, so no HTML is written{hint}", err=True)
     elif path is not None:
         from ridgeplan.dashboards import html_pages
 

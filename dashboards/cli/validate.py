@@ -62,7 +62,8 @@ def show(report: SuiteReport, html: Path | None, as_json: bool) -> None:
 
     errors = list(summaries(report))
     summary = [error.to_dict() for error in errors]
-    write_page(html, "validation_page", report.to_dict(), summary)
+    elsewhere = "; `ridgeplan validate --report` can write it elsewhere"
+    write_page(html, "validation_page", report.to_dict(), summary, hint=elsewhere)
     if as_json:
         print_json(report.to_dict() | {"summary": summary})
     else:

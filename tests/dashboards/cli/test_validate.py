@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from suite_results import REPORT, ROW
 
-from ridgeplan.dashboards.cli import demo
-from ridgeplan.dashboards.cli import validate as module
+from ridgeplan.dashboards.cli import demo, output
 from ridgeplan.planner import Recommendation, Workload, preset
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.runtime import load
@@ -197,7 +196,9 @@ def test_calibrate_keeps_what_was_measured_and_fits_it_again(
     assert "--refit measures nothing" in refuses("calibrate", "--refit", samples, "--quick", "--output", path)
     assert "--samples needs all kernel classes" in refuses("calibrate", "--only", "rope", "--samples", samples)
     assert "cannot read samples" in refuses("calibrate", "--refit", tmp_path / "none.json", "--output", path)
-    assert "calibrate it whole" in refuses("calibrate", "--only", "rope", "--output", path)  # the profile's are others
+    assert "calibrate it in full" in refuses(
+        "calibrate", "--only", "rope", "--output", path
+    )  # the profile's are others
 
 
 def test_a_noisy_machine_is_not_calibrated(refuses: Any, measured_profile: Profile, tmp_path: Path) -> None:
@@ -327,7 +328,7 @@ def test_a_report_is_shown_as_tables_json_and_html(invoke: Any, results: Path, t
 def test_without_plotly_there_is_a_note_and_no_html(
     invoke: Any, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
     answer = invoke("validate", "--report", results, "--html", tmp_path / "report.html")
     assert answer.exit_code == 0
     assert "ridgeplan validate --report" in answer.stderr
