@@ -223,6 +223,13 @@ def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]
         yield "key_scan"
 
 
+def used_classes(plan: Plan, shape: ModelShape) -> list[str]:
+    """The kernel classes of linear layers, attention and selection whose rates a plan's times rest on."""
+    parts = ("target", "draft") if plan.speculation.active else ("target",)
+    classes = [kernel_class(plan, shape, part, kind) for part in parts for kind in ("linear", "attention")]
+    return [*classes, *(kind for part in parts for kind in selection_classes(plan, shape, part))]
+
+
 def _chosen_class(plan: Plan, shape: ModelShape, part: str) -> str | None:
     """The class of attention to selected tokens; None if all tokens are read."""
     if part == "draft":

@@ -16,7 +16,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
 from ridgeplan.planner.engines.rates import EngineProfile
-from ridgeplan.planner.lowering import kernel_class, rates_of, selection_classes, stack, steady_state_gamma, strategy_of
+from ridgeplan.planner.lowering import kernel_class, rates_of, stack, steady_state_gamma, strategy_of, used_classes
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
 from ridgeplan.roofline.cost import Cost, Term
@@ -347,10 +347,7 @@ def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
 
 def _source(plan: Plan, shape: ModelShape, profile: Profile, acceptance: Acceptance) -> str:
     """The weakest source among linear layers, attention and, if the plan uses them, selection and acceptance."""
-    parts = ("target", "draft") if plan.speculation.active else ("target",)
-    classes = [kernel_class(plan, shape, part, kind) for part in parts for kind in ("linear", "attention")]
-    classes += [kind for part in parts for kind in selection_classes(plan, shape, part)]
-    used = [profile.rates(kind).source for kind in classes]
+    used = [profile.rates(kind).source for kind in used_classes(plan, shape)]
     if plan.speculation.active:
         used.append(acceptance.source)
     if plan.placement.offload and LINK_CLASSES[0] not in profile.classes:

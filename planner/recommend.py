@@ -14,6 +14,7 @@ import numpy as np
 
 from ridgeplan.planner.capacity import peak_bytes
 from ridgeplan.planner.feasibility import infeasible, on_device, search_regrouped
+from ridgeplan.planner.lowering import used_classes
 from ridgeplan.planner.prediction import Prediction, predict_question, sampled_tpot_ms, sampled_ttft_ms
 from ridgeplan.planner.quality import Quality, losses, published_loss, quality_of, saved_rows, stated_losses
 from ridgeplan.planner.question import Objective, Question, SearchOptions, ask
@@ -46,7 +47,7 @@ def recommend(
     as_stored = ask(model, gpu, ctx, options, **changes)
     question = as_stored.as_executed
 
-    candidates = ranked(search(question))
+    candidates = ranked(with_unmeasured_rates_slow(search(question), question))
     executable = _executable(candidates, question)
     if not executable:
         raise infeasible(question)
@@ -88,6 +89,25 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     ties = (sorted(tie, key=lambda candidate: preference(candidate.plan)) if tie[1:] else tie
             for tie in by_score.values())  # fmt: skip
     return [candidate for tie in ties for candidate in tie]
+
+
+def with_unmeasured_rates_slow(candidates: Iterable[Candidate], question: Question) -> list[Candidate]:
+    """Candidates that compete at the slow end of rates that are a prior, so that none wins by what nobody measured.
+
+    Their acceptance is already the low end where it is a prior (`AcceptanceModel.competing`). Memory has no rates.
+    """
+    if question.options.objective is Objective.MEMORY:
+        return list(candidates)
+    return [
+        replace(candidate, score=candidate.score * (1 + _unmeasured_spread(candidate.plan, question)))
+        for candidate in candidates
+    ]
+
+
+def _unmeasured_spread(plan: Plan, question: Question) -> float:
+    """The largest relative spread of the kernel classes that a plan uses and whose rates are a prior; 0 if none is."""
+    rates = (question.profile.rates(kind) for kind in used_classes(plan, question.shape))
+    return max((each.spread for each in rates if each.source == "prior"), default=0.0)
 
 
 def _executable(candidates: Sequence[Candidate], question: Question) -> list[Candidate]:
@@ -190,7 +210,7 @@ def _best_estimated(
     """
     searches = [(as_stored.as_executed, candidates)]
     if as_stored.engine is None and is_converted(as_stored.shape):
-        searches.append((as_stored, search(as_stored)))
+        searches.append((as_stored, with_unmeasured_rates_slow(search(as_stored), as_stored)))
     better = [
         (candidate, question)
         for question, searched in searches
@@ -225,13 +245,13 @@ def _alternatives(
             loser.name,
             loser.plan,
             predictions[loser].against(baseline),
-            rejections[loser.plan] or _why_it_lost(loser, winner, question),
+            rejections[loser.plan] or _why_it_lost(loser, winner, predictions[loser], question),
         )
         for loser in losers
     ]
 
 
-def _why_it_lost(loser: Candidate, winner: Candidate, question: Question) -> str:
+def _why_it_lost(loser: Candidate, winner: Candidate, predicted: Prediction, question: Question) -> str:
     ratio, memory = loser.score / winner.score, question.options.objective is Objective.MEMORY
     times = f"{ratio:.2f}x the recommended plan's {'memory' if memory else 'time'}"
     preferred = preference(winner.plan) < preference(loser.plan)
@@ -239,7 +259,10 @@ def _why_it_lost(loser: Candidate, winner: Candidate, question: Question) -> str
         return f"measurably slower than the fastest plan: {times}"
     if ratio <= 1 and preferred:
         return f"within the noise: {times}, and the recommended plan is {why_preferred(winner.plan, loser.plan)}"
-    return f"{'larger' if memory else 'slower'}: {times}"
+    slower = "larger" if memory else "slower"
+    if predicted.source == "prior" and not memory:
+        slower = "not measured, and slower at the slow end of its band"
+    return f"{slower}: {times}"
 
 
 def _notes(

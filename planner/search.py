@@ -215,10 +215,10 @@ def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def _acceptance(searched: Sequence[Family], grid: _GammaRatioGrid, question: Question) -> np.ndarray:
-    """Conditional acceptance of every plan's drafts, in the shape of the grid."""
+    """The conditional acceptance at which every plan competes, in the shape of the grid."""
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
     gamma, ratio = (np.broadcast_to(axis, grid.shape).reshape(len(searched), -1) for axis in (grid.gamma, grid.ratio))
-    acceptance = model.best_of_all([family.template for family in searched], list(zip(gamma, ratio, strict=True)))
+    acceptance = model.competing_of_all([family.template for family in searched], list(zip(gamma, ratio, strict=True)))
     return np.reshape(acceptance, grid.shape)
 
 

@@ -100,6 +100,8 @@ class AcceptanceModel:
         low, high = (1 - min(1.0, best * math.exp(end)) for end in (width, -width))
         provenances = [self._provenance(*draft) for draft in self._known_as(plan)]
         source = max((source for source, _ in provenances), key=SOURCES.index)
+        if source == "published" and (len(provenances) > 1 or plan.weights.target_bits != 16):
+            source = "extrapolated"  # nobody published these drafts of this target
         return Acceptance(low, 1 - best, high, source, "; ".join(dict.fromkeys(where for _, where in provenances)))
 
     def best(self, plan: Plan, gamma: np.ndarray, ratio: np.ndarray) -> np.ndarray:
@@ -109,14 +111,28 @@ class AcceptanceModel:
         disagreement = self.fitted.disagreement(self._subject(plan, gamma, ratio).parts)
         return np.broadcast_to(1 - disagreement, (len(gamma),))
 
-    def best_of_all(self, plans: Sequence[Plan], grids: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
-        """`best` of each plan over its grid of gamma and ratio; plans with equal draft differences share the work."""
+    def competing(self, plan: Plan, gamma: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+        """The acceptance at which plans compete: `best`, but the low end of the band without any row of their drafts.
+
+        So no plan wins by what nobody has measured.
+        """
+        best = self.best(plan, gamma, ratio)
+        if all(self._rows_with(draft) for draft in draft_names(plan)):
+            return best
+        widths = {share: band_width(self._subject(plan, 1, share), self.fitted) for share in set(ratio.tolist())}
+        factors = np.exp([widths[share] for share in ratio.tolist()])
+        return np.asarray(1 - np.minimum(1.0, (1 - best) * factors))
+
+    def competing_of_all(
+        self, plans: Sequence[Plan], grids: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> list[np.ndarray]:
+        """`competing` of each plan over its grid of gamma and ratio; plans of equal differences share the work."""
         results: dict[Hashable, np.ndarray] = {}
         keys = []
         for plan, (gamma, ratio) in zip(plans, grids, strict=True):
             keys.append((plan_differences(plan), gamma.tobytes(), self._read(plan, ratio).tobytes()))
             if keys[-1] not in results:
-                results[keys[-1]] = self.best(plan, gamma, ratio)
+                results[keys[-1]] = self.competing(plan, gamma, ratio)
         return [results[key] for key in keys]
 
     def _known_as(self, plan: Plan) -> list[tuple[str, float]]:

@@ -314,6 +314,6 @@ def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points:
     grids = [(points.gamma[first:last], points.ratio[first:last]) for first, last in pairwise(starts)]
     at_contexts = (replace(model, context=row[0].workload.context) for row in templates)
     return np.array([
-        np.concatenate(at_context.best_of_all(row, grids))
+        np.concatenate(at_context.competing_of_all(row, grids))
         for at_context, row in zip(at_contexts, templates, strict=True)
     ])  # fmt: skip

@@ -136,8 +136,8 @@ class TokenSelection(PlanPart):
 
     for_target: ClassVar[bool] = False  # a target may read by it too; not what only a verification of all can score
     executable: ClassVar[bool] = True  # by the runtime; if not, plans with it are only estimated
-    # Whether `recommend` considers drafts of the policy, presets included. Set it once planner/acceptance/rows.toml has
-    # rows of it: until then their acceptance is a prior, on which no plan should be recommended.
+    # Whether `recommend` considers drafts of the policy, presets included. Without rows of it in planner/acceptance
+    # they compete at the low end of their acceptance's band, so that no plan wins by what nobody measured.
     searched: ClassVar[bool] = False
     per_query: ClassVar[bool] = False  # selected anew by every draft's query, else once a round
     selected_before_pass: ClassVar[bool] = False  # for all of its layers
@@ -161,8 +161,8 @@ class TokenSelection(PlanPart):
         return np.minimum(np.maximum(ratio, self.min_tokens / tokens), 1.0)
 
     def cost(self) -> SelectionCost:
-        """What selecting costs with these hyperparameters."""
-        return SelectionCost()
+        """What selecting costs with these hyperparameters. Every policy states its own (`policy`)."""
+        raise NotImplementedError(self.name)
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
@@ -236,7 +236,12 @@ Policy = TypeVar("Policy", bound=TokenSelection | TokenEviction)
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def policy(kind: type[Policy]) -> type[Policy]:
-    """Makes the class a frozen dataclass with keyword arguments, and registers it under its name."""
+    """Makes the class a frozen dataclass with keyword arguments, and registers it under its name.
+
+    Raises TypeError for a selection without a cost, which would look free.
+    """
+    if issubclass(kind, TokenSelection) and kind.cost is TokenSelection.cost:
+        raise TypeError(f"the selection {kind.__name__} has no cost(); allowed: one that returns a SelectionCost")
     registered = dataclass(frozen=True, kw_only=True)(kind)
     if issubclass(registered, TokenEviction):
         EVICTIONS[registered.name] = registered
@@ -259,6 +264,10 @@ class AllTokens(TokenSelection):
 
     name: str = named("all")
     ratio: float = number(1, 1, default=1.0)
+
+    def cost(self) -> SelectionCost:
+        """Nothing is selected."""
+        return SelectionCost()
 
     for_target: ClassVar[bool] = True
     searched: ClassVar[bool] = True

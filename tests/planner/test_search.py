@@ -232,7 +232,7 @@ def plan_by_plan(question, searched=None):
 def _figures_of_all(searched, plans, question):
     """Objective, time per token, memory, that of the host and layers there of plans side by side: each [plans]."""
     model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
-    acceptance = np.concatenate([model.best(family.template, *family.grid()) for family in searched])
+    acceptance = np.concatenate([model.competing(family.template, *family.grid()) for family in searched])
     shape, machine = question.shape, question.machine
     strategies = [strategy_of(*plan) for plan in zip(plans, repeat(shape), repeat(machine), acceptance, strict=False)]
     rates = [rates_of(plan, shape, machine) for plan in plans]
@@ -252,7 +252,7 @@ def _plans(family: Family):
 def _figures(family, plan, question, model):
     """Objective, time per token and memory of one plan, in numbers."""
     speculation, machine = plan.speculation, question.machine
-    (acceptance,) = model.best(family.template, np.array([speculation.gamma]), np.array([speculation.ratio]))
+    (acceptance,) = model.competing(family.template, np.array([speculation.gamma]), np.array([speculation.ratio]))
     estimate = evaluate(
         question.shape, machine,
         strategy_of(plan, question.shape, machine, float(acceptance)), rates_of(plan, question.shape, machine),

@@ -148,7 +148,9 @@ def test_drafts_that_read_their_floor_are_accepted_as_often_as_with_that_ratio()
     plan = changed(preset("magicdec-streaming", Workload(LLAMA, "h200", 4096)))
     bare = replace(plan, speculation=replace(plan.speculation, selection=replace(plan.speculation.selection, floor=0)))
     gamma, ratio = np.array([3, 3]), np.array([0.01, 0.0625])
-    (floored, free) = AcceptanceModel.for_model(load_shape(LLAMA), 4096).best_of_all([plan, bare], [(gamma, ratio)] * 2)
+    (floored, free) = AcceptanceModel.for_model(load_shape(LLAMA), 4096).competing_of_all(
+        [plan, bare], [(gamma, ratio)] * 2
+    )
     assert floored[0] == floored[1] == free[1] > free[0]
 
 
@@ -159,6 +161,22 @@ def test_a_policy_without_rows_is_a_prior_with_a_wider_band():
     assert head.source == "prior"
     assert 0 < head.best < 1
     assert width(head) > width(streaming)
+
+
+def test_a_policy_without_rows_competes_at_the_low_end_and_one_with_rows_at_the_best():
+    model = AcceptanceModel.for_model(load_shape(LLAMA), 32768)
+    base = preset("specattn-int4", Workload("m", "h200", 32768))
+    gamma, ratio = np.array([1, 1]), np.array([0.07, 0.25])
+    for selection, end in (("retrieval-head", "low"), ("specextend", "best")):
+        plan = changed(base, selection=selection, gamma=1)
+        at_end = [getattr(model.of(changed(plan, ratio=share)), end) for share in ratio]
+        assert model.competing(plan, gamma, ratio) == pytest.approx(at_end)
+        assert (model.competing(plan, gamma, ratio) < model.best(plan, gamma, ratio)).all() == (end == "low")
+
+
+def test_figures_published_of_full_precision_weights_are_not_those_of_8_bit_ones():
+    sources = [known("Llama-2-7B-32K", name, 8192).source for name in ("quantspec", "quantspec-int8")]
+    assert sources == ["published", "extrapolated"]
 
 
 def test_the_weakest_of_two_sources_speaks_for_both():

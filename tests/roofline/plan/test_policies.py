@@ -16,8 +16,9 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, Speculation, Weights, Workload
 from ridgeplan.roofline.plan.policies.selections import Quest, SpecAttn, SpecExtend
-from ridgeplan.roofline.plan.policy import EVICTIONS, KV_BUDGET, SELECTIONS, SelectionCost
+from ridgeplan.roofline.plan.policy import EVICTIONS, KV_BUDGET, SELECTIONS, SelectionCost, SparseSelection, policy
 from ridgeplan.roofline.plan.policy import make_selection as named
+from ridgeplan.roofline.plan.policy import named as field_named
 from ridgeplan.roofline.plan.presets import PRESETS, collect_presets, preset
 from ridgeplan.roofline.plan.support import missing_architecture, missing_execution
 
@@ -25,12 +26,12 @@ WORKLOAD = Workload("Llama-3.1-8B", "h200", 32768)
 
 
 def test_every_policy_has_presets_of_its_own():
-    for policy in (*SELECTIONS.values(), *EVICTIONS.values()):
-        for name, make in policy.presets().items():
+    for each in (*SELECTIONS.values(), *EVICTIONS.values()):
+        for name, make in each.presets().items():
             plan = make(WORKLOAD)
             used = plan.speculation.selection.name, plan.attention.selection.name, plan.eviction.policy
             assert PRESETS[name](WORKLOAD) == plan  # no two of one name
-            assert policy.name in used if policy.name in EVICTIONS else policy().name in used
+            assert each.name in used if each.name in EVICTIONS else each().name in used
 
 
 def test_two_presets_of_one_name_are_refused():
@@ -74,6 +75,16 @@ def test_hyperparameters_change_the_cost():
     assert (shared.contiguous_on_host(8), per_head.contiguous_on_host(8)) == (8, 1)
     assert Quest(page=32).cost().scored_keys == 2 / 32
     assert SpecExtend(page=32).cost().contiguous_on_host(8) == 32 * 8
+
+
+def test_a_selection_without_a_cost_is_an_error():
+    with pytest.raises(TypeError, match=r"the selection Free has no cost\(\)"):
+
+        @policy
+        class Free(SparseSelection):
+            name: str = field_named("free")
+
+    assert "free" not in SELECTIONS
 
 
 def test_losses_name_the_policy_and_what_it_keeps():
