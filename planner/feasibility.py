@@ -14,7 +14,7 @@ from ridgeplan.planner.capacity import Capacity, described_contexts, usable_byte
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import GB, size_text
 from ridgeplan.planner.question import Question
-from ridgeplan.planner.recommendation import Fix
+from ridgeplan.planner.recommendation import READING_TPOT_MS, Fix
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search import Candidate, Family, families, search
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
@@ -127,7 +127,7 @@ def infeasible(question: Question) -> NothingFits:
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
         f"{size_text(capacity.peaks()[smallest])} ({preset_name(plans[smallest])}) of {limit} on {workload.hardware}"
     )
-    fixes = [*_fixes(question, plans), *_more_host_memory(question)]
+    fixes = [*on_device(question), *_more_host_memory(question)]
     texts = [fix.text for fix in fixes]
     if not any("gpu" in fix.changes for fix in fixes):
         texts.append("no GPU of the catalog")
@@ -136,12 +136,14 @@ def infeasible(question: Question) -> NothingFits:
 
 def on_device(question: Question) -> tuple[Fix, ...]:
     """What would make a plan fit the device alone, where none does without layers on the host."""
-    device_only = question.with_options(offload=False)
-    return tuple(_fixes(device_only, _smallest_executable(device_only)))
+    return tuple(_fixes(question.with_options(offload=False)))
 
 
-def smallest_gpu(question: Question, plans: Sequence[Plan]) -> Hardware | None:
-    """The GPU of the catalog with the least memory on which any of the plans fits; None if none is enough."""
+def smallest_gpu(question: Question, plans: Sequence[Plan], min_bytes: float = 0) -> Hardware | None:
+    """The GPU of the catalog with the least memory on which any of the plans fits; None if none is enough.
+
+    min_bytes: the least memory that it may have.
+    """
 
     @cache
     def capacity(element_bytes: int) -> Capacity:
@@ -149,6 +151,8 @@ def smallest_gpu(question: Question, plans: Sequence[Plan]) -> Hardware | None:
         return Capacity(plans, question.shape, machine, question.host_limit_bytes)
 
     for hardware in sorted(list_hardware(), key=lambda hardware: hardware.memory_bytes):
+        if hardware.memory_bytes < min_bytes:
+            continue
         usable = usable_bytes(hardware.memory_bytes, question.options.memory_utilization)
         device = Device(memory_bytes=usable, element_bytes=hardware.element_bytes, num_sms=hardware.num_sms)
         if capacity(hardware.element_bytes).fits(device=device).any():
@@ -164,54 +168,105 @@ def _smallest_executable(question: Question) -> list[Plan]:
     return smallest_plans(executable_families(question, regroup=True))
 
 
-def _fixes(question: Question, plans: Sequence[Plan]) -> Iterator[Fix]:
-    """Changes with which one of the plans fits: sizes first, those nearest to the asked ones before others."""
-    workload, capacity = question.workload, _capacity(question, plans)
+SAME_CLASS = 1.15  # a GPU with less than this times the memory is of the same size class
+NEAR_SIZE = 4.0  # a context or a batch that is smaller by more than this is a last resort
+SHARES_OF_NEW_TOKENS = (2, 4)  # that are tried
+HIGH_UTILIZATION = 0.95  # of the memory, which a GPU without other processes allows
+
+
+def _fixes(question: Question) -> Iterator[Fix]:
+    """Changes with which a plan fits the device alone.
+
+    First what changes little (new tokens, low precision, memory limits), then sizes, dropped tokens and other GPUs.
+    """
+    plans = _smallest_executable(question)
+    capacity = _capacity(question, plans)
+    sizes, quality, more_memory = _sizes(question, capacity), _lower_quality(question), _more_memory(question, capacity)
+
+    yield from _fewer_new_tokens(question)
+    yield from (fix for fix in quality if fix.changes["quality"] != Quality.LOSSY)
+    yield from more_memory
+    yield from (fix for factor, fix in sizes if factor <= NEAR_SIZE)
+    if [fix.changes["quality"] for fix in quality] == [Quality.LOSSY]:
+        yield from _four_bits_and_smaller(question)
+        yield from quality
+    if not any("memory_limit" in fix.changes for fix in more_memory):
+        gpu = smallest_gpu(question, plans, SAME_CLASS * question.profile.hardware.memory_bytes)
+        if gpu:
+            changes = {"gpu": gpu.name, "memory_limit": None}
+            yield Fix(changes, f"a GPU such as {gpu.name} ({size_text(gpu.memory_bytes)})")
+    yield from (fix for factor, fix in sizes if factor > NEAR_SIZE)
+    if not sizes and question.workload.batch > 1:
+        yield from _single_sequence(question)
+
+
+def _sizes(question: Question, capacity: Capacity) -> list[tuple[float, Fix]]:
+    """The largest context and the largest batch that fit, each with how many times smaller it is than asked for."""
+    workload, sizes = question.workload, []
     longest, batch = _longest_context(question, capacity), int(capacity.largest_batches().max())
-    sizes = []  # with the factor by which they are smaller than asked for
     if longest:
         fix = Fix({"context": longest}, described_contexts(longest, workload, workload.batch))
         sizes.append((workload.context / longest, fix))
     if batch:
         fix = Fix({"batch": batch}, f"batch up to {batch} with context {workload.context}")
         sizes.append((workload.batch / batch, fix))
-    yield from (fix for _, fix in sorted(sizes, key=itemgetter(0)))
-    if not sizes and workload.batch > 1:
-        yield from _single_sequence(question)
-    yield from _without_limit(question, capacity)
-    yield from _lower_quality(question)
-    gpu = smallest_gpu(question, plans)
-    if gpu:
-        changes = {"gpu": gpu.name, "memory_limit": None}
-        yield Fix(changes, f"a GPU such as {gpu.name} ({size_text(gpu.memory_bytes)})")
+    return sorted(sizes, key=itemgetter(0))
 
 
-def _without_limit(question: Question, capacity: Capacity) -> Iterator[Fix]:
-    """All that the machine's memory allows, if a plan fits that and a lower limit was asked for."""
-    usable = usable_bytes(question.profile.hardware.memory_bytes, question.options.memory_utilization)
-    if capacity.fits(device=replace(question.machine, memory_bytes=usable)).any():
-        yield Fix({"memory_limit": None}, f"no memory limit, as {size_text(usable)} may be used")
+def _four_bits_and_smaller(question: Question) -> Iterator[Fix]:
+    """4-bit weights with the nearest size that fits, where they are not enough alone but keep every token."""
+    if question.options.quality.loosest.allows(Quality.FOUR_BIT):
+        return
+    looser = question.with_options(quality=Quality.FOUR_BIT)
+    for factor, fix in _sizes(looser, _capacity(looser, _smallest_executable(looser)))[:1]:
+        if factor <= NEAR_SIZE:
+            yield Fix({"quality": str(Quality.FOUR_BIT), **fix.changes}, f"quality {Quality.FOUR_BIT} with {fix.text}")
 
 
-def _lower_quality(question: Question) -> Iterator[Fix]:
+def _fewer_new_tokens(question: Question) -> Iterator[Fix]:
+    """Half or a quarter of the new tokens, if that is enough."""
+    for divisor in SHARES_OF_NEW_TOKENS:
+        tokens = question.workload.new_tokens // divisor
+        if not tokens:
+            return
+        smaller = replace(question, workload=replace(question.workload, new_tokens=tokens))
+        if _capacity(smaller, _smallest_executable(smaller)).fits().any():
+            yield Fix({"new_tokens": tokens}, f"{tokens} new tokens")
+            return
+
+
+def _more_memory(question: Question, capacity: Capacity) -> list[Fix]:
+    """No memory limit if one was asked for, or else a higher utilization, if a plan fits that."""
+    memory_bytes, utilization = question.profile.hardware.memory_bytes, question.options.memory_utilization
+    limited = question.options.memory_limit is not None
+    usable = usable_bytes(memory_bytes, utilization if limited else max(utilization, HIGH_UTILIZATION))
+    if not capacity.fits(device=replace(question.machine, memory_bytes=usable)).any():
+        return []
+    if limited:
+        return [Fix({"memory_limit": None}, f"no memory limit, as {size_text(usable)} may be used")]
+    return [Fix({"memory_utilization": HIGH_UTILIZATION}, f"memory utilization {HIGH_UTILIZATION}")]
+
+
+def _lower_quality(question: Question) -> list[Fix]:
     """The strictest quality at which a plan fits."""
     for quality in Quality:
-        if question.options.quality.allows(quality):
+        if question.options.quality.loosest.allows(quality):
             continue
         plans = _smallest_executable(question.with_options(quality=quality))
         capacity = _capacity(question, plans)
         if capacity.fits().any():
             smallest = preset_name(plans[capacity.smallest()])
-            yield Fix({"quality": str(quality)}, f"quality {quality}, such as {smallest}")
-            return
+            return [Fix({"quality": str(quality)}, f"quality {quality}, such as {smallest}")]
+    return []
 
 
 def _more_host_memory(question: Question) -> Iterator[Fix]:
-    """The least memory of the host with which a plan fits that keeps layers there."""
+    """The least memory of the host with which a plan that keeps layers there fits and is as fast as reading."""
     if not question.options.offload:
         return
     candidates = search_regrouped(replace(question, host_limit_bytes=math.inf))
-    needed = min((candidate.host_bytes for candidate in candidates), default=0.0)
+    usable = [candidate for candidate in candidates if 1e3 * candidate.tpot_s <= READING_TPOT_MS]
+    needed = min((candidate.host_bytes for candidate in usable), default=0.0)
     if needed:
         yield Fix(
             {"host_memory": f"{math.ceil(needed / GB)}GB"}, f"{size_text(needed)} of the host's memory for layers"

@@ -7,10 +7,13 @@ Speculation never does, so plans that differ only in speculation share their row
 from __future__ import annotations
 
 import json
+import math
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +167,21 @@ def saved_rows() -> tuple[QualityRow, ...]:
 
 def measured_quality(plan: Plan, rows: Sequence[QualityRow]) -> str | None:
     """The figures measured for the plan's target and model at the nearest context; None if there are none."""
+    measured = _nearest_rows(plan, rows)
+    if not measured:
+        return None
+    nearest = measured[0]
+    head = f", with the retrieval head {row_head}" if (row_head := nearest.target.get(HEAD)) else ""
+    return f"{'; '.join(_figure_texts(measured))}; at {nearest.context} tokens of {nearest.text}{head} [measured]"
+
+
+def _nearest_rows(plan: Plan, rows: Sequence[QualityRow]) -> list[QualityRow]:
+    """The rows of the plan's target and model at the nearest context; of several retrieval heads, of the last one."""
     matching = [row for row in rows if _is_of(row, plan)]
     if not matching or not target_values(plan):
-        return None
-    # With several retrieval heads, the one measured last counts.
+        return []
     nearest = max(matching, key=lambda row: (-_factor(row.context, plan), row.date))
-    same_source = [row for row in matching if _source(row) == _source(nearest)]
-    head = f", with the retrieval head {row_head}" if (row_head := nearest.target.get(HEAD)) else ""
-    return f"{'; '.join(_figure_texts(same_source))}; at {nearest.context} tokens of {nearest.text}{head} [measured]"
+    return [row for row in matching if _source(row) == _source(nearest)]
 
 
 def _source(row: QualityRow) -> tuple[Any, ...]:
@@ -215,12 +225,22 @@ class Quality(StrEnum):
 
     EXACT = "exact"
     NEAR_LOSSLESS = "near-lossless"
+    FOUR_BIT = "4-bit"
     LOSSY = "lossy"
 
     def allows(self, other: Quality) -> bool:
         """Whether this constraint admits a plan of quality `other`."""
         order = list(Quality)
         return order.index(other) <= order.index(self)
+
+    def admits(self, plan: Plan) -> bool:
+        """Whether this constraint admits the plan."""
+        return self.allows(quality_of(plan))
+
+    @property
+    def loosest(self) -> Quality:
+        """The loosest step that this constraint admits."""
+        return self
 
 
 # Fidelity, 1 - total variation of the next token's distribution against full precision, by kind of 8-bit weights.
@@ -282,8 +302,92 @@ def published_loss(plan: Plan) -> float:
 
 
 def quality_of(plan: Plan) -> Quality:
-    """The strictest quality that admits the plan."""
-    if not losses(plan):
-        return Quality.EXACT
-    eight_bits = (plan.kv.target_bits == 8) + (plan.weights.target_bits == 8)
-    return Quality.NEAR_LOSSLESS if len(losses(plan)) == eight_bits else Quality.LOSSY
+    """The strictest step that admits the plan: whether it drops tokens, and else how few bits its target has."""
+    if plan.eviction.active or plan.attention.active:
+        return Quality.LOSSY
+    bits = min(plan.weights.target_bits, plan.kv.target_bits)
+    return {16: Quality.EXACT, 8: Quality.NEAR_LOSSLESS, 4: Quality.FOUR_BIT}[bits]
+
+
+# What a target in low precision keeps, as measured on Qwen2.5-Coder-0.5B at 32k tokens (docs/quality.md): fidelity, and
+# the share of RULER's score where it was measured.
+KEPT_BY_KV = {16: (1.0, 1.0), 8: (0.987, 1.0)}
+KEPT_BY_WEIGHTS = {"16": (1.0, 1.0), "8": (0.980, None), "hierarchical": (0.975, None), "4": (0.827, 0.726)}
+FLOOR = re.compile(r"(fidelity|ruler)\s*>=\s*(\d+(?:\.\d+)?|\.\d+)", re.IGNORECASE)
+RULER = "RULER"
+QUALITIES = f"{', '.join(Quality)}, or a floor such as 'fidelity>=0.95' or 'RULER>=80'"
+
+
+@dataclass(frozen=True)
+class QualityFloor:
+    """The least fidelity (0 to 1) or RULER score (0 to 100) that a plan may have.
+
+    A plan counts with the figures that `ridgeplan quality` measured for it, else with those of docs/quality.md and
+    DapQ's Table 11. One without a figure is not admitted.
+    """
+
+    measure: str
+    minimum: float
+
+    def __str__(self) -> str:
+        return f"{self.measure}>={self.minimum:g}"
+
+    @property
+    def loosest(self) -> Quality:
+        """The loosest step that this constraint admits."""
+        return Quality.LOSSY
+
+    @cached_property
+    def _rows(self) -> tuple[QualityRow, ...]:
+        return saved_rows()
+
+    def admits(self, plan: Plan) -> bool:
+        """Whether the plan's figure is known and reaches the floor."""
+        figure = self.figure(plan)
+        return figure is not None and figure >= self.minimum
+
+    def figure(self, plan: Plan) -> float | None:
+        """The plan's fidelity or RULER score, measured or published; None where neither is known."""
+        rows = _nearest_rows(plan, self._rows)
+        if self.measure == FIDELITY:
+            measured = next((row.value for row in rows if row.measure == FIDELITY), None)
+            return _kept_fidelity(plan) if measured is None else measured
+        average = ruler_average(rows)
+        return 100 * average[0] if average else _kept_ruler(plan)
+
+
+def _kept(plan: Plan, measure: int) -> list[Any]:
+    weights = "hierarchical" if plan.weights.hierarchical else str(plan.weights.target_bits)
+    return [KEPT_BY_KV[plan.kv.target_bits][measure], KEPT_BY_WEIGHTS[weights][measure]]
+
+
+def _kept_fidelity(plan: Plan) -> float | None:
+    if plan.eviction.active or plan.attention.active:
+        return None
+    kept_by_kv, kept_by_weights = _kept(plan, 0)
+    return kept_by_kv + kept_by_weights - 1  # total variations add up at most (triangle inequality)
+
+
+def _kept_ruler(plan: Plan) -> float | None:
+    shares = _kept(plan, 1)
+    if plan.eviction.active:
+        ruler = EVICTIONS[plan.eviction.policy].ruler
+        enough = plan.eviction.tokens(plan.workload.context) >= EVICTION_BUDGET and not plan.eviction.chunk
+        shares.append(ruler / FULL_RULER if ruler and enough else None)
+    if plan.attention.active or None in shares:
+        return None
+    return FULL_RULER * math.prod(share for share in shares if share is not None)
+
+
+def parse_quality(value: object) -> Quality | QualityFloor:
+    """A step or a floor from its text. Raises PlanError for anything else."""
+    if isinstance(value, (Quality, QualityFloor)):
+        return value
+    text = value.strip() if isinstance(value, str) else ""
+    if text in list(Quality):
+        return Quality(text)
+    floor = FLOOR.fullmatch(text)
+    measure = FIDELITY if floor and floor[1].casefold() == FIDELITY else RULER
+    if floor is None or float(floor[2]) > (1 if measure == FIDELITY else 100):
+        raise PlanError(f"quality is {brief(value)}; allowed: {QUALITIES}")
+    return QualityFloor(measure, float(floor[2]))

@@ -14,7 +14,7 @@ import numpy as np
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, check_memory_options, usable_bytes, usable_host_bytes
 from ridgeplan.planner.engines.formats import ENGINES
 from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
-from ridgeplan.planner.quality import Quality, losses, quality_of
+from ridgeplan.planner.quality import Quality, QualityFloor, losses, parse_quality
 from ridgeplan.planner.quantities import size_bytes, size_text, tokens
 from ridgeplan.planner.resolution import resolve, workload_for
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -44,7 +44,7 @@ class SearchOptions(PlanPart):
 
     batch: int = whole(1, MAX_BATCH, default=1)  # sequences
     new_tokens: int = whole(1, MAX_TOKENS, default=1024)  # generated for each sequence
-    quality: Quality = one_of(Quality, default=Quality.NEAR_LOSSLESS)  # what the target may give up
+    quality: Quality | QualityFloor = Quality.NEAR_LOSSLESS  # what the target may give up, also as a text
     objective: Objective = one_of(Objective, default=Objective.LATENCY)  # what is minimized
     memory_limit: float | None = None  # of the device; applies if it is less than memory_utilization allows
     memory_utilization: float = MEMORY_UTILIZATION  # share of the device's memory that plans may use
@@ -62,6 +62,7 @@ class SearchOptions(PlanPart):
         for name in ("memory_limit", "host_memory"):
             if isinstance(size := getattr(self, name), str):
                 vars(self)[name] = size_bytes(size)  # frozen instances refuse setattr
+        vars(self)["quality"] = parse_quality(self.quality)
         super().__post_init__()
         check_memory_options(self.memory_utilization, self.memory_limit, self.host_memory)
 
@@ -124,7 +125,7 @@ class Question:
 
     def constraint_violation(self, plan: Plan) -> str | None:
         """Why the options rule a plan out on any backend; None if they allow it."""
-        if not self.options.quality.allows(quality_of(plan)):
+        if not self.options.quality.admits(plan):
             return f"quality: {'; '.join(losses(plan))}"
         if self.options.kv_format not in (None, plan.kv.format):
             return f"KV format: {plan.kv.format.value}, not {self.options.kv_format.value}"

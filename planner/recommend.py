@@ -29,6 +29,7 @@ from ridgeplan.roofline.plan.support import is_converted, missing_architecture
 
 CONFIDENCE = 0.84  # that the faster plan is faster
 TOLERANCE = 0.03  # how much slower, by the best estimates, the preferred plan may be
+MIN_OFFLOADED_SPEEDUP = 0.7  # over plain decoding, of plans with layers on the host where others fit without
 MAX_UNNAMED = 8  # listed plans that are no presets
 
 
@@ -52,6 +53,8 @@ def recommend(
     if not executable:
         raise infeasible(question)
     fits_device = any(not candidate.host_bytes for candidate in executable)
+    if fits_device:
+        executable = _worth_offloading(executable, candidates)
 
     finalists = contenders(executable, question)
     listed = _listed(candidates, [*executable[:MAX_UNNAMED], *finalists])
@@ -70,6 +73,7 @@ def recommend(
         notes=tuple(_notes(winner.plan, predictions[winner], fits_device, question, as_stored)),
         memory_limit_bytes=question.memory_limit_bytes,
         host_limit_bytes=question.host_limit_bytes,
+        fits_device=fits_device,
         on_device=() if fits_device else on_device(question),
         model_runs=question.engine is not None
         or (missing_architecture(as_stored.shape) is None and not as_stored.profile.hardware.is_amd),
@@ -124,6 +128,13 @@ def _executable(candidates: Sequence[Candidate], question: Question) -> list[Can
     for candidate in ranked([*fitting, *on_device_only]) or ranked(search_regrouped(question)):
         best.setdefault((candidate.name, candidate.host_bytes > 0), candidate)
     return list(best.values())
+
+
+def _worth_offloading(executable: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Without the plans that need the host's memory and are much slower than plain decoding would be."""
+    plain_s = next(candidate.tpot_s for candidate in candidates if candidate.name == "autoregressive")
+    return [candidate for candidate in executable
+            if not candidate.host_bytes or plain_s >= MIN_OFFLOADED_SPEEDUP * candidate.tpot_s]  # fmt: skip
 
 
 def _listed(candidates: Sequence[Candidate], executable: Sequence[Candidate]) -> list[Candidate]:
@@ -255,6 +266,8 @@ def _why_it_lost(loser: Candidate, winner: Candidate, predicted: Prediction, que
     ratio, memory = loser.score / winner.score, question.options.objective is Objective.MEMORY
     times = f"{ratio:.2f}x the recommended plan's {'memory' if memory else 'time'}"
     preferred = preference(winner.plan) < preference(loser.plan)
+    if ratio < 1 and loser.host_bytes and not winner.host_bytes:
+        return f"needs the host's memory and is below {MIN_OFFLOADED_SPEEDUP}x plain decoding: {times}"
     if ratio < 1 and not preferred:
         return f"measurably slower than the fastest plan: {times}"
     if ratio <= 1 and preferred:

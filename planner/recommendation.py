@@ -22,7 +22,7 @@ READING_TPOT_MS = 200.0  # 238 words a minute (Brysbaert 2019) at 1.3 tokens a w
 class Fix:
     """A question near the asked one that has a better answer: arguments of `recommend`, and what changes in words."""
 
-    changes: Mapping[str, int | str | None]
+    changes: Mapping[str, float | str | None]
     text: str
 
 
@@ -59,7 +59,8 @@ class Recommendation(Table):
     best_estimated: the fastest plan that is only estimated; None where that is the plan itself, or one that runs
     as fast. adaptive: the plan with a gamma that adapts to what drafts are accepted; None where it drafts nothing or
     more memory does not fit. model_runs: whether the runtime executes the model at all; if not, every plan is only
-    estimated. backend: what is to execute the plan. on_device: where no plan fits the device alone, what would.
+    estimated. backend: what is to execute the plan. fits_device: whether any plan fits the device alone; on_device:
+    where none does, what would.
     """
 
     shape: ModelShape
@@ -76,6 +77,7 @@ class Recommendation(Table):
     model_runs: bool
     backend: Backend = Backend.RIDGEPLAN
     adaptive: Plan | None = None
+    fits_device: bool = True
     on_device: tuple[Fix, ...] = ()
 
     chart = Bars("tpot_ms", "ms per token", "tpot_low_ms", "tpot_high_ms")
@@ -86,7 +88,7 @@ class Recommendation(Table):
         best = self.best_estimated
         others = [other for other in self.alternatives if best is None or other.plan != best.plan]
         return [
-            {**plan_row(self.plan, self.name, self.predicted), "verdict": "recommended"},
+            {**plan_row(self.plan, self.name, self.predicted), "verdict": self.verdict},
             *(other.row() for other in ([best] if best else []) + others),
         ]
 
@@ -108,6 +110,7 @@ class Recommendation(Table):
             "memory_limit_bytes": self.memory_limit_bytes,
             "host_limit_bytes": self.host_limit_bytes,
             "warning": self.warning,
+            "fits_device": self.fits_device,
             "on_device": [asdict(fix) for fix in self.on_device],
             "model_runs": self.model_runs,
             "backend": self.backend,
@@ -122,10 +125,17 @@ class Recommendation(Table):
     def warning(self) -> str | None:
         """Where the plan is no plain success: nothing fits the device alone, or it is slower than reading speed."""
         slow = self.predicted.best.tpot_ms > READING_TPOT_MS
-        if not self.on_device:
+        if self.fits_device:
             return "Slower than reading speed" if slow else None
         text = f"Does not fit the GPU alone: {on_host_text(self.predicted, self.host_limit_bytes)}"
         return f"{text}; slower than reading speed" if slow else text
+
+    @property
+    def verdict(self) -> str:
+        """What kind of answer the plan is; one that needs the host or is slow is not recommended."""
+        if self.warning:
+            return "fits, but is slow" if self.fits_device else "fits only with offloading"
+        return "recommended"
 
     @property
     def baseline_fits(self) -> bool:
@@ -147,7 +157,7 @@ class Recommendation(Table):
     def _where(self) -> str:
         if self.backend is not Backend.RIDGEPLAN:
             return f"for {self.backend}"
-        return "recommended" if self.model_runs else "estimated, as this model does not run here"
+        return self.verdict if self.model_runs else "estimated, as this model does not run here"
 
     def _headline(self, name: str, predicted: Prediction) -> str:
         sure = predicted.beats_plain

@@ -12,7 +12,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
-from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.question import Objective, Question
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.evaluate import Estimate, evaluate
@@ -98,7 +98,7 @@ def _joint(workload: Workload, quality: Quality) -> Iterator[Plan]:
     evicted = PRESETS["dapq"](workload).eviction  # the policy that loses least, by published figures
     for eviction, (kv, codes), (target_bits, draft_bits) in product((Eviction(), evicted), DRAFT_READS, WEIGHT_BITS):
         target = Plan(workload, Weights(target_bits, target_bits), KVCache(kv), eviction=eviction)
-        if not quality.allows(quality_of(target)):
+        if not quality.admits(target):
             continue
         if codes is DraftCodes.FULL and draft_bits == target_bits:
             yield target
@@ -111,11 +111,11 @@ def _offloaded(workload: Workload, quality: Quality) -> Iterator[Plan]:
         weights = Weights(target_bits, target_bits)
         for kv in (KVFormat.FULL, KVFormat.INT8) if draft_bits == target_bits else ():
             plain = Plan(workload, weights, KVCache(kv), placement=Placement(True, budget))
-            if quality.allows(quality_of(plain)):
+            if quality.admits(plain):
                 yield plain
         lower = Placement(True, part=HostPart.LOWER)
         halved = Plan(workload, weights, KVCache(KVFormat.HIERARCHICAL), placement=lower)
-        if quality.allows(quality_of(halved)):
+        if quality.admits(halved):
             yield replace(
                 halved, weights=Weights(target_bits, draft_bits), speculation=Speculation(1, DraftCodes.UPPER)
             )
@@ -168,7 +168,7 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
     """The best plan of every family of the search space, or of those given."""
     if searched is None:
         offload = question.options.offload and not fits_whole(question)
-        known = families(question.workload, offload=offload, quality=question.options.quality)
+        known = families(question.workload, offload=offload, quality=question.options.quality.loosest)
         searched = tuple(family for family in known if missing_cost_model(family.template, question.shape) is None)
         if question.engine is not None:  # whose times hold for no plan that it does not run
             searched = tuple(family for family in searched if question.unsupported(family.template) is None)

@@ -103,9 +103,11 @@ def crossing_text(crossing: Crossing) -> str:
     return f"from {context} tokens on {crossing.after} is faster than {crossing.before} ({time_text(crossing.y)})"
 
 
-QUALITY_COLORS = {Quality.EXACT: style.GREEN, Quality.NEAR_LOSSLESS: style.BLUE, Quality.LOSSY: style.ORANGE}
+QUALITY_COLORS = {Quality.EXACT: style.GREEN, Quality.NEAR_LOSSLESS: style.BLUE, Quality.FOUR_BIT: style.PURPLE,
+                  Quality.LOSSY: style.ORANGE}  # fmt: skip
 LABEL_ABOVE = -38  # pixels from a point to its name, clear of the other lines
-QUALITY_SYMBOLS = {Quality.EXACT: "circle", Quality.NEAR_LOSSLESS: "square", Quality.LOSSY: "diamond"}
+QUALITY_SYMBOLS = {Quality.EXACT: "circle", Quality.NEAR_LOSSLESS: "square", Quality.FOUR_BIT: "triangle-up",
+                   Quality.LOSSY: "diamond"}  # fmt: skip
 
 
 def trade_offs(curves: Mapping[str, BatchCurve], running: Sequence[str], allowed: Sequence[str]) -> go.Figure:

@@ -11,9 +11,10 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, print_json, print_notes, print_table
-from ridgeplan.planner import SearchOptions
+from ridgeplan.planner import NothingFits, SearchOptions
+from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import GB, size_text, tokens_text
-from ridgeplan.planner.queries.fit import BATCHES, fit_gpus
+from ridgeplan.planner.queries.fit import BATCHES, FitResult, GpuFit, fit_gpus
 from ridgeplan.roofline.latency import GIB
 
 
@@ -48,7 +49,7 @@ def fit(
     """
     gpu, options = opt.gpu_of(gpu, gpu_option), SearchOptions(**search)
     if gpu is not None:
-        _on_gpu(model, gpu, batches or BATCHES, contexts, preset, options, as_json)
+        _on_gpu(model, gpu, batches, contexts, preset, options, as_json)
     else:
         _on_all_gpus(model, batches or (1,), contexts, preset, options, as_json)
 
@@ -57,10 +58,23 @@ def _on_gpu(
     model: str, gpu: str, batches: Sequence[int], contexts: Sequence[int], preset: str | None, options: SearchOptions,
     as_json: bool,
 ) -> None:  # fmt: skip
-    result = planner.fit(model, gpu, batches=batches, contexts=contexts, preset=preset, options=options)
+    result = planner.fit(model, gpu, batches=batches or BATCHES, contexts=contexts, preset=preset, options=options)
     if as_json:
         print_json(result.to_dict())
-        return
+    else:
+        _print_fits(result)
+    asked = (*(result.contexts if batches or not contexts else ()), *(result.batches if contexts else ()))
+    if not any(row.plan for row in asked):
+        raise NothingFits(f"nothing fits: {result.model} on {gpu} at the sizes asked for{_hint(options)}")
+
+
+def _hint(options: SearchOptions) -> str:
+    """Which qualities need less memory."""
+    looser = [quality for quality in Quality if not options.quality.loosest.allows(quality)][-2:]
+    return f"; allowed: --quality {' or '.join(looser)}, smaller sizes or another GPU" if looser else ""
+
+
+def _print_fits(result: FitResult) -> None:
     usable = f"{size_text(result.memory_limit_bytes)} ({result.memory_limit_bytes / GIB:.1f} GiB)"
     echo(f"{result.model} on {result.hardware}; plans may use {usable}")
     print_notes(result.notes)
@@ -82,15 +96,21 @@ def _on_all_gpus(
     gpus = fit_gpus(model, contexts[0], batches[0], preset=preset, options=options)
     if as_json:
         print_json([gpu.to_dict() for gpu in gpus])
-        return
+    else:
+        _print_gpus(model, batches[0], contexts[0], gpus)
+    if not any(gpu.fits for gpu in gpus):
+        raise NothingFits(f"no GPU of the catalog fits {model}, {contexts[0]} tokens x {batches[0]}{_hint(options)}")
+
+
+def _print_gpus(model: str, batch: int, context_tokens: int, gpus: Sequence[GpuFit]) -> None:
     rows = (
         (gpu.gpu, f"{gpu.memory_bytes / GB:.0f}", "yes" if gpu.fits else "no", tokens_text(gpu.context.context),
          str(gpu.batch.batch), gpu.batch.plan or "none fits")
         for gpu in gpus
     )  # fmt: skip
-    context, batch = tokens_text(contexts[0]), batches[0]
+    context = tokens_text(context_tokens)
     largest = f"context at batch {batch}", f"batch at {context}"
     print_table(f"{model}, {context} tokens x {batch}", ("GPU", "GB", "fits", *largest, "plan"), rows)
     smallest = next((gpu.gpu for gpu in gpus if gpu.fits), None)
-    hint = "" if options.quality == "lossy" else "; --quality lossy needs less memory"
-    echo(f"smallest GPU that fits: {smallest}" if smallest else f"no GPU of the catalog fits{hint}")
+    if smallest:
+        echo(f"smallest GPU that fits: {smallest}")

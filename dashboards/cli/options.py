@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.dashboards.files import FileProblem, is_writable
 from ridgeplan.planner import Plan, Prediction, quantities
 from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION
 from ridgeplan.planner.plan_file import SavedPlan, read_plan
-from ridgeplan.planner.quality import Quality
+from ridgeplan.planner.quality import Quality, parse_quality
 from ridgeplan.planner.quantities import GB, size_text
 from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.validation import UNPRINTABLE, brief
@@ -46,6 +47,14 @@ def _positive_tokens(value: str) -> int:
     tokens = quantities.tokens(value)
     require(1 <= tokens <= MAX_TOKENS, f"{value!r} is out of range; allowed: 1 to {MAX_TOKENS}")
     return tokens
+
+
+class QualityLimit(Quantity):
+    """A step of quality, which the shell completes, or a floor."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The steps that begin with what is typed."""
+        return [CompletionItem(step) for step in Quality if step.startswith(incomplete)]
 
 
 TOKENS = Quantity("tokens", quantities.tokens)
@@ -211,9 +220,9 @@ gpus = click.option("--gpu", "gpus", type=Names(), default=(), help="GPUs, separ
 
 # Which plans are allowed.
 quality = click.option(
-    "--quality", type=click.Choice([*map(str, Quality)]), default="near-lossless",
-    help="exact keeps the model's output distribution; near-lossless also allows 8-bit weights and KV cache; lossy "
-    "allows everything.",
+    "--quality", type=QualityLimit("|".join(Quality), parse_quality), default="near-lossless",
+    help="exact keeps the model's output distribution; near-lossless also allows 8-bit weights and KV cache, 4-bit "
+    "also 4-bit weights, lossy also dropping tokens. Or a floor such as 'fidelity>=0.95' or 'RULER>=80'.",
 )  # fmt: skip
 kv_format = click.option(
     "--kv-cache-dtype", "kv_format", type=click.Choice([*KV_NAMES]), default="auto",

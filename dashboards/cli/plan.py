@@ -29,6 +29,7 @@ MAX_NAME = 30  # characters of a plan's name where more follows
 COLUMNS = (("plan", 34), ("gamma", 5), ("ms/token", 8), ("GB", 6), ("speed-up", 8), ("", 14))
 SHORT_VERDICTS = {
     "within the noise": "within noise", "estimated only here": "estimated only", "quality": "lower quality",
+    "fits only with offloading": "offloaded", "fits, but is slow": "slow",
 }  # fmt: skip
 
 
@@ -73,7 +74,7 @@ def answer_lines(recommendation: Recommendation) -> list[str]:
 def headline(recommendation: Recommendation) -> str:
     """What kind of answer the plan is."""
     if recommendation.warning:
-        return "Fits only with offloading" if recommendation.on_device else "Fits, but is slow"
+        return recommendation.verdict.capitalize()
     if recommendation.backend != "ridgeplan":
         engine = ENGINES.get(recommendation.backend)
         return f"For {engine.title if engine else 'any engine'}"
@@ -132,7 +133,8 @@ def _caveat(recommendation: Recommendation) -> str:
 
 def _rows(recommendation: Recommendation) -> list[tuple[str, ...]]:
     """The recommended plan, the fastest estimated one if that is another, and the next plans of the ranking."""
-    rows = [_row(recommendation.name, recommendation.predicted, "recommended")]
+    verdict = SHORT_VERDICTS.get(recommendation.verdict, recommendation.verdict)
+    rows = [_row(recommendation.name, recommendation.predicted, verdict)]
     return rows + [
         _row(plan.preset, plan.predicted, _short_verdict(plan)) for plan in _others(recommendation)[: ROWS - 1]
     ]
@@ -212,7 +214,7 @@ def print_everything(recommendation: Recommendation) -> None:
     echo("\n".join(map(wrapped, recommendation.explain().splitlines())))
     echo(f"\nPlans (TTFT and tokens/s of the whole batch)\n{columns(opt.FIGURES)}")
     best = recommendation.best_estimated
-    verdicts = [(recommendation.name, recommendation.predicted, "recommended")]
+    verdicts = [(recommendation.name, recommendation.predicted, recommendation.verdict)]
     verdicts += [
         (other.preset, other.predicted, f"fastest estimated; {other.rejected}" if other is best else other.rejected)
         for other in _others(recommendation)

@@ -23,7 +23,8 @@ from ridgeplan.planner.resolution import longest_context
 from ridgeplan.roofline.catalog.models import load_shape
 
 LABELS = {"context": "Context {}", "batch": "Batch {}", "gpu": "Use {}", "quality": "Allow {}", "yarn": "Use YaRN",
-          "memory_limit": "No memory limit", "host_memory": "Host with {}"}  # fmt: skip
+          "memory_limit": "No memory limit", "memory_utilization": "Memory utilization {}",
+          "new_tokens": "{} new tokens", "host_memory": "Host with {}"}  # fmt: skip
 
 
 @contextmanager
@@ -125,8 +126,7 @@ def verdict(recommendation: Recommendation) -> str:
     predicted = recommendation.predicted
     each = f"{time_text(predicted.best.tpot_ms)} per token"
     if recommendation.warning:
-        kind = "Fits only with offloading" if recommendation.on_device else "Fits, but is slow"
-        return f"{recommendation.warning}. {kind}: {recommendation.name}, {each}."
+        return f"{recommendation.warning}. {recommendation.verdict.capitalize()}: {recommendation.name}, {each}."
     if not predicted.beats_plain:
         return f"Recommended: plain decoding ({recommendation.name}), {each}. No plan that runs is reliably faster."
     chance = f"faster with {probability(predicted.beats_plain)} probability"

@@ -30,8 +30,8 @@ GPU_HELP = (
     "`ridgeplan calibrate`."
 )
 QUALITY_HELP = (
-    "exact keeps the model's output distribution; near-lossless also allows 8-bit weights and KV cache; lossy allows "
-    "everything and states the expected loss."
+    "exact keeps the model's output distribution; near-lossless also allows 8-bit weights and KV cache, 4-bit also "
+    "4-bit weights, lossy also dropping tokens."
 )
 HOST_HELP = "Memory for layers that do not fit the GPU. By default this much, or with `auto` 90% of this machine's."
 SIZES = ("memory_limit", "host_memory")  # inputs in bytes
@@ -140,7 +140,7 @@ def _nearest(text: str, steps: Sequence[int], parse: Callable[[str], int]) -> in
 def change(changes: dict[str, Any]) -> None:
     """Sets inputs, by the names of `recommend`'s arguments, as if they had been typed. For callbacks of buttons."""
     for name, value in changes.items():
-        st.session_state[name] = "" if value is None else value if isinstance(value, bool) else str(value)
+        st.session_state[name] = "" if value is None else value if isinstance(value, (bool, float)) else str(value)
 
 
 def escaped(text: str) -> str:

@@ -13,7 +13,7 @@ from ridgeplan.dashboards.page.answer import Answer, show_alternatives
 from ridgeplan.dashboards.page.inputs import BATCH_STEPS, IN_URL, PageQuestion, escaped
 from ridgeplan.planner import PRESETS, Plan, Prediction, Recommendation
 from ridgeplan.planner.prediction import predict_question
-from ridgeplan.planner.quality import Quality, quality_of
+from ridgeplan.planner.quality import Quality, QualityFloor
 from ridgeplan.planner.quantities import duration_s
 from ridgeplan.planner.queries.curves import contexts_of, crossings, over_batches, over_contexts
 from ridgeplan.planner.queries.maps import PlanMap, plan_map
@@ -109,13 +109,13 @@ def show_trade_offs(answer: Answer) -> None:
     curves = {name: over_batches(plan, question, BATCHES) for name, plan in plans.items()}
     curves = {name: curve for name, curve in curves.items() if len(curve.batches)}
     running = [name for name, curve in curves.items() if not question.unsupported(curve.plan)]
-    allowed = [name for name, plan in plans.items() if question.options.quality.allows(quality_of(plan))]
+    allowed = [name for name, plan in plans.items() if question.options.quality.admits(plan)]
     figure = charts.trade_offs(curves, running, allowed)
     st.plotly_chart(figure, key="trade_offs", alt="Tokens per second of the GPU over those of one request")
     st.caption("Each line is one plan over the batches that fit. Points further up and to the right are better.")
 
 
-def compared(recommendation: Recommendation, quality: Quality) -> dict[str, Plan]:
+def compared(recommendation: Recommendation, quality: Quality | QualityFloor) -> dict[str, Plan]:
     """The recommended plan, plain decoding, the fastest estimated one, and the fastest others, allowed ones first."""
     plans = {recommendation.name: recommendation.plan, PLAIN: autoregressive(recommendation.plan.workload)}
     if recommendation.best_estimated:
@@ -126,8 +126,8 @@ def compared(recommendation: Recommendation, quality: Quality) -> dict[str, Plan
     return plans
 
 
-def _place(alternative: Alternative, quality: Quality) -> tuple[bool, float]:
-    return not quality.allows(quality_of(alternative.plan)), alternative.predicted.best.tpot_ms
+def _place(alternative: Alternative, quality: Quality | QualityFloor) -> tuple[bool, float]:
+    return not quality.admits(alternative.plan), alternative.predicted.best.tpot_ms
 
 
 COLUMNS = 22  # contexts of the map: a third of an octave apart for a model of 128k tokens

@@ -29,8 +29,8 @@ CONTEXTS = tuple(1 << power for power in range(12, 21))
 class FitRow:
     """The largest size that fits, the plan that reaches it, its peak, and what limits it.
 
-    If not even size 1 fits, the size is 0, the plan is empty, and the peak is that of size 1. `limited_by` is "memory",
-    "model" (the context limit or the sliding window), or "plan" (the largest batch that a plan may have).
+    If not even size 1 fits, the size is 0, the plan is empty, and the peak is the least of size 1. `limited_by` is
+    "memory", "model" (the context limit or the sliding window), or "plan" (the largest batch that a plan may have).
     """
 
     context: int
@@ -145,8 +145,9 @@ def _largest_context(question: Question, preset: str | None) -> FitRow:
     limits = context_limits(plans, question)
     capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
     sizes = capacity.largest_contexts(limits)
-    best = int(np.argmax(sizes))
-    peak = float(capacity.peaks(context=np.maximum(sizes, 1))[best])
+    peaks = capacity.peaks(context=np.maximum(sizes, 1))
+    best = int(np.argmax(sizes) if sizes.any() else np.argmin(peaks))
+    peak = float(peaks[best])
     limited_by = "model" if sizes[best] == limits[best] else "memory"
     return _row(int(sizes[best]), batch, plans[best] if sizes[best] else None, peak, limited_by)
 
@@ -156,8 +157,9 @@ def _largest_batch(question: Question, preset: str | None) -> FitRow:
     plans, context = _plans(question, preset), question.workload.context
     capacity = Capacity(plans, question.shape, question.machine, question.host_limit_bytes)
     sizes = capacity.largest_batches()
-    best = int(np.argmax(sizes))
-    peak = float(capacity.peaks(batch=np.maximum(sizes, 1))[best])
+    peaks = capacity.peaks(batch=np.maximum(sizes, 1))
+    best = int(np.argmax(sizes) if sizes.any() else np.argmin(peaks))
+    peak = float(peaks[best])
     limited_by = "plan" if sizes[best] == MAX_BATCH else "memory"
     return _row(context, int(sizes[best]), plans[best] if sizes[best] else None, peak, limited_by)
 

@@ -209,7 +209,7 @@ def _searched(grid: _SizeGrid, preset: str | None) -> list[Family]:
         question.require_engine_runs(preset_of(preset, longest))
         return [family_of(preset, preset_of(preset, longest))]
     names = {family.name for family in executable_families(replace(question, workload=shortest))}
-    known = families(longest, offload=question.options.offload, quality=question.options.quality)
+    known = families(longest, offload=question.options.offload, quality=question.options.quality.loosest)
     executable = [family for family in known if family.name in names]
     return sorted(executable, key=lambda family: preference(family.template))  # ties go to the first
 

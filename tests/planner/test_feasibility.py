@@ -11,12 +11,14 @@ from ridgeplan.planner.capacity import Capacity, peak_bytes, usable_bytes
 from ridgeplan.planner.feasibility import (
     context_limits,
     executable_families,
+    on_device,
     search_regrouped,
     smallest_gpu,
     smallest_plans,
 )
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.question import ask
+from ridgeplan.planner.recommendation import READING_TPOT_MS
 from ridgeplan.roofline.catalog.hardware import list_hardware, load_hardware
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 from ridgeplan.roofline.latency import Machine
@@ -64,32 +66,70 @@ def test_the_sizes_that_it_offers_fit_to_the_token():
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_it_offers_is_the_most_that_fits(offload):
-    """With layers on the host, which free memory, it is more, and `fit` says the same."""
+def test_what_it_offers_is_the_most_that_fits_the_device(offload):
+    """With or without layers on the host, which would fit more, and `fit` says the same."""
     recommend = partial(planner.recommend, SMALL, "rtx4060-laptop", batch=8, yarn=True, offload=offload)
     with pytest.raises(planner.NothingFits) as refused:
         recommend(2_000_000)
     (context,) = (fix.changes["context"] for fix in refused.value.fixes if list(fix.changes) == ["context"])
     assert recommend(context).predicted.best.peak_memory_bytes <= recommend(context).memory_limit_bytes
+    assert recommend(context).fits_device
     with pytest.raises(planner.NothingFits):
-        recommend(context + 1)
-    (row,) = planner.fit(SMALL, "rtx4060-laptop", batches=(8,), yarn=True, offload=offload).contexts
-    assert (row.context, "offload" in row.plan) == (context, offload)
+        recommend(context + 1, offload=False)
+    (row,) = planner.fit(SMALL, "rtx4060-laptop", batches=(8,), yarn=True).contexts
+    assert row.context == context
 
 
-def test_sizes_that_it_offers_fit_the_host_too():
-    """INT8 KV takes 24 layers x 2 x 128 x 132 / 128 bytes a token: of 64 sequences 20 GB hold 49,321 tokens.
+CROWDED = [  # model, GPU, context and options of questions that no plan answers on the device alone
+    ("meta-llama/Llama-3.1-70B", "h100-sxm", 32768, {}),
+    ("Qwen/Qwen3-32B", "rtx4090", 32768, {}),
+    ("Qwen/Qwen3-8B", "rtx4090", 16384, {"batch": 16}),
+    (LLAMA, "rtx4090", 2048, {"batch": 64, "new_tokens": 4096}),
+    (LLAMA, "h200", 131_072, {"memory_limit": 17e9}),
+    (LLAMA, "rtx4060-laptop", 131_072, {"batch": 8, "host_memory": 0}),
+]
 
-    The device holds the rest, at most what 7.73 GB do.
-    """
-    recommend = partial(planner.recommend, SMALL, "rtx4060-laptop", batch=64, yarn=True, host_memory=20e9)
-    with pytest.raises(planner.NothingFits) as refused:
-        recommend(200_000)
-    (context,) = (fix.changes["context"] for fix in refused.value.fixes if list(fix.changes) == ["context"])
-    assert 20e9 / (64 * 24 * 2 * 132) < context < (20e9 + 7.73e9) / (64 * 24 * 2 * 128)
-    assert 0 < recommend(context).predicted.host_bytes <= 20e9
-    with pytest.raises(planner.NothingFits):
-        recommend(context + 1)
+
+@pytest.mark.parametrize(("model", "gpu", "context", "options"), CROWDED)
+def test_every_remedy_fits_the_device_and_is_usable(model, gpu, context, options):
+    try:
+        fixes = planner.recommend(model, gpu, context, **options).on_device
+    except planner.NothingFits as error:
+        fixes = error.fixes
+    assert fixes
+    for fix in fixes:
+        changed = {"model": model, "gpu": gpu, "ctx": context, **options, **fix.changes}
+        changed["ctx"] = changed.pop("context", changed["ctx"])
+        answer = planner.recommend(**changed)
+        assert answer.fits_device or "host_memory" in fix.changes
+        assert answer.predicted.best.tpot_ms <= READING_TPOT_MS
+
+
+def test_small_changes_are_offered_first_and_gpus_of_the_same_size_never():
+    changes = {(model, gpu): [list(fix.changes) for fix in planner.recommend(model, gpu, context).on_device]
+               for model, gpu, context in [("meta-llama/Llama-3.1-70B", "h100-sxm", 32768)]}  # fmt: skip
+    assert changes["meta-llama/Llama-3.1-70B", "h100-sxm"][0] == ["quality"]
+    question = ask(LLAMA, "rtx4090", 130_000, batch=4)
+    (gpu,) = (fix.changes["gpu"] for fix in on_device(question) if "gpu" in fix.changes)
+    assert load_hardware(gpu).memory_bytes >= 1.15 * load_hardware("rtx4090").memory_bytes
+
+
+def test_a_few_tokens_less_or_a_higher_utilization_are_offered_where_little_is_missing():
+    longest = planner.fit(LLAMA, "rtx4090", batches=(4,)).contexts[0].context
+    fixes = [dict(fix.changes) for fix in on_device(ask(LLAMA, "rtx4090", longest, batch=4, new_tokens=2000))]
+    assert fixes[:3] == [{"new_tokens": 1000}, {"quality": "4-bit"}, {"memory_utilization": 0.95}]
+
+
+def test_plans_on_the_host_below_0_7x_plain_lose_to_those_on_the_device():
+    for model, gpu, context, options in CROWDED:
+        for quality in ("near-lossless", "4-bit", "lossy"):
+            try:
+                answer = planner.recommend(model, gpu, context, **options, quality=quality)
+            except planner.NothingFits:
+                continue
+            if answer.predicted.offloaded_layers and answer.predicted.speedup < 0.7:
+                assert not answer.fits_device
+                assert answer.verdict == "fits only with offloading"
 
 
 def test_no_plan_with_layers_on_the_host_is_smaller_than_what_is_needed():
@@ -127,9 +167,9 @@ def test_no_gpu_is_named_where_none_is_enough():
 
 def test_a_lower_quality_is_offered_where_it_fits():
     text = refusal("rtx4060-laptop", 4096)
-    assert re.search(r"quality lossy, such as w4 \+ int8 KV \+ dapq", text)
-    lossy = planner.recommend(LLAMA, "rtx4060-laptop", 4096, quality="lossy")
-    assert lossy.plan.weights.target_bits == 4
+    assert "quality 4-bit, such as int4-weights-int8" in text
+    smaller = planner.recommend(LLAMA, "rtx4060-laptop", 4096, quality="4-bit")
+    assert (smaller.plan.weights.target_bits, smaller.plan.eviction.active) == (4, False)
     assert "quality near-lossless, such as int8" in refusal("rtx4090", 60_000, quality="exact")
     assert "quality lossy" not in refusal("rtx4060-laptop", 131_072, batch=64)
 

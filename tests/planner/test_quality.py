@@ -14,6 +14,7 @@ from ridgeplan.planner.quality import (
     load_rows,
     losses,
     measured_quality,
+    parse_quality,
     quality_of,
     read_rows,
     rows_json,
@@ -39,8 +40,8 @@ WORKLOAD = Workload("m", "h200", 32768)
         ("int8-weights", Quality.NEAR_LOSSLESS, 1),
         ("int8-weights-int8", Quality.NEAR_LOSSLESS, 2),
         ("quantspec-int8", Quality.NEAR_LOSSLESS, 2),
-        ("int4-weights", Quality.LOSSY, 1),
-        ("int4-weights-int8", Quality.LOSSY, 2),
+        ("int4-weights", Quality.FOUR_BIT, 1),
+        ("int4-weights-int8", Quality.FOUR_BIT, 2),
         ("snapkv", Quality.LOSSY, 1),
         ("quest", Quality.LOSSY, 1),
         ("specontext", Quality.LOSSY, 1),
@@ -72,8 +73,43 @@ def test_a_constraint_admits_its_own_quality_and_stricter_ones():
     assert admitted == {
         Quality.EXACT: [Quality.EXACT],
         Quality.NEAR_LOSSLESS: [Quality.EXACT, Quality.NEAR_LOSSLESS],
-        Quality.LOSSY: [Quality.EXACT, Quality.NEAR_LOSSLESS, Quality.LOSSY],
+        Quality.FOUR_BIT: [Quality.EXACT, Quality.NEAR_LOSSLESS, Quality.FOUR_BIT],
+        Quality.LOSSY: list(Quality),
     }
+
+
+@pytest.mark.parametrize(
+    ("floor", "admitted"),
+    [
+        ("fidelity>=0.99", {"autoregressive", "quantspec-exact"}),
+        ("fidelity >= 0.98", {"autoregressive", "quantspec-exact", "int8", "int8-weights"}),
+        ("Fidelity>=.8", {"autoregressive", "quantspec-exact", "int8", "int8-weights", "int4-weights"}),
+        ("ruler>=77", {"autoregressive", "quantspec-exact", "int8", "dapq"}),
+        ("RULER>=80", {"autoregressive", "quantspec-exact", "int8"}),
+    ],
+)
+def test_a_floor_admits_plans_whose_figure_reaches_it(floor, admitted, monkeypatch):
+    monkeypatch.setattr(module, "saved_rows", lambda: ())
+    names = ("autoregressive", "quantspec-exact", "int8", "int8-weights", "int4-weights", "dapq", "h2o", "quest")
+    limit = parse_quality(floor)
+    assert {name for name in names if limit.admits(preset(name, WORKLOAD))} == admitted
+    assert parse_quality(str(limit)) == limit
+
+
+def test_a_floor_prefers_what_was_measured(monkeypatch):
+    rows = (row("fidelity", 0.97, "quest"), row("niah", 0.9, "quest"))
+    monkeypatch.setattr(module, "saved_rows", lambda: rows)
+    plan = preset("quest", MEASURED)
+    assert parse_quality("fidelity>=0.97").admits(plan) and not parse_quality("fidelity>=0.98").admits(plan)
+    assert parse_quality("RULER>=90").admits(plan) and not parse_quality("RULER>=91").admits(plan)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "perfect", "fidelity>=1.5", "RULER>=101", "fidelity<=0.9", "perplexity>=3", None, 1]
+)
+def test_other_qualities_are_refused(text):
+    with pytest.raises(PlanError, match=r"quality is .*; allowed: exact, near-lossless, 4-bit, lossy, or a floor"):
+        parse_quality(text)
 
 
 # Rows of measured quality: what identifies a target, files, and what they say of a plan.

@@ -230,7 +230,10 @@ def test_json_has_what_users_parse(h200_profile):
         ({"context": 0}, "context is 0"),
         ({"batch": -3}, "batch is -3"),
         ({"new_tokens": 0}, "new_tokens is 0"),
-        ({"quality": "good"}, "quality is 'good'; allowed: exact, near-lossless, lossy"),
+        (
+            {"quality": "good"},
+            "quality is 'good'; allowed: exact, near-lossless, 4-bit, lossy, or a floor",
+        ),
         ({"objective": "fun"}, "objective is 'fun'"),
         ({"memory_limit": float("nan")}, "memory_limit is nan"),
         ({"memory_limit": -1}, "memory_limit is -1"),

@@ -124,5 +124,5 @@ def test_verbs_and_their_options_are_completed() -> None:
 
     assert completions("co") == {"compare", "cost", "completion"}
     assert {"--memory-limit", "--memory-utilization"} <= completions("plan", "--mem")
-    assert completions("plan", "--quality", "") == {"exact", "near-lossless", "lossy"}
+    assert completions("plan", "--quality", "") == {"exact", "near-lossless", "4-bit", "lossy"}
     assert completions("bench", "p") == {"planner"}

@@ -108,7 +108,7 @@ def test_what_does_not_fit_the_gpu_alone_has_the_cards_of_what_would() -> None:
 
 def test_the_memory_of_the_host_is_an_input() -> None:
     """Layers that the usual memory has room for do not fit a host with 20 GB; a card says how much it takes."""
-    page = opened(context="128k", batch="20", gpu="rtx5090", host_memory="20GB")
+    page = opened(context="64k", batch="8", gpu="rtx5090", host_memory="2GB")
     assert "nothing fits" in page.error[0].value
     places = [place for place, element in enumerate(page.markdown) if "Host with" in str(element.value)]
     assert len(places) == 1
