@@ -102,7 +102,8 @@ class EngineReserve:
 class EngineRates:
     """An engine's rates on one machine. Inverse utilizations: by bits of weights, and by kind of KV cache.
 
-    launch_s: of products and attention; small_launch_s: of what compilers fuse.
+    launch_s: of products and attention; small_launch_s: of what compilers fuse. coded_speedup: of prompts' products
+    with 8-bit weights over those with 16 bits.
     """
 
     launch_s: float
@@ -114,6 +115,7 @@ class EngineRates:
     linear_compute: float
     attention_compute: float
     reserve: EngineReserve
+    coded_speedup: float = 1.0
 
     def kv_rate(self, kind: str) -> KVRate:
         """How attention reads a kind of KV cache; one that was not measured as the one that was slowest."""

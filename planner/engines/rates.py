@@ -53,9 +53,10 @@ SM_SHARES = tuple(1 + step / 20 for step in range(1, 25))  # that the fit tries
 WAVES = ("bf16", "fp8")  # kinds of KV cache that FlashAttention-3 reads
 # Deviations of a prediction beyond what was measured, in quadrature.
 OTHER_MODEL, OTHER_EXPERTS = 0.03, 0.1
-OCTAVE = 0.04  # for every doubling of the batch or the context beyond the measured ones
+OCTAVE, EXPERT_OCTAVE = 0.04, 0.1  # for every doubling of the batch or the context beyond those of like steps
 OTHER_BYTES = 1.1e9  # of an H200: 0.24 GB of libraries, 0.1 to 0.5 GB of graphs, 0.6 GB that the driver holds back
 FP8_RATES = frozenset({"kv fp8", "linear 8", "expert 8"})
+MAIN_SHARE = 0.1  # of a step's time, from which on a rate decides which measured steps are like it
 NEAR_MACHINE = 0.06  # another GPU that runs the same attention kernels
 
 
@@ -130,6 +131,7 @@ def _rates(named: Mapping[str, float], hardware: Hardware, sm_shares: Mapping[st
         linear_compute=library.rates("prefill_linear").compute_utilization,
         attention_compute=library.rates("prefill_attention").compute_utilization,
         reserve=reserve_of(hardware),
+        coded_speedup=2.0 if _has_fp8(hardware) else 1.0,
     )
 
 
@@ -238,9 +240,13 @@ class EngineProfile:
 
         kind: of the KV cache. Rates that nothing was measured for add to it by their share of the step's time.
         """
+        shares = self._shares(step, kind, shape)
+        unmeasured = sum(share for name, share in shares.items() if name not in self._measured_rates)
+        main = {name for name, share in shares.items() if share >= MAIN_SHARE and name in self._measured_rates}
+        alike = [row for row, names in self._rates_of_rows if main <= names] or self.measured.rows
         parts = {
-            "unmeasured": TRANSFER_SPREAD * self._unmeasured_share(step, kind, shape),
-            "extrapolated": OCTAVE * self._octaves_beyond(step),
+            "unmeasured": TRANSFER_SPREAD * unmeasured,
+            "extrapolated": (EXPERT_OCTAVE if shape.is_moe else OCTAVE) * octaves_beyond(step, alike),
             "model": self._model_deviation(shape),
         }
         return self._source(parts), math.hypot(self.class_spread, *parts.values())
@@ -260,31 +266,26 @@ class EngineProfile:
         return "transferred" if self.is_transferred or self.is_stand_in else "calibrated"
 
     @cached_property
-    def _measured_rates(self) -> frozenset[str]:
-        """The names of the rates that any row depends on, as far as the same kernels run on the machine."""
-        found: set[str] = set()
-        for row in self.measured.fitted:
-            shape = self.measured.shape_of(row)
-            found |= terms(row.step(self.rates), DTYPES[row.kv].kind, shape, self.measured.hardware).keys()
-        return frozenset(found if _has_fp8(self.hardware) else found - FP8_RATES)
+    def _rates_of_rows(self) -> list[tuple[MeasuredStep, frozenset[str]]]:
+        """Every measured step, and the names of the rates that it depends on."""
+        machine, shape_of = self.measured.hardware, self.measured.shape_of
+        return [
+            (row, frozenset(terms(row.step(self.rates), DTYPES[row.kv].kind, shape_of(row), machine)))
+            for row in self.measured.rows
+        ]
 
-    def _unmeasured_share(self, step: EngineStep, kind: str, shape: ModelShape) -> float:
-        """The share of a step's time at rates that no row depends on."""
+    @cached_property
+    def _measured_rates(self) -> frozenset[str]:
+        """The names of the rates that any fitted row depends on, as far as the same kernels run on the machine."""
+        names = frozenset().union(*(names for row, names in self._rates_of_rows if not row.held_out))
+        return names if _has_fp8(self.hardware) else names - FP8_RATES
+
+    def _shares(self, step: EngineStep, kind: str, shape: ModelShape) -> dict[str, float]:
+        """Each rate's share of a step's time."""
         per_rate = terms(step, kind, shape, self.hardware)
         named = {**named_rates(self.rates), f"kv {kind}": self.rates.kv_rate(kind).inverse}
         seconds = {name: value * named[name] for name, value in per_rate.items()}
-        unmeasured = sum(value for name, value in seconds.items() if name not in self._measured_rates)
-        return unmeasured / sum(seconds.values())
-
-    def _octaves_beyond(self, step: EngineStep) -> float:
-        """Doublings of the batch and of the context beyond the largest measured ones, or below the smallest."""
-        octaves = 0.0
-        for size, measured in (
-            (float(step.batch), [row.batch for row in self.measured.rows]),
-            (float(step.context), [row.context for row in self.measured.rows]),
-        ):
-            octaves += max(math.log2(size / max(measured)), math.log2(min(measured) / size), 0.0)
-        return octaves
+        return {name: value / sum(seconds.values()) for name, value in seconds.items()}
 
     def _model_deviation(self, shape: ModelShape) -> float:
         """By which a model differs from the measured ones: the same, another, or experts unlike any measured."""
@@ -292,6 +293,17 @@ class EngineProfile:
         if any(_sizes(shape) == _sizes(other) for other in shapes):
             return 0.0
         return OTHER_EXPERTS if shape.is_moe else OTHER_MODEL
+
+
+def octaves_beyond(step: EngineStep, rows: Sequence[MeasuredStep]) -> float:
+    """Doublings of a step's batch and of its context beyond the largest of measured steps, or below the smallest."""
+    octaves = 0.0
+    for size, measured in (
+        (float(step.batch), [row.batch for row in rows]),
+        (float(step.context), [row.context for row in rows]),
+    ):
+        octaves += max(math.log2(size / max(measured)), math.log2(min(measured) / size), 0.0)
+    return octaves
 
 
 def _sizes(shape: ModelShape) -> tuple[object, ...]:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeplan.planner import PlanError, recommend
+from ridgeplan.planner import PlanError, estimate, recommend
+from ridgeplan.planner.engines.formats import DTYPES
 from ridgeplan.planner.engines.measurements import (
     BadEngineProfile,
     EngineMeasurements,
@@ -132,6 +133,33 @@ def test_the_band_widens_with_the_distance_to_what_was_measured() -> None:
     assert [source for source, _ in ladder] == [
         "calibrated", "calibrated", "extrapolated", "prior", "transferred", "transferred"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "measured_ms"),
+    [
+        ("meta-llama/Llama-3.1-8B", "autoregressive", 1220),
+        ("meta-llama/Llama-3.1-8B", "int8-weights-int8", 870),
+        ("Qwen/Qwen3-30B-A3B", "autoregressive", 1140),
+        ("openai/gpt-oss-20b", "autoregressive", 580),
+    ],
+)
+def test_a_prompts_time_is_within_its_band(model: str, plan: str, measured_ms: float) -> None:
+    """Prompts of 32k tokens in vLLM 0.24 on an H200."""
+    result = estimate(model, "h200", 32768, preset=plan, new_tokens=1, backend="vllm").predicted
+    assert result.best.ttft_ms == pytest.approx(measured_ms, rel=0.16)
+    assert result.low.ttft_ms < measured_ms < result.high.ttft_ms
+
+
+def test_a_format_measured_at_one_batch_is_extrapolated_to_others() -> None:
+    """per_token_head has one row, of batch 1 at 32k tokens; 16-bit caches have batches up to 16."""
+    of_kind = {
+        (kv, batch): PROFILE.certainty(step(batch, 32768, kv=kv), DTYPES[kv].kind, LLAMA)
+        for kv in ("int8_per_token_head", "auto")
+        for batch in (1, 16)
+    }
+    assert [source for source, _ in of_kind.values()] == ["calibrated", "extrapolated", "calibrated", "calibrated"]
+    assert of_kind["int8_per_token_head", 16][1] > 3 * of_kind["auto", 16][1]
 
 
 def test_an_h100_reads_fp8_caches_at_its_full_bandwidth() -> None:
