@@ -17,8 +17,14 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.kv_cache import require_rows
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.token_rows import WORD_BYTES as ROW_WORD_BYTES
+from ridgeplan.kernels.kv_cache.token_rows import pack_token_rows
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
+from ridgeplan.roofline.execution import token_row_bytes
+
+KeysAndValues = tuple[Tensor, Tensor]
 
 
 def flush_to_host(
@@ -53,6 +59,36 @@ def flush_to_host_reference(recent: Tensor, out: Tensor, first: Tensor, group: i
 def flush_to_host_cost(recent: Tensor, group: int) -> Cost:
     """Cost of `flush_to_host` where every row moves a group: read on the device, written over PCIe."""
     return ops.copy(recent[:, :, :group].numel(), recent.element_size())
+
+
+def flush_codes_to_host(
+    codes: QuantizedKV, out: KeysAndValues, first: Tensor, mask: Tensor, *, backend: Backend = "auto"
+) -> None:
+    """Writes one group of codes of the rows where `mask` is True to tokens first[b], first[b] + 1, ... of `out`.
+
+    codes: of one group a row, with both planes. out: keys and values, int64 [B, Hkv, tokens, words], rows as
+    `TokenRows` has them, which may be host memory that the device writes by address. first: int32 [B], mask: bool [B].
+    Raises ValueError for other shapes or dtypes.
+    """
+    width = token_row_bytes(codes.head_dim) // ROW_WORD_BYTES
+    fits = all((*x.shape[:2], x.shape[3], x.dtype) == (codes.batch, codes.kv_heads, width, torch.int64) for x in out)
+    if codes.groups != 1 or codes.planes != 2 or not fits:
+        raise ValueError(f"rows {[list(x.shape) for x in out]} disagree with a group of {codes.batch} rows of codes")
+    require_rows(codes.batch, torch.int32, first=first)
+    require_rows(codes.batch, torch.bool, mask=mask)
+    if not uses_gpu_kernel(backend, codes.key_upper):
+        for rows, held in zip(pack_token_rows(codes), out, strict=True):
+            flush_to_host_reference(rows, held, first, codes.group, mask)
+        return
+    from ridgeplan.kernels.offload.triton import flush_codes_to_host_triton
+
+    flush_codes_to_host_triton(codes, out, first, mask)
+
+
+def flush_codes_to_host_cost(codes: QuantizedKV) -> Cost:
+    """Cost of `flush_codes_to_host` where every row moves a group: read on the device, written over PCIe."""
+    rows = codes.batch * codes.kv_heads * codes.group * token_row_bytes(codes.head_dim)
+    return ops.copy(2 * rows, 1)
 
 
 WORD_BYTES = 4  # entries are copied as whole words
@@ -99,7 +135,6 @@ def copy_prefix_cost(source: Tensor, entries: int) -> Cost:
     return ops.copy(source[:, :, 0].numel() * entries, source.element_size())
 
 
-KeysAndValues = tuple[Tensor, Tensor]
 MAX_SLOTS = 1 << 14  # of one set; a program holds their times of use in registers
 EMPTY = -1
 

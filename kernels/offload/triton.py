@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.offload import KeysAndValues, SlotLoads, SlotTable
 
 ROWS = 16  # tokens
@@ -152,6 +153,79 @@ def flush_to_host_triton(recent: Tensor, out: Tensor, first: Tensor, group: int,
         BLOCK=STORE_BLOCK,
         HEAD_DIM=head_dim,
         PADDED=triton.next_power_of_2(head_dim),
+        num_warps=STORE_WARPS,
+    )
+
+
+CODES_BLOCK = 32  # tokens
+
+
+@triton.jit
+def _token_nibbles(codes, channels, token, GROUP: tl.constexpr, inside):
+    """4-bit codes of values that lie by channel: of some `channels` of some tokens."""
+    byte = channels * (GROUP // 2) + token % (GROUP // 2)
+    return (tl.load(codes + byte, mask=inside, other=0) >> ((token // (GROUP // 2)) * 4).to(tl.uint8)) & 15
+
+
+@triton.jit
+def _flush_codes_kernel(
+    key_upper, key_lower,  # uint8 [rows, GROUP, HEAD_DIM / 2]
+    value_upper, value_lower,  # uint8 [rows, HEAD_DIM, GROUP / 2]
+    value_scale, value_min,  # float16 [rows, GROUP]
+    out_keys, out_values,  # out: uint8 [batch, kv_heads, tokens, row bytes], on the host
+    out_pairs,  # out_values as float16
+    first,  # int32 [batch], tokens
+    mask,  # bool [batch]
+    strides,  # of batch, head and token, in bytes
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    batch_stride, head_stride, token_stride = strides
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // KV_HEADS, row % KV_HEADS
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if tl.load(mask + batch) != 0:
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+        channel = tl.arange(0, HALF_PADDED)[None, :]
+        inside = (token < GROUP) & (channel < HALF)
+        start = batch * batch_stride + head * head_stride + (tl.load(first + batch) + token).to(tl.int64) * token_stride
+        at = (row * GROUP + token) * HALF + channel
+        tl.store(out_keys + start + channel, tl.load(key_upper + at, mask=inside), mask=inside)
+        tl.store(out_keys + start + HALF + channel, tl.load(key_lower + at, mask=inside), mask=inside)
+        values = row * HEAD_DIM * (GROUP // 2)
+        low = _token_nibbles(value_upper + values, channel, token, GROUP, inside)
+        high = _token_nibbles(value_upper + values, channel + HALF, token, GROUP, inside)
+        tl.store(out_values + start + channel, low | (high << 4), mask=inside)
+        low = _token_nibbles(value_lower + values, channel, token, GROUP, inside)
+        high = _token_nibbles(value_lower + values, channel + HALF, token, GROUP, inside)
+        tl.store(out_values + start + HALF + channel, low | (high << 4), mask=inside)
+        pair, whole = (start + HEAD_DIM) // 2, token < GROUP
+        tl.store(out_pairs + pair, tl.load(value_scale + row * GROUP + token, mask=whole), mask=whole)
+        tl.store(out_pairs + pair + 1, tl.load(value_min + row * GROUP + token, mask=whole), mask=whole)
+
+
+def flush_codes_to_host_triton(codes: QuantizedKV, out: KeysAndValues, first: Tensor, mask: Tensor) -> None:
+    """See `ridgeplan.kernels.offload.flush_codes_to_host`."""
+    keys, values = (rows.view(torch.uint8) for rows in out)
+    assert keys.stride() == values.stride(), "keys and values lie alike"
+    _flush_codes_kernel[(codes.batch * codes.kv_heads, triton.cdiv(codes.group, CODES_BLOCK))](
+        codes.key_upper,
+        codes.key_lower,
+        codes.value_upper,
+        codes.value_lower,
+        codes.value_scale,
+        codes.value_min,
+        keys,
+        values,
+        out[1].view(torch.float16),
+        first,
+        mask.contiguous(),
+        keys.stride()[:3],
+        KV_HEADS=codes.kv_heads,
+        GROUP=codes.group,
+        HEAD_DIM=codes.head_dim,
+        HALF_PADDED=triton.next_power_of_2(codes.head_dim // 2),
+        BLOCK=CODES_BLOCK,
         num_warps=STORE_WARPS,
     )
 

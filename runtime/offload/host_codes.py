@@ -11,7 +11,7 @@ from torch import Tensor
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.token_rows import WORD_BYTES, TokenRows, pack_token_rows
-from ridgeplan.kernels.offload import flush_to_host
+from ridgeplan.kernels.offload import flush_codes_to_host
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import token_row_bytes
 from ridgeplan.runtime.kv.config import KVCacheConfig
@@ -115,9 +115,9 @@ class HostCodes(SlotStore):
         first = torch.zeros(self.layers * batch, dtype=torch.int32, device=before.device)
         mask, index = crossed.repeat(self.layers), (before // group).repeat(self.layers)
         quantize(keys.flatten(0, 1), values.flatten(0, 1), self.staged, first, mask, first_slot=first)
-        for rows, held in zip(pack_token_rows(self.staged), range(2), strict=True):
-            for layer, on_host in enumerate(self.on_host):
-                flush_to_host(rows[layer * batch : (layer + 1) * batch], on_host[held], before, group, crossed)
+        for layer, on_host in enumerate(self.on_host):
+            rows = slice(layer * batch, (layer + 1) * batch)
+            flush_codes_to_host(self.staged.rows(rows), on_host, before, crossed)
         place = torch.arange(len(index), device=index.device), index.clamp_max(self.key_scale.shape[2] - 1).long()
         for pairs, new in ((self.key_scale, self.staged.key_scale), (self.key_min, self.staged.key_min)):
             at = (place[0], slice(None), place[1])

@@ -241,6 +241,9 @@ GATHER |= dict.fromkeys(("keys", "values", "slot_keys", "slot_values"), "*bf16")
 GATHER |= {"strides": ["i32"] * 3, "slot_strides": ["i32"] * 3}
 STORE = {"recent": "*bf16", "out": "*bf16", "first": "*i32", "mask": "*i1"}
 STORE |= {"strides": ["i32"] * 3, "out_strides": ["i32"] * 3}
+ROWS = dict.fromkeys(("key_upper", "key_lower", "value_upper", "value_lower", "out_keys", "out_values"), "*u8")
+ROWS |= dict.fromkeys(("value_scale", "value_min", "out_pairs"), "*fp16")
+ROWS |= {"first": "*i32", "mask": "*i1", "strides": ["i64"] * 3}
 COPY = {"source": "*i32", "out": "*i32", "count": "*i32", "source_entries": "i32", "out_entries": "i32"}
 
 
@@ -262,6 +265,9 @@ def test_every_residency_kernel_compiles_for_hopper(
     store = {name: value for name, value in gather.items() if name not in ("PARTS", "TURNS", "ROWS")}
     jobs = {
         "group store": offload_job("_flush_to_host_kernel", 4, STORE, GROUP=128, BLOCK=32, **store),
+        "codes store": offload_job(
+            "_flush_codes_kernel", 4, ROWS, KV_HEADS=8, GROUP=128, HEAD_DIM=128, HALF_PADDED=64, BLOCK=32
+        ),
         "leading copy": offload_job("_copy_prefix_kernel", 8, COPY, ENTRY_WORDS=2048, HEADS=8, PARTS=9, BLOCK=4096),
         "slots": offload_job("_allocate_slots_kernel", 8, SLOTS, SLOTS=4096, WIDTH=2048),
         "most slots": offload_job("_allocate_slots_kernel", 8, SLOTS, SLOTS=16384, WIDTH=8192),

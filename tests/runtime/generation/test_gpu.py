@@ -364,6 +364,23 @@ def test_offloaded_layers_generate_the_same_tokens(part, kv, gamma, folder, offl
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["streamingllm", "quest"])
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_layers_leave_while_a_target_reads_a_selection(kv, name, folder, offload_shape, limited, make_plan, prompts):
+    plan = make_plan(
+        kv, batch=2, context=64, new_tokens=400, target=name, target_budget=96, target_options={"sinks": 2}
+    )
+    placed, _ = limited(plan, offload_shape, 4, HostPart.ALL, 96, cuda=True, adaptive=True)
+    roomy = replace(placed, placement=replace(placed.placement, memory_bytes=0))
+    engine, ids = load(placed, folder), prompts(60, 37)
+    expected = load(roomy, folder).generate(ids, 400).tokens
+    for _ in range(2):
+        assert engine.generate(ids, 400).tokens == expected
+        assert engine.statistics.moved_layers > 1
+        assert 0 < engine.statistics.loads < engine.statistics.wanted_loads
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("gamma", [0, 3])
 def test_layers_leave_while_tokens_are_generated(gamma, folder, offload_shape, limited, make_plan, prompts):
     plan, ids = make_plan("int4x2", gamma, batch=2, context=64, new_tokens=400), prompts(60, 37)

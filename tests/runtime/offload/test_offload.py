@@ -7,7 +7,13 @@ import torch
 
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.offload import flush_to_host, flush_to_host_cost
+from ridgeplan.kernels.kv_cache.token_rows import pack_token_rows
+from ridgeplan.kernels.offload import (
+    flush_codes_to_host,
+    flush_codes_to_host_cost,
+    flush_to_host,
+    flush_to_host_cost,
+)
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat
 from ridgeplan.runtime import buffers
 from ridgeplan.runtime.buffers import HostMemory, split_bytes
@@ -214,6 +220,27 @@ def test_a_group_moves_to_its_tokens_in_the_rows_that_are_asked(backend, device)
     assert flush_to_host_cost(recent, 48).read_bytes == 3 * 2 * 48 * 24 * 4
     with pytest.raises(ValueError, match="disagree with a group of 71"):
         flush_to_host(recent, out, first, 71, mask)
+
+
+@BACKENDS
+@pytest.mark.parametrize("head_dim", [16, 48])
+def test_a_group_of_codes_moves_to_its_tokens_as_rows(backend, head_dim, device):
+    codes = QuantizedKV.allocate(3, 2, 1, GROUP, head_dim, device, lower=True)
+    keys, values = torch.randn(2, 3, 2, GROUP, head_dim, device=device)
+    quantize(keys, values, codes, torch.zeros(3, dtype=torch.int32, device=device))
+    rows, words = pack_token_rows(codes), (head_dim + 16) // 8
+    both = torch.zeros(3, 200, 2, 2, words, dtype=torch.int64, device=device)  # as on the host: a token's key and value
+    out = both[:, :, :, 0].transpose(1, 2), both[:, :, :, 1].transpose(1, 2)
+    first = torch.tensor([64, 0, 100], dtype=torch.int32, device=device)
+    flush_codes_to_host(codes, out, first, torch.tensor([True, False, True], device=device), backend=backend)
+    for held, packed in zip(out, rows, strict=True):
+        for row, start in ((0, 64), (2, 100)):
+            assert torch.equal(held[row, :, start : start + GROUP], packed[row])
+        assert not held[1].any()
+        assert int((held[0] != 0).any(-1).sum()) <= 2 * GROUP
+    assert flush_codes_to_host_cost(codes).read_bytes == 3 * 2 * GROUP * 2 * (head_dim + 16)
+    with pytest.raises(ValueError, match="disagree with a group of 3 rows"):
+        flush_codes_to_host(codes, (out[0][:2], out[1]), first, torch.ones(3, dtype=torch.bool, device=device))
 
 
 def test_a_pass_that_was_not_finished_is_forgotten():
