@@ -22,7 +22,7 @@ from ridgeplan.planner.engines.measurements import (
 from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.profile import BOUND_SHARE, TRANSFER_SPREAD, profile_for, shipped_profiles
+from ridgeplan.roofline.catalog.profile import BOUND_SHARE, TRANSFER_SPREAD, Profile, profile_for, shipped_profiles
 from ridgeplan.roofline.engine import (
     FULL_BITS,
     HALF_BITS,
@@ -49,7 +49,7 @@ ASSUMED = {
 }  # fmt: skip
 UNKNOWN_KV = (1.5, 100.0)  # of kinds that ASSUMED does not have
 TRANSFERRED = 0.2  # by how much a user's rate may depart from the shipped one, relatively
-SM_SHARES = tuple(1 + step / 20 for step in range(1, 25))  # that the fit tries
+SM_SHARES = (1.0, 2.5)  # between which the fit looks
 WAVES = ("bf16", "fp8")  # kinds of KV cache that FlashAttention-3 reads
 # Deviations of a prediction beyond what was measured, in quadrature.
 OTHER_MODEL, OTHER_EXPERTS = 0.03, 0.1
@@ -82,10 +82,22 @@ def fit(measured: EngineMeasurements, rows: Sequence[MeasuredStep], base: Engine
         return _least_squares(measured, rows, start, {kind: rate.sm_share for kind, rate in base.kv.items()})[0]
     shares: dict[str, float] = {}
     for kind in WAVES if runs_in_waves(measured.hardware) else ():
-        tried = [{**shares, kind: share} for share in SM_SHARES]
-        of_kind = [row for row in rows if DTYPES[row.kv].kind in (kind, *shares)]
-        shares = min(tried, key=lambda shares: _least_squares(measured, of_kind, ASSUMED, shares)[1])
+        shares = {**shares, kind: _best_share(measured, rows, kind, shares)}
     return _least_squares(measured, rows, ASSUMED, shares)[0]
+
+
+def _best_share(
+    measured: EngineMeasurements, rows: Sequence[MeasuredStep], kind: str, others: Mapping[str, float]
+) -> float:
+    """The `sm_share` of a kind of KV cache with the least squares over its rows and those of kinds that have theirs."""
+    from scipy.optimize import minimize_scalar  # which takes a while to import, and only engines need
+
+    of_kind = [row for row in rows if DTYPES[row.kv].kind in (kind, *others)]
+
+    def squares(share: float) -> float:
+        return _least_squares(measured, of_kind, ASSUMED, {**others, kind: share})[1]
+
+    return float(minimize_scalar(squares, bounds=SM_SHARES, method="bounded", options={"xatol": 0.02}).x)
 
 
 def _least_squares(
@@ -93,7 +105,7 @@ def _least_squares(
     sm_shares: Mapping[str, float],
 ) -> tuple[EngineRates, float]:  # fmt: skip
     """The rates, and the sum of squares in deviations. start: each rate, and its relative deviation."""
-    from scipy.optimize import nnls  # which takes a while to import, and only engines need
+    from scipy.optimize import nnls
 
     kinds = dict.fromkeys(f"kv {DTYPES[row.kv].kind}" for row in rows)
     start = {**dict.fromkeys(kinds, UNKNOWN_KV), **start}
@@ -120,8 +132,13 @@ def named_rates(rates: EngineRates) -> dict[str, float]:
     }
 
 
+@cache
+def _library(hardware: Hardware) -> Profile:
+    return profile_for(hardware, shipped_profiles())
+
+
 def _rates(named: Mapping[str, float], hardware: Hardware, sm_shares: Mapping[str, float]) -> EngineRates:
-    library = profile_for(hardware, shipped_profiles())
+    library = _library(hardware)
     kinds = [name.removeprefix("kv ") for name in named if name.startswith("kv ")]
     return EngineRates(
         **{f"{name}_s": named[name] for name in ("launch", "small_launch", "expert_launch")},
