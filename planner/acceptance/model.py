@@ -111,6 +111,18 @@ class AcceptanceModel:
         disagreement = self.fitted.disagreement(self._subject(plan, gamma, ratio).parts)
         return np.broadcast_to(1 - disagreement, (len(gamma),))
 
+    def measured(self, plan: Plan) -> float | None:
+        """The acceptance of the model's own nearest measured row of a plan's drafts; None if none is near the plan."""
+        if not plan_differences(plan):
+            return 1.0
+        draft, ratio = row_name(plan), float(self._read(plan, plan.speculation.ratio))
+        rows = [
+            row
+            for row in self.rows
+            if row.draft == draft and row.source == "measured" and self._owns(row) and self._near(row, ratio)
+        ]
+        return min(rows, key=lambda row: self._distance(row, ratio)).acceptance if rows else None
+
     def competing(self, plan: Plan, gamma: np.ndarray, ratio: np.ndarray) -> np.ndarray:
         """The acceptance at which plans compete: `best`, but the low end of the band without any row of their drafts.
 

@@ -22,6 +22,7 @@ from ridgeplan.roofline.catalog.validation import (
     texts_by_name,
     whole,
 )
+from ridgeplan.roofline.round import tokens_per_round
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
 
 SECTIONS = ("kernels", "steps", "generations", "regret")
@@ -62,7 +63,8 @@ class SuiteRow(Checked):
 class RegretRow(Checked):
     """One workload: time per token of the recommended plan and of the best measured candidate.
 
-    candidates: each with `plan`, `gamma`, `acceptance`, `predicted_ms` and `measured_ms` per token.
+    candidates: each with `plan`, `gamma`, `acceptance`, `predicted_ms` and `measured_ms` per token, both at the
+    predicted acceptance; and `measured_acceptance`, of a real model's drafts of that kind, where it is known.
     """
 
     error = SuiteError
@@ -81,9 +83,34 @@ class RegretRow(Checked):
         """How much slower the recommended plan is than the best candidate, relative to it."""
         return self.recommended_ms / self.best_ms - 1
 
+    @property
+    def regret_at_measured(self) -> float | None:
+        """The same with every round's tokens at the measured acceptance; None where the recommended plan has none.
+
+        Candidates without a measured acceptance are left out.
+        """
+        times = {
+            (item.get("plan"), item["gamma"], item["measured_ms"]): _ms_at_measured(item)
+            for item in self.candidates
+            if all(isinstance(item.get(name), int | float) for name in ("measured_acceptance", *_OF_A_ROUND))
+        }
+        recommended = [ms for (*_, measured_ms), ms in times.items() if measured_ms == self.recommended_ms]
+        return recommended[0] / min(times.values()) - 1 if recommended else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, with the regret."""
         return {**asdict(self), "regret": self.regret}
+
+
+_OF_A_ROUND = ("acceptance", "gamma", "measured_ms")
+
+
+def _ms_at_measured(candidate: Mapping[str, Any]) -> float:
+    """A candidate's measured time per token with the tokens of a round at the measured acceptance."""
+    predicted, measured = (
+        tokens_per_round(candidate[kind], candidate["gamma"]) for kind in ("acceptance", "measured_acceptance")
+    )
+    return float(candidate["measured_ms"] * predicted / measured)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +171,7 @@ class SuiteReport(ResultFile):
 
 AT_MEASURED, AT_ANOTHER = "TPOT at the measured acceptance", "TPOT at another text's acceptance"
 PEAK = "peak memory"
+REGRET_AT_MEASURED = "regret at measured acceptance"
 
 
 @dataclass(frozen=True)
@@ -211,3 +239,6 @@ def summaries(report: SuiteReport) -> Iterator[Summary]:
             yield Summary.of(kind, [row.relative_error for row in rows if row.kind == kind])
     if report.regret:
         yield Summary.of("regret", [row.regret for row in report.regret])
+        at_measured = [row.regret_at_measured for row in report.regret if row.regret_at_measured is not None]
+        if at_measured:
+            yield Summary.of(REGRET_AT_MEASURED, at_measured)

@@ -10,6 +10,7 @@ import torch
 from ridgeplan.planner.feasibility import NothingFits
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.validate.acceptance import named_shape
 from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.machine import free_bytes, measured_here
 from ridgeplan.validate.measure import Progress, silent
@@ -29,8 +30,8 @@ MEMORY_SHARE = 0.9  # of what is free, for weights and caches
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """What to run. models: those that generate, the first also inside the large shape; text, other: by default halves
-    of the sample text.
+    """What to run. models: those that generate, the first also inside the large shape; regret at measured acceptance is
+    at the last one's. text, other: by default halves of the sample text.
     """
 
     suite: str
@@ -137,10 +138,12 @@ class _Run:
                 self.skipped.append(f"{name}: {error}")
 
     def _regret(self, model: RandomModel) -> None:
+        options = self.options
+        function = named_shape(options.models[-1]) if options.models else None
         for done, (context, batch) in enumerate(self.sizes.regret):
             self.on_progress(f"{model.shape.name}: regret, {context} x {batch}", done, len(self.sizes.regret))
             try:
-                row = sections.regret_row(model, self.options.profile, context, batch, self.sizes.candidates)
+                row = sections.regret_row(model, options.profile, context, batch, self.sizes.candidates, function)
             except (NothingFits, BusyMachine) as error:
                 self.skipped.append(f"{model.shape.name}, regret at {context} tokens, batch {batch}: {error}")
             else:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.prediction import Prediction, predict, predict_all
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.recommend import recommend
@@ -105,7 +106,7 @@ REGRET_METHOD = (
     "minus 1. Where they are more than the suite measures, the best of each family and the fastest are taken and the "
     "rest is counted. Rounds as "
     "in steps, all layers, without flushes; tokens per round are the planner's estimate for prediction and measurement "
-    "alike."
+    "alike, and, where a real model is given, also those at the acceptance measured of its drafts of the same kind."
 )
 
 
@@ -127,8 +128,17 @@ class RegretCandidate:
         return family_key(self.plan)
 
 
-def regret_row(model: RandomModel, profile: Profile, context: int, batch: int, max_candidates: int) -> RegretRow:
+def regret_row(
+    model: RandomModel,
+    profile: Profile,
+    context: int,
+    batch: int,
+    max_candidates: int,
+    function: ModelShape | None = None,
+) -> RegretRow:
     """Measures the candidates of one workload, at most `max_candidates` beside those that are always measured.
+
+    function: a real model, whose measured acceptance candidates have, too.
 
     Raises NothingFits where none fits into the model's memory, and BusyMachine.
     """
@@ -139,13 +149,18 @@ def regret_row(model: RandomModel, profile: Profile, context: int, batch: int, m
     ranked = candidates(answer, model.shape, profile, model)
     chosen, left_out = to_measure(ranked, answer.plan, max_candidates)
     measured_ms = {candidate.plan: _measured_ms(model, candidate) for candidate in chosen}
-    return row_of(answer.plan, chosen, measured_ms, left_out)
+    known = None if function is None else AcceptanceModel.of_profile(function, context, profile)
+    return row_of(answer.plan, chosen, measured_ms, left_out, known)
 
 
 def row_of(
-    recommended: Plan, chosen: Sequence[RegretCandidate], measured_ms: dict[Plan, float], left_out: int
+    recommended: Plan,
+    chosen: Sequence[RegretCandidate],
+    measured_ms: dict[Plan, float],
+    left_out: int,
+    known: AcceptanceModel | None = None,
 ) -> RegretRow:
-    """The row of measured candidates, of which `recommended` is one."""
+    """The row of measured candidates, of which `recommended` is one. known: acceptance of a real model's drafts."""
     best = min(measured_ms, key=lambda plan: measured_ms[plan])
     workload = recommended.workload
     return RegretRow(
@@ -162,12 +177,18 @@ def row_of(
                 "plan": preset_name(candidate.plan),
                 "gamma": candidate.predicted.gamma,
                 "acceptance": candidate.predicted.acceptance.best,
+                **_measured_acceptance(known, candidate.plan),
                 "predicted_ms": candidate.tpot_ms,
                 "measured_ms": measured_ms[candidate.plan],
             }
             for candidate in chosen
         ),
     )
+
+
+def _measured_acceptance(known: AcceptanceModel | None, plan: Plan) -> dict[str, float]:
+    measured = None if known is None else known.measured(plan)
+    return {} if measured is None else {"measured_acceptance": measured}
 
 
 def candidates(

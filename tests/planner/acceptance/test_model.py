@@ -174,6 +174,15 @@ def test_a_policy_without_rows_competes_at_the_low_end_and_one_with_rows_at_the_
         assert (model.competing(plan, gamma, ratio) < model.best(plan, gamma, ratio)).all() == (end == "low")
 
 
+def test_the_measured_acceptance_is_the_nearest_rows_of_the_model():
+    rows = [OWN, replace(OWN, context=16384, acceptance=0.8)]
+    model = AcceptanceModel.for_model(load_shape(LLAMA), 32768, list(map(asdict, rows)))
+    names = ("quantspec", "quantspec-int8", "quantspec-kv", "int8", "progressive")
+    plans = [preset(name, Workload("m", "h200", 32768)) for name in names]
+    assert [model.measured(plan) for plan in plans] == [0.9, 0.9, None, 1.0, None]
+    assert AcceptanceModel.for_model(load_shape("Llama-2-7B-32K"), 8192).measured(plans[0]) is None  # published only
+
+
 def test_figures_published_of_full_precision_weights_are_not_those_of_8_bit_ones():
     sources = [known("Llama-2-7B-32K", name, 8192).source for name in ("quantspec", "quantspec-int8")]
     assert sources == ["published", "extrapolated"]

@@ -10,6 +10,21 @@ from suite_results import REGRET, REPORT, ROW
 from ridgeplan.validate.suite.report import TARGETS, Limits, SuiteError, SuiteReport, Summary, summaries
 
 
+def test_regret_at_measured_acceptance_counts_a_rounds_tokens_anew():
+    """At gamma 1 a round has 1 + a tokens: 1.0 ms at 0.9 are 1.9 ms a round, and 1.9 / 1.5 ms a token at 0.5."""
+    drafting = {"plan": "quantspec", "gamma": 1, "acceptance": 0.9, "measured_ms": 1.0, "measured_acceptance": 0.5}
+    plain = {"plan": "int8", "gamma": 0, "acceptance": 1.0, "measured_ms": 1.1, "measured_acceptance": 1.0}
+    unknown = {"plan": "quest", "gamma": 1, "acceptance": 0.9, "measured_ms": 0.1}
+    row = replace(REGRET, recommended_ms=1.0, best_ms=1.0, candidates=(drafting, plain, unknown))
+    assert row.regret == 0
+    assert row.regret_at_measured == pytest.approx(1.9 / 1.5 / 1.1 - 1)
+    assert replace(row, recommended_ms=0.1).regret_at_measured is None
+    assert REGRET.regret_at_measured is None
+    names = {summary.name: summary for summary in summaries(replace(REPORT, regret=(row, REGRET)))}
+    assert names["regret at measured acceptance"].count == 1
+    assert "regret at measured acceptance" not in {summary.name for summary in summaries(REPORT)}
+
+
 def test_errors_are_signed_and_regret_is_relative_to_the_best() -> None:
     assert ROW.relative_error == pytest.approx(0.1)
     assert replace(ROW, predicted=0.8).relative_error == pytest.approx(-0.2)
