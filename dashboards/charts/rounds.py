@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from ridgeplan.dashboards.charts import style
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.queries.curves import SpeculationMap
+from ridgeplan.planner.render.text import short_name
 from ridgeplan.roofline.passes import category
 
 PART_COLORS = {
@@ -60,8 +61,8 @@ def waterfall(predicted: Prediction, baseline: Prediction, name: str) -> go.Figu
 
 
 def wrapped(name: str) -> str:
-    """A name over several lines, for an axis that leaves narrow screens their width."""
-    return "<br>".join(wrap(name, WIDEST))
+    """A name, shortened where a plan's, over several lines: for an axis that leaves narrow screens their width."""
+    return "<br>".join(wrap(short_name(name), WIDEST))
 
 
 def part_ms(prediction: Prediction) -> dict[str, float]:
