@@ -34,6 +34,10 @@ class EngineFailed(ValueError):
     """The engine cannot be reached, started or measured, with its own words."""
 
 
+class BatchTooLarge(EngineFailed):
+    """A batch whose sequences do not all decode at once: the engine's memory or its limit holds fewer."""
+
+
 class Engine(Protocol):
     """An engine that can be measured."""
 
@@ -45,13 +49,20 @@ class Engine(Protocol):
 
 def measure_steps(
     engine: Engine, shape: ModelShape, contexts: Sequence[int], batches: Sequence[int], weights: str, kv: str,
-    on_case: OnCase = lambda what, done, total: None,
+    on_case: OnCase = lambda what, done, total: None, on_skip: Callable[[str], None] = lambda why: None,
 ) -> Iterator[MeasuredStep]:  # fmt: skip
-    """One measured step for each context and batch, the longest context first: shorter prompts are its beginnings."""
+    """One measured step for each context and batch, the longest context first: shorter prompts are its beginnings.
+
+    Batches that the engine does not run at once are left out. Raises EngineFailed.
+    """
     cases = list(itertools.product(sorted(contexts, reverse=True), sorted(batches)))
     for done, (context, batch) in enumerate(cases):
         on_case(f"{context} tokens x {batch}", done, len(cases))
-        tpot_ms, counted = engine.step(context, batch)
+        try:
+            tpot_ms, counted = engine.step(context, batch)
+        except BatchTooLarge as error:
+            on_skip(str(error))
+            continue
         yield MeasuredStep(model=shape.name, context=counted, batch=batch, tpot_ms=tpot_ms, weights=weights, kv=kv)
 
 
@@ -133,7 +144,7 @@ class CompletionsServer:
             if len(measured) == batch:
                 return 1e3 * statistics.median(measured), streams[0].prompt_tokens or context
             new_tokens *= 4
-        raise EngineFailed(
+        raise BatchTooLarge(
             f"{batch} requests of {context} tokens never decode together; allowed: fewer, or a server that runs as "
             "many at once (--max-num-seqs, --max-running-requests)"
         )
@@ -301,8 +312,9 @@ class InProcessVllm:
         finally:
             del engine.step
         gaps = [later - sooner for sooner, later in itertools.pairwise(stamps)][SKIPPED_STEPS:-2]
-        if len(gaps) < MIN_STEPS:
-            raise EngineFailed(f"vLLM took {len(stamps) - 1} steps for {NEW_TOKENS} tokens")
+        steps = len(stamps) - 1
+        if steps > NEW_TOKENS + SKIPPED_STEPS:  # some sequences waited for others
+            raise BatchTooLarge(f"{batch} requests of {context} tokens took {steps} steps for {NEW_TOKENS} tokens each")
         return 1e3 * statistics.median(gaps), context
 
 

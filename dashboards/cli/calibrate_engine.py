@@ -23,7 +23,14 @@ from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models, load_shape
-from ridgeplan.validate.engine_steps import CompletionsServer, Engine, InProcessVllm, measure_steps, saved_config
+from ridgeplan.validate.engine_steps import (
+    CompletionsServer,
+    Engine,
+    EngineFailed,
+    InProcessVllm,
+    measure_steps,
+    saved_config,
+)
 
 CONTEXTS, BATCHES = (2048, 8192, 32768), (1, 2, 4, 6, 8, 12, 16)
 SPARE_TOKENS = 2048  # of a sequence beyond its prompt
@@ -50,10 +57,16 @@ def calibrate_engine(
     if not sizes:
         raise click.UsageError(f"--ctx is beyond {shape.name}'s limit of {shape.max_context}; allowed: shorter ones")
     measuring = _connect(engine, model, shape, url, served_model, quantization, kv_cache_dtype, load_format, max(sizes))
+    skipped: list[str] = []
     with progress("measuring") as on_progress:
-        rows = tuple(
-            measure_steps(measuring, shape, sizes, batches or BATCHES, quantization, kv_cache_dtype, on_progress)
+        steps = measure_steps(
+            measuring, shape, sizes, batches or BATCHES, quantization, kv_cache_dtype, on_progress, skipped.append
         )
+        rows = tuple(steps)
+    for why in skipped:
+        echo(f"note: left out: {why}", err=True)
+    if not rows:
+        raise EngineFailed(f"{ENGINES[engine].title} ran none of these batches; allowed: smaller ones")
     shapes = {} if shape in list_models() else {shape.name: shape}
     measured = EngineMeasurements(
         engine=engine, version=measuring.version, device=hardware.name, date=time.strftime("%Y-%m-%d"),

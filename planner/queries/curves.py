@@ -181,7 +181,11 @@ class SpeculationMap:
 
 
 def speculation_map(plan: Plan, question: Question, acceptances: Sequence[float]) -> SpeculationMap:
-    """A plan that drafts at every gamma and at each of `acceptances`, ascending, instead of the predicted one."""
+    """A plan that drafts at every gamma and at each of `acceptances`, ascending, instead of the predicted one.
+
+    Raises PlanError where the question's engine does not run it.
+    """
+    question.require_engine_runs(plan)
     shape, machine = question.shape, question.machine
     gammas, rows = np.array(GAMMAS), np.asarray(acceptances)
     drafting = replace(strategy_of(plan, shape, machine, 1.0), gamma=gammas, acceptance=rows[:, None])

@@ -11,6 +11,7 @@ from fake_engine import serving
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.validate import engine_steps
 from ridgeplan.validate.engine_steps import (
+    BatchTooLarge,
     CompletionsServer,
     EngineFailed,
     InProcessVllm,
@@ -58,8 +59,12 @@ def test_a_server_that_takes_texts_alone_gets_words_and_says_how_many_tokens_the
 def test_requests_that_wait_for_each_other_are_not_a_batch() -> None:
     with serving(known_step_s, slots=1) as server:
         engine = CompletionsServer.connect(server.url, LLAMA.vocab)
-        with pytest.raises(EngineFailed, match="2 requests of 64 tokens never decode together; allowed: fewer"):
+        with pytest.raises(BatchTooLarge, match="2 requests of 64 tokens never decode together; allowed: fewer"):
             engine.step(64, 2)
+        skipped: list[str] = []
+        rows = list(measure_steps(engine, LLAMA, (64,), (1, 2), "auto", "auto", on_skip=skipped.append))
+    assert [row.batch for row in rows] == [1]
+    assert len(skipped) == 1 and skipped[0].startswith("2 requests")
 
 
 @pytest.mark.parametrize(
@@ -106,11 +111,11 @@ class FakeLLM:
     def __init__(self, **arguments: Any) -> None:
         if arguments["model"] == "broken":
             raise RuntimeError("CUDA out of memory")
-        self.arguments, self.llm_engine = arguments, FakeEngine()
+        self.arguments, self.llm_engine, self.waves = arguments, FakeEngine(), 1
 
     def generate(self, requests: list[Any], params: Any, *, use_tqdm: bool) -> None:
         assert not use_tqdm and requests
-        for _ in range(params.max_tokens):
+        for _ in range(self.waves * params.max_tokens):  # sequences that do not fit wait for others
             self.llm_engine.step()
 
 
@@ -128,6 +133,9 @@ def test_vllm_in_this_process_is_timed_step_by_step() -> None:
     assert engine.llm.arguments["quantization"] == "fp8" and "kv_cache_dtype" not in engine.llm.arguments
     assert engine.step(128, 2) == (pytest.approx(10.5, abs=1.5), 128)
     assert "step" not in vars(engine.llm.llm_engine)
+    engine.llm.waves = 2
+    with pytest.raises(BatchTooLarge, match="2 requests of 128 tokens took 48 steps for 24 tokens each"):
+        engine.step(128, 2)
     with pytest.raises(EngineFailed, match=r"vLLM does not start: .*out of memory"):
         InProcessVllm.start("broken", LLAMA.vocab, 4096)
 

@@ -107,3 +107,13 @@ def test_a_report_that_is_none_shows_a_message(text: bytes) -> None:
     page.file_uploader(key="report").set_value(("report.json", text, "application/json")).run()
     assert not page.exception
     assert len(page.error) == 1
+
+
+@pytest.mark.parametrize("name", [*app.ANSWERED])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_tabs_hold_for_plans_of_other_engines(name: str, engine: str) -> None:
+    """A tab that shows what an engine does not run says so in one line."""
+    page = tab(name, backend=engine, context="32k", batch="4")
+    messages = [error.value for error in page.error]
+    assert all(f"{engine} has no" in message for message in messages)
+    assert len(page.get("plotly_chart")) >= (1 if messages else 2)
