@@ -13,7 +13,7 @@ import ridgeplan
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("roofline", "planner", "kernels", "runtime", "validate", "dashboards")
-SHIPPED = (".py", ".toml", ".cu", ".cuh")
+SHIPPED = (".py", ".toml", ".cu", ".cuh", ".safetensors")
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 
 
