@@ -146,8 +146,8 @@ def _available(device: torch.device, dtype: torch.dtype, shared_bytes: int, memo
     torch.cuda.empty_cache()  # memory of closed engines that torch's allocator still holds is free too
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    memory_bytes = min(free_bytes + shared_bytes, usable_bytes(total_bytes, memory_utilization))
-    return Device(memory_bytes=memory_bytes, element_bytes=dtype.itemsize, num_sms=num_sms)
+    usable = min(free_bytes + shared_bytes, usable_bytes(total_bytes, memory_utilization))
+    return Device(memory_bytes=usable, element_bytes=dtype.itemsize, num_sms=num_sms)
 
 
 @contextlib.contextmanager
