@@ -67,13 +67,13 @@ def _cell(value: object) -> str:
     return f'<td class="{kind}">{shown}</td>' if kind else f"<td>{shown}</td>"
 
 
-SHOWN = ("context", "batch", "plan", "gamma", "tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes", "speedup",
-         "why_not")  # fmt: skip
+SHOWN = ("context", "batch", "plan", "gamma", "tpot_ms", "ttft_request_ms", "ttft_ms", "tokens_per_s",
+         "peak_memory_bytes", "speedup", "why_not")  # fmt: skip
 
 
 def sweep_page(sweep: GridSweep) -> str:
     """The page. Names and values are shown as text, whatever they hold."""
-    parts = ["<h1>Fastest plans</h1><p>TTFT and tokens/s are the whole batch's; blank where no plan fits.</p>"]
+    parts = ["<h1>Fastest plans</h1><p>ttft_ms: the batch's last request's; blank where no plan fits.</p>"]
     for point in sweep.points:
         parts += [] if point.plans is None else [figure_html(tpot_map(point, point.plans))]
         parts.append(table(SHOWN, [[_shown(row[name]) for name in SHOWN] for row in point.rows()]))

@@ -35,9 +35,14 @@ ENDS = ("low", "best", "high")  # of a band of acceptance
 
 @dataclass(frozen=True)
 class Figures:
-    """Headline figures: time per token and to the first token, throughput of the batch, peak memory."""
+    """Headline figures: time per token and to the first token, throughput of the batch, peak memory.
+
+    ttft_request_ms: of a request whose prompt is processed at once. ttft_ms: of the batch's last request, as prompts
+    are processed one after another.
+    """
 
     tpot_ms: float
+    ttft_request_ms: float
     ttft_ms: float
     tokens_per_s: float
     peak_memory_bytes: float
@@ -305,9 +310,11 @@ def _prediction(
     def figures(near: Estimate, far: Estimate, deviations: int, workspace: float) -> Figures:
         """One end of the band, with `workspace` times the workspace. Throughput, inverse to time, is of the other."""
         resident = _at(near.memory.resident, index)
+        ttft_ms = 1e3 * _at(near.ttft_s, index) * max(1 + deviations * prefill_spread, 0.1)
         return Figures(
             tpot_ms=1e3 * (_at(near.tpot_s, index) * max(1 + deviations * spread, 0.1)),
-            ttft_ms=1e3 * _at(near.ttft_s, index) * max(1 + deviations * prefill_spread, 0.1),
+            ttft_request_ms=ttft_ms / plan.workload.batch,
+            ttft_ms=ttft_ms,
             tokens_per_s=plan.workload.batch / (_at(far.tpot_s, index) * max(1 - deviations * spread, 0.1)),
             peak_memory_bytes=resident + workspace * (_at(near.memory.peak, index) - resident),
         )

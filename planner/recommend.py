@@ -267,7 +267,7 @@ def _why_it_lost(loser: Candidate, winner: Candidate, predicted: Prediction, que
     times = f"{ratio:.2f}x the recommended plan's {'memory' if memory else 'time'}"
     preferred = preference(winner.plan) < preference(loser.plan)
     if ratio < 1 and loser.host_bytes and not winner.host_bytes:
-        return f"needs the host's memory and is below {MIN_OFFLOADED_SPEEDUP}x plain decoding: {times}"
+        return f"offloaded, and below {MIN_OFFLOADED_SPEEDUP}x plain decoding: {times}"
     if ratio < 1 and not preferred:
         return f"measurably slower than the fastest plan: {times}"
     if ratio <= 1 and preferred:

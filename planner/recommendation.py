@@ -142,6 +142,11 @@ class Recommendation(Table):
         """Whether plain decoding fits the device."""
         return self.baseline.best.peak_memory_bytes <= self.memory_limit_bytes
 
+    @property
+    def baseline_text(self) -> str:
+        """What speed-ups compare with; marked where it does not fit, so that its time is hypothetical."""
+        return "plain decoding" if self.baseline_fits else "plain decoding, which does not fit"
+
     def _choice(self) -> list[str]:
         workload = self.plan.workload
         return [

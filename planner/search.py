@@ -31,7 +31,7 @@ from ridgeplan.roofline.plan.plan import (
     Workload,
 )
 from ridgeplan.roofline.plan.policy import KV_BUDGET, SELECTIONS, make_selection
-from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, describe, family_key
+from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, describe, family_key, short_name
 from ridgeplan.roofline.plan.presets import preset as preset_of
 from ridgeplan.roofline.plan.support import missing_cost_model
 
@@ -222,9 +222,18 @@ def _acceptance(searched: Sequence[Family], grid: _GammaRatioGrid, question: Que
     return np.reshape(acceptance, grid.shape)
 
 
+def named_plan(name: str, workload: Workload) -> Plan:
+    """The preset, or the plan of the joint space with this name in its long or short form. Raises PlanError."""
+    if name not in PRESETS:
+        for family in families(workload, offload=True, quality=Quality.LOSSY):
+            if name.casefold() in (family.name.casefold(), short_name(family.name)):
+                return family.template
+    return preset_of(name, workload)
+
+
 def best_of_preset(name: str, question: Question) -> Candidate:
     """The named preset at its fastest gamma and ratio that fit, as `recommend` lists it. Raises PlanError."""
-    plan = preset_of(name, question.workload)
+    plan = named_plan(name, question.workload)
     question.require_engine_runs(plan)
     (candidate,) = search(question, (family_of(name, plan),))
     return candidate

@@ -28,7 +28,7 @@ def capacity_map(
     that are marked.
     """
     x, y = np.log2(plan_map.contexts), np.log2(plan_map.batches)
-    tpot_ms, ttft_ms = 1e3 * plan_map.tpot_s, 1e3 * plan_map.ttft_s
+    tpot_ms, ttft_ms = 1e3 * plan_map.tpot_s, 1e3 * plan_map.ttft_s / plan_map.batches  # of a request
     figure = go.Figure(_heat(plan_map, x, y))
     for base, length, row in no_fit_runs(plan_map, x):
         figure.add_trace(_hatched(base, length, y[row], _spacing(y)))
@@ -43,9 +43,11 @@ def capacity_map(
     for values, limit, color, name in limits:
         if limit:
             figure.add_traces(_contour(f"{time_text(limit)} {name}", x, y, values, limit, color, plan_map))
-    figure.add_scatter(name="your question", x=[np.log2(workload[0])], y=[np.log2(workload[1])], mode="markers",
-                       hoverinfo="skip",
-                       marker={"symbol": "circle-open", "size": 16, "color": RED, "line": {"width": 3}})  # fmt: skip
+    if min(workload) > 0:  # the page shows the map below the message about a size of 0, too
+        figure.add_scatter(name="your question", x=[np.log2(workload[0])], y=[np.log2(workload[1])], mode="markers",
+                           hoverinfo="skip",
+                           marker={"symbol": "circle-open", "size": 16, "color": RED, "line": {"width": 3}}
+                           )  # fmt: skip
     _axes(figure, plan_map, x, y)
     return styled(figure, height=500, top=70, barmode="overlay", legend=below(-0.17))
 
@@ -84,7 +86,8 @@ def _hover(plan_map: PlanMap) -> list[list[str]]:
         [
             f"{tokens_text(context)} tokens x {batch}<br>{plan_map.names[i, j]}<br>"
             f"{time_text(1e3 * plan_map.tpot_s[i, j])} per token, {plan_map.tokens_per_s[i, j]:,.0f} tokens/s<br>"
-            f"first token after {time_text(1e3 * plan_map.ttft_s[i, j])}, {size_text(plan_map.peak_bytes[i, j])}"
+            f"first token after {time_text(1e3 * plan_map.ttft_s[i, j] / batch)}, of the batch's last request after "
+            f"{time_text(1e3 * plan_map.ttft_s[i, j])}<br>{size_text(plan_map.peak_bytes[i, j])}"
             for i, context in enumerate(plan_map.contexts)
         ]
         for j, batch in enumerate(plan_map.batches)

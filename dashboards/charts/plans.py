@@ -12,17 +12,18 @@ from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.quantities import time_text, tokens_text
 from ridgeplan.planner.queries.curves import BatchCurve, Crossing, crossings, frontier
-from ridgeplan.planner.render.text import short_name
+from ridgeplan.roofline.plan.presets import short_name
 
 VERDICT_COLORS = {
     "recommended": style.BLUE, "within the noise": style.GREEN, "slower": style.GREY, "larger": style.GREY,
     "quality": style.GOLD, "does not fit": style.RED, "estimated only": style.PURPLE, "not calibrated": style.PURPLE,
+    "not measured": style.SKY, "offloaded": style.ORANGE, "fits": style.ORANGE,
 }  # fmt: skip
 
 
 def alternatives(recommendation: Recommendation) -> go.Figure:
     """Milliseconds per token of the recommended plan and all others, with bands, coloured by why they lost."""
-    rows = [(recommendation.name, recommendation.predicted, "recommended")]
+    rows = [(recommendation.name, recommendation.predicted, recommendation.verdict)]
     rows += [(other.preset, other.predicted, other.rejected) for other in recommendation.alternatives]
     figure = go.Figure()
     for verdict, color in VERDICT_COLORS.items():

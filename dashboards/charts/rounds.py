@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 from ridgeplan.dashboards.charts import style
 from ridgeplan.planner import Prediction, Recommendation
 from ridgeplan.planner.queries.curves import SpeculationMap
-from ridgeplan.planner.render.text import short_name
 from ridgeplan.roofline.passes import category
+from ridgeplan.roofline.plan.presets import short_name
 
 PART_COLORS = {
     "draft": style.ORANGE, "verification": style.BLUE, "acceptance": style.GREEN, "selection": style.PURPLE,

@@ -11,15 +11,14 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, wrapped
-from ridgeplan.dashboards.cli.plan import MAX_NAME, shortened
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.compare import ComparedPlan, PlanComparison, compare_saved
 from ridgeplan.planner.queries.compare import compare as compared
 from ridgeplan.planner.queries.cost import BATCHES, CostRow, LatencyLimits, ServingCost, serving_cost
-from ridgeplan.planner.render.text import short_name
+from ridgeplan.roofline.plan.presets import short_name
 
-COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "TTFT ms", "tokens/s", "GB", "speed-up", "")
+COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "last TTFT", "tokens/s", "GB", "speed-up", "")
 
 
 @command()
@@ -75,12 +74,12 @@ def _print_comparison(result: PlanComparison) -> None:
     rows = []
     for index, compared_plan in enumerate(result.plans):
         differing = [part[index] for part in parts if len(set(part)) > 1]
-        name = " ".join((*differing, shortened(short_name(compared_plan.name), MAX_NAME)))
+        name = " ".join((*differing, short_name(compared_plan.name)))
         predicted, best = compared_plan.predicted, compared_plan.predicted.best
         sizes = best.tpot_ms, best.ttft_ms, best.tokens_per_s, best.peak_memory_bytes / GB
         note = compared_plan.note.partition(":")[0]
         rows.append((name, str(predicted.gamma), *map(number, sizes), f"{predicted.speedup:.2f}x", note))
-    print_table("Plans (TTFT and tokens/s of the whole batch)", COMPARE_COLUMNS, rows)
+    print_table(f"Plans ({opt.FIGURES_NOTE})", COMPARE_COLUMNS, rows)
     for subject, reason in result.missing:
         echo(f"{subject}: {reason}")
 
@@ -100,7 +99,7 @@ def _subject(compared_plan: ComparedPlan) -> tuple[str, ...]:
 )  # fmt: skip
 @opt.ctx
 @opt.max_model_len
-@opt.batch_list(f"Batches, such as 1..64 or 1,4,16.  [default: {','.join(map(str, BATCHES))}]")
+@opt.batch_list(f"Batches, such as 1..64 or 1,4,16.  [default: {','.join(map(str, BATCHES))} that fit]")
 @opt.new_tokens
 @click.option("--ttft-max", type=opt.TIME, help="Limit on a request's own prefill, without queueing, such as 2s.")
 @click.option("--tpot-max", type=opt.TIME, help="Limit on a request's time per token, such as 20ms.")
@@ -128,7 +127,7 @@ def cost(
     options = SearchOptions(**search)
     result = serving_cost(
         model, _prices(gpus, prices), opt.context_of(ctx, max_model_len, options.new_tokens),
-        batches=batches or BATCHES, limits=LatencyLimits(ttft_max, tpot_max), preset=preset, options=options,
+        batches=batches, limits=LatencyLimits(ttft_max, tpot_max), preset=preset, options=options,
     )  # fmt: skip
     if as_json:
         print_json(result.to_dict())
@@ -156,7 +155,11 @@ def _print_costs(result: ServingCost) -> None:
     limited = result.limits != type(result.limits)()
     rows = [_cells(row, several, limited) for row in result.rows]
     print_notes(result.notes)
-    print_table("Cost (TTFT without queueing; tokens/s and dollars of one GPU)", COST_COLUMNS, rows)
+    print_table(
+        "Cost (TTFT without queueing, last TTFT of the batch's last request; tokens/s and $ of one GPU)",
+        COST_COLUMNS,
+        rows,
+    )
     best = result.cheapest
     if best is None:
         echo("no batch fits and meets the limits; try larger limits, a shorter --ctx or another --gpu")
@@ -165,8 +168,7 @@ def _print_costs(result: ServingCost) -> None:
     echo(wrapped(f"cheapest: {price} on {best.gpu} at batch {best.batch} with {best.name}"))
 
 
-COST_COLUMNS = ("plan", "batch", "TTFT ms", "TPOT ms", "tokens/s", "GB", "$/M", "verdict")
-NAME_WIDTH = 25  # what the other columns leave of 80
+COST_COLUMNS = ("plan", "batch", "TTFT ms", "last TTFT", "TPOT ms", "tokens/s", "GB", "$/M", "verdict")
 
 
 def _cells(row: CostRow, several: bool, limited: bool) -> tuple[str, ...]:
@@ -180,6 +182,7 @@ def _cells(row: CostRow, several: bool, limited: bool) -> tuple[str, ...]:
         else f"misses {', '.join(row.misses)}"
     )
     return (
-        shortened(name, NAME_WIDTH), f"{row.batch}", number(row.ttft_ms), number(row.tpot_ms),
-        number(row.tokens_per_s), number(row.peak_memory_bytes / GB), f"{row.dollars_per_million:,.3g}", verdict,
+        name, f"{row.batch}", number(row.ttft_request_ms), number(row.ttft_ms),
+        number(row.tpot_ms), number(row.tokens_per_s), number(row.peak_memory_bytes / GB),
+        f"{row.dollars_per_million:,.3g}", verdict,
     )  # fmt: skip

@@ -22,11 +22,11 @@ from ridgeplan.planner.quality import saved_rows, stated_losses
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.queries.estimate import PlanEstimate, drafting, estimate_plan
 from ridgeplan.planner.question import Question
-from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, on_host_text, overhead_text
+from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, first_token_text, on_host_text, overhead_text
 from ridgeplan.planner.render.text import explain as meaning_of
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.presets import describe, preset_name
+from ridgeplan.roofline.plan.presets import describe, preset_name, short_name
 from ridgeplan.roofline.plan.support import Backend, as_loaded, only_estimated, unsupported
 
 
@@ -116,9 +116,13 @@ def _print(result: PlanEstimate) -> None:
     for note in (*result.notes, *_overheads(result), *([unsupported] if unsupported else [])):
         echo(wrapped(f"  note: {note}"))
     adaptive = f"adaptive up to {speculation.gamma}" if speculation.adaptive else ""
-    rows = [(result.name, *opt.figures(predicted), adaptive),
+    rows = [(short_name(result.name), *opt.figures(predicted), adaptive),
             ("plain decoding", *opt.figures(result.baseline), "")]  # fmt: skip
-    print_table("Prediction (TTFT and tokens/s of the whole batch)", ("plan", *opt.FIGURES, ""), rows)
+    print_table(
+        f"Prediction ({opt.FIGURES_NOTE})",
+        ("plan", *opt.FIGURES, ""),
+        rows,
+    )
     print_table(
         "Operations of one prompt's prefill, a draft step and a target step",
         ("operation", "launches", "ms", "GFLOP", "MB", "FLOP/byte", "kernel class"),
@@ -208,7 +212,7 @@ def _time(plan: Plan, predicted: Prediction, plain: Prediction) -> Iterator[str]
     longest = ", ".join(f"{op.op} {time_text(1e3 * op.seconds)}" for op in target[:LONGEST_OPERATIONS])
     overhead = overhead_text(plan, predicted)
     yield f"  the target's pass: {longest}" + (f"; overheads: {overhead}" if overhead else "")
-    yield f"  first token{'s of the batch' if plan.workload.batch > 1 else ''} after {time_text(best.ttft_ms)}"
+    yield f"  first token after {first_token_text(best, plan.workload.batch)}"
 
 
 def _memory(predicted: Prediction, usable_bytes: float) -> Iterator[str]:

@@ -13,13 +13,12 @@ from ridgeplan.dashboards.cli.output import echo, print_json, print_table, wrapp
 from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.quantities import GB, tokens_text
-from ridgeplan.planner.render.text import short_name
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.profile import shipped_profiles
 from ridgeplan.roofline.latency import GIB
-from ridgeplan.roofline.plan.presets import describe
+from ridgeplan.roofline.plan.presets import describe, short_name
 from ridgeplan.roofline.plan.support import missing_architecture, missing_execution
 
 TEMPLATE = Path(__file__).with_name("gpu_template.toml")

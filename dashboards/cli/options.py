@@ -190,8 +190,15 @@ def _only_one_gpu(ctx: click.Context, param: click.Parameter, value: int) -> Non
         raise PlanError(f"tensor parallelism is {value}; allowed: 1, because plans are costed for one GPU")
 
 
+def _one_name(ctx: click.Context, param: click.Parameter, names: Sequence[str]) -> str:
+    if len(names) > 1 or "," in names[0]:
+        several = ",".join(names)
+        raise click.UsageError(f"--gpu is {several}; allowed: one GPU; `ridgeplan compare` takes --gpu {several}")
+    return names[0]
+
+
 # The workload.
-gpu = click.option("--gpu", required=True, help=GPU_HELP)
+gpu = click.option("--gpu", required=True, multiple=True, callback=_one_name, help=GPU_HELP)
 ctx = click.option(*CTX, "ctx", type=TOKENS, help="Prompt length in tokens, such as 128k.")
 max_model_len = click.option("--max-model-len", type=TOKENS, help="Prompt and new tokens together; replaces --ctx.")
 batch = click.option(*BATCH, "batch", type=int, default=1, help="Sequences that run together.")
@@ -265,6 +272,9 @@ priced_by = combine(memory_utilization, memory_limit, host_memory, profile_file,
 model_to_run = click.option(
     "--model", help="Folder, GGUF file or hub id to run.  [default: the embedded SmolLM2-135M-Instruct]"
 )
+any_model = click.option(
+    "--any-model", is_flag=True, help="Run a model whose sizes differ from those of the plan's model."
+)
 prompt_file = click.option(
     "--prompt-file", metavar="FILE", help="UTF-8 text to continue.  [default: a text that ships with Python]"
 )
@@ -315,7 +325,9 @@ def context_of(ctx: int | None, max_model_len: int | None, new_tokens: int) -> i
 
     Raises UsageError for neither, for both, or for a --max-model-len that leaves no room for a prompt.
     """
-    if (ctx is None) == (max_model_len is None):
+    if ctx is not None and max_model_len is not None:
+        raise click.UsageError("--ctx and --max-model-len were both given; allowed: one of them")
+    if ctx is None and max_model_len is None:
         raise click.UsageError("--ctx or --max-model-len is needed; allowed: one of them, such as --ctx 128k")
     if ctx is not None:
         return ctx
@@ -334,7 +346,8 @@ def gpu_of(argument: str | None, option: str | None) -> str | None:
     return option if argument is None else argument
 
 
-FIGURES = ("gamma", "TPOT ms", "low", "high", "TTFT ms", "tokens/s", "GB", "speed-up")
+FIGURES_NOTE = "last TTFT: of the batch's last request, in ms; tokens/s of the whole batch"
+FIGURES = ("gamma", "TPOT ms", "low", "high", "last TTFT", "tokens/s", "GB", "speed-up")
 
 
 def figures(prediction: Prediction) -> tuple[str, ...]:

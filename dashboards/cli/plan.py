@@ -20,16 +20,15 @@ from ridgeplan.planner.plan_file import plan_json
 from ridgeplan.planner.quantities import GB, size_text, time_text, tokens_text
 from ridgeplan.planner.question import Objective
 from ridgeplan.planner.recommendation import Alternative
-from ridgeplan.planner.render.text import SOURCE_WORDS, short_name
+from ridgeplan.planner.render.text import SOURCE_WORDS, first_token_text
 from ridgeplan.roofline.latency import GIB
+from ridgeplan.roofline.plan.presets import short_name
 
-WIDTH = 80
 ROWS = 5
-MAX_NAME = 30  # characters of a plan's name where more follows
 COLUMNS = (("plan", 34), ("gamma", 5), ("ms/token", 8), ("GB", 6), ("speed-up", 8), ("", 14))
 SHORT_VERDICTS = {
     "within the noise": "within noise", "estimated only here": "estimated only", "quality": "lower quality",
-    "fits only with offloading": "offloaded", "fits, but is slow": "slow",
+    "fits only with offloading": "offloaded", "fits, but is slow": "slow", "measurably slower": "slower",
 }  # fmt: skip
 
 
@@ -40,8 +39,9 @@ def answer_text(recommendation: Recommendation) -> str:
     """
     source = recommendation.predicted.source
     hidden = max(len(recommendation.alternatives) + 1 - ROWS, 0)
-    answer = [shortened(line) for line in answer_lines(recommendation)]
-    legend = [shortened(f"[{source}]: {SOURCE_WORDS[source]}"),
+    name, short = recommendation.name, short_name(recommendation.name)
+    answer = [wrapped(line) for line in answer_lines(recommendation)]
+    legend = [wrapped(f"[{source}]: {SOURCE_WORDS[source]}"), *([wrapped(f"{short}: {name}")] if short != name else []),
               f"--all shows {hidden} more plans, full names and all reasons"]  # fmt: skip
     parts = (warning_lines(recommendation), answer, table_lines(_rows(recommendation)), legend)
     return "\n\n".join(filter(None, map("\n".join, parts)))
@@ -52,17 +52,16 @@ def answer_lines(recommendation: Recommendation) -> list[str]:
     workload, predicted, best = recommendation.plan.workload, recommendation.predicted, recommendation.predicted.best
     low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
     batched = workload.batch > 1
-    per_request = f", {number(best.tokens_per_s / workload.batch)} per request" if batched else ""
+    per_request = f", {number(best.tokens_per_s / workload.batch)} each" if batched else ""
     verdict, gamma = headline(recommendation), f", gamma {predicted.gamma}" if predicted.gamma else ""
-    name = shortened(short_name(recommendation.name), WIDTH - len(f"{verdict}: {gamma}"))
-    speedup = f"{predicted.speedup:.2f}x plain decoding"
+    name = short_name(recommendation.name)
     return [
         f"{workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens, batch {workload.batch}, "
         f"{tokens_text(workload.new_tokens)} new tokens",
         f"{verdict}: {name}{gamma}",
         f"{time_text(best.tpot_ms)} per token ({low} to {high}), "
-        f"{speedup if recommendation.baseline_fits else 'unquantized baseline does not fit'}",
-        f"First token{'s' if batched else ''} after {time_text(best.ttft_ms)}; {number(best.tokens_per_s)} tokens/s"
+        f"{predicted.speedup:.2f}x {recommendation.baseline_text}",
+        f"First token after {first_token_text(best, workload.batch)}; {number(best.tokens_per_s)} tokens/s"
         f"{per_request}",
         f"Memory: {size_text(best.peak_memory_bytes)} of {size_text(recommendation.memory_limit_bytes)} "
         f"({best.peak_memory_bytes / GIB:.1f} of {recommendation.memory_limit_bytes / GIB:.1f} GiB)",
@@ -91,17 +90,12 @@ def warning_lines(recommendation: Recommendation) -> Iterator[str]:
 
 def table_lines(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Aligned columns of `COLUMNS`, names on the left and figures on the right. Loading rich would take too long."""
-    for cells in ([title for title, _ in COLUMNS], *rows):
-        padded = [
-            shortened(cell, width).ljust(width) if index in (0, len(COLUMNS) - 1) else cell.rjust(width)
-            for index, (cell, (_, width)) in enumerate(zip(cells, COLUMNS, strict=True))
-        ]
-        yield " ".join(padded).rstrip()
-
-
-def shortened(line: str, width: int = WIDTH) -> str:
-    """A line of at most `width` characters; dots replace the end of a longer one."""
-    return line if len(line) <= width else f"{line[: width - 3].rstrip()}..."
+    (_, width), *middle, _ = COLUMNS
+    for name, *figures, verdict in ([title for title, _ in COLUMNS], *rows):
+        cells = " ".join(cell.rjust(size) for cell, (_, size) in zip(figures, middle, strict=True))
+        if len(name) > width:  # on a line of its own
+            yield name
+        yield f"{'' if len(name) > width else name:<{width}} {cells} {verdict}".rstrip()
 
 
 def _quality_cost(losses: Sequence[str]) -> str:
@@ -155,7 +149,7 @@ def _row(name: str, predicted: Prediction, verdict: str) -> tuple[str, ...]:
 
 def _short_verdict(other: Alternative) -> str:
     """The reason in a word or two: the text before the first colon or comma."""
-    words = re.split(r"[:,]| on | has no ", other.rejected)[0]
+    words = re.split(r"[:,]| on | has no | than | the host", other.rejected)[0]
     if " has no " in other.rejected:
         return f"not in {words}"
     return SHORT_VERDICTS.get(words, words)
@@ -212,7 +206,7 @@ def print_everything(recommendation: Recommendation) -> None:
         return "".join(cell.rjust(10) for cell in cells)  # eight of them fit 80 columns
 
     echo("\n".join(map(wrapped, recommendation.explain().splitlines())))
-    echo(f"\nPlans (TTFT and tokens/s of the whole batch)\n{columns(opt.FIGURES)}")
+    echo(f"\nPlans ({opt.FIGURES_NOTE})\n{columns(opt.FIGURES)}")
     best = recommendation.best_estimated
     verdicts = [(recommendation.name, recommendation.predicted, recommendation.verdict)]
     verdicts += [

@@ -49,7 +49,7 @@ ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose att
 @opt.retrieval_head
 @opt.profile_file
 @opt.memory_utilization
-@click.option("--any-model", is_flag=True, help="Run a model whose sizes differ from those of the plan's model.")
+@opt.any_model
 @opt.as_json
 def run(
     saved: SavedPlan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,

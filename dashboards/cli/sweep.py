@@ -14,7 +14,6 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table
-from ridgeplan.dashboards.cli.plan import MAX_NAME, shortened
 from ridgeplan.dashboards.files import json_text, write_atomically
 from ridgeplan.dashboards.rows import csv_text
 from ridgeplan.planner import SearchOptions
@@ -22,7 +21,7 @@ from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.gamma import BATCHES, GammaCell
 from ridgeplan.planner.queries.sweep import AXES, TURNS, GridSweep, grid_sweep, parse_axes
 from ridgeplan.planner.question import Question, ask
-from ridgeplan.planner.render.text import short_name
+from ridgeplan.roofline.plan.presets import short_name
 
 FORMATS = (".csv", ".json", ".html")
 SHOWN_ROWS = 20
@@ -96,7 +95,7 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
     """The cells under `COLUMNS`. The first names the other axes' values and the plan, or why there is none."""
     values = [str(row[name]).rpartition("/")[2] for name in varying]  # a model without its owner
     name = short_name(row["plan"]) or row["why_not"].partition(" of ")[0]
-    size = " ".join((*values, shortened(name, MAX_NAME))), tokens_text(row["context"]), str(row["batch"])
+    size = " ".join((*values, name)), tokens_text(row["context"]), str(row["batch"])
     if not row["plan"]:
         return (*size, *[""] * (len(COLUMNS) - len(size)))
     return (

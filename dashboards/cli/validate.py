@@ -10,10 +10,15 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, opening_tokens
+from ridgeplan.dashboards.cli.model_inputs import (
+    calibration_tokens,
+    embedded_or,
+    opening_tokens,
+    require_planned_model,
+)
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress, progress_bars, write_page
 from ridgeplan.dashboards.files import write_atomically
-from ridgeplan.planner import Plan
+from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.validate.suite.report import SECTIONS, SUITES, RegretRow, SuiteReport, SuiteRow
@@ -109,14 +114,15 @@ def regret_texts(row: RegretRow) -> tuple[str, ...]:
 RUNS = ("plain decoding", "the plan")  # in the order of `validate_plan`
 # The options of each subject of validation.
 SUBJECTS = {
-    "PLAN": {"models", "prompt_file", "max_new_tokens", "profile", "calibration", "retrieval_head", "agreement"},
+    "PLAN": {"models", "prompt_file", "max_new_tokens", "profile", "calibration", "retrieval_head", "agreement"}
+    | {"any_model"},
     "--suite": {"models", "prompt_file", "other_text", "profile", "only", "output", "html"},
     "--report": {"html"},
 }
 
 
 @command()
-@click.argument("plan", type=opt.PlanFile(), required=False)
+@click.argument("plan", type=opt.SavedPlanFile(), required=False)
 @click.option("--suite", type=click.Choice(SUITES), help="Validate the package on this machine instead of a plan.")
 @click.option("--report", type=click.Path(path_type=Path), help="Show a suite's saved results instead.")
 @click.option(
@@ -130,13 +136,14 @@ SUBJECTS = {
 @opt.calibration_file
 @opt.retrieval_head
 @click.option("--agreement", is_flag=True, help="Also count greedy tokens that differ from float32; on a CPU none can.")
+@opt.any_model
 @opt.repeated("--only", "only", click.Choice(SECTIONS), "Run only this part of the suite")
 @click.option(
     "--output", type=opt.OutputFile(), help="Save a suite's results to this file as JSON, beside earlier parts."
 )
 @click.option("--html", type=opt.OutputFile(), help="Save a suite's results as a self-contained page.")
 @opt.as_json
-def validate(plan: Plan | None, suite: str | None, report: Path | None, as_json: bool, **rest: Any) -> None:
+def validate(plan: SavedPlan | None, suite: str | None, report: Path | None, as_json: bool, **rest: Any) -> None:
     """Compare predictions with measurements on this machine.
 
     With a plan file PLAN: run plain decoding and the plan in turns on one text. The prompt is the start of the text, as
@@ -176,12 +183,15 @@ def _forbid(options: dict[str, Any], subject: str) -> None:
 
 
 def validate_plan_file(
-    plan: Plan, models: tuple[str, ...], prompt_file: str | None, max_new_tokens: int | None, profile: str | None,
-    calibration: str | None, retrieval_head: str | None, agreement: bool, as_json: bool,
+    saved: SavedPlan, models: tuple[str, ...], prompt_file: str | None, max_new_tokens: int | None, profile: str | None,
+    calibration: str | None, retrieval_head: str | None, agreement: bool, any_model: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Runs plain decoding and the plan, and prints both comparisons."""
     if len(models) > 1:
         raise click.UsageError(f"--model was given {len(models)} times; allowed with PLAN: once")
+    if not any_model:
+        require_planned_model(saved, models[0] if models else None, ", or any with --any-model")
+    plan = saved.plan
     calibrated = this_machine() if profile is None else load_profile(profile)
     limit = min(opt.DEFAULT_RUN_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
     # Importing torch takes seconds, so the files are checked first.

@@ -130,7 +130,8 @@ def verdict(recommendation: Recommendation) -> str:
     if not predicted.beats_plain:
         return f"Recommended: plain decoding ({recommendation.name}), {each}. No plan that runs is reliably faster."
     chance = f"faster with {probability(predicted.beats_plain)} probability"
-    return f"Recommended: {recommendation.name}, {each}, {predicted.speedup:.2f}x plain decoding, {chance}."
+    speedup = f"{predicted.speedup:.2f}x {recommendation.baseline_text}"
+    return f"Recommended: {recommendation.name}, {each}, {speedup}, {chance}."
 
 
 def subject(recommendation: Recommendation) -> str:
@@ -165,17 +166,23 @@ def tiles(recommendation: Recommendation) -> list[tuple[str, str, str]]:
     whose = "of the batch" if batch > 1 else "of the request"
     return [
         ("Time per token", time_text(best.tpot_ms), f"{time_text(low.tpot_ms)} to {time_text(high.tpot_ms)}"),
-        ("First token", time_text(best.ttft_ms), f"{time_text(low.ttft_ms)} to {time_text(high.ttft_ms)}"),
+        ("First token", time_text(best.ttft_request_ms), _first_tokens(recommendation)),
         ("Tokens/s", f"{best.tokens_per_s:,.0f}", f"{whose}; {low.tokens_per_s:,.0f} to {high.tokens_per_s:,.0f}"),
         _gain_tile(recommendation),
         ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that plans may use"),
     ]
 
 
+def _first_tokens(recommendation: Recommendation) -> str:
+    """The band of a request's first token or, in a batch, the first token of the last request."""
+    low, best, high = (getattr(recommendation.predicted, end) for end in ("low", "best", "high"))
+    if recommendation.plan.workload.batch > 1:
+        return f"of a request; {time_text(best.ttft_ms)} of the batch's last"
+    return f"{time_text(low.ttft_ms)} to {time_text(high.ttft_ms)}"
+
+
 def _gain_tile(recommendation: Recommendation) -> tuple[str, str, str]:
-    if not recommendation.baseline_fits:
-        return "Speed-up", "none", "the unquantized baseline does not fit"
-    plain = f"plain decoding {time_text(recommendation.baseline.best.tpot_ms)}"
+    plain = f"{time_text(recommendation.baseline.best.tpot_ms)} by {recommendation.baseline_text}"
     return "Speed-up", f"{recommendation.predicted.speedup:.2f}x", plain
 
 

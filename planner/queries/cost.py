@@ -28,8 +28,9 @@ class LatencyLimits:
 class CostRow:
     """One GPU and batch with its fastest plan.
 
-    ttft_ms: of one request, its own prompt alone. tokens_per_s: output tokens of the whole batch, with the time of all
-    its prompts. dollars_per_million: of output tokens, prompts included. misses: which limits are not met.
+    ttft_request_ms, ttft_ms: as in `Figures`; limits hold for the former. tokens_per_s: output tokens of the whole
+    batch, with the time of all its prompts. dollars_per_million: of output tokens, prompts included. misses: which
+    limits are not met.
     """
 
     gpu: str
@@ -37,6 +38,7 @@ class CostRow:
     plan: Plan
     name: str
     fits: bool
+    ttft_request_ms: float
     ttft_ms: float
     tpot_ms: float
     tokens_per_s: float
@@ -96,7 +98,7 @@ def serving_cost(
     prices: Mapping[str, float],
     context: int | str,
     *,
-    batches: Sequence[int] = BATCHES,
+    batches: Sequence[int] = (),
     limits: LatencyLimits = LatencyLimits(),
     preset: str | None = None,
     options: SearchOptions | None = None,
@@ -104,8 +106,8 @@ def serving_cost(
 ) -> ServingCost:
     """The cost on every GPU of `prices`, which holds dollars per hour, at every batch.
 
-    A batch is served at a time: its prompts one after another, then all its tokens. Options and errors are those of
-    `recommend`.
+    A batch is served at a time: its prompts one after another, then all its tokens. Batches default to the powers of 2
+    up to the last that fits the GPU alone. Options and errors are those of `recommend`.
     """
     for gpu, price in prices.items():
         require(0 < price < 1e6, f"the price of {gpu} is {price}; allowed: dollars per hour above 0")
@@ -113,9 +115,11 @@ def serving_cost(
     questions = {gpu: ask(model, gpu, prompt_tokens, options) for gpu in prices}
     rows: list[CostRow] = []
     for gpu, question in questions.items():
-        sizes = plan_map(question, (prompt_tokens,), batches, preset)
+        sizes = plan_map(question, (prompt_tokens,), batches or BATCHES, preset)
+        fitting = int((sizes.fits & (sizes.host_bytes == 0)).sum())  # the first ones, as memory grows with the batch
+        shown = len(batches) or max(fitting, 1)
         name = question.profile.hardware.name
-        rows += [_row(sizes, column, name, prices[gpu], limits) for column in range(len(batches))]
+        rows += [_row(sizes, column, name, prices[gpu], limits) for column in range(shown)]
     notes = dict.fromkeys(note for question in questions.values() for note in question.notes())
     model = next(iter(questions.values())).shape.name
     return ServingCost(model, prompt_tokens, options.new_tokens, limits, tuple(rows), tuple(notes))
@@ -123,15 +127,16 @@ def serving_cost(
 
 def _row(sizes: PlanMap, column: int, gpu: str, price: float, limits: LatencyLimits) -> CostRow:
     batch, at = sizes.batches[column], (0, column)
-    ttft_s, tpot_s = float(sizes.ttft_s[at]) / batch, float(sizes.tpot_s[at])
+    ttft_s, tpot_s = float(sizes.ttft_s[at]), float(sizes.tpot_s[at])
     tokens_per_s = float(sizes.served_tokens_per_s[at])
-    checks = {"TTFT": (ttft_s, limits.ttft_s), "TPOT": (tpot_s, limits.tpot_s)}
+    checks = {"TTFT": (ttft_s / batch, limits.ttft_s), "TPOT": (tpot_s, limits.tpot_s)}
     return CostRow(
         gpu=gpu,
         batch=batch,
         plan=sizes.plan(*at),
         name=str(sizes.names[at]),
         fits=bool(sizes.fits[at]),
+        ttft_request_ms=1e3 * ttft_s / batch,
         ttft_ms=1e3 * ttft_s,
         tpot_ms=1e3 * tpot_s,
         tokens_per_s=tokens_per_s,

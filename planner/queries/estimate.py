@@ -9,11 +9,10 @@ from ridgeplan.planner.prediction import Prediction, predict_question
 from ridgeplan.planner.quality import Quality, saved_rows, stated_losses
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
-from ridgeplan.planner.search import best_of_preset
+from ridgeplan.planner.search import best_of_preset, named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import Plan, require
 from ridgeplan.roofline.plan.presets import autoregressive, preset_name
-from ridgeplan.roofline.plan.presets import preset as preset_of
 from ridgeplan.roofline.plan.support import missing_execution
 
 
@@ -96,7 +95,7 @@ def estimate(
     Options and errors are those of `recommend`; the quality is not limited.
     """
     question = ask(model, gpu, ctx, options, **changes).with_options(quality=Quality.LOSSY)
-    published = preset_of(preset, question.workload)
+    published = named_plan(preset, question.workload)
     plan = published if gamma is not None else best_of_preset(preset, question.as_executed).plan
     return estimate_plan(drafting(plan, gamma, adaptive=adaptive), question)
 

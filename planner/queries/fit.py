@@ -15,10 +15,10 @@ from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.recommend import preference
 from ridgeplan.planner.render.tables import Lines, Table
 from ridgeplan.planner.resolution import longest_context
+from ridgeplan.planner.search import named_plan
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import MAX_BATCH, Plan
-from ridgeplan.roofline.plan.presets import preset as preset_of
 from ridgeplan.roofline.plan.presets import preset_name
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -174,7 +174,7 @@ def _plans(question: Question, preset: str | None) -> list[Plan]:
     Among plans that differ only in the size of quantization groups, the default size comes first.
     """
     if preset:
-        question.require_engine_runs(preset_of(preset, question.workload))
-        return [preset_of(preset, question.workload)]
+        question.require_engine_runs(named_plan(preset, question.workload))
+        return [named_plan(preset, question.workload)]
     running = [*executable_families(question), *executable_families(question, regroup=True)]
     return sorted(smallest_plans(running), key=preference)

@@ -12,11 +12,10 @@ import numpy as np
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.lowering import estimate_gammas
 from ridgeplan.planner.question import Question, SearchOptions, ask
-from ridgeplan.planner.search import GAMMAS
+from ridgeplan.planner.search import GAMMAS, named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
-from ridgeplan.roofline.plan.presets import preset as preset_of
 
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -53,9 +52,9 @@ def best_gamma(
     also raises PlanError for a preset without drafts.
     """
     question = ask(model, gpu, 1, options, **changes)
-    drafts = preset_of(preset, question.workload).speculation.active
+    drafts = named_plan(preset, question.workload).speculation.active
     require(drafts, f"preset {preset!r} drafts nothing; allowed: one that speculates, such as quantspec")
-    question.require_engine_runs(preset_of(preset, question.workload))
+    question.require_engine_runs(named_plan(preset, question.workload))
     longest = question.shape.max_context
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
     return tuple(_cell(question.resized(*size).as_executed, preset) for size in product(sizes, batches))
@@ -64,7 +63,7 @@ def best_gamma(
 def _cell(question: Question, preset: str) -> GammaCell:
     workload = question.workload
     model = AcceptanceModel.of_profile(question.shape, workload.context, question.profile)
-    drafting = estimate_gammas(preset_of(preset, workload), question.shape, question.machine, model, GAMMAS)
+    drafting = estimate_gammas(named_plan(preset, workload), question.shape, question.machine, model, GAMMAS)
     plain = estimate_gammas(autoregressive(workload), question.shape, question.machine, model, (0,))
     fits = np.broadcast_to(drafting.memory.peak <= question.memory_limit_bytes, (len(GAMMAS),))
     best = int(np.argmin(np.where(fits | ~fits.any(), drafting.tpot_s, np.inf)))

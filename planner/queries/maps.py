@@ -18,11 +18,10 @@ from ridgeplan.planner.feasibility import executable_families, regrouped
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.recommend import preference
-from ridgeplan.planner.search import Family, families, family_of, within_limit
+from ridgeplan.planner.search import Family, families, family_of, named_plan, within_limit
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.plan.plan import Plan, Workload, require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
-from ridgeplan.roofline.plan.presets import preset as preset_of
 from ridgeplan.roofline.plan.support import exceeds_window
 
 MAX_SIZES = 65_536  # of a grid
@@ -206,8 +205,8 @@ def _searched(grid: _SizeGrid, preset: str | None) -> list[Family]:
     shortest, longest = ordered[0], ordered[-1]
     question = grid.question
     if preset:
-        question.require_engine_runs(preset_of(preset, longest))
-        return [family_of(preset, preset_of(preset, longest))]
+        question.require_engine_runs(named_plan(preset, longest))
+        return [family_of(preset, named_plan(preset, longest))]
     names = {family.name for family in executable_families(replace(question, workload=shortest))}
     known = families(longest, offload=question.options.offload, quality=question.options.quality.loosest)
     executable = [family for family in known if family.name in names]

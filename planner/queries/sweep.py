@@ -90,8 +90,8 @@ MAX_POINTS = 100_000
 
 # Of a row without an answer.
 UNANSWERED: Mapping[str, Any] = {
-    "plan": "", "gamma": None, "ratio": None, "fits": False, "tpot_ms": None, "ttft_ms": None, "tokens_per_s": None,
-    "peak_memory_bytes": None, "speedup": None, "plain_fits": False,
+    "plan": "", "gamma": None, "ratio": None, "fits": False, "tpot_ms": None, "ttft_request_ms": None,
+    "ttft_ms": None, "tokens_per_s": None, "peak_memory_bytes": None, "speedup": None, "plain_fits": False,
 }  # fmt: skip
 
 
@@ -139,7 +139,8 @@ class SweepPoint:
         tpot_s, fits = float(plans.tpot_s[at]), bool(plans.fits[at])
         return {
             "plan": plans.names[at], "gamma": int(plans.gamma[at]), "ratio": float(plans.ratio[at]), "fits": fits,
-            "tpot_ms": 1e3 * tpot_s, "ttft_ms": 1e3 * float(plans.ttft_s[at]), "tokens_per_s": batch / tpot_s,
+            "tpot_ms": 1e3 * tpot_s, "ttft_request_ms": 1e3 * float(plans.ttft_s[at]) / batch,
+            "ttft_ms": 1e3 * float(plans.ttft_s[at]), "tokens_per_s": batch / tpot_s,
             "peak_memory_bytes": float(plans.peak_bytes[at]), "speedup": float(plans.plain_tpot_s[at]) / tpot_s,
             "plain_fits": bool(plans.plain_fits[at]), "why_not": "" if fits else "does not fit",
         }  # fmt: skip
@@ -147,7 +148,7 @@ class SweepPoint:
 
 @dataclass(frozen=True, repr=False)
 class GridSweep(Table):
-    """All points of a sweep. TTFT and tokens/s are the whole batch's."""
+    """All points of a sweep. ttft_ms is that of the batch's last request, tokens/s the whole batch's."""
 
     points: tuple[SweepPoint, ...]
 

@@ -51,7 +51,7 @@ def labels(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]
 
 
 def plan_row(plan: Plan, name: str, predicted: Prediction) -> dict[str, Any]:
-    """Flat values of one plan. TTFT and tokens/s are for the batch."""
+    """Flat values of one plan. tokens/s is of the batch."""
     workload = plan.workload
     return {
         "model": workload.model, "gpu": workload.hardware, "context": workload.context, "batch": workload.batch,

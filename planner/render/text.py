@@ -1,4 +1,4 @@
-"""Answers in words: overheads, bottleneck, glossary, and short names of plans."""
+"""Answers in words: overheads, bottleneck, and glossary."""
 
 from __future__ import annotations
 
@@ -8,28 +8,15 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-from ridgeplan.planner.prediction import OpTime, Prediction
+from ridgeplan.planner.prediction import Figures, OpTime, Prediction
 from ridgeplan.planner.quality import losses
 from ridgeplan.planner.quantities import size_text, time_text
+from ridgeplan.planner.search import named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.passes import WINDOWED_ATTENTION, category
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, describe
-
-# Abbreviations in descriptions of plans for narrow columns.
-SHORT_NAMES = (
-    ("drafts on upper codes", "upper"), ("drafts on full codes", "full"), (" of ", ":"), (", w4 drafts", "/w4"),
-    (" KV", ""), (" + ", "+"),
-)  # fmt: skip
-
-
-def short_name(name: str) -> str:
-    """A plan's description for a narrow column: `w8+int4x2+upper:quest/w4`. Presets keep their names."""
-    for words, letters in SHORT_NAMES:
-        name = name.replace(words, letters)
-    return name
-
 
 MIN_SHARE = 0.005  # of a target step; smaller overheads are not mentioned
 
@@ -39,6 +26,12 @@ def on_host_text(predicted: Prediction, limit_bytes: float | None = None) -> str
     layers = "1 layer" if predicted.offloaded_layers == 1 else f"{predicted.offloaded_layers} layers"
     limit = f" of {size_text(limit_bytes)} there" if limit_bytes is not None else " there"
     return f"KV of {layers} is on the host, {size_text(predicted.host_bytes)}{limit}"
+
+
+def first_token_text(figures: Figures, batch: int) -> str:
+    """The time to the first token of a request and, in a batch, to that of the last request."""
+    last = f" (batch's last {time_text(figures.ttft_ms)})" if batch > 1 else ""
+    return f"{time_text(figures.ttft_request_ms)}{last}"
 
 
 def overhead_text(plan: Plan, predicted: Prediction) -> str | None:
@@ -119,21 +112,24 @@ def terms() -> dict[str, str]:
 
 
 def explain(word: str) -> str:
-    """The meaning of a term or a preset. Raises PlanError with similar names for an unknown one."""
+    """The meaning of a term, a preset or another plan. Raises PlanError with similar names for an unknown one."""
     term = word.strip().casefold()
     known = {name.casefold(): text for name, text in terms().items()}
     if term in known:
         return known[term]
-    if term in PRESETS:
-        return explain_preset(term)
-    near = get_close_matches(term, [*known, *PRESETS], n=3)
+    try:
+        return explain_plan(term)
+    except PlanError:
+        near = get_close_matches(term, [*known, *PRESETS], n=3)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
     raise PlanError(f"unknown term {brief(word)}.{hint} Allowed: a preset, or one of {', '.join(terms())}")
 
 
-def explain_preset(name: str) -> str:
-    """How a preset differs from plain decoding, and its quality cost."""
-    plan = PRESETS[name](Workload("any", "any", 32_768))
+def explain_plan(name: str) -> str:
+    """How a plan differs from plain decoding, and its quality cost. Raises PlanError for an unknown name."""
+    plan = named_plan(name, Workload("any", "any", 32_768))
     cost = "; ".join(losses(plan)) or "none; the output keeps the model's distribution"
-    drafts = f" Drafts {plan.speculation.gamma} tokens a round as published." if plan.speculation.active else ""
-    return f"A preset: {describe(plan)}.{drafts} Quality cost: {cost}."
+    published = name in PRESETS and plan.speculation.active
+    drafts = f" Drafts {plan.speculation.gamma} tokens a round as published." if published else ""
+    kind = "A preset" if name in PRESETS else "A plan"
+    return f"{kind}: {describe(plan)}.{drafts} Quality cost: {cost}."

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 from ridgeplan.roofline.catalog.validation import brief
-from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, Plan, PlanError, Workload
+from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat, Plan, PlanError, Workload
 from ridgeplan.roofline.plan.policies.dense import DENSE_PRESETS, autoregressive
 from ridgeplan.roofline.plan.policy import EVICTIONS, SELECTIONS, Preset, TokenEviction, TokenSelection
 
 OFFLOADED = {HostPart.ALL: "offload", HostPart.LOWER: "offloaded lower codes"}
+
+
+KV_NAMES = {KVFormat.INT8: "INT8", KVFormat.HIERARCHICAL: "INT4x2", KVFormat.SHADOW: "BF16+INT4"}
 
 
 def collect_presets(policies: Iterable[type[TokenSelection] | type[TokenEviction]]) -> dict[str, Preset]:
@@ -43,21 +47,40 @@ def preset_name(plan: Plan) -> str:
 
 
 def describe(plan: Plan) -> str:
-    """The differences from plain decoding, in a few words."""
+    """The plan's name: its differences from plain decoding, in a few words."""
     speculation = plan.speculation
     words = [
-        f"w{plan.weights.target_bits}" if plan.weights.target_bits != 16 else "",
-        f"{plan.kv.format.value} KV" if plan.kv.format.quantized else "",
+        f"{plan.weights.target_bits}-bit weights" if plan.weights.target_bits != 16 else "",
+        f"{KV_NAMES[plan.kv.format]} KV" if plan.kv.format.quantized else "",
         plan.eviction.policy + (" in chunks" if plan.eviction.chunk else "") if plan.eviction.active else "",
         OFFLOADED[plan.placement.part] if plan.placement.offload else "",
-        f"target on {plan.attention.selection.name}" if plan.attention.active else "",
+        f"target on tokens chosen by {plan.attention.selection.name}" if plan.attention.active else "",
     ]
     if speculation.active:
-        codes = "upper codes" if speculation.codes is DraftCodes.UPPER else "full codes"
-        selected = f" of {speculation.selection.name}" if speculation.sparse else ""
-        weights = f", w{plan.weights.draft_bits} drafts" if plan.weights.draft_differs else ""
-        words.append(f"drafts on {codes}{selected}{weights}")
+        drafts = f"{plan.weights.draft_bits}-bit drafts" if plan.weights.draft_differs else "drafts"
+        upper, chosen = speculation.codes is DraftCodes.UPPER, f"tokens chosen by {speculation.selection.name}"
+        read = ["upper codes"] * upper + [chosen] * speculation.sparse
+        words.append(" on ".join((drafts, " of ".join(read))) if read else drafts)
     return " + ".join(word for word in words if word) or "autoregressive"
+
+
+# Abbreviations, in this order: `8-bit weights + INT4x2 KV + 4-bit drafts on upper codes of tokens chosen by quest` is
+# `w8+int4x2+upper:quest/w4`.
+ABBREVIATIONS = (
+    (r"(\d+)-bit drafts(.*)", r"drafts\2/w\1"), (r"(\d+)-bit weights", r"w\1"), (" of tokens chosen by ", ":"),
+    ("target on tokens chosen by ", "target:"), ("drafts on tokens chosen by ", "full:"),
+    ("drafts on upper codes", "upper"), ("drafts", "full"), (" lower codes", "-lower"), (" in chunks", "-chunks"),
+    (" KV", ""), ("INT", "int"), ("BF", "bf"), (r" \+ ", "+"),
+)  # fmt: skip
+
+
+def short_name(name: str) -> str:
+    """A plan's name in a narrow column, which `--preset` and `explain` accept. Presets keep their names."""
+    if " " not in name:
+        return name
+    for words, letters in ABBREVIATIONS:
+        name = re.sub(words, letters, name)
+    return name
 
 
 def family_key(plan: Plan) -> tuple[object, ...]:
@@ -79,4 +102,4 @@ def family_key(plan: Plan) -> tuple[object, ...]:
     )
 
 
-__all__ = ["PRESETS", "Preset", "autoregressive", "describe", "family_key", "preset", "preset_name"]
+__all__ = ["PRESETS", "Preset", "autoregressive", "describe", "family_key", "preset", "preset_name", "short_name"]

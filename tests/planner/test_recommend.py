@@ -349,7 +349,7 @@ def test_layers_are_offloaded_only_where_plain_decoding_does_not_fit(h200_profil
     assert not [name for name in names[141e9] if "offload" in name]
     # Where it does not, also presets that may offload but need not stay under their names.
     offloaded = {name for name in names[29e9] if "offload" in name}
-    assert {"offload", "int4x2 KV + offloaded lower codes + drafts on upper codes, w4 drafts"} <= offloaded
+    assert {"offload", "INT4x2 KV + offloaded lower codes + 4-bit drafts on upper codes"} <= offloaded
     assert "specontext" in names[141e9]
     assert "specontext" in names[29e9]
 

@@ -10,8 +10,18 @@ import pytest
 from ridgeplan import planner
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.lowering import rates_of, stack, strategy_of
+from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.question import ask
-from ridgeplan.planner.search import RATIOS, Candidate, Family, families, fits_whole, search, within_limit
+from ridgeplan.planner.search import (
+    RATIOS,
+    Candidate,
+    Family,
+    families,
+    fits_whole,
+    named_plan,
+    search,
+    within_limit,
+)
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.plan.plan import (
@@ -28,7 +38,7 @@ from ridgeplan.roofline.plan.plan import (
 )
 from ridgeplan.roofline.plan.policies.selections import SpecAttn
 from ridgeplan.roofline.plan.policy import SELECTIONS
-from ridgeplan.roofline.plan.presets import PRESETS, describe, family_key, preset, preset_name
+from ridgeplan.roofline.plan.presets import PRESETS, describe, family_key, preset, preset_name, short_name
 from ridgeplan.roofline.plan.support import missing_cost_model
 
 WORKLOAD = Workload("m", "h200", 32768)
@@ -117,11 +127,23 @@ def test_preset_names_survive_other_hyperparameters():
 
 def test_plans_without_a_name_are_described():
     drafting = replace(preset("quantspec", WORKLOAD), weights=Weights(4, 4))
-    assert describe(drafting) == "w4 + int4x2 KV + drafts on upper codes"
+    assert describe(drafting) == "4-bit weights + INT4x2 KV + drafts on upper codes"
     sparse = replace(preset("specattn-weights", WORKLOAD), weights=Weights(draft_bits=4))
-    assert preset_name(sparse) == "drafts on full codes of specattn-weights, w4 drafts"
+    assert preset_name(sparse) == "4-bit drafts on tokens chosen by specattn-weights"
     assert describe(preset("autoregressive", WORKLOAD)) == "autoregressive"
-    assert describe(preset("specontext", WORKLOAD)) == "offload + target on retrieval-head"
+    assert describe(preset("specontext", WORKLOAD)) == "offload + target on tokens chosen by retrieval-head"
+
+
+def test_every_searched_plan_has_one_long_and_one_short_name_that_find_it():
+    known = families(WORKLOAD, offload=True, quality=Quality.LOSSY)
+    names = [family.name for family in known]
+    assert len(set(names)) == len(set(map(short_name, names))) == len(names) > 150
+    for family in known:
+        assert not set(" ,") & set(short_name(family.name))
+        for name in (family.name, short_name(family.name)):
+            assert family_key(named_plan(name, WORKLOAD)) == family_key(family.template)
+    name = "8-bit weights + INT4x2 KV + 4-bit drafts on upper codes of tokens chosen by specextend"
+    assert (name in names, short_name(name)) == (True, "w8+int4x2+upper:specextend/w4")
 
 
 def test_short_prompts_have_smaller_budgets():

@@ -131,7 +131,17 @@ def test_validate_compares_an_adaptive_plan(
     plan_path.write_text(json.dumps(plan), encoding="utf-8")
     text = tmp_path / "cities.txt"
     text.write_text(TEXT, encoding="utf-8")
-    arguments = ("validate", plan_path, "--model", tiny_folder, "--prompt-file", text, "--profile", profile_path)
+    arguments = (
+        "validate",
+        plan_path,
+        "--any-model",
+        "--model",
+        tiny_folder,
+        "--prompt-file",
+        text,
+        "--profile",
+        profile_path,
+    )
     result = invoke(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
     compared = {row["name"]: row for row in json.loads(result.stdout)["validation"]["plan"]["rows"]}

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.dashboards.cli.output import echo, number, print_table, progress, warnings_as_notes
-from ridgeplan.planner.render.text import short_name
+from ridgeplan.roofline.plan.presets import short_name
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 QUESTIONS: dict[str, tuple[object, ...]] = {
@@ -27,12 +28,15 @@ QUESTIONS: dict[str, tuple[object, ...]] = {
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUESTIONS))
-def test_it_is_seven_lines_and_five_rows_of_80_columns(invoke: Any, question: tuple[object, ...]) -> None:
+def test_it_is_a_short_answer_of_80_columns(invoke: Any, question: tuple[object, ...]) -> None:
     result = invoke("plan", *question)
     assert result.exit_code == 0, result.stderr
     *warning, answer, ranking, legend = result.stdout.rstrip("\n").split("\n\n")
     assert bool(warning) is (question is QUESTIONS["layers on the host"])
-    assert [len(part.splitlines()) for part in (answer, ranking, legend)] == [7, 1 + 5, 2]
+    assert 7 <= len(answer.splitlines()) <= 9
+    assert 4 <= len(re.findall(r"\d\.\d\dx", ranking)) <= 5
+    assert 2 <= len(legend.splitlines()) <= 5
+    assert "..." not in result.stdout
     assert [line for line in result.stdout.splitlines() if len(line) > 80] == []
 
 
@@ -42,14 +46,14 @@ def test_its_figures_are_those_of_its_json(invoke: Any, question: tuple[object, 
     answer = json.loads(invoke("plan", *question, "--json").stdout)
     predicted, batch = answer["predicted"], answer["plan"]["workload"]["batch"]
     lines = text.split("\n\n")[-3].splitlines()
-    assert short_name(answer["preset"])[:27] in lines[1]
+    assert short_name(answer["preset"]) in lines[1]
     assert f"{predicted['tpot_ms']:.3g} ms per token" in lines[2] or predicted["tpot_ms"] >= 999.5
     assert f"{number(predicted['tokens_per_s'])} tokens/s" in lines[3]
     plain_fits = answer["baseline"]["peak_memory_bytes"] <= answer["memory_limit_bytes"]
-    speedup = f"{predicted['speedup']:.2f}x plain decoding" if plain_fits else "unquantized baseline does not fit"
-    assert speedup in lines[2]
+    assert f"{predicted['speedup']:.2f}x plain decoding" in lines[2]
+    assert ("which does not fit" in lines[2]) is not plain_fits
     assert f"{predicted['peak_memory_bytes'] / 1e9:.3g} GB" in lines[4]
-    assert lines[3].endswith(f"{number(predicted['tokens_per_s'] / batch)} per request") is (batch > 1)
+    assert lines[3].endswith(f"{number(predicted['tokens_per_s'] / batch)} each") is (batch > 1)
     assert f"[{predicted['source']}]: " in text
 
 
@@ -69,7 +73,7 @@ def test_times_are_milliseconds_below_ten_seconds(invoke: Any, batch: int) -> No
     question = (LLAMA, "--gpu", "h200", "--ctx", "32k", "--batch", batch)
     ttft_ms = json.loads(invoke("plan", *question, "--json").stdout)["predicted"]["ttft_ms"]
     first = invoke("plan", *question).stdout.splitlines()[3].partition(" after ")[2].partition(";")[0]
-    number, unit = first.split()
+    number, unit = first.rstrip(")").split()[-2:]  # in a batch, of the last request
     assert unit == ("ms" if ttft_ms < 10_000 else "s")
     assert float(number.replace(",", "")) == pytest.approx(ttft_ms / (1 if unit == "ms" else 1e3), rel=5e-3)
 
@@ -115,7 +119,9 @@ def test_a_preset_is_estimated_as_it_is_ranked(invoke: Any) -> None:
 @pytest.mark.parametrize("line", [("--ctx", "4k", "--max-model-len", "8k"), ("--max-model-len", "1k"), ()])
 def test_a_context_is_needed_once(refuses: Any, line: tuple[str, ...]) -> None:
     words = refuses("plan", LLAMA, "--gpu", "h200", *line)
-    assert "--ctx or --max-model-len is needed" in words or "leaves no room for a prompt" in words
+    assert (
+        "needed; allowed: one" in words or "both given; allowed: one" in words or "leaves no room for a prompt" in words
+    )
 
 
 # Tables on stdout, as narrow as their cells are.

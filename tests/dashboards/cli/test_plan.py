@@ -137,7 +137,7 @@ def test_recommend_refuses_bad_questions(refuses: Any, change: dict[int, object]
         ("--memory-limit", "24", "'24' is a size without a unit; allowed: one with a unit, such as 24GB or 24GiB"),
         ("--tp", 2, "tensor parallelism is 2; allowed: 1"),
         ("--kv-cache-dtype", "fp8", "'fp8' is not one of 'auto'"),
-        ("--max-model-len", "8k", "--ctx or --max-model-len is needed; allowed: one of them"),
+        ("--max-model-len", "8k", "--ctx and --max-model-len were both given; allowed: one of them"),
         ("--quality", "perfect", "quality is 'perfect'; allowed: exact, near-lossless, 4-bit, lossy, or a floor"),
         ("--objective", "cost", "'cost' is not one of 'latency', 'total', 'memory'"),
         ("--profile", "missing.json", "cannot read profile 'missing.json': No such file"),

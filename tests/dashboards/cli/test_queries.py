@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.dashboards.cli.plan import short_name
 from ridgeplan.planner import Plan
 from ridgeplan.planner.quantities import time_text
 from ridgeplan.planner.render.text import terms
 from ridgeplan.roofline.catalog.hardware import FIGURES, list_hardware, load_hardware
+from ridgeplan.roofline.plan.presets import short_name
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -106,7 +106,7 @@ def test_questions_in_turn_show_what_varies(invoke: Any) -> None:
     rows = as_json(invoke(*line, "--json"))["rows"]
     shown = invoke(*line).stdout
     for row in rows:
-        assert f"{row['new_tokens']} {row['gpu']} {row['quality']} {short_name(row['plan'])[:27]}" in shown
+        assert f"{row['new_tokens']} {row['gpu']} {row['quality']} {short_name(row['plan'])}" in shown
     assert len({(row["gpu"], row["quality"], row["new_tokens"], row["context"]) for row in rows}) == 16
 
 
@@ -137,7 +137,10 @@ def test_fit_names_the_smallest_gpu_of_the_catalog(invoke: Any) -> None:
     assert f"smallest GPU that fits: {first['gpu']}" in invoke(*line).stdout
     for row in answer:
         assert row["fits"] == (row["batch"]["batch"] >= 4) == (row["context"]["context"] == 131_072)
-    assert "no GPU of the catalog fits" in invoke("fit", "Llama-3.1-70B", "--ctx", "128k", "--batch", 64).stdout
+    nowhere = invoke("fit", "Llama-3.1-70B", "--ctx", "128k", "--batch", 64)
+    assert (nowhere.exit_code, "no GPU of the catalog fits" in nowhere.stderr) == (3, True)
+    assert invoke("fit", "Llama-3.1-70B", "rtx4090").exit_code == 3
+    assert invoke("fit", "Llama-3.1-70B", "h200", "--ctx", "8k").exit_code == 0
 
 
 def test_explain_divides_a_round_among_its_parts(invoke: Any, tmp_path: Path) -> None:

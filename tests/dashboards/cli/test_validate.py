@@ -57,7 +57,17 @@ def test_validate_compares_both_runs(
 ) -> None:
     text = tmp_path / "prompt.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
-    arguments = ("validate", plan_path, "--model", tiny_folder, "--prompt-file", text, "--profile", profile_path)
+    arguments = (
+        "validate",
+        plan_path,
+        "--any-model",
+        "--model",
+        tiny_folder,
+        "--prompt-file",
+        text,
+        "--profile",
+        profile_path,
+    )
     result = invoke(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
     validation = json.loads(result.stdout)["validation"]
@@ -75,10 +85,15 @@ def test_validate_compares_both_runs(
     assert "speed-up over plain decoding" in tables
 
 
+def test_validate_refuses_another_model_than_the_plans(refuses: Any, plan_path: Path, tiny_folder: Path) -> None:
+    words = refuses("validate", plan_path, "--model", tiny_folder, "--profile", "unread.json")
+    assert "the plan is for" in words and "--any-model" in words
+
+
 def test_validate_counts_tokens_that_differ_from_float32(
     invoke: Any, plan_path: Path, profile_path: Path, tiny_folder: Path
 ) -> None:
-    model = ("--model", tiny_folder)
+    model = ("--any-model", "--model", tiny_folder)
     arguments = ("validate", plan_path, *model, "--profile", profile_path, "--max-new-tokens", 3, "--agreement")
     agreement = json.loads(invoke(*arguments, "--json").stdout)["agreement"]
     assert (agreement["tokens"], agreement["beyond_noise"]) == (3, 0)
@@ -101,7 +116,7 @@ def test_bad_prompt_files_are_refused(
     path = tmp_path / "prompt.txt"
     if content is not None:
         path.write_bytes(content)
-    for command in (("validate", plan_path, "--profile", profile_path), ("run", plan_path)):
+    for command in (("validate", plan_path, "--any-model", "--profile", profile_path), ("run", plan_path)):
         assert words in refuses(*command, "--model", tiny_folder, "--prompt-file", path)
 
 

@@ -18,7 +18,8 @@ def test_dollars_are_the_hours_of_a_batch_over_its_tokens() -> None:
     (row,) = costs.rows
     assert row.dollars_per_million == pytest.approx(3.6 / 3600 * seconds / (8 * 512) * 1e6)
     assert row.tokens_per_s == pytest.approx(8 * 512 / seconds)
-    assert (row.ttft_ms, row.tpot_ms) == pytest.approx((figures.ttft_ms / 8, figures.tpot_ms))
+    assert (row.ttft_ms, row.tpot_ms) == pytest.approx((figures.ttft_ms, figures.tpot_ms))
+    assert row.ttft_request_ms == pytest.approx(figures.ttft_ms / 8) == pytest.approx(figures.ttft_request_ms)
 
 
 def test_twice_the_price_costs_twice_as_much() -> None:
@@ -30,7 +31,10 @@ def test_limits_rule_out_rows_and_the_cheapest_of_the_rest_is_named() -> None:
     free = serving_cost(LLAMA, {"h200": 2.5}, 8192)
     fitting = [row for row in free.rows if row.fits]
     assert free.cheapest == min(fitting, key=lambda row: row.dollars_per_million)
-    assert free.rows[-1].plan.placement.offload  # 256 sequences of 9216 tokens hold more than the GPU
+    assert not any(row.plan.placement.offload for row in free.rows)
+    assert free.rows[-1].batch == 128  # 256 sequences of 9216 tokens hold more than the GPU
+    (larger,) = serving_cost(LLAMA, {"h200": 2.5}, 8192, batches=(256,)).rows
+    assert larger.plan.placement.offload
     tight = serving_cost(LLAMA, {"h200": 2.5}, 8192, limits=LatencyLimits(tpot_s=0.010))
     assert [row.misses for row in tight.rows] == [("TPOT",) if row.tpot_ms > 10 else () for row in free.rows]
     assert tight.cheapest is not None

@@ -286,7 +286,7 @@ USE_OF_NEW_POLICY = """
     assert 0 < answer.predicted.acceptance.best < 1
     assert answer.to_dict()["not_executable"] == ["draft selection 'strided'"]
     strided = [family.name for family in families(answer.plan.workload, offload=False) if "strided" in family.name]
-    assert ("int8 KV + drafts on full codes of strided" in strided) is (sys.argv[2] == "searched")
+    assert ("INT8 KV + drafts on tokens chosen by strided" in strided) is (sys.argv[2] == "searched")
     assert ("strided-drafts" in strided) is (sys.argv[2] == "searched")
 """
 
