@@ -1,6 +1,7 @@
 """Caches with layers on the host hold what caches without hold; places, windows and moves are counted by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +15,19 @@ from ridgeplan.kernels.offload import (
     flush_to_host,
     flush_to_host_cost,
 )
-from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat
+from ridgeplan.planner.capacity import offloaded_layers
+from ridgeplan.planner.lowering import strategy_of
+from ridgeplan.roofline.latency import Device
+from ridgeplan.roofline.memory import offload_layers, resident_memory
+from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVCache, KVFormat, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime import buffers
 from ridgeplan.runtime.buffers import HostMemory, split_bytes
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.offload.host_store import HostKVStore
 from ridgeplan.runtime.offload.layer_mover import LayerMover
 from ridgeplan.runtime.offload.streaming import LayerStream, Window
 from ridgeplan.validate.random_model import llama_like_shape
@@ -274,3 +281,28 @@ def test_a_step_that_may_choose_more_than_fits_is_refused():
     with pytest.raises(WorkloadError, match="budget is 64 tokens and a step may choose 100; allowed: a budget of that"):
         cache.load_chosen(3, (index, torch.ones(2, 1, dtype=torch.int32), 1))
     assert torch.equal(cache.load_chosen(0, (index, torch.ones(2, 1, dtype=torch.int32), 1)), index)
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("kv, tolerance", [(KVFormat.FULL, 0), (KVFormat.INT8, 0.02)])
+def test_what_is_allocated_is_what_is_priced(kv, tolerance, adaptive):
+    """Codes are priced as if recent tokens had some, too. Tables of slots are allocated by the first step."""
+    shape = llama_like_shape(layers=8, hidden=256, intermediate=512, q_heads=8, kv_heads=2, head_dim=64)
+    device = Device(memory_bytes=10**12, element_bytes=4, num_sms=1, asynchronous=0)
+    roomy = replace(preset("specontext", Workload("random", "cpu", 2048, 4096, 2)), kv=KVCache(kv))
+    parts = resident_memory(shape, device, strategy_of(roomy, shape, device, 1.0))
+    limit = int(parts.peak - 0.3 * parts.kv)
+    plan = replace(roomy, placement=replace(roomy.placement, memory_bytes=limit, adaptive=adaptive))
+    strategy = strategy_of(plan, shape, device, 1.0)
+    layout = offload_layers(shape, device, strategy)
+    caches = [
+        Cache(shape, KVCacheConfig.of(each, 8, *offloaded_layers(each, shape, device)), CPU, torch.float32)
+        for each in (plan, roomy)
+    ]
+    tables = layout.host.layers * 2 * 6144 * strategy.offload.slot_table_bytes
+    priced = layout.memory.resident - parts.resident - tables
+    assert layout.host.layers >= 4
+    assert caches[0].bytes - caches[1].bytes == pytest.approx(priced, abs=tolerance * caches[1].bytes)
+    last = caches[0].stores[-1]
+    held = (last if isinstance(last, HostKVStore) else last.loaded).on_host
+    assert sum(part.nbytes for pair in held for part in pair) == pytest.approx(layout.host_bytes, rel=0.03)
