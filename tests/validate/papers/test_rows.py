@@ -144,8 +144,9 @@ def test_an_engines_launch_time_is_all_that_a_launch_takes_beyond_bytes():
 def test_vllm_takes_what_was_measured_of_it():
     """All seven steps of Llama-3.1-8B on an H200, from batch 1 at 1k to batch 4 at 128k."""
     sizes = ((1024, 1), (4096, 1), (32768, 1), (131072, 1), (32768, 8), (131072, 4), (4096, 16))
-    measured = shipped_measurements().rows
-    rows = [row for row in measured if (row.weights, row.kv) == ("auto", "auto") and (row.context, row.batch) in sizes]
+    formats = "meta-llama/Llama-3.1-8B", "auto", "auto"
+    measured = [row for row in shipped_measurements().rows if (row.model, row.weights, row.kv) == formats]
+    rows = [row for row in measured if (row.context, row.batch) in sizes]
     assert len(rows) >= 7
     for row in rows:
         case = Case.of(replace(ROW, gpu="h200", engine="vllm", context=row.context, batch=row.batch, new_tokens=1))
