@@ -166,6 +166,7 @@ class SpecAttn(SparseSelection):
     sinks: int = whole(0, MAX_KEPT, default=0)
     recent: int = whole(0, MAX_KEPT, default=0)
 
+    searched: ClassVar[bool] = True
     from_verification: ClassVar[bool] = True
 
     def cost(self) -> SelectionCost:
@@ -190,8 +191,6 @@ class SpecAttnWeights(SpecAttn):
     score: str = one_of(("probabilities", "logits"), default="probabilities")
     sinks: int = whole(0, MAX_KEPT, default=SINKS)
     recent: int = whole(0, MAX_KEPT, default=RECENT)
-
-    searched: ClassVar[bool] = True
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:

@@ -118,7 +118,7 @@ def test_fewer_tokens_and_fewer_bits_combine_like_standard_deviations():
     [
         ("Qwen3-8B", "specattn", 110592, "published"),
         ("Qwen3-8B", "specattn", 100000, "published"),
-        ("Qwen3-8B", "specattn", 32768, "extrapolated"),  # its rows are too far
+        ("Qwen3-8B", "specattn", 32768, "transferred"),  # of its own rows, too far
         (LLAMA, "quantspec", 4096, "transferred"),
         (LLAMA, "quantspec", 4194304, "extrapolated"),
         ("meta-llama/Llama-3.1-70B", "quantspec", 4096, "extrapolated"),
