@@ -172,7 +172,7 @@ class Question:
         shape, workload, hardware = self.shape, self.workload, self.profile.hardware
         if self.engine is not None:
             yield from self.engine.notes()
-        elif missing := missing_architecture(shape):
+        elif missing := missing_architecture(shape, hardware):
             yield missing
         elif is_converted(shape):
             yield f"weights stored as {shape.weight_bits.format} are decoded and held in the plan's format"

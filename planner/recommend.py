@@ -56,7 +56,7 @@ def recommend(
     if fits_device:
         executable = _worth_offloading(executable, candidates)
 
-    finalists = contenders(executable, question)
+    finalists, hardware = contenders(executable, question), question.profile.hardware
     listed = _listed(candidates, [*executable[:MAX_UNNAMED], *finalists])
     baseline, predictions = _predicted(listed, question)
     winner = choose(finalists, sampled_scores([predictions[candidate] for candidate in finalists], question))
@@ -76,7 +76,7 @@ def recommend(
         fits_device=fits_device,
         on_device=() if fits_device else on_device(question),
         model_runs=question.engine is not None
-        or (missing_architecture(as_stored.shape) is None and not as_stored.profile.hardware.is_amd),
+        or (missing_architecture(as_stored.shape, hardware) is None and not hardware.is_amd),
         backend=question.options.backend,
         adaptive=_adaptive(winner.plan, question),
     )

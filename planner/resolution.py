@@ -99,7 +99,7 @@ def workload_for(
         return within_context(workload, shape)
     require(
         factor <= MAX_YARN_FACTOR,
-        f"context {context} is {factor:g}x the model's {shape.max_context}; "
+        f"context {context} is {factor:g}x the model's {shape.trained_context}; "
         f"allowed: up to {MAX_YARN_FACTOR}x with YaRN",
     )
     return Workload(shape.name, profile.hardware.name, context, new_tokens, batch, factor)
@@ -119,10 +119,10 @@ def within_context(workload: Workload, shape: ModelShape) -> Workload:
 
 def longest_context(shape: ModelShape, new_tokens: int, *, yarn: bool) -> int:
     """The longest context that a workload may have."""
-    reached = max(MAX_YARN_FACTOR * shape.max_context - new_tokens, 1) if yarn else shape.max_context
+    reached = max(MAX_YARN_FACTOR * shape.trained_context - new_tokens, 1) if yarn else shape.max_context
     return min(reached, MAX_TOKENS)
 
 
 def yarn_factor(shape: ModelShape, tokens: int) -> float:
     """YaRN's factor for sequences of that length, in steps of 0.5; 1 within the model's limit."""
-    return math.ceil(2 * tokens / shape.max_context) / 2 if tokens > shape.max_context else 1.0
+    return math.ceil(2 * tokens / shape.trained_context) / 2 if tokens > shape.max_context else 1.0

@@ -168,8 +168,8 @@ def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
 def _yarn(options: ServeCommandOptions) -> dict[str, Any]:
     """RoPE's parameters, as transformers 5 names them in a config.json."""
     shape, factor = options.shape, options.plan.workload.yarn_factor
-    original = shape.rope_original_context or shape.max_context
-    stretched = factor * shape.max_context / original
+    original = shape.rope_original_context or shape.trained_context
+    stretched = factor * shape.trained_context / original
     return {
         "rope_type": "yarn",
         "rope_theta": shape.rope_theta,

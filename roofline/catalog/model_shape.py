@@ -129,6 +129,16 @@ class BadModelFile(ValueError):
     """A config.json or GGUF file that is missing, damaged, or describes a model that is not supported."""
 
 
+QWEN3_TRAINED_CONTEXT = 32_768
+QWEN3_MAX_CONTEXT = 40_960  # which leaves 8,192 tokens for a prompt beside 32,768 of output
+
+
+def trained_context(architecture: str, max_context: int) -> int:
+    """Tokens that YaRN's factor refers to: the model's limit, but for Qwen3 what its model card says (32,768)."""
+    qwen3 = architecture.startswith("qwen3") and max_context == QWEN3_MAX_CONTEXT
+    return QWEN3_TRAINED_CONTEXT if qwen3 else max_context
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(Checked):
     """An immutable model shape. Raises InvalidField (a ValueError) for fields that are wrong, alone or together.
@@ -215,6 +225,11 @@ class ModelShape(Checked):
         if cached > MAX_CACHED_ELEMENTS:
             return f"these sizes cache {cached:.3g} numbers per token; allowed: up to {MAX_CACHED_ELEMENTS:.3g}"
         return None
+
+    @property
+    def trained_context(self) -> int:
+        """Tokens that YaRN's factor refers to."""
+        return trained_context(self.architecture, self.max_context)
 
     @property
     def is_moe(self) -> bool:

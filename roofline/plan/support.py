@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 
+from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, uses_draft_swap
@@ -153,14 +154,20 @@ def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
     return plan.workload.final_context > window and not plain
 
 
-def missing_architecture(shape: ModelShape) -> str | None:
-    """Why the runtime cannot run this model, or None if it can."""
+MIN_HEAD_DIM = 32  # of the attention kernels for GPUs, whose tiles are powers of two
+
+
+def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) -> str | None:
+    """Why the runtime cannot run this model, on `hardware` if it is given; None if it can."""
     if shape.architecture not in EXECUTABLE_ARCHITECTURES:
         known = ", ".join(EXECUTABLE_ARCHITECTURES)
         return f"the runtime does not execute architecture {shape.architecture!r} yet (it does {known})"
     held = shape.weight_bits.format
     if held not in CONVERTED_FORMATS:
         return f"the runtime does not load weights in {held!r} yet (it does {', '.join(loaded_formats())})"
+    head_dim, on_gpu = shape.head_dim, hardware is not None and hardware.kind == "gpu"
+    if on_gpu and (head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1)):
+        return f"no GPU kernel takes heads of {head_dim} values; they take powers of two from {MIN_HEAD_DIM}"
     return None
 
 

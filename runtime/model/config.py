@@ -11,7 +11,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ridgeplan.roofline.catalog.config_json import shape_from_config, sliding_layers
-from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
+from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats, trained_context
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.support import as_loaded
@@ -73,7 +73,7 @@ def _stretched(hub: Any, yarn_factor: float) -> Any:
     hub.rope_parameters |= {
         "rope_type": "yarn",
         "factor": float(yarn_factor),
-        "original_max_position_embeddings": hub.max_position_embeddings,
+        "original_max_position_embeddings": trained_context(hub.model_type, hub.max_position_embeddings),
     }
     return hub
 

@@ -219,7 +219,7 @@ def test_json_has_what_users_parse(h200_profile):
     for predicted in (data["predicted"], data["baseline"], data["alternatives"][0]["predicted"]):
         assert {"tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes", "speedup", "source"} <= set(predicted)
         assert set(predicted["low"]) == set(predicted["high"]) == {
-            "tpot_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes"
+            "tpot_ms", "ttft_request_ms", "ttft_ms", "tokens_per_s", "peak_memory_bytes"
         }  # fmt: skip
     assert {"preset", "plan", "predicted", "rejected"} <= set(data["alternatives"][0])
 
@@ -525,3 +525,13 @@ def test_plans_that_lost_inside_the_noise_say_so(h200_profile):
                 assert 0.97 < other.predicted.best.tpot_ms / answer.predicted.best.tpot_ms <= 1
                 assert preference(answer.plan) < preference(other.plan)
     assert count
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "runs"), [(64, True), (256, True), (80, False), (96, False), (100, False), (120, False)]
+)
+def test_heads_that_no_gpu_kernel_takes_are_refused_in_one_line(head_dim, runs):
+    shape = replace(load_shape("Qwen/Qwen2.5-7B"), head_dim=head_dim)
+    answer = planner.recommend(shape, "h200", 8192)
+    assert answer.model_runs is runs
+    assert any(note.startswith(f"no GPU kernel takes heads of {head_dim} values") for note in answer.notes) is not runs

@@ -224,7 +224,10 @@ def test_a_quantized_checkpoint_is_not_quantized_again(request_for: Callable[...
 def test_yarn_is_told_as_transformers_names_it(request_for: Callable[..., ServeCommandOptions]) -> None:
     exported = export(request_for("autoregressive", model="Qwen/Qwen3-8B", context=80_000, yarn=True))
     rope = dict(exported.command.arguments)["--hf-overrides"]["rope_parameters"]
-    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.0, 40960)
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 2.5, 32768)
+    card = export(request_for("autoregressive", model="Qwen/Qwen3-8B", context=130_048, yarn=True))
+    rope = dict(card.command.arguments)["--hf-overrides"]["rope_parameters"]
+    assert (rope["factor"], rope["original_max_position_embeddings"]) == (4.0, 32768)  # as Qwen3's model card says
 
 
 def test_sglang_has_one_more_draft_token_than_steps(request_for: Callable[..., ServeCommandOptions]) -> None:
