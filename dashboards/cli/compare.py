@@ -11,6 +11,7 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, wrapped
+from ridgeplan.dashboards.cli.table_file import write_table
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.compare import ComparedPlan, PlanComparison, compare_saved
@@ -31,10 +32,11 @@ COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "last TTFT", "tokens/s", "GB", "
 @opt.workload
 @opt.limits
 @opt.priced_by
+@opt.table_output
 @opt.as_json
 def compare(
     subjects: Sequence[str], gpus: Sequence[str], presets: Sequence[str], ctx: int | None, max_model_len: int | None,
-    as_json: bool, **search: Any,
+    output: Path | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """Compare the plans of each MODEL on each GPU, for each preset; or compare plan files at their own workloads.
 
@@ -58,6 +60,7 @@ def compare(
             raise click.UsageError("compare needs --gpu for models; allowed: names with commas, such as h100,h200")
         context = opt.context_of(ctx, max_model_len, options.new_tokens)
         result = compared(subjects, gpus, context, presets=presets, options=options)
+    write_table(output, result, result.to_dict())
     if as_json:
         print_json(result.to_dict())
     else:
@@ -106,11 +109,12 @@ def _subject(compared_plan: ComparedPlan) -> tuple[str, ...]:
 @opt.only_preset
 @opt.limits
 @opt.priced_by
+@opt.table_output
 @opt.as_json
 def cost(
     model: str, gpus: Sequence[str], prices: Sequence[str], ctx: int | None, max_model_len: int | None,
-    batches: Sequence[int], preset: str | None, ttft_max: float | None, tpot_max: float | None, as_json: bool,
-    **search: Any,
+    batches: Sequence[int], preset: str | None, ttft_max: float | None, tpot_max: float | None,
+    output: Path | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """Price a million output tokens of MODEL at every batch, and show which batches meet the latency limits.
 
@@ -129,6 +133,7 @@ def cost(
         model, _prices(gpus, prices), opt.context_of(ctx, max_model_len, options.new_tokens),
         batches=batches, limits=LatencyLimits(ttft_max, tpot_max), preset=preset, options=options,
     )  # fmt: skip
+    write_table(output, result, result.to_dict())
     if as_json:
         print_json(result.to_dict())
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,6 +12,7 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.table_file import write_table
 from ridgeplan.planner import NothingFits, SearchOptions
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import GB, size_text, tokens_text
@@ -32,10 +34,11 @@ from ridgeplan.roofline.latency import GIB
 @opt.profile_file
 @opt.yarn
 @click.option("--offload", is_flag=True, help="Include plans that keep KV layers on the host, which are slow.")
+@opt.table_output
 @opt.as_json
 def fit(
     model: str, gpu: str | None, gpu_option: str | None, batches: Sequence[int], contexts: Sequence[int],
-    preset: str | None, as_json: bool, **search: Any,
+    preset: str | None, output: Path | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """Find the largest context per batch, and the largest batch per context, that fit MODEL on GPU.
 
@@ -49,16 +52,19 @@ def fit(
     """
     gpu, options = opt.gpu_of(gpu, gpu_option), SearchOptions(**search)
     if gpu is not None:
-        _on_gpu(model, gpu, batches, contexts, preset, options, as_json)
+        _on_gpu(model, gpu, batches, contexts, preset, options, output, as_json)
+    elif output:
+        raise click.UsageError("--output needs a GPU; allowed without one: --json")
     else:
         _on_all_gpus(model, batches or (1,), contexts, preset, options, as_json)
 
 
 def _on_gpu(
     model: str, gpu: str, batches: Sequence[int], contexts: Sequence[int], preset: str | None, options: SearchOptions,
-    as_json: bool,
+    output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     result = planner.fit(model, gpu, batches=batches or BATCHES, contexts=contexts, preset=preset, options=options)
+    write_table(output, result, result.to_dict())
     if as_json:
         print_json(result.to_dict())
     else:

@@ -103,6 +103,20 @@ class OutputFile(click.ParamType):
         return path
 
 
+TABLE_SUFFIXES = (".csv", ".md", ".json", ".png")
+
+
+class TableFile(OutputFile):
+    """A file for a table, of which the suffix says the format."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path, if its suffix is one of a table and it may be written."""
+        path = super().convert(value, param, ctx)
+        if path.suffix not in TABLE_SUFFIXES:
+            self.fail(f"{value!r} ends in {path.suffix!r}; allowed: {', '.join(TABLE_SUFFIXES)}", param, ctx)
+        return path
+
+
 class SavedPlanFile(click.ParamType):
     """A plan file as `plan --output` writes it, with the shape of its model and the profile of its machine."""
 
@@ -156,7 +170,7 @@ def listed(name: str, kind: Any, text: str, default: Any = ()) -> Any:
 
 
 class ListCommand(click.Command):
-    """A command whose `multiple` options are lists: they take every value up to the next option."""
+    """A command whose `multiple` options are lists: they take every value up to the next option, also with commas."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Repeats the option's name before every further value of a list, then parses as click does."""
@@ -167,9 +181,10 @@ class ListCommand(click.Command):
         for arg in args:
             if arg.startswith("-"):
                 option = arg if arg in lists else ""
-            elif option and repeated[-1] != option:
-                repeated.append(option)
-            repeated.append(arg)
+            for value in arg.split(",") if option and arg != option else (arg,):
+                if option and arg != option and repeated[-1] != option:
+                    repeated.append(option)
+                repeated.append(value)
         return super().parse_args(ctx, repeated)
 
 
@@ -313,6 +328,9 @@ def rows_output(name: str) -> Callable[[Command], Command]:
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+table_output = click.option(
+    "-o", "--output", type=TableFile(), help=f"Write the table to this file: {', '.join(TABLE_SUFFIXES)}."
+)
 plan_output = click.option("-o", "--output", type=OutputFile(), help="Write the plan to this file.")
 json_output = click.option("--output", type=OutputFile(), help="Write the results to this file as JSON.")
 html_output = click.option(

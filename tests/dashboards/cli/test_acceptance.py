@@ -152,6 +152,8 @@ def parsed(*arguments: str) -> tuple[Any, ...]:
     "arguments",
     [
         ("m", "--ctx", "1", "2", "3", "--text", "t"),
+        ("m", "--ctx", "1,2", "3", "--text", "t"),
+        ("m", "--text", "t", "--ctx", "1,2,3"),
         ("m", "--ctx", "1", "--ctx", "2", "3", "--text", "t"),
         ("m", "--text", "t", "--ctx", "1", "2", "3"),
         ("m", "--ctx=1", "--ctx", "2", "3", "--text", "t"),

@@ -260,3 +260,26 @@ def test_what_is_not_calibrated_says_so_once(invoke: Any, line: tuple[object, ..
     note = "rtx4090 is not calibrated: utilizations are those of a test's H200"
     assert invoke(*line).stdout.count(note) == 1
     assert [note for note in as_json(invoke(*line, "--json"))["notes"] if note.startswith("rtx4090")] == [note]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("fit", LLAMA, "h200"),
+        ("compare", LLAMA, "--gpu", "h200,rtx4090", "--ctx", "8k"),
+        ("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", 2),
+    ],
+)
+def test_tables_are_written_in_the_format_of_the_suffix(
+    invoke: Any, refuses: Any, words: tuple[Any, ...], tmp_path: Path
+) -> None:
+    paths = {suffix: tmp_path / f"table.{suffix}" for suffix in ("csv", "md", "json")}
+    for path in paths.values():
+        assert invoke(*words, "-o", path).exit_code == 0
+    rows = list(csv.DictReader(paths["csv"].open(encoding="utf-8")))
+    lines = paths["md"].read_text(encoding="utf-8").splitlines()
+    assert lines[0] == f"| {' | '.join(rows[0])} |"
+    assert len(lines) == len(rows) + 2 > 3
+    assert json.loads(paths["json"].read_text()) == json.loads(invoke(*words, "--json").stdout)
+    assert "ends in '.txt'; allowed: .csv, .md, .json, .png" in refuses(*words, "-o", tmp_path / "table.txt")
+    assert not (tmp_path / "table.txt").exists()
