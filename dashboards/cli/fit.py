@@ -76,7 +76,7 @@ def _on_gpu(
 
 def _hint(options: SearchOptions) -> str:
     """Which qualities need less memory."""
-    looser = [quality for quality in Quality if not options.quality.loosest.allows(quality)][-2:]
+    looser = [quality for quality in Quality if not options.quality.loosest.allows(quality)][:2]
     return f"; allowed: --quality {' or '.join(looser)}, smaller sizes or another GPU" if looser else ""
 
 
