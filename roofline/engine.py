@@ -31,7 +31,7 @@ BF16_BYTES = 2
 FULL_BITS, HALF_BITS = 16, 8
 WIDTHS = (16, 8, 4)  # bits per weight that have rates of their own; formats between two of them have the narrower's
 PAGE_TOKENS = 16  # of a page of the KV cache
-# FlashAttention-3 (hopper/flash_prepare_scheduler.cu): blocks of a tile aim at 1.1 times an SM's even share.
+# FlashAttention-3 (flash_prepare_scheduler, for Hopper): blocks of a tile aim at 1.1 times an SM's even share.
 BLOCK_TOKENS, SPLIT_MARGIN, MAX_SPLITS = 128, 1.1, 32
 
 

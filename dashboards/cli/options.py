@@ -364,7 +364,7 @@ def gpu_of(argument: str | None, option: str | None) -> str | None:
     return option if argument is None else argument
 
 
-FIGURES_NOTE = "last TTFT: of the batch's last request, in ms; tokens/s of the whole batch"
+FIGURES_NOTE = "last TTFT: ms, of the batch's last request; tokens/s: of the batch"
 FIGURES = ("gamma", "TPOT ms", "low", "high", "last TTFT", "tokens/s", "GB", "speed-up")
 
 

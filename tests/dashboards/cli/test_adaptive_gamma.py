@@ -118,7 +118,7 @@ def tuning(plan_path: Path, tiny_folder: Path, profile_path: Path, tmp_path: Pat
     text = tmp_path / "cities.txt"
     text.write_text(TEXT, encoding="utf-8")
     return (
-        "tune", plan_path, "--model", tiny_folder, "--text", text, "--tokens", 96, "--gamma", 3, "--profile",
+        "tune", plan_path, "--model", tiny_folder, "--text", text, "--tokens", 192, "--gamma", 3, "--profile",
         profile_path,
     )  # fmt: skip
 
