@@ -21,7 +21,7 @@ def attention_mass(queries: Tensor, keys: Tensor, first: int, tokens: int) -> Te
     """
     (count, q_heads, head_dim), kv_heads = queries.shape, keys.shape[0]
     ratio, mass = q_heads // kv_heads, queries.new_zeros(kv_heads, tokens, dtype=torch.float32)
-    block = min(max(1, EVICTION_SCORE_ELEMENTS // (ratio * (first + count))), count)
+    block = max(1, min(EVICTION_SCORE_ELEMENTS // (ratio * (first + count)), count))
     places = torch.arange(block, device=queries.device)
     later = (places[:, None] < places)[:, None]  # keys of a block that are in the future of its queries
     for start in range(0, count, block):

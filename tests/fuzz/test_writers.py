@@ -29,7 +29,7 @@ WRITERS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_siz
 
 
 def acceptance_row(context: int) -> AcceptanceRow:
-    return AcceptanceRow("w4", "tiny", 0.1, context, 0.5, "measured", "a test", quantizer="nearest")
+    return AcceptanceRow("w4", "tiny", 0.1, context, 0.5, "measured", "a test", quantizer="nearest-64")
 
 
 def quality_row(context: int) -> QualityRow:

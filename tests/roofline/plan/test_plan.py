@@ -28,9 +28,7 @@ WORKLOAD = Workload("model", "h200", 4096)
 
 
 NAMES = st.text(st.characters(exclude_categories=["C"]), min_size=1)
-WORKLOADS = st.builds(
-    Workload, NAMES, st.just("h200"), st.integers(1, 1 << 24), batch=st.integers(1, 4096)
-)
+WORKLOADS = st.builds(Workload, NAMES, st.just("h200"), st.integers(1, 1 << 24), batch=st.integers(1, 4096))
 
 
 @given(plans(WORKLOADS, st.integers(1, 64)))
