@@ -128,7 +128,7 @@ def _save(weights: DecoderWeights, path: Path) -> None:
 
 def _checksum(tensor: Tensor) -> int:
     """CRC-32 of a contiguous tensor on the host."""
-    return zlib.crc32(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+    return zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data)
 
 
 def _described(item: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:
