@@ -114,7 +114,7 @@ KERNELS = {
     "norm": r"_add_rms_norm_kernel",
     "rope + append": r"_rope_append_kernel|_tables_kernel",
     "swiglu": r"_swiglu_kernel",
-    SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick)_kernel",
+    SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick|row_uniform)_kernel",
     "host link": r"_(copy_prefix|gather|flush_to_host|flush_codes|allocate_slots)_kernel",
     "flush and shift": r"quantize|_(quantize|pack|shift)_kernel",
 }
