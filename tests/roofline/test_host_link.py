@@ -15,7 +15,7 @@ from ridgeplan.roofline.host_link import (
     pages_of,
 )
 from ridgeplan.roofline.latency import RateTerms
-from ridgeplan.roofline.memory import NO_LAYERS, HostLayers
+from ridgeplan.roofline.memory import NO_LAYERS, Departures, HostLayers
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.policies.selections import Quest, RetrievalHead
 from ridgeplan.roofline.plan.presets import preset
@@ -177,3 +177,27 @@ def test_loads_begin_as_many_layers_ahead_as_there_is_room_for(ideal):
         link = HostLink(SHAPE, slow, held, HostLayers(20, TOKEN_BYTES))
         passes_s.append(link.target_seconds(65536, 0.032, 0.0, 0.0))
     assert passes_s[0] - passes_s[1] == pytest.approx(4 * 0.032 / 32)
+
+
+def test_drafts_load_no_more_than_the_budget_of_slots_holds(ideal):
+    """They choose 256 tokens, for 128 of which there are slots; those miss a tenth in each of 20 layers."""
+    changes = {"draft_loads": 1, "draft_host_run_tokens": 1, "offload_overlap": 0.9, "offload_budget": 128}
+    link = HostLink(SHAPE, ideal, strategy("magicdec-quest", ideal, **changes), HostLayers(20, TOKEN_BYTES))
+    assert link.draft_seconds(1024, 256) == pytest.approx(20 * 0.1 * 128 * TOKEN_BYTES / 1e10)
+
+
+@pytest.mark.parametrize("context, left, earliest", [(60_000, 0, 61_440), (65_536, 2, 65_536)])
+def test_layers_leave_between_the_first_threshold_and_the_end(ideal, context, left, earliest):
+    """6 of 32 layers leave, where 30 of them with 65537 tokens each fit; a prompt may be beyond the threshold.
+
+    32 layers fit up to 30/32 x 65537 = 61440.9 tokens with the one that a step adds, and 30 layers those of the longer
+    prompt, so that 2 have left before its first step.
+    """
+    departures = Departures(
+        adaptive=1, layers=32, final=6, memory_bytes=30 * 65_537 * TOKEN_BYTES, unit_bytes=TOKEN_BYTES, unit_tokens=1,
+        host_bytes=0, queries=1, coded=0,
+    )  # fmt: skip
+    held = strategy("autoregressive", ideal, context=context, new_tokens=8192)
+    seconds = HostLink(SHAPE, ideal, held, HostLayers(6, TOKEN_BYTES)).departure_seconds(departures)
+    written_s = (earliest + context + 8192) / 2 * TOKEN_BYTES / 1e10
+    assert seconds == pytest.approx((6 - left) * (written_s + 4 * departures.memory_bytes / 1e12))
