@@ -344,3 +344,15 @@ def test_every_query_of_the_target_scores_and_ranks_for_itself(ideal):
     step_s, verify_s = (target_choice_seconds(shape, ideal, held, 65536) for held in (plain, plain.with_terms(gamma=3)))
     assert step_s > 0
     assert verify_s == pytest.approx(4 * step_s)
+
+
+def test_a_retrieval_head_projects_once_for_all_queries_of_a_verification(ideal):
+    """Its weights are read once at 1 TB/s, however many queries follow; only scores and ranks are each query's own."""
+    held = lowered("specontext", ideal, context=65536)[0]
+    projected_s = held.target.projected_params * 2 / 1e12
+    assert projected_s > 0
+    for gamma in (0, 3):
+        changed = held.with_terms(gamma=gamma)
+        free = changed.with_terms(target_projected_params=0)
+        paid_s, free_s = (target_choice_seconds(SHAPE, ideal, each, 65536) for each in (changed, free))
+        assert paid_s - free_s == pytest.approx(projected_s)
