@@ -1,12 +1,20 @@
 """What fits is what the memory model says, to the token."""
 
+import os
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ridgeplan.planner.capacity import MAX_BATCH, Capacity, missing_memory, peak_bytes
+from ridgeplan.planner.capacity import (
+    HOST_MEMORY_BYTES,
+    MAX_BATCH,
+    Capacity,
+    missing_memory,
+    peak_bytes,
+    usable_host_bytes,
+)
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import DRAFT_SWAP_PROMPT_TOKENS
 from ridgeplan.roofline.latency import Device
@@ -128,3 +136,11 @@ def test_the_smallest_plan_is_one_that_fits_the_host():
     assert both.peaks()[0] < both.peaks()[1]
     assert both.smallest() == 0
     assert replace(both, host_limit_bytes=1e9).smallest() == 1
+
+
+def test_this_machines_memory_is_used_up_to_the_utilization():
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert usable_host_bytes(None, 0.5, this_machine=True) == 0.5 * physical
+    assert usable_host_bytes(None, 0.5, this_machine=False) == HOST_MEMORY_BYTES
+    assert usable_host_bytes(64e9, 0.5, this_machine=True) == 64e9
+    assert usable_host_bytes(0, 0.5, this_machine=True) == 0

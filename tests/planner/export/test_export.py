@@ -18,8 +18,9 @@ from ridgeplan.planner import PlanError, resolve
 from ridgeplan.planner.engines.formats import DTYPES
 from ridgeplan.planner.export import ENGINES, ServeCommandOptions, engine_named, export, schema_for, versions
 from ridgeplan.planner.export.carry import rounds_of, served
-from ridgeplan.planner.export.drafts import ranges
+from ridgeplan.planner.export.drafts import DraftModel, ranges
 from ridgeplan.planner.export.export import Command
+from ridgeplan.planner.export.options import Served
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.engine import activation_bytes
 from ridgeplan.roofline.plan.plan import Eviction, Placement, Plan, Weights, Workload
@@ -295,3 +296,37 @@ def test_a_command_holds_no_text_that_becomes_another_argument() -> None:
         ("vllm", "serve", "it's: #1"), (("--flag", True), ("--config", {"a": 'it\'s\n"b"'}), ("--x", 0.5))
     )
     assert yaml.safe_load(command.yaml()) == {"flag": True, "config": '{"a": "it\'s\\n\\"b\\""}', "x": 0.5}
+
+
+def test_every_round_reads_the_weights_on_the_host_once(request_for: Callable[..., ServeCommandOptions]) -> None:
+    """A tenth of a second per plain step, and per verification, which yields several tokens."""
+    running, _ = served(request_for(batch=16))
+    assert running.drafts is not None
+    rounds = rounds_of(running, running.drafts)
+    assert rounds is not None
+    slower = replace(rounds, host_s=rounds.host_s + 0.1)
+    for gamma in (0, 3):
+        read_s = 0.1 / float(tokens_per_round(running.drafts.acceptance, gamma))
+        assert slower.tpot_s(16, gamma) - rounds.tpot_s(16, gamma) == pytest.approx(read_s)
+
+
+def test_a_draft_model_needs_a_cache_of_its_own(request_for: Callable[..., ServeCommandOptions]) -> None:
+    """33792 tokens of 128 KiB for each sequence, beside weights that do not depend on the batch."""
+    needs = []
+    for batch in (1, 2):
+        options = request_for(batch=batch)
+        drafts = DraftModel(options.model, "draft_model", "fp8", "auto", 3, 0.8, options.shape)
+        plain = Served(options, kv="auto")
+        needs.append(replace(plain, drafts=drafts).needed_bytes - plain.needed_bytes)
+    assert needs[0] > 33_792 * 131_072 + options.shape.parameters
+    assert needs[1] - needs[0] == 33_792 * 131_072
+
+
+def test_several_gpus_hold_what_one_lacks(request_for: Callable[..., ServeCommandOptions]) -> None:
+    """Weights of 16.1 GB and 13.2 GB of KV are too much for 90% of 24 GB, and fit twice that."""
+    single, pair = (
+        Served(request_for("autoregressive", gpu="rtx4090", context=100_000, plan={"tensor_parallel": count}), "auto")
+        for count in (1, 2)
+    )
+    assert pair.usable_bytes == 2 * single.usable_bytes
+    assert (single.missing_gib > 0, pair.missing_gib) == (True, 0)
