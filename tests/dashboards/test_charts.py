@@ -82,6 +82,13 @@ def test_limits_and_prices_are_contours(plans_by_cell: PlanMap) -> None:
     assert not charts.capacity_map(plans_by_cell, (65_536, 4)).layout.annotations
 
 
+def test_a_limit_on_the_first_token_is_drawn_where_one_request_reaches_it(plans_by_cell: PlanMap) -> None:
+    figure = charts.capacity_map(plans_by_cell, (65_536, 4), ttft_limit_ms=2000.0)
+    drawn = named(figure)["2,000 ms to the first token"].z
+    request_ms = 1e3 * plans_by_cell.ttft_s / np.array(BATCHES)
+    np.testing.assert_allclose(drawn, np.where(plans_by_cell.fits, request_ms, np.nan).T)
+
+
 def test_dollars_per_million_tokens(plans_by_cell: PlanMap) -> None:
     """At $3.60 an hour, 1e-3 dollars a second: a batch takes its prompts, then 1024 steps, for 1024 tokens each."""
     seconds = plans_by_cell.ttft_s[0] + 1024 * plans_by_cell.tpot_s[0]

@@ -234,3 +234,8 @@ def test_another_engines_file_and_a_cpu_are_refused(tmp_path: Path) -> None:
 
 def test_rows_that_fit_no_rate_are_not_fitted() -> None:
     assert fit(MEASURED, MEASURED.fitted).launch_s == pytest.approx(PROFILE.rates.launch_s)
+
+
+@pytest.mark.parametrize("gpu, speedup", [("a100", 1.0), ("a10g", 1.0), ("l40s", 2.0), ("rtx4090", 2.0), ("h200", 2.0)])
+def test_prompts_use_fp8_tensor_cores_from_ada_on(gpu: str, speedup: float) -> None:
+    assert engine_profile("vllm", load_hardware(gpu)).rates.coded_speedup == speedup

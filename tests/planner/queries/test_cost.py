@@ -63,3 +63,15 @@ def test_several_gpus_have_prices_of_their_own() -> None:
 def test_prices_are_checked() -> None:
     with pytest.raises(PlanError, match=r"the price of h200 is 0\.0; allowed: dollars per hour above 0"):
         serving_cost(LLAMA, {"h200": 0.0}, 4096)
+
+
+def test_a_limit_on_the_first_token_is_of_one_request() -> None:
+    """The last prompt of 16 waits for the others; a limit of three prompts' time is missed by none of the rows."""
+    free = serving_cost(LLAMA, {"h200": 2.5}, 8192, batches=(1, 16))
+    limit_s = 3 * max(row.ttft_request_ms for row in free.rows) / 1e3
+    assert free.rows[1].ttft_ms / 1e3 > limit_s
+    limits = LatencyLimits(ttft_s=limit_s)
+    assert [row.misses for row in serving_cost(LLAMA, {"h200": 2.5}, 8192, batches=(1, 16), limits=limits).rows] == [
+        (),
+        (),
+    ]
