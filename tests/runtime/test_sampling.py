@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ridgeplan.kernels.sampling.reference import Greedy
-from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.errors import ModelError, WorkloadError
+from ridgeplan.runtime.sampling import SamplingParams, all_finite, require_finite
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, 0.0], [3.0, -1.0, -2.0, 3.0]])
 
@@ -74,3 +74,16 @@ def test_sampling_refuses_what_it_cannot_mean(values, message):
         SamplingParams(**values)
     assert "allowed" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_are_finite_without_nan_and_with_a_finite_peak(dtype):
+    nan, inf = float("nan"), float("inf")
+    rows = [[1.0, 2.0], [-inf, 2.0], [nan, 2.0], [1.0, nan], [1.0, inf], [-inf, -inf]]
+    assert all_finite(torch.tensor(rows, dtype=dtype)).tolist() == [True, True, False, False, False, False]
+
+
+def test_the_first_sequence_that_is_not_finite_is_named():
+    require_finite([True, True])
+    with pytest.raises(ModelError, match="NaN or infinite for sequence 1"):
+        require_finite([True, False, False])

@@ -200,3 +200,10 @@ def test_of_equal_scores_the_latest_stay():
 
 def test_the_runtime_has_the_policies_that_the_planner_says():
     assert {name for name, policy in EVICTIONS.items() if policy.executable} == set(SCORERS)
+
+
+def test_random_choices_of_neighboring_seeds_and_layers_are_not_the_same():
+    """Seed 0 must not choose in layer 1 what seed 1 chooses in layer 0."""
+    scorers = [RandomScorer(RandomEviction(seed=seed)) for seed in range(4)]
+    drawn = [scorer.scores(prompt_layer(index)) for scorer in scorers for index in range(4)]
+    assert len({tuple(scores.flatten().tolist()) for scores in drawn}) == 16

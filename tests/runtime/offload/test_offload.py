@@ -10,6 +10,7 @@ from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.kv_cache.token_rows import pack_token_rows
 from ridgeplan.kernels.offload import (
+    SlotTable,
     flush_codes_to_host,
     flush_codes_to_host_cost,
     flush_to_host,
@@ -29,6 +30,7 @@ from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.offload.host_store import HostKVStore
 from ridgeplan.runtime.offload.layer_mover import LayerMover
+from ridgeplan.runtime.offload.slot_store import ALL_LAYERS, SlotTables
 from ridgeplan.runtime.offload.streaming import LayerStream, Window
 from ridgeplan.validate.random_model import llama_like_shape
 
@@ -306,3 +308,25 @@ def test_what_is_allocated_is_what_is_priced(kv, tolerance, adaptive):
     last = caches[0].stores[-1]
     held = (last if isinstance(last, HostKVStore) else last.loaded).on_host
     assert sum(part.nbytes for pair in held for part in pair) == pytest.approx(layout.host_bytes, rel=0.03)
+
+
+def test_a_shared_table_counts_for_every_layer_that_loads_by_it():
+    """3 units of each of 2 heads are requested and 1 is missing; a layer that joins later counts from then on."""
+    tables, shared = SlotTables(), SlotTable.allocate(1, 2, 64, 8, CPU)
+    tables.by_layer[ALL_LAYERS] = shared
+    shared.requested.fill_(3)
+    shared.loaded.fill_(1)
+    assert tables.counts(5) == (5 * 6, 5 * 2)
+    tables.start_layer(5)
+    shared.requested.fill_(2)
+    assert tables.counts(6) == (5 * 6 + 6 * 4, 5 * 2)
+    tables.reset()
+    assert tables.counts(6) == (0, 0)
+
+
+def test_a_table_of_one_layer_counts_once():
+    tables, table = SlotTables(), SlotTable.allocate(1, 2, 64, 8, CPU)
+    tables.by_layer[3] = table
+    table.requested.fill_(3)
+    table.loaded.fill_(1)
+    assert tables.counts(5) == (6, 2)
