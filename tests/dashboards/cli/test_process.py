@@ -202,6 +202,8 @@ def test_sigterm_ends_a_command_quietly(tmp_path: Path) -> None:
     ("message", "shown"),
     [
         ("two\n lines ", "two lines"),
+        ("x" * LONGEST_WORD, "x" * (LONGEST_WORD - 3) + "..."),
+        ("x" * (LONGEST_WORD - 1), "x" * (LONGEST_WORD - 1)),
         ("x" * 5000 + " is unknown", "x" * (LONGEST_WORD - 3) + "... is unknown"),
         ("a " * 5000, ("a " * 5000)[: LONGEST_MESSAGE - 3] + "..."),
     ],

@@ -211,6 +211,12 @@ def test_lists_print_every_name(invoke: Any, kind: str) -> None:
     assert invoke("list", kind).stdout == invoke(kind).stdout
 
 
+def test_a_gpu_is_listed_in_the_units_of_its_columns(invoke: Any) -> None:
+    """24,564 MiB are 25.8 GB; 1.01 TB/s and 165 TFLOP/s meet at 164 FLOP/byte."""
+    (row,) = (line.split() for line in invoke("list", "gpus").stdout.splitlines() if line.startswith("rtx4090 "))
+    assert row == ["rtx4090", "26", "24", "1.01", "165", "164", "32", "transferred"]
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_a_script_for_ridgeplan(invoke: Any, shell: str) -> None:
     script = invoke("completion", shell).stdout
