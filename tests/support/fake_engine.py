@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on this machine that decodes at known times."""
+"""An OpenAI-compatible server on this machine that decodes at known times, whatever else the machine does."""
 
 import json
 import threading
@@ -6,7 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+
+from ridgeplan.validate import engine_steps
 
 StepS = Callable[[int, int], float]  # seconds at a context and a batch
 
@@ -65,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         due = time.perf_counter() + 0.02  # a prompt
         for done in range(0, tokens, self.server.chunk_tokens):
             time.sleep(max(due - time.perf_counter(), 0))
-            self._event({"choices": [{"text": "x", "index": 0}]})
+            self._event({"choices": [{"text": "x", "index": 0}], "due": due})
             due += self.server.chunk_tokens * self.server.step_s(context, self.server.running)
             assert done < tokens
         self.server.count(-1)
@@ -86,13 +90,30 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
+def arrivals_as_due() -> Iterator[None]:
+    """Lets the client take the moment at which a chunk was due for that of its arrival, which load would delay."""
+    arrived = threading.local()
+    parse = engine_steps._object
+
+    def parsed(text: bytes, url: str) -> Any:
+        chunk = parse(text, url)
+        arrived.due = chunk.get("due", 0.0)
+        return chunk
+
+    clock = SimpleNamespace(perf_counter=lambda: arrived.due)
+    with mock.patch.object(engine_steps, "_object", parsed), mock.patch.object(engine_steps, "time", clock):
+        yield
+
+
+@contextmanager
 def serving(
     step_s: StepS, slots: int = 64, *, takes_tokens: bool = True, chunk_tokens: int = 1
 ) -> Iterator[FakeServer]:
     server = FakeServer(step_s, slots, takes_tokens=takes_tokens, chunk_tokens=chunk_tokens)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield server
+        with arrivals_as_due():
+            yield server
     finally:
         server.shutdown()
         server.server_close()
