@@ -20,7 +20,13 @@ from ridgeplan.roofline.plan.policy import TokenSelection
 from ridgeplan.roofline.plan.support import as_loaded, exceeds_window, missing_execution, missing_head
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
-from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
+from ridgeplan.runtime.memory import (
+    MemoryMeter,
+    readable_out_of_memory,
+    require_memory,
+    require_weight_memory,
+    return_freed_memory,
+)
 from ridgeplan.runtime.model.checkpoint import (
     StateDict,
     import_model_code,
@@ -79,6 +85,8 @@ def load(
         raise WorkloadError(f"the shared weights are on {weights.embedding.device}; allowed: on {place.type}")
     dtype = _dtype(dtype, place)
     _require_described_memory(plan, model, place, dtype, weights, memory_utilization)
+    if place.type == "cpu":
+        return_freed_memory()  # before a GGUF file is converted, which would leave gaps for activations in the heap
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
     head = _head(plan, retrieval_head, config.shape, model, source)

@@ -53,7 +53,7 @@ class MemoryMeter:
         self._device = device
         self._outside = _outside_bytes(device) if device.type == "cuda" else None
         if device.type != "cuda":
-            _return_freed_memory()
+            return_freed_memory()
         self._library_bytes = _library_bytes()
         self._before_bytes = max(0, (_status_bytes("VmRSS") or 0) - shared_bytes)
         self.restart()
@@ -70,7 +70,7 @@ class MemoryMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif _CLEAR.exists():
-            _return_freed_memory()
+            return_freed_memory()
             try:
                 _CLEAR.write_text("5")  # resets VmHWM to the current resident set (proc(5))
             except PermissionError:
@@ -175,7 +175,7 @@ def _outside_bytes(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Returns what the C library's allocator holds free to the system, at once and from now on.
 
     By default glibc takes allocations of up to 32 MB from its heap, where the activations of a long prompt leave gaps.

@@ -16,6 +16,7 @@ from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS
 
 ROW_MULTIPLE = 16  # torch's int4 kernel needs multiples of this many outputs
+PLANE_ROWS = 256  # rows of 8-bit products on a CPU whose planes are added at once
 
 
 class Linear(Protocol):
@@ -70,9 +71,13 @@ class LibraryInt4Weight:
         return cls(packed, pairs.transpose(0, 1).bfloat16().contiguous(), inputs // scale.shape[1], outputs)
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.product(x).to(x.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The product with x [..., inputs] as the kernel returns it: bfloat16 [..., outputs]."""
         rows = x.reshape(-1, x.shape[-1]).bfloat16()
         out = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales)
-        return out[:, : self.outputs].to(x.dtype).view(*x.shape[:-1], self.outputs)
+        return out[:, : self.outputs].view(*x.shape[:-1], self.outputs)
 
     @property
     def bytes(self) -> int:
@@ -88,7 +93,12 @@ class LibraryInt8Weight:
     lower: LibraryInt4Weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.upper(x) + self.lower(x)
+        # A few rows at a time: the planes' products of a whole prompt would take as much memory again as the result.
+        rows = x.reshape(-1, x.shape[-1])
+        out = x.new_empty(len(rows), self.upper.outputs)
+        for some, sums in zip(rows.split(PLANE_ROWS), out.split(PLANE_ROWS), strict=True):
+            sums.copy_(self.upper.product(some)).add_(self.lower.product(some))
+        return out.view(*x.shape[:-1], -1)
 
     @property
     def group(self) -> int:

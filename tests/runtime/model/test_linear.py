@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ridgeplan.kernels.linear.weights import Int4Weight
-from ridgeplan.runtime.model.linear import Dense, Int4, LibraryInt4Weight
+from ridgeplan.runtime.model.linear import PLANE_ROWS, Dense, Int4, LibraryInt4Weight, LibraryInt8Weight
 from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization.calibration import quantized_linear
 from ridgeplan.runtime.quantization.gptq import quantize_weight
@@ -87,3 +87,16 @@ def test_constant_groups_stay_finite():
     weight = torch.full((16, 64), 0.25)
     x = torch.ones(1, 64)
     assert torch.allclose(quantized_linear(Dense(weight), WeightFormat(4, 64))(x), torch.full((1, 16), 16.0), rtol=0.01)
+
+
+def test_8_bit_products_of_many_rows_on_a_cpu_are_the_sums_of_both_planes() -> None:
+    torch.manual_seed(0)
+    planes = [
+        LibraryInt4Weight.pack(torch.randint(0, 16, (24, 64)), torch.rand(24, 2) / 16**index, torch.rand(24, 2))
+        for index in range(2)
+    ]
+    x = torch.randn(2, PLANE_ROWS, 64)
+
+    product = LibraryInt8Weight(*planes)(x)
+
+    torch.testing.assert_close(product, planes[0](x) + planes[1](x))
