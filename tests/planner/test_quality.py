@@ -262,3 +262,10 @@ def test_recommend_states_what_the_user_measured(tmp_path, monkeypatch, h200_pro
     (loss,) = after.losses
     assert "fidelity 0.977" in loss
     assert loss in after.explain()
+
+
+@pytest.mark.parametrize("value, plain", [(1.5, 0.5), (0.5, 1.5)])
+def test_shares_are_at_most_1_of_the_plan_and_of_plain_decoding(value, plain):
+    with pytest.raises(PlanError, match=r"fidelity is 1\.5; allowed: a number from 0 to 1"):
+        row(value=value, plain=plain)
+    assert row("perplexity", value, plain=plain).value == value

@@ -7,7 +7,9 @@ import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner.capacity import peak_bytes
+from ridgeplan.planner.queries.fit import fit_gpus
 from ridgeplan.planner.question import ask
+from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import Workload
@@ -116,3 +118,15 @@ def test_json_is_plain():
     assert set(data) == {"model", "hardware", "contexts", "batches", "notes", "memory_limit_bytes"}
     assert set(data["contexts"][0]) == {"context", "batch", "plan", "peak_bytes", "limited_by"}
     assert data["notes"] == ("rtx4090 is not calibrated: utilizations are those of NVIDIA H200",)
+
+
+def test_every_gpu_is_asked_from_the_smallest_up_to_its_own_memory():
+    """A limit of 30 GB is no error on a GPU with less memory, which is limited by what it has."""
+    gpus = fit_gpus(LLAMA, 4096, 1, preset="autoregressive", memory_limit=30e9)
+    sizes = [gpu.memory_bytes for gpu in gpus]
+    assert sizes == sorted(sizes)
+    assert {gpu.gpu for gpu in gpus} == {gpu.name for gpu in list_hardware()}
+    assert min(sizes) < 12e9
+    assert all(
+        max(gpu.context.peak_bytes, gpu.batch.peak_bytes) <= min(30e9, gpu.memory_bytes) for gpu in gpus if gpu.fits
+    )
