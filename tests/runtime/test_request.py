@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.request import Request, SequenceState
 from ridgeplan.runtime.sampling import SamplingParams
 
@@ -49,3 +51,15 @@ def test_one_prompt_comes_in_many_forms(prompts):
     request = Request.build(prompts, 4, None)
     assert request.prompts == ((1, 2),)
     assert request.sampling == SamplingParams()  # greedy
+
+
+def test_a_request_is_as_long_as_its_longest_sequence():
+    assert Request.build([[1], [1, 2, 3], [1, 2]], 4, None).longest == 7
+
+
+def test_tokens_are_those_of_the_vocabulary():
+    workload = Workload("m", "h200", 8, new_tokens=4)
+    Request.build([0, 9], 4, None).check(workload, vocab=10)
+    for token in (-1, 10):
+        with pytest.raises(WorkloadError, match=f"a token of prompt 0 is {token}"):
+            Request.build([0, token], 4, None).check(workload, vocab=10)
