@@ -99,3 +99,18 @@ def test_a_chain_on_cuda_reads_cold_weights() -> None:
     assert calls == [*range(18), *(index % 18 for index in range(cold.chain))]
     assert cold_s > weights[0].nbytes / 6e12
     assert bench.median_s(KernelCall("test", "warm", cost, call)) < 0.9 * cold_s
+
+
+def test_calls_on_a_cpu_rotate_over_their_variants() -> None:
+    """After the warm calls, each of which takes the next variant, timed calls begin with the first again."""
+    run: list[int] = []
+    bench = Bench(torch.device("cpu"), torch.zeros(8), 0, 0.0)
+    bench.readings(KernelCall("test", "any", Cost(), run.append, variants=3))
+    timed = run[module.WARM_CALLS :]
+    assert timed == [index % 3 for index in range(MIN_CALLS)]
+
+
+def test_the_two_readings_are_of_both_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "_host_times", lambda *_: [1.0, 1.0, 1.0, 2.0, 2.0, 2.0])
+    bench = Bench(torch.device("cpu"), torch.empty(0), 0, 0.0)
+    assert bench.readings(KernelCall("test", "any", Cost(), lambda _: None)) == [1.0, 2.0]

@@ -336,3 +336,17 @@ def test_an_index_runs_no_code_and_gets_no_other_file_in(tmp_path, monkeypatch, 
         question_sets()
     assert not marker.exists()
     assert list(cache.rglob("*.whl")) == []
+
+
+@pytest.mark.parametrize("size", [0, 2, 5])
+def test_all_documents_that_hold_an_answer_are_in_its_prompt(size):
+    """Two of five hold it; the others are there once each, or again where more are wanted than there are."""
+    documents = tuple(f"text of {name}" for name in ("rain", "wind", "snow", "fog", "hail"))
+    known = QuestionSet(documents, (("Who?", ("Ann",), (1, 3)),))
+    for seed in range(5):
+        sample = ruler_questions.question("hotpotqa", Material((), (), {"hotpotqa": known}), size, random.Random(seed))
+        shown = Counter(re.findall(r"Document \d+:\n(.*)", sample.prompt))
+        assert (shown["text of wind"], shown["text of fog"]) == (1, 1)
+        assert shown.total() == size + 2
+        assert len(shown) == min(size, 3) + 2
+        assert sample.answers == ("Ann",)
