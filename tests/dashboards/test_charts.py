@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ridgeplan.dashboards import charts
-from ridgeplan.dashboards.charts import rooflines, rounds
+from ridgeplan.dashboards.charts import results, rooflines, rounds
 from ridgeplan.dashboards.charts.capacity import dollars_per_million, no_fit_runs
 from ridgeplan.dashboards.charts.memory import about, staircase_text
 from ridgeplan.dashboards.charts.plans import crossing_text, fitting_times
@@ -341,3 +341,26 @@ def test_the_bar_through_the_star_is_the_band_of_the_acceptance(question: Questi
     star = named(charts.speculation(grid))[f"optimum: gamma {gamma}, {gain:.2f}x"]
     ends = (star.y[0] - star.error_y.arrayminus[0], star.y[0] + star.error_y.array[0])
     assert ends == pytest.approx((grid.predicted.low, grid.predicted.high))
+
+
+def test_a_methods_line_holds_its_own_means_over_windows() -> None:
+    means = {("dapq", 32): 0.9, ("dapq", 64): 0.95, ("snapkv", 32): 0.5, ("snapkv", 64): 0.6}
+    rows = [{"figure": ("attention", *key), "mean": mean, "deviation": 0.0} for key, mean in means.items()]
+    lines = named(results.attentions(rows))
+    assert {name: (list(line.x), list(line.y)) for name, line in lines.items()} == {
+        "dapq": ([32, 64], [0.9, 0.95]),
+        "snapkv": ([32, 64], [0.5, 0.6]),
+    }
+
+
+def test_recalls_have_a_panel_for_each_budget() -> None:
+    means = {("dapq", 256): 0.7, ("snapkv", 256): 0.4, ("dapq", 1024): 0.9, ("snapkv", 1024): 0.8}
+    rows = [
+        {"figure": ("recall", method, 32, budget), "mean": mean, "deviation": 0.0}
+        for (method, budget), mean in means.items()
+    ]
+    figure = results.recalls(rows)
+    assert [note.text for note in figure.layout.annotations] == ["budget 256", "budget 1024"]
+    assert [(line.xaxis, line.name, list(line.y)) for line in figure.data] == [
+        ("x", "dapq", [0.7]), ("x", "snapkv", [0.4]), ("x2", "dapq", [0.9]), ("x2", "snapkv", [0.8]),
+    ]  # fmt: skip
