@@ -264,6 +264,7 @@ def test_queries_score_what_an_eviction_left_before_them():
 def test_a_prompts_set_stays_and_what_grows_old_joins_it():
     policy, cache = made("snapkv", [60], ratio=0.25, window=1, pooling=3)
     keys = torch.zeros(2, 60, 8)
+    keys[:, :3] = -1.0  # the sinks stay, though they are attended least
     keys[:, 30] = 10.0  # pooled over its neighbours
     policy.after_prefill(0, 0, torch.ones(1, 4, 8), keys, torch.arange(-60, 0)[None])
     for length, joined in ((60, []), (63, [50, 51, 52])):
