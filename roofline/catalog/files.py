@@ -6,6 +6,7 @@ Every error is a one-line ValueError; the caller adds the name of the file.
 import json
 import os
 import re
+import shutil
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
@@ -32,14 +33,17 @@ def read_document(path: Path) -> bytes:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, whose file then replaces that of `path`, completely or not at all; a link stays one.
+    """A path to write to, whose file then replaces that of `path`, completely or not at all.
 
-    It is in a new folder beside the target, which only this user can write to: no link can stand there. Raises OSError.
+    It is in a new folder beside the target, which only this user can write to: no link can stand there. A `path` that
+    is a link stays one, and the file behind it is replaced. A replaced file keeps its mode. Raises OSError.
     """
     target = Path(os.path.realpath(path))
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".ridgeplan-") as folder:
         staging = Path(folder, target.name)
         yield staging
+        if target.exists():
+            shutil.copymode(target, staging)
         staging.replace(target)
 
 

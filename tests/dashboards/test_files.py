@@ -24,6 +24,14 @@ def test_new_files_have_the_users_usual_permissions(tmp_path: Path) -> None:
     assert (tmp_path / "written").stat().st_mode == usual.stat().st_mode
 
 
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "private.json"
+    path.write_text("old")
+    path.chmod(0o600)
+    write_atomically(path, "new")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", 0o600)
+
+
 def test_links_that_stand_ready_are_not_followed(tmp_path: Path) -> None:
     """In a folder that all users write to, such as /tmp, others can guess names from the process's id."""
     victim = tmp_path / "victim"
