@@ -57,10 +57,10 @@ class HostLink:
 
         Returns the seconds of page walks and of the transfer; the longer of the two counts.
 
-        Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). A walk of page tables
-        for each page of the host's memory that they lie in bounds the link, and takes as long as a piece of
-        HOST_PIECE_BYTES did that calibration found in a page of its own; all of them take at least what a copy does. A
-        token's key and value adjoin, and so do those of its KV heads.
+        Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). Each
+        page of the host's memory that holds some of them costs a walk of the page tables. A walk takes as long as
+        calibration measured for a piece of HOST_PIECE_BYTES in a page of its own. All loads together take at least as
+        long as a copy of their bytes. A token's key and value adjoin, and so do those of its KV heads.
         """
         batch = self.strategy.batch
         token_bytes = self.host.token_bytes / batch

@@ -179,22 +179,22 @@ class SpeContextBench:
             length = CONTEXT + window["first"] + WINDOW // 2
             predicted_ms = small.predicted_step_ms(plan, length, window["layers_on_host"], window["overlap"] or 0.0)
             windows.append({**window, "predicted_step_ms": predicted_ms, "error": window["step_ms"] / predicted_ms - 1})
-        found = engine.statistics
+        counts = engine.statistics
         tokens[name] = rows
         engine.close()
         first, *others = tokens.values()
         return {
             "limit": plan.placement.memory_bytes,
             "thresholds": departure_lengths(plan, small.shape, small.machine),
-            "moved_at": found.moved_at,
-            "layers_on_host": found.host_layers,
+            "moved_at": counts.moved_at,
+            "layers_on_host": counts.host_layers,
             "tokens_equal": first == others[0] if others else None,
-            "tpot_ms": found.tpot_ms,
-            "predicted_tpot_ms": predict(plan, small.shape, small.profile, found.overlap or None).best.tpot_ms,
-            "overlap": found.overlap,
-            "offload_s": found.offload_s,
-            "capture_s": found.capture_s,
-            "peak_memory_bytes": found.peak_memory_bytes,
+            "tpot_ms": counts.tpot_ms,
+            "predicted_tpot_ms": predict(plan, small.shape, small.profile, counts.overlap or None).best.tpot_ms,
+            "overlap": counts.overlap,
+            "offload_s": counts.offload_s,
+            "capture_s": counts.capture_s,
+            "peak_memory_bytes": counts.peak_memory_bytes,
             "predicted_peak_bytes": predict(plan, small.shape, small.profile).best.peak_memory_bytes,
             "windows": windows,
         }

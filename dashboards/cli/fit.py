@@ -69,8 +69,8 @@ def _on_gpu(
         print_json(result.to_dict())
     else:
         _print_fits(result)
-    asked = (*(result.contexts if batches or not contexts else ()), *(result.batches if contexts else ()))
-    if not any(row.plan for row in asked):
+    rows = (*(result.contexts if batches or not contexts else ()), *(result.batches if contexts else ()))
+    if not any(row.plan for row in rows):
         raise NothingFits(f"nothing fits: {result.model} on {gpu} at the sizes asked for{_hint(options)}")
 
 

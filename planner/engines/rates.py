@@ -248,9 +248,9 @@ class EngineProfile:
         """How the engine is told a plan's formats."""
         engine, kv = ENGINES[self.engine], self.kv_dtype(plan)
         quantization = engine.weights.get(plan.weights.target_bits)
-        told = [f"{engine.quantization} {quantization}"] if quantization else []
-        told += [f"{engine.kv_cache_dtype} {kv}"] if kv != "auto" else []
-        return f"in {self.title}: {' '.join(told) or 'weights and KV cache as in the checkpoint'}"
+        arguments = [f"{engine.quantization} {quantization}"] if quantization else []
+        arguments += [f"{engine.kv_cache_dtype} {kv}"] if kv != "auto" else []
+        return f"in {self.title}: {' '.join(arguments) or 'weights and KV cache as in the checkpoint'}"
 
     def certainty(self, step: EngineStep, kind: str, shape: ModelShape) -> tuple[str, float]:
         """The source of a prediction, and its relative deviation by how like the step is to those that were measured.

@@ -33,8 +33,3 @@ class SideStream:
             # Kernels with programmatic dependent launch may read before the preceding kernel has ended. That must not
             # be a copy, so an ordinary kernel stands between.
             self._joined.zero_()
-
-    def wait_all(self) -> None:
-        """Makes the current stream wait for everything launched on this one so far."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)

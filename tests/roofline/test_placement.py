@@ -311,10 +311,10 @@ def test_until_then_they_use_the_whole_limit(shape, machine):
     """But for less than one more slot of every row."""
     plan = adaptive(2048, 32768)
     static = replace(plan, placement=replace(plan.placement, adaptive=False))
-    found, later = (offload_layers(shape, machine, strategy_of(one, shape, machine, 1.0)) for one in (plan, static))
-    assert found.host == later.host
-    assert found.spare_bytes == later.spare_bytes == 72e9 - later.memory.peak
-    assert 0 <= 72e9 - found.memory.peak < 32 * 2 * 8 * 128 * 2
+    leaving, later = (offload_layers(shape, machine, strategy_of(one, shape, machine, 1.0)) for one in (plan, static))
+    assert leaving.host == later.host
+    assert leaving.spare_bytes == later.spare_bytes == 72e9 - later.memory.peak
+    assert 0 <= 72e9 - leaving.memory.peak < 32 * 2 * 8 * 128 * 2
 
 
 def test_a_generation_that_stays_below_the_first_threshold_costs_what_it_costs_without_a_limit(shape, h200_profile):
@@ -332,12 +332,12 @@ def test_the_time_of_a_generation_is_the_mean_over_its_lengths(shape, machine, h
     lengths = range(2048 + 32, 2048 + 32768, 64)
     steps = [round_at(shape, machine, strategy, passes, at, layout.host_at(at)).total_s for at in lengths]
     moved_s = HostLink(shape, machine, strategy, layout.host).departure_seconds(layout.departures) / 32768
-    found = evaluate(shape, machine, strategy, rates)
-    assert found.tpot_s == pytest.approx(sum(steps) / len(steps) + moved_s, rel=0.01)
+    estimate = evaluate(shape, machine, strategy, rates)
+    assert estimate.tpot_s == pytest.approx(sum(steps) / len(steps) + moved_s, rel=0.01)
     static = strategy.with_terms(offload_adaptive=0)
-    assert evaluate(shape, machine, static, rates).tpot_s > 1.3 * found.tpot_s
+    assert evaluate(shape, machine, static, rates).tpot_s > 1.3 * estimate.tpot_s
     none_away = prefill_seconds(shape, machine, strategy)
-    assert found.ttft_s == none_away < evaluate(shape, machine, static, rates).ttft_s
+    assert estimate.ttft_s == none_away < evaluate(shape, machine, static, rates).ttft_s
 
 
 def test_codes_leave_by_groups(shape, machine):

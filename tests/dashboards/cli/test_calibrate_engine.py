@@ -44,7 +44,7 @@ def shipped_s() -> dict[tuple[int, int], float]:
 
 
 def plan_ms(invoke: Invoke, *options: object) -> float:
-    asked = (
+    command = (
         "plan",
         LLAMA.name,
         "--gpu",
@@ -58,7 +58,7 @@ def plan_ms(invoke: Invoke, *options: object) -> float:
         "--backend",
         "vllm",
     )
-    result = invoke(*asked, *options, "--json")
+    result = invoke(*command, *options, "--json")
     return json.loads(result.stdout)["predicted"]["tpot_ms"]
 
 
@@ -92,11 +92,23 @@ def test_answers_are_those_of_the_measured_engine(
 
 def test_a_second_measurement_adds_formats_and_replaces_steps(invoke: Invoke, tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
-    asked = ("calibrate", "--engine", "vllm", "--model", LLAMA.name, "--gpu", "h200", "--ctx", "256", "--output", path)
+    command = (
+        "calibrate",
+        "--engine",
+        "vllm",
+        "--model",
+        LLAMA.name,
+        "--gpu",
+        "h200",
+        "--ctx",
+        "256",
+        "--output",
+        path,
+    )
     steps = []
     for options in (("--batch", "1,2"), ("--batch", "2", "--kv-cache-dtype", "fp8"), ("--batch", "2")):
         with serving(lambda context, batch: 0.01) as server:
-            result = invoke(*asked, "--url", server.url, *options, "--json")
+            result = invoke(*command, "--url", server.url, *options, "--json")
         assert json.loads(result.stdout)["path"] == str(path)
         steps.append([(row.batch, row.kv) for row in load_measurements(path).rows])
     assert steps[0] == [(1, "auto"), (2, "auto")]

@@ -43,10 +43,10 @@ def exported(answer: Recommendation, options: SearchOptions) -> tuple[Exported, 
     """The plan's serve command, and the bytes that the engine needs for it."""
     shape, profile = resolve(answer.shape, answer.plan.workload.hardware)
     backend = str(options.backend)
-    asked = ServeCommandOptions(
+    command = ServeCommandOptions(
         answer.plan, shape, profile, engine_named(backend), schema_for(backend), shape.name, options.memory_utilization
     )
-    return export(asked), served(asked)[0].needed_bytes
+    return export(command), served(command)[0].needed_bytes
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
@@ -74,10 +74,10 @@ def test_a_plan_and_its_export_agree_to_the_digit(question: dict) -> None:
 
 def test_every_verb_has_the_engines_times() -> None:
     """One question by `plan`, `compare` and `cost`."""
-    asked = {"new_tokens": 512, "backend": "vllm"}
-    answer = recommend("Llama-3.1-8B", "h200", 65_536, batch=4, **asked)
-    (column,) = compare("Llama-3.1-8B", "h200", 65_536, batch=4, **asked).plans
-    (row,) = serving_cost("Llama-3.1-8B", {"h200": 2.5}, 65_536, batches=(4,), **asked).rows
+    options = {"new_tokens": 512, "backend": "vllm"}
+    answer = recommend("Llama-3.1-8B", "h200", 65_536, batch=4, **options)
+    (column,) = compare("Llama-3.1-8B", "h200", 65_536, batch=4, **options).plans
+    (row,) = serving_cost("Llama-3.1-8B", {"h200": 2.5}, 65_536, batches=(4,), **options).rows
     assert column.predicted.best == answer.predicted.best
     assert row.tpot_ms == pytest.approx(answer.predicted.best.tpot_ms, rel=1e-12)
     assert row.peak_memory_bytes == pytest.approx(answer.predicted.best.peak_memory_bytes)

@@ -112,8 +112,8 @@ def test_longer_contexts_and_more_queries_never_take_less_time(batch: int, conte
 
 
 def certainty(profile: EngineProfile, model: str = LLAMA.name, kind: str = "bf16", **sizes: float) -> tuple[str, float]:
-    asked = step(sizes.get("batch", 4), sizes.get("context", 32768), sizes.get("bits", 16))
-    return profile.certainty(asked, kind, load_shape(model))
+    engine_step = step(sizes.get("batch", 4), sizes.get("context", 32768), sizes.get("bits", 16))
+    return profile.certainty(engine_step, kind, load_shape(model))
 
 
 def test_the_band_widens_with_the_distance_to_what_was_measured() -> None:
@@ -190,12 +190,12 @@ def test_a_users_measurements_replace_the_shipped_ones(tmp_path: Path) -> None:
     profile = engine_profile("vllm", H200, path)
     for row in own_engine(1.3).rows:
         assert abs(error(profile.rates, profile.measured, row)) < 0.02
-    shipped, own = (
+    shipped, measured = (
         recommend("Llama-3.1-8B", "h200", 16384, batch=4, quality="exact", backend="vllm", engine_profile=file)
         for file in (None, path)
     )
-    assert own.predicted.best.tpot_ms / shipped.predicted.best.tpot_ms == pytest.approx(1.3, rel=0.02)
-    assert "vLLM 9.9" in own.notes[0]
+    assert measured.predicted.best.tpot_ms / shipped.predicted.best.tpot_ms == pytest.approx(1.3, rel=0.02)
+    assert "vLLM 9.9" in measured.notes[0]
 
 
 def test_rates_that_a_user_did_not_measure_stay_the_shipped_ones(tmp_path: Path) -> None:
