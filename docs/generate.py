@@ -15,6 +15,7 @@ from pathlib import Path
 
 import acceptance_tables
 import cli_tables
+import mechanism_tables
 import offload_tables
 import readme_tables
 import study_tables
@@ -302,6 +303,9 @@ BLOCKS: dict[str, Callable[..., str]] = {
         cli_tables.exit_codes,
         cli_tables.commands,
         cli_tables.command_options,
+        mechanism_tables.mechanisms,
+        mechanism_tables.published_items,
+        mechanism_tables.contributions,
         offload_tables.streamed_rounds,
         offload_tables.elastic_steps,
         offload_tables.cliff_predicted,

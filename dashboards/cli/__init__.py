@@ -29,7 +29,7 @@ SECTIONS = {
     "Run": {
         "run": ("run:run", "Execute a plan on a model and stream its text."),
         "validate": ("validate:validate", "Compare predictions with measurements on this machine."),
-        "tune": ("acceptance:tune", "Find the fastest gamma and sparse ratio for a text."),
+        "tune": ("acceptance:tune", "Tune gamma and sparse ratio by acceptance on a text."),
         "demo": ("demo:demo", "Calibrate, plan, run and compare on this machine."),
         "dashboard": ("dashboard:dashboard", "Serve the what-if page on localhost."),
     },
@@ -47,7 +47,7 @@ SECTIONS = {
         "models": ("lists:models", ""),
         "gpus": ("lists:gpus", "List GPUs, or print a template for your own."),
         "presets": ("lists:presets", ""),
-        "papers": ("papers:papers", "Compare published tables with predictions."),
+        "papers": ("papers:papers", "Compare published times and memory with predictions."),
         "figures": ("papers:figures", "Draw the papers' figures from the model."),
         "completion": ("groups:completion", "Print a completion script for bash, zsh or fish."),
     },

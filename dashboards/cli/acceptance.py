@@ -129,11 +129,12 @@ def tune(
     saved: SavedPlan, model: str | None, text: str, text_name: str | None, tokens: int, gamma: int,
     calibration: str | None, profile: str | None, rows: Path | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Find the fastest sparse ratio and gamma for the drafts of the plan in file PLAN.
+    """Tune the sparse ratio and gamma of the drafts of the plan in file PLAN on a text.
 
     The ratio is tuned first, then gamma, then the ratio again. Each ratio is measured by a generation at temperature 1
-    that continues the text, and costed at this machine's calibrated rates. A plan whose drafts read all tokens has no
-    ratio to tune. The acceptance by position is saved, and `plan` and `estimate` use it.
+    that continues the text; the times that are compared are predicted from this machine's calibrated rates. A plan
+    whose drafts read all tokens has no ratio to tune. The acceptance by position is saved, and `plan` and `estimate`
+    use it.
 
     Examples:
       ridgeplan tune plan.json --text book.txt --output tuned.json

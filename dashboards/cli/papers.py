@@ -1,4 +1,4 @@
-"""`ridgeplan papers` and `figures`: the papers' published tables and figures beside the model's predictions."""
+"""`ridgeplan papers` and `figures`: the papers' published times and memory beside the model's predictions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMNS = ("cell", "quantity", "published", "predicted", "error", "flag")
 @opt.json_output
 @opt.as_json
 def papers(chosen: tuple[str, ...], output: Path | None, as_json: bool) -> None:
-    """Compare the published tables of QuantSpec, SpeContext, SpecAttn and DapQ with predictions.
+    """Compare the times and memory that QuantSpec, SpeContext, SpecAttn and DapQ publish with predictions.
 
     Predictions use the published acceptance where a paper gives it. The table marks cells that contradict the memory
     traffic and cells that cannot be predicted.

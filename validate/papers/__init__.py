@@ -1,4 +1,4 @@
-"""The papers' published tables, cell by cell, beside the model's predictions: `ridgeplan papers`.
+"""The papers' published times and memory, cell by cell, beside the model's predictions: `ridgeplan papers`.
 
 Each paper's cells are in a TOML file here, as printed; engines.toml says what sets the papers' engines apart from this
 package's runtime. Formulas that papers derive are here too, each in a file of its own. Not here: drawing
