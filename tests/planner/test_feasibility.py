@@ -120,6 +120,12 @@ def test_a_few_tokens_less_or_a_higher_utilization_are_offered_where_little_is_m
     assert fixes[:3] == [{"new_tokens": 1000}, {"quality": "4-bit"}, {"memory_utilization": 0.95}]
 
 
+def test_without_a_memory_limit_as_much_may_be_used_as_the_utilization_says():
+    """0.9 of the 150.75 GB that an H200 reports."""
+    (fix,) = (fix for fix in on_device(ask(LLAMA, "h200", 131_072, memory_limit=17e9)) if "memory_limit" in fix.changes)
+    assert (dict(fix.changes), fix.text) == ({"memory_limit": None}, "no memory limit, as 136 GB may be used")
+
+
 def test_plans_on_the_host_below_0_7x_plain_lose_to_those_on_the_device():
     for model, gpu, context, options in CROWDED:
         for quality in ("near-lossless", "4-bit", "lossy"):

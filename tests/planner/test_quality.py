@@ -96,6 +96,14 @@ def test_a_floor_admits_plans_whose_figure_reaches_it(floor, admitted, monkeypat
     assert parse_quality(str(limit)) == limit
 
 
+def test_published_scores_are_of_evictions_at_once(monkeypatch):
+    monkeypatch.setattr(module, "saved_rows", lambda: ())
+    plan, limit = preset("dapq", WORKLOAD), parse_quality("RULER>=77")
+    chunked = dataclasses.replace(plan, eviction=dataclasses.replace(plan.eviction, chunk=4096))
+    assert limit.admits(plan)
+    assert not limit.admits(chunked)
+
+
 def test_a_floor_prefers_what_was_measured(monkeypatch):
     rows = (row("fidelity", 0.97, "quest"), row("niah", 0.9, "quest"))
     monkeypatch.setattr(module, "saved_rows", lambda: rows)

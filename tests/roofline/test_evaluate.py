@@ -99,6 +99,14 @@ def test_prompts_are_processed_one_after_another(ideal):
         assert plain == pytest.approx(batch * seconds)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_draft_weights_are_restored_once_after_the_last_prompt(ideal, batch):
+    """Prompts overwrote hidden states and queries of 4096, and keys and values of 1024, in 2 bytes: over 10 GB/s."""
+    instant = replace(ideal, bandwidth_bytes_per_s=1e30, compute_flops=1e30)
+    strategy, _ = lowered("quantspec", instant, context=131_072, batch=batch)
+    assert prefill_seconds(LLAMA, instant, strategy) == pytest.approx(131_072 * 2 * (4096 + 4096 + 2 * 1024) / 1e10)
+
+
 def test_prefill_of_a_long_prompt_is_bound_by_its_flops(ideal):
     """2 FLOPs per linear parameter and token (the head but once), and 32 layers of causal attention."""
     fast = replace(ideal, bandwidth_bytes_per_s=1e15)

@@ -120,7 +120,8 @@ def test_a_new_measurement_replaces_the_old_one_and_joins_others():
     old = AcceptanceRow(**ROW, text="a novel", date="2026-01-01")
     new, other = replace(old, acceptance=0.8, date="2026-11-01"), replace(old, context=20)
     assert merged([old, other], [new]) == (new, other)
-    for change in ({"text": "a report"}, {"ratio": 0.5}, {"draft": "kv8"}, {"model": "n"}, {"gamma": 4}):
+    changes = {"text": "a report", "ratio": 0.5, "draft": "kv8", "model": "n", "gamma": 4, "position": 2}
+    for change in ({name: value} for name, value in changes.items()):
         assert len(merged([old], [replace(old, **change)])) == 2, change
 
 

@@ -117,12 +117,13 @@ def certainty(profile: EngineProfile, model: str = LLAMA.name, kind: str = "bf16
 
 
 def test_the_band_widens_with_the_distance_to_what_was_measured() -> None:
-    """Another dense model, more sequences than were measured, a kind of cache, a machine and an engine."""
+    """Another dense model, other sizes than were measured, a kind of cache, a machine and an engine."""
     source, spread = certainty(PROFILE)
     assert (source, spread) == ("calibrated", PROFILE.spread)
     ladder = [
         certainty(PROFILE),
         certainty(PROFILE, "Qwen/Qwen3-8B"),
+        certainty(PROFILE, context=min(row.context for row in MEASURED.rows) / 4),
         certainty(PROFILE, batch=128),
         certainty(PROFILE, kind="turboquant"),
         certainty(engine_profile("vllm", load_hardware("a100"))),
@@ -131,7 +132,7 @@ def test_the_band_widens_with_the_distance_to_what_was_measured() -> None:
     spreads = [spread for _, spread in ladder]
     assert spreads == sorted(set(spreads))
     assert [source for source, _ in ladder] == [
-        "calibrated", "calibrated", "extrapolated", "prior", "transferred", "transferred"
+        "calibrated", "calibrated", "extrapolated", "extrapolated", "prior", "transferred", "transferred"
     ]  # fmt: skip
 
 

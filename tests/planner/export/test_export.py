@@ -150,7 +150,11 @@ def test_gamma_by_batch_is_the_fastest_at_each_batch(request_for: Callable[..., 
             assert chosen_s <= plain_s
             others = (rounds.tpot_s(batch, other) for other in range(running.drafts.gamma + 1))
             assert chosen_s == pytest.approx(min(others))
-    config = dict(export(running.options).command.arguments)["--speculative-config"]
+    exported = export(running.options)
+    assert running.drafts.schedule[0][2] != running.drafts.schedule[-1][2]
+    assert exported.times is not None
+    assert exported.times.tpot_ms == pytest.approx(1e3 * rounds.tpot_s(16, running.drafts.schedule[-1][2]))
+    config = dict(exported.command.arguments)["--speculative-config"]
     assert config["num_speculative_tokens_per_batch_size"] == [list(entry) for entry in running.drafts.schedule]
     assert config["num_speculative_tokens"] == max(gamma for *_, gamma in running.drafts.schedule)
 

@@ -58,3 +58,9 @@ def test_saved_plans_keep_their_own_sizes_on_every_gpu() -> None:
     ]  # fmt: skip
     assert rows[0]["tpot_ms"] == predict(plans[0], shape, profile).best.tpot_ms
     assert [row["note"] for row in rows] == ["", "does not fit", "", "does not fit"]
+
+
+def test_saved_plans_are_held_to_no_quality() -> None:
+    shape, profile = resolve(LLAMA, "h200")
+    plans = [preset(name, workload_for(shape, profile, 8192, 64, 1, yarn=False)) for name in ("int4-weights", "snapkv")]
+    assert [row["note"] for row in compare_saved([SavedPlan(plan) for plan in plans]).table()] == ["", ""]

@@ -85,6 +85,15 @@ def test_the_staircase_says_how_many_layers_a_plan_offloads(limit: str) -> None:
         assert prediction.best.peak_memory_bytes <= question.memory_limit_bytes
 
 
+def test_the_staircase_leaves_room_for_new_tokens() -> None:
+    ends = []
+    for new_tokens in (1, 4000):
+        question = ask("meta-llama/Llama-3.1-8B", "h200", 40_000, memory_limit="22GB", new_tokens=new_tokens)
+        ends.append([step.last for step in offload_staircase(preset("autoregressive", question.workload), question)])
+    few, many = ends
+    assert many == [end - 3999 for end in few]
+
+
 # Plans over batches, and the points that no other exceeds.
 
 points = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)

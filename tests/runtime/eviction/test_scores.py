@@ -1,5 +1,7 @@
 """Every policy against the whole matrix of attention probabilities, which the policies never form."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -155,9 +157,20 @@ def test_expected_attention_is_the_mean_over_draws_of_coming_queries():
     assert scores[:, :2].isinf().all()
 
 
-def test_streamingllm_keeps_sinks_and_the_latest():
-    places = largest(StreamingLLMScorer(StreamingLLMEviction(sinks=4)).scores(prompt_layer()), BUDGET)
-    assert places.tolist() == [[0, 1, 2, 3, *range(TOKENS - BUDGET + 4, TOKENS)]]
+def test_yarns_factor_on_the_queries_counts_once():
+    """Layers hold queries with the factor, and so do the coming ones: it cancels."""
+    scores, scaled = (
+        ExpectedAttentionScorer(ExpectedAttentionEviction(future=4)).scores(replace(prompt_layer(), rotary_scale=scale))
+        for scale in (1.0, 1.4)
+    )
+    torch.testing.assert_close(scaled, scores)
+
+
+@pytest.mark.parametrize(("budget", "sinks"), [(BUDGET, 4), (5, 4), (4, 3), (2, 1)])
+def test_streamingllm_keeps_sinks_and_at_least_the_latest(budget, sinks):
+    layer = prompt_layer(budget=budget)
+    places = largest(StreamingLLMScorer(StreamingLLMEviction(sinks=4)).scores(layer), budget)
+    assert places.tolist() == [[*range(sinks), *range(TOKENS - budget + sinks, TOKENS)]]
 
 
 def test_lacaches_layers_keep_different_rungs_that_cover_the_ladder():

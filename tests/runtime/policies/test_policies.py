@@ -333,6 +333,10 @@ def test_tokens_score_as_their_clusters():
     cache.lengths.fill_(120)
     policy.before_round()
     assert (policy.query_scores(0, query)[0, 0, 64:96] == 1).all()
+    cache.keys[0, 0, :, 64:96, :2] = torch.tensor([-1.0, -2.0])  # nearer to the query's cluster, though unlike both
+    policy.before_round()
+    assert policy.centroids.shape[3] > policy.clusters[0] == 2
+    assert (policy.query_scores(0, query)[0, 0, 64:96] == 1).all()
 
 
 def test_landmarks_are_means_and_outliers_come_first():
