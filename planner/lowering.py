@@ -91,6 +91,7 @@ def _target(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) 
         budget=plan.attention.budget or UNLIMITED_TOKENS,
         selects=int(plan.attention.active),
         selected_before_pass=int(selection.selected_before_pass),
+        keeps_generated=int(plan.attention.keeps_generated),
         shared_across_layers=int(selection.selected_before_pass and cost.chosen_once),
     )
 
@@ -141,6 +142,7 @@ def _selection_terms(
         "scans_two_bit": int(selection.needs_codes),
         "top_k_launches": cost.selections_per_step(layers),
         "ranked_scores": cost.ranked_scores(kv_heads) * cost.selected_layers(layers),
+        "unbudgeted_tokens": selection.unbudgeted_tokens,
     }
 
 

@@ -267,7 +267,8 @@ def losses(plan: Plan) -> list[str]:
     if plan.eviction.active:
         lost.append(_eviction_loss(plan))
     if plan.attention.active:
-        lost.append(f"{plan.attention.selection.name} reads {plan.attention.budget} tokens a step")
+        whole = " of the prompt" if plan.attention.keeps_generated else ""
+        lost.append(f"{plan.attention.selection.name} reads {plan.attention.budget} tokens{whole} a step")
     return lost
 
 

@@ -116,11 +116,11 @@ class HostLink:
         once. Any other is loaded where it is made.
         """
         target, host, kv_reads = self.strategy.target, self.host, self.strategy.kv_reads
-        chosen = minimum(target.budget, context)
-        loads = self.load_seconds(context, chosen, target.host_run_tokens)
+        # Generated tokens that the target keeps stay in their slots: they are looked up, and never loaded.
+        loads = self.load_seconds(context, self.strategy.target_selected(context), target.host_run_tokens)
         page_walk_s, transfer_s = (kv_reads * seconds for seconds in loads)
         load_s = maximum(page_walk_s, transfer_s)
-        lookup_s = kv_reads * host.some * self.lookup_seconds(chosen)
+        lookup_s = kv_reads * host.some * self.lookup_seconds(self.strategy.target_tokens(context))
         layer_lookup_s = (1 - target.shared_across_layers) * lookup_s
         shared_lookup_s = target.shared_across_layers * lookup_s
         layer_s = target_s / self.shape.layers

@@ -65,7 +65,8 @@ def round_choice_seconds(machine: Machine, strategy: Strategy, tokens: Term) -> 
 def target_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
     """What a pass of the target chooses of `tokens` cached ones: for each of its queries, after one projection."""
     heads = shape.q_heads, shape.kv_heads, shape.head_dim
-    chosen = minimum(strategy.target.budget, tokens)
+    tokens = strategy.target_candidates(tokens)
+    chosen = strategy.target_selected(tokens)
     choice = two_bit_top_k(strategy.batch, *heads, tokens, strategy.kv_group, chosen)
     scanning = scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads)
     key_bytes = strategy.target.scored_keys * _key_bytes(shape, machine, strategy, tokens)
@@ -263,7 +264,7 @@ def cached_tokens(strategy: Strategy, context: Term) -> Term:
 
 def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
-    tokens = minimum(cached_tokens(strategy, context), strategy.target.budget)
+    tokens = strategy.target_tokens(cached_tokens(strategy, context))
     terms = _pass_terms(shape, machine, strategy, strategy.target, strategy.queries, tokens)
     return replace(terms, reads=strategy.kv_reads)
 
@@ -276,7 +277,8 @@ def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context
 
 def _draft_tokens(strategy: Strategy, cached: Term) -> Term:
     """Of `cached` tokens, those that a draft step reads."""
-    return minimum(maximum(strategy.draft.ratio * cached, strategy.draft.min_tokens), cached)
+    budget = maximum(strategy.draft.ratio * cached, strategy.draft.min_tokens)
+    return minimum(budget + strategy.draft.unbudgeted_tokens, cached)
 
 
 def target_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:

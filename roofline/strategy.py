@@ -41,6 +41,7 @@ class PassStrategy:
     top_k_launches: Term = 0  # of a step; a selection once a round needs one for all layers
     ranked_scores: Term = 0  # by top-k, per cached token and query, summed over layers
     score_bytes: Term = 0  # moved per cached token and query, summed over layers
+    unbudgeted_tokens: Term = 0  # read beside the budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class TargetStrategy(PassStrategy):
     selects: Term = 0  # each query attends to its own selection
     selected_before_pass: Term = 0  # the selection is known before the first layer
     shared_across_layers: Term = 0  # all layers attend to the same tokens
+    keeps_generated: Term = 0  # selects among the prompt's tokens, and attends to all generated ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +196,18 @@ class Strategy:
     def final_tokens(self) -> Term:
         """Tokens of a sequence in the cache when generation ends."""
         return self.kept_tokens + self.new_tokens
+
+    def target_candidates(self, cached: Term) -> Term:
+        """Of `cached` tokens those that the target selects from: the prompt's, if it keeps generated ones."""
+        return cached - self.target.keeps_generated * maximum(cached - self.kept_tokens, 0)
+
+    def target_selected(self, cached: Term) -> Term:
+        """Of `cached` tokens those that the target selects, or all that it may."""
+        return minimum(self.target_candidates(cached), self.target.budget + self.target.unbudgeted_tokens)
+
+    def target_tokens(self, cached: Term) -> Term:
+        """Of `cached` tokens those that a query of the target reads: selected, and generated if it keeps these."""
+        return self.target_selected(cached) + cached - self.target_candidates(cached)
 
     @property
     def target_reads_all(self) -> Term:

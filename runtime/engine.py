@@ -104,7 +104,7 @@ class Engine:
         self.cache: Cache | None = Cache(config.shape, cache_config, device, embedding.dtype)
         self._mover = layer_mover(self.cache)
         builder = AttentionMetadataBuilder(self.cache)
-        self._selector: TokenSelector | None = token_selector(plan.speculation.selection, builder, head)
+        self._selector: TokenSelector | None = token_selector(plan.speculation.selection.among_all, builder, head)
         self._sparse_target = SparseTargetAttention.of(plan.attention.chosen, self.cache, head)
         self._meter = meter
         self._statistics: Statistics | None = None

@@ -251,7 +251,7 @@ def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
     seed = torch.zeros((), dtype=torch.int64, device=model.device)
     embedding = model.weights.embedding
     head = random_head(model.shape, embedding).for_model(model.shape, embedding) if missing_head(plan) else None
-    selector = token_selector(plan.speculation.selection, AttentionMetadataBuilder(cache), head)
+    selector = token_selector(plan.speculation.selection.among_all, AttentionMetadataBuilder(cache), head)
     sparse_target = SparseTargetAttention.of(plan.attention.chosen, cache, head)
     target, drafter = model.target(plan), model.drafter(plan)
     speculator = Speculator(model.decoder, target, drafter, cache, selector, SAMPLING, seed, sparse_target)

@@ -32,6 +32,7 @@ from ridgeplan.roofline.plan.policy import (
     AllTokens,
     PlanError,
     PlanPart,
+    PromptSelection,
     SparseSelection,
     TokenEviction,
     TokenSelection,
@@ -281,6 +282,15 @@ class TargetAttention(PlanPart):
         if not isinstance(self.selection, SparseSelection):
             return self.selection
         return replace(self.selection, ratio=MIN_RATIO, floor=self.budget)
+
+    @property
+    def keeps_generated(self) -> bool:
+        """Whether generated tokens are read whole, beside the budget."""
+        return isinstance(self.selection, PromptSelection) and self.selection.keep_generated
+
+    def max_tokens(self, new_tokens: int) -> int:
+        """Tokens that a query may read after `new_tokens` generated ones; 0 for everything."""
+        return self.budget and self.budget + self.selection.unbudgeted_tokens + new_tokens * self.keeps_generated
 
 
 @dataclass(frozen=True)

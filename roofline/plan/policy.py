@@ -8,13 +8,13 @@ its name; a class in runtime/policies executes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
 import numpy as np
 
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.validation import Checked, number, one_of, whole
+from ridgeplan.roofline.catalog.validation import Checked, flag, number, one_of, whole
 from ridgeplan.roofline.execution import MAX_TOKENS
 from ridgeplan.roofline.ops import SCORE_BYTES, SELECTED_INDEX_BYTES, TOP_K_PASSES
 from ridgeplan.roofline.strategy import UNLIMITED_TOKENS
@@ -156,9 +156,20 @@ class TokenSelection(PlanPart):
         """Tokens that a draft reads at least, if the cache has as many."""
         return 0
 
+    @property
+    def unbudgeted_tokens(self) -> int:
+        """Tokens that every query reads beside its budget, if the cache has as many."""
+        return 0
+
+    @property
+    def among_all(self) -> Self:
+        """The same selection among all cached tokens, prompt and generated ones, as drafts make it."""
+        return self
+
     def share_of(self, tokens: float, ratio: Any) -> Any:
         """The share of a cache of `tokens` that a draft reads with `ratio`, one or an array, instead of its own."""
-        return np.minimum(np.maximum(ratio, self.min_tokens / tokens), 1.0)
+        share = np.maximum(ratio, self.min_tokens / tokens) + self.unbudgeted_tokens / tokens
+        return np.minimum(share, 1.0)
 
     def cost(self) -> SelectionCost:
         """What selecting costs with these hyperparameters. Every policy states its own (`policy`)."""
@@ -187,6 +198,23 @@ class SparseSelection(TokenSelection):
     def min_tokens(self) -> int:
         """The floor."""
         return self.floor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSelection(SparseSelection):
+    """A selection by what is computed from a prompt's keys after prefill.
+
+    keep_generated: a target selects its budget among the prompt's tokens and reads all generated ones beside it, as
+    published (SpeContext, sections 2.2 and 7.2.2). If false, generated tokens are preprocessed in turn and compete for
+    the budget. Drafts, whose ratio is of all cached tokens, always select among all.
+    """
+
+    keep_generated: bool = flag(True)
+
+    @property
+    def among_all(self) -> Self:
+        """With generated tokens among the candidates."""
+        return replace(self, keep_generated=False)
 
 
 @dataclass(frozen=True, kw_only=True)

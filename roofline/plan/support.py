@@ -97,12 +97,16 @@ def _missing_offload(plan: Plan) -> dict[str, object]:
     kv, adaptive, selects = plan.kv.format, plan.placement.adaptive, plan.attention.active
     selections = plan.attention.selection, plan.speculation.selection
     scans_all_keys = any(selection.needs_all_keys for selection in selections)
+    generated = plan.workload.new_tokens + plan.speculation.gamma + plan.kv.group  # they grow old in whole groups
+    slots, max_tokens = plan.placement.budget, plan.attention.max_tokens(generated)
     return {
         f"adaptive placement of {kv.value!r} KV": adaptive and kv is KVFormat.SHADOW,
         "adaptive placement with drafts that gather codes": adaptive and plan.gathers_codes,
         "offloaded KV after an eviction": plan.eviction.active,
         "a selection by 'oracle' from offloaded KV": scans_all_keys,  # the host holds them
         f"offloaded KV in {kv.value!r}": kv is KVFormat.SHADOW and not selects,
+        f"a target that reads up to {max_tokens} tokens of offloaded KV in slots for {slots} (placement.budget), with "
+        "outliers and the generated tokens that it keeps": selects and slots < max_tokens,
         # Its 2-bit keys are those of codes on the device.
         f"a target's selection by {plan.attention.selection.name!r} from offloaded KV in {kv.value!r}": kv.buffered
         and plan.attention.selection.needs_codes,

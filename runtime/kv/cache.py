@@ -58,6 +58,7 @@ class Cache:
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.longest)
         self.evicted = torch.zeros_like(self.lengths)
+        self.prompt_tokens = torch.zeros_like(self.lengths)  # of `lengths`, those of the row's prompt
         self.fewer = self.lengths.new_zeros(max(2, len(self.stores)), config.batch)
         self.stream: LayerStream | None = None
         if config.streams:
@@ -89,7 +90,7 @@ class Cache:
     def reset(self, rows: int) -> None:
         """Empties the cache and activates its first `rows` rows, each up to the full context."""
         self.rows = rows
-        for tensor in (self.lengths, self.evicted, self.fewer, self.ends):
+        for tensor in (self.lengths, self.evicted, self.prompt_tokens, self.fewer, self.ends):
             tensor.zero_()
         self.ends[:rows] = self.config.longest
         for store in self.stores:
@@ -285,7 +286,7 @@ class Cache:
         """Sets a row's lengths for a prompt of `tokens`, once every layer has stored what it keeps."""
         kept = self.config.kept(tokens) or (tokens,) * self.layers
         longest = max(kept)
-        self.lengths[row] = longest
+        self.lengths[row] = self.prompt_tokens[row] = longest
         self.evicted[row] = tokens - longest
         if len(self.stores) > 1:
             fewer = [longest - kept[self._places.index((store, 0))] for store in range(len(self.stores))]

@@ -86,6 +86,11 @@ class KVCacheConfig:
         return self.buffered or self.target_chooses_by_codes or self.target_loads
 
     @property
+    def max_generated(self) -> int:
+        """Bound on the tokens that grow old during a generation, whole groups."""
+        return ((self.new_tokens + self.gamma + 1) // self.group + 1) * self.group
+
+    @property
     def drafts_read_upper(self) -> bool:
         """Whether drafts read the upper codes alone."""
         return self.draft_codes is DraftCodes.UPPER

@@ -147,10 +147,13 @@ class SparseSelector(TokenSelector):
         return torch.minimum(shared, lengths)
 
     def budget_of(self, lengths: Tensor) -> Tensor:
-        """Old tokens to choose at these lengths, int32 [n]: what recent ones leave of the total, at least the sinks."""
+        """Old tokens to choose at these lengths, int32 [n]: what recent ones leave of the total, at least the sinks.
+
+        And those that the policy selects beside its budget.
+        """
         old = self.old_of(lengths)
         left = self.total_of(lengths) - (lengths - old)
-        return torch.minimum(left.clamp_min(self.selection.sinks), old)
+        return torch.minimum(left.clamp_min(self.selection.sinks) + self.selection.unbudgeted_tokens, old)
 
     def old(self) -> Tensor:
         """`old_of` the cached tokens, int32 [batch]."""
@@ -160,12 +163,16 @@ class SparseSelector(TokenSelector):
         """`budget_of` the cached tokens, int32 [batch]."""
         return self.budget_of(self.builder.lengths)
 
+    def scored_old(self) -> Tensor:
+        """The old tokens among which scores select, int32 [batch]."""
+        return self.old()
+
     @property
     def max_budget(self) -> int:
         """The largest budget at any length of a row."""
         selection = self.selection
         total = max(math.ceil(selection.ratio * self.builder.config.longest), selection.floor, selection.sinks, 1)
-        return min(total, self.candidates)
+        return min(total + selection.unbudgeted_tokens, self.candidates)
 
     def best(self, scores: Tensor, page: int) -> tuple[Tensor, Tensor]:
         """The best pages within the budget, sinks always among them: index and count, as `top_k` has them.
@@ -175,8 +182,8 @@ class SparseSelector(TokenSelector):
         return self.best_of(scores, page, *self.limits(page, scores.shape[:-1]))
 
     def limits(self, page: int, sets: torch.Size) -> tuple[Tensor, Tensor]:
-        """Old pages and how many of them to choose, int32, of every set of sizes [..., rows, sets], flattened."""
-        pages, budgets = self.old()[: sets[-2]] // page, -(-self.budget()[: sets[-2]] // page)
+        """Scored pages and how many of them to choose, int32, of every set of sizes [..., rows, sets], flattened."""
+        pages, budgets = self.scored_old()[: sets[-2]] // page, -(-self.budget()[: sets[-2]] // page)
         lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, budgets))
         return lengths, k
 

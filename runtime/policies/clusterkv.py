@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.policies.per_query import PerQuerySelector
+from ridgeplan.runtime.policies.per_query import PromptSelector
 from ridgeplan.runtime.policies.registry import SELECTORS
 
 ITERATIONS = 10  # of k-means
@@ -16,12 +16,12 @@ COMPARED_TOKENS = 4096  # with all centroids at once
 
 
 @SELECTORS.register("clusterkv")
-class ClusterKVSelector(PerQuerySelector):
+class ClusterKVSelector(PromptSelector):
     """Tokens rank by their cluster's score, so that whole clusters are read, the last one in part (section 3.3).
 
     centroids: [layers, batch, kv_heads, clusters, head_dim], means of a prompt's keys. labels: int32 [layers, batch,
-    kv_heads, tokens], the cluster of each. clusters: int32 [batch], in use. What is generated joins the nearest cluster
-    when it grows old; the paper makes new ones.
+    kv_heads, tokens], the cluster of each. clusters: int32 [batch], in use. What is generated and not kept whole joins
+    the nearest cluster when it grows old; the paper makes new ones.
     """
 
     selection: selections.ClusterKV
@@ -45,7 +45,7 @@ class ClusterKVSelector(PerQuerySelector):
         self.labels[layer, row, :, : known.shape[1]] = labels
         self.clusters[row] = count
 
-    def before_round(self) -> None:
+    def index_generated(self) -> None:
         first = self.old()
         keys = self.cache.oldest_group(first)
         likeness = _likeness(keys, self.centroids)

@@ -1,6 +1,6 @@
 """Policies that choose anew for every query: Quest, ShadowKV, progressive selection, and the oracle.
 
-The keys and values themselves stay where the cache has them: the paper's low-rank keys save memory, not reads.
+The keys and values themselves stay where the cache has them, in full rank: ShadowKV's low-rank keys are left out.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.selection import page_bounds, page_scores, two_bit_top_k
 from ridgeplan.kernels.sparse_attention import progressive_attention
+from ridgeplan.roofline.execution import quantized_groups
 from ridgeplan.roofline.plan.policies import selections
-from ridgeplan.roofline.plan.policy import SparseSelection
+from ridgeplan.roofline.plan.policy import PromptSelection, SparseSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex
@@ -25,12 +26,12 @@ class PerQuerySelector(SparseSelector):
     """A subclass scores pages of `page` tokens by the query.
 
     What it scores by is made of whole groups, so that old tokens are those that the rule of codes would quantize, also
-    in a full-precision cache. What depends on lengths alone is computed once for all layers of a query: old_tokens and
-    budgets int32 [rows], and page_limits, see `SparseSelector.limits`.
+    in a full-precision cache. What depends on lengths alone is computed once for all layers of a query: scored_tokens
+    and budgets int32 [rows], and page_limits, see `SparseSelector.limits`.
     """
 
     page = 1
-    old_tokens: Tensor
+    scored_tokens: Tensor
     budgets: Tensor
     page_limits: tuple[Tensor, Tensor]
 
@@ -39,7 +40,7 @@ class PerQuerySelector(SparseSelector):
 
     def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
         rows = self.cache.rows
-        self.old_tokens, self.budgets = self.old()[:rows], self.budget()[:rows]
+        self.scored_tokens, self.budgets = self.scored_old()[:rows], self.budget()[:rows]
         self.page_limits = self.limits(self.page, torch.Size((rows, self.cache.kv_heads)))
         return super().draft_metadata(offset, queries)
 
@@ -52,13 +53,65 @@ class PerQuerySelector(SparseSelector):
         return TokenIndex(*self.best_of(scores, self.page, *self.page_limits), self.page)
 
 
-class PageBoundsSelector(PerQuerySelector):
+class PromptSelector(PerQuerySelector):
+    """A policy that may select among a prompt's tokens alone, and then reads all generated ones (`keep_generated`).
+
+    In full precision on the device these are read as one run from the prompt's old tokens on. As codes, or from layers
+    on the host, they are listed behind the selected tokens. A prompt's recent tokens count inside the budget.
+    """
+
+    selection: PromptSelection
+
+    @property
+    def _keeps(self) -> bool:
+        return self.selection.keep_generated
+
+    def _selectable(self) -> Tensor:
+        """Tokens of each row among which the budget is spent, recent ones included, int32 [batch]."""
+        lengths = self.builder.lengths
+        return torch.minimum(lengths, self.cache.prompt_tokens) if self._keeps else lengths
+
+    def scored_old(self) -> Tensor:
+        return self.old_of(self._selectable())
+
+    def budget(self) -> Tensor:
+        return self.budget_of(self._selectable())
+
+    def old(self) -> Tensor:
+        return super().old() if self.whole_groups else self.scored_old()
+
+    def select(self, layer: int, query: Tensor) -> TokenIndex:
+        selected = super().select(layer, query)
+        return self._with_generated(selected) if self._keeps and self.whole_groups else selected
+
+    def _with_generated(self, selected: TokenIndex) -> TokenIndex:
+        """The selected pages, and all generated ones that are old."""
+        rows, page = self.cache.rows, self.page
+        first, end = ((tokens[:rows] // page)[:, None] for tokens in (self.scored_old(), self.old()))
+        index, count = selected.index, selected.count
+        width = index.shape[2] + self.cache.config.max_generated // page
+        places = torch.arange(width, dtype=torch.int32, device=index.device)
+        listed = (first - count)[..., None] + places
+        known = functional.pad(index, (0, width - index.shape[2]))
+        index = torch.where(places < count[..., None], known, listed.clamp_(min=0).minimum(end[..., None]))
+        return TokenIndex(index, count + end - first, page)
+
+    def index_generated(self) -> None:
+        """Adds the group that grows old next to what this policy scores by."""
+        raise NotImplementedError
+
+    def before_round(self) -> None:
+        if not self._keeps:
+            self.index_generated()
+
+
+class PageBoundsSelector(PromptSelector):
     """Bounds [layers, batch, kv_heads, pages, 2, head_dim] of the keys in full precision, by pages of `page` tokens.
 
     Every round computes those of the group that will grow old next, while its keys are still in full precision.
     """
 
-    def __init__(self, selection: SparseSelection, builder: AttentionMetadataBuilder, page: int) -> None:
+    def __init__(self, selection: PromptSelection, builder: AttentionMetadataBuilder, page: int) -> None:
         self.page = page
         super().__init__(selection, builder)
         cache = self.cache
@@ -75,7 +128,7 @@ class PageBoundsSelector(PerQuerySelector):
         pages = min(keys.shape[1] // self.page, self.bounds.shape[3])
         self.bounds[layer, row, :, :pages] = self.bounds_of(keys[None, :, : pages * self.page])[0]
 
-    def before_round(self) -> None:
+    def index_generated(self) -> None:
         first = self.old()
         keys = self.cache.oldest_group(first)
         pages = first[:, None] // self.page + torch.arange(keys.shape[3] // self.page, device=keys.device)
@@ -85,7 +138,7 @@ class PageBoundsSelector(PerQuerySelector):
 
     def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
         metadata = super().draft_metadata(offset, queries)
-        self.pages = self.old_tokens // self.page
+        self.pages = self.scored_tokens // self.page
         return metadata
 
     def query_scores(self, layer: int, query: Tensor) -> Tensor:
@@ -107,8 +160,8 @@ class QuestSelector(PageBoundsSelector):
 class ShadowKVSelector(PageBoundsSelector):
     """Landmarks, the means of chunks' keys after RoPE: bounds whose ends are equal, so that they score as one key.
 
-    outlier: bool [layers, batch, kv_heads, chunks], the prompt's chunks with a key that is least like their landmark.
-    They come first.
+    outlier: bool [layers, batch, kv_heads, chunks], the old chunks of a prompt with a key least like their landmark.
+    They are selected beside the budget.
     """
 
     selection: selections.ShadowKV
@@ -126,7 +179,10 @@ class ShadowKVSelector(PageBoundsSelector):
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         super().after_prefill(layer, row, queries, keys, positions)
-        chunks = min(keys.shape[1] // self.page, self.bounds.shape[3])
+        group = self.cache.config.group
+        chunks = quantized_groups(keys.shape[1], group) * group // self.page
+        if not chunks:
+            return
         landmarks = self.bounds[layer, row, :, :chunks, :1]
         members = keys[:, : chunks * self.page].unflatten(1, (-1, self.page))
         alike = functional.cosine_similarity(members.float(), landmarks.float(), dim=-1).amin(-1)
@@ -144,7 +200,7 @@ class ProgressiveSelector(PerQuerySelector):
 
     def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
         metadata = super().draft_metadata(offset, queries)
-        self.groups = self.old_tokens // self.cache.config.group
+        self.groups = self.scored_tokens // self.cache.config.group
         return metadata
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:

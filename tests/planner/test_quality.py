@@ -59,7 +59,7 @@ def test_losses_are_named_with_the_published_figure():
         "INT8 KV: perplexity +0.16% on WikiText-2, +0.004% on C4 (QuantSpec, Table 2)",
         "dapq keeps 1024 of 32768 prompt tokens: RULER 77.56 of 96.65 with 1024 tokens (DapQ, Table 11)",
     ]
-    assert losses(preset("quest", WORKLOAD)) == ["quest reads 2048 tokens a step"]
+    assert losses(preset("quest", WORKLOAD)) == ["quest reads 2048 tokens of the prompt a step"]
 
 
 def test_kinds_of_8_bit_weights_have_figures_of_their_own():
@@ -146,7 +146,7 @@ def test_a_target_is_what_can_change_the_output():
     }  # fmt: skip
     assert target_values(preset("quest", MEASURED)) == {
         "attention.selection": "quest", "attention.budget": 2048, "attention.sinks": 4, "attention.recent": 128,
-        "attention.page": 16,
+        "attention.page": 16, "attention.keep_generated": 1,
     }  # fmt: skip
     assert target_values(Plan(MEASURED, weights=Weights(4, 4, 64))) == {"weights.target_bits": 4, "weights.group": 64}
     groups = Plan(MEASURED, kv=KVCache(KVFormat.INT8, 64))

@@ -15,8 +15,8 @@ from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import CUDA_FUSED_SWIGLU_ROWS
 from ridgeplan.roofline.latency import Machine, RateTerms
 from ridgeplan.roofline.passes import Op, decode_pass
-from ridgeplan.roofline.plan.plan import Workload
-from ridgeplan.roofline.plan.policies.selections import Quest
+from ridgeplan.roofline.plan.plan import Plan, Speculation, Workload
+from ridgeplan.roofline.plan.policies.selections import Quest, ShadowKV
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import (
     PAGE_GAIN,
@@ -111,6 +111,46 @@ def test_bits_codes_and_full_tokens_that_a_pass_reads(ideal, name, target, draft
     for terms, expected in ((target_terms, target), (draft_terms, draft)):
         pass_terms = terms(SHAPE, ideal, strategy, 4096)
         assert (pass_terms.bits, pass_terms.quantized_tokens, pass_terms.full_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    "name, prompt, generated, read, scored",
+    [
+        ("quest", 4096, 0, 2048, 4096),
+        ("quest", 4096, 1000, 2048 + 1000, 4096),  # the prompt's pages are scored, and what is generated is read whole
+        (
+            "clusterkv",
+            2048,
+            32768,
+            2048 + 32768,
+            2048,
+        ),  # a prompt within the budget: full attention
+        ("shadowkv", 4096, 1000, 2048 + 48 * 8 + 1000, 4096),  # outliers beside the budget
+        ("oracle-target", 4096, 1000, 2048, 5096),
+    ],
+)
+def test_generated_tokens_are_read_beside_the_budget(ideal, name, prompt, generated, read, scored):
+    strategy, _ = lowered(name, ideal, context=prompt)
+    assert target_terms(SHAPE, ideal, strategy, prompt + generated).full_tokens == read + 1
+    assert strategy.target_candidates(prompt + generated) == scored
+
+
+def test_generated_tokens_that_compete_for_the_budget_are_scored_in_turn(ideal):
+    plan = preset("quest", Workload("Llama-3.1-8B", "h200", 4096))
+    plan = replace(plan, attention=replace(plan.attention, selection=Quest(keep_generated=False)))
+    strategy = strategy_of(plan, SHAPE, ideal, 0.9)
+    assert target_terms(SHAPE, ideal, strategy, 5096).full_tokens == 2048 + 1
+    kept, _ = lowered("quest", ideal)
+    seconds = [target_choice_seconds(SHAPE, ideal, each, 5096) for each in (strategy, kept)]
+    assert seconds[0] > seconds[1] == target_choice_seconds(SHAPE, ideal, kept, 4096)
+
+
+def test_drafts_read_outliers_beside_their_ratio(ideal):
+    drafts = Speculation(3, selection=ShadowKV(ratio=0.25, outliers=10))
+    plan = Plan(Workload("Llama-3.1-8B", "h200", 4096), speculation=drafts)
+    assert draft_terms(SHAPE, ideal, strategy_of(plan, SHAPE, ideal, 0.9), 4096).full_tokens == 1024 + 80 + 1
+    assert drafts.selection.share_of(4096, 0.25) == pytest.approx((1024 + 80) / 4096)
+    assert drafts.selection.among_all == ShadowKV(ratio=0.25, outliers=10, keep_generated=False)
 
 
 def test_after_an_eviction_the_cache_grows_from_what_it_left(ideal):

@@ -141,7 +141,7 @@ def plan_of(row: PublishedRow, shape: ModelShape) -> Plan:
     if row.ratio:
         speculation = speculation.with_ratio(row.ratio)
     eviction = replace(plan.eviction, **_nonzero(budget=row.budget)) if plan.eviction.active else plan.eviction
-    placement = Placement(True, plan.attention.budget) if row.offload else plan.placement
+    placement = Placement(True, plan.attention.max_tokens(row.new_tokens)) if row.offload else plan.placement
     weights = plan.weights if row.weight_bits == 16 else Weights(row.weight_bits, row.weight_bits)
     return replace(plan, weights=weights, speculation=speculation, eviction=eviction, placement=placement)
 

@@ -224,7 +224,7 @@ def _drafters(cache: Cache, drafts: Sequence[StudyDraft]) -> Iterator[_Drafter]:
     reading = {codes: AttentionMetadataBuilder(cache, codes) for codes in DraftCodes}
     first: dict[object, RankedSelector] = {}
     for draft in drafts:
-        policy = token_selector(draft.selection, reading[draft.codes])
+        policy = token_selector(draft.selection.among_all, reading[draft.codes])
         collects = False
         if isinstance(policy, RankedSelector):
             key = draft.policy == HINDSIGHT, replace(draft.selection, ratio=1.0)

@@ -189,7 +189,7 @@ def _choosers(cache: Cache, sizes: RetrievalSizes, head: Head | None, features: 
     choosers = []
     for method in sizes.methods:
         name, options = METHODS[method]
-        selection = make_selection(name, recent=RECENT, **options)
+        selection = make_selection(name, recent=RECENT, **options).among_all
         assert isinstance(selection, SparseSelection)
         first: TokenSelector
         if isinstance(selection, RetrievalHead) and head is not None and features is not None:

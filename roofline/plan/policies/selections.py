@@ -25,6 +25,7 @@ from ridgeplan.roofline.plan.policy import (
     RECENT,
     SINKS,
     Preset,
+    PromptSelection,
     SelectionCost,
     SparseSelection,
     TokenSelection,
@@ -103,7 +104,7 @@ class SnapKV(SparseSelection):
 
 
 @policy
-class Quest(SparseSelection):
+class Quest(PromptSelection):
     """Pages whose keys may score highest, by the minimum and maximum of each channel (Tang et al. 2024)."""
 
     name: str = named("quest")
@@ -327,10 +328,11 @@ def offloading(preset: Preset, prefetch: int = 1, adaptive: bool = False) -> Pre
 
 
 LABELS = 1 / 64  # of the keys: an int32 beside 128 channels of 16 bits
+FLAGS = 1 / 256  # of a key: a byte beside 128 channels of 16 bits
 
 
 @policy
-class ClusterKV(SparseSelection):
+class ClusterKV(PromptSelection):
     """Clusters of `cluster` keys on average, by their centroids (Liu et al. 2024, sections 3.2 and 3.3)."""
 
     name: str = named("clusterkv")
@@ -351,8 +353,12 @@ class ClusterKV(SparseSelection):
 
 
 @policy
-class ShadowKV(SparseSelection):
-    """Chunks of keys by their means, and the `outliers` chunks that these describe worst (Sun et al. 2024)."""
+class ShadowKV(PromptSelection):
+    """Chunks of keys by their means, and beside the budget the `outliers` chunks that these describe worst.
+
+    Sun et al. 2024, section 4. Keys and values are stored in full precision and full rank: low-rank keys, and values on
+    the host whatever fits, are left out (docs/papers.md).
+    """
 
     name: str = named("shadowkv")
     chunk: int = one_of((8, *PAGES), default=8)
@@ -361,12 +367,20 @@ class ShadowKV(SparseSelection):
     for_target: ClassVar[bool] = True
     per_query: ClassVar[bool] = True
 
+    @property
+    def unbudgeted_tokens(self) -> int:
+        """The outlier chunks."""
+        return self.outliers * self.chunk
+
     def cost(self) -> SelectionCost:
-        """Landmarks are stored twice, because Quest's kernel reads two bounds, which are equal here."""
+        """Landmarks are stored twice, because Quest's kernel reads two bounds, which are equal here.
+
+        Each chunk also has a flag that tells whether it is an outlier.
+        """
         landmarks, chunks = 2 / self.chunk, 1 / self.chunk
         return SelectionCost(
-            scored_keys=landmarks,
-            held_keys=landmarks,
+            scored_keys=landmarks + FLAGS * chunks,
+            held_keys=landmarks + FLAGS * chunks,
             scores_per_token=chunks,
             page_tokens=self.chunk,
             overlap=0.79,

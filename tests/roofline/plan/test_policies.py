@@ -54,7 +54,7 @@ def test_plain_decoding_uses_no_policy():
         ("quest", 4),  # 2 of 16 keys in each of 32 layers
         ("progressive", 0),  # 2-bit keys are no share of the keys: their scales depend on the cache's groups
         ("oracle", 32),
-        ("shadowkv", 8),  # 2 equal bounds of 8 keys
+        ("shadowkv", 8 + 1 / 64),  # 2 equal bounds of 8 keys, and a byte beside them
         ("clusterkv", 0.9),  # 1 of 80, and a number of 32 bits beside 128 channels
         ("retrieval-head", 1),  # a head of its own scores once for all layers
     ],
@@ -90,7 +90,7 @@ def test_a_selection_without_a_cost_is_an_error():
 def test_losses_name_the_policy_and_what_it_keeps():
     evicting, selecting = preset("snapkv", WORKLOAD), preset("clusterkv", WORKLOAD)
     assert losses(evicting)[0].startswith("snapkv keeps 1024 of 32768 prompt tokens: RULER 69.94 of 96.65")
-    assert losses(selecting) == ["clusterkv reads 2048 tokens a step"]
+    assert losses(selecting) == ["clusterkv reads 2048 tokens of the prompt a step"]
 
 
 def test_something_is_known_of_every_draft_selections_acceptance():

@@ -17,9 +17,9 @@ SELECTIONS = {
     "retrieval-head": {},
     "progressive": {},
     "streamingllm": {},
-    "quest": {},
-    "clusterkv": {"cluster": 8},
-    "shadowkv": {"outliers": 1},
+    "quest": {"keep_generated": False},
+    "clusterkv": {"cluster": 8, "keep_generated": False},
+    "shadowkv": {"outliers": 0, "keep_generated": False},
 }
 # 2-bit keys are those of codes, which a bf16 cache has none of.
 CASES = [("bf16+int4" if name == "progressive" else "bf16", name) for name in SELECTIONS]
@@ -52,24 +52,37 @@ def load(model, head_file):
 def plan_of(shape, make_plan, limited):
     """A plan with so little memory that layers leave; drafts choose as the target does, but fewer tokens."""
 
-    def make(kv, name, gamma=0, layers=1, **placement):
-        options_of_target = SELECTIONS[name] | {"sinks": 2}
+    def make(kv, name, gamma=0, layers=1, budget=BUDGET, options=None, **placement):
+        options_of_target = SELECTIONS[name] | {"sinks": 2} | (options or {})
         target = {"target": name, "target_budget": BUDGET, "target_options": options_of_target}
         drafts = {"codes": "full", "selection": name, "ratio": 0.2, "floor": 48, **options_of_target} if gamma else {}
         plan = make_plan(kv, gamma, context=512, batch=3, **target, **drafts)
-        return limited(plan, shape, layers, HostPart.ALL, **{"budget": BUDGET} | placement)[0]
+        return limited(plan, shape, layers, HostPart.ALL, budget, **placement)[0]
 
     return make
+
+
+@pytest.mark.parametrize("kv, name, gamma", [("bf16", "quest", 0), ("int8", "clusterkv", 0), ("bf16", "shadowkv", 0)])
+def test_generated_tokens_that_are_kept_stay_in_slots(kv, name, gamma, load, plan_of, expected, prompts):
+    """With slots for the budget, the generated tokens and outliers; with fewer the plan is only estimated."""
+    options = {"keep_generated": True, "outliers": 1} if name == "shadowkv" else {"keep_generated": True}
+    needed = BUDGET + 128 + gamma + 32 + 8 * (name == "shadowkv")
+    with pytest.raises(runtime.UnsupportedPlan, match=f"up to {needed} tokens of offloaded KV in slots for {BUDGET} "):
+        load(plan_of(kv, name, gamma, options=options))
+    plan = plan_of(kv, name, gamma, budget=needed, options=options)
+    engine = load(plan)
+    assert engine.cache.config.host_layers > 0
+    assert engine.generate(prompts(*LENGTHS), 70).tokens == expected(plan, *LENGTHS, new=70)
 
 
 @pytest.fixture(scope="module")
 def expected(load, prompts):
     """What a plan generates with memory for all of its KV."""
 
-    def run(plan, *lengths):
+    def run(plan, *lengths, new=NEW):
         engine = load(replace(plan, placement=replace(plan.placement, memory_bytes=0)))
         assert engine.cache.config.host_layers == 0
-        return engine.generate(prompts(*lengths), NEW).tokens
+        return engine.generate(prompts(*lengths), new).tokens
 
     return run
 

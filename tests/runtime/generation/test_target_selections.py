@@ -10,6 +10,7 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.roofline.plan.policy import make_selection
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.policies.base import SparseSelector
 from ridgeplan.runtime.policies.retrieval_head import RetrievalHeadSelector
 from ridgeplan.runtime.retrieval.head import load_head
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
@@ -99,6 +100,57 @@ def test_a_head_chooses_for_drafts_of_a_dense_target(kv, generated):
     few, every = (generated(kv, gamma=3, **options, ratio=ratio) for ratio in (0.2, 1.0))
     assert few.tokens == every.tokens == generated(kv).tokens
     assert every.statistics.accepted == generated(kv, gamma=3, codes=None).statistics.accepted
+
+
+KEEPING = ("quest", "clusterkv", "shadowkv")
+
+
+@pytest.mark.parametrize("kv, name", [("bf16", name) for name in KEEPING] + [("int8", "quest"), ("int8", "clusterkv")])
+def test_generated_tokens_are_read_whole_beside_the_budget(kv, name, generated, engine_of, prompts, monkeypatch):
+    """Of a prompt as many tokens as the budget has, and ShadowKV's outliers; of a short prompt all, as if dense."""
+    engine, budget, calls = engine_of(kv, name, 48), 48, []
+    inner = SparseSelector.read
+
+    def checked(self, layer, query, metadata, chosen):
+        for row in range(len(query)):
+            prompt, length = LENGTHS[row], int(self.cache.lengths[row]) + 1
+            coded = 0 if metadata.groups is None else int(metadata.groups[row]) * 32
+            run = set(range(coded + int(metadata.begin[row]), coded + int(metadata.end[row])))
+            for head in range(2):
+                pages = chosen.index[row, head, : chosen.count[row, head]].tolist()
+                listed = {page * chosen.page + token for page in pages for token in range(chosen.page)}
+                assert len(listed) == len(pages) * chosen.page and not listed & run
+                read = listed | run
+                assert max(read) < length and set(range(prompt, length)) <= read
+                extra = 8 if name == "shadowkv" and prompt >= 64 else 0
+                rounding = chosen.page - 1
+                floor = prompt - prompt_old(prompt) + min(prompt_old(prompt), 2)  # recent tokens, and sinks
+                assert max(min(prompt, budget), floor) <= len(read & set(range(prompt))) - extra
+                assert len(read & set(range(prompt))) - extra <= max(min(prompt, budget), floor) + rounding
+                calls.append(len(read))
+        return inner(self, layer, query, metadata, chosen)
+
+    monkeypatch.setattr(SparseSelector, "read", checked)
+    tokens = engine.generate(prompts(*LENGTHS), NEW).tokens
+    assert len(calls) > 100
+    assert tokens[1] == generated(kv).tokens[1]  # 37 tokens of prompt are within the budget (SpeContext, 7.2.2)
+
+
+def prompt_old(tokens, group=32):
+    """Tokens of a prompt that are old."""
+    return max(0, tokens // group - 1) * group
+
+
+def test_generated_tokens_may_compete_for_the_budget(model, make_plan, prompts):
+    """With `keep_generated` off a long output is read in part, whatever the prompt's length."""
+    tokens = []
+    for keep in (True, False):
+        options = {"sinks": 2, "keep_generated": keep}
+        plan = make_plan("bf16", target="quest", target_budget=48, target_options=options)
+        engine = runtime.load(plan, model.folder, device="cpu")
+        tokens.append(engine.generate(prompts(37), 110).tokens)
+    assert tokens[0] == runtime.load(make_plan(), model.folder, device="cpu").generate(prompts(37), 110).tokens
+    assert tokens[1] != tokens[0]
 
 
 def seen_by(name, query, keys, length, budget, group=32, sinks=2):

@@ -81,9 +81,8 @@ def made(name, lengths, kv="bf16", codes="full", **options):
     cache.reset(len(lengths))
     cache.lengths.copy_(torch.tensor(lengths))
     cache.keys.copy_(torch.randn(cache.keys.shape, generator=torch.Generator().manual_seed(0)))
-    policy = token_selector(
-        make_selection(name, **({"floor": 0, "sinks": 2, "recent": 10} | options)), AttentionMetadataBuilder(cache)
-    )
+    selection = make_selection(name, **({"floor": 0, "sinks": 2, "recent": 10} | options)).among_all
+    policy = token_selector(selection, AttentionMetadataBuilder(cache))
     policy.start()
     if isinstance(policy, VerificationSelector):
         policy.scored.copy_(cache.lengths)
@@ -337,6 +336,22 @@ def test_tokens_score_as_their_clusters():
     policy.before_round()
     assert policy.centroids.shape[3] > policy.clusters[0] == 2
     assert (policy.query_scores(0, query)[0, 0, 64:96] == 1).all()
+
+
+@pytest.mark.parametrize("outliers", [0, 1, 3])
+def test_outliers_are_read_beside_the_budget(outliers):
+    """24 tokens of 128 leave 3 chunks when 32 recent ones are read, whatever the number of outliers."""
+    policy, _ = made("shadowkv", [128], floor=56, ratio=0.01, outliers=outliers)
+    policy.after_prefill(0, 0, torch.ones(1, 4, 8), torch.randn(2, 128, 8), torch.arange(-128, 0)[None])
+    policy.draft_metadata(0)
+    scores = policy.query_scores(0, torch.randn(1, 1, 4, 8))
+    assert scores[0, :, :12].isinf().sum(1).tolist() == [outliers, outliers]
+    selected = policy.select(0, torch.randn(1, 1, 4, 8))
+    assert selected.count.tolist() == [[3 + outliers] * 2]
+    flagged = policy.outlier[0, 0].nonzero()
+    assert {tuple(pair) for pair in flagged.tolist()} <= {
+        (head, page) for head in range(2) for page in selected.index[0, head, : 3 + outliers].tolist()
+    }
 
 
 def test_landmarks_are_means_and_outliers_come_first():
