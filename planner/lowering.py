@@ -58,6 +58,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     draft_scores = draft_cost.scores_at_once(layers) if speculation.selection.per_query else layers
     held_score_bytes = draft_cost.held_score_bytes(kv_heads) * draft_scores
     held_score_bytes += target_cost.held_score_bytes(kv_heads) * target_cost.scores_at_once(layers)
+    held_score_bytes += target_cost.logit_bytes(shape.q_heads)
     return Strategy(
         batch=workload.batch,
         context=workload.context,
@@ -139,6 +140,7 @@ def _selection_terms(
         "host_run_tokens": cost.contiguous_on_host(kv_heads),
         "projected_params": cost.projected_params(shape),
         "scored_keys": cost.scored_keys_per_step(layers),
+        "logit_bytes": cost.logit_bytes(shape.q_heads),
         "scans_two_bit": int(selection.needs_codes),
         "top_k_launches": cost.selections_per_step(layers),
         "ranked_scores": cost.ranked_scores(kv_heads) * cost.selected_layers(layers),

@@ -306,6 +306,21 @@ def page_scan(batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, pages:
     )
 
 
+def head_scores(
+    batch: Term, q_heads: Term, kv_heads: Term, head_dim: Term, tokens: Term, groups: Term, element_bytes: Term
+) -> Cost:
+    """Probabilities of `tokens` keys, the largest of each of `groups` groups of query heads (SpeContext, section 4.3).
+
+    Logits are written, as each is divided by the sum over all tokens, and read again.
+    """
+    logit_bytes = batch * q_heads * tokens * SCORE_BYTES
+    return Cost(
+        flops=2 * batch * q_heads * head_dim * tokens,
+        read_bytes=batch * (kv_heads * tokens + q_heads) * head_dim * element_bytes + logit_bytes,
+        write_bytes=logit_bytes + batch * groups * tokens * SCORE_BYTES,
+    )
+
+
 def top_k(rows: Term, scores: Term, chosen: Term) -> Cost:
     """The choice of `chosen` of `scores` scores in each row; the scores are read once a pass."""
     return Cost(

@@ -70,6 +70,7 @@ def target_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strateg
     choice = two_bit_top_k(strategy.batch, *heads, tokens, strategy.kv_group, chosen)
     scanning = scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads)
     key_bytes = strategy.target.scored_keys * _key_bytes(shape, machine, strategy, tokens)
+    key_bytes = key_bytes + 2 * strategy.batch * tokens * strategy.target.logit_bytes
     two_bit_s = strategy.target.top_k_launches * machine.seconds(choice, machine.rates[scanning])
     scored_s = where(strategy.target.scans_two_bit, two_bit_s, _scan_seconds(machine, key_bytes))
     per_token = strategy.target.score_bytes, strategy.target.ranked_scores

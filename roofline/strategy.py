@@ -37,6 +37,7 @@ class PassStrategy:
     host_run_tokens: Term = 1  # the same on the host, where tokens of several heads may be adjacent, too
     projected_params: Term = 0  # of projections that only the selection uses
     scored_keys: Term = 0  # keys of one layer scored per cached token and step, summed over layers
+    logit_bytes: Term = 0  # written, and read again, per cached token and query
     scans_two_bit: Term = 0  # selects by 2-bit keys: drafts within their attention, the target in separate kernels
     top_k_launches: Term = 0  # of a step; a selection once a round needs one for all layers
     ranked_scores: Term = 0  # by top-k, per cached token and query, summed over layers

@@ -144,8 +144,8 @@ class Statistics:
 
     @property
     def tpot_ms(self) -> float:
-        """Time per output token of a sequence: a round's time over its tokens."""
-        return 1e3 * _ratio(_ratio(self.decode_s, self.rounds), self.tokens_per_round)
+        """Time per output token of a sequence: of rounds, and of layers that leave between them, not of captures."""
+        return 1e3 * _ratio(_ratio(self.decode_s + self.offload_s, self.rounds), self.tokens_per_round)
 
     @property
     def ttft_ms(self) -> float:

@@ -1,10 +1,8 @@
 """Triton kernels that move KV between host memory and the device, and allocate the slots it is held in.
 
-A program copies ROWS tokens at once, so that enough loads are in flight to cover PCIe's latency. More of them only wait
-before the caches, where other kernels' loads then wait too: beside the products of a layer few programs are best.
-
-Over PCIe a load takes about 2 us, so some 100 KiB must be in flight: BLOCK words per program, of PROGRAMS in all. More
-only wait before the caches, where loads of the kernels beside it then wait too (docs/benchmarks/offload.md).
+Over PCIe a load takes about 2 us, so some 100 KiB must be in flight: GATHER_BYTES or COPY_BLOCK words per program, of
+few programs in all, whatever the size of a token. More only wait before the caches, where loads of the kernels beside
+it then wait too (docs/benchmarks/offload.md).
 
 Phases are separated by barriers, as threads read what others of the program have written. The time of use up to which
 slots make room is found by bisection, so that no sort is needed.
@@ -18,9 +16,8 @@ from torch import Tensor
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.offload import KeysAndValues, SlotLoads, SlotTable
 
-ROWS = 16  # tokens
+GATHER_BYTES = 8192  # of keys and values that a program loads at once
 GATHER_WARPS = 4
-
 
 # Programs in all. They work on one batch row at a time: more would touch more pages of host memory.
 EXCLUSIVE, CONCURRENT = 32, 16
@@ -84,6 +81,7 @@ def gather_into_slots_triton(
     parts = triton.cdiv(programs, kv_heads)
     items = batch * kv_heads * parts
     programs = min(programs, items)
+    token_bytes = 2 * head_dim * source[0].element_size()
     _gather_kernel[(programs,)](
         *source,
         *out,
@@ -99,7 +97,7 @@ def gather_into_slots_triton(
         PAGE=page,
         PARTS=parts,
         TURNS=triton.cdiv(items, programs),
-        ROWS=ROWS,
+        ROWS=triton.next_power_of_2(triton.cdiv(GATHER_BYTES, token_bytes)),
         HEAD_DIM=head_dim,
         PADDED=triton.next_power_of_2(head_dim),
         num_warps=GATHER_WARPS,

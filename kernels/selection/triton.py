@@ -1,4 +1,4 @@
-"""Triton kernels of selection: packing of draft planes, page scores, 2-bit scores and radix top-k.
+"""Triton kernels of selection: packing of draft planes, page, head and 2-bit scores, and radix top-k.
 
 Several programs share a row. Histograms are added with integer atomics, so the result does not depend on their order.
 The grid is fixed by the scores' width, and lengths and k are read on the device, for CUDA graphs.
@@ -289,9 +289,103 @@ def top_k_triton(scores: Tensor, lengths: Tensor, k: Tensor, max_k: int) -> tupl
     return index, count
 
 
+LOG2_E = 1.4426950408889634
+
+# Scores of a retrieval head
+
+HEAD_BLOCK = 64  # tokens of a product
+HEAD_CHUNK = 512  # tokens of a program
+HEAD_SCORES_BLOCK = 1024  # tokens of a program that reads logits
+HEAD_WARPS = 4
+HEAD_STAGES = 3
+
+
+@triton.jit(do_not_specialize=["scale", "slots"])
+def _head_logits_kernel(
+    q,  # [rows, KV_HEADS * RATIO, HEAD_DIM]
+    keys,  # [rows, KV_HEADS, slots, HEAD_DIM]
+    lengths,  # int32 [rows]
+    logits,  # out: float32 [rows, KV_HEADS * RATIO, slots], times log2(e)
+    lse,  # out: float32 [rows, KV_HEADS * RATIO, chunks], the log2-sum-exp2 of each chunk's logits
+    scale,  # of the softmax, times log2(e)
+    slots,
+    KV_HEADS: tl.constexpr, RATIO: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    flat = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * CHUNK
+    stop = tl.minimum(tl.load(lengths + flat // KV_HEADS), tl.minimum(slots, first + CHUNK))
+    if first >= stop:
+        return
+    channel = tl.arange(0, PADDED)[None, :]
+    heads = tl.arange(0, ROWS)
+    valid = heads < RATIO
+    row = flat * RATIO + heads
+    x = tl.load(q + row[:, None] * HEAD_DIM + channel, mask=valid[:, None] & (channel < HEAD_DIM), other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(first, stop, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside = token < stop
+        at = (flat * slots + token)[:, None] * HEAD_DIM + channel
+        key = tl.load(keys + at, mask=inside[:, None] & (channel < HEAD_DIM), other=0.0)
+        part = dot(x, tl.trans(key), tl.zeros([ROWS, BLOCK], tl.float32)) * scale
+        part = tl.where(inside[None, :], part, float("-inf"))
+        tl.store(logits + row[:, None] * slots + token[None, :], part, mask=valid[:, None] & inside[None, :])
+        higher = tl.maximum(top, tl.max(part, 1))
+        total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(part - higher[:, None]), 1)
+        top = higher
+    tl.store(lse + row * tl.num_programs(1) + tl.program_id(1), top + tl.log2(total), mask=valid)
+
+
+@triton.jit(do_not_specialize=["slots", "chunks"])
+def _head_scores_kernel(
+    logits, lse, lengths,  # as in _head_logits_kernel
+    scores,  # out: float32 [rows, GROUPS, slots]
+    slots, chunks,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    flat = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    length = tl.minimum(tl.load(lengths + flat // GROUPS), slots)
+    if first >= length:
+        return
+    token = first + tl.arange(0, BLOCK)
+    chunk = tl.arange(0, CHUNKS)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for head in range(HEADS):
+        row = flat * HEADS + head
+        part = tl.load(lse + row * chunks + chunk, mask=chunk * CHUNK < length, other=float("-inf"))
+        top = tl.max(part, 0)
+        norm = top + tl.log2(tl.sum(tl.exp2(part - top), 0))
+        best = tl.maximum(best, tl.load(logits + row * slots + token, mask=token < length, other=0.0) - norm)
+    tl.store(scores + flat * slots + token, tl.exp2(best), mask=token < length)
+
+
+def head_scores_triton(q: Tensor, keys: Tensor, lengths: Tensor, groups: int) -> Tensor:
+    """See `ridgeplan.kernels.selection.head_scores.head_scores`."""
+    q, keys, lengths = q.contiguous(), keys.contiguous(), lengths.contiguous()
+    rows, kv_heads, slots, head_dim = keys.shape
+    q_heads, chunks = q.shape[1], triton.cdiv(slots, HEAD_CHUNK)
+    logits, lse, scores = (
+        torch.empty(rows, heads, width, dtype=torch.float32, device=q.device)
+        for heads, width in ((q_heads, slots), (q_heads, chunks), (groups, slots))
+    )
+    ratio, scale = q_heads // kv_heads, head_dim**-0.5 * LOG2_E
+    _head_logits_kernel[(rows * kv_heads, chunks)](
+        q, keys, lengths, logits, lse, scale, slots, KV_HEADS=kv_heads, RATIO=ratio, HEAD_DIM=head_dim,
+        PADDED=max(16, triton.next_power_of_2(head_dim)), ROWS=max(16, triton.next_power_of_2(ratio)),
+        BLOCK=HEAD_BLOCK, CHUNK=HEAD_CHUNK, num_warps=HEAD_WARPS, num_stages=HEAD_STAGES,
+    )  # fmt: skip
+    _head_scores_kernel[(rows * groups, triton.cdiv(slots, HEAD_SCORES_BLOCK))](
+        logits, lse, lengths, scores, slots, chunks, GROUPS=groups, HEADS=q_heads // groups,
+        CHUNKS=triton.next_power_of_2(chunks), CHUNK=HEAD_CHUNK, BLOCK=HEAD_SCORES_BLOCK, num_warps=HEAD_WARPS,
+    )  # fmt: skip
+    return scores
+
+
 # Scores from 2-bit keys
 
-LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 SCAN_GROUPS = 4  # per program
 SCAN_WARPS = 4

@@ -49,11 +49,12 @@ class SelectionCost:
     scored_once: keys are scored in one pass for all layers, not in each. set_per_layer: that pass makes scores of every
     layer, which are ranked together. has_projections: it has queries and keys of its own, by projections as the
     model's. held_keys: what is kept beside the cache, as a share of one layer's keys. scores_per_token: scores in fp32
-    per cached token and KV head. page_tokens: tokens that are read together because they are contiguous: 1 for single
-    tokens, a page, or unlimited if the selected tokens form one run. shared_by_kv_heads: one set for all KV heads of a
-    layer, whose keys of a token are contiguous on the host. overlap: share of KV_BUDGET selected tokens that the
-    previous step had selected too (SpeContext, Fig 6b), measured at 16k tokens (docs/quality.md); the default is what
-    the models' own attention has there.
+    per cached token and KV head. normalizes_logits: these are probabilities, so that logits of all query heads are
+    written, and read again once their sums are known. page_tokens: tokens that are read together because they are
+    contiguous: 1 for single tokens, a page, or unlimited if the selected tokens form one run. shared_by_kv_heads: one
+    set for all KV heads of a layer, whose keys of a token are contiguous on the host. overlap: share of KV_BUDGET
+    selected tokens that the previous step had selected too (SpeContext, Fig 6b), measured at 16k tokens
+    (docs/quality.md); the default is what the models' own attention has there.
     """
 
     scored_keys: float = 0.0
@@ -62,6 +63,7 @@ class SelectionCost:
     has_projections: bool = False
     held_keys: float = 0.0
     scores_per_token: float = 0.0
+    normalizes_logits: bool = False
     page_tokens: float = UNLIMITED_TOKENS
     shared_by_kv_heads: bool = False
     overlap: float = 0.74
@@ -105,6 +107,10 @@ class SelectionCost:
     def ranked_scores(self, kv_heads: int) -> float:
         """Scores of one layer that top-k ranks per cached token."""
         return self.scores_per_token * (1 if self.shared_by_kv_heads else kv_heads)
+
+    def logit_bytes(self, q_heads: int) -> float:
+        """Bytes of logits per cached token, of the one pass that makes them probabilities."""
+        return SCORE_BYTES * self.normalizes_logits * q_heads
 
     def held_score_bytes(self, kv_heads: int) -> float:
         """Bytes of one layer's scores per cached token."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.selection.head_scores import head_logits, head_scores
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.runtime.errors import WorkloadError
@@ -14,7 +15,7 @@ from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex
 from ridgeplan.runtime.policies.registry import SELECTORS
-from ridgeplan.runtime.retrieval.head import Head, Rotary, head_logits, head_scores
+from ridgeplan.runtime.retrieval.head import Head, Rotary
 
 ALIGNED_SLOTS = 64  # an odd number of columns of scores keeps cuBLAS from its fast products: 2.4 ms instead of 0.3
 NO_HEAD = "the plan chooses tokens by a retrieval head and none was given; `ridgeplan distill` trains one"

@@ -188,34 +188,6 @@ class Rotary:
         return rotary_tables(positions, *self._frequencies)
 
 
-def head_scores(queries: Tensor, keys: Tensor, visible: Tensor, groups: int) -> Tensor:
-    """Attention of one query per row, the largest of each group of query heads -> float32 [rows, groups, slots].
-
-    queries: [rows, q_heads, head_dim]; keys: [rows, kv_heads, slots, head_dim]; visible: int [rows], leading slots that
-    a query sees; later ones score 0. groups: KV heads of the target, each with as many query heads: MHA has a group for
-    each, GQA and MQA take the element-wise maximum over those that share a KV head (SpeContext, section 4.3). A head
-    that chooses by layer has a group for each KV head of each layer.
-    """
-    logits = head_logits(queries, keys)
-    unseen = torch.arange(keys.shape[2], device=keys.device) >= visible[:, None]
-    weights = logits.masked_fill_(unseen[:, None], -torch.inf).softmax(-1)
-    return weights.unflatten(1, (groups, -1)).amax(2)
-
-
-def head_logits(queries: Tensor, keys: Tensor) -> Tensor:
-    """Logits of all slots, float32 [rows, q_heads, slots]: those of one head rank tokens as its attention does."""
-    kv_heads, slots = keys.shape[1:3]
-    heads = queries.unflatten(1, (kv_heads, -1)) * queries.shape[-1] ** -0.5
-    return _products(heads.flatten(0, 1), keys.flatten(0, 1).mT).view(len(queries), -1, slots)
-
-
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """Batched products in float32, whatever the dtype of the factors."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.bmm(left, right, out_dtype=torch.float32)
-    return torch.bmm(left, right).float()
-
-
 KEY = "ridgeplan.retrieval_head"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

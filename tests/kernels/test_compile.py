@@ -190,6 +190,13 @@ TYPES = {
     "mask": "*i1",
 }
 HEADS = {"KV_HEADS": 8, "RATIO": 4, "GROUP": 128, "HEAD_DIM": 128}
+HEAD_TYPES = {
+    **dict.fromkeys(("q", "keys"), "*bf16"),
+    **dict.fromkeys(("logits", "lse", "scores"), "*fp32"),
+    **dict.fromkeys(("slots", "chunks"), "i32"),
+    "lengths": "*i32",
+    "scale": "fp32",
+}
 
 
 def sparse_job(module: str, kernel: str, warps: int, types: dict[str, str], **constants: Any) -> dict[str, Any]:
@@ -220,6 +227,20 @@ def test_every_sparse_kernel_compiles_for_hopper(
         "sparse int8 8 queries": sparse(8, 8, 32),
         "sparse int8 in slots": sparse(8, 1, 16, value_rows=True, slot_bytes=144),
         "pages": sparse_job("selection.triton", "_page_scores_kernel", 4, TYPES, **HEADS, PADDED=128, BLOCK=32),
+        "head logits": sparse_job(
+            "selection.triton", "_head_logits_kernel", 4, HEAD_TYPES, **HEADS, PADDED=128, ROWS=16, BLOCK=64, CHUNK=512
+        ),
+        "head scores": sparse_job(
+            "selection.triton",
+            "_head_scores_kernel",
+            4,
+            HEAD_TYPES,
+            GROUPS=8,
+            HEADS=4,
+            CHUNKS=128,
+            CHUNK=512,
+            BLOCK=1024,
+        ),
         "pack": sparse_job("selection.triton", "_pack_kernel", 4, TYPES, **HEADS),
         "two-bit": sparse_job("selection.triton", "_two_bit_kernel", 4, TYPES, **HEADS, ROWS=16, GROUPS=2),
         **{f"histogram {i}": selecting("_histogram_kernel", DIGIT=i) for i in range(4)},

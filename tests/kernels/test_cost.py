@@ -22,6 +22,7 @@ from ridgeplan.kernels.sampling import draw_cost, filter_cost
 from ridgeplan.kernels.sampling import triton as sampling_kernels
 from ridgeplan.kernels.selection import page_scores_cost, top_k_cost, two_bit_top_k_cost
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
+from ridgeplan.kernels.selection.head_scores import head_scores_cost
 from ridgeplan.kernels.sparse_attention import progressive_cost, sparse_attention_cost
 from ridgeplan.kernels.sparse_attention import triton as sparse_kernels
 from ridgeplan.roofline import ops
@@ -97,6 +98,8 @@ def stored(codes: QuantizedKV) -> list[Tensor]:
             ("draw of a residual", draw_cost(*[bf16(3, 1000)] * 2), 5 * 6000, [bf16(3, 1000)] * 2, []),
             ("pages", page_scores_cost(QUERY, bf16(2, 3, 4, 2, 64)), 4 * QUERY.numel() * 4, [bf16(2, 3, 4, 2, 64)],
              [fp32(2, 3, 4)]),
+            ("head scores", head_scores_cost(QUERY[:, 0], KV[0], 3), 2 * QUERY.numel() * 40,
+             [QUERY, KV[0], fp32(2, 12, 40)], [fp32(2, 12, 40), fp32(2, 3, 40)]),
             ("top-k", top_k_cost(fp32(6, 100), 9), 6 * 600, [fp32(6, 100)] * 6, [int32(6, 9)]),
             ("2-bit top-k", two_bit_top_k_cost(QUERY, TWO_BIT, 192, 9), 2 * QUERY.numel() * 192,
              [PLANES.key_two_bit, CODES.key_scale, CODES.key_min, bf16(2, 3, 192)], [bf16(2, 3, 192), int32(2, 3, 9)]),

@@ -304,7 +304,8 @@ class RetrievalHead(SparseSelection):
         shared = self.level == "batch"
         return SelectionCost(
             scored_keys=1, scored_once=True, set_per_layer=self.by_layer, held_keys=1, scores_per_token=1,
-            page_tokens=1, shared_by_kv_heads=shared, has_projections=True, overlap=0.90 if shared else 0.80,
+            normalizes_logits=not self.by_layer, page_tokens=1, shared_by_kv_heads=shared, has_projections=True,
+            overlap=0.90 if shared else 0.80,
         )  # fmt: skip
 
     @classmethod

@@ -165,6 +165,21 @@ def test_programs_share_the_loads_of_all_rows_and_heads(
             assert torch.equal(stored, held[row, head, index[row, head, chosen].long()])
 
 
+@pytest.mark.parametrize("head_dim, dtype", [(128, torch.bfloat16), (64, torch.bfloat16), (10, torch.int64)])
+def test_a_program_has_as_many_bytes_in_flight_whatever_a_token_takes(
+    head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else tokens of 64 channels, or their codes, load at half the link's rate."""
+    launched: list[int] = []
+    kernel = "ridgeplan.kernels.offload.triton._gather_kernel"
+    monkeypatch.setattr(kernel, {(16,): lambda *_, ROWS, **__: launched.append(ROWS)})
+    source, out = (tuple(torch.zeros(1, 8, tokens, head_dim, dtype=dtype) for _ in "kv") for tokens in (200, 100))
+    table, count = SlotTable.allocate(1, 8, 200, 100, torch.device("cpu")), torch.ones(1, 8, dtype=torch.int32)
+    loads = allocate_slots(table, torch.zeros(1, 8, 4, dtype=torch.int32), count, backend="reference")
+    gather_into_slots(source, out, loads, concurrent=True, backend="triton")
+    assert 8192 <= launched[0] * 2 * head_dim * dtype.itemsize <= 12288
+
+
 def test_the_cost_model_moves_what_the_kernels_declare() -> None:
     """At a link of 1 byte a second, seconds are bytes: those of a stream, and of the loads of a step."""
     link = Machine(

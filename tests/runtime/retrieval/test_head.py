@@ -17,7 +17,6 @@ from ridgeplan.runtime.retrieval.head import (
     HeadConfig,
     HeadWeights,
     Rotary,
-    head_scores,
     load_head,
     probe_of,
     save_head,
@@ -40,20 +39,6 @@ def head(embedding):
     generator = torch.Generator().manual_seed(2)
     q, k = (torch.randn(rows, 32, generator=generator) for rows in (32, 16))
     return Head(CONFIG, HeadWeights(torch.rand(32, generator=generator) + 0.5, q, k, probe_of(embedding)))
-
-
-def test_scores_of_a_group_are_the_maximum_of_its_heads():
-    """Two heads of one KV head attend to (0.7, 0.2, 0.1) and (0.1, 0.3, 0.6) of three visible tokens."""
-    expected_scores = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]])
-    keys = torch.zeros(1, 1, 5, 4)
-    keys[0, 0, :3, :3] = torch.eye(3)
-    keys[0, 0, 3:] = 100.0  # not visible
-    queries = torch.zeros(1, 2, 4)
-    queries[0, :, :3] = expected_scores.log() * 2  # the scale is 1 / sqrt(4)
-    visible = torch.tensor([3])
-    expected = {1: [[0.7, 0.3, 0.6, 0, 0]], 2: [[0.7, 0.2, 0.1, 0, 0], [0.1, 0.3, 0.6, 0, 0]]}  # MQA, and MHA
-    for groups, scores in expected.items():
-        torch.testing.assert_close(head_scores(queries, keys, visible, groups), torch.tensor([scores]))
 
 
 def test_queries_and_keys_are_those_of_transformers_attention(head, embedding):
