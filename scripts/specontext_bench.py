@@ -2,11 +2,13 @@
 
 python scripts/specontext_bench.py results.json
 
+With `--tiny` small shapes and lengths, which also run without a GPU: to see that every section runs, not for its times.
+
 Sections (`--only` names some; minutes of an H200 in brackets):
 
 generation [3.5]: 32 sequences of 2048 tokens generate 32768 more with room for 70% of the cache, so that layers leave
-on the way, and again without a limit. The tokens must be equal. Times of every 2048 steps, beside predictions at the
-overlap that they had.
+on the way, and again without a limit. The tokens must be equal. Median times of every 2048 steps, or fewer where a
+layer leaves, beside predictions at their overlap; tpot_ms has the time in which layers leave, as its prediction does.
 codes [0.5]: the same of 4096 new tokens with INT8 codes.
 placements [1.5]: a step of the same plan over the length, with as many layers on the host as must be, with those of the
 end from the beginning (static), and with all of them; and of full attention that streams layers.
@@ -37,7 +39,7 @@ from torch import Tensor
 from ridgeplan.planner.capacity import departure_lengths, offloaded_layers
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.prediction import predict
-from ridgeplan.planner.resolution import this_machine
+from ridgeplan.planner.resolution import resolve, this_machine
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
@@ -52,17 +54,11 @@ from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams
-from ridgeplan.validate.random_model import RandomModel, measured_round, random_head
+from ridgeplan.validate.random_model import RandomModel, llama_like_shape, measured_round, random_head
 
-CONTEXT, NEW_TOKENS, BATCH = 2048, 32768, 32
 KEPT_SHARE = 0.7  # of the cache, for which the limit has room
-WINDOW = 2048  # steps whose times are averaged
-LENGTHS = (2048, 12288, 20480, 24576, 28672, 34000)
 OVERLAP = 0.8  # of a set for each KV head; see planner's policy
 STEADY = 9.0  # scale of the common part of a head's queries, beside 1 of each token's own
-TABLE3_BYTES = int(0.9 * 80e9)
-# Prompt and new tokens, sequences of SpeContext and of FlashInfer's full attention (DeepSeek-Distill-Llama-8B).
-TABLE3 = ((2048, 16384, 32, 16), (2048, 32768, 32, 8), (16384, 2048, 16, 8), (32768, 2048, 16, 8))
 THIRDS = (1 / 6, 1 / 2, 5 / 6)  # of the generated tokens
 
 
@@ -71,6 +67,28 @@ def steady_head(shape: ModelShape, embedding: Tensor) -> Head:
     head = random_head(shape, embedding)
     bias = torch.randn(shape.q_heads * shape.head_dim, generator=torch.Generator().manual_seed(1))
     return replace(head, weights=replace(head.weights, q_bias=STEADY * bias))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths and batches. window: steps of which a time is the median. budget: tokens that a step reads, 0 for the
+    preset's. table3: prompt and new tokens, sequences of SpeContext and of FlashInfer's full attention, in table3_bytes
+    (DeepSeek-Distill-Llama-8B).
+    """
+
+    context: int = 2048
+    new_tokens: int = 32768
+    batch: int = 32
+    window: int = 2048
+    budget: int = 0
+    lengths: tuple[int, ...] = (4096, 12288, 20480, 24576, 28672, 34000)
+    table3_bytes: int = int(0.9 * 80e9)
+    table3: tuple[tuple[int, int, int, int], ...] = (
+        (2048, 16384, 32, 16), (2048, 32768, 32, 8), (16384, 2048, 16, 8), (32768, 2048, 16, 8)
+    )  # fmt: skip
+
+
+TINY = Sizes(512, 256, 2, 64, 320, (704,), 30_000_000, ((640, 32, 2, 1),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,11 +157,21 @@ class SpeContextBench:
 
     small: Setting
     large: Setting
+    sizes: Sizes
 
     @cached_property
     def plan(self) -> Plan:
         """2048 tokens in, 32768 out, batch 32, in memory that has room for most of the cache."""
-        return self.limited(preset("specontext", Workload(self.small.shape.name, "here", CONTEXT, NEW_TOKENS, BATCH)))
+        sizes = self.sizes
+        return self.limited(self.selecting(self.small, sizes.context, sizes.new_tokens, sizes.batch))
+
+    def selecting(self, setting: Setting, context: int, new_tokens: int, batch: int) -> Plan:
+        """SpeContext's plan."""
+        plan = preset("specontext", Workload(setting.shape.name, "here", context, new_tokens, batch))
+        if not self.sizes.budget:
+            return plan
+        attention = replace(plan.attention, budget=self.sizes.budget)
+        return replace(plan, attention=attention, placement=replace(plan.placement, budget=self.sizes.budget))
 
     def limited(self, plan: Plan) -> Plan:
         """The plan in memory that has room for most of its cache."""
@@ -157,7 +185,7 @@ class SpeContextBench:
 
     def codes(self) -> Rows:
         """A shorter one with INT8 codes."""
-        workload = replace(self.plan.workload, new_tokens=NEW_TOKENS // 8)
+        workload = replace(self.plan.workload, new_tokens=self.sizes.new_tokens // 8)
         return self._pair(self.limited(replace(self.plan, workload=workload, kv=KVCache(KVFormat.INT8))))
 
     def _pair(self, plan: Plan) -> Rows:
@@ -171,12 +199,13 @@ class SpeContextBench:
     def _generated(self, name: str, plan: Plan, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
         small = self.small
         generator = torch.Generator().manual_seed(2)
-        prompts = torch.randint(small.shape.vocab, (BATCH, CONTEXT), generator=generator).tolist()
+        sizes = self.sizes
+        prompts = torch.randint(small.shape.vocab, (sizes.batch, sizes.context), generator=generator).tolist()
         engine = small.engine(plan)
         assert engine.cache is not None, "it is open"
         windows, rows = [], [[] for _ in prompts]  # type: ignore[var-annotated]
-        for window in _windows(engine, prompts, rows):
-            length = CONTEXT + window["first"] + WINDOW // 2
+        for window in _windows(engine, prompts, rows, sizes.window):
+            length = sizes.context + window["first"] + window["steps"] // 2
             predicted_ms = small.predicted_step_ms(plan, length, window["layers_on_host"], window["overlap"] or 0.0)
             windows.append({**window, "predicted_step_ms": predicted_ms, "error": window["step_ms"] / predicted_ms - 1})
         counts = engine.statistics
@@ -201,7 +230,7 @@ class SpeContextBench:
 
     def placements(self) -> Rows:
         """A step over the length: adaptive, static, everything on the host; and full attention that streams layers."""
-        return {str(length): partial(self._placed, length) for length in LENGTHS}
+        return {str(length): partial(self._placed, length) for length in self.sizes.lengths}
 
     def _placed(self, length: int) -> dict[str, Any]:
         small, plan = self.small, self.plan
@@ -223,15 +252,15 @@ class SpeContextBench:
     def table3(self) -> Rows:
         """The paper's settings: decoding speed of SpeContext and of full attention, each at its batch."""
         rows: Rows = {}
-        for context, new_tokens, batch, full_batch in TABLE3:
+        for context, new_tokens, batch, full_batch in self.sizes.table3:
             name = f"[{context // 1024}k, {new_tokens // 1024}k]"
             rows[name] = partial(self._compared, context, new_tokens, batch, full_batch)
         return rows
 
     def _compared(self, context: int, new_tokens: int, batch: int, full_batch: int) -> dict[str, Any]:
         large = self.large
-        selecting = preset("specontext", Workload(large.shape.name, "here", context, new_tokens, batch))
-        selecting = replace(selecting, placement=replace(selecting.placement, memory_bytes=TABLE3_BYTES))
+        selecting = self.selecting(large, context, new_tokens, batch)
+        selecting = replace(selecting, placement=replace(selecting.placement, memory_bytes=self.sizes.table3_bytes))
         full = Plan(Workload(large.shape.name, "here", context, new_tokens, full_batch))
         row: dict[str, Any] = {}
         for name, plan in (("specontext", selecting), ("full attention", full)):
@@ -261,32 +290,53 @@ class SpeContextBench:
         }
 
 
-def _windows(engine: Engine, prompts: list[list[int]], rows: list[list[int]]) -> Iterator[dict[str, Any]]:
-    """Generates with the engine; adds tokens to `rows`, and yields the median step of each window that is complete."""
+def _windows(engine: Engine, prompts: list[list[int]], rows: list[list[int]], longest: int) -> Iterator[dict[str, Any]]:
+    """Generates with the engine; adds tokens to `rows`, and yields the median step of each window.
+
+    A window has up to `longest` steps, all with the same layers on the host; one in which a layer leaves is in none.
+    """
     cache, sampling = engine.cache, SamplingParams(temperature=1.0, seed=3)
     assert cache is not None, "it is open"
     gaps: list[float] = []
-    layers: list[int] = []
-    before, last, first = (0, 0), time.perf_counter(), 0
+    before, first, layers, last = (0, 0), 0, -1, 0.0
+
+    def window() -> dict[str, Any]:
+        requested, loaded = (new - old for new, old in zip(cache.loads(), before, strict=True))
+        return {
+            "first": first,
+            "steps": len(gaps),
+            "layers_on_host": layers,
+            "step_ms": 1e3 * statistics.median(gaps),
+            "mean_step_ms": 1e3 * statistics.mean(gaps),
+            "overlap": 1 - loaded / requested if layers else None,
+        }
+
     for step, tokens in enumerate(engine.stream_batch(prompts, engine.plan.workload.new_tokens, sampling)):
         for row, more in zip(rows, tokens, strict=True):
             row.extend(more)
-        now = time.perf_counter()
-        gaps.append(now - last)
-        layers.append(cache.layers - cache.first_on_host)
-        last = now
-        if step and step % WINDOW == 0:
-            after = cache.loads()
-            requested, loaded = (new - old for new, old in zip(after, before, strict=True))
-            before = after
-            yield {
-                "first": first,
-                "layers_on_host": statistics.mean(layers),
-                "step_ms": 1e3 * statistics.median(gaps),
-                "mean_step_ms": 1e3 * statistics.mean(gaps[2:]),
-                "overlap": 1 - loaded / requested if requested else None,
-            }
-            gaps, layers, first, last = [], [], step, time.perf_counter()
+        on_host = cache.layers - cache.first_on_host
+        if on_host == layers:
+            gaps.append(time.perf_counter() - last)
+        if on_host != layers or len(gaps) == longest:
+            if gaps:
+                yield window()
+            gaps, before, first, layers = [], cache.loads(), step, on_host
+        last = time.perf_counter()
+    if gaps:
+        yield window()
+
+
+def _settings(tiny: bool) -> tuple[Setting, Setting]:
+    """The small and the large model on this machine's GPU; tiny: one of sizes that run anywhere."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if tiny:
+        shape, profile = resolve(llama_like_shape(4, 128, 256, 4, 2, 32), "h200")
+        return Setting(shape, profile, device), Setting(shape, profile, device)
+    if device.type != "cuda":
+        raise SystemExit("needs a GPU; allowed without: --tiny")
+    profile = this_machine()
+    small, large = (Setting(load_shape(name), profile, device) for name in ("Llama-3.2-1B", "Llama-3.1-8B"))
+    return small, large
 
 
 def main() -> None:
@@ -296,12 +346,10 @@ def main() -> None:
     sections = ("generation", "codes", "placements", "table3")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
     parser.add_argument("--rows", nargs="+", default=(), help="Names of rows.")
+    parser.add_argument("--tiny", action="store_true", help="Small sizes, which also run without a GPU.")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a GPU")
-    profile, device = this_machine(), torch.device("cuda")
-    small, large = (Setting(load_shape(name), profile, device) for name in ("Llama-3.2-1B", "Llama-3.1-8B"))
-    bench, results = SpeContextBench(small, large), ResultsFile.at(options.results)
+    bench = SpeContextBench(*_settings(options.tiny), TINY if options.tiny else Sizes())
+    results = ResultsFile.at(options.results)
     for name in options.only:
         section: Rows = getattr(bench, name)()
         results.measure(name, section, options.rows)

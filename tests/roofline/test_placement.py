@@ -117,7 +117,8 @@ def test_a_layer_that_leaves_keeps_its_budget(shape, small):
     freed_bytes = layer_bytes - (2048 + 2 * 128 + 1) * 4096 - 65537 * 8 * 4 / 32
     assert placement.memory.kv == pytest.approx(32 * layer_bytes - placement.host.layers * freed_bytes)
     projections = 4096 * 128 * (32 + 8) * 2  # of the head's queries and keys
-    assert placement.memory.buffers == 65537 * 8 * (128 * 2 + 4) + projections  # its keys and scores, for each KV head
+    held = 8 * (128 * 2 + 4) + 32 * 4  # its keys and scores, for each KV head, and logits of all heads
+    assert placement.memory.buffers == 65537 * held + projections
 
 
 def test_layers_chosen_from_by_2_bit_keys_keep_these_and_slots_for_every_query(shape, small):
