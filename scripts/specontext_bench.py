@@ -81,6 +81,7 @@ class Sizes:
     batch: int = 32
     window: int = 2048
     budget: int = 0
+    codes_tokens: int = 4096  # new tokens with codes
     lengths: tuple[int, ...] = (4096, 12288, 20480, 24576, 28672, 34000)
     table3_bytes: int = int(0.9 * 80e9)
     table3: tuple[tuple[int, int, int, int], ...] = (
@@ -88,7 +89,7 @@ class Sizes:
     )  # fmt: skip
 
 
-TINY = Sizes(512, 256, 2, 64, 320, (704,), 30_000_000, ((640, 32, 2, 1),))
+TINY = Sizes(512, 256, 2, 64, 320, 256, (704,), 30_000_000, ((640, 32, 2, 1),))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +99,7 @@ class Setting:
     shape: ModelShape
     profile: Profile
     device: torch.device
+    steady: bool  # times count
 
     @cached_property
     def machine(self) -> Machine:
@@ -135,10 +137,10 @@ class Setting:
         plan = replace(plan, workload=replace(plan.workload, context=length, new_tokens=1), placement=placement)
         placed = PlacedModel(**vars(self.random), host_layers=layers)
         if not plan.attention.active or not layers:
-            return 1e3 * measured_round(placed, plan).total_s
+            return 1e3 * measured_round(placed, plan, steady=self.steady).total_s
         cache = DriftingCache(placed, plan)
         cache.drift(round((1 - OVERLAP) * chosen_tokens(plan)))
-        return 1e3 * measured_round(placed, plan, cache).total_s
+        return 1e3 * measured_round(placed, plan, cache, self.steady).total_s
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -185,7 +187,7 @@ class SpeContextBench:
 
     def codes(self) -> Rows:
         """A shorter one with INT8 codes."""
-        workload = replace(self.plan.workload, new_tokens=self.sizes.new_tokens // 8)
+        workload = replace(self.plan.workload, new_tokens=self.sizes.codes_tokens)
         return self._pair(self.limited(replace(self.plan, workload=workload, kv=KVCache(KVFormat.INT8))))
 
     def _pair(self, plan: Plan) -> Rows:
@@ -331,11 +333,11 @@ def _settings(tiny: bool) -> tuple[Setting, Setting]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if tiny:
         shape, profile = resolve(llama_like_shape(4, 128, 256, 4, 2, 32), "h200")
-        return Setting(shape, profile, device), Setting(shape, profile, device)
+        return Setting(shape, profile, device, False), Setting(shape, profile, device, False)
     if device.type != "cuda":
         raise SystemExit("needs a GPU; allowed without: --tiny")
     profile = this_machine()
-    small, large = (Setting(load_shape(name), profile, device) for name in ("Llama-3.2-1B", "Llama-3.1-8B"))
+    small, large = (Setting(load_shape(name), profile, device, True) for name in ("Llama-3.2-1B", "Llama-3.1-8B"))
     return small, large
 
 
