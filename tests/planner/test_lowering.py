@@ -132,7 +132,9 @@ def test_a_head_that_chooses_by_layer_scans_its_keys_once_and_ranks_the_scores_o
     shared, by_layer = (strategy_of(replace(plan, attention=selection), LLAMA, GPU, 0.9) for selection in attention)
     assert (by_layer.target.scored_keys, by_layer.held_keys, by_layer.target.top_k_launches) == (1, 1, 1)
     assert by_layer.target.score_bytes == 32 * shared.target.score_bytes == 32 * 8 * 4 * 7
-    assert by_layer.held_score_bytes == 32 * shared.held_score_bytes == 32 * 8 * 4
+    # Logits of 32 heads become probabilities of 8; those of a layer's own head rank as they are.
+    assert (by_layer.target.logit_bytes, shared.target.logit_bytes) == (0, 32 * 4)
+    assert (by_layer.held_score_bytes, shared.held_score_bytes) == (32 * 8 * 4, 8 * 4 + 32 * 4)
     assert (shared.target.projected_params, by_layer.target.projected_params) == (4096 * 5120, 4096 * 128 * (256 + 8))
     assert (
         shared.target.shared_across_layers,
