@@ -1,7 +1,8 @@
 """Quantized target weights, saved once in the user's cache: fitting takes minutes, reading them seconds.
 
-A file appears under its name only when it is complete. Its header gives its length and the CRC-32 of each tensor, so a
-damaged file is detected and replaced. Its name is a hash of everything that the weights depend on.
+A file appears under its name only when it is complete. Its header gives its length, and the CRC-32 of each tensor and
+of the objects that hold them, so a damaged file is detected and replaced. Its name is a hash of everything that the
+weights depend on.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, LibraryI
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText
 
-VERSION = "3"  # part of the name: a change of what is fitted or written makes a new file
-STRUCTURE = "structure"  # the entry of a file's metadata: the objects its tensors belong to, and their checksums
+VERSION = "4"  # part of the name: a change of what is fitted or written makes a new file
+STRUCTURE = "structure"  # the entry of a file's metadata: a text and its checksum, see `_save`
 PARTS = {
     kind.__name__: kind
     for kind in (
@@ -92,7 +93,10 @@ def _read(path: Path, device: torch.device) -> DecoderWeights | None:
     """The weights in a file; None if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
-            structure, checksums = json.loads(file.metadata()[STRUCTURE])
+            text, checksum = json.loads(file.metadata()[STRUCTURE])
+            if zlib.crc32(text.encode()) != checksum:
+                return None
+            structure, checksums = json.loads(text)
             tensors = {}
             for name in file.keys():  # noqa: SIM118
                 tensor = file.get_tensor(name)
@@ -106,7 +110,10 @@ def _read(path: Path, device: torch.device) -> DecoderWeights | None:
 
 
 def _save(weights: DecoderWeights, path: Path) -> None:
-    """Writes to a file beside `path` and renames it."""
+    """Writes to a file beside `path` and renames it.
+
+    The text in its metadata holds the objects that the tensors belong to, and the tensors' checksums.
+    """
     for what, free_bytes in (("memory", available_bytes()), ("disk", shutil.disk_usage(path.parent).free)):
         if free_bytes is not None and weights.bytes > free_bytes:
             gb = weights.bytes / 1e9
@@ -118,7 +125,8 @@ def _save(weights: DecoderWeights, path: Path) -> None:
     named = {name: tensor.cpu().contiguous() for name, tensor in tensors.values()}
     try:
         checksums = {name: _checksum(tensor) for name, tensor in named.items()}
-        save_file(named, staging, metadata={STRUCTURE: json.dumps([structure, checksums])})
+        text = json.dumps([structure, checksums])
+        save_file(named, staging, metadata={STRUCTURE: json.dumps([text, zlib.crc32(text.encode())])})
         staging.replace(path)
     except (OSError, SafetensorError) as error:
         warnings.warn(f"the fitted weights cannot be saved to {path.parent}: {error}", stacklevel=2)
@@ -127,8 +135,9 @@ def _save(weights: DecoderWeights, path: Path) -> None:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """CRC-32 of a contiguous tensor on the host."""
-    return zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data)
+    """CRC-32 of a contiguous tensor on the host: its dtype, its shape and its values."""
+    kind = f"{tensor.dtype} {list(tensor.shape)}"
+    return zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data, zlib.crc32(kind.encode()))
 
 
 def _described(item: Any, tensors: dict[int, tuple[str, Tensor]]) -> Any:

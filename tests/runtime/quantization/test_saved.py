@@ -1,5 +1,6 @@
 """Fitted weights are saved once, found again by all that they depend on, and never used half-written."""
 
+import json
 import os
 from pathlib import Path
 
@@ -58,6 +59,32 @@ def test_a_half_written_file_is_never_used(tiny_model, make_plan, saved_weights_
         assert torch.equal(again.layers[0].qkv.weight.packed, expected)
         assert file.read_bytes() == content
     assert len(fitted) == 6
+
+
+@pytest.mark.parametrize(
+    ("find", "replace", "nested"),
+    [
+        ('"group": 32', '"group": 16', 2),
+        ('"tensor": "t0"', '"tensor": "t1"', 2),
+        ("Int4Weight", "Int8Weight", 2),
+        ('"dtype":"F32"', '"dtype":"I32"', 0),  # of safetensors' own header: as many bytes, of another type
+    ],
+)
+def test_a_changed_structure_is_never_used(find, replace, nested, tiny_model, make_plan, saved_weights_folder, fitted):
+    """nested: times that the text is encoded as JSON within JSON."""
+    folder, plan = tiny_model().folder, make_plan(target_bits=4)
+    expected = list(runtime.load(plan, folder, device="cpu").weights.tensors())
+    [file] = files(saved_weights_folder)
+    content = file.read_bytes()
+    for _ in range(nested):
+        find, replace = json.dumps(find)[1:-1], json.dumps(replace)[1:-1]
+    changed = content.replace(find.encode(), replace.encode(), 1)
+    assert changed != content
+    file.write_bytes(changed)
+    again = runtime.load(plan, folder, device="cpu").weights
+    assert len(fitted) == 2
+    assert all(torch.equal(*pair) for pair in zip(again.tensors(), expected, strict=True))
+    assert file.read_bytes() == content
 
 
 def test_what_a_killed_process_left_is_not_taken_for_weights(tiny_model, make_plan, saved_weights_folder, monkeypatch):
