@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
 
+from tqdm.std import tqdm
 from transformers.utils import logging
 
 from ridgeplan.roofline.catalog.validation import brief
@@ -55,13 +57,18 @@ def failures_as(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silences transformers' progress bars and reports inside the body."""
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    """Silences transformers' progress bars and reports inside the body.
+
+    The bar of its GGUF reader has no switch. As a conversion takes long, that bar stays where stderr is a terminal.
+    """
+    bars, verbosity, begin_bar = logging.is_progress_bar_enabled(), logging.get_verbosity(), tqdm.__init__
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    tqdm.__init__ = partialmethod(begin_bar, disable=None)  # None: shown on terminals only
     try:
         yield
     finally:
+        tqdm.__init__ = begin_bar
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()

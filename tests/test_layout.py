@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 # Each package may import those before it. What they have installed beside them is listed below.
 PACKAGES = ("roofline", "planner", "kernels", "runtime", "validate", "dashboards")
 MODEL = {"numpy", "scipy", "sympy", "pydantic_core", "huggingface_hub", "pandas", "plotly", "yaml"}
-RUNTIME = {"torch", "triton", "transformers", "safetensors", "gguf", "numpy", "huggingface_hub", "filelock"}
+RUNTIME = {"torch", "triton", "transformers", "safetensors", "gguf", "numpy", "huggingface_hub", "filelock", "tqdm"}
 INSTALLED: dict[str, set[str]] = {
     "roofline": MODEL - {"pandas", "plotly", "yaml"},
     "planner": MODEL,

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import struct
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -68,6 +69,15 @@ def test_quantized_tensors_are_what_their_codes_stand_for(kinds, tiny_model, tmp
     assert len(tensors) == 3 + 9 * 2
     for name, tensor in tensors.items():
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_bars_are_for_terminals(terminal, path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    converted(path)
+    shown = capsys.readouterr().err
+    assert ("de-quantizing" in shown) == terminal
+    assert terminal or shown == ""
 
 
 def test_the_tokenizer_comes_along(path):
