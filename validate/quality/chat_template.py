@@ -1,7 +1,8 @@
 """Renders the chat template of a model, which is a program from its file, in a process of its own with limits.
 
 jinja's sandbox keeps a template from reading files, but not from running for hours or filling the memory. A template is
-rendered once, around a marker, and prompts then take the marker's place.
+rendered around a marker, whose place messages then take. As its cost and its text may depend on the message, each
+message that a model gets is rendered, too, within the same limits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +33,16 @@ class ChatFrame:
 
     before: str
     after: str
+    template: str
+    special_tokens: dict[str, Any]
 
     def around(self, message: str) -> str:
         """The message in its frame."""
         return self.before + message + self.after
+
+    def check(self, messages: Sequence[str]) -> None:
+        """Raises ChatTemplateError unless the template, within its limits, treats messages as it does the marker."""
+        _framed(self.template, self.special_tokens, messages)
 
 
 def chat_frame(tokenizer: Any) -> ChatFrame | None:
@@ -45,12 +53,8 @@ def chat_frame(tokenizer: Any) -> ChatFrame | None:
         template = tokenizer.get_chat_template()
     except ValueError as error:  # several templates, none of which is the default
         raise _failure(str(error)) from error
-    marked, probed = _rendered(template, dict(tokenizer.special_tokens_map), [MARKER, PROBE])
-    before, marker, after = marked.partition(MARKER)
-    frame = ChatFrame(before, after)
-    if not marker or frame.around(PROBE) != probed:
-        raise _failure("it does not hold a user's message once and as it is")
-    return frame
+    special_tokens = dict(tokenizer.special_tokens_map)
+    return ChatFrame(*_framed(template, special_tokens, [PROBE]), template, special_tokens)
 
 
 def _failure(why: str) -> ChatTemplateError:
@@ -59,9 +63,21 @@ def _failure(why: str) -> ChatTemplateError:
     return ChatTemplateError(f"the model's chat template cannot be used: {shown}; allowed: --tasks none")
 
 
-def _rendered(template: str, special_tokens: dict[str, Any], messages: list[str]) -> list[str]:
-    """The template around each user's message, from a process with limits. Raises ChatTemplateError."""
-    request = json.dumps({"template": template, "special_tokens": special_tokens, "messages": messages})
+def _framed(template: str, special_tokens: dict[str, Any], messages: Sequence[str]) -> tuple[str, str]:
+    """What the template puts before and after each message. Raises ChatTemplateError unless that is the same for all.
+
+    The marker is rendered with them: a template may print the date, which changes during a long run.
+    """
+    marked, *rendered = _rendered(template, special_tokens, [MARKER, *messages])
+    before, marker, after = marked.partition(MARKER)
+    if not marker or rendered != [before + message + after for message in messages]:
+        raise _failure("it does not hold a user's message once and as it is")
+    return before, after
+
+
+def _rendered(template: str, special_tokens: dict[str, Any], messages: Sequence[str]) -> list[str]:
+    """The template around each user's message, from a process with limits for all. Raises ChatTemplateError."""
+    request = json.dumps({"template": template, "special_tokens": special_tokens, "messages": list(messages)})
     command = [sys.executable, "-P", __file__]
     try:
         done = subprocess.run(
@@ -95,8 +111,8 @@ def main() -> None:
         texts, _ = render_jinja_template(
             conversations, chat_template=request["template"], add_generation_prompt=True, **request["special_tokens"]
         )
-        longest = max(map(len, texts))
-        answer = {"texts": texts} if longest <= MAX_CHARACTERS else {"error": f"it makes {longest} characters"}
+        added = max(len(text) - len(message) for text, message in zip(texts, request["messages"], strict=True))
+        answer = {"texts": texts} if added <= MAX_CHARACTERS else {"error": f"it makes {added} characters"}
     except MemoryError:
         answer = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
     except Exception as error:  # noqa: BLE001 - a template raises whatever it likes

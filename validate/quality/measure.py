@@ -86,8 +86,7 @@ class Inputs:
         options = self._options
         if task.name not in self._prompts:
             tokens = self._context - options.headroom
-            prompts = [self._maker.prompt(task, tokens, index, options.seed) for index in range(options.samples)]
-            self._prompts[task.name] = prompts
+            self._prompts[task.name] = self._maker.prompts(task, tokens, options.samples, options.seed)
         return self._prompts[task.name]
 
     @cached_property

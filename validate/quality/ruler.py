@@ -224,14 +224,20 @@ class PromptMaker:
         """What the chat template puts around messages; None without one. Raises ChatTemplateError."""
         return chat_frame(self.tokenizer)
 
-    def prompt(self, task: Task, tokens: int, index: int, seed: int) -> Prompt:
-        """Sample `index` of a task, whose prompt fills `tokens` tokens as far as whole parts do.
+    def prompts(self, task: Task, tokens: int, count: int, seed: int) -> list[Prompt]:
+        """The first `count` samples of a task, whose prompts fill `tokens` tokens as far as whole parts do.
 
-        Raises TaskError where the smallest sample is longer.
+        Raises TaskError where the smallest sample is longer, and ChatTemplateError where the chat template treats one
+        of the messages in another way than the frame.
         """
+        samples = [self._sample(task, tokens, index, seed) for index in range(count)]
+        if self.frame is not None:
+            self.frame.check([sample.prompt for sample in samples])
+        return [Prompt(self.ids(sample), sample.answers) for sample in samples]
+
+    def _sample(self, task: Task, tokens: int, index: int, seed: int) -> Sample:
         name, ids = f"{task.name} {tokens} {index} {seed}", cache(self.ids)
-        sample = sample_that_fits(task, self.material, name, lambda candidate: len(ids(candidate)), tokens)
-        return Prompt(ids(sample), sample.answers)
+        return sample_that_fits(task, self.material, name, lambda candidate: len(ids(candidate)), tokens)
 
     def ids(self, sample: Sample) -> list[int]:
         """Token ids of a sample: the user's message, and the opening of the answer."""

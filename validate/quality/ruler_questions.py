@@ -36,7 +36,7 @@ def question(name: str, material: Material, size: int, generator: random.Random)
     generator.shuffle(chosen)
     documents = "\n\n".join(f"Document {at}:\n{known.documents[index]}" for at, index in enumerate(chosen, start=1))
     asks = "Answer the question from the documents. Give the answer alone, in a few words."
-    return Sample(f"{asks}\n\n{documents}\n\n{asks}\n\nQuestion: {text}", "Answer:", answers)
+    return Sample(f"{asks}\n\n{documents}\n\n{asks}\n\nQuestion: {text.strip()}", "Answer:", answers)
 
 
 def squad_questions(data: Any) -> QuestionSet:

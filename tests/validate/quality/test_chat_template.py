@@ -1,6 +1,7 @@
 """Chat templates: the frame that they put around messages, and what is refused with one line and within limits."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +82,38 @@ def test_what_cannot_be_used_is_refused_with_one_line_in_bounded_time(template: 
     assert message.startswith("the model's chat template cannot be used: ") and reason in message
     assert message.endswith("; allowed: --tasks none") and "\n" not in message and len(message) < 400
     assert time.perf_counter() - started < chat_template.WALL_S + 10
+
+
+LONG = "{% if messages[0].content | length > 200 %}X{% endif %}{{ messages[0].content }}"  # longer than both probes
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 5 s of CPU time"),
+        ('{{ "a" * 3000000000 }}', "more than 1 GiB of memory"),
+        ("{{ 'a' * 100000 }}", "it makes 100000"),
+        ("Today is Monday.", "does not hold a user's message once and as it is"),
+        ("{{ raise_exception('too long') }}", "TemplateError: too long"),
+    ],
+)
+def test_a_template_that_looks_at_the_message_is_bounded_as_well(then: str, reason: str) -> None:
+    frame = chat_frame(tokenizer_with(LONG.replace("X", then)))
+    assert frame is not None
+    frame.check(["x" * 200, "y"])
+    started = time.perf_counter()
+    with pytest.raises(ChatTemplateError) as caught:
+        frame.check(["y", "x" * 201])
+    message = str(caught.value)
+    assert reason in message and message.endswith("; allowed: --tasks none") and "\n" not in message
+    assert time.perf_counter() - started < chat_template.WALL_S + 10
+
+
+def test_a_template_that_prints_the_time_can_be_used_at_another_time() -> None:
+    frame = chat_frame(tokenizer_with("{{ strftime_now('%Y-%m-%d') }} {{ messages[0].content }}"))
+    assert frame is not None
+    yesterday = replace(frame, before="2026-01-01 ")
+    yesterday.check(["a question"])
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

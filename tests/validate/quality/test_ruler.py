@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from ridgeplan.validate.quality import ruler_questions
+from ridgeplan.validate.quality.chat_template import ChatTemplateError
 from ridgeplan.validate.quality.ruler import (
     COMMON_TIMES,
     DEPTHS,
@@ -157,14 +158,14 @@ def test_questions_come_with_the_document_that_answers_them_and_others(size):
 @pytest.mark.parametrize("name", list(TASKS))
 @pytest.mark.parametrize("tokens", [1100, 3000])
 def test_prompts_fill_the_context_as_far_as_whole_parts_do(name, tokens):
-    prompt = maker().prompt(TASKS[name], tokens, 0, 0)
+    (prompt,) = maker().prompts(TASKS[name], tokens, 1, 0)
     assert tokens - 20 < len(prompt.ids) <= tokens
 
 
 @pytest.mark.parametrize("name", list(TASKS))
 def test_a_prompt_depends_on_its_index_and_seed_alone(name):
-    prompts = [maker().prompt(TASKS[name], 1100, index, seed) for index, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
-    assert prompts[0] == prompts[1]
+    prompts = [maker().prompts(TASKS[name], 1100, 2, seed)[index] for index, seed in ((0, 0), (0, 0), (1, 0), (0, 1))]
+    assert prompts[0] == prompts[1] == maker().prompts(TASKS[name], 1100, 1, 0)[0]
     assert len({" ".join(prompt.ids) for prompt in prompts}) == 3
 
 
@@ -176,6 +177,18 @@ def test_prompts_are_in_the_models_chat_template_and_open_the_answer():
     assert plain.ids(example)[-1] == chat.ids(example)[-1] == "Answer:"
     assert chat.ids(example)[0] == "<user>"
     assert chat.ids(example)[-2] == "<assistant>"
+
+
+def test_a_template_that_treats_a_prompt_in_its_own_way_is_refused() -> None:
+    """Prompts are longer than what the template is tried with; their messages are not in its frame then."""
+    template = "{{ messages[0].content }}{% if messages[0].content | length > 300 %} Be brief. {% endif %}"
+    chat = maker(chat_template=template, get_chat_template=lambda: template, special_tokens_map={})
+    assert chat.frame is not None
+    with pytest.raises(ChatTemplateError, match="it does not hold a user's message once and as it is"):
+        chat.prompts(TASKS["vt"], 1100, 2, 0)
+    always = template.replace("> 300", "> 0")
+    chat = maker(chat_template=always, get_chat_template=lambda: always, special_tokens_map={})
+    assert [prompt.ids[-3:] for prompt in chat.prompts(TASKS["vt"], 1100, 2, 0)] == [["Be", "brief.", "Answer:"]] * 2
 
 
 def test_tasks_are_chosen_by_name_once():
