@@ -18,10 +18,12 @@ from ridgeplan.planner.export import drafts as drafting
 from ridgeplan.planner.export.carry import Carried, rounds_of, served
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.planner.export.rules import Rule, applying
-from ridgeplan.roofline.catalog.validation import UNPRINTABLE, brief
+from ridgeplan.roofline.catalog.validation import INVISIBLE, UNPRINTABLE, brief
 from ridgeplan.roofline.plan.plan import require
 
 PLAIN_TEXT = re.compile(rf"(?!-)(?=.*\S)[^{UNPRINTABLE}\ud800-\udfff]+")
+SHELL_CHARACTERS = ";&|$`<>(){}[]*?!#'\"\\"  # which a hub id never has, and which are a command where quotes get lost
+MODEL_NAME = re.compile(rf"[^{UNPRINTABLE}{INVISIBLE}{re.escape(SHELL_CHARACTERS)}]+")
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def export(options: ServeCommandOptions) -> Exported:
     Raises PlanError where it does not fit, where the engine has no such argument or choice, and where a known
     incompatibility would make its output wrong.
     """
+    _check_models(options)
     _check_choices(options)
     running, carried = served(options)
     rules = tuple(applying(running))
@@ -133,6 +136,13 @@ def export(options: ServeCommandOptions) -> Exported:
     model_argument = (options.engine.model,) if options.engine.model else ()
     command = Command((*options.engine.serve, *model_argument, options.model), tuple(_arguments(running)))
     return Exported(options.engine.title, options.schema.version, command, carried, rules, times, unpredicted)
+
+
+def _check_models(options: ServeCommandOptions) -> None:
+    """Raises PlanError for a model or a draft model that is neither a hub id nor a plain path."""
+    for what, name in (("model", options.model), ("draft model", options.draft_model)):
+        allowed = f"a hub id, or a path without any of {' '.join(SHELL_CHARACTERS)} and without invisible characters"
+        require(name is None or bool(MODEL_NAME.fullmatch(name)), f"{what} is {brief(name)}; allowed: {allowed}")
 
 
 def _check_choices(options: ServeCommandOptions) -> None:

@@ -24,6 +24,7 @@ PARTS = (
     '"', "\\", "{", "}", "[", "]", "&a", "*a", "!!python/object/apply:os.system", "|", ">", "%", "@", "`", "- ", "--",
     "---", "...", "trust-remote-code: true", "? ", "true", "null", "1e3", "~", "<<: ", "$(id)", ";", " ", "\t", "名",
     "\U0001f600",
+    "\u200b", "\u200e", "\ufeff", "\U000e0041",
 )  # fmt: skip
 NAMES = st.lists(st.sampled_from(PARTS) | st.text(max_size=4), min_size=1, max_size=6).map("".join)
 

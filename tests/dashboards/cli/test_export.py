@@ -57,6 +57,11 @@ def test_a_rule_that_forbids_ends_in_one_line(refuses: Any, saved: Path) -> None
         (("--to", "vllm", "--model", "--port"), "'--port'; allowed"),
         (("--to", "vllm", "--model", " "), "' '; allowed"),
         (("--to", "vllm", "--model", "a/b\nport: 1"), r"'a/b\nport: 1'; allowed"),
+        (("--to", "vllm", "--model", "a/b; id"), "model is 'a/b; id'; allowed: a hub id, or a path without any of ;"),
+        (("--to", "sglang", "--model", "/weights/$(id)"), "model is '/weights/$(id)'; allowed"),
+        (("--to", "vllm", "--model", "a/b\u200b"), r"model is 'a/b\u200b'; allowed"),
+        (("--to", "vllm", "--draft-model", "a/b`id`"), "draft model is 'a/b`id`'; allowed"),
+        (("--to", "sglang", "--draft-model", "a/b|id"), "draft model is 'a/b|id'; allowed"),
         (("--to", "sglang", "--draft-model", "--trust-remote-code"), "'--trust-remote-code'; allowed"),
         (("--to", "vllm", "--gpu", "rtx4060-laptop"), "GiB"),
         (("--to", "vllm", "--model", "Qwen/Qwen3-8B"), "the same model"),
@@ -72,4 +77,6 @@ def test_a_model_without_an_owner_must_be_named(refuses: Any, invoke: Any, saved
     plan["workload"]["model"] = "llama-3.1-8b"
     saved.write_text(json.dumps(plan))
     assert "is not a hub id; allowed: --model" in refuses("export", saved, "--to", "vllm")
-    assert "vllm serve ./weights" in invoke("export", saved, "--to", "vllm", "--model", "./weights").stdout
+    for path in ("./weights", "~/models/llama-3.1_8B@main", "s3://bucket/llama+x=1,2", "/weights/ladder name/模型"):
+        answer = json.loads(invoke("export", saved, "--to", "vllm", "--model", path, "--json").stdout)
+        assert answer["words"][:3] == ["vllm", "serve", path]
