@@ -22,7 +22,7 @@ from ridgeplan.planner.plan_file import SavedPlan, read_plan
 from ridgeplan.planner.quality import Quality, parse_quality
 from ridgeplan.planner.quantities import GB, size_text
 from ridgeplan.roofline.catalog.files import read_document
-from ridgeplan.roofline.catalog.validation import UNPRINTABLE, brief
+from ridgeplan.roofline.catalog.validation import INVISIBLE, UNPRINTABLE, brief
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, KVFormat, PlanError, require
 from ridgeplan.roofline.plan.support import Backend
 
@@ -84,9 +84,9 @@ class PlainText(click.ParamType):
     name = "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The value, unchanged, unless it has control characters."""
-        if re.search(f"[{UNPRINTABLE}]", value):
-            self.fail(f"{brief(value)} has control characters; allowed: a name without them", param, ctx)
+        """The value, unchanged, unless it has control characters or invisible ones."""
+        if re.search(f"[{UNPRINTABLE}{INVISIBLE}]", value):
+            self.fail(f"{brief(value)} has characters that are not shown; allowed: a name without them", param, ctx)
         return value
 
 

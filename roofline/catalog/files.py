@@ -27,7 +27,8 @@ def read_document(path: Path) -> bytes:
     with path.open("rb") as file:
         content = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(content) > MAX_DOCUMENT_BYTES:
-        raise ValueError(f"it is larger than {MAX_DOCUMENT_BYTES >> 20} MiB")
+        size = f"{MAX_DOCUMENT_BYTES >> 20} MiB"
+        raise ValueError(f"it is larger than {size}; allowed: up to {size}")
     return content
 
 
@@ -49,12 +50,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def parse_json(document: str | bytes) -> Any:
     """The value of UTF-8 JSON. Raises ValueError, also for duplicate keys and for NaN."""
-    return _parsed(document, _json_value)
+    return _parsed(document, _json_value, "JSON")
 
 
 def parse_toml(document: str | bytes) -> dict[str, Any]:
     """The tables of UTF-8 TOML. Raises ValueError."""
-    tables: dict[str, Any] = _parsed(document, tomllib.loads)
+    tables: dict[str, Any] = _parsed(document, _toml_tables, "TOML")
     return tables
 
 
@@ -72,18 +73,30 @@ def fields_of_schema(document: object, schema: int, advice: str, error: type[Val
     return {name: value for name, value in document.items() if name != "schema"}
 
 
-def _parsed(document: str | bytes, parse: Callable[[str], Any]) -> Any:
+def _parsed(document: str | bytes, parse: Callable[[str], Any], language: str) -> Any:
     try:
         return parse(document if isinstance(document, str) else document.decode())
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from None
+        byte = f"byte {error.start} is {error.object[error.start]:#04x}"
+        raise ValueError(f"it is not UTF-8 text: {byte}; allowed: {language} in UTF-8") from None
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("it is nested too deeply; allowed: a few levels") from None
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{error}; allowed: {language}") from None
+
+
+def _toml_tables(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python's own limit, whose message names a function of Python
+        raise ValueError(f"a number has too many digits; allowed: up to {MAX_DIGITS}") from None
 
 
 def _json_value(text: str) -> Any:
     if not text.strip():
-        raise ValueError("it is empty")
+        raise ValueError("it is empty; allowed: JSON")
     return json.loads(text, object_pairs_hook=_object, parse_int=_integer, parse_constant=_no_number)
 
 
@@ -91,7 +104,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members: dict[str, Any] = {}
     for key, value in pairs:
         if key in members:
-            raise ValueError(f"the key {brief(key)} stands twice in one object")
+            raise ValueError(f"the key {brief(key)} stands twice in one object; allowed: once")
         members[key] = value
     return members
 
@@ -152,7 +165,8 @@ def read_tables(path: Path) -> dict[str, dict[str, Any]]:
     content = parse_toml(read_document(path))
     stray = [key for key, value in content.items() if not isinstance(value, dict)]
     if stray or not content:
-        raise ValueError(f"{brief(stray[0])} stands outside a [table]" if stray else "it has no [table]")
+        problem = f"{brief(stray[0])} stands outside a [table]" if stray else "it has no [table]"
+        raise ValueError(f"{problem}; allowed: tables alone")
     return content
 
 

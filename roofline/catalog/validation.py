@@ -8,6 +8,7 @@
 pydantic's core is used: importing pydantic itself, to derive checks from annotations, would take 0.1 s.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from enum import Enum
@@ -20,12 +21,14 @@ from pydantic_core.core_schema import CoreSchema
 
 MAX_LISTED = 16  # mistakes per message: all that a file of hardware can have
 BRIEF_CHARACTERS = 80
-# What a container must be, by the type of pydantic's error. All other checks state what they allow.
-_CONTAINERS = {
-    "dataclass_type": "an object with named fields",
-    "dict_type": "an object",
-    "model_attributes_type": "an object with named fields",
-    "tuple_type": "a list",
+# What a container must be, by the type of its schema, and by that of pydantic's error. All other checks state what they
+# allow.
+_CONTAINERS = {"dataclass-args": "an object with named fields", "dict": "an object", "tuple": "a list"}
+_CONTAINER_ERRORS = {
+    "dataclass_type": _CONTAINERS["dataclass-args"],
+    "dict_type": _CONTAINERS["dict"],
+    "model_attributes_type": _CONTAINERS["dataclass-args"],
+    "tuple_type": _CONTAINERS["tuple"],
     "invalid_key": "a text as name",
 }
 
@@ -33,6 +36,7 @@ _CONTAINERS = {
 def brief(value: object) -> str:
     """`value` for an error message: one line of at most 80 characters, whatever its size and depth."""
     shown = " ".join(_Brief().repr(value).split())
+    shown = re.sub(f"[{INVISIBLE}]", lambda character: ascii(character[0])[1:-1], shown)  # repr() leaves some
     return shown if len(shown) <= BRIEF_CHARACTERS else f"{shown[: BRIEF_CHARACTERS - 3]}..."
 
 
@@ -66,10 +70,10 @@ def _mistake(details: Mapping[str, Any], arguments: CoreSchema) -> str:
     if code == "value_error":  # raised while constructing a nested dataclass
         return f"{name}: {details['ctx']['error']}" if name else str(details["ctx"]["error"])
     if code == "missing":
-        return f"{name} is missing"
+        return f"{name} is missing; allowed: {_allowed_at(arguments, path)}"
     if code == "unexpected_keyword_argument":
         return f"{name} is not a field; allowed: {', '.join(_field_names(arguments, path[:-1]))}"
-    return f"{name or 'it'} is {brief(details['input'])}; allowed: {_CONTAINERS.get(code, details['msg'])}"
+    return f"{name or 'it'} is {brief(details['input'])}; allowed: {_CONTAINER_ERRORS.get(code, details['msg'])}"
 
 
 def _dotted(path: Iterable[str | int]) -> str:
@@ -79,11 +83,23 @@ def _dotted(path: Iterable[str | int]) -> str:
 
 
 def _name(key: str) -> str:
-    return key if key.isidentifier() and len(key) <= BRIEF_CHARACTERS else brief(key)
+    return key if key.isascii() and key.isidentifier() and len(key) <= BRIEF_CHARACTERS else brief(key)
 
 
-def _field_names(schema: Any, path: Iterable[str | int]) -> list[str]:
+def _field_names(arguments: CoreSchema, path: Iterable[str | int]) -> list[str]:
     """The names of the fields of the dataclass that a path leads to."""
+    return [item["name"] for item in _schema_at(arguments, path)["fields"]]
+
+
+def _allowed_at(arguments: CoreSchema, path: Iterable[str | int]) -> str:
+    """What may stand where a path leads to."""
+    schema = _schema_at(arguments, path)
+    allowed: str = _CONTAINERS.get(schema["type"]) or schema.get("custom_error_message", "any value")
+    return allowed
+
+
+def _schema_at(schema: Any, path: Iterable[str | int]) -> Any:
+    """The schema that a path leads to, without its default."""
     for step in path:
         if schema["type"] == "dict":
             schema = schema["values_schema"]
@@ -95,13 +111,20 @@ def _field_names(schema: Any, path: Iterable[str | int]) -> list[str]:
             schema = next(item["schema"] for item in schema["fields"] if item["name"] == step)
         while schema["type"] in ("default", "dataclass"):
             schema = schema["schema"]
-    return [item["name"] for item in schema["fields"]]
+    return schema
 
 
 MAX_TEXT, MAX_NAME = 4096, 255  # characters; a name may be that of a file
 # For a character class: control characters, line separators, and marks that reorder a line. In a name from a file they
 # could forge lines on a terminal or in another file.
 UNPRINTABLE = r"\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069"
+# For a character class: what fonts show as nothing (Unicode's Default_Ignorable_Code_Point, such as zero-width spaces
+# and tags) and marks of annotations. Two names that differ only in them look equal. Text that a model generates may
+# have them, as emoji and some scripts need joiners.
+INVISIBLE = (
+    r"\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0"
+    r"\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
 
 
 class InvalidField(ValueError):
@@ -275,13 +298,13 @@ def _values_by_name() -> CoreSchema:
 
 def _text(empty: bool = False, max_length: int = MAX_TEXT) -> CoreSchema:
     min_length = 0 if empty else 1
-    allowed = f"a text of {min_length} to {max_length} characters without control characters"
+    allowed = f"a text of {min_length} to {max_length} characters without control or invisible ones"
     return _allowing(_line(min_length, max_length), allowed)
 
 
 def _line(min_length: int, max_length: int) -> CoreSchema:
     """A text of one line; pydantic refuses lone surrogates, which no file can hold."""
-    pattern = f"^[^{UNPRINTABLE}]*$"
+    pattern = f"^[^{UNPRINTABLE}{INVISIBLE}]*$"
     return core_schema.str_schema(strict=True, min_length=min_length, max_length=max_length, pattern=pattern)
 
 

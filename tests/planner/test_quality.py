@@ -188,7 +188,7 @@ def test_damaged_rows_are_refused_in_one_line(change, message):
     "content", ["", "[]", '{"schema": 2, "rows": []}', '{"schema": 1, "rows": 3}', '{"schema": 1}']
 )
 def test_damaged_files_are_refused(content):
-    with pytest.raises(PlanError):
+    with pytest.raises(PlanError, match="; allowed: "):
         read_rows(content)
 
 

@@ -143,12 +143,15 @@ def test_files_read_back_what_was_written(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", "not JSON"),
+        ("{", "not JSON: .*; allowed: JSON$"),
+        ("", "not JSON: it is empty; allowed: JSON$"),
+        ("\xff" * 3, "not JSON: .*; allowed: JSON$"),
+        ('{"a": 1, "a": 2}', "not JSON: .*; allowed: once$"),
         ("[]", "rows.json"),
         ('{"schema": 9}', "schema 9 is newer"),
         ('{"schema": 1}', "rows is None; allowed: a list of acceptance rows"),
         ('{"schema": 1, "rows": [3]}', "rows is"),
-        ('{"schema": 1, "rows": [{}]}', "acceptance row: 7 mistakes"),
+        ('{"schema": 1, "rows": [{}]}', r"acceptance row: 7 mistakes: \(1\) draft is missing; allowed: kv8, kv4, "),
     ],
 )
 def test_damaged_files_are_refused_in_one_line(tmp_path, text, message):
@@ -187,7 +190,10 @@ def test_rows_from_a_profile_are_validated(change, message):
 
 
 def test_rows_from_a_profile_name_what_is_missing():
-    with pytest.raises(PlanError, match=r"acceptance row: 2 mistakes: \(1\) source is missing; \(2\) where is missing"):
+    missing = r"acceptance row: 2 mistakes: \(1\) source is missing; allowed: .*calibrated.*; \(2\) where is missing"
+    with pytest.raises(
+        PlanError, match=f"{missing}; allowed: a text of 1 to 4096 characters without control or invisible ones"
+    ):
         AcceptanceRow.read({name: value for name, value in ROW.items() if name not in ("source", "where")})
 
 

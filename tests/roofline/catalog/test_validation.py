@@ -84,8 +84,30 @@ def test_names_are_short_and_of_one_line() -> None:
     for label in ("H200", "owner/Llama-3.1-8B (tuned)", "名" * 255):
         assert build(Labelled, {"label": label}).label == label
     for label in (3, "", "x" * 256, "a\nb", "\x7f", "\x1b[31m"):
-        with pytest.raises(InvalidField, match="allowed: a text of 1 to 255 characters without control characters"):
+        with pytest.raises(
+            InvalidField, match="allowed: a text of 1 to 255 characters without control or invisible ones"
+        ):
             build(Labelled, {"label": label})
+
+
+# Zero-width and filling characters, marks of direction, variation selectors, tags, and marks of annotations.
+INVISIBLE = (
+    "\xad", "\u034f", "\u061c", "\u115f", "\u180e", "\u200b", "\u200c", "\u200d", "\u200e", "\u200f", "\u202a",
+    "\u202e",
+    "\u2060", "\u2064", "\u2066", "\u2069", "\u206f", "\u3164", "\ufe0f", "\ufeff", "\uffa0", "\ufff9", "\U0001d173",
+    "\U000e0000", "\U000e0041", "\U000e007f", "\U000e0100",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("character", INVISIBLE, ids=ascii)
+def test_names_that_look_like_others_are_refused(character: str) -> None:
+    for label in (f"H2{character}00", f"{character}H200", f"H200{character}"):
+        for invalid in ({"inner": {"width": 3}, "parts": {label: {"width": 3}}}, {**GOOD, "notes": {"x": label}}):
+            with pytest.raises(OwnError, match="characters without control or invisible ones") as caught:
+                build(Outer, invalid)
+            assert character not in str(caught.value)
+        with pytest.raises(InvalidField, match="characters without control or invisible ones"):
+            Labelled(label)
 
 
 def test_code_gets_the_same_conversions_and_the_same_errors() -> None:
@@ -129,14 +151,14 @@ def test_values_at_the_ends_of_a_range_pass(field: str, values: tuple[Any, ...])
             (0.4999, 2.001, float("nan"), float("inf"), True, "1", None, 10**400),
             "a number from 0.5 to 2",
         ),
-        ("name", (3, None, b"a", "x" * 4097), "a text of 0 to 4096 characters without control characters"),
-        ("title", ("",), "a text of 1 to 4096 characters without control characters"),
+        ("name", (3, None, b"a", "x" * 4097), "a text of 0 to 4096 characters without control or invisible ones"),
+        ("title", ("",), "a text of 1 to 4096 characters without control or invisible ones"),
         # A line break, an escape, a line separator, a mark that reorders the line, and half of a character, which no
         # file can hold.
         (
             "title",
             ("a\nb", "\x1b]0;x", "a\u2028b", "\u202eb", "\x85", "\ud800"),
-            "a text of 1 to 4096 characters without control characters",
+            "a text of 1 to 4096 characters without control or invisible ones",
         ),
         ("rows[0].y", ("a\nb", "\ud800"), "a text or a finite number"),
         ("count", (-1, 10, False), "a whole number from 0 to 9"),
@@ -145,7 +167,7 @@ def test_values_at_the_ends_of_a_range_pass(field: str, values: tuple[Any, ...])
         ("bits", (5, "4", 4.0, True), "4, 8"),
         ("parts", (3, [], None), "an object"),
         ("parts.left", (3, [], None), "an object with named fields"),
-        ("notes.x", (3, "", None), "a text of 1 to 4096 characters without control characters"),
+        ("notes.x", (3, "", None), "a text of 1 to 4096 characters without control or invisible ones"),
         ("tags", (3, "ab", None, {}), "a list"),
         ("rows[0].x", ([], {}, None, float("nan")), "a text or a finite number"),
         ("shares", (0.5, "x", None), "a list"),
@@ -193,8 +215,14 @@ def test_no_more_than_sixteen_mistakes_are_listed() -> None:
         build(Outer, {**GOOD, "parts": {str(index): several[str(index)] for index in range(16)}})
 
 
+MISSING = (
+    r"^2 mistakes: \(1\) inner is missing; allowed: an object with named fields; \(2\) parts is missing; allowed: an "
+    "object$"
+)
+
+
 def test_missing_and_unknown_fields_are_named() -> None:
-    with pytest.raises(OwnError, match=r"^2 mistakes: \(1\) inner is missing; \(2\) parts is missing$"):
+    with pytest.raises(OwnError, match=MISSING):
         build(Outer, {})
     with pytest.raises(
         OwnError, match=r"^size is not a field; allowed: inner, parts, name, title, count, on, colour, bits"
