@@ -254,6 +254,7 @@ def _check_context(plan: Plan, shape: ModelShape) -> None:
         )
     if final > shape.max_context:
         warnings.warn(
-            f"sequences of {final} tokens pass the model's limit of {shape.max_context}; set yarn_factor",
+            f"sequences of {final} tokens pass the model's limit of {shape.max_context}; a plan that `ridgeplan plan "
+            "--yarn` makes stretches it",
             stacklevel=3,
         )

@@ -229,7 +229,7 @@ class Passage:
             if factor > 1 and not self.yarn:
                 raise PlanError(
                     f"{context} + {self.tokens} tokens are beyond the model's limit of {shape.max_context}; "
-                    "allowed: less, or YaRN"
+                    "allowed: less, or more with --yarn"
                 )
             yield autoregressive(Workload(shape.name, "this machine", context, self.tokens, 1, factor))
 

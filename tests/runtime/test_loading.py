@@ -60,7 +60,7 @@ def test_a_sliding_window_refuses_what_it_would_break(kv, gamma, tiny_model, mak
 
 def test_a_context_beyond_the_model_warns(tiny_model, make_plan):
     folder = tiny_model().folder  # for 1024 tokens
-    with pytest.warns(UserWarning, match="1025 tokens pass the model's limit of 1024"):
+    with pytest.warns(UserWarning, match=r"1025 tokens pass the model's limit of 1024; .*`ridgeplan plan --yarn`"):
         runtime.load(make_plan(context=1000, new_tokens=25), folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

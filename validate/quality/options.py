@@ -89,7 +89,8 @@ class QualityOptions:
         )
         require(
             factor == 1 or self.yarn,
-            f"context {context} is beyond the model's limit of {self.shape.max_context}; allowed: less, or YaRN",
+            f"context {context} is beyond the model's limit of {self.shape.max_context}; allowed: less, or more "
+            "with --yarn",
         )
         prompt = context - self.headroom
         return Workload(self.shape.name, "this machine", prompt, self.headroom, yarn_factor=factor)

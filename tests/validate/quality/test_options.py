@@ -80,7 +80,7 @@ def test_a_head_that_is_no_file_of_one_is_refused_before_anything_runs(tiny_fold
         ({"batch": 0}, 512, "batch is 0; allowed: 1 to"),
         ({"seed": -1}, 512, "seed is -1"),
         ({"tokens": 600}, 601, "context is 601; allowed: more than 601"),
-        ({}, 16385, "context 16385 is beyond the model's limit of 16384; allowed: less, or YaRN"),
+        ({}, 16385, "context 16385 is beyond the model's limit of 16384; allowed: less, or more with --yarn"),
     ],
 )
 def test_values_out_of_range_are_refused(tiny_folder, options, context, message):
