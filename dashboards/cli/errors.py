@@ -21,7 +21,7 @@ BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
 EXIT_CODES = {
     0: "The command succeeded.",
     1: "The reader of its output closed the pipe, or the command failed with a traceback, which is a defect.",
-    BAD_INPUT: "The input is wrong. One line on stderr says what is allowed.",
+    BAD_INPUT: "The input is wrong, or leaves nothing to measure. One line on stderr says what is allowed.",
     NOTHING_FITS: "No plan fits. The message names the sizes and the GPU that would fit.",
     TOO_BUSY: "Other programs keep the machine too busy to measure it.",
     INTERRUPTED: "Ctrl-C interrupted the command.",

@@ -146,13 +146,15 @@ def study(
 
     device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. A warning names drafts that
     are left out because their ratio leaves the policy nothing to choose. Raises what `load` raises, PlanError for
-    lengths, WorkloadError for fewer tokens than are counted, and PromptError for a text that is too short.
+    lengths, WorkloadError for fewer tokens than are counted or where no draft is left, and PromptError for a text that
+    is too short.
     """
     if passage.tokens < MIN_TOKENS:
         allowed = f"{MIN_TOKENS} or more, as the first {ROUND} are not counted"
         raise WorkloadError(f"tokens is {passage.tokens}; allowed: {allowed}")
     shared, draft_weights = SharedWeights(model, device), None
     plans = [plan_of(plain) for plain in passage.plans(named_shape(model))]  # no length is refused after hours
+    _require_choice(drafts, passage.contexts)
     for plan in plans:
         what = f"{plan.workload.context} tokens"
         context = plan.workload.context
@@ -165,6 +167,20 @@ def study(
             if draft_weights is None and any(draft.quantized_weights for draft in missing):
                 draft_weights = draft_weights_of(engine, passage.calibration)
             yield from measure(engine, draft_weights, missing, ids, partial(on_progress, what))
+
+
+def _require_choice(drafts: Sequence[StudyDraft], contexts: Sequence[int]) -> None:
+    """Raises WorkloadError where no draft has tokens to choose at any context, so that nothing would be measured."""
+    if not drafts:
+        raise WorkloadError("there are no drafts to measure; allowed: one policy or more, or a format other than bf16")
+    longest = max(contexts)
+    if all(draft.starved_at(longest) for draft in drafts):
+        selections = [draft.selection for draft in drafts]
+        always = min(each.sinks + each.recent for each in selections if isinstance(each, SparseSelection))
+        raise WorkloadError(
+            f"nothing can be measured: at {longest} tokens the sinks and recent tokens fill the budget of every draft; "
+            f"allowed: a ratio and a context whose product is above {always}"
+        )
 
 
 def _with_a_choice(drafts: Sequence[StudyDraft], context: int) -> list[StudyDraft]:

@@ -11,12 +11,13 @@ from ridgeplan.planner.feasibility import NothingFits
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.validate.acceptance import named_shape
+from ridgeplan.validate.calibration.noise import NoisyMachine
 from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.machine import free_bytes, measured_here
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.random_model import BusyMachine, RandomModel, measured_round
 from ridgeplan.validate.suite import generations, sections
-from ridgeplan.validate.suite.report import SECTIONS, RegretRow, SuiteReport, SuiteRow
+from ridgeplan.validate.suite.report import SECTIONS, RegretRow, SuiteError, SuiteReport, SuiteRow
 from ridgeplan.validate.suite.sizes import SuiteSizes, sizes_for
 
 METHODS = {
@@ -51,7 +52,8 @@ def run_suite(options: SuiteOptions, on_progress: Progress = silent, sizes: Suit
     """Runs the chosen sections on the GPU if there is one, else on the CPU. sizes: by default the suite's own.
 
     Generations come first, as they refuse a wrong model or a short text.
-    Raises ModelError, InflationError, PromptError, WorkloadError, and what `load_shape` raises.
+    Raises ModelError, InflationError, PromptError, WorkloadError, what `load_shape` raises, and where no case ran
+    NoisyMachine if others kept the machine busy, else SuiteError.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = _Run(options, sizes or sizes_for(options.suite, device.type), device, on_progress)
@@ -61,6 +63,7 @@ def run_suite(options: SuiteOptions, on_progress: Progress = silent, sizes: Suit
         run.rows += sections.kernel_rows(options.profile, device, run.sizes.kernels, on_progress)
     if {"steps", "regret"} & set(options.sections):
         run.random_models()
+    run.require_results()
     return replace(heading(options), rows=tuple(run.rows), regret=tuple(run.regret), skipped=tuple(run.skipped))
 
 
@@ -89,6 +92,18 @@ class _Run:
     rows: list[SuiteRow] = field(default_factory=list)
     regret: list[RegretRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    busy: int = 0  # cases that were skipped as the machine was busy
+
+    def require_results(self) -> None:
+        """Raises NoisyMachine or SuiteError where nothing was measured."""
+        if self.rows or self.regret:
+            return
+        if self.skipped and self.busy == len(self.skipped):
+            raise NoisyMachine(f"nothing was measured: {self.skipped[0]}; allowed: a machine without other work")
+        reason = self.skipped[0] if self.skipped else f"the suite has no cases of {', '.join(self.options.sections)}"
+        raise SuiteError(
+            f"nothing was measured: {reason}; allowed: other parts of the suite, or a machine that fits it"
+        )
 
     def real_models(self) -> None:
         """Measures the user's models as they are, then the first one inside the large shape."""
@@ -136,6 +151,7 @@ class _Run:
                 self.rows += sections.rows_of(plan, model, profile, measured_round(model, plan))
             except BusyMachine as error:
                 self.skipped.append(f"{name}: {error}")
+                self.busy += 1
 
     def _regret(self, model: RandomModel) -> None:
         options = self.options
@@ -146,5 +162,6 @@ class _Run:
                 row = sections.regret_row(model, options.profile, context, batch, self.sizes.candidates, function)
             except (NothingFits, BusyMachine) as error:
                 self.skipped.append(f"{model.shape.name}, regret at {context} tokens, batch {batch}: {error}")
+                self.busy += isinstance(error, BusyMachine)
             else:
                 self.regret.append(row)

@@ -49,6 +49,23 @@ def test_wrong_names_are_refused_before_anything_is_loaded(refuses: Any, text: P
     assert "--text" in refuses("study", "drafts")
 
 
+def test_a_study_that_would_measure_nothing_is_refused(
+    refuses: Any, invoke: Any, tiny_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    """At 270 tokens a ratio of 0.1 is fewer than the four sinks and 128 recent tokens that are read in any case."""
+    output, rows = tmp_path / "study.json", tmp_path / "rows.json"
+    command = ("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--tokens", 16, "--ratios")
+    files = ("--formats", "bf16", "--output", output, "--rows", rows)
+    message = refuses(*command, 0.1, 0.2, "--policies", "streamingllm", "quest", *files)
+    assert "nothing can be measured: at 270 tokens the sinks and recent tokens fill the budget" in message
+    assert "allowed: a ratio and a context whose product is above 132" in message
+    assert not output.exists() and not rows.exists()
+    ran = invoke(*command, 0.1, 0.5, "--policies", "quest", *files)  # of which one is measured
+    assert "note: not measured at 270 tokens: quest at 0.1" in " ".join(ran.stderr.split())
+    assert [row["ratio"] for row in json.loads(output.read_text())["rows"]] == [0.5]
+    invoke(*command, 0.1, 0.5, "--policies", "quest", *files, "--resume")  # nothing is missing
+
+
 @pytest.fixture
 def study(invoke: Any, tiny_folder: Path, text: Path, tmp_path: Path) -> Any:
     def run(*options: object) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.validate.calibration.noise import NoisyMachine
 from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.kernel_calls.attention import Heads
 from ridgeplan.validate.random_model import llama_like_shape
 from ridgeplan.validate.suite import run as module
-from ridgeplan.validate.suite.report import SuiteReport
+from ridgeplan.validate.suite.report import SuiteError, SuiteReport
 from ridgeplan.validate.suite.run import SuiteOptions, heading, run_suite
 from ridgeplan.validate.suite.sizes import SuiteSizes, sizes_for
 
@@ -69,6 +70,19 @@ def test_only_the_chosen_sections_run(h200_profile: Profile, monkeypatch: pytest
     report = run_suite(SuiteOptions("smoke", ("steps",), h200_profile), sizes=SIZES)
     assert report.sections == ("steps",)
     assert {row.section for row in report.rows} == {"steps"}
+
+
+def test_a_suite_that_measures_nothing_is_an_error(h200_profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SuiteOptions("smoke", ("steps",), h200_profile)
+    with pytest.raises(SuiteError, match=r"^nothing was measured: .*does not fit into memory; allowed: other parts"):
+        run_suite(options, sizes=replace(SIZES, steps=SIZES.steps[2:]))
+    with pytest.raises(SuiteError, match="nothing was measured: the suite has no cases of steps; allowed"):
+        run_suite(options, sizes=replace(SIZES, steps=()))
+    monkeypatch.setattr("ridgeplan.validate.random_model.is_busy", lambda spread: True)
+    with pytest.raises(
+        NoisyMachine, match=r"^nothing was measured: .*machine busy.*; allowed: a machine without other"
+    ):
+        run_suite(options, sizes=replace(SIZES, steps=SIZES.steps[:1]))
 
 
 def test_the_heading_says_what_predicts(h200_profile: Profile) -> None:
