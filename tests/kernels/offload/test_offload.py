@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.offload import (
+    MAX_SLOTS,
     SlotTable,
     allocate_slots,
     copy_prefix,
@@ -108,8 +109,45 @@ def test_slots_hold_what_was_chosen_and_forget_what_was_used_least_recently(
         held = {unit: slot for slot, unit in enumerate(slots_of_set.units) if unit is not None}
         assert table.slot_of[row, token_set].tolist() == [held.get(unit, -1) for unit in range(units)]
     table.reset()
-    assert int(table.step) == 0
-    assert (table.slot_of == -1).all() and (table.unit_of == -1).all()
+    for reset, new in zip(
+        vars(table).values(),
+        vars(SlotTable.allocate(batch, sets, units, slots, table.used.device)).values(),
+        strict=True,
+    ):
+        assert torch.equal(reset, new)
+
+
+def step(table: SlotTable, *units: int) -> list[int]:
+    """The slots that units of the only set get."""
+    index, count = torch.tensor([[units]], dtype=torch.int32), torch.tensor([[len(units)]], dtype=torch.int32)
+    return allocate_slots(table, index, count).slots.flatten().tolist()
+
+
+def test_a_table_that_forgets_its_units_keeps_the_order_in_which_slots_were_used() -> None:
+    """Slots 0, 1 and 2 were used in this order, then slot 0 again: 1 is the oldest, then 2."""
+    table = SlotTable.allocate(1, 1, 9, 3, torch.device("cpu"))
+    assert [step(table, unit) for unit in (4, 5, 6, 4)] == [[0], [1], [2], [0]]
+    table.forget()
+    assert table.slot_of.unique().tolist() == table.unit_of.unique().tolist() == [-1]
+    assert [step(table, unit) for unit in (4, 5, 6)] == [[1], [2], [0]]
+    assert (int(table.requested), int(table.loaded), int(table.step)) == (7, 6, 7)  # forgetting is no reset
+
+
+def test_the_first_rows_of_a_table_are_its_own() -> None:
+    table = SlotTable.allocate(2, 1, 9, 3, torch.device("cpu"))
+    assert step(table.first(1), 4, 5) == [0, 1]
+    assert table.slot_of[:, 0].tolist() == [[-1, -1, -1, -1, 0, 1, -1, -1, -1], [-1] * 9]
+    assert table.used[:, 0].tolist() == [[1, 1, 0], [0] * 3]
+    assert (table.requested.tolist(), table.loaded.tolist(), int(table.step)) == ([[2], [0]], [[2], [0]], 1)
+
+
+def test_a_table_has_one_slot_or_more_and_states_its_memory() -> None:
+    for slots in (0, -1, MAX_SLOTS + 1):
+        with pytest.raises(ValueError, match=f"{slots} slots on the device; allowed: 1 to {MAX_SLOTS}"):
+            SlotTable.allocate(1, 1, 4, slots, torch.device("cpu"))
+    for slots in (1, MAX_SLOTS):
+        table = SlotTable.allocate(2, 3, 5, slots, torch.device("cpu"))
+        assert table.bytes == 2 * 3 * (5 + 2 * slots) * 4
 
 
 def test_the_same_choice_again_loads_nothing() -> None:
