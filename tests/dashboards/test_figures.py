@@ -109,6 +109,8 @@ def test_a_round_is_the_same_but_for_what_is_chosen_and_how() -> None:
     chosen = {row["method"]: row["milliseconds"] for row in rows if row["part"] == "selection"}
     assert chosen["MagicDec-Stream"] == pytest.approx(0, abs=1e-9)
     assert chosen["SpecExtend"] > chosen["SpecAttn"] > 0  # 6 collected queries, and 2
+    logits_ms = 1e3 * 2 * 2 * 4 * 110592 * 32 * 36 / 3.9e12  # of a query: 2 bytes, written and read
+    assert chosen["SpecExtend"] == pytest.approx(6 * logits_ms, rel=0.03)
     verified = [row["milliseconds"] for row in rows if row["part"] == "verification"]
     assert verified == pytest.approx([verified[0]] * len(specattn.METHODS))
 

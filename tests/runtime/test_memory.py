@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from ridgeplan.planner.capacity import peak_bytes
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Device
+from ridgeplan.roofline.plan.plan import Placement
 from ridgeplan.runtime import memory
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.memory import (
@@ -96,6 +98,18 @@ def test_a_plan_has_to_fit_into_what_is_free_beside_shared_weights(make_plan, mo
                 require_memory(plan, shape, CUDA, torch.bfloat16, shared)
         else:
             require_memory(plan, shape, CUDA, torch.bfloat16, shared)
+
+
+def test_a_placement_that_allows_more_than_is_free_frees_nothing(make_plan, monkeypatch):
+    plan, shape = make_plan("int4x2", 3, context=4096), load_shape("meta-llama/Llama-3.1-8B")
+    host = Device(memory_bytes=0, element_bytes=4, num_sms=torch.get_num_threads(), asynchronous=0)
+    monkeypatch.setattr(memory, "available_bytes", lambda: int(peak_bytes(plan, shape, host)) - 1)
+    usual, generous = (
+        replace(plan, placement=Placement(offload=True, budget=2048, memory_bytes=limit)) for limit in (0, 10**12)
+    )
+    layers, spare_bytes = require_memory(usual, shape, CPU, torch.float32, 0)
+    assert layers > 0
+    assert require_memory(generous, shape, CPU, torch.float32, 0) == (layers, spare_bytes)
 
 
 @pytest.mark.parametrize("share, fits", [(0.9, True), (0.89, False), (1.0, True)])

@@ -100,6 +100,12 @@ def test_the_copied_command_gives_the_plan_that_is_shown(
     assert Plan.from_dict(json.loads(result.stdout)["plan"]) == read_plan(offered[-1][1]).plan
 
 
+def test_sizes_are_copied_in_the_units_that_the_terminal_reads() -> None:
+    options = SearchOptions(memory_limit=70e9, host_memory=1.5e9)
+    words = shlex.split(PageQuestion("Llama-3.1-8B", "h200", 20_000, options).command())
+    assert words[words.index("--memory-limit") + 1 :][:3:2] == ["70GB", "1.5GB"]
+
+
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What download buttons offer: label, text, file name and type of each."""
     offered: list[tuple[str, ...]] = []
@@ -195,4 +201,6 @@ def test_fixes_of_a_length_know_whether_the_rotary_embedding_is_stretched() -> N
     assert [fix.changes for fix in length_fixes(beyond)] == [{"context": 131_072}, {"yarn": True}]
     stretched = PageQuestion("Llama-3.1-8B", "h200", 200_000, SearchOptions(yarn=True))
     assert length_fixes(stretched) == []
+    beyond_both = PageQuestion("Llama-3.1-8B", "h200", 100_000_000)
+    assert [fix.changes for fix in length_fixes(beyond_both)] == [{"context": 131_072}]
     assert length_fixes(None) == length_fixes(PageQuestion("no/such model", "h200", 1)) == []

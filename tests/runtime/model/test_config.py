@@ -71,6 +71,19 @@ def test_yarn_stretches_the_limit_and_scales_cosines():
     assert hub.rope_parameters["rope_type"] == "default"  # the configuration itself stays as it was
 
 
+def test_yarn_of_qwen3_stretches_what_it_was_trained_on():
+    """32,768 tokens of its 40,960, as its model card has it; transformers computes the same frequencies from that."""
+    hub = transformers.Qwen3Config(max_position_embeddings=40_960)
+    named = transformers.Qwen3Config(
+        max_position_embeddings=40_960,
+        rope_parameters=hub.rope_parameters
+        | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+    )
+    stretched = decoder_config(hub, "model", 4.0)
+    assert stretched.rotary_frequencies == pytest.approx(decoder_config(named, "model").rotary_frequencies, rel=1e-6)
+    assert stretched.rotary_frequencies != decoder_config(hub, "model").rotary_frequencies
+
+
 def test_weights_that_the_runtime_does_not_load_are_refused():
     hub = transformers.LlamaConfig(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
     with pytest.raises(ModelError, match="the model's weight format is 'bitsandbytes'; supported: bf16, float32, gguf"):

@@ -30,7 +30,7 @@ def test_gaps_are_found_again() -> None:
             50e-6 + layers * layer_gap_s(batch * queries),
             60e-6,
         )
-        for layers in (8, 24) for batch in (1, 3, 11) for queries in (1, 5)
+        for layers in (8, 24) for batch in (1, 3, 4, 11) for queries in (1, 5)
     ]  # fmt: skip
     fitted = fit_gaps(unexplained)
     assert (fitted.draft_s, fitted.target_s) == pytest.approx((20e-6, 50e-6))
