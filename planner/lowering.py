@@ -109,6 +109,7 @@ def _draft(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) -
         bits=draft_code_bits(plan),
         score_bytes=score_bytes * per_query,
         round_score_bytes=score_bytes * (not per_query),
+        query_score_bytes=cost.query_score_bytes(shape.kv_heads) * shape.layers,
         has_weights=int(plan.weights.draft_copy),
         ratio=speculation.ratio,
         min_tokens=speculation.selection.min_tokens,

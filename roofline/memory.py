@@ -418,7 +418,8 @@ def _selection_state(shape: ModelShape, device: Device, strategy: Strategy, toke
     elements = shape.kv_elements_per_token_per_layer / 2
     key_bytes = elements * (strategy.held_keys * device.element_bytes + strategy.held_plane_bits / 8)
     projections = maximum(strategy.draft.projected_params, strategy.target.projected_params) * device.element_bytes
-    return strategy.batch * tokens * (key_bytes + strategy.held_score_bytes) + projections
+    score_bytes = strategy.held_score_bytes + (strategy.max_queries - 1) * strategy.draft.query_score_bytes
+    return strategy.batch * tokens * (key_bytes + score_bytes) + projections
 
 
 def swapped_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:

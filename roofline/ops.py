@@ -369,8 +369,10 @@ def progressive_attention(
     return Cost(scan.flops, scan.read_bytes) + sparse_attention(batch, 1, q_heads, kv_heads, head_dim, kv, 0)
 
 
-def collect_scores(batch: Term, q_heads: Term, kv_heads: Term, tokens: Term, summed: Term, relative: Term) -> Cost:
-    """What attention adds to leave a score of each of `tokens` tokens per KV head, over `summed` queries.
+def collect_scores(
+    batch: Term, q_heads: Term, kv_heads: Term, tokens: Term, summed: Term, relative: Term, stored: Term = 1
+) -> Cost:
+    """What attention adds to leave `stored` scores of each of `tokens` tokens per KV head, over `summed` queries.
 
     relative: 1 for probabilities, whose log-sum-exps are read and written; 0 for logits.
     """
@@ -378,7 +380,7 @@ def collect_scores(batch: Term, q_heads: Term, kv_heads: Term, tokens: Term, sum
     return Cost(
         flops=2 * batch * q_heads * summed * tokens,
         read_bytes=lse_bytes,
-        write_bytes=batch * kv_heads * tokens * SCORE_BYTES + lse_bytes,
+        write_bytes=batch * kv_heads * tokens * stored * SCORE_BYTES + lse_bytes,
     )
 
 

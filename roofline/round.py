@@ -58,7 +58,8 @@ def draft_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy
 
 def round_choice_seconds(machine: Machine, strategy: Strategy, tokens: Term) -> Term:
     """What is chosen of `tokens` cached ones once for all drafts of a round; 0 where nothing is."""
-    per_token = strategy.draft.round_score_bytes, strategy.draft.ranked_scores
+    moved_bytes = strategy.draft.round_score_bytes + strategy.gamma * strategy.draft.query_score_bytes
+    per_token = moved_bytes, strategy.draft.ranked_scores
     return _top_k_seconds(machine, strategy.batch * tokens, *per_token, 1)
 
 

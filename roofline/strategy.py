@@ -65,6 +65,7 @@ class DraftStrategy(PassStrategy):
     min_tokens: Term = 0  # read at least
     loads: Term = 0  # selected tokens are loaded from the host
     round_score_bytes: Term = 0  # moved per cached token, once a round, summed over layers
+    query_score_bytes: Term = 0  # written and held per cached token for each drafted token, summed over layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ def decode_attention(
     inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, lower, scale)
     if scores is not None:
         tokens = keys.shape[2] if codes is None else codes.groups * codes.group
-        scores.require(len(q), q.shape[2], keys.shape[1], tokens)
+        scores.require(*q.shape[:3], keys.shape[1], tokens)
     if not uses_gpu_kernel(backend, q):
         if scores is not None:
             collect_scores_reference(scores, inputs)
@@ -107,5 +107,6 @@ def merge_cost(out: Tensor, splits: int) -> Cost:
 def scores_cost(request: ScoreRequest, q: Tensor, tokens: int) -> Cost:
     """What `decode_attention` adds to leave the scores of `tokens` tokens of each row."""
     batch, queries, q_heads, _ = q.shape
-    relative = 1 if request.what == "probabilities" else 0
-    return ops.collect_scores(batch, q_heads, request.out.shape[1], tokens, len(request.summed(queries)), relative)
+    relative, stored = 1 if request.what == "probabilities" else 0, request.stored_rows(queries)
+    summed = len(request.summed(queries))
+    return ops.collect_scores(batch, q_heads, request.out.shape[1], tokens, summed, relative, stored)

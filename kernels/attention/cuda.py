@@ -41,6 +41,9 @@ MAX_FUSED_ELEMENTS = 16384  # partials of a KV head that its last CTA reduces; t
 MERGED_TOGETHER = 8  # partials in flight per thread of the kernel `merge` (BATCH in csrc/epilogue.cuh)
 MERGE_GROUPS = 16  # of threads in a CTA of the kernel `merge`, each with some splits of a query row
 MERGE_PARTS = (1, 4, 16)  # groups that share a query row, of which a kernel is compiled for each
+SUMMED = {"logits": 1, "probabilities": 2}  # values of SCORES in csrc/config.cuh
+BY_QUERY = 3  # the same, of probabilities with a sum for each of up to MAX_SCORED_QUERIES queries
+MAX_SCORED_QUERIES = 8  # the columns of a tensor-core product
 MAX_FUSED_KV_ROWS = 4096  # arrival counters: (batch row, KV head) pairs whose reduction may be fused
 
 
@@ -89,7 +92,8 @@ class AttentionVariant:
     def static_bytes(self, stages: int) -> int:
         """At most the static shared memory: mbarriers, where a row's tokens lie, what warps share about query rows, and
         scores of a tile."""
-        return 8 * stages + 256 + 64 * self.rows + (4 * GROUP if self.scores else 0)
+        queries = MAX_SCORED_QUERIES if self.scores == BY_QUERY else 1
+        return 8 * stages + 256 + 64 * self.rows + (4 * (GROUP + 4) * queries if self.scores else 0)
 
     def options(self, stages: int, merge_parts: int = MERGE_GROUPS) -> list[str]:
         """The compiled variant of either kernel: `AttentionConfig` in csrc/config.cuh."""
@@ -173,8 +177,7 @@ THREADS = 128
 TENSORS = ("q", "keys", "values", "begin", "end", "groups", "partial", "lse", "row_ctas", "out", "arrivals")
 SCORE_TENSORS = ("scores", "score_lse")
 SIZES = ("batch", "kv_heads", "q_heads_per_kv", "queries", "capacity", "group_capacity")
-SCORE_SIZES = ("score_capacity", "score_step")
-SUMMED = {"logits": 1, "probabilities": 2}  # values of SCORES in csrc/config.cuh
+SCORE_SIZES = ("score_queries", "score_capacity", "score_step")
 STRIDES = (
     *("q_batch_stride", "q_query_stride", "q_head_stride"),
     *(f"{x}_{axis}stride" for x in ("key", "value") for axis in ("batch_", "head_", "")),
@@ -266,7 +269,8 @@ def find_attention_kernel(inputs: AttentionInputs, scores: ScoreRequest | None =
     """The kernel that computes this call, or None: then Triton's does.
 
     It needs Hopper or newer, codes in groups of 128, head_dim 64 or 128, at most 64 query rows per KV head, one 16-bit
-    dtype, rows of the buffers that 16-byte copies can move, and a positive scale.
+    dtype, rows of the buffers that 16-byte copies can move, and a positive scale. Scores of each query must be
+    probabilities of at most MAX_SCORED_QUERIES queries.
     """
     q, codes, rows = inputs.q, inputs.codes, inputs.q.shape[1] * inputs.ratio
     tensors = q, inputs.keys, inputs.values
@@ -277,7 +281,12 @@ def find_attention_kernel(inputs: AttentionInputs, scores: ScoreRequest | None =
     if any(tensor.dtype != q.dtype or not is_packed(tensor) for tensor in tensors):
         return None
     padded_rows = next(size for size in CTAS_PER_SM if size >= rows)
-    summed = 0 if scores is None else SUMMED[scores.what]
+    if scores is not None and scores.rows == "each":
+        if scores.what != "probabilities" or q.shape[1] > MAX_SCORED_QUERIES:
+            return None
+        summed = BY_QUERY
+    else:
+        summed = 0 if scores is None else SUMMED[scores.what]
     variant = AttentionVariant(q.shape[3], inputs.bits, q.dtype == torch.bfloat16, padded_rows, summed)
     return _compiled(variant, q.device)
 
@@ -305,5 +314,5 @@ def _compiled(variant: AttentionVariant, device: torch.device) -> AttentionKerne
 def _score_fields(request: ScoreRequest | None, queries: int) -> dict[str, Tensor | int | None]:
     if request is None:
         return dict.fromkeys(SCORE_TENSORS) | dict.fromkeys(SCORE_SIZES, 0)
-    tensors, sizes = (request.out, request.lse), (request.out.shape[2], request.step(queries))
+    tensors, sizes = (request.out, request.lse), (*request.by_query.shape[2:], request.step(queries))
     return dict(zip(SCORE_TENSORS, tensors, strict=True)) | dict(zip(SCORE_SIZES, sizes, strict=True))

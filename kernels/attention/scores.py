@@ -9,7 +9,7 @@ from torch import Tensor
 from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.kv_cache.reference import dequantize_reference
 
-Rows = Literal["ends", "last", "all"]
+Rows = Literal["ends", "last", "all", "each"]
 What = Literal["logits", "probabilities"]
 
 
@@ -20,6 +20,9 @@ class ScoreRequest:
     A score is the sum over the query heads of the KV head and over the query `rows`: "ends" the first and the last
     (equation 3; of one query, that one), "last", or "all" (equation 2). `what` is summed: "logits", scale * q . k, as
     in the paper, or "probabilities", exp(logit - lse).
+
+    With rows "each", every query leaves a score of its own, for callers that learn only later which queries count:
+    `out` is float32 [B, Hkv, T or more, N], and query t writes to its third index t.
 
     Scores are written in the same pass that finds the log-sum-exp of all that a query sees, so that is not known yet.
     Probabilities refer to `lse`, float32 [B, Hq], contiguous, instead: for each query head, what the call before left
@@ -39,10 +42,12 @@ class ScoreRequest:
     lse: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.out.dtype != torch.float32 or self.out.dim() != 3 or not self.out.is_contiguous():
-            raise ValueError(f"scores go to contiguous float32 [B, Hkv, N], not {self.out.dtype} {self.out.shape}")
-        if self.rows not in ("ends", "last", "all"):
-            raise ValueError(f"rows {self.rows!r} is none of: ends, last, all")
+        if self.rows not in ("ends", "last", "all", "each"):
+            raise ValueError(f"rows {self.rows!r} is none of: ends, last, all, each")
+        sizes = ("B", "Hkv", "T", "N") if self.rows == "each" else ("B", "Hkv", "N")
+        if self.out.dtype != torch.float32 or self.out.dim() != len(sizes) or not self.out.is_contiguous():
+            allowed = f"contiguous float32 [{', '.join(sizes)}]"
+            raise ValueError(f"scores go to {allowed}, not {self.out.dtype} {list(self.out.shape)}")
         if self.what not in ("logits", "probabilities"):
             raise ValueError(f"what {self.what!r} is none of: logits, probabilities")
         if self.what == "probabilities" and self.lse is None:
@@ -52,22 +57,33 @@ class ScoreRequest:
 
     def step(self, queries: int) -> int:
         """Distance between summed queries of `queries`, counted down from the last one."""
-        return {"all": 1, "last": queries, "ends": max(1, queries - 1)}[self.rows]
+        return {"all": 1, "each": 1, "last": queries, "ends": max(1, queries - 1)}[self.rows]
 
     def summed(self, queries: int) -> list[int]:
         """Numbers of the summed queries, of `queries`."""
         return list(range(queries - 1, -1, -self.step(queries)))
+
+    @property
+    def by_query(self) -> Tensor:
+        """`out` as [B, Hkv, 1 or T or more, N], a view."""
+        return self.out if self.rows == "each" else self.out[:, :, None]
+
+    def stored_rows(self, queries: int) -> int:
+        """Scores of each token that a call with `queries` queries writes."""
+        return queries if self.rows == "each" else 1
 
     def keep_lse(self, lse: Tensor) -> None:
         """Stores the last query's log-sum-exps `lse` [B, Hq] in `self.lse`, except -inf, where it sees nothing."""
         if self.lse is not None and self.what == "probabilities":
             self.lse.copy_(torch.where(lse.isfinite(), lse, self.lse))
 
-    def require(self, batch: int, q_heads: int, kv_heads: int, tokens: int) -> None:
+    def require(self, batch: int, queries: int, q_heads: int, kv_heads: int, tokens: int) -> None:
         """Raises ValueError where `out` has no room for `tokens` tokens of these rows and heads, or `lse` for these."""
-        if self.out.shape[:2] != (batch, kv_heads) or self.out.shape[2] < tokens:
+        rows, stored = self.by_query.shape[2], self.stored_rows(queries)
+        if self.out.shape[:2] != (batch, kv_heads) or self.out.shape[-1] < tokens or rows < stored:
+            each = f"{stored} or more, " if self.rows == "each" else ""
             raise ValueError(
-                f"scores {list(self.out.shape)} do not fit; allowed: [{batch}, {kv_heads}, {tokens} or more]"
+                f"scores {list(self.out.shape)} do not fit; allowed: [{batch}, {kv_heads}, {each}{tokens} or more]"
             )
         if self.lse is not None and self.lse.shape != (batch, q_heads):
             raise ValueError(f"lse {list(self.lse.shape)} does not fit; allowed: [{batch}, {q_heads}]")
@@ -88,15 +104,18 @@ def collect_scores_reference(request: ScoreRequest, inputs: AttentionInputs) -> 
             (q[b].float() * inputs.scale).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
         )  # [Hkv, heads, T, D]
         logits = heads @ seen.mT[:, None]
-        summed = logits[:, :, request.summed(q.shape[1])]
+        summed = logits[:, :, sorted(request.summed(q.shape[1]))]
         if request.lse is not None and request.what == "probabilities":
             earlier_lse = request.lse[b].view(keys.shape[1], -1, 1, 1)
             summed = (summed - earlier_lse).exp()
             if seen.shape[1]:
                 request.lse[b] = logits[:, :, -1].logsumexp(-1).flatten()
-        total = summed.sum((1, 2))
+        sums = summed.sum(1)  # [Hkv, queries, tokens]
+        out = request.by_query[b, :, : request.stored_rows(q.shape[1])]
+        if request.rows != "each":
+            sums = sums.sum(1, keepdim=True)
         if codes is not None:
-            request.out[b, :, :count] = total[:, :count]
+            out[..., :count] = sums[..., :count]
         else:
             stop = max(first, min(int(end[b]), keys.shape[2]))
-            request.out[b, :, first:stop] = total[:, : stop - first]
+            out[..., first:stop] = sums[..., : stop - first]

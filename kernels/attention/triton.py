@@ -143,12 +143,18 @@ def load_earlier_lse(lse, at, valid, SUMMED: tl.constexpr):
 
 
 @triton.jit
-def store_sums(to, tokens, mask, scores, counts, lse, SUMMED: tl.constexpr):
+def store_sums(to, tokens, mask, scores, counts, lse, query, width, SUMMED: tl.constexpr, EACH: tl.constexpr):
     """Stores what the rows that count give each token (`ScoreRequest`): sums of base-2 `scores` [rows, tokens] as
-    logits, or of exp2 of these less `lse` [rows]. Nothing where SUMMED is None."""
+    logits, or of exp2 of these less `lse` [rows]. Nothing where SUMMED is None. EACH: queries whose rows, those with
+    this number in `query` [rows], have a sum of their own, `width` after the last one's; 0 for one sum of all."""
     if SUMMED is not None:
         part = tl.exp2(scores - lse[:, None]) if SUMMED == "probabilities" else scores * LN_2
-        tl.store(to + tokens, tl.sum(tl.where(counts[:, None], part, 0.0), 0), mask=mask)
+        if EACH == 0:
+            tl.store(to + tokens, tl.sum(tl.where(counts[:, None], part, 0.0), 0), mask=mask)
+        else:
+            for number in tl.static_range(EACH):
+                mine = counts & (query == number)
+                tl.store(to + number * width + tokens, tl.sum(tl.where(mine[:, None], part, 0.0), 0), mask=mask)
 
 
 # Attention of the splits
@@ -185,7 +191,7 @@ def _split_range(blocks, split, splits):
 
 
 # Arguments that change within a generation (cache sizes, splits, the scores' width) must not trigger recompilation.
-DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "width"]
+DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "score_rows", "width"]
 
 
 def _attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,11 +215,12 @@ def _attention_kernel(
     capacity, group_capacity, splits,  # slots and groups of a row, and splits of either
     q_strides,  # of batch, query and head
     key_strides, value_strides,  # of batch, head and slot
-    scores, score_lse,  # `ScoreRequest`: float32 [batch, kv_heads, width] and [batch, q_heads], or None
-    width,
+    scores, score_lse,  # `ScoreRequest`: float32 [batch, kv_heads, score_rows, width] and [batch, q_heads], or None
+    score_rows, width,
     key_planes, value_planes,  # `QuantizedKV.key_planes`, or four times None
     QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SUMMED: tl.constexpr, STEP: tl.constexpr,
+    EACH: tl.constexpr,
 ):  # fmt: skip
     q_batch_stride, q_query_stride, q_head_stride = q_strides
     key_batch_stride, key_head_stride, key_stride = key_strides
@@ -250,9 +257,10 @@ def _attention_kernel(
                 row_max, row_sum, acc, q_first, q_second, flat * group_capacity + group, scale,
                 key_planes, value_planes, GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
             )  # fmt: skip
-            tokens = flat * width + group * GROUP + tl.arange(0, GROUP // 2)
-            store_sums(scores, tokens, tokens >= 0, scores0, counts, earlier, SUMMED)
-            store_sums(scores, tokens + GROUP // 2, tokens >= 0, scores1, counts, earlier, SUMMED)
+            tokens = flat * score_rows * width + group * GROUP + tl.arange(0, GROUP // 2)
+            seen = tokens >= 0
+            store_sums(scores, tokens, seen, scores0, counts, earlier, query, width, SUMMED, EACH)
+            store_sums(scores, tokens + GROUP // 2, seen, scores1, counts, earlier, query, width, SUMMED, EACH)
     q_tile = tl.load(q + row[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0)
     keys += batch * key_batch_stride + kv_head * key_head_stride
     values += batch * value_batch_stride + kv_head * value_head_stride
@@ -263,9 +271,9 @@ def _attention_kernel(
             key_stride, value_stride, HEAD_DIM,
         )  # fmt: skip
         if BITS == 0:
-            store_sums(
-                scores, flat * width + slots, slots < tl.minimum(first_end, capacity), logits, counts, earlier, SUMMED
-            )
+            seen = slots < tl.minimum(first_end, capacity)
+            to = flat * score_rows * width + slots
+            store_sums(scores, to, seen, logits, counts, earlier, query, width, SUMMED, EACH)
 
     divisor = tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(lse + result, (row_max + tl.log2(divisor)) * LN_2, mask=valid)
@@ -338,9 +346,11 @@ def _tile_rows(rows: int, scored: bool) -> int:
 def _score_arguments(request: ScoreRequest | None, queries: int) -> dict[str, object]:
     """The kernel's arguments for the scores that it leaves."""
     if request is None:
-        return {"scores": None, "score_lse": None, "width": 0, "SUMMED": None, "STEP": 1}
-    tensors = {"scores": request.out, "score_lse": request.lse, "width": request.out.shape[2]}
-    return {**tensors, "SUMMED": request.what, "STEP": request.step(queries)}
+        return {"scores": None, "score_lse": None, "score_rows": 1, "width": 0, "SUMMED": None, "STEP": 1, "EACH": 0}
+    _, _, score_rows, width = request.by_query.shape
+    tensors = {"scores": request.out, "score_lse": request.lse, "score_rows": score_rows, "width": width}
+    each = queries if request.rows == "each" else 0
+    return {**tensors, "SUMMED": request.what, "STEP": request.step(queries), "EACH": each}
 
 
 def _check_tiles(head_dim: int, group: int, *tensors: Tensor) -> None:

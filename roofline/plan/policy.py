@@ -52,9 +52,10 @@ class SelectionCost:
     per cached token and KV head. normalizes_logits: these are probabilities, so that logits of all query heads are
     written, and read again once their sums are known. page_tokens: tokens that are read together because they are
     contiguous: 1 for single tokens, a page, or unlimited if the selected tokens form one run. shared_by_kv_heads: one
-    set for all KV heads of a layer, whose keys of a token are contiguous on the host. overlap: share of KV_BUDGET
-    selected tokens that the previous step had selected too (SpeContext, Fig 6b), measured at 16k tokens
-    (docs/quality.md); the default is what the models' own attention has there.
+    set for all KV heads of a layer, whose keys of a token are contiguous on the host. scored_by_query: each query of a
+    verification leaves a score of every token, and one of them is read later. overlap: share of KV_BUDGET selected
+    tokens that the previous step had selected too (SpeContext, Fig 6b), measured at 16k tokens (docs/quality.md); the
+    default is what the models' own attention has there.
     """
 
     scored_keys: float = 0.0
@@ -66,6 +67,7 @@ class SelectionCost:
     normalizes_logits: bool = False
     page_tokens: float = UNLIMITED_TOKENS
     shared_by_kv_heads: bool = False
+    scored_by_query: bool = False
     overlap: float = 0.74
 
     def overlap_at(self, budget: float) -> float:
@@ -115,6 +117,10 @@ class SelectionCost:
     def held_score_bytes(self, kv_heads: int) -> float:
         """Bytes of one layer's scores per cached token."""
         return SCORE_BYTES * self.scores_per_token * kv_heads
+
+    def query_score_bytes(self, kv_heads: int) -> float:
+        """Bytes of one layer's scores per cached token that each drafted token adds."""
+        return self.held_score_bytes(kv_heads) * self.scored_by_query
 
     def scores_at_once(self, layers: int) -> int:
         """Layers whose scores exist at a time."""

@@ -92,6 +92,9 @@ class TokenSelector(PromptObserver):
         """Metadata of the verification of `queries` tokens. A policy that selects by its scores requests them here."""
         return self.builder.target_metadata(queries)
 
+    def after_verification(self, accepted: Tensor) -> None:
+        """The last verification accepted `accepted` drafts of each row, int64 [rows]; they are not in the cache yet."""
+
 
 @SELECTORS.register("all")
 class AllTokensSelector(TokenSelector):

@@ -16,13 +16,15 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.policies.base import SparseSelector, TokenIndex
 from ridgeplan.runtime.policies.registry import SELECTORS
 
+KERNEL_ROWS: dict[str, Rows] = {"last": "last", "ends": "ends", "all": "all", "accepted": "each"}
 UNSCORED = float(1 << 22)  # above any score; float32 still tells 2^22 positions apart
 
 
 class RankedSelector(SparseSelector):
     """Scores float32 [layers, batch, kv_heads, candidates], which a subclass fills in.
 
-    Tokens without a score were recent when the others were scored. They come first, the latest before others. page:
+    A subclass may hold several for each token, [layers, batch, kv_heads, N, candidates], and combine them when drafts
+    begin. Tokens without a score were recent when the others were scored. They come first, the latest before others. page:
     tokens that are ranked together, by their mean score. shared: one set for all heads of a layer, by the sum.
     """
 
@@ -33,9 +35,17 @@ class RankedSelector(SparseSelector):
     def __init__(self, selection: SparseSelection, builder: AttentionMetadataBuilder) -> None:
         super().__init__(selection, builder)
         cache = self.cache
-        sizes = (cache.layers, cache.config.batch, cache.kv_heads, self.candidates)
+        sizes = (cache.layers, cache.config.batch, cache.kv_heads, *self._scores_of_token(), self.candidates)
         self.scores = torch.zeros(sizes, dtype=torch.float32, device=cache.lengths.device)
         self._chosen: tuple[Tensor, Tensor] | None = None
+
+    def _scores_of_token(self) -> tuple[int, ...]:
+        """The number of scores that each token has, if it is not one."""
+        return ()
+
+    def _combined_scores(self) -> Tensor:
+        """A score for each token, [layers, batch, kv_heads, candidates]. The caller does not write to it."""
+        return self.scores
 
     def start(self) -> None:
         places = torch.arange(self.candidates, dtype=torch.float32, device=self.scores.device)
@@ -45,7 +55,8 @@ class RankedSelector(SparseSelector):
         return super().old_of(lengths) // self.page * self.page
 
     def before_drafts(self) -> None:
-        scores = self.scores.sum(2, keepdim=True) if self.shared else self.scores.clone()
+        scores = self._combined_scores()
+        scores = scores.sum(2, keepdim=True) if self.shared else scores.clone()
         if self.page > 1:
             scores = functional.avg_pool1d(scores.flatten(0, 2), self.page).unflatten(0, scores.shape[:3])
         self._chosen = self.best(scores, self.page)
@@ -134,26 +145,49 @@ class SnapKVSelector(SparseSelector):
 class VerificationSelector(RankedSelector):
     """Selects by the scores of the last verification; the first round uses those of the prompt's last token.
 
-    rows: the verification queries that score. what: the kind of score. lse: float32 [layers, batch, q_heads],
+    rows: the verification queries that score; "each" where only the verification's result tells which of them count:
+    the tokens then have a score of each query. what: the kind of score. lse: float32 [layers, batch, q_heads],
     log-sum-exps of the last query before the next verification, which normalize its probabilities. scored: int32
-    [batch], tokens that have a score.
+    [batch], tokens that have a score. accepted: int64 [batch], drafts that the last verification accepted, which is
+    also the number of its last query whose token was accepted.
     """
 
     window = 1
-    rows: Rows = "last"
     what: What = "probabilities"
 
-    def __init__(self, selection: SparseSelection, builder: AttentionMetadataBuilder) -> None:
+    def __init__(
+        self, selection: selections.SpecExtend | selections.SpecAttn, builder: AttentionMetadataBuilder
+    ) -> None:
+        self.rows = KERNEL_ROWS[selection.rows]
         super().__init__(selection, builder)
         cache = self.cache
         sizes = (cache.layers, cache.config.batch, cache.q_heads)
         self.lse = torch.zeros(sizes, dtype=torch.float32, device=self.scores.device)
         self.scored = torch.zeros_like(cache.lengths)
+        self.accepted = torch.zeros(cache.config.batch, dtype=torch.int64, device=self.scores.device)
+
+    def _scores_of_token(self) -> tuple[int, ...]:
+        return (self.cache.config.gamma + 1,) if self.rows == "each" else ()
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """What verifications change."""
+        return self.scores, self.lse, self.scored, self.accepted
+
+    def share_state(self, other: VerificationSelector) -> None:
+        """Selects by the state of another selector over the same cache, whose verifications update it."""
+        self.scores, self.lse, self.scored, self.accepted = other.state
+
+    def start(self) -> None:
+        super().start()
+        self.accepted.zero_()
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         scores = prompt_scores(queries, keys, positions, self.what)
         kept = min(self.candidates, scores.shape[1])
-        self.scores[layer, row, :, :kept] = scores[:, :kept]
+        by_query = self.scores[layer, row] if self.rows == "each" else self.scores[layer, row, :, None]
+        by_query[..., :kept] = scores[:, None, :kept]
+        self.accepted[row] = 0
         self.lse[layer, row] = prompt_lse(queries[-1], keys)
         self.scored[row] = scores.shape[1]
 
@@ -176,27 +210,46 @@ class VerificationSelector(RankedSelector):
         rows = slice(self.cache.rows)
         return ScoreRequest(self.scores[layer, rows], self.rows, self.what, self.lse[layer, rows])
 
+    def after_verification(self, accepted: Tensor) -> None:
+        self.accepted[: len(accepted)] = accepted
+
 
 @SELECTORS.register("specextend")
 class SpecExtendSelector(VerificationSelector):
-    """Selects by the last verification query: scores are written before the last accepted query is known."""
+    """Selects by the query of the last accepted token, an index on the device, or by the last one, rejected or not."""
 
     def __init__(self, selection: selections.SpecExtend, builder: AttentionMetadataBuilder) -> None:
         self.page = selection.page
         super().__init__(selection, builder)
 
+    def _combined_scores(self) -> Tensor:
+        if self.rows != "each":
+            return self.scores
+        layers, batch, kv_heads, _, tokens = self.scores.shape
+        index = self.accepted[:, None, None, None].expand(layers, batch, kv_heads, 1, tokens)
+        return self.scores.gather(3, index)[:, :, :, 0]
+
 
 @SELECTORS.register("specattn")
 class SpecAttnSelector(VerificationSelector):
-    """Selects by the first and the last verification query (Eq 3) or by all (Eq 2), per layer or per KV head."""
+    """Selects by the first and the last verification query (Eq 3), by all (Eq 2), or by those of accepted tokens.
+
+    One set per layer, or one per KV head.
+    """
 
     selection: selections.SpecAttn
 
     def __init__(self, selection: selections.SpecAttn, builder: AttentionMetadataBuilder) -> None:
         super().__init__(selection, builder)
-        self.rows = "all" if selection.rows == "all" else "ends"
         self.what = "logits" if selection.score == "logits" else "probabilities"
         self.shared = not selection.per_kv_head
+
+    def _combined_scores(self) -> Tensor:
+        if self.rows != "each":
+            return self.scores
+        queries = torch.arange(self.scores.shape[3], device=self.scores.device)
+        counts = queries <= self.accepted[:, None]
+        return torch.einsum("lbhqn,bq->lbhn", self.scores, counts.float())
 
 
 @SELECTORS.register("specattn-weights")

@@ -159,6 +159,7 @@ class Speculator:
         result = rejection_sample(
             self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.max_tokens(), uniform
         )
+        self.selector.after_verification(result.accepted)
         return Verification(result, all_finite(logits).all(dim=1))
 
     def keep(self, pending: Tensor, verification: Verification, active: Tensor) -> tuple[Tensor, RoundFigures]:

@@ -23,11 +23,13 @@ def planes(bits: int) -> dict[str, list[str]]:
     return {"key_planes": types, "value_planes": types}
 
 
-def attention(element: str, head_dim: int, bits: int, rows: int, summed: str | None = None) -> dict[str, Any]:
+def attention(
+    element: str, head_dim: int, bits: int, rows: int, summed: str | None = None, each: bool = False
+) -> dict[str, Any]:
     from ridgeplan.kernels.attention.triton import CONFIGS, DEFAULT_CONFIG
 
     config = DEFAULT_CONFIG if element == "fp32" else CONFIGS[head_dim, bits]
-    sizes = ("capacity", "group_capacity", "splits", "width")
+    sizes = ("capacity", "group_capacity", "splits", "score_rows", "width")
     types = {**dict.fromkeys(("q", "keys", "values"), "*" + element), **dict.fromkeys(sizes, "i32")}
     types |= {"q_strides": ["i32"] * 3, **STRIDES, **planes(bits), **dict.fromkeys(("begin", "end", "groups"), "*i32")}
     types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
@@ -41,7 +43,8 @@ def attention(element: str, head_dim: int, bits: int, rows: int, summed: str | N
         "ROWS": rows,
         "BLOCK": config.block,
         "SUMMED": summed,
-        "STEP": rows // 4 - 1,
+        "STEP": 1 if each else rows // 4 - 1,
+        "EACH": rows // 4 if each else 0,
         **({} if bits else {"groups": None}),
     }
     types |= {"scores": "*fp32", "score_lse": "*fp32"} if summed else {}
@@ -157,6 +160,7 @@ def test_every_kernel_compiles_for_hopper(compiled_for_hopper: Callable[[dict[st
         f"attention with {summed} {bits}bit": attention("bf16", 128, bits, 32, summed)
         for bits, summed in ((0, "logits"), (8, "probabilities"))
     }
+    jobs["attention with probabilities of each query"] = attention("bf16", 128, 4, 32, "probabilities", each=True)
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
     jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}

@@ -123,6 +123,8 @@ def test_selections_are_priced_for_all_layers(name, target_keys, draft_keys, sco
     strategy = lowered(name)
     assert (strategy.target.scored_keys, strategy.draft.scored_keys) == (target_keys, draft_keys)
     assert strategy.draft.round_score_bytes == score_bytes
+    # SpecExtend learns only from the result which query counts: each one leaves a score of every KV head.
+    assert strategy.draft.query_score_bytes == (32 * 4 * 8 if name == "specextend" else 0)
 
 
 def test_a_head_that_chooses_by_layer_scans_its_keys_once_and_ranks_the_scores_of_every_layer():

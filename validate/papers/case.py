@@ -56,6 +56,7 @@ class Case:
         strategy = strategy.with_terms(
             eviction_scored_queries=minimum(strategy.eviction.scored_queries, OBSERVATION_WINDOW),
             draft_round_score_bytes=_ranked_bytes(plan, shape),
+            draft_query_score_bytes=0,  # the collection is priced by the row's own number of queries
         )
         return cls(row, engine, shape, machine, strategy, dense_rates_of(plan, shape, machine))
 

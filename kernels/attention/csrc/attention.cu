@@ -46,7 +46,7 @@ __device__ __forceinline__ void set_query_row(
 // The same, after earlier kernels have ended: how much the row counts in scores, of a (batch row, KV head) `kv_row`.
 __device__ __forceinline__ void set_score_row(QueryRows<Config>& rows, int row, const AttentionParams& p, int kv_row) {
     const bool counts = row < p.q_heads_per_kv * p.queries && (p.queries - 1 - row % p.queries) % p.score_step == 0;
-    rows.set(row, counts, p.row_score_lse(kv_row) + row / p.queries);
+    rows.set(row, counts, row % p.queries, p.row_score_lse(kv_row) + row / p.queries);
 }
 
 // Reduces the `count` splits of a row from `first` on, in the CTA that finished the last of them.
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_S
         const i64 first_group = i64(row) * p.group_capacity;
         if (threadIdx.x == 0) {
             dense = dense_kv(p, lengths, b, kv_head);
-            rows.set_scores(p.scores + i64(row) * p.score_capacity);
+            rows.set_scores(p.scores + i64(row) * p.score_queries * p.score_capacity, p.score_capacity, p.queries);
         }
         if (threadIdx.x >= Config::THREADS - Config::ROWS)
             set_query_row(rows, threadIdx.x - (Config::THREADS - Config::ROWS), p, lengths, b);

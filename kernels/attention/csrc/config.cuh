@@ -24,11 +24,14 @@ struct AttentionConfig {
     static constexpr int CTAS_PER_SM = CONFIG_CTAS_PER_SM;  // resident at once
     static constexpr int STAGES = CONFIG_STAGES;            // of the pipeline: the keys or the values of a KV tile each
     static constexpr int DENSE_TILE = CONFIG_DENSE_TILE;    // full-precision tokens of a KV tile: 32 or 64
-    static constexpr int SCORES = CONFIG_SCORES;            // per token: 0 none, 1 a sum of logits, 2 of probabilities
+    static constexpr int SCORES = CONFIG_SCORES;            // per token: 0 none, 1 a sum of logits, 2 of probabilities,
+                                                            // 3 a sum of probabilities for each query
     static constexpr int MERGE_PARTS = CONFIG_MERGE_PARTS;  // groups of threads of `merge` per query row: 1, 4 or 16
 
     using Elem = Element<BF16>;
-    static constexpr bool SUMS_LOGITS = SCORES == 1, SUMS_PROBABILITIES = SCORES == 2;
+    static constexpr bool SUMS_LOGITS = SCORES == 1, SUMS_PROBABILITIES = SCORES >= 2;
+    static constexpr bool SCORES_BY_QUERY = SCORES == 3;
+    static constexpr int SCORED_QUERIES = SCORES_BY_QUERY ? 8 : 1;  // at most
     static constexpr int GROUP = KV_GROUP;
     static constexpr int WARPS = 4, THREADS = 32 * WARPS;
     static constexpr int ROWS = 8 * Q_TILES;
@@ -77,11 +80,12 @@ struct AttentionParams {
     int2* row_ctas;        // [batch, kv_heads]: first and last CTA, if the reduction is not fused
     u16* out;              // [batch, queries, q_heads, HEAD_DIM]
     u32* arrivals;         // [batch, kv_heads]: counters, zero before and after the call
-    float* scores;         // [batch, kv_heads, score_capacity], if the variant writes any
+    float* scores;         // [batch, kv_heads, score_queries, score_capacity], if the variant writes any
     float* score_lse;      // [batch, q_heads]: log-sum-exps of the last query: of the call before, then of this one
     QuantizedPlanes key_codes, value_codes;
     int batch, kv_heads, q_heads_per_kv, queries, capacity, group_capacity;
-    int score_capacity, score_step;  // of the last query, and of each `score_step` before it, scores are summed
+    int score_queries, score_capacity;
+    int score_step;  // of the last query, and of each `score_step` before it, scores are summed
     // Strides in units of 8 elements, so that they fit 32 bits.
     int q_batch_stride, q_query_stride, q_head_stride;
     int key_batch_stride, key_head_stride, key_stride;

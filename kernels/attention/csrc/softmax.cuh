@@ -192,7 +192,7 @@ template <class Config, int HALVES> __device__ __forceinline__ void stage_probab
                 }
             }
             stmatrix_trans(thread.p_fragments() + t * Config::P_BYTES + thread.warp * 512, p);
-            scores.add(rows, t, summed, thread.lane % 4);
+            scores.add(rows, t, summed, thread.lane);
             // Summed up here, or the compiler carries all probabilities across the barrier and spills.
             asm volatile("" : "+f"(row_sum[t][0]), "+f"(row_sum[t][1]), "+f"(zero_sum[t][0]), "+f"(zero_sum[t][1]));
         }
@@ -202,7 +202,7 @@ template <class Config, int HALVES> __device__ __forceinline__ void stage_probab
         if (!__syncthreads_or(may_exceed && (first || exceeds))) break;
         sums.update_row_max(x, rows, values ? values->exponent : 0, first, thread);
     }
-    scores.stage(rows, token);
+    scores.stage(rows, token, thread.lane % 4);
 #pragma unroll
     for (int i = 0; i < 2 * Config::Q_TILES; i++) {
         sums.row_sum[i / 2][i % 2] += row_sum[i / 2][i % 2];

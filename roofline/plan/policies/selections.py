@@ -133,17 +133,26 @@ class Quest(PromptSelection):
 
 @policy
 class SpecExtend(SparseSelection):
-    """Pages that the last verified token attended to most, by the mean of their scores (Cha et al. 2025)."""
+    """Pages that the last accepted token attended to most, by the mean of their scores (Cha et al. 2025).
+
+    rows: the query of the last verification that scores. "accepted" is that of the last accepted token, which is known
+    only after the verification, so that every query leaves scores. "last" is the last one, even if its token was
+    rejected, and needs the scores of one query only.
+    """
 
     name: str = named("specextend")
     page: int = one_of((1, *PAGES), default=32)
+    rows: str = one_of(("accepted", "last"), default="accepted")
 
     searched: ClassVar[bool] = True
     from_verification: ClassVar[bool] = True
 
     def cost(self) -> SelectionCost:
         """As SpecAttn's; the means of pages are ranked."""
-        return SelectionCost(scores_per_token=1, page_tokens=self.page, shared_by_kv_heads=True)
+        by_query = self.rows == "accepted"
+        return SelectionCost(
+            scores_per_token=1, page_tokens=self.page, shared_by_kv_heads=True, scored_by_query=by_query
+        )
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
@@ -155,13 +164,14 @@ class SpecExtend(SparseSelection):
 class SpecAttn(SparseSelection):
     """The prefix tokens with the highest attention logits of the last verification (SpecAttn, section 3.3).
 
-    rows: the verification's first and last query (Eq 3), or all of them (Eq 2). score: logits, or attention weights
+    rows: the verification's first and last query (Eq 3), all of them (Eq 2), or those whose tokens were accepted, which
+    the paper's ablation compares (section 3.2). score: logits, or attention weights
     exp(logit - lse). per_kv_head: a set for each KV head; in the paper a layer's heads share one. Tokens that came
     since that verification are read beside the budget. No sinks or recent tokens take part of it by default.
     """
 
     name: str = named("specattn")
-    rows: str = one_of(("ends", "all"), default="ends")
+    rows: str = one_of(("ends", "all", "accepted"), default="ends")
     score: str = one_of(("probabilities", "logits"), default="logits")
     per_kv_head: bool = flag(False)
     sinks: int = whole(0, MAX_KEPT, default=0)
@@ -172,7 +182,10 @@ class SpecAttn(SparseSelection):
 
     def cost(self) -> SelectionCost:
         """Verification adds up queries and the query heads of a KV head before it writes their scores."""
-        return SelectionCost(scores_per_token=1, page_tokens=1, shared_by_kv_heads=not self.per_kv_head)
+        return SelectionCost(
+            scores_per_token=1, page_tokens=1, shared_by_kv_heads=not self.per_kv_head,
+            scored_by_query=self.rows == "accepted",
+        )  # fmt: skip
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:

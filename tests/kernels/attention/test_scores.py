@@ -25,6 +25,8 @@ CASES: list[tuple[int, int, Rows, What]] = [
     (8, 2, "all", "probabilities"),
     (4, 5, "all", "logits"),
     (8, 5, "last", "probabilities"),
+    *((bits, 5, "each", "probabilities") for bits in (0, 4, 8)),
+    (0, 3, "each", "logits"),
 ]
 
 
@@ -45,31 +47,35 @@ def test_scores(bits: int, queries: int, rows: Rows, what: What, backend: Backen
         codes = QuantizedKV.allocate(2, 2, 4, 32, 64, device, lower=bits == 8)
         store = (torch.randn(2, 2, 128, 64, generator=generator).to(device) for _ in range(2))
         quantize(*store, codes, torch.zeros_like(groups), backend="reference")
-    out = torch.full((2, 2, 130), UNTOUCHED, device=device)
+    room = 6 if rows == "each" else 1  # for more queries than the call has
+    out = torch.full((2, 2, room, 130) if rows == "each" else (2, 2, 130), UNTOUCHED, device=device)
     arguments = (q, keys, values, begin, end, codes, groups if bits else None)
     sampled_lse = torch.randn(2, 6, generator=generator).to(device)
     request = ScoreRequest(out, rows, what, sampled_lse.clone())
     output = decode_attention(*arguments, lower=bits == 8, splits=3, scores=request, backend=backend)
     plain = decode_attention(*arguments, lower=bits == 8, splits=3, backend=backend)
     assert torch.equal(output, plain)
-    summed = {"ends": {0, queries - 1}, "last": {queries - 1}, "all": set(range(queries))}[rows]
+    summed = {"ends": {0, queries - 1}, "last": {queries - 1}}.get(rows, set(range(queries)))
+    by_query = out if rows == "each" else out[:, :, None]
     for b in range(2):
         count = int(groups[b]) * 32 if codes is not None else 0
         recent = slice(int(begin[b]), int(end[b]) + queries - 1)
         seen = keys[b, :, recent].double()
         if codes is not None:
             seen = torch.cat([dequantize(codes, bits == 8, backend="reference")[0][b, :, :count].double(), seen], 1)
-        expected = torch.zeros(2, seen.shape[1], dtype=torch.float64, device=device)
+        expected = torch.zeros(2, room, seen.shape[1], dtype=torch.float64, device=device)
         lse = sampled_lse[b].double()
         for t in summed:
             logits = q[b, t].double().view(2, 3, 64) / 8 @ seen.mT
             if t == queries - 1:
                 lse = logits.logsumexp(-1).flatten()
-            expected += ((logits - sampled_lse[b].view(2, 3, 1)).exp() if what == "probabilities" else logits).sum(1)
+            parts = (logits - sampled_lse[b].view(2, 3, 1)).exp() if what == "probabilities" else logits
+            expected[:, t if rows == "each" else 0] += parts.sum(1)
         written = slice(0, count) if codes is not None else slice(int(begin[b]), int(end[b]))
-        earlier = expected[:, : written.stop - written.start]
-        assert torch.allclose(out[b, :, written].double(), earlier, rtol=1e-3, atol=1e-4)
-        out[b, :, written] = UNTOUCHED
+        stored = queries if rows == "each" else 1
+        earlier = expected[:, :stored, : written.stop - written.start]
+        assert torch.allclose(by_query[b, :, :stored, written].double(), earlier, rtol=1e-3, atol=1e-4)
+        by_query[b, :, :stored, written] = UNTOUCHED
         left = lse if what == "probabilities" else sampled_lse[b].double()
         torch.testing.assert_close(request.lse[b].double(), left, rtol=1e-4, atol=1e-4)
     assert (out == UNTOUCHED).all()
@@ -99,6 +105,11 @@ def test_what_is_not_allowed() -> None:
         decode_attention(
             q, keys, keys, length, length, scores=ScoreRequest(torch.zeros(1, 1, 8), lse=torch.zeros(1, 3))
         )
+    with pytest.raises(ValueError, match=r"\[1, 1, 1, 8\] do not fit; allowed: \[1, 1, 2 or more, 8 or more\]"):
+        request = ScoreRequest(torch.zeros(1, 1, 1, 8), "each")
+        decode_attention(q, keys, keys, length, length, scores=request)
+    with pytest.raises(ValueError, match=r"float32 \[B, Hkv, T, N\], not"):
+        ScoreRequest(torch.zeros(1, 1, 8), "each")
     with pytest.raises(ValueError, match="need lse"):
         ScoreRequest(torch.zeros(1, 1, 8), what="probabilities")
     with pytest.raises(ValueError, match="float64"):
@@ -162,7 +173,8 @@ def build(case: Case) -> Problem:
 
 def request_for(case: Case, problem: Problem, lse: Tensor) -> ScoreRequest:
     tokens = problem.keys.shape[2] if problem.codes is None else problem.codes.groups * 128
-    sizes = (len(problem.q), case.kv_heads, tokens + 1)  # an odd width: rows of scores are aligned to nothing
+    room = (case.queries + 1,) if case.rows == "each" else ()
+    sizes = (len(problem.q), case.kv_heads, *room, tokens + 1)  # an odd width: rows of scores are aligned to nothing
     return ScoreRequest(torch.full(sizes, UNTOUCHED, device="cuda"), case.rows, case.what, lse.clone())
 
 
@@ -172,7 +184,9 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 
 
 HEADS = ((32, 8, 1), (14, 2, 1), (8, 2, 3), (9, 3, 4), (8, 2, 5), (8, 2, 8), (16, 2, 8))  # 1 to 64 query rows
-CHOICES: tuple[tuple[Rows, What], ...] = (("ends", "logits"), ("ends", "probabilities"), ("last", "probabilities"))
+CHOICES: tuple[tuple[Rows, What], ...] = (
+    ("ends", "logits"), ("ends", "probabilities"), ("last", "probabilities"), ("each", "probabilities"),
+)  # fmt: skip
 SWEEP = [
     *(Case(*heads, 128, queries, bits, *how) for *heads, queries in HEADS for bits in (0, 4, 8) for how in CHOICES),
     *(Case(8, 2, 64, queries, bits, *how) for queries in (1, 5, 8) for bits in (0, 4, 8) for how in CHOICES[:2]),

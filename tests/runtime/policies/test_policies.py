@@ -174,8 +174,32 @@ def test_specattn_as_published_reads_the_prefix_tokens_of_eq_3_and_what_came_sin
     assert chosen(policy.select(1, queries[:, :1])) == [*eq_3, 60, 61, 62, 63]
 
 
+@pytest.mark.parametrize(
+    "name, options, sets",
+    [
+        ("specextend", {"page": 1}, ([0, 1, 22], [0, 1, 23])),
+        ("specextend", {"page": 1, "rows": "last"}, ([0, 1, 23], [0, 1, 23])),
+        ("specattn", {"rows": "accepted", "sinks": 0}, ([20, 21, 22], [21, 22, 23])),
+    ],
+)
+def test_rejected_tokens_do_not_score(name, options, sets):
+    """Two of three drafts were accepted in the first row, and all in the second: queries 2 and 3 are the last ones."""
+    policy, _ = made(name, [60, 60], ratio=13 / 60, **options)  # ten of 13 tokens are recent
+    policy.scores.zero_()
+    for query in range(4):
+        by_query = policy.scores if policy.rows == "each" else policy.scores[:, :, :, None]
+        if policy.rows == "each" or query == 3:
+            by_query[:, :, :, query if policy.rows == "each" else 0, 20 + query] = 1.0 + query
+    policy.after_verification(torch.tensor([2, 3]))
+    policy.before_drafts()
+    index = policy.select(1, torch.zeros(2, 1, 4, 8))
+    assert (chosen(index), chosen(index, row=1)) == sets
+
+
 def test_pages_are_ranked_by_their_mean():
-    policy, _ = made("specextend", [84], ratio=0.5, page=16)  # 64 old tokens in 4 pages, of which 22 tokens: 2 pages
+    policy, _ = made(
+        "specextend", [84], ratio=0.5, page=16, rows="last"
+    )  # 64 old tokens in 4 pages, of which 22 tokens: 2 pages
     policy.scores.fill_(0.0)
     policy.scores[0, 0, 0, 16:32] = 1.0
     policy.scores[0, 0, 0, 33] = 15.0
@@ -195,7 +219,13 @@ def test_verification_is_asked_for_the_rows_and_scores_of_the_plan():
         request = policy.target_metadata(4).scores(1)
         assert (request.rows, request.what) == (rows, what)
         assert request.out.data_ptr() == policy.scores[1].data_ptr()
-    assert made("specextend", [60])[0].target_metadata(4).scores(0).rows == "last"
+    policy, _ = made("specextend", [60], rows="last")
+    assert (policy.target_metadata(4).scores(0).rows, policy.scores.shape) == ("last", (2, 1, 2, policy.candidates))
+    for name in ("specextend", "specattn"):
+        policy, _ = made(name, [60], rows="accepted")
+        request = policy.target_metadata(4).scores(1)
+        assert (request.rows, request.out.data_ptr()) == ("each", policy.scores[1].data_ptr())
+        assert policy.scores.shape == (2, 1, 2, 4, policy.candidates)
     for name in ("streamingllm", "quest", "snapkv", "oracle"):
         assert made(name, [60])[0].target_metadata(4).scores is None
 
