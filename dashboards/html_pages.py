@@ -199,10 +199,11 @@ def _study_page(title: str, rows: Sequence[Row], parts: Callable[[Sequence[Row]]
 
 
 def _draft_context(rows: Sequence[Row]) -> list[str]:
-    positions = [str(position) for position in range(1, 1 + len(rows[0]["by_position"]))]
+    reached = max(len(row["by_position"]) for row in rows)  # by any draft; not all drafts were ever accepted so far
+    positions = [str(position) for position in range(1, 1 + reached)]
     lines = (
         (row["policy"], f"{row['ratio']:g}", row["format"], f"{row['mean']:.3f}", f"{row['tokens_per_round']:.2f}",
-         *(f"{value:.3f}" for value in row["by_position"])) for row in rows
+         *(f"{value:.3f}" for value in row["by_position"]), *[""] * (reached - len(row["by_position"]))) for row in rows
     )  # fmt: skip
     columns = ("policy", "ratio", "reads", "mean", "tokens a round", *positions)
     return [figure_html(by_position(rows)), figure_html(by_ratio(rows)), table(columns, lines)]

@@ -1,27 +1,36 @@
-"""Tuning of a plan's sparse ratio and gamma on a text, in the three steps of SpecAttn (section 3.4)."""
+"""Tuning of a plan's sparse ratio and gamma on a text, in the three steps of SpecAttn (section 3.4).
+
+Every ratio and gamma that a step compares is a generation whose tokens and time are measured. The quick form has one
+generation per ratio and costs all gammas at a profile's rates with the acceptance that the largest gamma had.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceRow, row_name
-from ridgeplan.planner.lowering import round_costs
+from ridgeplan.planner.acceptance.model import AcceptanceModel
+from ridgeplan.planner.lowering import estimate_gammas, round_costs
 from ridgeplan.planner.search import RATIOS
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import MAX_GAMMA
-from ridgeplan.roofline.plan.plan import Plan, require
+from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.plan.plan import KVFormat, Plan, Speculation, require
 from ridgeplan.roofline.round import RoundCosts, flush_capped, tokens_at
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.gamma_control import Evidence
 from ridgeplan.validate.acceptance import Passage, measured_row, named_shape
 from ridgeplan.validate.machine import device_name
-from ridgeplan.validate.measure import Progress, silent
+from ridgeplan.validate.measure import Measured, Progress, measure, silent, widest
 from ridgeplan.validate.prompts import prompt_batch
 
 STABLE = 0.97  # of the most tokens per round: with more tokens read, acceptance rises no further
@@ -29,12 +38,13 @@ STABLE = 0.97  # of the most tokens per round: with more tokens read, acceptance
 
 @dataclass(frozen=True)
 class TuningPoint:
-    """A ratio and gamma with measured tokens per round and predicted times."""
+    """A ratio and gamma with tokens per round and a round's time. acceptance_at: conditional, by position."""
 
     ratio: float
     gamma: int
     tokens_per_round: float
     round_ms: float
+    acceptance_at: tuple[float, ...] = ()
 
     @property
     def tpot_ms(self) -> float:
@@ -61,9 +71,20 @@ class Step:
         return {"name": self.name, "candidates": rows, "chosen": rows[self.index]}
 
 
+class Candidates(Protocol):
+    """What the steps compare."""
+
+    @property
+    def ratios(self) -> Sequence[float]:
+        """Ascending."""
+
+    def candidate(self, ratio: float, gamma: int) -> TuningPoint:
+        """One point."""
+
+
 @dataclass(frozen=True)
 class Landscape:
-    """Acceptance and round times of a plan at every ratio.
+    """Measured acceptance and predicted round times of a plan at every ratio.
 
     acceptance_at: conditional acceptance by position, by ratio. round_s: seconds of a round, by ratio and gamma.
     group: tokens between flushes, at which rounds end; None where the target reads no codes.
@@ -73,20 +94,26 @@ class Landscape:
     round_s: Callable[[float, int], float]
     group: int | None = None
 
+    @property
+    def ratios(self) -> Sequence[float]:
+        """See `Candidates`."""
+        return sorted(self.acceptance_at)
+
     def candidate(self, ratio: float, gamma: int) -> TuningPoint:
-        """One point."""
+        """See `Candidates`."""
         tokens = tokens_at(self.acceptance_at[ratio], gamma)
         capped = tokens if self.group is None else float(flush_capped(tokens, self.group))
-        return TuningPoint(ratio, gamma, capped, 1e3 * self.round_s(ratio, gamma))
+        acceptance_at = tuple(self.acceptance_at[ratio][:gamma])
+        return TuningPoint(ratio, gamma, capped, 1e3 * self.round_s(ratio, gamma), acceptance_at)
 
 
-def tune_steps(known: Landscape, gammas: Sequence[int]) -> tuple[Step, ...]:
+def tune_steps(known: Candidates, gammas: Sequence[int]) -> tuple[Step, ...]:
     """The three steps; the last has the result. A single ratio needs the step for gamma only."""
-    ratios, largest = sorted(known.acceptance_at), max(gammas)
+    ratios, largest = known.ratios, max(gammas)
+    if len(ratios) == 1:
+        return (_fastest("gamma", (known.candidate(ratios[0], gamma) for gamma in gammas)),)
     first = _stable([known.candidate(ratio, largest) for ratio in ratios])
     second = _fastest("gamma", (known.candidate(first.chosen.ratio, gamma) for gamma in gammas))
-    if len(ratios) == 1:
-        return (second,)
     third = _fastest("ratio again", (known.candidate(ratio, second.chosen.gamma) for ratio in ratios))
     return first, second, third
 
@@ -113,13 +140,6 @@ class MeasuredDrafts:
     plan: Plan
     verified_at: tuple[int, ...]
     accepted_at: tuple[int, ...]
-
-    @classmethod
-    def of(cls, engine: Engine, prompts: Sequence[Sequence[int]]) -> MeasuredDrafts:
-        """Counts from a generation of the engine's plan at temperature 1, which ignores stop tokens."""
-        tokens = engine.plan.workload.new_tokens
-        figures = engine.generate(prompts, tokens, SamplingParams(temperature=1.0)).statistics
-        return cls(engine.plan, figures.verified_at, figures.accepted_at)
 
     @property
     def ratio(self) -> float:
@@ -150,12 +170,19 @@ class MeasuredDrafts:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The tuned plan, the steps that led to it, plain decoding's time, and the measured rows of acceptance."""
+    """The tuned plan, the steps that led to it, plain decoding's time, and the measured rows of acceptance.
+
+    measured: whether times are measured, not predicted. generations: that were run. spread: the widest of their rounds'
+    times, by which other work on the machine shows; None if unknown.
+    """
 
     plan: Plan
     steps: tuple[Step, ...]
     plain_ms: float
     rows: tuple[AcceptanceRow, ...]
+    measured: bool = True
+    generations: int = 0
+    spread: float | None = None
 
     @property
     def chosen(self) -> TuningPoint:
@@ -168,56 +195,112 @@ class Tuning:
         return self.plain_ms / self.chosen.tpot_ms
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """The generations that tuning needs. quick: one per ratio, with rounds of the largest gamma.
+
+    ratios: ascending. gammas: to consider.
+    """
+
+    plan: Plan
+    tokens: int
+    largest: int
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.plan.speculation.active, "the plan has gamma 0; allowed: a plan that drafts")
+        require(1 <= self.largest <= MAX_GAMMA, f"the largest gamma is {self.largest}; allowed: 1 to {MAX_GAMMA}")
+
+    @property
+    def gammas(self) -> range:
+        """To consider."""
+        return range(1, self.largest + 1)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ascending. Of those at which the selection reads only its minimum of tokens, the largest one."""
+        plan = self.plan
+        if not plan.speculation.sparse:
+            return [1.0]
+        ratios = sorted({*RATIOS, plan.speculation.ratio})
+        longest, min_tokens = plan.workload.context + self.tokens, plan.speculation.selection.min_tokens
+        alike = sum(ratio * longest <= min_tokens for ratio in ratios)
+        return ratios[max(alike - 1, 0) :]
+
+    @property
+    def max_generations(self) -> int:
+        """Points that steps share are measured once, so that fewer may do."""
+        ratios = len(self.ratios)
+        return ratios if self.quick else ratios + (self.largest - 1) + (ratios - 1) + 1  # plain decoding
+
+    def plan_at(self, ratio: float, gamma: int) -> Plan:
+        """The plan of a point's generation."""
+        fixed = _with(self.plan, ratio=ratio, gamma=gamma, adaptive=False)
+        return replace(fixed, workload=replace(self.plan.workload, new_tokens=self.tokens))
+
+    @property
+    def plain_plan(self) -> Plan:
+        """Plain decoding with the same target; what only drafts read is left out."""
+        plan, bits = self.plan_at(self.ratios[0], 1), self.plan.weights.target_bits
+        drafts_only = plan.kv.format is KVFormat.SHADOW and not plan.attention.selection.needs_codes
+        kv = replace(plan.kv, format=KVFormat.FULL) if drafts_only else plan.kv
+        return replace(plan, kv=kv, weights=replace(plan.weights, draft_bits=bits), speculation=Speculation())
+
+    def predicted_s(self, shape: ModelShape, profile: Profile) -> float:
+        """Seconds of all generations at a profile's rates, with prompts and without loading. Raises PlanError."""
+        plan, machine = self.plan_at(self.ratios[-1], self.largest), Machine.of(profile)
+        model = AcceptanceModel.of_profile(shape, plan.workload.context, profile)
+        estimate = estimate_gammas(plan, shape, machine, model, [self.largest])
+        seconds = estimate.ttft_s + estimate.tpot_s * self.tokens
+        return self.max_generations * float(np.max(seconds))
+
+
 def tune(
     plan: Plan,
     model: str,
     passage: Passage,
-    profile: Profile,
+    profile: Profile | None,
     largest: int,
     device: str | None = None,
     on_progress: Progress = silent,
+    quick: bool = False,
 ) -> Tuning:
-    """The plan with the sparse ratio and the gamma that are fastest for a text, at the profile's rates.
+    """The plan with the sparse ratio and the gamma that are fastest for a text.
 
-    model, device: as for `ridgeplan.runtime.load`. passage: its tokens are generated after each prompt. largest: gamma
-    of the measurement, and the largest that is considered. An adaptive plan keeps adapting, up to the tuned gamma.
+    Each ratio and gamma that the steps compare is a generation at temperature 1, whose time counts. quick: one per
+    ratio; all gammas are costed at the profile's rates, which only this form needs, with its acceptance. model, device:
+    as for `ridgeplan.runtime.load`. passage: its tokens are generated after each prompt. largest: the largest gamma to
+    consider. An adaptive plan keeps adapting, up to the tuned gamma.
     Raises PlanError for a plan without drafts, PromptError for a text that is too short, and what `load` raises.
     """
-    require(plan.speculation.active, "the plan has gamma 0; allowed: a plan that drafts")
-    require(1 <= largest <= MAX_GAMMA, f"the largest gamma is {largest}; allowed: 1 to {MAX_GAMMA}")
-    plans = list(_measured_plans(plan, largest, passage.tokens))
-    drafts, rows, shape = _measure(plans, model, passage, device, on_progress)
+    schedule = Schedule(plan, passage.tokens, largest, quick)
+    trials = Trials(schedule, model, passage, device, on_progress)
+    if not quick:
+        steps = tune_steps(trials, schedule.gammas)
+        plain_ms = trials.run(schedule.plain_plan, "plain decoding").measured.tpot_ms
+    else:
+        assert profile is not None, "the quick form predicts times"
+        largest_rounds = [trials.trial(ratio, largest).drafts for ratio in schedule.ratios]
+        shape = trials.shape
+        assert shape is not None, "a generation ran"
 
-    @cache
-    def costs(ratio: float) -> RoundCosts:
-        return round_costs(_with(plan, ratio=ratio, gamma=largest, adaptive=False), shape, profile, range(largest + 1))
+        @cache
+        def costs(ratio: float) -> RoundCosts:
+            fixed = _with(plan, ratio=ratio, gamma=largest, adaptive=False)
+            return round_costs(fixed, shape, profile, range(largest + 1))
 
-    known = Landscape(
-        acceptance_at={measured.ratio: measured.acceptance_at for measured in drafts},
-        round_s=lambda ratio, gamma: costs(ratio).seconds[gamma],
-        group=plan.kv.group if plan.kv.format.buffered else None,
-    )
-    steps = tune_steps(known, range(1, largest + 1))
+        known = Landscape(
+            acceptance_at={drafts.ratio: drafts.acceptance_at for drafts in largest_rounds},
+            round_s=lambda ratio, gamma: costs(ratio).seconds[gamma],
+            group=plan.kv.group if plan.kv.format.buffered else None,
+        )
+        steps = tune_steps(known, schedule.gammas)
+        plain_ms = 1e3 * costs(steps[-1].chosen.ratio).plain_s
+    on_progress("tuned", 1, 1)
     best = steps[-1].chosen
     tuned = _with(plan, ratio=best.ratio, gamma=best.gamma)
-    return Tuning(tuned, steps, 1e3 * costs(best.ratio).plain_s, tuple(rows))
-
-
-def _measured_plans(plan: Plan, largest: int, tokens: int) -> Iterator[Plan]:
-    """The plan at every ratio, with rounds of `largest` drafts that generate `tokens` tokens."""
-    for ratio in _ratios(plan, tokens):
-        fixed = _with(plan, ratio=ratio, gamma=largest, adaptive=False)
-        yield replace(fixed, workload=replace(plan.workload, new_tokens=tokens))
-
-
-def _ratios(plan: Plan, tokens: int) -> list[float]:
-    """Ascending ratios. Of those at which the selection reads only its minimum of tokens, the largest one."""
-    if not plan.speculation.sparse:
-        return [1.0]
-    ratios = sorted({*RATIOS, plan.speculation.ratio})
-    longest, min_tokens = plan.workload.context + tokens, plan.speculation.selection.min_tokens
-    alike = sum(ratio * longest <= min_tokens for ratio in ratios)
-    return ratios[max(alike - 1, 0) :]
+    spread = None if quick else widest(trials.spreads)
+    return Tuning(tuned, steps, plain_ms, tuple(trials.rows), not quick, len(trials.spreads), spread)
 
 
 def _with(plan: Plan, ratio: float, **changes: Any) -> Plan:
@@ -225,24 +308,72 @@ def _with(plan: Plan, ratio: float, **changes: Any) -> Plan:
     return replace(plan, speculation=replace(speculation, **changes))
 
 
-def _measure(
-    plans: Sequence[Plan], model: str, passage: Passage, device: str | None, on_progress: Progress
-) -> tuple[list[MeasuredDrafts], list[AcceptanceRow], ModelShape]:
-    """Counts and rows of every plan, and the model's shape as it runs. Weights are loaded and quantized once."""
-    engine: Engine | None = None
-    measured: list[MeasuredDrafts] = []
-    rows: list[AcceptanceRow] = []
-    name = named_shape(model).name
-    for number, plan in enumerate(plans):
-        on_progress(f"ratio {plan.speculation.ratio:g}", number, len(plans))
-        weights, drafts = (engine.weights, engine.draft_weights) if engine else (None, None)
+@dataclass(frozen=True)
+class Trial:
+    """The generation of one point: its time, and its drafts."""
+
+    measured: Measured
+    drafts: MeasuredDrafts
+
+    @property
+    def point(self) -> TuningPoint:
+        """The point with what was measured."""
+        speculation, tokens = self.drafts.plan.speculation, self.measured.statistics.tokens_per_round
+        round_ms = self.measured.tpot_ms * tokens
+        return TuningPoint(speculation.ratio, speculation.gamma, tokens, round_ms, self.drafts.acceptance_at)
+
+
+@dataclass(eq=False)
+class Trials:
+    """Runs the generations of a schedule, each point once. Weights are loaded and quantized once.
+
+    shape: the model's, as it runs, once a generation did. rows: acceptance by position, of every point. spreads: of
+    each generation's times.
+    """
+
+    schedule: Schedule
+    model: str
+    passage: Passage
+    device: str | None
+    on_progress: Progress
+    shape: ModelShape | None = None
+    rows: list[AcceptanceRow] = field(default_factory=list)
+    spreads: list[float | None] = field(default_factory=list)
+    _trials: dict[tuple[float, int], Trial] = field(default_factory=dict)
+    _weights: DecoderWeights | None = None
+    _draft_weights: DecoderWeights | None = None
+
+    @property
+    def ratios(self) -> Sequence[float]:
+        """See `Candidates`."""
+        return self.schedule.ratios
+
+    def candidate(self, ratio: float, gamma: int) -> TuningPoint:
+        """See `Candidates`."""
+        return self.trial(ratio, gamma).point
+
+    def trial(self, ratio: float, gamma: int) -> Trial:
+        """The generation of a point."""
+        if (ratio, gamma) not in self._trials:
+            plan = self.schedule.plan_at(ratio, gamma)
+            self._trials[ratio, gamma] = self.run(plan, f"ratio {ratio:g}, gamma {gamma}")
+        return self._trials[ratio, gamma]
+
+    def run(self, plan: Plan, what: str) -> Trial:
+        """A generation at temperature 1, which ignores stop tokens; its rows of acceptance are kept."""
+        self.on_progress(what, len(self.spreads), self.schedule.max_generations)
+        calibration = self.passage.calibration if plan.weights.quantized else None
         engine = load(
-            plan, model, device=device, weights=weights, draft_weights=drafts, calibration=passage.calibration
-        )
-        shape = replace(engine.config.shape, name=name)
-        prompts = prompt_batch(engine.tokenizer, plan.workload.context, plan.workload.batch, passage.text)
-        measured.append(MeasuredDrafts.of(engine, prompts))
-        rows += measured[-1].rows(engine, shape, passage.name, passage.calibration is not None)
+            plan, self.model, device=self.device, weights=self._weights, draft_weights=self._draft_weights,
+            calibration=calibration,
+        )  # fmt: skip
+        self._weights, self._draft_weights = engine.weights, engine.draft_weights
+        self.shape = replace(engine.config.shape, name=named_shape(self.model).name)
+        prompts = prompt_batch(engine.tokenizer, plan.workload.context, plan.workload.batch, self.passage.text)
+        measured = measure(engine, prompts, plan.workload.new_tokens, SamplingParams(temperature=1.0))
+        figures = measured.statistics
+        drafts = MeasuredDrafts(plan, figures.verified_at, figures.accepted_at)
+        self.rows += drafts.rows(engine, self.shape, self.passage.name, calibration is not None)
+        self.spreads.append(measured.spread)
         engine.close()
-    on_progress("tuned", len(plans), len(plans))
-    return measured, rows, shape
+        return Trial(measured, drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -15,18 +16,19 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, require_planned_model
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, progress
 from ridgeplan.dashboards.files import locked, require_writable, write_atomically
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
-from ridgeplan.roofline.catalog.profile import load_profile, user_acceptance_path
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile, user_acceptance_path
 from ridgeplan.roofline.execution import MAX_GAMMA
-from ridgeplan.roofline.plan.plan import MAX_TOKENS
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, PlanError
 
 if TYPE_CHECKING:
     from ridgeplan.validate.acceptance import MeasuredAcceptance
-    from ridgeplan.validate.tuning import Step, Tuning
+    from ridgeplan.validate.tuning import Schedule, Step, Tuning
 
 
 def require_extensible(path: Path | None) -> Path:
@@ -119,41 +121,46 @@ def _draft_name(row: AcceptanceRow) -> str:
 @opt.text_file
 @opt.text_name
 @click.option("--tokens", type=click.IntRange(1, MAX_TOKENS), default=256, help="Tokens to generate after each prompt.")
-@click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), default=8, help="Largest gamma to consider.")
+@click.option("--gamma", type=click.IntRange(1, MAX_GAMMA), default=9, help="Largest gamma to consider.")
+@click.option("--quick", is_flag=True, help="Measure acceptance once per ratio, and predict the times of all gammas.")
 @opt.calibration_file
 @opt.profile_file
 @opt.rows_output("--rows")
 @click.option("--output", type=opt.OutputFile(), help="Write the tuned plan to this file.")
 @opt.as_json
 def tune(
-    saved: SavedPlan, model: str | None, text: str, text_name: str | None, tokens: int, gamma: int,
+    saved: SavedPlan, model: str | None, text: str, text_name: str | None, tokens: int, gamma: int, quick: bool,
     calibration: str | None, profile: str | None, rows: Path | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Tune the sparse ratio and gamma of the drafts of the plan in file PLAN on a text.
 
-    The ratio is tuned first, then gamma, then the ratio again. Each ratio is measured by a generation at temperature 1
-    that continues the text; the times that are compared are predicted from this machine's calibrated rates. A plan
-    whose drafts read all tokens has no ratio to tune. The acceptance by position is saved, and `plan` and `estimate`
-    use it.
+    The ratio is tuned first, then gamma, then the ratio again. Each ratio and gamma that a step compares is a
+    generation at temperature 1 that continues the text, and the step takes the least measured time per token. With
+    --quick, acceptance is measured at the largest gamma only, and times are predicted at this machine's calibrated
+    rates. A plan whose drafts read all tokens has no ratio to tune. The acceptance by position is saved for each ratio
+    and gamma, and `plan` and `estimate` use it.
 
     Examples:
       ridgeplan tune plan.json --text book.txt --output tuned.json
       ridgeplan tune plan.json --text book.txt --model model.gguf --gamma 6
       ridgeplan tune plan.json --text book.txt --tokens 512 --json
+      ridgeplan tune plan.json --text book.txt --quick
     """
     require_planned_model(saved, model)
     rows_path = require_extensible(rows)
-    rates = this_machine() if profile is None else load_profile(profile)
+    rates = _rates(profile, required=quick)
     # Importing torch takes seconds, so the files are checked first.
-    from ridgeplan.validate.acceptance import Passage
+    from ridgeplan.validate.acceptance import Passage, named_shape
     from ridgeplan.validate.prompts import read_prompt
+    from ridgeplan.validate.tuning import Schedule
     from ridgeplan.validate.tuning import tune as measure_tuning
 
-    content = read_prompt(text)
+    content, schedule = read_prompt(text), Schedule(saved.plan, tokens, gamma, quick)
+    source = embedded_or(model)
+    _announce(schedule, named_shape(source), rates)
     with progress("loading") as on_progress:
-        source = embedded_or(model)
         passage = Passage(content, text_name or Path(text).stem, (), tokens, calibration_tokens(source, calibration))
-        tuning = measure_tuning(saved.plan, source, passage, rates, gamma, on_progress=on_progress)
+        tuning = measure_tuning(saved.plan, source, passage, rates, gamma, on_progress=on_progress, quick=quick)
     if tuning.rows:
         save_rows(rows_path, tuning.rows)
     if output:
@@ -164,6 +171,9 @@ def tune(
             "steps": [step.to_dict() for step in tuning.steps],
             "plain_ms": tuning.plain_ms,
             "speedup": tuning.speedup,
+            "measured": tuning.measured,
+            "generations": tuning.generations,
+            "spread": tuning.spread,
             "rows": len(tuning.rows),
             "path": str(rows_path),
         })  # fmt: skip
@@ -171,13 +181,44 @@ def tune(
         _print(tuning, rows_path)
 
 
+def _rates(profile: str | None, required: bool) -> Profile | None:
+    """A profile's rates, by default this machine's; None if these are not known and not required."""
+    if profile is not None:
+        return load_profile(profile)
+    try:
+        return this_machine()
+    except ProfileError:
+        if required:
+            raise
+        return None
+
+
+def _announce(schedule: Schedule, shape: ModelShape, rates: Profile | None) -> None:
+    """Says on stderr how many generations follow, and about how long they take."""
+    workload, count = schedule.plan.workload, schedule.max_generations
+    about = ""
+    if rates is not None:
+        # Without a cost model times can still be measured.
+        with contextlib.suppress(PlanError):
+            minutes = schedule.predicted_s(shape, rates) / 60
+            about = f", about {number(minutes)} minutes by the rates of {rates.hardware.name}"
+    generations = "1 generation" if count == 1 else f"up to {count} generations"
+    sequences = f" in {workload.batch} sequences" if workload.batch > 1 else ""
+    echo(f"{generations} of {schedule.tokens} tokens after {workload.context}{sequences}{about}", err=True)
+
+
 def _print(tuning: Tuning, path: Path) -> None:
+    from ridgeplan.validate.measure import is_busy
+
+    columns = ("ratio", "gamma", "tokens/round", "accepted, first to last", "round ms", "TPOT ms", "")
     for step in tuning.steps:
-        print_table(f"Step: {step.name}", ("ratio", "gamma", "tokens/round", "round ms", "TPOT ms", ""), _cells(step))
-    best = tuning.chosen
+        print_table(f"Step: {step.name}", columns, _cells(step))
+    if tuning.spread is not None and is_busy(tuning.spread):
+        print_notes([f"times of rounds spread by {tuning.spread:.0%}: other work may have slowed some generations"])
+    best, how = tuning.chosen, "measured" if tuning.measured else "predicted"
     slower = "; plain decoding is faster" if tuning.speedup < 1 else ""
     echo(
-        f"ratio {best.ratio:g}, gamma {best.gamma}: {number(best.tpot_ms)} ms per token, "
+        f"ratio {best.ratio:g}, gamma {best.gamma}: {number(best.tpot_ms)} ms per token ({how}), "
         f"{tuning.speedup:.2f}x plain decoding with the same target{slower}"
     )
     few = "no acceptance saved, because too few drafts reached any position; increase --tokens"
@@ -186,7 +227,8 @@ def _print(tuning: Tuning, path: Path) -> None:
 
 def _cells(step: Step) -> list[tuple[str, ...]]:
     return [
-        (f"{candidate.ratio:g}", f"{candidate.gamma}", f"{candidate.tokens_per_round:.2f}", number(candidate.round_ms),
+        (f"{candidate.ratio:g}", f"{candidate.gamma}", f"{candidate.tokens_per_round:.2f}",
+         f"{candidate.acceptance_at[0]:.2f} to {candidate.acceptance_at[-1]:.2f}", number(candidate.round_ms),
          number(candidate.tpot_ms), "chosen" if index == step.index else "")
         for index, candidate in enumerate(step.candidates)
     ]  # fmt: skip

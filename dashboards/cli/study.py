@@ -16,7 +16,7 @@ from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_o
 from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress, write_page
 from ridgeplan.dashboards.files import locked, write_json
 from ridgeplan.dashboards.rows import grouped
-from ridgeplan.validate.studies.methods import FORMATS, METHODS, POLICIES
+from ridgeplan.validate.studies.methods import FORMATS, GREEDY, METHODS, POLICIES, SAMPLED, VERIFICATIONS
 
 
 def deliver(
@@ -44,6 +44,13 @@ def deliver(
 @opt.listed("--policies", str, "Policies that select the tokens, a list.", tuple(POLICIES))
 @opt.listed("--formats", str, "Formats of the drafts' KV and weights, a list.", tuple(FORMATS))
 @opt.tokens_after
+@click.option("--passages", type=click.IntRange(1, 1000), default=1, help="Prompts, spread over the text.")
+@click.option(
+    "--verification",
+    type=click.Choice(VERIFICATIONS),
+    default=SAMPLED,
+    help="How rounds go on: the model's tokens, and rejected drafts are dropped, or the text's own.",
+)
 @opt.calibration_file
 @opt.yarn
 @opt.json_output
@@ -55,19 +62,25 @@ def deliver(
 @opt.as_json
 def drafts(
     model: str | None, text: str, ctx: tuple[int, ...], ratios: tuple[float, ...], policies: tuple[str, ...],
-    formats: tuple[str, ...], tokens: int, calibration: str | None, yarn: bool, output: Path | None, resume: bool,
-    rows: Path | None, html: Path | None, as_json: bool,
+    formats: tuple[str, ...], tokens: int, passages: int, verification: str, calibration: str | None, yarn: bool,
+    output: Path | None, resume: bool, rows: Path | None, html: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure the acceptance of drafts that read a share of the tokens.
 
-    Drafts are teacher-forced on a text at temperature 1, in rounds of seven, and each policy selects with the code that
-    the runtime uses. "hindsight" is an upper bound: the round's own verification selects, for each KV head. Variants
-    of "specattn-weights" select for each KV head, from logits, or from all rows (Eq 2).
+    The model continues the text in rounds of seven drafts, which are verified at temperature 1 or greedily. Each policy
+    selects with the code that the runtime uses. Teacher-forced rounds take the text's own tokens instead, and count
+    every draft as accepted.
+
+    "specextend" selects by the last accepted token, "specextend-last" by the last query, even if its token was
+    rejected. "specattn-eq2" selects by all queries (Eq 2), "specattn-accepted" by those of accepted tokens only.
+    Variants of "specattn-weights" select for each KV head, from logits, or from all rows. "hindsight" is an upper
+    bound, of teacher-forced rounds only: the round's own verification selects, for each KV head.
 
     Examples:
       ridgeplan study drafts --text book.txt --ctx 4k
       ridgeplan study drafts --text book.txt --policies quest progressive --ratios 0.03 0.1
       ridgeplan study drafts --text book.txt --html drafts.html
+      ridgeplan study drafts --text book.txt --verification teacher-forced
       ridgeplan study drafts --text book.txt --ctx 4k 8k --output drafts.json --resume
     """
     # Importing torch takes seconds.
@@ -79,15 +92,20 @@ def drafts(
     if resume and output is None:
         raise click.UsageError("--resume needs --output; allowed: with the file to resume")
     cases, content = drafts_of(policies, ratios, formats), read_prompt(text)
+    if rows and verification == GREEDY:
+        raise click.UsageError("--rows cannot be combined with --verification greedy; allowed: sampled, teacher-forced")
     rows_path = require_extensible(rows) if rows else None
     with progress("loading") as on_progress:
         source = embedded_or(model)
         passage = Passage(content, Path(text).stem, ctx, tokens, calibration_tokens(source, calibration), yarn)
         fitted_to = Path(calibration).stem if calibration else ""
-        saved = SavedStudy(named_shape(source).name, tokens, fitted_to, device=device_here(), text=passage.name)
+        saved = SavedStudy(
+            named_shape(source).name, tokens, fitted_to, verification, passages, device=device_here(), text=passage.name
+        )
         if resume and output is not None and output.exists():
             saved = saved.resumed(output)
-        for row in study(source, passage, cases, on_progress=on_progress, known=saved.known):
+        rounds = {"known": saved.known, "verification": verification, "passages": passages}
+        for row in study(source, passage, cases, on_progress=on_progress, **rounds):
             saved = saved.with_row(row)
             if output is not None:
                 with locked(output):
@@ -102,7 +120,8 @@ def drafts(
 
 def _print_drafts(document: Mapping[str, Any]) -> None:
     for context, rows in grouped(document["rows"], "context").items():
-        title = f"Acceptance of {document['model']} on {document['text']}, {context} tokens, mean of 7 positions"
+        how = f"{document['verification']} rounds, mean of all verified drafts"
+        title = f"Acceptance of {document['model']} on {document['text']}, {context} tokens, {how}"
         print_table(title, *summary(rows))
 
 

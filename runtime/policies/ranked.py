@@ -24,8 +24,8 @@ class RankedSelector(SparseSelector):
     """Scores float32 [layers, batch, kv_heads, candidates], which a subclass fills in.
 
     A subclass may hold several for each token, [layers, batch, kv_heads, N, candidates], and combine them when drafts
-    begin. Tokens without a score were recent when the others were scored. They come first, the latest before others. page:
-    tokens that are ranked together, by their mean score. shared: one set for all heads of a layer, by the sum.
+    begin. Tokens without a score were recent when the others were scored. They come first, the latest before others.
+    page: tokens that are ranked together, by their mean score. shared: one set for all heads of a layer, by the sum.
     """
 
     page = 1

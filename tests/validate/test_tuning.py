@@ -15,14 +15,14 @@ from ridgeplan.validate import tuning as measured_module
 from ridgeplan.validate import tuning as tune_module
 from ridgeplan.validate.acceptance import Passage
 from ridgeplan.validate.prompts import PromptError
-from ridgeplan.validate.tuning import STABLE, Landscape, MeasuredDrafts, tune, tune_steps
+from ridgeplan.validate.tuning import STABLE, Landscape, MeasuredDrafts, Schedule, TuningPoint, tune, tune_steps
 
 GAMMAS = range(1, 7)
 
 
 def landscape(acceptance, draft=lambda ratio: 0.2, group=None):
     """Rounds of one plain millisecond, with drafts of `draft(ratio)` of it; equal acceptance at every position."""
-    at = {ratio: [value] * 6 for ratio, value in acceptance.items()}
+    at = {ratio: (value,) * 6 for ratio, value in acceptance.items()}
     return Landscape(at, lambda ratio, gamma: 1e-3 * (1 + gamma * draft(ratio)), group)
 
 
@@ -62,12 +62,31 @@ def test_rounds_end_at_flushes_where_the_target_reads_codes():
 
 def test_steps_are_plain_values():
     (step,) = tune_steps(landscape({1.0: 0.5}, lambda ratio: 0.9), range(1, 3))
-    candidate = {"ratio": 1.0, "gamma": 1, "tokens_per_round": 1.5, "round_ms": 1.9, "tpot_ms": 1.9 / 1.5}
-    two = {"ratio": 1.0, "gamma": 2, "tokens_per_round": 1.75, "round_ms": 2.8, "tpot_ms": 1.6}
     document = step.to_dict()
     assert document["name"] == "gamma"
+    assert [candidate.pop("acceptance_at") for candidate in document["candidates"]] == [(0.5,), (0.5, 0.5)]
+    candidate = {"ratio": 1.0, "gamma": 1, "tokens_per_round": 1.5, "round_ms": 1.9, "tpot_ms": 1.9 / 1.5}
+    two = {"ratio": 1.0, "gamma": 2, "tokens_per_round": 1.75, "round_ms": 2.8, "tpot_ms": 1.6}
     assert document["candidates"] == [pytest.approx(candidate), pytest.approx(two)]
     assert document["chosen"] == document["candidates"][0]
+
+
+def test_measured_steps_take_the_least_time():
+    """Gamma by gamma the fewest milliseconds count, also where the largest gamma accepts most."""
+    ran = []
+    tpot_ms = {(0.1, 3): 3.0, (0.3, 3): 2.9, (0.1, 1): 2.0, (0.1, 2): 4.0, (0.3, 1): 1.5}
+
+    class Points:
+        ratios = (0.1, 0.3)
+
+        def candidate(self, ratio, gamma):
+            ran.append((ratio, gamma))
+            return TuningPoint(ratio, gamma, 1.0 + gamma, tpot_ms[ratio, gamma] * (1.0 + gamma))
+
+    steps = tune_steps(Points(), range(1, 4))
+    assert [step.chosen.ratio for step in steps] == [0.1, 0.1, 0.3]
+    assert (steps[1].chosen.gamma, steps[2].chosen.tpot_ms) == (1, pytest.approx(1.5))
+    assert ran == [(0.1, 3), (0.3, 3), (0.1, 1), (0.1, 2), (0.1, 3), (0.1, 1), (0.3, 1)]
 
 
 # Tuning with a tiny model: what is measured, what it is named, and what becomes of the plan.
@@ -81,20 +100,20 @@ def plan(tiny_folder):
 
 
 def test_a_plan_gets_the_gamma_that_is_fastest(plan, tiny_folder, h200_profile):
-    tuning = tune(plan, str(tiny_folder), TEXT, h200_profile, 5, "cpu")
+    tuning = tune(plan, str(tiny_folder), TEXT, h200_profile, 5, "cpu", quick=True)
     (step,) = tuning.steps
     assert [candidate.gamma for candidate in step.candidates] == [1, 2, 3, 4, 5]
     assert tuning.chosen.tpot_ms == min(candidate.tpot_ms for candidate in step.candidates)
     assert tuning.plan == replace(plan, speculation=replace(plan.speculation, gamma=tuning.chosen.gamma))
     assert tuning.speedup == tuning.plain_ms / tuning.chosen.tpot_ms
     adaptive = replace(plan, speculation=replace(plan.speculation, adaptive=True))
-    again = tune(adaptive, str(tiny_folder), TEXT, h200_profile, 5, "cpu")
+    again = tune(adaptive, str(tiny_folder), TEXT, h200_profile, 5, "cpu", quick=True)
     assert again.plan.speculation == replace(tuning.plan.speculation, adaptive=True)
 
 
 def test_rows_say_what_was_counted(plan, tiny_folder, h200_profile, monkeypatch):
     monkeypatch.setattr(measured_module, "MIN_DRAFTS", 20)
-    rows = tune(plan, str(tiny_folder), TEXT, h200_profile, 3, "cpu").rows
+    rows = tune(plan, str(tiny_folder), TEXT, h200_profile, 3, "cpu", quick=True).rows
     assert [row.position for row in rows] == [1, 2, 3][: len(rows)]
     first = rows[0]
     assert (first.draft, first.ratio, first.gamma, first.context) == ("w4kv4", 1.0, 3, 260)
@@ -112,7 +131,7 @@ def test_acceptance_of_few_drafts_leans_on_the_position_before(tiny_folder, plan
 
 def test_drafts_that_read_what_the_target_reads_leave_no_rows(tiny_folder, h200_profile):
     same = Plan(Workload(tiny_folder.name, "h200", 260, 64), speculation=Speculation(2))
-    tuning = tune(same, str(tiny_folder), TEXT, h200_profile, 2, "cpu")
+    tuning = tune(same, str(tiny_folder), TEXT, h200_profile, 2, "cpu", quick=True)
     assert tuning.rows == ()
     assert [candidate.tokens_per_round for candidate in tuning.steps[0].candidates] == pytest.approx([2, 3], rel=0.02)
 
@@ -130,7 +149,7 @@ def test_every_ratio_is_measured_with_one_set_of_weights(tiny_folder, h200_profi
         return real(plan, *arguments, **named)
 
     monkeypatch.setattr(tune_module, "load", load)
-    tuning = tune(sparse, str(tiny_folder), TEXT, h200_profile, 3, "cpu")
+    tuning = tune(sparse, str(tiny_folder), TEXT, h200_profile, 3, "cpu", quick=True)
     ratios = sorted({*RATIOS, 0.3})
     assert [(load.ratio, load.gamma, load.adaptive, shared) for load, shared in loads] == [
         (ratio, 3, False, number > 0) for number, ratio in enumerate(ratios)
@@ -147,8 +166,49 @@ def test_ratios_that_read_the_same_tokens_are_measured_once(floor, expected, tin
     """Of 300 tokens at the end 7% are 21, 10% are 30, and half are 150."""
     selection = StreamingLLM(ratio=0.1, floor=floor)
     sparse = Plan(Workload(tiny_folder.name, "h200", 260, 64), speculation=Speculation(4, selection=selection))
-    plans = list(tune_module._measured_plans(sparse, 3, TEXT.tokens))
-    assert [plan.speculation.ratio for plan in plans][:3] == expected
+    assert Schedule(sparse, TEXT.tokens, 3).ratios[:3] == expected
+
+
+def test_every_gamma_is_measured_with_its_own_acceptance(plan, tiny_folder, monkeypatch):
+    """Drafts of 4 bits: gamma 1 to 3 and plain decoding. No rates are needed."""
+    monkeypatch.setattr(measured_module, "MIN_DRAFTS", 10)
+    seen = []
+    report = lambda what, done, total: seen.append((what, done, total))  # noqa: E731
+    tuning = tune(plan, str(tiny_folder), TEXT, None, 3, "cpu", report)
+    (step,) = tuning.steps
+    assert (step.name, tuning.measured, tuning.generations) == ("gamma", True, 4)
+    names = ["ratio 1, gamma 1", "ratio 1, gamma 2", "ratio 1, gamma 3", "plain decoding"]
+    assert seen == [*((name, number, 4) for number, name in enumerate(names)), ("tuned", 1, 1)]
+    assert [candidate.gamma for candidate in step.candidates] == [1, 2, 3]
+    assert tuning.chosen.tpot_ms == min(candidate.tpot_ms for candidate in step.candidates) > 0
+    assert tuning.plain_ms > 0
+    for candidate in step.candidates:
+        assert len(candidate.acceptance_at) == candidate.gamma
+        assert 1 <= candidate.tokens_per_round <= candidate.gamma + 1
+    assert {(row.gamma, row.position) for row in tuning.rows} >= {(1, 1), (2, 1), (3, 1)}
+    assert all(row.position <= row.gamma for row in tuning.rows)
+
+
+def test_plain_decoding_has_the_target_and_nothing_of_the_drafts(tiny_folder):
+    workload = Workload(tiny_folder.name, "h200", 260, 64)
+    plain = {name: Schedule(preset(name, workload), 40, 3).plain_plan for name in ("quantspec", "progressive-exact")}
+    assert {name: each.kv.format.value for name, each in plain.items()} == {
+        "quantspec": "int4x2",
+        "progressive-exact": "bf16",
+    }
+    assert all((each.speculation, each.weights.draft_bits) == (Speculation(), 16) for each in plain.values())
+    assert plain["quantspec"].workload.new_tokens == 40
+
+
+def test_generations_are_counted_and_timed_before_they_run(h200_profile):
+    """Seven ratios, eight other gammas, six other ratios and plain decoding; or the seven alone."""
+    sparse = Plan(Workload("Llama-3.1-8B", "h200", 32768, 64), speculation=Speculation(4, selection=StreamingLLM()))
+    measured, quick = (Schedule(sparse, 256, 9, quick) for quick in (False, True))
+    assert (measured.max_generations, quick.max_generations) == (7 + 8 + 6 + 1, 7)
+    shape = load_shape("Llama-3.1-8B")
+    seconds = measured.predicted_s(shape, h200_profile)
+    assert seconds == pytest.approx(22 / 7 * quick.predicted_s(shape, h200_profile))
+    assert 22 * 1.0 < seconds < 22 * 10.0  # a prompt takes about two seconds, and a token 5 ms
 
 
 @pytest.mark.parametrize(

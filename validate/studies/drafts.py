@@ -1,8 +1,10 @@
 """How often sparse drafts are accepted, by policy, ratio and position, and the file that a study goes on from.
 
-A text goes through the model in rounds of eight tokens. Each round is one of speculative decoding, with the text's own
-next tokens as drafts. The policy's own code selects and reads each draft's tokens. A position's acceptance is
-sum(min(p, q)) of the target's and the draft's distributions at temperature 1 (Leviathan et al. 2023, section 3.3).
+The model continues passages of a text in rounds of seven drafts, by the engine's own decode loop: rejected drafts are
+dropped, and the next round's sets come from what this one's verification left. Or, teacher-forced, a text goes through
+the model in rounds of eight tokens with its own next tokens as drafts, all of which count as accepted. The policy's own
+code selects and reads each draft's tokens. A position's acceptance is sum(min(p, q)) of the target's and the draft's
+distributions at temperature 1, given that the drafts before it were accepted (Leviathan et al. 2023, section 3.3).
 The target reads a full-precision cache; drafts read it too, or an INT4 shadow of it.
 """
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from ridgeplan.planner.acceptance import AcceptanceRow
 from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.validation import Checked, number, numbers, parts, text, texts_by_name, whole
+from ridgeplan.roofline.catalog.validation import Checked, number, numbers, one_of, parts, text, texts_by_name, whole
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DraftCodes, KVCache, KVFormat, Plan, Speculation
 from ridgeplan.roofline.plan.policy import AllTokens, SparseSelection, TokenSelection, make_selection
 from ridgeplan.runtime import WorkloadError
@@ -35,18 +37,32 @@ from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, TokenSelector
-from ridgeplan.runtime.policies.ranked import RankedSelector
-from ridgeplan.runtime.sampling import require_finite
+from ridgeplan.runtime.policies.ranked import VerificationSelector
+from ridgeplan.runtime.request import Request
+from ridgeplan.runtime.sampling import SamplingParams, require_finite
 from ridgeplan.validate.acceptance import MAX_TOKENS_MEASURED, Passage, draft_weights_of, measured_row, named_shape
 from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.measure import Progress, clamp_share, silent
-from ridgeplan.validate.prompts import prompt_tokens
+from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
-from ridgeplan.validate.studies.methods import FORMATS, HINDSIGHT, POLICIES, WEIGHTS
+from ridgeplan.validate.studies.draft_rounds import ObservedSpeculator, RoundCounts, observe_rounds
+from ridgeplan.validate.studies.methods import (
+    FORMATS,
+    GREEDY,
+    HINDSIGHT,
+    POLICIES,
+    SAMPLED,
+    TEACHER_FORCED,
+    VERIFICATIONS,
+    WEIGHTS,
+)
+from ridgeplan.validate.tuning import MIN_DRAFTS
 
 GAMMA = 7
 ROUND = GAMMA + 1  # tokens
 MIN_TOKENS = 2 * ROUND  # the first round is not counted
+MIN_SAMPLED_TOKENS = 3 * ROUND  # nor is the last one, which may be cut, where tokens are generated
+MAX_PASSAGES = 1000
 ROWS = ("streamingllm", "snapkv", "specextend", "specattn", WEIGHTS, "quest", "progressive")  # as plans have them
 
 
@@ -94,21 +110,38 @@ class StudyDraft:
 
 @dataclass(frozen=True)
 class DraftAcceptance:
-    """Conditional acceptance by position in a round, each the mean over all rounds."""
+    """Conditional acceptance by position in a round, each the mean over the drafts that were verified there.
+
+    by_position: of the positions that any round reached. verified: drafts that were verified at each; none if all
+    rounds verified all. tokens: that the rounds kept; 0 if none of the drafts was dropped.
+    """
 
     draft: StudyDraft
     context: int
     rounds: int
     by_position: tuple[float, ...]
+    verified: tuple[int, ...] = ()
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, draft: StudyDraft, context: int, counts: RoundCounts) -> DraftAcceptance:
+        """From the counts of a draft's rounds."""
+        reached = [(a / v, v) for a, v in zip(counts.accepted, counts.verified, strict=True) if v]
+        by_position, verified = zip(*reached, strict=True)
+        return cls(draft, context, counts.rounds, by_position, verified if counts.tokens else (), counts.tokens)
 
     @property
     def mean(self) -> float:
-        """Over all positions."""
-        return sum(self.by_position) / len(self.by_position)
+        """Over all verified drafts."""
+        weights = self.verified or (1,) * len(self.by_position)
+        return sum(a * n for a, n in zip(self.by_position, weights, strict=True)) / sum(weights)
 
     @property
     def tokens_per_round(self) -> float:
-        """Expected tokens of a round of all positions' drafts: 1 and, for each, that all up to it are accepted."""
+        """Tokens that rounds kept. Where none was dropped, those expected of a round of all positions' drafts: 1 and,
+        for each, the probability that all up to it are accepted."""
+        if self.tokens:
+            return self.tokens / self.rounds
         return 1 + sum(itertools.accumulate(self.by_position, lambda all_before, acceptance: all_before * acceptance))
 
 
@@ -141,17 +174,26 @@ def study(
     device: str | None = None,
     on_progress: Progress = silent,
     known: Container[tuple[int, StudyDraft]] = (),
+    verification: str = SAMPLED,
+    passages: int = 1,
 ) -> Iterator[DraftAcceptance]:
     """Acceptance of drafts of a model at each context of a passage: a safetensors folder, a GGUF file or a hub id.
 
-    device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. A warning names drafts that
-    are left out because their ratio leaves the policy nothing to choose. Raises what `load` raises, PlanError for
-    lengths, WorkloadError for fewer tokens than are counted or where no draft is left, and PromptError for a text that
-    is too short.
+    device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. verification: how rounds go
+    on, one of VERIFICATIONS. passages: prompts, spread over the text. A warning names drafts that are left out because
+    their ratio leaves the policy nothing to choose, or as no real round has them. Raises what `load` raises, PlanError
+    for lengths, WorkloadError for fewer tokens than are counted or where no draft is left, and PromptError for a text
+    that is too short.
     """
-    if passage.tokens < MIN_TOKENS:
-        allowed = f"{MIN_TOKENS} or more, as the first {ROUND} are not counted"
+    forced = verification == TEACHER_FORCED
+    min_tokens = MIN_TOKENS if forced else MIN_SAMPLED_TOKENS
+    if passage.tokens < min_tokens:
+        left_out = f"the first {ROUND}" if forced else "the first and the last round"
+        allowed = f"{min_tokens} or more, as {left_out} are not counted"
         raise WorkloadError(f"tokens is {passage.tokens}; allowed: {allowed}")
+    if not forced and any(draft.policy == HINDSIGHT for draft in drafts):
+        warnings.warn(f"not measured: {HINDSIGHT}, which only teacher-forced rounds can know", stacklevel=2)
+        drafts = [draft for draft in drafts if draft.policy != HINDSIGHT]
     shared, draft_weights = SharedWeights(model, device), None
     plans = [plan_of(plain) for plain in passage.plans(named_shape(model))]  # no length is refused after hours
     _require_choice(drafts, passage.contexts)
@@ -163,10 +205,26 @@ def study(
             continue
         on_progress(what, 0, 1)
         with shared.engine(plan) as engine:
-            ids = prompt_tokens(engine.tokenizer, plan.workload.final_context, passage.text)
+            length = plan.workload.final_context if forced else context
+            prompts = prompt_batch(engine.tokenizer, length, passages, passage.text)
             if draft_weights is None and any(draft.quantized_weights for draft in missing):
                 draft_weights = draft_weights_of(engine, passage.calibration)
-            yield from measure(engine, draft_weights, missing, ids, partial(on_progress, what))
+            measured: list[list[RoundCounts]] = []
+            for ids in prompts:
+                index = len(measured)
+                on_round = partial(_report, partial(on_progress, what), index, passages)
+                if forced:
+                    measured.append(measure(engine, draft_weights, missing, ids, on_round))
+                else:
+                    sampling = SamplingParams(temperature=float(verification == SAMPLED), seed=index)
+                    measured.append(measure_rounds(engine, draft_weights, missing, ids, sampling, on_round))
+            for draft, counts in zip(missing, zip(*measured, strict=True), strict=True):
+                yield DraftAcceptance.of(draft, context, RoundCounts.total(counts))
+
+
+def _report(on_progress: Callable[[int, int], None], index: int, passages: int, done: int, total: int) -> None:
+    """Progress of a passage, of several."""
+    on_progress(index * total + done, passages * total)
 
 
 def _require_choice(drafts: Sequence[StudyDraft], contexts: Sequence[int]) -> None:
@@ -203,10 +261,10 @@ def measure(
     drafts: Sequence[StudyDraft],
     ids: Sequence[int],
     on_round: Callable[[int, int], None] = lambda done, total: None,
-) -> list[DraftAcceptance]:
-    """Acceptance on the whole rounds of a text's tokens after the context of the engine's plan, see `plan_of`.
+) -> list[RoundCounts]:
+    """Each draft's acceptance on the whole rounds of a text's tokens after the context of the engine's plan.
 
-    The first round is not counted: its sets come from prefill.
+    The plan is one of `plan_of`. The first round is not counted: its sets come from prefill.
     """
     assert engine.cache is not None, "the engine is open"
     context, text = engine.plan.workload.context, torch.tensor(ids, device=engine.device)
@@ -220,10 +278,44 @@ def measure(
         acceptance = _round(engine, draft_weights, drafters, text[None, start : start + ROUND])
         rounds += [acceptance] if index else []
         on_round(index + 1, len(starts))
-    means = torch.stack(rounds).double().mean(0)
-    require_finite([bool(means.isfinite().all())])  # NaN where any of the target's or the drafts' logits was
-    by_draft = zip(drafts, means.tolist(), strict=True)
-    return [DraftAcceptance(draft, context, len(rounds), tuple(each)) for draft, each in by_draft]
+    sums = torch.stack(rounds).double().sum(0)
+    require_finite([bool(sums.isfinite().all())])  # NaN where any of the target's or the drafts' logits was
+    return [RoundCounts(len(rounds), (len(rounds),) * GAMMA, tuple(each)) for each in sums.tolist()]
+
+
+@torch.inference_mode()
+def measure_rounds(
+    engine: Engine,
+    draft_weights: DecoderWeights | None,
+    drafts: Sequence[StudyDraft],
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    on_draft: Callable[[int, int], None] = lambda done, total: None,
+) -> list[RoundCounts]:
+    """The rounds in which each draft's generation continues a prompt, which is processed once for all of them."""
+    cache, tokens = engine.cache, engine.plan.workload.new_tokens
+    assert cache is not None, "the engine is open"
+    cache.reset(1)
+    drafters = list(_drafters(cache, drafts))
+    observer = PromptObservers([drafter.policy for drafter in drafters])
+    ids = torch.tensor(prompt, device=engine.device)
+    logits = prefill(engine.decoder, engine.weights, cache, 0, ids, observer=observer)
+    request = Request.build(prompt, tokens, sampling)
+    seed = torch.tensor(sampling.seed, dtype=torch.int64, device=engine.device)
+    scored = [each.policy for each in drafters if each.collects and isinstance(each.policy, VerificationSelector)]
+    kept = [(tensor, tensor.clone()) for policy in scored for tensor in policy.state]
+    results = []
+    for drafter in drafters:
+        cache.finish_prompt(0, len(prompt))
+        for tensor, after_prefill in kept:
+            tensor.copy_(after_prefill)
+        weights = draft_weights if drafter.draft.quantized_weights else engine.weights
+        assert weights is not None, "weights are quantized for drafts that have their own"
+        parts = engine.decoder, engine.weights, weights, cache, drafter.policy, sampling, seed
+        speculator = ObservedSpeculator(*parts)
+        results.append(observe_rounds(speculator, request, speculator.first(logits[None])))
+        on_draft(len(results), len(drafters))
+    return results
 
 
 @dataclass(frozen=True)
@@ -238,14 +330,15 @@ class _Drafter:
 def _drafters(cache: Cache, drafts: Sequence[StudyDraft]) -> Iterator[_Drafter]:
     """Policies over one storage. Those that rank the same scores share them: they differ in ratio or in codes."""
     reading = {codes: AttentionMetadataBuilder(cache, codes) for codes in DraftCodes}
-    first: dict[object, RankedSelector] = {}
+    first: dict[object, VerificationSelector] = {}
     for draft in drafts:
         policy = token_selector(draft.selection.among_all, reading[draft.codes])
         collects = False
-        if isinstance(policy, RankedSelector):
+        if isinstance(policy, VerificationSelector):
             key = draft.policy == HINDSIGHT, replace(draft.selection, ratio=1.0)
             owner = first.setdefault(key, policy)
-            policy.scores, collects = owner.scores, owner is policy
+            policy.share_state(owner)
+            collects = owner is policy
         policy.start()
         yield _Drafter(draft, policy, collects)
 
@@ -258,18 +351,24 @@ def _round(
     target = engine.weights
     for drafter in drafters:
         if drafter.collects and drafter.draft.policy == HINDSIGHT:
-            _pass(engine, target, tokens, drafter.policy.target_metadata(ROUND))
+            _collect(engine, drafter.policy, tokens)
     drafted = [
         _drafted(engine, draft_weights if drafter.draft.quantized_weights else target, drafter.policy, tokens)
         for drafter in drafters
     ]
     for drafter in drafters:
         if drafter.collects and drafter.draft.policy != HINDSIGHT:
-            _pass(engine, target, tokens, drafter.policy.target_metadata(ROUND))
+            _collect(engine, drafter.policy, tokens)
     p = _pass(engine, target, tokens, AttentionMetadataBuilder(engine.cache).target_metadata(ROUND))[:GAMMA]
     engine.cache.advance(torch.full_like(engine.cache.lengths[:1], ROUND))
     overlaps = torch.stack([torch.minimum(p, q).sum(-1) for q in drafted])
     return overlaps.clamp_max(1)  # sums of float32 probabilities may pass 1
+
+
+def _collect(engine: Engine, policy: TokenSelector, tokens: Tensor) -> None:
+    """A verification of a round's tokens for the scores that it leaves; all of its drafts count as accepted."""
+    _pass(engine, engine.weights, tokens, policy.target_metadata(ROUND))
+    policy.after_verification(torch.full((1,), GAMMA, device=tokens.device))
 
 
 def _drafted(engine: Engine, weights: DecoderWeights | None, policy: TokenSelector, tokens: Tensor) -> Tensor:
@@ -290,7 +389,14 @@ def _pass(engine: Engine, weights: DecoderWeights, tokens: Tensor, metadata: Att
     return engine.decoder.step(weights, engine.cache, tokens, metadata)[0].float().softmax(-1)
 
 
-CONDITIONS = ("model", "text", "tokens", "calibration")  # which all rows of a file share, beside the device
+CONDITIONS = (
+    "model",
+    "text",
+    "tokens",
+    "calibration",
+    "verification",
+    "passages",
+)  # which all rows of a file share, beside the device
 
 
 @dataclass(frozen=True)
@@ -306,6 +412,7 @@ class SavedRow(Checked):
     mean: float = number(0, 1)
     tokens_per_round: float = number(1, MAX_TOKENS)
     by_position: tuple[float, ...] = numbers(0, 1)
+    verified: tuple[float, ...] = numbers(0, MAX_TOKENS, ())  # drafts at each position; none where rounds verified all
 
     @property
     def draft(self) -> tuple[int, StudyDraft]:
@@ -318,13 +425,14 @@ def row_of(result: DraftAcceptance) -> SavedRow:
     mean, by_position = clamp_share(result.mean), tuple(map(clamp_share, result.by_position))
     draft, tokens_per_round = result.draft, result.tokens_per_round
     reads = draft.policy, draft.ratio, draft.format
-    return SavedRow(result.context, *reads, result.rounds, mean, tokens_per_round, by_position)
+    return SavedRow(result.context, *reads, result.rounds, mean, tokens_per_round, by_position, result.verified)
 
 
 @dataclass(frozen=True)
 class SavedStudy(ResultFile):
     """The conditions that all rows share, and the rows. calibration: the text of 4-bit weights; "" for the model's own.
 
+    verification: how rounds went on, by default as in files that do not say it. passages: prompts, of `tokens` each.
     device, date and software are those of the run that wrote the file last.
     """
 
@@ -333,6 +441,8 @@ class SavedStudy(ResultFile):
     model: str = text()
     tokens: int = whole(MIN_TOKENS, MAX_TOKENS_MEASURED)
     calibration: str = text("")
+    verification: str = one_of(VERIFICATIONS, default=TEACHER_FORCED)
+    passages: int = whole(1, MAX_PASSAGES, 1)
     rows: tuple[SavedRow, ...] = parts(SavedRow, ())
     device: str = text("")
     date: str = text("")
@@ -371,17 +481,27 @@ class SavedStudy(ResultFile):
 def acceptance_rows(study: SavedStudy, shape: ModelShape, checkpoint: str) -> list[AcceptanceRow]:
     """Rows for `recommend` from a study on this machine, of the drafts that plans can have.
 
-    shape: of the model. checkpoint: as `AcceptanceRow` has it.
+    A row for each draft, or for each position that enough drafts reached, where rejected ones were dropped. shape: of
+    the model. checkpoint: as `AcceptanceRow` has it. Raises WorkloadError for greedy rounds: rows are of temperature 1.
     """
+    if study.verification == GREEDY:
+        raise WorkloadError(f"verification is {GREEDY}; allowed for rows of acceptance: {SAMPLED}, {TEACHER_FORCED}")
     shape, device_type = replace(shape, name=study.model), "cuda" if torch.cuda.is_available() else "cpu"
-    where = f"teacher-forced over {study.tokens} tokens of {study.text}, {study.device}"
-    return [
-        measured_row(
-            device_type, shape, study.text, row.context, where,
-            calibrated=bool(study.calibration), yarn=yarn_factor(shape, row.context + study.tokens),
-            draft=row.draft[1].row_name, acceptance=row.mean, ratio=row.ratio, gamma=GAMMA,
-            checkpoint=checkpoint, tokens=study.tokens,
-        )
-        for row in study.rows
-        if row.draft[1].row_name
-    ]  # fmt: skip
+    rows = []
+    for row in study.rows:
+        if not row.draft[1].row_name:
+            continue
+        fields: dict[str, Any] = {
+            "calibrated": bool(study.calibration), "yarn": yarn_factor(shape, row.context + study.tokens),
+            "draft": row.draft[1].row_name, "ratio": row.ratio, "gamma": GAMMA, "checkpoint": checkpoint,
+        }  # fmt: skip
+        measured = partial(measured_row, device_type, shape, study.text, row.context, **fields)
+        if not row.verified:
+            where = f"teacher-forced over {study.tokens} tokens of {study.text}, {study.device}"
+            rows.append(measured(where, acceptance=row.mean, tokens=study.tokens))
+            continue
+        for position, (verified, acceptance) in enumerate(zip(row.verified, row.by_position, strict=True), start=1):
+            if verified >= MIN_DRAFTS:
+                where = f"{verified:g} drafts at position {position} after {study.text}, {study.device}"
+                rows.append(measured(where, acceptance=acceptance, position=position, tokens=int(verified)))
+    return rows

@@ -11,11 +11,17 @@ WEIGHTS = "specattn-weights"
 # Of `study drafts`: a plan's selection, and the hyperparameters that differ from it.
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "streamingllm": ("streamingllm", {}), "snapkv": ("snapkv", {}), "specextend": ("specextend", {"page": 1}),
-    "specattn": ("specattn", {}), WEIGHTS: (WEIGHTS, {}), "specattn-heads": (WEIGHTS, {"per_kv_head": True}),
-    "specattn-logits": (WEIGHTS, {"score": "logits"}), "specattn-all": (WEIGHTS, {"rows": "all"}),
+    "specextend-last": ("specextend", {"page": 1, "rows": "last"}),
+    "specattn": ("specattn", {}), "specattn-eq2": ("specattn", {"rows": "all"}),
+    "specattn-accepted": ("specattn", {"rows": "accepted"}), WEIGHTS: (WEIGHTS, {}),
+    "specattn-heads": (WEIGHTS, {"per_kv_head": True}), "specattn-logits": (WEIGHTS, {"score": "logits"}),
+    "specattn-all": (WEIGHTS, {"rows": "all"}),
     HINDSIGHT: (WEIGHTS, {"rows": "all", "per_kv_head": True}), "quest": ("quest", {}),
     "progressive": ("progressive", {}), "oracle": ("oracle", {}),
 }  # fmt: skip
+# How its rounds go on. In all but the last the model generates, and rejected drafts are dropped as in an engine. The
+# last takes a text's own tokens as drafts, all of which count as accepted.
+SAMPLED, GREEDY, TEACHER_FORCED = VERIFICATIONS = ("sampled", "greedy", "teacher-forced")
 FORMATS = {"bf16": (DraftCodes.FULL, False), "kv4": (DraftCodes.UPPER, False), "w4kv4": (DraftCodes.UPPER, True)}
 
 RANDOM = "random"

@@ -26,7 +26,7 @@ def test_rows_go_to_json_and_to_a_page_that_loads_nothing(
     output, html = tmp_path / "study.json", tmp_path / "study.html"
     shown = invoke("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--tokens", 16,
                    "--ratios", 0.5, "--policies", "specattn", "progressive", "--formats", "bf16", "kv4",
-                   "--output", output, "--html", html).stdout  # fmt: skip
+                   "--verification", "teacher-forced", "--output", output, "--html", html).stdout  # fmt: skip
     document = json.loads(output.read_text())
     cases = [(row["policy"], row["ratio"], row["format"]) for row in document["rows"]]
     sparse = [(name, 0.5, form) for name in ("specattn", "progressive") for form in ("bf16", "kv4")]
@@ -71,7 +71,8 @@ def study(invoke: Any, tiny_folder: Path, text: Path, tmp_path: Path) -> Any:
     def run(*options: object) -> dict[str, Any]:
         output = tmp_path / "study.json"
         ran = invoke("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--tokens", 16,
-                     "--ratios", 0.5, "--formats", "bf16", "--output", output, *options)  # fmt: skip
+                     "--ratios", 0.5, "--formats", "bf16", "--verification", "teacher-forced", "--output", output,
+                     *options)  # fmt: skip
         assert ran.exit_code == 0, ran.output
         return json.loads(output.read_text())
 
@@ -95,7 +96,8 @@ def test_each_context_is_saved_before_the_next_one_is_measured(
     """The text is shorter than the second context, which shows when its turn comes."""
     output = tmp_path / "study.json"
     message = refuses("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, 3600, "--tokens", 16,
-                      "--ratios", 0.5, "--policies", "specattn", "--formats", "bf16", "--output", output)  # fmt: skip
+                      "--ratios", 0.5, "--policies", "specattn", "--formats", "bf16",
+                      "--verification", "teacher-forced", "--output", output)  # fmt: skip
     assert "the text has 3180 tokens" in message
     assert [row["context"] for row in json.loads(output.read_text())["rows"]] == [270]
 
@@ -123,13 +125,36 @@ def test_a_study_of_other_conditions_is_not_resumed(
 ) -> None:
     study("--policies", "specattn")
     output = tmp_path / "study.json"
-    again = ("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--resume")
+    again = ("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--resume",
+             "--verification", "teacher-forced")  # fmt: skip
     assert "its tokens is 16; allowed: 32" in refuses(*again, "--tokens", 32, "--output", output)
     assert "--resume needs --output" in refuses(*again, "--tokens", 16)
     for damaged, problem in (("[]", "it is []"), ('{"schema": 1, "rows": [{"context": 0}]}', "context is 0")):
         output.write_text(damaged)
         assert problem in refuses(*again, "--tokens", 16, "--output", output)
         assert output.read_text() == damaged
+
+
+def test_sampled_rounds_are_saved_with_how_they_went_on(
+    invoke: Any, refuses: Any, tiny_folder: Path, text: Path, tmp_path: Path
+) -> None:
+    output, html, rows = (tmp_path / name for name in ("study.json", "study.html", "rows.json"))
+    command = ("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--tokens", 32, "--ratios", 0.5,
+               "--policies", "specextend", "streamingllm", "--formats", "bf16", "--passages", 2)  # fmt: skip
+    shown = invoke(*command, "--output", output, "--html", html, "--rows", rows).stdout
+    document = json.loads(output.read_text())
+    assert (document["verification"], document["passages"]) == ("sampled", 2)
+    assert "sampled rounds" in shown
+    for row in document["rows"]:
+        assert row["verified"][0] == row["rounds"] >= 4
+        assert len(row["verified"]) == len(row["by_position"]) <= 7
+        assert 1 <= row["tokens_per_round"] <= 8
+    assert html.read_text().count("<table>") == 1
+    assert "its verification is 'sampled'; allowed: 'greedy'" in refuses(
+        *command, "--verification", "greedy", "--resume", "--output", output
+    )
+    message = refuses(*command, "--verification", "greedy", "--rows", rows)
+    assert "--rows cannot be combined with --verification greedy" in message
 
 
 # `ridgeplan study dapq`: its JSON, plots, tables and errors.

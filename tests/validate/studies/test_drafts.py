@@ -1,11 +1,27 @@
 """The study of sparse drafts: what it measures on a tiny model, by values that follow from what a draft reads."""
 
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
 import pytest
 
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.plan import Plan, Speculation, Workload
 from ridgeplan.roofline.plan.policies.selections import SpecAttnWeights
-from ridgeplan.runtime import WorkloadError
+from ridgeplan.runtime import WorkloadError, load
 from ridgeplan.validate.acceptance import Passage
-from ridgeplan.validate.studies.drafts import GAMMA, DraftAcceptance, StudyDraft, drafts_of, study
+from ridgeplan.validate.prompts import prompt_batch
+from ridgeplan.validate.studies import drafts as drafts_module
+from ridgeplan.validate.studies.drafts import (
+    GAMMA,
+    DraftAcceptance,
+    SavedStudy,
+    StudyDraft,
+    acceptance_rows,
+    drafts_of,
+    study,
+)
 
 TEXT = "It was the best of times, it was the worst of times. " * 60
 CONTEXT, TOKENS = 300, 32  # 300 to 332 tokens: codes of 128, and of 256 from 384 on
@@ -24,7 +40,7 @@ def agreement_of(tiny_folder):
         StudyDraft("streamingllm", CHOOSING, "bf16"),
     ]
     passage = Passage(TEXT, "cities", (CONTEXT,), TOKENS)
-    measured = study(str(tiny_folder), passage, question, device="cpu")
+    measured = study(str(tiny_folder), passage, question, device="cpu", verification="teacher-forced")
     return {(row.draft.policy, row.draft.ratio, row.draft.format): row for row in measured}
 
 
@@ -82,10 +98,100 @@ def test_drafts_with_nothing_to_choose_are_named_and_not_measured(tiny_folder):
     assert not StudyDraft("all", 1.0, "kv4").starved_at(1)
     question = [StudyDraft("streamingllm", ratio, "bf16") for ratio in (0.1, 0.4, 0.6)]
     with pytest.warns(UserWarning, match="not measured at 300 tokens: streamingllm at 0.1, 0.4, whose"):
-        rows = list(study(str(tiny_folder), Passage(TEXT, "cities", (CONTEXT,), 16), question, device="cpu"))
+        passage = Passage(TEXT, "cities", (CONTEXT,), 16)
+        rows = list(study(str(tiny_folder), passage, question, device="cpu", verification="teacher-forced"))
     assert [row.draft.ratio for row in rows] == [0.6]
 
 
 def test_fewer_tokens_than_two_rounds_are_refused_before_anything_is_loaded():
-    with pytest.raises(WorkloadError, match="tokens is 8; allowed: 16 or more"):
-        next(study("no model", Passage(TEXT, "cities", (CONTEXT,), 8), [StudyDraft("quest", 0.6, "bf16")]))
+    for tokens, verification, allowed in ((8, "teacher-forced", 16), (16, "sampled", 24), (16, "greedy", 24)):
+        passage, draft = Passage(TEXT, "cities", (CONTEXT,), tokens), StudyDraft("quest", 0.6, "bf16")
+        with pytest.raises(WorkloadError, match=f"tokens is {tokens}; allowed: {allowed} or more"):
+            next(study("no model", passage, [draft], verification=verification))
+
+
+# Rounds that drop rejected drafts.
+
+
+@pytest.fixture(scope="module")
+def real_rounds(tiny_folder):
+    """Sampled and greedy rounds after two passages; drafts of sparse tokens are often rejected by a random model."""
+
+    def measured(verification):
+        names = ("specextend", "specextend-last", "specattn-eq2", "specattn-accepted", "streamingllm", "snapkv")
+        question = [
+            StudyDraft("all", 1.0, "bf16"),
+            StudyDraft("all", 1.0, "kv4"),
+            *(StudyDraft(name, CHOOSING, "bf16") for name in names),
+            StudyDraft("quest", CHOOSING, "kv4"),
+        ]
+        passage = Passage(TEXT, "cities", (CONTEXT,), 48)
+        rows = study(str(tiny_folder), passage, question, "cpu", verification=verification, passages=2)
+        return {(row.draft.policy, row.draft.format): row for row in rows}
+
+    return {name: measured(name) for name in ("sampled", "greedy")}
+
+
+def test_sampled_rounds_count_drafts_up_to_the_first_rejected_one(real_rounds):
+    for row in real_rounds["sampled"].values():
+        assert row.verified[0] == row.rounds
+        assert all(later <= earlier for earlier, later in pairwise(row.verified))
+        assert row.tokens_per_round == row.tokens / row.rounds
+        assert row.mean == pytest.approx(
+            sum(a * n for a, n in zip(row.by_position, row.verified, strict=True)) / sum(row.verified)
+        )
+    everything = real_rounds["sampled"]["all", "bf16"]
+    assert everything.by_position == pytest.approx([1.0] * GAMMA, abs=1e-5)
+    assert everything.tokens_per_round == GAMMA + 1
+    assert real_rounds["sampled"]["streamingllm", "bf16"].tokens_per_round < GAMMA + 1
+
+
+def test_greedy_rounds_accept_a_draft_or_not(real_rounds):
+    for row in real_rounds["greedy"].values():
+        accepted = [share * count for share, count in zip(row.by_position, row.verified, strict=True)]
+        assert accepted == pytest.approx([round(count) for count in accepted])
+        assert row.tokens == row.rounds + round(sum(accepted))  # the next token is the target's own
+        assert list(row.verified[1:]) == [round(count) for count in accepted[: len(row.verified) - 1]]
+
+
+def test_an_engine_that_generates_has_the_rounds_of_the_study(tiny_folder):
+    """Greedy, from the same prompt, with the plan of the same drafts: accepted and verified drafts of each position."""
+    draft = StudyDraft("specextend", CHOOSING, "bf16")
+    passage = Passage(TEXT, "cities", (CONTEXT,), 64)
+    (row,) = study(str(tiny_folder), passage, [draft], "cpu", verification="greedy")
+    plan = Plan(
+        Workload(tiny_folder.name, "h200", CONTEXT, 64), speculation=Speculation(GAMMA, selection=draft.selection)
+    )
+    engine = load(plan, str(tiny_folder), device="cpu")
+    prompt = prompt_batch(engine.tokenizer, CONTEXT, 1, TEXT)
+    rounds = [len(gained[0]) for gained in engine.stream_batch(prompt, 64)]
+    counted = rounds[2:-1]  # without the token of prefill, the first round and the last
+    assert (row.rounds, row.tokens) == (len(counted), sum(counted))
+
+
+def test_hindsight_is_left_out_of_real_rounds(tiny_folder):
+    question = [StudyDraft(name, CHOOSING, "bf16") for name in ("hindsight", "streamingllm")]
+    with pytest.warns(UserWarning, match="not measured: hindsight, which only teacher-forced rounds can know"):
+        rows = list(study(str(tiny_folder), Passage(TEXT, "cities", (CONTEXT,), 24), question, "cpu"))
+    assert [row.draft.policy for row in rows] == ["streamingllm"]
+
+
+def test_files_of_all_accepted_drafts_stay_readable_and_are_not_resumed_by_real_rounds(tmp_path):
+    """Files from before rounds were real say nothing of them, and all of their drafts count as accepted."""
+    path = Path(drafts_module.__file__).parents[1] / "results" / "study_drafts_smollm2.json"
+    saved = SavedStudy.read(path)
+    assert (saved.verification, saved.passages) == ("teacher-forced", 1)
+    assert all(row.verified == () and len(row.by_position) == GAMMA for row in saved.rows)
+    real = SavedStudy(saved.model, saved.tokens, saved.calibration, "sampled", device=saved.device, text=saved.text)
+    with pytest.raises(WorkloadError, match="its verification is 'teacher-forced'; allowed: 'sampled'"):
+        real.resumed(path)
+
+
+def test_real_rounds_make_rows_of_positions_with_enough_drafts():
+    draft = DraftAcceptance(StudyDraft("quest", 0.1, "bf16"), 100, 90, (0.5, 0.8, 0.9), (90, 40, 31), 200)
+    saved = SavedStudy("SmolLM2-135M", 64, "", "sampled", text="novel").with_row(draft)
+    rows = acceptance_rows(saved, load_shape("SmolLM2-135M"), "")
+    assert [(row.position, row.acceptance, row.tokens) for row in rows] == [(1, 0.5, 90), (2, 0.8, 40)]
+    greedy = replace(saved, verification="greedy")
+    with pytest.raises(WorkloadError, match="verification is greedy; allowed for rows of acceptance: sampled"):
+        acceptance_rows(greedy, load_shape("SmolLM2-135M"), "")
