@@ -16,6 +16,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.passes import WINDOWED_ATTENTION, category
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
+from ridgeplan.roofline.plan.policy import AllTokens
 from ridgeplan.roofline.plan.presets import PRESETS, describe
 
 MIN_SHARE = 0.005  # of a target step; smaller overheads are not mentioned
@@ -126,10 +127,24 @@ def explain(word: str) -> str:
 
 
 def explain_plan(name: str) -> str:
-    """How a plan differs from plain decoding, and its quality cost. Raises PlanError for an unknown name."""
+    """How a plan differs from plain decoding, what its policies do, and its quality cost.
+
+    Raises PlanError for an unknown name.
+    """
     plan = named_plan(name, Workload("any", "any", 32_768))
+    is_preset = name in PRESETS
+    sentences = [f"{'A preset' if is_preset else 'A plan'}: {describe(plan)}.", *_policy_texts(plan)]
+    if is_preset and plan.speculation.active:
+        gamma = plan.speculation.gamma
+        sentences.append(f"The preset drafts {gamma} tokens a round; `plan` searches for the best number.")
     cost = "; ".join(losses(plan)) or "none; the output keeps the model's distribution"
-    published = name in PRESETS and plan.speculation.active
-    drafts = f" Drafts {plan.speculation.gamma} tokens a round as published." if published else ""
-    kind = "A preset" if name in PRESETS else "A plan"
-    return f"{kind}: {describe(plan)}.{drafts} Quality cost: {cost}."
+    return " ".join([*sentences, f"Quality cost: {cost}."])
+
+
+def _policy_texts(plan: Plan) -> Iterator[str]:
+    """A sentence on the tokens that each policy of a plan selects or keeps: the first of its class's docstring."""
+    selections = [axis.selection for axis in (plan.attention, plan.speculation) if axis.selection != AllTokens()]
+    evictions = [plan.eviction.method] if plan.eviction.method else []
+    for policy in (*evictions, *selections):
+        first_paragraph, *_ = (type(policy).__doc__ or "").split("\n\n")
+        yield f"{policy.name}: {' '.join(first_paragraph.split())}"

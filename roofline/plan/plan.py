@@ -176,11 +176,10 @@ class KVCache(PlanPart):
 class Eviction(PlanPart):
     """One-time eviction after prefill.
 
-    The budget is of prompt tokens that stay in a layer, on average over the layers: a number, or a share of the
-    workload's context. policy: a name of `EVICTIONS`, or none. settings: its hyperparameters that differ from their
-    defaults. chunk: prompts go
-    through all layers in chunks of up to so many tokens, and each layer evicts after every chunk; 0 is at once, as are
-    a chunk or a budget of the whole context.
+    policy: a name of `EVICTIONS`, or none. budget: number of prompt tokens that a layer keeps, on average over the
+    layers. share: the same as a share of the workload's context, instead of `budget`. settings: the hyperparameters
+    that differ from their defaults. chunk: most tokens of a prompt that go through all layers together; each layer
+    evicts after every chunk. With 0, or with a chunk or a budget of the whole context, the prompt is one chunk.
     """
 
     policy: str = text(default=NO_EVICTION)

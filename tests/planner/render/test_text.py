@@ -32,3 +32,13 @@ def test_case_does_not_matter_and_near_words_are_named() -> None:
 
 def test_words_of_answers_and_profiles_are_explained() -> None:
     assert all(explain(word) for word in (*Quality, "spread"))
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("specextend", "specextend: Pages that the last verified token attended to most,"),
+    ("dapq", "dapq: Pseudo queries score a prompt:"),
+    ("progressive-target", "progressive: The tokens that each draft's query scores highest by 2-bit keys,"),
+])  # fmt: skip
+def test_a_preset_says_which_tokens_its_policy_keeps(name: str, text: str) -> None:
+    assert text in explain(name)
+    assert text not in explain("quantspec")
