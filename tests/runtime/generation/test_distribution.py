@@ -14,7 +14,7 @@ from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.sampling import SamplingParams
 
 VOCAB = 16
-ROWS, FEWER_ROWS = 1500, 450  # the fewer are of one selection among nine, whose counts are added
+ROWS, FEWER_ROWS = 1500, 450  # the fewer are of each selection; the counts of all selections are added
 SELECTIONS = (
     "streamingllm", "snapkv", "quest", "specextend", "specattn", "progressive", "oracle", "clusterkv", "shadowkv",
 )  # fmt: skip
