@@ -35,7 +35,7 @@ PAGE_TOKENS = 16  # of a page of the KV cache
 BLOCK_TOKENS, SPLIT_MARGIN, MAX_SPLITS = 128, 1.1, 32
 
 
-class Ceilings(Protocol):
+class MachinePeaks(Protocol):
     """What an engine's steps need of a machine: `Hardware` and `Machine` have it."""
 
     @property
@@ -132,15 +132,15 @@ class EngineRates:
             kv=KVRate(where(codes, coded.inverse, full.inverse), where(codes, coded.sm_share, full.sm_share)),
         )
 
-    def step_s(self, shape: ModelShape, machine: Ceilings, step: EngineStep) -> Term:
+    def step_s(self, shape: ModelShape, machine: MachinePeaks, step: EngineStep) -> Term:
         """Seconds of one step."""
         return sum(seconds for _, seconds in self.timed(shape, machine, step))
 
-    def timed(self, shape: ModelShape, machine: Ceilings, step: EngineStep) -> list[tuple[Op, Term]]:
+    def timed(self, shape: ModelShape, machine: MachinePeaks, step: EngineStep) -> list[tuple[Op, Term]]:
         """Every operation of a step with its seconds."""
         return [(op, self._op_seconds(op, shape, machine, step)) for op in step.operations(shape)]
 
-    def _op_seconds(self, op: Op, shape: ModelShape, machine: Ceilings, step: EngineStep) -> Term:
+    def _op_seconds(self, op: Op, shape: ModelShape, machine: MachinePeaks, step: EngineStep) -> Term:
         launch_s = op.launches * getattr(self, f"{launch_kind(op)}_s")
         peak = self.attention_compute if op.category == "attention" else self.linear_compute
         compute_s = op.total.flops / (machine.compute_flops * peak)
@@ -194,7 +194,7 @@ def weight_bits(op: Op, shape: ModelShape, step: EngineStep) -> Term:
     return 8 * stored_bytes(part, step.weight_bits / 8)
 
 
-def read_seconds(op: Op, shape: ModelShape, machine: Ceilings, step: EngineStep) -> Term:
+def read_seconds(op: Op, shape: ModelShape, machine: MachinePeaks, step: EngineStep) -> Term:
     """Seconds in which an operation moves its bytes at the full bandwidth, by as many SMs as read them."""
     seconds = op.total.bytes / machine.bandwidth_bytes_per_s
     if op.category != "attention" or not np.any(step.kv.sm_share):

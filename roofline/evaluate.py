@@ -79,10 +79,10 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
         first_leaves = minimum(maximum(offloading.departures.threshold(0), start), end)
         middle = where(leaves, first_leaves, end)
         share = (middle - start) / (end - start)
-        whole, leaving = rounds(start, middle, GENERATION_NODES), rounds(middle, end, STAIRCASE_NODES)
+        resident, leaving = rounds(start, middle, GENERATION_NODES), rounds(middle, end, STAIRCASE_NODES)
         link = HostLink(shape, machine, strategy, offloading.host)
         moved_s = leaves * link.departure_seconds(offloading.departures) / strategy.new_tokens
-        mean = _combined(whole, leaving, share)
+        mean = _combined(resident, leaving, share)
         mean = replace(mean, flush_s=mean.flush_s + moved_s * round_tokens(strategy))
     else:
         mean = rounds(start, end, GENERATION_NODES)

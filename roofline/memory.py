@@ -446,8 +446,9 @@ def _host_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBr
     tokens, code_planes, group = strategy.final_tokens, strategy.code_planes, strategy.kv_group
     codes = strategy.target_loads * code_memory(shape, strategy.batch, tokens, code_planes, group)
     lower = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2
-    whole = where(strategy.loads_codes, strategy.batch * tokens * _row_bytes(shape), (parts.kv - codes) / shape.layers)
-    return strategy.offload.lower_only * lower + (1 - strategy.offload.lower_only) * whole
+    rows = strategy.batch * tokens * _row_bytes(shape)
+    all_tokens = where(strategy.loads_codes, rows, (parts.kv - codes) / shape.layers)
+    return strategy.offload.lower_only * lower + (1 - strategy.offload.lower_only) * all_tokens
 
 
 def _row_bytes(shape: ModelShape) -> Term:

@@ -22,7 +22,7 @@ from ridgeplan.roofline.plan.plan import Placement, Plan
 from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.strategy import ELASTIC_OVERLAP
 from ridgeplan.runtime.kv.cache import Cache
-from ridgeplan.runtime.offload.slots import Choice, LoadsAhead
+from ridgeplan.runtime.offload.slots import ChosenTokens, LoadsAhead
 from ridgeplan.runtime.policies import SELECTORS
 from ridgeplan.runtime.policies.base import SparseSelector
 from ridgeplan.validate.random_model import RandomModel, fill, measured_round
@@ -46,7 +46,7 @@ class DriftingCache(Cache):
         fill(self, plan.workload.context)
         self._old_tokens = quantized_groups(plan.workload.context, self.config.group) * self.config.group
         self._read = chosen_tokens(plan)
-        self._orders: dict[tuple[int, int, int], Run] = {}
+        self._orders: dict[tuple[int, int, int], UnitOrder] = {}
         self._moves = torch.zeros(1, dtype=torch.int64, device=self.lengths.device)
         self._chosen: Tensor | None = None
 
@@ -54,35 +54,35 @@ class DriftingCache(Cache):
         """From now on each step chooses so many tokens, or pages, that the one before had not."""
         self._moves.fill_(units)
 
-    def load_chosen(self, layer: int, choice: Choice, ahead: LoadsAhead | None = None) -> Tensor:
+    def load_chosen(self, layer: int, choice: ChosenTokens, ahead: LoadsAhead | None = None) -> Tensor:
         if layer >= self.first_on_host and ahead is None:
             choice = self._other(layer, choice)
         return super().load_chosen(layer, choice, ahead)
 
-    def begin_loading(self, choose: Callable[[int], Choice], shared_across_layers: bool) -> LoadsAhead | None:
+    def begin_loading(self, choose: Callable[[int], ChosenTokens], shared_across_layers: bool) -> LoadsAhead | None:
         return super().begin_loading(lambda layer: self._other(layer, choose(layer)), shared_across_layers)
 
-    def _other(self, layer: int, choice: Choice) -> Choice:
+    def _other(self, layer: int, choice: ChosenTokens) -> ChosenTokens:
         index, count, page = choice
         if layer == self.first_on_host:
-            self._chosen = self._run(index.shape[1], index.shape[2], page).next(self._moves)
+            self._chosen = self._unit_order(index.shape[1], index.shape[2], page).next(self._moves)
         assert self._chosen is not None, "layers come in order"
         return self._chosen[: len(index)], count, page
 
-    def _run(self, sets: int, width: int, page: int) -> Run:
+    def _unit_order(self, sets: int, width: int, page: int) -> UnitOrder:
         kind = sets, width, page
         if kind not in self._orders:
             sizes, device = (self.config.batch, sets, self._old_tokens // page), self.lengths.device
             with torch.inference_mode(False):  # it outlives this pass
                 drawn = torch.rand(sizes, generator=torch.Generator(device).manual_seed(0), device=device)
-                self._orders[kind] = Run(
+                self._orders[kind] = UnitOrder(
                     drawn.argsort(-1).int(), torch.arange(width, device=device), self._read // page
                 )
         return self._orders[kind]
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class UnitOrder:
     """order: the old units of every row and set in random order, int32 [batch, sets, units]. places: int64 [width], of
     those that are chosen, of which the first `read` are read.
     """

@@ -38,7 +38,7 @@ class BatchTooLarge(EngineFailed):
     """A batch whose sequences do not all decode at once: the engine's memory or its limit holds fewer."""
 
 
-class Engine(Protocol):
+class ServingEngine(Protocol):
     """An engine that can be measured."""
 
     version: str
@@ -48,7 +48,7 @@ class Engine(Protocol):
 
 
 def measure_steps(
-    engine: Engine, shape: ModelShape, contexts: Sequence[int], batches: Sequence[int], weights: str, kv: str,
+    engine: ServingEngine, shape: ModelShape, contexts: Sequence[int], batches: Sequence[int], weights: str, kv: str,
     on_case: OnCase = lambda what, done, total: None, on_skip: Callable[[str], None] = lambda why: None,
 ) -> Iterator[MeasuredStep]:  # fmt: skip
     """One measured step for each context and batch, the longest context first: shorter prompts are its beginnings.
@@ -131,7 +131,7 @@ class CompletionsServer:
         return self.version
 
     def step(self, context: int, batch: int) -> tuple[float, int]:
-        """As `Engine.step`: the requests start together, and their time is that while all of them decode."""
+        """As `ServingEngine.step`: the requests start together, and their time is that while all of them decode."""
         prompts = self._prompts(context, batch)
         self._run(prompts, 1)  # to the prefix cache, where there is one
         new_tokens = NEW_TOKENS
@@ -291,7 +291,7 @@ class InProcessVllm:
         return cls(llm, vllm.__version__, vocab)
 
     def step(self, context: int, batch: int) -> tuple[float, int]:
-        """As `Engine.step`: the median time between two steps of the engine."""
+        """As `ServingEngine.step`: the median time between two steps of the engine."""
         requests = [{"prompt_token_ids": prompt} for prompt in random_prompts(self.vocab, context, batch)]
         first, many = (
             import_module("vllm").SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)

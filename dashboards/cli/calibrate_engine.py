@@ -25,9 +25,9 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.validate.engine_steps import (
     CompletionsServer,
-    Engine,
     EngineFailed,
     InProcessVllm,
+    ServingEngine,
     measure_steps,
     saved_config,
 )
@@ -85,7 +85,7 @@ def calibrate_engine(
 def _connect(
     engine: str, model: str, shape: ModelShape, url: str | None, served_model: str | None, weights: str, kv: str,
     load_format: str, longest: int,
-) -> Engine:  # fmt: skip
+) -> ServingEngine:  # fmt: skip
     if url is not None:
         return CompletionsServer.connect(url, shape.vocab, served_model)
     echo(f"starting {ENGINES[engine].title}; it prints its own log", err=True)

@@ -132,7 +132,7 @@ LINES = (("adaptive_ms", "as many layers on the host as must be", SERIES[0]),
 
 
 @dataclass(frozen=True)
-class MeasuredStep(Checked):
+class PlacementBenchRow(Checked):
     """One row of the benchmark, with its name and how long it took. Raises FigureError for wrong values."""
 
     error = FigureError
@@ -171,7 +171,7 @@ def measured_rows(path: Path) -> list[Row]:
     cliff = results.get("cliff") if isinstance(results, dict) else None
     if not (isinstance(cliff, list) and cliff):
         raise FigureError(f"{str(path)!r} has the section 'cliff' as {brief(cliff)}; allowed: a list of rows")
-    steps = [build(MeasuredStep, row, f"{path.name}: ") for row in cliff]
+    steps = [build(PlacementBenchRow, row, f"{path.name}: ") for row in cliff]
     return [
         {"tokens": step.context, "source": "measured", "layers_on_host": step.host_layers,
          "adaptive_ms": step.adaptive_ms, "static_ms": step.static_ms}

@@ -26,7 +26,7 @@ from ridgeplan.runtime.kv.storage import CodedLayers, KVStore
 from ridgeplan.runtime.offload.host_store import HostKVStore
 from ridgeplan.runtime.offload.movable import movable_layers
 from ridgeplan.runtime.offload.slot_store import SlotStore
-from ridgeplan.runtime.offload.slots import Choice, LoadsAhead, SlotLoader
+from ridgeplan.runtime.offload.slots import ChosenTokens, LoadsAhead, SlotLoader
 from ridgeplan.runtime.offload.streaming import LayerStream
 
 
@@ -206,7 +206,7 @@ class Cache:
             old = self.quantized(self.lengths)
             self.stream.begin(old // self.config.group if self.config.buffered else old)
 
-    def load_chosen(self, layer: int, choice: Choice, ahead: LoadsAhead | None = None) -> Tensor:
+    def load_chosen(self, layer: int, choice: ChosenTokens, ahead: LoadsAhead | None = None) -> Tensor:
         """The slots in `full` of the chosen old tokens or pages; those of a layer on the host are loaded first.
 
         ahead: the result of `begin_loading`, if the selection was known before the pass.
@@ -216,7 +216,7 @@ class Cache:
         number = layer - self.first_on_host
         return self.loader.load(number, choice) if ahead is None else ahead.slots(number)
 
-    def begin_loading(self, choose: Callable[[int], Choice], shared_across_layers: bool) -> LoadsAhead | None:
+    def begin_loading(self, choose: Callable[[int], ChosenTokens], shared_across_layers: bool) -> LoadsAhead | None:
         """Starts loading the slots of layers on the host for a query whose selection is known before its pass.
 
         choose: from a layer's index to its selection. shared_across_layers: whether it is the same in all layers.

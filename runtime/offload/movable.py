@@ -103,21 +103,21 @@ class MovableFullKV:
 
     def max_tokens(self, resident: int) -> int:
         """Tokens of a row, with those of a pass, that fit while `resident` layers are on the device."""
-        whole = self.config.slots(self.config.longest)
+        longest_row = self.config.slots(self.config.longest)
         if not resident:
-            return whole
-        return min(whole, layer_capacity(self.slots, self.layers, resident, self.config.host_slots))
+            return longest_row
+        return min(longest_row, layer_capacity(self.slots, self.layers, resident, self.config.host_slots))
 
     def stores(self, resident: int) -> list[KVStore | HostKVStore]:
         """The storage of all layers in order, the first `resident` of them on the device."""
         config, away, slots = self.config, self.layers - resident, self.config.host_slots
-        found: list[KVStore | HostKVStore] = []
+        stores: list[KVStore | HostKVStore] = []
         if resident:
-            found.append(KVStore(config, *self._views(0, resident, self.max_tokens(resident))))
+            stores.append(KVStore(config, *self._views(0, resident, self.max_tokens(resident))))
         if away:
             near = self._views(self.slots - away * slots, away, slots)
-            found.append(HostKVStore(config, *near, self.on_host[resident - self.staying :], self.tables, resident))
-        return found
+            stores.append(HostKVStore(config, *near, self.on_host[resident - self.staying :], self.tables, resident))
+        return stores
 
     def _views(self, first_slot: int, layers: int, slots: int) -> KeysAndValues:
         """Keys and values [layers, batch, kv_heads, slots, head_dim] from a slot of the memory on."""
@@ -214,8 +214,10 @@ class MovableCodes:
 
     def capacity(self, resident: int) -> int:
         """Groups that rows may have while `resident` layers are on the device."""
-        whole = self.config.groups(self.config.longest)
-        return min(whole, layer_capacity(self.groups, self.layers, resident, 0)) if resident else whole
+        longest_row = self.config.groups(self.config.longest)
+        if not resident:
+            return longest_row
+        return min(longest_row, layer_capacity(self.groups, self.layers, resident, 0))
 
     def max_tokens(self, resident: int) -> int:
         """Tokens of a row, with those of a pass, that fit while `resident` layers are on the device."""

@@ -16,7 +16,7 @@ from ridgeplan.kernels.offload import SlotLoads
 from ridgeplan.runtime.offload.side_stream import SideStream
 from ridgeplan.runtime.offload.slot_store import ALL_LAYERS, SlotStore
 
-Choice = tuple[Tensor, Tensor, int]  # index, count and page, as `sparse_decode_attention` takes them
+ChosenTokens = tuple[Tensor, Tensor, int]  # index, count and page, as `sparse_decode_attention` takes them
 
 
 class SlotLoader:
@@ -26,7 +26,7 @@ class SlotLoader:
         self.store, self.prefetch = store, prefetch
         self.side = SideStream(device)
 
-    def load(self, layer: int, choice: Choice) -> Tensor:
+    def load(self, layer: int, choice: ChosenTokens) -> Tensor:
         """Loads the chosen units of a layer that no slot holds yet; returns the slots of all chosen units."""
         loads = self.store.resolve(layer, *choice)
         self.store.gather(layer, loads, choice[2])
@@ -40,11 +40,11 @@ class LoadsAhead:
     pass still has to read. If layers share a selection, their slots hold the same tokens and are resolved once.
     """
 
-    def __init__(self, loader: SlotLoader, choose: Callable[[int], Choice], shared_across_layers: bool) -> None:
+    def __init__(self, loader: SlotLoader, choose: Callable[[int], ChosenTokens], shared_across_layers: bool) -> None:
         self._loader, self._choose = loader, choose
-        self._begun: dict[int, tuple[Choice, SlotLoads, Any]] = {}  # choices stay referenced while they are read
+        self._begun: dict[int, tuple[ChosenTokens, SlotLoads, Any]] = {}  # choices stay referenced while they are read
         self._next = 0
-        self._common: tuple[Choice, SlotLoads] | None = None
+        self._common: tuple[ChosenTokens, SlotLoads] | None = None
         if shared_across_layers:
             choice = choose(0)
             with loader.side.after_current():

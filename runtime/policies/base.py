@@ -16,7 +16,7 @@ from ridgeplan.kernels.sparse_attention import sparse_decode_attention
 from ridgeplan.roofline.plan.policy import SparseSelection, TokenSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.offload.slots import Choice, LoadsAhead
+from ridgeplan.runtime.offload.slots import ChosenTokens, LoadsAhead
 from ridgeplan.runtime.policies.registry import SELECTORS
 
 
@@ -114,7 +114,7 @@ class TokenIndex:
     page: int = 1
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> ChosenTokens:
         """As loads take it."""
         return self.index, self.count, self.page
 
@@ -206,7 +206,7 @@ class SparseSelector(TokenSelector):
             by_layer = {layer: replace(of_layer, attend=self.attend) for layer, of_layer in by_layer.items()}
         return replace(metadata, begin=begin, attend=self.attend, by_layer=by_layer)
 
-    def _choice_of(self, layer: int) -> Choice:
+    def _choice_of(self, layer: int) -> ChosenTokens:
         return self.select(layer, self.builder.lengths).choice  # any tensor serves: the selection needs no query
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:

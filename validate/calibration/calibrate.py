@@ -15,7 +15,7 @@ from ridgeplan.roofline.catalog.profile import Profile, Rates, user_profile_path
 from ridgeplan.roofline.execution import rate_rows
 from ridgeplan.validate import machine
 from ridgeplan.validate.calibration.calls import bench_for, class_calls, portable_calls
-from ridgeplan.validate.calibration.fit import Ceilings, Sample, Samples, SamplesError, fit_rates, fit_steps
+from ridgeplan.validate.calibration.fit import Ceilings, KernelTiming, Samples, SamplesError, fit_rates, fit_steps
 from ridgeplan.validate.calibration.link import link_classes
 from ridgeplan.validate.calibration.noise import NoiseCheck
 from ridgeplan.validate.calibration.overheads import measured_rounds, with_dispatch, with_fitted_gaps
@@ -183,20 +183,24 @@ def _measured(
     on_progress: Progress,
     noise: NoiseCheck,
     kinds: Sequence[str] | None = None,
-) -> dict[str, list[Sample]]:
+) -> dict[str, list[KernelTiming]]:
     """Samples of all classes, or of `kinds`."""
     classes = class_calls(bench, suite, num_sms)
     chosen = {kind: calls for kind, calls in classes.items() if kinds is None or kind in kinds}
     samples = {}
     for done, (kind, calls) in enumerate(chosen.items()):
         on_progress(kind, done, len(chosen))
-        readings = noise.readings(kind, bench, calls, sample_of)
+        readings = noise.readings(kind, bench, calls, untimed)
         samples[kind] = [replace(sample, seconds=seconds) for sample, seconds in readings]
     return samples
 
 
 def _fitted_classes(
-    hardware: Hardware, reached: tuple[float, float], by_kind: dict[str, list[Sample]], suite: Suite, noise: NoiseCheck
+    hardware: Hardware,
+    reached: tuple[float, float],
+    by_kind: dict[str, list[KernelTiming]],
+    suite: Suite,
+    noise: NoiseCheck,
 ) -> tuple[Ceilings, dict[str, Rates]]:
     """The ceilings and the rates of each class. reached: bytes per second of a copy, and FLOP/s of a matrix product.
 
@@ -212,12 +216,12 @@ def _fitted_classes(
     }
 
 
-def sample_of(call: KernelCall) -> Sample:
+def untimed(call: KernelCall) -> KernelTiming:
     """A call's sizes, not timed yet."""
-    return Sample(call.cost, math.nan, call.rows, call.width, call.depth, call.tiles)
+    return KernelTiming(call.cost, math.nan, call.rows, call.width, call.depth, call.tiles)
 
 
-def _fitted(kind: str, samples: Sequence[Sample], ceilings: Ceilings, suite: Suite) -> Rates:
+def _fitted(kind: str, samples: Sequence[KernelTiming], ceilings: Ceilings, suite: Suite) -> Rates:
     """Rates in steps of rows for the classes that a decode pass's rows and queries go through, if the suite has any."""
     samples = [replace(sample, rows=rate_rows(kind, sample.rows, sample.width, sample.depth)) for sample in samples]
     steps = suite.steps_of(kind)
@@ -228,9 +232,9 @@ def _portable(bench: Bench, suite: Suite, num_sms: int, ceilings: Ceilings) -> d
     """Rates of the kernels that run on GPUs older than Hopper, each reading once."""
     if not suite.portable:
         return {}
-    samples: dict[str, list[Sample]] = {}
+    samples: dict[str, list[KernelTiming]] = {}
     for call in portable_calls(bench, suite, num_sms):
-        samples.setdefault(call.kind, []).append(replace(sample_of(call), seconds=bench.seconds(call)))
+        samples.setdefault(call.kind, []).append(replace(untimed(call), seconds=bench.seconds(call)))
     return {kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in samples.items()}
 
 

@@ -23,7 +23,7 @@ OUTLIER = 0.3  # log residual beyond which a sample counts linearly instead of s
 
 
 @dataclass(frozen=True)
-class Sample:
+class KernelTiming:
     """One timed call: its cost by the model's formulas, its seconds, and what `Rates` says of its other sizes."""
 
     cost: Cost
@@ -49,7 +49,7 @@ class Ceilings:
     num_sms: int = 1
 
 
-def fit_rates(samples: Sequence[Sample], ceilings: Ceilings) -> Rates:
+def fit_rates(samples: Sequence[KernelTiming], ceilings: Ceilings) -> Rates:
     """Least squares in log time of launch + max(bytes / (bandwidth x u), FLOPs / (peak x v)).
 
     A rate that never limits any sample cannot be fitted, as any value that is fast enough fits equally well. It is then
@@ -129,7 +129,7 @@ PARTS = ("launch_s", "inverse_utilization", "tile_s", "fill_s", "width_s", "dept
 READING, TILES = PARTS.index("inverse_utilization"), PARTS.index("tile_s")
 
 
-def fit_steps(samples: Sequence[Sample], ceilings: Ceilings, above_rows: Sequence[int]) -> Rates:
+def fit_steps(samples: Sequence[KernelTiming], ceilings: Ceilings, above_rows: Sequence[int]) -> Rates:
     """Least squares in relative time, where each step of `above_rows` adds to all parts of the one below it.
 
     No part shrinks as rows grow, so that no time does; and none is read faster than memory is. Samples beyond an error
@@ -159,7 +159,7 @@ def _named(step: np.ndarray) -> dict[str, Any]:
     return {name: float(value) for name, value in zip(PARTS, step, strict=True)}
 
 
-def _sizes(samples: Sequence[Sample], ceilings: Ceilings) -> np.ndarray:
+def _sizes(samples: Sequence[KernelTiming], ceilings: Ceilings) -> np.ndarray:
     """What the parts of a sample's time are proportional to, in the order of PARTS: [samples, parts]."""
     bandwidth, num_sms = ceilings.bandwidth_bytes_per_s, ceilings.num_sms
     waves = [sample.tiles / num_sms for sample in samples]
@@ -213,7 +213,7 @@ def _by_step(reached: np.ndarray, values: np.ndarray) -> np.ndarray:
     return (reached[:, :, None] * values[:, None, :]).reshape(len(values), -1)
 
 
-def _arithmetic(samples: Sequence[Sample], reading_s: np.ndarray, ceilings: Ceilings) -> float:
+def _arithmetic(samples: Sequence[KernelTiming], reading_s: np.ndarray, ceilings: Ceilings) -> float:
     """The lowest share of the compute peak at which no sample's FLOPs take longer than its bytes, as far as any is."""
     computing_s = np.array([sample.cost.flops for sample in samples], float) / ceilings.compute_flops
     return float(np.clip(max(computing_s / reading_s), 1e-9, ceilings.matmul_utilization))
@@ -228,7 +228,7 @@ class SamplesError(ValueError):
 
 @dataclass(frozen=True)
 class KernelSample(Checked):
-    """One timed call of a kernel class; sizes as in `ridgeplan.validate.calibration.fit.Sample`."""
+    """One timed call of a kernel class; sizes as in `ridgeplan.validate.calibration.fit.KernelTiming`."""
 
     error = SamplesError
     kind: str = text()
@@ -241,17 +241,17 @@ class KernelSample(Checked):
     depth: float = number(0, LARGEST)
 
     @classmethod
-    def of(cls, kind: str, sample: Sample) -> KernelSample:
+    def of(cls, kind: str, sample: KernelTiming) -> KernelSample:
         """A sample of a class."""
         cost = {name: float(value) for name, value in vars(sample.cost).items()}
         return cls(kind, sample.seconds, **cost, rows=sample.rows, width=float(sample.width), depth=float(sample.depth))
 
     @property
-    def sample(self) -> Sample:
+    def timing(self) -> KernelTiming:
         """As fits take it."""
         cost = Cost(self.flops, self.read_bytes, self.write_bytes)
         count = float(tiles(self.kind, self.width, self.depth))
-        return Sample(cost, self.seconds, self.rows, self.width, self.depth, count)
+        return KernelTiming(cost, self.seconds, self.rows, self.width, self.depth, count)
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ class Samples(ResultFile):
     rounds: tuple[RoundSample, ...] = parts(RoundSample, default=())
 
     @classmethod
-    def of(cls, device: str, date: str, ceilings: Ceilings, by_kind: Mapping[str, Sequence[Sample]]) -> Samples:
+    def of(cls, device: str, date: str, ceilings: Ceilings, by_kind: Mapping[str, Sequence[KernelTiming]]) -> Samples:
         """The samples of kernel classes, by class."""
         kernels = tuple(KernelSample.of(kind, sample) for kind, samples in by_kind.items() for sample in samples)
         return cls(device, date, ceilings.matmul_utilization, ceilings.read_utilization, kernels)
@@ -296,11 +296,11 @@ class Samples(ResultFile):
         """The same with timed rounds."""
         return replace(self, rounds=tuple(rounds))
 
-    def by_kind(self) -> dict[str, list[Sample]]:
+    def by_kind(self) -> dict[str, list[KernelTiming]]:
         """The kernels' samples by class, in the order in which the classes were measured."""
-        by_kind: dict[str, list[Sample]] = {}
+        by_kind: dict[str, list[KernelTiming]] = {}
         for row in self.kernels:
-            by_kind.setdefault(row.kind, []).append(row.sample)
+            by_kind.setdefault(row.kind, []).append(row.timing)
         return by_kind
 
     def to_json(self) -> str:

@@ -69,9 +69,10 @@ def gated_call(
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Variants of one weight. weight_bytes: per parameter. exact: makes the weight in float32 [outputs, inputs].
+class LinearVariants:
+    """Copies of one weight, so that a call does not find its weight in the L2 cache.
 
+    products: a product by each copy. weight_bytes: per parameter. exact: makes the weight in float32 [outputs, inputs].
     dense: makes copies in full precision [variants, outputs, inputs]. peers: other projects' products of the weight.
     """
 
@@ -82,7 +83,7 @@ class Weights:
     peers: Mapping[str, Product] = field(default_factory=dict)
 
     @classmethod
-    def draw(cls, bench: Bench, kind: str, size: LinearSize) -> Weights:
+    def draw(cls, bench: Bench, kind: str, size: LinearSize) -> LinearVariants:
         """Random weights of a kernel class. Packing is slow, so variants are copies of one weight."""
         if kind == "linear":
             weight = STEP * fresh(bench, size.outputs, size.inputs)
@@ -109,7 +110,7 @@ class Weights:
 def _linear_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
     """Products against 16-bit weights in cuBLAS and, with 4-bit weights, against torch's own 4-bit product."""
     for size in sizes:
-        weights = Weights.draw(bench, kind, size)
+        weights = LinearVariants.draw(bench, kind, size)
         peers = {DENSE: _dense_product(weights.dense()), **weights.peers}
         for rows, speedup in size.speedups:
             x = fresh(bench, rows, size.inputs)
@@ -124,7 +125,7 @@ def _dense_product(weights: Tensor) -> Product:
 def _gated_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
     """Gate and up weights with fused SwiGLU, against the same product followed by `swiglu`."""
     for size in sizes:
-        weights = Weights.draw(bench, kind, size)
+        weights = LinearVariants.draw(bench, kind, size)
         for rows, speedup in size.speedups:
             x = fresh(bench, rows, size.inputs)
             call = gated_call(kind, x, weights.products, size.outputs, weights.weight_bytes, weights.exact)

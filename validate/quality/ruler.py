@@ -14,7 +14,7 @@ from ridgeplan.validate.quality.chat_template import ChatFrame, chat_frame
 from ridgeplan.validate.quality.ruler_questions import QUESTION_TASKS
 from ridgeplan.validate.quality.ruler_samples import (
     Material,
-    Sample,
+    RulerSample,
     Task,
     TaskError,
     cycled,
@@ -47,7 +47,7 @@ class Needles:
     values: int = 1
     queried: int = 1
 
-    def sample(self, material: Material, size: int, generator: random.Random) -> Sample:
+    def sample(self, material: Material, size: int, generator: random.Random) -> RulerSample:
         """A haystack of `size` sentences, or of as many other needles, with the needles in it."""
         keys = self.draw_keys(generator, self.keys)
         values = self.draw_values(generator, self.keys * self.values)
@@ -57,7 +57,7 @@ class Needles:
         queried = keys[: self.queried]
         answers = [value for key, value in zip(owners, values, strict=True) if key in queried]
         named = _listed(queried)
-        return Sample(
+        return RulerSample(
             f"Below is a long text. Some secret {self.kind}s are stated in it. Read it and remember them, as you will "
             f"be asked for them.\n\n{text}\n\nWhich secret {self.kind}s does the text state for {named}?",
             f"The secret {self.kind}s that the text states for {named} are",
@@ -131,7 +131,7 @@ COMMON_EXAMPLE = (
 )
 
 
-def variables(_: Material, size: int, generator: random.Random) -> Sample:
+def variables(_: Material, size: int, generator: random.Random) -> RulerSample:
     """A value passes through a chain of five variables, whose assignments stand among `size` sentences."""
     names: list[str] = []
     while len(names) < HOPS + 1:
@@ -141,7 +141,7 @@ def variables(_: Material, size: int, generator: random.Random) -> Sample:
     held = [value, *(f"VAR {name}" for name in names[:-1])]
     chain = [f"VAR {name} = {source}." for name, source in zip(names, held, strict=True)]
     text = " ".join(scattered(noise(size), chain, generator))
-    return Sample(
+    return RulerSample(
         "Some variables get a value, and others are set to them, in a long text. Follow the assignments.\n\n"
         f"{VARIABLE_EXAMPLE}Assignments: {text}\nQuestion: which {HOPS + 1} variables hold {value}?",
         "Answer:",
@@ -149,7 +149,7 @@ def variables(_: Material, size: int, generator: random.Random) -> Sample:
     )
 
 
-def common_words(material: Material, size: int, generator: random.Random) -> Sample:
+def common_words(material: Material, size: int, generator: random.Random) -> RulerSample:
     """A numbered list in which ten words stand 30 times each, and `size` others 3 times each."""
     words = [*generator.sample(material.words, len(material.words)), *pairs(generator, size)]
     chosen = words[: size + COMMON_WORDS]
@@ -157,7 +157,7 @@ def common_words(material: Material, size: int, generator: random.Random) -> Sam
     listed = common * COMMON_TIMES + others * OTHER_TIMES
     generator.shuffle(listed)
     text = " ".join(f"{number}. {word}" for number, word in enumerate(listed, start=1))
-    return Sample(
+    return RulerSample(
         "Below is a numbered list of words, some of which stand in it more often than others. Remember those.\n\n"
         f"{COMMON_EXAMPLE}List: {text}\nWhich are the {COMMON_WORDS} most common words?",
         f"The {COMMON_WORDS} most common words:",
@@ -165,7 +165,7 @@ def common_words(material: Material, size: int, generator: random.Random) -> Sam
     )
 
 
-def frequent_words(_: Material, size: int, generator: random.Random) -> Sample:
+def frequent_words(_: Material, size: int, generator: random.Random) -> RulerSample:
     """About `size` coded words, the k-th of which is as frequent as k ** -2; blanks are the most frequent."""
     words = list(dict.fromkeys(_coded(generator) for _ in range(CODED_WORDS)))
     words[0] = BLANK
@@ -173,7 +173,7 @@ def frequent_words(_: Material, size: int, generator: random.Random) -> Sample:
     counts = (int((size + MIN_CODED) * rank**-ZIPF_EXPONENT / total) for rank in range(1, len(words) + 1))
     text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
     generator.shuffle(text)
-    return Sample(
+    return RulerSample(
         f"Read the coded text below and count how often each coded word is in it. Blanks, {BLANK}, do not count.\n\n"
         f"{' '.join(text)}\n\nWhich are the {FREQUENT_WORDS} most frequent coded words?",
         f"The {FREQUENT_WORDS} most frequent coded words are",
@@ -239,7 +239,7 @@ class PromptMaker:
         name, ids = f"{task.name} {tokens} {index} {seed}", cache(self.ids)
         return sample_that_fits(task, self.material, name, lambda candidate: len(ids(candidate)), tokens)
 
-    def ids(self, sample: Sample) -> list[int]:
+    def ids(self, sample: RulerSample) -> list[int]:
         """Token ids of a sample: the user's message, and the opening of the answer."""
         if self.frame is None:
             return list(self.tokenizer.encode(f"{sample.prompt}\n{sample.opening}"))

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.roofline.catalog.files import cache_folder
-from ridgeplan.validate.quality.ruler_samples import Material, QuestionSet, Sample, Task
+from ridgeplan.validate.quality.ruler_samples import Material, QuestionSet, RulerSample, Task
 
 ANSWER_TOKENS = 32
 SQUAD, HOTPOT = "squad", "hotpotqa"
 
 
-def question(name: str, material: Material, size: int, generator: random.Random) -> Sample:
+def question(name: str, material: Material, size: int, generator: random.Random) -> RulerSample:
     """A question, and `size` documents beside those that hold its answer, in random order."""
     known = material.questions[name]
     text, answers, answering = generator.choice(known.questions)
@@ -36,7 +36,7 @@ def question(name: str, material: Material, size: int, generator: random.Random)
     generator.shuffle(chosen)
     documents = "\n\n".join(f"Document {at}:\n{known.documents[index]}" for at, index in enumerate(chosen, start=1))
     asks = "Answer the question from the documents. Give the answer alone, in a few words."
-    return Sample(f"{asks}\n\n{documents}\n\n{asks}\n\nQuestion: {text.strip()}", "Answer:", answers)
+    return RulerSample(f"{asks}\n\n{documents}\n\n{asks}\n\nQuestion: {text.strip()}", "Answer:", answers)
 
 
 def squad_questions(data: Any) -> QuestionSet:

@@ -20,7 +20,7 @@ class TaskError(ValueError):
 
 
 @dataclass(frozen=True)
-class Sample:
+class RulerSample:
     """A prompt, how its answer begins, and the texts that a right answer contains."""
 
     prompt: str
@@ -49,7 +49,7 @@ class QuestionSet:
 
 
 # Makes a sample of `size` parts (sentences, needles, words or documents) with a generator of random numbers.
-Make = Callable[[Material, int, random.Random], Sample]
+Make = Callable[[Material, int, random.Random], RulerSample]
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Task:
 
 
 def sample_that_fits(
-    task: Task, material: Material, seed: str, count: Callable[[Sample], int], max_tokens: int
-) -> Sample:
+    task: Task, material: Material, seed: str, count: Callable[[RulerSample], int], max_tokens: int
+) -> RulerSample:
     """The largest sample of `seed` that is at most `max_tokens` tokens long by `count`. Raises TaskError if none is.
 
     Tokens grow almost linearly with size, so the next size is where the line through the last two reaches `max_tokens`.

@@ -16,8 +16,8 @@ from ridgeplan.roofline.latency import Machine, RateTerms
 from ridgeplan.validate.calibration.calibrate import refit
 from ridgeplan.validate.calibration.fit import (
     Ceilings,
+    KernelTiming,
     RoundSample,
-    Sample,
     Samples,
     SamplesError,
     fit_rates,
@@ -29,7 +29,7 @@ CEILINGS = Ceilings(bandwidth_bytes_per_s=1e12, compute_flops=1e14, matmul_utili
 
 def samples(
     launch_s: float, bandwidth: float, compute: float, intensities: tuple[float, ...], noise: float, count: int = 24
-) -> list[Sample]:
+) -> list[KernelTiming]:
     """Calls of 10 kB to 1 GB at each intensity (FLOP/byte), timed with relative `noise`."""
     random = np.random.default_rng(7)
     results = []
@@ -38,7 +38,7 @@ def samples(
             moving = nbytes / (bandwidth * CEILINGS.bandwidth_bytes_per_s)
             computing = nbytes * intensity / (compute * CEILINGS.compute_flops)
             seconds = (launch_s + max(moving, computing)) * np.exp(noise * random.standard_normal())
-            results.append(Sample(Cost(nbytes * intensity, nbytes / 2, nbytes / 2), float(seconds)))
+            results.append(KernelTiming(Cost(nbytes * intensity, nbytes / 2, nbytes / 2), float(seconds)))
     return results
 
 
@@ -66,7 +66,7 @@ def test_memory_that_never_binds_is_at_its_ceiling() -> None:
 
 def test_a_few_disturbed_samples_hardly_move_the_fit() -> None:
     clean = samples(5e-6, 0.6, 0.3, (1.0, 500.0), 0.02)
-    disturbed = [Sample(s.cost, s.seconds * (100 if i % 9 == 4 else 1)) for i, s in enumerate(clean)]
+    disturbed = [KernelTiming(s.cost, s.seconds * (100 if i % 9 == 4 else 1)) for i, s in enumerate(clean)]
     rates = fit_rates(disturbed, CEILINGS)
     assert rates.bandwidth_utilization == pytest.approx(0.6, rel=0.15)
     assert rates.compute_utilization == pytest.approx(0.3, rel=0.15)
@@ -74,7 +74,7 @@ def test_a_few_disturbed_samples_hardly_move_the_fit() -> None:
 
 
 def test_launch_alone_explains_calls_that_move_nothing() -> None:
-    rates = fit_rates([Sample(Cost(0, nbytes, 0), 3e-6) for nbytes in (1, 10, 100, 1000)], CEILINGS)
+    rates = fit_rates([KernelTiming(Cost(0, nbytes, 0), 3e-6) for nbytes in (1, 10, 100, 1000)], CEILINGS)
     assert rates.launch_s == pytest.approx(3e-6, rel=0.01)
 
 
@@ -93,13 +93,13 @@ TRUE = Rates(
 )  # fmt: skip
 
 
-def step_samples(rates: Rates, rows: tuple[int, ...] = (1, 4, 12)) -> Iterator[Sample]:
+def step_samples(rates: Rates, rows: tuple[int, ...] = (1, 4, 12)) -> Iterator[KernelTiming]:
     """Products of several shapes, whose seconds follow from `rates`; their FLOPs never matter."""
     terms = RateTerms.of(rates)
     for count, outputs, inputs in product(rows, (500, 4000, 30_000), (700, 5000)):
         cost, at = Cost(2.0 * count * outputs * inputs, 2.0 * outputs * inputs), terms.at_rows(count)
         seconds = at.launch_s + cost.bytes / 1e12 / at.bandwidth_utilization + outputs * at.width_s
-        yield Sample(cost, float(seconds + inputs * at.depth_s), count, outputs, inputs)
+        yield KernelTiming(cost, float(seconds + inputs * at.depth_s), count, outputs, inputs)
 
 
 def test_rates_in_steps_are_found_again() -> None:
@@ -118,7 +118,7 @@ TILED = Rates(
 )  # fmt: skip
 
 
-def tiled_samples() -> Iterator[Sample]:
+def tiled_samples() -> Iterator[KernelTiming]:
     """Products whose tiles take up to twice as long as their bytes, on 10 SMs, from less than one tile each on."""
     terms = RateTerms.of(TILED)
     for count, outputs, inputs in product((1, 4, 12), (64, 300, 1000, 4000, 30_000), (700, 3000, 9000, 20_000)):
@@ -126,7 +126,7 @@ def tiled_samples() -> Iterator[Sample]:
         cost = Cost(read_bytes=2.0 * outputs * inputs)
         reading_s = cost.bytes / 1e12 / at.bandwidth_utilization
         seconds = at.launch_s + math.hypot(reading_s, sample_tiles * at.tile_s) + min(1, sample_tiles / 8) * at.fill_s
-        yield Sample(cost, float(seconds + inputs * at.depth_s), count, outputs, inputs, 10 * sample_tiles)
+        yield KernelTiming(cost, float(seconds + inputs * at.depth_s), count, outputs, inputs, 10 * sample_tiles)
 
 
 def test_tiles_are_found_beside_bytes() -> None:
@@ -141,7 +141,7 @@ def test_no_time_shrinks_as_rows_grow() -> None:
     """Samples of 12 rows that are twice as fast as those of 4 are averaged with them, not followed."""
     fast = [sample for sample in step_samples(TRUE) if sample.rows < 12]
     fast += [
-        Sample(seconds.cost, seconds.seconds / 2, 12, seconds.width, seconds.depth)
+        KernelTiming(seconds.cost, seconds.seconds / 2, 12, seconds.width, seconds.depth)
         for seconds in fast
         if seconds.rows == 4
     ]
@@ -159,7 +159,7 @@ def test_nothing_is_read_faster_than_memory_is() -> None:
 
 def test_a_stray_sample_changes_little() -> None:
     stray = list(step_samples(TRUE))
-    stray[3] = Sample(stray[3].cost, 5 * stray[3].seconds, 1, stray[3].width, stray[3].depth)
+    stray[3] = KernelTiming(stray[3].cost, 5 * stray[3].seconds, 1, stray[3].width, stray[3].depth)
     rates = fit_steps(stray, STEP_CEILINGS, ABOVE)
     assert rates.bandwidth_utilization == pytest.approx(0.8, rel=0.1)
     assert rates.spread > 0.1
@@ -172,7 +172,7 @@ def test_arithmetic_limits_no_sample() -> None:
 
 
 def test_a_fit_needs_the_fewest_rows() -> None:
-    for none in ([], [Sample(Cost(1e9, 1e6), 1e-5, rows=5)]):
+    for none in ([], [KernelTiming(Cost(1e9, 1e6), 1e-5, rows=5)]):
         with pytest.raises(ValueError, match="at least one sample"):
             fit_steps(none, STEP_CEILINGS, ABOVE)
 
@@ -182,7 +182,10 @@ def test_a_fit_needs_the_fewest_rows() -> None:
 KEPT = Path(__file__).parents[3] / "validate" / "results" / "calibration_h200.json"
 SAMPLES = Samples.of(
     "a machine", "2026-11-22", Ceilings(1e12, 1e14, 0.7, 0.9),
-    {"linear": [Sample(Cost(1.0, 2.0, 3.0), 4e-6, 5, 6.0, 7.0)], "rope": [Sample(Cost(8.0, 9.0), 1e-6, 10)]},
+    {
+        "linear": [KernelTiming(Cost(1.0, 2.0, 3.0), 4e-6, 5, 6.0, 7.0)],
+        "rope": [KernelTiming(Cost(8.0, 9.0), 1e-6, 10)],
+    },
 ).with_rounds([RoundSample(0, "quantspec", 700, 3, 40, 1e-4, 2e-4, 3e-5)])  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from ridgeplan.validate.quality.ruler_questions import FOLDER, WHEEL, NoQuestion
 from ridgeplan.validate.quality.ruler_samples import (
     Material,
     QuestionSet,
-    Sample,
+    RulerSample,
     Task,
     TaskError,
     noise,
@@ -222,8 +222,8 @@ def test_scattered_parts_keep_their_order():
 NOTHING = Material((), (), {})
 
 
-def words(material: Material, size: int, generator) -> Sample:
-    return Sample(" ".join([str(generator.randrange(10))] * size), "", ("x",))
+def words(material: Material, size: int, generator) -> RulerSample:
+    return RulerSample(" ".join([str(generator.randrange(10))] * size), "", ("x",))
 
 
 def test_every_answer_counts_its_share_or_one_is_enough():
@@ -239,7 +239,7 @@ def test_every_answer_counts_its_share_or_one_is_enough():
 def test_the_largest_sample_that_fits_is_found(maximum):
     counted = []
 
-    def count(sample: Sample) -> int:
+    def count(sample: RulerSample) -> int:
         counted.append(len(sample.prompt.split()))
         return counted[-1]
 
