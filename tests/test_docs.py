@@ -1,4 +1,4 @@
-"""README's commands run, and its Python does what it says, at the size of a test."""
+"""README's commands run, its Python does what it says, at the size of a test, and docs/architecture.md is complete."""
 
 import json
 import re
@@ -37,6 +37,15 @@ def test_the_python_runs(
         code = code.replace(text, replacement)
     exec(code, {"prompt_ids": list(range(60))})
     assert "predicted" in capsys.readouterr().out
+
+
+def test_the_table_of_folders_has_every_folder() -> None:
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([\w/]+)` \|", page.partition("## The folders\n")[2], re.MULTILINE)
+    packages = ("roofline", "planner", "kernels", "runtime", "validate", "dashboards")
+    folders = {path.parent.relative_to(root).as_posix() for name in packages for path in (root / name).rglob("*.py")}
+    assert sorted(listed) == sorted(folders)
 
 
 # The notebooks of docs/examples run as they stand, and keep what they show.

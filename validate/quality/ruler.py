@@ -235,7 +235,7 @@ class PromptMaker:
             self.frame.check([sample.prompt for sample in samples])
         return [Prompt(self.ids(sample), sample.answers) for sample in samples]
 
-    def _sample(self, task: Task, tokens: int, index: int, seed: int) -> Sample:
+    def _sample(self, task: Task, tokens: int, index: int, seed: int) -> RulerSample:
         name, ids = f"{task.name} {tokens} {index} {seed}", cache(self.ids)
         return sample_that_fits(task, self.material, name, lambda candidate: len(ids(candidate)), tokens)
 
