@@ -3,6 +3,7 @@
 import gc
 import os
 import pydoc_data.topics
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,12 @@ def no_hub() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def saved_weights_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keeps weights that loading quantizes and saves apart: each test finds none."""
-    folder = tmp_path / "quantized"
+def saved_weights_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keeps weights that loading quantizes and saves apart: each test finds none.
+
+    The folder is created by whoever saves there: few tests do, and `tmp_path` would create one for each.
+    """
+    folder = tmp_path_factory.getbasetemp() / "quantized" / uuid.uuid4().hex
     monkeypatch.setattr("ridgeplan.roofline.catalog.files.quantized_folder", lambda: folder)
     return folder
 

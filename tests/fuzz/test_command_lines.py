@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import EXTREMES, FUZZ
+from mutations import EXTREMES, FUZZ, HEAVY_FUZZ
 
 from ridgeplan.dashboards.cli import main
 from ridgeplan.planner import PRESETS, Workload, preset
@@ -120,7 +120,7 @@ def plan_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")
-@FUZZ
+@HEAVY_FUZZ
 @given(data=st.data())
 def test_runs(tmp_path: Path, plan_file: Path, tiny_folder: Path, data: st.DataObject) -> None:
     own_names = (str(tiny_folder), str(plan_file))

@@ -12,7 +12,7 @@ import transformers
 from gguf_values import METADATA, TENSORS, gguf_bytes, gguf_files
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import FUZZ, assert_one_line, binary_files, json_files
+from mutations import HEAVY_FUZZ, assert_one_line, binary_files, json_files
 from safetensors import safe_open
 
 from ridgeplan import runtime
@@ -74,7 +74,7 @@ def nothing_but_progress_is_said(capfd: pytest.CaptureFixture[str]) -> Iterator[
 
 
 @pytest.mark.filterwarnings("ignore")
-@FUZZ
+@HEAVY_FUZZ
 @given(data=st.data())
 def test_checkpoints_with_damaged_configurations(
     tmp_path: Path, tiny_folder: Path, configs: list[dict[str, Any]], data: st.DataObject
@@ -85,7 +85,7 @@ def test_checkpoints_with_damaged_configurations(
 
 
 @pytest.mark.filterwarnings("ignore")
-@FUZZ
+@HEAVY_FUZZ
 @given(data=st.data())
 def test_checkpoints_with_damaged_indices(tmp_path: Path, tiny_folder: Path, data: st.DataObject) -> None:
     path = link_all_but("model.safetensors", tiny_folder, tmp_path / "model")
@@ -97,7 +97,7 @@ def test_checkpoints_with_damaged_indices(tmp_path: Path, tiny_folder: Path, dat
 
 
 @pytest.mark.filterwarnings("ignore")
-@FUZZ
+@HEAVY_FUZZ
 @given(data=st.data())
 def test_checkpoints_with_damaged_weights(tmp_path: Path, tiny_folder: Path, data: st.DataObject) -> None:
     path = link_all_but("model.safetensors", tiny_folder, tmp_path / "model")
@@ -107,7 +107,7 @@ def test_checkpoints_with_damaged_weights(tmp_path: Path, tiny_folder: Path, dat
 
 
 @pytest.mark.filterwarnings("ignore")
-@FUZZ
+@HEAVY_FUZZ
 @given(name=st.sampled_from(("tokenizer.json", "tokenizer_config.json")), data=st.data())
 def test_damaged_tokenizers(tmp_path: Path, tiny_folder: Path, name: str, data: st.DataObject) -> None:
     path = link_all_but(name, tiny_folder, tmp_path / "model")
@@ -121,7 +121,7 @@ def test_damaged_tokenizers(tmp_path: Path, tiny_folder: Path, name: str, data: 
 
 
 @pytest.mark.filterwarnings("ignore")
-@FUZZ
+@HEAVY_FUZZ
 @given(content=gguf_files() | binary_files(gguf_bytes(METADATA, TENSORS), 1024))
 def test_conversions_of_damaged_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import FUZZ
+from mutations import HEAVY_FUZZ
 
 from ridgeplan.dashboards.cli import acceptance, quality
 from ridgeplan.dashboards.files import locked
@@ -51,7 +51,7 @@ def at_once(writers: Iterable[Callable[[], Any]]) -> None:
             result.result()
 
 
-@FUZZ
+@HEAVY_FUZZ
 @given(writers=WRITERS)
 def test_rows_of_acceptance_and_quality_are_all_there(tmp_path_factory: pytest.TempPathFactory, writers: Any) -> None:
     accepted, scored = (tmp_path_factory.mktemp(name) / "rows.json" for name in ("acceptance", "quality"))
@@ -68,7 +68,7 @@ def test_rows_of_acceptance_and_quality_are_all_there(tmp_path_factory: pytest.T
     assert len(json.loads(accepted.read_text())["commands"]) == sum(map(len, writers))
 
 
-@FUZZ
+@HEAVY_FUZZ
 @given(writers=WRITERS)
 def test_classes_that_were_measured_again_are_all_there(
     tmp_path_factory: pytest.TempPathFactory, h200_profile: Profile, writers: Any

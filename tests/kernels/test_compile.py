@@ -143,22 +143,20 @@ def job(
     return {"module": module, "kernel": kernel, "types": typed, "constants": constants, "options": options}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
-def test_every_kernel_compiles_for_hopper(compiled_for_hopper: Callable[[dict[str, Any]], dict[str, int]]) -> None:
+def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
+    """Attention, the KV cache, layers and products; with `every`, each configuration of each of them."""
+    variants = [("bf16", 128, 4, 16), ("bf16", 128, 0, 128), ("fp32", 64, 8, 16)]
+    more_variants = [("bf16", 128, 0, 16), ("bf16", 128, 8, 32), ("bf16", 64, 4, 64)]
+    summed = [(8, "probabilities"), (0, "logits")]
+    products = [(4, "bf16", "FEW_ROWS"), (8, "fp16", "MANY_ROWS"), (4, "fp32", "FLOAT32")]
+    more_products = [(8, "bf16", "FEW_ROWS"), (4, "fp16", "MANY_ROWS"), (8, "fp32", "FLOAT32")]
     jobs = {
         f"attention {e} d{d} {bits}bit {rows} rows": attention(e, d, bits, rows)
-        for e, d, bits, rows in [
-            ("bf16", 128, 0, 16),
-            ("bf16", 128, 4, 16),
-            ("bf16", 128, 8, 32),
-            ("bf16", 64, 4, 64),
-            ("bf16", 128, 0, 128),
-            ("fp32", 64, 8, 16),
-        ]
+        for e, d, bits, rows in variants + (more_variants if every else [])
     }
     jobs |= {
-        f"attention with {summed} {bits}bit": attention("bf16", 128, bits, 32, summed)
-        for bits, summed in ((0, "logits"), (8, "probabilities"))
+        f"attention with {scores} {bits}bit": attention("bf16", 128, bits, 32, scores)
+        for bits, scores in summed[: 2 if every else 1]
     }
     jobs["attention with probabilities of each query"] = attention("bf16", 128, 4, 32, "probabilities", each=True)
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
@@ -167,19 +165,14 @@ def test_every_kernel_compiles_for_hopper(compiled_for_hopper: Callable[[dict[st
     jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
     jobs |= {
         f"int{bits} linear {name}": quantized_product(bits, element, name)
-        for bits in (4, 8)
-        for element, name in (("bf16", "FEW_ROWS"), ("fp16", "MANY_ROWS"), ("fp32", "FLOAT32"))
+        for bits, element, name in products + (more_products if every else [])
     }
     jobs |= {"split sum": split_sum()}
     jobs |= {f"int{bits} weight copy": dense_copy(bits) for bits in (4, 8)}
-    jobs |= {"gptq round": gptq_round(False), "bounded gptq round": gptq_round(True)}
-    shared = compiled_for_hopper(jobs)
-    for name, used in shared.items():
-        wide = "128 rows" in name or "64 rows" in name
-        assert used <= (HOPPER_SHARED_BYTES if wide else ADA_SHARED_BYTES), name
+    return jobs | {"gptq round": gptq_round(False), "bounded gptq round": gptq_round(True)}
 
 
-# Triton's kernels of selections, sparse attention and scores compile for Hopper without a GPU, within its limits.
+# Selections, sparse attention and scores.
 
 SIZES = ["capacity", "group_capacity", "slot_capacity", "splits", "index_capacity", "sets", "width", "max_k", "parts"]
 TYPES = {
@@ -220,11 +213,9 @@ def selecting(kernel: str, **constants: int) -> dict[str, Any]:
     return sparse_job("selection.triton", kernel, 8, TYPES, PASSES=4, BLOCK=2048, CHUNK=8192, **constants)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
-def test_every_sparse_kernel_compiles_for_hopper(
-    compiled_for_hopper: Callable[[dict[str, Any]], dict[str, int]],
-) -> None:
-    jobs = {
+def sparse_jobs(every: bool) -> dict[str, dict[str, Any]]:
+    """Selections, sparse attention and scores."""
+    return {
         "sparse bf16": sparse(0, 1, 16),
         "sparse int4 rows": sparse(4, 1, 16, value_rows=True),
         "sparse int4 page 16": sparse(4, 1, 16, page=16),
@@ -247,15 +238,13 @@ def test_every_sparse_kernel_compiles_for_hopper(
         ),
         "pack": sparse_job("selection.triton", "_pack_kernel", 4, TYPES, **HEADS),
         "two-bit": sparse_job("selection.triton", "_two_bit_kernel", 4, TYPES, **HEADS, ROWS=16, GROUPS=2),
-        **{f"histogram {i}": selecting("_histogram_kernel", DIGIT=i) for i in range(4)},
+        **{f"histogram {i}": selecting("_histogram_kernel", DIGIT=i) for i in (range(4) if every else (0, 3))},
         "count": selecting("_count_kernel"),
         "write": selecting("_write_kernel", PROGRAMS=16),
     }
-    shared = compiled_for_hopper(jobs)
-    assert all(used <= ADA_SHARED_BYTES for used in shared.values()), shared
 
 
-# Triton's kernels of KV on the host compile for Hopper without a GPU, within its limits.
+# KV on the host.
 
 INDEXES = ["slot_of", "unit_of", "used", "step", "index", "count", "into"]
 OUT = [f"out_{name}" for name in ("slots", "units", "into", "count")]
@@ -282,10 +271,8 @@ def offload_job(kernel: str, warps: int, types: dict[str, str], **constants: Any
     }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
-def test_every_residency_kernel_compiles_for_hopper(
-    compiled_for_hopper: Callable[[dict[str, Any]], dict[str, int]],
-) -> None:
+def offload_jobs(every: bool) -> dict[str, dict[str, Any]]:
+    """KV on the host."""
     gather = {"KV_HEADS": 8, "PARTS": 9, "TURNS": 2, "ROWS": 16, "HEAD_DIM": 128, "PADDED": 128}
     store = {name: value for name, value in gather.items() if name not in ("PARTS", "TURNS", "ROWS")}
     jobs = {
@@ -295,15 +282,15 @@ def test_every_residency_kernel_compiles_for_hopper(
         ),
         "leading copy": offload_job("_copy_prefix_kernel", 8, COPY, ENTRY_WORDS=2048, HEADS=8, PARTS=9, BLOCK=4096),
         "slots": offload_job("_allocate_slots_kernel", 8, SLOTS, SLOTS=4096, WIDTH=2048),
-        "most slots": offload_job("_allocate_slots_kernel", 8, SLOTS, SLOTS=16384, WIDTH=8192),
         "gather": offload_job("_gather_kernel", 4, GATHER, SETS=8, PAGE=1, **gather),
         "gather pages": offload_job("_gather_kernel", 4, GATHER, SETS=1, PAGE=16, **gather),
     }
-    shared = compiled_for_hopper(jobs)
-    assert all(used <= ADA_SHARED_BYTES for used in shared.values()), shared
+    if every:
+        jobs["most slots"] = offload_job("_allocate_slots_kernel", 8, SLOTS, SLOTS=16384, WIDTH=8192)
+    return jobs
 
 
-# The sampling kernels compile for Hopper (sm_90) on a machine without a GPU, tuples of drafts included.
+# Sampling.
 
 FIGURES = ["*fp32", "*fp32", "*fp32"]  # peak, cutoff and mass
 SAMPLING_SIZES = {"CHUNKS": 32, "PADDED": 32, "CHUNK": 4096, "FILTERED": True, "PDL": True}
@@ -330,10 +317,8 @@ def rounds(element: str, gamma: int) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
-def test_every_sampling_kernel_compiles_for_hopper(
-    compiled_for_hopper: Callable[[dict[str, Any]], dict[str, int]],
-) -> None:
+def sampling_jobs(every: bool) -> dict[str, dict[str, Any]]:
+    """Draws and verifications, tuples of drafts included."""
     greedy = {
         "logits": "*bf16",
         "places": "*i32",
@@ -342,7 +327,7 @@ def test_every_sampling_kernel_compiles_for_hopper(
         "counts": "*i64",
         "max_tokens": "*i32",
     }
-    jobs = {
+    return {
         "softmax": sampling_job("sampling.triton", "_softmax_kernel", FILTERING | {"logits": "*bf16"}, {}),
         "join": sampling_job("sampling.triton", "_join_kernel", FILTERING, {"FILTERED": False}),
         "best": sampling_job("sampling.triton", "_best_kernel", FILTERING | greedy, {}),
@@ -355,5 +340,17 @@ def test_every_sampling_kernel_compiles_for_hopper(
         **rounds("bf16", 8),
         **rounds("fp32", 0),
     }  # fmt: skip
-    shared = compiled_for_hopper(jobs)
-    assert all(used <= ADA_SHARED_BYTES for used in shared.values()), shared
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's wheels are for Linux")
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["main", "every"])
+@pytest.mark.parametrize("groups", [(dense_jobs,), (sparse_jobs, offload_jobs, sampling_jobs)], ids=["dense", "sparse"])
+def test_every_kernel_compiles_for_hopper(
+    groups: tuple[Callable[[bool], dict[str, Any]], ...],
+    every: bool,
+    compiled_for_hopper: Callable[[dict[str, Any]], dict[str, int]],
+) -> None:
+    jobs = {name: kernel for make_jobs in groups for name, kernel in make_jobs(every).items()}
+    for name, used in compiled_for_hopper(jobs).items():
+        wide = "128 rows" in name or "64 rows" in name
+        assert used <= (HOPPER_SHARED_BYTES if wide else ADA_SHARED_BYTES), name

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
 
 import pytest
 import torch
+from grids import pairs
 
 from ridgeplan.kernels.attention import cuda as attention
 from ridgeplan.kernels.attention.cuda import BY_QUERY, MERGE_PARTS, AttentionVariant, Occupancy
@@ -115,10 +117,19 @@ SCORED += [AttentionVariant(128, bits, True, 32, 1) for bits in (0, 4, 8)]
 SCORED += [AttentionVariant(128, bits, True, rows, BY_QUERY) for bits in (0, 8) for rows in (24, 32)]
 
 
-SLOW = [pytest.param(variant, marks=pytest.mark.slow) for variant in MORE + HALF + SCORED]
+FAST = [AttentionVariant(64, 0, True, 8), AttentionVariant(128, 4, True, 8), AttentionVariant(128, 8, True, 8)]
 
 
-@pytest.mark.parametrize("variant", [*MAIN, *SLOW], ids=str)
+def fast_and_slow(fast: Sequence[Any], variants: Sequence[Any]) -> list[Any]:
+    """The fast variants, then the others as slow cases: each takes NVRTC one to seven seconds."""
+    others = [variant for variant in variants if variant not in fast]
+    return [
+        *fast,
+        *(pytest.param(*case if type(case) is tuple else (case,), marks=pytest.mark.slow) for case in others),
+    ]
+
+
+@pytest.mark.parametrize("variant", fast_and_slow(FAST, MAIN + MORE + HALF + SCORED), ids=str)
 def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
     compiled = attention_kernel(compile_cuda, variant)
     assert compiled.warnings == []
@@ -128,8 +139,7 @@ def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
     assert compiled.shared <= variant.static_bytes(Occupancy(variant, 132, H200.sm_bytes).stages)
 
 
-@pytest.mark.parametrize("parts", MERGE_PARTS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "parts"), pairs([64, 128], MERGE_PARTS, 0))
 def test_the_reduction_of_many_splits(head_dim: int, parts: int, compile_cuda: Compile) -> None:
     compiled = attention_kernel(compile_cuda, AttentionVariant(head_dim, 4, True, 8), "merge", parts)
     assert compiled.warnings == []
@@ -146,7 +156,7 @@ def linear_kernel(compile_cuda: Compile, schedule: LinearSchedule | None) -> Com
 
 @pytest.mark.parametrize(
     ("rows", "inputs", "gated"),
-    [(1, 4096, True), (8, 4096, False), (8, 4096, True), (16, 4096, False), (8, 14336, False)],
+    fast_and_slow([(1, 4096, True), (16, 4096, False)], [(8, 4096, False), (8, 4096, True), (8, 14336, False)]),
 )
 def test_dense_products(rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
     schedule = make_dense_schedule(rows, 4096, inputs, rows > 1, gated, H200)
@@ -154,21 +164,27 @@ def test_dense_products(rows: int, inputs: int, gated: bool, compile_cuda: Compi
 
 
 @pytest.mark.parametrize(
-    ("group", "rows", "inputs", "gated"),
-    [
-        (128, 1, 4096, True), (128, 8, 4096, True), (128, 16, 4096, False), (128, 16, 14336, False),
-        (256, 16, 4096, False), (64, 8, 14336, False), (32, 16, 8192, False),
-    ],
+    ("bits", "group", "rows", "inputs", "gated"),
+    fast_and_slow(
+        [(4, 128, 1, 4096, True), (4, 32, 16, 8192, False), (8, 128, 16, 14336, False)],
+        [
+            (bits, *product)
+            for bits in (4, 8)
+            for product in (
+                (128, 1, 4096, True), (128, 8, 4096, True), (128, 16, 4096, False), (128, 16, 14336, False),
+                (256, 16, 4096, False), (64, 8, 14336, False), (32, 16, 8192, False),
+            )
+        ],
+    ),
 )  # fmt: skip
-@pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_products(bits: int, group: int, rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
     schedule = make_quantized_schedule(rows, 4096, inputs, group, rows > 1, gated, H200, bits)
     assert linear_kernel(compile_cuda, schedule).spilled == 0
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("planes", [1, 2])
-@pytest.mark.parametrize("head_dim", quantize_cuda.HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("head_dim", "planes", "bf16"), pairs(quantize_cuda.HEAD_DIMS, [(2, True), (1, True), (1, False), (2, False)], 1)
+)
 def test_quantization(head_dim: int, planes: int, bf16: bool, compile_cuda: Compile) -> None:
     text = program(quantize_cuda.SOURCE, quantize_cuda.QuantizeParams)
     compiled = compile_cuda(text, quantize_cuda.ENTRY, tuple(quantize_cuda.options(head_dim, planes, bf16)))
@@ -177,8 +193,9 @@ def test_quantization(head_dim: int, planes: int, bf16: bool, compile_cuda: Comp
     assert 768 * compiled.registers <= REGISTERS  # threads that are resident
 
 
-@pytest.mark.parametrize(("aligned", "cluster"), [(False, 4), (True, 4), (True, 8)])
-@pytest.mark.parametrize("dtype", top_k_top_p.ELEMENTS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "aligned", "cluster"), pairs([*top_k_top_p.ELEMENTS], [(True, 4), (False, 4), (True, 8)], 0), ids=str
+)
 def test_top_k_and_top_p(dtype: torch.dtype, aligned: bool, cluster: int, compile_cuda: Compile) -> None:
     text = program(top_k_top_p.SOURCE, top_k_top_p.FilterParams)
     variant = top_k_top_p.TopKVariant(dtype, aligned, cluster)
@@ -190,7 +207,8 @@ def test_top_k_and_top_p(dtype: torch.dtype, aligned: bool, cluster: int, compil
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "heads", "bf16"), [(128, 4, True), (128, 8, False), (64, 7, True), (64, 1, False)]
+    ("head_dim", "heads", "bf16"),
+    fast_and_slow([(128, 4, True), (64, 1, False)], [(128, 8, False), (64, 7, True)]),
 )
 def test_attention_to_chosen_tokens(head_dim: int, heads: int, bf16: bool, compile_cuda: Compile) -> None:
     variant = sparse.SparseVariant(head_dim, heads, bf16)

@@ -1,6 +1,7 @@
 """Strategies for hypothesis: valid files with a few things wrong in them.
 
-`make test` tries 100 cases of each kind. `make fuzz` tries RIDGEPLAN_FUZZ_EXAMPLES, of which none may take over 10 s.
+`make test` tries 100 cases of each kind, and 25 of those that load a model or start threads. `make fuzz` tries
+RIDGEPLAN_FUZZ_EXAMPLES of each, of which none may take over 10 s.
 """
 
 import json
@@ -22,6 +23,7 @@ FUZZ = settings(
     deadline=timedelta(seconds=10) if EXAMPLES else None,  # `make test` must not depend on the machine's load
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+HEAVY_FUZZ = settings(FUZZ, max_examples=int(EXAMPLES or 25))
 # Tokens that Python's values cannot stand for: `render` writes them as they are.
 RAW = "@raw:"
 HUGE = ("1e999", "-1e999", "9" * 350, "9" * 5000, "1" + "0" * 400, "1e308", "5e-324", "-0.0", "1e400000")

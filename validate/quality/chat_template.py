@@ -77,7 +77,9 @@ def _framed(template: str, special_tokens: dict[str, Any], messages: Sequence[st
 
 def _rendered(template: str, special_tokens: dict[str, Any], messages: Sequence[str]) -> list[str]:
     """The template around each user's message, from a process with limits for all. Raises ChatTemplateError."""
-    request = json.dumps({"template": template, "special_tokens": special_tokens, "messages": list(messages)})
+    request = json.dumps({
+        "template": template, "special_tokens": special_tokens, "messages": list(messages), "cpu_s": CPU_S,
+    })  # fmt: skip
     command = [sys.executable, "-P", __file__]
     try:
         done = subprocess.run(
@@ -104,7 +106,7 @@ def main() -> None:
 
     request = json.load(sys.stdin)
     used_s = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime)
-    resource.setrlimit(resource.RLIMIT_CPU, (used_s + 1 + CPU_S, used_s + 2 + CPU_S))
+    resource.setrlimit(resource.RLIMIT_CPU, (used_s + 1 + request["cpu_s"], used_s + 2 + request["cpu_s"]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     conversations = [[{"role": "user", "content": message}] for message in request["messages"]]
     try:

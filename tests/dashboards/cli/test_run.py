@@ -114,8 +114,10 @@ def test_truncated_models_are_refused(
 
 
 @pytest.mark.model
-def test_the_embedded_model_knows_the_capital_of_france(invoke: Any, plan_path: Path, smollm2: Path) -> None:
-    result = invoke("run", plan_path, "--prompt", "The capital of France is")
+def test_the_embedded_model_knows_the_capital_of_france(invoke: Any, tmp_path: Path, smollm2: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(preset("quantspec-kv", Workload("any", "here", 64, 8)).to_json())
+    result = invoke("run", path, "--prompt", "The capital of France is")
     assert result.exit_code == 0, result.stderr
     assert "Paris" in result.stdout
 

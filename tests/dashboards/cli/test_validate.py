@@ -136,11 +136,13 @@ def test_validate_refuses_damaged_profiles(refuses: Any, plan_path: Path, tmp_pa
     assert "broken.json" in refuses("validate", plan_path, "--profile", path)
 
 
-@pytest.mark.model
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.model])])
 def test_demo_runs_the_recommended_plan_and_quantspec(
-    invoke: Any, profile_path: Path, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+    real: bool, invoke: Any, profile_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ridgeplan.dashboards.cli.demo.user_profile_path", lambda: profile_path)
+    folder = request.getfixturevalue("smollm2" if real else "tiny_folder")
+    monkeypatch.setattr("ridgeplan.runtime.embedded_model_path", lambda: folder)
     arguments = ("demo", "--context", 160, "--new-tokens", 6)
     answer = json.loads(invoke(*arguments, "--json").stdout)
     titles = [run["title"] for run in answer["runs"]]

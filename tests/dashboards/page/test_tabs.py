@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from grids import pairs
 from streamlit.testing.v1 import AppTest
 
 from ridgeplan.dashboards import app
@@ -10,6 +11,7 @@ from ridgeplan.validate.suite.report import SuiteReport
 
 pytestmark = pytest.mark.usefixtures("only_profile")
 REPORT = Path(__file__).parents[3] / "validate" / "results" / "suite_h200.json"
+MODELS = ["deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b", "mistralai/Mistral-7B-v0.1"]
 HEAD_CHARTS = 1  # memory over the context, above the tabs
 
 
@@ -37,8 +39,7 @@ def test_only_the_open_tab_is_computed(name: str, charts: int) -> None:
     assert not page.error
 
 
-@pytest.mark.parametrize("model", ["deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b", "mistralai/Mistral-7B-v0.1"])
-@pytest.mark.parametrize("name", [*app.ANSWERED])
+@pytest.mark.parametrize(("name", "model"), pairs([*app.ANSWERED], MODELS, 0))
 def test_tabs_hold_for_models_with_experts_latent_attention_and_windows(name: str, model: str) -> None:
     page = tab(name, model=model, gpu="b200", context="4k", quality="lossy", memory_utilization="1.0")
     assert len(page.get("plotly_chart")) >= (1 if page.error else 2)
@@ -109,8 +110,7 @@ def test_a_report_that_is_none_shows_a_message(text: bytes) -> None:
     assert len(page.error) == 1
 
 
-@pytest.mark.parametrize("name", [*app.ANSWERED])
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(("name", "engine"), pairs([*app.ANSWERED], ["vllm", "sglang"], 0))
 def test_tabs_hold_for_plans_of_other_engines(name: str, engine: str) -> None:
     """A tab that shows what an engine does not run says so in one line."""
     page = tab(name, backend=engine, context="32k", batch="4")

@@ -1,6 +1,7 @@
 """Dense products of few rows: the definition, declared cost, CUDA's schedules and kernel, chains that overlap."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -66,28 +67,30 @@ def test_gated_products_are_activated(biased: bool, device: str) -> None:
     assert relative_error(actual, gate * gate.sigmoid() * up) < 1e-5
 
 
-@pytest.mark.parametrize("rows", range(1, MAX_DENSE_ROWS + 1))
-@pytest.mark.parametrize("inputs", [32, 576, 4096, 8192, 14336, 28672])
 @pytest.mark.parametrize(("outputs", "gated"), [(1, False), (4096, False), (262144, False), (28672, True)])
-def test_ctas_fit_an_sm(rows: int, outputs: int, inputs: int, gated: bool) -> None:
-    schedule = make_dense_schedule(rows, outputs, inputs, True, gated, H200)
-    if schedule is None:  # the library's product is as fast, or a cluster's sums of many output tiles leave no room
-        assert rows > 2
-        assert max(inputs, outputs) > 8192
-        return
-    assert not gated or schedule.split_k.ways == 1
-    assert schedule.stages >= schedule.split_k.min_stages >= 2
-    assert 1 <= schedule.stages_before_x <= schedule.stages
-    assert 1 <= schedule.stages_after_x <= schedule.stages
-    assert schedule.rows_per_pass <= min(rows, 8 * schedule.x_tiles)
-    assert schedule.shared_bytes + RESERVED_BYTES + BESIDE_BYTES <= H200.sm_bytes
-    size = schedule.split_k.ways * schedule.x_multicast
-    assert schedule.workers % schedule.x_multicast == 0
-    assert (
-        schedule.workers * schedule.split_k.ways * schedule.passes <= size * H200.clusters[CLUSTER_SIZES.index(size)]
-    )  # resident at once
-    assert schedule.workers * schedule.max_tiles * 16 >= outputs
-    assert schedule.workers * (schedule.max_tiles - (2 if gated else 1)) * 16 < outputs  # as csrc/pipeline.cuh counts
+def test_ctas_fit_an_sm(outputs: int, gated: bool) -> None:
+    for rows, inputs in product(range(1, MAX_DENSE_ROWS + 1), [32, 576, 4096, 8192, 14336, 28672]):
+        schedule = make_dense_schedule(rows, outputs, inputs, True, gated, H200)
+        if schedule is None:  # the library's product is as fast, or a cluster's sums of many output tiles leave no room
+            assert rows > 2
+            assert max(inputs, outputs) > 8192
+            continue
+        assert not gated or schedule.split_k.ways == 1
+        assert schedule.stages >= schedule.split_k.min_stages >= 2
+        assert 1 <= schedule.stages_before_x <= schedule.stages
+        assert 1 <= schedule.stages_after_x <= schedule.stages
+        assert schedule.rows_per_pass <= min(rows, 8 * schedule.x_tiles)
+        assert schedule.shared_bytes + RESERVED_BYTES + BESIDE_BYTES <= H200.sm_bytes
+        size = schedule.split_k.ways * schedule.x_multicast
+        assert schedule.workers % schedule.x_multicast == 0
+        assert (
+            schedule.workers * schedule.split_k.ways * schedule.passes
+            <= size * H200.clusters[CLUSTER_SIZES.index(size)]
+        )  # resident at once
+        assert schedule.workers * schedule.max_tiles * 16 >= outputs
+        assert (
+            schedule.workers * (schedule.max_tiles - (2 if gated else 1)) * 16 < outputs
+        )  # as csrc/pipeline.cuh counts
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ SPARSE = {  # selections with what differs from small budgets for all
     "clusterkv": {"cluster": 8},
     "shadowkv": {"outliers": 1},
 }
+# Of each way to choose: once after the prompt, by a verification's scores, and for every query from an index or codes.
+FAST = ("snapkv", "specattn", "quest", "progressive", "clusterkv", "nonsense")
 
 
 class Forced:
@@ -75,7 +77,7 @@ def forced(monkeypatch):
 
 @pytest.mark.parametrize(
     "kv, draft_bits, agreeable, name",
-    pairs([("int4x2", 16, True), ("int4x2", 4, False), ("bf16+int4", 4, True), ("bf16", 4, False)], list(PATTERNS)),
+    pairs([("int4x2", 16, True), ("int4x2", 4, False), ("bf16+int4", 4, True), ("bf16", 4, False)], [*PATTERNS], 0),
 )
 def test_changes_of_gamma_change_nothing(
     kv, draft_bits, agreeable, name, tiny_model, make_plan, prompts, profile, forced
@@ -98,14 +100,13 @@ def test_changes_of_gamma_change_nothing(
 
 
 @pytest.mark.parametrize(
-    "kv, codes",
+    "selection, kv, codes",
     [
-        ("int4x2", "upper"),
-        pytest.param("bf16+int4", "upper", marks=pytest.mark.slow),
-        pytest.param("bf16+int4", "full", marks=pytest.mark.slow),
+        pytest.param(name, kv, codes, marks=[] if name in FAST and kv == "int4x2" else [pytest.mark.slow])
+        for name in [*SPARSE, "nonsense"]
+        for kv, codes in (("int4x2", "upper"), ("bf16+int4", "upper"), ("bf16+int4", "full"))
     ],
 )
-@pytest.mark.parametrize("selection", [*SPARSE, "nonsense"])
 def test_changes_of_gamma_change_nothing_whatever_drafts_read(
     selection, kv, codes, request, plain, tiny_model, make_plan, prompts, profile, forced
 ):

@@ -58,12 +58,16 @@ def pooled_chi_square(counts, probabilities):
 @pytest.mark.parametrize(
     "kv, gamma, drafts, options, gammas",
     [
-        ("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, None),
+        pytest.param("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, None, marks=pytest.mark.slow),
         ("int4x2", 2, {}, {"temperature": 1.3, "top_k": 9}, None),
         ("bf16+int4", 3, {"draft_bits": 4}, {"temperature": 0.7, "top_p": 0.9}, None),
-        ("bf16", 2, {"selection": "specattn", "draft_bits": 4} | SPARSE, {"temperature": 0.7, "top_p": 0.9}, None),
-        ("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, (1, 2, 0)),  # gamma changes from round to round
-        ("int4x2", 3, {"selection": "specattn"} | SPARSE, {"temperature": 1.0}, (1, 3, 0)),
+        pytest.param(
+            "bf16", 2, {"selection": "specattn", "draft_bits": 4} | SPARSE, {"temperature": 0.7, "top_p": 0.9}, None,
+            marks=pytest.mark.slow,
+        ),
+        # Gamma changes from round to round.
+        pytest.param("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, (1, 2, 0), marks=pytest.mark.slow),
+        ("int4x2", 3, {"selection": "specattn", "draft_bits": 4} | SPARSE, {"temperature": 1.0}, (1, 3, 0)),
     ],
 )  # fmt: skip
 def test_sampled_triples_follow_the_target(

@@ -23,7 +23,7 @@ FORMATS = ["bf16", "bf16+int4", "int8", "int4x2"]
 PSEUDO = {"prefix": 3, "suffix": 19}  # two calls of decode attention
 
 
-@pytest.mark.parametrize("policy, kv, gamma", pairs(POLICIES, [("int4x2", 4), ("bf16+int4", 3), ("bf16", 2)]))
+@pytest.mark.parametrize("policy, kv, gamma", pairs(POLICIES, [("int4x2", 4), ("bf16+int4", 3), ("bf16", 2)], 0))
 def test_drafts_change_nothing(policy, kv, gamma, tiny_model, make_plan, prompts):
     """Evict, quantize, speculate: greedy output of ragged batches equals that of their own evicted target."""
     folder = tiny_model(agreeable=True, num_hidden_layers=3).folder
@@ -43,7 +43,7 @@ def test_drafts_change_nothing(policy, kv, gamma, tiny_model, make_plan, prompts
         assert policy == "pyramidkv" or drafted.statistics.flushes == 8
 
 
-@pytest.mark.parametrize("policy, kv", pairs(POLICIES, FORMATS[::-1]))
+@pytest.mark.parametrize("policy, kv", pairs(POLICIES, FORMATS[::-1], 0))
 def test_a_budget_of_the_whole_prompt_changes_no_bit(policy, kv, tiny_model, make_plan, prompts):
     folder, ids = tiny_model().folder, prompts(*LENGTHS)
     engines = [

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 import pytest
+from grids import pairs
 
 from ridgeplan import runtime
 from ridgeplan.roofline.plan.plan import HostPart, Placement
@@ -36,13 +37,11 @@ def without_limit(folder, make_plan, prompts):
 
 
 @pytest.mark.parametrize("prefetch", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kv, gamma", [("int4x2", 4), ("int4x2", 0)])
-@pytest.mark.parametrize("part", list(HostPart))
-@pytest.mark.parametrize("layers", [1, LAYERS])
+@pytest.mark.parametrize("part, layers, gamma", pairs([*HostPart], [(1, 4), (LAYERS, 0), (LAYERS, 4), (1, 0)]))
 def test_the_same_tokens_as_without_a_limit(
-    layers, part, kv, gamma, prefetch, folder, shape, limited, make_plan, prompts, without_limit
+    layers, part, gamma, prefetch, folder, shape, limited, make_plan, prompts, without_limit
 ):
-    plan, ids, expected = make_plan(kv, gamma, batch=3), prompts(*LENGTHS), without_limit(kv, gamma)
+    plan, ids, expected = make_plan("int4x2", gamma, batch=3), prompts(*LENGTHS), without_limit("int4x2", gamma)
     placed, host_layers = limited(plan, shape, layers, part, prefetch=prefetch)
     engine = runtime.load(placed, folder, device="cpu")
     assert engine.cache.config.host_layers == host_layers
@@ -59,8 +58,8 @@ SPARSE = {"ratio": 0.3, "floor": 40, "sinks": 2}
     "gamma, changes",
     [
         (0, {}),
-        (3, {"draft_bits": 4}),
-        (3, {"selection": "streamingllm", **SPARSE}),
+        pytest.param(3, {"draft_bits": 4}, marks=pytest.mark.slow),
+        pytest.param(3, {"selection": "streamingllm", **SPARSE}, marks=pytest.mark.slow),
         (3, {"selection": "quest", "page": 16, **SPARSE}),
         (3, {"selection": "specattn", **SPARSE}),
     ],

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from grids import pairs
 from torch.nn import functional
 
 from ridgeplan import runtime
@@ -90,8 +91,7 @@ def test_a_cpus_own_kernel_rounds_to_bfloat16_and_no_more(tiny_model, make_plan,
     assert (rounded - expected).abs().mean() < 0.02 * expected.std()  # a bfloat16 has 8 bits; errors add up in 2 layers
 
 
-@pytest.mark.parametrize("gamma, agreeable", [(1, False), (4, True)])
-@pytest.mark.parametrize("kv", FORMATS)
+@pytest.mark.parametrize("kv, gamma, agreeable", pairs(FORMATS, [(4, True), (1, False)], 0))
 def test_drafts_of_int4_targets_change_nothing(kv, gamma, agreeable, exact, tiny_model, make_plan, prompts):
     folder, ids = tiny_model(agreeable=agreeable).folder, prompts(100, 37, 65)
     plan, drafting = (make_plan(kv, each, batch=3, target_bits=4) for each in (0, gamma))
@@ -232,8 +232,7 @@ def test_8_bits_are_nearer_to_full_precision_than_4(draft_bits, exact_int8, tiny
     assert distance(eight_bits(make_plan, draft_bits=draft_bits)) < 0.25 * distance(make_plan(target_bits=4))
 
 
-@pytest.mark.parametrize("gamma, agreeable", [(1, False), (4, True)])
-@pytest.mark.parametrize("kv", INT8_FORMATS)
+@pytest.mark.parametrize("kv, gamma, agreeable", pairs(INT8_FORMATS, [(1, False), (4, True)], 0))
 def test_drafts_of_int8_targets_change_nothing(kv, gamma, agreeable, exact_int8, tiny_model, make_plan, prompts):
     """Greedy output of a hierarchical target, drafted by its upper plane, is that of its own plain decoding."""
     folder, ids = tiny_model(agreeable=agreeable).folder, prompts(100, 37, 65)
@@ -253,9 +252,13 @@ COMBINED = {
     "an eviction and chosen tokens": {"evict": "snapkv", "budget": 45, "selection": "quest", **SPARSE},
     "an adaptive gamma": {"adaptive": True},
 }
+PART = ("chosen tokens", "an eviction")  # of "an eviction and chosen tokens"
 
 
-@pytest.mark.parametrize("what", COMBINED)
+@pytest.mark.parametrize(
+    "what",
+    [name if name not in PART else pytest.param(name, marks=pytest.mark.slow) for name in COMBINED],
+)
 def test_other_axes_combine_with_8_bits(what, exact_int8, tiny_model, make_plan, prompts, h200_profile):
     """Upper planes draft over chosen or evicted tokens of upper codes; output is that of the 8-bit, evicted target."""
     folder, ids, cpu = tiny_model(agreeable=True).folder, prompts(100, 37, 65), torch.device("cpu")
