@@ -55,13 +55,13 @@ def requests(draw: Any) -> ServeCommandOptions:
 
 
 @settings(
-    max_examples=200,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 @given(requests())
 def test_no_parser_rejects_an_exported_plan(request: ServeCommandOptions) -> None:
-    """200 plans: as words and as the YAML that vLLM turns into words (str of every value, none of a flag's)."""
+    """60 plans: as words and as the YAML that vLLM turns into words (str of every value, none of a flag's)."""
     try:
         command = export(request).command
     except PlanError as error:

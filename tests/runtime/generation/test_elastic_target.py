@@ -126,10 +126,10 @@ def test_a_head_that_chooses_by_layer_has_each_layer_load_its_own(gamma, model, 
 
 
 @pytest.mark.parametrize(
-    "placement, case", pairs([{"layers": LAYERS}, {"prefetch": 8}, {"budget": 2 * BUDGET}], CASES[:2], 0), ids=str
+    "placement, kv, name", pairs([{"layers": LAYERS}, {"prefetch": 8}, {"budget": 2 * BUDGET}], CASES[:2], 0), ids=str
 )
-def test_wherever_layers_are_and_however_far_loads_run_ahead(case, placement, load, plan_of, expected, prompts):
-    plan = plan_of(*case, 2, **placement)
+def test_wherever_layers_are_and_however_far_loads_run_ahead(kv, name, placement, load, plan_of, expected, prompts):
+    plan = plan_of(kv, name, 2, **placement)
     assert load(plan).generate(prompts(*LENGTHS), NEW).tokens == expected(plan, *LENGTHS)
 
 
