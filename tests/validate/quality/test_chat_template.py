@@ -22,6 +22,12 @@ CHATML = (
 )
 
 
+@pytest.fixture(autouse=True)
+def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends templates that never end after one second instead of five."""
+    monkeypatch.setattr(chat_template, "CPU_S", 1)
+
+
 def tokenizer_with(template: Any) -> Any:
     """A tokenizer of transformers without any vocabulary of its own."""
     vocabulary = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
@@ -55,7 +61,7 @@ def test_the_embedded_models_frame_is_its_own() -> None:
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 5 s of CPU time"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s of CPU time"),
         ('{{ "a" * 3000000000 }}', "more than 1 GiB of memory"),
         (
             "{% set x = namespace(s='a' * 1000) %}{% for i in range(40) %}{% set x.s = x.s ~ x.s %}{% endfor %}",
@@ -90,7 +96,7 @@ LONG = "{% if messages[0].content | length > 200 %}X{% endif %}{{ messages[0].co
 @pytest.mark.parametrize(
     ("then", "reason"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 5 s of CPU time"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s of CPU time"),
         ('{{ "a" * 3000000000 }}', "more than 1 GiB of memory"),
         ("{{ 'a' * 100000 }}", "it makes 100000"),
         ("Today is Monday.", "does not hold a user's message once and as it is"),
