@@ -317,6 +317,8 @@ BLOCKS: dict[str, Callable[..., str]] = {
         readme_tables.errors,
         study_tables.study_positions,
         study_tables.study_recalls,
+        study_tables.study_pseudo_queries,
+        study_tables.study_axes,
         study_tables.study_claims,
         study_tables.study_choices,
         recommendation,

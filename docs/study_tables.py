@@ -30,6 +30,25 @@ def study_recalls(name: str) -> str:
     return table(("recall", *(f"{budget}/{window}" for window, budget in cases)), rows)
 
 
+def study_pseudo_queries(name: str) -> str:
+    """Recall of every choice of pseudo queries: a column for each budget."""
+    means = {key[1:]: mean for key, mean in _means(name).items() if key[0] == "choice"}
+    budgets = dict.fromkeys(budget for *_, budget in means)
+    choices = dict.fromkeys(key[:-1] for key in means)
+    rows = ((*choice, *(f"{means[*choice, budget]:.3f}" for budget in budgets)) for choice in choices)
+    return table(("", "recall", *map(str, budgets)), rows)
+
+
+def study_axes(name: str) -> str:
+    """Perplexity by the axes along which keys and values share scales: a line for each number of bits and keys."""
+    rows = result(name)["rows"]
+    values = {(row["bits"], row["keys"], row["values"]): f"{row['perplexity']:.3f}" for row in rows}
+    plain, *_ = values.values()
+    lines = [(f"{bits} bits", f"by {keys}", *(values[bits, keys, axis] for axis in ("token", "channel")))
+             for bits in (8, 4) for keys in ("token", "channel")]  # fmt: skip
+    return table(("", "keys", "values by token", "values by channel"), [("16 bits", "", plain, plain), *lines])
+
+
 def study_claims(*names: str) -> str:
     """What the paper finds, and whether it holds for each model."""
     studies = [result(name) for name in names]

@@ -52,7 +52,7 @@ def problem_of_command(line: str) -> str | None:
     options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     values = {value for parameter in command.params for value in getattr(parameter.type, "choices", ())}
     for word in words:
-        if word not in (options if word.startswith("-") else KNOWN_WORDS | values):
+        if not word.isdigit() and word not in (options if word.startswith("-") else KNOWN_WORDS | values):
             return f"{word!r} is not known to {command.name}"
     required = [parameter for parameter in command.params if parameter.required and isinstance(parameter, click.Option)]
     missing = [parameter.name for parameter in required if not {*parameter.opts} & {*words}]

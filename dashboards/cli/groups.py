@@ -107,6 +107,7 @@ STUDIES = {
         "drafts": ("study:drafts", "Measure acceptance of sparse drafts by policy and ratio."),
         "retrieval": ("study:retrieval", "Measure how much of the attention each selection finds."),
         "dapq": ("study:dapq", "Test whether queries follow positions more than content."),
+        "quantspec": ("study:quantspec", "Measure perplexity by axes of KV quantization."),
     }
 }
 

@@ -197,6 +197,49 @@ def _print_retrieval(document: Mapping[str, Any]) -> None:
         print_table(title, ("method", "budget", *FIGURES, ""), lines)
 
 
+QUANTSPEC_SCHEMA = 1
+
+
+@command()
+@opt.model_to_run
+@click.option(
+    "--text", type=opt.PlainText(), metavar="FILE", help="UTF-8 text.  [default: a text that ships with Python]"
+)
+@click.option("--ctx", "context", type=opt.TOKENS, default=2048, help="Tokens of a passage.")
+@click.option("--tokens", type=int, default=90, help="Tokens to predict at the end of each passage.")
+@click.option("--passages", type=int, default=4, help="Passages, spread over the text.")
+@opt.json_output
+@opt.as_json
+def quantspec(model: str | None, text: str | None, output: Path | None, as_json: bool, **sizes: Any) -> None:
+    """Measure perplexity with keys and values rounded along each axis (QuantSpec's Tables 2 and 5).
+
+    "channel" has a scale per channel and group of tokens, "token" one per token and group of channels. QuantSpec rounds
+    keys by channel and values by token.
+
+    Examples:
+      ridgeplan study quantspec
+      ridgeplan study quantspec --text book.txt --ctx 8k --output axes.json
+    """
+    # Importing torch takes seconds.
+    from ridgeplan.validate.acceptance import named_shape
+    from ridgeplan.validate.prompts import read_prompt, sample_text
+    from ridgeplan.validate.studies.quantspec import QuantSpecSizes, study
+
+    question, content = QuantSpecSizes(**sizes), sample_text() if text is None else read_prompt(text)
+    with progress("loading") as on_progress:
+        source = embedded_or(model)
+        shape = named_shape(source)
+        rows = [asdict(row) for row in study(source, shape, content, question, on_progress=on_progress)]
+    document = {
+        "schema": QUANTSPEC_SCHEMA, "model": shape.name,
+        "text": "Python's help topics" if text is None else Path(text).stem, "sizes": asdict(question), "rows": rows,
+    }  # fmt: skip
+    if not deliver(document, output, None, as_json, ""):
+        lines = ((row["keys"], row["values"], f"{row['bits']}", f"{row['perplexity']:.4f}", "") for row in rows)
+        title = f"Perplexity of {document['model']} on {document['text']}, {question.context} tokens"
+        print_table(title, ("keys by", "values by", "bits", "perplexity", ""), lines)
+
+
 DAPQ_SCHEMA = 1
 
 
@@ -257,6 +300,11 @@ def _print_dapq(document: Mapping[str, Any]) -> None:
         means, "recall", "Recall of the prompt tokens with the most attention (Figure 3), by budget/window"
     )
     _print_by_window(means, "attention", "Attention similarity (Table 8), by window")
+    for axis in dict.fromkeys(key[1] for key in means if key[0] == "choice"):
+        budgets = dict.fromkeys(key[3] for key in means if key[:2] == ("choice", axis))
+        names = dict.fromkeys(key[2] for key in means if key[:2] == ("choice", axis))
+        lines = ((name, *(f"{means['choice', axis, name, budget]:.3f}" for budget in budgets), "") for name in names)
+        print_table(f"Recall by {axis} of pseudo queries (Figure 4), by budget", (axis, *map(str, budgets), ""), lines)
     for claim in document["claims"]:
         echo(f"{'holds' if claim['holds'] else 'differs here'}: {claim['text']}: {claim['detail']}")
 

@@ -103,7 +103,8 @@ def prefill_all(
     for start, stop in pairwise(bounds):
         evicting = [filling.begin(start, stop, held) for filling in fillings]
         text = torch.cat([prompt[start:stop], appended]) if any(evicting) else prompt[start:stop]
-        hidden, parts = hidden_rows[: len(text)], Parts(stop - start, len(text), chunk_tokens)
+        position = _common_position(fillings, stop)
+        hidden, parts = hidden_rows[: len(text)], Parts(stop - start, len(text), chunk_tokens, position - stop)
         torch.index_select(weights.embedding, 0, text, out=hidden)
         for index, layer in enumerate(weights.layers):
             buffers = replace(chunk_buffers, tokens=len(text))
@@ -113,7 +114,8 @@ def prefill_all(
             masses: dict[Any, Tensor] = {}
             for filling in fillings:
                 filling.choose(index, buffers, masses)
-            attend_layer(buffers, parts, decoder.config.windows[index] if whole else None)
+            window = decoder.config.windows[index] if whole else None
+            attend_layer(buffers, parts, window, _common_position(fillings, buffers.held + parts.tokens))
             finish_layer(decoder, layer, hidden, buffers, parts)
             for filling in fillings:
                 filling.store(index, buffers, held)
@@ -134,7 +136,13 @@ class _Filling:
             to.observer.before_prefill(to.row, prompt)
         evicts = min(self.kept(len(prompt))) < len(prompt)
         assert to.scorer is not None or not evicts, "a cache of evicted prompts needs a scorer"
-        self.appended = to.scorer.appended(prompt) if to.scorer is not None and evicts else prompt[:0]
+        self._scorer = to.scorer if to.scorer is not None and evicts else None
+        vocab = decoder.config.shape.vocab
+        self.appended = prompt[:0] if self._scorer is None else self._scorer.appended(prompt, vocab)
+
+    def position(self, tokens: int) -> int:
+        """Position of the first appended token after so many tokens."""
+        return tokens if self._scorer is None else self._scorer.position(tokens)
 
     def kept(self, tokens: int) -> tuple[int, ...]:
         """Tokens that each layer keeps of the prompt's first `tokens`."""
@@ -145,6 +153,7 @@ class _Filling:
         self._start, self._tokens, self._budgets = start, stop - start, self.kept(stop)
         window = self._to.observer.window if self._to.observer else 0
         last = stop == len(self._prompt)
+        self._continues = not last
         self._observed = slice(max(0, self._tokens - window) if last else self._tokens, self._tokens)
         counts = [layer.count for layer in held] or [0] * len(self._budgets)
         return any(count + self._tokens > budget for count, budget in zip(counts, self._budgets, strict=True))
@@ -154,12 +163,13 @@ class _Filling:
         to, tokens = self._to, buffers.held + self._tokens
         rows = self._tokens + len(self.appended)  # without what others append
         self._chosen = None
-        if to.scorer is not None and self._budgets[index] < tokens:
+        evicts = self._budgets[index] < tokens
+        if to.scorer is not None and (evicts or (to.scorer.accumulates and self._continues)):
             layer = PromptLayer(
                 index=index,
                 layers=self._decoder.config.shape.layers,
                 tokens=tokens,
-                budget=self._budgets[index],
+                budget=min(self._budgets[index], tokens),
                 queries=buffers.queries[:rows],
                 keys=buffers.keys[:, : buffers.held + rows],
                 values=buffers.values[:, : buffers.held + rows],
@@ -169,7 +179,8 @@ class _Filling:
                 held=buffers.held,
                 start=self._start,
             )
-            self._chosen = largest(to.scorer.scores(layer), layer.budget)
+            scores = to.scorer.scores(layer)
+            self._chosen = largest(scores, layer.budget) if evicts else None
         self._queries = buffers.queries[self._observed].clone()
 
     def store(self, index: int, buffers: LayerBuffers, held: Sequence[_Held]) -> None:
@@ -199,6 +210,14 @@ def _longest(appended: Sequence[Tensor]) -> Tensor:
     if any(not torch.equal(tokens, longest[: len(tokens)]) for tokens in appended):
         raise ValueError("the policies append different tokens to the prompt; allowed: the same or none")
     return longest
+
+
+def _common_position(fillings: Sequence[_Filling], tokens: int) -> int:
+    """Where appended tokens stand after so many tokens. Raises ValueError for policies that disagree on it."""
+    positions = {filling.position(tokens) for filling in fillings if len(filling.appended)} or {tokens}
+    if len(positions) > 1:
+        raise ValueError(f"the policies append tokens at positions {sorted(positions)}; allowed: at the same")
+    return positions.pop()
 
 
 class _Held:

@@ -37,11 +37,13 @@ class Parts:
     """Splits `total` tokens into a prompt of `tokens` tokens and those appended to it, which it does not see.
 
     The two are projected and attend separately, so appended tokens do not change a bit of the prompt's results.
+    shift: positions from right after the prompt to the first appended token.
     """
 
     tokens: int
     total: int
     chunk_tokens: int = PREFILL_CHUNK_TOKENS
+    shift: int = 0
 
     @property
     def chunks(self) -> list[slice]:
@@ -138,14 +140,16 @@ def project_layer(
     for chunk in parts.chunks:
         places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
         normed = decoder.norm(hidden[chunk], None, layer.attention_norm)[1][None]
-        tables = decoder.rotary(start + places)
+        shift = parts.shift if chunk.start >= parts.tokens else 0
+        tables = decoder.rotary(start + places + shift)
         queries[chunk] = decoder.project(layer, normed, tables, keys, values, buffers.held + places)[0]
 
 
-def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> None:
+def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None, visible: int | None = None) -> None:
     """Attention of every token to itself and to those before it, held ones too; the output overwrites the queries.
 
     The prompt attends together with what stands behind it up to its padded length, which none of its tokens sees.
+    visible: how many of the held and the prompt's tokens the appended ones see; by default, and at most, all.
     """
     queries, keys, values = buffers.padded
     held, tokens, padded = buffers.held, parts.tokens, int(padded_prompt(parts.tokens))
@@ -154,9 +158,13 @@ def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None) -> Non
     # Made before the prompt's attention: the decode kernel may read them before the kernel ahead of it has ended.
     first = torch.zeros(1, dtype=torch.int32, device=queries.device)
     # Counted there: a copy of the host's would wait for all that runs before.
-    seen_first, seen_last = held + tokens + 1, held + parts.total + 1
+    visible = held + tokens if visible is None else min(visible, held + tokens)
+    seen_first, seen_last = visible + 1, visible + parts.total - tokens + 1
     ends = torch.arange(seen_first, seen_last, MAX_QUERIES, dtype=torch.int32, device=queries.device)
     attend_in_place(queries[:padded], keys[0, :, seen], values[0, :, seen], window, tokens)
+    if visible < held + tokens:
+        rest = slice(held + tokens, held + parts.total)
+        keys, values = (torch.cat([kv[:, :, :visible], kv[:, :, rest]], dim=2) for kv in (keys, values))
     for index, start in enumerate(starts):
         part = queries[None, start : min(start + MAX_QUERIES, parts.total)]
         part.copy_(decode_attention(part, keys, values, first, ends[index : index + 1]))

@@ -12,15 +12,16 @@ from torch.nn import functional
 from ridgeplan.roofline.execution import EVICTION_SCORE_ELEMENTS
 
 
-def attention_mass(queries: Tensor, keys: Tensor, first: int, tokens: int) -> Tensor:
+def attention_mass(queries: Tensor, keys: Tensor, first: int, tokens: int, heads: str = "mean") -> Tensor:
     """Softmax probabilities of the first `tokens` keys, summed over queries, float32 [kv_heads, tokens].
 
     queries: [n, q_heads, head_dim], at positions first to first + n - 1. keys: [kv_heads, at least first + n,
-    head_dim]. Query i sees keys up to its own. The query heads of a KV head are averaged. A block holds all keys of
-    some queries of one KV head, at most about EVICTION_SCORE_ELEMENTS scores.
+    head_dim]. Query i sees keys up to its own. heads: the "mean" of the query heads of a KV head, or their "maximum". A
+    block holds all keys of some queries of one KV head, at most about EVICTION_SCORE_ELEMENTS scores.
     """
     (count, q_heads, head_dim), kv_heads = queries.shape, keys.shape[0]
-    ratio, mass = q_heads // kv_heads, queries.new_zeros(kv_heads, tokens, dtype=torch.float32)
+    ratio = q_heads // kv_heads
+    mass = queries.new_zeros(kv_heads, 1 if heads == "mean" else ratio, tokens, dtype=torch.float32)
     block = max(1, min(EVICTION_SCORE_ELEMENTS // (ratio * (first + count)), count))
     places = torch.arange(block, device=queries.device)
     later = (places[:, None] < places)[:, None]  # keys of a block that are in the future of its queries
@@ -33,8 +34,9 @@ def attention_mass(queries: Tensor, keys: Tensor, first: int, tokens: int) -> Te
             # Only the block's own tokens can be in a query's future.
             logits[:, :, before:].masked_fill_(later[:size, :, :size], -torch.inf)
             probabilities = logits.softmax(-1, dtype=torch.float32)[:, :, :tokens]
-            mass[head, : probabilities.shape[2]] += probabilities.sum((0, 1))
-    return mass / ratio
+            by_head = probabilities.sum(0) if heads == "maximum" else probabilities.sum((0, 1))
+            mass[head, :, : probabilities.shape[2]] += by_head
+    return mass.amax(1) if heads == "maximum" else mass[:, 0] / ratio
 
 
 def pooled(scores: Tensor, width: int) -> Tensor:
@@ -49,7 +51,7 @@ class PromptLayer:
     """One layer of a prompt whose attention has not run yet, and the tokens appended to it.
 
     index, layers: the layer's index and the number of layers. tokens: tokens of the prompt. budget: number of tokens to
-    keep, fewer than `tokens`.
+    keep, fewer than `tokens` but for scorers that accumulate.
     queries: [tokens - held + appended, q_heads, head_dim], rotated. keys, values: [kv_heads, tokens + appended,
     head_dim], keys rotated. frequencies: float32 [head_dim / 2], radians per token. rotary_scale: YaRN's factor.
     masses: results of `mass`, shared by all scorers of this layer, e.g. for other budgets. held: number of tokens
@@ -75,15 +77,15 @@ class PromptLayer:
         """Tokens of the prompt that have queries."""
         return self.tokens - self.held
 
-    def mass(self, first: int, stop: int, tokens: int) -> Tensor:
+    def mass(self, first: int, stop: int, tokens: int, heads: str = "mean") -> Tensor:
         """`attention_mass` of the tokens from `first` to `stop` for the first `tokens` keys, computed once.
 
         first, stop: places among the layer's tokens; these tokens have queries.
         """
-        key = first, stop, tokens
+        key = first, stop, tokens, heads
         if key not in self.masses:
             queries = self.queries[first - self.held : stop - self.held]
-            self.masses[key] = attention_mass(queries, self.keys, first, tokens)
+            self.masses[key] = attention_mass(queries, self.keys, first, tokens, heads)
         return self.masses[key].clone()
 
 
@@ -95,13 +97,18 @@ class EvictionScorer:
     """
 
     settings: Any
+    accumulates = False  # scores build on those of earlier chunks, so it scores every chunk, also before evictions
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
-    def appended(self, prompt: Tensor) -> Tensor:
+    def appended(self, prompt: Tensor, vocab: int) -> Tensor:
         """Token ids that prefill runs after the prompt [tokens]; they enter no cache, and no prompt token sees them."""
         return prompt[:0]
+
+    def position(self, tokens: int) -> int:
+        """Position of the first appended token where there are so many; it sees the tokens before that position."""
+        return tokens
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Scores of the prompt's tokens, float32 [kv_heads, tokens], or [1, tokens] for the same in all heads."""

@@ -7,12 +7,12 @@ prefill repeats it after every chunk, over the chunk and the tokens that the lay
 
 SnapKV, PyramidKV and H2O: the query heads of a KV head are averaged, as a KV head stores its keys once.
 
-DapQ: the pseudo tokens run through prefill after the prompt, at positions L_p to L_p + N - 1. No token of the prompt
-sees them, and their keys and values are dropped, so decoding starts at position L_p as if they had never existed. Eq 4
-sums softmax probabilities over prompt and pseudo tokens; docs/papers.md lists the details that the paper leaves open.
-In chunked prefill they run after each chunk that evicts, and see the chunk and the tokens that the layer has kept. They
-are the first and last tokens of the whole prompt, and stand right after the chunk, at the positions of the next tokens
-that will read the kept ones. After the last chunk that is position L_p.
+DapQ: the pseudo tokens run through prefill after the prompt, by default at positions L_p to L_p + N - 1. No token of
+the prompt sees them, and their keys and values are dropped, so decoding starts at position L_p as if they had never
+existed. Eq 4 sums softmax probabilities over prompt and pseudo tokens; docs/papers.md lists the details that the paper
+leaves open. In chunked prefill they run after each chunk that evicts, and see the chunk and the tokens that the layer
+has kept. By default they are the first and last tokens of the whole prompt, and stand right after the chunk, at the
+positions of the next tokens that will read the kept ones. After the last chunk that is position L_p.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ridgeplan.roofline.plan.policies.evictions import (
     DapQEviction,
@@ -32,8 +33,17 @@ from ridgeplan.roofline.plan.policies.evictions import (
     StreamingLLMEviction,
 )
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.policies.eviction import EvictionScorer, PromptLayer, pooled, protect
+from ridgeplan.runtime.policies.eviction import (
+    EvictionScorer,
+    PromptLayer,
+    attention_mass,
+    largest,
+    pooled,
+    protect,
+)
 from ridgeplan.runtime.policies.registry import SCORERS
+
+REPEATED_TOKENS = 7  # of DapQ's fixed content, as many as "Sorry, I don't know." has
 
 
 @SCORERS.register("streamingllm")
@@ -90,24 +100,55 @@ class SnapKVScorer(EvictionScorer):
 @SCORERS.register("h2o")
 class H2OScorer(EvictionScorer):
     settings: H2OEviction
+    accumulates = True
+
+    def __init__(self, settings: H2OEviction) -> None:
+        super().__init__(settings)
+        self._sums: dict[int, Tensor] = {}  # by layer, float32 [kv_heads, held], of the tokens that stayed
 
     def scores(self, layer: PromptLayer) -> Tensor:
-        """Attention that every token of the prompt pays to those before it and to itself."""
-        mass = layer.mass(0, layer.tokens, layer.tokens)
-        return protect(mass, last=round(self.settings.recent_share * layer.budget))
+        """Attention that every token of the prompt has paid to those before it and to itself."""
+        mass = layer.mass(layer.held, layer.tokens, layer.tokens)
+        if layer.held:
+            mass[:, : layer.held] += self._sums.pop(layer.index)
+        scores = protect(mass.clone(), last=round(self.settings.recent_share * layer.budget))
+        self._sums[layer.index] = mass.gather(1, largest(scores, layer.budget))
+        return scores
 
 
 @SCORERS.register("dapq")
 class DapQScorer(EvictionScorer):
     settings: DapQEviction
 
-    def appended(self, prompt: Tensor) -> Tensor:
-        """The prompt's first and last tokens (section 5.1); a short prompt has fewer."""
-        return torch.cat([prompt[: self.settings.prefix], prompt[-self.settings.suffix :]])
+    def appended(self, prompt: Tensor, vocab: int) -> Tensor:
+        """Pseudo tokens; those of a short prompt's ends are fewer. What is drawn is the same on every device."""
+        settings, count, tokens = self.settings, self.settings.appended_tokens, len(prompt)
+        if settings.content == "ends":
+            return torch.cat([prompt[: settings.prefix], prompt[-settings.suffix :]])
+        generator = torch.Generator().manual_seed(settings.seed)
+        places = torch.randint(tokens, (count,), generator=generator)
+        ids = torch.randint(vocab, (count,), generator=generator).to(prompt)
+        return {
+            "sampled": prompt[places.to(prompt.device)],
+            "span": prompt[int(places[0]) * max(tokens - count + 1, 1) // tokens :][:count],
+            "vocabulary": ids,
+            "fixed": ids[:REPEATED_TOKENS].repeat(-(-count // REPEATED_TOKENS))[:count],
+        }[settings.content]
+
+    def position(self, tokens: int) -> int:
+        """Right after the tokens and the offset, or after a share of them."""
+        share = self.settings.insert
+        return tokens + self.settings.offset if share == 1 else round(share * tokens)
 
     def scores(self, layer: PromptLayer) -> Tensor:
-        """Eq 4; the latest tokens are protected if the settings say so."""
-        mass = layer.mass(layer.tokens, layer.held + len(layer.queries), layer.tokens)
+        """Eq 4 over the tokens that the pseudo queries see; the latest are protected if the settings say so."""
+        seen, heads = min(self.position(layer.tokens), layer.tokens), self.settings.heads
+        if seen == layer.tokens:
+            mass = layer.mass(layer.tokens, layer.held + len(layer.queries), layer.tokens, heads)
+        else:
+            keys = torch.cat([layer.keys[:, :seen], layer.keys[:, layer.tokens :]], dim=1)
+            mass = attention_mass(layer.queries[layer.query_tokens :], keys, seen, seen, heads)
+            mass = functional.pad(mass, (0, layer.tokens - seen))
         return protect(pooled(mass, self.settings.pooling), last=min(self.settings.recent, layer.budget))
 
 
@@ -125,7 +166,7 @@ class OracleScorer(EvictionScorer):
         """Sets the tokens that follow a prompt."""
         self.coming[tuple(prompt)] = tuple(coming)
 
-    def appended(self, prompt: Tensor) -> Tensor:
+    def appended(self, prompt: Tensor, vocab: int) -> Tensor:
         """The coming tokens. Raises WorkloadError for a prompt without a call of `tell`."""
         key = tuple(prompt.tolist())
         if key not in self.coming:

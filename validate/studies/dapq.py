@@ -1,8 +1,9 @@
 """DapQ's premise: queries depend on position more than on content, so pseudo queries find what will be read.
 
 Measured as in the paper: similarity of queries under the same or another content and position (Table 1), over offsets
-(Figure 2b), recall of the prompt tokens that the true continuation reads most (Equations 1 to 3, Figure 3), and
-similarity of attention (Table 8). The true continuation is the text's own, as greedy text of small models repeats
+(Figure 2b), recall of the prompt tokens that the true continuation reads most (Equations 1 to 3, Figure 3), similarity
+of attention (Table 8), and recall by content and position of the pseudo queries (Figures 4a and 4c), with the scorer
+that evicts. The true continuation is the text's own, as greedy text of small models repeats
 itself; scores are means over the query heads of a KV head (docs/papers.md, DapQ-1).
 """
 
@@ -22,8 +23,10 @@ from torch.nn.functional import cosine_similarity
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, Workload, require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
+from ridgeplan.roofline.plan.policies.evictions import DapQEviction
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.policies.evictions import DapQScorer
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.studies.recorded import RecordedPrompt, Recording
@@ -36,6 +39,21 @@ RECALL_WINDOWS, BUDGETS = (8, 16, 32, 64), (64, 128, 256)
 ATTENTION_WINDOWS = (1, 2, 4, 8, 16, 32, 64)
 DAPQ, DAPQ_RANDOM, SNAPKV, STREAMING = "dapq", "dapq-random", "snapkv", "streamingllm"
 NONSENSE = "Sorry, I don't know. "  # the paper's other content, A.1
+
+# Choices of pseudo queries by the figure that compares them: hyperparameters that differ from the plan's.
+CONTENT, POSITION, HEADS = "content", "position", "heads"
+CHOICES: dict[str, dict[str, dict[str, Any]]] = {
+    CONTENT: {  # Figure 4a, Table 10
+        "first 4, last 28": {}, "first 2, last 30": {"prefix": 2, "suffix": 30}, "last 32": {"prefix": 0, "suffix": 32},
+        "first 8, last 24": {"prefix": 8, "suffix": 24}, "sampled": {"content": "sampled"}, "span": {"content": "span"},
+        "vocabulary": {"content": "vocabulary"}, "fixed": {"content": "fixed"},
+    },
+    POSITION: {  # Figure 4c
+        "right after the prompt": {}, **{f"after {share:.0%} of it": {"insert": share} for share in (0.17, 0.5, 0.83)},
+        **{f"{offset} further back": {"offset": offset} for offset in (32, 128, 512, 2048)},
+    },
+    HEADS: {"mean": {}, "maximum": {"heads": "maximum"}},
+}  # fmt: skip
 
 Figures = dict[tuple[Any, ...], float]  # by kind and what it depends on
 
@@ -68,6 +86,7 @@ class DapqPassage:
     response: tuple[int, ...]
     other: tuple[int, ...]
     noise: tuple[int, ...]  # drawn from the vocabulary
+    starts: tuple[tuple[str, int], ...] = ()  # drawn positions by their range (Figure 2a)
 
 
 @dataclass(frozen=True)
@@ -89,6 +108,7 @@ def study_passage(engine: Engine, passage: DapqPassage) -> Figures:
         **_offsets(recorded, passage, truth),
         **_recalls(truth, windows, recorded.length),
         **_attentions(truth, windows),
+        **_choices(recorded, passage, truth),
     }
 
 
@@ -152,9 +172,12 @@ def passages(
 ) -> Iterator[DapqPassage]:
     """Each batch of token ids, with a response of `response` tokens at its end."""
     for index, ids in enumerate(batches):
-        noise = random.Random(f"{seed} {index}").choices(range(vocab), k=max(RECALL_WINDOWS))
+        drawn = random.Random(f"{seed} {index}")
+        noise = drawn.choices(range(vocab), k=max(RECALL_WINDOWS))
+        ranges = {"in the prompt": len(ids) - response, "in its first 100": 100}
+        starts = tuple((name, drawn.randrange(tokens - PSEUDO_TOKENS)) for name, tokens in ranges.items())
         repeated = (tuple(other) * PSEUDO_TOKENS)[:PSEUDO_TOKENS]
-        yield DapqPassage(tuple(ids[:-response]), tuple(ids[-response:]), repeated, tuple(noise))
+        yield DapqPassage(tuple(ids[:-response]), tuple(ids[-response:]), repeated, tuple(noise), starts)
 
 
 def summary(by_passage: Sequence[Figures]) -> list[dict[str, Any]]:
@@ -174,7 +197,9 @@ def claims(by_passage: Sequence[Figures]) -> list[Claim]:
     mean = {key: statistics.fmean(figures[key] for figures in by_passage) for key in by_passage[0]}
     pairs = ((DAPQ, SNAPKV), (SNAPKV, STREAMING), (DAPQ_RANDOM, SNAPKV))
     recalls = [_everywhere("recall", better, worse, "Figure 3", mean) for better, worse in pairs]
-    return [*_similarity_claims(mean), *recalls, _everywhere("attention", DAPQ, SNAPKV, "Table 8", mean)]
+    attention = _everywhere("attention", DAPQ, SNAPKV, "Table 8", mean)
+    choices = _first_choice(CONTENT, "Figure 4a", mean), _first_choice(POSITION, "Figure 4c", mean)
+    return [*_similarity_claims(mean), *recalls, attention, *choices]
 
 
 def _similarities(recorded: RecordedPrompt, passage: DapqPassage, truth: Recording) -> Figures:
@@ -187,7 +212,7 @@ def _similarities(recorded: RecordedPrompt, passage: DapqPassage, truth: Recordi
     expected = _first(truth, PSEUDO_TOKENS)
     figures = {}
     for content, tokens in contents.items():
-        for position, start in (("same", recorded.length), ("other", 0)):
+        for position, start in (("same", recorded.length), ("other", 0), *passage.starts):
             recording = recorded.ask(tokens, start)
             pairs = {"after": (expected.queries, recording.queries),
                      "before": (expected.before_rope(decoder), recording.before_rope(decoder))}  # fmt: skip
@@ -241,6 +266,19 @@ def _attentions(truth: Recording, windows: dict[tuple[str, int], Tensor]) -> Fig
     }
 
 
+def _choices(recorded: RecordedPrompt, passage: DapqPassage, truth: Recording) -> Figures:
+    """Recall of every choice of pseudo queries with the eviction's own scorer, by ("choice", axis, name, budget)."""
+    assert truth.attention is not None, "it was wanted"
+    golds = {budget: top(truth.attention, budget) for budget in BUDGETS if budget < recorded.length}
+    figures: Figures = {}
+    for axis, by_name in CHOICES.items():
+        for name, changes in by_name.items():
+            scores = recorded.eviction_scores(DapQScorer(DapQEviction(**changes)), passage.prompt)
+            for budget, gold in golds.items():
+                figures["choice", axis, name, budget] = recall(gold, top(scores[:, None], budget))
+    return figures
+
+
 def _first(recording: Recording, count: int) -> Recording:
     return Recording(recording.queries[:, :count], recording.positions[:count])
 
@@ -254,6 +292,23 @@ def _similarity_claims(mean: Figures) -> Iterator[Claim]:
     yield Claim(
         "similarity falls with every larger offset (Figure 2b)", falls, " ".join(f"{value:.3f}" for value in curve)
     )
+
+
+def _first_choice(axis: str, where: str, mean: Figures) -> Claim:
+    """Whether an axis's first choice has a higher recall than others at every budget, and how much recall varies.
+
+    Other lengths of the prompt's ends are no rivals.
+    """
+    by_budget: dict[int, dict[str, float]] = {}
+    for kind, *key in mean:
+        if kind == "choice" and key[0] == axis and "suffix" not in CHOICES[axis][key[1]]:
+            by_budget.setdefault(key[2], {})[key[1]] = mean[(kind, *key)]
+    first = next(iter(CHOICES[axis]))
+    won = [budget for budget, recalls in by_budget.items() if recalls[first] >= max(recalls.values())]
+    spread = max(statistics.pstdev(recalls.values()) / statistics.fmean(recalls.values())
+                 for recalls in by_budget.values())  # fmt: skip
+    detail = f"at {len(won)} of {len(by_budget)} budgets, coefficient of variation up to {spread:.1%}"
+    return Claim(f"recall: {axis} {first!r} above every other kind ({where})", len(won) == len(by_budget), detail)
 
 
 def _everywhere(kind: str, better: str, worse: str, where: str, mean: Figures) -> Claim:

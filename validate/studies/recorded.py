@@ -6,7 +6,8 @@ text through the model beforehand. A plan gets them too late to load the chosen 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +23,7 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.prefill_layer import prefill_layer
+from ridgeplan.runtime.policies.eviction import EvictionScorer, PromptLayer
 from ridgeplan.runtime.policies.retrieval_head import RetrievalHeadSelector
 from ridgeplan.runtime.retrieval.head import Head
 
@@ -80,16 +82,55 @@ class RecordedPrompt:
         return self._over(tokens, start, self.length, attention)
 
     @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Logits [tokens, vocab] after each of the tokens that follow the prompt."""
+        ids, logits = torch.tensor(list(tokens), device=self.engine.device), []
+        for first in range(0, len(ids), TOGETHER):
+            part = ids[None, first : first + TOGETHER]
+            self.cache.finish_prompt(0, self.length + first)
+            metadata = AttentionMetadataBuilder(self.cache).target_metadata(part.shape[1])
+            logits.append(self.engine.decoder.step(self.engine.weights, self.cache, part, metadata)[0])
+        self.cache.finish_prompt(0, self.length)
+        return torch.cat(logits)
+
+    @torch.inference_mode()
     def last(self, count: int, prompt: Sequence[int]) -> Recording:
         """The prompt's own last `count` tokens, each over those up to itself."""
-        last = slice(self.length - count, self.length)
+        first = self.length - count
         # This pass writes the same keys and values once more, and rounds them otherwise than prefill did.
-        stored = [store[:, 0, :, last].clone() for store in (self.cache.keys, self.cache.values)]
-        recording = self._over(prompt[-count:], last.start, last.start, attention=True)
-        for store, kept in zip((self.cache.keys, self.cache.values), stored, strict=True):
-            store[:, 0, :, last] = kept
+        with self._restored(first, count):
+            recording = self._over(prompt[-count:], first, first, attention=True)
         assert recording.attention is not None, "it was wanted"
         return recording
+
+    @torch.inference_mode()
+    def eviction_scores(self, scorer: EvictionScorer, prompt: Sequence[int]) -> Tensor:
+        """Scores [layers, kv_heads, prompt] of an eviction by appended tokens, as prefill would run it."""
+        shape = self.engine.config.shape
+        tokens = scorer.appended(torch.tensor(prompt, device=self.engine.device), shape.vocab).tolist()
+        position = scorer.position(self.length)
+        seen = min(position, self.length)
+        with self._restored(seen, len(tokens)):
+            queries = self._over(tokens, position, seen, attention=False).queries
+            appended = self.cache.keys[:, 0, :, seen : seen + len(tokens)].clone()
+        scores = []
+        for index, keys in enumerate(appended):
+            keys = torch.cat([self.cache.keys[index, 0, :, : self.length], keys], dim=1)
+            layer = PromptLayer(
+                index, shape.layers, self.length, self.length - 1, queries[index], keys, keys,
+                self.engine.decoder.frequencies, held=self.length,
+            )  # fmt: skip
+            scores.append(scorer.scores(layer))
+        return torch.stack(scores)
+
+    @contextmanager
+    def _restored(self, first: int, count: int) -> Iterator[None]:
+        """Keeps the cache's `count` slots from `first` on as they are, whatever runs meanwhile."""
+        slots, stores = slice(first, first + count), (self.cache.keys, self.cache.values)
+        stored = [store[:, 0, :, slots].clone() for store in stores]
+        yield
+        for store, kept in zip(stores, stored, strict=True):
+            store[:, 0, :, slots] = kept
 
     def _over(self, tokens: Sequence[int], start: int, cached: int, attention: bool) -> Recording:
         recorder, engine = _Recorder(self.engine.decoder), self.engine

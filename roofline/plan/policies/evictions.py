@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from ridgeplan.roofline.catalog.validation import number, whole
+from ridgeplan.roofline.catalog.validation import number, one_of, whole
 from ridgeplan.roofline.plan.plan import Eviction, Plan, Workload
 from ridgeplan.roofline.plan.policies.dense import quantspec
 from ridgeplan.roofline.plan.policy import EVICTION_BUDGET, MAX_KEPT, SINKS, Preset, TokenEviction, policy
@@ -35,6 +35,17 @@ def aligned_budgets(budgets: Sequence[int], budget: int, group: int) -> tuple[in
     """
     moved = (budget + round((each - budget) / group) * group for each in budgets)
     return tuple(each if each > 0 else (budget - 1) % group + 1 for each in moved)
+
+
+def rounding_text(plan: Plan, layers: int) -> str | None:
+    """What rounding to whole groups makes of the layers' budgets; None where they are the policy's own."""
+    method, rounded = plan.eviction.method, layer_budgets(plan, layers)
+    exact = method.budgets(plan.eviction.tokens(plan.workload.context), layers) if method else ()
+    if rounded in (exact, (plan.workload.context,) * layers):
+        return None
+    kept = f"{rounded[0]} to {rounded[-1]}" if len(set(rounded)) > 1 else f"all {rounded[0]}"
+    groups = f"on {plan.kv.format.value} KV they differ by whole groups of {plan.kv.step}"
+    return f"{plan.eviction.policy}'s layers keep {kept} tokens instead of {exact[0]} to {exact[-1]}: {groups}"
 
 
 def kept_tokens(tokens: int, budgets: Sequence[int], group: int) -> tuple[int, ...]:
@@ -66,16 +77,28 @@ class _NamedPreset(TokenEviction):
         return {cls.name: evicting(cls.name)}
 
 
+QWEN_PSEUDO_TOKENS = {"prefix": 2, "suffix": 30}
+
+
 @policy
 class DapQEviction(_NamedPreset):
-    """Pseudo queries score a prompt: its first `prefix` and last `suffix` tokens again (section 5.1; Table 10: 8 + 24).
+    """Pseudo queries of `prefix` + `suffix` tokens score a prompt (section 5.1; Table 10: 8 + 24, and 2 + 30 for Qwen).
 
-    recent: latest tokens that always stay; Eq 5 protects none. pooling: tokens over which the largest score is taken;
-    1 is off, as Eq 4 says nothing of it (docs/papers.md).
+    content: the prompt's first and last tokens ("ends"), tokens drawn from the prompt ("sampled"), a span of it
+    ("span"), tokens drawn from the vocabulary ("vocabulary"), or a few of these repeated ("fixed"; Figs 2a and 4a).
+    seed: of what is drawn. insert: the share of the prompt after which they stand and which they see; 1 is right after
+    it. offset: positions that they stand further back there (Fig 4c). heads: how the scores of a KV head's query heads
+    are joined. recent: latest tokens that always stay; Eq 5 protects none. pooling: tokens over which the largest score
+    is taken; 1 is off, as Eq 4 says nothing of it (docs/papers.md).
     """
 
     prefix: int = whole(0, 1024, default=4)
     suffix: int = whole(1, 1024, default=28)
+    content: str = one_of(("ends", "sampled", "span", "vocabulary", "fixed"), default="ends")
+    seed: int = whole(0, 2**31 - 1, default=0)
+    insert: float = number(0, 1, default=1.0)
+    offset: int = whole(0, MAX_KEPT, default=0)
+    heads: str = one_of(("mean", "maximum"), default="mean")
     recent: int = whole(0, MAX_KEPT, default=0)
     pooling: int = whole(1, 255, default=1)
 
@@ -95,8 +118,12 @@ class DapQEviction(_NamedPreset):
 
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
-        """DapQ, and QuantSpec on what DapQ keeps (not published)."""
-        dapq = evicting(cls.name)
+        """DapQ, with 2 + 30 pseudo tokens for Qwen (Table 10), and QuantSpec on what DapQ keeps (not published)."""
+
+        def dapq(workload: Workload) -> Plan:
+            plan = evicting(cls.name)(workload)
+            settings = QWEN_PSEUDO_TOKENS if "qwen" in workload.model.lower() else {}
+            return replace(plan, eviction=replace(plan.eviction, settings=settings))
 
         def dapq_quantspec(workload: Workload) -> Plan:
             return replace(quantspec(workload), eviction=dapq(workload).eviction)
@@ -129,12 +156,15 @@ class SnapKVEviction(_NamedPreset):
 class H2OEviction(_NamedPreset):
     """The tokens that the whole prompt attends to most (Zhang et al. 2023).
 
-    recent_share: the part of the budget that the latest tokens have (section 5: half).
+    In chunks, tokens that stay keep their scores, to which each chunk adds its attention; chunks of 1 token are the
+    authors' algorithm, which evicts at every step. recent_share: the part of the budget that the latest tokens have
+    (section 5: half).
     """
 
     recent_share: float = number(0, 1, default=0.5)
 
     name: ClassVar[str] = "h2o"
+    chunked: ClassVar[bool] = True
     ruler: ClassVar[float | None] = 52.54
 
     @property

@@ -169,7 +169,13 @@ def test_a_study_writes_json_and_plots_and_prints_tables(invoke: Any, tiny_folde
     document = json.loads(output.read_text(encoding="utf-8"))
     assert document["model"] == tiny_folder.name
     assert document["sizes"] == {"context": 512, "response": 32, "passages": 2, "seed": 0}
-    assert {row["figure"][0] for row in document["figures"]} == {"similarity", "offset", "recall", "attention"}
+    assert {row["figure"][0] for row in document["figures"]} == {
+        "similarity",
+        "offset",
+        "recall",
+        "attention",
+        "choice",
+    }
     assert json.loads(invoke(*run, "--json").stdout) == document  # seeds are fixed
     lines = printed.splitlines()
     assert sum(line.startswith(("holds: ", "differs here: ")) for line in lines) == len(document["claims"]) == 6

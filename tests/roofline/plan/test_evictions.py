@@ -15,7 +15,13 @@ from ridgeplan.roofline.plan.plan import (
     Speculation,
     Workload,
 )
-from ridgeplan.roofline.plan.policies.evictions import PyramidKVEviction, aligned_budgets, kept_tokens, layer_budgets
+from ridgeplan.roofline.plan.policies.evictions import (
+    PyramidKVEviction,
+    aligned_budgets,
+    kept_tokens,
+    layer_budgets,
+    rounding_text,
+)
 from ridgeplan.roofline.plan.policies.selections import SpecAttn
 from ridgeplan.roofline.plan.policy import EVICTIONS
 from ridgeplan.roofline.plan.presets import PRESETS, preset, preset_name
@@ -40,6 +46,31 @@ def test_sparse_drafts_need_layers_of_one_length():
         "draft selection 'specattn' after an eviction that leaves layers of different lengths"
     ]
     assert not missing_execution(replace(ragged, eviction=replace(ragged.eviction, budget=4000)))  # nothing is evicted
+
+
+@pytest.mark.parametrize("name", ["dapq", "dapq-quantspec"])
+def test_dapq_has_2_and_30_pseudo_tokens_for_qwen(name):
+    """DapQ, Table 10."""
+    for model, sizes in {"Qwen/Qwen2.5-7B-Instruct": (2, 30), "meta-llama/Llama-3.1-8B": (4, 28)}.items():
+        plan = preset(name, replace(WORKLOAD, model=model))
+        assert (plan.eviction.method.prefix, plan.eviction.method.suffix) == sizes
+        assert preset_name(plan) == name
+
+
+def test_budgets_that_are_rounded_to_groups_say_so():
+    """PyramidKV's layers on codes differ by whole groups of 128; none do at a budget of 64."""
+    codes = replace(evicting("pyramidkv", budget=512), kv=KVCache(KVFormat.INT8, 128))
+    assert rounding_text(codes, 4) == (
+        "pyramidkv's layers keep 1024 to 128 tokens instead of 968 to 56: on int8 KV they differ by whole groups of 128"
+    )
+    small = replace(codes, eviction=replace(codes.eviction, budget=64))
+    assert "keep all 64 tokens" in rounding_text(small, 4)
+    assert "by whole groups of 128" in rounding_text(small, 4)
+    assert rounding_text(replace(codes, kv=KVCache()), 4) is None
+    for policy in ("dapq", "snapkv"):
+        assert rounding_text(replace(codes, eviction=Eviction(policy, 512)), 4) is None
+    assert rounding_text(replace(codes, eviction=Eviction("pyramidkv", 5000)), 4) is None
+    assert rounding_text(Plan(WORKLOAD), 4) is None
 
 
 def test_a_budget_is_in_tokens_or_a_share_of_the_context():
@@ -99,14 +130,14 @@ def test_a_chunk_travels_with_the_plan_and_counts_where_something_is_evicted():
         evicting("dapq", budget=1000, chunk=-1)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "random", "oracle"])
+@pytest.mark.parametrize("policy", ["random", "oracle"])
 def test_policies_that_need_the_whole_prompt_refuse_chunks(policy):
     message = f"^eviction chunk is 512; allowed: 0, as {policy} scores a whole prompt at once$"
     for plan in (evicting(policy, budget=1000, chunk=512), evicting(policy, share=1.0, chunk=512)):
         with pytest.raises(PlanError, match=message):
             missing_execution(plan)
     chunked = {name for name, policy in EVICTIONS.items() if policy.chunked}
-    assert chunked == {"dapq", "snapkv", "pyramidkv", "streamingllm", "lacache", "expected-attention"}
+    assert chunked == {"dapq", "snapkv", "h2o", "pyramidkv", "streamingllm", "lacache", "expected-attention"}
     assert not any(missing_execution(evicting(name, budget=1000, chunk=512)) for name in chunked)
 
 

@@ -106,8 +106,36 @@ def test_dapq(pooling, blocks):
 
 def test_dapqs_pseudo_tokens_are_the_prompts_first_and_last():
     policy = DapQScorer(DapQEviction(prefix=2, suffix=3))
-    assert policy.appended(torch.arange(10)).tolist() == [0, 1, 7, 8, 9]
-    assert policy.appended(torch.tensor([5])).tolist() == [5, 5]
+    assert policy.appended(torch.arange(10), 99).tolist() == [0, 1, 7, 8, 9]
+    assert policy.appended(torch.tensor([5]), 99).tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("insert", [0.3, 1.0])
+def test_dapqs_heads_are_joined_by_their_maximum_over_the_tokens_that_pseudo_queries_see(insert, blocks):
+    layer, seen = prompt_layer(), round(insert * TOKENS)
+    keys = torch.cat([layer.keys[:, :seen], layer.keys[:, TOKENS:]], dim=1)
+    visible = replace(layer, tokens=seen, queries=torch.cat([layer.queries[:seen], layer.queries[TOKENS:]]), keys=keys)
+    expected = probabilities(visible)[:, :, seen:, :seen].sum(2).amax(1)
+    scores = DapQScorer(DapQEviction(heads="maximum", insert=insert)).scores(layer)
+    torch.testing.assert_close(scores[:, :seen].double(), expected, rtol=1e-5, atol=1e-7)
+    assert not scores[:, seen:].any()
+
+
+def test_pseudo_tokens_are_drawn_as_their_content_says():
+    prompt = torch.arange(100, 200)
+
+    def drawn(content, seed=0, tokens=prompt):
+        return DapQScorer(DapQEviction(content=content, seed=seed)).appended(tokens, 50).tolist()
+
+    assert len(drawn("sampled")) == 32 and set(drawn("sampled")) <= set(range(100, 200))
+    assert drawn("sampled") != sorted(drawn("sampled"))
+    first = drawn("span")[0]
+    assert drawn("span") == list(range(first, first + 32))
+    assert drawn("span", tokens=prompt[:9]) == list(range(100, 109))
+    assert set(drawn("vocabulary")) <= set(range(50)) and len(set(drawn("vocabulary"))) > 10
+    assert drawn("fixed") == (drawn("vocabulary")[:7] * 5)[:32]
+    for content in ("sampled", "span", "vocabulary", "fixed"):
+        assert drawn(content) == drawn(content) != drawn(content, seed=1)
 
 
 def test_the_oracle_scores_with_what_comes(blocks):
@@ -115,7 +143,7 @@ def test_the_oracle_scores_with_what_comes(blocks):
     oracle = OracleScorer(OracleEviction(coming=APPENDED))
     oracle.tell(range(TOKENS), range(100, 100 + 2 * APPENDED))
     oracle.tell(range(5), range(7))
-    assert torch.equal(oracle.appended(prompt), coming)
+    assert torch.equal(oracle.appended(prompt, 99), coming)
     torch.testing.assert_close(oracle.scores(layer).double(), mass(layer, slice(TOKENS, None)), rtol=1e-5, atol=1e-7)
 
 

@@ -5,7 +5,8 @@ import torch
 from grids import pairs
 
 from ridgeplan import runtime
-from ridgeplan.roofline.plan.policies.evictions import OracleEviction
+from ridgeplan.kernels.layer import rotate
+from ridgeplan.roofline.plan.policies.evictions import DapQEviction, OracleEviction
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
@@ -15,7 +16,7 @@ from ridgeplan.runtime.model.prefill_layer import causal_attention, plan_attenti
 from ridgeplan.runtime.policies import SCORERS
 from ridgeplan.runtime.policies.base import TokenSelector
 from ridgeplan.runtime.policies.eviction import largest
-from ridgeplan.runtime.policies.evictions import OracleScorer
+from ridgeplan.runtime.policies.evictions import DapQScorer, OracleScorer
 
 LENGTHS, BUDGET, NEW = [128, 70, 37], 45, 90
 POLICIES = tuple(name for name in SCORERS if name != "oracle")  # which knows no text here
@@ -170,6 +171,43 @@ def test_pseudo_queries_are_those_of_a_longer_prompt(tiny_model, make_plan, prom
     prefill(engine.decoder, engine.weights, engine.cache, 0, text, scorer=oracle_of(Watched, text, text[:0]))
     for ours, theirs in zip(short, seen[2:], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def appended_queries(engine, prompt, **settings):
+    """Queries of DapQ's pseudo tokens from the vocabulary after a prefill: [layers, tokens, q_heads, head_dim]."""
+    seen = []
+
+    class Watched(DapQScorer):
+        def scores(self, layer):
+            seen.append(layer.queries[layer.query_tokens :].clone())
+            return super().scores(layer)
+
+    scorer = Watched(DapQEviction(content="vocabulary", **settings))
+    prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, scorer=scorer)
+    return torch.stack(seen)
+
+
+def test_inserted_pseudo_tokens_see_the_tokens_before_them_alone(tiny_model, make_plan, prompts):
+    """Their queries are those of a prompt that ends where they stand."""
+    engine = runtime.load(make_plan(evict="dapq", budget=20), tiny_model().folder)
+    text = torch.tensor(prompts(120)[0])
+    inserted, shorter = appended_queries(engine, text, insert=0.4), appended_queries(engine, text[:48])
+    torch.testing.assert_close(inserted, shorter, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(inserted, appended_queries(engine, text), rtol=1e-2, atol=1e-2)
+
+
+def test_an_offset_moves_pseudo_tokens_back_and_leaves_what_they_see(tiny_model, make_plan, prompts):
+    engine = runtime.load(make_plan(evict="dapq", budget=20), tiny_model().folder)
+    text = torch.tensor(prompts(120)[0])
+    moved, there = appended_queries(engine, text, offset=50), appended_queries(engine, text)
+
+    def before_rope(queries, start):
+        cos, sin = engine.decoder.rotary(torch.arange(start, start + queries.shape[1]))
+        return rotate(queries, cos, -sin)
+
+    first = before_rope(moved[:1], 170)  # the first layer's depend on the token alone
+    torch.testing.assert_close(first, before_rope(there[:1], 120), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(moved[1], there[1], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,19 @@ def test_every_policy_against_whole_matrices(policy, length, model, opened, prom
         assert torch.equal(stored, keys)
 
 
+def test_h2o_by_chunks_of_one_token_evicts_at_every_step(model, opened, prompts):
+    """Zhang et al. 2023, Algorithm 1: one token comes, its attention is added, one token goes."""
+    engine, prompt = opened("h2o", chunk=1), torch.tensor(prompts(40)[0])
+    observer = Observer()
+    to = engine._destination(engine._speculator(engine.cache, runtime.SamplingParams()), 0)
+    prefill_all(engine.decoder, engine.weights, [type(to)(engine.cache, 0, engine.scorer, observer)], prompt,
+                evict_every=1)  # fmt: skip
+    simulated = Simulation(model.reference, prompt, list(range(41)), "h2o", engine.cache.config.kept)
+    for alive, (_, _, positions) in zip(simulated.alive, observer.seen, strict=True):
+        for head, at in enumerate(positions.expand(KV_HEADS, -1)):
+            assert (at + 40).tolist() == alive[head].nonzero()[:, 0].tolist()
+
+
 class Simulation:
     """A prompt's pass through transformers' modules, with the pseudo tokens of every chunk as rows behind it.
 
@@ -121,6 +134,7 @@ class Simulation:
         rows = hidden.shape[1]
         mask = torch.eye(rows, dtype=torch.bool).repeat(KV_HEADS, 1, 1)
         alive = torch.zeros(KV_HEADS, self.tokens, dtype=torch.bool)
+        self._sums = torch.zeros(KV_HEADS, self.tokens)
         for chunk, (start, stop) in enumerate(pairwise(self.bounds)):
             first = self.tokens + chunk * self.pseudo
             behind = slice(first, first + self.pseudo)
@@ -133,6 +147,7 @@ class Simulation:
             seen = (rotated.unflatten(0, (KV_HEADS, RATIO)) @ keys[:, None].mT / DIM**0.5).masked_fill(
                 ~mask[:, None], -torch.inf
             )
+            self._sums = self._sums + seen[:, :, start:stop, : self.tokens].softmax(-1).sum(2).mean(1)
             budget = self.kept(stop)[index]
             for head in range(KV_HEADS):
                 places = alive[head].nonzero()[:, 0]
@@ -140,7 +155,7 @@ class Simulation:
                     group = slice(head * RATIO, (head + 1) * RATIO)
                     scores = self._scores(
                         index, budget, places, start, stop, behind,
-                        seen[head].softmax(-1), q[group], keys[head], v[head],
+                        seen[head].softmax(-1), q[group], keys[head], v[head], self._sums[head],
                     )  # fmt: skip
                     best = sorted(range(len(places)), key=lambda at: (scores[at], at), reverse=True)[:budget]
                     alive[head] = False
@@ -148,7 +163,7 @@ class Simulation:
         self.alive.append(alive)
         return mask
 
-    def _scores(self, index, budget, places, start, stop, behind, probabilities, q, keys, values):
+    def _scores(self, index, budget, places, start, stop, behind, probabilities, q, keys, values, sums):
         """A score for each of the places that a KV head still has."""
         count, settings = len(places), self.settings
         scores = torch.arange(count).double()
@@ -161,6 +176,9 @@ class Simulation:
             scores[-window:] = torch.inf
         elif self.policy == "dapq":
             scores = widest(probabilities[:, behind, places].sum(1).mean(0), settings.pooling)
+        elif self.policy == "h2o":  # what all tokens so far have paid to those that are left
+            scores = sums[places].double()
+            scores[count - round(settings.recent_share * budget) :] = torch.inf
         elif self.policy == "lacache":
             scores = self._ladder(index, budget, count)
         else:

@@ -7,6 +7,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import PlanError
 from ridgeplan.validate.prompts import PromptError
 from ridgeplan.validate.studies.dapq import (
+    CHOICES,
     DapqSizes,
     claims,
     passages,
@@ -73,20 +74,26 @@ def figures(changes=()):
         **{("recall", method, 8, 64): value for method, value in
            (("dapq", 0.8), ("dapq-random", 0.75), ("snapkv", 0.7), ("streamingllm", 0.3))},
         ("attention", "dapq", 8): 0.97, ("attention", "snapkv", 8): 0.94,
+        **{("choice", "content", name, 64): value for name, value in
+           (("first 4, last 28", 0.8), ("first 8, last 24", 0.9), ("span", 0.7), ("fixed", 0.6))},
+        **{("choice", "position", name, budget): 0.8 - 0.3 * bool(place) - budget / 1000 for budget in (64, 128)
+           for place, name in enumerate(("right after the prompt", "512 further back"))},
     }  # fmt: skip
     return values | dict(changes)
 
 
 def test_claims_hold_or_differ():
-    assert [claim.holds for claim in claims([figures()])] == [True] * 6
+    assert [claim.holds for claim in claims([figures()])] == [True] * 8
     worse = figures(
         {
             ("similarity", "same", "other", "after"): 0.71, ("offset", 64): 0.95,
             ("recall", "snapkv", 8, 64): 0.81, ("attention", "snapkv", 8): 0.98,
+            ("choice", "content", "span", 64): 0.81, ("choice", "position", "512 further back", 128): 0.7,
         }
     )  # fmt: skip
     # SnapKV stays above StreamingLLM; all else is turned around.
-    assert [claim.holds for claim in claims([worse])] == [False, False, False, True, False, False]
+    assert [claim.holds for claim in claims([worse])] == [False, False, False, True, False, False, False, False]
+    assert claims([worse])[-1].detail.startswith("at 1 of 2 budgets")
     # Of the means over passages, not of each.
     assert claims([figures(), figures({("offset", 64): 0.92})])[1].holds
 
@@ -116,6 +123,13 @@ def test_a_study_of_a_tiny_model(tiny_folder, long_text):
         (w, b) for w in (8, 16, 32, 64) for b in (64, 128, 256)
     }
     assert all(0 < value <= 1 for key, value in figure.items() if key[0] == "recall")
+    choices = {key[1:]: value for key, value in figure.items() if key[0] == "choice"}
+    assert len(choices) == 3 * sum(map(len, CHOICES.values()))
+    for budget in (64, 128, 256):  # the eviction's scorer keeps what the study's own window does, heads alike
+        kept = figure["recall", "dapq", 32, budget]
+        for axis, by_name in CHOICES.items():
+            assert choices[axis, next(iter(by_name)), budget] == pytest.approx(kept, abs=0.02)
+    assert choices["position", "after 17% of it", 256] < choices["position", "after 83% of it", 256]
     assert [claim.text for claim in claims(report)] == [claim.text for claim in claims([figures()])]
 
 
