@@ -153,6 +153,11 @@ class Prediction:
         """Milliseconds of a whole round."""
         return 1e3 * sum(self.round_s.values())
 
+    @property
+    def group_end_loss(self) -> float:
+        """Share of a round's tokens that is lost where rounds end with a group (`roofline.round.flush_capped`)."""
+        return 1 - self.tokens_per_round / float(tokens_per_round(self.acceptance.best, self.gamma))
+
     def against(self, baseline: Prediction) -> Prediction:
         """A copy with the speed-up in time per token over `baseline`."""
         return replace(self, speedup=baseline.best.tpot_ms / self.best.tpot_ms)

@@ -135,6 +135,9 @@ def _overheads(result: PlanEstimate) -> Iterator[str]:
     """What the table of operations does not show."""
     if result.predicted.offloaded_layers:
         yield on_host_text(result.predicted, result.question.host_limit_bytes)
+    if result.predicted.group_end_loss > 1e-6:  # rounding is not zero
+        group, loss = result.plan.kv.group, result.predicted.group_end_loss
+        yield f"rounds end with groups of {group} tokens, which costs {loss:.1%} of a round's tokens"
     overhead = overhead_text(result.plan, result.predicted)
     if overhead:
         yield f"a target step also takes {overhead}"

@@ -12,6 +12,7 @@ from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
 from ridgeplan.planner.search import best_of_preset, named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import Plan, require
+from ridgeplan.roofline.plan.policies.evictions import rounding_text
 from ridgeplan.roofline.plan.presets import autoregressive, preset_name
 from ridgeplan.roofline.plan.support import missing_execution
 
@@ -104,7 +105,8 @@ def estimate_plan(plan: Plan, question: Question) -> PlanEstimate:
     """The figures of a plan, whose workload is the question's, on the question's machine."""
     plans, executed = [autoregressive(plan.workload), plan], question.as_executed
     baseline, predicted = predict_question(plans, executed)
-    notes = (*question.notes(), *question.limit_notes())
+    rounding = rounding_text(plan, question.shape.layers)
+    notes = (*question.notes(), *question.limit_notes(), *([rounding] if rounding else ()))
     return PlanEstimate(plan, question, predicted.against(baseline), baseline, notes)
 
 
