@@ -39,6 +39,9 @@ REMEASURE = "make it again with `ridgeplan quality`"
 FIDELITY, PERPLEXITY, TTFT, TPOT, KV_BYTES = "fidelity", "perplexity", "ttft_ms", "tpot_ms", "kv_bytes"
 TEXT_MEASURES = (FIDELITY, PERPLEXITY)
 COST_MEASURES = (TTFT, TPOT, KV_BYTES)
+AGREEMENT = "greedy_agreement"  # share of the model's own output at which the greedy token is full attention's
+EARLY_RECALL, LATE_RECALL = "early_output_recall", "late_output_recall"
+OUTPUT_MEASURES = (AGREEMENT, EARLY_RECALL, LATE_RECALL)
 SOLVED = 0.5  # a task counts where the plain model reaches this score
 HEAD = "attention.head"  # in a row's target: the retrieval head used for the measurement; plans do not name one
 NEAR = 2.0  # factor of context within which a row speaks for a plan
@@ -49,9 +52,9 @@ class QualityRow(Checked):
     """One measured figure. Raises PlanError for values out of range.
 
     target: the values of a plan's axes that differ from plain decoding's and can change its output, by name, and HEAD.
-    measure: fidelity (1 - TV), perplexity, a cost, or a task's name, whose value is a score from 0 to 1. plain: the
-    same figure of plain decoding. context: tokens of a sequence, the measured ones included. samples: passages or
-    prompts that the figure is the mean of; tokens: of each passage.
+    measure: fidelity (1 - TV), perplexity, a cost, a measure of long outputs, or a task's name, whose value is a score
+    from 0 to 1. plain: the same figure of plain decoding. context: tokens of a sequence, the measured ones included.
+    samples: passages or prompts that the figure is the mean of; tokens: of each passage, or of each output.
     """
 
     error = PlanError
@@ -205,6 +208,8 @@ def _figure_texts(rows: Sequence[QualityRow]) -> Iterator[str]:
             yield f"fidelity {row.value:.3f} (1 - TV)"
         if row.measure == PERPLEXITY:
             yield f"perplexity {row.value:.2f} of {row.plain:.2f}"
+        if row.measure == AGREEMENT:
+            yield f"greedy agreement {row.value:.3f} over {row.tokens} generated tokens"
     average = ruler_average(rows)
     if average is not None:
         value, plain, count = average
@@ -213,7 +218,7 @@ def _figure_texts(rows: Sequence[QualityRow]) -> Iterator[str]:
 
 def ruler_average(rows: Iterable[QualityRow]) -> tuple[float, float, int] | None:
     """Mean score, plain decoding's mean, and the count of tasks that plain decoding solves; None without such tasks."""
-    known = (*TEXT_MEASURES, *COST_MEASURES)
+    known = (*TEXT_MEASURES, *COST_MEASURES, *OUTPUT_MEASURES)
     tasks = [row for row in rows if row.measure not in known and row.plain >= SOLVED]
     if not tasks:
         return None

@@ -182,22 +182,39 @@ class Engine:
         tokens: equally many for each prompt.
         Raises what `generate` raises, for a generation of one token more.
         """
+        return self._teacher_forced(prompts, tokens, lambda logits: logits)
+
+    @torch.inference_mode()
+    def teacher_forced_choices(self, prompts: Prompts, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """The target's greedy tokens int64 [rows, len(tokens[0]) + 1] after each prompt and each of its `tokens`.
+
+        As `teacher_forced_logits`, without holding the logits of all passes.
+        """
+        return self._teacher_forced(prompts, tokens, lambda logits: logits.argmax(-1))
+
+    def _teacher_forced(
+        self, prompts: Prompts, tokens: Sequence[Sequence[int]], kept: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """What `kept` keeps of the logits [rows, queries, vocab] of each pass, one after the other."""
         ids = torch.tensor([list(row) for row in tokens], dtype=torch.int64, device=self.device)
         request = Request.build(prompts, ids.shape[1] + 1, None)
         with self._exclusive(request) as cache:
             speculator = self._speculator(cache, request.sampling)
             self._begin(request, speculator, request.longest)
-            logits = [self._prompt_logits(request, speculator)[:, None]]
+            first = self._prompt_logits(request, speculator)[:, None]
+            results, finite = [kept(first)], [all_finite(first).all(dim=1)]
             stored, step = (
                 [cache.config.stored(len(prompt)) for prompt in request.prompts],
                 self._teacher_forced_step(speculator),
             )
             one_by_one = self._sparse_target is not None or isinstance(step, GraphedStep)
             passes = cache.config.passes(stored, ids.shape[1], 1 if one_by_one else TEACHER_FORCED_TOKENS)
-            logits += [step(ids[:, part]) for part in passes]
-        forced = torch.cat(logits, dim=1)
-        require_finite(all_finite(forced).all(dim=1).tolist())
-        return forced
+            for part in passes:
+                logits = step(ids[:, part])
+                results.append(kept(logits))
+                finite.append(all_finite(logits).all(dim=1))
+        require_finite(torch.stack(finite).all(dim=0).tolist())
+        return torch.cat(results, dim=1)
 
     def _teacher_forced_step(self, speculator: Speculator) -> Callable[[Tensor], Tensor]:
         """A pass of the target: of tokens [rows, queries], which are then in the cache, logits [rows, queries, vocab].

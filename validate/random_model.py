@@ -226,10 +226,11 @@ def _round_times(model: RandomModel, plan: Plan, cache: Cache | None) -> RoundTi
     return RoundTimes.of(plan.speculation.gamma, results[WARM_ROUNDS:])
 
 
-def random_cache(model: RandomModel, plan: Plan) -> Cache:
-    """A cache that holds random prompts of the plan's context."""
+def random_cache(model: RandomModel, plan: Plan, generated: int = 0) -> Cache:
+    """A cache that holds random prompts of the plan's context, and `generated` tokens after each."""
     cache = Cache(model.shape, model.cache_config(plan), model.device, model.weights.embedding.dtype)
     fill(cache, plan.workload.context)
+    cache.lengths += generated
     return cache
 
 

@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 from ridgeplan.dashboards.charts.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
 from ridgeplan.dashboards.rows import Row, grouped
 
-SECTION_COLORS = {"kernels": BLUE, "steps": ORANGE, "generations": GREEN, "regret": PURPLE}
+SECTION_COLORS = {"kernels": BLUE, "steps": ORANGE, "outputs": RED, "generations": GREEN, "regret": PURPLE}
 WITHIN = 0.1  # the band around a perfect prediction
 
 

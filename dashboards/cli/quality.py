@@ -58,6 +58,12 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
 @click.option("--only-solved", is_flag=True, help=f"Skip tasks that plain decoding solves below {SOLVED:.0%}.")
 @click.option("--passages", type=int, default=4, help="Passages of the text.")
 @click.option("--tokens", type=int, default=128, help="Tokens to measure per passage.")
+@click.option(
+    "--long-output",
+    type=int,
+    default=0,
+    help="Tokens of the model's own output over which greedy agreement and recall are measured; 0 for none.",
+)
 @click.option("--seed", type=int, default=0, help="Seed of the tasks.")
 @opt.retrieval_head
 @opt.yarn
@@ -78,6 +84,7 @@ def quality(
       ridgeplan quality plan.json --tasks none --passages 8
       ridgeplan quality dapq snapkv --budgets 512 1024 --tasks niah_single_1 vt
       ridgeplan quality dapq snapkv --budgets 512 --chunks 0 1024 --tasks none
+      ridgeplan quality specontext-resident shadowkv --ctx 10k --long-output 8k --tasks none
     """
     path = output or user_quality_path()
     require_writable(path)

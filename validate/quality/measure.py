@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import mean
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from ridgeplan.planner.quality import (
     FIDELITY,
     HEAD,
     KV_BYTES,
+    OUTPUT_MEASURES,
     PERPLEXITY,
     TEXT_MEASURES,
     TPOT,
@@ -36,6 +38,7 @@ from ridgeplan.validate.machine import device_name, free_bytes, today
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.quality.fidelity import ForcedPassage, next_logits, overlap, perplexity, surprise
+from ridgeplan.validate.quality.long_output import LongOutput, long_outputs
 from ridgeplan.validate.quality.options import TIMED_TOKENS, QualityOptions, cache_bytes, label
 from ridgeplan.validate.quality.ruler import Prompt, PromptMaker
 from ridgeplan.validate.quality.ruler_samples import Material, Task
@@ -49,12 +52,14 @@ T = TypeVar("T")
 class Group:
     """The measures that one pass over the inputs yields, and the number of samples.
 
-    rows: sequences that its engines hold. run: returns each engine's values, of the given measures at least.
+    tokens: of each sample, as rows state it. rows: sequences that its engines hold. run: returns each engine's values,
+    of the given measures at least.
     """
 
     name: str
     measures: tuple[str, ...]
     samples: int
+    tokens: int
     rows: int
     run: Callable[[Sequence[Engine], Collection[str]], list[Values]]
 
@@ -93,14 +98,22 @@ class Inputs:
     def groups(self) -> list[Group]:
         """All groups of measures. Tasks share a group as long as a batch holds their prompts."""
         options = self._options
-        text = Group("text", TEXT_MEASURES, options.passages, options.rows, self._on_text)
-        return [text, Group("times", COST_MEASURES, 1, 1, self._times), *self._task_groups()]
+        text = Group("text", TEXT_MEASURES, options.passages, options.tokens, options.rows, self._on_text)
+        outputs = (
+            Group(
+                "long outputs", OUTPUT_MEASURES, options.passages, options.long_output, options.rows, self._on_outputs
+            ),
+        )
+        times = Group("times", COST_MEASURES, 1, options.tokens, 1, self._times)
+        return [text, times, *self._task_groups(), *(outputs if options.long_output else ())]
 
     def _task_groups(self) -> Iterator[Group]:
         options = self._options
         for together in parts(options.tasks, max(1, options.batch // options.samples)):
             names = tuple(task.name for task in together)
-            yield Group(" ".join(names), names, options.samples, options.rows, self._answering(together))
+            yield Group(
+                " ".join(names), names, options.samples, options.tokens, options.rows, self._answering(together)
+            )
 
     def _on_text(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
         by_engine: list[list[tuple[float, float]]] = [[] for _ in engines]
@@ -116,6 +129,25 @@ class Inputs:
                     for (passage, plain), logits_of_plan in logits
                 ]
         return [text_values(figures) for figures in by_engine]
+
+    @cached_property
+    def outputs(self) -> list[LongOutput]:
+        """The plain model's own output after each passage's prompt, with questions about it."""
+        options, engine = self._options, self._plain()
+        outputs = []
+        for part in parts(self.passages, options.rows):
+            outputs += long_outputs(engine, [passage.prompt for passage in part], options.long_output, options.seed)
+        return outputs
+
+    def _on_outputs(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
+        by_engine: list[list[Values]] = [[] for _ in engines]
+        for part in parts(self.outputs, self._options.rows):
+            prompts = [output.prompt for output in part]
+            share_prefill(engines, prompts, len(part[0].forced) + 1)
+            for engine, values in zip(engines, by_engine, strict=True):
+                chosen = engine.teacher_forced_choices(prompts, [output.forced for output in part]).tolist()
+                values += [output.scores(row) for output, row in zip(part, chosen, strict=True)]
+        return [{name: mean(each[name] for each in values) for name in OUTPUT_MEASURES} for values in by_engine]
 
     def _times(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
         prompt = self.passages[0].prompt
@@ -302,7 +334,7 @@ class _Run:
             value=value,
             plain=plain.get(name, value),  # plain decoding is compared with itself
             samples=group.samples,
-            tokens=options.tokens,
+            tokens=group.tokens,
             seed=options.seed,
             dtype=str(self._dtype).removeprefix("torch."),
             where=device_name(self._device),
@@ -339,8 +371,9 @@ def named(plans: Sequence[Plan]) -> str:
 
 def is_requested(options: QualityOptions, row: QualityRow) -> bool:
     """Whether a row is of the run's model, text, plans and contexts, and of its numbers of samples."""
+    tokens = options.long_output if row.measure in OUTPUT_MEASURES else options.tokens
     same = (row.model, row.text, row.tokens, row.seed) == (
-        options.shape.name, options.text_name, options.tokens, options.seed,
+        options.shape.name, options.text_name, tokens, options.seed,
     )  # fmt: skip
     if not same or row.context not in options.contexts:
         return False

@@ -13,11 +13,12 @@ from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, Plan, PlanError, Workload, require
 from ridgeplan.roofline.plan.policies.evictions import evicting, layer_budgets
-from ridgeplan.roofline.plan.policy import EVICTIONS
+from ridgeplan.roofline.plan.policy import EVICTIONS, PromptSelection
 from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, preset, preset_name
 from ridgeplan.roofline.plan.support import allows_chunks, missing_head, only_estimated
 from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.runtime.retrieval.head import load_head
+from ridgeplan.validate.quality.long_output import MIN_LONG_OUTPUT, QUESTION_TOKENS
 from ridgeplan.validate.quality.ruler_samples import Task
 
 PlanMaker = Callable[[Workload], Plan]
@@ -33,7 +34,8 @@ class QualityOptions:
     plans: make each plan for a workload. contexts: tokens of whole sequences, with what is measured or generated.
     passages: of the text, each measured on `tokens` tokens at its end. samples: prompts of each task. batch: the most
     prompts or passages that run together. only_solved: leave out the tasks that plain decoding does not solve, once it
-    has been measured. retrieval_head: the file of the head for plans that choose by one.
+    has been measured. retrieval_head: the file of the head for plans that choose by one. long_output: tokens of the
+    model's own output after each passage's prompt, over which long outputs are measured; 0 for none.
     """
 
     model: str
@@ -51,6 +53,7 @@ class QualityOptions:
     only_solved: bool = False
     yarn: bool = False
     retrieval_head: str | None = None
+    long_output: int = 0
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -58,12 +61,17 @@ class QualityOptions:
         for name, largest in limits.items():
             value = getattr(self, name)
             require(1 <= value <= largest, f"{name} is {value}; allowed: 1 to {largest}")
+        require(
+            self.long_output == 0 or MIN_LONG_OUTPUT <= self.long_output <= MAX_TOKENS_MEASURED,
+            f"long_output is {self.long_output}; allowed: 0, or {MIN_LONG_OUTPUT} to {MAX_TOKENS_MEASURED}",
+        )
         require(0 <= self.seed < 1 << 31, f"seed is {self.seed}; allowed: 0 to {(1 << 31) - 1}")
 
     @property
     def headroom(self) -> int:
-        """Tokens after a prompt: of a passage, or of the longest answer."""
-        return max(self.tokens + 1, TIMED_TOKENS, *(task.new_tokens for task in self.tasks))
+        """Tokens after a prompt: of a passage, of the longest answer, or of a long output with its questions."""
+        long_output = self.long_output and self.long_output + QUESTION_TOKENS
+        return max(self.tokens + 1, TIMED_TOKENS, long_output, *(task.new_tokens for task in self.tasks))
 
     @property
     def rows(self) -> int:
@@ -173,6 +181,8 @@ def label(plan: Plan) -> str:
     budgets, chunk = (plan.eviction.tokens(context), plan.attention.budget), plan.eviction.chunk_at(context)
     at_once = replace(plan, eviction=replace(plan.eviction, chunk=0))
     words = [preset_name(at_once), *(str(budget) for budget in budgets if budget)]
+    if isinstance(plan.attention.selection, PromptSelection) and not plan.attention.keeps_generated:
+        words.append("with generated tokens selected")
     if chunk:
         words.append(f"in chunks of {chunk}")
     if plan.speculation.active:

@@ -25,7 +25,7 @@ from ridgeplan.roofline.catalog.validation import (
 from ridgeplan.roofline.round import tokens_per_round
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
 
-SECTIONS = ("kernels", "steps", "generations", "regret")
+SECTIONS = ("kernels", "steps", "outputs", "generations", "regret")
 SUITES = ("smoke", "full")
 UNITS = ("us", "ms", "bytes", "")  # microseconds, milliseconds, bytes, or a plain number
 LARGEST = 1e18

@@ -23,6 +23,7 @@ from ridgeplan.validate.suite.sizes import SuiteSizes, sizes_for
 METHODS = {
     "kernels": sections.KERNELS_METHOD,
     "steps": sections.STEPS_METHOD,
+    "outputs": sections.OUTPUTS_METHOD,
     "generations": generations.METHOD,
     "regret": sections.REGRET_METHOD,
 }
@@ -61,7 +62,7 @@ def run_suite(options: SuiteOptions, on_progress: Progress = silent, sizes: Suit
         run.real_models()
     if "kernels" in options.sections:
         run.rows += sections.kernel_rows(options.profile, device, run.sizes.kernels, on_progress)
-    if {"steps", "regret"} & set(options.sections):
+    if {"steps", "outputs", "regret"} & set(options.sections):
         run.random_models()
     run.require_results()
     return replace(heading(options), rows=tuple(run.rows), regret=tuple(run.regret), skipped=tuple(run.skipped))
@@ -134,6 +135,8 @@ class _Run:
             model = RandomModel.build(shape, self.device, machine)
             if "steps" in self.options.sections:
                 self._steps(model)
+            if "outputs" in self.options.sections and shape.name == self.sizes.outputs_shape:
+                self._outputs(model)
             if "regret" in self.options.sections:
                 self._regret(model)
             del model  # the next model needs its memory
@@ -152,6 +155,19 @@ class _Run:
             except BusyMachine as error:
                 self.skipped.append(f"{name}: {error}")
                 self.busy += 1
+
+    def _outputs(self, model: RandomModel) -> None:
+        for done, case in enumerate(self.sizes.outputs):
+            plan = case.plan(model.shape, self.options.profile)
+            name = f"{model.shape.name}, {sections.output_text(plan)}"
+            self.on_progress(name, done, len(self.sizes.outputs))
+            if not model.fits(plan):
+                self.skipped.append(f"{name}: does not fit into memory")
+                continue
+            try:
+                self.rows.append(sections.output_row(plan, model, self.options.profile))
+            except BusyMachine as error:
+                self.skipped.append(f"{name}: {error}")
 
     def _regret(self, model: RandomModel) -> None:
         options = self.options

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 
 import torch
 
@@ -29,7 +30,7 @@ from ridgeplan.validate.calibration.calls import bench_for, class_calls
 from ridgeplan.validate.calibration.noise import steady_reading
 from ridgeplan.validate.calibration.sizes import Suite
 from ridgeplan.validate.measure import Progress
-from ridgeplan.validate.random_model import RandomModel, RoundTimes, measured_round
+from ridgeplan.validate.random_model import RandomModel, RoundTimes, measured_round, random_cache
 from ridgeplan.validate.suite.report import RegretRow, SuiteRow
 from ridgeplan.validate.timing import KernelCall
 
@@ -66,6 +67,12 @@ STEPS_METHOD = (
     "rounds after two that warm up, each part timed by the device's clock inside the captured graph, on a CPU by the "
     "host's. A step includes the sampling of its tokens. 4-bit draft layers are copies of one."
 )
+OUTPUT_POINTS = (0.25, 0.75)  # of an output: the middles of its halves
+OUTPUTS_METHOD = (
+    "Time per token over a whole output after its prompt: the mean of steps in the middle of each half of the output, "
+    "with random weights as in steps. Selections that keep generated tokens whole read them beside their budget. "
+    "Predicted: the mean over the output."
+)
 NEW_TOKENS = 256  # more than the timed rounds can add
 
 
@@ -79,6 +86,25 @@ def rows_of(plan: Plan, model: RandomModel, profile: Profile, times: RoundTimes)
         pairs = {"plain step": (target_ms, times.verify_s)}
     for kind, (predicted_ms, seconds) in pairs.items():
         yield plan_row("steps", plan, kind, "ms", predicted_ms, 1e3 * seconds, profile.source)
+
+
+def output_row(plan: Plan, model: RandomModel, profile: Profile) -> SuiteRow:
+    """The row of a plan without drafts over the output of its workload. Raises BusyMachine."""
+    predicted_ms = predict(plan, model.shape, profile).best.tpot_ms
+    seconds = [
+        measured_round(model, plan, random_cache(model, plan, int(share * plan.workload.new_tokens))).total_s
+        for share in OUTPUT_POINTS
+    ]
+    return SuiteRow(
+        section="outputs", kind="time per token of an output", model=model.shape.name, case=output_text(plan),
+        unit="ms", predicted=predicted_ms, measured=1e3 * fmean(seconds), source=profile.source,
+    )  # fmt: skip
+
+
+def output_text(plan: Plan) -> str:
+    """A plan and the lengths of its prompt and output in a few words."""
+    workload = plan.workload
+    return f"{preset_name(plan)}, {workload.context} in {workload.new_tokens} out, batch {workload.batch}"
 
 
 def plan_row(

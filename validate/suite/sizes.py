@@ -7,6 +7,9 @@ from itertools import product
 
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate.calibration.sizes import Suite, load_suite
 from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.random_model import llama_like_shape
@@ -15,8 +18,22 @@ Workloads = tuple[tuple[int, int], ...]  # context, batch
 
 
 @dataclass(frozen=True)
+class OutputCase:
+    """A preset at a workload of `prompt` tokens in and `output` tokens out."""
+
+    preset: str
+    prompt: int
+    output: int
+    batch: int
+
+    def plan(self, shape: ModelShape, profile: Profile) -> Plan:
+        """The plan."""
+        return preset(self.preset, Workload(shape.name, profile.hardware.name, self.prompt, self.output, self.batch))
+
+
+@dataclass(frozen=True)
 class SuiteSizes:
-    """Cases of the suite. steps and regret: for each of `models`.
+    """Cases of the suite. steps and regret: for each of `models`. outputs: for that of them named `outputs_shape`.
 
     candidates: plans near the best that a workload's regret measures, beside the presets and the best of each family.
     generations: on the user's small models as they are; inflated: on the first of them inside `inflated_shape`.
@@ -31,6 +48,8 @@ class SuiteSizes:
     new_tokens: int
     inflated_shape: str | None = None
     inflated: tuple[DecodeCase, ...] = ()
+    outputs_shape: str | None = None
+    outputs: tuple[OutputCase, ...] = ()
 
 
 def sizes_for(suite: str, device: str) -> SuiteSizes:
@@ -56,10 +75,21 @@ def full_sizes(device: str) -> SuiteSizes:
         generations=cases((("autoregressive", None), ("quantspec", 4)), ((6000, 4), (24_000, 1))),
         new_tokens=256,
         inflated_shape="Llama-3.1-8B",
+        outputs_shape=load_shape("Llama-3.1-8B").name,
+        outputs=tuple(OutputCase(name, *lengths) for lengths, name in product(OUTPUTS, OUTPUT_PRESETS)),
         inflated=cases(
             (("autoregressive", None), ("int8", None), ("quantspec", 4), ("quantspec", 2)), ((6000, 8), (24_000, 2))
         ),
     )
+
+
+# SpeContext, Table 3: tokens in and out, and the batch of its FlashInfer rows. DeepSeek-R1-Distill-Llama-8B has the
+# shape of Llama-3.1-8B.
+OUTPUTS = ((2048, 16_384, 16), (2048, 32_768, 8), (16_384, 2048, 8), (32_768, 2048, 8))
+OUTPUT_PRESETS = (
+    "autoregressive", "int8", "quest", "clusterkv", "shadowkv", "streamingllm-target", "progressive-target-int8",
+    "specontext-resident",
+)  # fmt: skip
 
 
 def cases(plans: tuple[tuple[str, int | None], ...], workloads: Workloads) -> tuple[DecodeCase, ...]:
@@ -98,6 +128,8 @@ def _smoke_cpu() -> SuiteSizes:
     """SmolLM2-135M and a tiny model, in about two minutes on two cores."""
     plans = (("autoregressive", None), ("quantspec", 3))
     return SuiteSizes(
+        outputs_shape="random 13M",
+        outputs=(OutputCase("quest", 256, 2048, 1),),
         kernels=load_suite("suite_cpu"),
         models=(load_shape("SmolLM2-135M"), replace(llama_like_shape(4, 512, 1376, 8, 2, 64), name="random 13M")),
         steps=cases(plans, ((300, 1), (900, 2))),

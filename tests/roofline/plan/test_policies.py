@@ -198,7 +198,7 @@ METHODS = ["progressive", "quest", "clusterkv", "shadowkv", "streamingllm"]
 
 def measured(model):
     rows = json.loads((RESULTS / f"study_retrieval_{model}_16k.json").read_text())["rows"]
-    return {(row["method"], row["budget"]): row["overlap"] for row in rows}
+    return {(row["method"].split(",")[0], row["budget"]): row["overlap"] for row in rows}
 
 
 def cost(method, **options):
@@ -226,7 +226,7 @@ def test_by_default_it_is_that_of_the_models_own_attention(model):
 @pytest.mark.parametrize("budget", [512, 1024, 4096])
 @pytest.mark.parametrize("method", METHODS)
 def test_other_budgets_follow_from_it(method, budget):
-    """But for ShadowKV's 512 tokens, which are recent ones and outliers, and nothing else."""
+    """But for ShadowKV's 512 tokens, measured with outliers in the budget, where it had room for nothing else."""
     if (method, budget) != ("shadowkv", 512):
         assert cost(method).overlap_at(budget) == pytest.approx(measured("qwen")[method, budget], abs=0.055)
 

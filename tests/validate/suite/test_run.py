@@ -2,19 +2,22 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.latency import Machine
 from ridgeplan.validate.calibration.noise import NoisyMachine
 from ridgeplan.validate.decode_bench.report import DecodeCase
 from ridgeplan.validate.kernel_calls.attention import Heads
-from ridgeplan.validate.random_model import llama_like_shape
+from ridgeplan.validate.random_model import RandomModel, llama_like_shape
 from ridgeplan.validate.suite import run as module
 from ridgeplan.validate.suite.report import SuiteError, SuiteReport
 from ridgeplan.validate.suite.run import SuiteOptions, heading, run_suite
-from ridgeplan.validate.suite.sizes import SuiteSizes, sizes_for
+from ridgeplan.validate.suite.sizes import OutputCase, SuiteSizes, sizes_for
 
 SHAPE = llama_like_shape(1, 64, 96, 4, 2, 32)
 SIZES = SuiteSizes(
@@ -30,6 +33,8 @@ SIZES = SuiteSizes(
     candidates=1,
     generations=(DecodeCase("autoregressive", 200, 1),),
     new_tokens=8,
+    outputs_shape=SHAPE.name,
+    outputs=(OutputCase("quest", 300, 200, 2), OutputCase("quest", 200_000, 200_000, 4096)),
 )  # fmt: skip
 
 
@@ -44,7 +49,7 @@ def test_all_sections_end_up_in_one_report(tiny_folder: Path, h200_profile: Prof
     messages: list[str] = []
     options = SuiteOptions("smoke", (), h200_profile, (str(tiny_folder),))
     report = run_suite(options, lambda what, done, total: messages.append(what), SIZES)
-    assert report.sections == ("kernels", "steps", "generations", "regret")
+    assert report.sections == ("kernels", "steps", "outputs", "generations", "regret")
     kinds = {row.section: {other.kind for other in report.rows if other.section == row.section} for row in report.rows}
     assert kinds["steps"] == {"plain step", "draft step", "verification"}
     assert "TPOT at the measured acceptance" in kinds["generations"]
@@ -55,9 +60,32 @@ def test_all_sections_end_up_in_one_report(tiny_folder: Path, h200_profile: Prof
     assert row.best_ms == min(measured)
     assert row.recommended_ms in measured
     assert [line for line in report.skipped if "does not fit into memory" in line] == list(report.skipped)
-    assert len(report.skipped) == 1
+    assert len(report.skipped) == 2
+    (output,) = (row for row in report.rows if row.section == "outputs")
+    assert output.case == "quest, 300 in 200 out, batch 2"
     assert SuiteReport.from_json(report.to_json()) == report
     assert messages
+
+
+def test_steps_of_an_output_hold_its_prompt_and_what_was_generated(
+    h200_profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of each half; the mean is linear in the length, as is what a step reads."""
+    caches = []
+
+    def measured(model: Any, plan: Any, cache: Any) -> SimpleNamespace:
+        caches.append(cache)
+        return SimpleNamespace(total_s=float(cache.lengths[0]))
+
+    monkeypatch.setattr(module.sections, "measured_round", measured)
+    model = RandomModel.build(SHAPE, torch.device("cpu"), Machine.of(h200_profile))
+    row = module.sections.output_row(OutputCase("quest", 300, 200, 2).plan(SHAPE, h200_profile), model, h200_profile)
+    assert [(cache.prompt_tokens.tolist(), cache.lengths.tolist()) for cache in caches] == [
+        ([300, 300], [350, 350]),
+        ([300, 300], [450, 450]),
+    ]
+    assert row.measured == 1e3 * 400
+    assert row.predicted > 0
 
 
 def test_only_the_chosen_sections_run(h200_profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:

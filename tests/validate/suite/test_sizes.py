@@ -66,6 +66,18 @@ def test_the_full_suite_on_a_gpu_covers_what_the_targets_ask_for() -> None:
     assert any(shape.qk_norm for shape in sizes.models)
 
 
+def test_outputs_are_those_of_specontexts_table_3(h200_profile: Profile) -> None:
+    sizes = sizes_for("full", "cuda")
+    (shape,) = (shape for shape in sizes.models if shape.name == sizes.outputs_shape)
+    assert {(case.prompt, case.output) for case in sizes.outputs} == {
+        (2048, 16_384), (2048, 32_768), (16_384, 2048), (32_768, 2048),
+    }  # fmt: skip
+    for case in sizes.outputs:
+        plan = case.plan(shape, h200_profile)
+        assert not missing_execution(plan, shape)
+        assert plan.attention.keeps_generated == (case.preset in ("quest", "clusterkv", "shadowkv"))
+
+
 def test_every_case_is_a_plan_that_runs(h200_profile: Profile) -> None:
     sizes = sizes_for("full", "cuda")
     for shape in sizes.models:
