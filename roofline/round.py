@@ -244,7 +244,8 @@ def round_at(
     draft_s = draft_s + link.draft_seconds(tokens, _draft_tokens(strategy, tokens))
     draft_s = draft_s + sampling_seconds(shape, machine, strategy.batch)
     target_s = machine.pass_seconds(target, verifying_rates, shape.layers, machine.target_gap_s)
-    target_s = target_s - saved_by_pages(machine, target, verifying_rates, strategy.target.page_tokens)
+    target_pages = strategy.target.page_tokens / (1 - strategy.streamed_share(tokens))
+    target_s = target_s - saved_by_pages(machine, target, verifying_rates, target_pages)
     choice_s = target_choice_seconds(shape, machine, strategy, tokens)
     drafting = minimum(strategy.gamma, 1)
     drafts_s = strategy.gamma * draft_s

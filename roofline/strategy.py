@@ -211,6 +211,14 @@ class Strategy:
         """Of `cached` tokens those that a query of the target reads: selected, and generated if it keeps these."""
         return self.target_selected(cached) + cached - self.target_candidates(cached)
 
+    def streamed_share(self, cached: Term) -> Term:
+        """Share of what a query of the target reads that is one run: generated tokens in full precision on the device.
+
+        As codes, or in slots for layers on the host, they are listed as selected tokens are.
+        """
+        generated = cached - self.target_candidates(cached)
+        return self.stores_full_kv * (1 - self.target_loads) * generated / self.target_tokens(cached)
+
     @property
     def target_reads_all(self) -> Term:
         """1 where the target attends to every token, 0 where it has a budget."""

