@@ -36,7 +36,9 @@ MAX_UNNAMED = 8  # listed plans that are no presets
 def recommend(
     model: str | ModelShape, gpu: str, ctx: int | str, options: SearchOptions | None = None, **changes: Any
 ) -> Recommendation:
-    """The best plan that runs for a model on a machine at a context, and the fastest estimated one, with predictions.
+    """Finds the fastest plan that fits and runs for a model on a machine at a context, and predicts it.
+
+    The answer also has every alternative with the reason it lost, and a faster plan that nothing runs yet, if any.
 
     `model` is a name of the catalog, a config.json, a GGUF file, a hub id in the local cache, or a ModelShape. `gpu` is
     a name of the catalog, a TOML file, or "auto" for this machine. `ctx` is the tokens of a prompt, also as "128k".
@@ -48,7 +50,7 @@ def recommend(
     as_stored = ask(model, gpu, ctx, options, **changes)
     question = as_stored.as_executed
 
-    candidates = ranked(with_unmeasured_rates_slow(search(question), question))
+    candidates = ranked(penalize_unmeasured_rates(search(question), question))
     executable = _executable(candidates, question)
     if not executable:
         raise infeasible(question)
@@ -95,10 +97,11 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     return [candidate for tie in ties for candidate in tie]
 
 
-def with_unmeasured_rates_slow(candidates: Iterable[Candidate], question: Question) -> list[Candidate]:
-    """Candidates that compete at the slow end of rates that are a prior, so that none wins by what nobody measured.
+def penalize_unmeasured_rates(candidates: Iterable[Candidate], question: Question) -> list[Candidate]:
+    """Moves the score of each plan whose rates are a prior to the slow end of their band.
 
-    Their acceptance is already the low end where it is a prior (`AcceptanceModel.competing`). Memory has no rates.
+    So no plan wins by what nobody measured. An acceptance that is a prior is already at its low end
+    (`AcceptanceModel.competing`). Scores in bytes of memory do not depend on rates and stay.
     """
     if question.options.objective is Objective.MEMORY:
         return list(candidates)
@@ -169,8 +172,8 @@ def choose(candidates: Sequence[Candidate], scores: np.ndarray) -> Candidate:
     scores: sampled, [plans, samples].
     """
     probability = (scores[0] < scores).mean(axis=1)
-    level = [candidate for candidate, beaten in zip(candidates, probability, strict=True) if beaten < CONFIDENCE]
-    return min(level, key=lambda candidate: preference(candidate.plan))
+    unbeaten = [candidate for candidate, beaten in zip(candidates, probability, strict=True) if beaten < CONFIDENCE]
+    return min(unbeaten, key=lambda candidate: preference(candidate.plan))
 
 
 def preference(plan: Plan) -> tuple[float, ...]:
@@ -221,7 +224,7 @@ def _best_estimated(
     """
     searches = [(as_stored.as_executed, candidates)]
     if as_stored.engine is None and is_converted(as_stored.shape):
-        searches.append((as_stored, with_unmeasured_rates_slow(search(as_stored), as_stored)))
+        searches.append((as_stored, penalize_unmeasured_rates(search(as_stored), as_stored)))
     better = [
         (candidate, question)
         for question, searched in searches

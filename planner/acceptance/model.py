@@ -98,7 +98,7 @@ class AcceptanceModel:
             return CERTAIN
         best, width = float(self.fitted.disagreement(subject.parts)), band_width(subject, self.fitted)
         low, high = (1 - min(1.0, best * math.exp(end)) for end in (width, -width))
-        provenances = [self._provenance(*draft) for draft in self._known_as(plan)]
+        provenances = [self._provenance(*draft) for draft in self._supporting_drafts(plan)]
         source = max((source for source, _ in provenances), key=SOURCES.index)
         if source == "published" and (len(provenances) > 1 or plan.weights.target_bits != 16):
             source = "extrapolated"  # nobody published these drafts of this target
@@ -115,11 +115,11 @@ class AcceptanceModel:
         """The acceptance of the model's own nearest measured row of a plan's drafts; None if none is near the plan."""
         if not plan_differences(plan):
             return 1.0
-        draft, ratio = row_name(plan), float(self._read(plan, plan.speculation.ratio))
+        draft, ratio = row_name(plan), float(self._share_read(plan, plan.speculation.ratio))
         rows = [
             row
             for row in self.rows
-            if row.draft == draft and row.source == "measured" and self._owns(row) and self._near(row, ratio)
+            if row.draft == draft and row.source == "measured" and self._is_own(row) and self._near(row, ratio)
         ]
         return min(rows, key=lambda row: self._distance(row, ratio)).acceptance if rows else None
 
@@ -142,29 +142,29 @@ class AcceptanceModel:
         results: dict[Hashable, np.ndarray] = {}
         keys = []
         for plan, (gamma, ratio) in zip(plans, grids, strict=True):
-            keys.append((plan_differences(plan), gamma.tobytes(), self._read(plan, ratio).tobytes()))
+            keys.append((plan_differences(plan), gamma.tobytes(), self._share_read(plan, ratio).tobytes()))
             if keys[-1] not in results:
                 results[keys[-1]] = self.competing(plan, gamma, ratio)
         return [results[key] for key in keys]
 
-    def _known_as(self, plan: Plan) -> list[tuple[str, float]]:
+    def _supporting_drafts(self, plan: Plan) -> list[tuple[str, float]]:
         """The drafts, each with its ratio, whose rows support a plan's prediction.
 
         This is the plan's draft itself if the model has a row of it, else its single differences.
         """
-        draft, ratio = row_name(plan), float(self._read(plan, plan.speculation.ratio))
-        if any(row.draft == draft and self._owns(row) and self._near(row, ratio) for row in self.rows):
+        draft, ratio = row_name(plan), float(self._share_read(plan, plan.speculation.ratio))
+        if any(row.draft == draft and self._is_own(row) and self._near(row, ratio) for row in self.rows):
             return [(draft, ratio)]
         return [(name, ratio if name in SPARSE_SELECTIONS else 1.0) for name in draft_names(plan)]
 
     def _subject(self, plan: Plan, gamma: Any, ratio: Any) -> Subject:
         return Subject(
             plan_differences(plan), self.name, self.parameters, self.context, self.quantizer, self.dtype, self.text,
-            position=(np.maximum(gamma, 1) + 1) / 2, ratio=self._read(plan, ratio),
+            position=(np.maximum(gamma, 1) + 1) / 2, ratio=self._share_read(plan, ratio),
             yarn=max(1.0, self.context / self.limit), spans=self.spans,
         )  # fmt: skip
 
-    def _read(self, plan: Plan, ratio: Any) -> Any:
+    def _share_read(self, plan: Plan, ratio: Any) -> Any:
         """The share of the cached tokens that drafts read, with the plan's floor applied; rows record this share."""
         return plan.speculation.selection.share_of(self.context, ratio)
 
@@ -174,7 +174,7 @@ class AcceptanceModel:
         if not rows:
             return "prior", f"no rows of {draft}: predicted from other selections"
         nearest = self._nearest(rows, draft, ratio)
-        if nearest.draft == draft and self._owns(nearest) and self._near(nearest, ratio):
+        if nearest.draft == draft and self._is_own(nearest) and self._near(nearest, ratio):
             return nearest.source, str(nearest)
         values = {"parameters": self.parameters, "context": self.context, "ratio": ratio}
         beyond = [name for name, value in values.items() if not _within(value, [getattr(row, name) for row in rows])]
@@ -190,7 +190,7 @@ class AcceptanceModel:
         having = {name for name in {row.draft for row in self.rows} if required.issubset(differences(name))}
         return [row for row in self.rows if row.draft in having]
 
-    def _owns(self, row: AcceptanceRow) -> bool:
+    def _is_own(self, row: AcceptanceRow) -> bool:
         return variant_name(row.model) == variant_name(self.name)
 
     def _near(self, row: AcceptanceRow, ratio: float) -> bool:
@@ -199,7 +199,7 @@ class AcceptanceModel:
     def _nearest(self, rows: Sequence[AcceptanceRow], draft: str, ratio: float) -> AcceptanceRow:
         """The nearest row: of this draft and model, on its text, then by size, context and ratio."""
         same_draft = [row for row in rows if row.draft == draft] or rows
-        same_model = [row for row in same_draft if self._owns(row)] or same_draft
+        same_model = [row for row in same_draft if self._is_own(row)] or same_draft
         return min(same_model, key=lambda row: self._distance(row, ratio))
 
     def _distance(self, row: AcceptanceRow, ratio: float) -> tuple[Any, ...]:

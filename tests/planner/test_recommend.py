@@ -16,10 +16,10 @@ from ridgeplan.planner.recommend import (
     TOLERANCE,
     choose,
     contenders,
+    penalize_unmeasured_rates,
     preference,
     sampled_scores,
     why_preferred,
-    with_unmeasured_rates_slow,
 )
 from ridgeplan.planner.search import Candidate, search
 from ridgeplan.roofline.catalog.models import load_shape
@@ -470,9 +470,9 @@ def test_rates_that_are_a_prior_compete_at_their_slow_end(h200_profile):
     pair = [candidate("int8", 1.0), candidate("autoregressive", 1.1)]
     for objective, scores in (("latency", [1 + spread, 1.1]), ("memory", [1.0, 1.1])):
         question = ask(LLAMA, "h200", 32768, objective=objective, profile=partial)
-        assert [each.score for each in with_unmeasured_rates_slow(pair, question)] == pytest.approx(scores)
+        assert [each.score for each in penalize_unmeasured_rates(pair, question)] == pytest.approx(scores)
     measured = ask(LLAMA, "h200", 32768, profile=h200_profile)
-    assert with_unmeasured_rates_slow(pair, measured) == pair
+    assert penalize_unmeasured_rates(pair, measured) == pair
 
 
 def test_what_a_preferred_plan_has_ahead_is_named():
