@@ -16,7 +16,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.passes import WINDOWED_ATTENTION, category
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
-from ridgeplan.roofline.plan.policy import AllTokens
+from ridgeplan.roofline.plan.policy import AllTokens, TokenEviction, TokenSelection
 from ridgeplan.roofline.plan.presets import PRESETS, describe
 
 MIN_SHARE = 0.005  # of a target step; smaller overheads are not mentioned
@@ -143,8 +143,11 @@ def explain_plan(name: str) -> str:
 
 def _policy_texts(plan: Plan) -> Iterator[str]:
     """A sentence on the tokens that each policy of a plan selects or keeps: the first of its class's docstring."""
-    selections = [axis.selection for axis in (plan.attention, plan.speculation) if axis.selection != AllTokens()]
-    evictions = [plan.eviction.method] if plan.eviction.method else []
-    for policy in (*evictions, *selections):
+    policies: list[TokenEviction | TokenSelection] = [plan.attention.selection, plan.speculation.selection]
+    if plan.eviction.method is not None:
+        policies.insert(0, plan.eviction.method)
+    for policy in policies:
+        if policy == AllTokens():
+            continue
         first_paragraph, *_ = (type(policy).__doc__ or "").split("\n\n")
         yield f"{policy.name}: {' '.join(first_paragraph.split())}"
