@@ -1,11 +1,19 @@
-"""Tables of layers on the host, from validate/results/offload_h200.json, beside what the shipped profile predicts."""
+"""Tables of layers on the host, beside what the shipped profile predicts.
+
+From offload_h200.json and specontext_h200.json of validate/results; the latter may lack sections.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+import torch
 from readme_tables import result, table
 
 from ridgeplan.planner.prediction import predict
@@ -14,6 +22,7 @@ from ridgeplan.planner.resolution import resolve
 # The benchmark whose results these tables show is a program outside the package; it defines the plans of the rows.
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from offload_bench import cliff_plans, limited_plans, selecting_plans
+from specontext_bench import Setting, Sizes, SpeContextBench
 
 MODEL, GPU, RESULT, SPECONTEXT = "Llama-3.1-8B", "h200", "offload_h200", "specontext_h200"
 OVERLAPS = ("0.9", "0.8", "0")
@@ -66,29 +75,74 @@ def cliff_predicted() -> str:
     return table(columns, rows)
 
 
+@cache
+def _specontext() -> SpeContextBench:
+    """The plans of specontext_bench.py, and predictions of its steps by the shipped profile."""
+    settings = (Setting(*resolve(model, GPU), torch.device("cpu"), True) for model in ("Llama-3.2-1B", MODEL))
+    return SpeContextBench(*settings, Sizes())
+
+
+def _of_section(section: str, table_of: Callable[[list[dict[str, Any]]], str]) -> str:
+    """A table of a section's rows, or which command measures them."""
+    rows = result(SPECONTEXT).get(section)
+    if not rows:
+        command = f"python scripts/specontext_bench.py validate/results/{SPECONTEXT}.json --only {section}"
+        return f"Not measured yet; `{command}` does on an H200."
+    return table_of(rows)
+
+
 def specontext_placements() -> str:
     """A step of SpeContext over the length: layers leave one by one, those of the end are away, or all of them."""
+    return _of_section("placements", _placements)
+
+
+def _placements(measured: list[dict[str, Any]]) -> str:
     names = {"adaptive": "one by one", "static": "those of the end", "all": "all", "full_attention": "full attention"}
-    rows = []
-    for row in result(SPECONTEXT)["placements"]:
-        cells = [
-            cell
-            for name in names
-            for cell in (str(row[f"{name}_layers"]), f"{row[f'{name}_ms']:.1f}", f"{row[f'predicted_{name}_ms']:.1f}")
-        ]
+    bench, rows = _specontext(), []
+    full = bench.full_attention
+    for row in measured:
+        cells = []
+        for name in names:
+            layers, plan = row[f"{name}_layers"], full if name == "full_attention" else bench.plan
+            predicted_ms = bench.small.predicted_step_ms(plan, row["context"], layers)
+            cells += [str(layers), f"{row[f'{name}_ms']:.1f}", f"{predicted_ms:.1f}"]
         rows.append((str(row["context"]), *cells))
-    columns = [column for name in names.values() for column in (f"{name}: layers away", "ms", "predicted")]
+    columns = [column for name in names.values() for column in (f"{name}: layers on the host", "ms", "predicted")]
     return table(("tokens", *columns), rows)
 
 
-def specontext_generation() -> str:
-    """A generation whose layers leave on the way, and the same without a limit."""
-    rows = []
-    for row in result(SPECONTEXT)["generation"]:
+def specontext_steps(section: str) -> str:
+    """Median steps of a generation whose layers leave on the way, and of the same without a limit."""
+    return _of_section(section, lambda rows: _steps(rows, section))
+
+
+def _steps(measured: list[dict[str, Any]], section: str) -> str:
+    bench, rows = _specontext(), []
+    for row in measured:
+        plan = bench.plans(section)[row["row"]]
+        for window in row["windows"]:
+            length = plan.workload.context + window["first"] + window["steps"] // 2
+            layers, overlap = window["layers_on_host"], window["overlap"]
+            predicted_ms = bench.small.predicted_step_ms(plan, length, layers, overlap or 0.0)
+            rows.append(_beside(row["row"], str(length), str(layers), _share(overlap), window["step_ms"], predicted_ms))
+    return table(("generation", "tokens", "layers on the host", "overlap", "a step, ms", "predicted", "error"), rows)
+
+
+def specontext_generation(section: str) -> str:
+    """The whole of these generations: where layers left, time per token with that, and peak memory."""
+    return _of_section(section, lambda rows: _generation(rows, section))
+
+
+def _generation(measured: list[dict[str, Any]], section: str) -> str:
+    bench, rows = _specontext(), []
+    for row in measured:
+        plan = bench.plans(section)[row["row"]]
+        plan = replace(plan, placement=replace(plan.placement, memory_bytes=row["limit"]))
+        prediction = predict(plan, bench.small.shape, bench.small.profile, row["overlap"] or None)
         moved = ", ".join(map(str, row["moved_at"])) or "none"
         equal = {None: "", True: "yes", False: "no"}[row["tokens_equal"]]
-        times = _beside(f"{row['overlap']:.0%}", row["tpot_ms"], row["predicted_tpot_ms"])
-        memory = f"{row['peak_memory_bytes'] / 1e9:.1f}", f"{row['predicted_peak_bytes'] / 1e9:.1f}"
+        times = _beside(f"{row['overlap']:.0%}", row["tpot_ms"], prediction.best.tpot_ms)
+        memory = (f"{held / 1e9:.1f}" for held in (row["peak_memory_bytes"], prediction.best.peak_memory_bytes))
         rows.append((row["row"], moved, *times, *memory, equal))
     columns = (
         "generation", "layers left at", "overlap", "ms per token", "predicted", "error", "peak, GB", "predicted",
@@ -99,17 +153,40 @@ def specontext_generation() -> str:
 
 def specontext_table3() -> str:
     """SpeContext's Table 3 on this machine: decoding speed against full attention."""
-    rows = []
-    for row in result(SPECONTEXT)["table3"]:
-        for name in ("specontext", "full attention"):
+    return _of_section("table3", _table3)
+
+
+def _table3(measured: list[dict[str, Any]]) -> str:
+    bench, rows = _specontext(), []
+    for row in measured:
+        for name, plan in bench.compared(row["row"]).items():
             speed = row[name]
-            measured, predicted = speed["tokens_per_s"], speed["predicted_tokens_per_s"]
+            predicted_ms = mean(
+                bench.large.predicted_step_ms(plan, step["length"], step["layers_on_host"]) for step in speed["steps"]
+            )
+            tokens_per_s, predicted = speed["tokens_per_s"], 1e3 * speed["batch"] / predicted_ms
             layers = ", ".join(str(step["layers_on_host"]) for step in speed["steps"])
-            error = f"{predicted / measured - 1:+.0%}"
             faster = f"{row['speedup']:.2f}x" if name == "specontext" else ""
-            cells = str(speed["batch"]), layers, f"{measured:,.0f}", f"{predicted:,.0f}", error, faster
-            rows.append((row["row"], name, *cells))
+            speeds = f"{tokens_per_s:,.0f}", f"{predicted:,.0f}", f"{predicted / tokens_per_s - 1:+.0%}"
+            rows.append((row["row"], name, str(speed["batch"]), layers, *speeds, faster))
     columns = ("[in, out]", "target", "batch", "layers on the host", "tokens/s", "predicted", "error", "speedup")
+    return table(columns, rows)
+
+
+def specontext_cliff() -> str:
+    """Steps of SpeContext's selection where layers leave, beside placements decided before the generation."""
+    return _of_section("placements", _cliff)
+
+
+def _cliff(measured: list[dict[str, Any]]) -> str:
+    rows = []
+    for row in measured:
+        times = (f"{row[f'{name}_ms']:.1f}" for name in ("adaptive", "static", "all", "full_attention"))
+        rows.append((f"{row['context'] / 1024:.0f}k", str(row["adaptive_layers"]), *times))
+    columns = (
+        "tokens", "layers that must leave", "ms per token", "if those of the end were away from the start",
+        "if all were", "full attention, which streams them",
+    )  # fmt: skip
     return table(columns, rows)
 
 

@@ -181,22 +181,26 @@ class SpeContextBench:
         limit = whole.best.peak_memory_bytes - (1 - KEPT_SHARE) * whole.memory_bytes["kv"]
         return replace(plan, placement=replace(plan.placement, memory_bytes=int(limit)))
 
+    def plans(self, section: str) -> dict[str, Plan]:
+        """The plans of a generation and of a shorter one with INT8 codes, by row: with the limit, and without."""
+        plan = self.plan
+        if section == "codes":
+            workload = replace(plan.workload, new_tokens=self.sizes.codes_tokens)
+            plan = self.limited(replace(plan, workload=workload, kv=KVCache(KVFormat.INT8)))
+        unlimited = replace(plan, placement=replace(plan.placement, memory_bytes=0))
+        return {"adaptive": plan, "without a limit": unlimited}
+
     def generation(self) -> Rows:
         """The generation with the limit and without; the second says whether its tokens are those of the first."""
-        return self._pair(self.plan)
+        return self._pair("generation")
 
     def codes(self) -> Rows:
         """A shorter one with INT8 codes."""
-        workload = replace(self.plan.workload, new_tokens=self.sizes.codes_tokens)
-        return self._pair(self.limited(replace(self.plan, workload=workload, kv=KVCache(KVFormat.INT8))))
+        return self._pair("codes")
 
-    def _pair(self, plan: Plan) -> Rows:
+    def _pair(self, section: str) -> Rows:
         tokens: dict[str, list[list[int]]] = {}
-        unlimited = replace(plan, placement=replace(plan.placement, memory_bytes=0))
-        return {
-            "adaptive": partial(self._generated, "adaptive", plan, tokens),
-            "without a limit": partial(self._generated, "without a limit", unlimited, tokens),
-        }
+        return {name: partial(self._generated, name, plan, tokens) for name, plan in self.plans(section).items()}
 
     def _generated(self, name: str, plan: Plan, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
         small = self.small
@@ -230,13 +234,17 @@ class SpeContextBench:
             "windows": windows,
         }
 
+    @property
+    def full_attention(self) -> Plan:
+        """The plan of full attention in the same memory."""
+        return Plan(self.plan.workload, placement=replace(self.plan.placement, prefetch=1))
+
     def placements(self) -> Rows:
         """A step over the length: adaptive, static, everything on the host; and full attention that streams layers."""
         return {str(length): partial(self._placed, length) for length in self.sizes.lengths}
 
     def _placed(self, length: int) -> dict[str, Any]:
-        small, plan = self.small, self.plan
-        full = Plan(plan.workload, placement=replace(plan.placement, prefetch=1))
+        small, plan, full = self.small, self.plan, self.full_attention
         row: dict[str, Any] = {"context": length}
         for name, of, layers in (
             ("adaptive", plan, small.layers_at(plan, length)),
@@ -253,19 +261,22 @@ class SpeContextBench:
 
     def table3(self) -> Rows:
         """The paper's settings: decoding speed of SpeContext and of full attention, each at its batch."""
-        rows: Rows = {}
-        for context, new_tokens, batch, full_batch in self.sizes.table3:
-            name = f"[{context // 1024}k, {new_tokens // 1024}k]"
-            rows[name] = partial(self._compared, context, new_tokens, batch, full_batch)
-        return rows
+        return {_lengths(setting): partial(self._compared, _lengths(setting)) for setting in self.sizes.table3}
 
-    def _compared(self, context: int, new_tokens: int, batch: int, full_batch: int) -> dict[str, Any]:
+    def compared(self, row: str) -> dict[str, Plan]:
+        """The plans of one of the paper's settings, each with its batch: of SpeContext, and of full attention."""
+        (setting,) = (setting for setting in self.sizes.table3 if _lengths(setting) == row)
+        context, new_tokens, batch, full_batch = setting
+        selecting = self.selecting(self.large, context, new_tokens, batch)
+        placement = replace(selecting.placement, memory_bytes=self.sizes.table3_bytes)
+        full = Plan(replace(selecting.workload, batch=full_batch))
+        return {"specontext": replace(selecting, placement=placement), "full attention": full}
+
+    def _compared(self, setting: str) -> dict[str, Any]:
         large = self.large
-        selecting = self.selecting(large, context, new_tokens, batch)
-        selecting = replace(selecting, placement=replace(selecting.placement, memory_bytes=self.sizes.table3_bytes))
-        full = Plan(Workload(large.shape.name, "here", context, new_tokens, full_batch))
         row: dict[str, Any] = {}
-        for name, plan in (("specontext", selecting), ("full attention", full)):
+        for name, plan in self.compared(setting).items():
+            context, new_tokens = plan.workload.context, plan.workload.new_tokens
             steps = [self._step(plan, round(context + share * new_tokens)) for share in THIRDS]
             measured, predicted = (
                 statistics.mean(step[kind] for step in steps) for kind in ("step_ms", "predicted_step_ms")
@@ -290,6 +301,12 @@ class SpeContextBench:
             "predicted_step_ms": predicted_ms,
             "error": step_ms / predicted_ms - 1,
         }
+
+
+def _lengths(setting: tuple[int, int, int, int]) -> str:
+    """The name of a setting of the paper's Table 3."""
+    context, new_tokens, *_ = setting
+    return f"[{context // 1024}k, {new_tokens // 1024}k]"
 
 
 def _windows(engine: Engine, prompts: list[list[int]], rows: list[list[int]], longest: int) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES
 from ridgeplan.roofline.host_link import (
-    HELD_UP_BY_LAYERS,
+    HELD_UP_BY_KERNELS,
     HELD_UP_BY_PAGE_WALKS,
     HELD_UP_BY_TRANSFERS,
     HostLink,
@@ -141,7 +141,7 @@ def test_choices_made_in_a_layer_add_their_loads_and_those_known_ahead_hold_kern
 
 
 def test_loads_that_take_longer_than_the_layers_are_waited_for(ideal):
-    """2048 tokens of 32 layers at a link 100 times as slow: they follow one another, held up by the layers."""
+    """2048 tokens of 32 layers at a link 100 times as slow: they follow one another, held up by the kernels."""
     plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
     plan = replace(plan, attention=replace(plan.attention, selection=RetrievalHead(level="batch")))
     slow = replace(ideal, host_link_bytes_per_s=ideal.host_link_bytes_per_s / 100)
@@ -151,7 +151,7 @@ def test_loads_that_take_longer_than_the_layers_are_waited_for(ideal):
         round_at(SHAPE, slow, held, passes, 65536, layers) for layers in (NO_LAYERS, HostLayers(32, TOKEN_BYTES))
     )
     loads_s = 32 * 0.1 * 2048 * TOKEN_BYTES / 1e8
-    assert far.verify_s == pytest.approx(loads_s + HELD_UP_BY_LAYERS * near.verify_s, rel=0.01)
+    assert far.verify_s == pytest.approx(loads_s + HELD_UP_BY_KERNELS * near.verify_s, rel=0.01)
 
 
 def test_drafts_load_as_many_tokens_as_they_read(ideal):
@@ -166,17 +166,31 @@ def test_drafts_load_as_many_tokens_as_they_read(ideal):
     assert far.draft_s - near.draft_s == pytest.approx(20 * 0.1 * 256 * TOKEN_BYTES / 1e10)
 
 
-def test_loads_begin_as_many_layers_ahead_as_there_is_room_for(ideal):
-    """12 layers on the device; with room for one more the loads begin after 11 layers, with room for five after 7."""
+def last_load_s(first_s: float, on_host: int, layer_s: float, load_s: float, prefetch: int) -> float:
+    """When the last load ends: the first ones start at once, each other one where a layer on the host is reached."""
+    ends: list[float] = []
+    reached: list[float] = []
+    for layer in range(on_host):
+        start = 0 if layer <= prefetch else reached[layer - prefetch - 1]
+        ends.append(max(start, ends[-1] if ends else 0) + load_s)
+        reached.append(max(ends[-1], reached[-1] + layer_s if reached else first_s))
+    return ends[-1]
+
+
+@pytest.mark.parametrize("load_ms", [1, 2, 6])
+@pytest.mark.parametrize("on_host", [1, 4, 20, 32])
+@pytest.mark.parametrize("prefetch", [1, 5, 8])
+def test_loads_begin_as_many_layers_ahead_as_there_is_room_for(prefetch, on_host, load_ms, ideal):
+    """Layers of 1 ms, so that with 20 of 32 on the host 12 are computed before one is reached."""
     plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
     plan = replace(plan, attention=replace(plan.attention, selection=RetrievalHead(level="batch")))
-    slow = replace(ideal, host_link_bytes_per_s=ideal.host_link_bytes_per_s / 100)
-    passes_s = []
-    for prefetch in (1, 5):
-        held = strategy_of(plan, SHAPE, slow, 0.9).with_terms(offload_overlap=0.9, offload_prefetch=prefetch)
-        link = HostLink(SHAPE, slow, held, HostLayers(20, TOKEN_BYTES))
-        passes_s.append(link.target_seconds(65536, 0.032, 0.0, 0.0))
-    assert passes_s[0] - passes_s[1] == pytest.approx(4 * 0.032 / 32)
+    link_bytes_per_s = 0.1 * 2048 * TOKEN_BYTES / (1e-3 * load_ms)
+    slow = replace(ideal, host_link_bytes_per_s=link_bytes_per_s)
+    held = strategy_of(plan, SHAPE, slow, 0.9).with_terms(offload_overlap=0.9, offload_prefetch=prefetch)
+    link = HostLink(SHAPE, slow, held, HostLayers(on_host, TOKEN_BYTES))
+    loaded_ms = last_load_s(32 - on_host, on_host, 1, load_ms, prefetch) + HELD_UP_BY_KERNELS * 32
+    bound_ms = 32 + on_host * HELD_UP_BY_TRANSFERS * load_ms
+    assert 1e3 * link.target_seconds(65536, 0.032, 0.0, 0.0) == pytest.approx(max(loaded_ms, bound_ms), abs=0.01)
 
 
 def test_drafts_load_no_more_than_the_budget_of_slots_holds(ideal):
