@@ -83,8 +83,15 @@ def _specontext() -> SpeContextBench:
 
 
 def _of_section(section: str, table_of: Callable[[list[dict[str, Any]]], str]) -> str:
-    """A table of a section's rows, or which command measures them."""
-    rows = result(SPECONTEXT).get(section)
+    """A table of a section's rows, or which command measures them.
+
+    Rows of generations whose windows mix steps with different layers on the host are of an earlier runtime.
+    """
+    rows = [
+        row
+        for row in result(SPECONTEXT).get(section, ())
+        if all("steps" in window for window in row.get("windows", ()))
+    ]
     if not rows:
         command = f"python scripts/specontext_bench.py validate/results/{SPECONTEXT}.json --only {section}"
         return f"Not measured yet; `{command}` does on an H200."

@@ -28,6 +28,7 @@ from ridgeplan.roofline.round import (
     round_at,
     round_rates,
     round_tokens,
+    saved_by_closeness,
     target_choice_seconds,
     target_rates,
     target_terms,
@@ -404,6 +405,20 @@ def test_every_query_of_the_target_scores_and_ranks_for_itself(ideal):
     step_s, verify_s = (target_choice_seconds(shape, ideal, held, 65536) for held in (plain, plain.with_terms(gamma=3)))
     assert step_s > 0
     assert verify_s == pytest.approx(4 * step_s)
+
+
+@pytest.mark.parametrize("tokens, closer", [(2048, 0.93), (4096, 0.86), (14336, 0.51), (65536, 0.0)])
+def test_attention_to_tokens_in_full_precision_costs_less_the_closer_they_lie(tokens, closer, machine):
+    """2048 of 2048, 4096, 14336 and 65536 tokens, where 7% cost as calibrated; of codes nothing is saved."""
+    held, rates = lowered("specontext", machine, batch=4, context=tokens)
+    passes = target_rates(SHAPE, machine, held, rates)
+    target = decode_pass(SHAPE, target_terms(SHAPE, machine, held, tokens))
+    (read_bytes,) = (op.total.read_bytes for op in target if op.category == "attention")
+    classes = machine.rates["sparse_attention_full"], machine.rates["attention"]
+    sparse, stream = (each.bandwidth_utilization for each in classes)
+    lost_s = read_bytes / machine.bandwidth_bytes_per_s * (1 / sparse - 1 / stream)
+    assert saved_by_closeness(machine, held, target, passes, tokens) == pytest.approx(closer * lost_s)
+    assert saved_by_closeness(machine, held.with_terms(target_bits=8), target, passes, tokens) == 0
 
 
 def test_a_retrieval_head_projects_once_for_all_queries_of_a_verification(ideal):
