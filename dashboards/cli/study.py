@@ -219,6 +219,7 @@ def quantspec(model: str | None, text: str | None, output: Path | None, as_json:
     Examples:
       ridgeplan study quantspec
       ridgeplan study quantspec --text book.txt --ctx 8k --output axes.json
+      ridgeplan study quantspec --model model.gguf --passages 8 --json
     """
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import named_shape

@@ -242,6 +242,19 @@ def test_estimate_tables_and_what_does_not_fit(invoke: Any) -> None:
     assert as_json(invoke("estimate", *arguments, "--json"))["fits"] is False
 
 
+def test_estimate_says_what_ends_of_groups_cost(invoke: Any) -> None:
+    """(tokens - 1) / 2 of a round's tokens for every group: of 3.44 tokens and groups of 128 1%."""
+    arguments = ("estimate", LLAMA, "--gpu", "h200", "--ctx", 8192, "--gamma", 4)
+    predicted = as_json(invoke(*arguments, "--preset", "quantspec", "--json"))["predicted"]
+    acceptance = predicted["acceptance"]["best"]
+    tokens = sum(acceptance**index for index in range(5))
+    lost = 1 - 128 / (128 + (tokens - 1) / 2)
+    assert predicted["tokens_per_round"] == pytest.approx(tokens * (1 - lost))
+    words = " ".join(invoke(*arguments, "--preset", "quantspec").stdout.split())
+    assert f"rounds end with groups of 128 tokens, which costs {lost:.1%} of a round's tokens" in words
+    assert "rounds end with groups" not in " ".join(invoke(*arguments, "--preset", "specattn").stdout.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

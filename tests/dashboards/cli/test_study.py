@@ -162,6 +162,19 @@ def test_sampled_rounds_are_saved_with_how_they_went_on(
 SIZES = ("--ctx", 512, "--response", 32, "--passages", 2)
 
 
+def test_perplexity_by_axes_is_printed_and_written(
+    invoke: Any, refuses: Any, tiny_folder: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "axes.json"
+    run = ("study", "quantspec", "--model", tiny_folder, "--ctx", 300, "--tokens", 20, "--passages", 1)
+    printed = invoke(*run, "--output", output).stdout
+    document = json.loads(output.read_text(encoding="utf-8"))
+    assert document["sizes"] == {"context": 300, "tokens": 20, "passages": 1, "group": 128}
+    assert [row["bits"] for row in document["rows"]] == [16, 8, 8, 8, 8, 4, 4, 4, 4]
+    assert all(f"{row['perplexity']:.4f}" in printed for row in document["rows"])
+    assert "context is 100; allowed: 347 to" in refuses("study", "quantspec", "--ctx", 100)
+
+
 def test_a_study_writes_json_and_plots_and_prints_tables(invoke: Any, tiny_folder: Path, tmp_path: Path) -> None:
     output, html = tmp_path / "study.json", tmp_path / "study.html"
     run = ("study", "dapq", "--model", tiny_folder, *SIZES)
@@ -178,7 +191,7 @@ def test_a_study_writes_json_and_plots_and_prints_tables(invoke: Any, tiny_folde
     }
     assert json.loads(invoke(*run, "--json").stdout) == document  # seeds are fixed
     lines = printed.splitlines()
-    assert sum(line.startswith(("holds: ", "differs here: ")) for line in lines) == len(document["claims"]) == 6
+    assert sum(line.startswith(("holds: ", "differs here: ")) for line in lines) == len(document["claims"]) == 8
     same = next(row["mean"] for row in document["figures"] if row["figure"] == ["similarity", "other", "same", "after"])
     assert f"{same:.4f}" in printed
     page = html.read_text(encoding="utf-8")
