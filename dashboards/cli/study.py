@@ -104,8 +104,10 @@ def drafts(
         )
         if resume and output is not None and output.exists():
             saved = saved.resumed(output)
-        rounds = {"known": saved.known, "verification": verification, "passages": passages}
-        for row in study(source, passage, cases, on_progress=on_progress, **rounds):
+        for row in study(
+            source, passage, cases, on_progress=on_progress, known=saved.known, verification=verification,
+            passages=passages,
+        ):  # fmt: skip
             saved = saved.with_row(row)
             if output is not None:
                 with locked(output):

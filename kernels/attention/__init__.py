@@ -52,7 +52,7 @@ def decode_attention(
     inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, lower, scale)
     if scores is not None:
         tokens = keys.shape[2] if codes is None else codes.groups * codes.group
-        scores.require(*q.shape[:3], keys.shape[1], tokens)
+        scores.require(q.shape[0], q.shape[1], q.shape[2], keys.shape[1], tokens)
     if not uses_gpu_kernel(backend, q):
         if scores is not None:
             collect_scores_reference(scores, inputs)

@@ -495,13 +495,17 @@ def acceptance_rows(study: SavedStudy, shape: ModelShape, checkpoint: str) -> li
             "calibrated": bool(study.calibration), "yarn": yarn_factor(shape, row.context + study.tokens),
             "draft": row.draft[1].row_name, "ratio": row.ratio, "gamma": GAMMA, "checkpoint": checkpoint,
         }  # fmt: skip
-        measured = partial(measured_row, device_type, shape, study.text, row.context, **fields)
-        if not row.verified:
-            where = f"teacher-forced over {study.tokens} tokens of {study.text}, {study.device}"
-            rows.append(measured(where, acceptance=row.mean, tokens=study.tokens))
-            continue
-        for position, (verified, acceptance) in enumerate(zip(row.verified, row.by_position, strict=True), start=1):
-            if verified >= MIN_DRAFTS:
-                where = f"{verified:g} drafts at position {position} after {study.text}, {study.device}"
-                rows.append(measured(where, acceptance=acceptance, position=position, tokens=int(verified)))
+        for where, figures in _figures(study, row):
+            described = f"{where} {study.text}, {study.device}"
+            rows.append(measured_row(device_type, shape, study.text, row.context, described, **fields, **figures))
     return rows
+
+
+def _figures(study: SavedStudy, row: SavedRow) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a row's acceptance was measured over, up to the text's name, with its figures."""
+    if not row.verified:
+        yield f"teacher-forced over {study.tokens} tokens of", {"acceptance": row.mean, "tokens": study.tokens}
+    for position, (verified, acceptance) in enumerate(zip(row.verified, row.by_position, strict=False), start=1):
+        if verified >= MIN_DRAFTS:
+            figures = {"acceptance": acceptance, "position": position, "tokens": int(verified)}
+            yield f"{verified:g} drafts at position {position} after", figures
