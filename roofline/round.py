@@ -125,12 +125,14 @@ def saved_by_closeness(
 ) -> Term:
     """What the target saves where those that it reads of `tokens`, in full precision, lie closer than in calibration.
 
-    Codes were not measured so.
+    Codes were not measured so. Generated tokens that form a run save at least what pages do.
     """
-    share = minimum(strategy.target.budget, tokens) / tokens
-    closer = 1 - minimum(CALIBRATED_SHARE / share, 1)
+    share = strategy.target_selected(tokens) / maximum(strategy.target_candidates(tokens), 1)
     full = strategy.target.selects * (1 - minimum(strategy.target.bits, 1))
-    return full * closer * _beyond_streams(machine, ops, rates)
+    closer = full * (1 - minimum(CALIBRATED_SHARE / share, 1))
+    streamed = strategy.streamed_share(tokens)
+    saved_share = streamed * maximum(PAGE_GAIN, closer) + (1 - streamed) * closer
+    return saved_share * _beyond_streams(machine, ops, rates)
 
 
 def gathered_seconds(machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms]) -> Term:
