@@ -193,8 +193,9 @@ class AttentionParams(KernelParams):
         *((name, ctypes.c_void_p) for name in (*TENSORS, *SCORE_TENSORS)),
         ("key_codes", QuantizedPlanes),
         ("value_codes", QuantizedPlanes),
-        *((name, ctypes.c_int) for name in (*SIZES, *SCORE_SIZES, *STRIDES, "fuse_reduction")),
+        *((name, ctypes.c_int) for name in (*SIZES, *STRIDES, "fuse_reduction")),
         ("scale", ctypes.c_float),
+        *((name, ctypes.c_int) for name in SCORE_SIZES),
     )
 
 

@@ -84,14 +84,14 @@ struct AttentionParams {
     float* score_lse;      // [batch, q_heads]: log-sum-exps of the last query: of the call before, then of this one
     QuantizedPlanes key_codes, value_codes;
     int batch, kv_heads, q_heads_per_kv, queries, capacity, group_capacity;
-    int score_queries, score_capacity;
-    int score_step;  // of the last query, and of each `score_step` before it, scores are summed
     // Strides in units of 8 elements, so that they fit 32 bits.
     int q_batch_stride, q_query_stride, q_head_stride;
     int key_batch_stride, key_head_stride, key_stride;
     int value_batch_stride, value_head_stride, value_stride;
     int fuse_reduction;  // whether a row's last CTA reduces its splits; else the kernel `merge` does
     float scale;         // softmax scale
+    int score_queries, score_capacity;
+    int score_step;  // of the last query, and of each `score_step` before it, scores are summed
 
     // Log-sum-exps of the query heads of a (batch row, KV head).
     __device__ __forceinline__ float* row_score_lse(int kv_row) const {
