@@ -60,7 +60,7 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
 @click.option("--tokens", type=int, default=128, help="Tokens to measure per passage.")
 @click.option(
     "--long-output",
-    type=int,
+    type=opt.TOKENS,
     default=0,
     help="Tokens of the model's own output over which greedy agreement and recall are measured; 0 for none.",
 )
