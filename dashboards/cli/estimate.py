@@ -13,7 +13,7 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, wrapped
-from ridgeplan.dashboards.files import write_atomically
+from ridgeplan.dashboards.cli.table_file import write_plan
 from ridgeplan.planner import Plan, Prediction, SearchOptions
 from ridgeplan.planner.capacity import usable_bytes
 from ridgeplan.planner.plan_file import SavedPlan, plan_json
@@ -64,8 +64,8 @@ def estimate(
         result = _of_plan(plan, model, preset, gamma, adaptive, rest)
     else:
         result = _of_preset(model, preset, gamma, adaptive, rest)
-    if output:
-        write_atomically(output, plan_json(result.plan, result.question.shape, result.question.profile))
+    question = result.question
+    write_plan(output, result, lambda: plan_json(result.plan, question.shape, question.profile))
     if as_json:
         print_json(result.to_dict())
     else:

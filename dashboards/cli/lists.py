@@ -10,9 +10,11 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, print_json, print_table, wrapped
+from ridgeplan.dashboards.cli.table_file import RowTable, write_table
 from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.quality import quality_of
 from ridgeplan.planner.quantities import GB, tokens_text
+from ridgeplan.planner.render.tables import Bars
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models
@@ -42,8 +44,9 @@ def lists() -> None:
 
 
 @command()
+@opt.table_output
 @opt.as_json
-def models(as_json: bool) -> None:
+def models(output: Path | None, as_json: bool) -> None:
     """List the model shapes of the catalog. Any other model is read from its config.json or GGUF file.
 
     Examples:
@@ -52,12 +55,14 @@ def models(as_json: bool) -> None:
       ridgeplan plan Qwen3-8B --gpu h200 --ctx 8k
     """
     shapes = list_models()
+    values = [
+        {**asdict(shape), "parameters": shape.parameters, "active_parameters": shape.active_parameters,
+         "executable": missing_architecture(shape) is None}
+        for shape in shapes
+    ]  # fmt: skip
+    write_table(output, RowTable("Models", values, Bars("parameters", "parameters"), ("name",)), values)
     if as_json:
-        print_json([
-            {**asdict(shape), "parameters": shape.parameters, "active_parameters": shape.active_parameters,
-             "executable": missing_architecture(shape) is None}
-            for shape in shapes
-        ])  # fmt: skip
+        print_json(values)
         return
     columns = ("model", "size", "layers", "heads/KV", "context", "runs", "notes")
     print_table("Models", columns, map(_model_row, shapes))
@@ -65,8 +70,9 @@ def models(as_json: bool) -> None:
 
 @command()
 @click.option("--template", is_flag=True, help="Print a TOML template for a GPU of your own.")
+@opt.table_output
 @opt.as_json
-def gpus(template: bool, as_json: bool) -> None:
+def gpus(template: bool, output: Path | None, as_json: bool) -> None:
     """List the GPUs of the catalog. Any other GPU is read from a TOML file.
 
     Examples:
@@ -74,17 +80,21 @@ def gpus(template: bool, as_json: bool) -> None:
       ridgeplan gpus --template > mine.toml
       ridgeplan plan Llama-3.1-8B --gpu mine.toml --ctx 8k
     """
-    if template and as_json:
-        raise click.UsageError("--template and --json cannot be combined; allowed: one of them")
+    if template and (as_json or output):
+        other = "--json" if as_json else "--output"
+        raise click.UsageError(f"--template and {other} cannot be combined; allowed: one of them")
     if template:
         echo(TEMPLATE.read_text(encoding="utf-8"), nl=False)
         return
     calibrated = {profile.hardware.name for profile in shipped_profiles()}
+    values = [
+        {**asdict(item), "ridge_point": item.ridge_point, "calibrated": item.name in calibrated}
+        for item in list_hardware()
+    ]
+    bandwidths = Bars("bandwidth_bytes_per_s", "memory bandwidth in bytes/s")
+    write_table(output, RowTable("GPUs", values, bandwidths, ("name",)), values)
     if as_json:
-        print_json([
-            {**asdict(item), "ridge_point": item.ridge_point, "calibrated": item.name in calibrated}
-            for item in list_hardware()
-        ])  # fmt: skip
+        print_json(values)
         return
     columns = ("GPU", "GB", "GiB", "TB/s", "TFLOP/s", "ridge", "host GB/s", "calibration")
     rows = (
@@ -97,8 +107,9 @@ def gpus(template: bool, as_json: bool) -> None:
 
 
 @command()
+@opt.table_output
 @opt.as_json
-def presets(as_json: bool) -> None:
+def presets(output: Path | None, as_json: bool) -> None:
     """List the named plans, such as the papers' systems, and how each differs from plain decoding.
 
     Examples:
@@ -107,11 +118,13 @@ def presets(as_json: bool) -> None:
       ridgeplan compare Llama-3.1-8B --gpu h200 --ctx 32k
     """
     plans = {name: make(SAMPLE) for name, make in PRESETS.items()}
+    values = [
+        {"name": name, "quality": str(quality_of(plan)), "executable": not missing_execution(plan), "changes":
+         describe(plan)} for name, plan in plans.items()
+    ]  # fmt: skip
+    write_table(output, RowTable("Presets", values, None), values)
     if as_json:
-        print_json([
-            {"name": name, "quality": quality_of(plan), "executable": not missing_execution(plan), "changes":
-             describe(plan)} for name, plan in plans.items()
-        ])  # fmt: skip
+        print_json(values)
         return
     rows = (
         (name, quality_of(plan), "no" if missing_execution(plan) else "yes", short_name(describe(plan)))

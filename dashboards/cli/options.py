@@ -107,13 +107,16 @@ TABLE_SUFFIXES = (".csv", ".md", ".json", ".png")
 
 
 class TableFile(OutputFile):
-    """A file for a table, of which the suffix says the format."""
+    """A file for a table, of which the suffix says the format. other_suffixes: formats besides those of every table."""
+
+    def __init__(self, *other_suffixes: str) -> None:
+        self.suffixes = (*TABLE_SUFFIXES, *other_suffixes)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path, if its suffix is one of a table and it may be written."""
         path = super().convert(value, param, ctx)
-        if path.suffix not in TABLE_SUFFIXES:
-            self.fail(f"{value!r} ends in {path.suffix!r}; allowed: {', '.join(TABLE_SUFFIXES)}", param, ctx)
+        if path.suffix not in self.suffixes:
+            self.fail(f"{value!r} ends in {path.suffix!r}; allowed: {', '.join(self.suffixes)}", param, ctx)
         return path
 
 
@@ -331,7 +334,9 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 table_output = click.option(
     "-o", "--output", type=TableFile(), help=f"Write the table to this file: {', '.join(TABLE_SUFFIXES)}."
 )
-plan_output = click.option("-o", "--output", type=OutputFile(), help="Write the plan to this file.")
+plan_output = click.option(
+    "-o", "--output", type=OutputFile(), help="Write the plan to this file, or the table as .csv, .md or .png."
+)
 json_output = click.option("--output", type=OutputFile(), help="Write the results to this file as JSON.")
 html_output = click.option(
     "--html", type=OutputFile(), help="Write tables and plots to this file, a self-contained page."

@@ -13,7 +13,7 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_json, wrapped
-from ridgeplan.dashboards.files import write_atomically
+from ridgeplan.dashboards.cli.table_file import write_plan
 from ridgeplan.planner import Prediction, Recommendation, SearchOptions
 from ridgeplan.planner.engines.formats import ENGINES
 from ridgeplan.planner.plan_file import plan_json
@@ -187,10 +187,12 @@ def plan(
     context = opt.context_of(ctx, max_model_len, new_tokens)
     options = SearchOptions(new_tokens=new_tokens, **search)
     recommendation = planner.recommend(model, gpu, context, options)
-    if output:
+
+    def plan_text() -> str:
         chosen = recommendation.adaptive if adaptive and recommendation.adaptive else recommendation.plan
-        shape, profile = planner.resolve(model, gpu, options.profile, options.acceptance)
-        write_atomically(output, plan_json(chosen, shape, profile))
+        return plan_json(chosen, *planner.resolve(model, gpu, options.profile, options.acceptance))
+
+    write_plan(output, recommendation, plan_text)
     if as_json:
         print_json(recommendation.to_dict())
     elif show_all:

@@ -14,17 +14,18 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table
-from ridgeplan.dashboards.files import json_text, write_atomically
-from ridgeplan.dashboards.rows import csv_text
+from ridgeplan.dashboards.cli.table_file import RowTable, write_table
+from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.gamma import BATCHES, GammaCell
 from ridgeplan.planner.queries.sweep import AXES, TURNS, GridSweep, grid_sweep, parse_axes
 from ridgeplan.planner.question import Question, ask
+from ridgeplan.planner.render.tables import Lines
 from ridgeplan.roofline.plan.presets import short_name
 
-FORMATS = (".csv", ".json", ".html")
 SHOWN_ROWS = 20
+SPEEDUP_CHART = Lines(("context",), "speedup", "speed-up over plain decoding", ("batch",))
 COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "speed-up", "")
 
 
@@ -41,7 +42,9 @@ COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "s
 @opt.new_tokens
 @opt.limits
 @opt.priced_by
-@click.option("-o", "--output", type=opt.OutputFile(), help="Write all rows to this file: .csv, .json or .html.")
+@click.option(
+    "-o", "--output", type=opt.TableFile(".html"), help="Write all rows to this file: .csv, .md, .json, .png or .html."
+)
 @opt.as_json
 def sweep(
     model: str, gpu: str | None, axes: str, ctx: int, preset: str | None, output: Path | None, as_json: bool,
@@ -57,25 +60,17 @@ def sweep(
     over = parse_axes(axes)
     if gpu is None and "gpu" not in over:
         raise click.UsageError("sweep needs --gpu, or gpu=h100,h200 in --over")
-    if output is not None and output.suffix not in FORMATS:
-        raise click.UsageError(f"--output ends in {output.suffix!r}; allowed: {', '.join(FORMATS)}")
     result = grid_sweep(model, gpu or "", over, context=ctx, preset=preset, options=SearchOptions(**search))
-    if output is not None:
-        write_atomically(output, _document(result, output.suffix))
+    if output is not None and output.suffix == ".html":
+        from ridgeplan.dashboards.html_pages import sweep_page  # imports plotly
+
+        write_atomically(output, sweep_page(result))
+    else:
+        write_table(output, result, result.to_dict())
     if as_json:
         print_json(result.to_dict())
     else:
         _print(result, output)
-
-
-def _document(result: GridSweep, suffix: str) -> str:
-    if suffix == ".json":
-        return json_text(result.to_dict())
-    if suffix == ".csv":
-        return csv_text(result.table())
-    from ridgeplan.dashboards.html_pages import sweep_page  # imports plotly
-
-    return sweep_page(result)
 
 
 def _print(result: GridSweep, output: Path | None) -> None:
@@ -115,10 +110,11 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
 @opt.memory_limit
 @opt.profile_file
 @opt.yarn
+@opt.table_output
 @opt.as_json
 def gamma(
     model: str, gpu: str | None, gpu_option: str | None, preset: str, contexts: Sequence[int],
-    batches: Sequence[int], as_json: bool, **search: Any,
+    batches: Sequence[int], output: Path | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """Find the best gamma of a preset for MODEL on GPU, over contexts and batches.
 
@@ -135,8 +131,12 @@ def gamma(
     options = SearchOptions(**search)
     cells = planner.best_gamma(model, gpu, preset=preset, contexts=contexts, batches=batches, options=options)
     caveats = list(_notes(ask(model, gpu, max(cell.context for cell in cells), options), preset))
+    rows_of_cells = [asdict(cell) for cell in cells]
+    document = {"preset": preset, "cells": rows_of_cells, "notes": caveats}
+    title = f"Best gamma of {preset} for {model} on {gpu}"
+    write_table(output, RowTable(title, rows_of_cells, SPEEDUP_CHART), document)
     if as_json:
-        print_json({"preset": preset, "cells": [asdict(cell) for cell in cells], "notes": caveats})
+        print_json(document)
         return
     print_notes(caveats)
     rows = [

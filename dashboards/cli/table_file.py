@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ridgeplan.dashboards.files import json_text, write_atomically
+from ridgeplan.dashboards.files import FileProblem, json_text, write_atomically
 from ridgeplan.dashboards.rows import csv_text
-from ridgeplan.planner.render.tables import Table, cell_text
+from ridgeplan.planner.render.tables import Bars, Lines, Table, cell_text
 
-PNG_HEIGHT = 480  # pixels
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+PNG_HEIGHT = 480  # pixels, at least
+TABLES_OF_PLANS = (".csv", ".md", ".png")  # suffixes of files that hold a table where any other holds a plan
+
+
+@dataclass(frozen=True, repr=False)
+class RowTable(Table):
+    """Rows that no class of answers holds. drawn: how they are drawn, None for words that no figure shows."""
+
+    title: str
+    rows: Sequence[Mapping[str, Any]]
+    drawn: Bars | Lines | None
+    row_names: tuple[str, ...] = ()
+
+    def table(self) -> list[dict[str, Any]]:
+        """The rows."""
+        return [dict(row) for row in self.rows]
+
+    def summary(self) -> str:
+        """The title."""
+        return self.title
+
+    def plot(self) -> go.Figure:
+        """A plotly figure of the rows. Raises FileProblem for rows of words."""
+        if self.drawn is None:
+            raise FileProblem(f"{self.title} have no figures to draw; allowed: .csv, .md, .json")
+        from ridgeplan.planner.render.plots import draw
+
+        return draw(self.rows, self.drawn, self.row_names, self.title)
 
 
 def write_table(path: Path | None, result: Table, document: Any) -> None:
@@ -22,11 +54,23 @@ def write_table(path: Path | None, result: Table, document: Any) -> None:
     if path.suffix == ".png":
         from ridgeplan.dashboards.figures.paper_figure import write_pngs  # imports plotly
 
-        write_pngs({path: result.plot().update_layout(height=PNG_HEIGHT)})
+        figure = result.plot()
+        write_pngs({path: figure.update_layout(height=max(figure.layout.height or 0, PNG_HEIGHT))})
         return
-    rows = result.table()
-    texts = {".json": lambda: json_text(document), ".csv": lambda: csv_text(rows), ".md": lambda: _markdown(rows)}
+    texts = {
+        ".json": lambda: json_text(document),
+        ".csv": lambda: csv_text(result.table()),
+        ".md": lambda: _markdown(result.table()),
+    }
     write_atomically(path, texts[path.suffix]())
+
+
+def write_plan(path: Path | None, result: Table, plan_text: Callable[[], str]) -> None:
+    """Writes the table of an answer where the path's suffix is of `TABLES_OF_PLANS`, else the text of its plan file."""
+    if path is not None and path.suffix in TABLES_OF_PLANS:
+        write_table(path, result, None)
+    elif path is not None:
+        write_atomically(path, plan_text())
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:

@@ -101,10 +101,10 @@ def can_draw() -> bool:
 def write_pngs(figures: Mapping[Path, go.Figure]) -> None:
     """Writes each figure to its path, all in one start of the browser. Raises FigureError without kaleido or Chrome."""
     if not can_draw():
-        raise FigureError("PNG files need kaleido; allowed: html, csv, or `pip install 'ridgeplan[png]'` first")
+        raise FigureError("PNG files need kaleido: `pip install 'ridgeplan[png]'`; allowed without it: other formats")
     heights = [figure.layout.height for figure in figures.values()]
     try:
         pio.write_images([*figures.values()], [*figures], format="png", width=WIDTH, height=heights, scale=SCALE)
     except RuntimeError as error:  # of kaleido: no Chrome is there, or it does not start
         reason = " ".join(str(error).split())
-        raise FigureError(f"PNG files need a Chrome that starts; allowed: html, csv. {reason}") from error
+        raise FigureError(f"PNG files need a Chrome that starts; `plotly_get_chrome` installs it. {reason}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,14 @@ from ridgeplan.planner.render.tables import Bars, Lines, labels
 Rows = Sequence[Mapping[str, Any]]
 COLOR, BAND_COLOR = "#0072b2", "#444444"
 BAR_HEIGHT = 26  # pixels
+TITLE_COLUMNS = 110  # characters of a title's line, which plotly does not wrap
 
 
 def draw(rows: Rows, chart: Bars | Lines, names: Sequence[str], title: str) -> go.Figure:
     """Bars or lines of the rows; `names` are the columns that identify a row."""
     figure = _bars(rows, chart, names) if isinstance(chart, Bars) else _lines(rows, chart)
-    return figure.update_layout(template="plotly_white", title=title, title_font_size=14)
+    lines = "<br>".join(textwrap.wrap(title, TITLE_COLUMNS, break_long_words=False))
+    return figure.update_layout(template="plotly_white", title=lines, title_font_size=14)
 
 
 def _bars(rows: Rows, chart: Bars, names: Sequence[str]) -> go.Figure:
@@ -50,4 +53,4 @@ def _lines(rows: Rows, chart: Lines) -> go.Figure:
                            mode="lines+markers")  # fmt: skip
     figure.update_xaxes(type="log", title_text=across)
     figure.update_yaxes(title_text=chart.unit)
-    return figure.update_layout(showlegend=len(figure.data) > 1)
+    return figure.update_layout(showlegend=len(figure.data) > 1, legend_title_text=", ".join(others))

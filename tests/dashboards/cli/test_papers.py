@@ -108,10 +108,10 @@ def test_without_kaleido_or_chrome_nothing_is_written(
 
     monkeypatch.setattr(paper_figure, "can_draw", lambda: False)
     command = ("figures", "specattn-fig6", "--output", tmp_path, "--format", "png", "--format", "html")
-    assert "PNG files need kaleido; allowed: html, csv" in refuses(*command)
+    assert "PNG files need kaleido: `pip install 'ridgeplan[png]'`" in refuses(*command)
     monkeypatch.setattr(paper_figure, "can_draw", lambda: True)
     monkeypatch.setattr(paper_figure.pio, "write_images", no_chrome)
-    assert "allowed: html, csv. Kaleido requires Google Chrome" in refuses(*command)
+    assert "`plotly_get_chrome` installs it. Kaleido requires Google Chrome" in refuses(*command)
     assert not [*tmp_path.iterdir()]
 
 

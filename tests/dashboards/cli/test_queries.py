@@ -3,11 +3,13 @@
 import csv
 import json
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ridgeplan.dashboards.figures import paper_figure
 from ridgeplan.planner import Plan
 from ridgeplan.planner.quantities import time_text
 from ridgeplan.planner.render.text import terms
@@ -53,7 +55,10 @@ def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path)
         (("compare",), "Missing argument"),
         (("sweep", LLAMA, "--over", "ctx=4k"), "sweep needs --gpu, or gpu=h100,h200 in --over"),
         (("sweep", LLAMA, "--gpu", "h200", "--over", "width=4k"), "axis 'width'; allowed: each of ctx, batch"),
-        (("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=4k", "-o", "x.png"), "allowed: .csv, .json, .html"),
+        (
+            ("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=4k", "-o", "x.txt"),
+            "allowed: .csv, .md, .json, .png, .html",
+        ),
         (("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=1M"), "every context is beyond the model's limit of 131072"),
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k"), "Missing option '--price'"),
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "cheap"), "--price is 'cheap'; allowed: dollars"),
@@ -274,6 +279,11 @@ def test_what_is_not_calibrated_says_so_once(invoke: Any, line: tuple[object, ..
         ("fit", LLAMA, "h200"),
         ("compare", LLAMA, "--gpu", "h200,rtx4090", "--ctx", "8k"),
         ("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", 2),
+        ("gamma", LLAMA, "h200", "--ctx", "8k,16k", "--batch", 1),
+        ("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=4k..16k"),
+        ("list", "models"),
+        ("list", "gpus"),
+        ("list", "presets"),
     ],
 )
 def test_tables_are_written_in_the_format_of_the_suffix(
@@ -289,3 +299,56 @@ def test_tables_are_written_in_the_format_of_the_suffix(
     assert json.loads(paths["json"].read_text()) == json.loads(invoke(*words, "--json").stdout)
     assert "ends in '.txt'; allowed: .csv, .md, .json, .png" in refuses(*words, "-o", tmp_path / "table.txt")
     assert not (tmp_path / "table.txt").exists()
+
+
+@pytest.mark.parametrize("words", [("plan", LLAMA), ("estimate", LLAMA, "--preset", "quantspec")], ids=itemgetter(0))
+def test_a_plan_is_written_as_json_and_its_table_in_other_formats(
+    invoke: Any, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    line = (*words, "--gpu", "h200", "--ctx", "8k")
+    for suffix in ("csv", "md", "json"):
+        assert invoke(*line, "-o", tmp_path / f"plan.{suffix}").exit_code == 0
+    (row, *others) = csv.DictReader((tmp_path / "plan.csv").open(encoding="utf-8"))
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert (int(row["context"]), int(row["gamma"])) == (8192, plan.speculation.gamma)
+    assert len((tmp_path / "plan.md").read_text(encoding="utf-8").splitlines()) == len(others) + 3
+
+
+@pytest.mark.parametrize(
+    ("words", "bars", "lines"),
+    [
+        (("plan", LLAMA, "--gpu", "h200", "--ctx", "8k"), 1, 0),
+        (("list", "gpus"), 1, 0),
+        (("gamma", LLAMA, "h200", "--ctx", "8k,16k", "--batch", "1,4"), 0, 2),
+    ],
+)
+def test_pngs_show_the_table(
+    invoke: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[Any, ...], bars: int, lines: int, tmp_path: Path
+) -> None:
+    """Drawing itself needs a browser; the figure that kaleido gets has a value for each row of the table."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(paper_figure, "can_draw", lambda: True)
+    monkeypatch.setattr(paper_figure.pio, "write_images", lambda figures, files, **_: drawn.extend(figures))
+    assert invoke(*words, "-o", tmp_path / "table.png").exit_code == 0
+    assert invoke(*words, "-o", tmp_path / "table.csv").exit_code == 0
+    (figure,) = drawn
+    assert [trace.type for trace in figure.data] == ["bar"] * bars + ["scatter"] * lines
+    rows = len((tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()) - 1
+    assert sum(len(trace.x) for trace in figure.data) == rows
+
+
+def test_a_png_is_drawn_by_the_installed_browser(invoke: Any, tmp_path: Path) -> None:
+    pytest.importorskip("kaleido")
+    path = tmp_path / "gpus.png"
+    result = invoke("list", "gpus", "-o", path)
+    if result.exit_code:
+        assert "plotly_get_chrome" in result.stderr  # no browser on this machine
+    else:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_words_have_no_png(refuses: Any, tmp_path: Path) -> None:
+    assert "Presets have no figures to draw; allowed: .csv, .md, .json" in refuses(
+        "list", "presets", "-o", tmp_path / "presets.png"
+    )
+    assert not [*tmp_path.iterdir()]
