@@ -12,7 +12,7 @@ PACKAGES := roofline planner kernels runtime validate dashboards
 # Debian's chromium, or any other: `CHROMIUM=/path make test-browser`.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: demo test test-slow test-browser fuzz mutants lint docs notebooks clean $(TYPED)
+.PHONY: demo test test-slow test-browser test-install fuzz mutants lint docs notebooks clean $(TYPED)
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -30,6 +30,10 @@ test-browser: $(INSTALLED)
 	@test -n "$(CHROMIUM)" || { echo "no Chromium found: apt-get install chromium, or set CHROMIUM" >&2; exit 2; }
 	$(BIN)/python -m pip install --quiet "playwright>=1.50"
 	RIDGEPLAN_CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest tests/browser
+
+# The wheel in clean environments, without extras and with those of EXTRAS: megabytes, seconds, and a plan from each.
+test-install:
+	$(PYTHON) scripts/clean_install.py $(EXTRAS)
 
 # Thousands of damaged files and command lines of each kind, which take about ten minutes on two cores.
 fuzz: $(INSTALLED)

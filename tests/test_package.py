@@ -1,5 +1,7 @@
 """The package as it is installed: its version, its types, and what its wheel holds."""
 
+import email
+import os
 import re
 import shutil
 import subprocess
@@ -10,10 +12,48 @@ from pathlib import Path
 import pytest
 
 import ridgeplan
+from ridgeplan.dashboards.extras import OPTIONAL
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("roofline", "planner", "kernels", "runtime", "validate", "dashboards")
 SHIPPED = (".py", ".toml", ".cu", ".cuh", ".safetensors")
+NAME = re.compile(r"[\w.-]+")
+# Runs verbs in one process that refuses to import the packages of its arguments; ends with 1 at a wrong exit code.
+VERBS = """
+import sys
+from ridgeplan.dashboards.cli import main
+
+class Absent:
+    names = frozenset(name.replace("-", "_") for name in sys.argv[1:])
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+MODEL = ["meta-llama/Llama-3.1-8B", "--gpu", "h200"]
+ASKED = [*MODEL, "--ctx", "32k"]
+ANSWERED = [
+    ["plan", *ASKED, "-o", "plan.json"], ["plan", *ASKED, "--backend", "vllm", "--all"],
+    ["estimate", *ASKED, "--preset", "quantspec"], ["estimate", "--plan", "plan.json"], ["compare", *ASKED],
+    ["cost", *ASKED, "--price", "2"], ["fit", *MODEL], ["gamma", *ASKED], ["explain", "gamma"],
+    ["explain", "plan.json"], ["sweep", *MODEL, "--over", "ctx=8k,32k", "-o", "sweep.csv"],
+    ["export", "plan.json", "--to", "vllm"], ["export", "plan.json", "--to", "sglang"],
+    ["list", "models"], ["gpus"], ["presets"], ["run", "--help"],
+]
+LACKING = [
+    ["run", "plan.json", "--any-model"], ["calibrate", "--quick"], ["figures"], ["dashboard"],
+    ["sweep", *MODEL, "--over", "ctx=8k", "-o", "sweep.html"],
+]
+wrong = []
+for code, verbs in ((0, ANSWERED), (2, LACKING)):
+    for words in verbs:
+        try:
+            main(words)
+        except SystemExit as done:
+            if done.code != code:
+                wrong.append((words, done.code))
+sys.exit(str(wrong) if wrong else 0)
+"""
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 
 
@@ -49,6 +89,38 @@ def test_users_see_types_and_one_command(wheel: zipfile.ZipFile) -> None:
     assert wheel.read(entries).decode().split() == [
         "[console_scripts]", "ridgeplan", "=", "ridgeplan.dashboards.cli:main",
     ]  # fmt: skip
+
+
+def test_planning_needs_no_extra(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """The unpacked wheel, in a process that cannot import what only extras install."""
+    installed = tmp_path / "installed"
+    wheel.extractall(installed)
+    (tmp_path / "verbs.py").write_text(VERBS)
+    optional = {match[1] for line in requirements(wheel) if (match := OPTIONAL.match(line))} - {"ridgeplan"}
+    assert {"torch", "triton", "transformers", "streamlit", "plotly", "pytest"} <= optional
+    environment = os.environ | {"PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-P", "verbs.py", *optional]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    for package, extra in (("torch", "run"), ("plotly", "page"), ("streamlit", "page")):
+        hint = f"error: this needs {package}, which is not installed; allowed: after pip install 'ridgeplan[{extra}]'"
+        assert hint in done.stderr.splitlines()
+
+
+def test_the_base_installs_what_planning_imports_and_no_more(wheel: zipfile.ZipFile) -> None:
+    base = {NAME.match(line)[0] for line in requirements(wheel) if not OPTIONAL.match(line)}  # type: ignore[index]
+    assert base == {
+        "numpy", "pydantic-core", "scipy", "sympy", "huggingface_hub", "filelock", "pyyaml", "click", "rich",
+    }  # fmt: skip
+
+
+def requirements(wheel: zipfile.ZipFile) -> list[str]:
+    (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    message = email.message_from_bytes(wheel.read(path))
+    return message.get_all("Requires-Dist", [])
 
 
 def test_the_changelog_begins_with_this_version() -> None:

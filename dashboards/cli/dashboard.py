@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from ridgeplan.dashboards.cli.groups import command
+from ridgeplan.dashboards.extras import require_package
 
 APP = Path(__file__).parents[1] / "app.py"
 ADDRESS = "127.0.0.1"
@@ -44,6 +45,7 @@ def dashboard(port: int | None) -> None:
       ridgeplan dashboard --port 8600
       ridgeplan dashboard --help
     """
+    require_package("streamlit")
     port = _free_port() if port is None else _require_free(port)
     # -P keeps the working directory off sys.path, where a folder such as kernels/ would shadow installed packages.
     serve = [sys.executable, "-P", "-m", "streamlit", "run", str(APP)]

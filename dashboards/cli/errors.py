@@ -15,13 +15,15 @@ from typing import Any
 import click
 
 from ridgeplan.dashboards.cli.output import echo
+from ridgeplan.dashboards.extras import missing_package
 from ridgeplan.dashboards.files import FileProblem, is_user_error
 
 BAD_INPUT, NOTHING_FITS, TOO_BUSY, INTERRUPTED = 2, 3, 4, 130
 EXIT_CODES = {
     0: "The command succeeded.",
     1: "The reader of its output closed the pipe, or the command failed with a traceback, which is a defect.",
-    BAD_INPUT: "The input is wrong, or leaves nothing to measure. One line on stderr says what is allowed.",
+    BAD_INPUT: "The input is wrong, leaves nothing to measure, or needs a package that is not installed. One line on "
+    "stderr says what is allowed.",
     NOTHING_FITS: "No plan fits. The message names the sizes and the GPU that would fit.",
     TOO_BUSY: "Other programs keep the machine too busy to measure it.",
     INTERRUPTED: "Ctrl-C interrupted the command.",
@@ -53,6 +55,11 @@ def exit_code(action: Callable[[], Any]) -> int:
         if not is_user_error(error):
             raise
         return _fail(str(error), CODES.get(type(error).__name__, BAD_INPUT))
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if missing is None:
+            raise
+        return _fail(missing, BAD_INPUT)
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise

@@ -107,9 +107,11 @@ class Table:
         return pandas.DataFrame(self.table())
 
     def plot(self) -> go.Figure:
-        """A plotly figure of the rows."""
-        from ridgeplan.planner.render.plots import draw  # imports plotly, which takes longer than a plan
-
+        """A plotly figure of the rows. Raises NotInstalled without plotly."""
+        try:
+            from ridgeplan.planner.render.plots import draw  # imports plotly, which takes longer than a plan
+        except ImportError as error:
+            raise NotInstalled("plot needs plotly, which is not installed: pip install 'ridgeplan[page]'") from error
         return draw(self.table(), self.chart, self.names, self.summary())
 
 

@@ -50,6 +50,16 @@ def test_without_pandas_one_line_says_what_to_install(monkeypatch: pytest.Monkey
         Answer().to_pandas()
 
 
+def test_without_plotly_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ridgeplan.planner.render.plots", raising=False)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(
+        NotInstalled, match=r"^plot needs plotly, which is not installed: pip install 'ridgeplan\[page\]'$"
+    ):
+        Answer().plot()
+
+
 def test_html_is_escaped_and_cut() -> None:
     html = table_html("a < b", [{"name": "<script>", "value": 1 / 3, "absent": None}] * (SHOWN_ROWS + 2))
     assert "<p>a &lt; b</p>" in html
