@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,7 +14,6 @@ from typing import Any
 from readme_tables import decoding_files, result, table
 
 from ridgeplan.planner.acceptance import AcceptanceModel, shipped_rows
-from ridgeplan.planner.acceptance.cross_validation import HeldOut, context_group, leave_out, model_group
 from ridgeplan.planner.acceptance.model import observation, spans_of
 from ridgeplan.planner.acceptance.regression import EffectsPosterior, fit, saved_bands
 from ridgeplan.planner.acceptance.rows import AcceptanceRow
@@ -22,6 +22,10 @@ from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.validate.comparison import tpot_ms_at
 from ridgeplan.validate.decode_bench.report import DecodeCase
+
+# Cross-validation is a program outside the package.
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from cross_validation import HeldOut, context_group, leave_out, model_group
 
 PROFILE = Path(__file__).parents[1] / "roofline" / "catalog" / "profiles" / "nvidia-h200.json"
 LONG = 32768  # tokens; rows beyond are predicted without any of their group
@@ -119,8 +123,8 @@ def _runs() -> Iterable[DecodeRun]:
         for row in report["rows"]:
             if row["gamma"]:
                 fields = {field: row[field] for field in ("adaptive", "share", "chunk") if row.get(field)}
-                stored = Plan.from_dict(row["given"]) if row.get("given") else None
-                case = DecodeCase(row["preset"], row["context"], row["batch"], row["gamma"], **fields, given=stored)
+                plan = Plan.from_dict(row["given"]) if row.get("given") else None
+                case = DecodeCase(row["preset"], row["context"], row["batch"], row["gamma"], **fields, saved_plan=plan)
                 new_tokens = row["measured"]["generated"] // row["batch"]
                 yield DecodeRun(report, row, case.plan(shape, _profile(), new_tokens))
 

@@ -39,7 +39,7 @@ PROFILES = ROOT / "roofline" / "catalog" / "profiles"
 BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def made(name: str) -> str:
+def measured_with(name: str) -> str:
     """Where and with what a file of results was measured."""
     document = result(name)
     software = ", ".join(f"{package} {version}" for package, version in document["software"].items())
@@ -112,7 +112,7 @@ def more_decoding(*shown: str) -> str:
         if name not in shown:
             first = result(name)["rows"][0]
             tokens = first["measured"]["generated"] // first["batch"]
-            parts += [f"{made(name)}; {tokens} new tokens a sequence", decode(name), decode_errors(name)]
+            parts += [f"{measured_with(name)}; {tokens} new tokens a sequence", decode(name), decode_errors(name)]
     return "\n\n".join(parts)
 
 
@@ -285,7 +285,7 @@ def engines() -> str:
 BLOCKS: dict[str, Callable[..., str]] = {
     table.__name__: table
     for table in (
-        made,
+        measured_with,
         classes,
         decode,
         decode_errors,

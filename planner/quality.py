@@ -18,19 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.planner.acceptance.rows import DTYPES, variant_name
+from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path, fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.profile import user_quality_path
-from ridgeplan.roofline.catalog.validation import (
-    Checked,
-    brief,
-    build,
-    name_text,
-    number,
-    one_of,
-    text,
-    values_by_name,
-    whole,
-)
+from ridgeplan.roofline.catalog.validation import Checked, brief, build
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, Plan, PlanError
 from ridgeplan.roofline.plan.policy import EVICTION_BUDGET, EVICTIONS, FULL_RULER
 
@@ -58,20 +49,20 @@ class QualityRow(Checked):
     """
 
     error = PlanError
-    model: str = name_text()
-    plan: str = text()
-    target: Mapping[str, Any] = values_by_name()
-    context: int = whole(1, MAX_TOKENS)
-    measure: str = text()
-    value: float = number(0, 1e18)
-    plain: float = number(0, 1e18)
-    samples: int = whole(1, MAX_TOKENS)
-    tokens: int = whole(0, MAX_TOKENS)
-    seed: int = whole(0, 1 << 31)
-    dtype: str = one_of(DTYPES)
-    where: str = text()
-    date: str = text()
-    text: str = text()  # last, as it hides the function of that name
+    model: str = check.name_text()
+    plan: str = check.text()
+    target: Mapping[str, Any] = check.values_by_name()
+    context: int = check.whole(1, MAX_TOKENS)
+    measure: str = check.text()
+    value: float = check.number(0, 1e18)
+    plain: float = check.number(0, 1e18)
+    samples: int = check.whole(1, MAX_TOKENS)
+    tokens: int = check.whole(0, MAX_TOKENS)
+    seed: int = check.whole(0, 1 << 31)
+    dtype: str = check.one_of(DTYPES)
+    where: str = check.text()
+    date: str = check.text()
+    text: str = check.text()  # last, as it hides the function of that name
 
     def _owner(self) -> str:
         return "quality row: "

@@ -10,24 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ridgeplan.roofline import ops
+from ridgeplan.roofline import execution, ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term, indicator, is_symbolic, maximum, minimum, where
-from ridgeplan.roofline.execution import (
-    CUBLAS_WORKSPACE_BYTES,
-    CUDA_LARGE_GEMM_ROWS,
-    DENSE_COPY_BYTES,
-    DRAFT_SWAP_PROMPT_TOKENS,
-    EVICTION_SCORE_ELEMENTS,
-    MAX_TOKENS,
-    PREFILL_ATTENDED_TOKENS,
-    PREFILL_CHUNK_TOKENS,
-    WHOLE_WINDOW_ARCHITECTURES,
-    choose_splits,
-    padded_prompt,
-    token_row_bytes,
-    uses_draft_swap,
-)
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.passes import stored_bytes
 from ridgeplan.roofline.strategy import UNLIMITED_BYTES, Strategy
@@ -131,7 +116,7 @@ def windowed_tokens(shape: ModelShape, tokens: Term) -> Term:
 
 
 def _stored_tokens(shape: ModelShape, tokens: Term) -> Term:
-    stores_all = shape.architecture in WHOLE_WINDOW_ARCHITECTURES
+    stores_all = shape.architecture in execution.WHOLE_WINDOW_ARCHITECTURES
     return shape.layers * tokens if stores_all else windowed_tokens(shape, tokens)
 
 
@@ -148,7 +133,7 @@ def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term, held: T
     These are the tokens' hidden states, and one layer's queries, keys and values, at the length that attends. held:
     earlier tokens, whose keys and values are ahead of these.
     """
-    kv_width, attending = shape.kv_elements_per_token_per_layer / 2, padded_prompt(tokens)
+    kv_width, attending = shape.kv_elements_per_token_per_layer / 2, execution.padded_prompt(tokens)
     keys = (held + attending) * kv_width * element_bytes
     return tokens * shape.hidden * element_bytes, attending * shape.q_width * element_bytes, keys, keys
 
@@ -163,7 +148,7 @@ def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
 
 def dense_copy(shape: ModelShape, element_bytes: Term) -> Term:
     """The dense copy of a quantized weight that prefill multiplies by on a GPU: of the widest layer, or the largest."""
-    return minimum(DENSE_COPY_BYTES, 2 * shape.intermediate * shape.hidden * element_bytes)
+    return minimum(execution.DENSE_COPY_BYTES, 2 * shape.intermediate * shape.hidden * element_bytes)
 
 
 def prefill_workspace(
@@ -181,7 +166,7 @@ def prefill_workspace(
     activations. Buffers that fit the draft weights' memory, `arena_capacity_bytes`, are not counted.
     copy_bytes: `dense_copy` if the weights are quantized. scored_bytes: an eviction's, while it scores the tokens.
     """
-    chunk = minimum(tokens, PREFILL_CHUNK_TOKENS)
+    chunk = minimum(tokens, execution.PREFILL_CHUNK_TOKENS)
     kv_width = shape.kv_elements_per_token_per_layer
     # Rows before and after RoPE, or the product's copy of its weight; gate and up with what they become, or that copy.
     projected = chunk * (shape.hidden + shape.q_width + kv_width) * element_bytes
@@ -189,8 +174,8 @@ def prefill_workspace(
     activated = chunk * (2 * shape.hidden + 2 * shape.intermediate) * element_bytes
     activated = activated + maximum(chunk * shape.intermediate * element_bytes, copy_bytes)
     # Whole heads attend at once, at least one.
-    attending = padded_prompt(tokens)
-    heads_tokens = minimum(maximum(attending, PREFILL_ATTENDED_TOKENS), attending * shape.kv_heads)
+    attending = execution.padded_prompt(tokens)
+    heads_tokens = minimum(maximum(attending, execution.PREFILL_ATTENDED_TOKENS), attending * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads * element_bytes
     buffers = prompt_buffers(shape, tokens, element_bytes) if buffers is None else buffers
     allocated = sum(buffers) - arena_bytes(arena_capacity_bytes, buffers)
@@ -339,8 +324,8 @@ def offload_thresholds(
     gamma + 1 of them when speculating (SpeContext-2).
     """
     layers = np.arange(shape.layers + 1)
-    fits, too_long = np.zeros(layers.size), np.full(layers.size, float(MAX_TOKENS))
-    middle = np.full(layers.size, float(DRAFT_SWAP_PROMPT_TOKENS))
+    fits, too_long = np.zeros(layers.size), np.full(layers.size, float(execution.MAX_TOKENS))
+    middle = np.full(layers.size, float(execution.DRAFT_SWAP_PROMPT_TOKENS))
     while (too_long - fits > 1).any():
         at_length = replace(strategy, context=middle, new_tokens=0)
         parts = resident_memory(shape, device, at_length)
@@ -365,10 +350,10 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     codes = code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target.dense) * dense_copy(shape, element_bytes)
-    splits = choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
+    splits = execution.choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
     separate_head = strategy.target.head_bytes, 1 - strategy.target.head_dense
     # Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head.
-    streams = 1 + indicator(CUDA_LARGE_GEMM_ROWS + 1, batch * strategy.max_queries)
+    streams = 1 + indicator(execution.CUDA_LARGE_GEMM_ROWS + 1, batch * strategy.max_queries)
     together = strategy.prompt_chunks.longest + strategy.appended_tokens
     return MemoryBreakdown(
         weights=weight_memory(shape, strategy.target.weight_bytes, element_bytes, *separate_head),
@@ -385,7 +370,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
             chunk_buffers(shape, strategy, element_bytes),
         ),
         decode_workspace=decode_workspace(shape, batch, strategy.max_queries, splits, element_bytes),
-        libraries=device.asynchronous * streams * CUBLAS_WORKSPACE_BYTES,
+        libraries=device.asynchronous * streams * execution.CUBLAS_WORKSPACE_BYTES,
     )
 
 
@@ -406,7 +391,9 @@ def chunk_buffers(shape: ModelShape, strategy: Strategy, element_bytes: Term) ->
 def eviction_workspace(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> Term:
     """The maximum of three: a block of scores, the ranking of a layer's tokens, and a copy of those that stay."""
     ratio, tokens = shape.q_heads / shape.kv_heads, strategy.scored_tokens
-    block = minimum(strategy.scoring_queries * ratio * tokens, maximum(EVICTION_SCORE_ELEMENTS, ratio * tokens))
+    block = minimum(
+        strategy.scoring_queries * ratio * tokens, maximum(execution.EVICTION_SCORE_ELEMENTS, ratio * tokens)
+    )
     block_bytes = block * (element_bytes + ops.SCORE_BYTES)
     copied_bytes = strategy.kept_tokens * shape.kv_elements_per_token_per_layer * element_bytes
     ranked_bytes = shape.kv_heads * tokens * ops.RANKING_BYTES
@@ -434,7 +421,7 @@ def _draft_weights(shape: ModelShape, strategy: Strategy) -> Term:
 
 def _arena_capacity_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
     """The draft weights' bytes if prompts may overwrite them; 0 on a CPU, where a host copy would save nothing."""
-    return device.asynchronous * uses_draft_swap(strategy.context) * _draft_weights(shape, strategy)
+    return device.asynchronous * execution.uses_draft_swap(strategy.context) * _draft_weights(shape, strategy)
 
 
 def _host_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBreakdown) -> Term:
@@ -453,7 +440,7 @@ def _host_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBr
 
 def _row_bytes(shape: ModelShape) -> Term:
     """Bytes of a token of one layer whose codes are stored token by token."""
-    return 2 * shape.cached_heads * token_row_bytes(shape.head_dim)
+    return 2 * shape.cached_heads * execution.token_row_bytes(shape.head_dim)
 
 
 def _freed_kv_bytes(shape: ModelShape, device: Device, strategy: Strategy, parts: MemoryBreakdown) -> Term:
@@ -489,7 +476,7 @@ def _host_slots(strategy: Strategy) -> Term:
     The old ones are what each query of the target chooses, what a draft does, or the latest groups, which drafts read.
     """
     group, queries = strategy.kv_group, strategy.max_queries
-    budget = minimum(strategy.offload.budget, MAX_TOKENS)
+    budget = minimum(strategy.offload.budget, execution.MAX_TOKENS)
     chosen = _ceiling(budget / group) * group
     window = minimum(strategy.gamma, 1) * maximum(_floor(budget / group), 2) * group
     old = where(strategy.target_loads, queries * chosen, where(strategy.draft.loads, chosen, window))

@@ -30,7 +30,7 @@ class DecodeLoop:
     speculator: Speculator
     schedule: GammaSchedule
     mover: LayerMover | None
-    prepare: Callable[[], Rounds]
+    prepare: Callable[[Speculator, Stopwatch], Rounds]
     stopwatch: Stopwatch
     rows: list[SequenceState] = field(init=False)
     collector: StatsCollector = field(init=False)
@@ -75,7 +75,7 @@ class DecodeLoop:
         """The rounds that go on after the first tokens."""
         # Prefill already draws the first token, and the last one never enters the cache.
         self.speculator.cache.limit(self.request.max_new_tokens - 1)
-        rounds = self.prepare()
+        rounds = self.prepare(self.speculator, self.stopwatch)
         rounds.start(first)
         return rounds
 
@@ -91,7 +91,7 @@ class DecodeLoop:
         pending = rounds.pending.clone()
         with self.stopwatch.measure("offload"):
             self.mover.offload([row.stored for row in self.rows])
-        following = self.prepare()
+        following = self.prepare(self.speculator, self.stopwatch)
         following.start(pending)
         return following
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from ridgeplan.runtime.model.prefill import Destination, prefill_all
 from ridgeplan.runtime.model.prefill_layer import plan_attention
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.offload.layer_mover import layer_mover
-from ridgeplan.runtime.policies import eviction_scorer, token_selector
+from ridgeplan.runtime.policies import scorer_for, token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, TokenSelector
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.request import Prompts, Request
@@ -97,7 +97,7 @@ class Engine:
             self.draft_weights = weights.upper
         elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
-        self.scorer = eviction_scorer(plan)
+        self.scorer = scorer_for(plan)
         cache_config = KVCacheConfig.of(plan, config.shape.layers, host_layers, spare_bytes)
         embedding = weights.embedding
         head = head and head.for_model(config.shape, embedding)
@@ -256,7 +256,7 @@ class Engine:
             ]
             for engine, speculator in into:
                 engine._begin(request, speculator, request.longest)
-            logits = self._fill(request, into)
+            logits = self._prefill(request, into)
         for each in engines:
             each._filled = FilledPrompts(request.prompts, logits)
 
@@ -308,10 +308,9 @@ class Engine:
         with self._exclusive(request) as cache:
             self._meter.restart()
             speculator, stopwatch = self._speculator(cache, request.sampling), Stopwatch(self.device)
-            rounds = partial(self._rounds, speculator, stopwatch)
-            loop = DecodeLoop(request, speculator, self._schedule(request), self._mover, rounds, stopwatch)
+            loop = DecodeLoop(request, speculator, self._schedule(request), self._mover, self._rounds, stopwatch)
             try:
-                yield from loop.steps(self._prefill(request, speculator, stopwatch))
+                yield from loop.steps(self._first_tokens(request, speculator, stopwatch))
             finally:
                 self._statistics = loop.statistics(self._meter.peak())
 
@@ -373,7 +372,7 @@ class Engine:
         return rounds
 
     @torch.inference_mode()
-    def _prefill(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
+    def _first_tokens(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
         """Fills the cache; returns the first token of each sequence, int64 [rows]."""
         self._begin(request, speculator, max(map(len, request.prompts)))
         self._seed.fill_(request.sampling.seed)
@@ -385,9 +384,9 @@ class Engine:
     def _prompt_logits(self, request: Request, speculator: Speculator) -> Tensor:
         """Fills the cache, unless it holds the prompts; returns the logits [rows, vocab] that follow each."""
         filled, self._filled = self._filled, None
-        return self._fill(request, [(self, speculator)]) if filled is None else filled.logits
+        return self._prefill(request, [(self, speculator)]) if filled is None else filled.logits
 
-    def _fill(self, request: Request, into: Sequence[tuple[Engine, Speculator]]) -> Tensor:
+    def _prefill(self, request: Request, into: Sequence[tuple[Engine, Speculator]]) -> Tensor:
         """Fills the caches of engines that share weights; returns the logits [rows, vocab] that follow each prompt."""
         logits = []
         with prompt_arena(self.plan, self.draft_weights, self.device) as arena:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ridgeplan.planner.acceptance.cross_validation import conformal_bands, context_group, leave_out, model_group
+from cross_validation import conformal_bands, context_group, leave_out, model_group
+
 from ridgeplan.planner.acceptance.model import observation
 from ridgeplan.planner.acceptance.regression import START, fit, start_json
 from ridgeplan.planner.acceptance.rows import shipped_rows

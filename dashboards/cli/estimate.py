@@ -20,7 +20,7 @@ from ridgeplan.planner.plan_file import SavedPlan, plan_json
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.quality import saved_rows, stated_losses
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
-from ridgeplan.planner.queries.estimate import PlanEstimate, drafting, estimate_plan
+from ridgeplan.planner.queries.estimate import PlanEstimate, estimate_plan, with_gamma
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, first_token_text, on_host_text, overhead_text
 from ridgeplan.planner.render.text import explain as meaning_of
@@ -83,7 +83,7 @@ def _of_plan(
         if value is not None:
             raise click.UsageError(f"{option} cannot be combined with --plan, which has its own workload")
     shape, profile = saved.resolve(model, rest["gpu"], rest["profile"], rest["acceptance"])
-    plan = drafting(saved.on(shape, profile), gamma, adaptive=adaptive)
+    plan = with_gamma(saved.on(shape, profile), gamma, adaptive=adaptive)
     options = SearchOptions(**{name: rest[name] for name in ("memory_utilization", "memory_limit", "host_memory")})
     return estimate_plan(plan, Question.of(shape, profile, plan.workload, options))
 

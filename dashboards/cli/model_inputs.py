@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +16,13 @@ from ridgeplan.roofline.plan.plan import Workload
 EMBEDDED_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CALIBRATION_TOKENS = 8192  # 2048 are as good for short contexts; for long ones acceptance is another 0.007 higher
 FEW_CALIBRATION_TOKENS = 1000  # with fewer, weights are overfitted
+
+
+def sample_or_file(path: str | None) -> tuple[str, str]:
+    """The name and the content of a text file, by default of Python's help topics. Raises PromptError."""
+    from ridgeplan.validate.prompts import read_prompt, sample_text
+
+    return ("Python's help topics", sample_text()) if path is None else (Path(path).stem, read_prompt(path))
 
 
 def embedded_or(model: str | None) -> str:

@@ -315,6 +315,15 @@ calibration_file = click.option(
 text_file = click.option(
     "--text", type=PlainText(), metavar="FILE", required=True, help="UTF-8 text similar to the workload."
 )
+
+
+def sample_or_text(text: str) -> Callable[[Command], Command]:
+    """The option --text where a sample text is the default. text: its help."""
+    return click.option(
+        "--text", type=PlainText(), metavar="FILE", help=f"{text}  [default: a text that ships with Python]"
+    )
+
+
 text_name = click.option(
     "--text-name", type=PlainText(), help="Name of the text in saved rows.  [default: the file's name]"
 )

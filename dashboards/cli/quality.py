@@ -11,7 +11,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.model_inputs import embedded_or
+from ridgeplan.dashboards.cli.model_inputs import embedded_or, sample_or_file
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
 from ridgeplan.dashboards.files import locked, require_writable, write_atomically
 from ridgeplan.planner.quality import (
@@ -41,10 +41,7 @@ COLUMNS = ("plan", "context", "fidelity", "perplexity", "RULER", "TTFT ms", "TPO
 @command(cls=opt.ListCommand)
 @click.argument("plans", nargs=-1, required=True, metavar="PLAN...")
 @opt.model_to_run
-@click.option(
-    "--text", type=opt.PlainText(), metavar="FILE",
-    help="UTF-8 text for the passages and RULER's haystack.  [default: a text that ships with Python]",
-)  # fmt: skip
+@opt.sample_or_text("UTF-8 text for the passages and RULER's haystack.")
 @opt.contexts
 @opt.listed(
     "--budgets", click.IntRange(1, MAX_TOKENS), "Tokens that presets keep or read, a list.  [default: each preset's]"
@@ -92,15 +89,13 @@ def quality(
     makers = list(_makers(plans, budgets, chunks))
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import named_shape
-    from ridgeplan.validate.prompts import read_prompt, sample_text
     from ridgeplan.validate.quality.measure import default_batch, measure_quality
     from ridgeplan.validate.quality.options import QualityOptions
 
     sizes["batch"] = default_batch() if batch is None else batch
     source = embedded_or(model)
-    content = sample_text() if text is None else read_prompt(text)
+    name, content = sample_or_file(text)
     material, chosen = _material(content, tasks)
-    name = "Python's help topics" if text is None else Path(text).stem
     options = QualityOptions(source, named_shape(source), tuple(makers), ctx, content, name, tasks=chosen, **sizes)
     options.require_head()  # before anything is measured
     for line in options.refused():

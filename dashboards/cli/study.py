@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.acceptance import require_extensible, save_rows
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or
+from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, sample_or_file
 from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress, write_page
 from ridgeplan.dashboards.files import locked, write_json
 from ridgeplan.dashboards.rows import grouped
 from ridgeplan.validate.studies.methods import FORMATS, GREEDY, METHODS, POLICIES, SAMPLED, VERIFICATIONS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+SCHEMA = 1  # of all studies but `drafts`, whose file can be resumed
+
+
+def run_study(
+    study: Callable[..., Iterable[Any]], model: str | None, text: str | None, sizes: DataclassInstance, **options: Any
+) -> tuple[dict[str, Any], list[Any]]:
+    """The part of a study's document that all studies share, and what the function `study` measured.
+
+    text: a file, by default the sample text. options: further arguments of `study`.
+    """
+    from ridgeplan.validate.acceptance import named_shape  # imports torch, which takes seconds
+
+    name, content = sample_or_file(text)
+    with progress("loading") as on_progress:
+        source = embedded_or(model)
+        results = list(study(source, content, sizes, on_progress=on_progress, **options))
+        shape = named_shape(source)
+    return {"schema": SCHEMA, "model": shape.name, "text": name, "sizes": asdict(sizes)}, results
 
 
 def deliver(
@@ -137,7 +159,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Iterator[
     return ("policy", "ratio", *formats, ""), lines
 
 
-RETRIEVAL_SCHEMA = 1
 FIGURES = ("hit", "distant", "mass", "overlap")
 
 
@@ -169,25 +190,13 @@ def retrieval(
       ridgeplan study retrieval --text book.txt --retrieval-head head.safetensors --budgets 512 2k
       ridgeplan study retrieval --text book.txt --methods quest clusterkv --html retrieval.html
     """
-    # Importing torch takes seconds.
-    from ridgeplan.validate.acceptance import named_shape
-    from ridgeplan.validate.prompts import read_prompt
-    from ridgeplan.validate.studies.retrieval import RetrievalSizes, study
+    from ridgeplan.validate.studies.retrieval import RetrievalSizes, study  # imports torch, which takes seconds
 
     needs_head = {name for name, (selection, _) in METHODS.items() if selection == "retrieval-head"}
     chosen = methods or tuple(name for name in METHODS if retrieval_head or name not in needs_head)
-    question, content = RetrievalSizes(contexts=ctx, methods=chosen, **sizes), read_prompt(text)
-    with progress("loading") as on_progress:
-        source = embedded_or(model)
-        rows = list(study(source, content, question, retrieval_head, yarn=yarn, on_progress=on_progress))
-        name = named_shape(source).name
-    document = {
-        "schema": RETRIEVAL_SCHEMA,
-        "model": name,
-        "text": Path(text).stem,
-        "sizes": asdict(question),
-        "rows": [asdict(row) for row in rows],
-    }
+    question = RetrievalSizes(contexts=ctx, methods=chosen, **sizes)
+    document, rows = run_study(study, model, text, question, head=retrieval_head, yarn=yarn)
+    document["rows"] = [asdict(row) for row in rows]
     if not deliver(document, output, html, as_json, "retrieval_study_page"):
         _print_retrieval(document)
 
@@ -199,14 +208,9 @@ def _print_retrieval(document: Mapping[str, Any]) -> None:
         print_table(title, ("method", "budget", *FIGURES, ""), lines)
 
 
-QUANTSPEC_SCHEMA = 1
-
-
 @command()
 @opt.model_to_run
-@click.option(
-    "--text", type=opt.PlainText(), metavar="FILE", help="UTF-8 text.  [default: a text that ships with Python]"
-)
+@opt.sample_or_text("UTF-8 text.")
 @click.option("--ctx", "context", type=opt.TOKENS, default=2048, help="Tokens of a passage.")
 @click.option("--tokens", type=int, default=90, help="Tokens to predict at the end of each passage.")
 @click.option("--passages", type=int, default=4, help="Passages, spread over the text.")
@@ -223,34 +227,20 @@ def quantspec(model: str | None, text: str | None, output: Path | None, as_json:
       ridgeplan study quantspec --text book.txt --ctx 8k --output axes.json
       ridgeplan study quantspec --model model.gguf --passages 8 --json
     """
-    # Importing torch takes seconds.
-    from ridgeplan.validate.acceptance import named_shape
-    from ridgeplan.validate.prompts import read_prompt, sample_text
-    from ridgeplan.validate.studies.quantspec import QuantSpecSizes, study
+    from ridgeplan.validate.studies.quantspec import QuantSpecSizes, study  # imports torch, which takes seconds
 
-    question, content = QuantSpecSizes(**sizes), sample_text() if text is None else read_prompt(text)
-    with progress("loading") as on_progress:
-        source = embedded_or(model)
-        shape = named_shape(source)
-        rows = [asdict(row) for row in study(source, shape, content, question, on_progress=on_progress)]
-    document = {
-        "schema": QUANTSPEC_SCHEMA, "model": shape.name,
-        "text": "Python's help topics" if text is None else Path(text).stem, "sizes": asdict(question), "rows": rows,
-    }  # fmt: skip
+    question = QuantSpecSizes(**sizes)
+    document, rows = run_study(study, model, text, question)
+    document["rows"] = [asdict(row) for row in rows]
     if not deliver(document, output, None, as_json, ""):
-        lines = ((row["keys"], row["values"], f"{row['bits']}", f"{row['perplexity']:.4f}", "") for row in rows)
+        lines = ((row.keys, row.values, f"{row.bits}", f"{row.perplexity:.4f}", "") for row in rows)
         title = f"Perplexity of {document['model']} on {document['text']}, {question.context} tokens"
         print_table(title, ("keys by", "values by", "bits", "perplexity", ""), lines)
 
 
-DAPQ_SCHEMA = 1
-
-
 @command()
 @opt.model_to_run
-@click.option(
-    "--text", type=opt.PlainText(), metavar="FILE", help="UTF-8 text.  [default: a text that ships with Python]"
-)
+@opt.sample_or_text("UTF-8 text.")
 @click.option("--ctx", "context", type=opt.TOKENS, default=4096, help="Prompt length in tokens.")
 @click.option("--response", type=int, default=128, help="Tokens of the text's continuation.")
 @click.option("--passages", type=int, default=20, help="Passages, spread over the text.")
@@ -268,24 +258,11 @@ def dapq(
       ridgeplan study dapq --text book.txt --ctx 8k --html dapq.html
       ridgeplan study dapq --model model.gguf --passages 5 --json
     """
-    # Importing torch takes seconds.
-    from ridgeplan.validate.acceptance import named_shape
-    from ridgeplan.validate.prompts import read_prompt, sample_text
-    from ridgeplan.validate.studies import dapq as dapq_study
+    from ridgeplan.validate.studies import dapq as dapq_study  # imports torch, which takes seconds
 
-    question, content = dapq_study.DapqSizes(**sizes), sample_text() if text is None else read_prompt(text)
-    with progress("loading") as on_progress:
-        source = embedded_or(model)
-        shape = named_shape(source)
-        results = dapq_study.study(source, shape, content, question, on_progress=on_progress)
-    document = {
-        "schema": DAPQ_SCHEMA,
-        "model": shape.name,
-        "text": "Python's help topics" if text is None else Path(text).stem,
-        "sizes": asdict(question),
-        "figures": dapq_study.summary(results),
-        "claims": [asdict(claim) for claim in dapq_study.claims(results)],
-    }
+    document, results = run_study(dapq_study.study, model, text, dapq_study.DapqSizes(**sizes))
+    document["figures"] = dapq_study.summary(results)
+    document["claims"] = [asdict(claim) for claim in dapq_study.claims(results)]
     if not deliver(document, output, html, as_json, "dapq_study_page"):
         _print_dapq(document)
 

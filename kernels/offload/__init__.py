@@ -85,12 +85,6 @@ def flush_codes_to_host(
     flush_codes_to_host_triton(codes, out, first, mask)
 
 
-def flush_codes_to_host_cost(codes: QuantizedKV) -> Cost:
-    """Cost of `flush_codes_to_host` where every row moves a group: read on the device, written over PCIe."""
-    rows = codes.batch * codes.kv_heads * codes.group * token_row_bytes(codes.head_dim)
-    return ops.copy(2 * rows, 1)
-
-
 WORD_BYTES = 4  # entries are copied as whole words
 
 

@@ -11,7 +11,7 @@ band of a model without rows as wide as models differ. Residuals are Student-t, 
 
 The package ships the effects of a fit to its rows (start.json). A fit that starts there takes one step instead of
 eighteen. After the rows have changed it starts from the priors, until `python scripts/acceptance_start.py` has written
-the file anew. The same script calibrates the bands by cross-validation (cross_validation.py).
+the file anew. The same script calibrates the bands by cross-validation (scripts/cross_validation.py).
 """
 
 from __future__ import annotations

@@ -10,23 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.planner.engines.formats import DTYPES, ENGINES
+from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import cache_folder, fields_of_schema, parse_json, read_document, read_tables
 from ridgeplan.roofline.catalog.hardware import Hardware, load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.validation import (
-    Checked,
-    brief,
-    build,
-    flag,
-    number,
-    one_of,
-    part,
-    parts,
-    parts_by_name,
-    text,
-    whole,
-)
+from ridgeplan.roofline.catalog.validation import Checked, brief, build
 from ridgeplan.roofline.engine import FULL_BITS, HALF_BITS, EngineRates, EngineStep
 
 SCHEMA = 1
@@ -43,13 +32,13 @@ class BadEngineProfile(ValueError):
 class MeasuredStep(Checked):
     """One measured time per output token. weights, kv: formats by the engine's names; "auto" is the checkpoint's."""
 
-    model: str = text()
-    context: int = whole(1, 10**8)
-    batch: int = whole(1, 10**5)
-    tpot_ms: float = number(1e-3, 1e6)
-    weights: str = one_of(WEIGHTS, default="auto")
-    kv: str = one_of(tuple(DTYPES), default="auto")
-    held_out: bool = flag(False)
+    model: str = check.text()
+    context: int = check.whole(1, 10**8)
+    batch: int = check.whole(1, 10**5)
+    tpot_ms: float = check.number(1e-3, 1e6)
+    weights: str = check.one_of(WEIGHTS, default="auto")
+    kv: str = check.one_of(tuple(DTYPES), default="auto")
+    held_out: bool = check.flag(False)
 
     def step(self, rates: EngineRates) -> EngineStep:
         """The step that was measured."""
@@ -62,13 +51,13 @@ class EngineMeasurements(Checked):
     """All measured steps of one engine on one machine. shapes: of models that the catalog does not have."""
 
     error = BadEngineProfile
-    engine: str = one_of(tuple(ENGINES))
-    version: str = text()
-    device: str = text()
-    date: str = text()
-    hardware: Hardware = part(Hardware, required=True)
-    rows: tuple[MeasuredStep, ...] = parts(MeasuredStep)
-    shapes: Mapping[str, ModelShape] = parts_by_name(ModelShape, default_factory=dict)
+    engine: str = check.one_of(tuple(ENGINES))
+    version: str = check.text()
+    device: str = check.text()
+    date: str = check.text()
+    hardware: Hardware = check.part(Hardware, required=True)
+    rows: tuple[MeasuredStep, ...] = check.parts(MeasuredStep)
+    shapes: Mapping[str, ModelShape] = check.parts_by_name(ModelShape, default_factory=dict)
 
     def _contradiction(self) -> str | None:
         return None if self.rows else "rows is empty; allowed: at least one measured step"

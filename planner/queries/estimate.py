@@ -98,7 +98,7 @@ def estimate(
     question = ask(model, gpu, ctx, options, **changes).with_options(quality=Quality.LOSSY)
     published = named_plan(preset, question.workload)
     plan = published if gamma is not None else best_of_preset(preset, question.as_executed).plan
-    return estimate_plan(drafting(plan, gamma, adaptive=adaptive), question)
+    return estimate_plan(with_gamma(plan, gamma, adaptive=adaptive), question)
 
 
 def estimate_plan(plan: Plan, question: Question) -> PlanEstimate:
@@ -110,7 +110,7 @@ def estimate_plan(plan: Plan, question: Question) -> PlanEstimate:
     return PlanEstimate(plan, question, predicted.against(baseline), baseline, notes)
 
 
-def drafting(plan: Plan, gamma: int | None, *, adaptive: bool) -> Plan:
+def with_gamma(plan: Plan, gamma: int | None, *, adaptive: bool) -> Plan:
     """The plan with another gamma, or one that adapts. Raises PlanError for a plan without drafts."""
     option = f"gamma is {gamma}" if gamma is not None else "adaptive is given"
     changed = gamma is not None or adaptive

@@ -7,20 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import Catalog, build_catalog, letters_and_digits, read_tables
-from ridgeplan.roofline.catalog.validation import (
-    Checked,
-    InvalidField,
-    brief,
-    build,
-    name_text,
-    number,
-    one_of,
-    text,
-    texts,
-    texts_by_name,
-    whole,
-)
+from ridgeplan.roofline.catalog.validation import Checked, InvalidField, brief, build
 
 
 class UnknownHardware(ValueError):
@@ -41,21 +30,21 @@ class Hardware(Checked):
     a finite number.
     """
 
-    name: str = name_text()
-    kind: str = one_of(("gpu", "cpu"), "gpu")
-    memory_bytes: int = whole(1 << 20, 10**15)
-    bandwidth_bytes_per_s: float = number(1e6, 1e16)
-    compute_flops: float = number(1e6, 1e19)
-    int8_flops: float = number(1e6, 1e19)
-    l2_bytes: int = whole(1, 10**12)
-    num_sms: int = whole(1, 100_000)  # streaming multiprocessors of a GPU, cores of a CPU
-    host_link_bytes_per_s: float = number(1e6, 1e16)
-    compute_capability: str = text("none")
-    sm_clock_hz: float = number(0, 1e11, default=0.0)
-    element_bytes: int = whole(1, 8, default=2)
-    aliases: tuple[str, ...] = texts()
-    note: str = text("")
-    sources: dict[str, str] = texts_by_name(dict)
+    name: str = check.name_text()
+    kind: str = check.one_of(("gpu", "cpu"), "gpu")
+    memory_bytes: int = check.whole(1 << 20, 10**15)
+    bandwidth_bytes_per_s: float = check.number(1e6, 1e16)
+    compute_flops: float = check.number(1e6, 1e19)
+    int8_flops: float = check.number(1e6, 1e19)
+    l2_bytes: int = check.whole(1, 10**12)
+    num_sms: int = check.whole(1, 100_000)  # streaming multiprocessors of a GPU, cores of a CPU
+    host_link_bytes_per_s: float = check.number(1e6, 1e16)
+    compute_capability: str = check.text("none")
+    sm_clock_hz: float = check.number(0, 1e11, default=0.0)
+    element_bytes: int = check.whole(1, 8, default=2)
+    aliases: tuple[str, ...] = check.texts()
+    note: str = check.text("")
+    sources: dict[str, str] = check.texts_by_name(dict)
 
     def _owner(self) -> str:
         return f"hardware {brief(self.name)}: "

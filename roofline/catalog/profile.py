@@ -15,23 +15,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import cache_folder, fields_of_schema, parse_json, read_document
 from ridgeplan.roofline.catalog.hardware import Hardware
-from ridgeplan.roofline.catalog.validation import (
-    Checked,
-    brief,
-    build,
-    flag,
-    number,
-    one_of,
-    part,
-    parts,
-    parts_by_name,
-    tables,
-    text,
-    texts_by_name,
-    whole,
-)
+from ridgeplan.roofline.catalog.validation import Checked, brief, build
 
 PROFILE_SCHEMA = 3
 # From strongest to weakest. "extrapolated" is a prediction beyond all data that it was fitted to.
@@ -95,13 +82,13 @@ class RowStep(Checked):
     """
 
     error = ProfileError
-    above_rows: int = whole(1, 1 << 20)
-    launch_s: float = number(0, MAX_PART_S, default=0.0)
-    inverse_utilization: float = number(0, 1 / MIN_UTILIZATION, default=0.0)
-    tile_s: float = number(0, MAX_PART_S, default=0.0)
-    fill_s: float = number(0, MAX_PART_S, default=0.0)
-    width_s: float = number(0, MAX_PART_S, default=0.0)
-    depth_s: float = number(0, MAX_PART_S, default=0.0)
+    above_rows: int = check.whole(1, 1 << 20)
+    launch_s: float = check.number(0, MAX_PART_S, default=0.0)
+    inverse_utilization: float = check.number(0, 1 / MIN_UTILIZATION, default=0.0)
+    tile_s: float = check.number(0, MAX_PART_S, default=0.0)
+    fill_s: float = check.number(0, MAX_PART_S, default=0.0)
+    width_s: float = check.number(0, MAX_PART_S, default=0.0)
+    depth_s: float = check.number(0, MAX_PART_S, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -120,16 +107,16 @@ class Rates(Checked):
     """
 
     error = ProfileError
-    bandwidth_utilization: float = number(MIN_UTILIZATION, MAX_UTILIZATION)
-    compute_utilization: float = number(MIN_UTILIZATION, MAX_UTILIZATION)
-    launch_s: float = number(0, MAX_PART_S)
-    spread: float = number(0, MAX_SPREAD)
-    source: str = one_of(SOURCES, default="calibrated")
-    tile_s: float = number(0, MAX_PART_S, default=0.0)
-    fill_s: float = number(0, MAX_PART_S, default=0.0)
-    width_s: float = number(0, MAX_PART_S, default=0.0)
-    depth_s: float = number(0, MAX_PART_S, default=0.0)
-    steps: tuple[RowStep, ...] = parts(RowStep, default=())
+    bandwidth_utilization: float = check.number(MIN_UTILIZATION, MAX_UTILIZATION)
+    compute_utilization: float = check.number(MIN_UTILIZATION, MAX_UTILIZATION)
+    launch_s: float = check.number(0, MAX_PART_S)
+    spread: float = check.number(0, MAX_SPREAD)
+    source: str = check.one_of(SOURCES, default="calibrated")
+    tile_s: float = check.number(0, MAX_PART_S, default=0.0)
+    fill_s: float = check.number(0, MAX_PART_S, default=0.0)
+    width_s: float = check.number(0, MAX_PART_S, default=0.0)
+    depth_s: float = check.number(0, MAX_PART_S, default=0.0)
+    steps: tuple[RowStep, ...] = check.parts(RowStep, default=())
 
     def _contradiction(self) -> str | None:
         above = [step.above_rows for step in self.steps]
@@ -155,23 +142,23 @@ class Profile(Checked):
     """
 
     error = ProfileError
-    hardware: Hardware = part(Hardware, required=True)
-    device: str = text()
-    software: Mapping[str, str] = texts_by_name()
-    date: str = text()
-    classes: Mapping[str, Rates] = parts_by_name(Rates)
-    pass_dispatch_s: float = number(0, 10, default=0.0)
-    layer_dispatch_s: float = number(0, 10, default=0.0)
-    prefill_layer_dispatch_s: float = number(0, 10, default=0.0)
-    asynchronous: bool = flag(True)
-    draft_gap_s: float = number(0, 1, default=0.0)
-    target_gap_s: float = number(0, 1, default=0.0)
-    round_s: float = number(0, 1, default=0.0)
-    portable: Mapping[str, Rates] = parts_by_name(Rates, default_factory=dict)
-    host_link_utilization: float = number(1e-9, 10, default=1.0)
-    source: str = one_of(SOURCES, default="calibrated")
-    transferred_from: str = text("")
-    acceptance: tuple[Mapping[str, Any], ...] = tables()
+    hardware: Hardware = check.part(Hardware, required=True)
+    device: str = check.text()
+    software: Mapping[str, str] = check.texts_by_name()
+    date: str = check.text()
+    classes: Mapping[str, Rates] = check.parts_by_name(Rates)
+    pass_dispatch_s: float = check.number(0, 10, default=0.0)
+    layer_dispatch_s: float = check.number(0, 10, default=0.0)
+    prefill_layer_dispatch_s: float = check.number(0, 10, default=0.0)
+    asynchronous: bool = check.flag(True)
+    draft_gap_s: float = check.number(0, 1, default=0.0)
+    target_gap_s: float = check.number(0, 1, default=0.0)
+    round_s: float = check.number(0, 1, default=0.0)
+    portable: Mapping[str, Rates] = check.parts_by_name(Rates, default_factory=dict)
+    host_link_utilization: float = check.number(1e-9, 10, default=1.0)
+    source: str = check.one_of(SOURCES, default="calibrated")
+    transferred_from: str = check.text("")
+    acceptance: tuple[Mapping[str, Any], ...] = check.tables()
 
     def rates(self, kind: str) -> Rates:
         """Rates of a kernel class, or of its nearest relative that has any. Raises ProfileError if none has."""

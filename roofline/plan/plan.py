@@ -9,20 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json
-from ridgeplan.roofline.catalog.validation import (
-    brief,
-    build,
-    flag,
-    name_text,
-    number,
-    one_of,
-    part,
-    text,
-    values_by_name,
-    variant,
-    whole,
-)
+from ridgeplan.roofline.catalog.validation import brief, build
 from ridgeplan.roofline.execution import MAX_GAMMA, MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
 from ridgeplan.roofline.plan.policy import (
     EVICTIONS,
@@ -88,23 +77,23 @@ def require(condition: bool, message: str) -> None:
 
 
 def _group() -> Any:
-    return one_of(QUANTIZATION_GROUPS, default=128)
+    return check.one_of(QUANTIZATION_GROUPS, default=128)
 
 
 def _budget() -> Any:
-    return whole(0, MAX_TOKENS, default=0)
+    return check.whole(0, MAX_TOKENS, default=0)
 
 
 @dataclass(frozen=True)
 class Workload(PlanPart):
     """What a plan is for: a model on a machine, at a context and batch."""
 
-    model: str = name_text()
-    hardware: str = name_text()
-    context: int = whole(1, MAX_TOKENS)  # tokens of a prompt
-    new_tokens: int = whole(1, MAX_TOKENS, default=1024)
-    batch: int = whole(1, MAX_BATCH, default=1)  # sequences
-    yarn_factor: float = number(1, MAX_YARN_FACTOR, default=1.0)  # above 1: RoPE is scaled by YaRN
+    model: str = check.name_text()
+    hardware: str = check.name_text()
+    context: int = check.whole(1, MAX_TOKENS)  # tokens of a prompt
+    new_tokens: int = check.whole(1, MAX_TOKENS, default=1024)
+    batch: int = check.whole(1, MAX_BATCH, default=1)  # sequences
+    yarn_factor: float = check.number(1, MAX_YARN_FACTOR, default=1.0)  # above 1: RoPE is scaled by YaRN
 
     @property
     def final_context(self) -> int:
@@ -119,8 +108,8 @@ class Weights(PlanPart):
     Drafts in 4 bits of an 8-bit target read the upper plane of the target's own weights: there is one copy.
     """
 
-    target_bits: int = one_of((16, 8, 4), default=16)
-    draft_bits: int = one_of((16, 8, 4), default=16)
+    target_bits: int = check.one_of((16, 8, 4), default=16)
+    draft_bits: int = check.one_of((16, 8, 4), default=16)
     group: int = _group()  # parameters that share a scale and a minimum, along the input dimension
 
     def _contradiction(self) -> str | None:
@@ -158,7 +147,7 @@ class Weights(PlanPart):
 class KVCache(PlanPart):
     """Storage of keys and values; quantized formats keep `group` to 2 x `group` recent tokens unquantized."""
 
-    format: KVFormat = one_of(KVFormat, default=KVFormat.FULL)
+    format: KVFormat = check.one_of(KVFormat, default=KVFormat.FULL)
     group: int = _group()  # tokens
 
     @property
@@ -182,11 +171,11 @@ class Eviction(PlanPart):
     evicts after every chunk. With 0, or with a chunk or a budget of the whole context, the prompt is one chunk.
     """
 
-    policy: str = text(default=NO_EVICTION)
+    policy: str = check.text(default=NO_EVICTION)
     budget: int = _budget()
-    share: float = number(0, 1, default=0.0)
-    settings: Mapping[str, Any] = values_by_name(default_factory=dict)
-    chunk: int = whole(0, MAX_TOKENS, default=0)
+    share: float = check.number(0, 1, default=0.0)
+    settings: Mapping[str, Any] = check.values_by_name(default_factory=dict)
+    chunk: int = check.whole(0, MAX_TOKENS, default=0)
 
     def _contradiction(self) -> str | None:
         if self.policy not in (NO_EVICTION, *EVICTIONS):
@@ -234,13 +223,15 @@ class Placement(PlanPart):
     round; one that selects has only the tokens loaded that are missing (SpeContext, section 5.4).
     """
 
-    offload: bool = flag(False)
+    offload: bool = check.flag(False)
     budget: int = _budget()  # tokens per offloaded layer that are on the GPU at a step
-    part: HostPart = one_of(HostPart, default=HostPart.ALL)
-    memory_bytes: int = whole(0, MAX_MEMORY_BYTES, default=0)  # what the GPU may use; 0: all that it has
-    prefetch: int = whole(1, MAX_PREFETCH, default=1)  # offloaded layers copied ahead of the one that is read
-    adaptive: bool = flag(False)  # layers leave while tokens are generated, not all at the start (Algorithm 2)
-    elastic: bool = flag(True)  # of chosen tokens only those are loaded that the slots on the GPU lack (section 5.4)
+    part: HostPart = check.one_of(HostPart, default=HostPart.ALL)
+    memory_bytes: int = check.whole(0, MAX_MEMORY_BYTES, default=0)  # what the GPU may use; 0: all that it has
+    prefetch: int = check.whole(1, MAX_PREFETCH, default=1)  # offloaded layers copied ahead of the one that is read
+    adaptive: bool = check.flag(False)  # layers leave while tokens are generated, not all at the start (Algorithm 2)
+    elastic: bool = check.flag(
+        True
+    )  # of chosen tokens only those are loaded that the slots on the GPU lack (section 5.4)
 
     def _contradiction(self) -> str | None:
         details = self.part, self.memory_bytes, self.prefetch, self.adaptive, self.elastic
@@ -260,7 +251,7 @@ class TargetAttention(PlanPart):
     The budget stands in the place of the selection's `ratio` and `floor`, which are of drafts.
     """
 
-    selection: TokenSelection = variant(TARGET_SELECTIONS, default=AllTokens())  # noqa: RUF009
+    selection: TokenSelection = check.variant(TARGET_SELECTIONS, default=AllTokens())  # noqa: RUF009
     budget: int = _budget()
 
     def _contradiction(self) -> str | None:
@@ -299,10 +290,10 @@ class Speculation(PlanPart):
     adaptive: gamma is the most drafts of a round; the engine chooses how many from the acceptance that it measures.
     """
 
-    gamma: int = whole(0, MAX_GAMMA, default=0)
-    codes: DraftCodes = one_of(DraftCodes, default=DraftCodes.FULL)
-    selection: TokenSelection = variant(SELECTIONS, default=AllTokens())  # noqa: RUF009
-    adaptive: bool = flag(False)
+    gamma: int = check.whole(0, MAX_GAMMA, default=0)
+    codes: DraftCodes = check.one_of(DraftCodes, default=DraftCodes.FULL)
+    selection: TokenSelection = check.variant(SELECTIONS, default=AllTokens())  # noqa: RUF009
+    adaptive: bool = check.flag(False)
 
     def _contradiction(self) -> str | None:
         if self.adaptive and not self.active:
@@ -344,14 +335,14 @@ def _budget_problem(axis: str, active: bool, budget: int) -> str | None:
 class Plan(PlanPart):
     """A workload with a value on every axis. Raises PlanError for values that are not allowed."""
 
-    workload: Workload = part(Workload, required=True)
-    weights: Weights = part(Weights)
-    kv: KVCache = part(KVCache)
-    eviction: Eviction = part(Eviction)
-    placement: Placement = part(Placement)
-    attention: TargetAttention = part(TargetAttention)
-    speculation: Speculation = part(Speculation)
-    tensor_parallel: int = whole(1, MAX_DEVICES, default=1)
+    workload: Workload = check.part(Workload, required=True)
+    weights: Weights = check.part(Weights)
+    kv: KVCache = check.part(KVCache)
+    eviction: Eviction = check.part(Eviction)
+    placement: Placement = check.part(Placement)
+    attention: TargetAttention = check.part(TargetAttention)
+    speculation: Speculation = check.part(Speculation)
+    tensor_parallel: int = check.whole(1, MAX_DEVICES, default=1)
 
     @property
     def gathers_codes(self) -> bool:

@@ -43,19 +43,22 @@ class PlanPart(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionCost:
-    """What choosing tokens moves and holds.
+    """The memory traffic and memory of a selection.
 
-    scored_keys: keys scanned to score the cached tokens at every step, as a share of one layer's keys.
-    scored_once: keys are scored in one pass for all layers, not in each. set_per_layer: that pass makes scores of every
-    layer, which are ranked together. has_projections: it has queries and keys of its own, by projections as the
-    model's. held_keys: what is kept beside the cache, as a share of one layer's keys. scores_per_token: scores in fp32
-    per cached token and KV head. normalizes_logits: these are probabilities, so that logits of all query heads are
-    written, and read again once their sums are known. page_tokens: tokens that are read together because they are
-    contiguous: 1 for single tokens, a page, or unlimited if the selected tokens form one run. shared_by_kv_heads: one
-    set for all KV heads of a layer, whose keys of a token are contiguous on the host. scored_by_query: each query of a
-    verification leaves a score of every token, and one of them is read later. overlap: share of KV_BUDGET selected
-    tokens that the previous step had selected too (SpeContext, Fig 6b), measured at 16k tokens (docs/quality.md); the
-    default is what the models' own attention has there.
+    scored_keys: the keys that a step reads to score the cached tokens, as a share of one layer's keys.
+    scored_once: one pass scores keys for all layers; otherwise each layer scores its own.
+    set_per_layer: that one pass computes scores for every layer, and they are ranked together.
+    has_projections: the policy projects queries and keys of its own, of the model's sizes.
+    held_keys: what the policy keeps beside the cache, as a share of one layer's keys.
+    scores_per_token: fp32 scores per cached token and KV head.
+    normalizes_logits: the scores are probabilities. The logits of all query heads are written, and read again once
+    their sums are known.
+    page_tokens: tokens that are contiguous and therefore read together: 1 for single tokens, the page size, or
+    unlimited if the selected tokens form one run.
+    shared_by_kv_heads: all KV heads of a layer share one set, and their keys of a token are contiguous on the host.
+    scored_by_query: each query of a verification writes a score for every token, and one of these scores is read later.
+    overlap: share of KV_BUDGET selected tokens that the previous step selected too (SpeContext, Fig 6b), measured at
+    16k tokens (docs/quality.md). The default is the overlap of the models' own attention.
     """
 
     scored_keys: float = 0.0
@@ -293,7 +296,7 @@ def policy(kind: type[Policy]) -> type[Policy]:
     return registered
 
 
-def named(name: str) -> Any:
+def policy_name(name: str) -> Any:
     """The field `name` of a selection."""
     return one_of((name,), default=name)
 
@@ -302,7 +305,7 @@ def named(name: str) -> Any:
 class AllTokens(TokenSelection):
     """Every token (QuantSpec, section 4.1). Its presets are in policies/dense.py."""
 
-    name: str = named("all")
+    name: str = policy_name("all")
     ratio: float = number(1, 1, default=1.0)
 
     def cost(self) -> SelectionCost:

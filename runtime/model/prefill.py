@@ -29,7 +29,7 @@ from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill_layer import LayerBuffers, Parts, attend_layer, finish_layer, project_layer
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.policies.base import PromptObserver
-from ridgeplan.runtime.policies.eviction import EvictionScorer, PromptLayer, compact, largest
+from ridgeplan.runtime.policies.eviction_scorer import EvictionScorer, PromptLayer, compact, largest
 from ridgeplan.runtime.sampling import all_finite, require_finite
 
 
@@ -91,52 +91,52 @@ def prefill_all(
     bounds = chunk_bounds(len(prompt), evict_every or len(prompt))
     whole = len(bounds) == 2
     assert whole or len(destinations) == 1, "later chunks read what one destination keeps of earlier ones"
-    fillings = [_Filling(decoder, prompt, destination) for destination in destinations]
-    appended = _longest([filling.appended for filling in fillings])
+    fills = [_PromptFill(decoder, prompt, destination) for destination in destinations]
+    appended = _longest([fill.appended for fill in fills])
     max_rows = max(stop - start for start, stop in pairwise(bounds)) + len(appended)
     hidden_rows = arena.empty((max_rows, decoder.config.shape.hidden), weights.embedding.dtype)
-    rooms = [max(counts) for counts in zip(*map(fillings[0].kept, bounds[1:-1]), strict=True)]
-    chunk_buffers = LayerBuffers.take(arena, decoder.config.shape, hidden_rows, max(rooms, default=0))
+    capacities = [max(counts) for counts in zip(*map(fills[0].kept, bounds[1:-1]), strict=True)]
+    chunk_buffers = LayerBuffers.take(arena, decoder.config.shape, hidden_rows, max(capacities, default=0))
     for buffer in () if whole else chunk_buffers.padded:
         buffer.zero_()  # short chunks leave a part of it unwritten, which is masked but must be finite
-    held = _rooms(destinations[0], rooms, arena, weights.embedding.dtype) if rooms else []
+    kept_layers = _kept_layers(destinations[0], capacities, arena, weights.embedding.dtype) if capacities else []
     for start, stop in pairwise(bounds):
-        evicting = [filling.begin(start, stop, held) for filling in fillings]
+        evicting = [fill.begin(start, stop, kept_layers) for fill in fills]
         text = torch.cat([prompt[start:stop], appended]) if any(evicting) else prompt[start:stop]
-        position = _common_position(fillings, stop)
+        position = _common_position(fills, stop)
         hidden, parts = hidden_rows[: len(text)], Parts(stop - start, len(text), chunk_tokens, position - stop)
         torch.index_select(weights.embedding, 0, text, out=hidden)
         for index, layer in enumerate(weights.layers):
             buffers = replace(chunk_buffers, tokens=len(text))
-            if held:
-                buffers = held[index].ahead_of(buffers)
+            if kept_layers:
+                buffers = kept_layers[index].ahead_of(buffers)
             project_layer(decoder, layer, hidden, buffers, parts, start)
             masses: dict[Any, Tensor] = {}
-            for filling in fillings:
-                filling.choose(index, buffers, masses)
+            for fill in fills:
+                fill.choose(index, buffers, masses)
             window = decoder.config.windows[index] if whole else None
-            attend_layer(buffers, parts, window, _common_position(fillings, buffers.held + parts.tokens))
+            attend_layer(buffers, parts, window, _common_position(fills, buffers.held + parts.tokens))
             finish_layer(decoder, layer, hidden, buffers, parts)
-            for filling in fillings:
-                filling.store(index, buffers, held)
-    for to in destinations:
-        to.cache.finish_prompt(to.row, len(prompt))
+            for fill in fills:
+                fill.store(index, buffers, kept_layers)
+    for destination in destinations:
+        destination.cache.finish_prompt(destination.row, len(prompt))
     last = hidden[parts.tokens - 1 : parts.tokens]
     return weights.head(decoder.norm(last, None, weights.norm)[1])[0]
 
 
-class _Filling:
+class _PromptFill:
     """A destination during prefill, with the tokens that it keeps of the current layer; None if it keeps all."""
 
     _chosen: Tensor | None
 
-    def __init__(self, decoder: Decoder, prompt: Tensor, to: Destination) -> None:
-        self._decoder, self._prompt, self._to = decoder, prompt, to
-        if to.observer is not None:
-            to.observer.before_prefill(to.row, prompt)
+    def __init__(self, decoder: Decoder, prompt: Tensor, destination: Destination) -> None:
+        self._decoder, self._prompt, self._destination = decoder, prompt, destination
+        if destination.observer is not None:
+            destination.observer.before_prefill(destination.row, prompt)
         evicts = min(self.kept(len(prompt))) < len(prompt)
-        assert to.scorer is not None or not evicts, "a cache of evicted prompts needs a scorer"
-        self._scorer = to.scorer if to.scorer is not None and evicts else None
+        assert destination.scorer is not None or not evicts, "a cache of evicted prompts needs a scorer"
+        self._scorer = destination.scorer if destination.scorer is not None and evicts else None
         vocab = decoder.config.shape.vocab
         self.appended = prompt[:0] if self._scorer is None else self._scorer.appended(prompt, vocab)
 
@@ -146,25 +146,25 @@ class _Filling:
 
     def kept(self, tokens: int) -> tuple[int, ...]:
         """Tokens that each layer keeps of the prompt's first `tokens`."""
-        return self._to.cache.config.kept(tokens) or (tokens,) * self._decoder.config.shape.layers
+        return self._destination.cache.config.kept(tokens) or (tokens,) * self._decoder.config.shape.layers
 
-    def begin(self, start: int, stop: int, held: Sequence[_Held]) -> bool:
+    def begin(self, start: int, stop: int, kept_layers: Sequence[_KeptLayer]) -> bool:
         """Begins the chunk from `start` to `stop`; returns whether a layer evicts after it."""
         self._start, self._tokens, self._budgets = start, stop - start, self.kept(stop)
-        window = self._to.observer.window if self._to.observer else 0
+        window = self._destination.observer.window if self._destination.observer else 0
         last = stop == len(self._prompt)
         self._continues = not last
         self._observed = slice(max(0, self._tokens - window) if last else self._tokens, self._tokens)
-        counts = [layer.count for layer in held] or [0] * len(self._budgets)
+        counts = [layer.count for layer in kept_layers] or [0] * len(self._budgets)
         return any(count + self._tokens > budget for count, budget in zip(counts, self._budgets, strict=True))
 
     def choose(self, index: int, buffers: LayerBuffers, masses: dict[Any, Tensor]) -> None:
         """Selects the tokens to keep. Runs before the layer's attention, which overwrites the queries."""
-        to, tokens = self._to, buffers.held + self._tokens
+        tokens, scorer = buffers.held + self._tokens, self._destination.scorer
         rows = self._tokens + len(self.appended)  # without what others append
         self._chosen = None
         evicts = self._budgets[index] < tokens
-        if to.scorer is not None and (evicts or (to.scorer.accumulates and self._continues)):
+        if scorer is not None and (evicts or (scorer.accumulates and self._continues)):
             layer = PromptLayer(
                 index=index,
                 layers=self._decoder.config.shape.layers,
@@ -179,29 +179,31 @@ class _Filling:
                 held=buffers.held,
                 start=self._start,
             )
-            scores = to.scorer.scores(layer)
+            scores = scorer.scores(layer)
             self._chosen = largest(scores, layer.budget) if evicts else None
         self._queries = buffers.queries[self._observed].clone()
 
-    def store(self, index: int, buffers: LayerBuffers, held: Sequence[_Held]) -> None:
+    def store(self, index: int, buffers: LayerBuffers, kept_layers: Sequence[_KeptLayer]) -> None:
         """Stores the selected tokens and passes them to the observer, or keeps them for the next chunk."""
-        to, tokens, chosen = self._to, buffers.held + self._tokens, self._chosen
+        destination, tokens, chosen = self._destination, buffers.held + self._tokens, self._chosen
         stop = self._start + self._tokens
         keys, values = buffers.keys[:, :tokens], buffers.values[:, :tokens]
         positions = torch.arange(self._start, stop, dtype=torch.int32, device=keys.device)[None]
-        if held:
-            earlier = held[index].positions
+        if kept_layers:
+            earlier = kept_layers[index].positions
             positions = torch.cat([earlier, positions.expand(len(earlier), -1)], dim=1)
         if chosen is not None:
             keys, values = compact(chosen, keys, values)
             heads = max(len(positions), len(chosen))
             positions = positions.expand(heads, -1).gather(1, chosen.expand(heads, -1))
         if stop < len(self._prompt):
-            held[index].keep(keys, values, positions)
+            kept_layers[index].keep(keys, values, positions)
             return
-        to.cache.store_prompt(index, to.row, keys, values)
-        if to.observer is not None:
-            to.observer.after_prefill(index, to.row, self._queries, keys, positions.long() - len(self._prompt))
+        destination.cache.store_prompt(index, destination.row, keys, values)
+        if destination.observer is not None:
+            destination.observer.after_prefill(
+                index, destination.row, self._queries, keys, positions.long() - len(self._prompt)
+            )
 
 
 def _longest(appended: Sequence[Tensor]) -> Tensor:
@@ -212,15 +214,15 @@ def _longest(appended: Sequence[Tensor]) -> Tensor:
     return longest
 
 
-def _common_position(fillings: Sequence[_Filling], tokens: int) -> int:
+def _common_position(fills: Sequence[_PromptFill], tokens: int) -> int:
     """Where appended tokens stand after so many tokens. Raises ValueError for policies that disagree on it."""
-    positions = {filling.position(tokens) for filling in fillings if len(filling.appended)} or {tokens}
+    positions = {fill.position(tokens) for fill in fills if len(fill.appended)} or {tokens}
     if len(positions) > 1:
         raise ValueError(f"the policies append tokens at positions {sorted(positions)}; allowed: at the same")
     return positions.pop()
 
 
-class _Held:
+class _KeptLayer:
     """What one layer has kept of the chunks so far: positions int32 [1 or kv_heads, count], and where its KV lies."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -247,13 +249,15 @@ class _Held:
         self._values[:, : self.count] = values
 
 
-def _rooms(to: Destination, tokens: Sequence[int], arena: Arena, dtype: torch.dtype) -> list[_Held]:
+def _kept_layers(
+    destination: Destination, capacities: Sequence[int], arena: Arena, dtype: torch.dtype
+) -> list[_KeptLayer]:
     """Room for so many tokens of each layer: in the cache, where that keeps all of them in full precision."""
-    cache = to.cache
+    cache = destination.cache
     if not cache.config.buffered:
-        return [_Held(*(store[to.row] for store in cache.full(layer))) for layer in range(cache.layers)]
+        return [_KeptLayer(*(store[destination.row] for store in cache.full(layer))) for layer in range(cache.layers)]
     _, kv_heads, _, head_dim = cache.full(0)[0].shape
-    memory = arena.empty((2 * sum(tokens) * kv_heads * head_dim,), dtype)
-    parts = memory.split([count * kv_heads * head_dim for count in tokens for _ in "kv"])
+    memory = arena.empty((2 * sum(capacities) * kv_heads * head_dim,), dtype)
+    parts = memory.split([count * kv_heads * head_dim for count in capacities for _ in "kv"])
     pairs = zip(parts[::2], parts[1::2], strict=True)
-    return [_Held(*(part.view(kv_heads, -1, head_dim) for part in pair)) for pair in pairs]
+    return [_KeptLayer(*(part.view(kv_heads, -1, head_dim) for part in pair)) for pair in pairs]

@@ -1,8 +1,8 @@
 """Execution of policies: selectors of cached tokens for drafts or a sparse target, and scorers of evictions.
 
-base.py has the selectors' interface and what several of them share, eviction.py that of scorers. All files of this
-folder are imported and their classes register themselves by the names that plans use: a new policy is one file here and
-one entry in roofline/plan/policies.
+base.py has the selectors' interface and what several of them share, eviction_scorer.py that of scorers. All files of
+this folder are imported and their classes register themselves by the names that plans use: a new policy is one file
+here and one entry in roofline/plan/policies.
 Not here: hyperparameters, budgets and costs (roofline/plan), how often drafts are accepted (planner/acceptance), and
 when prefill calls a scorer (runtime/model).
 """
@@ -14,7 +14,7 @@ from typing import Any
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.policies.base import TokenSelector
-from ridgeplan.runtime.policies.eviction import EvictionScorer
+from ridgeplan.runtime.policies.eviction_scorer import EvictionScorer
 from ridgeplan.runtime.policies.registry import SCORERS, SELECTORS
 from ridgeplan.runtime.retrieval.head import Head
 
@@ -31,7 +31,7 @@ def token_selector(selection: Any, builder: AttentionMetadataBuilder, head: Head
     return kind(selection, builder, *((head,) if kind.uses_head else ()))
 
 
-def eviction_scorer(plan: Plan) -> EvictionScorer | None:
+def scorer_for(plan: Plan) -> EvictionScorer | None:
     """The scorer that executes the plan's eviction, if it has one. Raises PlanError for unknown hyperparameters."""
     eviction = plan.eviction.method
     scorer: EvictionScorer | None = None if eviction is None else SCORERS[eviction.name](eviction)

@@ -120,7 +120,7 @@ class TokenIndex:
 
 
 class SparseSelector(TokenSelector):
-    """A policy that chooses among a row's first `old` tokens; drafts also read all later ones, in full precision.
+    """A policy that chooses among the old tokens of each row. Drafts also read all later ones, in full precision.
 
     candidates: most old tokens that a row can have.
     """
@@ -140,35 +140,35 @@ class SparseSelector(TokenSelector):
         copied = 2 * config.group if config.offload else 0  # behind copies of layers from the host
         self.candidates = coded if config.buffered else max(coded, config.slots(config.longest) + copied)
 
-    def old_of(self, lengths: Tensor) -> Tensor:
+    def old_tokens_at(self, lengths: Tensor) -> Tensor:
         """Tokens that may be chosen at these lengths, int32 [n]: those in codes, or all but the recent ones."""
         return self.builder.quantized(lengths) if self.whole_groups else (lengths - self.selection.recent).clamp_min(0)
 
-    def total_of(self, lengths: Tensor) -> Tensor:
+    def total_tokens_at(self, lengths: Tensor) -> Tensor:
         """Tokens that drafts read at these lengths, recent ones included, int32 [n]: clamp(ceil(ratio n), floor, n)."""
         shared = (lengths.double() * self.selection.ratio).ceil().int().clamp_min(self.selection.floor)
         return torch.minimum(shared, lengths)
 
-    def budget_of(self, lengths: Tensor) -> Tensor:
+    def budget_at(self, lengths: Tensor) -> Tensor:
         """Old tokens to choose at these lengths, int32 [n]: what recent ones leave of the total, at least the sinks.
 
         And those that the policy selects beside its budget.
         """
-        old = self.old_of(lengths)
-        left = self.total_of(lengths) - (lengths - old)
+        old = self.old_tokens_at(lengths)
+        left = self.total_tokens_at(lengths) - (lengths - old)
         return torch.minimum(left.clamp_min(self.selection.sinks) + self.selection.unbudgeted_tokens, old)
 
-    def old(self) -> Tensor:
-        """`old_of` the cached tokens, int32 [batch]."""
-        return self.old_of(self.builder.lengths)
+    def old_tokens(self) -> Tensor:
+        """`old_tokens_at` the cached tokens, int32 [batch]."""
+        return self.old_tokens_at(self.builder.lengths)
 
     def budget(self) -> Tensor:
-        """`budget_of` the cached tokens, int32 [batch]."""
-        return self.budget_of(self.builder.lengths)
+        """`budget_at` the cached tokens, int32 [batch]."""
+        return self.budget_at(self.builder.lengths)
 
-    def scored_old(self) -> Tensor:
+    def scored_old_tokens(self) -> Tensor:
         """The old tokens among which scores select, int32 [batch]."""
-        return self.old()
+        return self.old_tokens()
 
     @property
     def max_budget(self) -> int:
@@ -177,21 +177,21 @@ class SparseSelector(TokenSelector):
         total = max(math.ceil(selection.ratio * self.builder.config.longest), selection.floor, selection.sinks, 1)
         return min(total + selection.unbudgeted_tokens, self.candidates)
 
-    def best(self, scores: Tensor, page: int) -> tuple[Tensor, Tensor]:
-        """The best pages within the budget, sinks always among them: index and count, as `top_k` has them.
-
-        scores: float32 [..., rows, sets, pages], of the cache's first rows; they are written to.
-        """
-        return self.best_of(scores, page, *self.limits(page, scores.shape[:-1]))
-
     def limits(self, page: int, sets: torch.Size) -> tuple[Tensor, Tensor]:
         """Scored pages and how many of them to choose, int32, of every set of sizes [..., rows, sets], flattened."""
-        pages, budgets = self.scored_old()[: sets[-2]] // page, -(-self.budget()[: sets[-2]] // page)
+        pages, budgets = self.scored_old_tokens()[: sets[-2]] // page, -(-self.budget()[: sets[-2]] // page)
         lengths, k = (x[:, None].expand(sets).flatten().int() for x in (pages, budgets))
         return lengths, k
 
-    def best_of(self, scores: Tensor, page: int, lengths: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """`best` within these limits."""
+    def top_pages(
+        self, scores: Tensor, page: int, limits: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The best pages within the budget, sinks always among them: index and count, as `top_k` has them.
+
+        scores: float32 [..., rows, sets, pages], of the cache's first rows; they are written to. limits: the result of
+        `limits` for these scores, if it is known already.
+        """
+        lengths, k = limits or self.limits(page, scores.shape[:-1])
         scores[..., : -(-self.selection.sinks // page)] = torch.inf
         index, count = top_k(scores.flatten(0, -2), lengths, k, -(-self.max_budget // page))
         return index.unflatten(0, scores.shape[:-1]), count.unflatten(0, scores.shape[:-1])
@@ -200,7 +200,7 @@ class SparseSelector(TokenSelector):
         metadata = super().draft_metadata(offset, queries)
         if self.selected_before_pass:
             self._ahead = self.cache.begin_loading(self._choice_of, self.shared_across_layers)
-        begin = metadata.begin if self.reads_codes else self.old()[: self.cache.rows]
+        begin = metadata.begin if self.reads_codes else self.old_tokens()[: self.cache.rows]
         by_layer = metadata.by_layer
         if self.builder.config.elastic:
             by_layer = {layer: replace(of_layer, attend=self.attend) for layer, of_layer in by_layer.items()}
@@ -246,14 +246,14 @@ class StreamingLLMSelector(SparseSelector):
         super().__init__(selection, builder)
         self._chosen: tuple[Tensor, Tensor] | None = None
 
-    def old_of(self, lengths: Tensor) -> Tensor:
+    def old_tokens_at(self, lengths: Tensor) -> Tensor:
         if self.whole_groups:
-            return super().old_of(lengths)
-        run = (self.total_of(lengths) - self.selection.sinks).clamp_min(self.selection.recent)
+            return super().old_tokens_at(lengths)
+        run = (self.total_tokens_at(lengths) - self.selection.sinks).clamp_min(self.selection.recent)
         return (lengths - run).clamp_min(0)
 
     def before_round(self) -> None:
-        old, budget = self.old()[:, None], self.budget()[:, None]
+        old, budget = self.old_tokens()[:, None], self.budget()[:, None]
         places = torch.arange(self.max_budget, dtype=torch.int32, device=old.device)
         index = torch.where(places < self.selection.sinks, places, old - budget + places)
         self._chosen = index[:, None].contiguous(), budget

@@ -46,7 +46,7 @@ class ClusterKVSelector(PromptSelector):
         self.clusters[row] = count
 
     def index_generated(self) -> None:
-        first = self.old()
+        first = self.old_tokens()
         keys = self.cache.oldest_group(first)
         likeness = _likeness(keys, self.centroids)
         unused = torch.arange(self.centroids.shape[3], device=keys.device) >= self.clusters[:, None]

@@ -23,17 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ridgeplan.roofline.plan.policies.evictions import (
-    DapQEviction,
-    H2OEviction,
-    LaCacheEviction,
-    OracleEviction,
-    RandomEviction,
-    SnapKVEviction,
-    StreamingLLMEviction,
-)
+from ridgeplan.roofline.plan.policies import evictions
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.policies.eviction import (
+from ridgeplan.runtime.policies.eviction_scorer import (
     EvictionScorer,
     PromptLayer,
     attention_mass,
@@ -48,7 +40,7 @@ REPEATED_TOKENS = 7  # of DapQ's fixed content, as many as "Sorry, I don't know.
 
 @SCORERS.register("streamingllm")
 class StreamingLLMScorer(EvictionScorer):
-    settings: StreamingLLMEviction
+    settings: evictions.StreamingLLMEviction
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Later tokens have higher scores."""
@@ -58,7 +50,7 @@ class StreamingLLMScorer(EvictionScorer):
 
 @SCORERS.register("lacache")
 class LaCacheScorer(EvictionScorer):
-    settings: LaCacheEviction
+    settings: evictions.LaCacheEviction
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Tokens nearer to this layer's rung of their ladder have higher scores."""
@@ -75,7 +67,7 @@ class LaCacheScorer(EvictionScorer):
 
 @SCORERS.register("random")
 class RandomScorer(EvictionScorer):
-    settings: RandomEviction
+    settings: evictions.RandomEviction
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Drawn on the host, so that every device keeps the same tokens."""
@@ -85,7 +77,7 @@ class RandomScorer(EvictionScorer):
 
 @SCORERS.register("snapkv", "pyramidkv")
 class SnapKVScorer(EvictionScorer):
-    settings: SnapKVEviction
+    settings: evictions.SnapKVEviction
 
     def scores(self, layer: PromptLayer) -> Tensor:
         """Attention that the window pays to the tokens before it; the window lies within the prompt's last chunk."""
@@ -99,10 +91,10 @@ class SnapKVScorer(EvictionScorer):
 
 @SCORERS.register("h2o")
 class H2OScorer(EvictionScorer):
-    settings: H2OEviction
+    settings: evictions.H2OEviction
     accumulates = True
 
-    def __init__(self, settings: H2OEviction) -> None:
+    def __init__(self, settings: evictions.H2OEviction) -> None:
         super().__init__(settings)
         self._sums: dict[int, Tensor] = {}  # by layer, float32 [kv_heads, held], of the tokens that stayed
 
@@ -118,7 +110,7 @@ class H2OScorer(EvictionScorer):
 
 @SCORERS.register("dapq")
 class DapQScorer(EvictionScorer):
-    settings: DapQEviction
+    settings: evictions.DapQEviction
 
     def appended(self, prompt: Tensor, vocab: int) -> Tensor:
         """Pseudo tokens; those of a short prompt's ends are fewer. What is drawn is the same on every device."""
@@ -156,9 +148,9 @@ class DapQScorer(EvictionScorer):
 class OracleScorer(EvictionScorer):
     """Scores by the attention of the tokens that follow a prompt. coming: these tokens, by prompt."""
 
-    settings: OracleEviction
+    settings: evictions.OracleEviction
 
-    def __init__(self, settings: OracleEviction) -> None:
+    def __init__(self, settings: evictions.OracleEviction) -> None:
         super().__init__(settings)
         self.coming: dict[tuple[int, ...], tuple[int, ...]] = {}
 

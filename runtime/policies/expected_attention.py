@@ -14,7 +14,7 @@ from torch import Tensor
 from ridgeplan.kernels.layer import rotary_tables
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.plan.policies.evictions import ExpectedAttentionEviction
-from ridgeplan.runtime.policies.eviction import EvictionScorer, PromptLayer, protect
+from ridgeplan.runtime.policies.eviction_scorer import EvictionScorer, PromptLayer, protect
 from ridgeplan.runtime.policies.registry import SCORERS
 
 

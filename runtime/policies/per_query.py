@@ -35,12 +35,12 @@ class PerQuerySelector(SparseSelector):
     budgets: Tensor
     page_limits: tuple[Tensor, Tensor]
 
-    def old_of(self, lengths: Tensor) -> Tensor:
+    def old_tokens_at(self, lengths: Tensor) -> Tensor:
         return self.builder.quantized(lengths)
 
     def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
         rows = self.cache.rows
-        self.scored_tokens, self.budgets = self.scored_old()[:rows], self.budget()[:rows]
+        self.scored_tokens, self.budgets = self.scored_old_tokens()[:rows], self.budget()[:rows]
         self.page_limits = self.limits(self.page, torch.Size((rows, self.cache.kv_heads)))
         return super().draft_metadata(offset, queries)
 
@@ -50,7 +50,7 @@ class PerQuerySelector(SparseSelector):
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         scores = self.query_scores(layer, query)
-        return TokenIndex(*self.best_of(scores, self.page, *self.page_limits), self.page)
+        return TokenIndex(*self.top_pages(scores, self.page, self.page_limits), self.page)
 
 
 class PromptSelector(PerQuerySelector):
@@ -71,14 +71,14 @@ class PromptSelector(PerQuerySelector):
         lengths = self.builder.lengths
         return torch.minimum(lengths, self.cache.prompt_tokens) if self._keeps else lengths
 
-    def scored_old(self) -> Tensor:
-        return self.old_of(self._selectable())
+    def scored_old_tokens(self) -> Tensor:
+        return self.old_tokens_at(self._selectable())
 
     def budget(self) -> Tensor:
-        return self.budget_of(self._selectable())
+        return self.budget_at(self._selectable())
 
-    def old(self) -> Tensor:
-        return super().old() if self.whole_groups else self.scored_old()
+    def old_tokens(self) -> Tensor:
+        return super().old_tokens() if self.whole_groups else self.scored_old_tokens()
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         selected = super().select(layer, query)
@@ -87,7 +87,7 @@ class PromptSelector(PerQuerySelector):
     def _with_generated(self, selected: TokenIndex) -> TokenIndex:
         """The selected pages, and all generated ones that are old."""
         rows, page = self.cache.rows, self.page
-        first, end = ((tokens[:rows] // page)[:, None] for tokens in (self.scored_old(), self.old()))
+        first, end = ((tokens[:rows] // page)[:, None] for tokens in (self.scored_old_tokens(), self.old_tokens()))
         index, count = selected.index, selected.count
         width = index.shape[2] + self.cache.config.max_generated // page
         places = torch.arange(width, dtype=torch.int32, device=index.device)
@@ -129,7 +129,7 @@ class PageBoundsSelector(PromptSelector):
         self.bounds[layer, row, :, :pages] = self.bounds_of(keys[None, :, : pages * self.page])[0]
 
     def index_generated(self) -> None:
-        first = self.old()
+        first = self.old_tokens()
         keys = self.cache.oldest_group(first)
         pages = first[:, None] // self.page + torch.arange(keys.shape[3] // self.page, device=keys.device)
         at = pages.long()[None, :, None, :, None, None].expand(*keys.shape[:3], -1, 2, keys.shape[4])

@@ -51,15 +51,15 @@ class RankedSelector(SparseSelector):
         places = torch.arange(self.candidates, dtype=torch.float32, device=self.scores.device)
         self.scores.copy_((places + UNSCORED).expand_as(self.scores))
 
-    def old_of(self, lengths: Tensor) -> Tensor:
-        return super().old_of(lengths) // self.page * self.page
+    def old_tokens_at(self, lengths: Tensor) -> Tensor:
+        return super().old_tokens_at(lengths) // self.page * self.page
 
     def before_drafts(self) -> None:
         scores = self._combined_scores()
         scores = scores.sum(2, keepdim=True) if self.shared else scores.clone()
         if self.page > 1:
             scores = functional.avg_pool1d(scores.flatten(0, 2), self.page).unflatten(0, scores.shape[:3])
-        self._chosen = self.best(scores, self.page)
+        self._chosen = self.top_pages(scores, self.page)
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
         assert self._chosen is not None, "drafts have begun"
@@ -120,7 +120,7 @@ class SnapKVSelector(SparseSelector):
         pooled = functional.max_pool1d(scores, self.selection.pooling, 1, self.selection.pooling // 2)
         pooled[:, : self.selection.sinks] = torch.inf
         lengths = torch.full_like(self.cache.lengths[:1], keys.shape[1])
-        old, budget = self.old_of(lengths), self.budget_of(lengths)
+        old, budget = self.old_tokens_at(lengths), self.budget_at(lengths)
         sets = len(pooled)
         index, _ = top_k(pooled, old.expand(sets).contiguous(), budget.expand(sets).contiguous(), self.max_budget)
         width = self.index.shape[3]
@@ -132,7 +132,7 @@ class SnapKVSelector(SparseSelector):
         self.chosen[row], self.first[row] = budget[0], old[0]
 
     def before_round(self) -> None:
-        joined = (self.old() - self.first).clamp_min(0)
+        joined = (self.old_tokens() - self.first).clamp_min(0)
         self._count = (self.chosen + joined).clamp_max(self.index.shape[3])
 
     def select(self, layer: int, query: Tensor) -> TokenIndex:
@@ -198,7 +198,7 @@ class VerificationSelector(RankedSelector):
 
     def budget(self) -> Tensor:
         """As the base class; old tokens without a score, which come first, are chosen beside it."""
-        old = self.old()
+        old = self.old_tokens()
         return torch.minimum(super().budget() + (old - self.scored).clamp_min(0), old)
 
     def target_metadata(self, queries: int) -> AttentionMetadata:

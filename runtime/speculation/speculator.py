@@ -89,7 +89,7 @@ class Drafts:
 
 
 @dataclass(frozen=True, eq=False)
-class Verification:
+class VerifiedRound:
     """The result of rejection sampling. finite: whether the target's logits were finite, bool [rows]."""
 
     result: VerifyResult
@@ -151,7 +151,7 @@ class Speculator:
             metadata = self.sparse_target.metadata(tokens)
         return self.decoder.step(self.target, self.cache, tokens, metadata)
 
-    def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
+    def verify(self, pending: Tensor, drafts: Drafts) -> VerifiedRound:
         """Verifies the drafts in one pass of the target, whose KV replaces theirs."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
         logits = self.target_logits(tokens)
@@ -160,9 +160,9 @@ class Speculator:
             self.sampling.choice(logits), drafts.choices, drafts.tokens, self.cache.max_tokens(), uniform
         )
         self.selector.after_verification(result.accepted)
-        return Verification(result, all_finite(logits).all(dim=1))
+        return VerifiedRound(result, all_finite(logits).all(dim=1))
 
-    def keep(self, pending: Tensor, verification: Verification, active: Tensor) -> tuple[Tensor, RoundFigures]:
+    def keep(self, pending: Tensor, verification: VerifiedRound, active: Tensor) -> tuple[Tensor, RoundFigures]:
         """Advances the rows in `active`, bool [rows]; the others repeat their last round without effect.
 
         Returns the next pending tokens and the round's figures.

@@ -43,7 +43,7 @@ def most_in_flight(room, new_tokens=100):
         SimpleNamespace(cache=cache),
         FixedGamma(GAMMA),
         SimpleNamespace(has_room=lambda longest: longest < room),
-        lambda: rounds,
+        lambda speculator, stopwatch: rounds,
         Stopwatch(torch.device("cpu")),
     )
     steps = loop.steps(torch.tensor([1]))

@@ -20,7 +20,7 @@ from ridgeplan.runtime import ModelError
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.validate.acceptance import Draft, Passage, measure_acceptance, measured_row
 from ridgeplan.validate.measure import clamp_share
-from ridgeplan.validate.studies.drafts import DraftAcceptance, StudyDraft, row_of
+from ridgeplan.validate.studies.drafts import RoundCounts, StudyDraft, StudyRow
 
 CONTEXT, NEW_TOKENS = 300, 8
 REFUSED = r"^the model's (logits|activations) are NaN or infinite .*; allowed: weights and a dtype that keep"
@@ -85,7 +85,7 @@ ROWS: dict[str, Callable[[float], object]] = {
     "acceptance": lambda value: measured_row(
         "cpu", load_shape("Llama-3.1-8B"), "a text", 100, "here", acceptance=value, calibrated=False, draft="kv8"
     ),
-    "study": lambda value: row_of(DraftAcceptance(StudyDraft("quest", 0.1, "bf16"), 100, 3, (value,) * 7)),
+    "study": lambda value: StudyRow.of(StudyDraft("quest", 0.1, "bf16"), 100, RoundCounts(1, (1,) * 7, (value,) * 7)),
     "quality": lambda value: replace(
         QualityRow("tiny", "int8", {}, 100, "fidelity", 1.0, 1.0, 1, 1, 0, "float32", "here", "2026-11-24", "a text"),
         value=clamp_share(value),

@@ -38,7 +38,7 @@ class DecodeCase:
     """One plan at one workload; gamma None means the preset's own.
 
     adaptive: gamma is the most drafts of a round. share: of the prompt that an eviction leaves; 0 means the preset's
-    own budget. chunk: tokens of a prompt after which it evicts; 0 means all. given: a plan to run instead of a
+    own budget. chunk: tokens of a prompt after which it evicts; 0 means all. saved_plan: runs instead of a
     preset's; `preset` is then the plan's name.
     """
 
@@ -49,19 +49,19 @@ class DecodeCase:
     adaptive: bool = False
     share: float = 0.0
     chunk: int = 0
-    given: Plan | None = None
+    saved_plan: Plan | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> DecodeCase:
         """A plan at its own context and batch."""
         workload = plan.workload
-        return cls(preset_name(plan), workload.context, workload.batch, given=plan)
+        return cls(preset_name(plan), workload.context, workload.batch, saved_plan=plan)
 
     def plan(self, shape: ModelShape, profile: Profile, new_tokens: int) -> Plan:
         """The plan for a model, with RoPE scaled beyond its context limit. Raises PlanError."""
         workload = workload_for(shape, profile, self.context, new_tokens, self.batch, yarn=True)
-        if self.given is not None:
-            return replace(self.given, workload=workload)
+        if self.saved_plan is not None:
+            return replace(self.saved_plan, workload=workload)
         plan = preset(self.preset, workload)
         if self.share:
             plan = replace(plan, eviction=replace(plan.eviction, budget=0, share=self.share))
@@ -97,9 +97,11 @@ class DecodeRow:
         figures = {**asdict(statistics), **{name: getattr(statistics, name) for name in derived}}
         figures |= {"tpot_ms": self.measured.tpot_ms, "spread": self.measured.spread}
         del figures["prompt_tokens"]
-        case = {**vars(self.case), "given": self.case.given and self.case.given.to_dict()}
+        case = vars(self.case).copy()
+        saved_plan = case.pop("saved_plan")
         return {
             **case,
+            "given": saved_plan and saved_plan.to_dict(),
             "gamma": self.gamma,
             "measured": figures,
             "busy": self.comparison.busy,

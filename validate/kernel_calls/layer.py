@@ -9,16 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels import layer
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.layer import (
-    add_rms_norm,
-    add_rms_norm_cost,
-    rope_append,
-    rope_append_cost,
-    rotary_tables,
-    swiglu,
-    swiglu_cost,
-)
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.kernel_calls.attention import Heads
 from ridgeplan.validate.kernel_calls.case import H200_BYTES_PER_S, BenchCase, Within, fresh, relative_error
@@ -35,9 +27,9 @@ def norm_call(name: str, inputs: Tensor, weight: Tensor) -> KernelCall:
     """Residual addition and RMSNorm of inputs [variants, 2, ..., hidden]: the stream and its update."""
 
     def norm(hidden: Tensor, update: Tensor, weight: Tensor, backend: Backend) -> Results:
-        return add_rms_norm(hidden, update, weight, EPS, backend=backend)
+        return layer.add_rms_norm(hidden, update, weight, EPS, backend=backend)
 
-    cost = add_rms_norm_cost(inputs[0, 0], inputs[0, 1], weight)
+    cost = layer.add_rms_norm_cost(inputs[0, 0], inputs[0, 1], weight)
     return _call("elementwise", name, cost, norm, inputs, weight, lambda pairs: [tuple(pair) for pair in pairs])
 
 
@@ -45,9 +37,9 @@ def swiglu_call(name: str, inputs: Tensor) -> KernelCall:
     """The gated activation of inputs [variants, ..., 2 * intermediate]."""
 
     def activation(gate_up: Tensor, _: None, backend: Backend) -> Results:
-        return swiglu(gate_up, backend=backend)
+        return layer.swiglu(gate_up, backend=backend)
 
-    cost = swiglu_cost(inputs[0])
+    cost = layer.swiglu_cost(inputs[0])
     return _call("elementwise", name, cost, activation, inputs, None, lambda several: [(each,) for each in several])
 
 
@@ -58,10 +50,12 @@ def rope_call(name: str, inputs: Tensor, heads: Heads, qk_norm: Tensor | None = 
     """
     rows, device = inputs.shape[2], inputs.device
     slots = torch.arange(rows, device=device)[None]
-    tables = rotary_tables(slots, 1e-4 ** torch.linspace(0, 1, heads.head_dim // 2, device=device), 1.0)
+    tables = layer.rotary_tables(slots, 1e-4 ** torch.linspace(0, 1, heads.head_dim // 2, device=device), 1.0)
 
     def append(qkv: Tensor, keys: Tensor, values: Tensor, qk_norm: Tensor | None, backend: Backend) -> Results:
-        q = rope_append(qkv, tables, keys, values, slots, heads.q_heads, qk_norm=qk_norm, eps=EPS, backend=backend)
+        q = layer.rope_append(
+            qkv, tables, keys, values, slots, heads.q_heads, qk_norm=qk_norm, eps=EPS, backend=backend
+        )
         return q, keys, values
 
     def with_caches(qkv: Tensor) -> list[tuple[Tensor, ...]]:
@@ -69,7 +63,7 @@ def rope_call(name: str, inputs: Tensor, heads: Heads, qk_norm: Tensor | None = 
         return list(zip(qkv, *caches, strict=True))
 
     return _call(
-        "rope", name, rope_append_cost(inputs[0], tables, slots, qk_norm), append, inputs, qk_norm, with_caches
+        "rope", name, layer.rope_append_cost(inputs[0], tables, slots, qk_norm), append, inputs, qk_norm, with_caches
     )
 
 

@@ -8,18 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.offload import (
-    SlotLoads,
-    SlotTable,
-    allocate_slots,
-    allocate_slots_cost,
-    copy_prefix,
-    copy_prefix_cost,
-    flush_to_host,
-    flush_to_host_cost,
-    gather_cost,
-    gather_into_slots,
-)
+from ridgeplan.kernels import offload
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.runtime.buffers import HostMemory
 from ridgeplan.validate.kernel_calls.case import BenchCase, Within, fresh, relative_error
@@ -37,13 +26,13 @@ def host_copy_call(bench: Bench, size: ResidencySize) -> KernelCall:
     count = torch.full((size.batch,), size.tokens, dtype=torch.int32, device=bench.device)
 
     def copy(_: int) -> None:
-        copy_prefix(source, out, count)
+        offload.copy_prefix(source, out, count)
 
     def error() -> float:
         copy(0)
         return relative_error(out, source)
 
-    cost, peers = copy_prefix_cost(source, size.tokens), {"copy_": lambda _: out.copy_(source)}
+    cost, peers = offload.copy_prefix_cost(source, size.tokens), {"copy_": lambda _: out.copy_(source)}
     return KernelCall("host_copy", size.name, cost, copy, error=error, peers=peers)
 
 
@@ -53,13 +42,13 @@ def host_store_call(bench: Bench, size: ResidencySize) -> KernelCall:
     (out,), first = on_host(bench, size, 1), torch.zeros(size.batch, dtype=torch.int32, device=bench.device)
 
     def flush(_: int) -> None:
-        flush_to_host(recent, out, first, GROUP, torch.ones_like(first, dtype=torch.bool))
+        offload.flush_to_host(recent, out, first, GROUP, torch.ones_like(first, dtype=torch.bool))
 
     def error() -> float:
         flush(0)
         return relative_error(out[:, :, :GROUP], recent[:, :, :GROUP])
 
-    return KernelCall("host_store", size.name, flush_to_host_cost(recent, GROUP), flush, error=error)
+    return KernelCall("host_store", size.name, offload.flush_to_host_cost(recent, GROUP), flush, error=error)
 
 
 def host_gather_call(bench: Bench, size: ResidencySize) -> KernelCall:
@@ -72,13 +61,13 @@ def host_gather_call(bench: Bench, size: ResidencySize) -> KernelCall:
     units = drawn.argsort(-1)[..., : size.missing].int().contiguous()
     into = torch.arange(size.missing, dtype=torch.int32, device=bench.device).expand_as(units).contiguous()
     count = torch.full(units.shape[:2], size.missing, dtype=torch.int32, device=bench.device)
-    loads = SlotLoads(into, units, into, count)
+    loads = offload.SlotLoads(into, units, into, count)
     tokens = (units[..., None] * size.page + torch.arange(size.page, device=bench.device)).flatten(2).long()
     out = fresh(bench, *tokens.shape, size.head_dim), fresh(bench, *tokens.shape, size.head_dim)
     places = tokens[..., None].expand(out[0].shape)
 
     def gather(_: int) -> None:
-        gather_into_slots((keys, values), out, loads, size.page)
+        offload.gather_into_slots((keys, values), out, loads, size.page)
 
     def by_torch(_: int) -> list[Tensor]:
         return [held.gather(2, places) for held in (keys, values)]
@@ -87,7 +76,7 @@ def host_gather_call(bench: Bench, size: ResidencySize) -> KernelCall:
         gather(0)
         return max(relative_error(*pair) for pair in zip(out, by_torch(0), strict=True))
 
-    cost = gather_cost((keys, values), size.missing, size.page)
+    cost = offload.gather_cost((keys, values), size.missing, size.page)
     return KernelCall("host_gather", size.name, cost, gather, error=error, peers={"gather": by_torch})
 
 
@@ -104,10 +93,10 @@ def take_slots_call(bench: Bench, size: ResidencySize) -> KernelCall:
     places = (starts + torch.arange(size.chosen, device=bench.device)) % drawn.shape[2]
     index = drawn[:, :, places].permute(2, 0, 1, 3).contiguous()  # [steps, batch, kv_heads, chosen]
     count = torch.full(sets, size.chosen, dtype=torch.int32, device=bench.device)
-    table = SlotTable.allocate(*sets, units, size.chosen, bench.device)
+    table = offload.SlotTable.allocate(*sets, units, size.chosen, bench.device)
 
-    def step(variant: int) -> SlotLoads:
-        return allocate_slots(table, index[variant], count)
+    def step(variant: int) -> offload.SlotLoads:
+        return offload.allocate_slots(table, index[variant], count)
 
     def error() -> float:
         step(0)
@@ -115,7 +104,9 @@ def take_slots_call(bench: Bench, size: ResidencySize) -> KernelCall:
         held = table.unit_of.gather(2, loads.slots.long())
         return float((held != index[1]).float().mean() + (loads.count != size.missing).float().mean())
 
-    return KernelCall("take_slots", size.name, allocate_slots_cost(table, index[0]), step, len(index), error=error)
+    return KernelCall(
+        "take_slots", size.name, offload.allocate_slots_cost(table, index[0]), step, len(index), error=error
+    )
 
 
 def _cases(

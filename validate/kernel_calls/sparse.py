@@ -11,21 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ridgeplan.kernels import selection
 from ridgeplan.kernels.attention import decode_attention, scores_cost
 from ridgeplan.kernels.attention.scores import ScoreRequest, What
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import quantize
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection import (
-    page_bounds,
-    page_scores,
-    page_scores_cost,
-    top_k,
-    top_k_cost,
-    two_bit_scores,
-    two_bit_top_k,
-    two_bit_top_k_cost,
-)
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
 from ridgeplan.kernels.sparse_attention import (
     progressive_attention,
@@ -147,7 +138,7 @@ class SparseDraft:
     def choose(self, variant: int, backend: Backend = "auto") -> Tensor:
         """The choice by 2-bit keys [B, Hkv, chosen]."""
         keys = TwoBitKeys.of(*self.cache(variant))
-        return two_bit_top_k(self.q, keys, self.groups, self.k, max_k=self.chosen, backend=backend)[0]
+        return selection.two_bit_top_k(self.q, keys, self.groups, self.k, max_k=self.chosen, backend=backend)[0]
 
     def progressive(self, variant: int, backend: Backend = "auto") -> Tensor:
         """Scan, choice and attention in one kernel."""
@@ -163,7 +154,7 @@ class SparseDraft:
         the kernel's rounding steps it selects other tokens, which costs hardly any score.
         """
         size, heads = self.size, self.size.heads
-        cost = two_bit_top_k_cost(self.q, TwoBitKeys.of(*self.cache(0)), size.quantized_tokens, self.chosen)
+        cost = selection.two_bit_top_k_cost(self.q, TwoBitKeys.of(*self.cache(0)), size.quantized_tokens, self.chosen)
         kind = scan_kind("two_bit_scan", heads.q_heads, heads.kv_heads)
         return KernelCall(kind, size.name, cost, self.choose, self.variants, error=self._lost_scores)
 
@@ -210,7 +201,7 @@ class SparseDraft:
         return replace(self, chosen=per_group * groups, q=q, codes=codes, planes=planes)
 
     def _lost_scores(self) -> float:
-        scores = two_bit_scores(self.q, TwoBitKeys.of(*self.cache(0)), self.groups, backend="reference").exp()
+        scores = selection.two_bit_scores(self.q, TwoBitKeys.of(*self.cache(0)), self.groups, backend="reference").exp()
 
         def total(chosen: Tensor) -> Tensor:
             return (scores * torch.zeros_like(scores).scatter_(2, chosen.long(), 1)).sum()
@@ -304,13 +295,15 @@ def top_k_call(name: str, scores: Tensor, chosen: int) -> KernelCall:
     lengths, k = (torch.full((rows,), value, dtype=torch.int32, device=scores.device) for value in (tokens, chosen))
 
     def choose(variant: int, backend: Backend = "auto") -> Tensor:
-        return top_k(scores[variant], lengths, k, chosen, backend=backend)[0]
+        return selection.top_k(scores[variant], lengths, k, chosen, backend=backend)[0]
 
     def error() -> float:
         return float((choose(0) != choose(0, "reference")).float().mean())
 
     peers: Peers = {"torch.topk": lambda variant: scores[variant].topk(chosen, sorted=False).indices}
-    return KernelCall("top_k", name, top_k_cost(scores[0], chosen), choose, len(scores), error=error, peers=peers)
+    return KernelCall(
+        "top_k", name, selection.top_k_cost(scores[0], chosen), choose, len(scores), error=error, peers=peers
+    )
 
 
 def two_bit_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:
@@ -343,19 +336,19 @@ def page_scores_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[Ben
 
 
 def _page_scores_call(bench: Bench, size: SparseSize) -> KernelCall:
-    bounds = page_bounds(fresh(bench, size.batch, size.kv_heads, size.tokens, size.head_dim), PAGE)
+    bounds = selection.page_bounds(fresh(bench, size.batch, size.kv_heads, size.tokens, size.head_dim), PAGE)
     caches = torch.stack([bounds] * bench.variants(bounds.nbytes))
     q = fresh(bench, size.batch, 1, size.q_heads, size.head_dim)
     pages = torch.full((size.batch,), bounds.shape[2], dtype=torch.int32, device=bench.device)
     name = f"{size.q_heads}/{size.kv_heads} x {size.head_dim}, B{size.batch}, {size.tokens} tokens, pages of {PAGE}"
 
     def scan(variant: int, backend: Backend = "auto") -> Tensor:
-        return page_scores(q, caches[variant], pages, backend=backend)
+        return selection.page_scores(q, caches[variant], pages, backend=backend)
 
     def error() -> float:
         return relative_error(scan(0), scan(0, "reference"))
 
-    return KernelCall("page_scores", name, page_scores_cost(q, bounds), scan, len(caches), error=error)
+    return KernelCall("page_scores", name, selection.page_scores_cost(q, bounds), scan, len(caches), error=error)
 
 
 def sparse_attention_cases(bench: Bench, sizes: Iterable[SparseSize]) -> Iterator[BenchCase]:

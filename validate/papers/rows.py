@@ -11,21 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import parse_toml, read_document, read_tables
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import NO_GAP, Profile, Rates, profile_for, shipped_profiles
-from ridgeplan.roofline.catalog.validation import (
-    Checked,
-    build,
-    flag,
-    number,
-    one_of,
-    parts,
-    text,
-    values_by_name,
-    whole,
-)
+from ridgeplan.roofline.catalog.validation import Checked, build
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.latency import KERNEL_CLASSES, STEPPED_PARTS
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_DEVICES, MAX_TOKENS
@@ -51,30 +42,30 @@ class PublishedRow(Checked):
     """
 
     error = PublishedError
-    case: str = text()
-    method: str = text()
-    model: str = text("")
-    gpu: str = text("")
-    gpus: int = whole(1, MAX_DEVICES, default=1)
-    context: int = whole(0, MAX_TOKENS, default=0)
-    new_tokens: int = whole(1, MAX_TOKENS, default=1)
-    batch: int = whole(1, MAX_BATCH, default=1)
-    preset: str = text("autoregressive")
-    engine: str = text("runtime")
-    baseline: str = text("")
-    baseline_batch: int = whole(0, MAX_BATCH, default=0)
-    baseline_context: int = whole(0, MAX_TOKENS, default=0)
-    gamma: int = whole(0, MAX_GAMMA, default=0)
-    ratio: float = number(0, 1, default=0.0)
-    budget: int = whole(0, MAX_TOKENS, default=0)
-    queries: int = whole(1, MAX_GAMMA + 1, default=1)
-    weight_bits: int = one_of((16, 8), default=16)
-    offload: bool = flag(False)
-    accepted_share: float = number(0, 1, default=0.0)
-    over: str = one_of(("", "max", "min"), default="")
-    unpredictable: str = text("")
-    note: str = text("")
-    cells: Mapping[str, Any] = values_by_name()
+    case: str = check.text()
+    method: str = check.text()
+    model: str = check.text("")
+    gpu: str = check.text("")
+    gpus: int = check.whole(1, MAX_DEVICES, default=1)
+    context: int = check.whole(0, MAX_TOKENS, default=0)
+    new_tokens: int = check.whole(1, MAX_TOKENS, default=1)
+    batch: int = check.whole(1, MAX_BATCH, default=1)
+    preset: str = check.text("autoregressive")
+    engine: str = check.text("runtime")
+    baseline: str = check.text("")
+    baseline_batch: int = check.whole(0, MAX_BATCH, default=0)
+    baseline_context: int = check.whole(0, MAX_TOKENS, default=0)
+    gamma: int = check.whole(0, MAX_GAMMA, default=0)
+    ratio: float = check.number(0, 1, default=0.0)
+    budget: int = check.whole(0, MAX_TOKENS, default=0)
+    queries: int = check.whole(1, MAX_GAMMA + 1, default=1)
+    weight_bits: int = check.one_of((16, 8), default=16)
+    offload: bool = check.flag(False)
+    accepted_share: float = check.number(0, 1, default=0.0)
+    over: str = check.one_of(("", "max", "min"), default="")
+    unpredictable: str = check.text("")
+    note: str = check.text("")
+    cells: Mapping[str, Any] = check.values_by_name()
 
     def _owner(self) -> str:
         return f"row {self.case!r}, {self.method!r}: "
@@ -90,10 +81,10 @@ class PublishedTable(Checked):
     """A table, figure or section of a paper."""
 
     error = PublishedError
-    paper: str = one_of(PAPERS)
-    name: str = text()
-    title: str = text()
-    rows: tuple[PublishedRow, ...] = parts(PublishedRow)
+    paper: str = check.one_of(PAPERS)
+    name: str = check.text()
+    title: str = check.text()
+    rows: tuple[PublishedRow, ...] = check.parts(PublishedRow)
 
 
 @cache
@@ -147,19 +138,19 @@ class PublishedEngine(Checked):
     whole_cache: eviction frees nothing before prefill ends.
     """
 
-    name: str = text()
-    title: str = text()
-    source: str = text()
-    launch_s: float = number(0, 1, default=0.0)
-    streaming_utilization: float = number(0, 1, default=0.0)
-    layer_dispatch_s: float = number(0, 1, default=0.0)
-    kv_passes: float = number(1, 100, default=1.0)
-    repeats_kv: bool = flag(False)
-    draft_cache: bool = flag(False)
-    batched_prefill: bool = flag(False)
-    materializes_scores: bool = flag(False)
-    fetches_values: bool = flag(False)
-    whole_cache: bool = flag(False)
+    name: str = check.text()
+    title: str = check.text()
+    source: str = check.text()
+    launch_s: float = check.number(0, 1, default=0.0)
+    streaming_utilization: float = check.number(0, 1, default=0.0)
+    layer_dispatch_s: float = check.number(0, 1, default=0.0)
+    kv_passes: float = check.number(1, 100, default=1.0)
+    repeats_kv: bool = check.flag(False)
+    draft_cache: bool = check.flag(False)
+    batched_prefill: bool = check.flag(False)
+    materializes_scores: bool = check.flag(False)
+    fetches_values: bool = check.flag(False)
+    whole_cache: bool = check.flag(False)
 
     @property
     def launches_itself(self) -> bool:

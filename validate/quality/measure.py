@@ -279,7 +279,7 @@ class _Run:
         figures: Values = {}
         for family in self._that_fit(families):
             for group in inputs.groups:
-                self._report(f"{context} tokens, {named(family)}: {group.name}", len(family), inputs)
+                self._report(f"{context} tokens, {plan_names(family)}: {group.name}", len(family), inputs)
                 yield from self._of_group(family, context, group, figures)
                 if family == (plain,):
                     figures.update(self._known(plain, context, group))
@@ -364,7 +364,7 @@ class _Run:
         self._done += plans
 
 
-def named(plans: Sequence[Plan]) -> str:
+def plan_names(plans: Sequence[Plan]) -> str:
     """The first plan's name, and how many others there are."""
     return label(plans[0]) + (f" and {len(plans) - 1} more" if len(plans) > 1 else "")
 

@@ -12,7 +12,7 @@ from ridgeplan.planner.quality import HEAD, SOLVED, TEXT_MEASURES
 from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, Plan, PlanError, Workload, require
-from ridgeplan.roofline.plan.policies.evictions import evicting, layer_budgets
+from ridgeplan.roofline.plan.policies.evictions import eviction_preset, layer_budgets
 from ridgeplan.roofline.plan.policy import EVICTIONS, PromptSelection
 from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, preset, preset_name
 from ridgeplan.roofline.plan.support import allows_chunks, missing_head, only_estimated
@@ -193,7 +193,7 @@ def label(plan: Plan) -> str:
 def _plan(name: str, workload: Workload) -> Plan:
     """A preset's plan, or that of an eviction that has none: random or an oracle. Raises PlanError for other names."""
     if name in EVICTIONS and name not in PRESETS:
-        return evicting(name)(workload)
+        return eviction_preset(name)(workload)
     return preset(name, workload)
 
 

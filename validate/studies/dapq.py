@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, Workload, require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.roofline.plan.policies.evictions import DapQEviction
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.policies.evictions import DapQScorer
+from ridgeplan.validate.acceptance import named_shape
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.studies.recorded import RecordedPrompt, Recording
@@ -114,14 +114,13 @@ def study_passage(engine: Engine, passage: DapqPassage) -> Figures:
 
 def study(
     model: str,
-    shape: ModelShape,
     text: str,
     sizes: DapqSizes,
     device: str | None = None,
     on_progress: Progress = silent,
 ) -> list[Figures]:
     """The figures of every passage. Raises what `ridgeplan.runtime.load` raises, and PromptError for a short text."""
-    workload = Workload(shape.name, "this machine", sizes.context, sizes.response + max(RECALL_WINDOWS))
+    workload = Workload(named_shape(model).name, "this machine", sizes.context, sizes.response + max(RECALL_WINDOWS))
     engine = load(autoregressive(workload), model, device=device)
     batches = prompt_batch(engine.tokenizer, sizes.context + sizes.response, sizes.passages, text)
     other, vocab = engine.tokenizer.encode(NONSENSE, add_special_tokens=False), engine.config.shape.vocab

@@ -14,7 +14,7 @@ from ridgeplan.runtime.decode_loop import DecodeLoop
 from ridgeplan.runtime.request import Request
 from ridgeplan.runtime.speculation.gamma_control import FixedGamma
 from ridgeplan.runtime.speculation.rounds import EagerRounds
-from ridgeplan.runtime.speculation.speculator import Drafts, Speculator, Verification
+from ridgeplan.runtime.speculation.speculator import Drafts, Speculator, VerifiedRound
 from ridgeplan.runtime.statistics import Stopwatch
 
 
@@ -66,7 +66,7 @@ class ObservedSpeculator(Speculator):
         self._logits.append(super().target_logits(tokens))
         return self._logits[-1]
 
-    def verify(self, pending: Tensor, drafts: Drafts) -> Verification:
+    def verify(self, pending: Tensor, drafts: Drafts) -> VerifiedRound:
         verification = super().verify(pending, drafts)
         target, result = self.sampling.choice(self._logits.pop()), verification.result
         shared = torch.cat([common_share(target, draft, place) for place, draft in enumerate(drafts.choices)]).tolist()
@@ -83,7 +83,7 @@ def observe_rounds(speculator: ObservedSpeculator, request: Request, first: Tens
     request's end may cut. Raises ValueError for a request of fewer than three rounds.
     """
     schedule, stopwatch = FixedGamma(speculator.cache.config.gamma), Stopwatch(speculator.cache.lengths.device)
-    loop = DecodeLoop(request, speculator, schedule, None, lambda: EagerRounds(speculator), stopwatch)
+    loop = DecodeLoop(request, speculator, schedule, None, lambda speculator, _: EagerRounds(speculator), stopwatch)
     for _ in loop.steps(first):
         pass
     counted = speculator.observed[1:-1]

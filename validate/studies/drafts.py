@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +25,9 @@ from torch import Tensor
 
 from ridgeplan.planner.acceptance import AcceptanceRow
 from ridgeplan.planner.resolution import yarn_factor
+from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.validation import Checked, number, numbers, one_of, parts, text, texts_by_name, whole
+from ridgeplan.roofline.catalog.validation import Checked
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DraftCodes, KVCache, KVFormat, Plan, Speculation
 from ridgeplan.roofline.plan.policy import AllTokens, SparseSelection, TokenSelection, make_selection
 from ridgeplan.runtime import WorkloadError
@@ -45,17 +47,9 @@ from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.measure import Progress, clamp_share, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
+from ridgeplan.validate.studies import methods
 from ridgeplan.validate.studies.draft_rounds import ObservedSpeculator, RoundCounts, observe_rounds
-from ridgeplan.validate.studies.methods import (
-    FORMATS,
-    GREEDY,
-    HINDSIGHT,
-    POLICIES,
-    SAMPLED,
-    TEACHER_FORCED,
-    VERIFICATIONS,
-    WEIGHTS,
-)
+from ridgeplan.validate.studies.methods import FORMATS, GREEDY, HINDSIGHT, POLICIES, SAMPLED, TEACHER_FORCED
 from ridgeplan.validate.tuning import MIN_DRAFTS
 
 GAMMA = 7
@@ -63,7 +57,15 @@ ROUND = GAMMA + 1  # tokens
 MIN_TOKENS = 2 * ROUND  # the first round is not counted
 MIN_SAMPLED_TOKENS = 3 * ROUND  # nor is the last one, which may be cut, where tokens are generated
 MAX_PASSAGES = 1000
-ROWS = ("streamingllm", "snapkv", "specextend", "specattn", WEIGHTS, "quest", "progressive")  # as plans have them
+ROWS = (
+    "streamingllm",
+    "snapkv",
+    "specextend",
+    "specattn",
+    methods.WEIGHTS,
+    "quest",
+    "progressive",
+)  # as plans have them
 
 
 @dataclass(frozen=True)
@@ -109,40 +111,46 @@ class StudyDraft:
 
 
 @dataclass(frozen=True)
-class DraftAcceptance:
-    """Conditional acceptance by position in a round, each the mean over the drafts that were verified there.
+class StudyRow(Checked):
+    """A draft's conditional acceptance at one context, each figure a mean over the drafts that were verified.
 
-    by_position: of the positions that any round reached. verified: drafts that were verified at each; none if all
-    rounds verified all. tokens: that the rounds kept; 0 if none of the drafts was dropped.
+    format: what the draft reads, one of the study's formats. tokens_per_round: tokens that rounds kept, or would keep
+    if rejected drafts were dropped. by_position: of the positions that any round reached. verified: drafts that were
+    verified at each position; empty if all rounds verified all drafts.
     """
 
-    draft: StudyDraft
-    context: int
-    rounds: int
-    by_position: tuple[float, ...]
-    verified: tuple[int, ...] = ()
-    tokens: int = 0
+    error = WorkloadError
+    context: int = check.whole(1, MAX_TOKENS)
+    policy: str = check.text()
+    ratio: float = check.number(0, 1)
+    format: str = check.text()
+    rounds: int = check.whole(1, MAX_TOKENS)
+    mean: float = check.number(0, 1)
+    tokens_per_round: float = check.number(1, MAX_TOKENS)
+    by_position: tuple[float, ...] = check.numbers(0, 1)
+    verified: tuple[float, ...] = check.numbers(0, MAX_TOKENS, ())
 
     @classmethod
-    def of(cls, draft: StudyDraft, context: int, counts: RoundCounts) -> DraftAcceptance:
-        """From the counts of a draft's rounds."""
+    def of(cls, draft: StudyDraft, context: int, counts: RoundCounts) -> StudyRow:
+        """From the counts of a draft's rounds. Raises WorkloadError for an acceptance that is no probability.
+
+        Where no draft was dropped, a round's tokens are those expected if drafts after a rejected one were: 1, and for
+        each position the probability that all drafts up to it are accepted.
+        """
         reached = [(a / v, v) for a, v in zip(counts.accepted, counts.verified, strict=True) if v]
         by_position, verified = zip(*reached, strict=True)
-        return cls(draft, context, counts.rounds, by_position, verified if counts.tokens else (), counts.tokens)
+        weights = verified if counts.tokens else (1,) * len(by_position)
+        mean = sum(a * n for a, n in zip(by_position, weights, strict=True)) / sum(weights)
+        tokens_per_round = counts.tokens / counts.rounds or 1 + sum(itertools.accumulate(by_position, operator.mul))
+        return cls(
+            context, draft.policy, draft.ratio, draft.format, counts.rounds, clamp_share(mean), tokens_per_round,
+            tuple(map(clamp_share, by_position)), verified if counts.tokens else (),
+        )  # fmt: skip
 
     @property
-    def mean(self) -> float:
-        """Over all verified drafts."""
-        weights = self.verified or (1,) * len(self.by_position)
-        return sum(a * n for a, n in zip(self.by_position, weights, strict=True)) / sum(weights)
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Tokens that rounds kept. Where none was dropped, those expected of a round of all positions' drafts: 1 and,
-        for each, the probability that all up to it are accepted."""
-        if self.tokens:
-            return self.tokens / self.rounds
-        return 1 + sum(itertools.accumulate(self.by_position, lambda all_before, acceptance: all_before * acceptance))
+    def draft(self) -> StudyDraft:
+        """The draft."""
+        return StudyDraft(self.policy, self.ratio, self.format)
 
 
 def drafts_of(policies: Sequence[str], ratios: Sequence[float], formats: Sequence[str]) -> list[StudyDraft]:
@@ -176,14 +184,14 @@ def study(
     known: Container[tuple[int, StudyDraft]] = (),
     verification: str = SAMPLED,
     passages: int = 1,
-) -> Iterator[DraftAcceptance]:
+) -> Iterator[StudyRow]:
     """Acceptance of drafts of a model at each context of a passage: a safetensors folder, a GGUF file or a hub id.
 
     device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. verification: how rounds go
-    on, one of VERIFICATIONS. passages: prompts, spread over the text. A warning names drafts that are left out because
-    their ratio leaves the policy nothing to choose, or as no real round has them. Raises what `load` raises, PlanError
-    for lengths, WorkloadError for fewer tokens than are counted or where no draft is left, and PromptError for a text
-    that is too short.
+    on, one of `methods.VERIFICATIONS`. passages: prompts, spread over the text. A warning names drafts that are left
+    out because their ratio leaves the policy nothing to choose, or because no real round has them.
+    Raises what `load` raises, PlanError for lengths, WorkloadError for fewer tokens than are counted or where no draft
+    is left, and PromptError for a text that is too short.
     """
     forced = verification == TEACHER_FORCED
     min_tokens = MIN_TOKENS if forced else MIN_SAMPLED_TOKENS
@@ -219,7 +227,7 @@ def study(
                     sampling = SamplingParams(temperature=float(verification == SAMPLED), seed=index)
                     measured.append(measure_rounds(engine, draft_weights, missing, ids, sampling, on_round))
             for draft, counts in zip(missing, zip(*measured, strict=True), strict=True):
-                yield DraftAcceptance.of(draft, context, RoundCounts.total(counts))
+                yield StudyRow.of(draft, context, RoundCounts.total(counts))
 
 
 def _report(on_progress: Callable[[int, int], None], index: int, passages: int, done: int, total: int) -> None:
@@ -266,12 +274,8 @@ def measure(
 
     The plan is one of `plan_of`. The first round is not counted: its sets come from prefill.
     """
-    assert engine.cache is not None, "the engine is open"
     context, text = engine.plan.workload.context, torch.tensor(ids, device=engine.device)
-    engine.cache.reset(1)
-    drafters = list(_drafters(engine.cache, drafts))
-    observer = PromptObservers([drafter.policy for drafter in drafters])
-    prefill(engine.decoder, engine.weights, engine.cache, 0, text[:context], observer=observer)
+    drafters, _ = _prefilled(engine, drafts, text[:context])
     starts = range(context, len(text) - ROUND + 1, ROUND)
     rounds = []
     for index, start in enumerate(starts):
@@ -295,11 +299,7 @@ def measure_rounds(
     """The rounds in which each draft's generation continues a prompt, which is processed once for all of them."""
     cache, tokens = engine.cache, engine.plan.workload.new_tokens
     assert cache is not None, "the engine is open"
-    cache.reset(1)
-    drafters = list(_drafters(cache, drafts))
-    observer = PromptObservers([drafter.policy for drafter in drafters])
-    ids = torch.tensor(prompt, device=engine.device)
-    logits = prefill(engine.decoder, engine.weights, cache, 0, ids, observer=observer)
+    drafters, logits = _prefilled(engine, drafts, torch.tensor(prompt, device=engine.device))
     request = Request.build(prompt, tokens, sampling)
     seed = torch.tensor(sampling.seed, dtype=torch.int64, device=engine.device)
     scored = [each.policy for each in drafters if each.collects and isinstance(each.policy, VerificationSelector)]
@@ -325,6 +325,15 @@ class _Drafter:
     draft: StudyDraft
     policy: TokenSelector
     collects: bool
+
+
+def _prefilled(engine: Engine, drafts: Sequence[StudyDraft], prompt: Tensor) -> tuple[list[_Drafter], Tensor]:
+    """Drafters that know the prompt [tokens], which is in the cache, and the logits [vocab] that follow it."""
+    assert engine.cache is not None, "the engine is open"
+    engine.cache.reset(1)
+    drafters = list(_drafters(engine.cache, drafts))
+    observer = PromptObservers([drafter.policy for drafter in drafters])
+    return drafters, prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, observer=observer)
 
 
 def _drafters(cache: Cache, drafts: Sequence[StudyDraft]) -> Iterator[_Drafter]:
@@ -389,43 +398,8 @@ def _pass(engine: Engine, weights: DecoderWeights, tokens: Tensor, metadata: Att
     return engine.decoder.step(weights, engine.cache, tokens, metadata)[0].float().softmax(-1)
 
 
-CONDITIONS = (
-    "model",
-    "text",
-    "tokens",
-    "calibration",
-    "verification",
-    "passages",
-)  # which all rows of a file share, beside the device
-
-
-@dataclass(frozen=True)
-class SavedRow(Checked):
-    """A draft's acceptance at one context. format: what the draft reads, one of the study's formats."""
-
-    error = WorkloadError
-    context: int = whole(1, MAX_TOKENS)
-    policy: str = text()
-    ratio: float = number(0, 1)
-    format: str = text()
-    rounds: int = whole(1, MAX_TOKENS)
-    mean: float = number(0, 1)
-    tokens_per_round: float = number(1, MAX_TOKENS)
-    by_position: tuple[float, ...] = numbers(0, 1)
-    verified: tuple[float, ...] = numbers(0, MAX_TOKENS, ())  # drafts at each position; none where rounds verified all
-
-    @property
-    def draft(self) -> tuple[int, StudyDraft]:
-        """The context and the draft."""
-        return self.context, StudyDraft(self.policy, self.ratio, self.format)
-
-
-def row_of(result: DraftAcceptance) -> SavedRow:
-    """The row of a measured draft. Raises WorkloadError for an acceptance that is no probability."""
-    mean, by_position = clamp_share(result.mean), tuple(map(clamp_share, result.by_position))
-    draft, tokens_per_round = result.draft, result.tokens_per_round
-    reads = draft.policy, draft.ratio, draft.format
-    return SavedRow(result.context, *reads, result.rounds, mean, tokens_per_round, by_position, result.verified)
+# All rows of a file share these, beside the device.
+CONDITIONS = ("model", "text", "tokens", "calibration", "verification", "passages")
 
 
 @dataclass(frozen=True)
@@ -438,21 +412,21 @@ class SavedStudy(ResultFile):
 
     error = WorkloadError
     title, advice = "study", "make it again with `ridgeplan study drafts`"
-    model: str = text()
-    tokens: int = whole(MIN_TOKENS, MAX_TOKENS_MEASURED)
-    calibration: str = text("")
-    verification: str = one_of(VERIFICATIONS, default=TEACHER_FORCED)
-    passages: int = whole(1, MAX_PASSAGES, 1)
-    rows: tuple[SavedRow, ...] = parts(SavedRow, ())
-    device: str = text("")
-    date: str = text("")
-    software: Mapping[str, str] = texts_by_name(dict)
-    text: str = text("")  # last, as it hides the function of that name
+    model: str = check.text()
+    tokens: int = check.whole(MIN_TOKENS, MAX_TOKENS_MEASURED)
+    calibration: str = check.text("")
+    verification: str = check.one_of(methods.VERIFICATIONS, default=TEACHER_FORCED)
+    passages: int = check.whole(1, MAX_PASSAGES, 1)
+    rows: tuple[StudyRow, ...] = check.parts(StudyRow, ())
+    device: str = check.text("")
+    date: str = check.text("")
+    software: Mapping[str, str] = check.texts_by_name(dict)
+    text: str = check.text("")
 
     @property
     def known(self) -> frozenset[tuple[int, StudyDraft]]:
         """Contexts and drafts that have a row."""
-        return frozenset(row.draft for row in self.rows)
+        return frozenset((row.context, row.draft) for row in self.rows)
 
     @property
     def document(self) -> dict[str, Any]:
@@ -460,9 +434,9 @@ class SavedStudy(ResultFile):
         conditions = {name: getattr(self, name) for name in CONDITIONS}
         return {"schema": SCHEMA, **conditions, "rows": [vars(row) for row in self.rows]}
 
-    def with_row(self, result: DraftAcceptance) -> SavedStudy:
+    def with_row(self, row: StudyRow) -> SavedStudy:
         """With one more row."""
-        return replace(self, rows=(*self.rows, row_of(result)))
+        return replace(self, rows=(*self.rows, row))
 
     def resumed(self, path: Path) -> SavedStudy:
         """With the rows of a file, which its own replace.
@@ -474,7 +448,7 @@ class SavedStudy(ResultFile):
             there, here = getattr(saved, name), getattr(self, name)
             if there != here:
                 raise WorkloadError(f"cannot resume {str(path)!r}: its {name} is {there!r}; allowed: {here!r}")
-        rows = {row.draft: row for row in (*saved.rows, *self.rows)}
+        rows = {(row.context, row.draft): row for row in (*saved.rows, *self.rows)}
         return replace(self, rows=tuple(rows.values()))
 
 
@@ -489,11 +463,11 @@ def acceptance_rows(study: SavedStudy, shape: ModelShape, checkpoint: str) -> li
     shape, device_type = replace(shape, name=study.model), "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for row in study.rows:
-        if not row.draft[1].row_name:
+        if not row.draft.row_name:
             continue
         fields: dict[str, Any] = {
             "calibrated": bool(study.calibration), "yarn": yarn_factor(shape, row.context + study.tokens),
-            "draft": row.draft[1].row_name, "ratio": row.ratio, "gamma": GAMMA, "checkpoint": checkpoint,
+            "draft": row.draft.row_name, "ratio": row.ratio, "gamma": GAMMA, "checkpoint": checkpoint,
         }  # fmt: skip
         for where, figures in _figures(study, row):
             described = f"{where} {study.text}, {study.device}"
@@ -501,7 +475,7 @@ def acceptance_rows(study: SavedStudy, shape: ModelShape, checkpoint: str) -> li
     return rows
 
 
-def _figures(study: SavedStudy, row: SavedRow) -> Iterator[tuple[str, dict[str, Any]]]:
+def _figures(study: SavedStudy, row: StudyRow) -> Iterator[tuple[str, dict[str, Any]]]:
     """What a row's acceptance was measured over, up to the text's name, with its figures."""
     if not row.verified:
         yield f"teacher-forced over {study.tokens} tokens of", {"acceptance": row.mean, "tokens": study.tokens}

@@ -14,11 +14,11 @@ from itertools import product
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.reference import affine, encode
-from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, KVCache, Workload, require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.validate.acceptance import named_shape
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.quality.fidelity import ForcedPassage, perplexity, surprise
@@ -58,7 +58,6 @@ class AxesRow:
 
 def study(
     model: str,
-    shape: ModelShape,
     text: str,
     sizes: QuantSpecSizes,
     device: str | None = None,
@@ -68,7 +67,7 @@ def study(
 
     Raises what `ridgeplan.runtime.load` raises, and PromptError for a short text.
     """
-    workload = Workload(shape.name, "this machine", sizes.context, sizes.tokens + 1)
+    workload = Workload(named_shape(model).name, "this machine", sizes.context, sizes.tokens + 1)
     engine = load(autoregressive(workload), model, device=device)
     surprises: dict[tuple[str, str, int], list[float]] = {case: [] for case in CASES}
     for index, ids in enumerate(prompt_batch(engine.tokenizer, sizes.context, sizes.passages, text)):

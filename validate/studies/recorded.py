@@ -23,7 +23,7 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.prefill_layer import prefill_layer
-from ridgeplan.runtime.policies.eviction import EvictionScorer, PromptLayer
+from ridgeplan.runtime.policies.eviction_scorer import EvictionScorer, PromptLayer
 from ridgeplan.runtime.policies.retrieval_head import RetrievalHeadSelector
 from ridgeplan.runtime.retrieval.head import Head
 

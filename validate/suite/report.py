@@ -10,18 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ridgeplan.roofline.catalog.validation import (
-    Checked,
-    brief,
-    number,
-    one_of,
-    parts,
-    tables,
-    text,
-    texts,
-    texts_by_name,
-    whole,
-)
+from ridgeplan.roofline.catalog import validation as check
+from ridgeplan.roofline.catalog.validation import Checked, brief
 from ridgeplan.roofline.round import tokens_per_round
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
 
@@ -40,14 +30,14 @@ class SuiteRow(Checked):
     """One figure. kind: the measured quantity; case: its sizes; source: where the prediction comes from."""
 
     error = SuiteError
-    section: str = one_of(SECTIONS)
-    kind: str = text()
-    model: str = text("")
-    case: str = text()
-    unit: str = one_of(UNITS)
-    predicted: float = number(0, LARGEST)
-    measured: float = number(1e-12, LARGEST)
-    source: str = text()
+    section: str = check.one_of(SECTIONS)
+    kind: str = check.text()
+    model: str = check.text("")
+    case: str = check.text()
+    unit: str = check.one_of(UNITS)
+    predicted: float = check.number(0, LARGEST)
+    measured: float = check.number(1e-12, LARGEST)
+    source: str = check.text()
 
     @property
     def relative_error(self) -> float:
@@ -68,15 +58,15 @@ class RegretRow(Checked):
     """
 
     error = SuiteError
-    model: str = text()
-    context: int = whole(1, 1 << 24)
-    batch: int = whole(1, 4096)
-    recommended: str = text()
-    recommended_ms: float = number(1e-9, LARGEST)
-    best: str = text()
-    best_ms: float = number(1e-9, LARGEST)
-    left_out: int = whole(0, 10**6, default=0)  # candidates that were near the best but not measured
-    candidates: tuple[Mapping[str, Any], ...] = tables()
+    model: str = check.text()
+    context: int = check.whole(1, 1 << 24)
+    batch: int = check.whole(1, 4096)
+    recommended: str = check.text()
+    recommended_ms: float = check.number(1e-9, LARGEST)
+    best: str = check.text()
+    best_ms: float = check.number(1e-9, LARGEST)
+    left_out: int = check.whole(0, 10**6, default=0)  # candidates that were near the best but not measured
+    candidates: tuple[Mapping[str, Any], ...] = check.tables()
 
     @property
     def regret(self) -> float:
@@ -120,15 +110,15 @@ class SuiteReport(ResultFile):
     error = SuiteError
     title, advice = "report", "run `ridgeplan validate --suite` again"
     derived: ClassVar = {"rows": "relative_error", "regret": "regret"}
-    suite: str = one_of(SUITES)
-    device: str = text()
-    date: str = text()
-    software: Mapping[str, str] = texts_by_name()
-    profile: str = text()  # the calibration that the predictions use
-    methods: Mapping[str, str] = texts_by_name(dict)  # by section
-    rows: tuple[SuiteRow, ...] = parts(SuiteRow)
-    regret: tuple[RegretRow, ...] = parts(RegretRow)
-    skipped: tuple[str, ...] = texts()
+    suite: str = check.one_of(SUITES)
+    device: str = check.text()
+    date: str = check.text()
+    software: Mapping[str, str] = check.texts_by_name()
+    profile: str = check.text()  # the calibration that the predictions use
+    methods: Mapping[str, str] = check.texts_by_name(dict)  # by section
+    rows: tuple[SuiteRow, ...] = check.parts(SuiteRow)
+    regret: tuple[RegretRow, ...] = check.parts(RegretRow)
+    skipped: tuple[str, ...] = check.texts()
 
     @property
     def sections(self) -> tuple[str, ...]:

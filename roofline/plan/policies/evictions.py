@@ -59,7 +59,7 @@ def kept_tokens(tokens: int, budgets: Sequence[int], group: int) -> tuple[int, .
     return tuple(each if each > 0 else each + group for each in kept)
 
 
-def evicting(name: str) -> Preset:
+def eviction_preset(name: str) -> Preset:
     """Plain decoding on up to EVICTION_BUDGET tokens of the prompt."""
 
     def preset(workload: Workload) -> Plan:
@@ -74,7 +74,7 @@ class _NamedPreset(TokenEviction):
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
         """Plain decoding on what the policy keeps."""
-        return {cls.name: evicting(cls.name)}
+        return {cls.name: eviction_preset(cls.name)}
 
 
 QWEN_PSEUDO_TOKENS = {"prefix": 2, "suffix": 30}
@@ -121,7 +121,7 @@ class DapQEviction(_NamedPreset):
         """DapQ, with 2 + 30 pseudo tokens for Qwen (Table 10), and QuantSpec on what DapQ keeps (not published)."""
 
         def dapq(workload: Workload) -> Plan:
-            plan = evicting(cls.name)(workload)
+            plan = eviction_preset(cls.name)(workload)
             settings = QWEN_PSEUDO_TOKENS if "qwen" in workload.model.lower() else {}
             return replace(plan, eviction=replace(plan.eviction, settings=settings))
 

@@ -29,15 +29,15 @@ from ridgeplan.roofline.plan.policy import (
     SelectionCost,
     SparseSelection,
     TokenSelection,
-    named,
     policy,
+    policy_name,
 )
 
 PAGES = (16, 32)  # tokens; they divide every group
 MAGICDEC_RATIO = 0.25  # QuantSpec, section 5.1: the baselines' budget is a quarter of the context
 
 
-def drafting(selection: TokenSelection, gamma: int) -> Preset:
+def draft_preset(selection: TokenSelection, gamma: int) -> Preset:
     """Full-precision drafts that read the selected tokens."""
 
     def preset(workload: Workload) -> Plan:
@@ -46,7 +46,7 @@ def drafting(selection: TokenSelection, gamma: int) -> Preset:
     return preset
 
 
-def selecting(selection: TokenSelection, kv: KVFormat = KVFormat.FULL) -> Preset:
+def target_preset(selection: TokenSelection, kv: KVFormat = KVFormat.FULL) -> Preset:
     """Plain decoding whose target reads up to KV_BUDGET tokens a step."""
 
     def preset(workload: Workload) -> Plan:
@@ -60,7 +60,7 @@ def selecting(selection: TokenSelection, kv: KVFormat = KVFormat.FULL) -> Preset
 class StreamingLLM(SparseSelection):
     """The sinks and the latest tokens (Xiao et al. 2024)."""
 
-    name: str = named("streamingllm")
+    name: str = policy_name("streamingllm")
 
     for_target: ClassVar[bool] = True
     searched: ClassVar[bool] = True
@@ -75,8 +75,8 @@ class StreamingLLM(SparseSelection):
     def presets(cls) -> Mapping[str, Preset]:
         """MagicDec's drafts, and a target that streams."""
         return {
-            "magicdec-streaming": drafting(cls(ratio=MAGICDEC_RATIO), 2),
-            "streamingllm-target": selecting(cls()),
+            "magicdec-streaming": draft_preset(cls(ratio=MAGICDEC_RATIO), 2),
+            "streamingllm-target": target_preset(cls()),
         }
 
 
@@ -87,7 +87,7 @@ class SnapKV(SparseSelection):
     Scores are max-pooled over `pooling` tokens, so that what surrounds a token stays with it.
     """
 
-    name: str = named("snapkv")
+    name: str = policy_name("snapkv")
     window: int = whole(1, 256, default=32)
     pooling: int = one_of((1, 3, 5, 7, 9, 11, 13), default=7)
 
@@ -100,14 +100,14 @@ class SnapKV(SparseSelection):
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
         """MagicDec's drafts."""
-        return {"magicdec-snapkv": drafting(cls(ratio=MAGICDEC_RATIO), 2)}
+        return {"magicdec-snapkv": draft_preset(cls(ratio=MAGICDEC_RATIO), 2)}
 
 
 @policy
 class Quest(PromptSelection):
     """Pages whose keys may score highest, by the minimum and maximum of each channel (Tang et al. 2024)."""
 
-    name: str = named("quest")
+    name: str = policy_name("quest")
     page: int = one_of(PAGES, default=16)
 
     for_target: ClassVar[bool] = True
@@ -128,7 +128,7 @@ class Quest(PromptSelection):
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
         """MagicDec's drafts, and Quest's own target."""
-        return {"magicdec-quest": drafting(cls(), 4), "quest": selecting(cls())}
+        return {"magicdec-quest": draft_preset(cls(), 4), "quest": target_preset(cls())}
 
 
 @policy
@@ -140,7 +140,7 @@ class SpecExtend(SparseSelection):
     rejected, and needs the scores of one query only.
     """
 
-    name: str = named("specextend")
+    name: str = policy_name("specextend")
     page: int = one_of((1, *PAGES), default=32)
     rows: str = one_of(("accepted", "last"), default="accepted")
 
@@ -157,7 +157,7 @@ class SpecExtend(SparseSelection):
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
         """SpecExtend's drafts."""
-        return {"specextend": drafting(cls(), 4)}
+        return {"specextend": draft_preset(cls(), 4)}
 
 
 @policy
@@ -170,7 +170,7 @@ class SpecAttn(SparseSelection):
     since that verification are read beside the budget. No sinks or recent tokens take part of it by default.
     """
 
-    name: str = named("specattn")
+    name: str = policy_name("specattn")
     rows: str = one_of(("ends", "all", "accepted"), default="ends")
     score: str = one_of(("probabilities", "logits"), default="logits")
     per_kv_head: bool = flag(False)
@@ -190,7 +190,7 @@ class SpecAttn(SparseSelection):
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
         """The paper's drafts."""
-        return {"specattn": drafting(cls(), 7)}
+        return {"specattn": draft_preset(cls(), 7)}
 
 
 @policy
@@ -201,7 +201,7 @@ class SpecAttnWeights(SpecAttn):
     paper prefers logits).
     """
 
-    name: str = named("specattn-weights")
+    name: str = policy_name("specattn-weights")
     score: str = one_of(("probabilities", "logits"), default="probabilities")
     sinks: int = whole(0, MAX_KEPT, default=SINKS)
     recent: int = whole(0, MAX_KEPT, default=RECENT)
@@ -213,7 +213,7 @@ class SpecAttnWeights(SpecAttn):
         def specattn_int4(workload: Workload) -> Plan:
             return replace(quantspec(workload), speculation=Speculation(4, DraftCodes.UPPER, cls()))
 
-        return {"specattn-weights": drafting(cls(), 7), "specattn-int4": specattn_int4}
+        return {"specattn-weights": draft_preset(cls(), 7), "specattn-int4": specattn_int4}
 
 
 @policy
@@ -224,7 +224,7 @@ class Progressive(SparseSelection):
     selected once a round is stale after a token or two at long context.
     """
 
-    name: str = named("progressive")
+    name: str = policy_name("progressive")
 
     for_target: ClassVar[bool] = True
     searched: ClassVar[bool] = True
@@ -257,11 +257,11 @@ class Progressive(SparseSelection):
             "progressive": progressive,
             "progressive-exact": progressive_exact,
             "progressive-int8": progressive_int8,
-            "progressive-target": selecting(cls(), KVFormat.SHADOW),
-            "progressive-target-int8": selecting(cls(), KVFormat.INT8),
+            "progressive-target": target_preset(cls(), KVFormat.SHADOW),
+            "progressive-target-int8": target_preset(cls(), KVFormat.INT8),
             # SpeContext with 2-bit keys in place of its head: they stay on the device when their layer leaves it.
             # Every layer selects by its own query, so that its loads wait for it.
-            "specontext-two-bit": offloading(selecting(cls(), KVFormat.SHADOW)),
+            "specontext-two-bit": offload_preset(target_preset(cls(), KVFormat.SHADOW)),
         }
 
 
@@ -269,7 +269,7 @@ class Progressive(SparseSelection):
 class Oracle(SparseSelection):
     """The tokens that each draft's query scores highest by the keys that it reads: a bound for the other policies."""
 
-    name: str = named("oracle")
+    name: str = policy_name("oracle")
 
     for_target: ClassVar[bool] = True
     per_query: ClassVar[bool] = True
@@ -282,7 +282,7 @@ class Oracle(SparseSelection):
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
         """A target's bound."""
-        return {"oracle-target": selecting(cls())}
+        return {"oracle-target": target_preset(cls())}
 
 
 @policy
@@ -293,7 +293,7 @@ class RetrievalHead(SparseSelection):
     each layer has sets of its own, by a head that was trained for that; in the paper all layers share them.
     """
 
-    name: str = named("retrieval-head")
+    name: str = policy_name("retrieval-head")
     level: str = one_of(("head", "batch"), default="head")
     by_layer: bool = flag(False)
 
@@ -326,12 +326,12 @@ class RetrievalHead(SparseSelection):
         """SpeContext, whose layers leave at the thresholds of Algorithm 1, and the same with all on the device."""
         return {
             # Its loads may run as far ahead as they can: their slots are there anyway.
-            "specontext": offloading(selecting(cls()), prefetch=MAX_PREFETCH, adaptive=True),
-            "specontext-resident": selecting(cls()),
+            "specontext": offload_preset(target_preset(cls()), prefetch=MAX_PREFETCH, adaptive=True),
+            "specontext-resident": target_preset(cls()),
         }
 
 
-def offloading(preset: Preset, prefetch: int = 1, adaptive: bool = False) -> Preset:
+def offload_preset(preset: Preset, prefetch: int = 1, adaptive: bool = False) -> Preset:
     """A preset with layers on the host, of which the device holds KV_BUDGET tokens each."""
 
     def offloaded(workload: Workload) -> Plan:
@@ -349,7 +349,7 @@ FLAGS = 1 / 256  # of a key: a byte beside 128 channels of 16 bits
 class ClusterKV(PromptSelection):
     """Clusters of `cluster` keys on average, by their centroids (Liu et al. 2024, sections 3.2 and 3.3)."""
 
-    name: str = named("clusterkv")
+    name: str = policy_name("clusterkv")
     cluster: int = whole(2, 1024, default=80)
 
     for_target: ClassVar[bool] = True
@@ -363,7 +363,7 @@ class ClusterKV(PromptSelection):
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
         """ClusterKV's own target."""
-        return {"clusterkv": selecting(cls())}
+        return {"clusterkv": target_preset(cls())}
 
 
 @policy
@@ -374,7 +374,7 @@ class ShadowKV(PromptSelection):
     the host whatever fits, are left out (docs/papers.md).
     """
 
-    name: str = named("shadowkv")
+    name: str = policy_name("shadowkv")
     chunk: int = one_of((8, *PAGES), default=8)
     outliers: int = whole(0, MAX_KEPT, default=48)
 
@@ -403,4 +403,4 @@ class ShadowKV(PromptSelection):
     @classmethod
     def presets(cls) -> Mapping[str, Preset]:
         """ShadowKV's own target."""
-        return {"shadowkv": selecting(cls())}
+        return {"shadowkv": target_preset(cls())}

@@ -243,7 +243,7 @@ def test_a_plan_file_is_a_case_with_its_own_figures(
     seen: list[Any] = []
     monkeypatch.setattr("ridgeplan.dashboards.cli.bench_decode.report", lambda cases, **rest: seen.extend(cases))
     assert invoke("bench", "suite", "--model-shape", "any", "--plan", file).exit_code == 0
-    assert seen == [DecodeCase("autoregressive", 4096, 2), DecodeCase("dapq-quantspec", 4096, 2, given=plan)]
+    assert seen == [DecodeCase("autoregressive", 4096, 2), DecodeCase("dapq-quantspec", 4096, 2, saved_plan=plan)]
     shape = load_shape("Llama-3.1-8B")
     run = seen[1].plan(shape, h200_profile, 64)
     assert run == replace(plan, workload=run.workload)

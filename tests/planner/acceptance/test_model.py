@@ -4,11 +4,11 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from cross_validation import HeldOut, predicted_from
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.acceptance.cross_validation import HeldOut, predicted_from
 from ridgeplan.planner.acceptance.rows import SPARSE_SELECTIONS, AcceptanceRow, core_name, shipped_rows
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import Workload

@@ -16,9 +16,16 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, Speculation, Weights, Workload
 from ridgeplan.roofline.plan.policies.selections import Quest, SpecAttn, SpecExtend
-from ridgeplan.roofline.plan.policy import EVICTIONS, KV_BUDGET, SELECTIONS, SelectionCost, SparseSelection, policy
-from ridgeplan.roofline.plan.policy import make_selection as named
-from ridgeplan.roofline.plan.policy import named as field_named
+from ridgeplan.roofline.plan.policy import (
+    EVICTIONS,
+    KV_BUDGET,
+    SELECTIONS,
+    SelectionCost,
+    SparseSelection,
+    make_selection,
+    policy,
+    policy_name,
+)
 from ridgeplan.roofline.plan.presets import PRESETS, collect_presets, preset
 from ridgeplan.roofline.plan.support import missing_architecture, missing_execution
 
@@ -65,7 +72,7 @@ def test_keys_scored_at_a_step_of_32_layers(name, layers_of_keys):
 
 def cost_of(name):
     """What choosing costs with the policy's own hyperparameters."""
-    return named(name).cost()
+    return make_selection(name).cost()
 
 
 def test_hyperparameters_change_the_cost():
@@ -82,7 +89,7 @@ def test_a_selection_without_a_cost_is_an_error():
 
         @policy
         class Free(SparseSelection):
-            name: str = field_named("free")
+            name: str = policy_name("free")
 
     assert "free" not in SELECTIONS
 
@@ -97,7 +104,7 @@ def test_something_is_known_of_every_draft_selections_acceptance():
     known = AcceptanceModel.for_model(load_shape("Llama-3.1-8B"), 32768)
     for name in SELECTIONS:
         if name != "all":
-            drafts = Plan(WORKLOAD, kv=KVCache("int4x2"), speculation=Speculation(4, selection=named(name)))
+            drafts = Plan(WORKLOAD, kv=KVCache("int4x2"), speculation=Speculation(4, selection=make_selection(name)))
             assert 0 < known.of(drafts).best < 1
 
 
@@ -202,7 +209,7 @@ def measured(model):
 
 
 def cost(method, **options):
-    return named(method, **options).cost()
+    return make_selection(method, **options).cost()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -236,7 +243,7 @@ def test_of_a_few_tokens_all_may_be_new():
 
 
 def test_saved_plans_of_snapkv_load_with_the_old_name_of_pooling():
-    plan = Plan(WORKLOAD, speculation=Speculation(2, selection=named("snapkv", pooling=5)))
+    plan = Plan(WORKLOAD, speculation=Speculation(2, selection=make_selection("snapkv", pooling=5)))
     saved = plan.to_dict()
     selection = saved["speculation"]["selection"]
     selection["pool"] = selection.pop("pooling")
@@ -248,13 +255,13 @@ NEW_POLICY = """
     from typing import ClassVar
 
     from ridgeplan.roofline.catalog.validation import whole
-    from ridgeplan.roofline.plan.policies.selections import drafting
-    from ridgeplan.roofline.plan.policy import SelectionCost, SparseSelection, named, policy
+    from ridgeplan.roofline.plan.policies.selections import draft_preset
+    from ridgeplan.roofline.plan.policy import SelectionCost, SparseSelection, policy, policy_name
 
 
     @policy
     class Strided(SparseSelection):
-        name: str = named("strided")
+        name: str = policy_name("strided")
         stride: int = whole(1, 64, default=4)
 
         executable: ClassVar[bool] = False
@@ -265,7 +272,7 @@ NEW_POLICY = """
 
         @classmethod
         def presets(cls):
-            return {"strided-drafts": drafting(cls(stride=8), 3)}
+            return {"strided-drafts": draft_preset(cls(stride=8), 3)}
 """
 USE_OF_NEW_POLICY = """
     import sys

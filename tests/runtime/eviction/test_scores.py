@@ -17,8 +17,8 @@ from ridgeplan.roofline.plan.policies.evictions import (
 )
 from ridgeplan.roofline.plan.policy import EVICTIONS
 from ridgeplan.runtime.policies import SCORERS
-from ridgeplan.runtime.policies import eviction as base
-from ridgeplan.runtime.policies.eviction import PromptLayer, largest
+from ridgeplan.runtime.policies import eviction_scorer as base
+from ridgeplan.runtime.policies.eviction_scorer import PromptLayer, largest
 from ridgeplan.runtime.policies.evictions import (
     DapQScorer,
     H2OScorer,

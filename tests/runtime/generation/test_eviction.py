@@ -15,7 +15,7 @@ from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.prefill_layer import causal_attention, plan_attention
 from ridgeplan.runtime.policies import SCORERS
 from ridgeplan.runtime.policies.base import TokenSelector
-from ridgeplan.runtime.policies.eviction import largest
+from ridgeplan.runtime.policies.eviction_scorer import largest
 from ridgeplan.runtime.policies.evictions import DapQScorer, OracleScorer
 
 LENGTHS, BUDGET, NEW = [128, 70, 37], 45, 90

@@ -106,14 +106,14 @@ def chosen(index, row=0, head=0):
 )
 def test_budgets_hold_the_recent_tokens_and_the_sinks(length, options, old, budget):
     policy, _ = made("specattn-weights", [length], **options)
-    assert (policy.old().tolist(), policy.budget().tolist()) == ([old], [budget])
+    assert (policy.old_tokens().tolist(), policy.budget().tolist()) == ([old], [budget])
 
 
 def test_tokens_in_codes_are_old_and_the_rest_is_recent():
     """100 tokens hold 2 groups of 32 as codes and 36 in full precision, which leave 4 of 40."""
     for kv, codes in (("int4x2", "upper"), ("bf16+int4", "upper"), ("int8", "full")):
         policy, _ = made("specattn-weights", [100], kv, codes, ratio=0.4)
-        assert (policy.old().tolist(), policy.budget().tolist()) == ([64], [4])
+        assert (policy.old_tokens().tolist(), policy.budget().tolist()) == ([64], [4])
         metadata = policy.draft_metadata(1)
         assert (metadata.end - metadata.begin).tolist() == [36 + 2]  # with the first draft's token and its own
         assert metadata.groups.tolist() == [2]
@@ -206,7 +206,7 @@ def test_pages_are_ranked_by_their_mean():
     policy.before_drafts()
     index = policy.select(0, torch.zeros(1, 1, 4, 8))
     assert (chosen(index), index.page) == ([0, 1], 16)
-    assert policy.old().tolist() == [64]
+    assert policy.old_tokens().tolist() == [64]
     assert policy.draft_metadata(0).begin.tolist() == [64]
 
 
@@ -310,7 +310,7 @@ def test_bounds_of_a_page_are_those_of_its_keys_when_it_grows_old(kv, codes):
     first = 0 if kv == "int4x2" else 32
     keys = cache.keys[:, :, :, first : first + 32].clone()
     cache.advance(torch.ones(1, dtype=torch.int32))
-    assert policy.old().tolist() == [64]
+    assert policy.old_tokens().tolist() == [64]
     for half in range(2):
         page = keys[:, :, :, 16 * half : 16 * half + 16]
         torch.testing.assert_close(policy.bounds[:, :, :, 2 + half, 0], page.amin(3))
@@ -404,6 +404,6 @@ def test_pages_of_sinks_are_chosen_before_better_ones(sinks: int, chosen: list[i
     selector = SimpleNamespace(selection=SimpleNamespace(sinks=sinks), max_budget=32)
     scores = torch.tensor([[[0.0, 1.0, 2.0, 8.0, 3.0, 9.0]]])
     lengths, k = torch.tensor([6], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    index, count = SparseSelector.best_of(selector, scores, 16, lengths, k)
+    index, count = SparseSelector.top_pages(selector, scores, 16, (lengths, k))
     assert sorted(index[0, 0].tolist()) == chosen
     assert count.tolist() == [[2]]

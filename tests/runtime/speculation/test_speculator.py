@@ -8,7 +8,7 @@ import torch
 from ridgeplan import runtime
 from ridgeplan.kernels.sampling.reference import VerifyResult
 from ridgeplan.runtime.sampling import SamplingParams, all_finite
-from ridgeplan.runtime.speculation.speculator import DRAFT, FIRST, VERIFY, RowResult, Verification
+from ridgeplan.runtime.speculation.speculator import DRAFT, FIRST, VERIFY, RowResult, VerifiedRound
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_rows_keep_what_was_accepted_and_the_next_token_waits(speculator):
     tokens = torch.tensor([[11, 12, 13], [21, 22, 23], [31, 32, 33]])
     counts = torch.tensor([[2, 1, 2], [3, 2, 2], [1, 0, 1]])
     verified = VerifyResult(tokens, *counts.t())
-    verification = Verification(verified, finite=torch.tensor([True, False, True]))
+    verification = VerifiedRound(verified, finite=torch.tensor([True, False, True]))
     pending, figures = speculator.keep(torch.tensor([1, 2, 3]), verification, speculator.cache.active())
     assert speculator.cache.lengths.tolist() == [52, 63, 70]
     assert pending.tolist() == [12, 23, 3]  # a row that is not active keeps its own

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import PlanError
 from ridgeplan.validate.prompts import PromptError
 from ridgeplan.validate.studies.dapq import (
@@ -108,7 +107,7 @@ def test_a_summary_has_means_and_deviations_over_passages():
 def test_a_study_of_a_tiny_model(tiny_folder, long_text):
     sizes = DapqSizes(context=512, response=32, passages=2)
     seen = []
-    report = study(str(tiny_folder), load_shape(str(tiny_folder)), long_text, sizes, "cpu", lambda *w: seen.append(w))
+    report = study(str(tiny_folder), long_text, sizes, "cpu", lambda *w: seen.append(w))
     assert [done for _, done, _ in seen] == [0, 1]
     figure = report[0]
     assert figure["offset", 0] == pytest.approx(1, abs=1e-5)
@@ -148,4 +147,4 @@ def test_sizes_out_of_range_are_refused(sizes, message):
 
 def test_a_text_that_is_too_short_is_refused(tiny_folder):
     with pytest.raises(PromptError, match="needed: 659"):
-        study(str(tiny_folder), load_shape(str(tiny_folder)), "short " * 20, DapqSizes(512), "cpu")
+        study(str(tiny_folder), "short " * 20, DapqSizes(512), "cpu")

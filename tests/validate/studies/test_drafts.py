@@ -15,9 +15,10 @@ from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.studies import drafts as drafts_module
 from ridgeplan.validate.studies.drafts import (
     GAMMA,
-    DraftAcceptance,
+    RoundCounts,
     SavedStudy,
     StudyDraft,
+    StudyRow,
     acceptance_rows,
     drafts_of,
     study,
@@ -67,7 +68,7 @@ def test_fewer_tokens_agree_less(agreement_of):
 
 
 def test_tokens_of_a_round_are_one_and_each_draft_whose_predecessors_are_accepted():
-    measured = DraftAcceptance(StudyDraft("quest", 0.1, "bf16"), 100, 3, (0.5, 0.8))
+    measured = StudyRow.of(StudyDraft("quest", 0.1, "bf16"), 100, RoundCounts(3, (3, 3), (1.5, 2.4)))
     assert measured.mean == pytest.approx(0.65)
     assert measured.tokens_per_round == pytest.approx(1 + 0.5 + 0.5 * 0.8)
 
@@ -136,7 +137,8 @@ def test_sampled_rounds_count_drafts_up_to_the_first_rejected_one(real_rounds):
     for row in real_rounds["sampled"].values():
         assert row.verified[0] == row.rounds
         assert all(later <= earlier for earlier, later in pairwise(row.verified))
-        assert row.tokens_per_round == row.tokens / row.rounds
+        tokens = row.tokens_per_round * row.rounds
+        assert tokens == pytest.approx(round(tokens))
         assert row.mean == pytest.approx(
             sum(a * n for a, n in zip(row.by_position, row.verified, strict=True)) / sum(row.verified)
         )
@@ -150,7 +152,8 @@ def test_greedy_rounds_accept_a_draft_or_not(real_rounds):
     for row in real_rounds["greedy"].values():
         accepted = [share * count for share, count in zip(row.by_position, row.verified, strict=True)]
         assert accepted == pytest.approx([round(count) for count in accepted])
-        assert row.tokens == row.rounds + round(sum(accepted))  # the next token is the target's own
+        tokens = row.rounds + round(sum(accepted))
+        assert row.tokens_per_round == pytest.approx(tokens / row.rounds)  # the next token is the target's own
         assert list(row.verified[1:]) == [round(count) for count in accepted[: len(row.verified) - 1]]
 
 
@@ -166,7 +169,7 @@ def test_an_engine_that_generates_has_the_rounds_of_the_study(tiny_folder):
     prompt = prompt_batch(engine.tokenizer, CONTEXT, 1, TEXT)
     rounds = [len(gained[0]) for gained in engine.stream_batch(prompt, 64)]
     counted = rounds[2:-1]  # without the token of prefill, the first round and the last
-    assert (row.rounds, row.tokens) == (len(counted), sum(counted))
+    assert (row.rounds, row.tokens_per_round) == (len(counted), sum(counted) / len(counted))
 
 
 def test_hindsight_is_left_out_of_real_rounds(tiny_folder):
@@ -188,8 +191,9 @@ def test_files_of_all_accepted_drafts_stay_readable_and_are_not_resumed_by_real_
 
 
 def test_real_rounds_make_rows_of_positions_with_enough_drafts():
-    draft = DraftAcceptance(StudyDraft("quest", 0.1, "bf16"), 100, 90, (0.5, 0.8, 0.9), (90, 40, 31), 200)
-    saved = SavedStudy("SmolLM2-135M", 64, "", "sampled", text="novel").with_row(draft)
+    counts = RoundCounts(90, (90, 40, 31), (45.0, 32.0, 27.9), 200)
+    row = StudyRow.of(StudyDraft("quest", 0.1, "bf16"), 100, counts)
+    saved = SavedStudy("SmolLM2-135M", 64, "", "sampled", text="novel").with_row(row)
     rows = acceptance_rows(saved, load_shape("SmolLM2-135M"), "")
     assert [(row.position, row.acceptance, row.tokens) for row in rows] == [(1, 0.5, 90), (2, 0.8, 40)]
     greedy = replace(saved, verification="greedy")

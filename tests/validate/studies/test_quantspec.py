@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Plan, PlanError, Workload
 from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.runtime import load
@@ -58,7 +57,7 @@ def test_the_papers_axes_are_what_the_runtime_stores(tiny_folder, ids):
 
 def test_a_study_of_a_tiny_model(tiny_folder, long_text):
     sizes, seen = QuantSpecSizes(context=96, tokens=8, passages=2, group=GROUP), []
-    rows = study(str(tiny_folder), load_shape(str(tiny_folder)), long_text, sizes, "cpu", lambda *w: seen.append(w))
+    rows = study(str(tiny_folder), long_text, sizes, "cpu", lambda *w: seen.append(w))
     assert [(row.keys, row.values, row.bits) for row in rows] == CASES
     assert [done for _, done, _ in seen] == [0, 1]
     plain = rows[0].perplexity

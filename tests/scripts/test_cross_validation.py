@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from ridgeplan.planner.acceptance.cross_validation import (
+from cross_validation import (
     HeldOut,
     conformal_bands,
     context_group,
     leave_out,
     model_group,
 )
+
 from ridgeplan.planner.acceptance.regression import saved_bands
 from ridgeplan.planner.acceptance.rows import AcceptanceRow, shipped_rows
 
