@@ -24,6 +24,7 @@ from ridgeplan.dashboards.rows import Row, grouped
 from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.planner.queries.maps import PlanMap
 from ridgeplan.planner.queries.sweep import GridSweep, SweepPoint
+from ridgeplan.planner.traffic.serving import ServingCapacity
 
 # Forbids the browser to load anything, whatever the texts of a report contain.
 POLICY = (
@@ -78,6 +79,14 @@ def sweep_page(sweep: GridSweep) -> str:
         parts += [] if point.plans is None else [figure_html(tpot_map(point, point.plans))]
         parts.append(table(SHOWN, [[_shown(row[name]) for name in SHOWN] for row in point.rows()]))
     return html_page("ridgeplan sweep", parts)
+
+
+def capacity_page(result: ServingCapacity, figure: go.Figure) -> str:
+    """The figure of simulated traffic and its rows."""
+    rows, notes = result.table(), "".join(f"<li>{escape(note)}</li>" for note in result.notes)
+    body = table(list(rows[0]), [[_shown(value) for value in row.values()] for row in rows])
+    head = f"<h1>Serving capacity</h1><p>{escape(result.summary())}</p><ul>{notes}</ul>"
+    return html_page("ridgeplan capacity", [head, figure_html(figure), body])
 
 
 def tpot_map(point: SweepPoint, plan_map: PlanMap) -> go.Figure:

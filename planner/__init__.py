@@ -15,11 +15,12 @@ from ridgeplan.planner.question import SearchOptions
 from ridgeplan.planner.recommend import recommend
 from ridgeplan.planner.recommendation import Recommendation
 from ridgeplan.planner.resolution import resolve, workload_for
+from ridgeplan.planner.traffic.serving import Traffic, serving_capacity
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 
 __all__ = [
     "PRESETS", "NothingFits", "Plan", "PlanError", "PlanEstimate", "Prediction", "Recommendation", "SearchOptions",
-    "Workload", "best_gamma", "compare", "estimate", "fit", "grid_sweep", "predict", "preset", "recommend", "resolve",
-    "serving_cost", "sweep", "thresholds", "workload_for",
+    "Traffic", "Workload", "best_gamma", "compare", "estimate", "fit", "grid_sweep", "predict", "preset",
+    "recommend", "resolve", "serving_capacity", "serving_cost", "sweep", "thresholds", "workload_for",
 ]  # fmt: skip

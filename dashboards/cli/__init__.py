@@ -22,6 +22,7 @@ SECTIONS = {
         "compare": ("compare:compare", "Compare GPUs, presets, models and plans."),
         "sweep": ("sweep:sweep", "Find the best plan at every point of a grid."),
         "cost": ("compare:cost", "Price a million tokens within latency limits."),
+        "capacity": ("capacity:capacity", "Simulate requests, and find the GPUs that their rate needs."),
         "gamma": ("sweep:gamma", "Find the best number of drafts per round."),
         "export": ("export:export_plan", "Write a plan as the serve command of vLLM or SGLang."),
         "explain": ("estimate:explain", "Explain a plan's time and memory, or a term."),

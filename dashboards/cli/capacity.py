@@ -1,0 +1,136 @@
+"""`ridgeplan capacity`: simulated traffic on one or more GPUs, and the GPUs that a rate of requests needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ridgeplan.dashboards.cli import options as opt
+from ridgeplan.dashboards.cli.groups import command
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.table_file import PNG_HEIGHT, write_table
+from ridgeplan.dashboards.files import write_atomically
+from ridgeplan.planner import SearchOptions
+from ridgeplan.planner.queries.cost import LatencyLimits
+from ridgeplan.planner.traffic.requests import LENGTHS, parse_lengths, parse_rates
+from ridgeplan.planner.traffic.serving import DEFAULT_PRESET, LoadRow, ServingCapacity, Traffic, serving_capacity
+
+LENGTH, RATES = opt.Quantity("lengths", parse_lengths), opt.Quantity("rates", parse_rates)
+FIGURES = (".png", ".html")
+BACKENDS = ("vllm", "sglang", "ridgeplan")
+COLUMNS = ("rate", "GPUs", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "tok/s/GPU", "goodput", "KV", "")
+
+
+@command()
+@click.argument("model")
+@opt.gpu
+@click.option("--rate", "rates", type=RATES, default=(), help="Requests per second: 4/s, 240/min, or several: 1,2,4/s.")
+@click.option(*opt.CTX, "isl", type=LENGTH, default="8k", help=f"Prompt lengths: {LENGTHS}.")
+@click.option(*opt.NEW_TOKENS, "osl", type=LENGTH, default="512", help="Output lengths, in the same way.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), metavar="FILE",
+    help="Requests of a trace instead, at its own rate without --rate: Azure's .csv or Mooncake's .jsonl.",
+)  # fmt: skip
+@click.option("--ttft-p99", type=opt.TIME, help="Limit on the 99th percentile of TTFT, such as 2s.")
+@click.option("--tpot-p99", type=opt.TIME, help="Limit on the 99th percentile of TPOT, such as 30ms.")
+@click.option("--replicas", type=int, help="GPUs, each with the whole model.  [default: the fewest within the limits]")
+@click.option("--backend", type=click.Choice(BACKENDS), default="vllm", help="Engine whose steps are simulated.")
+@click.option("--preset", default=DEFAULT_PRESET, help="The plan that every GPU runs.")
+@click.option("--gamma", type=int, help="Drafts per round.  [default: the preset's fastest at batch 1]")
+@click.option("--price", type=float, help="Dollars per GPU-hour.")
+@click.option("--requests", type=int, default=Traffic.requests, help="Requests to simulate at each rate.")
+@click.option("--seed", type=int, default=Traffic.seed, help="Seed of arrivals, lengths and acceptance.")
+@click.option(
+    "--burstiness", type=float, default=Traffic.burstiness,
+    help="Shape of the gamma distribution of gaps between arrivals: 1 is a Poisson process, less is burstier.",
+)  # fmt: skip
+@click.option("--prefix-share", type=float, default=Traffic.prefix_share, help="Share of prompts in the prefix cache.")
+@click.option(
+    "--max-num-batched-tokens", "batched_tokens", type=opt.POSITIVE_TOKENS, help="Tokens of a step.  [default: vLLM's]"
+)
+@click.option("--max-num-seqs", type=int, help="Sequences that run together.  [default: vLLM's, or 256]")
+@opt.engine_profile
+@opt.memory_utilization
+@opt.memory_limit
+@opt.profile_file
+@opt.acceptance_file
+@click.option("-o", "--output", type=opt.TableFile((*opt.TABLE_SUFFIXES, ".html")),
+              help="Write the table or its figure to this file: .csv, .md, .json, .png, .html.")  # fmt: skip
+@opt.as_json
+def capacity(
+    model: str, gpu: str, rates: Sequence[float], isl: Any, osl: Any, trace: Path | None, ttft_p99: float | None,
+    tpot_p99: float | None, replicas: int | None, preset: str, gamma: int | None, price: float | None,
+    requests: int, seed: int, burstiness: float, prefix_share: float, batched_tokens: int | None,
+    max_num_seqs: int | None, output: Path | None, as_json: bool, **search: Any,
+) -> None:  # fmt: skip
+    """Simulate requests to MODEL that arrive over time, and find how many GPUs they need.
+
+    Every step of continuous batching is simulated: chunked prefill beside decodes, KV blocks, preemption, prefix cache
+    and speculation. Step times are the predictions of the other commands. TTFT includes queueing; TPOT is the mean of a
+    request. GPUs take requests in turn.
+
+    Examples:
+      ridgeplan capacity Llama-3.1-8B --gpu h200 --rate 4/s --isl lognormal:8k --ttft-p99 2s --tpot-p99 30ms
+      ridgeplan capacity Llama-3.1-8B --gpu h200 --rate 0.5,1,2/s --replicas 1 --price 2.5 -o load.html
+      ridgeplan capacity Llama-3.1-8B --gpu h100 --trace conversation.jsonl --requests 5000 --replicas 4
+    """
+    traffic = Traffic(
+        requests=requests, seed=seed, burstiness=burstiness, prefix_share=prefix_share, batched_tokens=batched_tokens,
+        max_num_seqs=max_num_seqs, replicas=replicas,
+    )  # fmt: skip
+    result = serving_capacity(
+        model, gpu, rates, isl=isl, osl=osl, trace=trace, traffic=traffic, limits=LatencyLimits(ttft_p99, tpot_p99),
+        preset=preset, gamma=gamma, price=price, options=SearchOptions(**search),
+    )  # fmt: skip
+    _write(output, result)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        _print(result)
+
+
+def _write(output: Path | None, result: ServingCapacity) -> None:
+    """Writes the table, or the figure as an image or a page."""
+    if output is None or output.suffix not in FIGURES:
+        write_table(output, result, result.to_dict())
+        return
+    from ridgeplan.dashboards.charts.traffic import capacity_figure  # imports plotly
+
+    figure = capacity_figure(result).update_layout(height=PNG_HEIGHT)
+    if output.suffix == ".png":
+        from ridgeplan.dashboards.figures.paper_figure import write_pngs
+
+        write_pngs({output: figure})
+    else:
+        from ridgeplan.dashboards.html_pages import capacity_page
+
+        write_atomically(output, capacity_page(result, figure))
+
+
+def _print(result: ServingCapacity) -> None:
+    echo(f"{result.model} on {result.gpu}, {result.plan}, by {result.backend}; KV cache of {result.kv_tokens:,} tokens")
+    echo(f"prompts {result.prompts}, outputs {result.outputs}; {result.traffic.requests} requests per rate")
+    print_notes(result.notes)
+    print_table("Load (ms; output tokens/s of a GPU; goodput in requests/s within the limits)", COLUMNS,
+                map(_cells, result.rows))  # fmt: skip
+    for row in result.rows:
+        if row.dollars_per_million_prompt is not None:
+            prices = row.dollars_per_million_prompt, row.dollars_per_million_output or 0.0
+            echo(
+                "{:g}/s: ${:.3g} per million prompt tokens, ${:.3g} per million output tokens".format(row.rate, *prices)
+            )
+
+
+def _cells(row: LoadRow) -> tuple[str, ...]:
+    """The cells under `COLUMNS`."""
+    times = (row.ttft_p50_ms, row.ttft_p90_ms, row.ttft_p99_ms, row.tpot_p50_ms, row.tpot_p90_ms, row.tpot_p99_ms)
+    remarks = [f"misses {', '.join(row.misses)}"] if row.misses else []
+    remarks += [f"{row.preemptions} preemptions"] if row.preemptions else []
+    remarks += [f"{row.cached_share:.0%} cached"] if row.cached_share else []
+    return (
+        f"{row.rate:g}/s", str(row.replicas), *map(number, times), number(row.output_tokens_per_s_per_gpu),
+        number(row.goodput_per_s), f"{row.kv_mean:.0%}", "; ".join(remarks),
+    )  # fmt: skip

@@ -1,0 +1,361 @@
+"""Serving capacity: latency percentiles, goodput, cost and the GPUs that a rate of requests needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.feasibility import NothingFits
+from ridgeplan.planner.quantities import time_text
+from ridgeplan.planner.queries.cost import HOUR_S, LatencyLimits
+from ridgeplan.planner.question import Question, SearchOptions, ask
+from ridgeplan.planner.render.tables import Lines, Table
+from ridgeplan.planner.search import best_of_preset
+from ridgeplan.planner.traffic.requests import Lengths, Requests, generate_requests, parse_lengths
+from ridgeplan.planner.traffic.simulate import Served, Server, simulate
+from ridgeplan.planner.traffic.step_times import Replica
+from ridgeplan.planner.traffic.traces import read_trace
+from ridgeplan.roofline.catalog.validation import Checked, number, whole
+from ridgeplan.roofline.engine import PAGE_TOKENS
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, PlanError, require
+
+PERCENTILES = (50, 90, 99)
+MAX_REPLICAS, MAX_REQUESTS = 4096, 5_000_000
+DEFAULT_PRESET = "autoregressive"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic(Checked):
+    """What arrives and how replicas schedule it. Raises PlanError for values that are not allowed.
+
+    requests: simulated at every rate. burstiness: shape of the gamma distribution of the gaps between arrivals; 1 is a
+    Poisson process, and less is burstier, as in `vllm bench serve`. prefix_share: of every prompt, found in the prefix
+    cache. batched_tokens, max_num_seqs: of the scheduler; None for the backend's defaults. replicas: None to search.
+    """
+
+    error = PlanError
+    requests: int = whole(1, MAX_REQUESTS, default=10_000)
+    seed: int = whole(0, 2**32 - 1, default=0)
+    burstiness: float = number(0.01, 100, default=1.0)
+    prefix_share: float = number(0, 1, default=0.0)
+    batched_tokens: int | None = whole(1, MAX_TOKENS, default=None)
+    max_num_seqs: int | None = whole(1, 4096, default=None)
+    replicas: int | None = whole(1, MAX_REPLICAS, default=None)
+
+
+@dataclass(frozen=True)
+class LoadRow:
+    """One rate of requests and what its replicas reach.
+
+    rate: requests per second, of all replicas. Times are percentiles over the requests: TTFT includes queueing, TPOT is
+    the mean time between a request's tokens. goodput: requests per second within both limits. busy: share of the time
+    in which a replica runs steps. kv_mean, kv_peak: shares of the KV cache held. rejected: requests that no KV cache
+    of a replica holds. dollars: of a million prompt tokens and of a million output tokens, by the time of steps that
+    each takes.
+    """
+
+    rate: float
+    replicas: int
+    ttft_p50_ms: float
+    ttft_p90_ms: float
+    ttft_p99_ms: float
+    tpot_p50_ms: float
+    tpot_p90_ms: float
+    tpot_p99_ms: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    output_tokens_per_s_per_gpu: float
+    prompt_tokens_per_s: float
+    goodput_per_s: float
+    busy: float
+    kv_mean: float
+    kv_peak: float
+    cached_share: float
+    preemptions: int
+    rejected: int
+    misses: tuple[str, ...]
+    dollars_per_million_prompt: float | None
+    dollars_per_million_output: float | None
+
+    @property
+    def meets(self) -> bool:
+        """Whether the 99th percentiles are within the limits, and no request is rejected."""
+        return not self.misses
+
+
+@dataclass(frozen=True, repr=False)
+class ServingCapacity(Table):
+    """Rows by rate, the limits that they were held to, the requests' mean lengths, and caveats."""
+
+    model: str
+    gpu: str
+    backend: str
+    plan: str
+    limits: LatencyLimits
+    traffic: Traffic
+    prompts: str
+    outputs: str
+    rows: tuple[LoadRow, ...]
+    kv_tokens: int
+    notes: tuple[str, ...] = ()
+
+    chart = Lines(("rate",), "ttft_p99_ms", "99th percentile of TTFT, ms")
+
+    def summary(self) -> str:
+        """The GPUs of every rate in one line."""
+        needed = ", ".join(f"{row.rate:g}/s: {row.replicas}" for row in self.rows)
+        return f"{self.model} on {self.gpu} with {self.plan}; GPUs by rate: {needed}"
+
+    def table(self) -> list[dict[str, Any]]:
+        """A flat row per rate."""
+        return [asdict(row) | {"misses": ", ".join(row.misses), "meets": row.meets} for row in self.rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        rows = [asdict(row) | {"misses": list(row.misses), "meets": row.meets} for row in self.rows]
+        return {
+            "model": self.model, "gpu": self.gpu, "backend": self.backend, "plan": self.plan,
+            "prompts": self.prompts, "outputs": self.outputs, "limits": asdict(self.limits),
+            "traffic": asdict(self.traffic), "kv_tokens": self.kv_tokens, "rows": rows, "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def serving_capacity(
+    model: str,
+    gpu: str,
+    rates: Sequence[float] = (),
+    *,
+    isl: Lengths | str = "8k",
+    osl: Lengths | str = "512",
+    trace: Path | None = None,
+    traffic: Traffic | None = None,
+    limits: LatencyLimits | None = None,
+    preset: str = DEFAULT_PRESET,
+    gamma: int | None = None,
+    price: float | None = None,
+    options: SearchOptions | None = None,
+    **changes: Any,
+) -> ServingCapacity:
+    """Simulates requests at each rate, on as many GPUs as meet the limits, or on `traffic.replicas` of them.
+
+    isl, osl: lengths of prompts and outputs, as `parse_lengths` reads them. trace: a file of requests instead, at its
+    own rate or compressed to each of `rates`. preset, gamma: the plan that every replica runs. price: dollars per
+    GPU-hour. Options and errors are those of `recommend`; also BadTrace, and NothingFits where the model does not fit
+    or no number of GPUs meets the limits.
+    """
+    require(bool(rates) or trace is not None, "there is no rate; allowed: a rate of requests, or a trace")
+    require(price is None or 0 < price < 1e6, f"the price is {price}; allowed: dollars per GPU-hour above 0")
+    traffic, limits = traffic or Traffic(), limits or LatencyLimits()
+    prompts, outputs = (parse_lengths(each) if isinstance(each, str) else each for each in (isl, osl))
+    recorded = read_trace(trace, traffic.requests) if trace else None
+    context = int(prompts.mean if recorded is None else max(recorded.prompt_tokens.mean(), 1))
+    new_tokens = int(outputs.mean if recorded is None else max(recorded.output_tokens.mean(), 1))
+    chosen = SearchOptions.of(options, changes)
+    question = ask(model, gpu, context, replace(chosen, new_tokens=new_tokens)).as_executed
+    require(
+        question.engine is not None or not (traffic.prefix_share or (recorded and recorded.hash_ids)),
+        "this package's runtime has no prefix cache; allowed: --backend vllm, or no shared prefixes",
+    )
+    study = _Study(question, recorded, prompts, outputs, traffic, limits, preset, gamma, price)
+    rows = [study.row(rate) for rate in rates] if rates else [study.row(None)]
+    sizes = (prompts.text, outputs.text) if recorded is None else (_mean_text(recorded.prompt_tokens),
+                                                                   _mean_text(recorded.output_tokens))  # fmt: skip
+    return ServingCapacity(
+        question.shape.name, question.profile.hardware.name, str(chosen.backend), study.plan_name, limits, traffic,
+        *sizes, tuple(rows), int(study.server.kv_tokens), tuple(study.notes(rows)),
+    )  # fmt: skip
+
+
+def _mean_text(tokens: np.ndarray) -> str:
+    return f"{tokens.mean():.0f} on average, up to {tokens.max()}"
+
+
+@dataclass(frozen=True)
+class _Study:
+    """The simulations of one question."""
+
+    question: Question
+    recorded: Requests | None
+    prompts: Lengths
+    outputs: Lengths
+    traffic: Traffic
+    limits: LatencyLimits
+    preset: str
+    gamma: int | None
+    price: float | None
+
+    @cached_property
+    def replica(self) -> Replica:
+        """The plan on one GPU, at the fastest or the given gamma."""
+        question = self.question
+        plan = best_of_preset(self.preset, question).plan
+        if self.gamma is not None:
+            require(plan.speculation.active, f"gamma is {self.gamma}; allowed: none, as {self.preset} drafts nothing")
+            plan = replace(plan, speculation=replace(plan.speculation, gamma=self.gamma))
+        model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
+        return Replica(plan, question, self.max_tokens, model.of(plan).best if plan.speculation.active else 1.0)
+
+    @property
+    def plan_name(self) -> str:
+        """The preset, with its gamma where it drafts."""
+        speculation = self.replica.plan.speculation
+        return f"{self.preset}, gamma {speculation.gamma}" if speculation.active else self.preset
+
+    @cached_property
+    def server(self) -> Server:
+        """A replica's server."""
+        return self.replica.server(self.traffic.batched_tokens, self.traffic.max_num_seqs)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence: the model's limit, or that of constant lengths or of the trace."""
+        limit = self.question.shape.max_context
+        if self.recorded is not None:
+            return int((self.recorded.prompt_tokens + self.recorded.output_tokens).max())
+        fixed = int(self.prompts.mean + self.outputs.mean)
+        return max(fixed, limit if self.prompts.variation or self.outputs.variation else 0)
+
+    def requests(self, rate: float | None) -> Requests:
+        """The requests of a rate, the same for every number of replicas: seeds depend on nothing else."""
+        rng, traffic = np.random.default_rng(self.traffic.seed), self.traffic
+        if self.recorded is not None:
+            requests = self.recorded if rate is None else self.recorded.at_rate(rate)
+        else:
+            require(rate is not None, "there is no rate")
+            lengths = self.prompts, self.outputs
+            requests = generate_requests(
+                rate or 1.0, traffic.requests, *lengths, self.max_tokens, traffic.burstiness, rng
+            )
+        if traffic.prefix_share:
+            requests = requests.with_prefix_share(traffic.prefix_share, PAGE_TOKENS)
+        return requests.with_drafts(self.replica.plan.speculation.gamma, self.replica.acceptance, rng)
+
+    def row(self, rate: float | None) -> LoadRow:
+        """The row of a rate, with as few replicas as meet the limits. Raises NothingFits where no number does."""
+        every = self.requests(rate)
+        fits = self.server.fits(every)
+        requests, rejected = every.selected(fits), int((~fits).sum())
+        if not len(requests):
+            raise NothingFits(f"no request fits the KV cache of {int(self.server.kv_tokens)} tokens")
+        offered = every.rate if rate is None else rate
+        if self.traffic.replicas is not None:
+            return self._on(self.traffic.replicas, requests, offered, rejected)
+        if self.limits == LatencyLimits():
+            return self._on(1, requests, offered, rejected)
+        self._require_possible(requests)
+        return self._smallest(requests, offered, rejected)
+
+    def _smallest(self, requests: Requests, rate: float, rejected: int) -> LoadRow:
+        """The row with the fewest replicas that meet the limits, by doubling and then by halving the interval."""
+        too_few, enough = 0, 1
+        while _missed(row := self._on(enough, requests, rate, rejected)):
+            too_few, enough = enough, 2 * enough
+            if too_few >= min(MAX_REPLICAS, len(requests)):
+                raise NothingFits(
+                    f"{too_few} GPUs miss {' and '.join(_missed(row))} at {rate:g}/s; allowed: looser limits, a faster "
+                    "GPU or another --preset"
+                )
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            candidate = self._on(middle, requests, rate, rejected)
+            too_few, enough, row = (middle, enough, row) if _missed(candidate) else (too_few, middle, candidate)
+        return row
+
+    def _require_possible(self, requests: Requests) -> None:
+        """Raises NothingFits where a request that is alone on a GPU misses a limit."""
+        sample = requests.selected(slice(0, 1000))
+        spaced = replace(sample, arrival_s=np.arange(len(sample)) * 1e6)
+        alone = _latencies(spaced, simulate(spaced, self.server))
+        for name, seconds, limit in zip(("TTFT", "TPOT"), alone, (self.limits.ttft_s, self.limits.tpot_s), strict=True):
+            reached = float(np.percentile(seconds, 99)) if len(seconds) else 0.0
+            if limit is not None and reached > limit:
+                raise NothingFits(
+                    f"the 99th percentile of {name} is {time_text(1e3 * reached)} even without load; allowed: a limit "
+                    f"above that, not {time_text(1e3 * limit)}"
+                )
+
+    def _on(self, replicas: int, requests: Requests, rate: float, rejected: int) -> LoadRow:
+        """Serves the requests on replicas that take turns."""
+        replicas_used = min(replicas, len(requests))
+        parts = [requests.selected(slice(first, None, replicas)) for first in range(replicas_used)]
+        served = [simulate(part, self.server) for part in parts]
+        latencies = [_latencies(part, result) for part, result in zip(parts, served, strict=True)]
+        ttft_s, tpot_s = (np.concatenate(column) for column in zip(*latencies, strict=True))
+        within = sum(_within(part, result, self.limits) for part, result in zip(parts, served, strict=True))
+        end_s = max(result.end_s for result in served)
+        span_s = end_s - float(requests.arrival_s[0])
+        prompt_s, decode_s = (sum(getattr(result, name) for result in served) for name in ("prompt_s", "decode_s"))
+        tokens, outputs = int(requests.prompt_tokens.sum()), int(requests.output_tokens.sum())
+        times = {
+            f"{name}_p{percentile}_ms": 1e3 * float(np.percentile(seconds, percentile)) if len(seconds) else 0.0
+            for name, seconds in (("ttft", ttft_s), ("tpot", tpot_s))
+            for percentile in PERCENTILES
+        }
+        reached = {
+            "TTFT": (times["ttft_p99_ms"], self.limits.ttft_s),
+            "TPOT": (times["tpot_p99_ms"], self.limits.tpot_s),
+        }
+        misses = [name for name, (ms, limit) in reached.items() if limit is not None and ms > 1e3 * limit]
+        spent = None if self.price is None else self.price / HOUR_S * replicas * span_s
+        share = prompt_s / (prompt_s + decode_s)
+        return LoadRow(
+            rate=rate,
+            replicas=replicas,
+            **times,
+            requests_per_s=len(requests) / span_s,
+            output_tokens_per_s=outputs / span_s,
+            output_tokens_per_s_per_gpu=outputs / span_s / replicas,
+            prompt_tokens_per_s=tokens / span_s,
+            goodput_per_s=within / span_s,
+            busy=(prompt_s + decode_s) / (span_s * replicas),
+            kv_mean=sum(result.kv_token_s for result in served) / (span_s * replicas * self.server.kv_tokens),
+            kv_peak=max(result.kv_peak_tokens for result in served) / self.server.kv_tokens,
+            cached_share=sum(result.cached_tokens for result in served) / tokens,
+            preemptions=sum(result.preemptions for result in served),
+            rejected=rejected,
+            misses=(*misses, *(("rejected",) if rejected else ())),
+            dollars_per_million_prompt=None if spent is None else 1e6 * spent * share / tokens,
+            dollars_per_million_output=None if spent is None else 1e6 * spent * (1 - share) / outputs,
+        )
+
+    def notes(self, rows: Sequence[LoadRow]) -> Iterator[str]:
+        """Caveats of the predictions and of the simulation."""
+        yield from self.question.notes()
+        yield from self.question.limit_notes()
+        if self.question.engine is None:
+            yield "this package's runtime serves fixed batches: a server that adds requests between rounds is assumed"
+        else:
+            yield "mixed steps of prompts and decodes are predicted from their parts, and not measured"
+        if rejected := max(row.rejected for row in rows):
+            yield f"{rejected} requests are longer than the KV cache of {int(self.server.kv_tokens)} tokens: rejected"
+        if any(row.requests_per_s < 0.9 * row.rate for row in rows):
+            yield "where fewer requests are served than arrive, queues grow with the number of requests simulated"
+
+
+def _missed(row: LoadRow) -> tuple[str, ...]:
+    """The limits that a row misses and that more replicas may meet."""
+    return tuple(name for name in row.misses if name != "rejected")
+
+
+def _latencies(requests: Requests, served: Served) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds to the first token of each request, and per output token of those with two or more."""
+    several = requests.output_tokens > 1
+    decoding_s = (served.finish_s - served.first_s)[several]
+    return served.first_s - requests.arrival_s, decoding_s / (requests.output_tokens[several] - 1)
+
+
+def _within(requests: Requests, served: Served, limits: LatencyLimits) -> int:
+    """How many requests meet both limits themselves."""
+    ttft_s = served.first_s - requests.arrival_s
+    tpot_s = (served.finish_s - served.first_s) / np.maximum(requests.output_tokens - 1, 1)
+    bounds = (math.inf if limit is None else limit for limit in (limits.ttft_s, limits.tpot_s))
+    return int(
+        np.logical_and(*(seconds <= bound for seconds, bound in zip((ttft_s, tpot_s), bounds, strict=True))).sum()
+    )

@@ -1,0 +1,310 @@
+"""Continuous batching, step by step, of the requests that one replica serves.
+
+The scheduler is vLLM's (V1, first come first served). A step decodes every sequence whose prompt is done, and gives
+what remains of its token budget to prompts, in chunks. A request is admitted when the blocks of its whole prompt are
+free. When sequences grow beyond the KV cache, the latest admitted one is preempted: it returns to the head of the
+queue, and its prompt and output so far are computed again.
+
+Between two events the batch does not change, so that all steps until the next event are simulated at once, at the time
+of the middle one. Events are arrivals, ends of prompts and of outputs, and a full KV cache. A run of steps also ends
+when contexts have grown by `1 / GROWTH_DIVISOR`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Protocol
+
+import numpy as np
+
+from ridgeplan.planner.traffic.prefix_cache import PrefixCache
+from ridgeplan.planner.traffic.requests import Requests
+
+GROWTH_DIVISOR, MIN_RUN_STEPS = 32, 32
+Chunk = tuple[int, int]  # tokens of a prompt in a step, and its tokens before them
+
+
+class StepTimes(Protocol):
+    """Seconds of steps of `batch` sequences that hold `tokens` tokens together."""
+
+    def decode_s(self, batch: int, tokens: float) -> float:
+        """A step that decodes alone; 0 for a batch of 0."""
+
+    def mixed_s(self, batch: int, tokens: float, chunks: Sequence[Chunk]) -> float:
+        """A step that also processes chunks of prompts."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A replica: its step times and its scheduler.
+
+    kv_tokens: that the KV cache holds. sequence_tokens: what a sequence takes of them beside its own tokens, such as
+    the unused part of its last block. batched_tokens: budget of a step. decode_queries: tokens of the budget that a
+    decoding sequence takes. max_chunks: prompts of a step.
+    """
+
+    steps: StepTimes
+    kv_tokens: float
+    sequence_tokens: float
+    batched_tokens: int
+    max_num_seqs: int
+    decode_queries: int = 1
+    max_chunks: int = 1 << 30
+
+    def fits(self, requests: Requests) -> np.ndarray:
+        """Which requests the KV cache can hold until their end, alone: [requests]."""
+        needed = requests.prompt_tokens + requests.output_tokens + self.decode_queries
+        return np.asarray(needed + self.sequence_tokens <= self.kv_tokens)
+
+
+@dataclass(frozen=True)
+class Served:
+    """When requests were served, [requests], and the totals of a replica, up to the last request's end.
+
+    first_s, finish_s: times of the first and of the last token. prompt_s, decode_s: step time by what it is spent on;
+    in a mixed step, decoding takes what it would alone. kv_token_s: the integral of the tokens held.
+    """
+
+    first_s: np.ndarray
+    finish_s: np.ndarray
+    end_s: float
+    prompt_s: float
+    decode_s: float
+    prompt_tokens: int  # processed, those of preempted sequences again
+    cached_tokens: int  # found in the prefix cache
+    decoded_rounds: int
+    emitted_tokens: int
+    preemptions: int
+    kv_token_s: float
+    kv_peak_tokens: float
+    kv_left_tokens: float  # held after the last request, which is 0
+
+
+def simulate(requests: Requests, server: Server) -> Served:
+    """Serves all requests, which must fit the KV cache (`Server.fits`)."""
+    return _Replica(requests, server).run()
+
+
+class _Replica:
+    """The state of one simulation."""
+
+    def __init__(self, requests: Requests, server: Server) -> None:
+        count = len(requests)
+        self.server, self.count = server, count
+        self.arrival_s: list[float] = requests.arrival_s.tolist()
+        self.prompt: list[int] = requests.prompt_tokens.tolist()
+        self.output: list[int] = requests.output_tokens.tolist()
+        self.rounds: list[int] = requests.rounds.tolist()
+        self.cached: list[int] = requests.cached_tokens.tolist()
+        self.cache = PrefixCache(requests.hash_ids, requests.hash_tokens) if requests.hash_ids else None
+        self.first_s, self.finish_s = [math.nan] * count, [math.nan] * count
+        # Of each request: tokens emitted, of the KV cache its own, its end in rounds, and where it began to decode.
+        self.emitted, self.own = [0] * count, [0.0] * count
+        self.end_round, self.start_round = [-1] * count, [0] * count
+        self.start_context, self.tokens_per_round = [0] * count, [0.0] * count
+        self.arrived = 0  # requests that left the queue of arrivals
+        self.returned: deque[int] = deque()  # preempted ones, which come first
+        self.admitted: dict[int, None] = {}  # in the order of admission
+        self.partial: list[int] = []  # a prompt that is not done: request, tokens done, tokens in all
+        self.ends: list[tuple[int, int]] = []  # heap of (end in rounds, request)
+        self.now_s, self.round, self.batch = 0.0, 0, 0
+        self.context = 0.0  # tokens of all decoding sequences
+        self.growth = 0.0  # tokens that they emit in a round
+        self.kv = 0.0  # tokens that the cache holds
+        self.prompt_s = self.decode_s = self.kv_token_s = self.kv_peak = 0.0
+        self.prompt_tokens = self.cached_tokens = self.decoded_rounds = self.preemptions = self.finished = 0
+        self.total_emitted = 0
+
+    def run(self) -> Served:
+        """Simulates until every request is served."""
+        while self.finished < self.count:
+            preempted = False
+            while self.batch and self.kv + self.growth > self.server.kv_tokens:
+                self._preempt()
+                preempted = True
+            chunks = [] if preempted else self._schedule()
+            if chunks:
+                self._mixed_step(chunks)
+            elif self.batch:
+                self._decode_steps()
+            elif not preempted:
+                self.now_s = max(self.now_s, self.arrival_s[self.arrived])
+        return Served(
+            first_s=np.array(self.first_s),
+            finish_s=np.array(self.finish_s),
+            end_s=self.now_s,
+            prompt_s=self.prompt_s,
+            decode_s=self.decode_s,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            decoded_rounds=self.decoded_rounds,
+            emitted_tokens=self.total_emitted,
+            preemptions=self.preemptions,
+            kv_token_s=self.kv_token_s,
+            kv_peak_tokens=self.kv_peak,
+            kv_left_tokens=self.kv,
+        )
+
+    def _schedule(self) -> list[tuple[int, int, int, bool]]:
+        """The prompts of the next step: request, tokens, tokens before them, and whether the prompt is done then."""
+        server, chunks = self.server, []
+        budget = server.batched_tokens - self.batch * server.decode_queries
+        if self.partial and budget > 0:
+            index, done, target = self.partial
+            tokens = min(target - done, budget)
+            budget -= tokens
+            chunks.append((index, tokens, done, done + tokens == target))
+            self.partial = [] if done + tokens == target else [index, done + tokens, target]
+        while budget > 0 and not self.partial and len(chunks) < server.max_chunks:
+            if len(self.admitted) >= server.max_num_seqs:
+                break
+            if self.returned:
+                index = self.returned[0]
+            elif self.arrived < self.count and self.arrival_s[self.arrived] <= self.now_s:
+                index = self.arrived
+            else:
+                break
+            target = self.prompt[index] + self.emitted[index]
+            if not self._admit(index, target):
+                break
+            if self.returned:
+                self.returned.popleft()
+            else:
+                self.arrived += 1
+            done = self.cached[index]
+            self.cached_tokens += done
+            tokens = min(target - done, budget)
+            budget -= tokens
+            chunks.append((index, tokens, done, done + tokens == target))
+            if done + tokens < target:
+                self.partial = [index, done + tokens, target]
+        return chunks
+
+    def _admit(self, index: int, target: int) -> bool:
+        """Takes the KV cache for `target` tokens, or returns False where they do not fit."""
+        room, own, held = self.server.kv_tokens - self.kv - self.growth, target + self.server.sequence_tokens, 0
+        if self.cache is not None:
+            self.cached[index], held = self.cache.match(index, target)
+        if own - held > room:
+            return False
+        taken = own - held
+        if self.cache is not None:
+            own -= self.cache.acquire(index, self.server.kv_tokens - self.kv - taken)
+        self.own[index] = own
+        self.kv += taken
+        self.admitted[index] = None
+        return True
+
+    def _release(self, index: int, grown: float) -> None:
+        """Returns the KV cache of a sequence that has emitted `grown` tokens while it decoded."""
+        del self.admitted[index]
+        self.kv -= self.own[index] + grown
+        if self.cache is not None:
+            self.kv -= self.cache.release(index)
+        if not self.admitted:
+            self.kv = 0.0 if abs(self.kv) < 1e-3 else self.kv  # what rounding of tokens per round has left
+
+    def _preempt(self) -> None:
+        """Returns the latest admitted request to the head of the queue, to be computed again."""
+        index = next(reversed(self.admitted))
+        grown = 0.0
+        if self.partial and self.partial[0] == index:
+            self.partial = []
+        else:
+            grown = self._stop_decoding(index)
+            self.end_round[index] = -1
+            self.emitted[index] += int(grown + 1e-6)
+            self.total_emitted += int(grown + 1e-6)
+        self._release(index, grown)
+        self.returned.appendleft(index)
+        self.preemptions += 1
+
+    def _stop_decoding(self, index: int) -> float:
+        """Takes a sequence out of the batch; returns the tokens that it has emitted while it decoded."""
+        rate = self.tokens_per_round[index]
+        grown = rate * (self.round - self.start_round[index])
+        self.batch -= 1
+        self.context = self.context - self.start_context[index] - grown if self.batch else 0.0
+        self.growth = self.growth - rate if self.batch else 0.0
+        return grown
+
+    def _finish(self, index: int) -> None:
+        self.finish_s[index] = self.now_s
+        self.finished += 1
+
+    def _advance(self, rounds: int, seconds: float) -> None:
+        """All decoding sequences run some rounds; those that are done leave."""
+        self.now_s += seconds
+        self.kv_token_s += seconds * (self.kv + rounds * self.growth / 2)
+        self.round += rounds
+        self.decoded_rounds += rounds * self.batch
+        self.context += rounds * self.growth
+        self.kv += rounds * self.growth
+        if self.kv > self.kv_peak:
+            self.kv_peak = self.kv
+        ends = self.ends
+        while ends and ends[0][0] <= self.round:
+            end, index = heappop(ends)
+            if self.end_round[index] != end:
+                continue  # preempted meanwhile
+            self.end_round[index] = -1
+            self.total_emitted += self.output[index] - self.emitted[index]
+            self._release(index, self._stop_decoding(index))
+            self._finish(index)
+
+    def _mixed_step(self, chunks: list[tuple[int, int, int, bool]]) -> None:
+        """A step that decodes and processes prompts; those that are done emit a token and begin to decode."""
+        sizes = [(tokens, done) for _, tokens, done, _ in chunks]
+        seconds = self.server.steps.mixed_s(self.batch, self.context, sizes)
+        decode_s = self.server.steps.decode_s(self.batch, self.context)
+        self.decode_s += decode_s
+        self.prompt_s += seconds - decode_s
+        self._advance(1, seconds)
+        for index, tokens, done, complete in chunks:
+            self.prompt_tokens += tokens
+            if complete:
+                self._begin_decoding(index, done + tokens)
+
+    def _begin_decoding(self, index: int, context: int) -> None:
+        """The token that ends a prompt; the sequence joins the batch unless that was its last."""
+        if not self.emitted[index]:
+            self.first_s[index] = self.now_s
+        self.emitted[index] += 1
+        self.total_emitted += 1
+        left = self.output[index] - self.emitted[index]
+        if not left:
+            self._release(index, 0.0)
+            self._finish(index)
+            return
+        rate = (self.output[index] - 1) / self.rounds[index]
+        end = self.round + math.ceil(left / rate - 1e-9)
+        self.tokens_per_round[index], self.start_round[index], self.start_context[index] = rate, self.round, context
+        self.end_round[index] = end
+        heappush(self.ends, (end, index))
+        self.batch += 1
+        self.context += context
+        self.growth += rate
+
+    def _decode_steps(self) -> None:
+        """All steps until the next event."""
+        ends, server = self.ends, self.server
+        while self.end_round[ends[0][1]] != ends[0][0]:
+            heappop(ends)
+        steps = ends[0][0] - self.round
+        steps = min(steps, MIN_RUN_STEPS + int(self.context / (GROWTH_DIVISOR * self.growth)))
+        room = server.kv_tokens - self.kv
+        if steps * self.growth > room:
+            steps = max(int(room / self.growth), 1)
+        step_s = server.steps.decode_s(self.batch, self.context + self.growth * (steps - 1) / 2)
+        if self.arrived < self.count and not self.returned and len(self.admitted) < server.max_num_seqs:
+            wait_s = self.arrival_s[self.arrived] - self.now_s
+            if 0 < wait_s < steps * step_s:
+                steps = math.ceil(wait_s / step_s)
+                step_s = server.steps.decode_s(self.batch, self.context + self.growth * (steps - 1) / 2)
+        seconds = steps * step_s
+        self.decode_s += seconds
+        self._advance(steps, seconds)

@@ -1,0 +1,136 @@
+"""Serving capacity: percentiles, replicas, dollars and limits of whole questions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.planner import NothingFits, PlanError
+from ridgeplan.planner.queries.cost import LatencyLimits
+from ridgeplan.planner.traffic.serving import LoadRow, ServingCapacity, Traffic, serving_capacity
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def served(*rates: float, limits: LatencyLimits | None = None, **others: Any) -> ServingCapacity:
+    traffic = {name: others.pop(name) for name in (*Traffic.__dataclass_fields__,) if name in others}
+    options = {"isl": "lognormal:4k", "osl": "128", "backend": "vllm"} | others
+    return serving_capacity(
+        LLAMA, "h200", rates, traffic=Traffic(**{"requests": 800} | traffic), limits=limits, **options
+    )
+
+
+def test_percentiles_and_use_rise_with_the_rate() -> None:
+    rows = served(0.5, 2.0, 4.0, replicas=1).rows
+    for name in ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms", "kv_mean", "busy"):
+        figures = [getattr(row, name) for row in rows]
+        assert figures == sorted(set(figures)), name
+    for row in rows:
+        assert row.ttft_p50_ms <= row.ttft_p90_ms <= row.ttft_p99_ms
+        assert row.requests_per_s == pytest.approx(row.rate, rel=0.1)
+        assert row.output_tokens_per_s == pytest.approx(128 * row.requests_per_s)
+
+
+def test_equal_seeds_give_equal_results_and_others_do_not() -> None:
+    assert served(2.0, seed=3) == served(2.0, seed=3)
+    assert served(2.0, seed=3).rows != served(2.0, seed=4).rows
+
+
+def test_the_replicas_are_the_fewest_within_the_limits() -> None:
+    limits = LatencyLimits(2.0, 0.012)
+    (row,) = served(12.0, limits=limits).rows
+    assert row.meets
+    assert row.replicas > 2
+    (fewer,) = served(12.0, limits=limits, replicas=row.replicas - 1).rows
+    assert set(fewer.misses) & {"TTFT", "TPOT"}
+    assert fewer.goodput_per_s < row.goodput_per_s
+    assert row.ttft_p99_ms <= 2000
+    assert row.tpot_p99_ms <= 12
+
+
+def test_limits_that_a_lone_request_misses_fit_no_number_of_gpus() -> None:
+    with pytest.raises(NothingFits, match=r"99th percentile of TPOT is .* even without load; allowed: a limit above"):
+        served(1.0, limits=LatencyLimits(tpot_s=0.001))
+    with pytest.raises(NothingFits, match="99th percentile of TTFT"):
+        served(1.0, limits=LatencyLimits(ttft_s=0.001))
+
+
+def spent(row: LoadRow) -> float:
+    """Dollars per second of the output and the prompts."""
+    assert row.dollars_per_million_output is not None
+    assert row.dollars_per_million_prompt is not None
+    prompts = row.dollars_per_million_prompt * row.prompt_tokens_per_s
+    return (row.dollars_per_million_output * row.output_tokens_per_s + prompts) / 1e6
+
+
+def test_dollars_are_the_hours_of_all_gpus() -> None:
+    for replicas in (1, 3):
+        (row,) = served(2.0, replicas=replicas, price=3.6).rows
+        assert spent(row) == pytest.approx(replicas * 3.6 / 3600)
+    assert served(2.0).rows[0].dollars_per_million_output is None
+
+
+def test_bursts_wait_longer() -> None:
+    even, bursts = (served(2.0, burstiness=shape, replicas=1).rows[0] for shape in (10.0, 0.1))
+    assert bursts.ttft_p99_ms > 1.5 * even.ttft_p99_ms
+
+
+def test_a_prefix_cache_shortens_the_wait() -> None:
+    plain, cached = (served(4.0, prefix_share=share, replicas=1).rows[0] for share in (0.0, 0.6))
+    assert cached.ttft_p50_ms < plain.ttft_p50_ms
+    assert cached.cached_share == pytest.approx(0.6, abs=0.01)
+    with pytest.raises(PlanError, match="runtime has no prefix cache; allowed: --backend vllm, or no shared"):
+        served(4.0, prefix_share=0.5, backend="ridgeplan")
+
+
+def test_speculation_has_fewer_milliseconds_per_token_at_low_load() -> None:
+    plain, drafts = (
+        served(0.5, backend="ridgeplan", preset=name, isl="32k") for name in ("autoregressive", "quantspec")
+    )
+    assert "gamma" in drafts.plan
+    assert drafts.rows[0].tpot_p50_ms < 0.8 * plain.rows[0].tpot_p50_ms
+    assert "a server that adds requests between rounds is assumed" in " ".join(drafts.notes)
+    with pytest.raises(PlanError, match="gamma is 3; allowed: none, as autoregressive drafts nothing"):
+        served(1.0, gamma=3)
+
+
+def test_a_trace_is_served_at_its_own_rate_or_at_another(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 250 * place, "input_length": 2048, "output_length": 64, "hash_ids": [0, 1, 2, 10 + place]}
+        for place in range(200)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (row,) = served(trace=trace).rows
+    assert row.rate == pytest.approx(4.0)
+    assert row.cached_share == pytest.approx(0.75, abs=0.02)
+    faster, fastest = served(8.0, 16.0, trace=trace).rows
+    assert (faster.rate, fastest.rate) == (8.0, 16.0)
+    assert row.ttft_p99_ms <= faster.ttft_p99_ms <= fastest.ttft_p99_ms
+
+
+def test_requests_longer_than_the_cache_are_rejected_and_counted() -> None:
+    result = served(1.0, isl="lognormal:8k:2", memory_limit="21GB", replicas=1)
+    (row,) = result.rows
+    assert row.rejected > 0
+    assert row.misses == ("rejected",)
+    assert any("longer than the KV cache" in note for note in result.notes)
+
+
+def test_what_is_missing_or_out_of_range_is_named() -> None:
+    with pytest.raises(PlanError, match="there is no rate; allowed: a rate of requests, or a trace"):
+        served()
+    with pytest.raises(PlanError, match="price is 0; allowed: dollars per GPU-hour above 0"):
+        served(1.0, price=0)
+    with pytest.raises(PlanError, match="requests is 0; allowed: a whole number from 1"):
+        served(1.0, requests=0)
+    with pytest.raises(PlanError, match="quantspec: vllm has no self-speculation"):
+        served(1.0, preset="quantspec")
+
+
+def test_the_answer_is_plain_json_and_a_table() -> None:
+    result = served(1.0, 2.0, replicas=1, price=2.0)
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["rows"][1]["rate"] == 2.0
+    assert [row["rate"] for row in result.table()] == [1.0, 2.0]
+    assert "GPUs by rate: 1/s: 1, 2/s: 1" in result.summary()
