@@ -57,7 +57,7 @@ COLUMNS = ("rate", "GPUs", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "
 @opt.memory_limit
 @opt.profile_file
 @opt.acceptance_file
-@click.option("-o", "--output", type=opt.TableFile((*opt.TABLE_SUFFIXES, ".html")),
+@click.option("-o", "--output", type=opt.TableFile(".html"),
               help="Write the table or its figure to this file: .csv, .md, .json, .png, .html.")  # fmt: skip
 @opt.as_json
 def capacity(

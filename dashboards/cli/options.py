@@ -112,9 +112,6 @@ class TableFile(OutputFile):
     def __init__(self, *other_suffixes: str) -> None:
         self.suffixes = (*TABLE_SUFFIXES, *other_suffixes)
 
-    def __init__(self, suffixes: Sequence[str] = TABLE_SUFFIXES) -> None:
-        self.suffixes = suffixes
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path, if its suffix is one of a table and it may be written."""
         path = super().convert(value, param, ctx)
