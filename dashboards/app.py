@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import streamlit as st
 
+from ridgeplan.dashboards.cli.dashboard import FOLDER_VARIABLE
 from ridgeplan.dashboards.page import papers, plans, rounds, validation
 from ridgeplan.dashboards.page.answer import Answer, problems_shown, show_head
 from ridgeplan.dashboards.page.inputs import IN_URL, PageQuestion, ask_question
@@ -27,6 +30,9 @@ STYLE = """<style>
 
 def main() -> None:
     """One run of the page; Streamlit reruns it whenever an input changes."""
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        with suppress(OSError):  # it was removed since
+            os.chdir(folder)
     st.set_page_config(page_title="ridgeplan", layout="wide")
     st.html(STYLE)
     shown = dict(_tabs())

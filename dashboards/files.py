@@ -33,15 +33,25 @@ def is_writable(path: Path) -> bool:
 
 
 def require_writable(path: Path) -> None:
-    """Creates the folder of `path`. Raises FileProblem where no file can be written there."""
+    """Creates the folder of the file at `path`, which may be a link. Raises FileProblem where it cannot be written."""
+    target = Path(os.path.realpath(path))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
         raise FileProblem(
             f"cannot write {str(path)!r}: {error.strerror}; allowed: XDG_CACHE_HOME set to a writable folder"
         ) from error
+    if target.is_dir():
+        raise FileProblem(f"cannot write {str(path)!r}: it is a folder; allowed: a file")
+
+
+def require_lockable(path: Path) -> None:
+    """Raises FileProblem where `locked` or a write would, for commands to call before they measure."""
+    require_writable(path)
+    with locked(path):
+        pass
 
 
 def write_atomically(path: Path, text: str) -> None:

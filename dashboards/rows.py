@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 Row = Mapping[str, Any]
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a cell that begins with one is a formula to spreadsheets
 
 
 def grouped(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
@@ -20,10 +21,17 @@ def grouped(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
 
 
 def csv_text(rows: Sequence[Row]) -> str:
-    """Rows as CSV with a header; a value that a row lacks is empty."""
+    """Rows as CSV with a header; a value that a row lacks is empty.
+
+    A text that a spreadsheet would run as a formula gets an apostrophe before it: names from files could hold one.
+    """
     text = io.StringIO()
     columns = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value

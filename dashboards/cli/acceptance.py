@@ -17,7 +17,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, require_planned_model
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, progress
-from ridgeplan.dashboards.files import locked, require_writable, write_atomically
+from ridgeplan.dashboards.files import locked, require_lockable, write_atomically
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
@@ -37,7 +37,7 @@ def require_extensible(path: Path | None) -> Path:
     Raises FileProblem for a file that cannot be written, and PlanError for damaged rows.
     """
     path = path or user_acceptance_path()
-    require_writable(path)
+    require_lockable(path)
     if path.exists():
         load_rows(path)
     return path

@@ -13,7 +13,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.calibrate_engine import calibrate_engine
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress
-from ridgeplan.dashboards.files import FileProblem, locked, require_writable, write_atomically
+from ridgeplan.dashboards.files import FileProblem, locked, require_lockable, require_writable, write_atomically
 from ridgeplan.planner.engines.measurements import WEIGHTS
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck
@@ -102,7 +102,7 @@ def calibrate(
 def _refitted(samples: Path, output: Path | None) -> Profile:
     """The profile that is there, fitted to samples again and saved in its place."""
     target = output or user_profile_path()
-    require_writable(target)
+    require_lockable(target)
     from ridgeplan import validate
     from ridgeplan.validate.calibration.calibrate import refit
 
@@ -122,8 +122,9 @@ def calibrate_with_progress(
     Raises FileProblem, and NoisyMachine unless that is allowed; ProfileError where there is no profile to start from.
     """
     target = output or user_profile_path()
-    for path in (target, samples) if samples else (target,):
-        require_writable(path)
+    require_lockable(target)
+    if samples:
+        require_writable(samples)
     base = load_profile(target) if only else None
     from ridgeplan import validate
     from ridgeplan.validate.calibration.calibrate import merge_recalibrated

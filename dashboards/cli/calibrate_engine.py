@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
-from ridgeplan.dashboards.files import locked, require_writable, write_atomically
+from ridgeplan.dashboards.files import locked, require_lockable, write_atomically
 from ridgeplan.planner.engines.formats import DTYPES, ENGINES
 from ridgeplan.planner.engines.measurements import (
     EngineMeasurements,
@@ -52,7 +52,9 @@ def calibrate_engine(
     if name is None:
         raise click.UsageError("this machine has no GPU of the catalog; allowed: --gpu with the engine's")
     shape, hardware, target = load_shape(model), load_hardware(name), output or user_engine_path(engine)
-    require_writable(target)
+    require_lockable(target)
+    if target.exists():
+        load_measurements(target)  # a damaged file would be refused only after measuring
     sizes = [tokens for tokens in contexts or CONTEXTS if tokens + SPARE_TOKENS <= shape.max_context]
     if not sizes:
         raise click.UsageError(f"--ctx is beyond {shape.name}'s limit of {shape.max_context}; allowed: shorter ones")

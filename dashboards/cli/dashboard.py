@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -13,10 +14,11 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.extras import require_package
 
 APP = Path(__file__).parents[1] / "app.py"
+FOLDER_VARIABLE = "RIDGEPLAN_PAGE_FOLDER"  # of the environment: where relative paths on the page begin
 ADDRESS = "127.0.0.1"
 HOSTS = (ADDRESS, "localhost")  # other names that lead here are those of a page that rebinds its own
 FIRST_PORT, PORTS = 8501, 50
-# Streamlit's settings. They override a config.toml of the user or of the working directory.
+# Streamlit's settings. They override those of the user's own config.toml.
 SERVER = {
     "server.headless": "true",
     "server.baseUrlPath": "",
@@ -27,6 +29,8 @@ SERVER = {
     "server.enableAgentApi": "false",
     "server.trustedUserHeaders": "{}",
     "browser.gatherUsageStats": "false",
+    "browser.serverAddress": ADDRESS,  # which Streamlit takes for an allowed origin
+    "secrets.files": os.devnull,  # Streamlit sets environment variables from such files
     "client.toolbarMode": "minimal",
     "client.showErrorDetails": "full",
     "global.disableWidgetStateDuplicationWarning": "true",  # fix cards and sliders set texts that have defaults
@@ -53,6 +57,10 @@ def dashboard(port: int | None) -> None:
     settings = [*SERVER.items(), ("server.address", ADDRESS), ("server.port", str(port))]
     settings += [("server.corsAllowedOrigins", origin) for origin in origins]
     settings += [("server.allowedHosts", host) for host in HOSTS]
+    # Streamlit also reads settings and secrets from the working directory, whose files may be someone else's.
+    with suppress(FileNotFoundError):  # the folder was removed
+        os.environ[FOLDER_VARIABLE] = str(Path.cwd())
+    os.chdir(APP.parent)
     # The server replaces this process, so that ending the command ends the server.
     os.execv(sys.executable, [*serve, *(word for name, value in settings for word in (f"--{name}", value))])
 

@@ -13,7 +13,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import embedded_or, sample_or_file
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
-from ridgeplan.dashboards.files import locked, require_writable, write_atomically
+from ridgeplan.dashboards.files import locked, require_lockable, write_atomically
 from ridgeplan.planner.quality import (
     FIDELITY,
     KV_BYTES,
@@ -84,7 +84,7 @@ def quality(
       ridgeplan quality specontext-resident shadowkv --ctx 10k --long-output 8k --tasks none
     """
     path = output or user_quality_path()
-    require_writable(path)
+    require_lockable(path)
     rows = _saved_in(path)
     makers = list(_makers(plans, budgets, chunks))
     # Importing torch takes seconds, so the files are checked first.

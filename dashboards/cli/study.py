@@ -14,7 +14,7 @@ from ridgeplan.dashboards.cli.acceptance import require_extensible, save_rows
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, sample_or_file
 from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress, write_page
-from ridgeplan.dashboards.files import locked, write_json
+from ridgeplan.dashboards.files import locked, require_lockable, write_json
 from ridgeplan.dashboards.rows import grouped
 from ridgeplan.validate.studies.methods import FORMATS, GREEDY, METHODS, POLICIES, SAMPLED, VERIFICATIONS
 
@@ -117,6 +117,8 @@ def drafts(
     if rows and verification == GREEDY:
         raise click.UsageError("--rows cannot be combined with --verification greedy; allowed: sampled, teacher-forced")
     rows_path = require_extensible(rows) if rows else None
+    if output is not None:
+        require_lockable(output)
     with progress("loading") as on_progress:
         source = embedded_or(model)
         passage = Passage(content, Path(text).stem, ctx, tokens, calibration_tokens(source, calibration), yarn)

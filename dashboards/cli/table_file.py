@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,7 @@ def write_plan(path: Path | None, result: Table, plan_text: Callable[[], str]) -
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
+    """Rows as a table; names from files show as they are and make no column, link or HTML."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    body = [[cell_text(row.get(name)).replace("|", "\\|") for name in columns] for row in rows]
+    body = [[re.sub(r"([\\|<\[])", r"\\\1", cell_text(row.get(name))) for name in columns] for row in rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, ["---"] * len(columns), *body))

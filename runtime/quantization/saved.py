@@ -15,7 +15,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,12 @@ def saved_weights(path: Path | None, device: torch.device, make: Callable[[], De
         path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         return make()
-    with FileLock(path.with_suffix(".lock")):
+    with ExitStack() as held:
+        try:
+            held.enter_context(FileLock(path.with_suffix(".lock")))
+        except (OSError, NotImplementedError) as error:
+            warnings.warn(f"the fitted weights are not saved: cannot lock {path.parent}: {error}", stacklevel=2)
+            return make()
         weights = _read(path, device)  # another process may have finished meanwhile
         if weights is None:
             weights = make()

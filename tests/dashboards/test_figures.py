@@ -214,6 +214,12 @@ def test_absent_values_are_empty_in_csv() -> None:
     assert csv_text([{"a": 1, "b": None}, {"a": "x, y", "c": 2.5}]) == 'a,b,c\n1,,\n"x, y",,2.5\n'
 
 
+@pytest.mark.parametrize("name", ['=HYPERLINK("http://evil","x")', "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(1)"])
+def test_names_are_no_formulas_of_spreadsheets(name: str) -> None:
+    (row,) = csv.DictReader(StringIO(csv_text([{"gpu": name, "change": -0.5}])))
+    assert row == {"gpu": f"'{name}", "change": "-0.5"}
+
+
 # Tables as figures say what `ridgeplan papers` says, and print nothing beside what the paper did not run.
 
 TABLES = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ridgeplan.dashboards.files import FileProblem, write_atomically
+from ridgeplan.dashboards.files import FileProblem, require_lockable, require_writable, write_atomically
 
 
 def test_a_file_replaces_another_and_a_link_stays_one(tmp_path: Path) -> None:
@@ -50,3 +50,17 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         write_atomically(tmp_path / "out.json", "\ud800")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_write_would_refuse_is_refused_before_measuring(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link.json").symlink_to(tmp_path / "file" / "rows.json")
+    (tmp_path / ".rows.json.lock").mkdir()
+    with pytest.raises(FileProblem, match=r"cannot write '.*folder': it is a folder; allowed: a file"):
+        require_writable(tmp_path / "folder")
+    with pytest.raises(FileProblem, match=r"cannot write '.*link\.json'"):
+        require_writable(tmp_path / "link.json")
+    require_writable(tmp_path / "rows.json")
+    with pytest.raises(FileProblem, match=r"cannot lock '.*rows\.json': Is a directory"):
+        require_lockable(tmp_path / "rows.json")

@@ -132,3 +132,19 @@ def test_wrong_options_are_one_line(invoke: Invoke, options: tuple[str, ...], me
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
     assert re.search(message, result.stderr)
+
+
+@pytest.mark.parametrize("damage", ["file", "lock"])
+def test_a_file_that_cannot_be_extended_is_refused_before_measuring(
+    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    path = tmp_path / "engine.json"
+    if damage == "file":
+        path.write_text("{}")
+    else:
+        (tmp_path / ".engine.json.lock").mkdir()
+    monkeypatch.setattr("ridgeplan.dashboards.cli.calibrate_engine.measure_steps", pytest.fail)
+    result = invoke("calibrate", "--engine", "vllm", "--url", "http://localhost:1", "--model", LLAMA.name,
+                    "--gpu", "h200", "--output", path)  # fmt: skip
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "engine.json" in result.stderr

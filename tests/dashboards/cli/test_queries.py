@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ridgeplan.dashboards.cli.table_file import RowTable, write_table
 from ridgeplan.dashboards.figures import paper_figure
 from ridgeplan.planner import Plan
 from ridgeplan.planner.quantities import time_text
@@ -299,6 +300,14 @@ def test_tables_are_written_in_the_format_of_the_suffix(
     assert json.loads(paths["json"].read_text()) == json.loads(invoke(*words, "--json").stdout)
     assert "ends in '.txt'; allowed: .csv, .md, .json, .png" in refuses(*words, "-o", tmp_path / "table.txt")
     assert not (tmp_path / "table.txt").exists()
+
+
+def test_a_name_makes_no_column_link_or_html_in_markdown(tmp_path: Path) -> None:
+    table = RowTable("Rows", [{"gpu": r"a\|b <img src=x> [c](javascript:d)", "batch": 2}], None)
+    write_table(tmp_path / "rows.md", table, {})
+    assert (tmp_path / "rows.md").read_text() == (
+        "| gpu | batch |\n| --- | --- |\n" + r"| a\\\|b \<img src=x> \[c](javascript:d) | 2 |" + "\n"
+    )
 
 
 @pytest.mark.parametrize("words", [("plan", LLAMA), ("estimate", LLAMA, "--preset", "quantspec")], ids=itemgetter(0))

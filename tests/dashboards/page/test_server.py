@@ -1,6 +1,7 @@
 """How `ridgeplan dashboard` starts Streamlit."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,8 @@ def started(monkeypatch: pytest.MonkeyPatch, invoke: Callable) -> Callable[..., 
 
     def run(*arguments: object) -> list[str]:
         seen: list[list[str]] = []
+        monkeypatch.chdir(".")  # and back, when the test ends
+        monkeypatch.setenv(dashboard.FOLDER_VARIABLE, "")
         monkeypatch.setattr("os.execv", lambda _, words: seen.append(words))
         assert invoke("dashboard", *arguments).exit_code == 0
         return seen[0]
@@ -44,23 +47,34 @@ def test_it_listens_to_this_machine_on_the_port_that_is_asked(started: Callable[
 def test_a_config_file_cannot_weaken_what_protects_the_page(
     started: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streamlit's own reading of the command line over a .streamlit/config.toml of the working directory."""
+    """Streamlit's own reading of the command line, and of a folder .streamlit in the working directory."""
     folder = tmp_path / ".streamlit"
     folder.mkdir()
     (folder / "config.toml").write_text(
         "[server]\nenableCORS = false\nenableXsrfProtection = false\nenableStaticServing = true\n"
         "enableAgentApi = true\n"
         'corsAllowedOrigins = ["http://evil.example"]\nallowedHosts = ["*"]\ntrustedUserHeaders = {"X-User" = "user"}\n'
+        'cookieSecret = "known"\n[browser]\nserverAddress = "evil.example"\n'
+        '[theme]\nbase = "http://127.0.0.1:1/theme.toml"\n'
     )
+    (folder / "secrets.toml").write_text('FROM_SECRETS = "set"\n')
     monkeypatch.chdir(tmp_path)
     code = """if True:
-        import json, sys
-        from streamlit import config
+        import json, os, sys
+        from streamlit import config, net_util
         from streamlit.web import cli
-        cli._main_run = lambda file, args=None, flag_options=None: (
-            cli.bootstrap.load_config_options(flag_options=flag_options),
-            print(json.dumps({name: config.get_option(f"server.{name}") for name in sys.argv[1].split(",")})),
-        )
+        from streamlit.web.server import server_util
+        net_util.get_internal_ip = net_util.get_external_ip = lambda: None  # which asks a server
+        def report(file, args=None, flag_options=None):
+            cli.bootstrap.load_config_options(flag_options=flag_options)
+            print(json.dumps({
+                **{name: config.get_option(f"server.{name}") for name in sys.argv[1].split(",")},
+                "cookie is known": server_util.get_cookie_secret() == "known",
+                "evil is allowed": server_util.is_url_from_allowed_origins("http://evil.example"),
+                "base of theme": config.get_option("theme.base"),
+                "of secrets": os.environ.get("FROM_SECRETS"),
+            }))
+        cli._main_run = report
         cli.main(sys.argv[2:], standalone_mode=False)
     """
     names = "enableCORS enableXsrfProtection enableStaticServing enableAgentApi allowedHosts trustedUserHeaders address"
@@ -70,7 +84,9 @@ def test_a_config_file_cannot_weaken_what_protects_the_page(
     assert json.loads(shown.splitlines()[-1]) == {
         "enableCORS": True, "enableXsrfProtection": True, "enableStaticServing": False, "enableAgentApi": False,
         "allowedHosts": ["127.0.0.1", "localhost"], "trustedUserHeaders": {}, "address": "127.0.0.1",
+        "cookie is known": False, "evil is allowed": False, "base of theme": None, "of secrets": None,
     }  # fmt: skip
+    assert os.environ[dashboard.FOLDER_VARIABLE] == str(tmp_path)
     origins = [word for name, word in pairwise(words) if name == "--server.corsAllowedOrigins"]
     assert origins == ["http://127.0.0.1:8601", "http://localhost:8601"]
 

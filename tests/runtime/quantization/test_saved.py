@@ -134,3 +134,13 @@ def test_a_full_disk_costs_only_a_warning(tiny_model, make_plan, saved_weights_f
     with pytest.warns(UserWarning, match="the fitted weights are not saved: 0.0 GB of memory are not free"):
         runtime.load(make_plan(target_bits=4), tiny_model().folder, device="cpu")
     assert files(saved_weights_folder) == []
+
+
+def test_a_lock_that_cannot_be_taken_costs_only_a_warning(tiny_model, make_plan, saved_weights_folder, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(saved.FileLock, "acquire", refused)
+    with pytest.warns(UserWarning, match="the fitted weights are not saved: cannot lock .*Permission denied"):
+        runtime.load(make_plan(target_bits=4), tiny_model().folder, device="cpu")
+    assert files(saved_weights_folder) == []
