@@ -18,6 +18,7 @@ from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime.decode_loop import DecodeLoop
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
 from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.heap import call_with_separate_heap
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
@@ -282,7 +283,7 @@ class Engine:
             fitted = text or CalibrationText.of_model(self.decoder, self.weights)
             return quantized_draft(self.decoder, self.weights, self.plan.weights.group, fitted)
 
-        return draft_weights_for(self.plan, self.weights, load)
+        return draft_weights_for(self.plan, self.weights, lambda: call_with_separate_heap(load, self.device))
 
     @contextmanager
     def _exclusive(self, request: Request) -> Iterator[Cache]:

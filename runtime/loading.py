@@ -20,12 +20,12 @@ from ridgeplan.roofline.plan.policy import TokenSelection
 from ridgeplan.roofline.plan.support import as_loaded, exceeds_window, missing_execution, missing_head
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
+from ridgeplan.runtime.heap import call_with_separate_heap, return_freed_memory
 from ridgeplan.runtime.memory import (
     MemoryMeter,
     readable_out_of_memory,
     require_memory,
     require_weight_memory,
-    return_freed_memory,
 )
 from ridgeplan.runtime.model.checkpoint import (
     StateDict,
@@ -86,7 +86,7 @@ def load(
     dtype = _dtype(dtype, place)
     _require_described_memory(plan, model, place, dtype, weights, memory_utilization)
     if place.type == "cpu":
-        return_freed_memory()  # before a GGUF file is converted, which would leave gaps for activations in the heap
+        return_freed_memory()  # from now on, so that large activations leave no gaps in the heap
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
     head = _head(plan, retrieval_head, config.shape, model, source)
@@ -157,7 +157,8 @@ def _target(
             fit_to = CalibrationText.of_model(decoder, rounded_target(ends, layers, weight_format))
         return quantized_target(decoder, ends, dense.layers(device), weight_format, fit_to)
 
-    return saved_weights(weights_path(source, dtype, device, weight_format, text), device, fitted)
+    path = weights_path(source, dtype, device, weight_format, text)
+    return saved_weights(path, device, lambda: call_with_separate_heap(fitted, device))
 
 
 def _head(plan: Plan, path: str | Path | None, shape: ModelShape, model: str, source: str) -> Head | None:

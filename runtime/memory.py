@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,13 +16,12 @@ from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.heap import return_freed_memory
 from ridgeplan.runtime.model.checkpoint import decoded_elements
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _MAPPINGS = Path("/proc/self/smaps")
-M_MMAP_THRESHOLD = -3  # of mallopt(3)
-OWN_MAPPING_BYTES = 1 << 20  # an allocation of this size has pages of its own, which go back when it is freed
 HOST_ALLOCATOR = "DefaultCPUAllocator"  # in torch's message; the error is a plain RuntimeError
 SMALLER = "allowed: a shorter context, a smaller batch or another KV format"
 
@@ -173,17 +171,6 @@ def _outside_bytes(device: torch.device) -> int:
     """Bytes in use on a GPU that are not torch's allocator's."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
-
-
-def return_freed_memory() -> None:
-    """Returns what the C library's allocator holds free to the system, at once and from now on.
-
-    By default glibc takes allocations of up to 32 MB from its heap, where the activations of a long prompt leave gaps.
-    """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):  # glibc
-        library.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
-        library.malloc_trim(0)
 
 
 def _library_bytes() -> int:

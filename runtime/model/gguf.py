@@ -24,6 +24,7 @@ from ridgeplan.roofline.catalog.files import cache_folder
 from ridgeplan.roofline.catalog.gguf import read_gguf_header, shape_of_header
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_rust, quiet_transformers
+from ridgeplan.runtime.heap import call_with_separate_heap
 
 CONVERSION = "3"  # part of the folder's name: a change of what is written makes a new folder
 MANIFEST = "conversion.json"  # sizes and CRC-32 of the files that a finished conversion wrote
@@ -50,7 +51,7 @@ def converted(path: Path) -> Path:
             with _locked(folder):
                 if not _is_whole(folder):  # another process may have finished meanwhile
                     _require_room(path, folder.parent)
-                    _convert_into(path, folder)
+                    call_with_separate_heap(lambda: _convert_into(path, folder), torch.device("cpu"))
         except (OSError, SafetensorError) as error:  # a full disk is the latter
             reason = getattr(error, "strerror", None) or one_line(error)
             raise ModelError(f"cannot write the converted model to {where}: {reason}") from error

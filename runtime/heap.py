@@ -1,0 +1,48 @@
+"""The C library's heap, on which what a process allocates and frees early decides what it holds later."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+M_MMAP_THRESHOLD = -3  # of mallopt(3)
+OWN_MAPPING_BYTES = 1 << 20  # an allocation of this size has pages of its own, which go back when it is freed
+Result = TypeVar("Result")
+
+
+def return_freed_memory() -> None:
+    """Returns what the C library's allocator holds free to the system, at once and from now on.
+
+    By default glibc takes allocations of up to 32 MB from its heap, where the activations of a long prompt leave gaps.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # glibc
+        library.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+        library.malloc_trim(0)
+
+
+def call_with_separate_heap(function: Callable[[], Result], device: torch.device) -> Result:
+    """Returns `function()`, or raises what it raises. On a CPU it runs in a thread, to which glibc gives another heap.
+
+    Conversions and fitting free many megabytes between what they keep. On the caller's heap, later temporaries of any
+    size would fill these gaps, which are then resident until the heap is trimmed. On a GPU the heap does not matter,
+    and a thread would start on the first device. A signal that interrupts the caller interrupts the function.
+    """
+    if device.type != "cpu":
+        return function()
+    with ThreadPoolExecutor(max_workers=1) as pool:  # whose end waits until the function has cleaned up
+        thread = pool.submit(threading.get_ident).result()
+        running: Future[Result] | None = None
+        try:
+            running = pool.submit(function)
+            return running.result()
+        except BaseException as error:
+            if running is None or not running.done():  # a signal may arrive as soon as the function runs
+                raised = ctypes.py_object(type(error))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+            raise
