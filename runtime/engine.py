@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.runtime.chat_template import Messages, chat_text
 from ridgeplan.runtime.decode_loop import DecodeLoop
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
 from ridgeplan.runtime.errors import WorkloadError
@@ -40,6 +41,14 @@ from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphedStep, Graph
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 from ridgeplan.runtime.speculation.speculator import Speculator
 from ridgeplan.runtime.statistics import Statistics, Stopwatch
+from ridgeplan.runtime.text import (
+    before_stop,
+    encoded,
+    require_stop_words,
+    stop_tokens,
+    text_decoder,
+    text_pieces,
+)
 
 # Rows, layers on the device, and the sampling parameters.
 GraphKey = tuple[int, int, tuple[float, int | None, float | None]]
@@ -160,13 +169,76 @@ class Engine:
                 on_progress(sum(map(len, results)))
         return Generation(results, self.statistics)
 
-    def stream(self, prompt_ids: Prompts, max_new_tokens: int, sampling: SamplingParams | None = None) -> Iterator[int]:
-        """Like `generate` for one prompt, but yields each token as its round finishes."""
-        request = Request.build(prompt_ids, max_new_tokens, sampling)
+    @overload
+    def stream(
+        self,
+        prompt: str,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> Iterator[str]: ...
+
+    @overload
+    def stream(
+        self, prompt: Prompts, max_new_tokens: int | None = None, sampling: SamplingParams | None = None
+    ) -> Iterator[int]: ...
+
+    def stream(
+        self,
+        prompt: Prompts | str,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> Iterator[str] | Iterator[int]:
+        """Like `generate` for one prompt, but yields each token as its round finishes; of a text, pieces of text.
+
+        max_new_tokens: by default the plan's. stop: words before which a text ends; it also ends at the end of text,
+        unless `sampling` has stop tokens. Raises what `generate` raises, and WorkloadError for stop words of token ids.
+        """
+        if isinstance(prompt, str):
+            return self._stream_text(encoded(self.tokenizer, prompt), max_new_tokens, sampling, stop)
+        if stop:
+            raise WorkloadError("stop words were given with token ids; allowed: with a text")
+        return self._stream_tokens(prompt, max_new_tokens, sampling)
+
+    def chat(
+        self,
+        messages: Messages,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> Iterator[str]:
+        """Yields the answer to a conversation, in the model's chat template, as `stream` yields a text.
+
+        messages: `{"role": "system" | "user" | "assistant", "content": text}`. Each call reads all of them.
+        Raises ChatTemplateError, and what `stream` raises.
+        """
+        ids = encoded(self.tokenizer, chat_text(self.tokenizer, messages), special_tokens=False)
+        return self._stream_text(ids, max_new_tokens, sampling, stop)
+
+    def _stream_text(
+        self, ids: list[int], max_new_tokens: int | None, sampling: SamplingParams | None, stop: Sequence[str]
+    ) -> Iterator[str]:
+        require_stop_words(stop)
+        sampling = sampling or SamplingParams()
+        if not sampling.stop_token_ids:
+            sampling = replace(sampling, stop_token_ids=stop_tokens(self.tokenizer))
+        with closing(self._stream_tokens(ids, max_new_tokens, sampling)) as tokens:
+            yield from before_stop(text_pieces(tokens, text_decoder(self.tokenizer)), stop)
+
+    def _stream_tokens(
+        self, prompt_ids: Prompts, max_new_tokens: int | None, sampling: SamplingParams | None
+    ) -> Generator[int, None, None]:
+        limit = self.plan.workload.new_tokens if max_new_tokens is None else max_new_tokens
+        request = Request.build(prompt_ids, limit, sampling)
         if len(request.prompts) != 1:
             raise WorkloadError(f"stream got {len(request.prompts)} prompts; allowed: 1")
-        for step in self._run(request):
-            yield from step[0]
+        with closing(self._run(request)) as steps:
+            for step in steps:
+                yield from step[0]
 
     def stream_batch(
         self, prompts: Prompts, max_new_tokens: int, sampling: SamplingParams | None = None
@@ -304,7 +376,7 @@ class Engine:
         finally:
             self._running = False
 
-    def _run(self, request: Request) -> Iterator[list[list[int]]]:
+    def _run(self, request: Request) -> Generator[list[list[int]], None, None]:
         """New tokens of every sequence, first from prefill, then from each round."""
         with self._exclusive(request) as cache:
             self._meter.restart()

@@ -81,8 +81,6 @@ def read_prompt(path: str | Path) -> str:
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text. Raises ModelError for a tokenizer that fails on it."""
-    from ridgeplan.runtime.errors import failures_as, quiet_rust  # transformers takes seconds
+    from ridgeplan.runtime.text import encoded  # transformers takes seconds
 
-    with failures_as("the model's tokenizer cannot encode the text"), quiet_rust():
-        return list(tokenizer.encode(text))
+    return encoded(tokenizer, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +67,15 @@ def prompt_text(text: str | None, path: str | None) -> str | None:
     return text
 
 
-def prompt_tokens(source: str, workload: Workload, text: str | None, new_tokens: int) -> list[int]:
-    """Token ids of a text, by default the plan's context full of Python's help topics. No weights are read.
-
-    Raises PromptError for a text without tokens or longer than the plan's context, and WorkloadError for more new
-    tokens than the plan's or for tokens outside the model's vocabulary.
-    """
+def check_request(prompts: Sequence[Sequence[int]], workload: Workload, source: str, new_tokens: int) -> None:
+    """Raises WorkloadError for what the plan's workload or the model's vocabulary does not allow. Reads no weights."""
     from ridgeplan.runtime.model.checkpoint import load_config
     from ridgeplan.runtime.model.source import model_source
     from ridgeplan.runtime.request import Request
-    from ridgeplan.validate.prompts import PromptError
 
-    if text is None:
-        tokens = opening_tokens(source, None, workload.context)
-    else:
-        tokens, limit = _first_tokens(source, text, workload.context + 1), workload.context
-        if not 1 <= len(tokens) <= limit:
-            count = f"more than {limit} tokens" if tokens else "no tokens of this model's vocabulary"
-            raise PromptError(f"the prompt has {count}; allowed by the plan: 1 to {limit}")
-    Request.build(tokens, new_tokens, None).check(workload, load_config(model_source(source)).vocab_size)
-    return tokens
+    vocab = load_config(model_source(source)).vocab_size
+    for prompt in prompts:
+        Request.build(prompt, new_tokens, None).check(workload, vocab)
 
 
 def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
@@ -93,16 +83,12 @@ def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
     from ridgeplan.validate import prompts
 
     text = prompts.read_prompt(path) if path is not None else None
-    return prompts.prompt_tokens(_tokenizer(source), tokens) if text is None else _first_tokens(source, text, tokens)
+    tokenizer = model_tokenizer(source)
+    return prompts.prompt_tokens(tokenizer, tokens) if text is None else prompts.first_tokens(tokenizer, tokens, text)
 
 
-def _first_tokens(source: str, text: str, tokens: int) -> list[int]:
-    from ridgeplan.validate.prompts import first_tokens
-
-    return first_tokens(_tokenizer(source), tokens, text)
-
-
-def _tokenizer(source: str) -> Any:
+def model_tokenizer(source: str) -> Any:
+    """The model's tokenizer. Raises ModelError."""
     from ridgeplan.runtime.model.checkpoint import load_tokenizer
     from ridgeplan.runtime.model.source import model_source
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,18 +14,29 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import (
     calibration_tokens,
+    check_request,
     embedded_or,
-    prompt_text,
-    prompt_tokens,
     require_planned_model,
 )
 from ridgeplan.dashboards.cli.output import echo, print_json
+from ridgeplan.dashboards.cli.run_inputs import (
+    CONTEXT_STEP,
+    PlanOrModel,
+    PromptInput,
+    model_id,
+    plan_for_run,
+    planned_context,
+    prompt_inputs,
+)
+from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.plan_file import SavedPlan
+from ridgeplan.planner.quality import Quality, QualityFloor, parse_quality
 from ridgeplan.planner.quantities import size_text, time_text
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import load_profile
 
 if TYPE_CHECKING:
-    from ridgeplan.runtime import Engine, Statistics
+    from ridgeplan.runtime import Engine, SamplingParams, Statistics
 
 STATISTICS = (
     "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
@@ -36,15 +48,32 @@ ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose att
 
 
 @command()
-@click.argument("saved", metavar="PLAN", type=opt.SavedPlanFile())
+@click.argument("given", metavar="PLAN|MODEL", type=PlanOrModel())
 @opt.model_to_run
 @click.option("--prompt", metavar="TEXT", help="Text to continue.")
-@opt.prompt_file
+@click.option(
+    "--prompt-file", metavar="FILE",
+    help="UTF-8 text to continue, - for standard input.  [default: a text that ships with Python]",
+)  # fmt: skip
+@click.option(
+    "--prompts", metavar="FILE",
+    help='Prompts as lines of JSON, a text, {"prompt": ...} or {"messages": [...]} each. Prints lines of JSON.',
+)  # fmt: skip
+@click.option("--chat", is_flag=True, help="Take the prompt as a user's message, in the model's chat template.")
+@click.option("--system", metavar="TEXT", help="System message of the chat; implies --chat.")
+@opt.repeated("--stop", "stop", str, "End the text before this word", metavar="TEXT")
+@click.option("--truncate", is_flag=True, help="Keep the last tokens of a prompt beyond the plan's context.")
 @opt.max_new_tokens
 @click.option("--temperature", type=float, default=0.0, help="0 always takes the likeliest token.")
 @click.option("--top-k", type=int, help="Sample from the k likeliest tokens.")
 @click.option("--top-p", type=float, help="Sample from the likeliest tokens with this total probability.")
 @click.option("--seed", type=int, default=0, help="Seed of the sampling.")
+@click.option("--ctx", type=opt.POSITIVE_TOKENS, help="Context to plan MODEL for.  [default: that of the prompts]")
+@click.option("--batch", type=click.IntRange(1), help="Prompts that MODEL is planned to run together.  [default: 1]")
+@click.option(
+    "--quality", type=opt.QualityLimit("|".join(Quality), parse_quality),
+    help=f"What a plan for MODEL may give up, as for `ridgeplan plan`.  [default: {Quality.NEAR_LOSSLESS}]",
+)  # fmt: skip
 @opt.calibration_file
 @opt.retrieval_head
 @opt.profile_file
@@ -52,79 +81,113 @@ ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose att
 @opt.any_model
 @opt.as_json
 def run(
-    saved: SavedPlan, model: str | None, prompt: str | None, prompt_file: str | None, max_new_tokens: int | None,
+    given: SavedPlan | str, model: str | None, prompt: str | None, prompt_file: str | None, prompts: str | None,
+    chat: bool, system: str | None, stop: tuple[str, ...], truncate: bool, max_new_tokens: int | None,
+    ctx: int | None, batch: int | None, quality: Quality | QualityFloor | None,
     calibration: str | None, retrieval_head: str | None, profile: str | None, memory_utilization: float,
     any_model: bool, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
-    """Execute the plan in file PLAN, stream the text, and print the measured times and memory.
+    """Execute a plan, or the fastest plan for MODEL on this machine, and stream the text with its time and memory.
 
-    An adaptive gamma takes the times of rounds from --profile.
+    PLAN is a file of `ridgeplan plan -o`, MODEL a name of the catalog, a folder, a GGUF file or a hub id. Prompts and
+    options are checked before weights are read. An adaptive gamma takes the times of rounds from --profile.
 
     Examples:
       ridgeplan run plan.json --prompt-file book.txt
-      ridgeplan run plan.json --model model.gguf --prompt-file book.txt --max-new-tokens 256
-      ridgeplan run plan.json --model Qwen/Qwen2.5-0.5B --temperature 0.8 --top-p 0.95 --json
+      ridgeplan run model.gguf --system "Be brief." --prompt "Why is the sky blue?" --max-new-tokens 64
+      ridgeplan run plan.json --model Qwen/Qwen2.5-0.5B --prompt-file book.txt --stop Chapter
+      ridgeplan run plan.json --prompts questions.jsonl > answers.jsonl
     """
-    text = prompt_text(prompt, prompt_file)
-    if not any_model:
-        require_planned_model(saved, model, ", or any with --any-model")
-    plan = saved.plan
+    if not all(stop):
+        raise click.UsageError("--stop is empty; allowed: a text of one character or more")
+    inputs = prompt_inputs(prompt, prompt_file, prompts, system, chat=chat)
     rates = None if profile is None else load_profile(profile)
-    limit = min(opt.DEFAULT_RUN_TOKENS, plan.workload.new_tokens) if max_new_tokens is None else max_new_tokens
-    # Importing torch takes seconds, so the plan's file is checked first.
+    shape = None
+    if isinstance(given, str):
+        if model is not None:
+            raise click.UsageError("a model was given twice; allowed: PLAN with --model, or MODEL alone")
+        shape = load_shape(given)
+        search = SearchOptions(
+            batch=batch or 1, new_tokens=opt.DEFAULT_RUN_TOKENS if max_new_tokens is None else max_new_tokens,
+            quality=quality or Quality.NEAR_LOSSLESS, memory_utilization=memory_utilization, profile=rates,
+        )  # fmt: skip
+    elif ctx is not None or batch is not None or quality is not None:
+        raise click.UsageError("--ctx, --batch and --quality plan a MODEL; allowed: without a PLAN")
+    elif not any_model:
+        require_planned_model(given, model, ", or any with --any-model")
+    # Importing torch takes seconds, so that all the above is checked first.
     from ridgeplan import runtime
     from ridgeplan.runtime.loading import require_described
+    from ridgeplan.runtime.text import before_stop, stop_tokens, text_decoder, text_pieces
 
     params = runtime.SamplingParams(**sampling)
-    source = embedded_or(model)
-    require_described(plan, source, memory_utilization)
-    prompt_ids = prompt_tokens(source, plan.workload, text, limit)  # before weights, which take minutes to load
+    source = embedded_or(model) if shape is None else model_id(str(given), shape)
+    limit = opt.DEFAULT_RUN_TOKENS if max_new_tokens is None else max_new_tokens
+    if isinstance(given, SavedPlan):
+        plan = given.plan
+        require_described(plan, source, memory_utilization)
+        limit = min(limit, plan.workload.new_tokens) if max_new_tokens is None else limit
+        ids = [each.tokens(source, plan.workload.context, cut=truncate) for each in inputs]
+    else:
+        assert shape is not None, "the shape of a model"
+        room = ctx or (CONTEXT_STEP if inputs[0].opening else max(1, shape.max_context - limit))
+        ids = [each.tokens(source, room, cut=truncate) for each in inputs]
+        plan = plan_for_run(given, ctx or planned_context(ids, room), search)
+        require_described(plan, source, memory_utilization)
+    check_request(ids, plan.workload, source, limit)  # before weights, which take minutes to load
     engine = runtime.load(
         plan, source, calibration=calibration_tokens(source, calibration), memory_utilization=memory_utilization,
         retrieval_head=retrieval_head, profile=rates,
     )  # fmt: skip
-    stop = engine.tokenizer.eos_token_id
-    stream = engine.stream(prompt_ids, limit, replace(params, stop_token_ids=() if stop is None else (stop,)))
+    params = replace(params, stop_token_ids=stop_tokens(engine.tokenizer))
+    if prompts is not None:
+        for line in answers(engine, inputs, ids, limit, params, stop):
+            echo(json.dumps(line))
+        return
     tokens: list[int] = []
-    for piece in text_pieces(_recorded(stream, tokens), text_decoder(engine)):
-        if not as_json:
-            echo(piece, nl=False)
+    pieces: list[str] = []
+    with closing(engine.stream(ids[0], limit, params)) as stream:
+        for piece in before_stop(text_pieces(_recorded(stream, tokens), text_decoder(engine.tokenizer)), stop):
+            pieces.append(piece)
+            if not as_json:
+                echo(piece, nl=False)
     if as_json:
         print_json({
             "plan": engine.plan.to_dict(),
             "model": engine.source,
-            "prompt_tokens": len(prompt_ids),
+            "prompt_tokens": len(ids[0]),
             "tokens": tokens,
-            "text": text_decoder(engine)(tokens),
+            "text": "".join(pieces),
             "statistics": statistics_dict(engine.statistics),
         })  # fmt: skip
     else:
         echo("\n\n" + summary(engine.statistics))
 
 
+def answers(
+    engine: Engine, inputs: Sequence[PromptInput], ids: Sequence[list[int]], limit: int, params: SamplingParams,
+    stop: Sequence[str],
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A line for each prompt in order, as many prompts at once as the plan's batch."""
+    from ridgeplan.runtime.text import before_stop, text_decoder, text_pieces
+
+    batch, decode = engine.plan.workload.batch, text_decoder(engine.tokenizer)
+    for first in range(0, len(ids), batch):
+        generation = engine.generate(ids[first : first + batch], limit, params)
+        for index, tokens in enumerate(generation.tokens, first):
+            text = "".join(before_stop(text_pieces(tokens, decode), stop))
+            ended = tokens[-1] in params.stop_token_ids or len(text) < len(decode(tokens))
+            name = {} if inputs[index].name is None else {"id": inputs[index].name}
+            yield {
+                "index": index, **name, "text": text, "finish_reason": "stop" if ended else "length",
+                "prompt_tokens": len(ids[index]), "tokens": tokens,
+            }  # fmt: skip
+
+
 def _recorded(stream: Iterable[int], tokens: list[int]) -> Iterator[int]:
     for token in stream:
         tokens.append(token)
         yield token
-
-
-def text_decoder(engine: Engine) -> Callable[[list[int]], str]:
-    """Turns token ids into text, without special tokens."""
-    return partial(engine.tokenizer.decode, skip_special_tokens=True)
-
-
-def text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """The text of tokens as they arrive. Tokens that end inside a character are held back."""
-    # The tokens of the last piece, because some tokenizers join it with the next, and then the tokens held back.
-    window: list[int] = []
-    last = 0
-    for token in tokens:
-        window.append(token)
-        text = decode(window)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield text[len(decode(window[:last])) :]
-            window, last = window[last:], len(window) - last
-    yield decode(window)[len(decode(window[:last])) :]
 
 
 def statistics_dict(statistics: Statistics) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mutations import FUZZ, assert_one_line
 
-from ridgeplan.validate.quality import chat_template
-from ridgeplan.validate.quality.chat_template import MAX_CHARACTERS, ChatTemplateError, chat_frame
+from ridgeplan.runtime import chat_template
+from ridgeplan.runtime.chat_template import MAX_CHARACTERS, ChatTemplateError
+from ridgeplan.validate.quality.chat_template import chat_frame
 
 FRAGMENTS = (
     "{{ messages[0]['content'] }}", "{{ messages[0].content | trim }}", "{{ messages | tojson }}", "<|im_start|>user\n",

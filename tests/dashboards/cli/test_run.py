@@ -11,10 +11,11 @@ import pytest
 from ridgeplan import runtime
 from ridgeplan.dashboards.cli.model_inputs import CALIBRATION_TOKENS, calibration_tokens
 from ridgeplan.dashboards.cli.output import printable
-from ridgeplan.dashboards.cli.run import summary, text_pieces
+from ridgeplan.dashboards.cli.run import summary
 from ridgeplan.planner import Workload, preset
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.statistics import Statistics
+from ridgeplan.runtime.text import before_stop, text_pieces
 
 
 @pytest.fixture
@@ -163,6 +164,111 @@ def test_the_end_of_text_stops_a_run_and_is_not_shown(
     shown = invoke(*arguments).stdout.partition("\n\n")[0]
     assert ended["text"] == tokenizer.decode(answer[:end])
     assert shown == printable(ended["text"])
+
+
+@pytest.fixture
+def cpu_profile(profile: Any, tmp_path: Path) -> Path:
+    path = tmp_path / "cpu.json"
+    path.write_text(profile.to_json(), encoding="utf-8")
+    return path
+
+
+def test_a_model_is_planned_for_its_prompt(invoke: Any, cpu_profile: Path, tiny_folder: Path) -> None:
+    arguments = ("run", tiny_folder, "--prompt", "The capital", "--max-new-tokens", 4, "--profile", cpu_profile)
+    result = invoke(*arguments, "--json", "--ctx", 64, "--quality", "exact")
+    assert result.exit_code == 0, result.stderr
+    answer = json.loads(result.stdout)
+    workload = answer["plan"]["workload"]
+    assert (workload["context"], workload["new_tokens"], len(answer["tokens"])) == (64, 4, 4)
+    assert "note: planned for 64 tokens of prompt and 4 new tokens: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("no-such-model", "--prompt", "a"), "unknown model 'no-such-model'"),
+        (("Llama-3.1-8B", "--model", "x", "--prompt", "a"), "a model was given twice"),
+        (("Llama-3.1-8B", "--prompt", "a", "--quality", "best"), "'best'"),
+        (("Llama-3.1-8B", "--system", "Be short."), "--chat and --system need a message"),
+        (("Llama-3.1-8B", "--prompt", "a", "--stop", ""), "--stop is empty"),
+        (("Llama-3.1-8B", "--prompt", "a", "--prompts", "b"), "--prompts cannot be combined"),
+    ],
+)
+def test_bad_questions_for_a_model_are_refused(refuses: Any, arguments: tuple[str, ...], words: str) -> None:
+    assert words in refuses("run", *arguments)
+
+
+def test_options_of_planning_are_refused_beside_a_plan(refuses: Any, plan_path: Path) -> None:
+    assert "--ctx, --batch and --quality plan a MODEL" in refuses("run", plan_path, "--prompt", "a", "--batch", 2)
+
+
+def test_a_prompt_comes_from_standard_input(
+    invoke: Any, plan_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ("run", plan_path, "--model", tiny_folder, "--json")
+    monkeypatch.setattr("ridgeplan.dashboards.cli.run_inputs._read_stdin", lambda: "The capital")
+    assert (
+        json.loads(invoke(*run, "--prompt-file", "-").stdout)["tokens"]
+        == json.loads(invoke(*run, "--prompt", "The capital").stdout)["tokens"]
+    )
+
+
+def test_a_long_prompt_keeps_its_end_with_truncate(invoke: Any, plan_path: Path, tiny_folder: Path) -> None:
+    run, text = ("run", plan_path, "--model", tiny_folder, "--json"), "ab" * 10 + "c" * 64
+    cut = json.loads(invoke(*run, "--prompt", text, "--truncate").stdout)
+    assert cut["prompt_tokens"] == 64
+    assert cut["tokens"] == json.loads(invoke(*run, "--prompt", "c" * 64).stdout)["tokens"]
+
+
+def test_text_ends_before_a_stop_word(invoke: Any, plan_path: Path, tiny_folder: Path) -> None:
+    run = ("run", plan_path, "--model", tiny_folder, "--prompt", "The capital", "--json")
+    whole = json.loads(invoke(*run).stdout)
+    word = whole["text"][2:4]
+    cut = json.loads(invoke(*run, "--stop", word).stdout)
+    assert cut["text"] == whole["text"].partition(word)[0]
+    assert len(cut["tokens"]) < len(whole["tokens"])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_stop_words_are_found_across_pieces(size: int) -> None:
+    text = "one two stop three"
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    assert "".join(before_stop(pieces, ["stop", "three"])) == "one two "
+    assert "".join(before_stop(pieces, ["absent", "stops"])) == text
+    assert "".join(before_stop(pieces, [])) == text
+
+
+def test_text_that_begins_a_stop_word_is_held_back() -> None:
+    shown = before_stop(iter(["a st", "op b", " c"]), ["stopped"])
+    assert list(shown) == ["a ", "stop b", " c", ""]
+
+
+def test_lines_of_prompts_give_lines_of_answers(
+    invoke: Any, plan_path: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('"The capital"\n\n{"id": "b", "prompt": "Once upon a time"}\n')
+    result = invoke("run", plan_path, "--model", tiny_folder, "--prompts", lines)
+    assert result.exit_code == 0, result.stderr
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(answer["index"], answer.get("id"), answer["finish_reason"]) for answer in answers] == [
+        (0, None, "length"), (1, "b", "length"),
+    ]  # fmt: skip
+    single = json.loads(invoke("run", plan_path, "--model", tiny_folder, "--prompt", "The capital", "--json").stdout)
+    assert (answers[0]["tokens"], answers[0]["text"]) == (single["tokens"], single["text"])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2 of"), ("7", "is 7; allowed: a text in quotes"), ('{"text": "a"}', "allowed: a text in quotes"),
+        ('{"prompt": ""}', "has no prompt"), ('{"prompt": "a", "messages": []}', "has no prompt"), ("[]", "is []"),
+    ],
+)  # fmt: skip
+def test_bad_lines_are_named(refuses: Any, plan_path: Path, tmp_path: Path, line: str, words: str) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text(f'"The capital"\n{line}\n')
+    assert words in refuses("run", plan_path, "--prompts", lines)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

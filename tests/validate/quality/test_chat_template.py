@@ -9,10 +9,11 @@ import pytest
 import tokenizers
 import transformers
 
+from ridgeplan.runtime import chat_template
+from ridgeplan.runtime.chat_template import ChatTemplateError
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.source import model_source
-from ridgeplan.validate.quality import chat_template
-from ridgeplan.validate.quality.chat_template import ChatTemplateError, chat_frame
+from ridgeplan.validate.quality.chat_template import chat_frame
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and message.role != 'system' %}"

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from ridgeplan.runtime.chat_template import ChatTemplateError
 from ridgeplan.validate.quality import ruler_questions
-from ridgeplan.validate.quality.chat_template import ChatTemplateError
 from ridgeplan.validate.quality.ruler import (
     COMMON_TIMES,
     DEPTHS,

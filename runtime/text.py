@@ -1,0 +1,71 @@
+"""Text from tokens as they arrive, and stop words in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from ridgeplan.runtime.errors import WorkloadError, failures_as, quiet_rust
+
+
+def encoded(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:
+    """Token ids of a text. Raises ModelError for a tokenizer that fails on it.
+
+    special_tokens: whether the tokenizer adds those that begin a text; a chat template has written them itself.
+    """
+    options = {} if special_tokens else {"add_special_tokens": False}
+    with failures_as("the model's tokenizer cannot encode the text"), quiet_rust():
+        return list(tokenizer.encode(text, **options))
+
+
+def text_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Turns token ids into text, without special tokens."""
+    return partial(tokenizer.decode, skip_special_tokens=True)
+
+
+def stop_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a text of the model."""
+    stop = tokenizer.eos_token_id
+    return () if stop is None else (stop,)
+
+
+def text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    """The text of tokens as they arrive. Tokens that end inside a character are held back."""
+    # The tokens of the last piece, because some tokenizers join it with the next, and then the tokens held back.
+    window: list[int] = []
+    last = 0
+    for token in tokens:
+        window.append(token)
+        text = decode(window)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text[len(decode(window[:last])) :]
+            window, last = window[last:], len(window) - last
+    yield decode(window)[len(decode(window[:last])) :]
+
+
+def require_stop_words(stop: Sequence[str]) -> None:
+    """Raises WorkloadError unless `stop` is a sequence of texts of one character or more."""
+    if isinstance(stop, str) or not all(isinstance(word, str) and word for word in stop):
+        raise WorkloadError("stop is not allowed; allowed: several texts of one character or more")
+
+
+def before_stop(pieces: Iterable[str], stop: Sequence[str]) -> Iterator[str]:
+    """The text up to the first stop word, which is left out. Text that may begin one is held back."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        found = [place for word in stop if (place := held.find(word)) >= 0]
+        if found:
+            yield held[: min(found)]
+            return
+        ready = len(held) - max((_begun(held, word) for word in stop), default=0)
+        yield held[:ready]
+        held = held[ready:]
+    yield held
+
+
+def _begun(text: str, word: str) -> int:
+    """Characters at the end of `text` that begin `word`."""
+    longest = min(len(text), len(word) - 1)
+    return next((count for count in range(longest, 0, -1) if text.endswith(word[:count])), 0)
