@@ -42,6 +42,15 @@ def test_a_prompt_in_one_step_is_the_engine_s(model: str, context: int) -> None:
     assert 1e3 * seconds == pytest.approx(predicted.best.ttft_request_ms, rel=0.06)
 
 
+def test_prompts_with_8_bit_weights_are_as_fast_as_predicted() -> None:
+    question = question_of(LLAMA)
+    plan = preset("int8-weights", question.workload)
+    (predicted,) = predict_question([plan], question)
+    coded, full = (server_of(question, name=name).steps for name in ("int8-weights", "autoregressive"))
+    assert 1e3 * coded.mixed_s(0, 0, [(8192, 0)]) == pytest.approx(predicted.best.ttft_request_ms, rel=0.06)
+    assert coded.mixed_s(64, 64 * 4096, [(4096, 0)]) < 0.75 * full.mixed_s(64, 64 * 4096, [(4096, 0)])
+
+
 def test_chunks_take_about_as_long_as_the_whole_prompt() -> None:
     steps = server_of(question_of(LLAMA)).steps
     whole = steps.mixed_s(0, 0, [(8192, 0)])
