@@ -53,7 +53,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     problem = missing_cost_model(plan, shape)
     require(problem is None, problem or "")
     workload, speculation, attention = plan.workload, plan.speculation, plan.attention
-    layers, kv_heads = shape.layers, shape.kv_heads
+    layers, kv_heads = shape.kv_layers, shape.kv_heads
     draft_cost, target_cost = speculation.selection.cost(), attention.selection.cost()
     draft_scores = draft_cost.scores_at_once(layers) if speculation.selection.per_query else layers
     held_score_bytes = draft_cost.held_score_bytes(kv_heads) * draft_scores
@@ -109,7 +109,7 @@ def _draft(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) -
         bits=draft_code_bits(plan),
         score_bytes=score_bytes * per_query,
         round_score_bytes=score_bytes * (not per_query),
-        query_score_bytes=cost.query_score_bytes(shape.kv_heads) * shape.layers,
+        query_score_bytes=cost.query_score_bytes(shape.kv_heads) * shape.kv_layers,
         has_weights=int(plan.weights.draft_copy),
         ratio=speculation.ratio,
         min_tokens=speculation.selection.min_tokens,
@@ -135,7 +135,7 @@ def _selection_terms(
     shape: ModelShape, cost: SelectionCost, selection: TokenSelection, active: bool
 ) -> dict[str, float]:
     """Transfers and launches with which a step selects tokens. active: whether the pass attends to a selection."""
-    layers, kv_heads = shape.layers, shape.kv_heads
+    layers, kv_heads = shape.kv_layers, shape.kv_heads
     return {
         "page_tokens": cost.page_tokens if active else 1,
         "host_run_tokens": cost.contiguous_on_host(kv_heads),
@@ -151,7 +151,7 @@ def _selection_terms(
 
 def _score_bytes(shape: ModelShape, cost: SelectionCost) -> float:
     """Bytes of scores that a selection moves per cached token."""
-    return cost.moved_score_bytes(shape.kv_heads) * cost.selected_layers(shape.layers)
+    return cost.moved_score_bytes(shape.kv_heads) * cost.selected_layers(shape.kv_layers)
 
 
 def _offload(plan: Plan, shape: ModelShape, draft_cost: SelectionCost, target_cost: SelectionCost) -> OffloadStrategy:
@@ -161,7 +161,7 @@ def _offload(plan: Plan, shape: ModelShape, draft_cost: SelectionCost, target_co
     else:
         overlap = draft_cost.overlap_at(float(speculation.selection.share_of(context, speculation.ratio)) * context)
     # Layers that share a selection share a table
-    tables = plan.attention.active * target_cost.selected_layers(shape.layers) / shape.layers
+    tables = plan.attention.active * target_cost.selected_layers(shape.kv_layers) / shape.kv_layers
     return OffloadStrategy(
         active=int(placement.offload),
         budget=placement.budget or UNLIMITED_TOKENS,
@@ -175,10 +175,10 @@ def _offload(plan: Plan, shape: ModelShape, draft_cost: SelectionCost, target_co
 
 
 def _eviction(plan: Plan, shape: ModelShape) -> EvictionStrategy:
-    settings, budgets = plan.eviction.method, layer_budgets(plan, shape.layers)
+    settings, budgets = plan.eviction.method, layer_budgets(plan, shape.kv_layers)
     kept = kept_tokens(plan.workload.context, budgets, plan.kv.step) if budgets else ()
     return EvictionStrategy(
-        budget=sum(kept) / shape.layers if budgets else UNLIMITED_TOKENS,
+        budget=sum(kept) / shape.kv_layers if budgets else UNLIMITED_TOKENS,
         scored_queries=settings.scored_queries if settings else 0,
         appended_tokens=settings.appended_tokens if settings else 0,
         chunk=plan.eviction.chunk or UNLIMITED_TOKENS,

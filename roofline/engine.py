@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ridgeplan.roofline.catalog.layers import State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term, maximum, where
-from ridgeplan.roofline.memory import MemoryBreakdown, weight_memory, windowed_tokens
-from ridgeplan.roofline.passes import Op, PassTerms, decode_pass, stored_bytes
+from ridgeplan.roofline.memory import MemoryBreakdown, index_memory, stored_elements, weight_memory
+from ridgeplan.roofline.passes import MIXER_PRODUCTS, Op, PassTerms, decode_pass, state_sizes, stored_bytes
 
 if TYPE_CHECKING:
     from ridgeplan.roofline.strategy import Strategy
@@ -195,7 +196,7 @@ def weight_bits(op: Op, shape: ModelShape, step: EngineStep) -> Term:
     if op.kind not in ("linear", "grouped_linear") or op.name == "router":
         return FULL_BITS
     part = held.experts if op.kind == "grouped_linear" else held.mlp
-    part = held.attention if op.name in ("qkv projection", "output projection") else part
+    part = held.attention if op.name in MIXER_PRODUCTS else part
     return 8 * stored_bytes(part, step.weight_bits / 8)
 
 
@@ -227,16 +228,38 @@ def engine_memory(
     shape: ModelShape, reserve: EngineReserve, batch: Term, tokens: Term, weight_bits: Term, kv_bits: Term
 ) -> MemoryBreakdown:
     """Bytes of weights, of the KV pages of `batch` sequences of `tokens` tokens, and of the engine's reserve."""
-    pages = windowed_tokens(shape, PAGE_TOKENS * np.ceil(np.asarray(tokens) / PAGE_TOKENS))
+    pages = page_tokens(shape, kv_bits) * np.ceil(np.asarray(tokens) / page_tokens(shape, kv_bits))
     return MemoryBreakdown(
         weights=weight_memory(shape, weight_bits / 8, BF16_BYTES),
         draft_weights=0,
-        kv=batch * pages * shape.kv_elements_per_token_per_layer * kv_bits / 8,
-        buffers=0,
+        kv=batch * stored_elements(shape, pages) * kv_bits / 8 + index_memory(shape, batch, pages),
+        buffers=batch * state_pages(shape, kv_bits),
         prefill_workspace=activation_bytes(shape, reserve),
         decode_workspace=0,
         libraries=reserve.other_bytes,
     )
+
+
+def page_tokens(shape: ModelShape, kv_bits: Term) -> Term:
+    """Tokens of a page: in hybrids so many that a layer's page is no smaller than a layer's state (vLLM)."""
+    if not shape.states:
+        return PAGE_TOKENS
+    token_bytes = shape.kv_elements_per_token_per_layer * kv_bits / 8
+    largest = max(_state_bytes(state) for state, _ in shape.states)
+    return PAGE_TOKENS * np.ceil(np.asarray(largest / token_bytes / PAGE_TOKENS))
+
+
+def state_pages(shape: ModelShape, kv_bits: Term) -> Term:
+    """Bytes of a sequence's states: a page of the KV cache for each layer, which may be larger than its state."""
+    if not shape.states:
+        return 0
+    page_bytes = page_tokens(shape, kv_bits) * shape.kv_elements_per_token_per_layer * kv_bits / 8
+    return shape.state_layers * page_bytes
+
+
+def _state_bytes(state: State) -> float:
+    sizes = state_sizes(state)
+    return float(sizes.bytes + sizes.convolution_bytes(BF16_BYTES))
 
 
 def activation_bytes(shape: ModelShape, reserve: EngineReserve) -> float:

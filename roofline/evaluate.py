@@ -131,7 +131,7 @@ def prefill_seconds(
     layer_launches = shape.layers * prefill_launches(strategy)
     prompt_s = machine.prefill_seconds(prefill_ops(shape, machine, strategy), rates, layer_launches)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.kept_tokens)
-    quantize_s = minimum(strategy.code_planes, 1) * shape.layers * machine.seconds(cost, machine.rates["quantize"])
+    quantize_s = minimum(strategy.code_planes, 1) * shape.kv_layers * machine.seconds(cost, machine.rates["quantize"])
     swap_in_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
     return strategy.batch * (prompt_s + quantize_s + sampling_seconds(shape, machine, 1)) + swap_in_s
 
@@ -174,14 +174,14 @@ def eviction_ops(shape: ModelShape, strategy: Strategy, element_bytes: Term) -> 
     # Tokens that stay are gathered and then stored; those of earlier chunks are copied ahead of each later chunk.
     stored = ops.copy(2 * strategy.kept_tokens * token_elements, element_bytes)
     held = ops.copy(chunks.held * chunks.count / maximum(chunks.count - 1, 1) * token_elements, element_bytes)
-    heads = shape.layers * shape.kv_heads * evictions
+    heads = shape.kv_layers * shape.kv_heads * evictions
     return (
         Op("appended tokens", "linear", products, passes),
         Op("appended attention", "prefill_attention", attention, passes),
         Op("eviction scores", "linear", scores, heads * minimum(strategy.scored_pairs, 1)),
         Op("eviction softmax", "elementwise", softmax, heads),
-        Op("eviction copy", "elementwise", stored, shape.layers * evictions),
-        Op("held tokens", "elementwise", held, shape.layers * (chunks.count - 1)),
+        Op("eviction copy", "elementwise", stored, shape.kv_layers * evictions),
+        Op("held tokens", "elementwise", held, shape.kv_layers * (chunks.count - 1)),
     )
 
 

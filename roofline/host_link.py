@@ -103,8 +103,8 @@ class HostLink:
 
         The layers on the device come first, and before them the round's drafts, which take `drafts_s`.
         """
-        layers, layer_s = self.host.layers, pass_s / self.shape.layers
-        first_s = (self.shape.layers - layers) * layer_s
+        layers, layer_s = self.host.layers, pass_s / self.shape.kv_layers
+        first_s = (self.shape.kv_layers - layers) * layer_s
         ahead_s = minimum(minimum(self.strategy.offload.prefetch + 1, layers) * copy_s, drafts_s + first_s)
         pipelined_s = first_s + layers * copy_s - ahead_s + layer_s
         return where(self.host.some, maximum(pass_s, pipelined_s), pass_s)
@@ -125,9 +125,9 @@ class HostLink:
         lookup_s = kv_reads * host.some * self.lookup_seconds(self.strategy.target_tokens(context))
         layer_lookup_s = (1 - target.shared_across_layers) * lookup_s
         shared_lookup_s = target.shared_across_layers * lookup_s
-        layer_s = target_s / self.shape.layers
+        layer_s = target_s / self.shape.kv_layers
         each_s, later = load_s + layer_lookup_s, maximum(host.layers - self.strategy.offload.prefetch - 1, 0)
-        first_s = (self.shape.layers - host.layers) * layer_s
+        first_s = (self.shape.kv_layers - host.layers) * layer_s
         loading_s = maximum(host.layers * each_s, minimum(later, 1) * first_s + later * each_s)
         loaded_s = loading_s + HELD_UP_BY_KERNELS * target_s
         delay_s = maximum(HELD_UP_BY_PAGE_WALKS * page_walk_s, HELD_UP_BY_TRANSFERS * transfer_s)

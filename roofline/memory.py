@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeplan.roofline import execution, ops
+from ridgeplan.roofline.catalog.layers import Attention
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term, indicator, is_symbolic, maximum, minimum, where
 from ridgeplan.roofline.latency import Device
-from ridgeplan.roofline.passes import stored_bytes
+from ridgeplan.roofline.passes import state_sizes, stored_bytes
 from ridgeplan.roofline.strategy import UNLIMITED_BYTES, Strategy
 
 
@@ -61,19 +62,16 @@ class MemoryBreakdown:
 
 def layer_parameters(shape: ModelShape) -> int:
     """Parameters of the matrices that may be quantized: linear layers and experts, without routers and embeddings."""
-    dense = (shape.layers - shape.moe_layers) * shape.dense_mlp_params
-    sparse = shape.moe_layers * (shape.experts * shape.expert_params + shape.shared_experts_params)
-    return shape.layers * shape.attention_params_per_layer + dense + sparse
+    return shape.mixer_params + shape.dense_params + shape.expert_params
 
 
 def matrix_memory(shape: ModelShape, weight_bytes: Term) -> Term:
     """The linear layers and experts at `weight_bytes` per parameter, or at the checkpoint's own bits where fewer."""
-    bits, dense_layers = shape.weight_bits, shape.layers - shape.moe_layers
-    mlps = dense_layers * shape.dense_mlp_params + shape.moe_layers * shape.shared_experts_params
+    bits = shape.weight_bits
     return (
-        shape.layers * shape.attention_params_per_layer * stored_bytes(bits.attention, weight_bytes)
-        + mlps * stored_bytes(bits.mlp, weight_bytes)
-        + shape.moe_layers * shape.experts * shape.expert_params * stored_bytes(bits.experts, weight_bytes)
+        shape.mixer_params * stored_bytes(bits.attention, weight_bytes)
+        + shape.dense_params * stored_bytes(bits.mlp, weight_bytes)
+        + shape.expert_params * stored_bytes(bits.experts, weight_bytes)
     )
 
 
@@ -100,31 +98,65 @@ def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
 
 
 def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Term:
-    """Full-precision keys and values of `tokens` tokens in every layer.
+    """Full-precision keys and values of `tokens` tokens in every layer that caches them.
 
     Sliding-window layers store the whole context too where the runtime executes the model; they only read less of it.
     """
-    return batch * shape.kv_elements_per_token_per_layer * _stored_tokens(shape, tokens) * element_bytes
+    return batch * stored_elements(shape, tokens, _stores_all(shape)) * element_bytes
 
 
-def windowed_tokens(shape: ModelShape, tokens: Term) -> Term:
-    """Tokens of a sequence that all layers store together, where those with a sliding window store no more than it."""
-    if shape.window_tokens is None:
-        return shape.layers * tokens
-    full_layers = shape.layers - shape.window_layers
-    return full_layers * tokens + shape.window_layers * minimum(tokens, shape.window_tokens)
+def stored_elements(shape: ModelShape, tokens: Term, whole_windows: bool = False) -> Term:
+    """Numbers that all layers cache of a sequence of `tokens` tokens.
+
+    Layers with a sliding window hold no more tokens than it, unless `whole_windows`.
+    """
+    return sum(
+        attention.cached_elements * _stored_tokens(attention, layers, tokens, whole_windows)
+        for attention, layers in shape.attentions
+    )
 
 
-def _stored_tokens(shape: ModelShape, tokens: Term) -> Term:
-    stores_all = shape.architecture in execution.WHOLE_WINDOW_ARCHITECTURES
-    return shape.layers * tokens if stores_all else windowed_tokens(shape, tokens)
+def _stored_tokens(attention: Attention, layers: Term, tokens: Term, whole_windows: bool) -> Term:
+    if attention.window_tokens is None or whole_windows:
+        return layers * tokens
+    return layers * minimum(tokens, attention.window_tokens)
+
+
+def _stores_all(shape: ModelShape) -> bool:
+    return shape.architecture in execution.WHOLE_WINDOW_ARCHITECTURES
 
 
 def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, group: Term) -> Term:
     """Codes of `tokens` tokens in every layer, in `planes` 4-bit planes with scales and minima; 0 without planes."""
-    stored = _stored_tokens(shape, tokens)
-    codes = ops.quantized_bytes(batch, shape.cached_heads, shape.head_dim, stored, 4 * planes, group)
+    codes = sum(
+        ops.quantized_bytes(
+            batch,
+            attention.cached_heads,
+            attention.head_dim,
+            _stored_tokens(attention, layers, tokens, _stores_all(shape)),
+            4 * planes,
+            group,
+        )
+        for attention, layers in shape.attentions
+    )
     return minimum(planes, 1) * codes
+
+
+def index_memory(shape: ModelShape, batch: Term, tokens: Term) -> Term:
+    """Keys of sparse indexers, which are cached for all tokens."""
+    token_bytes = sum(layers * attention.index_key_bytes for attention, layers in shape.attentions)
+    return batch * tokens * token_bytes if token_bytes else 0
+
+
+def state_memory(shape: ModelShape, batch: Term, queries: Term, element_bytes: Term, drafts: Term = 0) -> Term:
+    """Recurrent states of all sequences, whatever their length, with what a pass of `queries` tokens may return to.
+
+    drafts: 1 where drafts run ahead on states of their own.
+    """
+    return batch * sum(
+        layers * ops.held_state_bytes(queries, state_sizes(state), element_bytes, drafts)
+        for state, layers in shape.states
+    )
 
 
 def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term, held: Term = 0) -> tuple[Term, ...]:
@@ -278,7 +310,7 @@ def offload_layers(shape: ModelShape, device: Device, strategy: Strategy) -> Off
     freed_bytes = maximum(kv_bytes + plane_bytes, 0)
     some = strategy.offload.active * minimum(excess_bytes, 1) * minimum(freed_bytes, 1)
     needed = _ceiling((excess_bytes + some * staged_bytes) / maximum(freed_bytes, 1))
-    layers = some * minimum(where(strategy.offload.all_at_once, shape.layers, needed), shape.layers)
+    layers = some * minimum(where(strategy.offload.all_at_once, shape.kv_layers, needed), shape.kv_layers)
     buffers = parts.buffers + some * staged_bytes - layers * plane_bytes
     memory = replace(parts, kv=parts.kv - layers * kv_bytes, buffers=buffers)
     layer_bytes = _host_bytes_per_layer(shape, strategy, parts)
@@ -295,10 +327,10 @@ def _departures(shape: ModelShape, device: Device, strategy: Strategy, final: Te
     """Layers of which `final` are on the host in the end, with `spare_bytes` more than they need then."""
     full, group = strategy.stores_full_kv, strategy.kv_group
     code_bytes = code_memory(shape, strategy.batch, group, strategy.code_planes, group)
-    unit_bytes = where(full, full_kv(shape, strategy.batch, 1, device.element_bytes), code_bytes) / shape.layers
+    unit_bytes = where(full, full_kv(shape, strategy.batch, 1, device.element_bytes), code_bytes) / shape.kv_layers
     departures = Departures(
         adaptive=strategy.offload.adaptive,
-        layers=shape.layers,
+        layers=shape.kv_layers,
         final=final,
         memory_bytes=0,
         unit_bytes=unit_bytes,
@@ -307,7 +339,7 @@ def _departures(shape: ModelShape, device: Device, strategy: Strategy, final: Te
         queries=strategy.max_queries,
         coded=1 - full,
     )
-    whole_bytes = shape.layers * departures.layer_bytes(strategy.final_tokens)
+    whole_bytes = shape.kv_layers * departures.layer_bytes(strategy.final_tokens)
     kept_bytes = departures.final_bytes(strategy.final_tokens)
     spare_units = _floor(minimum(spare_bytes, UNLIMITED_BYTES) / unit_bytes)
     return replace(departures, memory_bytes=minimum(kept_bytes + spare_units * unit_bytes, whole_bytes))
@@ -323,7 +355,7 @@ def offload_thresholds(
     the bisection starts there. Lengths never fall along the list (SpeContext-3); `reserved_tokens` keeps slots free,
     gamma + 1 of them when speculating (SpeContext-2).
     """
-    layers = np.arange(shape.layers + 1)
+    layers = np.arange(shape.kv_layers + 1)
     fits, too_long = np.zeros(layers.size), np.full(layers.size, float(execution.MAX_TOKENS))
     middle = np.full(layers.size, float(execution.DRAFT_SWAP_PROMPT_TOKENS))
     while (too_long - fits > 1).any():
@@ -355,11 +387,15 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     # Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head.
     streams = 1 + indicator(execution.CUDA_LARGE_GEMM_ROWS + 1, batch * strategy.max_queries)
     together = strategy.prompt_chunks.longest + strategy.appended_tokens
+    drafting = minimum(strategy.max_queries - 1, 1)
+    states = state_memory(shape, batch, strategy.max_queries, element_bytes, drafting)
     return MemoryBreakdown(
         weights=weight_memory(shape, strategy.target.weight_bytes, element_bytes, *separate_head),
         draft_weights=_draft_weights(shape, strategy),
-        kv=full_kv(shape, batch, slots, element_bytes) + codes,
-        buffers=full_kv(shape, batch, buffered, element_bytes) + _selection_state(shape, device, strategy, tokens),
+        kv=full_kv(shape, batch, slots, element_bytes) + codes + index_memory(shape, batch, tokens),
+        buffers=full_kv(shape, batch, buffered, element_bytes)
+        + _selection_state(shape, device, strategy, tokens)
+        + states,
         prefill_workspace=prefill_workspace(
             shape,
             together,
@@ -434,7 +470,7 @@ def _host_bytes_per_layer(shape: ModelShape, strategy: Strategy, parts: MemoryBr
     codes = strategy.target_loads * code_memory(shape, strategy.batch, tokens, code_planes, group)
     lower = strategy.batch * tokens * shape.kv_elements_per_token_per_layer / 2
     rows = strategy.batch * tokens * _row_bytes(shape)
-    all_tokens = where(strategy.loads_codes, rows, (parts.kv - codes) / shape.layers)
+    all_tokens = where(strategy.loads_codes, rows, (parts.kv - codes) / shape.kv_layers)
     return strategy.offload.lower_only * lower + (1 - strategy.offload.lower_only) * all_tokens
 
 
@@ -450,7 +486,7 @@ def _freed_kv_bytes(shape: ModelShape, device: Device, strategy: Strategy, parts
     draft_share = minimum(strategy.gamma, 1) * where(minimum(strategy.draft.bits, 1), of_codes, 1)
     stays = (1 - strategy.offload.lower_only) * kept * draft_share
     streamed = _host_bytes_per_layer(shape, strategy, parts) * (1 - stays)
-    loaded = parts.kv / shape.layers - _slots_bytes(shape, device, strategy)
+    loaded = parts.kv / shape.kv_layers - _slots_bytes(shape, device, strategy)
     return where(strategy.target_loads, loaded, streamed)
 
 
@@ -466,7 +502,7 @@ def _slots_bytes(shape: ModelShape, device: Device, strategy: Strategy) -> Term:
     full_bytes = _host_slots(strategy) * shape.kv_elements_per_token_per_layer * device.element_bytes
     code_bytes = (_host_slots(strategy) - 2 * group - strategy.max_queries) * _row_bytes(shape)
     slots = batch * (where(strategy.loads_codes, code_bytes, full_bytes) + tables)
-    staged = strategy.loads_codes * code_memory(shape, batch, group, strategy.code_planes, group) / shape.layers
+    staged = strategy.loads_codes * code_memory(shape, batch, group, strategy.code_planes, group) / shape.kv_layers
     return slots + staged + _key_elements(shape, strategy) * scales
 
 
@@ -485,7 +521,7 @@ def _host_slots(strategy: Strategy) -> Term:
 
 def _value_plane_bytes(shape: ModelShape, strategy: Strategy) -> Term:
     """Bytes by token of a layer's values in 4 bits, which leave with it: only the 2-bit keys beside them stay."""
-    bits = strategy.held_plane_bits / shape.layers * ops.UPPER_BITS / (ops.UPPER_BITS + ops.TWO_BITS)
+    bits = strategy.held_plane_bits / shape.kv_layers * ops.UPPER_BITS / (ops.UPPER_BITS + ops.TWO_BITS)
     return strategy.target_loads * _key_elements(shape, strategy) * bits / 8
 
 

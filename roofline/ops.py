@@ -7,9 +7,12 @@ kernel declares), numpy arrays (for sweeps) or sympy symbols (to print, solve or
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
-from ridgeplan.roofline.cost import Cost, Term
+import numpy as np
+
+from ridgeplan.roofline.cost import Cost, Term, indicator, where
 
 METADATA_BYTES = 2  # one fp16 scale or minimum
 PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32
@@ -42,12 +45,33 @@ def matmul(rows: Term, inputs: Term, outputs: Term, params: Term, weight_bytes: 
     )
 
 
-def activated_experts(experts: Term, per_token: Term, rows: Term) -> Term:
+def activated_experts(experts: Term, per_token: Term, rows: Term, skew: float = 0) -> Term:
     """Expected number of distinct experts that `rows` tokens are routed to, `per_token` of `experts` each.
 
-    Under uniform, independent routing all rows miss an expert with probability (1 - k/E)^rows.
+    Under uniform, independent routing all rows miss an expert with probability (1 - k/E)^rows. skew: exponent of a Zipf
+    law of the experts' loads; an expert is then missed by (1 - share)^rows, where shares sum to k.
     """
-    return experts * (1 - (1 - per_token / experts) ** rows)
+    if skew == 0:
+        return experts * (1 - (1 - per_token / experts) ** rows)
+    return sum(count * (1 - (1 - share) ** rows) for share, count in zipf_shares(experts, per_token, skew))
+
+
+@cache
+def zipf_shares(experts: int, per_token: int, skew: float) -> tuple[tuple[float, int], ...]:
+    """Shares of tokens that use an expert, with the number of experts of that share, under a Zipf law of loads.
+
+    The share of rank r is c / r^skew, at most 1, and all shares sum to `per_token`. Ranks are taken together by
+    quarter octaves, so that few terms are added up.
+    """
+    ranks = np.arange(1, experts + 1)
+    loads = ranks ** -float(skew)
+    low, high = 0.0, experts * float(ranks[-1]) ** skew
+    for _ in range(100):  # bisection: the sum of min(c x load, 1) grows with c
+        scale = (low + high) / 2
+        low, high = (low, scale) if np.minimum(scale * loads, 1).sum() > per_token else (scale, high)
+    shares = np.minimum(scale * loads, 1)
+    bins = np.floor(4 * np.log2(ranks)).astype(int)
+    return tuple((float(shares[bins == each].mean()), int((bins == each).sum())) for each in np.unique(bins))
 
 
 def experts(
@@ -58,13 +82,127 @@ def experts(
     per_token: Term,
     weight_bytes: Term,
     element_bytes: Term,
+    skew: float = 0,
 ) -> Cost:
-    """Routed experts of one layer: the weights of all activated experts are read, FLOPs are per token."""
+    """Routed experts of one layer: the weights of all activated experts are read, FLOPs are per token.
+
+    skew: of the experts' loads, as `activated_experts` takes it.
+    """
     return Cost(
         flops=2 * rows * per_token * expert_params,
-        read_bytes=activated_experts(count, per_token, rows) * expert_params * weight_bytes
+        read_bytes=activated_experts(count, per_token, rows, skew) * expert_params * weight_bytes
         + rows * hidden * element_bytes,
         write_bytes=rows * hidden * element_bytes,
+    )
+
+
+class StateSizes(NamedTuple):
+    """A recurrent state: FLOPs per element and token, elements and their bytes, and what a token brings and takes.
+
+    delta: 1 under a delta rule, else 0. channels: of the short convolution with `taps` taps; decays and scalars steer the update.
+    """
+
+    flops: Term
+    delta: Term
+    elements: Term
+    state_bytes: Term
+    channels: Term
+    taps: Term
+    decays: Term
+    scalars: Term
+    outputs: Term
+
+    @property
+    def bytes(self) -> Term:
+        """Bytes of one sequence's state in one layer."""
+        return self.elements * self.state_bytes
+
+    def input_bytes(self, element_bytes: Term) -> Term:
+        """Bytes of a token's queries, keys, values, decays and scalars."""
+        return (self.channels + self.decays + self.scalars) * element_bytes
+
+    def convolution_bytes(self, element_bytes: Term) -> Term:
+        """Bytes of the latest inputs of the convolution that a sequence keeps."""
+        return self.channels * (self.taps - 1) * element_bytes
+
+
+def keeps_snapshots(sizes: StateSizes, queries: Term, element_bytes: Term) -> Term:
+    """1 where a pass of `queries` drafted tokens writes a state after each, 0 where accepted tokens are replayed.
+
+    A snapshot for each token moves 1 + q states. A replay keeps the state and the tokens' inputs: the pass reads the
+    state, and the accepted tokens' update reads and writes it, 3 states and the inputs written and read.
+    """
+    replayed = 3 * sizes.bytes + 2 * queries * sizes.input_bytes(element_bytes)
+    return indicator((1 + queries) * sizes.bytes, replayed)
+
+
+def state_update(batch: Term, queries: Term, sizes: StateSizes, element_bytes: Term) -> Cost:
+    """The recurrent update of one layer for `queries` tokens of each sequence.
+
+    A single token reads and writes the state once; of several, drafted ones may be rejected (`keeps_snapshots`).
+    """
+    inputs = queries * sizes.input_bytes(element_bytes)
+    snapshots = keeps_snapshots(sizes, queries, element_bytes)
+    replays = 1 - snapshots
+    return Cost(
+        flops=batch * (queries + replays * queries) * sizes.flops * sizes.elements,
+        read_bytes=batch * ((1 + replays) * (sizes.bytes + inputs)),
+        write_bytes=batch
+        * (where(snapshots, queries, 1) * sizes.bytes + replays * inputs + queries * sizes.outputs * element_bytes),
+    )
+
+
+def held_state_bytes(queries: Term, sizes: StateSizes, element_bytes: Term, drafts: Term = 0) -> Term:
+    """Bytes of one layer's state of a sequence: what a pass of `queries` tokens may return to, and `drafts`' own state.
+
+    That is a snapshot per token, or one state and the tokens' inputs; drafts run ahead on a copy, if there are any.
+    """
+    snapshots = keeps_snapshots(sizes, queries, element_bytes)
+    replay = (1 - snapshots) * queries * sizes.input_bytes(element_bytes)
+    convolution = sizes.convolution_bytes(element_bytes) + (queries - 1) * sizes.channels * element_bytes
+    return (where(snapshots, queries, 1) + drafts) * sizes.bytes + replay + (1 + drafts) * convolution
+
+
+def short_convolution(rows: Term, batch: Term, sizes: StateSizes, element_bytes: Term) -> Cost:
+    """The causal convolution by channel ahead of a state, which keeps its latest `taps` - 1 inputs."""
+    kept = batch * sizes.channels * (sizes.taps - 1)
+    return Cost(
+        flops=2 * rows * sizes.channels * sizes.taps,
+        read_bytes=(rows * sizes.channels + kept + sizes.channels * sizes.taps) * element_bytes,
+        write_bytes=(rows * sizes.channels + kept) * element_bytes,
+    )
+
+
+CHUNK_TOKENS = 64  # of the chunked form of a state's prefill
+
+
+def state_chunks(
+    batch: Term, tokens: Term, heads: Term, key_dim: Term, value_dim: Term, sizes: StateSizes, element_bytes: Term
+) -> Cost:
+    """Prefill of one state layer in chunks of C = 64 tokens (Gated DeltaNet, section 3.3; Mamba-2, section 6).
+
+    Per head and token, in multiply-adds: products with the state, one for the output and one for its update, and
+    another for the delta rule; within the chunk q . k and its product with the values; the delta rule's k . k, the
+    solution of its triangular system, and both products with that. Every chunk reads and writes the state.
+    """
+    delta = sizes.delta
+    across = (2 + delta) * key_dim * value_dim
+    within = CHUNK_TOKENS * ((1 + delta) * key_dim + value_dim)
+    solved = delta * CHUNK_TOKENS * (key_dim + value_dim + CHUNK_TOKENS / 3)
+    states = batch * tokens / CHUNK_TOKENS * sizes.bytes
+    return Cost(
+        flops=2 * batch * tokens * heads * (across + within + solved),
+        read_bytes=batch * tokens * sizes.input_bytes(element_bytes) + states,
+        write_bytes=batch * tokens * sizes.outputs * element_bytes + states,
+    )
+
+
+def index_scan(batch: Term, queries: Term, heads: Term, head_dim: Term, tokens: Term, key_bytes: Term) -> Cost:
+    """Scores of `tokens` cached tokens by a sparse indexer: `heads` products with one cached key of `key_bytes`."""
+    return Cost(
+        flops=2 * batch * queries * heads * head_dim * tokens,
+        read_bytes=batch * tokens * key_bytes,
+        write_bytes=batch * queries * tokens * SCORE_BYTES,
     )
 
 

@@ -1,19 +1,22 @@
 """The operations of one forward pass of a decoder: a decode step, a verification, or prefill.
 
-A pass is a tuple of `Op`. Formats and selections only change the terms; the code branches only on the model's
-structure: experts, latent attention, a sliding window.
+A pass is a tuple of `Op`. Formats and selections only change the terms; the code branches only on what a layer is
+(`roofline/catalog/layers.py`): attention, latent or within a window, a recurrent state, experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ridgeplan.roofline import ops
+from ridgeplan.roofline.catalog.layers import DELTA_RULE, MLP, STATE_FLOPS, Attention, State
 from ridgeplan.roofline.catalog.model_shape import FULL_BITS, ModelShape
-from ridgeplan.roofline.cost import Cost, Term, minimum
+from ridgeplan.roofline.cost import Cost, Term, is_symbolic, minimum
 from ridgeplan.roofline.execution import attention_tiles, many_channels, product_tiles
 
 WINDOWED_ATTENTION = "attention (window)"  # `Op.name` of attention in layers with a sliding window
+MIXER_PRODUCTS = ("qkv projection", "output projection", "state projections", "state output")  # in attention's bits
 MANY_CHANNELS = "linear, many channels"  # `Op.rate_kind` of such products
 
 
@@ -118,6 +121,8 @@ def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
         *_attention_linears(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
         *_rope(shape, terms.rows, terms.element_bytes),
         *_attention(shape, terms),
+        *_states(shape, terms.batch, terms.rows, terms.weight_bytes, terms.element_bytes),
+        *_state_updates(shape, terms),
         *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes, terms.fused_swiglu),
         *_norms(shape, terms.rows, terms.element_bytes),
         _head(shape, terms.rows, terms.head_bytes, terms.element_bytes),
@@ -145,6 +150,8 @@ def prefill_pass(
         *_attention_linears(shape, rows, weight_bytes, element_bytes),
         *_rope(shape, rows, element_bytes),
         *_prefill_attention(shape, batch, tokens, element_bytes, held),
+        *_states(shape, batch, rows, weight_bytes, element_bytes),
+        *_state_chunks(shape, batch, tokens, element_bytes),
         *_mlps(shape, rows, weight_bytes, element_bytes, fused_swiglu=0),
         *_norms(shape, rows, element_bytes),
         _head(shape, batch, head_bytes, element_bytes),
@@ -168,78 +175,156 @@ def _norms(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]
     """
     first = ops.add_rms_norm(rows, shape.hidden, element_bytes, streams=1)
     others = ops.add_rms_norm(rows, shape.hidden, element_bytes)
+    after = shape.norms - shape.blocks if shape.sandwich_norms else 0
     return (
         Op("first norm", "elementwise", first, 1),
-        Op("residual + norm", "elementwise", others, 2 * shape.layers),
-        *((Op("block norms", "elementwise", first, 2 * shape.layers),) if shape.sandwich_norms else ()),
+        Op("residual + norm", "elementwise", others, shape.blocks),
+        *((Op("block norms", "elementwise", first, after),) if shape.sandwich_norms else ()),
     )
 
 
-def _rope(shape: ModelShape, rows: Term, element_bytes: Term) -> tuple[Op, ...]:
-    """Rotary tables once a pass; RoPE with the append to the cache in every layer."""
-    rotary_dim = shape.rope_head_dim or shape.head_dim
-    width = shape.q_width + shape.kv_elements_per_token_per_layer
-    normed_width = shape.q_width + shape.kv_width if shape.qk_norm else 0
-    append = ops.rope_append(rows, width, rotary_dim, normed_width, element_bytes)
-    return (
-        Op("rotary tables", "elementwise", ops.rotary_tables(rows, rotary_dim), 1),
-        Op("rope + append", "rope", append, shape.layers),
-    )
+def _rope(shape: ModelShape, rows: Term, element_bytes: Term) -> Iterator[Op]:
+    """Rotary tables once a pass; RoPE with the append to the cache in every layer with attention."""
+    rotary_dim = max((attention.rotary_dim for attention, _ in shape.projections), default=0, key=_size)
+    yield Op("rotary tables", "elementwise", ops.rotary_tables(rows, rotary_dim), 1)
+    for attention, layers in shape.projections:
+        width = attention.q_width + attention.cached_elements
+        normed_width = attention.q_width + attention.kv_width if shape.qk_norm else 0
+        append = ops.rope_append(rows, width, attention.rotary_dim, normed_width, element_bytes)
+        yield Op("rope + append", "rope", append, layers)
 
 
-def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> tuple[Op, ...]:
+def _size(term: Term) -> float:
+    """A number by which sizes are compared; symbols, of which a shape has one, count as 0."""
+    return 0.0 if is_symbolic(term) else float(term)
+
+
+def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> Iterator[Op]:
     """The QKV and output projections; under MLA a chain of factors counts as one projection of its parameters."""
-    out_inputs = shape.q_heads * (shape.v_head_dim or shape.head_dim)
-    out_params = out_inputs * shape.hidden
-    in_params = shape.attention_params_per_layer - out_params
-    in_outputs = shape.q_width + shape.kv_elements_per_token_per_layer
     weight_bytes = stored_bytes(shape.weight_bits.attention, weight_bytes)
-    project = ops.matmul(rows, shape.hidden, in_outputs, in_params, weight_bytes, element_bytes)
-    output = ops.matmul(rows, out_inputs, shape.hidden, out_params, weight_bytes, element_bytes)
-    return (
-        Op("qkv projection", "linear", project, shape.layers, in_outputs, shape.hidden),
-        Op("output projection", "linear", output, shape.layers, shape.hidden, out_inputs),
+    for attention, layers in shape.projections:
+        sizes = shape.hidden, attention.in_width, attention.q_heads * attention.output_head_dim
+        params = attention.input_params(shape.hidden), attention.output_params(shape.hidden)
+        yield from _projections(MIXER_PRODUCTS[:2], layers, rows, *sizes, *params, weight_bytes, element_bytes)
+        if attention.gate_width:
+            gated = ops.elementwise(rows, 2 * attention.gate_width, attention.gate_width, element_bytes)
+            yield Op("output gate", "elementwise", gated, layers)
+
+
+def _projections(
+    names: tuple[str, str],
+    layers: Term,
+    rows: Term,
+    hidden: Term,
+    in_outputs: Term,
+    out_inputs: Term,
+    in_params: Term,
+    out_params: Term,
+    weight_bytes: Term,
+    element_bytes: Term,
+) -> Iterator[Op]:
+    """The product ahead of attention or a state, and the one behind it."""
+    project = ops.matmul(rows, hidden, in_outputs, in_params, weight_bytes, element_bytes)
+    output = ops.matmul(rows, out_inputs, hidden, out_params, weight_bytes, element_bytes)
+    yield Op(names[0], "linear", project, layers, in_outputs, hidden)
+    yield Op(names[1], "linear", output, layers, hidden, out_inputs)
+
+
+def state_sizes(state: State) -> ops.StateSizes:
+    """A state's sizes as the formulas take them."""
+    return ops.StateSizes(
+        flops=STATE_FLOPS[state.rule],
+        delta=int(state.rule == DELTA_RULE),
+        elements=state.elements,
+        state_bytes=state.bytes_per_element,
+        channels=state.channels,
+        taps=state.conv_width,
+        decays=state.decays,
+        scalars=state.scalars,
+        outputs=state.value_width,
     )
 
 
-def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, fused_swiglu: Term) -> tuple[Op, ...]:
-    dense_layers = shape.layers - shape.moe_layers
+def _states(shape: ModelShape, batch: Term, rows: Term, weight_bytes: Term, element_bytes: Term) -> Iterator[Op]:
+    """Of layers with a recurrent state all but the recurrence: projections, short convolution, gated norm."""
+    weight_bytes = stored_bytes(shape.weight_bits.attention, weight_bytes)
+    for state, layers in shape.states:
+        params = state.input_params(shape.hidden), state.output_params(shape.hidden)
+        sizes = shape.hidden, state.in_width, state.value_width
+        yield from _projections(MIXER_PRODUCTS[2:], layers, rows, *sizes, *params, weight_bytes, element_bytes)
+        convolution = ops.short_convolution(rows, batch, state_sizes(state), element_bytes)
+        yield Op("short convolution", "elementwise", convolution, layers)
+        gated = ops.elementwise(rows, 2 * state.value_width, state.value_width, element_bytes)
+        yield Op("gated norm", "elementwise", gated, layers)
+
+
+def _state_updates(shape: ModelShape, terms: PassTerms) -> Iterator[Op]:
+    """The recurrent update by token, of as many sequences as there are: a stream of the states."""
+    for state, layers in shape.states:
+        update = ops.state_update(terms.batch, terms.queries, state_sizes(state), terms.element_bytes)
+        yield Op("state update", "elementwise", update, layers)
+
+
+def _state_chunks(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Iterator[Op]:
+    """The recurrence over a prompt, in chunks."""
+    for state, layers in shape.states:
+        heads = state.value_heads, state.key_dim, state.value_dim
+        cost = ops.state_chunks(batch, tokens, *heads, state_sizes(state), element_bytes)
+        yield Op("state chunks", "prefill_attention", cost, layers)
+
+
+def _mlps(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term, fused_swiglu: Term) -> Iterator[Op]:
     sizes = rows, stored_bytes(shape.weight_bits.mlp, weight_bytes), element_bytes
-    dense = _gated_mlp("mlp", shape.hidden, shape.intermediate, dense_layers, *sizes, fused_swiglu)
-    if not shape.is_moe:
-        return dense
-    router = ops.linear(rows, shape.hidden, shape.experts, element_bytes, element_bytes)
-    counts = shape.expert_params, shape.experts, shape.experts_per_token
     expert_bytes = stored_bytes(shape.weight_bits.experts, weight_bytes)
-    routed = ops.experts(rows, shape.hidden, *counts, expert_bytes, element_bytes)
-    width = shape.shared_experts_intermediate
-    shared = _gated_mlp("shared experts", shape.hidden, width, shape.moe_layers, *sizes, fused_swiglu)
-    return (
-        *(dense if shape.dense_layers else ()),
-        Op("router", "linear", router, shape.moe_layers, shape.experts, shape.hidden),
-        Op("routed experts", "grouped_linear", routed, shape.moe_layers),
-        *(shared if width else ()),
-    )
+    for mlp, layers in shape.mlps:
+        if mlp.intermediate:
+            yield from _mlp("mlp", shape.hidden, mlp.intermediate, mlp.gated, layers, *sizes, fused_swiglu)
+        if mlp.experts:
+            yield from _experts(shape, mlp, layers, rows, expert_bytes, element_bytes)
+        if mlp.shared_intermediate:
+            width = mlp.shared_intermediate
+            yield from _mlp("shared experts", shape.hidden, width, mlp.gated, layers, *sizes, fused_swiglu)
 
 
-def _gated_mlp(
+def _experts(
+    shape: ModelShape, mlp: MLP, layers: Term, rows: Term, weight_bytes: Term, element_bytes: Term
+) -> Iterator[Op]:
+    """The router, the experts that the rows are routed to, and projections to the experts' own width, if any."""
+    router = ops.linear(rows, shape.hidden, mlp.experts, element_bytes, element_bytes)
+    yield Op("router", "linear", router, layers, mlp.experts, shape.hidden)
+    width = mlp.expert_hidden or shape.hidden
+    counts = mlp.expert_params(shape.hidden), mlp.experts, mlp.experts_per_token
+    routed = ops.experts(rows, width, *counts, weight_bytes, element_bytes, shape.routing_skew)
+    yield Op("routed experts", "grouped_linear", routed, layers)
+    if mlp.expert_hidden:
+        mlp_bytes = stored_bytes(shape.weight_bits.mlp, weight_bytes)
+        projection = ops.linear(rows, shape.hidden, width, mlp_bytes, element_bytes)
+        yield Op("expert projections", "linear", projection, 2 * layers, width, shape.hidden)
+
+
+def _mlp(
     name: str,
     hidden: Term,
     width: Term,
+    gated: bool,
     layers: Term,
     rows: Term,
     weight_bytes: Term,
     element_bytes: Term,
     fused_swiglu: Term,
-) -> tuple[Op, ...]:
-    gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, fused_swiglu)
+) -> Iterator[Op]:
+    """Gate and up with SwiGLU and down, or up with its activation and down."""
     down = ops.linear(rows, width, hidden, weight_bytes, element_bytes)
-    swiglu = ops.swiglu(rows, width, element_bytes)
-    return (
-        Op(f"{name} gate + up", "linear", gate_up, layers, 2 * width, hidden),
-        Op(f"{name} swiglu", "elementwise", swiglu, layers * (1 - fused_swiglu)),
-        Op(f"{name} down", "linear", down, layers, hidden, width),
-    )
+    if gated:
+        gate_up = ops.gated_linear(rows, hidden, width, weight_bytes, element_bytes, fused_swiglu)
+        swiglu = ops.swiglu(rows, width, element_bytes)
+        yield Op(f"{name} gate + up", "linear", gate_up, layers, 2 * width, hidden)
+        yield Op(f"{name} swiglu", "elementwise", swiglu, layers * (1 - fused_swiglu))
+    else:
+        up = ops.linear(rows, hidden, width, weight_bytes, element_bytes)
+        yield Op(f"{name} up", "linear", up, layers, width, hidden)
+        yield Op(f"{name} activation", "elementwise", ops.elementwise(rows, width, width, element_bytes), layers)
+    yield Op(f"{name} down", "linear", down, layers, hidden, width)
 
 
 def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) -> Op:
@@ -248,42 +333,67 @@ def _head(shape: ModelShape, rows: Term, head_bytes: Term, element_bytes: Term) 
     return Op("lm head", "head", cost, 1, shape.vocab, shape.hidden)
 
 
-def _attention(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
-    """Decode attention of layers that read all tokens and of layers with a sliding window."""
-    full = _attention_op("attention", shape, terms, shape.layers - shape.window_layers)
-    if shape.window_tokens is None:
-        return (full,)
-    return full, _attention_op(WINDOWED_ATTENTION, shape, windowed(terms, shape.window_tokens), shape.window_layers)
+def _attention(shape: ModelShape, terms: PassTerms) -> Iterator[Op]:
+    """Decode attention of layers that read all tokens, of layers with a sliding window, and what an indexer chose."""
+    for attention, layers in shape.attentions:
+        read = terms if attention.window_tokens is None else windowed(terms, attention.window_tokens)
+        if attention.index_tokens:
+            yield from _indexer(attention, layers, terms)
+            read = windowed(terms, attention.index_tokens)
+        name = "attention" if attention.window_tokens is None else WINDOWED_ATTENTION
+        yield _attention_op(name, attention, read, layers)
 
 
-def _attention_op(name: str, shape: ModelShape, terms: PassTerms, layers: Term) -> Op:
-    kind = "attention_mla" if shape.is_mla else "attention"
+def _attention_op(name: str, attention: Attention, terms: PassTerms, layers: Term) -> Op:
+    kind = "attention_mla" if attention.is_latent else "attention"
     tokens = terms.quantized_tokens + terms.full_tokens
-    launches, rows = layers * terms.reads, terms.batch * shape.cached_rows
-    return Op(name, kind, _attention_cost(shape, terms), launches, rows, tokens)
+    # Queries that an indexer chooses for read their own tokens each.
+    reads = terms.queries if attention.index_tokens else terms.reads
+    launches, rows = layers * reads, terms.batch * attention.cached_rows
+    return Op(name, kind, _attention_cost(attention, terms, reads), launches, rows, tokens)
 
 
-def _attention_cost(shape: ModelShape, terms: PassTerms) -> Cost:
+def _attention_cost(attention: Attention, terms: PassTerms, reads: Term) -> Cost:
     """One read of a layer's KV by decode attention."""
-    query_sizes = terms.batch, terms.queries / terms.reads, shape.q_heads
+    query_sizes = terms.batch, terms.queries / reads, attention.q_heads
     tokens = terms.quantized_tokens, terms.full_tokens
     kv = ops.KVRead(*tokens, terms.bits, terms.element_bytes, terms.group, terms.splits)
-    if shape.is_mla:
-        rope_dim = shape.score_dim - shape.value_dim
-        return ops.latent_attention(*query_sizes, shape.value_dim, rope_dim, shape.head_dim, kv)
-    return ops.attention(*query_sizes, shape.kv_heads, shape.head_dim, kv)
+    if attention.is_latent:
+        rope_dim = attention.score_dim - attention.value_dim
+        return ops.latent_attention(*query_sizes, attention.value_dim, rope_dim, attention.head_dim, kv)
+    # Keys and values of unequal width cost what those of their mean width do.
+    head_dim = attention.head_dim
+    if attention.v_head_dim not in (None, head_dim):
+        head_dim = (head_dim + attention.output_head_dim) / 2
+    return ops.attention(*query_sizes, attention.kv_heads, head_dim, kv)
 
 
-def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term, held: Term) -> tuple[Op, ...]:
+def _indexer(attention: Attention, layers: Term, terms: PassTerms) -> Iterator[Op]:
+    """Scores of all cached tokens by a sparse indexer, and the choice of those that attention reads (DSA)."""
+    tokens = terms.quantized_tokens + terms.full_tokens
+    heads = attention.index_heads, attention.index_head_dim
+    scan = ops.index_scan(terms.batch, terms.queries, *heads, tokens, attention.index_key_bytes)
+    choice = ops.top_k(terms.rows, tokens, minimum(tokens, attention.index_tokens))
+    yield Op("indexer", "attention", scan, layers, terms.batch, tokens)
+    yield Op("indexer top-k", "elementwise", choice, layers)
+
+
+def _prefill_attention(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term, held: Term) -> Iterator[Op]:
     """FlashAttention over the prompt; under MLA with per-head keys and values, not absorbed."""
-    value_dim = shape.v_head_dim or shape.head_dim
-    kv_elements = shape.kv_heads * (shape.head_dim + value_dim)
-    heads = ops.PromptHeads(shape.q_heads, kv_elements, shape.head_dim, value_dim)
-    causal = ops.causal_attention(batch, heads, tokens, element_bytes, held)
-    layers = shape.layers - shape.window_layers
-    everything = (Op("prefill attention", "prefill_attention", causal, layers),)
-    if not shape.window_layers:
-        return everything
-    window = minimum(tokens, shape.window_tokens)
-    windowed = ops.causal_attention(batch, heads, tokens, element_bytes, window=window)
-    return (*everything, Op("prefill attention (window)", "prefill_attention", windowed, shape.window_layers))
+    for attention, layers in shape.attentions:
+        if not (is_symbolic(layers) or layers):
+            continue
+        value_dim, reach = attention.output_head_dim, attention.window_tokens
+        kv_elements = attention.kv_heads * (attention.head_dim + value_dim)
+        heads = ops.PromptHeads(attention.q_heads, kv_elements, attention.head_dim, value_dim)
+        if attention.index_tokens:
+            index = ops.PromptHeads(attention.index_heads, attention.index_head_dim, attention.index_head_dim, 0)
+            scores = ops.causal_attention(batch, index, tokens, element_bytes, held)
+            yield Op("prefill indexer", "prefill_attention", scores, layers)
+            reach = attention.index_tokens
+        if reach is None:
+            causal = ops.causal_attention(batch, heads, tokens, element_bytes, held)
+            yield Op("prefill attention", "prefill_attention", causal, layers)
+        else:
+            causal = ops.causal_attention(batch, heads, tokens, element_bytes, window=minimum(tokens, reach))
+            yield Op("prefill attention (window)", "prefill_attention", causal, layers)

@@ -390,7 +390,7 @@ def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Te
 
     Where only codes are stored, the buffer's remaining tokens then move up by a group.
     """
-    rows, group = shape.layers * strategy.batch, strategy.kv_group
+    rows, group = shape.kv_layers * strategy.batch, strategy.kv_group
     quantize_s = machine.seconds(quantize_cost(shape, machine, strategy, rows, group), machine.rates["quantize"])
     kept = group + strategy.queries
     shift = ops.shift_slots(rows, shape.cached_heads, shape.head_dim, kept, machine.element_bytes)

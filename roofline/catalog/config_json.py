@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ridgeplan.roofline.catalog.families import (
+    EXPERT_WIDTH,
+    EXPERTS,
+    EXPERTS_PER_TOKEN,
+    FAMILIES,
+    INNER_TYPES,
+    LAYER_KINDS,
+    LEADING_DENSE,
+    MAMBA_GROUPS,
+    MAMBA_HEAD_DIM,
+    MAMBA_HEADS,
+    MAMBA_STATE,
+    MAMBA_TAPS,
+    MTP_LAYERS,
+    PATTERN_KINDS,
+    SHARED_EXPERTS,
+    SHARED_WIDTH,
+    Family,
+)
 from ridgeplan.roofline.catalog.files import read_document
-from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, UnknownModel
+from ridgeplan.roofline.catalog.layers import DELTA_RULE, MAMBA2, MLP, Attention, LayerGroup, State
+from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, BadModelFile, ModelShape, UnknownModel
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.catalog.weight_formats import weight_bits_of_config
 
@@ -67,29 +88,93 @@ def shape_from_config_file(path: Path, name: str) -> ModelShape:
 
 
 def shape_from_config(config: object, name: str, source: str) -> ModelShape:
-    """The shape of a parsed config.json, of transformers 4 or 5. Raises ValueError naming the bad key."""
+    """The shape of a parsed config.json, of transformers 4 or 5. Raises ValueError naming the bad or missing key.
+
+    A `model_type` that `families` does not know is read by its keys, with a note, if these say all of its structure.
+    """
     if not isinstance(config, dict):
         raise ValueError(f"it must hold an object, not {brief(config)}")
-    config = _text_config(config)
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _OWN_FIELDS:
-        supported = ", ".join(_OWN_FIELDS)
-        raise ValueError(f"model_type {brief(model_type)} is not supported; supported: {supported}")
-    fields = {**_common_fields(config), **_window_fields(config), **_rope_fields(config)}
-    fields.update(_OWN_FIELDS[model_type](config))
-    shape = ModelShape(name=name, architecture=model_type, source=source, **fields)
-    return replace(shape, weight_bits=weight_bits_of_config(config, shape))
+    keys, family = _family_keys(config)
+    layers = _layers(keys, family)
+    shape = ModelShape(name=name, source=source, **_flat_fields(keys, family, layers))
+    if len(set(layers)) > 1 or not _says_all(shape, layers[0]):
+        shape = replace(shape, groups=_groups(layers))
+    if keys.model_type not in FAMILIES:
+        unread = keys.unread_structure()
+        activation = keys.get("hidden_act")
+        if activation not in (None, "silu", "swish"):
+            raise ValueError(
+                f"model_type {brief(keys.model_type)} is not known, and with hidden_act {brief(activation)} its keys do "
+                "not say whether its MLP is gated"
+            )
+        if unread:
+            raise ValueError(
+                f"model_type {brief(keys.model_type)} is not known, and its structure cannot be read by its keys: "
+                f"{', '.join(unread)} {'is' if len(unread) == 1 else 'are'} of no known meaning"
+            )
+        shape = replace(shape, note=f"{name} was {READ_BY_FIELDS} ({brief(keys.model_type)})")
+    return replace(shape, weight_bits=weight_bits_of_config(keys, shape))
 
 
-def _text_config(config: Config) -> Config:
-    """The configuration of the language model inside a model of images and text; else the configuration itself.
+KDA_KEYS = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")  # of transformers' class
+READ_BY_FIELDS = "read by its fields; not checked against this architecture"
+# Of a key that may say something of the layers. For a family that is not known, such a key must have been read.
+_STRUCTURE = re.compile(
+    r"expert|moe|mamba|ssm|linear_|conv|lora|latent|index|compress|hybrid|altup|laurel|recurr|ngram|layer_types|pattern|"
+    r"window|swa_|sparse|cross|encoder|hash|block_type|attn_type|state_size|global|per_layer|local"
+)
+# Keys of that form that say nothing of shapes: training, routing, and names of implementations.
+_HARMLESS = re.compile(
+    r"_coef$|aux_loss|score|scoring|jitter|router|topk_method|group|scal|norm_topk|_dtype$|is_encoder_decoder|use_cache|"
+    r"cross_attention|^expert_model|_implementation|chunk_size_feed|local_rope|rope_local|^time_step|mamba_(expand|chunk)|linear_(a_log|dt|allow)"
+)
 
-    Gemma-3's files leave out what equals the defaults of its class in transformers.
-    """
+
+class _Keys(Mapping[str, Any]):
+    """The keys of a config.json over the family's defaults; remembers which ones were read."""
+
+    def __init__(self, values: Config, defaults: Config) -> None:
+        self._values = {**defaults, **values}
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def model_type(self) -> str:
+        """The family's name."""
+        return str(self["model_type"])
+
+    def unread_structure(self) -> list[str]:
+        """Keys that may say something of the layers, hold a value, and were not read."""
+        return [
+            key
+            for key, value in self._values.items()
+            if key not in self._read and value and _STRUCTURE.search(key) and not _HARMLESS.search(key)
+        ]
+
+
+def _family_keys(config: Config) -> tuple[_Keys, Family]:
+    """The keys of the language model, which may be inside those of a model of images and text, and its family."""
     inner = config.get("text_config")
-    if config.get("model_type") == "gemma3" and isinstance(inner, dict):
-        config = {**inner, "model_type": "gemma3_text"}
-    return {**_GEMMA3_DEFAULTS, **config} if config.get("model_type") == "gemma3_text" else config
+    model_type = config.get("model_type")
+    if isinstance(inner, dict):
+        inner_type = inner.get("model_type")
+        if not isinstance(inner_type, str) or inner_type not in FAMILIES:
+            inner_type = INNER_TYPES.get(str(model_type), inner_type or model_type)
+        shared = {key: config[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in config}
+        config, model_type = {**shared, **inner, "model_type": inner_type}, inner_type
+    if not isinstance(model_type, str) or not model_type:
+        raise ValueError(f"model_type is {brief(model_type)}; allowed: the name of a family, such as 'llama'")
+    family = FAMILIES.get(model_type, Family())
+    return _Keys(config, family.defaults), family
 
 
 def _whole(config: Config, key: str, default: int | None = None) -> int:
@@ -104,18 +189,10 @@ def _whole(config: Config, key: str, default: int | None = None) -> int:
     return value
 
 
-def _common_fields(config: Config) -> Fields:
-    hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    return {
-        "layers": _whole(config, "num_hidden_layers"),
-        "hidden": hidden,
-        "q_heads": heads,
-        "kv_heads": _whole(config, "num_key_value_heads", heads),
-        "head_dim": _whole(config, "head_dim", hidden // max(heads, 1)),
-        "intermediate": _whole(config, "intermediate_size"),
-        "vocab": _whole(config, "vocab_size"),
-        "tied_embeddings": _flag(config, "tie_word_embeddings", False),
-    }
+def _first(config: Config, keys: Sequence[str], default: int | None = None) -> int:
+    """The whole number of the first of several keys that is there. Raises ValueError naming the first one."""
+    present = next((key for key in keys if config.get(key) is not None), keys[0])
+    return _whole(config, present, default)
 
 
 def _flag(config: Config, key: str, default: bool) -> Any:
@@ -123,13 +200,305 @@ def _flag(config: Config, key: str, default: bool) -> Any:
     return default if value is None else value
 
 
+def _list(config: Config, key: str, length: int | None = None) -> list[Any]:
+    """A list; an empty one where the key is missing. Raises ValueError for anything else, or another length."""
+    value = config.get(key) or []
+    if not isinstance(value, list) or (value and length is not None and len(value) != length):
+        entries = "a list" if length is None else f"a list of {length} entries"
+        raise ValueError(f"{key} must be {entries}, not {brief(value)}")
+    return value
+
+
+def _object(config: Config, key: str) -> Config:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} must be an object, not {brief(value)}")
+    return value
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What one layer is made of."""
+
+    attention: Attention | None
+    state: State | None
+    mlp: MLP | None
+
+
+def _layers(config: _Keys, family: Family) -> list[_Layer]:
+    """Every layer in the model's order."""
+    kinds = layer_kinds(config, family)
+    shared = _whole(config, "num_kv_shared_layers", 0)
+    routed = _routed_layers(config, len(kinds))
+    wide = shared if config.get("use_double_wide_mlp") else 0
+    state = _state(config) if any(kind == "state" for kind, _ in kinds) else None
+    first_shared = len(kinds) - shared
+    dense = _dense_mlp(config, family, 1)
+    doubled = _dense_mlp(config, family, 2) if wide else dense
+    experts = _routed_mlp(config, family) if any(routed) or any(mlp == "routed" for _, mlp in kinds) else None
+    attentions = {
+        (kind, later): _attention(config, family, kind == "sliding", later)
+        for kind in {kind for kind, _ in kinds} - {"state", "none"}
+        for later in (False, True)
+    }
+    layers = []
+    for index, (kind, named_mlp) in enumerate(kinds):
+        mlp_kind = named_mlp or ("routed" if routed[index] else "dense")
+        plain = doubled if index >= first_shared else dense
+        mlp = {"routed": experts, "dense": plain, "none": None}[mlp_kind]
+        attention = attentions.get((kind, index >= first_shared))
+        layers.append(_Layer(attention, state if kind == "state" else None, mlp))
+    return layers
+
+
+def layer_kinds(config: Config, family: Family) -> list[tuple[str, str]]:
+    """How each layer mixes tokens ("full", "sliding", "state", "none"), and its MLP: "" for what other keys say.
+
+    Raises ValueError naming a key with a value of no known meaning.
+    """
+    pattern = config.get("hybrid_override_pattern")
+    if pattern is not None:
+        strange = [letter for letter in str(pattern) if letter not in PATTERN_KINDS]
+        if not isinstance(pattern, str) or not pattern or strange:
+            raise ValueError(
+                f"hybrid_override_pattern must consist of {', '.join(PATTERN_KINDS)}, not {brief(pattern)}"
+            )
+        return [PATTERN_KINDS[letter] for letter in pattern]
+    named = _list(config, "layer_types") or _list(config, "layers_block_type")
+    count = len(named) if config.get("layers_block_type") else _layer_count(config)
+    if named:
+        unknown = [kind for kind in named if not isinstance(kind, str) or kind not in LAYER_KINDS]
+        if unknown or len(named) != count:
+            allowed = f"{count} of {', '.join(LAYER_KINDS)}"
+            raise ValueError(f"layer_types must hold {allowed}, not {brief(unknown[0] if unknown else named)}")
+        windows = config.get("sliding_window") is not None
+        kinds = [LAYER_KINDS[kind] for kind in named]
+        kinds = [("full", mlp) if kind == "sliding" and not windows else (kind, mlp) for kind, mlp in kinds]
+        bare = any(mlp for _, mlp in kinds)  # layers of one block each
+        return [(kind, mlp or ("none" if bare else "")) for kind, mlp in kinds]
+    kimi = _object(config, "linear_attn_config")
+    if kimi:  # counted from 1
+        full = set(_list(kimi, "full_attn_layers"))
+        return [("full" if layer + 1 in full else "state", "") for layer in range(count)]
+    interval = _whole(config, "full_attention_interval", family.full_every)
+    if interval:
+        return [("state" if (layer + 1) % interval else "full", "") for layer in range(count)]
+    sliding = set(_sliding_layers(config, family.sliding, count))
+    return [("sliding" if layer in sliding else "full", "") for layer in range(count)]
+
+
+def _layer_count(config: Config) -> int:
+    count = _whole(config, "num_hidden_layers")
+    if not 1 <= count <= MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers must be a whole number from 1 to {MAX_LAYERS}, not {count}")
+    return count
+
+
+def sliding_layers(config: Config) -> Sequence[int]:
+    """Indices of the layers that attend within `sliding_window` only. Raises ValueError naming a bad key."""
+    keys, family = _family_keys(config)
+    return [index for index, (kind, _) in enumerate(layer_kinds(keys, family)) if kind == "sliding"]
+
+
+def _sliding_layers(config: Config, rule: str, layers: int) -> Sequence[int]:
+    """The layers that have a window by the family's rule, where config.json lists none."""
+    if config.get("sliding_window") is None:
+        return range(0)
+    pattern = config.get("sliding_window_pattern")
+    if rule == "last":
+        last = config.get("use_sliding_window")
+        return range(_whole(config, "max_window_layers"), layers) if last else range(0)
+    if rule == "pattern" or (rule == "none" and type(pattern) is int):
+        period = _whole(config, "sliding_window_pattern")
+        return [layer for layer in range(layers) if period and (layer + 1) % period]
+    return {"all": range(layers), "even": range(0, layers, 2), "none": range(0)}[rule]
+
+
+def _attention(config: Config, family: Family, sliding: bool, later: bool) -> Attention:
+    """Attention of a layer; `sliding` within the window, `later` of layers that read an earlier layer's cache."""
+    hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+    kv_heads = _whole(config, "num_key_value_heads", heads)
+    head_dim = _whole(config, "head_dim", hidden // max(heads, 1))
+    sizes: Fields = {"q_heads": heads, "window_tokens": _whole(config, "sliding_window") if sliding else None}
+    if config.get("kv_lora_rank"):
+        rope, nope = _whole(config, "qk_rope_head_dim"), _whole(config, "qk_nope_head_dim")
+        latent = {
+            "kv_heads": kv_heads,
+            "head_dim": rope + nope,
+            "latent_rank": _whole(config, "kv_lora_rank"),
+            "q_lora_rank": _whole(config, "q_lora_rank", 0) or None,  # null in the Lite models
+            "rope_head_dim": rope,
+            "nope_head_dim": nope,
+            "v_head_dim": _whole(config, "v_head_dim"),
+        }
+        return Attention(**sizes, **latent, **_indexer(config))
+    same_values = False
+    if not sliding and config.get("global_head_dim"):
+        head_dim = _whole(config, "global_head_dim")
+        if config.get("attention_k_eq_v"):
+            kv_heads, same_values = _whole(config, "num_global_key_value_heads", kv_heads), True
+    value_dim = _whole(config, "v_head_dim", head_dim)
+    gated = _flag(config, "attn_output_gate", family.output_gate)
+    return Attention(
+        **sizes,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=None if value_dim == head_dim else value_dim,
+        gate_width=heads * head_dim if gated else 0,
+        shares_cache=later,
+        shares_values=same_values,
+    )
+
+
+def _indexer(config: Config) -> Fields:
+    """The sparse indexer of DeepSeek-V3.2: its heads, their width, and the tokens that it chooses."""
+    if not config.get("index_topk"):
+        return {}
+    names = {"index_heads": "index_n_heads", "index_head_dim": "index_head_dim", "index_tokens": "index_topk"}
+    return {name: _whole(config, key) for name, key in names.items()}
+
+
+def _state(config: Config) -> State:
+    """The recurrent state by the keys that describe it: Kimi Delta Attention, gated delta net or Mamba-2."""
+    dtype = config.get("mamba_ssm_dtype", config.get("mamba_ssm_cache_dtype"))
+    bytes_per_element = 2 if dtype in ("bfloat16", "float16") else 4
+    kimi = _object(config, "linear_attn_config")
+    if kimi or config.get("linear_num_heads"):  # the published file, or transformers' class
+        sizes_of = kimi or {name.removeprefix("linear_"): config.get(name) for name in KDA_KEYS}
+        heads, dim = _whole(sizes_of, "num_heads"), _whole(sizes_of, "head_dim")
+        taps = _first(sizes_of, ("short_conv_kernel_size", "conv_kernel_dim"), 4)
+        return State(
+            rule=DELTA_RULE, key_heads=heads, value_heads=heads, key_dim=dim, value_dim=dim, conv_width=taps,
+            gate_rank=dim, bytes_per_element=bytes_per_element,
+        )  # fmt: skip
+    if any(config.get(key) for key in MAMBA_HEADS):
+        heads = _first(config, MAMBA_HEADS)
+        inner = _whole(config, "hidden_size") * _whole(config, "mamba_expand", 2)
+        own_width = any(type(config.get(key)) is int for key in MAMBA_HEAD_DIM)
+        return State(
+            rule=MAMBA2,
+            key_heads=_first(config, MAMBA_GROUPS),
+            value_heads=heads,
+            key_dim=_first(config, MAMBA_STATE),
+            value_dim=_first(config, MAMBA_HEAD_DIM) if own_width else inner // max(heads, 1),
+            conv_width=_first(config, MAMBA_TAPS, 4),
+            bytes_per_element=bytes_per_element,
+        )
+    names = {
+        "key_heads": "linear_num_key_heads",
+        "value_heads": "linear_num_value_heads",
+        "key_dim": "linear_key_head_dim",
+        "value_dim": "linear_value_head_dim",
+        "conv_width": "linear_conv_kernel_dim",
+    }
+    sizes = {name: _whole(config, key) for name, key in names.items()}
+    return State(rule=DELTA_RULE, **sizes, bytes_per_element=bytes_per_element)
+
+
+def _routed_layers(config: Config, layers: int) -> list[bool]:
+    """Whether each layer has routed experts."""
+    if not _first(config, EXPERTS, 0):
+        return [False] * layers
+    named = _list(config, "mlp_layer_types", layers)
+    if named:
+        return [kind != "dense" for kind in named]
+    leading, dense = _first(config, LEADING_DENSE, 0), set(_list(config, "mlp_only_layers"))
+    step, frequency = _whole(config, "decoder_sparse_step", 1), config.get("moe_layer_freq", 1)
+    if isinstance(frequency, list):
+        return [bool(each) for each in _list(config, "moe_layer_freq", layers)]
+    step = max(step, _whole(config, "moe_layer_freq", 1))
+    if step < 1:
+        raise ValueError("decoder_sparse_step must be 1 or more")
+    return [layer >= leading and layer not in dense and not (layer + 1) % step for layer in range(layers)]
+
+
+def _dense_mlp(config: Config, family: Family, times: int) -> MLP | None:
+    """A dense MLP, `times` as wide as usual; None where no layer may have one."""
+    width = _whole(config, "intermediate_size", 0)
+    if not width and _first(config, EXPERTS, 0):
+        return None
+    return MLP(intermediate=times * _whole(config, "intermediate_size"), gated=family.gated_mlp)
+
+
+def _routed_mlp(config: Config, family: Family) -> MLP:
+    usual = _whole(config, "intermediate_size", 0)
+    width = _first(config, EXPERT_WIDTH, usual or None)
+    shared = _first(config, SHARED_WIDTH, 0)
+    if not shared:
+        shared = width * _first(config, SHARED_EXPERTS, 0)
+    return MLP(
+        intermediate=usual if config.get("enable_moe_block") else 0,
+        gated=family.gated_mlp,
+        experts=_first(config, EXPERTS),
+        experts_per_token=_first(config, EXPERTS_PER_TOKEN),
+        expert_intermediate=width,
+        shared_intermediate=shared,
+        expert_hidden=_whole(config, "moe_latent_size", 0) or None,
+    )
+
+
+def _groups(layers: Sequence[_Layer]) -> tuple[LayerGroup, ...]:
+    indices: dict[_Layer, list[int]] = {}
+    for index, layer in enumerate(layers):
+        indices.setdefault(layer, []).append(index)
+    return tuple(LayerGroup(count=len(each), indices=tuple(each), **vars(layer)) for layer, each in indices.items())
+
+
+def _says_all(shape: ModelShape, layer: _Layer) -> bool:
+    """Whether the fields of a shape without groups describe its layers, which are all alike."""
+    attentions = tuple(attention for attention, count in shape.attentions if count)
+    mlps = tuple(mlp for mlp, count in shape.mlps if count)
+    return layer.state is None and attentions == (layer.attention,) and mlps == (layer.mlp,)
+
+
+def _flat_fields(config: _Keys, family: Family, layers: Sequence[_Layer]) -> Fields:
+    """The fields of a shape beside its groups: those of its widest-reaching attention and of its experts."""
+    attentions = [layer.attention for layer in layers if layer.attention and not layer.attention.shares_cache]
+    if not attentions:
+        raise ValueError("no layer has attention with a cache of its own; such models are not supported")
+    primary = min(attentions, key=lambda attention: attention.window_tokens is not None)
+    windows = [layer.attention.window_tokens for layer in layers if layer.attention and layer.attention.window_tokens]
+    routed = next((layer.mlp for layer in layers if layer.mlp and layer.mlp.experts), None)
+    dense = [layer.mlp for layer in layers if layer.mlp and not layer.mlp.experts]
+    bias = family.attention_bias
+    fields = {
+        "architecture": config.model_type,
+        "layers": len(layers),
+        "hidden": _whole(config, "hidden_size"),
+        "q_heads": primary.q_heads,
+        "kv_heads": primary.kv_heads,
+        "head_dim": primary.head_dim,
+        "intermediate": _whole(config, "intermediate_size", routed.expert_intermediate if routed else None),
+        "vocab": _whole(config, "vocab_size"),
+        "tied_embeddings": _flag(config, "tie_word_embeddings", False),
+        "attention_bias": _flag(config, "attention_bias", False) if bias is None else bias,
+        "qk_norm": _flag(config, "use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
+        "wide_qk_norm": family.wide_qk_norm,
+        "sandwich_norms": family.sandwich_norms,
+        "traits": family.traits,
+        "mtp_layers": _first(config, MTP_LAYERS, 0),
+        "layer_embedding_width": _whole(config, "hidden_size_per_layer_input", 0),
+        **_rope_fields(config),
+    }
+    if windows:
+        fields |= {"window_tokens": windows[0], "window_layers": len(windows)}
+    if primary.is_latent:
+        names = ("latent_rank", "q_lora_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")
+        fields |= {name: getattr(primary, name) for name in names}
+    if routed:
+        names = ("experts", "experts_per_token", "expert_intermediate")
+        fields |= {name: getattr(routed, name) for name in names}
+        fields |= {"shared_experts_intermediate": routed.shared_intermediate, "dense_layers": len(dense)}
+    return fields
+
+
 def _rope_fields(config: Config) -> Fields:
     """`rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (transformers 4)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters must be an object, not {brief(rope)}")
-    context = _whole(config, "max_position_embeddings")
-    rope = rope.get("full_attention") or rope  # Gemma-3 has another base in layers with a sliding window
+    context = _first(config, ("max_position_embeddings", "model_max_length"))
+    rope = rope.get("full_attention") or rope  # layers with a sliding window may have another base
     theta = rope.get("rope_theta", config.get("rope_theta"))
     fields: Fields = {} if theta is None else {"rope_theta": theta}
     if rope.get("original_max_position_embeddings") is not None:
@@ -141,130 +510,3 @@ def _rope_fields(config: Config) -> Fields:
         # Qwen's YaRN recipe leaves max_position_embeddings at the original context.
         context = max(context, int(original * factor))
     return {**fields, "max_context": context}
-
-
-def sliding_layers(config: Config) -> Sequence[int]:
-    """Indices of the layers that attend within `sliding_window` only. Raises ValueError naming a bad key."""
-    layers, family = _whole(config, "num_hidden_layers"), config.get("model_type")
-    if config.get("sliding_window") is None:
-        return range(0)
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list):
-        return [index for index, kind in enumerate(kinds) if kind == "sliding_attention"]
-    if family in ("mistral", "mixtral"):
-        return range(layers)
-    if family == "gpt_oss":
-        return range(0, layers, 2)
-    if family == "gemma3_text":
-        pattern = _whole(config, "sliding_window_pattern", 6)
-        return [layer for layer in range(layers) if pattern and (layer + 1) % pattern]
-    # Qwen: the layers from max_window_layers on
-    return range(_whole(config, "max_window_layers", 28), layers) if config.get("use_sliding_window") else range(0)
-
-
-def _window_fields(config: Config) -> Fields:
-    """The sliding window and the number of layers that use it; none unless a layer does."""
-    using = len(sliding_layers(config))
-    return {"window_tokens": _whole(config, "sliding_window"), "window_layers": using} if using else {}
-
-
-def _llama_fields(config: Config) -> Fields:
-    return {"attention_bias": _flag(config, "attention_bias", False)}
-
-
-def _mistral_fields(config: Config) -> Fields:
-    return {}
-
-
-def _mixtral_fields(config: Config) -> Fields:
-    return {
-        "experts": _whole(config, "num_local_experts"),
-        "experts_per_token": _whole(config, "num_experts_per_tok"),
-        "expert_intermediate": _whole(config, "intermediate_size"),
-    }
-
-
-def _gpt_oss_fields(config: Config) -> Fields:
-    return {**_mixtral_fields(config), "attention_bias": _flag(config, "attention_bias", True)}
-
-
-def _qwen2_fields(config: Config) -> Fields:
-    return {"attention_bias": True}  # transformers' class has the biases whatever the config says
-
-
-def _qwen3_fields(config: Config) -> Fields:
-    return {"qk_norm": True, "attention_bias": _flag(config, "attention_bias", False)}
-
-
-def _phi3_fields(config: Config) -> Fields:
-    return {}  # QKV, and gate and up, are one matrix each, which costs what several cost
-
-
-def _gemma3_fields(config: Config) -> Fields:
-    biases = {"attention_bias": _flag(config, "attention_bias", False)}
-    return {**biases, "qk_norm": True, "sandwich_norms": True}
-
-
-def _qwen3_moe_fields(config: Config) -> Fields:
-    dense = config.get("mlp_only_layers") or []
-    if _whole(config, "decoder_sparse_step", 1) != 1 or not isinstance(dense, list):
-        raise ValueError("decoder_sparse_step must be 1 and mlp_only_layers a list")
-    return {
-        **_qwen3_fields(config),
-        "experts": _whole(config, "num_experts"),
-        "experts_per_token": _whole(config, "num_experts_per_tok"),
-        "expert_intermediate": _whole(config, "moe_intermediate_size"),
-        "dense_layers": len(dense),
-    }
-
-
-def _deepseek_fields(config: Config) -> Fields:
-    rope, nope = _whole(config, "qk_rope_head_dim"), _whole(config, "qk_nope_head_dim")
-    latent = {
-        "latent_rank": _whole(config, "kv_lora_rank"),
-        "q_lora_rank": _whole(config, "q_lora_rank", 0) or None,  # null in the Lite models
-        "rope_head_dim": rope,
-        "nope_head_dim": nope,
-        "v_head_dim": _whole(config, "v_head_dim"),
-        "head_dim": rope + nope,
-        "attention_bias": _flag(config, "attention_bias", False),
-    }
-    if not _whole(config, "n_routed_experts", 0):
-        return latent
-    width = _whole(config, "moe_intermediate_size")
-    return {
-        **latent,
-        "experts": _whole(config, "n_routed_experts"),
-        "experts_per_token": _whole(config, "num_experts_per_tok"),
-        "expert_intermediate": width,
-        "shared_experts_intermediate": width * _whole(config, "n_shared_experts", 0),
-        "dense_layers": _whole(config, "first_k_dense_replace", 0),
-    }
-
-
-# What a family's config.json holds beside the common keys, by `model_type`; docs/add-a-model.md lists what else a new
-# family needs.
-_OWN_FIELDS: dict[str, Callable[[Config], Fields]] = {
-    "llama": _llama_fields,
-    "mistral": _mistral_fields,
-    "mixtral": _mixtral_fields,
-    "qwen2": _qwen2_fields,
-    "qwen3": _qwen3_fields,
-    "qwen3_moe": _qwen3_moe_fields,
-    "gpt_oss": _gpt_oss_fields,
-    "deepseek_v2": _deepseek_fields,
-    "deepseek_v3": _deepseek_fields,
-    "phi3": _phi3_fields,
-    "gemma3_text": _gemma3_fields,
-}
-# Of transformers' Gemma3TextConfig.
-_GEMMA3_DEFAULTS = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "sliding_window": 4096,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": True,
-}

@@ -7,9 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from ridgeplan.roofline.catalog.validation import Checked, brief, flag, name_text, number, one_of, part, text, whole
+from ridgeplan.roofline.catalog.layers import MLP, Attention, LayerGroup, State, counted, trusted
+from ridgeplan.roofline.catalog.validation import (
+    Checked,
+    brief,
+    flag,
+    name_text,
+    number,
+    one_of,
+    part,
+    parts,
+    text,
+    texts,
+    whole,
+)
 
 FULL_BITS = 16.0
 # Formats that the runtime decodes as it loads them, into what the plan asks for.
@@ -98,19 +112,21 @@ def mean_bits(tensors: Iterable[tuple[str, float, float]], kind: str) -> WeightB
     return WeightBits(**{part: bits / elements for part, (elements, bits) in held.items()}, format=kind)
 
 
-ARCHITECTURES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v2",
-    "deepseek_v3",
-    "phi3",
-    "gemma3_text",
-)
+# What a model has that only matters to whoever executes it, or to its norms; `traits` of a shape lists some of these.
+TRAITS = {
+    "attention sinks": "a learned logit per query head joins each softmax",
+    "attention soft cap": "attention's logits pass a tanh",
+    "logit soft cap": "the head's logits pass a tanh",
+    "parallel blocks": "attention and the MLP read the same normed stream: one norm a layer",
+    "scaled embeddings": "embeddings, residuals or logits are multiplied by constants",
+    "partial rotary": "RoPE turns a part of each head",
+    "rope by layer type": "layers have different RoPE, or none",
+    "per-layer embeddings": "a table of its own feeds every layer",
+    "sparse indexer": "attention reads the tokens that an indexer scores highest",
+    "other norms": "norms are LayerNorms, or scale by 1 + weight, or stand after the blocks only",
+    "other activation": "the MLP's activation is not SiLU",
+    "scaled experts": "routing is by sigmoid, groups, biases or scales",
+}
 MAX_LAYERS = 10_000
 MAX_PARAMETERS = 10**15
 # Per token, over all layers. With more, the bytes of the largest workload would overflow 64-bit integers.
@@ -147,7 +163,7 @@ class ModelShape(Checked):
     """
 
     name: str = name_text()
-    architecture: str = one_of(ARCHITECTURES)
+    architecture: str = name_text()  # `model_type` of config.json
     layers: int = whole(1, MAX_LAYERS)
     hidden: int = whole(1, 10**6)
     q_heads: int = whole(1, 10_000)
@@ -159,6 +175,7 @@ class ModelShape(Checked):
     tied_embeddings: bool = flag(False)
     attention_bias: bool = flag(False)  # biases of the query, key and value projections
     qk_norm: bool = flag(False)
+    wide_qk_norm: bool = flag(False)  # of all heads together, not of each
     sandwich_norms: bool = flag(False)  # a norm after attention and one after the MLP, beside those before them
     window_tokens: int | None = whole(1, 10**9, default=None)  # sliding window
     window_layers: int = whole(0, 10_000, default=0)  # how many layers use it
@@ -176,12 +193,35 @@ class ModelShape(Checked):
     rope_original_context: int | None = whole(1, 10**9, default=None)  # before RoPE scaling, None if unscaled
     weight_bits: WeightBits = part(WeightBits)  # of the published checkpoint
     source: str = text("given by the user")
+    groups: tuple[LayerGroup, ...] = parts(LayerGroup, default=())  # empty: all that the fields above can say
+    traits: tuple[str, ...] = texts()  # of TRAITS
+    routing_skew: float = number(0, 8, default=0.0)  # exponent of a Zipf law of the experts' loads; 0: uniform
+    mtp_layers: int = whole(0, 1000, default=0)  # of multi-token prediction, which are not counted as layers
+    layer_embedding_width: int = whole(0, 10**6, default=0)  # per layer and token of the vocabulary
+    note: str = text("")  # on how the shape was read
 
     def _owner(self) -> str:
         return f"model {brief(self.name)}: "
 
     def _contradiction(self) -> str | None:
-        return self._heads_problem() or self._experts_problem() or self._latent_problem() or self._size_problem()
+        return (
+            self._heads_problem()
+            or self._experts_problem()
+            or self._latent_problem()
+            or self._groups_problem()
+            or self._size_problem()
+        )
+
+    def _groups_problem(self) -> str | None:
+        unknown = [name for name in self.traits if name not in TRAITS]
+        if unknown:
+            return f"traits has {brief(unknown[0])}; allowed: {', '.join(TRAITS)}"
+        count = sum(group.count for group in self.groups)
+        if self.groups and count != self.layers:
+            return f"groups have {count} layers; allowed: {self.layers}, the model's"
+        if self.groups and not self.attentions:
+            return "no group has attention; a model without any is not supported"
+        return None
 
     def _heads_problem(self) -> str | None:
         if self.q_heads % self.kv_heads:
@@ -213,7 +253,7 @@ class ModelShape(Checked):
         missing = [name for name, value in widths.items() if value is None]
         if missing:
             return f"latent_rank needs {missing[0]}"
-        both = self._nope + self._rope
+        both = (self.nope_head_dim or 0) + (self.rope_head_dim or 0)
         if self.head_dim != both:
             return f"head_dim is {self.head_dim}; allowed: nope_head_dim + rope_head_dim, {both}"
         return None
@@ -221,7 +261,7 @@ class ModelShape(Checked):
     def _size_problem(self) -> str | None:
         if self.parameters > MAX_PARAMETERS:
             return f"these sizes make {self.parameters:.3g} parameters; allowed: up to {MAX_PARAMETERS:.0e}"
-        cached = self.layers * self.kv_elements_per_token_per_layer
+        cached = sum(count * attention.cached_elements for attention, count in self.attentions)
         if cached > MAX_CACHED_ELEMENTS:
             return f"these sizes cache {cached:.3g} numbers per token; allowed: up to {MAX_CACHED_ELEMENTS:.3g}"
         return None
@@ -230,6 +270,97 @@ class ModelShape(Checked):
     def trained_context(self) -> int:
         """Tokens that YaRN's factor refers to."""
         return trained_context(self.architecture, self.max_context)
+
+    @property
+    def attentions(self) -> tuple[tuple[Attention, int], ...]:
+        """Every kind of attention with the number of its layers."""
+        return self._layers_by_kind[0]
+
+    @property
+    def states(self) -> tuple[tuple[State, int], ...]:
+        """Every kind of recurrent state with the number of its layers."""
+        return self._layers_by_kind[1]
+
+    @property
+    def mlps(self) -> tuple[tuple[MLP, int], ...]:
+        """Every kind of MLP with the number of its layers."""
+        return self._layers_by_kind[2]
+
+    @cached_property
+    def _layers_by_kind(self) -> tuple[Any, Any, Any]:
+        if self.groups:
+            attentions = counted((group.attention, group.count) for group in self.groups)
+            states = counted((group.state, group.count) for group in self.groups)
+            return attentions, states, counted((group.mlp, group.count) for group in self.groups)
+        return self._flat_attentions(), (), self._flat_mlps()
+
+    def _flat_attentions(self) -> tuple[tuple[Attention, int], ...]:
+        names = ("q_heads", "kv_heads", "head_dim", "v_head_dim", "latent_rank", "q_lora_rank", "rope_head_dim")
+        sizes = {name: getattr(self, name) for name in (*names, "nope_head_dim")}
+        full = trusted(Attention, **sizes)
+        if self.window_tokens is None:
+            return ((full, self.layers),)
+        sliding = trusted(Attention, **sizes, window_tokens=self.window_tokens)
+        return (full, self.layers - self.window_layers), (sliding, self.window_layers)
+
+    def _flat_mlps(self) -> tuple[tuple[MLP, int], ...]:
+        dense = trusted(MLP, intermediate=self.intermediate)
+        if not self.experts:
+            return ((dense, self.layers),)
+        names = ("experts", "experts_per_token", "expert_intermediate")
+        sizes = {name: getattr(self, name) for name in names}
+        routed = trusted(MLP, **sizes, shared_intermediate=self.shared_experts_intermediate)
+        leading = ((dense, self.dense_layers),) if self.dense_layers else ()
+        return (*leading, (routed, self.layers - self.dense_layers))
+
+    @cached_property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The layers by groups that are alike, which together are all layers.
+
+        Of a shape that says how many layers have a window or a dense MLP, but not which, these are taken to come first.
+        """
+        if self.groups:
+            return self.groups
+        attentions = [attention for attention, count in reversed(self.attentions) for _ in range(count)]
+        mlps = [mlp for mlp, count in self.mlps for _ in range(count)]
+        pairs = counted((pair, 1) for pair in zip(attentions, mlps, strict=True))
+        return tuple(LayerGroup(count=count, attention=attention, mlp=mlp) for (attention, mlp), count in pairs)
+
+    def group_of(self, layer: int) -> LayerGroup:
+        """The group of a layer by its index. Raises ValueError where the shape does not say which layers are which."""
+        if len(self.layer_groups) == 1:
+            return self.layer_groups[0]
+        group = next((group for group in self.groups if layer in group.indices), None)
+        if group is None:
+            raise ValueError(f"model {brief(self.name)}: the description does not say what layer {layer} is")
+        return group
+
+    @property
+    def projections(self) -> tuple[tuple[Attention, int], ...]:
+        """Every kind of attention by its projections: windows do not tell them apart."""
+        return self._projections
+
+    @cached_property
+    def _projections(self) -> tuple[tuple[Attention, int], ...]:
+        return counted(
+            (trusted(Attention, **vars(attention) | {"window_tokens": None}), count)
+            for attention, count in self.attentions
+        )
+
+    @cached_property
+    def kv_layers(self) -> int:
+        """Layers that cache keys and values, or latent rows."""
+        return sum(count for attention, count in self.attentions if not attention.shares_cache)
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention."""
+        return sum(count for _, count in self.attentions)
+
+    @property
+    def state_layers(self) -> int:
+        """Layers with a recurrent state."""
+        return sum(count for _, count in self.states)
 
     @property
     def is_moe(self) -> bool:
@@ -241,23 +372,15 @@ class ModelShape(Checked):
         """Whether attention caches a latent row in place of keys and values (multi-head latent attention)."""
         return self.latent_rank is not None
 
-    # The widths of MLA as plain numbers, 0 where the model has none.
-    @property
-    def _latent(self) -> int:
-        return self.latent_rank or 0
-
-    @property
-    def _rope(self) -> int:
-        return self.rope_head_dim or 0
-
-    @property
-    def _nope(self) -> int:
-        return self.nope_head_dim or 0
-
     @property
     def moe_layers(self) -> int:
-        """Layers whose MLP is a mixture of experts."""
-        return self.layers - self.dense_layers if self.is_moe else 0
+        """Layers with routed experts."""
+        return sum(count for mlp, count in self.mlps if mlp.experts)
+
+    @cached_property
+    def _cached_attention(self) -> Attention:
+        """Attention of the layers whose cache selections and evictions choose from: full ones if there are any."""
+        return min((attention for attention, _ in self.attentions if not attention.shares_cache), key=_reach)
 
     @property
     def q_width(self) -> int:
@@ -271,72 +394,84 @@ class ModelShape(Checked):
 
     @property
     def kv_elements_per_token_per_layer(self) -> int:
-        """Cached numbers per token and layer: keys and values, or MLA's latent and its RoPE key."""
-        return self._latent + self._rope if self.is_mla else 2 * self.kv_width
+        """Cached numbers per token and layer that has a cache: keys and values, or MLA's latent and its RoPE key."""
+        return self._cached_attention.cached_elements
 
     @property
     def cached_heads(self) -> float:
         """Heads of keys and values that hold as many numbers as are cached; a fraction for MLA's latent row."""
-        return self.kv_elements_per_token_per_layer / (2 * self.head_dim)
+        return self._cached_attention.cached_heads
 
     @property
     def cached_rows(self) -> int:
         """Rows of keys and values that attention reads per token: one per KV head, or MLA's single latent row."""
-        return 1 if self.is_mla else self.kv_heads
+        return self._cached_attention.cached_rows
 
     @property
     def score_dim(self) -> int:
         """Multiply-adds per query head and cached token of q . k; under MLA in its absorbed form (decode)."""
-        return self._latent + self._rope if self.is_mla else self.head_dim
+        return self._cached_attention.score_dim
 
     @property
     def value_dim(self) -> int:
         """Multiply-adds per query head and cached token of p . v; under MLA in its absorbed form (decode)."""
-        return self._latent if self.is_mla else self.head_dim
+        return self._cached_attention.value_dim
 
     @property
-    def attention_params_per_layer(self) -> int:
-        """Elements of the projection matrices of one attention layer."""
-        if not self.is_mla:
-            return 2 * self.hidden * (self.q_width + self.kv_width)
-        rank = self.q_lora_rank
-        queries = rank * (self.hidden + self.q_width) if rank else self.hidden * self.q_width
-        value = self.v_head_dim or 0
-        latent = self.hidden * self.score_dim + self._latent * self.q_heads * (self._nope + value)
-        return queries + latent + self.q_heads * value * self.hidden
+    def mixer_params(self) -> int:
+        """Elements of the projection matrices of all layers' attention and states."""
+        return sum(count * mixer.params(self.hidden) for mixer, count in (*self.projections, *self.states))
 
     @property
-    def dense_mlp_params(self) -> int:
-        """Gate, up and down matrices of one dense MLP."""
-        return 3 * self.hidden * self.intermediate
+    def dense_params(self) -> int:
+        """Matrices of all layers' dense MLPs and shared experts, which every token uses."""
+        hidden = self.hidden
+        return sum(count * (mlp.dense_params(hidden) + mlp.shared_params(hidden)) for mlp, count in self.mlps)
 
     @property
     def expert_params(self) -> int:
-        """Gate, up and down matrices of one routed expert."""
-        return 3 * self.hidden * self.expert_intermediate
+        """Matrices of all layers' routed experts."""
+        return sum(count * mlp.experts * mlp.expert_params(self.hidden) for mlp, count in self.mlps)
 
     @property
-    def shared_experts_params(self) -> int:
-        """Gate, up and down matrices of all shared experts of one layer, which every token uses."""
-        return 3 * self.hidden * self.shared_experts_intermediate
+    def idle_expert_params(self) -> int:
+        """Matrices of the routed experts that a token does not use."""
+        idle = ((mlp, count * (mlp.experts - mlp.experts_per_token)) for mlp, count in self.mlps)
+        return sum(count * mlp.expert_params(self.hidden) for mlp, count in idle)
 
     @property
     def router_params(self) -> int:
-        """The matrix that scores the experts of one layer."""
-        return self.hidden * self.experts
+        """Matrices that score the experts, in all layers."""
+        return sum(count * mlp.router_params(self.hidden) for mlp, count in self.mlps)
 
     @property
-    def vector_params_per_layer(self) -> int:
-        """Norms and biases of one layer: they take memory but are never quantized."""
-        head_norms = 2 * self.head_dim if self.qk_norm else 0
-        latent_norms = (self.q_lora_rank or 0) + self._latent
-        biases = self.q_width + 2 * self.kv_width if self.attention_bias else 0
-        return self.norms_per_layer * self.hidden + head_norms + latent_norms + biases
+    def blocks(self) -> int:
+        """Residual blocks of all layers, each of which has a norm ahead of it."""
+        if not self.groups:
+            return 2 * self.layers
+        return sum(group.count * group.blocks for group in self.groups)
 
     @property
-    def norms_per_layer(self) -> int:
-        """Norms of a layer's stream: before attention and the MLP, and in some families after them too."""
-        return 4 if self.sandwich_norms else 2
+    def norms(self) -> int:
+        """Norms of the stream in all layers: ahead of every block, and in some models after it or for two blocks."""
+        if "parallel blocks" in self.traits:
+            return self.layers
+        return (2 if self.sandwich_norms else 1) * self.blocks
+
+    @property
+    def vector_params(self) -> int:
+        """Norms, biases and sinks of all layers, and a state's convolution: in memory, but never quantized."""
+        attentions = sum(count * self._attention_vectors(attention) for attention, count in self.projections)
+        return self.norms * self.hidden + attentions + sum(count * state.vector_params for state, count in self.states)
+
+    def _attention_vectors(self, attention: Attention) -> int:
+        own_keys = 0 if attention.shares_cache else 1
+        width = attention.q_width + own_keys * attention.kv_width if self.wide_qk_norm else 0
+        head_norms = (width or (1 + own_keys) * attention.head_dim) if self.qk_norm else 0
+        latent_norms = (attention.q_lora_rank or 0) + (attention.latent_rank or 0)
+        biases = attention.q_width + 2 * own_keys * attention.kv_width if self.attention_bias else 0
+        sinks = attention.q_heads if "attention sinks" in self.traits else 0
+        return head_norms + latent_norms + biases + sinks
 
     @property
     def embedding_params(self) -> int:
@@ -344,18 +479,29 @@ class ModelShape(Checked):
         return self.vocab * self.hidden
 
     @property
+    def layer_embedding_params(self) -> int:
+        """Tables of vectors that feed each layer for a token (Gemma 3n), and the matrices that mix them in."""
+        width = self.layer_embedding_width
+        return self.layers * width * (self.vocab + 3 * self.hidden)
+
+    @property
     def parameters(self) -> int:
         """All parameters of the model."""
-        per_moe_layer = self.experts * self.expert_params + self.shared_experts_params + self.router_params
-        mlps = self.moe_layers * per_moe_layer + (self.layers - self.moe_layers) * self.dense_mlp_params
-        attention = self.layers * (self.attention_params_per_layer + self.vector_params_per_layer)
-        return mlps + attention + self.hidden + self.embedding_params * (1 if self.tied_embeddings else 2)
+        mlps = self.dense_params + self.expert_params + self.router_params
+        tables = self.embedding_params * (1 if self.tied_embeddings else 2) + self.layer_embedding_params
+        return mlps + self.mixer_params + self.vector_params + self.hidden + tables
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token is multiplied with: no idle experts, and no input table (a look-up)."""
-        idle = self.moe_layers * (self.experts - self.experts_per_token) * self.expert_params
-        return self.parameters - idle - (0 if self.tied_embeddings else self.embedding_params)
+        looked_up = self.layers * self.layer_embedding_width * self.vocab
+        table = 0 if self.tied_embeddings else self.embedding_params
+        return self.parameters - self.idle_expert_params - looked_up - table
+
+
+def _reach(attention: Attention) -> float:
+    """Tokens that attention reaches, negated: a key by which layers that see most come first."""
+    return -attention.window_tokens if attention.window_tokens else float("-inf")
 
 
 def sizes_of(shape: ModelShape) -> tuple[int, ...]:

@@ -214,6 +214,11 @@ def part(kind: type["Checked"], required: bool = False) -> Any:
     return field(default_factory=MISSING if required else kind, metadata={"check": lambda: _object_schema(kind)})
 
 
+def part_or_none(kind: type["Checked"]) -> Any:
+    """A field that holds another checked dataclass, or None, the default."""
+    return field(default=None, metadata={"check": lambda: core_schema.nullable_schema(_object_schema(kind))})
+
+
 def variant(kinds: Mapping[str, type["Checked"]], default: Any = MISSING) -> Any:
     """A field that holds one of several checked dataclasses, which their field `name` tells apart.
 
@@ -251,6 +256,12 @@ def texts() -> Any:
 def numbers(low: float, high: float, default: Any = MISSING) -> Any:
     """A field that holds a tuple of real numbers in low..high."""
     return field(default=default, metadata={"check": core_schema.tuple_variable_schema(_real(low, high))})
+
+
+def wholes(low: int, high: int, default: Any = MISSING) -> Any:
+    """A field that holds a tuple of ints in low..high."""
+    item = _allowing(core_schema.int_schema(strict=True, ge=low, le=high), f"a whole number from {low} to {high}")
+    return field(default=default, metadata={"check": core_schema.tuple_variable_schema(item)})
 
 
 def parts(kind: type["Checked"], default: Any = MISSING) -> Any:

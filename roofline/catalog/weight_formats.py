@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ridgeplan.roofline.catalog.layers import MLP, LayerGroup
 from ridgeplan.roofline.catalog.model_shape import FULL_BITS, MAX_BITS, ModelShape, WeightBits, format_of, mean_bits
 from ridgeplan.roofline.catalog.validation import brief
 
@@ -71,28 +72,50 @@ def _method(quantization: object) -> str:
 
 def _modules(shape: ModelShape) -> Iterator[tuple[str, str, float]]:
     """Name, part and elements of every matrix that a method may quantize."""
-    for layer in range(shape.layers):
+    hidden = shape.hidden
+    for layer, group in enumerate(_ordered(shape)):
         start = f"model.layers.{layer}"
-        for name, elements in _attention(shape):
-            yield f"{start}.self_attn.{name}", "attention", elements
-        if shape.is_moe and layer >= shape.dense_layers:
-            yield f"{start}.mlp.experts", "experts", shape.experts * shape.expert_params
-            if shape.shared_experts_params:
-                yield f"{start}.mlp.shared_experts", "mlp", shape.shared_experts_params
-        else:
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                yield f"{start}.mlp.{name}", "mlp", shape.dense_mlp_params / 3
+        for name, elements in _mixer(shape, group):
+            yield f"{start}.{name}", "attention", elements
+        for name, part, elements in _mlp(group.mlp, hidden):
+            yield f"{start}.mlp.{name}", part, elements
     yield "model.embed_tokens", "embedding", shape.embedding_params
     yield "lm_head", "head", shape.embedding_params
 
 
-def _attention(shape: ModelShape) -> Iterator[tuple[str, float]]:
-    if shape.is_mla:
-        yield "mla", shape.attention_params_per_layer  # the chain of factors counts as one matrix
-        return
-    for name, width in (("q_proj", shape.q_width), ("k_proj", shape.kv_width), ("v_proj", shape.kv_width)):
-        yield name, shape.hidden * width
-    yield "o_proj", shape.hidden * shape.q_width
+def _ordered(shape: ModelShape) -> Iterator[LayerGroup]:
+    """The group of every layer, in the model's order where the shape says it."""
+    groups = shape.layer_groups
+    if all(group.indices for group in groups):
+        by_layer = {index: group for group in groups for index in group.indices}
+        groups_in_order = (by_layer[layer] for layer in sorted(by_layer))
+    else:
+        groups_in_order = (group for group in groups for _ in range(group.count))
+    yield from groups_in_order
+
+
+def _mixer(shape: ModelShape, group: LayerGroup) -> Iterator[tuple[str, float]]:
+    attention, state = group.attention, group.state
+    if state:
+        yield "linear_attn", state.params(shape.hidden)
+    elif attention and (attention.is_latent or attention.gate_width or attention.shares_cache):
+        yield "self_attn.mla", attention.params(shape.hidden)  # the chain of factors counts as one matrix
+    elif attention:
+        widths = attention.q_width, attention.kv_width, attention.cached_elements - attention.kv_width
+        for name, width in zip(("q_proj", "k_proj", "v_proj"), widths, strict=True):
+            yield f"self_attn.{name}", shape.hidden * width
+        yield "self_attn.o_proj", attention.output_params(shape.hidden)
+
+
+def _mlp(mlp: MLP | None, hidden: int) -> Iterator[tuple[str, str, float]]:
+    """Name, part and elements of the matrices of a layer's MLP."""
+    if mlp and mlp.experts:
+        yield "experts", "experts", mlp.experts * mlp.expert_params(hidden)
+    if mlp and mlp.shared_params(hidden):
+        yield "shared_experts", "mlp", mlp.shared_params(hidden)
+    if mlp and mlp.intermediate:
+        for name in ("gate_proj", "up_proj", "down_proj")[3 - mlp.matrices :]:
+            yield name, "mlp", mlp.dense_params(hidden) / mlp.matrices
 
 
 def _skips(scheme: Scheme, part: str) -> bool:

@@ -5,14 +5,16 @@ import pytest
 import sympy
 
 from ridgeplan.roofline import execution
-from ridgeplan.roofline.catalog import config_json, gguf
-from ridgeplan.roofline.catalog.model_shape import ARCHITECTURES
+from ridgeplan.roofline.catalog import gguf
+from ridgeplan.roofline.catalog.families import FAMILIES, INNER_TYPES
+from ridgeplan.roofline.catalog.model_shape import TRAITS
 from ridgeplan.roofline.plan.plan import KVCache, PlanError, Weights
 
 
 def test_executable_families_can_be_read_from_configs_and_from_gguf_files():
-    assert set(config_json._OWN_FIELDS) == set(ARCHITECTURES)
-    assert set(execution.EXECUTABLE_ARCHITECTURES) < set(ARCHITECTURES)
+    assert set(execution.EXECUTABLE_ARCHITECTURES) < set(FAMILIES)
+    assert set(INNER_TYPES.values()) < set(FAMILIES)
+    assert {trait for family in FAMILIES.values() for trait in family.traits} <= set(TRAITS)
     # Mistral models are stored as "llama".
     assert set(execution.EXECUTABLE_ARCHITECTURES) - {"mistral"} == set(gguf._SUPPORTED)
 

@@ -124,7 +124,7 @@ def test_decode_flops_are_two_per_active_parameter_plus_attention():
     shape = load_shape("Llama-3.1-8B")
     step = by_name(decode_pass(shape, terms(full_tokens=2048)))
     linear = sum(op.total.flops for op in step.values() if op.category == "linear")
-    vectors = shape.layers * shape.vector_params_per_layer + shape.hidden
+    vectors = shape.vector_params + shape.hidden
     assert linear == 2 * (shape.active_parameters - vectors)
     assert step["attention"].total.flops == 32 * (4 * 4096 * 2048 + 2 * 4096)  # 32 layers, each with its merge
 
@@ -177,8 +177,9 @@ def test_activated_experts_grow_with_the_batch_and_never_beyond_all():
 def test_a_moe_step_reads_the_activated_experts_only():
     shape = load_shape("Qwen/Qwen3-30B-A3B")
     single, many = (by_name(decode_pass(shape, terms(batch=batch)))["routed experts"].cost for batch in (1, 512))
-    assert single.read_bytes == pytest.approx(8 * shape.expert_params * 2, rel=1e-3)
-    assert many.read_bytes == pytest.approx(128 * shape.expert_params * 2, rel=0.01)
+    expert_bytes = 3 * 2048 * 768 * 2
+    assert single.read_bytes == pytest.approx(8 * expert_bytes, rel=1e-3)
+    assert many.read_bytes == pytest.approx(128 * expert_bytes, rel=0.01)
     assert many.flops == 512 * single.flops
 
 

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     GptOssConfig,
@@ -29,8 +30,8 @@ from ridgeplan.roofline.memory import (
     draft_weight_memory,
     full_kv,
     layer_parameters,
+    stored_elements,
     weight_memory,
-    windowed_tokens,
 )
 from ridgeplan.roofline.passes import PassTerms, decode_pass, prefill_pass, weight_bytes, windowed
 from ridgeplan.roofline.plan.support import missing_cost_model
@@ -54,7 +55,82 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SIZES, num_key_value_heads=4, **LATENT, **EXPERTS, first_k_dense_replace=1, n_group=1, topk_group=1
     ),
 }
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+INDEX = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 32}
+MAMBA = {"mamba_num_heads": 6, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4}
+# Every kind of layer that is priced, in tiny models of the families that have it: the family's keys beside `SIZES`.
+LAYERED = {
+    "qwen3_5_text": {**HEADS, **DELTA, "num_hidden_layers": 4},
+    "qwen3_next": {**HEADS, **DELTA, **ROUTED, "shared_expert_intermediate_size": 20, "num_hidden_layers": 4},
+    "kimi_linear": {
+        **LATENT, **EXPERTS, "num_local_experts": 8, "linear_num_heads": 4, "linear_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "nemotron_h": {
+        **HEADS, **EXPERTS, **MAMBA, "moe_shared_expert_intermediate_size": 20, "hybrid_override_pattern": "ME*-",
+        "moe_latent_size": 40,
+    },
+    "granitemoehybrid": {
+        "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 20,
+        "mamba_n_heads": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "gemma4_text": {
+        **HEADS, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "sliding_window": 16,
+        "num_hidden_layers": 6, "hidden_size_per_layer_input": 0,
+    },
+    "deepseek_v32": {**LATENT, **EXPERTS, **INDEX, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
+                     "first_k_dense_replace": 1},
+    "minimax_m2": {**HEADS, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "glm4_moe": {**HEADS, **EXPERTS, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "cohere2": {"num_key_value_heads": 2, "sliding_window": 16, "num_hidden_layers": 4},
+    "olmo3": {"num_key_value_heads": 2, "sliding_window": 16, "num_hidden_layers": 4},
+}  # fmt: skip
 LLAMA = load_shape("Llama-3.1-8B")
+
+
+def layered(name):
+    """The parameters by name of a tiny model of a family, as transformers makes it, and the shape of its config.json."""
+    keys = {**SIZES, **LAYERED[name]}
+    config = AutoConfig.for_model(name, **keys, pad_token_id=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = {key: tuple(value.shape) for key, value in model.named_parameters()}
+    return shapes, shape_from_config({"model_type": name, "max_position_embeddings": 512, **keys}, name, "a test")
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_layers_of_every_kind_have_the_parameters_of_transformers(name):
+    """Within what is left out on purpose: a shared expert's gate, and norms and biases of an indexer and of a router."""
+    shapes, shape = layered(name)
+    left_out = (
+        "shared_expert_gate",
+        "k_norm.bias",
+        "router.scale",
+        "per_expert_scale",
+        "layer_scalar",
+        "indexer.k_norm",
+    )
+    counted = sum(
+        torch.Size(value).numel() for key, value in shapes.items() if not any(part in key for part in left_out)
+    )
+    assert shape.parameters == counted
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_a_token_multiplies_once_with_the_matrices_of_layers_of_every_kind(name):
+    """All products but those of latent factors at decode count each matrix once; experts those of one token."""
+    shapes, shape = layered(name)
+    skipped = ("embed", "conv1d", "shared_expert_gate", "A_log")
+    matrices = {key: each for key, each in shapes.items() if len(each) > 1 and not any(x in key for x in skipped)}
+    routed = sum(elements([each]) for key, each in matrices.items() if ".experts." in key and "router" not in key)
+    head = 0 if "lm_head.weight" in shapes else 64 * 128  # tied
+    active = elements(matrices.values()) + head - (routed * 6 // 8 if routed else 0)
+    assert linear(decode_pass(shape, terms())).flops == 2 * active
 
 
 @cache
@@ -224,7 +300,7 @@ def test_gemma_stores_windows_and_mistral_as_this_package_does() -> None:
     assert full_kv(GEMMA, 1, 512, 2) == row * 62 * 512  # shorter than the window
     mistral = load_shape("Mistral-7B-v0.1")
     assert full_kv(mistral, 1, 32768, 2) == 32 * 2 * 8 * 128 * 2 * 32768
-    assert windowed_tokens(mistral, 32768) == 32 * 4096  # what an engine that frees windows would store
+    assert stored_elements(mistral, 32768) == 2 * 8 * 128 * 32 * 4096  # what an engine that frees windows would store
     # Codes: 4 bits and 4 bits of 2 x 16 x 128 numbers, 4 bytes a token and head for values, 4 x 128 / group for keys.
     per_token = 2 * 16 * 128 + 16 * (4 + 4 * 128 / 128)
     assert code_memory(GEMMA, 1, 131072, 2, 128) == per_token * (10 * 131072 + 52 * 1024)

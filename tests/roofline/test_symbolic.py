@@ -44,7 +44,7 @@ def test_a_symbolic_shape_has_the_properties_of_one_in_numbers():
     heads, head_dim = symbol("q_heads"), symbol("head_dim")
     shape = symbolic_shape(kv_heads=heads)
     assert shape.kv_elements_per_token_per_layer == 2 * heads * head_dim
-    assert shape.dense_mlp_params == 3 * symbol("hidden") * symbol("intermediate")
+    assert shape.dense_params == 3 * symbol("layers") * symbol("hidden") * symbol("intermediate")
 
 
 def test_any_term_of_a_strategy_may_be_a_symbol_and_nothing_else():

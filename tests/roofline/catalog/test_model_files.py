@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ridgeplan.roofline.catalog.model_shape import ARCHITECTURES, BadModelFile, ModelShape, UnknownModel, WeightBits
+from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, UnknownModel, WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
 
 SMALL_CONFIG: dict[str, Any] = {
@@ -24,7 +24,8 @@ SMALL_CONFIG: dict[str, Any] = {
     "vocab_size": 128,
     "max_position_embeddings": 512,
 }
-MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+WIDE_MOE = {"num_experts_per_tok": 2}  # experts are as wide as the MLP
+MOE = {**WIDE_MOE, "moe_intermediate_size": 48}
 MLA = {
     "kv_lora_rank": 16,
     "q_lora_rank": None,
@@ -111,7 +112,7 @@ def test_config_from_a_folder_or_a_file(tmp_path: Path, reference: str) -> None:
             },
         ),
         (  # every other of 3 layers, from the first one on
-            {"model_type": "gpt_oss", "num_hidden_layers": 3, "sliding_window": 64, "num_local_experts": 8, **MOE},
+            {"model_type": "gpt_oss", "num_hidden_layers": 3, "sliding_window": 64, "num_local_experts": 8, **WIDE_MOE},
             {
                 "layers": 3,
                 "attention_bias": True,
@@ -123,7 +124,7 @@ def test_config_from_a_folder_or_a_file(tmp_path: Path, reference: str) -> None:
             },
         ),
         (
-            {"model_type": "mixtral", "num_local_experts": 8, **MOE},
+            {"model_type": "mixtral", "num_local_experts": 8, **WIDE_MOE},
             {"experts": 8, "experts_per_token": 2, "expert_intermediate": 96},
         ),
         (
@@ -133,7 +134,7 @@ def test_config_from_a_folder_or_a_file(tmp_path: Path, reference: str) -> None:
                 "sliding_window": 64,
                 "layer_types": ["sliding_attention", "full_attention"],
                 "quantization_config": {"quant_method": "mxfp4"},
-                **MOE,
+                **WIDE_MOE,
             },
             {
                 "attention_bias": True,
@@ -198,14 +199,23 @@ def test_config_from_a_folder_or_a_file(tmp_path: Path, reference: str) -> None:
 def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]) -> None:
     shape = load_shape(str(write_config(tmp_path, **changes)))
     family = changes.get("model_type", "llama")
-    assert shape == small_shape(name=tmp_path.name, source=shape.source, architecture=family, **expected)
+    flat = replace(shape, groups=(), traits=())
+    assert flat == small_shape(name=tmp_path.name, source=shape.source, architecture=family, **expected)
+    assert sum(group.count for group in shape.layer_groups) == shape.layers
+    sizes = [(shape.parameters, shape.active_parameters) for shape in (replace(shape, traits=()), flat)]
+    assert sizes[0] == sizes[1]  # groups say in which order what the fields count
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, f"model_type 'gpt2' is not supported; supported: {', '.join(ARCHITECTURES)}"),
-        ({"model_type": ["llama"]}, "is not supported"),
+        ({"model_type": "odd", "conv_bias_size": 3}, "model_type 'odd' is not known, .* conv_bias_size is of no known"),
+        (
+            {"model_type": "odd", "hidden_act": "relu2"},
+            "hidden_act 'relu2' its keys do not say whether its MLP is gated",
+        ),
+        ({"model_type": "odd", "layer_types": ["full_attention", "conv"]}, "layer_types must hold 2 of .*, not 'conv'"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]; allowed: the name of a family"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": float("nan")}, "hidden_size must be a whole number"),
         ({"num_attention_heads": 0}, "q_heads is 0; allowed: a whole number from 1"),
@@ -304,7 +314,9 @@ def test_the_language_model_of_a_model_of_images(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(GEMMA))
     shape, known = load_shape(str(path)), load_shape("google/gemma-3-27b-it")
-    assert replace(shape, name=known.name, source=known.source) == known
+    flat = replace(shape, name=known.name, source=known.source, groups=(), traits=known.traits)
+    assert flat == replace(known, groups=())
+    assert [group.count for group in shape.groups] == [52, 10] and shape.group_of(5).indices[0] == 5
 
 
 def test_gemmas_layers_by_type_and_by_pattern(tmp_path: Path) -> None:

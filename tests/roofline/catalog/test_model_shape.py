@@ -297,7 +297,7 @@ def test_bad_numbers_name_their_field(field: str, value: object) -> None:
         ({"rope_theta": 0}, "rope_theta is 0; allowed"),
         ({"weight_bits": {"mlp": 0.5}}, "weight_bits.mlp is 0.5; allowed: a number from 1 to 64"),
         ({"tied_embeddings": 1}, "tied_embeddings is 1; allowed: true or false"),
-        ({"architecture": "gpt2"}, "architecture is 'gpt2'; allowed: llama, mistral"),
+        ({"traits": ("odd",)}, "traits has 'odd'; allowed: attention sinks"),
         ({"name": ""}, "name is ''; allowed: a text of 1 to 255 characters"),
         # 10^4 layers of 3 x 10^6 x 10^7 parameters
         ({"layers": 10**4, "hidden": 10**6, "intermediate": 10**7}, r"make 3e.17 parameters; allowed: up to 1e.15"),

@@ -1,5 +1,7 @@
 """Checkpoints cost what they hold: bits per weight of every published format, and refusals of what is not known."""
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -231,7 +233,7 @@ def test_the_embedded_models_file_is_its_weights_and_its_vocabulary(smollm2):
 
 def small_shape(**bits):
     shape = shape_from_config({**CONFIG}, "m", "a test")
-    return type(shape)(**{**vars(shape), "weight_bits": WeightBits(**bits)})
+    return replace(shape, weight_bits=WeightBits(**bits))
 
 
 def test_parts_are_stored_in_the_plans_bits_or_in_fewer_of_their_own():

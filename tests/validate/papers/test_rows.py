@@ -192,7 +192,7 @@ def test_two_gpus_halve_layers_but_not_embeddings():
     shape = load_shape("meta-llama/Llama-2-7b-hf")
     half = sharded(shape, 2)
     assert half.embedding_params == shape.embedding_params
-    assert half.attention_params_per_layer == shape.attention_params_per_layer / 2
+    assert half.mixer_params == shape.mixer_params / 2
     row = replace(ROW, model=shape.name, gpu="a6000")
     first, two = Case.of(row), Case.of(replace(row, gpus=2))
     replicated = 2 * shape.embedding_params * 2

@@ -1,0 +1,127 @@
+"""What families of models have beside the keys of their config.json: a row of data for each `model_type`.
+
+A row says what config.json leaves to the family's class in transformers. Everything else is read by key
+(`config_json`), for families that have no row as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """defaults: of keys that config.json may leave out. attention_bias: whatever the file says. qk_norm: norms of each
+    head's queries and keys; None: by the key `use_qk_norm`. wide_qk_norm: of all heads together. sliding: which layers
+    have the window, where `layer_types` is missing: "all", "even", "pattern" (all but every n-th), "last"
+    (`max_window_layers` on), "none". output_gate: attention's output is gated. full_every: every n-th layer has full
+    attention, the others a state. traits: of `model_shape.TRAITS`."""
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    attention_bias: bool | None = None
+    qk_norm: bool | None = False
+    wide_qk_norm: bool = False
+    sandwich_norms: bool = False
+    gated_mlp: bool = True
+    sliding: str = "none"
+    output_gate: bool = False
+    full_every: int = 0
+    traits: tuple[str, ...] = ()
+
+
+_DELTA = {
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "head_dim": 256,
+}  # fmt: skip
+_HYBRID = Family(_DELTA, qk_norm=True, output_gate=True, full_every=4, traits=("partial rotary", "other norms"))
+_GEMMA3 = {  # of transformers' Gemma3TextConfig
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+    "max_position_embeddings": 131072, "rope_theta": 1e6, "tie_word_embeddings": True, "sliding_window_pattern": 6,
+}  # fmt: skip
+_GEMMA4 = {
+    "vocab_size": 262144, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512, "rope_theta": 1e6,
+    "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window_pattern": 6,
+}  # fmt: skip
+_GEMMA_TRAITS = ("scaled embeddings", "rope by layer type", "other norms", "other activation")
+_DEEPSEEK = Family(traits=("scaled experts",))
+_INDEXED = Family({"index_topk": 2048}, traits=("sparse indexer", "scaled experts"))
+_GRANITE = Family(traits=("scaled embeddings",))
+_SLIDING_BY_FOUR = {"sliding_window_pattern": 4}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(attention_bias=False, sliding="all"),
+    "mixtral": Family(attention_bias=False, sliding="all"),
+    "ministral3": Family(attention_bias=False, sliding="all"),
+    "qwen2": Family({"max_window_layers": 28}, attention_bias=True, sliding="last"),
+    "qwen3": Family({"max_window_layers": 28}, qk_norm=True, sliding="last"),
+    "qwen3_moe": Family({"max_window_layers": 28}, qk_norm=True, sliding="last"),
+    "qwen3_next": _HYBRID,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID,
+    "gpt_oss": Family({"attention_bias": True}, sliding="even", traits=("attention sinks", "other activation")),
+    "deepseek_v2": Family(),
+    "deepseek_v3": Family(),
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
+    "glm4_moe_lite": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "kimi_linear": _DEEPSEEK,
+    "glm4_moe": Family(qk_norm=None, traits=("partial rotary", "scaled experts")),
+    "minimax_m2": Family(attention_bias=False, qk_norm=True, wide_qk_norm=True, traits=("partial rotary", "scaled experts")),
+    "nemotron_h": Family(gated_mlp=False, traits=("other activation", "scaled experts")),
+    "phi3": Family(attention_bias=False),
+    "gemma3_text": Family(_GEMMA3, qk_norm=True, sandwich_norms=True, sliding="pattern", traits=_GEMMA_TRAITS),
+    "gemma4_text": Family(_GEMMA4, qk_norm=True, sandwich_norms=True, sliding="pattern", traits=_GEMMA_TRAITS),
+    "cohere2": Family(
+        {"tie_word_embeddings": True, **_SLIDING_BY_FOUR}, sliding="pattern",
+        traits=("parallel blocks", "scaled embeddings", "rope by layer type", "other norms"),
+    ),
+    "gemma2": Family(
+        {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096}, sandwich_norms=True, sliding="even",
+        traits=("attention soft cap", "logit soft cap", "scaled embeddings", "other norms", "other activation"),
+    ),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "granitemoehybrid": _GRANITE,
+    "olmo2": Family(qk_norm=True, wide_qk_norm=True, traits=("other norms",)),
+    "olmo3": Family(
+        _SLIDING_BY_FOUR, qk_norm=True, wide_qk_norm=True, sliding="pattern",
+        traits=("other norms", "rope by layer type"),
+    ),
+    "olmo_hybrid": Family(qk_norm=True, wide_qk_norm=True, full_every=4, traits=("other norms",)),
+    "seed_oss": Family(attention_bias=True),
+    "smollm3": Family(traits=("rope by layer type",)),
+}  # fmt: skip
+
+# `model_type` of a model that has others inside, such as one of images and text: that of its `text_config`.
+INNER_TYPES = {
+    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+    "mistral3": "mistral", "kimi_k25": "kimi_k2",
+}  # fmt: skip
+
+# Keys of one meaning, the first of which is present counts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "experts_per_token")
+EXPERT_WIDTH = ("moe_intermediate_size", "expert_intermediate_size", "moe_ffn_hidden_size")
+SHARED_WIDTH = (
+    "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size",
+)  # fmt: skip
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+LEADING_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+MAMBA_HEADS = ("mamba_num_heads", "mamba_n_heads")
+MAMBA_HEAD_DIM = ("mamba_head_dim", "mamba_d_head")
+MAMBA_GROUPS = ("n_groups", "mamba_n_groups")
+MAMBA_STATE = ("ssm_state_size", "mamba_d_state")
+MAMBA_TAPS = ("conv_kernel", "mamba_d_conv")
+
+# Kinds of a layer by its entry in `layer_types`: how it mixes tokens, and its MLP ("" for what other keys say).
+LAYER_KINDS = {
+    "full_attention": ("full", ""), "attention": ("full", ""), "indexed_attention": ("full", ""),
+    "sliding_attention": ("sliding", ""), "linear_attention": ("state", ""), "mamba": ("state", ""),
+    "moe": ("none", "routed"), "mlp": ("none", "dense"),
+}  # fmt: skip
+PATTERN_KINDS = {"M": ("state", "none"), "*": ("full", "none"), "-": ("none", "dense"), "E": ("none", "routed")}
