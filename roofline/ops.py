@@ -99,7 +99,8 @@ def experts(
 class StateSizes(NamedTuple):
     """A recurrent state: FLOPs per element and token, elements and their bytes, and what a token brings and takes.
 
-    delta: 1 under a delta rule, else 0. channels: of the short convolution with `taps` taps; decays and scalars steer the update.
+    delta: 1 under a delta rule, else 0. channels: of the short convolution with `taps` taps. decays and scalars steer
+    the update.
     """
 
     flops: Term

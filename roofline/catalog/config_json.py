@@ -104,8 +104,8 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
         activation = keys.get("hidden_act")
         if activation not in (None, "silu", "swish"):
             raise ValueError(
-                f"model_type {brief(keys.model_type)} is not known, and with hidden_act {brief(activation)} its keys do "
-                "not say whether its MLP is gated"
+                f"model_type {brief(keys.model_type)} is not known, and with hidden_act {brief(activation)} its keys "
+                "do not say whether its MLP is gated"
             )
         if unread:
             raise ValueError(

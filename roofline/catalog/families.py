@@ -70,7 +70,9 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": _DEEPSEEK,
     "kimi_linear": _DEEPSEEK,
     "glm4_moe": Family(qk_norm=None, traits=("partial rotary", "scaled experts")),
-    "minimax_m2": Family(attention_bias=False, qk_norm=True, wide_qk_norm=True, traits=("partial rotary", "scaled experts")),
+    "minimax_m2": Family(
+        attention_bias=False, qk_norm=True, wide_qk_norm=True, traits=("partial rotary", "scaled experts")
+    ),
     "nemotron_h": Family(gated_mlp=False, traits=("other activation", "scaled experts")),
     "phi3": Family(attention_bias=False),
     "gemma3_text": Family(_GEMMA3, qk_norm=True, sandwich_norms=True, sliding="pattern", traits=_GEMMA_TRAITS),

@@ -94,7 +94,7 @@ LLAMA = load_shape("Llama-3.1-8B")
 
 
 def layered(name):
-    """The parameters by name of a tiny model of a family, as transformers makes it, and the shape of its config.json."""
+    """The parameters by name of a tiny model of a family, as transformers makes it, and its shape by config.json."""
     keys = {**SIZES, **LAYERED[name]}
     config = AutoConfig.for_model(name, **keys, pad_token_id=0)
     with torch.device("meta"):
@@ -105,7 +105,7 @@ def layered(name):
 
 @pytest.mark.parametrize("name", LAYERED)
 def test_layers_of_every_kind_have_the_parameters_of_transformers(name):
-    """Within what is left out on purpose: a shared expert's gate, and norms and biases of an indexer and of a router."""
+    """All but a few left out on purpose: a shared expert's gate, an indexer's norm, a router's scales."""
     shapes, shape = layered(name)
     left_out = (
         "shared_expert_gate",
