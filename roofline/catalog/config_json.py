@@ -95,25 +95,24 @@ def shape_from_config(config: object, name: str, source: str) -> ModelShape:
     if not isinstance(config, dict):
         raise ValueError(f"it must hold an object, not {brief(config)}")
     keys, family = _family_keys(config)
+    if keys.model_type in FAMILIES:
+        shape = _read_shape(keys, family, name, source)
+    else:
+        try:
+            shape = _read_shape(keys, family, name, source)
+            keys.require_known_structure()
+        except ValueError as error:
+            raise ValueError(f"model_type {brief(keys.model_type)} is not known, and of its keys {error}") from None
+        shape = replace(shape, note=f"{name} was {READ_BY_FIELDS} ({brief(keys.model_type)})")
+    return replace(shape, weight_bits=weight_bits_of_config(keys, shape))
+
+
+def _read_shape(keys: _Keys, family: Family, name: str, source: str) -> ModelShape:
     layers = _layers(keys, family)
     shape = ModelShape(name=name, source=source, **_flat_fields(keys, family, layers))
     if len(set(layers)) > 1 or not _says_all(shape, layers[0]):
         shape = replace(shape, groups=_groups(layers))
-    if keys.model_type not in FAMILIES:
-        unread = keys.unread_structure()
-        activation = keys.get("hidden_act")
-        if activation not in (None, "silu", "swish"):
-            raise ValueError(
-                f"model_type {brief(keys.model_type)} is not known, and with hidden_act {brief(activation)} its keys "
-                "do not say whether its MLP is gated"
-            )
-        if unread:
-            raise ValueError(
-                f"model_type {brief(keys.model_type)} is not known, and its structure cannot be read by its keys: "
-                f"{', '.join(unread)} {'is' if len(unread) == 1 else 'are'} of no known meaning"
-            )
-        shape = replace(shape, note=f"{name} was {READ_BY_FIELDS} ({brief(keys.model_type)})")
-    return replace(shape, weight_bits=weight_bits_of_config(keys, shape))
+    return shape
 
 
 KDA_KEYS = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")  # of transformers' class
@@ -152,13 +151,18 @@ class _Keys(Mapping[str, Any]):
         """The family's name."""
         return str(self["model_type"])
 
-    def unread_structure(self) -> list[str]:
-        """Keys that may say something of the layers, hold a value, and were not read."""
-        return [
+    def require_known_structure(self) -> None:
+        """Raises ValueError for a key that may say something of the layers, holds a value, and was not read."""
+        unread = [
             key
             for key, value in self._values.items()
             if key not in self._read and value and _STRUCTURE.search(key) and not _HARMLESS.search(key)
         ]
+        if unread:
+            raise ValueError(f"{', '.join(unread)} {'has' if len(unread) == 1 else 'have'} no known meaning")
+        activation = self.get("hidden_act")
+        if activation not in (None, "silu", "swish"):
+            raise ValueError(f"hidden_act {brief(activation)} does not say whether the MLP is gated")
 
 
 def _family_keys(config: Config) -> tuple[_Keys, Family]:

@@ -209,10 +209,10 @@ def test_config_families(tmp_path: Path, changes: dict[str, Any], expected: dict
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "odd", "conv_bias_size": 3}, "model_type 'odd' is not known, .* conv_bias_size is of no known"),
+        ({"model_type": "odd", "conv_bias_size": 3}, "'odd' is not known, and of its keys conv_bias_size has no known"),
         (
             {"model_type": "odd", "hidden_act": "relu2"},
-            "hidden_act 'relu2' its keys do not say whether",
+            "hidden_act 'relu2' does not say whether the MLP is gated",
         ),
         ({"model_type": "odd", "layer_types": ["full_attention", "conv"]}, "layer_types must hold 2 of .*, not 'conv'"),
         ({"model_type": ["llama"]}, r"model_type is \['llama'\]; allowed: the name of a family"),
