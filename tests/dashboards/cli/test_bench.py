@@ -210,7 +210,7 @@ def test_a_breakdown_shows_each_class_beside_its_prediction(
     [
         "quantspec", "quantspec:4096", "quantspec:4096x1:0", "quantspec:4096x1:99", "autoregressive:4096x1", "int8:x1",
         "int8:4096x1:3", "quantspec@0.25:4096x1", "dapq@1.5:4096x1", "dapq@0:4096x1", "dapq@0.25:4096x1:2",
-        "quantspec/512:4096x1", "h2o/512:4096x1", "dapq/0:4096x1", "dapq/99999999:4096x1", "dapq/:x",
+        "quantspec/512:4096x1", "dapq/0:4096x1", "dapq/99999999:4096x1", "dapq/:x",
         "quantspec:4096x1:0-", "quantspec:4096x1:0-99", "int8:4096x1:0-3",
     ],
 )  # fmt: skip

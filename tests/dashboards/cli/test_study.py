@@ -54,7 +54,7 @@ def test_a_study_that_would_measure_nothing_is_refused(
 ) -> None:
     """At 270 tokens a ratio of 0.1 is fewer than the four sinks and 128 recent tokens that are read in any case."""
     output, rows = tmp_path / "study.json", tmp_path / "rows.json"
-    command = ("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--tokens", 16, "--ratios")
+    command = ("study", "drafts", "--model", tiny_folder, "--text", text, "--ctx", 270, "--tokens", 24, "--ratios")
     files = ("--formats", "bf16", "--output", output, "--rows", rows)
     message = refuses(*command, 0.1, 0.2, "--policies", "streamingllm", "quest", *files)
     assert "nothing can be measured: at 270 tokens the sinks and recent tokens fill the budget" in message
