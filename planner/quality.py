@@ -19,7 +19,14 @@ from typing import Any
 
 from ridgeplan.planner.acceptance.rows import DTYPES, variant_name
 from ridgeplan.roofline.catalog import validation as check
-from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path, fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.files import (
+    NoHomeFolder,
+    existing_path,
+    fields_of_schema,
+    json_or,
+    naming_file,
+    read_document,
+)
 from ridgeplan.roofline.catalog.profile import user_quality_path
 from ridgeplan.roofline.catalog.validation import Checked, brief, build
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, Plan, PlanError
@@ -127,10 +134,7 @@ def rows_json(rows: Iterable[QualityRow]) -> str:
 
 def read_rows(content: str | bytes) -> tuple[QualityRow, ...]:
     """Rows from untrusted JSON text. Raises PlanError, one line."""
-    try:
-        document = parse_json(content)
-    except ValueError as error:
-        raise PlanError(f"not JSON: {error}") from None
+    document = json_or(PlanError, content)
     rows = fields_of_schema(document, QUALITY_SCHEMA, REMEASURE, PlanError).get("rows")
     if not isinstance(rows, list):
         raise PlanError(f"rows is {brief(rows)}; allowed: a list of quality rows; {REMEASURE}")
@@ -139,12 +143,8 @@ def read_rows(content: str | bytes) -> tuple[QualityRow, ...]:
 
 def load_rows(path: str | Path) -> tuple[QualityRow, ...]:
     """The rows of a file of `ridgeplan quality`. Raises PlanError naming the file."""
-    try:
+    with naming_file("quality rows", Path(path), PlanError):
         return read_rows(read_document(Path(path)))
-    except OSError as error:
-        raise PlanError(f"cannot read quality rows {brief(str(path))}: {error.strerror}") from None
-    except ValueError as error:
-        raise PlanError(f"quality rows {brief(str(path))}: {error}") from None
 
 
 def saved_rows() -> tuple[QualityRow, ...]:

@@ -276,10 +276,8 @@ class Engine:
             self._begin(request, speculator, request.longest)
             first = self._prompt_logits(request, speculator)[:, None]
             results, finite = [kept(first)], [all_finite(first).all(dim=1)]
-            stored, step = (
-                [cache.config.stored(len(prompt)) for prompt in request.prompts],
-                self._teacher_forced_step(speculator),
-            )
+            step = self._teacher_forced_step(speculator)
+            stored = [cache.config.stored(len(prompt)) for prompt in request.prompts]
             one_by_one = self._sparse_target is not None or isinstance(step, GraphedStep)
             passes = cache.config.passes(stored, ids.shape[1], 1 if one_by_one else TEACHER_FORCED_TOKENS)
             for part in passes:

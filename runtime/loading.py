@@ -27,13 +27,7 @@ from ridgeplan.runtime.memory import (
     require_memory,
     require_weight_memory,
 )
-from ridgeplan.runtime.model.checkpoint import (
-    StateDict,
-    import_model_code,
-    load_config,
-    load_state_dict,
-    load_tensor,
-)
+from ridgeplan.runtime.model.checkpoint import StateDict, import_model_code, load_config, load_state_dict, load_tensor
 from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.source import fetch_weights, model_source

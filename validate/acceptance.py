@@ -302,6 +302,32 @@ def draft_weights_of(engine: Engine, calibration: Sequence[int] | None) -> Decod
     return quantized_draft(decoder, weights, WEIGHT_GROUP, text)
 
 
+MIN_DRAFTS = 32  # of a position, for a row of its own
+
+
+def rows_by_position(
+    device_type: str,
+    shape: ModelShape,
+    text: str,
+    context: int,
+    device: str,
+    verified: Sequence[float],
+    acceptance: Sequence[float],
+    **fields: Any,
+) -> Iterator[AcceptanceRow]:
+    """A row for every position in a round at which enough drafts were verified.
+
+    device: its name. verified, acceptance: of each position. fields: as for `measured_row`.
+    """
+    for position, (drafts, share) in enumerate(zip(verified, acceptance, strict=True), start=1):
+        if drafts >= MIN_DRAFTS:
+            where = f"{drafts:g} drafts at position {position} after {text}, {device}"
+            yield measured_row(
+                device_type, shape, text, context, where, acceptance=share, position=position, tokens=int(drafts),
+                **fields,
+            )  # fmt: skip
+
+
 def measured_row(
     device_type: str,
     shape: ModelShape,

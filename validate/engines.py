@@ -26,12 +26,18 @@ class SharedWeights:
     format: tuple[int, int | None, bool] | None = None
 
     @contextmanager
-    def engine(self, plan: Plan) -> Iterator[Engine]:
-        """An engine of `plan`, closed after the body. Raises what `ridgeplan.runtime.load` raises."""
+    def engine(self, plan: Plan, draft_weights: DecoderWeights | None = None) -> Iterator[Engine]:
+        """An engine of `plan`, closed after the body. Raises what `ridgeplan.runtime.load` raises.
+
+        draft_weights: those of an earlier engine whose plan has the same weights.
+        """
         calibration = self.calibration if plan.weights.quantized else None
         if plan.weights.target_format != self.format:
             self.weights = None  # freed first, as their memory is not the plan's
-        engine = load(plan, self.model, device=self.device, weights=self.weights, calibration=calibration)
+        engine = load(
+            plan, self.model, device=self.device, weights=self.weights, draft_weights=draft_weights,
+            calibration=calibration,
+        )  # fmt: skip
         self.weights, self.format = engine.weights, plan.weights.target_format
         try:
             yield engine

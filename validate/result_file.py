@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
-from ridgeplan.roofline.catalog.validation import Checked, brief, build
+from ridgeplan.roofline.catalog.files import fields_of_schema, json_or, naming_file, read_document
+from ridgeplan.roofline.catalog.validation import Checked, build
 
 SCHEMA = 1
 
@@ -26,22 +26,15 @@ class ResultFile(Checked):
     @classmethod
     def from_json(cls, document: str | bytes) -> Self:
         """Parses and validates untrusted JSON. Raises the class's error with one line that lists what is wrong."""
-        try:
-            data = parse_json(document)
-        except ValueError as error:
-            raise cls.error(f"not a JSON {cls.title}: {error}") from None
+        data = json_or(cls.error, document, f"a JSON {cls.title}")
         fields = fields_of_schema(data, SCHEMA, cls.advice, cls.error)
         return build(cls, fields | {name: _without(fields.get(name, []), key) for name, key in cls.derived.items()})
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Reads a file. Raises the class's error naming the file."""
-        try:
+        with naming_file(cls.title, path, cls.error):
             return cls.from_json(read_document(path))
-        except OSError as error:
-            raise cls.error(f"cannot read {cls.title} {brief(str(path))}: {error.strerror}") from None
-        except ValueError as error:
-            raise cls.error(f"{cls.title} {brief(str(path))}: {error}") from None
 
 
 def _without(rows: Any, key: str) -> Any:

@@ -21,14 +21,14 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.plan import KVFormat, Plan, Speculation, require
+from ridgeplan.roofline.plan.plan import KVFormat, Plan, Speculation, require, require_within
 from ridgeplan.roofline.round import RoundCosts, flush_capped, tokens_at
-from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.gamma_control import Evidence
-from ridgeplan.validate.acceptance import Passage, measured_row, named_shape
+from ridgeplan.validate.acceptance import Passage, named_shape, rows_by_position
+from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.machine import device_name
 from ridgeplan.validate.measure import Measured, Progress, measure, silent, widest
 from ridgeplan.validate.prompts import prompt_batch
@@ -130,9 +130,6 @@ def _fastest(name: str, candidates: Iterable[TuningPoint]) -> Step:
     return Step(name, options, min(range(len(options)), key=lambda index: options[index].tpot_ms))
 
 
-MIN_DRAFTS = 32  # of a position, for a row of its own
-
-
 @dataclass(frozen=True)
 class MeasuredDrafts:
     """Counts of a plan's drafts by position in a round: verified by the target, and accepted."""
@@ -158,14 +155,14 @@ class MeasuredDrafts:
         shape: by the name that the rows have. Acceptance is the mean of Jeffreys' posterior, so it is never 0 or 1.
         """
         name, drafts, context = row_name(self.plan), self.plan.speculation.selection, self.plan.workload.context
-        for position, (verified, accepted) in enumerate(zip(self.verified_at, self.accepted_at, strict=True), start=1):
-            if name and verified >= MIN_DRAFTS:
-                where = f"{verified} drafts at position {position} after {text}, {device_name(engine.device)}"
-                yield measured_row(
-                    engine.device.type, shape, text, context, where, calibrated=calibrated, draft=name,
-                    acceptance=(accepted + 0.5) / (verified + 1), ratio=float(drafts.share_of(context, self.ratio)),
-                    gamma=self.plan.speculation.gamma, position=position, tokens=verified,
-                )  # fmt: skip
+        counts = zip(self.accepted_at, self.verified_at, strict=True)
+        acceptance = [(accepted + 0.5) / (verified + 1) for accepted, verified in counts]
+        if name:
+            yield from rows_by_position(
+                engine.device.type, shape, text, context, device_name(engine.device), self.verified_at, acceptance,
+                calibrated=calibrated, draft=name, ratio=float(drafts.share_of(context, self.ratio)),
+                gamma=self.plan.speculation.gamma,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -209,7 +206,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         require(self.plan.speculation.active, "the plan has gamma 0; allowed: a plan that drafts")
-        require(1 <= self.largest <= MAX_GAMMA, f"the largest gamma is {self.largest}; allowed: 1 to {MAX_GAMMA}")
+        require_within("the largest gamma", self.largest, 1, MAX_GAMMA)
 
     @property
     def gammas(self) -> range:
@@ -274,7 +271,7 @@ def tune(
     Raises PlanError for a plan without drafts, PromptError for a text that is too short, and what `load` raises.
     """
     schedule = Schedule(plan, passage.tokens, largest, quick)
-    trials = Trials(schedule, model, passage, device, on_progress)
+    trials = Trials(schedule, SharedWeights(model, device, passage.calibration), passage, on_progress)
     if not quick:
         steps = tune_steps(trials, schedule.gammas)
         plain_ms = trials.run(schedule.plain_plan, "plain decoding").measured.tpot_ms
@@ -332,15 +329,13 @@ class Trials:
     """
 
     schedule: Schedule
-    model: str
+    shared: SharedWeights
     passage: Passage
-    device: str | None
     on_progress: Progress
     shape: ModelShape | None = None
     rows: list[AcceptanceRow] = field(default_factory=list)
     spreads: list[float | None] = field(default_factory=list)
     _trials: dict[tuple[float, int], Trial] = field(default_factory=dict)
-    _weights: DecoderWeights | None = None
     _draft_weights: DecoderWeights | None = None
 
     @property
@@ -362,18 +357,14 @@ class Trials:
     def run(self, plan: Plan, what: str) -> Trial:
         """A generation at temperature 1, which ignores stop tokens; its rows of acceptance are kept."""
         self.on_progress(what, len(self.spreads), self.schedule.max_generations)
-        calibration = self.passage.calibration if plan.weights.quantized else None
-        engine = load(
-            plan, self.model, device=self.device, weights=self._weights, draft_weights=self._draft_weights,
-            calibration=calibration,
-        )  # fmt: skip
-        self._weights, self._draft_weights = engine.weights, engine.draft_weights
-        self.shape = replace(engine.config.shape, name=named_shape(self.model).name)
-        prompts = prompt_batch(engine.tokenizer, plan.workload.context, plan.workload.batch, self.passage.text)
-        measured = measure(engine, prompts, plan.workload.new_tokens, SamplingParams(temperature=1.0))
-        figures = measured.statistics
-        drafts = MeasuredDrafts(plan, figures.verified_at, figures.accepted_at)
-        self.rows += drafts.rows(engine, self.shape, self.passage.name, calibration is not None)
+        calibrated = plan.weights.quantized and self.passage.calibration is not None
+        with self.shared.engine(plan, self._draft_weights) as engine:
+            self._draft_weights = engine.draft_weights
+            self.shape = replace(engine.config.shape, name=named_shape(self.shared.model).name)
+            prompts = prompt_batch(engine.tokenizer, plan.workload.context, plan.workload.batch, self.passage.text)
+            measured = measure(engine, prompts, plan.workload.new_tokens, SamplingParams(temperature=1.0))
+            figures = measured.statistics
+            drafts = MeasuredDrafts(plan, figures.verified_at, figures.accepted_at)
+            self.rows += drafts.rows(engine, self.shape, self.passage.name, calibrated)
         self.spreads.append(measured.spread)
-        engine.close()
         return Trial(measured, drafts)

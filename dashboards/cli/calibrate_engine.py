@@ -12,12 +12,7 @@ import click
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
 from ridgeplan.dashboards.files import locked, require_lockable, write_atomically
 from ridgeplan.planner.engines.formats import DTYPES, ENGINES
-from ridgeplan.planner.engines.measurements import (
-    EngineMeasurements,
-    MeasuredStep,
-    load_measurements,
-    user_engine_path,
-)
+from ridgeplan.planner.engines.measurements import EngineMeasurements, MeasuredStep, load_measurements, user_engine_path
 from ridgeplan.planner.engines.rates import engine_profile, error
 from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware

@@ -10,7 +10,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, wrapped
+from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_notes, print_table, wrapped
 from ridgeplan.dashboards.cli.table_file import write_table
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
@@ -61,10 +61,7 @@ def compare(
         context = opt.context_of(ctx, max_model_len, options.new_tokens)
         result = compared(subjects, gpus, context, presets=presets, options=options)
     write_table(output, result, result.to_dict())
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        _print_comparison(result)
+    print_answer(result.to_dict(), as_json, lambda: _print_comparison(result))
 
 
 def _print_comparison(result: PlanComparison) -> None:
@@ -134,10 +131,7 @@ def cost(
         batches=batches, limits=LatencyLimits(ttft_max, tpot_max), preset=preset, options=options,
     )  # fmt: skip
     write_table(output, result, result.to_dict())
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        _print_costs(result)
+    print_answer(result.to_dict(), as_json, lambda: _print_costs(result))
 
 
 def _prices(gpus: Sequence[str], prices: Sequence[str]) -> dict[str, float]:

@@ -12,7 +12,7 @@ import click
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, wrapped
+from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_json, print_table, wrapped
 from ridgeplan.dashboards.cli.table_file import write_plan
 from ridgeplan.planner import Plan, Prediction, SearchOptions
 from ridgeplan.planner.capacity import usable_bytes
@@ -66,10 +66,7 @@ def estimate(
         result = _of_preset(model, preset, gamma, adaptive, rest)
     question = result.question
     write_plan(output, result, lambda: plan_json(result.plan, question.shape, question.profile))
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        _print(result)
+    print_answer(result.to_dict(), as_json, lambda: _print(result))
 
 
 def _of_plan(

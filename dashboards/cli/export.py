@@ -10,7 +10,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, number, print_json, wrapped
+from ridgeplan.dashboards.cli.output import echo, number, print_answer, wrapped
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan
 from ridgeplan.planner.export import ENGINES, Exported, ServeCommandOptions, engine_named, export, schema_for
@@ -83,10 +83,7 @@ def export_plan(
     )
     if output:
         write_atomically(output, exported.command.yaml())
-    if as_json:
-        print_json(exported.to_dict())
-    else:
-        echo("\n".join(report(plan.plan, exported)))
+    print_answer(exported.to_dict(), as_json, lambda: echo("\n".join(report(plan.plan, exported))))
 
 
 def report(plan: Plan, exported: Exported) -> list[str]:

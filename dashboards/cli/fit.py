@@ -11,7 +11,7 @@ import click
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.output import echo, print_answer, print_notes, print_table
 from ridgeplan.dashboards.cli.table_file import write_table
 from ridgeplan.planner import NothingFits, SearchOptions
 from ridgeplan.planner.quality import Quality
@@ -65,10 +65,7 @@ def _on_gpu(
 ) -> None:  # fmt: skip
     result = planner.fit(model, gpu, batches=batches or BATCHES, contexts=contexts, preset=preset, options=options)
     write_table(output, result, result.to_dict())
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        _print_fits(result)
+    print_answer(result.to_dict(), as_json, lambda: _print_fits(result))
     rows = (*(result.contexts if batches or not contexts else ()), *(result.batches if contexts else ()))
     if not any(row.plan for row in rows):
         raise NothingFits(f"nothing fits: {result.model} on {gpu} at the sizes asked for{_hint(options)}")
@@ -100,10 +97,7 @@ def _on_all_gpus(
     if len(batches) != 1 or len(contexts) != 1 or options.profile:
         raise click.UsageError("without a GPU, fit needs one --ctx and at most one --batch, and no --profile")
     gpus = fit_gpus(model, contexts[0], batches[0], preset=preset, options=options)
-    if as_json:
-        print_json([gpu.to_dict() for gpu in gpus])
-    else:
-        _print_gpus(model, batches[0], contexts[0], gpus)
+    print_answer([gpu.to_dict() for gpu in gpus], as_json, lambda: _print_gpus(model, batches[0], contexts[0], gpus))
     if not any(gpu.fits for gpu in gpus):
         raise NothingFits(f"no GPU of the catalog fits {model}, {contexts[0]} tokens x {batches[0]}{_hint(options)}")
 

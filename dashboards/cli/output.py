@@ -48,6 +48,11 @@ def print_json(data: Any) -> None:
     echo(json_text(data), nl=False)
 
 
+def print_answer(document: Any, as_json: bool, show: Callable[[], None]) -> None:
+    """Prints the JSON of an answer where the command line asks for it; else `show` prints its text."""
+    print_json(document) if as_json else show()
+
+
 def number(value: float) -> str:
     """Three significant digits below 1000, all integer digits above."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"

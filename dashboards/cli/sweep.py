@@ -13,7 +13,7 @@ import click
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table
+from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.table_file import RowTable, write_table
 from ridgeplan.dashboards.extras import require_package
 from ridgeplan.dashboards.files import write_atomically
@@ -70,10 +70,7 @@ def sweep(
         write_atomically(output, sweep_page(result))
     else:
         write_table(output, result, result.to_dict())
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        _print(result, output)
+    print_answer(result.to_dict(), as_json, lambda: _print(result, output))
 
 
 def _print(result: GridSweep, output: Path | None) -> None:

@@ -10,13 +10,17 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.model_inputs import (
-    calibration_tokens,
-    embedded_or,
-    opening_tokens,
-    require_planned_model,
+from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, opening_tokens, require_planned_model
+from ridgeplan.dashboards.cli.output import (
+    echo,
+    number,
+    print_answer,
+    print_json,
+    print_table,
+    progress,
+    progress_bars,
+    write_page,
 )
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress, progress_bars, write_page
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
@@ -69,10 +73,7 @@ def show(report: SuiteReport, html: Path | None, as_json: bool) -> None:
     summary = [error.to_dict() for error in errors]
     elsewhere = "; `ridgeplan validate --report` can write it elsewhere"
     write_page(html, "validation_page", report.to_dict(), summary, hint=elsewhere)
-    if as_json:
-        print_json(report.to_dict() | {"summary": summary})
-    else:
-        print_suite(report, errors)
+    print_answer(report.to_dict() | {"summary": summary}, as_json, lambda: print_suite(report, errors))
 
 
 def print_suite(report: SuiteReport, errors: Sequence[Summary]) -> None:

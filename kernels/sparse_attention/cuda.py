@@ -23,14 +23,7 @@ from ridgeplan.kernels.device.cuda import (
 )
 from ridgeplan.kernels.kv_cache.cuda import GROUP, QuantizedPlanes
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.selection.cuda import (
-    STAGES,
-    THREADS,
-    WARPS,
-    ScanVariant,
-    parts_of,
-    scan_variant,
-)
+from ridgeplan.kernels.selection.cuda import STAGES, THREADS, WARPS, ScanVariant, parts_of, scan_variant
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes
 
 TILE = 16  # tokens

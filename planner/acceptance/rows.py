@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.files import fields_of_schema, json_or, naming_file, parse_json, read_document
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.validation import Checked, brief, build, name_text, number, one_of, text, whole
 from ridgeplan.roofline.execution import MAX_GAMMA
@@ -142,12 +142,7 @@ def rows_json(rows: Sequence[AcceptanceRow], commands: Sequence[str]) -> str:
 
 def read_rows(text: str | bytes) -> tuple[AcceptanceRow, ...]:
     """Rows from untrusted JSON text. Raises PlanError, one line."""
-    try:
-        document = parse_json(text)
-    except ValueError as error:
-        raise PlanError(f"not JSON: {error}") from None
-    data = fields_of_schema(document, ROWS_SCHEMA, REMEASURE, PlanError)
-    rows = data.get("rows")
+    rows = fields_of_schema(json_or(PlanError, text), ROWS_SCHEMA, REMEASURE, PlanError).get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise PlanError(f"rows is {brief(rows)}; allowed: a list of acceptance rows; {REMEASURE}")
     return tuple(map(AcceptanceRow.read, rows))
@@ -155,12 +150,8 @@ def read_rows(text: str | bytes) -> tuple[AcceptanceRow, ...]:
 
 def load_rows(path: str | Path) -> tuple[AcceptanceRow, ...]:
     """The rows of a file of `ridgeplan acceptance`. Raises PlanError naming the file."""
-    try:
+    with naming_file("acceptance rows", Path(path), PlanError):
         return read_rows(read_document(Path(path)))
-    except OSError as error:
-        raise PlanError(f"cannot read acceptance rows {brief(str(path))}: {error.strerror}") from None
-    except ValueError as error:
-        raise PlanError(f"acceptance rows {brief(str(path))}: {error}") from None
 
 
 def commands_of(path: str | Path) -> tuple[str, ...]:

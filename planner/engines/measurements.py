@@ -11,11 +11,18 @@ from typing import Any
 
 from ridgeplan.planner.engines.formats import DTYPES, ENGINES
 from ridgeplan.roofline.catalog import validation as check
-from ridgeplan.roofline.catalog.files import cache_folder, fields_of_schema, parse_json, read_document, read_tables
+from ridgeplan.roofline.catalog.files import (
+    cache_folder,
+    fields_of_schema,
+    naming_file,
+    parse_json,
+    read_document,
+    read_tables,
+)
 from ridgeplan.roofline.catalog.hardware import Hardware, load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.validation import Checked, brief, build
+from ridgeplan.roofline.catalog.validation import Checked, build
 from ridgeplan.roofline.engine import FULL_BITS, HALF_BITS, EngineRates, EngineStep
 
 SCHEMA = 1
@@ -97,14 +104,10 @@ def shipped_measurements() -> EngineMeasurements:
 
 def load_measurements(path: Path) -> EngineMeasurements:
     """A file that `ridgeplan calibrate --engine` wrote, which is not trusted. Raises BadEngineProfile, one line."""
-    try:
+    advice = "measure it again with `ridgeplan calibrate --engine`"
+    with naming_file("engine profile", path, BadEngineProfile):
         document = parse_json(read_document(path))
-        advice = "measure it again with `ridgeplan calibrate --engine`"
         return build(EngineMeasurements, fields_of_schema(document, SCHEMA, advice, BadEngineProfile))
-    except OSError as error:
-        raise BadEngineProfile(f"cannot read engine profile {brief(str(path))}: {error.strerror}") from None
-    except ValueError as error:
-        raise BadEngineProfile(f"engine profile {brief(str(path))}: {error}") from None
 
 
 def user_engine_path(engine: str) -> Path:

@@ -48,9 +48,28 @@ def replacing(path: Path) -> Iterator[Path]:
         staging.replace(target)
 
 
+@contextmanager
+def naming_file(title: str, path: Path, error: type[ValueError]) -> Iterator[None]:
+    """Raises `error`, which names the file, for an OSError or a ValueError of the body. title: what the file is."""
+    try:
+        yield
+    except OSError as problem:
+        raise error(f"cannot read {title} {brief(str(path))}: {problem.strerror}") from None
+    except ValueError as problem:
+        raise error(f"{title} {brief(str(path))}: {problem}") from None
+
+
 def parse_json(document: str | bytes) -> Any:
     """The value of UTF-8 JSON. Raises ValueError, also for duplicate keys and for NaN."""
     return _parsed(document, _json_value, "JSON")
+
+
+def json_or(error: type[ValueError], document: str | bytes, expected: str = "JSON") -> Any:
+    """`parse_json`, which raises `error` for what is not `expected`."""
+    try:
+        return parse_json(document)
+    except ValueError as problem:
+        raise error(f"not {expected}: {problem}") from None
 
 
 def parse_toml(document: str | bytes) -> dict[str, Any]:

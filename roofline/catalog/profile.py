@@ -16,9 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.roofline.catalog import validation as check
-from ridgeplan.roofline.catalog.files import cache_folder, fields_of_schema, parse_json, read_document
+from ridgeplan.roofline.catalog.files import (
+    cache_folder,
+    fields_of_schema,
+    json_or,
+    naming_file,
+    read_document,
+)
 from ridgeplan.roofline.catalog.hardware import Hardware
-from ridgeplan.roofline.catalog.validation import Checked, brief, build
+from ridgeplan.roofline.catalog.validation import Checked, build
 
 PROFILE_SCHEMA = 3
 # From strongest to weakest. "extrapolated" is a prediction beyond all data that it was fitted to.
@@ -179,11 +185,7 @@ class Profile(Checked):
     @classmethod
     def from_json(cls, text: str | bytes) -> Profile:
         """Parse and validate untrusted JSON. Raises ProfileError, one line that lists what is wrong."""
-        try:
-            document = parse_json(text)
-        except ValueError as error:
-            raise ProfileError(f"not a JSON profile: {error}") from None
-        return cls.from_dict(document)
+        return cls.from_dict(json_or(ProfileError, text, "a JSON profile"))
 
     @classmethod
     def from_dict(cls, document: object) -> Profile:
@@ -198,12 +200,8 @@ class Profile(Checked):
 
 def load_profile(path: str | Path) -> Profile:
     """A profile from a file. Raises ProfileError naming the file."""
-    try:
+    with naming_file("profile", Path(path), ProfileError):
         return Profile.from_json(read_document(Path(path)))
-    except OSError as error:
-        raise ProfileError(f"cannot read profile {brief(str(path))}: {error.strerror}") from None
-    except ValueError as error:
-        raise ProfileError(f"profile {brief(str(path))}: {error}") from None
 
 
 def transferred_spread(spread: float) -> float:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from ridgeplan.roofline.catalog import validation as check
-from ridgeplan.roofline.catalog.files import fields_of_schema, parse_json
+from ridgeplan.roofline.catalog.files import fields_of_schema, json_or
 from ridgeplan.roofline.catalog.validation import brief, build
 from ridgeplan.roofline.execution import MAX_GAMMA, MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
 from ridgeplan.roofline.plan.policy import (
@@ -74,6 +74,11 @@ def require(condition: bool, message: str) -> None:
     """Raise PlanError(message) unless `condition` holds."""
     if not condition:
         raise PlanError(message)
+
+
+def require_within(name: str, value: float, low: float, high: float) -> None:
+    """Raise PlanError unless low <= value <= high."""
+    require(low <= value <= high, f"{name} is {value}; allowed: {low} to {high}")
 
 
 def _group() -> Any:
@@ -397,11 +402,7 @@ class Plan(PlanPart):
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
         """Parse and validate untrusted JSON text. Raises PlanError."""
-        try:
-            data = parse_json(text)
-        except ValueError as error:
-            raise PlanError(f"not a JSON plan: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(json_or(PlanError, text, "a JSON plan"))
 
 
 def _selection_with_ratio(values: dict[str, Any]) -> dict[str, Any]:

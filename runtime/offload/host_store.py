@@ -9,10 +9,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import quantize, shift_slots
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
-from ridgeplan.kernels.offload import (
-    KeysAndValues,
-    flush_to_host,
-)
+from ridgeplan.kernels.offload import KeysAndValues, flush_to_host
 from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys, pack_draft_planes
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import quantized_groups

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.offload import (
-    EMPTY,
-    KeysAndValues,
-    SlotLoads,
-    SlotTable,
-    allocate_slots,
-    gather_into_slots,
-)
+from ridgeplan.kernels.offload import EMPTY, KeysAndValues, SlotLoads, SlotTable, allocate_slots, gather_into_slots
 from ridgeplan.runtime.buffers import HostMemory, split_bytes
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.kv.config import KVCacheConfig

@@ -11,8 +11,8 @@ from ridgeplan.roofline.plan.plan import Plan, PlanError, Speculation, Workload
 from ridgeplan.roofline.plan.policies.selections import StreamingLLM
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.roofline.round import flush_capped
-from ridgeplan.validate import tuning as measured_module
-from ridgeplan.validate import tuning as tune_module
+from ridgeplan.validate import acceptance as acceptance_module
+from ridgeplan.validate import engines as engines_module
 from ridgeplan.validate.acceptance import Passage
 from ridgeplan.validate.prompts import PromptError
 from ridgeplan.validate.tuning import STABLE, Landscape, MeasuredDrafts, Schedule, TuningPoint, tune, tune_steps
@@ -112,7 +112,7 @@ def test_a_plan_gets_the_gamma_that_is_fastest(plan, tiny_folder, h200_profile):
 
 
 def test_rows_say_what_was_counted(plan, tiny_folder, h200_profile, monkeypatch):
-    monkeypatch.setattr(measured_module, "MIN_DRAFTS", 20)
+    monkeypatch.setattr(acceptance_module, "MIN_DRAFTS", 20)
     rows = tune(plan, str(tiny_folder), TEXT, h200_profile, 3, "cpu", quick=True).rows
     assert [row.position for row in rows] == [1, 2, 3][: len(rows)]
     first = rows[0]
@@ -142,13 +142,13 @@ def test_every_ratio_is_measured_with_one_set_of_weights(tiny_folder, h200_profi
         Workload(tiny_folder.name, "h200", 260, 64),
         speculation=Speculation(4, selection=StreamingLLM(ratio=0.3, floor=0, recent=400)),
     )
-    loads, real = [], tune_module.load
+    loads, real = [], engines_module.load
 
     def load(plan, *arguments, **named):
         loads.append((plan.speculation, named["weights"] is not None))
         return real(plan, *arguments, **named)
 
-    monkeypatch.setattr(tune_module, "load", load)
+    monkeypatch.setattr(engines_module, "load", load)
     tuning = tune(sparse, str(tiny_folder), TEXT, h200_profile, 3, "cpu", quick=True)
     ratios = sorted({*RATIOS, 0.3})
     assert [(load.ratio, load.gamma, load.adaptive, shared) for load, shared in loads] == [
@@ -171,7 +171,7 @@ def test_ratios_that_read_the_same_tokens_are_measured_once(floor, expected, tin
 
 def test_every_gamma_is_measured_with_its_own_acceptance(plan, tiny_folder, monkeypatch):
     """Drafts of 4 bits: gamma 1 to 3 and plain decoding. No rates are needed."""
-    monkeypatch.setattr(measured_module, "MIN_DRAFTS", 10)
+    monkeypatch.setattr(acceptance_module, "MIN_DRAFTS", 10)
     seen = []
     report = lambda what, done, total: seen.append((what, done, total))  # noqa: E731
     tuning = tune(plan, str(tiny_folder), TEXT, None, 3, "cpu", report)

@@ -10,7 +10,7 @@ score is the share of these that the plan would choose.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeplan.planner.quality import AGREEMENT, EARLY_RECALL, LATE_RECALL
 from ridgeplan.runtime import SamplingParams
@@ -38,8 +38,8 @@ class LongOutput:
     @property
     def forced(self) -> tuple[int, ...]:
         """The output, and each question with its answer."""
-        asked = (token for start in self.spans for token in self.output[start : start + CUE + ANSWER])
-        return (*self.output, *asked)
+        questions = (token for start in self.spans for token in self.output[start : start + CUE + ANSWER])
+        return (*self.output, *questions)
 
     def agreement_of(self, chosen: Sequence[int]) -> float:
         """Share of the output's tokens after which `chosen` is the plain model's choice."""
@@ -49,15 +49,16 @@ class LongOutput:
         """All measures of greedy tokens `chosen` after the prompt and after each of the forced tokens."""
         recall, half = list(self._recalled(chosen)), len(self.spans) // 2
         return {
-            AGREEMENT: self.agreement_of(self.own(chosen)),
+            AGREEMENT: self.agreement_of(self.output_choices(chosen)),
             EARLY_RECALL: sum(recall[:half]) / half,
             LATE_RECALL: sum(recall[half:]) / (len(recall) - half),
         }
 
-    def own(self, chosen: Sequence[int]) -> tuple[int, ...]:
-        """Of greedy tokens after the prompt and after each forced token, those after the output's but its last.
+    def output_choices(self, chosen: Sequence[int]) -> tuple[int, ...]:
+        """The greedy tokens after each token of the output but its last.
 
-        The one after the prompt comes from prefill, which reads everything.
+        chosen: the greedy tokens after the prompt and after each forced token. The first of them comes from prefill,
+        which reads everything.
         """
         return tuple(chosen[1 : len(self.output)])
 
@@ -79,10 +80,7 @@ def long_outputs(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, 
         for prompt, output in zip(prompts, written, strict=True)
     ]
     chosen = engine.teacher_forced_choices(prompts, [output.forced for output in outputs]).tolist()
-    return [
-        LongOutput(output.prompt, output.output, output.spans, output.own(row))
-        for output, row in zip(outputs, chosen, strict=True)
-    ]
+    return [replace(output, choices=output.output_choices(row)) for output, row in zip(outputs, chosen, strict=True)]
 
 
 def question_spans(prompt: Sequence[int], output: Sequence[int]) -> tuple[int, ...]:

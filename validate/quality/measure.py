@@ -98,14 +98,16 @@ class Inputs:
     def groups(self) -> list[Group]:
         """All groups of measures. Tasks share a group as long as a batch holds their prompts."""
         options = self._options
-        text = Group("text", TEXT_MEASURES, options.passages, options.tokens, options.rows, self._on_text)
-        outputs = (
-            Group(
-                "long outputs", OUTPUT_MEASURES, options.passages, options.long_output, options.rows, self._on_outputs
-            ),
-        )
-        times = Group("times", COST_MEASURES, 1, options.tokens, 1, self._times)
-        return [text, times, *self._task_groups(), *(outputs if options.long_output else ())]
+        passages, tokens, rows = options.passages, options.tokens, options.rows
+        groups = [
+            Group("text", TEXT_MEASURES, passages, tokens, rows, self._on_text),
+            Group("times", COST_MEASURES, 1, tokens, 1, self._times),
+            *self._task_groups(),
+        ]
+        long_output = options.long_output
+        if long_output:
+            groups.append(Group("long outputs", OUTPUT_MEASURES, passages, long_output, rows, self._on_outputs))
+        return groups
 
     def _task_groups(self) -> Iterator[Group]:
         options = self._options

@@ -11,7 +11,7 @@ from pathlib import Path
 from ridgeplan.planner.quality import HEAD, SOLVED, TEXT_MEASURES
 from ridgeplan.planner.resolution import yarn_factor
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, Plan, PlanError, Workload, require
+from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, Plan, PlanError, Workload, require, require_within
 from ridgeplan.roofline.plan.policies.evictions import eviction_preset, layer_budgets
 from ridgeplan.roofline.plan.policy import EVICTIONS, PromptSelection
 from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, preset, preset_name
@@ -59,13 +59,12 @@ class QualityOptions:
     def __post_init__(self) -> None:
         limits = {"tokens": MAX_TOKENS_MEASURED, "passages": MAX_SAMPLES, "samples": MAX_SAMPLES, "batch": MAX_BATCH}
         for name, largest in limits.items():
-            value = getattr(self, name)
-            require(1 <= value <= largest, f"{name} is {value}; allowed: 1 to {largest}")
+            require_within(name, getattr(self, name), 1, largest)
         require(
             self.long_output == 0 or MIN_LONG_OUTPUT <= self.long_output <= MAX_TOKENS_MEASURED,
             f"long_output is {self.long_output}; allowed: 0, or {MIN_LONG_OUTPUT} to {MAX_TOKENS_MEASURED}",
         )
-        require(0 <= self.seed < 1 << 31, f"seed is {self.seed}; allowed: 0 to {(1 << 31) - 1}")
+        require_within("seed", self.seed, 0, (1 << 31) - 1)
 
     @property
     def headroom(self) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from ridgeplan.roofline.plan.plan import MAX_TOKENS, Workload, require
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, Workload, require_within
 from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.roofline.plan.policies.evictions import DapQEviction
 from ridgeplan.runtime import load
@@ -68,14 +68,9 @@ class DapqSizes:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        shortest, longest = 2 * max(BUDGETS), MAX_TOKENS
-        require(shortest <= self.context <= longest, f"context is {self.context}; allowed: {shortest} to {longest}")
-        allowed = PSEUDO_TOKENS, 1 << 12
-        require(
-            allowed[0] <= self.response <= allowed[1],
-            f"response is {self.response}; allowed: {allowed[0]} to {allowed[1]} tokens",
-        )
-        require(1 <= self.passages <= 1 << 12, f"passages is {self.passages}; allowed: 1 to {1 << 12}")
+        require_within("context", self.context, 2 * max(BUDGETS), MAX_TOKENS)
+        require_within("response", self.response, PSEUDO_TOKENS, 1 << 12)
+        require_within("passages", self.passages, 1, 1 << 12)
 
 
 @dataclass(frozen=True)
@@ -232,22 +227,19 @@ def _offsets(recorded: RecordedPrompt, passage: DapqPassage, truth: Recording) -
 
 def _windows(recorded: RecordedPrompt, passage: DapqPassage) -> Iterator[tuple[tuple[str, int], Tensor]]:
     """Attention [layers, window, kv_heads, prompt] of each method's observation window."""
-    last = recorded.last(max(ATTENTION_WINDOWS), passage.prompt).attention
-    noise = recorded.ask(passage.noise, recorded.length, attention=True).attention
-    assert last is not None and noise is not None, "both were wanted"
+    last = recorded.last(max(ATTENTION_WINDOWS), passage.prompt).prompt_attention
+    noise = recorded.ask(passage.noise, recorded.length, attention=True).prompt_attention
     for window in ATTENTION_WINDOWS:
         yield (SNAPKV, window), last[:, -window:]
         yield (DAPQ_RANDOM, window), noise[:, :window]
-        pseudo = recorded.ask(pseudo_tokens(passage.prompt, window), recorded.length, attention=True).attention
-        assert pseudo is not None, "it was wanted"
-        yield (DAPQ, window), pseudo
+        pseudo = recorded.ask(pseudo_tokens(passage.prompt, window), recorded.length, attention=True)
+        yield (DAPQ, window), pseudo.prompt_attention
 
 
 def _recalls(truth: Recording, windows: dict[tuple[str, int], Tensor], prompt: int) -> Figures:
-    assert truth.attention is not None, "it was wanted"
     figures: Figures = {}
     for budget in (tokens for tokens in BUDGETS if tokens < prompt):
-        gold = top(truth.attention, budget)
+        gold = top(truth.prompt_attention, budget)
         for (method, window), attention in windows.items():
             if window in RECALL_WINDOWS:
                 figures["recall", method, window, budget] = recall(gold, top(attention, budget))
@@ -257,8 +249,7 @@ def _recalls(truth: Recording, windows: dict[tuple[str, int], Tensor], prompt: i
 
 
 def _attentions(truth: Recording, windows: dict[tuple[str, int], Tensor]) -> Figures:
-    assert truth.attention is not None, "it was wanted"
-    expected = truth.attention.mean(1)
+    expected = truth.prompt_attention.mean(1)
     return {
         ("attention", method, window): similarity(expected, attention.mean(1))
         for (method, window), attention in windows.items()
@@ -267,8 +258,7 @@ def _attentions(truth: Recording, windows: dict[tuple[str, int], Tensor]) -> Fig
 
 def _choices(recorded: RecordedPrompt, passage: DapqPassage, truth: Recording) -> Figures:
     """Recall of every choice of pseudo queries with the eviction's own scorer, by ("choice", axis, name, budget)."""
-    assert truth.attention is not None, "it was wanted"
-    golds = {budget: top(truth.attention, budget) for budget in BUDGETS if budget < recorded.length}
+    golds = {budget: top(truth.prompt_attention, budget) for budget in BUDGETS if budget < recorded.length}
     figures: Figures = {}
     for axis, by_name in CHOICES.items():
         for name, changes in by_name.items():

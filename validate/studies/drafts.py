@@ -42,7 +42,14 @@ from ridgeplan.runtime.policies.base import PromptObservers, TokenSelector
 from ridgeplan.runtime.policies.ranked import VerificationSelector
 from ridgeplan.runtime.request import Request
 from ridgeplan.runtime.sampling import SamplingParams, require_finite
-from ridgeplan.validate.acceptance import MAX_TOKENS_MEASURED, Passage, draft_weights_of, measured_row, named_shape
+from ridgeplan.validate.acceptance import (
+    MAX_TOKENS_MEASURED,
+    Passage,
+    draft_weights_of,
+    measured_row,
+    named_shape,
+    rows_by_position,
+)
 from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.measure import Progress, clamp_share, silent
 from ridgeplan.validate.prompts import prompt_batch
@@ -50,7 +57,6 @@ from ridgeplan.validate.result_file import SCHEMA, ResultFile
 from ridgeplan.validate.studies import methods
 from ridgeplan.validate.studies.draft_rounds import ObservedSpeculator, RoundCounts, observe_rounds
 from ridgeplan.validate.studies.methods import FORMATS, GREEDY, HINDSIGHT, POLICIES, SAMPLED, TEACHER_FORCED
-from ridgeplan.validate.tuning import MIN_DRAFTS
 
 GAMMA = 7
 ROUND = GAMMA + 1  # tokens
@@ -461,7 +467,7 @@ def acceptance_rows(study: SavedStudy, shape: ModelShape, checkpoint: str) -> li
     if study.verification == GREEDY:
         raise WorkloadError(f"verification is {GREEDY}; allowed for rows of acceptance: {SAMPLED}, {TEACHER_FORCED}")
     shape, device_type = replace(shape, name=study.model), "cuda" if torch.cuda.is_available() else "cpu"
-    rows = []
+    rows: list[AcceptanceRow] = []
     for row in study.rows:
         if not row.draft.row_name:
             continue
@@ -469,17 +475,10 @@ def acceptance_rows(study: SavedStudy, shape: ModelShape, checkpoint: str) -> li
             "calibrated": bool(study.calibration), "yarn": yarn_factor(shape, row.context + study.tokens),
             "draft": row.draft.row_name, "ratio": row.ratio, "gamma": GAMMA, "checkpoint": checkpoint,
         }  # fmt: skip
-        for where, figures in _figures(study, row):
-            described = f"{where} {study.text}, {study.device}"
-            rows.append(measured_row(device_type, shape, study.text, row.context, described, **fields, **figures))
+        measured_on = device_type, shape, study.text, row.context
+        if row.verified:
+            rows += rows_by_position(*measured_on, study.device, row.verified, row.by_position, **fields)
+        else:
+            where = f"teacher-forced over {study.tokens} tokens of {study.text}, {study.device}"
+            rows.append(measured_row(*measured_on, where, acceptance=row.mean, tokens=study.tokens, **fields))
     return rows
-
-
-def _figures(study: SavedStudy, row: StudyRow) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What a row's acceptance was measured over, up to the text's name, with its figures."""
-    if not row.verified:
-        yield f"teacher-forced over {study.tokens} tokens of", {"acceptance": row.mean, "tokens": study.tokens}
-    for position, (verified, acceptance) in enumerate(zip(row.verified, row.by_position, strict=False), start=1):
-        if verified >= MIN_DRAFTS:
-            figures = {"acceptance": acceptance, "position": position, "tokens": int(verified)}
-            yield f"{verified:g} drafts at position {position} after", figures

@@ -14,7 +14,7 @@ from itertools import product
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.reference import affine, encode
-from ridgeplan.roofline.plan.plan import MAX_TOKENS, KVCache, Workload, require
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, KVCache, Workload, require_within
 from ridgeplan.roofline.plan.policies.dense import autoregressive
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
@@ -38,12 +38,9 @@ class QuantSpecSizes:
     group: int = KVCache().group
 
     def __post_init__(self) -> None:
-        shortest = 2 * self.group + self.tokens + 1
-        require(
-            shortest <= self.context <= MAX_TOKENS, f"context is {self.context}; allowed: {shortest} to {MAX_TOKENS}"
-        )
-        require(1 <= self.tokens <= 1 << 12, f"tokens is {self.tokens}; allowed: 1 to {1 << 12}")
-        require(1 <= self.passages <= 1 << 12, f"passages is {self.passages}; allowed: 1 to {1 << 12}")
+        require_within("context", self.context, 2 * self.group + self.tokens + 1, MAX_TOKENS)
+        require_within("tokens", self.tokens, 1, 1 << 12)
+        require_within("passages", self.passages, 1, 1 << 12)
 
 
 @dataclass(frozen=True)

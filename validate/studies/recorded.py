@@ -43,6 +43,12 @@ class Recording:
     positions: Tensor
     attention: Tensor | None = None
 
+    @property
+    def prompt_attention(self) -> Tensor:
+        """`attention` of a recording that has it."""
+        assert self.attention is not None, "attention was recorded"
+        return self.attention
+
     def before_rope(self, decoder: Decoder) -> Tensor:
         """The queries before their rotation, up to YaRN's factor: rotated back by the angles of their positions."""
         cos, sin = decoder.rotary(self.positions)
@@ -99,9 +105,7 @@ class RecordedPrompt:
         first = self.length - count
         # This pass writes the same keys and values once more, and rounds them otherwise than prefill did.
         with self._restored(first, count):
-            recording = self._over(prompt[-count:], first, first, attention=True)
-        assert recording.attention is not None, "it was wanted"
-        return recording
+            return self._over(prompt[-count:], first, first, attention=True)
 
     @torch.inference_mode()
     def eviction_scores(self, scorer: EvictionScorer, prompt: Sequence[int]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.roofline.plan.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, require
+from ridgeplan.roofline.plan.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, require, require_within
 from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.plan.policy import MIN_RATIO, SparseSelection, make_selection
 from ridgeplan.runtime import WorkloadError
@@ -54,9 +54,9 @@ class RetrievalSizes:
         smallest, shortest = 2 * RECENT, min(self.contexts)
         require(shortest > smallest, f"context is {shortest}; allowed: more than {smallest}, the smallest budget")
         for budget in self.budgets:
-            require(smallest <= budget < shortest, f"budget is {budget}; allowed: {smallest} to {shortest - 1}")
-        require(2 <= self.tokens <= 1 << 16, f"tokens is {self.tokens}; allowed: 2 to {1 << 16}")
-        require(1 <= self.passages <= 1 << 12, f"passages is {self.passages}; allowed: 1 to {1 << 12}")
+            require_within("budget", budget, smallest, shortest - 1)
+        require_within("tokens", self.tokens, 2, 1 << 16)
+        require_within("passages", self.passages, 1, 1 << 12)
 
 
 @dataclass(frozen=True)

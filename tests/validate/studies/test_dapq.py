@@ -136,7 +136,7 @@ def test_a_study_of_a_tiny_model(tiny_folder, long_text):
     ("sizes", "message"),
     [
         ({"context": 511}, "context is 511; allowed: 512 to"),
-        ({"response": 31}, "response is 31; allowed: 32 to 4096 tokens"),
+        ({"response": 31}, "response is 31; allowed: 32 to 4096"),
         ({"passages": 0}, "passages is 0; allowed: 1 to"),
     ],
 )
