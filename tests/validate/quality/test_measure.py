@@ -94,9 +94,9 @@ def test_tasks_run_together_as_far_as_a_batch_holds_them(batch, rows, names, tin
 @pytest.fixture
 def filled(monkeypatch):
     """The numbers of engines that prompts were processed for."""
-    counts, fill = [], measure.Engine._fill
+    counts, fill = [], measure.Engine._prefill
     monkeypatch.setattr(
-        measure.Engine, "_fill", lambda *arguments: counts.append(len(arguments[2])) or fill(*arguments)
+        measure.Engine, "_prefill", lambda *arguments: counts.append(len(arguments[2])) or fill(*arguments)
     )
     return counts
 
