@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
 
 M_MMAP_THRESHOLD = -3  # of mallopt(3)
 OWN_MAPPING_BYTES = 1 << 20  # an allocation of this size has pages of its own, which go back when it is freed
+WAKE_S = 0.2  # between looks at signals
 Result = TypeVar("Result")
 
 
@@ -40,6 +41,8 @@ def call_with_separate_heap(function: Callable[[], Result], device: torch.device
         running: Future[Result] | None = None
         try:
             running = pool.submit(function)
+            while not wait([running], timeout=WAKE_S).done:
+                pass  # a signal that arrives just before a wait does not end it
             return running.result()
         except BaseException as error:
             if running is None or not running.done():  # a signal may arrive as soon as the function runs
