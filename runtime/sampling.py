@@ -22,6 +22,9 @@ COLDEST, HOTTEST = 1e-4, 1e4
 class SamplingParams:
     """Temperature (0 is greedy), top-k and top-p, which apply to drafts and target alike.
 
+    seed: keys the random numbers together with a sequence's row and position. So a row's tokens do not depend on the
+    other rows, as long as gamma does not. Rounding does depend on the batch's size: where drafts compute in bfloat16,
+    as 4-bit weights on a CPU do, other tokens may be drawn in another batch, from the same distribution.
     stop_token_ids: tokens that end a sequence, as its last token. Raises WorkloadError for values out of range.
     """
 
