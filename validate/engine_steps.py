@@ -154,7 +154,7 @@ class CompletionsServer:
         if self.as_text:
             return [" ".join(chr(ord("a") + token % 26) for token in prompt) for prompt in tokens]
         try:
-            self._stream(tokens[0][:8], 1)
+            self.stream(tokens[0][:8], 1)
         except EngineFailed as error:
             if "status 4" not in str(error):
                 raise
@@ -171,12 +171,12 @@ class CompletionsServer:
                 barrier.wait(TIMEOUT_S)
             except BrokenBarrierError:
                 raise EngineFailed("another request failed") from None
-            return self._stream(prompt, new_tokens)
+            return self.stream(prompt, new_tokens)
 
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(run, prompts))
 
-    def _stream(self, prompt: Any, new_tokens: int) -> Stream:
+    def stream(self, prompt: Any, new_tokens: int) -> Stream:
         """One streamed completion. Raises EngineFailed, also for one without a token."""
         body = {
             "model": self.model, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True,

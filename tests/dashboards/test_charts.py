@@ -13,7 +13,9 @@ from ridgeplan.dashboards.charts.memory import about, staircase_text
 from ridgeplan.dashboards.charts.plans import crossing_text, fitting_times
 from ridgeplan.dashboards.charts.rooflines import APART, LABELS, labelled
 from ridgeplan.dashboards.charts.rounds import break_even
-from ridgeplan.planner import Recommendation, preset, recommend
+from ridgeplan.dashboards.charts.traffic import capacity_figure
+from ridgeplan.planner import Recommendation, Traffic, preset, recommend, serving_capacity
+from ridgeplan.planner.queries.cost import LatencyLimits
 from ridgeplan.planner.queries.curves import (
     Crossing,
     OffloadStep,
@@ -364,3 +366,22 @@ def test_recalls_have_a_panel_for_each_budget() -> None:
     assert [(line.xaxis, line.name, list(line.y)) for line in figure.data] == [
         ("x", "dapq", [0.7]), ("x", "snapkv", [0.4]), ("x2", "dapq", [0.9]), ("x2", "snapkv", [0.8]),
     ]  # fmt: skip
+
+
+def test_the_figure_of_traffic_has_every_percentile_and_limit() -> None:
+    rates = (1.0, 2.0)
+    result = serving_capacity(
+        "Llama-3.1-8B", "h200", rates, isl="4k", osl="64", traffic=Traffic(requests=200, replicas=1),
+        limits=LatencyLimits(ttft_s=2.0), backend="vllm",
+    )  # fmt: skip
+    figure = capacity_figure(result)
+    lines = [(line.name, list(line.y)) for line in figure.data[:6]]
+    expected = [
+        (f"p{percentile}", [getattr(row, f"{name}_p{percentile}_ms") for row in result.rows])
+        for name in ("ttft", "tpot")
+        for percentile in (50, 90, 99)
+    ]
+    assert lines == expected
+    assert list(figure.data[6].x) == [row.tpot_p50_ms for row in result.rows]
+    assert list(figure.data[6].y) == [row.output_tokens_per_s_per_gpu for row in result.rows]
+    assert [shape.y0 for shape in figure.layout.shapes] == [2000.0]

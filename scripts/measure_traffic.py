@@ -1,0 +1,142 @@
+"""Serves simulated traffic on a real vLLM, and puts what it took beside what was predicted before it ran.
+
+    python scripts/measure_traffic.py --output traffic.json [--gpu h200] [--rates 0.5,1.5,2.2] [--requests 300]
+    python scripts/measure_traffic.py --output traffic.json --url http://localhost:8000
+
+Without --url it starts `vllm serve` with dummy weights of Llama-3.1-8B and a tokenizer of words, so that nothing is
+downloaded. Prompts are random tokens; arrivals and lengths are those of `ridgeplan capacity` with the same seed. The
+predictions are written first, the measurements of each rate as they end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure_vllm import LLAMA_8B
+
+from ridgeplan.planner import Traffic, serving_capacity
+from ridgeplan.planner.traffic.requests import Requests, generate_requests, parse_lengths, parse_rates
+from ridgeplan.planner.traffic.serving import PERCENTILES
+from ridgeplan.validate.engine_steps import CompletionsServer, EngineFailed, Stream, random_prompts
+
+MODEL, PORT, START_S, MAX_TOKENS = "meta-llama/Llama-3.1-8B", 8123, 400.0, 131_072
+DISTRIBUTIONS = {"lognormal": ("lognormal:4k", "lognormal:256"), "constant": ("8k", "256")}
+Send = Callable[[list[int], int], Stream]
+
+
+def serve(requests: Requests, prompts: Sequence[list[int]], send: Send) -> list[tuple[float, float, int]]:
+    """Sends each request at its time: seconds to its first and to its last token, and how many tokens it got."""
+    started = time.perf_counter() + 0.5
+
+    def run(index: int) -> tuple[float, float, int]:
+        due = started + float(requests.arrival_s[index])
+        time.sleep(max(due - time.perf_counter(), 0.0))
+        stream = send(prompts[index], int(requests.output_tokens[index]))
+        return stream.stamps[0] - due, stream.stamps[-1] - due, stream.tokens
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(run, range(len(requests))))
+
+
+def summary(requests: Requests, served: Sequence[tuple[float, float, int]]) -> dict[str, float]:
+    """Percentiles and throughput under the names of `LoadRow`."""
+    first_s, last_s, tokens = (np.array(column) for column in zip(*served, strict=True))
+    several = tokens > 1
+    tpot_s = (last_s - first_s)[several] / (tokens[several] - 1)
+    span_s = float((requests.arrival_s + last_s).max())
+    times = {
+        f"{name}_p{percentile}_ms": 1e3 * float(np.percentile(seconds, percentile))
+        for name, seconds in (("ttft", first_s), ("tpot", tpot_s))
+        for percentile in PERCENTILES
+    }
+    return {**times, "output_tokens_per_s": float(tokens.sum()) / span_s, "requests_per_s": len(served) / span_s}
+
+
+def write_dummy_model(folder: Path) -> None:
+    """The config.json of Llama-3.1-8B and a tokenizer of as many words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
+    vocab = {f"w{index}": index for index in range(LLAMA_8B["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "model_max_length": MAX_TOKENS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+@contextmanager
+def running_server(url: str | None) -> Iterator[CompletionsServer]:
+    """The server of a URL, or a vLLM that is started, and ends with the block."""
+    if url is not None:
+        yield CompletionsServer.connect(url, LLAMA_8B["vocab_size"])
+        return
+    with tempfile.TemporaryDirectory() as name:
+        write_dummy_model(Path(name))
+        command = ["vllm", "serve", name, "--load-format", "dummy", "--port", str(PORT), "--max-model-len", "131072"]
+        process = subprocess.Popen([*command, "--no-enable-prefix-caching"])
+        try:
+            yield _connected(process, f"http://127.0.0.1:{PORT}")
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _connected(process: subprocess.Popen[bytes], url: str) -> CompletionsServer:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            return CompletionsServer.connect(url, LLAMA_8B["vocab_size"])
+        except EngineFailed:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise
+            time.sleep(2)
+
+
+def main() -> None:
+    """Predicts every rate, then serves it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--url")
+    parser.add_argument("--rates", type=parse_rates, default=parse_rates("1,3,5"))
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--lengths", choices=[*DISTRIBUTIONS], nargs="*", default=[*DISTRIBUTIONS])
+    options = parser.parse_args()
+    traffic = Traffic(requests=options.requests, replicas=1)
+    rows: list[dict[str, Any]] = []
+    for name in options.lengths:
+        isl, osl = DISTRIBUTIONS[name]
+        answer = serving_capacity(MODEL, options.gpu, options.rates, isl=isl, osl=osl, traffic=traffic, backend="vllm")
+        rows += [{"lengths": name, "rate": row.rate, "predicted": asdict(row)} for row in answer.rows]
+    document = {"date": time.strftime("%Y-%m-%d"), "gpu": options.gpu, "requests": options.requests, "rows": rows}
+    options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    with running_server(options.url) as server:
+        document["vllm"] = server.version
+        server.stream(random_prompts(server.vocab, 4096, 1)[0], 32)  # compiles what the first request needs
+        for place, row in enumerate(rows):
+            lengths = (parse_lengths(text) for text in DISTRIBUTIONS[row["lengths"]])
+            rng = np.random.default_rng(traffic.seed)
+            requests = generate_requests(row["rate"], traffic.requests, *lengths, MAX_TOKENS, traffic.burstiness, rng)
+            draw = np.random.default_rng([1, place])
+            prompts = [draw.integers(1000, 100_000, size).tolist() for size in requests.prompt_tokens]
+            row["measured"] = summary(requests, serve(requests, prompts, server.stream))
+            row["errors"] = {name: row["predicted"][name] / value - 1 for name, value in row["measured"].items()}
+            print(json.dumps({key: row[key] for key in ("lengths", "rate", "measured", "errors")}), flush=True)
+            options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
