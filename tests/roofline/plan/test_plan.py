@@ -1,12 +1,14 @@
 """The plan: exact round trip, and every way untrusted JSON can be wrong."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import plans
 
+from ridgeplan.roofline.catalog.validation import INVISIBLE, UNPRINTABLE
 from ridgeplan.roofline.plan.plan import (
     DraftCodes,
     Eviction,
@@ -27,7 +29,10 @@ from ridgeplan.roofline.plan.presets import PRESETS, preset
 WORKLOAD = Workload("model", "h200", 4096)
 
 
-NAMES = st.text(st.characters(exclude_categories=["C"]), min_size=1)
+SHOWN = st.characters(exclude_categories=["C"]).filter(
+    lambda character: not re.match(f"[{INVISIBLE}{UNPRINTABLE}]", character)
+)
+NAMES = st.text(SHOWN, min_size=1, max_size=255)
 WORKLOADS = st.builds(Workload, NAMES, st.just("h200"), st.integers(1, 1 << 24), batch=st.integers(1, 4096))
 
 
