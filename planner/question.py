@@ -170,6 +170,10 @@ class Question:
     def notes(self) -> Iterator[str]:
         """Caveats of any prediction for this model, machine and workload."""
         shape, workload, hardware = self.shape, self.workload, self.profile.hardware
+        if shape.note:
+            yield shape.note
+        if shape.states:
+            yield f"the recurrent states of {shape.state_layers} layers are priced as streams, and not calibrated"
         if self.engine is not None:
             yield from self.engine.notes()
         elif missing := missing_architecture(shape, hardware):

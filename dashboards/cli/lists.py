@@ -143,6 +143,7 @@ def _model_row(shape: ModelShape) -> tuple[str, ...]:
     notes = {
         "MLA": shape.is_mla,
         f"{shape.window_layers} layers read {shape.window_tokens}": shape.window_tokens,
+        f"{shape.state_layers} layers keep a state": shape.state_layers,
         f"{shape.experts} experts": shape.is_moe,
     }
     return (

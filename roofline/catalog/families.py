@@ -81,6 +81,9 @@ FAMILIES: dict[str, Family] = {
         {"tie_word_embeddings": True, **_SLIDING_BY_FOUR}, sliding="pattern",
         traits=("parallel blocks", "scaled embeddings", "rope by layer type", "other norms"),
     ),
+    "ernie4_5": Family(attention_bias=False),
+    "internlm3": Family(),
+    "solar_open": _DEEPSEEK,
     "gemma2": Family(
         {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096}, sandwich_norms=True, sliding="even",
         traits=("attention soft cap", "logit soft cap", "scaled embeddings", "other norms", "other activation"),

@@ -4,7 +4,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from ridgeplan.roofline.catalog.config_json import fetched_config, shape_from_config_file
+from ridgeplan.roofline.catalog.config_json import fetched_config, shape_from_config, shape_from_config_file
 from ridgeplan.roofline.catalog.files import (
     Catalog,
     NoHomeFolder,
@@ -94,5 +94,7 @@ def _catalog() -> Catalog[ModelShape]:
     for name, table in read_tables(_SHIPPED).items():
         names = [name, *table.pop("aliases", [])]
         short = [full.partition("/")[2] for full in names]
-        named.append((ModelShape(name=name, **table), (*names, *short)))
+        config = table.pop("config", None)  # the keys of its config.json, in place of fields
+        shape = shape_from_config(config, name, **table) if config else ModelShape(name=name, **table)
+        named.append((shape, (*names, *short)))
     return build_catalog(named, str.casefold)

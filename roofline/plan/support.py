@@ -165,7 +165,8 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
     """Why the runtime cannot run this model, on `hardware` if it is given; None if it can."""
     if shape.architecture not in EXECUTABLE_ARCHITECTURES:
         known = ", ".join(EXECUTABLE_ARCHITECTURES)
-        return f"the runtime does not execute architecture {shape.architecture!r} yet (it does {known})"
+        needed = f", whose layers need {', '.join(layer_needs(shape))}" if layer_needs(shape) else ""
+        return f"the runtime does not execute architecture {shape.architecture!r}{needed}, yet (it does {known})"
     held = shape.weight_bits.format
     if held not in CONVERTED_FORMATS:
         return f"the runtime does not load weights in {held!r} yet (it does {', '.join(loaded_formats())})"
@@ -173,6 +174,22 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
     if on_gpu and (head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1)):
         return f"no GPU kernel takes heads of {head_dim} values; they take powers of two from {MIN_HEAD_DIM}"
     return None
+
+
+def layer_needs(shape: ModelShape) -> list[str]:
+    """What a model's layers have beyond those of the families that the runtime executes."""
+    attentions = [attention for attention, _ in shape.attentions]
+    checks = {
+        "recurrent states": shape.states,
+        "sliding windows in some layers": shape.window_tokens and shape.window_layers < shape.layers,
+        "latent attention": shape.is_mla,
+        "routed experts": shape.is_moe,
+        "a gated attention output": any(attention.gate_width for attention in attentions),
+        "a cache that layers share": any(attention.shares_cache for attention in attentions),
+        "heads of several sizes": len({(attention.kv_heads, attention.head_dim) for attention in attentions}) > 1,
+        "norms after blocks": shape.sandwich_norms,
+    }
+    return [*(name for name, needed in checks.items() if needed), *shape.traits]
 
 
 def as_loaded(shape: ModelShape) -> ModelShape:

@@ -55,6 +55,61 @@ TOTALS_WITH_VISION = {
 SIGLIP, SIGLIP_WIDTH = 416_866_032, 1152
 ROUNDED_TOTALS = {"gpt-oss-20b": 20.9e9, "gpt-oss-120b": 116.8e9, "DeepSeek-V3": 671e9}
 
+# Elements of the models that transformers makes of the same configurations on the meta device: all, and those without
+# the routed experts that a token does not use. Ours leave out gates of shared experts, an indexer's norm and the like.
+TRANSFORMERS_TOTALS = {
+    "Qwen3-Next-80B-A3B-Instruct": (79_674_391_296, 3_874_929_408),
+    "Qwen3.5-9B": (8_953_803_264, 8_953_803_264),
+    "Qwen3.5-27B": (26_895_998_464, 26_895_998_464),
+    "Qwen3.5-35B-A3B": (34_660_610_688, 3_454_988_928),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31_577_937_344, 3_580_073_408),
+    "Kimi-Linear-48B-A3B-Instruct": (49_122_675_072, 3_484_453_248),
+    "granite-4.0-h-small": (32_207_337_984, 8_803_121_664),
+    "gemma-4-31B-it": (30_697_345_280, 30_697_345_280),
+    "gemma-4-26B-A4B-it": (25_233_141_760, 3_822_530_560),
+    "gemma-4-E2B-it": (4_628_569_344, 4_628_569_344),
+    "gemma-4-E4B-it": (7_463_013_376, 7_463_013_376),
+    "GLM-4.5-Air": (106_852_245_504, 13_424_123_904),
+    "GLM-4.7-Flash": (29_943_390_976, 3_896_763_136),
+    "GLM-5": (743_911_199_232, 41_784_709_632),
+    "MiniMax-M2": (228_689_748_992, 11_030_537_216),
+    "DeepSeek-V3.2": (671_877_929_216, 38_403_807_488),
+    "Kimi-K2-Instruct": (1_026_408_209_408, 32_861_477_888),
+    "Qwen3.5-397B-A17B": (396_346_350_336, 17_349_040_896),
+    "Olmo-Hybrid-7B": (7_430_870_688, 7_430_870_688),
+    "Solar-Open-100B": (102_651_793_408, 12_054_827_008),
+    "Ministral-3-8B-Base-2512": (8_489_553_920, 8_489_553_920),
+    "Phi-4-mini-instruct": (3_836_021_760, 3_836_021_760),
+    "SmolLM3-3B": (3_075_098_624, 3_075_098_624),
+    "internlm3-8b-instruct": (8_804_241_408, 8_804_241_408),
+    "ERNIE-4.5-0.3B-PT": (360_748_032, 360_748_032),
+}
+# In billions, as published: in all, and by token, with the input table or without it.
+PUBLISHED = {
+    "Qwen3-Next-80B-A3B-Instruct": (80, 3.9),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.6, 3.2),
+    "gemma-4-26B-A4B-it": (25.2, 3.8),
+    "DeepSeek-V3.2": (671, 37),
+    "Kimi-K2-Instruct": (1026, 32),
+    "Qwen3.5-397B-A17B": (397, 17),
+    "GLM-5": (744, 40),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS_TOTALS)
+def test_parameters_of_recent_models_are_those_of_transformers(name: str) -> None:
+    shape, (total, by_token) = load_shape(name), TRANSFORMERS_TOTALS[name]
+    assert shape.parameters == pytest.approx(total, rel=2e-5)
+    assert shape.parameters - shape.idle_expert_params == pytest.approx(by_token, rel=2e-4)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_recent_models_are_the_published_ones_within_2_percent(name: str) -> None:
+    shape, (total, by_token) = load_shape(name), PUBLISHED[name]
+    by_token_here = shape.active_parameters, shape.active_parameters + shape.embedding_params
+    assert shape.parameters / 1e9 == pytest.approx(total, rel=0.02)
+    assert min(abs(here / 1e9 / by_token - 1) for here in by_token_here) < 0.021
+
 
 def small_shape(**changes: Any) -> ModelShape:
     names = ("layers", "hidden", "q_heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_context")
