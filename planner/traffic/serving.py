@@ -155,6 +155,7 @@ def serving_capacity(
     traffic, limits = traffic or Traffic(), limits or LatencyLimits()
     prompts, outputs = (parse_lengths(each) if isinstance(each, str) else each for each in (isl, osl))
     recorded = read_trace(trace, traffic.requests) if trace else None
+    traffic = traffic if recorded is None else replace(traffic, requests=len(recorded))
     context = int(prompts.mean if recorded is None else max(recorded.prompt_tokens.mean(), 1))
     new_tokens = int(outputs.mean if recorded is None else max(recorded.output_tokens.mean(), 1))
     chosen = SearchOptions.of(options, changes)

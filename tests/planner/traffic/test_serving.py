@@ -102,7 +102,9 @@ def test_a_trace_is_served_at_its_own_rate_or_at_another(tmp_path: Path) -> None
     ]
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    (row,) = served(trace=trace).rows
+    answer = served(trace=trace)
+    (row,) = answer.rows
+    assert answer.traffic.requests == 200
     assert row.rate == pytest.approx(4.0)
     assert row.cached_share == pytest.approx(0.75, abs=0.02)
     faster, fastest = served(8.0, 16.0, trace=trace).rows
