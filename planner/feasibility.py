@@ -142,8 +142,14 @@ def on_device(question: Question) -> tuple[Fix, ...]:
 def smallest_gpu(question: Question, plans: Sequence[Plan], min_bytes: float = 0) -> Hardware | None:
     """The GPU of the catalog with the least memory on which any of the plans fits; None if none is enough.
 
+    Its memory is about as fast as that of the question's GPU, and no CPU shares it unless one does there.
     min_bytes: the least memory that it may have.
     """
+    own = question.profile.hardware
+
+    def replaces(hardware: Hardware) -> bool:
+        as_fast = hardware.bandwidth_bytes_per_s >= MIN_BANDWIDTH_SHARE * own.bandwidth_bytes_per_s
+        return as_fast and hardware.unified_memory <= own.unified_memory
 
     @cache
     def capacity(element_bytes: int) -> Capacity:
@@ -151,7 +157,7 @@ def smallest_gpu(question: Question, plans: Sequence[Plan], min_bytes: float = 0
         return Capacity(plans, question.shape, machine, question.host_limit_bytes)
 
     for hardware in sorted(list_hardware(), key=lambda hardware: hardware.memory_bytes):
-        if hardware.memory_bytes < min_bytes:
+        if hardware.memory_bytes < min_bytes or not replaces(hardware):
             continue
         usable = usable_bytes(hardware.memory_bytes, question.options.memory_utilization)
         device = Device(memory_bytes=usable, element_bytes=hardware.element_bytes, num_sms=hardware.num_sms)
@@ -168,6 +174,7 @@ def _smallest_executable(question: Question) -> list[Plan]:
     return smallest_plans(executable_families(question, regroup=True))
 
 
+MIN_BANDWIDTH_SHARE = 0.75  # of the question's GPU, which another GPU needs to take its place
 SAME_CLASS = 1.15  # a GPU with less than this times the memory is of the same size class
 NEAR_SIZE = 4.0  # a context or a batch that is smaller by more than this is a last resort
 SHARES_OF_NEW_TOKENS = (2, 4)  # that are tried

@@ -26,6 +26,8 @@ from ridgeplan.roofline.plan.policy import PlanPart
 from ridgeplan.roofline.plan.presets import preset_name
 from ridgeplan.roofline.plan.support import Backend, as_loaded, is_converted, missing_architecture, unsupported
 
+SLOW_SHARE = 0.5  # of the bandwidth; products with low-bit weights below it hardly beat those with 16 bits
+
 
 class Objective(StrEnum):
     """What is minimized: time per token, time of the whole request, or peak memory."""
@@ -95,8 +97,14 @@ class Question:
         cls, shape: ModelShape, profile: Profile, workload: Workload, options: SearchOptions, *,
         this_machine: bool = False,
     ) -> Question:  # fmt: skip
-        """The question with the limits that the options set. this_machine: whether the host is this one."""
+        """The question with the limits that the options set. this_machine: whether the host is this one.
+
+        A GPU that shares the CPU's memory offloads nothing. Raises PlanError where options name host memory there.
+        """
         share, limit = options.memory_utilization, options.memory_limit
+        if profile.hardware.unified_memory:
+            require(not options.host_memory, f"host_memory is set; allowed: none, as {_unified(profile)}")
+            options = replace(options, offload=False, host_memory=0.0)
         usable = usable_bytes(profile.hardware.memory_bytes, share, limit)
         host_usable = usable_host_bytes(options.host_memory, share, this_machine=this_machine)
         return cls(shape, profile, workload, options, usable, host_usable)
@@ -115,6 +123,8 @@ class Question:
         """Which memory is too small for these bytes of the device and of the host; None if both are enough."""
         if peak_bytes > self.memory_limit_bytes:
             return f"does not fit: needs {size_text(peak_bytes)} of {size_text(self.memory_limit_bytes)}"
+        if host_bytes and self.profile.hardware.unified_memory:
+            return f"does not fit: {_unified(self.profile)}, so no layer can be offloaded"
         if host_bytes > self.host_limit_bytes:
             return f"does not fit the host: needs {size_text(host_bytes)} of {size_text(self.host_limit_bytes)} there"
         return None
@@ -183,11 +193,16 @@ class Question:
         if workload.yarn_factor > 1:
             yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
         elif workload.final_context > shape.max_context:
-            yield f"{workload.final_context} tokens exceed the model's limit of {shape.max_context}; YaRN stretches it"
+            beyond = workload.final_context - shape.max_context
+            yield (
+                f"the last {beyond} new tokens lie beyond the model's limit of {shape.max_context} tokens, "
+                "where engines stop; --yarn stretches it"
+            )
         if self.engine is None and hardware.is_amd:
             yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"
         if self.engine is None and self.profile.transferred_from:
             yield f"{hardware.name} is not calibrated: utilizations are those of {self.profile.transferred_from}"
+            yield from instruction_bound_notes(self.profile)
 
     def limit_notes(self) -> Iterator[str]:
         """That the memory limit is more than may be used anyway."""
@@ -197,6 +212,22 @@ class Question:
                 f"the memory limit of {size_text(limit)} is more than {hardware.name} may use, "
                 f"{size_text(self.memory_limit_bytes)} of {size_text(hardware.memory_bytes)}"
             )
+
+
+def _unified(profile: Profile) -> str:
+    return f"CPU and GPU of {profile.hardware.name} share one memory"
+
+
+def instruction_bound_notes(profile: Profile) -> Iterator[str]:
+    """That instructions bind a machine's products with 8- and 4-bit weights: more bandwidth does not help them."""
+    shares = {bits: profile.rates(f"linear_int{bits}").bandwidth_utilization for bits in (8, 4)}
+    slow = {f"{bits}-bit": share for bits, share in shares.items() if share < SLOW_SHARE}
+    if slow and not profile.hardware.has_hopper_kernels:
+        yield (
+            f"{' and '.join(slow)} weights run through PyTorch's kernels on {profile.hardware.name}, which reach "
+            f"{' and '.join(f'{share:.0%}' for share in slow.values())} of its bandwidth, because instructions bind "
+            f"them: measured on {profile.transferred_from}, scaled by SMs x clock"
+        )
 
 
 def ask(

@@ -142,8 +142,10 @@ def _worth_offloading(executable: Sequence[Candidate], candidates: Sequence[Cand
 
 def _listed(candidates: Sequence[Candidate], executable: Sequence[Candidate]) -> list[Candidate]:
     """The best of those that run and fit, the best few plans that are no presets, and all presets."""
-    unnamed = [candidate for candidate in candidates if candidate.name not in PRESETS][:MAX_UNNAMED]
-    presets = [candidate for candidate in candidates if candidate.name in PRESETS]
+    named = {(candidate.name, candidate.host_bytes > 0) for candidate in executable}  # perhaps in other group sizes
+    others = [candidate for candidate in candidates if (candidate.name, candidate.host_bytes > 0) not in named]
+    unnamed = [candidate for candidate in others if candidate.name not in PRESETS][:MAX_UNNAMED]
+    presets = [candidate for candidate in others if candidate.name in PRESETS]
     return list(dict.fromkeys([*executable, *unnamed, *presets]))
 
 
@@ -177,21 +179,24 @@ def choose(candidates: Sequence[Candidate], scores: np.ndarray) -> Candidate:
 
 
 def preference(plan: Plan) -> tuple[float, ...]:
-    """A sort key: exact plans first, then simple ones.
+    """A sort key: plans that keep all layers on the GPU first, then exact ones, then simple ones.
 
     Exactness: the quality, then how many losses there are, the published loss of an eviction, and whether prompts go
-    through in chunks. Simplicity: no layers on the host, no speculation, drafts that read every token, and few formats
+    through in chunks. Simplicity: no speculation, drafts that read every token, and few formats
     beside bf16 (of the target's weights, of the drafts' own weights, and of the KV cache).
     """
     formats = (plan.weights.target_bits != 16) + plan.weights.draft_copy + plan.kv.format.quantized
     lost = len(losses(plan)), published_loss(plan), int(plan.eviction.chunk > 0)
     exactness = list(Quality).index(quality_of(plan)), *lost
-    return *exactness, int(plan.placement.offload), int(plan.speculation.active), int(plan.speculation.sparse), formats
+    simplicity = int(plan.speculation.active), int(plan.speculation.sparse), formats
+    return int(plan.placement.offload), *exactness, *simplicity
 
 
 def why_preferred(plan: Plan, other: Plan) -> str:
-    """How `plan`, which is preferred, differs from `other`: in exactness or in simplicity."""
-    exactness = slice(0, 4)
+    """How `plan`, which is preferred, differs from `other`: in placement, in exactness or in simplicity."""
+    if plan.placement.offload != other.placement.offload:
+        return "all on the GPU"
+    exactness = slice(1, 5)
     return "more exact" if preference(plan)[exactness] < preference(other)[exactness] else "simpler"
 
 
@@ -258,8 +263,8 @@ def _alternatives(
         Alternative(
             loser.name,
             loser.plan,
-            predictions[loser].against(baseline),
-            rejections[loser.plan] or _why_it_lost(loser, winner, predictions[loser], question),
+            predicted := predictions[loser].against(baseline),
+            rejections[loser.plan] or _why_it_lost(loser, winner, predicted, question),
         )
         for loser in losers
     ]
@@ -269,7 +274,8 @@ def _why_it_lost(loser: Candidate, winner: Candidate, predicted: Prediction, que
     ratio, memory = loser.score / winner.score, question.options.objective is Objective.MEMORY
     times = f"{ratio:.2f}x the recommended plan's {'memory' if memory else 'time'}"
     preferred = preference(winner.plan) < preference(loser.plan)
-    if ratio < 1 and loser.host_bytes and not winner.host_bytes:
+    slow = predicted.speedup < MIN_OFFLOADED_SPEEDUP
+    if ratio < 1 and loser.host_bytes and not winner.host_bytes and slow:
         return f"offloaded, and below {MIN_OFFLOADED_SPEEDUP}x plain decoding: {times}"
     if ratio < 1 and not preferred:
         return f"measurably slower than the fastest plan: {times}"

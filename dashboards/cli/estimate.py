@@ -104,7 +104,7 @@ def _print(result: PlanEstimate) -> None:
     """Prints a headline, notes, and tables of figures and operations."""
     workload, predicted, speculation = result.plan.workload, result.predicted, result.plan.speculation
     size = f"{workload.context} tokens of context, batch {workload.batch}"
-    oom = "" if result.fits else f"; does not fit {size_text(result.question.memory_limit_bytes)}"
+    oom = "" if result.oom_reason is None else f"; {result.oom_reason}"
     echo(wrapped(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{oom}"))
     echo(f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}")
     for loss in result.losses:

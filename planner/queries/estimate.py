@@ -43,7 +43,12 @@ class PlanEstimate(Table):
     @property
     def fits(self) -> bool:
         """Whether the predicted peak is within what may be used, and so is what lies on the host."""
-        return self.question.oom_reason(self.predicted.best.peak_memory_bytes, self.predicted.host_bytes) is None
+        return self.oom_reason is None
+
+    @property
+    def oom_reason(self) -> str | None:
+        """Which memory is too small; None if the plan fits."""
+        return self.question.oom_reason(self.predicted.best.peak_memory_bytes, self.predicted.host_bytes)
 
     @property
     def losses(self) -> list[str]:

@@ -18,7 +18,7 @@ from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search import named_plan
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.plan.plan import MAX_BATCH, Plan
+from ridgeplan.roofline.plan.plan import MAX_BATCH, Plan, require
 from ridgeplan.roofline.plan.presets import preset_name
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -84,7 +84,10 @@ def fit(
     most exact and then the simplest. `contexts` default to the powers of 2 up to the model's limit. `offload` defaults
     to False here, as plans with layers on the host are slow. Other options, and errors, are those of `recommend`.
     """
-    question = ask(model, gpu, 1, SearchOptions.of(options, changes, offload=False))
+    options = SearchOptions.of(options, changes, offload=False)
+    question = ask(model, gpu, 1, options)
+    refused = f"offload is set; allowed: without it, as CPU and GPU of {gpu} share one memory"
+    require(question.options.offload or not options.offload, refused)
     longest = longest_context(question.shape, question.options.new_tokens, yarn=question.options.yarn)
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
     return FitResult(
@@ -129,7 +132,7 @@ def fit_gpus(
     rows = []
     for gpu in sorted(list_hardware(), key=lambda gpu: gpu.memory_bytes):
         limit = None if options.memory_limit is None else min(options.memory_limit, gpu.memory_bytes)
-        limited = replace(options, memory_limit=limit)
+        limited = replace(options, memory_limit=limit, offload=options.offload and not gpu.unified_memory)
         fits = fit(model, gpu.name, batches=(batch,), contexts=(context,), preset=preset, options=limited)
         longest, largest = fits.contexts[0], fits.batches[0]
         rows.append(GpuFit(gpu.name, gpu.memory_bytes, largest.batch >= batch, longest, largest))

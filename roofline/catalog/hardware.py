@@ -42,6 +42,7 @@ class Hardware(Checked):
     compute_capability: str = check.text("none")
     sm_clock_hz: float = check.number(0, 1e11, default=0.0)
     element_bytes: int = check.whole(1, 8, default=2)
+    unified_memory: bool = check.flag(False)  # CPU and GPU share one memory, so a layer on the host frees nothing
     aliases: tuple[str, ...] = check.texts()
     note: str = check.text("")
     sources: dict[str, str] = check.texts_by_name(dict)

@@ -9,6 +9,7 @@ import pytest
 from ridgeplan import planner
 from ridgeplan.planner.capacity import Capacity, peak_bytes, usable_bytes
 from ridgeplan.planner.feasibility import (
+    NothingFits,
     context_limits,
     executable_families,
     on_device,
@@ -22,7 +23,7 @@ from ridgeplan.planner.recommendation import READING_TPOT_MS
 from ridgeplan.roofline.catalog.hardware import list_hardware, load_hardware
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, Weights
+from ridgeplan.roofline.plan.plan import KVCache, KVFormat, Placement, Plan, PlanError, Weights
 from ridgeplan.roofline.plan.policy import KV_BUDGET
 from ridgeplan.roofline.plan.presets import PRESETS, preset
 from ridgeplan.roofline.plan.support import missing_execution
@@ -250,12 +251,13 @@ def test_yarn_stretches_what_is_offered():
 
 
 def test_the_smallest_gpu_is_that_with_the_least_memory():
-    question = ask("Qwen/Qwen2.5-0.5B", "h200", 4096)
+    question = ask("Qwen/Qwen2.5-0.5B", "rtx4060-laptop", 4096)  # which every other GPU's memory outpaces
     plans = [preset("autoregressive", question.workload)]
     smallest = min(list_hardware(), key=lambda gpu: gpu.memory_bytes)
     assert smallest_gpu(question, plans) == smallest
     needed = Capacity(plans, question.shape, Machine.of(question.profile)).peaks()[0]
-    enough = [gpu for gpu in list_hardware() if usable_bytes(gpu.memory_bytes, 0.1) >= 1.02 * needed]
+    enough = [gpu for gpu in list_hardware()
+              if usable_bytes(gpu.memory_bytes, 0.1) >= 1.02 * needed and not gpu.unified_memory]  # fmt: skip
     assert smallest_gpu(question.with_options(memory_utilization=0.1), plans) == min(
         enough, key=lambda gpu: gpu.memory_bytes
     )
@@ -283,3 +285,31 @@ def test_an_unknown_option_is_one_clear_error():
     with pytest.raises(TypeError, match=r"unknown option batches; allowed: batch, new_tokens, quality"):
         planner.recommend(LLAMA, "h200", 8192, batches=4)
     assert planner.recommend(LLAMA, "h200", "8k", planner.SearchOptions(batch=2), batch=4).plan.workload.batch == 4
+
+
+@pytest.mark.parametrize("gpu", ["h200", "l4", "dgx-spark"])
+def test_a_gpu_that_takes_anothers_place_has_memory_about_as_fast(gpu: str) -> None:
+    question = ask("meta-llama/Llama-3.1-8B", gpu, 4096)
+    plans, own = [preset("autoregressive", question.workload)], question.profile.hardware
+    other = smallest_gpu(question, plans, own.memory_bytes + 1)
+    assert other is not None
+    assert other.bandwidth_bytes_per_s >= 0.75 * own.bandwidth_bytes_per_s
+    assert not other.unified_memory
+
+
+def test_unified_memory_offloads_nothing() -> None:
+    """A layer on the host would lie in the same memory, so plans that need one do not fit."""
+    answer = planner.recommend("meta-llama/Llama-3.1-8B", "dgx-spark", "32k", batch=4)
+    assert not answer.predicted.host_bytes and answer.fits_device
+    assert all(not other.predicted.host_bytes for other in answer.alternatives if "fit" not in other.rejected)
+    with pytest.raises(NothingFits, match="on dgx-spark; allowed: ") as caught:
+        planner.recommend("meta-llama/Llama-3.1-70B", "dgx-spark", "128k", batch=16)
+    assert not any("host_memory" in fix.changes for fix in caught.value.fixes)
+    question = ask("meta-llama/Llama-3.1-70B", "dgx-spark", "32k")
+    assert question.oom_reason(1.0, 1.0) == (
+        "does not fit: CPU and GPU of dgx-spark share one memory, so no layer can be offloaded"
+    )
+    with pytest.raises(PlanError, match="host_memory is set; allowed: none, as CPU and GPU of dgx-spark share one"):
+        ask("meta-llama/Llama-3.1-8B", "dgx-spark", 4096, host_memory="64GB")
+    with pytest.raises(PlanError, match="offload is set; allowed: without it, as CPU and GPU of dgx-spark share"):
+        planner.fit("meta-llama/Llama-3.1-8B", "dgx-spark", offload=True)

@@ -254,7 +254,7 @@ def test_beyond_the_models_context_it_refuses_or_warns_and_yarn_stretches(h200_p
     ):
         recommend_llama(h200_profile, context=32769, model="Qwen2.5-0.5B")
     recommendation = recommend_llama(h200_profile, context=30000, model="Qwen2.5-0.5B", new_tokens=8000)
-    assert any("exceed the model's limit of 32768" in note for note in recommendation.notes)
+    assert any("beyond the model's limit of 32768 tokens" in note for note in recommendation.notes)
     stretched = recommend_llama(h200_profile, context=120_000, model="Qwen2.5-0.5B", yarn=True)
     assert stretched.plan.workload.yarn_factor == 4
     slightly_more = recommend_llama(h200_profile, context=131_072, model="Qwen2.5-0.5B", yarn=True)
@@ -535,3 +535,28 @@ def test_heads_that_no_gpu_kernel_takes_are_refused_in_one_line(head_dim, runs):
     answer = planner.recommend(shape, "h200", 8192)
     assert answer.model_runs is runs
     assert any(note.startswith(f"no GPU kernel takes heads of {head_dim} values") for note in answer.notes) is not runs
+
+
+def test_plans_on_the_gpu_win_over_offloaded_ones_within_the_noise() -> None:
+    """Batch prefill dominates the total here, so a plan with layers on the host is as fast within the noise."""
+    question = {"batch": 16, "new_tokens": 64, "objective": "total"}
+    answer = planner.recommend("meta-llama/Meta-Llama-3-8B", "rtx3090", 7929, **question)
+    assert not answer.predicted.offloaded_layers
+    offloaded = [other for other in answer.alternatives if other.predicted.offloaded_layers]
+    assert any(other.rejected.endswith("the recommended plan is all on the GPU") for other in offloaded)
+
+
+def test_a_name_is_listed_once() -> None:
+    """Where nothing fits at the usual quantization groups, others are tried; their plans replace the usual ones."""
+    answer = planner.recommend(
+        "google/gemma-3-4b-it", "a100", 1993, new_tokens=256, quality="4-bit", memory_limit="8GB"
+    )
+    names = [(other.preset, other.predicted.offloaded_layers > 0) for other in answer.alternatives]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("gpu", "noted"), [("a100", True), ("rtx4090", False), ("h100", False)])
+def test_rates_that_instructions_bind_are_explained(gpu: str, noted: bool) -> None:
+    """An A100 has twice a 4090's bandwidth and half its instruction rate, so its 8-bit products are slower."""
+    answer = planner.recommend("meta-llama/Llama-3.1-8B", gpu, 8192)
+    assert any("8-bit and 4-bit weights run through PyTorch's kernels" in note for note in answer.notes) == noted
