@@ -30,7 +30,7 @@ from ridgeplan.planner.engines.rates import engine_profile, error
 from ridgeplan.planner.export.rules import RULES
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.latency import RateTerms
-from ridgeplan.validate.papers.comparison import compare_all, targets_of
+from ridgeplan.validate.papers.comparison import Cell, compare_all, targets_of
 from ridgeplan.validate.papers.rows import list_engines
 from ridgeplan.validate.suite.report import SuiteReport, summaries
 
@@ -272,6 +272,23 @@ def impossible() -> str:
     return table(("table", *papers.COLUMNS), rows)
 
 
+def beyond() -> str:
+    """What the published times of each table have beyond what is priced, by method, engine and batch or context."""
+    rows = []
+    for compared in compare_all():
+        methods: dict[tuple[str, str], list[Cell]] = {}
+        for cell in compared.cells:
+            if cell.beyond_ms is not None and cell.error is not None:
+                methods.setdefault((cell.method, cell.engine), []).append(cell)
+        for (method, engine), cells in methods.items():
+            milliseconds, errors = [cell.beyond_ms or 0 for cell in cells], [cell.error or 0 for cell in cells]
+            rows.append((
+                f"{compared.paper} {compared.name}", method, f"`{engine}`", str(len(cells)),
+                f"{min(errors):+.0%} to {max(errors):+.0%}", f"{min(milliseconds):+.3g} to {max(milliseconds):+.3g}",
+            ))  # fmt: skip
+    return table(("table", "method", "engine", "cells", "errors", "ms a token beyond what is priced"), rows)
+
+
 def engines() -> str:
     """The papers' engines with the source of their figures."""
     rows = [
@@ -331,6 +348,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         published_cells,
         not_predicted,
         impossible,
+        beyond,
         engines,
         engine_times,
         engine_rules,

@@ -19,7 +19,7 @@ from ridgeplan.planner.prediction import Prediction, predict_question, sampled_t
 from ridgeplan.planner.quality import Quality, losses, published_loss, quality_of, saved_rows, stated_losses
 from ridgeplan.planner.question import Objective, Question, SearchOptions, ask
 from ridgeplan.planner.recommendation import Alternative, Recommendation
-from ridgeplan.planner.render.text import on_host_text
+from ridgeplan.planner.render.text import on_host_text, one_by_one_notes
 from ridgeplan.planner.search import Candidate, search
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import next_gamma
@@ -142,11 +142,12 @@ def _worth_offloading(executable: Sequence[Candidate], candidates: Sequence[Cand
 
 def _listed(candidates: Sequence[Candidate], executable: Sequence[Candidate]) -> list[Candidate]:
     """The best of those that run and fit, the best few plans that are no presets, and all presets."""
-    named = {(candidate.name, candidate.host_bytes > 0) for candidate in executable}  # perhaps in other group sizes
-    others = [candidate for candidate in candidates if (candidate.name, candidate.host_bytes > 0) not in named]
-    unnamed = [candidate for candidate in others if candidate.name not in PRESETS][:MAX_UNNAMED]
-    presets = [candidate for candidate in others if candidate.name in PRESETS]
-    return list(dict.fromkeys([*executable, *unnamed, *presets]))
+    unnamed = [candidate for candidate in candidates if candidate.name not in PRESETS][:MAX_UNNAMED]
+    presets = [candidate for candidate in candidates if candidate.name in PRESETS]
+    named: dict[object, Candidate] = {}  # once, as those that run may have other group sizes than the usual ones
+    for candidate in (*executable, *unnamed, *presets):
+        named.setdefault((candidate.name, candidate.host_bytes > 0), candidate)
+    return list(named.values())
 
 
 # The choice among candidates that are equally fast within the noise.
@@ -296,6 +297,8 @@ def _notes(
     if question.engine is not None:
         yield from question.engine.notes()
         yield question.engine.formats_text(plan)
+    else:
+        yield from one_by_one_notes(predicted, question.workload.batch)
     yield from (note for note in as_stored.notes() if question.engine is None or note not in question.engine.notes())
     yield from as_stored.limit_notes()
 

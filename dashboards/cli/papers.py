@@ -12,7 +12,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, wrapped
 from ridgeplan.dashboards.files import require_writable, write_atomically, write_json
 from ridgeplan.dashboards.rows import csv_text
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from ridgeplan.validate.papers.comparison import Cell, TableResult
 
 
-COLUMNS = ("cell", "quantity", "published", "predicted", "error", "flag")
+COLUMNS = ("cell", "quantity", "published", "predicted", "error", "ms beyond", "flag")
+LEGEND = "ms beyond: what a token takes as published beyond bytes, FLOPs and what the engine is known to add"
 
 
 @command()
@@ -51,6 +52,7 @@ def papers(chosen: tuple[str, ...], output: Path | None, as_json: bool) -> None:
         title = f"{result.paper}, {result.name}: {result.title}"
         print_table(title, COLUMNS, table_rows(result))
         echo("\n".join(summary_lines(result)) + "\n")
+    echo(wrapped(LEGEND))
 
 
 def document(results: Iterable[TableResult]) -> dict[str, Any]:
@@ -82,7 +84,8 @@ def cell_texts(cell: Cell) -> tuple[str, ...]:
     """A cell's case and method, and the other columns."""
     error = "" if cell.error is None else f"{cell.error:+.1%}"
     name, quantity = f"{cell.case}, {cell.method}", cell.metric.replace("_", " ")
-    return name, quantity, _value(cell.published), _value(cell.predicted), error, cell.flag
+    beyond = "" if cell.beyond_ms is None else f"{cell.beyond_ms:+.3g}"
+    return name, quantity, _value(cell.published), _value(cell.predicted), error, beyond, cell.flag
 
 
 def _value(value: float | str | None) -> str:

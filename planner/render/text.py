@@ -19,7 +19,19 @@ from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
 from ridgeplan.roofline.plan.policy import AllTokens, TokenEviction, TokenSelection
 from ridgeplan.roofline.plan.presets import PRESETS, describe
 
+LAUNCH_BOUND = 1.25  # a prompt takes so many times what its kernels take where the host's launches bind it
 MIN_SHARE = 0.005  # of a target step; smaller overheads are not mentioned
+
+
+def one_by_one_notes(predicted: Prediction, batch: int) -> Iterator[str]:
+    """That a batch's prompts run one by one, where they are so short that the GPU waits for the host's launches."""
+    device_ms = sum(1e3 * op.seconds for op in predicted.breakdown if op.part == "prefill")
+    request_ms = predicted.best.ttft_request_ms
+    if batch > 1 and request_ms >= LAUNCH_BOUND * device_ms:
+        yield (
+            f"prompts run one by one: launching the kernels of one takes {time_text(request_ms)}, running them "
+            f"{time_text(device_ms)}; engines that batch short prompts, such as vLLM, answer the last one sooner"
+        )
 
 
 def on_host_text(predicted: Prediction, limit_bytes: float | None = None) -> str:

@@ -560,3 +560,16 @@ def test_rates_that_instructions_bind_are_explained(gpu: str, noted: bool) -> No
     """An A100 has twice a 4090's bandwidth and half its instruction rate, so its 8-bit products are slower."""
     answer = planner.recommend("meta-llama/Llama-3.1-8B", gpu, 8192)
     assert any("8-bit and 4-bit weights run through PyTorch's kernels" in note for note in answer.notes) == noted
+
+
+def test_short_prompts_of_a_batch_are_said_to_run_one_by_one() -> None:
+    """256 prompts of 512 tokens take the host 28 ms each; one long prompt, or long ones, keep the GPU busy."""
+
+    def noted(context: int, batch: int, **options: str) -> bool:
+        answer = planner.recommend("meta-llama/Llama-3.1-8B", "h200", context, batch=batch, **options)
+        return any(note.startswith("prompts run one by one") for note in answer.notes)
+
+    assert noted(512, 256)
+    assert not noted(512, 1)
+    assert not noted(32_768, 2)
+    assert not noted(512, 256, backend="vllm")

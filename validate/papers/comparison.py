@@ -26,7 +26,11 @@ ROUNDING = 0.005  # cells are printed with three digits
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: `published` is a number, "OOM" or "-"; `predicted` is None where `flag` says why it cannot be."""
+    """One cell: `published` is a number, "OOM" or "-"; `predicted` is None where `flag` says why it cannot be.
+
+    beyond_ms: for times and rates, how much longer a token of a sequence takes as published than by bytes, FLOPs and
+    what `engine` is known to add; negative where it is faster.
+    """
 
     case: str
     method: str
@@ -34,6 +38,8 @@ class Cell:
     published: float | str
     predicted: float | str | None
     flag: str = ""
+    engine: str = ""
+    beyond_ms: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -116,7 +122,13 @@ def _cells(row: PublishedRow) -> Iterator[Cell]:
         metric = _metric(name)
         predicted = OUT_OF_MEMORY if ran_out else metric.of(case)
         flag = "; ".join(filter(None, (_impossible(metric, case, value), row.note)))
-        yield Cell(row.case, row.method, name, value, predicted, flag)
+        yield Cell(row.case, row.method, name, value, predicted, flag, row.engine, _beyond_ms(metric, case, value))
+
+
+def _beyond_ms(metric: Metric, case: Case, published: float | str) -> float | None:
+    if metric.step_s is None or isinstance(published, str):
+        return None
+    return 1e3 * (metric.step_s(case, published) - float(case.tpot_s))
 
 
 def _extreme(row: PublishedRow, name: str, others: Iterable[Cell]) -> Cell:

@@ -32,13 +32,14 @@ class Metric:
     """A quantity of a case; its name ends with its unit.
 
     limit: the bound itself; by default the quantity with every kernel at the datasheet's rates. whole_model: the model
-    must fit for it.
+    must fit for it. step_s: the seconds per token of a sequence that a published value means, for times and rates.
     """
 
     of: Callable[[Case], float]
     bound: Bound = Bound.NONE
     limit: Callable[[Case], float] | None = None
     whole_model: bool = True
+    step_s: Callable[[Case, float], float] | None = None
 
     def bytes_limit(self, case: Case) -> float:
         """The least or most that bytes and FLOPs allow."""
@@ -58,6 +59,11 @@ def speedup(case: Case) -> float:
 def request_tokens_per_s(case: Case) -> float:
     """New tokens per second of a batch of whole requests, prefill included."""
     return case.row.batch * case.row.new_tokens / case.request_s
+
+
+def request_step_s(case: Case, published: float) -> float:
+    """Seconds per token of a sequence that a published rate of whole requests leaves after the predicted prefill."""
+    return case.row.batch / published - float(case.estimate.ttft_s) / case.row.new_tokens
 
 
 def attention_ms(case: Case) -> float:
@@ -151,9 +157,11 @@ def _attention_s(case: Case, part: str) -> float:
 
 METRICS = {
     # Milliseconds of a step, or of a round by its tokens.
-    "step_ms": Metric(lambda case: 1e3 * float(case.tpot_s), Bound.LOWER),
-    "tokens_per_s": Metric(tokens_per_s, Bound.UPPER),
-    "request_tokens_per_s": Metric(request_tokens_per_s, Bound.UPPER),
+    "step_ms": Metric(
+        lambda case: 1e3 * float(case.tpot_s), Bound.LOWER, step_s=lambda case, published: published / 1e3
+    ),
+    "tokens_per_s": Metric(tokens_per_s, Bound.UPPER, step_s=lambda case, published: case.row.batch / published),
+    "request_tokens_per_s": Metric(request_tokens_per_s, Bound.UPPER, step_s=request_step_s),
     "speedup": Metric(speedup),
     # Throughput of whole requests over the baseline's.
     "request_speedup": Metric(lambda case: request_tokens_per_s(case) / request_tokens_per_s(case.plain)),

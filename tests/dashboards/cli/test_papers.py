@@ -22,7 +22,9 @@ def test_json_has_every_table_with_its_summary(invoke: Any) -> None:
         assert set(table) == {"paper", "name", "title", "predicted", "unpredicted", "median_error", "cells", "targets"}
         assert table["predicted"] + table["unpredicted"] == len(table["cells"])
         for cell in table["cells"]:
-            assert set(cell) == {"case", "method", "metric", "published", "predicted", "error", "flag"}
+            assert set(cell) == {
+                "case", "method", "metric", "published", "predicted", "error", "flag", "engine", "beyond_ms",
+            }  # fmt: skip
             numbers = all(isinstance(cell[side], (int, float)) for side in ("published", "predicted"))
             assert (cell["error"] is not None) == numbers
 
