@@ -177,12 +177,12 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         stop: Sequence[str] = (),
-    ) -> Iterator[str]: ...
+    ) -> Generator[str, None, None]: ...
 
     @overload
     def stream(
         self, prompt: Prompts, max_new_tokens: int | None = None, sampling: SamplingParams | None = None
-    ) -> Iterator[int]: ...
+    ) -> Generator[int, None, None]: ...
 
     def stream(
         self,
@@ -191,7 +191,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         stop: Sequence[str] = (),
-    ) -> Iterator[str] | Iterator[int]:
+    ) -> Generator[str, None, None] | Generator[int, None, None]:
         """Like `generate` for one prompt, but yields each token as its round finishes; of a text, pieces of text.
 
         max_new_tokens: by default the plan's. stop: words before which a text ends; it also ends at the end of text,
@@ -210,7 +210,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         stop: Sequence[str] = (),
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         """Yields the answer to a conversation, in the model's chat template, as `stream` yields a text.
 
         messages: `{"role": "system" | "user" | "assistant", "content": text}`. Each call reads all of them.
@@ -221,7 +221,7 @@ class Engine:
 
     def _stream_text(
         self, ids: list[int], max_new_tokens: int | None, sampling: SamplingParams | None, stop: Sequence[str]
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, None]:
         require_stop_words(stop)
         sampling = sampling or SamplingParams()
         if not sampling.stop_token_ids:

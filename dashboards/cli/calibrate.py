@@ -16,7 +16,7 @@ from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progr
 from ridgeplan.dashboards.files import FileProblem, locked, require_lockable, require_writable, write_atomically
 from ridgeplan.planner.engines.measurements import WEIGHTS
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
-from ridgeplan.validate.calibration.noise import NoiseCheck
+from ridgeplan.validate.calibration.noise import NoiseCheck, require_plausible
 
 if TYPE_CHECKING:
     from ridgeplan.validate.calibration.fit import Samples
@@ -51,7 +51,8 @@ def calibrate(
 ) -> None:  # fmt: skip
     """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use.
 
-    Every size is measured until two readings agree. If they never do, nothing is saved and the exit code is 4.
+    Every size is measured until two readings agree. If they never do, nothing is saved and the exit code is 4; --quick
+    takes the quieter half of the readings instead, if these differ by at most half, and widens the bands.
 
     With --engine, the decode steps of vLLM (in this process) or of any running OpenAI-compatible server are measured in
     minutes: their profile is what `plan`, `cost`, `compare`, `sweep`, `fit` and `export` then use for that engine.
@@ -129,7 +130,7 @@ def calibrate_with_progress(
     from ridgeplan import validate
     from ridgeplan.validate.calibration.calibrate import merge_recalibrated
 
-    noise = validate.NoiseCheck(allow_noisy)
+    noise = validate.NoiseCheck(allow_noisy, quick)
     with progress("calibrating") as on_progress:
 
         def keep(measured: Samples) -> None:
@@ -140,6 +141,7 @@ def calibrate_with_progress(
             profile = validate.calibrate(quick, noise=noise, on_progress=on_progress, keep=keep)
         else:
             profile = validate.recalibrate(base, only, quick, noise=noise, on_progress=on_progress)
+    require_plausible(profile)
     try:
         with locked(target):
             if base is not None:  # others may have measured other classes meanwhile
@@ -147,4 +149,6 @@ def calibrate_with_progress(
             validate.save_profile(profile, target)
     except OSError as error:
         raise FileProblem(f"cannot write {str(target)!r}: {error.strerror}") from error
+    if note := noise.note():
+        echo(f"note: {note}", err=True)
     return profile, noise

@@ -61,11 +61,7 @@ def saved_or_quick_profile() -> Profile:
     path = existing_path(str(user_profile_path()))
     if path:
         return load_profile(path)
-    profile, noise = calibrate_with_progress(quick=True, output=None, allow_noisy=True)
-    noisy = [f"{kind} {spread:.0%}" for kind, spread in noise.spreads.items() if noise.noisy(kind)]
-    if noisy:
-        echo(f"note: the machine was busy during calibration; readings differ: {', '.join(noisy)}", err=True)
-    return profile
+    return calibrate_with_progress(quick=True, output=None, allow_noisy=True)[0]
 
 
 def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:

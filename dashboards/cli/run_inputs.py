@@ -81,7 +81,8 @@ class PromptInput:
         if self.messages:
             ids = encoded(tokenizer, chat_text(tokenizer, self.messages), special_tokens=False)
         else:
-            ids = encoded(tokenizer, self.text) if cut else first_tokens(tokenizer, context + 1, self.text or "")
+            text = self.text or ""
+            ids = encoded(tokenizer, text) if cut else first_tokens(tokenizer, context + 1, text)
         if not 1 <= len(ids) <= context and not (ids and cut):
             count = f"more than {context} tokens" if ids else "no tokens of this model's vocabulary"
             otherwise = ", or any with --truncate" if ids else ""

@@ -1,6 +1,7 @@
 """Readings of a calibration that agree with each other, and classes of kernels that are too noisy to be used.
 
-Other work on the machine only adds time, so the fastest readings are the true ones, once two of them agree.
+Other work on the machine only adds time, so the fastest readings are the true ones, once two of them agree. A quick
+calibration goes on where they never do: it takes the quieter half of the readings, and the class's band widens.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ridgeplan.roofline.catalog.profile import MAX_SPREAD, Rates
+from ridgeplan.roofline.catalog.profile import MAX_SPREAD, Profile, Rates
 
 if TYPE_CHECKING:
     from ridgeplan.validate.timing import Bench, KernelCall
 
 Kept = TypeVar("Kept")
 AGREEMENT = 0.1  # largest relative distance of two readings that agree
-MAX_READINGS = 6
+QUICK_AGREEMENT = 0.5  # of a quick calibration, whose bands widen by what is beyond AGREEMENT
+MAX_READINGS, QUICK_READINGS = 6, 12
+HIGHEST_COMPUTE = 2.0  # of the FLOP/s of a large matmul; more than that, the matmul was slowed by other programs
 
 
 class NoisyMachine(ValueError):
@@ -27,17 +30,25 @@ class NoisyMachine(ValueError):
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds of a call, and the relative distance of its two fastest readings."""
+    """Seconds of a call, and how far its readings are apart, relative to them."""
 
     seconds: float
     spread: float
 
 
-def steady_reading(read: Callable[[], Iterable[float]]) -> Reading:
-    """Reads, a few readings at once, until the two fastest agree or there are MAX_READINGS. The fastest counts."""
+def steady_reading(read: Callable[[], Iterable[float]], *, quick: bool = False) -> Reading:
+    """Reads, a few readings at once, until the two fastest agree or there are MAX_READINGS. The fastest counts.
+
+    The spread is the relative distance of the two fastest. quick: there are up to QUICK_READINGS, and if no two agree,
+    the median of the quieter half counts, with the half's relative standard deviation as its spread.
+    """
     readings = list(read())
-    while not agree(readings) and len(readings) < MAX_READINGS:
+    while not agree(readings) and len(readings) < (QUICK_READINGS if quick else MAX_READINGS):
         readings.extend(read())
+    if quick and not agree(readings):
+        quieter = sorted(readings)[: len(readings) // 2]
+        middle = statistics.median(quieter)
+        return Reading(middle, statistics.stdev(quieter) / middle)
     return Reading(min(readings), distance(readings))
 
 
@@ -56,10 +67,12 @@ def agree(readings: Iterable[float]) -> bool:
 class NoiseCheck:
     """Reads the calls of each class until they agree, and refuses noisy classes unless they are allowed.
 
-    spreads: by class, the distance of the two fastest readings that three quarters of its calls stay below.
+    quick: accept classes up to QUICK_AGREEMENT, with wider bands. spreads: by class, the spread of readings that three
+    quarters of its calls stay below.
     """
 
     allowed: bool = False
+    quick: bool = False
     spreads: dict[str, float] = field(default_factory=dict)
 
     def readings(
@@ -69,17 +82,19 @@ class NoiseCheck:
 
         The calls themselves are not kept: each holds its inputs, which may fill a GPU. Raises NoisyMachine.
         """
-        readings = [(keep(call), steady_reading(partial(bench.readings, call))) for call in calls]
+        readings = [(keep(call), steady_reading(partial(bench.readings, call), quick=self.quick)) for call in calls]
         self.record(kind, [reading.spread for _, reading in readings])
         return [(kept, reading.seconds) for kept, reading in readings]
 
     def record(self, kind: str, spreads: list[float]) -> None:
         """Keeps the spread of a class. Raises NoisyMachine if it is too wide and that is not allowed."""
         self.spreads[kind] = upper_quartile(spreads)
-        if self.spreads[kind] > AGREEMENT and not self.allowed:
+        limit, count = (QUICK_AGREEMENT, QUICK_READINGS) if self.quick else (AGREEMENT, MAX_READINGS)
+        if self.spreads[kind] > limit and not self.allowed:
+            otherwise = "" if self.quick else f", {QUICK_AGREEMENT:.0%} with --quick"
             raise NoisyMachine(
-                f"the machine is too busy: {MAX_READINGS} readings of {kind!r} differ by {self.spreads[kind]:.0%}; "
-                f"allowed: {AGREEMENT:.0%}, or any with --allow-noisy; try again once other programs have ended"
+                f"the machine is too busy: {count} readings of {kind!r} differ by {self.spreads[kind]:.0%}; "
+                f"allowed: {limit:.0%}{otherwise}, or any with --allow-noisy; try again once other programs have ended"
             )
 
     def widened(self, kind: str, rates: Rates) -> Rates:
@@ -90,6 +105,21 @@ class NoiseCheck:
     def noisy(self, kind: str) -> bool:
         """Whether the readings of a class did not agree."""
         return self.spreads[kind] > AGREEMENT
+
+    def note(self) -> str | None:
+        """What a busy machine did to the profile, as a line; None if it did nothing."""
+        noisy = [f"{kind} {spread:.0%}" for kind, spread in self.spreads.items() if self.noisy(kind)]
+        return f"the machine was busy, so bands are wider; readings differ: {', '.join(noisy)}" if noisy else None
+
+
+def require_plausible(profile: Profile) -> None:
+    """Raises NoisyMachine, also where noise is allowed, for a class that computes far faster than a large matmul."""
+    for kind, rates in profile.classes.items():
+        if rates.compute_utilization > HIGHEST_COMPUTE:
+            raise NoisyMachine(
+                f"the machine is too busy: {kind!r} seems to compute at {rates.compute_utilization:.0%} of a large "
+                f"matmul's speed; allowed: {HIGHEST_COMPUTE:.0%}; try again once other programs have ended"
+            )
 
 
 def upper_quartile(values: list[float]) -> float:

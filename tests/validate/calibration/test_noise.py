@@ -1,20 +1,25 @@
 """When readings of a calibration agree, and what happens to classes whose readings do not. All times are made up."""
 
 import gc
+import statistics
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ridgeplan.roofline.catalog.profile import MAX_SPREAD, Rates
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.profile import MAX_SPREAD, Profile, Rates
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate.calibration.noise import (
     MAX_READINGS,
+    QUICK_READINGS,
     NoiseCheck,
     NoisyMachine,
     Reading,
     distance,
+    require_plausible,
     steady_reading,
     upper_quartile,
 )
@@ -44,6 +49,37 @@ def test_a_slow_reading_is_repeated_until_two_agree() -> None:
 def test_readings_that_never_agree_end() -> None:
     seconds, taken = reading(32.0, 16.0, 8.0, 4.0, 2.0, 1.0, 1.0, 1.0)
     assert (seconds, taken) == (Reading(1.0, 1.0), MAX_READINGS)
+
+
+def test_a_quick_calibration_takes_the_quieter_half_of_readings_that_never_agree() -> None:
+    left = [2.0**power for power in range(QUICK_READINGS)]
+    reading = steady_reading(lambda: [left.pop(), left.pop()], quick=True)
+    assert reading.seconds == pytest.approx(6.0)  # the median of 1, 2, 4, 8, 16 and 32
+    assert reading.spread == pytest.approx(statistics.stdev([1, 2, 4, 8, 16, 32]) / 6)
+    assert not left
+
+
+def test_a_quick_calibration_accepts_more_noise_and_says_so() -> None:
+    check = NoiseCheck(quick=True)
+    assert check.note() is None
+    check.record("linear", [0.4])
+    check.record("rope", [0.05])
+    assert check.note() == "the machine was busy, so bands are wider; readings differ: linear 40%"
+    assert check.widened("linear", RATES).spread == pytest.approx((0.03**2 + 0.4**2) ** 0.5)
+    with pytest.raises(NoisyMachine, match="12 readings of 'attention' differ by 60%; allowed: 50%, or any"):
+        check.record("attention", [0.6])
+
+
+def test_a_class_faster_than_a_matmul_is_refused_whatever_is_allowed() -> None:
+    def profile(compute: float) -> Profile:
+        rates = replace(RATES, compute_utilization=compute)
+        return Profile(load_hardware("h200"), "a machine", {"torch": "none"}, "2026-11-24", {"linear": rates})
+
+    require_plausible(profile(1.4))
+    with pytest.raises(
+        NoisyMachine, match="'linear' seems to compute at 294% of a large matmul's speed; allowed: 200%"
+    ):
+        require_plausible(profile(2.94))
 
 
 def test_the_distance_is_that_of_the_two_fastest() -> None:
