@@ -145,6 +145,7 @@ def _selection_terms(
         "scans_two_bit": int(selection.needs_codes),
         "top_k_launches": cost.selections_per_step(layers),
         "ranked_scores": cost.ranked_scores(kv_heads) * cost.selected_layers(layers),
+        "small_kernels": cost.small_kernels,
         "unbudgeted_tokens": selection.unbudgeted_tokens,
     }
 

@@ -17,10 +17,21 @@ from ridgeplan.roofline.ops import allocate_slots
 from ridgeplan.roofline.strategy import Strategy
 
 # On an H200, loads and the kernels that run beside them slow each other down. Kernels lose a share of the time that a
-# layer's loads take alone: HELD_UP_BY_PAGE_WALKS where page tables are walked for pieces of 512 bytes,
-# HELD_UP_BY_TRANSFERS where pieces of 4 KB are copied. Loads lose HELD_UP_BY_KERNELS of the time alone of all kernels
-# of the pass, whichever layers these are of: measured with 24 of 32 layers on the host (offload_h200.json, elastic).
-HELD_UP_BY_PAGE_WALKS, HELD_UP_BY_TRANSFERS, HELD_UP_BY_KERNELS = 0.43, 0.25, 0.375
+# layer's loads take alone: HELD_UP_BY_PAGE_WALKS where page tables are walked for single pieces, HELD_UP_BY_TRANSFERS
+# where the bytes bound the loads. Loads lose HELD_UP_BY_KERNELS of the time alone of all kernels of the pass, whichever
+# layers these are of. Fitted to generation and placements of specontext_h200.json up to 28k tokens, but for the
+# first, which they have at 0.31, and the retrieval head at an overlap of 90% at 0.44 (offload_h200.json, elastic).
+HELD_UP_BY_PAGE_WALKS, HELD_UP_BY_TRANSFERS, HELD_UP_BY_KERNELS = 0.34, 0.19, 0.34
+
+# Gathers move this share of what copies do where their bytes bound them: 43.7 of 49.7 GB/s alone with pieces of 4 KB
+# (offload_h200.json, elastic, one set for all heads at an overlap of 0%), up to 49 with pieces of 256 bytes of short
+# rows (specontext_h200.json, placements).
+GATHER_LINK_SHARE = 0.9
+
+# Small launches that a layer on the host adds to a pass whatever it loads: of the gather, of what joins its stream, and
+# waits between both. On an H200, 24 layers that load nothing add 9 to 10 us each (offload_h200.json, elastic, "round
+# that loads nothing" beside "without a limit").
+HOST_LAYER_KERNELS = 5
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,8 @@ class HostLink:
         Only the tokens that the last step did not choose are loaded (SpeContext, section 5.4). Each
         page of the host's memory that holds some of them costs a walk of the page tables. A walk takes as long as
         calibration measured for a piece of HOST_PIECE_BYTES in a page of its own. All loads together take at least as
-        long as a copy of their bytes. A token's key and value adjoin, and so do those of its KV heads.
+        long as a gather of their bytes that walks nowhere. A token's key and value adjoin, and so do those of its KV
+        heads.
         """
         batch = self.strategy.batch
         token_bytes = self.host.token_bytes / batch
@@ -72,7 +84,7 @@ class HostLink:
         pieces = missed_bytes / (2 * run * head_bytes)
         walks = batch * pages_of(pieces, run * token_bytes, context * token_bytes)
         page_walk_s = self.machine.link_seconds("host_gather", walks * HOST_PIECE_BYTES)
-        return page_walk_s, self.machine.link_seconds("host_copy", batch * missed_bytes)
+        return page_walk_s, self.machine.link_seconds("host_copy", batch * missed_bytes / GATHER_LINK_SHARE)
 
     def lookup_seconds(self, chosen: Term) -> Term:
         """Seconds to find which of a layer's `chosen` tokens are in slots, and room for the others.
@@ -119,12 +131,13 @@ class HostLink:
         """
         target, host, kv_reads = self.strategy.target, self.host, self.strategy.kv_reads
         # Generated tokens that the target keeps stay in their slots: they are looked up, and never loaded.
-        loads = self.load_seconds(context, self.strategy.target_selected(context), target.host_run_tokens)
+        loads = self.load_seconds(context, self.strategy.target_loaded(context), target.host_run_tokens)
         page_walk_s, transfer_s = (kv_reads * seconds for seconds in loads)
         load_s = maximum(page_walk_s, transfer_s)
         lookup_s = kv_reads * host.some * self.lookup_seconds(self.strategy.target_tokens(context))
         layer_lookup_s = (1 - target.shared_across_layers) * lookup_s
         shared_lookup_s = target.shared_across_layers * lookup_s
+        target_s = target_s + host.layers * HOST_LAYER_KERNELS * small_kernel_seconds(self.machine)
         layer_s = target_s / self.shape.kv_layers
         each_s, later = load_s + layer_lookup_s, maximum(host.layers - self.strategy.offload.prefetch - 1, 0)
         first_s = (self.shape.kv_layers - host.layers) * layer_s
@@ -133,6 +146,11 @@ class HostLink:
         delay_s = maximum(HELD_UP_BY_PAGE_WALKS * page_walk_s, HELD_UP_BY_TRANSFERS * transfer_s)
         ahead_s = choice_s + shared_lookup_s + maximum(target_s + host.layers * delay_s, host.some * loaded_s)
         return where(target.selected_before_pass, ahead_s, target_s + choice_s + host.layers * (load_s + lookup_s))
+
+
+def small_kernel_seconds(machine: Machine) -> Term:
+    """A small kernel of torch within a graph: what the class of one such, row gathers, takes for a launch."""
+    return machine.rates["gather"].launch_s
 
 
 def pages_of(pieces: Term, piece_bytes: Term, held_bytes: Term) -> Term:

@@ -24,7 +24,7 @@ from ridgeplan.roofline.execution import (
     mean_quantized_tokens,
     mean_splits,
 )
-from ridgeplan.roofline.host_link import HostLink
+from ridgeplan.roofline.host_link import HostLink, small_kernel_seconds
 from ridgeplan.roofline.latency import (
     Machine,
     PassRates,
@@ -44,10 +44,11 @@ from ridgeplan.roofline.strategy import PassStrategy, Strategy
 # this share but for their first tokens. On an H200 attention to pages of 16 takes 0.47 to 0.61 of that to single ones.
 PAGE_GAIN = 0.6
 
-# Calibration draws this share of the tokens. Of chosen ones that lie closer, what they cost beyond a stream of the same
-# bytes falls as their distance. On an H200, steps that read 2048 of 4k to 20k bf16 tokens are within 7% so; predictions
-# were up to 24% too slow (specontext_h200.json, placements and table3 without layers on the host).
-CALIBRATED_SHARE = 0.07
+# Most that a launch of attention to single tokens loses against a stream of the same bytes. Its class, calibrated with
+# up to 16 sequences, has a loss that grows with the bytes. On an H200, 2048 tokens of 32 sequences lose 3 to 14 us
+# whether they are two thirds or 6% of a text (specontext_h200.json, generation and placements without layers on the
+# host, which this was fitted to; table3: 0 to 8).
+MAX_GATHER_LOSS_S = 10e-6
 
 
 def draft_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
@@ -58,7 +59,8 @@ def draft_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strategy
     projected_s = _scan_seconds(machine, strategy.draft.projected_params * machine.element_bytes)
     per_token = strategy.draft.score_bytes, strategy.draft.ranked_scores
     ranked_s = _top_k_seconds(machine, strategy.batch * tokens, *per_token, strategy.draft.top_k_launches)
-    return projected_s + _scan_seconds(machine, key_bytes + scanned_bytes) + ranked_s
+    small_s = strategy.draft.small_kernels * small_kernel_seconds(machine)
+    return projected_s + _scan_seconds(machine, key_bytes + scanned_bytes) + ranked_s + small_s
 
 
 def round_choice_seconds(machine: Machine, strategy: Strategy, tokens: Term) -> Term:
@@ -82,7 +84,8 @@ def target_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strateg
     per_token = strategy.target.score_bytes, strategy.target.ranked_scores
     ranked_s = _top_k_seconds(machine, strategy.batch * tokens, *per_token, strategy.target.top_k_launches)
     projected_s = _scan_seconds(machine, strategy.target.projected_params * machine.element_bytes)
-    return projected_s + strategy.kv_reads * (scored_s + ranked_s)
+    small_s = strategy.target.small_kernels * small_kernel_seconds(machine)
+    return projected_s + strategy.kv_reads * (scored_s + ranked_s + small_s)
 
 
 def _key_bytes(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
@@ -109,30 +112,28 @@ def saved_by_pages(machine: Machine, ops: Iterable[Op], rates: Mapping[str, Rate
     The classes of attention to chosen tokens were calibrated with single ones, which lie apart. Of a page all but the
     first come closer to the rate of streams, by PAGE_GAIN.
     """
-    return PAGE_GAIN * (1 - 1 / page_tokens) * _beyond_streams(machine, ops, rates)
+    return PAGE_GAIN * (1 - 1 / page_tokens) * _total(lost for _, lost in _losses(machine, ops, rates))
 
 
-def _beyond_streams(machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms]) -> Term:
-    """What a pass's attention takes beyond streams of the same bytes."""
-    streaming = machine.rates["attention"].bandwidth_utilization
-    reads = _attention_reads(machine, ops, rates)
-    lost: Term = sum(read_bytes * maximum(1 / utilization - 1 / streaming, 0) for read_bytes, utilization in reads)
-    return lost / machine.bandwidth_bytes_per_s
+def saved_by_size(machine: Machine, strategy: Strategy, ops: Iterable[Op], rates: Mapping[str, RateTerms]) -> Term:
+    """What the target's attention to tokens in full precision takes less than its class has for so many bytes.
 
-
-def saved_by_closeness(
-    machine: Machine, strategy: Strategy, ops: Iterable[Op], rates: Mapping[str, RateTerms], tokens: Term
-) -> Term:
-    """What the target saves where those that it reads of `tokens`, in full precision, lie closer than in calibration.
-
-    Codes were not measured so. Generated tokens that form a run save at least what pages do.
+    It loses up to MAX_GATHER_LOSS_S a launch against a stream. Codes, and CPUs, were not measured so.
     """
-    share = strategy.target_selected(tokens) / maximum(strategy.target_candidates(tokens), 1)
-    full = strategy.target.selects * (1 - minimum(strategy.target.bits, 1))
-    closer = full * (1 - minimum(CALIBRATED_SHARE / share, 1))
-    streamed = strategy.streamed_share(tokens)
-    saved_share = streamed * maximum(PAGE_GAIN, closer) + (1 - streamed) * closer
-    return saved_share * _beyond_streams(machine, ops, rates)
+    capped = machine.asynchronous * strategy.target.selects * (1 - minimum(strategy.target.bits, 1))
+    losses = _losses(machine, ops, rates)
+    return capped * _total(maximum(lost - op.launches * MAX_GATHER_LOSS_S, 0) for op, lost in losses)
+
+
+def _total(seconds: Iterable[Term]) -> Term:
+    return sum(seconds)
+
+
+def _losses(machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms]) -> Iterator[tuple[Op, Term]]:
+    """Each op of attention, and what it takes beyond a stream of the same bytes."""
+    streaming = machine.rates["attention"].bandwidth_utilization
+    for op, read_bytes, utilization in _attention_reads(machine, ops, rates):
+        yield op, read_bytes * maximum(1 / utilization - 1 / streaming, 0) / machine.bandwidth_bytes_per_s
 
 
 def gathered_seconds(machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms]) -> Term:
@@ -142,17 +143,17 @@ def gathered_seconds(machine: Machine, ops: Iterable[Op], rates: Mapping[str, Ra
     """
     gather = machine.rates["gather"].bandwidth_utilization
     reads = _attention_reads(machine, ops, rates)
-    lost: Term = sum(read_bytes * maximum(1 / gather - 1 / utilization, 0) for read_bytes, utilization in reads)
+    lost: Term = sum(read_bytes * maximum(1 / gather - 1 / utilization, 0) for _, read_bytes, utilization in reads)
     return lost / machine.bandwidth_bytes_per_s
 
 
 def _attention_reads(
     machine: Machine, ops: Iterable[Op], rates: Mapping[str, RateTerms]
-) -> Iterator[tuple[Term, Term]]:
-    """Bytes that each op of attention reads, and the share of the bandwidth at which its class does."""
+) -> Iterator[tuple[Op, Term, Term]]:
+    """Each op of attention, the bytes that it reads, and the share of the bandwidth at which its class does."""
     for op in ops:
         if op.category == "attention":
-            yield op.total.read_bytes, machine.rates_for(op, rates).bandwidth_utilization
+            yield op, op.total.read_bytes, machine.rates_for(op, rates).bandwidth_utilization
 
 
 @dataclass(frozen=True)
@@ -272,8 +273,10 @@ def round_at(
     target_pages = strategy.target.page_tokens / (1 - strategy.streamed_share(tokens))
     target_s = target_s - maximum(
         saved_by_pages(machine, target, verifying_rates, target_pages),
-        saved_by_closeness(machine, strategy, target, verifying_rates, tokens),
+        saved_by_size(machine, strategy, target, verifying_rates),
     )
+    # Outputs of a pass's queries, each with a selection of its own, are joined in every layer.
+    target_s = target_s + strategy.target.selects * shape.kv_layers * small_kernel_seconds(machine)
     choice_s = target_choice_seconds(shape, machine, strategy, tokens)
     drafting = minimum(strategy.gamma, 1)
     drafts_s = strategy.gamma * draft_s

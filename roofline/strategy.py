@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ridgeplan.roofline.cost import Term, indicator, is_symbolic, maximum, minimum
-from ridgeplan.roofline.execution import prompt_chunks
+from ridgeplan.roofline.execution import mean_quantized_tokens, prompt_chunks
 
 UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 
@@ -42,6 +42,7 @@ class PassStrategy:
     top_k_launches: Term = 0  # of a step; a selection once a round needs one for all layers
     ranked_scores: Term = 0  # by top-k, per cached token and query, summed over layers
     score_bytes: Term = 0  # moved per cached token and query, summed over layers
+    small_kernels: Term = 0  # launched for each query's selection besides
     unbudgeted_tokens: Term = 0  # read beside the budget
 
 
@@ -206,6 +207,15 @@ class Strategy:
     def target_selected(self, cached: Term) -> Term:
         """Of `cached` tokens those that the target selects, or all that it may."""
         return minimum(self.target_candidates(cached), self.target.budget + self.target.unbudgeted_tokens)
+
+    def target_loaded(self, cached: Term) -> Term:
+        """Of `cached` tokens those that the target selects and a layer on the host does not hold on the device.
+
+        Its recent tokens, which count inside the budget, stay there.
+        """
+        candidates = self.target_candidates(cached)
+        recent = candidates - mean_quantized_tokens(candidates, self.kv_group)
+        return maximum(self.target_selected(cached) - recent, 0)
 
     def target_tokens(self, cached: Term) -> Term:
         """Of `cached` tokens those that a query of the target reads: selected, and generated if it keeps these."""

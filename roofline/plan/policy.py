@@ -71,6 +71,7 @@ class SelectionCost:
     page_tokens: float = UNLIMITED_TOKENS
     shared_by_kv_heads: bool = False
     scored_by_query: bool = False
+    small_kernels: int = 0
     overlap: float = 0.74
 
     def overlap_at(self, budget: float) -> float:

@@ -8,9 +8,11 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import HOST_PAGE_BYTES
 from ridgeplan.roofline.host_link import (
+    GATHER_LINK_SHARE,
     HELD_UP_BY_KERNELS,
     HELD_UP_BY_PAGE_WALKS,
     HELD_UP_BY_TRANSFERS,
+    HOST_LAYER_KERNELS,
     HostLink,
     pages_of,
 )
@@ -23,6 +25,8 @@ from ridgeplan.roofline.round import round_at, round_rates
 
 SHAPE = load_shape("Llama-3.1-8B")
 TOKEN_BYTES = 4096  # of a layer of the 8B shape in bf16
+LINK = 1e10 * GATHER_LINK_SHARE  # bytes a second that gathers from the host move over the ideal machine's link
+OLD = 2048 - 192  # of 2048 tokens that a step reads, those that are not the latest one and a half groups
 
 
 def strategy(name, machine, **changes):
@@ -42,7 +46,7 @@ def test_loads_are_what_the_last_step_did_not_choose(ideal):
     """Pieces of 512 bytes, of 4 KB a token, in 4096 pages: 512 tokens are as many pieces of 8 heads, 4096 draws."""
     held, host = strategy("specontext", ideal, offload_overlap=0.75), HostLayers(5, TOKEN_BYTES)
     drawn = 4096 * (1 - (1 - 1 / 4096) ** 4096)
-    copied_s = 512 * TOKEN_BYTES / 1e10
+    copied_s = 512 * TOKEN_BYTES / LINK
     assert HostLink(SHAPE, ideal, held, host).load_seconds(65536, 2048, 1) == pytest.approx(
         (drawn * 512 / 1e10, copied_s)
     )
@@ -132,9 +136,9 @@ def test_choices_made_in_a_layer_add_their_loads_and_those_known_ahead_hold_kern
         passes = round_rates(SHAPE, ideal, held, rates)
         near, far = (round_at(SHAPE, ideal, held, passes, 65536, layers) for layers in (NO_LAYERS, host))
         rounds[name] = far.verify_s - near.verify_s
-    load_s, found_s = 0.1 * 2048 * TOKEN_BYTES / 1e10, 8 * 5 * 2048 * 4 / 1e12
+    load_s, found_s = 0.1 * OLD * TOKEN_BYTES / LINK, 8 * 5 * 2048 * 4 / 1e12
     assert rounds["quest"] == pytest.approx(20 * (load_s + found_s))
-    walked_s = 4096 * (1 - (1 - 1 / 4096) ** (0.1 * 2048 * 8)) * 512 / 1e10
+    walked_s = 4096 * (1 - (1 - 1 / 4096) ** (0.1 * OLD * 8)) * 512 / 1e10
     held_up_s = 20 * max(HELD_UP_BY_PAGE_WALKS * walked_s, HELD_UP_BY_TRANSFERS * load_s)
     assert rounds["head"] == pytest.approx(held_up_s + found_s)
     assert rounds["by layer"] == pytest.approx(held_up_s)
@@ -150,8 +154,29 @@ def test_loads_that_take_longer_than_the_layers_are_waited_for(ideal):
     near, far = (
         round_at(SHAPE, slow, held, passes, 65536, layers) for layers in (NO_LAYERS, HostLayers(32, TOKEN_BYTES))
     )
-    loads_s = 32 * 0.1 * 2048 * TOKEN_BYTES / 1e8
+    loads_s = 32 * 0.1 * OLD * TOKEN_BYTES / (LINK / 100)
     assert far.verify_s == pytest.approx(loads_s + HELD_UP_BY_KERNELS * near.verify_s, rel=0.01)
+
+
+def test_a_layer_on_the_host_launches_small_kernels_whatever_it_loads(ideal):
+    """Of 20 layers, at an overlap of 100%; 2 us each."""
+    busy = replace(ideal, rates={**ideal.rates, "gather": RateTerms(1.0, 1.0, 2e-6)})
+    held = strategy("specontext", ideal, offload_overlap=1.0)
+    near, far = (
+        HostLink(SHAPE, machine, held, HostLayers(20, TOKEN_BYTES)).target_seconds(65536, 0.032, 0.0, 0.0)
+        for machine in (ideal, busy)
+    )
+    assert far - near == pytest.approx(20 * HOST_LAYER_KERNELS * 2e-6)
+
+
+@pytest.mark.parametrize("name, loaded", [("specontext", 2048 - 192), ("quest", 2048 - 192), ("shadowkv", 2432 - 192)])
+def test_recent_tokens_count_inside_the_budget_and_are_not_loaded(name, loaded, ideal):
+    """The latest 192 on average, also of prompts; ShadowKV has 48 outlier chunks of 8 beside the budget."""
+    held = strategy(name, ideal)
+    for cached in (65536, 70000):
+        assert held.target_loaded(cached) == loaded
+    assert held.target_loaded(1000) == 1000 - 192
+    assert held.target_loaded(100) == 0
 
 
 def test_drafts_load_as_many_tokens_as_they_read(ideal):
@@ -163,7 +188,7 @@ def test_drafts_load_as_many_tokens_as_they_read(ideal):
     near, far = (
         round_at(SHAPE, ideal, held, passes, 1024, layers) for layers in (NO_LAYERS, HostLayers(20, TOKEN_BYTES))
     )
-    assert far.draft_s - near.draft_s == pytest.approx(20 * 0.1 * 256 * TOKEN_BYTES / 1e10)
+    assert far.draft_s - near.draft_s == pytest.approx(20 * 0.1 * 256 * TOKEN_BYTES / LINK)
 
 
 def last_load_s(first_s: float, on_host: int, layer_s: float, load_s: float, prefetch: int) -> float:
@@ -184,7 +209,7 @@ def test_loads_begin_as_many_layers_ahead_as_there_is_room_for(prefetch, on_host
     """Layers of 1 ms, so that with 20 of 32 on the host 12 are computed before one is reached."""
     plan = preset("specontext", Workload("Llama-3.1-8B", "h200", 65536))
     plan = replace(plan, attention=replace(plan.attention, selection=RetrievalHead(level="batch")))
-    link_bytes_per_s = 0.1 * 2048 * TOKEN_BYTES / (1e-3 * load_ms)
+    link_bytes_per_s = 0.1 * OLD * TOKEN_BYTES / (1e-3 * load_ms) / GATHER_LINK_SHARE
     slow = replace(ideal, host_link_bytes_per_s=link_bytes_per_s)
     held = strategy_of(plan, SHAPE, slow, 0.9).with_terms(offload_overlap=0.9, offload_prefetch=prefetch)
     link = HostLink(SHAPE, slow, held, HostLayers(on_host, TOKEN_BYTES))
@@ -197,7 +222,7 @@ def test_drafts_load_no_more_than_the_budget_of_slots_holds(ideal):
     """They choose 256 tokens, for 128 of which there are slots; those miss a tenth in each of 20 layers."""
     changes = {"draft_loads": 1, "draft_host_run_tokens": 1, "offload_overlap": 0.9, "offload_budget": 128}
     link = HostLink(SHAPE, ideal, strategy("magicdec-quest", ideal, **changes), HostLayers(20, TOKEN_BYTES))
-    assert link.draft_seconds(1024, 256) == pytest.approx(20 * 0.1 * 128 * TOKEN_BYTES / 1e10)
+    assert link.draft_seconds(1024, 256) == pytest.approx(20 * 0.1 * 128 * TOKEN_BYTES / LINK)
 
 
 @pytest.mark.parametrize("context, left, earliest", [(60_000, 0, 61_440), (65_536, 2, 65_536)])

@@ -312,13 +312,13 @@ class RetrievalHead(SparseSelection):
         """The head's own keys, as many as one layer's, are scanned once for all layers.
 
         A score per token and KV head is ranked, of every layer if these select for themselves; one set for all heads
-        has their mean.
+        has their mean. Its projections, their rotation, positions and budgets are small operations of torch.
         """
         shared = self.level == "batch"
         return SelectionCost(
             scored_keys=1, scored_once=True, set_per_layer=self.by_layer, held_keys=1, scores_per_token=1,
             normalizes_logits=not self.by_layer, page_tokens=1, shared_by_kv_heads=shared, has_projections=True,
-            overlap=0.90 if shared else 0.80,
+            small_kernels=70, overlap=0.90 if shared else 0.80,
         )  # fmt: skip
 
     @classmethod
