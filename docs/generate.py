@@ -16,6 +16,7 @@ from pathlib import Path
 import acceptance_tables
 import cli_tables
 import mechanism_tables
+import model_tables
 import offload_tables
 import readme_tables
 import study_tables
@@ -323,6 +324,8 @@ BLOCKS: dict[str, Callable[..., str]] = {
         mechanism_tables.mechanisms,
         mechanism_tables.published_items,
         mechanism_tables.contributions,
+        model_tables.supported_families,
+        model_tables.described_models,
         offload_tables.streamed_rounds,
         offload_tables.elastic_steps,
         offload_tables.cliff_predicted,

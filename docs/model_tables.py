@@ -1,0 +1,74 @@
+"""Tables of models: what is executed, priced or refused for each family, and the recent models of the catalog."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from readme_tables import table
+
+from ridgeplan.roofline.catalog.families import FAMILIES
+from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.models import list_models
+from ridgeplan.roofline.plan.plan import Placement, Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.plan.support import layer_needs, missing_architecture, missing_cost_model, missing_execution
+
+COLUMNS = ("autoregressive", "quantspec", "progressive", "snapkv", "int8-weights", "int4-weights")
+CONTEXT = 4096  # within the trained context and the window of all models that are executed
+GIGA, KIB = 1e9, 1024
+
+
+def supported_families() -> str:
+    """What the runtime executes and what is only priced, by family and plan, and what its layers need."""
+    models = {shape.architecture: shape for shape in reversed(list_models())}
+    rows = []
+    for name in FAMILIES:
+        shape = models.get(name)
+        if shape is None:
+            continue
+        workload = Workload(shape.name, "h200", CONTEXT - 1024, new_tokens=1024)
+        plans = [preset(plan, workload) for plan in COLUMNS]
+        plans.insert(4, replace(plans[0], placement=Placement(offload=True, budget=1024)))
+        rows.append((f"`{name}`", *(_status(plan, shape) for plan in plans), ", ".join(layer_needs(shape)) or "-"))
+    headers = (
+        "family",
+        "plain",
+        "quantspec",
+        "progressive",
+        "eviction",
+        "offload",
+        "8-bit",
+        "4-bit",
+        "its layers need",
+    )
+    without = ", ".join(f"`{name}`" for name in FAMILIES if name not in models)
+    return f"{table(headers, rows)}\n\nDescribed and priced as well, without a model in the catalog: {without}."
+
+
+def _status(plan: Plan, shape: ModelShape) -> str:
+    if missing_cost_model(plan, shape):
+        return "refused"
+    return "priced" if missing_architecture(shape) or missing_execution(plan, shape) else "executed"
+
+
+def described_models() -> str:
+    """Models that are described by the keys of their config.json: parameters, layers with a cache or a state, KV."""
+    rows = []
+    for shape in list_models():
+        if not shape.groups:
+            continue
+        kv_bytes = sum(2 * count * attention.cached_elements for attention, count in shape.attentions)
+        state_bytes = sum(count * state.elements * state.bytes_per_element for state, count in shape.states)
+        rows.append((
+            shape.name, f"{shape.parameters / GIGA:.4g}", f"{shape.active_parameters / GIGA:.3g}",
+            f"{shape.kv_layers} of {shape.layers}", f"{kv_bytes / KIB:.4g}", f"{state_bytes / KIB**2:.4g}",
+        ))  # fmt: skip
+    headers = (
+        "model",
+        "parameters, 10^9",
+        "by token",
+        "layers with a cache",
+        "KV, KiB a token",
+        "state, MiB a sequence",
+    )
+    return table(headers, rows)
