@@ -362,7 +362,7 @@ def _attention_cost(attention: Attention, terms: PassTerms, reads: Term) -> Cost
         rope_dim = attention.score_dim - attention.value_dim
         return ops.latent_attention(*query_sizes, attention.value_dim, rope_dim, attention.head_dim, kv)
     # Keys and values of unequal width cost what those of their mean width do.
-    head_dim = attention.head_dim
+    head_dim: Term = attention.head_dim
     if attention.v_head_dim not in (None, head_dim):
         head_dim = (head_dim + attention.output_head_dim) / 2
     return ops.attention(*query_sizes, attention.kv_heads, head_dim, kv)

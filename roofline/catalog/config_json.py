@@ -326,7 +326,7 @@ def _attention(config: Config, family: Family, sliding: bool, later: bool) -> At
     sizes: Fields = {"q_heads": heads, "window_tokens": _whole(config, "sliding_window") if sliding else None}
     if config.get("kv_lora_rank"):
         rope, nope = _whole(config, "qk_rope_head_dim"), _whole(config, "qk_nope_head_dim")
-        latent = {
+        latent: Fields = {
             "kv_heads": kv_heads,
             "head_dim": rope + nope,
             "latent_rank": _whole(config, "kv_lora_rank"),
@@ -490,8 +490,8 @@ def _flat_fields(config: _Keys, family: Family, layers: Sequence[_Layer]) -> Fie
         names = ("latent_rank", "q_lora_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")
         fields |= {name: getattr(primary, name) for name in names}
     if routed:
-        names = ("experts", "experts_per_token", "expert_intermediate")
-        fields |= {name: getattr(routed, name) for name in names}
+        sizes = ("experts", "experts_per_token", "expert_intermediate")
+        fields |= {name: getattr(routed, name) for name in sizes}
         fields |= {"shared_experts_intermediate": routed.shared_intermediate, "dense_layers": len(dense)}
     return fields
 

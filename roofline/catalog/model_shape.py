@@ -420,7 +420,8 @@ class ModelShape(Checked):
     @property
     def mixer_params(self) -> int:
         """Elements of the projection matrices of all layers' attention and states."""
-        return sum(count * mixer.params(self.hidden) for mixer, count in (*self.projections, *self.states))
+        mixers: tuple[tuple[Attention | State, int], ...] = (*self.projections, *self.states)
+        return sum(count * mixer.params(self.hidden) for mixer, count in mixers)
 
     @property
     def dense_params(self) -> int:

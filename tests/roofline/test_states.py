@@ -7,7 +7,7 @@ import pytest
 from ridgeplan.planner.queries.gamma import best_gamma
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.engine import engine_memory, page_tokens
+from ridgeplan.roofline.engine import EngineReserve, engine_memory, page_tokens
 from ridgeplan.roofline.memory import full_kv, index_memory, state_memory
 from ridgeplan.roofline.passes import PassTerms, decode_pass, prefill_pass
 
@@ -36,7 +36,7 @@ def test_a_plain_step_reads_and_writes_each_state_once():
 
 @pytest.mark.parametrize(("queries", "states"), [(2, 1 + 2), (3, 3), (8, 3)])
 def test_a_verification_keeps_snapshots_or_replays_whichever_moves_less(queries, states):
-    """Two tokens move 3 states by snapshots; of more, the accepted ones are replayed, which moves 3 and their inputs."""
+    """Two tokens move 3 states by snapshots; more are replayed, which moves 3 states and the inputs."""
     replayed = queries * INPUTS * (queries > 2)
     outputs = queries * 48 * 128 * 2
     assert updates(queries).bytes == states * STATE + queries * INPUTS + 2 * replayed + outputs
@@ -53,8 +53,6 @@ def test_states_take_memory_that_does_not_grow_with_the_context():
 
 def test_an_engine_keeps_each_state_in_a_page_of_the_cache(h200_profile):
     """A layer caches 4 KiB a token; a state of 3 MiB and its convolution need pages of 784 tokens."""
-    from ridgeplan.roofline.engine import EngineReserve
-
     tokens = page_tokens(QWEN, 16)
     assert tokens == 784 and tokens * 4096 >= STATE + CHANNELS * 3 * 2 > (tokens - 16) * 4096
     memory = engine_memory(QWEN, EngineReserve(batched_tokens=1, other_bytes=0), 1, 1000, 16, 16)
