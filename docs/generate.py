@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import acceptance_tables
+import accuracy_tables
 import cli_tables
 import mechanism_tables
 import model_tables
@@ -316,6 +317,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         breakdown,
         kernels,
         kernel_targets,
+        accuracy_tables.accuracy,
         acceptance_tables.acceptance_errors,
         acceptance_tables.decode_acceptance,
         cli_tables.exit_codes,

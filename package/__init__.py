@@ -5,4 +5,4 @@
 Not here: anything but the version. The six folders beside this one are installed as its packages.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

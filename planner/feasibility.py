@@ -130,7 +130,7 @@ def infeasible(question: Question) -> NothingFits:
     fixes = [*on_device(question), *_more_host_memory(question)]
     texts = [fix.text for fix in fixes]
     if not any("gpu" in fix.changes for fix in fixes):
-        texts.append("no GPU of the catalog")
+        texts.append("a GPU with more memory than any in the catalog")
     return NothingFits(f"{needs}; allowed: {', or '.join(texts)}", fixes)
 
 

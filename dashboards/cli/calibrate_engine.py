@@ -45,7 +45,9 @@ def calibrate_engine(
         raise click.UsageError(f"--kv-cache-dtype is {kv_cache_dtype!r}; allowed: {', '.join(DTYPES)}")
     name = gpu or detect_hardware()
     if name is None:
-        raise click.UsageError("this machine has no GPU of the catalog; allowed: --gpu with the engine's")
+        raise click.UsageError(
+            "this machine's GPU is not in the catalog; allowed: --gpu with the name of the engine's GPU"
+        )
     shape, hardware, target = load_shape(model), load_hardware(name), output or user_engine_path(engine)
     require_lockable(target)
     if target.exists():

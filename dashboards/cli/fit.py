@@ -99,7 +99,7 @@ def _on_all_gpus(
     gpus = fit_gpus(model, contexts[0], batches[0], preset=preset, options=options)
     print_answer([gpu.to_dict() for gpu in gpus], as_json, lambda: _print_gpus(model, batches[0], contexts[0], gpus))
     if not any(gpu.fits for gpu in gpus):
-        raise NothingFits(f"no GPU of the catalog fits {model}, {contexts[0]} tokens x {batches[0]}{_hint(options)}")
+        raise NothingFits(f"no GPU in the catalog fits {model}, {contexts[0]} tokens x {batches[0]}{_hint(options)}")
 
 
 def _print_gpus(model: str, batch: int, context_tokens: int, gpus: Sequence[GpuFit]) -> None:

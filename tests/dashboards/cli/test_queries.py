@@ -144,7 +144,7 @@ def test_fit_names_the_smallest_gpu_of_the_catalog(invoke: Any) -> None:
     for row in answer:
         assert row["fits"] == (row["batch"]["batch"] >= 4) == (row["context"]["context"] == 131_072)
     nowhere = invoke("fit", "Llama-3.1-70B", "--ctx", "128k", "--batch", 64)
-    assert (nowhere.exit_code, "no GPU of the catalog fits" in nowhere.stderr) == (3, True)
+    assert (nowhere.exit_code, "no GPU in the catalog fits" in nowhere.stderr) == (3, True)
     assert invoke("fit", "Llama-3.1-70B", "rtx4090").exit_code == 3
     assert invoke("fit", "Llama-3.1-70B", "h200", "--ctx", "8k").exit_code == 0
 
