@@ -292,6 +292,8 @@ def _notes(
     plan: Plan, predicted: Prediction, fits_device: bool, question: Question, as_stored: Question
 ) -> Iterator[str]:
     """Caveats of the recommended plan, of its engine, and of the question."""
+    if question.shape.note:
+        yield question.shape.note
     if fits_device and predicted.offloaded_layers:
         yield f"{on_host_text(predicted, question.host_limit_bytes)}; plans without offloading are slower"
     if question.engine is not None:
@@ -299,7 +301,8 @@ def _notes(
         yield question.engine.formats_text(plan)
     else:
         yield from one_by_one_notes(predicted, question.workload.batch)
-    yield from (note for note in as_stored.notes() if question.engine is None or note not in question.engine.notes())
+    stated = (question.shape.note, *(question.engine.notes() if question.engine else ()))
+    yield from (note for note in as_stored.notes() if note not in stated)
     yield from as_stored.limit_notes()
 
 

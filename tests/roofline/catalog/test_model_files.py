@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ridgeplan.planner import recommend
 from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, UnknownModel, WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
 
@@ -325,6 +326,15 @@ def test_gemmas_layers_by_type_and_by_pattern(tmp_path: Path) -> None:
     for changes, windows in cases:
         (tmp_path / "config.json").write_text(json.dumps({**GEMMA, "text_config": {**text, **changes}}))
         assert load_shape(str(tmp_path)).window_layers == windows
+
+
+def test_an_unknown_family_is_read_by_its_keys_with_a_note_in_every_answer(tmp_path: Path) -> None:
+    write_config(tmp_path, model_type="odd", hidden_act="silu", router_aux_loss_coef=0.1, attn_pdrop=0.1)
+    shape = load_shape(str(tmp_path))
+    assert shape.parameters == small_shape().parameters
+    assert shape.note == f"{tmp_path.name} was read by its fields; not checked against this architecture ('odd')"
+    for backend in ("any", "vllm"):
+        assert recommend(shape, "h200", 256, new_tokens=64, backend=backend).notes[0] == shape.note
 
 
 def test_phi_4_is_a_llama_with_its_matrices_joined(tmp_path: Path) -> None:
