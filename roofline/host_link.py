@@ -78,7 +78,7 @@ class HostLink:
         batch = self.strategy.batch
         token_bytes = self.host.token_bytes / batch
         missed_bytes = chosen * (1 - self.strategy.offload.overlap) * token_bytes
-        run = minimum(run_tokens, chosen)
+        run = maximum(minimum(run_tokens, chosen), 1)  # short texts choose none
         full_bytes = self.shape.head_dim * self.machine.element_bytes
         head_bytes = where(self.strategy.loads_codes, token_row_bytes(self.shape.head_dim), full_bytes)
         pieces = missed_bytes / (2 * run * head_bytes)

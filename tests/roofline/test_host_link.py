@@ -179,6 +179,12 @@ def test_recent_tokens_count_inside_the_budget_and_are_not_loaded(name, loaded, 
     assert held.target_loaded(100) == 0
 
 
+def test_texts_of_recent_tokens_alone_load_nothing(ideal):
+    link = HostLink(SHAPE, ideal, strategy("specontext", ideal), HostLayers(20, TOKEN_BYTES))
+    assert link.load_seconds(100, 0, 1) == (0, 0)
+    assert link.target_seconds(100, 0.032, 0.0, 0.0) == pytest.approx(0.032, rel=0.01)
+
+
 def test_drafts_load_as_many_tokens_as_they_read(ideal):
     """At 1024 tokens a tenth would be 102; the floor is 256, of which the slots miss a tenth in each layer."""
     plan = preset("magicdec-quest", Workload("Llama-3.1-8B", "h200", 65536))
