@@ -21,6 +21,7 @@ Kept = TypeVar("Kept")
 AGREEMENT = 0.1  # largest relative distance of two readings that agree
 QUICK_AGREEMENT = 0.5  # of a quick calibration, whose bands widen by what is beyond AGREEMENT
 MAX_READINGS, QUICK_READINGS = 6, 12
+SHORTEST_LAUNCH_S = 1e-8  # that any call takes
 HIGHEST_COMPUTE = 2.0  # of the FLOP/s of a large matmul; more than that, the matmul was slowed by other programs
 
 
@@ -113,12 +114,13 @@ class NoiseCheck:
 
 
 def require_plausible(profile: Profile) -> None:
-    """Raises NoisyMachine, also where noise is allowed, for a class that computes far faster than a large matmul."""
+    """Raises NoisyMachine, also where noise is allowed, for a class that neither launches nor computes in real time."""
     for kind, rates in profile.classes.items():
-        if rates.compute_utilization > HIGHEST_COMPUTE:
+        if rates.compute_utilization > HIGHEST_COMPUTE and rates.launch_s < SHORTEST_LAUNCH_S:
             raise NoisyMachine(
                 f"the machine is too busy: {kind!r} seems to compute at {rates.compute_utilization:.0%} of a large "
-                f"matmul's speed; allowed: {HIGHEST_COMPUTE:.0%}; try again once other programs have ended"
+                f"matmul's speed, launched in {1e6 * rates.launch_s:.2g} us; "
+                f"allowed: {HIGHEST_COMPUTE:.0%}; try again once other programs have ended"
             )
 
 
