@@ -49,7 +49,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def naming_file(title: str, path: Path, error: type[ValueError]) -> Iterator[None]:
+def naming_file(title: str, path: str | os.PathLike[str], error: type[ValueError]) -> Iterator[None]:
     """Raises `error`, which names the file, for an OSError or a ValueError of the body. title: what the file is."""
     try:
         yield

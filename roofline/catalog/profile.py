@@ -200,7 +200,7 @@ class Profile(Checked):
 
 def load_profile(path: str | Path) -> Profile:
     """A profile from a file. Raises ProfileError naming the file."""
-    with naming_file("profile", Path(path), ProfileError):
+    with naming_file("profile", path, ProfileError):
         return Profile.from_json(read_document(Path(path)))
 
 
