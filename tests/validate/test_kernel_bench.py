@@ -154,9 +154,9 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         ("gated_int8", kernel_linear, "linear_quantized"),
         ("gated_dense", kernel_linear, "linear_dense"),
         ("quantize", kernel_quantize, "dequantize"),
-        ("norm", kernel_fused, "add_rms_norm"),
-        ("rope", kernel_fused, "rope_append"),
-        ("swiglu", kernel_fused, "swiglu"),
+        ("norm", kernel_fused.layer, "add_rms_norm"),
+        ("rope", kernel_fused.layer, "rope_append"),
+        ("swiglu", kernel_fused.layer, "swiglu"),
         ("sparse_attention", kernel_sparse, "sparse_decode_attention"),
         ("progressive", kernel_sparse, "progressive_attention"),
     ],
@@ -170,7 +170,7 @@ def test_a_wrong_kernel_shows(
 
 
 def test_a_choice_of_other_tokens_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kernel_sparse.two_bit_top_k
+    right = kernel_sparse.selection.two_bit_top_k
 
     def wrong(*args: Any, backend: str, **sizes: int) -> tuple[Tensor, Tensor]:
         """The neighbor of each token, unless the reference is asked for."""
@@ -179,7 +179,7 @@ def test_a_choice_of_other_tokens_shows(bench: Bench, monkeypatch: pytest.Monkey
 
     cases = list(cases_of(bench, TINY, ["two_bit"]))
     assert all(0 <= case.call.error() < 1e-3 for case in cases)
-    monkeypatch.setattr(kernel_sparse, "two_bit_top_k", wrong)
+    monkeypatch.setattr(kernel_sparse.selection, "two_bit_top_k", wrong)
     assert all(case.call.error() > 0.1 for case in cases)
 
 

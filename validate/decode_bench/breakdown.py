@@ -109,7 +109,7 @@ STAMP = "_record_timestamp_kernel"
 # Regular expressions for the names of kernels by class: this package's, and cuBLAS's.
 KERNELS = {
     "attention": r"attend|progressive|index_list|_(sparse_)?attention_kernel|merge|_merge_kernel",
-    SELECTION: r"_(scores|two_bit|page_scores|histogram|count|write)_kernel|two_bit_(scan|choose)",
+    SELECTION: r"_(head_logits|(head_|page_)?scores|two_bit|histogram|count|write)_kernel|two_bit_(scan|choose)",
     LINEAR: r"linear|_(product|sum)_kernel|_copy_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
     "norm": r"_add_rms_norm_kernel",
     "rope + append": r"_rope_append_kernel|_tables_kernel",
