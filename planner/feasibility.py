@@ -145,11 +145,11 @@ def smallest_gpu(question: Question, plans: Sequence[Plan], min_bytes: float = 0
     Its memory is about as fast as that of the question's GPU, and no CPU shares it unless one does there.
     min_bytes: the least memory that it may have.
     """
-    own = question.profile.hardware
+    current_hardware = question.profile.hardware
 
     def replaces(hardware: Hardware) -> bool:
-        as_fast = hardware.bandwidth_bytes_per_s >= MIN_BANDWIDTH_SHARE * own.bandwidth_bytes_per_s
-        return as_fast and hardware.unified_memory <= own.unified_memory
+        as_fast = hardware.bandwidth_bytes_per_s >= MIN_BANDWIDTH_SHARE * current_hardware.bandwidth_bytes_per_s
+        return as_fast and hardware.unified_memory <= current_hardware.unified_memory
 
     @cache
     def capacity(element_bytes: int) -> Capacity:

@@ -55,9 +55,9 @@ def before_stop(pieces: Iterable[str], stop: Sequence[str]) -> Iterator[str]:
     held = ""
     for piece in pieces:
         held += piece
-        found = [place for word in stop if (place := held.find(word)) >= 0]
-        if found:
-            yield held[: min(found)]
+        stops = [place for word in stop if (place := held.find(word)) >= 0]
+        if stops:
+            yield held[: min(stops)]
             return
         ready = len(held) - max((_begun(held, word) for word in stop), default=0)
         yield held[:ready]

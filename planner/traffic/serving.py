@@ -273,8 +273,10 @@ class _Study:
         """Raises NothingFits where a request that is alone on a GPU misses a limit."""
         sample = requests.selected(slice(0, 1000))
         spaced = replace(sample, arrival_s=np.arange(len(sample)) * 1e6)
-        alone = _latencies(spaced, simulate(spaced, self.server))
-        for name, seconds, limit in zip(("TTFT", "TPOT"), alone, (self.limits.ttft_s, self.limits.tpot_s), strict=True):
+        latencies = _latencies(spaced, simulate(spaced, self.server))
+        for name, seconds, limit in zip(
+            ("TTFT", "TPOT"), latencies, (self.limits.ttft_s, self.limits.tpot_s), strict=True
+        ):
             reached = float(np.percentile(seconds, 99)) if len(seconds) else 0.0
             if limit is not None and reached > limit:
                 raise NothingFits(

@@ -102,8 +102,8 @@ class _Replica:
         self.cached: list[int] = requests.cached_tokens.tolist()
         self.cache = PrefixCache(requests.hash_ids, requests.hash_tokens) if requests.hash_ids else None
         self.first_s, self.finish_s = [math.nan] * count, [math.nan] * count
-        # Of each request: tokens emitted, of the KV cache its own, its end in rounds, and where it began to decode.
-        self.emitted, self.own = [0] * count, [0.0] * count
+        # Of each request: tokens emitted, KV tokens held alone, its end in rounds, and where it began to decode.
+        self.emitted, self.private_kv = [0] * count, [0.0] * count
         self.end_round, self.start_round = [-1] * count, [0] * count
         self.start_context, self.tokens_per_round = [0] * count, [0.0] * count
         self.arrived = 0  # requests that left the queue of arrivals
@@ -186,15 +186,15 @@ class _Replica:
 
     def _admit(self, index: int, target: int) -> bool:
         """Takes the KV cache for `target` tokens, or returns False where they do not fit."""
-        room, own, held = self.server.kv_tokens - self.kv - self.growth, target + self.server.sequence_tokens, 0
+        room, private, held = self.server.kv_tokens - self.kv - self.growth, target + self.server.sequence_tokens, 0
         if self.cache is not None:
             self.cached[index], held = self.cache.match(index, target)
-        if own - held > room:
+        if private - held > room:
             return False
-        taken = own - held
+        taken = private - held
         if self.cache is not None:
-            own -= self.cache.acquire(index, self.server.kv_tokens - self.kv - taken)
-        self.own[index] = own
+            private -= self.cache.acquire(index, self.server.kv_tokens - self.kv - taken)
+        self.private_kv[index] = private
         self.kv += taken
         self.admitted[index] = None
         return True
@@ -202,7 +202,7 @@ class _Replica:
     def _release(self, index: int, grown: float) -> None:
         """Returns the KV cache of a sequence that has emitted `grown` tokens while it decoded."""
         del self.admitted[index]
-        self.kv -= self.own[index] + grown
+        self.kv -= self.private_kv[index] + grown
         if self.cache is not None:
             self.kv -= self.cache.release(index)
         if not self.admitted:

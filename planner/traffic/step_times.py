@@ -218,6 +218,6 @@ class Replica:
         passes = round_rates(shape, machine, strategy, rates)
         rounds = np.asarray(round_at(shape, machine, strategy, passes, contexts.ravel()).total_s, dtype=float)
         rounds = np.vstack([np.zeros(CONTEXT_CELLS + 1), rounds.reshape(batches.shape)])
-        alone = self._strategy.with_terms(batch=1, context=self._contexts())
-        prompt_s = np.asarray(prefill_seconds(shape, machine, alone, rates.target.linear), dtype=float)
+        one_prompt = self._strategy.with_terms(batch=1, context=self._contexts())
+        prompt_s = np.asarray(prefill_seconds(shape, machine, one_prompt, rates.target.linear), dtype=float)
         return RuntimeSteps(_grid(rounds, self.context_cell), _grid(prompt_s[None], self.context_cell))
