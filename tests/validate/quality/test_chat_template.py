@@ -64,10 +64,6 @@ def test_the_embedded_models_frame_is_its_own() -> None:
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s of CPU time"),
         ('{{ "a" * 3000000000 }}', "more than 1 GiB of memory"),
-        (
-            "{% set x = namespace(s='a' * 1000) %}{% for i in range(40) %}{% set x.s = x.s ~ x.s %}{% endfor %}",
-            "memory",
-        ),
         ("{{ 'a' * 100000 }}{{ messages[0].content }}", "it makes 1000"),
         ("{{ raise_exception('only\nsystems') }}", "TemplateError: only systems"),
         ("{% if %}", "TemplateSyntaxError"),
@@ -89,6 +85,13 @@ def test_what_cannot_be_used_is_refused_with_one_line_in_bounded_time(template: 
     assert message.startswith("the model's chat template cannot be used: ") and reason in message
     assert message.endswith("; allowed: --tasks none") and "\n" not in message and len(message) < 400
     assert time.perf_counter() - started < chat_template.WALL_S + 10
+
+
+def test_a_template_that_fills_the_memory_step_by_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CPU_S", 60)  # writing a gibibyte takes some machines more than a second
+    doubled = "{% set x = namespace(s='a' * 1000) %}{% for i in range(40) %}{% set x.s = x.s ~ x.s %}{% endfor %}"
+    with pytest.raises(ChatTemplateError, match="memory"):
+        chat_frame(tokenizer_with(doubled))
 
 
 LONG = "{% if messages[0].content | length > 200 %}X{% endif %}{{ messages[0].content }}"  # longer than both probes
