@@ -221,6 +221,26 @@ class State(Checked):
         )
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How a router's logits choose experts and weigh them.
+
+    Scores are a softmax over all experts, or each expert's sigmoid. The `per_token` highest are chosen; a bias by
+    expert, where a model has one, counts in the choice only. With `groups`, experts of the `kept_groups` best groups
+    alone may be chosen, a group being as good as the sum of its `group_members` best experts (DeepSeek-V3, section
+    2.1.2; V2, section 2.2.2: of the best one). normalized: weights are divided by their sum, at least `min_sum`.
+    """
+
+    per_token: int
+    sigmoid: bool = False
+    normalized: bool = True
+    groups: int = 1
+    kept_groups: int = 1
+    group_members: int = 2
+    scale: float = 1.0
+    min_sum: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class MLP(Checked):
     """A dense MLP, or routed experts with those that every token uses (shared ones, or a dense MLP beside them)."""

@@ -136,6 +136,40 @@ def gptq_round(bounded: bool) -> dict[str, Any]:
     return job("linear.triton", "_round_kernel", types, constants, {"num_warps": 4})
 
 
+def routed_experts(bits: int, gated: bool, config_name: str) -> dict[str, Any]:
+    from ridgeplan.kernels.experts import triton as kernels
+
+    config = getattr(kernels, config_name)
+    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("weight", "lower"), "*i32")
+    types |= {"weight": "*bf16"} if bits == 16 else {}
+    types |= dict.fromkeys(("block_experts", "block_pairs"), "*i32")
+    types |= dict.fromkeys(("pairs", "inputs", "tiles_per_expert"), "i32")
+    types |= dict.fromkeys(("alpha", "limit", "offset"), "fp32")
+    constants = {"PER_ROW": 8 if gated else 1, "GATED": gated, "GROUP": 0 if bits == 16 else 128, "CHUNK": 64}
+    constants |= {"TILES": config.tiles, "ROWS": 16 if config_name == "FEW_ROWS" else 64}
+    constants |= {} if bits == 8 else {"lower": None}
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return job("experts.triton", "_experts_kernel", types, constants, options)
+
+
+def routing_jobs() -> dict[str, dict[str, Any]]:
+    """The choice of experts, blocks of pairs by expert, the weighted sum of experts, and products."""
+    route = {"logits": "*fp32", "bias": "*fp32", "chosen": "*i64", "weights": "*fp32", "experts": "i32"}
+    route |= {"scale": "fp32", "min_sum": "fp32"}
+    chosen = {"PER_TOKEN": 8, "SLOTS": 8, "EXPERTS": 256, "SIGMOID": True, "NORMALIZED": True}
+    blocks = {"ids": "*i64", "block_experts": "*i32", "block_pairs": "*i32", "pairs": "i32", "experts": "i32"}
+    summed = {**dict.fromkeys(("parts", "addend", "out"), "*bf16"), "weights": "*fp32", "width": "i32"}
+    jobs = {
+        "route": job("experts.triton", "_route_kernel", route, chosen, {"num_warps": 1}),
+        "blocks": job(
+            "experts.triton", "_blocks_kernel", blocks, {"EXPERTS": 128, "ROWS": 16, "STEP": 64}, {"num_warps": 4}
+        ),
+        "expert sum": job("experts.triton", "_sum_kernel", summed, {"PER_ROW": 8, "BLOCK": 512}, {"num_warps": 4}),
+    }
+    variants = [(16, True, "FEW_ROWS"), (4, True, "FEW_ROWS"), (8, False, "MANY_ROWS")]
+    return jobs | {f"int{bits} experts {name}": routed_experts(bits, gated, name) for bits, gated, name in variants}
+
+
 def job(
     module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]
 ) -> dict[str, Any]:
@@ -167,7 +201,7 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
         f"int{bits} linear {name}": quantized_product(bits, element, name)
         for bits, element, name in products + (more_products if every else [])
     }
-    jobs |= {"split sum": split_sum()}
+    jobs |= {"split sum": split_sum(), **routing_jobs()}
     jobs |= {f"int{bits} weight copy": dense_copy(bits) for bits in (4, 8)}
     return jobs | {"gptq round": gptq_round(False), "bounded gptq round": gptq_round(True)}
 

@@ -1,0 +1,320 @@
+"""Triton kernels of routed experts: routing, blocks of pairs by expert, and both products with what follows them."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ridgeplan.kernels.device.triton_helpers import INTERPRETED
+from ridgeplan.kernels.experts import BLOCK_ROWS, Activation, Blocks, ExpertWeight, expert_sizes, max_blocks
+from ridgeplan.kernels.linear.triton import _plane_product
+from ridgeplan.kernels.linear.weights import CHUNK
+from ridgeplan.roofline.catalog.layers import Routing
+from ridgeplan.roofline.execution import TILE_OUTPUTS
+
+COUNTED_PAIRS = 64  # pairs that a program compares at once
+SUM_BLOCK = 512  # outputs of a program that sums experts
+
+
+@dataclass(frozen=True)
+class ProductConfig:
+    """Launch parameters of a product: output tiles of 16 and inputs of a step per program. Not tuned on a GPU yet."""
+
+    tiles: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+FEW_ROWS = ProductConfig(tiles=2, chunk=64, warps=2, stages=4)
+MANY_ROWS = ProductConfig(tiles=4, chunk=64, warps=4, stages=3)
+
+
+@triton.jit
+def _route_kernel(
+    logits,  # [rows, experts]
+    bias,  # [experts] or None
+    chosen,  # out: int64 [rows, PER_TOKEN]
+    weights,  # out: float32 [rows, PER_TOKEN]
+    experts,
+    scale,
+    min_sum,
+    PER_TOKEN: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+):
+    row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
+    inside = expert < experts
+    logit = tl.load(logits + row * experts + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        score = tl.sigmoid(logit)
+    else:
+        exponential = tl.exp(logit - tl.max(logit, 0))
+        score = exponential / tl.sum(exponential, 0)
+    choice = score
+    if bias is not None:
+        choice += tl.load(bias + expert, mask=inside, other=0.0)
+    choice = tl.where(inside, choice, float("-inf"))
+    slot = tl.arange(0, SLOTS)
+    ids, kept = tl.zeros((SLOTS,), tl.int64), tl.zeros((SLOTS,), tl.float32)
+    for i in range(PER_TOKEN):
+        best = tl.argmax(choice, 0)
+        ids = tl.where(slot == i, best.to(tl.int64), ids)
+        kept = tl.where(slot == i, tl.sum(tl.where(expert == best, score, 0.0), 0), kept)
+        choice = tl.where(expert == best, float("-inf"), choice)
+    if NORMALIZED:
+        kept = kept / tl.maximum(tl.sum(kept, 0), min_sum)
+    at = row * PER_TOKEN + slot
+    tl.store(chosen + at, ids, mask=slot < PER_TOKEN)
+    tl.store(weights + at, kept * scale, mask=slot < PER_TOKEN)
+
+
+def route_triton(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `ridgeplan.kernels.experts.route`."""
+    rows, experts = logits.shape
+    chosen = torch.empty(rows, routing.per_token, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(rows, routing.per_token, dtype=torch.float32, device=logits.device)
+    _route_kernel[(rows,)](
+        logits.contiguous(),
+        bias,
+        chosen,
+        weights,
+        experts,
+        routing.scale,
+        routing.min_sum,
+        PER_TOKEN=routing.per_token,
+        SLOTS=triton.next_power_of_2(routing.per_token),
+        EXPERTS=triton.next_power_of_2(experts),
+        SIGMOID=routing.sigmoid,
+        NORMALIZED=routing.normalized,
+        num_warps=1 if experts <= 256 else 4,
+    )
+    return chosen, weights
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _blocks_kernel(
+    ids,  # int64 [pairs]
+    block_experts,  # out: int32 [blocks]
+    block_pairs,  # out: int32 [blocks, ROWS]
+    pairs,
+    experts,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """One block: every program counts all pairs by expert, finds the block's expert, and gathers its pairs."""
+    block, expert = tl.program_id(0), tl.arange(0, EXPERTS)
+    hits = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, pairs, STEP):
+        pair = start + tl.arange(0, STEP)
+        id = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
+        hits += tl.sum((id[:, None] == expert[None, :]).to(tl.int32), 0)
+    blocks = (hits + ROWS - 1) // ROWS
+    ends = tl.cumsum(blocks, 0)
+    current = tl.sum(((ends <= block) & (expert < experts)).to(tl.int32), 0)
+    is_current = expert == current
+    count = tl.sum(tl.where(is_current, hits, 0), 0)
+    first = ROWS * (block - tl.sum(tl.where(is_current, ends - blocks, 0), 0))
+    tl.store(block_experts + block, tl.where(current < experts, current, -1))
+    slot = tl.arange(0, ROWS)
+    tl.store(block_pairs + block * ROWS + slot, tl.zeros_like(slot) + pairs, mask=slot >= count - first)
+    earlier = tl.zeros((), tl.int32)
+    for start in range(0, pairs, STEP):
+        pair = start + tl.arange(0, STEP)
+        id = tl.load(ids + pair, mask=pair < pairs, other=-1).to(tl.int32)
+        match = ((id == current) & (pair < pairs)).to(tl.int32)
+        place = earlier + tl.cumsum(match, 0) - 1 - first
+        tl.store(block_pairs + block * ROWS + place, pair, mask=(match > 0) & (place >= 0) & (place < ROWS))
+        earlier += tl.sum(match, 0)
+
+
+def expert_blocks_triton(experts: Tensor, count: int, rows: int) -> Blocks:
+    """See `ridgeplan.kernels.experts.expert_blocks`."""
+    pairs = experts.numel()
+    blocks = max_blocks(pairs, count, rows)
+    block_experts = torch.empty(blocks, dtype=torch.int32, device=experts.device)
+    block_pairs = torch.empty(blocks, rows, dtype=torch.int32, device=experts.device)
+    _blocks_kernel[(blocks,)](
+        experts.contiguous(),
+        block_experts,
+        block_pairs,
+        pairs,
+        count,
+        EXPERTS=triton.next_power_of_2(count),
+        ROWS=rows,
+        STEP=COUNTED_PAIRS,
+        num_warps=4,
+    )
+    return Blocks(block_experts, block_pairs)
+
+
+@triton.jit
+def _tile_product(
+    x, sums, weight, lower, tiles, step, inputs, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
+):
+    """x [ROWS, CHUNK] times a chunk of output tiles, of a dense weight (GROUP 0) or of one or two planes of codes."""
+    if GROUP == 0:
+        output = tl.reshape(tiles[:, None] * 16 + tl.arange(0, 16)[None, :], (16 * TILES,))
+        columns = step * CHUNK + tl.arange(0, CHUNK)
+        dense = tl.load(
+            weight + output[:, None] * inputs + columns[None, :], mask=(columns < inputs)[None, :], other=0.0
+        )
+        if INTERPRETED:
+            dense = dense.to(tl.float32)
+        product = tl.dot(x, tl.trans(dense), input_precision="ieee")
+    else:
+        tile_words = inputs // GROUP * (2 * GROUP + 16)
+        product = _plane_product(x, sums, weight, tiles, step, tile_words, GROUP, CHUNK, TILES)
+        if lower is not None:
+            product += _plane_product(x, sums, lower, tiles, step, tile_words, GROUP, CHUNK, TILES)
+    return product
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _experts_kernel(
+    x,  # [rows of x, inputs]: of pair p the row p // PER_ROW
+    weight,  # dense [experts, outputs, inputs], or int32 tiles of codes of all experts
+    lower,  # the second plane of 8-bit weights, or None
+    bias,  # [experts, outputs] or None
+    out,  # [pairs, outputs], or [pairs, outputs / 2] if GATED
+    block_experts,  # int32 [blocks]
+    block_pairs,  # int32 [blocks, ROWS]
+    pairs,
+    inputs,
+    tiles_per_expert,
+    alpha,
+    limit,
+    offset,
+    PER_ROW: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A block of pairs times TILES output tiles of its expert; if GATED, also times those of up, and the activation."""
+    block = tl.program_id(1)
+    expert = tl.load(block_experts + block).to(tl.int64)
+    if expert >= 0:
+        pair = tl.load(block_pairs + block * ROWS + tl.arange(0, ROWS))
+        valid = pair < pairs
+        row = (pair // PER_ROW).to(tl.int64)
+        out_tiles = tiles_per_expert // 2 if GATED else tiles_per_expert
+        tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+        tiles = expert * tiles_per_expert + tl.minimum(tile, out_tiles - 1)
+        acc, up = tl.zeros((ROWS, 16 * TILES), tl.float32), tl.zeros((ROWS, 16 * TILES), tl.float32)
+        for step in range(0, tl.cdiv(inputs, CHUNK)):
+            columns = step * CHUNK + tl.arange(0, CHUNK)
+            inside = valid[:, None] & (columns < inputs)[None, :]
+            x_tile = tl.load(x + row[:, None] * inputs + columns[None, :], mask=inside, other=0.0)
+            if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584)
+                x_tile = x_tile.to(tl.float32)
+            sums = tl.sum(x_tile.to(tl.float32), 1)
+            acc += _tile_product(x_tile, sums, weight, lower, tiles, step, inputs, GROUP, CHUNK, TILES)
+            if GATED:
+                above = tiles + out_tiles
+                up += _tile_product(x_tile, sums, weight, lower, above, step, inputs, GROUP, CHUNK, TILES)
+        output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
+        outputs = 16 * out_tiles
+        if bias is not None:
+            at = bias + expert * tiles_per_expert * 16 + output
+            acc += tl.load(at, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(at + outputs, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc, up = tl.minimum(acc, limit), tl.minimum(tl.maximum(up, -limit), limit)
+            acc = acc * tl.sigmoid(alpha * acc) * (up + offset)
+        place = out + pair[:, None].to(tl.int64) * outputs + output[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=valid[:, None] & (output < outputs)[None, :])
+
+
+@triton.jit
+def _sum_kernel(parts, weights, addend, out, width, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """The weighted sum of a row's parts [PER_ROW, width], and the addend."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    acc = tl.zeros((BLOCK,), tl.float32)
+    if addend is not None:
+        acc += tl.load(addend + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    for i in range(PER_ROW):
+        weight = tl.load(weights + row * PER_ROW + i)
+        acc += weight * tl.load(parts + (row * PER_ROW + i) * width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def routed_mlp_triton(
+    x: Tensor,
+    weights: Tensor,
+    blocks: Blocks,
+    stacks: tuple[ExpertWeight, ExpertWeight],
+    biases: tuple[Tensor | None, Tensor | None],
+    count: int,
+    activation: Activation,
+    addend: Tensor | None,
+) -> Tensor:
+    """See `ridgeplan.kernels.experts.routed_mlp`; stacks and biases: of gate and up, and of down."""
+    (rows, per_token), x = weights.shape, x.contiguous()
+    pairs = rows * per_token
+    gated = _product(x, blocks, stacks[0], biases[0], count, pairs, activation)
+    parts = _product(gated, blocks, stacks[1], biases[1], count, pairs, None)
+    out = torch.empty_like(x)
+    grid = (rows, triton.cdiv(x.shape[1], SUM_BLOCK))
+    _sum_kernel[grid](
+        parts,
+        weights.contiguous(),
+        None if addend is None else addend.contiguous(),
+        out,
+        x.shape[1],
+        PER_ROW=per_token,
+        BLOCK=SUM_BLOCK,
+        num_warps=4,
+    )
+    return out
+
+
+def _product(
+    x: Tensor,
+    blocks: Blocks,
+    weight: ExpertWeight,
+    bias: Tensor | None,
+    count: int,
+    pairs: int,
+    activation: Activation | None,
+) -> Tensor:
+    """The products of all pairs; with an activation, those of gate and up. Raises ValueError for odd widths."""
+    outputs, inputs = expert_sizes(weight, count)
+    gated, rows = activation is not None, blocks.pairs.shape[1]
+    if outputs % (32 if gated else 16):
+        raise ValueError(f"experts have {outputs} outputs; allowed on a GPU: multiples of {32 if gated else 16}")
+    dense = isinstance(weight, Tensor)
+    planes = [weight.contiguous()] if dense else [plane.packed.view(torch.int32) for plane in weight.planes]
+    config = FEW_ROWS if rows == BLOCK_ROWS else MANY_ROWS
+    width = outputs // 2 if gated else outputs
+    out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(width, TILE_OUTPUTS * config.tiles), len(blocks.experts))
+    _experts_kernel[grid](
+        x,
+        planes[0],
+        planes[1] if len(planes) > 1 else None,
+        bias,
+        out,
+        *blocks,
+        pairs,
+        inputs,
+        outputs // TILE_OUTPUTS,
+        *(activation or Activation()),
+        PER_ROW=pairs // len(x),
+        GATED=gated,
+        GROUP=0 if dense else weight.group,
+        CHUNK=config.chunk if dense else min(weight.group, CHUNK),
+        TILES=config.tiles,
+        ROWS=rows,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return out
