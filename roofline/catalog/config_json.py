@@ -30,7 +30,7 @@ from ridgeplan.roofline.catalog.families import (
     Family,
 )
 from ridgeplan.roofline.catalog.files import read_document
-from ridgeplan.roofline.catalog.layers import DELTA_RULE, MAMBA2, MLP, Attention, LayerGroup, State
+from ridgeplan.roofline.catalog.layers import DELTA_RULE, MAMBA2, MLP, Attention, LayerGroup, Routing, State
 from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, BadModelFile, ModelShape, UnknownModel
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.catalog.weight_formats import weight_bits_of_config
@@ -439,6 +439,24 @@ def _routed_mlp(config: Config, family: Family) -> MLP:
         shared_intermediate=shared,
         expert_hidden=_whole(config, "moe_latent_size", 0) or None,
     )
+
+
+def routing_of(config: Config) -> Routing | None:
+    """How the model's routers choose experts; None without experts. Raises ValueError naming a bad key."""
+    keys, family = _family_keys(config)
+    if not _first(keys, EXPERTS, 0):
+        return None
+    grouped = keys.get("topk_method") != "greedy"
+    groups = _whole(keys, "n_group", 1) if grouped else 1
+    fields = {
+        "per_token": _first(keys, EXPERTS_PER_TOKEN),
+        "normalized": bool(_flag(keys, "norm_topk_prob", True)),
+        "groups": groups,
+        "kept_groups": _whole(keys, "topk_group", groups) if grouped else 1,
+        "scale": float(keys.get("routed_scaling_factor") or 1.0),
+        "min_sum": float(keys.get("moe_norm_min") or 0.0),
+    }
+    return Routing(**fields | family.routing)
 
 
 def _groups(layers: Sequence[_Layer]) -> tuple[LayerGroup, ...]:

@@ -17,7 +17,8 @@ class Family:
     head's queries and keys; None: by the key `use_qk_norm`. wide_qk_norm: of all heads together. sliding: which layers
     have the window, where `layer_types` is missing: "all", "even", "pattern" (all but every n-th), "last"
     (`max_window_layers` on), "none". output_gate: attention's output is gated. full_every: every n-th layer has full
-    attention, the others a state. traits: of `model_shape.TRAITS`."""
+    attention, the others a state. routing: fields of `layers.Routing` beside those that keys give. traits: of
+    `model_shape.TRAITS`."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attention_bias: bool | None = None
@@ -28,6 +29,7 @@ class Family:
     sliding: str = "none"
     output_gate: bool = False
     full_every: int = 0
+    routing: Mapping[str, Any] = field(default_factory=dict)
     traits: tuple[str, ...] = ()
 
 
@@ -45,8 +47,9 @@ _GEMMA4 = {
     "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window_pattern": 6,
 }  # fmt: skip
 _GEMMA_TRAITS = ("scaled embeddings", "rope by layer type", "other norms", "other activation")
-_DEEPSEEK = Family(traits=("scaled experts",))
-_INDEXED = Family({"index_topk": 2048}, traits=("sparse indexer", "scaled experts"))
+_SIGMOID = {"sigmoid": True, "min_sum": 1e-20}
+_DEEPSEEK = Family(routing=_SIGMOID, traits=("scaled experts",))
+_INDEXED = Family({"index_topk": 2048}, routing=_SIGMOID, traits=("sparse indexer", "scaled experts"))
 _GRANITE = Family(traits=("scaled embeddings",))
 _SLIDING_BY_FOUR = {"sliding_window_pattern": 4}
 
@@ -62,16 +65,17 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID,
     "gpt_oss": Family({"attention_bias": True}, sliding="even", traits=("attention sinks", "other activation")),
-    "deepseek_v2": Family(),
-    "deepseek_v3": Family(),
+    "deepseek_v2": Family(routing={"normalized": False, "group_members": 1}),
+    "deepseek_v3": Family(routing=_SIGMOID),
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": _INDEXED,
     "glm4_moe_lite": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
     "kimi_linear": _DEEPSEEK,
-    "glm4_moe": Family(qk_norm=None, traits=("partial rotary", "scaled experts")),
+    "glm4_moe": Family(qk_norm=None, routing=_SIGMOID, traits=("partial rotary", "scaled experts")),
     "minimax_m2": Family(
-        attention_bias=False, qk_norm=True, wide_qk_norm=True, traits=("partial rotary", "scaled experts")
+        attention_bias=False, qk_norm=True, wide_qk_norm=True, routing={"sigmoid": True},
+        traits=("partial rotary", "scaled experts"),
     ),
     "nemotron_h": Family(gated_mlp=False, traits=("other activation", "scaled experts")),
     "phi3": Family(attention_bias=False),
@@ -82,6 +86,7 @@ FAMILIES: dict[str, Family] = {
         traits=("parallel blocks", "scaled embeddings", "rope by layer type", "other norms"),
     ),
     "ernie4_5": Family(attention_bias=False),
+    "ernie4_5_moe": Family(attention_bias=False),
     "internlm3": Family(),
     "solar_open": _DEEPSEEK,
     "gemma2": Family(

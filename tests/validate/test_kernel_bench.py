@@ -26,6 +26,7 @@ from ridgeplan.validate.kernel_bench import (
 )
 from ridgeplan.validate.kernel_calls import attention as kernel_attention
 from ridgeplan.validate.kernel_calls import case as kernel_peers
+from ridgeplan.validate.kernel_calls import experts as kernel_experts
 from ridgeplan.validate.kernel_calls import kv_cache as kernel_quantize
 from ridgeplan.validate.kernel_calls import layer as kernel_fused
 from ridgeplan.validate.kernel_calls import linear as kernel_linear
@@ -83,6 +84,7 @@ SPARSE = {"two_bit", "page_scores", "top_k", "sparse_attention", "progressive", 
 ROTATED = (
     LINEAR
     | SPARSE
+    | {"experts_int4", "experts_int8", "experts_dense"}  # other experts at every call
     | {"attention", "ragged", "verification", "quantize", "flush", "rejection_sample", "draw", "take_slots"}
 )
 
@@ -153,6 +155,8 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         ("gated_int4", kernel_linear, "linear_quantized"),
         ("gated_int8", kernel_linear, "linear_quantized"),
         ("gated_dense", kernel_linear, "linear_dense"),
+        ("experts_int4", kernel_experts, "routed_mlp"),
+        ("experts_dense", kernel_experts, "routed_mlp"),
         ("quantize", kernel_quantize, "dequantize"),
         ("norm", kernel_fused.layer, "add_rms_norm"),
         ("rope", kernel_fused.layer, "rope_append"),

@@ -72,6 +72,18 @@ class LinearSize:
 
 
 @dataclass(frozen=True)
+class ExpertSize:
+    """A layer's routed experts. speedups: (rows, target over the peer): torch's grouped products of 16-bit weights, or
+    a loop over the experts hit."""
+
+    experts: int
+    per_token: int
+    hidden: int
+    intermediate: int
+    speedups: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class QuantizeSize:
     """Quantization of one layer of a prompt into both planes."""
 
@@ -159,6 +171,7 @@ SIZES: Mapping[str, Any] = {
     "ragged": RaggedSize,
     "verification": VerificationSize,
     **{f"{kind}_{weights}": LinearSize for kind in ("linear", "gated") for weights in ("int4", "int8", "dense")},
+    **{f"experts_{weights}": ExpertSize for weights in ("int4", "int8", "dense")},
     "quantize": QuantizeSize,
     "flush": FlushSize,
     **dict.fromkeys(("norm", "rope", "swiglu"), LayerSize),

@@ -1,0 +1,139 @@
+"""Calls of routed experts' products for few rows, with 4-bit, 8-bit and 16-bit weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ridgeplan.kernels.experts import (
+    ExpertWeight,
+    expert_of,
+    route,
+    routed_mlp,
+    routed_mlp_cost,
+    routed_mlp_reference,
+)
+from ridgeplan.kernels.layer import swiglu
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.roofline.catalog.layers import Routing
+from ridgeplan.validate.kernel_calls.case import BenchCase, SpeedUp, fresh, relative_error
+from ridgeplan.validate.kernel_calls.sizes import GROUP, ExpertSize
+from ridgeplan.validate.timing import Bench, KernelCall
+
+GROUPED, LOOP = "torch grouped_mm", "loop over experts"
+ROUTINGS = 16  # different choices of experts that calls rotate over
+STEP = 0.01  # size of a code's step, so that weights are about as large as a model's
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedExperts:
+    """Both weights of a layer's experts, and rows with several choices of experts, so that other experts are hit.
+
+    gate_up, down: as `routed_mlp` takes them. x: [rows, hidden]; chosen, weights: [ROUTINGS, rows, per_token].
+    """
+
+    size: ExpertSize
+    gate_up: ExpertWeight
+    down: ExpertWeight
+    x: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+    @classmethod
+    def draw(cls, bench: Bench, bits: int, size: ExpertSize, rows: int) -> RoutedExperts:
+        """Random experts in a format, and uniform routing."""
+        experts, sizes = size.experts, ((2 * size.intermediate, size.hidden), (size.hidden, size.intermediate))
+        gate_up, down = (_weight(bench, bits, experts, *each) for each in sizes)
+        logits = torch.randn(ROUTINGS * rows, experts, device=bench.device)
+        chosen, weights = route(logits, Routing(per_token=size.per_token))
+        pairs = (each.unflatten(0, (ROUTINGS, rows)) for each in (chosen, weights))
+        return cls(size, gate_up, down, fresh(bench, rows, size.hidden), *pairs)
+
+    def call(self) -> KernelCall:
+        """The experts' products, with grouped products and a loop over experts as peers."""
+        size, rows = self.size, len(self.x)
+        params = 3 * size.hidden * size.intermediate
+        cost = routed_mlp_cost(self.x, size.per_token, size.experts, params, self.weight_bytes / size.experts / params)
+        name = f"{rows} x {size.hidden}, {size.per_token} of {size.experts} x {size.intermediate}"
+        peers = {LOOP: self.loop} | ({GROUPED: self.grouped} if isinstance(self.gate_up, Tensor) else {})
+        return KernelCall(
+            "grouped_linear", name, cost, self.run, ROUTINGS, rows, size.intermediate, size.hidden, self.error, peers
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Storage of both weights."""
+        return sum(each.nbytes if isinstance(each, Tensor) else each.bytes for each in (self.gate_up, self.down))
+
+    def run(self, i: int) -> Tensor:
+        """The products of choice `i`."""
+        return routed_mlp(self.x, self.chosen[i], self.weights[i], self.gate_up, self.down, self.size.experts)
+
+    def error(self) -> float:
+        """Against the reference in float32."""
+        routed = self.x.float(), self.chosen[0], self.weights[0], self.gate_up, self.down, self.size.experts
+        return relative_error(self.run(0), routed_mlp_reference(*routed))
+
+    @cache  # noqa: B019 - the object lives as long as its call
+    def _hit(self, i: int) -> list[int]:
+        return self.chosen[i].unique().tolist()
+
+    def loop(self, i: int) -> Tensor:
+        """A library's products, expert by expert; which are hit is known to the host, and codes are decoded."""
+        out = torch.zeros_like(self.x)
+        for expert in self._hit(i):
+            match = self.chosen[i] == expert
+            weight = (match * self.weights[i]).sum(1, keepdim=True).to(out.dtype)
+            gate_up, down = (self._dense(each, expert) for each in (self.gate_up, self.down))
+            out += weight * functional.linear(swiglu(functional.linear(self.x, gate_up)), down)
+        return out
+
+    def _dense(self, weight: ExpertWeight, expert: int) -> Tensor:
+        if isinstance(weight, Tensor):
+            return weight[expert]
+        return expert_of(weight, expert, self.size.experts).dequantize(self.x.dtype)
+
+    def grouped(self, i: int) -> Tensor:
+        """torch's grouped products of rows in the order of their experts."""
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor)
+        ids, per_token = self.chosen[i].flatten(), self.size.per_token
+        order = ids.argsort()
+        hits = torch.zeros(self.size.experts, dtype=torch.int32, device=ids.device)
+        ends = hits.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+        rows = order // per_token
+        hidden = swiglu(functional.grouped_mm(self.x[rows], self.gate_up.mT, offs=ends))
+        parts = functional.grouped_mm(hidden, self.down.mT, offs=ends) * self.weights[i].flatten()[order, None]
+        return torch.zeros_like(self.x).index_add_(0, rows, parts.to(self.x.dtype))
+
+
+def _weight(bench: Bench, bits: int, experts: int, outputs: int, inputs: int) -> ExpertWeight:
+    """Random experts; codes of one expert, packed once, are repeated, as packing is slow."""
+    if bits == 16:
+        return STEP * fresh(bench, experts, outputs, inputs)
+    levels = 1 << bits
+    codes = torch.randint(levels, (outputs, inputs), dtype=torch.int32, device=bench.device)
+    group = min(GROUP, inputs)
+    scale, zero = STEP * 16 / levels * fresh(bench, 2, outputs, inputs // group)
+    packed = (Int4Weight if bits == 4 else Int8Weight).pack(codes, scale, zero)
+    stacks = [
+        Int4Weight(plane.packed.repeat(experts, 1, 1), plane.group, inputs, experts * outputs)
+        for plane in packed.planes
+    ]
+    return stacks[0] if bits == 4 else Int8Weight(*stacks)
+
+
+def _experts_cases(kernel: str, bits: int, bench: Bench, sizes: Iterable[ExpertSize]) -> Iterator[BenchCase]:
+    for size in sizes:
+        for rows, speedup in size.speedups:
+            call = RoutedExperts.draw(bench, bits, size, rows).call()
+            yield BenchCase(kernel, call, SpeedUp(speedup), GROUPED if bits == 16 else LOOP)
+
+
+experts_dense_cases = partial(_experts_cases, "experts_dense", 16)
+experts_int8_cases = partial(_experts_cases, "experts_int8", 8)
+experts_int4_cases = partial(_experts_cases, "experts_int4", 4)
