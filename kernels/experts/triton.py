@@ -208,7 +208,7 @@ def _experts_kernel(
         tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
         tiles = expert * tiles_per_expert + tl.minimum(tile, out_tiles - 1)
         acc, up = tl.zeros((ROWS, 16 * TILES), tl.float32), tl.zeros((ROWS, 16 * TILES), tl.float32)
-        for step in range(0, tl.cdiv(inputs, CHUNK)):
+        for step in range(tl.cdiv(inputs, CHUNK)):
             columns = step * CHUNK + tl.arange(0, CHUNK)
             inside = valid[:, None] & (columns < inputs)[None, :]
             x_tile = tl.load(x + row[:, None] * inputs + columns[None, :], mask=inside, other=0.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import uses_gpu_kernel
-from ridgeplan.kernels.experts import SWIGLU, Activation, expert_of, expert_sizes, route, routed_mlp
+from ridgeplan.kernels.experts import SWIGLU, Activation, expert_of, route, routed_mlp
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline.catalog.layers import Routing
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, Linear
@@ -137,21 +137,23 @@ class RoutedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         chosen, weights = self.route(rows)
-        shared = self._shared(rows)
-        if isinstance(self.gate_up, StackedExperts) and isinstance(self.down, StackedExperts):
-            if uses_gpu_kernel("auto", rows):
-                out = routed_mlp(
-                    rows, chosen, weights, self.gate_up.weight, self.down.weight, len(self.router),
-                    gate_up_bias=self.gate_up.bias, down_bias=self.down.bias, activation=self.activation, addend=shared,
-                )  # fmt: skip
-                return out.view(x.shape)
-        out = torch.zeros_like(rows) if shared is None else shared
+        return self.weighted_sum(rows, chosen, weights, self._shared(rows)).view(x.shape)
+
+    def weighted_sum(self, rows: Tensor, chosen: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
+        """The experts `chosen` for rows [rows, hidden] by their `weights` [rows, per_token], and `addend`."""
+        gate_up, down = self.gate_up, self.down
+        if uses_gpu_kernel("auto", rows) and isinstance(gate_up, StackedExperts) and isinstance(down, StackedExperts):
+            return routed_mlp(
+                rows, chosen, weights, gate_up.weight, down.weight, len(self.router), gate_up_bias=gate_up.bias,
+                down_bias=down.bias, activation=self.activation, addend=addend,
+            )  # fmt: skip
+        out = torch.zeros_like(rows) if addend is None else addend
         # A CPU, where reading which experts are hit costs nothing, or a fit, which records each expert's inputs.
         for expert in chosen.unique().tolist():
             row, place = (chosen == expert).nonzero(as_tuple=True)
             update = self._expert(expert, rows[row]) * weights[row, place, None]
             out.index_add_(0, row, update.to(out.dtype))
-        return out.view(x.shape)
+        return out
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and weights [rows, per_token] of rows [rows, hidden], by logits in float32."""

@@ -110,7 +110,7 @@ STAMP = "_record_timestamp_kernel"
 KERNELS = {
     "attention": r"attend|progressive|index_list|_(sparse_)?attention_kernel|merge|_merge_kernel",
     SELECTION: r"_(head_logits|(head_|page_)?scores|two_bit|histogram|count|write)_kernel|two_bit_(scan|choose)",
-    LINEAR: r"linear|_(product|sum|route|blocks|experts)_kernel|_copy_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
+    LINEAR: r"linear|_(product|sum|copy|route|blocks|experts)_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
     "norm": r"_add_rms_norm_kernel",
     "rope + append": r"_rope_append_kernel|_tables_kernel",
     "swiglu": r"_swiglu_kernel",
