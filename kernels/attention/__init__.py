@@ -11,7 +11,7 @@ from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.attention.reference import decode_attention_reference
 from ridgeplan.kernels.attention.scores import ScoreRequest, collect_scores_reference
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import PageTable, QuantizedKV
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
@@ -31,6 +31,7 @@ def decode_attention(
     scale: float | None = None,
     splits: int | None = None,
     scores: ScoreRequest | None = None,
+    pages: PageTable | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Attention of a few queries per row -> [B, T, Hq, D] in q's dtype; rows without visible tokens give zeros.
@@ -40,6 +41,8 @@ def decode_attention(
     query's own token. codes with groups (int32 [B]): every query also sees the row's first groups[b] quantized groups,
     as INT8 when `lower`, else as INT4. scale: softmax scale, by default D ** -0.5. splits: number of splits of a row's
     tokens on CUDA, by default enough to fill the GPU. scores: where to leave the earlier tokens' scores, if anywhere.
+    pages: of a paged cache, the page of each group of a row and the row's place in keys and values, which then have
+    any number of rows; not with scores.
 
     Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the kernel may start before
     earlier kernels of the stream have ended, if those allow it (see `ridgeplan.kernels.device.cuda`). It waits for
@@ -47,9 +50,11 @@ def decode_attention(
     latter must not let the next kernel start early, and at least one other kernel should run in between.
 
     Raises ValueError when heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is set for codes
-    that hold the upper plane only, or the scores' tensors do not fit.
+    that hold the upper plane only, the scores' tensors do not fit, or scores are requested of a paged cache.
     """
-    inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, lower, scale)
+    inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, lower, scale, pages)
+    if scores is not None and pages is not None:
+        raise ValueError("scores: allowed without pages")
     if scores is not None:
         tokens = keys.shape[2] if codes is None else codes.groups * codes.group
         scores.require(q.shape[0], q.shape[1], q.shape[2], keys.shape[1], tokens)

@@ -28,6 +28,7 @@ from ridgeplan.kernels.device.cuda import (
     program,
 )
 from ridgeplan.kernels.kv_cache.cuda import GROUP, HEAD_DIMS, QuantizedPlanes
+from ridgeplan.kernels.kv_cache.layout import PageTable
 
 CTAS_PER_SM = {8: 3, 16: 3, 24: 3, 32: 2, 64: 2}  # resident at once, by query rows
 MIN_CTAS_PER_SM = 3
@@ -52,6 +53,7 @@ class AttentionVariant:
     """What a compiled kernel is specialized for.
 
     bits: 0 without codes. rows: query rows, a key of CTAS_PER_SM. scores: left of each token, see csrc/scores.cuh.
+    paged: whether a table has the pages of groups, `PageTable`.
     """
 
     head_dim: int
@@ -59,6 +61,7 @@ class AttentionVariant:
     bf16: bool
     rows: int
     scores: int = 0
+    paged: bool = False
 
     @property
     def ctas_per_sm(self) -> int:
@@ -106,6 +109,7 @@ class AttentionVariant:
             STAGES=stages,
             DENSE_TILE=self.dense_tile,
             SCORES=self.scores,
+            PAGED=self.paged,
             MERGE_PARTS=merge_parts,
         )
 
@@ -174,7 +178,21 @@ def merge_parts(ctas: int, kv_rows: int) -> int:
 SOURCES = {"attend": "attention/csrc/attention.cu", "merge": "attention/csrc/merge.cu"}  # of the kernels
 MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one CTA
 THREADS = 128
-TENSORS = ("q", "keys", "values", "begin", "end", "groups", "partial", "lse", "row_ctas", "out", "arrivals")
+TENSORS = (
+    "q",
+    "keys",
+    "values",
+    "begin",
+    "end",
+    "groups",
+    "partial",
+    "lse",
+    "row_ctas",
+    "out",
+    "arrivals",
+    "pages",
+    "buffers",
+)
 SCORE_TENSORS = ("scores", "score_lse")
 SIZES = ("batch", "kv_heads", "q_heads_per_kv", "queries", "capacity", "group_capacity")
 SCORE_SIZES = ("score_queries", "score_capacity", "score_step")
@@ -195,7 +213,7 @@ class AttentionParams(KernelParams):
         ("value_codes", QuantizedPlanes),
         *((name, ctypes.c_int) for name in (*SIZES, *STRIDES, "fuse_reduction")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int) for name in SCORE_SIZES),
+        *((name, ctypes.c_int) for name in (*SCORE_SIZES, "page_stride")),
     )
 
 
@@ -230,6 +248,7 @@ class AttentionKernel:
             **{name: None if length is None else length.contiguous() for name, length in lengths.items()},
             **outputs,
             **_score_fields(scores, queries),
+            **_page_fields(inputs.pages),
             key_codes=QuantizedPlanes.of(inputs.key_planes),
             value_codes=QuantizedPlanes.of(inputs.value_planes),
             **dict(zip(SIZES, sizes, strict=True)),
@@ -288,7 +307,8 @@ def find_attention_kernel(inputs: AttentionInputs, scores: ScoreRequest | None =
         summed = BY_QUERY
     else:
         summed = 0 if scores is None else SUMMED[scores.what]
-    variant = AttentionVariant(q.shape[3], inputs.bits, q.dtype == torch.bfloat16, padded_rows, summed)
+    paged = inputs.pages is not None
+    variant = AttentionVariant(q.shape[3], inputs.bits, q.dtype == torch.bfloat16, padded_rows, summed, paged)
     return _compiled(variant, q.device)
 
 
@@ -310,6 +330,12 @@ def _compiled(variant: AttentionVariant, device: torch.device) -> AttentionKerne
     if attend is None or None in merges.values():
         return None
     return AttentionKernel(attend, merges, occupancy, torch.zeros(MAX_FUSED_KV_ROWS, dtype=torch.int32, device=device))
+
+
+def _page_fields(table: PageTable | None) -> dict[str, Tensor | int | None]:
+    if table is None:
+        return {"pages": None, "buffers": None, "page_stride": 0}
+    return {"pages": table.pages, "buffers": table.buffers, "page_stride": table.pages.stride(0)}
 
 
 def _score_fields(request: ScoreRequest | None, queries: int) -> dict[str, Tensor | int | None]:

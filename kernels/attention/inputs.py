@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache import require_lower, require_rows
-from ridgeplan.kernels.kv_cache.layout import NO_PLANES, Planes, QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import NO_PLANES, PageTable, Planes, QuantizedKV
 from ridgeplan.kernels.kv_cache.token_rows import TokenRows
 
 
@@ -17,7 +17,8 @@ class AttentionInputs:
     """The tensors of one call, as `decode_attention` describes them. Raises ValueError where they disagree.
 
     q: [B, T, Hq, D]. keys, values: [B, Hkv, C, D]. begin, end: int32 [B]. codes, groups: both or neither; groups is
-    int32 [B]. lower: whether codes are read as INT8, not as INT4. softmax_scale: None stands for D ** -0.5.
+    int32 [B]. lower: whether codes are read as INT8, not as INT4. softmax_scale: None stands for D ** -0.5. pages: where
+    the sequences of a paged cache lie; then keys and values have any number of rows, and codes a row per page.
     """
 
     q: Tensor
@@ -29,23 +30,30 @@ class AttentionInputs:
     groups: Tensor | None = None
     lower: bool = False
     softmax_scale: float | None = None
+    pages: PageTable | None = None
 
     def __post_init__(self) -> None:
         q, keys, codes = self.q, self.keys, self.codes
         batch, _, q_heads, head_dim = q.shape
         if self.values.shape != keys.shape:
             raise ValueError(f"keys {list(keys.shape)} and values {list(self.values.shape)} must have one shape")
-        if (keys.shape[0], keys.shape[3]) != (batch, head_dim):
+        paged = self.pages is not None
+        if keys.shape[3] != head_dim or not (paged or keys.shape[0] == batch):
             raise ValueError(f"q {list(q.shape)} and keys {list(keys.shape)} disagree in batch or head_dim")
         if q_heads % self.kv_heads:
             raise ValueError(f"{q_heads} query heads are not a multiple of {self.kv_heads} KV heads")
         if (codes is None) != (self.groups is None):
             raise ValueError("codes and groups: give both or neither")
-        if codes is not None and (codes.batch, codes.kv_heads, codes.head_dim) != (batch, self.kv_heads, head_dim):
+        rows = batch if codes is None or paged else codes.batch
+        if codes is not None and (rows, codes.kv_heads, codes.head_dim) != (batch, self.kv_heads, head_dim):
             raise ValueError(
                 f"codes of batch {codes.batch}, {codes.kv_heads} KV heads and head_dim {codes.head_dim} "
                 f"do not fit q {list(q.shape)} and keys {list(keys.shape)}"
             )
+        if self.pages is not None:
+            if not isinstance(codes, QuantizedKV) or codes.groups != 1:
+                raise ValueError("pages: allowed with codes that have one group per row")
+            require_rows(batch, torch.int32, **{"the table's buffers": self.pages.buffers})
         require_rows(batch, torch.int32, begin=self.begin, end=self.end, groups=self.groups)
         if codes is not None:
             require_lower(codes, self.lower)
@@ -68,7 +76,9 @@ class AttentionInputs:
 
     @property
     def group_capacity(self) -> int:
-        """Quantized groups of a row; 0 without codes."""
+        """Quantized groups of a row, or of a sequence in pages; 0 without codes."""
+        if self.pages is not None:
+            return self.pages.pages.shape[1]
         return 0 if self.codes is None else self.codes.groups
 
     @property

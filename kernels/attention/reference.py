@@ -15,7 +15,7 @@ from ridgeplan.kernels.kv_cache.reference import affine, unpack
 
 def decode_attention_reference(inputs: AttentionInputs) -> Tensor:
     """See `ridgeplan.kernels.attention.decode_attention`; one batch row at a time, in float32."""
-    q, keys, codes, ratio = inputs.q, inputs.keys, inputs.text_codes, inputs.ratio
+    q, keys, codes, ratio, pages = inputs.q, inputs.keys, inputs.text_codes, inputs.ratio, inputs.pages
     batch, queries, _, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -26,9 +26,13 @@ def decode_attention_reference(inputs: AttentionInputs) -> Tensor:
         rows = (q[b].float() * inputs.scale).view(queries, kv_heads, ratio, head_dim).permute(1, 2, 0, 3)
         rows = rows.reshape(kv_heads, ratio * queries, head_dim)
         span = slice(starts[b], max(starts[b], min(ends[b] + queries - 1, capacity)))
-        scores = _full_scores(rows, keys[b, :, span], ends[b] - starts[b], queries)
-        quantized = _QuantizedRow(codes, b, visible[b], inputs.lower) if codes is not None and visible[b] else None
-        result = _attend(rows, scores, inputs.values[b, :, span].float(), quantized)
+        buffer = b if pages is None else int(pages.buffers[b])
+        scores = _full_scores(rows, keys[buffer, :, span], ends[b] - starts[b], queries)
+        quantized = None
+        if codes is not None and visible[b]:
+            row = codes.rows(slice(b, b + 1)) if pages is None else codes.gathered(pages.pages[b, : visible[b]])
+            quantized = _QuantizedRow(row, visible[b], inputs.lower)
+        result = _attend(rows, scores, inputs.values[buffer, :, span].float(), quantized)
         out[b] = result.view(kv_heads, ratio, queries, head_dim).permute(2, 0, 1, 3).reshape(q.shape[1:])
     return out
 
@@ -62,10 +66,10 @@ def _attend(rows: Tensor, scores: Tensor, values: Tensor, quantized: "_Quantized
 
 
 class _QuantizedRow:
-    """The first `groups` quantized groups of a batch row: products of all heads' rows with keys and values."""
+    """The first `groups` quantized groups of codes of one row: products of all heads' rows with keys and values."""
 
-    def __init__(self, codes: QuantizedKV, row: int, groups: int, lower: bool) -> None:
-        self.codes, self.lower, self.at = codes, lower, (row, slice(None), slice(groups))
+    def __init__(self, codes: QuantizedKV, groups: int, lower: bool) -> None:
+        self.codes, self.lower, self.at = codes, lower, (0, slice(None), slice(groups))
 
     def key_scores(self, rows: Tensor) -> Tensor:
         """rows [Hkv, R, D] -> scores [Hkv, R, groups * G]."""

@@ -191,7 +191,7 @@ def _split_range(blocks, split, splits):
 
 
 # Arguments that change within a generation (cache sizes, splits, the scores' width) must not trigger recompilation.
-DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "score_rows", "width"]
+DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "score_rows", "width", "page_stride"]
 
 
 def _attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,6 +217,8 @@ def _attention_kernel(
     key_strides, value_strides,  # of batch, head and slot
     scores, score_lse,  # `ScoreRequest`: float32 [batch, kv_heads, score_rows, width] and [batch, q_heads], or None
     score_rows, width,
+    pages,  # `PageTable`: int32 [batch, group_capacity] in rows of `page_stride`, and int32 [batch]; or None
+    buffers, page_stride,
     key_planes, value_planes,  # `QuantizedKV.key_planes`, or four times None
     QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SUMMED: tl.constexpr, STEP: tl.constexpr,
@@ -249,12 +251,15 @@ def _attention_kernel(
     q += batch * q_batch_stride
     row = query * q_query_stride + head * q_head_stride
     if BITS > 0:
-        at = row[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
-        q_first = tl.load(q + at, mask=valid[:, None], other=0.0).to(tl.float32)
-        q_second = tl.load(q + at + HEAD_DIM // 2, mask=valid[:, None], other=0.0).to(tl.float32)
+        half = row[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
+        q_first = tl.load(q + half, mask=valid[:, None], other=0.0).to(tl.float32)
+        q_second = tl.load(q + half + HEAD_DIM // 2, mask=valid[:, None], other=0.0).to(tl.float32)
         for group in range(start, tl.minimum(stop, visible)):
+            at = flat * group_capacity + group
+            if pages is not None:
+                at = tl.load(pages + batch * page_stride + group).to(tl.int64) * KV_HEADS + kv_head
             row_max, row_sum, acc, scores0, scores1 = quantized_block(
-                row_max, row_sum, acc, q_first, q_second, flat * group_capacity + group, scale,
+                row_max, row_sum, acc, q_first, q_second, at, scale,
                 key_planes, value_planes, GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
             )  # fmt: skip
             tokens = flat * score_rows * width + group * GROUP + tl.arange(0, GROUP // 2)
@@ -262,8 +267,11 @@ def _attention_kernel(
             store_sums(scores, tokens, seen, scores0, counts, earlier, query, width, SUMMED, EACH)
             store_sums(scores, tokens + GROUP // 2, seen, scores1, counts, earlier, query, width, SUMMED, EACH)
     q_tile = tl.load(q + row[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=valid[:, None], other=0.0)
-    keys += batch * key_batch_stride + kv_head * key_head_stride
-    values += batch * value_batch_stride + kv_head * value_head_stride
+    buffer = batch
+    if pages is not None:
+        buffer = tl.load(buffers + batch).to(tl.int64)
+    keys += buffer * key_batch_stride + kv_head * key_head_stride
+    values += buffer * value_batch_stride + kv_head * value_head_stride
     for block in range(tl.maximum(start, visible), stop):
         slots = first + (block - visible) * BLOCK + tl.arange(0, BLOCK)
         row_max, row_sum, acc, logits = full_block(
@@ -277,8 +285,8 @@ def _attention_kernel(
 
     divisor = tl.where(row_sum > 0, row_sum, 1.0)
     tl.store(lse + result, (row_max + tl.log2(divisor)) * LN_2, mask=valid)
-    at = result[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(partial + at, acc / divisor[:, None], mask=valid[:, None])
+    to = result[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(partial + to, acc / divisor[:, None], mask=valid[:, None])
 
 
 @cache
@@ -293,7 +301,7 @@ def decode_attention_triton(inputs: AttentionInputs, splits: int | None, scores:
     Raises ValueError for a head_dim or group that Triton's tiles cannot hold (powers of two from 32 on), or
     channels that are not contiguous.
     """
-    q, keys, codes, groups = inputs.q, inputs.keys, inputs.codes, inputs.groups
+    q, keys, codes, groups, pages = inputs.q, inputs.keys, inputs.codes, inputs.groups, inputs.pages
     batch, queries, q_heads, head_dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
     group = codes.group if codes is not None else head_dim
@@ -318,6 +326,9 @@ def decode_attention_triton(inputs: AttentionInputs, splits: int | None, scores:
         inputs.group_capacity,
         splits,
         *(tensor.stride()[:3] for tensor in (q, keys, inputs.values)),
+        pages=None if pages is None else pages.pages,
+        buffers=None if pages is None else pages.buffers,
+        page_stride=0 if pages is None else pages.pages.stride(0),
         key_planes=inputs.key_planes,
         value_planes=inputs.value_planes,
         QUERIES=queries,

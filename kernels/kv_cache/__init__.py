@@ -39,17 +39,42 @@ def quantize(
     _check(keys, values, out, whole_groups=first_slot is None)
     require_rows(out.batch, torch.int32, group_index=group_index, first_slot=first_slot)
     require_rows(out.batch, torch.bool, mask=mask)
-    target = GroupWrite(out, group_index, mask, first_slot)
+    _write(keys, values, GroupWrite(out, group_index, mask, first_slot), backend)
+
+
+def _write(keys: Tensor, values: Tensor, target: GroupWrite, backend: Backend) -> None:
     if not uses_gpu_kernel(backend, keys):
         quantize_reference(keys, values, target)
         return
-    kernel = find_quantize_kernel(keys, values, out) if backend == "auto" else None
+    kernel = find_quantize_kernel(keys, values, target.out) if backend == "auto" else None
     if kernel is not None:
         kernel.run(keys, values, target)
         return
     from ridgeplan.kernels.kv_cache.triton import quantize_triton
 
     quantize_triton(keys, values, target)
+
+
+def quantize_to_pages(
+    keys: Tensor, values: Tensor, out: QuantizedKV, pages: Tensor, *, backend: Backend = "auto"
+) -> None:
+    """Writes whole groups of tokens as codes into pages of a paged cache, each of which holds one group.
+
+    keys, values: [B, Hkv, n * G, D] as for `quantize`. out: one row of one group per page. pages: int32 [B, n] on the
+    device, the page of each group; groups with a negative one are not written.
+    Raises ValueError as `quantize` does, and for `out` with several groups per row.
+    """
+    batch, kv_heads, tokens, head_dim = keys.shape
+    if (out.groups, out.kv_heads, out.head_dim) != (1, kv_heads, head_dim) or values.shape != keys.shape:
+        raise ValueError(
+            f"keys {list(keys.shape)} and values {list(values.shape)} do not fit pages of {out.groups} groups, "
+            f"{out.kv_heads} KV heads and head_dim {out.head_dim}"
+        )
+    if pages.dtype != torch.int32 or pages.shape != (batch, tokens // out.group) or tokens % out.group:
+        raise ValueError(f"pages {pages.dtype} {list(pages.shape)} do not fit {tokens} tokens in groups of {out.group}")
+    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+        raise ValueError("keys and values need contiguous channels (stride 1 in the last dimension)")
+    _write(keys, values, GroupWrite(out, pages, paged=True), backend)
 
 
 def dequantize(

@@ -57,7 +57,7 @@ class QuantizeParams(KernelParams):
         *((name, ctypes.c_void_p) for name in ("keys", "values", "group_index", "mask", "first_slot")),
         ("key_codes", QuantizedPlanes),
         ("value_codes", QuantizedPlanes),
-        *((name, ctypes.c_int) for name in ("kv_heads", "group_capacity", *STRIDES)),
+        *((name, ctypes.c_int) for name in ("kv_heads", "group_capacity", *STRIDES, "paged")),
     )
 
 
@@ -79,8 +79,9 @@ class QuantizeKernel:
             key_codes=QuantizedPlanes.of(out.key_planes),
             value_codes=QuantizedPlanes.of(out.value_planes),
             kv_heads=kv_heads,
-            group_capacity=out.groups,
+            group_capacity=out.batch if target.paged else out.groups,
             **dict(zip(STRIDES, pack_strides(keys, values), strict=True)),
+            paged=int(target.paged),
         )
         grid = (batch * kv_heads, tokens // GROUP if target.first_slot is None else 1, 2)
         with torch.cuda.device(keys.device):

@@ -88,6 +88,13 @@ class QuantizedKV:
         views: list[Any] = [None if tensor is None else tensor[rows] for tensor in tensors]
         return QuantizedKV(*views)
 
+    def gathered(self, pages: Tensor) -> "QuantizedKV":
+        """A copy of some pages, in this order, as the groups of one row; of codes with one group per row."""
+        index = pages.long()
+        tensors = (getattr(self, field.name) for field in fields(self))
+        copies: list[Any] = [None if x is None else x[index, :, 0].transpose(0, 1)[None].contiguous() for x in tensors]
+        return QuantizedKV(*copies)
+
     @property
     def key_planes(self) -> Planes:
         """Upper and lower codes, scale and minimum of the keys."""
@@ -136,9 +143,30 @@ class QuantizedKV:
 
 
 class GroupWrite(NamedTuple):
-    """Which groups of which rows `quantize` writes; the arguments are described there."""
+    """Which groups of which rows `quantize` writes; the arguments are described there and at `quantize_to_pages`."""
 
     out: QuantizedKV
     group_index: Tensor
-    mask: Tensor | None
-    first_slot: Tensor | None
+    mask: Tensor | None = None
+    first_slot: Tensor | None = None
+    paged: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """Where sequences lie in a paged cache, whose `QuantizedKV` has a row of one group per page.
+
+    pages: int32 [B, n], the page of each group of a sequence; its rows may be strided. buffers: int32 [B], the row of
+    the full-precision store that holds the sequence's recent tokens. Raises ValueError for other dtypes or shapes.
+    """
+
+    pages: Tensor
+    buffers: Tensor
+
+    def __post_init__(self) -> None:
+        for name, tensor, dims in (("pages", self.pages, 2), ("buffers", self.buffers, 1)):
+            if tensor.dtype != torch.int32 or tensor.dim() != dims or tensor.stride(-1) != 1:
+                shape = list(tensor.shape)
+                raise ValueError(f"{name} is {tensor.dtype} {shape}; allowed: packed int32 of {dims} dimensions")
+        if len(self.pages) != len(self.buffers):
+            raise ValueError(f"pages of {len(self.pages)} sequences and buffers of {len(self.buffers)} disagree")

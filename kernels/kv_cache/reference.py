@@ -51,7 +51,11 @@ def affine(scale: Tensor, minimum: Tensor, lower: bool) -> tuple[Tensor, Tensor]
 
 def quantize_reference(keys: Tensor, values: Tensor, target: GroupWrite) -> None:
     """See `ridgeplan.kernels.kv_cache.quantize`."""
-    out, group_index, mask, first_slot = target
+    out, group_index, mask, first_slot, paged = target
+    if paged:  # a row of its own for every group that is written
+        keys, values = (x.unflatten(2, (-1, out.group)).transpose(1, 2).flatten(0, 1) for x in (keys, values))
+        group_index = group_index.flatten()
+        mask = group_index >= 0
     if mask is None:
         rows = torch.arange(keys.shape[0], device=keys.device)
     else:
@@ -63,6 +67,8 @@ def quantize_reference(keys: Tensor, values: Tensor, target: GroupWrite) -> None
         keys, values = keys.gather(2, slots), values.gather(2, slots)
     blocks = (-1, out.group)
     written = group_index.long()[rows, None] + torch.arange(keys.shape[2] // out.group, device=keys.device)
+    if paged:
+        rows, written = written[:, 0], torch.zeros_like(written)
 
     def write(plane: Tensor | None, codes: Tensor) -> None:
         if plane is not None:  # indexing with two lists puts [rows, groups] before the KV heads

@@ -105,10 +105,10 @@ def _quantize_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, 
 def _quantize_kernel(
     keys,  # [batch, kv_heads, tokens, head_dim]
     values,  # as keys
-    group_index,  # int32 [batch]
+    group_index,  # int32 [batch], or [batch, groups] if PAGED
     mask,  # bool [batch] or None
     first_slot,  # int32 [batch] or None
-    group_capacity,  # groups of a row
+    group_capacity,  # groups of a row, or pages
     key_strides,  # of batch, head and token
     value_strides,
     key_planes,  # `QuantizedKV.key_planes`
@@ -116,6 +116,7 @@ def _quantize_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    PAGED: tl.constexpr,
 ):
     key_batch_stride, key_head_stride, key_stride = key_strides
     value_batch_stride, value_head_stride, value_stride = value_strides
@@ -123,13 +124,16 @@ def _quantize_kernel(
     batch = flat // KV_HEADS
     kv_head = flat % KV_HEADS
     block = tl.program_id(1).to(tl.int64)
-    group = tl.load(group_index + batch) + block
+    if PAGED:
+        group = tl.load(group_index + batch * tl.num_programs(1) + block).to(tl.int64)
+    else:
+        group = tl.load(group_index + batch) + block
     # The group is only known on the device; one past the end must not write into the next row.
-    active = group < group_capacity
+    active = (group >= 0) & (group < group_capacity)
     if mask is not None:
         active = active & (tl.load(mask + batch) != 0)
     if active:
-        at = flat * group_capacity + group
+        at = group * KV_HEADS + kv_head if PAGED else flat * group_capacity + group
         slot = block * GROUP
         if first_slot is not None:
             slot = tl.load(first_slot + batch).to(tl.int64)
@@ -143,7 +147,7 @@ def _quantize_kernel(
 
 def quantize_triton(keys: Tensor, values: Tensor, target: GroupWrite) -> None:
     """See `ridgeplan.kernels.kv_cache.quantize`; group and head_dim must be powers of two."""
-    out, group_index, mask, first_slot = target
+    out, group_index, mask, first_slot, paged = target
     batch, kv_heads, tokens, head_dim = keys.shape
     groups = tokens // out.group if first_slot is None else 1
     _quantize_kernel[(batch * kv_heads, groups, 2)](
@@ -152,7 +156,7 @@ def quantize_triton(keys: Tensor, values: Tensor, target: GroupWrite) -> None:
         group_index.contiguous(),
         mask.contiguous() if mask is not None else None,
         first_slot.contiguous() if first_slot is not None else None,
-        out.groups,
+        out.batch if paged else out.groups,
         keys.stride()[:3],
         values.stride()[:3],
         out.key_planes,
@@ -160,6 +164,7 @@ def quantize_triton(keys: Tensor, values: Tensor, target: GroupWrite) -> None:
         KV_HEADS=kv_heads,
         GROUP=out.group,
         HEAD_DIM=head_dim,
+        PAGED=paged,
         num_warps=QUANTIZE_WARPS,
         enable_fp_fusion=False,  # a fused multiply-add would round differently from the reference
     )

@@ -29,7 +29,7 @@ def attention(
     from ridgeplan.kernels.attention.triton import CONFIGS, DEFAULT_CONFIG
 
     config = DEFAULT_CONFIG if element == "fp32" else CONFIGS[head_dim, bits]
-    sizes = ("capacity", "group_capacity", "splits", "score_rows", "width")
+    sizes = ("capacity", "group_capacity", "splits", "score_rows", "width", "page_stride")
     types = {**dict.fromkeys(("q", "keys", "values"), "*" + element), **dict.fromkeys(sizes, "i32")}
     types |= {"q_strides": ["i32"] * 3, **STRIDES, **planes(bits), **dict.fromkeys(("begin", "end", "groups"), "*i32")}
     types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32"}
@@ -52,11 +52,16 @@ def attention(
     return job("attention.triton", "_attention_kernel", types, constants, options)
 
 
+def paged_attention() -> dict[str, Any]:
+    paged = attention("bf16", 128, 8, 16)
+    return {**paged, "types": {**paged["types"], "pages": "*i32", "buffers": "*i32"}}
+
+
 def quantization(element: str, masked: bool) -> dict[str, Any]:
     types = {"keys": "*" + element, "values": "*" + element, "group_index": "*i32", "group_capacity": "i32"}
     types |= {"mask": "*i1", "first_slot": "*i32", **STRIDES, **planes(8 if masked else 4)}
     absent = [] if masked else ["mask", "first_slot"]
-    constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": 128, **dict.fromkeys(absent)}
+    constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": 128, "PAGED": not masked, **dict.fromkeys(absent)}
     return job("kv_cache.triton", "_quantize_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False})
 
 
@@ -192,6 +197,7 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
         f"attention with {scores} {bits}bit": attention("bf16", 128, bits, 32, scores)
         for bits, scores in summed[: 2 if every else 1]
     }
+    jobs["paged attention"] = paged_attention()
     jobs["attention with probabilities of each query"] = attention("bf16", 128, 4, 32, "probabilities", each=True)
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}

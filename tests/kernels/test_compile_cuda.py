@@ -109,6 +109,7 @@ def attention_kernel(
 # Bytes that are written to local memory outside the loops over tokens, by variant; the others spill nothing.
 ATTENTION_SPILLS = {(128, 8, 8): 16, (128, 8, 16): 8, (128, 4, 24): 36, (128, 8, 24): 84}
 SPILLS_BY_QUERY = {(128, 8, 24): 92}  # of scores for each query
+SPILLS_PAGED = {(128, 8, 8): 20}
 MAIN = [AttentionVariant(d, bits, True, 8) for d in (64, 128) for bits in (0, 4, 8)]
 MORE = [AttentionVariant(d, bits, True, rows) for d in (64, 128) for bits in (0, 4, 8) for rows in (16, 24, 32)]
 HALF = [AttentionVariant(64, bits, False, 8) for bits in (0, 4)]
@@ -117,7 +118,11 @@ SCORED += [AttentionVariant(128, bits, True, 32, 1) for bits in (0, 4, 8)]
 SCORED += [AttentionVariant(128, bits, True, rows, BY_QUERY) for bits in (0, 8) for rows in (24, 32)]
 
 
+PAGED = [
+    AttentionVariant(d, bits, True, rows, paged=True) for d in (64, 128) for bits in (4, 8) for rows in (8, 24, 32)
+]
 FAST = [AttentionVariant(64, 0, True, 8), AttentionVariant(128, 4, True, 8), AttentionVariant(128, 8, True, 8)]
+FAST += [AttentionVariant(128, 8, True, 8, paged=True)]
 
 
 def fast_and_slow(fast: Sequence[Any], variants: Sequence[Any]) -> list[Any]:
@@ -129,12 +134,13 @@ def fast_and_slow(fast: Sequence[Any], variants: Sequence[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("variant", fast_and_slow(FAST, MAIN + MORE + HALF + SCORED), ids=str)
+@pytest.mark.parametrize("variant", fast_and_slow(FAST, MAIN + MORE + HALF + SCORED + PAGED), ids=str)
 def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
     compiled = attention_kernel(compile_cuda, variant)
     assert compiled.warnings == []
     assert compiled.registers * attention.THREADS * variant.ctas_per_sm <= REGISTERS
     spills = ATTENTION_SPILLS | (SPILLS_BY_QUERY if variant.scores == BY_QUERY else {})
+    spills |= SPILLS_PAGED if variant.paged else {}
     assert compiled.spilled <= spills.get((variant.head_dim, variant.bits, variant.rows), 0)
     assert compiled.shared <= variant.static_bytes(Occupancy(variant, 132, H200.sm_bytes).stages)
 

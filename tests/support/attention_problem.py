@@ -8,7 +8,7 @@ from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.attention.inputs import AttentionInputs
 from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import PageTable, QuantizedKV
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Problem:
     codes: QuantizedKV | None
     groups: Tensor | None
     lower: bool
+    pages: PageTable | None = None
 
     @property
     def inputs(self) -> AttentionInputs:
@@ -33,5 +34,5 @@ class Problem:
     ) -> Tensor:
         return decode_attention(
             self.q, self.keys, self.values, self.begin, self.end, self.codes, self.groups,
-            lower=self.lower, splits=splits, scores=scores, backend=backend,
+            lower=self.lower, splits=splits, scores=scores, pages=self.pages, backend=backend,
         )  # fmt: skip

@@ -27,8 +27,9 @@ __device__ __forceinline__ const u8* warp_part(int warp, const QuantizedPlanes& 
 __device__ __forceinline__ DenseKV dense_kv(
     const AttentionParams& p, const SequenceLengths<Config>& lengths, int b, int kv_head
 ) {
-    return {{p.keys + (i64(b) * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8,
-             p.values + (i64(b) * p.value_batch_stride + i64(kv_head) * p.value_head_stride) * 8},
+    const i64 buffer = Config::PAGED ? __ldcg(p.buffers + b) : b;
+    return {{p.keys + (buffer * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8,
+             p.values + (buffer * p.value_batch_stride + i64(kv_head) * p.value_head_stride) * 8},
             {p.key_stride * 8, p.value_stride * 8}, lengths.dense_begin(b), lengths.dense_end(b)};
 }
 
@@ -89,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_S
         const int first = tile - row_begin, last = min(row_tiles, end - row_begin);
         const int num_groups = lengths.num_groups(b), dense_begin = lengths.dense_begin(b);
         const int num_rows = p.q_heads_per_kv * p.queries;
-        const i64 first_group = i64(row) * p.group_capacity;
+        const i64 first_group = Config::PAGED ? kv_head : i64(row) * p.group_capacity;
         if (threadIdx.x == 0) {
             dense = dense_kv(p, lengths, b, kv_head);
             rows.set_scores(p.scores + i64(row) * p.score_queries * p.score_capacity, p.score_capacity, p.queries);
@@ -97,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_S
         if (threadIdx.x >= Config::THREADS - Config::ROWS)
             set_query_row(rows, threadIdx.x - (Config::THREADS - Config::ROWS), p, lengths, b);
         __syncthreads();
+        if constexpr (Config::PAGED) pipeline.pages = p.pages + i64(b) * p.page_stride, pipeline.page_heads = p.kv_heads;
         pipeline.start(
             dense,
             warp_part(thread.warp, p.key_codes) + first_group * KVPipeline<Config>::group_stride(thread.warp, false),

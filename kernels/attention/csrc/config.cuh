@@ -12,6 +12,7 @@
 #define CONFIG_STAGES 4
 #define CONFIG_DENSE_TILE 64
 #define CONFIG_SCORES 0
+#define CONFIG_PAGED 0
 #define CONFIG_MERGE_PARTS 16
 #endif
 
@@ -26,6 +27,7 @@ struct AttentionConfig {
     static constexpr int DENSE_TILE = CONFIG_DENSE_TILE;    // full-precision tokens of a KV tile: 32 or 64
     static constexpr int SCORES = CONFIG_SCORES;            // per token: 0 none, 1 a sum of logits, 2 of probabilities,
                                                             // 3 a sum of probabilities for each query
+    static constexpr bool PAGED = CONFIG_PAGED != 0;        // whether a table has the page of each group
     static constexpr int MERGE_PARTS = CONFIG_MERGE_PARTS;  // groups of threads of `merge` per query row: 1, 4 or 16
 
     using Elem = Element<BF16>;
@@ -80,6 +82,8 @@ struct AttentionParams {
     int2* row_ctas;        // [batch, kv_heads]: first and last CTA, if the reduction is not fused
     u16* out;              // [batch, queries, q_heads, HEAD_DIM]
     u32* arrivals;         // [batch, kv_heads]: counters, zero before and after the call
+    const int* pages;      // [batch, group_capacity] in rows of `page_stride`: of a paged cache, each group's page
+    const int* buffers;    // [batch]: of a paged cache, the row of `keys` and `values` that a batch row has
     float* scores;         // [batch, kv_heads, score_queries, score_capacity], if the variant writes any
     float* score_lse;      // [batch, q_heads]: log-sum-exps of the last query: of the call before, then of this one
     QuantizedPlanes key_codes, value_codes;
@@ -92,6 +96,7 @@ struct AttentionParams {
     float scale;         // softmax scale
     int score_queries, score_capacity;
     int score_step;  // of the last query, and of each `score_step` before it, scores are summed
+    int page_stride;
 
     // Log-sum-exps of the query heads of a (batch row, KV head).
     __device__ __forceinline__ float* row_score_lse(int kv_row) const {

@@ -81,7 +81,9 @@ template <class Config> struct KVPipeline {
     int write_stage, read_stage;
     u32 parity;
     int tile, tile_end, groups;  // tile of the next copy; end of the copies; number of a row's tiles that are groups
-    const u8* next_group[2];     // this warp's part of the next group's keys, values
+    const u8* next_group[2];     // this warp's part of the next group's keys, values; of page 0's if paged
+    const int* pages;            // of a paged cache, the row's pages
+    int page, page_heads;        // of a paged cache, the next group's page, read a tile ahead; KV heads of a page
 
     __device__ __forceinline__ void init() const {
         if (threadIdx.x < Config::STAGES) mbarrier_init(full + 8 * threadIdx.x, Config::WARPS);
@@ -105,8 +107,13 @@ template <class Config> struct KVPipeline {
         const DenseKV& dense, const u8* keys, const u8* values, int num_groups, int first, int end
     ) {
         tile = first, tile_end = end, groups = num_groups;
-        next_group[0] = keys + i64(first) * group_stride(warp, false);
-        next_group[1] = values + i64(first) * group_stride(warp, true);
+        next_group[0] = keys, next_group[1] = values;
+        if constexpr (Config::PAGED) {
+            read_page();
+        } else {
+            next_group[0] += i64(first) * group_stride(warp, false);
+            next_group[1] += i64(first) * group_stride(warp, true);
+        }
 #pragma unroll 1
         for (int i = 0; i < Config::STAGES / 2; i++) {
             if (tile >= groups) pdl_wait();
@@ -130,17 +137,23 @@ template <class Config> struct KVPipeline {
             if (++write_stage == Config::STAGES) write_stage = 0;
         }
         tile += VALUE;
+        if constexpr (Config::PAGED && VALUE) read_page();
+    }
+    __device__ __forceinline__ void read_page() {
+        if (tile < min(tile_end, groups)) page = __ldcg(pages + tile);
     }
     // Two warps copy half of the codes each (INT8: a plane each), one the scales and one the minima.
     template <bool VALUE> __device__ __forceinline__ void load_group(u32 to, u32 barrier) {
         constexpr int SCALE_BYTES = 2 * (VALUE ? Config::GROUP : Config::HEAD_DIM);
         const int bytes = warp < 2 ? Config::CODE_BYTES / 2 : SCALE_BYTES;
+        const u8* from = next_group[VALUE];
+        if constexpr (Config::PAGED) from += i64(page) * (page_heads * group_stride(warp, VALUE));
+        else next_group[VALUE] += group_stride(warp, VALUE);
         if (lane == 0) {
             mbarrier_arrive_expect_tx(barrier, bytes);
             bulk_copy(to + (warp < 2 ? warp * (Config::CODE_BYTES / 2) : Config::CODE_BYTES + (warp - 2) * SCALE_BYTES),
-                      next_group[VALUE], bytes, barrier);
+                      from, bytes, barrier);
         }
-        next_group[VALUE] += group_stride(warp, VALUE);
     }
     // Adjacent tokens are copied a piece at a time, as bulk copies take long to issue. Slots past the last repeat it:
     // their probability is zero, and what is multiplied by it must be a number.

@@ -26,7 +26,7 @@ struct Config {
 // QuantizeParams in kv_cache/cuda.py has the same layout.
 struct QuantizeParams {
     const u16 *keys, *values;                // [batch, kv_heads, slots, HEAD_DIM], by the strides below
-    const int* group_index;                  // [batch]: first group of each row to write
+    const int* group_index;                  // [batch]: first group of each row to write; paged: [batch, groups]
     const u8* mask;                          // bool [batch], or null: every row
     const int* first_slot;                   // [batch]: start of each row's single group; null: groups from slot 0 on
     QuantizedPlanes key_codes, value_codes;  // written; rows are (batch row, KV head)
@@ -34,6 +34,7 @@ struct QuantizeParams {
     // Strides in units of 8 elements, so that they fit 32 bits.
     int key_batch_stride, key_head_stride, key_stride;
     int value_batch_stride, value_head_stride, value_stride;
+    int paged;  // whether every group has a page of its own, of which there are `group_capacity`
 };
 
 // Grid: (batch row, KV head) pairs; groups; keys and values.
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::RESIDENT_T
     const int batch = blockIdx.x / p.kv_heads, kv_head = blockIdx.x % p.kv_heads;
     const i64 slot = p.first_slot ? p.first_slot[batch] : i64(blockIdx.y) * Config::GROUP;
     if (p.mask && !p.mask[batch]) return;
-    const GroupIndex index{p.group_index, batch, p.group_capacity};
+    const GroupIndex index{p.group_index, batch, p.group_capacity, p.paged ? p.kv_heads : 0, kv_head};
     if (blockIdx.z == 0) {
         const i64 stride = i64(p.key_stride) * 8;
         const i64 head = (i64(batch) * p.key_batch_stride + i64(kv_head) * p.key_head_stride) * 8;

@@ -51,9 +51,15 @@ __device__ __forceinline__ u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
 struct GroupIndex {
     const int* group_index;
     int batch, group_capacity;
+    int page_heads, kv_head;  // KV heads of a page, 0 if the cache has no pages
 
-    __device__ __forceinline__ int group() const { return group_index[batch] + int(blockIdx.y); }
-    __device__ __forceinline__ i64 flat(int group) const { return i64(blockIdx.x) * group_capacity + group; }
+    __device__ __forceinline__ int group() const {
+        return page_heads ? group_index[batch * int(gridDim.y) + int(blockIdx.y)] : group_index[batch] + int(blockIdx.y);
+    }
+    __device__ __forceinline__ bool outside(int group) const { return u32(group) >= u32(group_capacity); }
+    __device__ __forceinline__ i64 flat(int group) const {
+        return page_heads ? i64(group) * page_heads + kv_head : i64(blockIdx.x) * group_capacity + group;
+    }
 };
 
 // The planes of one group, with `pairs` scales.
@@ -130,7 +136,7 @@ template <class Config> __device__ __forceinline__ void quantize_keys(
     const KeyTile<Config> tile(x, stride, lane, stream);
     const int group = index.group();
     tile.ranges(lows[warp] + lane, highs[warp] + lane);
-    if (group >= index.group_capacity) return;
+    if (index.outside(group)) return;
     const QuantizedPlanes out = planes_at<Config>(planes, index.flat(group), HEAD_DIM);
     __syncthreads();
     if (threadIdx.x < HEAD_DIM) {
@@ -236,7 +242,7 @@ template <class Config> __device__ __forceinline__ void quantize_values(
     const Tile tile(x, stride, lane, stream);
     const int group = index.group();
     const u32 range = tile.range(lane);
-    if (group >= index.group_capacity) return;
+    if (index.outside(group)) return;
     const QuantizedPlanes out = planes_at<Config>(planes, index.flat(group), Config::GROUP);
     const Affine token(Elem::low_to_float(range), -Elem::high_to_float(range));
     if (lane < TOKENS) {

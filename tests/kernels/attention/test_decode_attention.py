@@ -1,6 +1,6 @@
 """Decode attention, the torch reference and the Triton kernel, against a naive computation in float64."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -8,9 +8,10 @@ from attention_problem import Problem
 from torch import Tensor
 
 from ridgeplan.kernels.attention import decode_attention, merge
+from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.kv_cache import dequantize, quantize
-from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import PageTable, QuantizedKV
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -284,3 +285,56 @@ def test_empty_splits_are_never_read(backend: str, device: str) -> None:
     out = merge(partial, lse, torch.float32, backend=backend)
     torch.testing.assert_close(out[0], torch.full_like(out[0], 3.0))
     assert (out[1] == 0).all()
+
+
+def in_pages(problem: Problem) -> Problem:
+    """The same codes with a page per group in a random order, buffers in reverse order, and a strided table."""
+    codes, batch = problem.codes, len(problem.q)
+    assert codes is not None
+    order = torch.randperm(batch * codes.groups, generator=torch.Generator().manual_seed(5)).to(problem.q.device)
+    paged = []
+    for field in fields(codes):
+        plane = getattr(codes, field.name)
+        if plane is not None:
+            by_group = plane.transpose(1, 2).flatten(0, 1)
+            plane = torch.empty_like(by_group)
+            plane[order] = by_group
+            plane = plane[:, :, None].contiguous()
+        paged.append(plane)
+    table = torch.full((batch, codes.groups + 3), -1, dtype=torch.int32, device=problem.q.device)
+    table[:, : codes.groups] = order.view(batch, codes.groups)
+    buffers = torch.arange(batch, dtype=torch.int32, device=problem.q.device).flip(0) + 1
+    spare = torch.full_like(problem.keys[:1], torch.nan)
+    keys, values = (torch.cat([spare, full.flip(0)]) for full in (problem.keys, problem.values))
+    pages = PageTable(table[:, : codes.groups], buffers)
+    return replace(problem, keys=keys, values=values, codes=QuantizedKV(*paged), pages=pages)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_pages_change_nothing(bits: int, backend: Backend, device: str) -> None:
+    problem = build(Case(6, 2, 64, 2, RAGGED, bits, splits=3), device)
+    torch.testing.assert_close(in_pages(problem).run(3, backend), problem.run(3, backend), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_cuda_reads_pages(bits: int, queries: int, head_dim: int) -> None:
+    rows = ((40, 0, 100), (1, 5, 6), (0, 2, 71), (301, 0, 1))
+    problem = build(Case(8, 2, head_dim, queries, rows, bits, torch.bfloat16, group=128), "cuda")
+    torch.testing.assert_close(in_pages(problem).run(), problem.run(), rtol=0, atol=0)
+
+
+def test_what_a_paged_cache_refuses() -> None:
+    problem = in_pages(build(Case(2, 1, 64, 1, RAGGED, 8), "cpu"))
+    assert problem.pages is not None and problem.codes is not None
+    with pytest.raises(ValueError, match=r"pages is torch.int64 \[3, 4\]; allowed: packed int32"):
+        PageTable(problem.pages.pages.long(), problem.pages.buffers)
+    with pytest.raises(ValueError, match="pages of 3 sequences and buffers of 2"):
+        PageTable(problem.pages.pages, problem.pages.buffers[:2])
+    with pytest.raises(ValueError, match="one group per row"):
+        replace(problem, codes=problem.codes.gathered(problem.pages.pages[0])).inputs
+    with pytest.raises(ValueError, match="scores: allowed without pages"):
+        problem.run(scores=ScoreRequest(torch.zeros(3, 1, 128), "last"))

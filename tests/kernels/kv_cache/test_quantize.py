@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ridgeplan.kernels.kv_cache import dequantize, quantize
+from ridgeplan.kernels.device.backend import Backend
+from ridgeplan.kernels.kv_cache import dequantize, quantize, quantize_to_pages
 from ridgeplan.kernels.kv_cache.cuda import QuantizedPlanes, QuantizeKernel, find_quantize_kernel
 from ridgeplan.kernels.kv_cache.layout import GroupWrite, QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import encode, pack, unpack
@@ -129,6 +130,43 @@ def test_a_group_anywhere_in_a_store(backend: str, masked: bool, device: str) ->
     quantize(*oldest, expected, index, mask, backend="reference")
     for name, tensor in tensors(expected).items():
         assert torch.equal(tensor.nan_to_num(-7.0), tensors(codes)[name].nan_to_num(-7.0)), name
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_groups_go_to_their_pages(backend: Backend, device: str) -> None:
+    keys, values = random_kv((2, 3, 64, 32), torch.float32, device)
+    paged = poisoned_codes(5, 3, 1, 32, 32, device)
+    expected = poisoned_codes(2, 3, 2, 32, 32, device)
+    pages = torch.tensor([[4, 0], [-1, 2]], dtype=torch.int32, device=device)
+    quantize_to_pages(keys, values, paged, pages, backend=backend)
+    quantize(keys, values, expected, first_groups(2, device), backend="reference")
+    for name, tensor in tensors(paged).items():
+        want = tensors(expected)[name].transpose(1, 2).flatten(0, 1)
+        assert torch.equal(tensor[[4, 0, 2], :, 0], want[[0, 1, 3]]), name
+        untouched = tensor[[1, 3]]
+        assert (untouched.isnan() if tensor.is_floating_point() else untouched == POISON).all(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_cuda_kernel_writes_pages_as_the_reference_does(head_dim: int) -> None:
+    keys, values = random_kv((3, 256, 2, head_dim), torch.bfloat16, "cuda")
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    cuda, reference = (poisoned_codes(9, 2, 1, 128, head_dim, "cuda") for _ in range(2))
+    pages = torch.tensor([[8, 0], [-1, 5], [3, -1]], dtype=torch.int32, device="cuda")
+    quantize_to_pages(keys, values, cuda, pages)
+    quantize_to_pages(keys, values, reference, pages, backend="reference")
+    for name, tensor in tensors(cuda).items():
+        assert torch.equal(tensor.nan_to_num(-7.0), tensors(reference)[name].nan_to_num(-7.0)), name
+
+
+def test_pages_that_do_not_fit_are_refused() -> None:
+    keys = torch.zeros(2, 3, 64, 32)
+    pages = torch.zeros(2, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"pages torch.int32 \[2, 1\] do not fit 64 tokens in groups of 32"):
+        quantize_to_pages(keys, keys, poisoned_codes(5, 3, 1, 32, 32, "cpu"), pages[:, :1])
+    with pytest.raises(ValueError, match="do not fit pages of 2 groups, 3 KV heads and head_dim 32"):
+        quantize_to_pages(keys, keys, poisoned_codes(5, 3, 2, 32, 32, "cpu"), pages)
 
 
 def test_kernel_ignores_groups_past_the_end(device: str) -> None:
