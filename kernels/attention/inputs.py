@@ -17,8 +17,8 @@ class AttentionInputs:
     """The tensors of one call, as `decode_attention` describes them. Raises ValueError where they disagree.
 
     q: [B, T, Hq, D]. keys, values: [B, Hkv, C, D]. begin, end: int32 [B]. codes, groups: both or neither; groups is
-    int32 [B]. lower: whether codes are read as INT8, not as INT4. softmax_scale: None stands for D ** -0.5. pages: where
-    the sequences of a paged cache lie; then keys and values have any number of rows, and codes a row per page.
+    int32 [B]. lower: whether codes are read as INT8, not as INT4. softmax_scale: None stands for D ** -0.5. pages:
+    where the sequences of a paged cache lie; then keys and values have any number of rows, and codes a row per page.
     """
 
     q: Tensor

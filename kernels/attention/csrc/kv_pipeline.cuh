@@ -107,13 +107,9 @@ template <class Config> struct KVPipeline {
         const DenseKV& dense, const u8* keys, const u8* values, int num_groups, int first, int end
     ) {
         tile = first, tile_end = end, groups = num_groups;
-        next_group[0] = keys, next_group[1] = values;
-        if constexpr (Config::PAGED) {
-            read_page();
-        } else {
-            next_group[0] += i64(first) * group_stride(warp, false);
-            next_group[1] += i64(first) * group_stride(warp, true);
-        }
+        next_group[0] = keys + (Config::PAGED ? 0 : i64(first) * group_stride(warp, false));
+        next_group[1] = values + (Config::PAGED ? 0 : i64(first) * group_stride(warp, true));
+        if constexpr (Config::PAGED) read_page();
 #pragma unroll 1
         for (int i = 0; i < Config::STAGES / 2; i++) {
             if (tile >= groups) pdl_wait();
@@ -146,14 +142,16 @@ template <class Config> struct KVPipeline {
     template <bool VALUE> __device__ __forceinline__ void load_group(u32 to, u32 barrier) {
         constexpr int SCALE_BYTES = 2 * (VALUE ? Config::GROUP : Config::HEAD_DIM);
         const int bytes = warp < 2 ? Config::CODE_BYTES / 2 : SCALE_BYTES;
-        const u8* from = next_group[VALUE];
-        if constexpr (Config::PAGED) from += i64(page) * (page_heads * group_stride(warp, VALUE));
-        else next_group[VALUE] += group_stride(warp, VALUE);
         if (lane == 0) {
             mbarrier_arrive_expect_tx(barrier, bytes);
             bulk_copy(to + (warp < 2 ? warp * (Config::CODE_BYTES / 2) : Config::CODE_BYTES + (warp - 2) * SCALE_BYTES),
-                      from, bytes, barrier);
+                      group_address<VALUE>(), bytes, barrier);
         }
+        if constexpr (!Config::PAGED) next_group[VALUE] += group_stride(warp, VALUE);
+    }
+    template <bool VALUE> __device__ __forceinline__ const u8* group_address() const {
+        if constexpr (Config::PAGED) return next_group[VALUE] + i64(page) * (page_heads * group_stride(warp, VALUE));
+        else return next_group[VALUE];
     }
     // Adjacent tokens are copied a piece at a time, as bulk copies take long to issue. Slots past the last repeat it:
     // their probability is zero, and what is multiplied by it must be a number.

@@ -335,6 +335,6 @@ def test_what_a_paged_cache_refuses() -> None:
     with pytest.raises(ValueError, match="pages of 3 sequences and buffers of 2"):
         PageTable(problem.pages.pages, problem.pages.buffers[:2])
     with pytest.raises(ValueError, match="one group per row"):
-        replace(problem, codes=problem.codes.gathered(problem.pages.pages[0])).inputs
+        replace(problem, codes=problem.codes.gathered(problem.pages.pages[0])).run()
     with pytest.raises(ValueError, match="scores: allowed without pages"):
         problem.run(scores=ScoreRequest(torch.zeros(3, 1, 128), "last"))
