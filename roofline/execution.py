@@ -161,6 +161,12 @@ def quantized_groups(tokens: int, group: int) -> int:
     return max(0, tokens // group - 1)
 
 
+def state_ring_rows(taps: Term, queries: Term) -> Term:
+    """Latest tokens whose inputs a recurrent state's ring holds: what a pass of `queries` tokens adds, as many that it
+    may replay, and the convolution's inputs ahead of these."""
+    return taps - 1 + 2 * queries
+
+
 def token_row_bytes(head_dim: Term) -> Term:
     """Bytes of a token's 8-bit key or value on the host: its codes, and a scale and a minimum, in words of 16 bytes."""
     return head_dim + 16

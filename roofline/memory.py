@@ -148,14 +148,13 @@ def index_memory(shape: ModelShape, batch: Term, tokens: Term) -> Term:
     return batch * tokens * token_bytes if token_bytes else 0
 
 
-def state_memory(shape: ModelShape, batch: Term, queries: Term, element_bytes: Term, drafts: Term = 0) -> Term:
-    """Recurrent states of all sequences, whatever their length, with what a pass of `queries` tokens may return to.
+def state_memory(shape: ModelShape, batch: Term, queries: Term, element_bytes: Term) -> Term:
+    """Recurrent states of all sequences, whatever their length, and the inputs that passes of `queries` tokens replay.
 
-    drafts: 1 where drafts run ahead on states of their own.
+    Drafts replay them, too, so they need no state of their own.
     """
     return batch * sum(
-        layers * ops.held_state_bytes(queries, state_sizes(state), element_bytes, drafts)
-        for state, layers in shape.states
+        layers * ops.held_state_bytes(queries, state_sizes(state), element_bytes) for state, layers in shape.states
     )
 
 
@@ -387,8 +386,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     # Streams that call a library's products: of prompts, and of rounds with too many rows for this package's head.
     streams = 1 + indicator(execution.CUDA_LARGE_GEMM_ROWS + 1, batch * strategy.max_queries)
     together = strategy.prompt_chunks.longest + strategy.appended_tokens
-    drafting = minimum(strategy.max_queries - 1, 1)
-    states = state_memory(shape, batch, strategy.max_queries, element_bytes, drafting)
+    states = state_memory(shape, batch, strategy.max_queries, element_bytes)
     return MemoryBreakdown(
         weights=weight_memory(shape, strategy.target.weight_bytes, element_bytes, *separate_head),
         draft_weights=_draft_weights(shape, strategy),

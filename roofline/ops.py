@@ -12,13 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ridgeplan.roofline.cost import Cost, Term, indicator, where
+from ridgeplan.roofline.cost import Cost, Term
+from ridgeplan.roofline.execution import state_ring_rows
 
 METADATA_BYTES = 2  # one fp16 scale or minimum
 PARTIAL_BYTES = 4  # split-KV partial outputs and their log-sum-exp are fp32
 LOGIT_FLOPS = 5  # per logit that sampling reads: subtract, scale, exponentiate, compare, add
 TABLE_BYTES = 4  # cosines and sines are fp32
 POSITION_BYTES = 8  # positions and slots are int64
+SCALAR_BYTES = 4  # a state's step biases and decay rates by head are fp32
 
 
 def linear(rows: Term, inputs: Term, outputs: Term, weight_bytes: Term, element_bytes: Term) -> Cost:
@@ -99,8 +101,8 @@ def experts(
 class StateSizes(NamedTuple):
     """A recurrent state: FLOPs per element and token, elements and their bytes, and what a token brings and takes.
 
-    delta: 1 under a delta rule, else 0. channels: of the short convolution with `taps` taps. decays and scalars steer
-    the update.
+    delta: 1 under a delta rule, else 0. channels: of the short convolution with `taps` taps. scalars: by head, which
+    steer the update. decays: of a token by channel, 0 where they are among the scalars.
     """
 
     flops: Term
@@ -127,51 +129,44 @@ class StateSizes(NamedTuple):
         return self.channels * (self.taps - 1) * element_bytes
 
 
-def keeps_snapshots(sizes: StateSizes, queries: Term, element_bytes: Term) -> Term:
-    """1 where a pass of `queries` drafted tokens writes a state after each, 0 where accepted tokens are replayed.
+def state_update(
+    batch: Term, queries: Term, replayed: Term, commits: Term, sizes: StateSizes, element_bytes: Term
+) -> Cost:
+    """The recurrent update of one layer for `queries` tokens of each sequence, with the short convolution ahead of it.
 
-    A snapshot for each token moves 1 + q states. A replay keeps the state and the tokens' inputs: the pass reads the
-    state, and the accepted tokens' update reads and writes it, 3 states and the inputs written and read.
+    The tokens may be drafts that the target rejects, so the state is written one pass late: a ring keeps the inputs of
+    the latest tokens, and a pass replays `replayed` of them. commits: 1 where some were accepted since, so that the
+    state is written. A round of any number of drafts thus writes one state. A snapshot after every token would write
+    one for each, which is never less, and take their memory.
     """
-    replayed = 3 * sizes.bytes + 2 * queries * sizes.input_bytes(element_bytes)
-    return indicator((1 + queries) * sizes.bytes, replayed)
-
-
-def state_update(batch: Term, queries: Term, sizes: StateSizes, element_bytes: Term) -> Cost:
-    """The recurrent update of one layer for `queries` tokens of each sequence.
-
-    A single token reads and writes the state once; of several, drafted ones may be rejected (`keeps_snapshots`).
-    """
-    inputs = queries * sizes.input_bytes(element_bytes)
-    snapshots = keeps_snapshots(sizes, queries, element_bytes)
-    replays = 1 - snapshots
+    steps = queries + replayed
+    inputs, constants = sizes.input_bytes(element_bytes), sizes.channels * sizes.taps * element_bytes
     return Cost(
-        flops=batch * (queries + replays * queries) * sizes.flops * sizes.elements,
-        read_bytes=batch * ((1 + replays) * (sizes.bytes + inputs)),
-        write_bytes=batch
-        * (where(snapshots, queries, 1) * sizes.bytes + replays * inputs + queries * sizes.outputs * element_bytes),
+        flops=batch * steps * (sizes.flops * sizes.elements + 2 * sizes.channels * sizes.taps),
+        read_bytes=batch * (sizes.bytes + (steps + sizes.taps - 1) * inputs) + constants + sizes.scalars * SCALAR_BYTES,
+        write_bytes=batch * (commits * sizes.bytes + queries * (inputs + sizes.outputs * element_bytes)),
     )
 
 
-def held_state_bytes(queries: Term, sizes: StateSizes, element_bytes: Term, drafts: Term = 0) -> Term:
-    """Bytes of one layer's state of a sequence: what a pass of `queries` tokens may return to, and `drafts`' own state.
-
-    That is a snapshot per token, or one state and the tokens' inputs; drafts run ahead on a copy, if there are any.
-    """
-    snapshots = keeps_snapshots(sizes, queries, element_bytes)
-    replay = (1 - snapshots) * queries * sizes.input_bytes(element_bytes)
-    convolution = sizes.convolution_bytes(element_bytes) + (queries - 1) * sizes.channels * element_bytes
-    return (where(snapshots, queries, 1) + drafts) * sizes.bytes + replay + (1 + drafts) * convolution
+def held_state_bytes(queries: Term, sizes: StateSizes, element_bytes: Term) -> Term:
+    """Bytes of one layer's state of a sequence, and of the ring of inputs for passes of up to `queries` tokens."""
+    return sizes.bytes + state_ring_rows(sizes.taps, queries) * sizes.input_bytes(element_bytes)
 
 
 def short_convolution(rows: Term, batch: Term, sizes: StateSizes, element_bytes: Term) -> Cost:
-    """The causal convolution by channel ahead of a state, which keeps its latest `taps` - 1 inputs."""
+    """The causal convolution by channel ahead of a prompt's state, which keeps its latest `taps` - 1 inputs."""
     kept = batch * sizes.channels * (sizes.taps - 1)
     return Cost(
         flops=2 * rows * sizes.channels * sizes.taps,
         read_bytes=(rows * sizes.channels + kept + sizes.channels * sizes.taps) * element_bytes,
         write_bytes=(rows * sizes.channels + kept) * element_bytes,
     )
+
+
+def gated_norm(rows: Term, heads: Term, head_dim: Term, element_bytes: Term) -> Cost:
+    """RMSNorm of every head, times the activated gate."""
+    width = heads * head_dim
+    return elementwise(rows, 2 * width, width, element_bytes) + Cost(read_bytes=head_dim * element_bytes)
 
 
 CHUNK_TOKENS = 64  # of the chunked form of a state's prefill

@@ -87,6 +87,8 @@ class PassTerms:
     element_bytes: Term
     fused_swiglu: Term = 0  # 1 where the gate and up product applies SwiGLU
     reads: Term = 1  # of KV: once for all queries, or by each query for itself
+    replayed: Term = 1  # tokens per sequence that recurrent states go through again
+    commits: Term = 1  # 1 where a pass writes the states
 
     @classmethod
     def plain(cls, batch: Term, tokens: Term, element_bytes: Term, **others: Term) -> PassTerms:
@@ -121,7 +123,7 @@ def decode_pass(shape: ModelShape, terms: PassTerms) -> tuple[Op, ...]:
         *_attention_linears(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
         *_rope(shape, terms.rows, terms.element_bytes),
         *_attention(shape, terms),
-        *_states(shape, terms.batch, terms.rows, terms.weight_bytes, terms.element_bytes),
+        *_states(shape, terms.rows, terms.weight_bytes, terms.element_bytes),
         *_state_updates(shape, terms),
         *_mlps(shape, terms.rows, terms.weight_bytes, terms.element_bytes, terms.fused_swiglu),
         *_norms(shape, terms.rows, terms.element_bytes),
@@ -150,7 +152,7 @@ def prefill_pass(
         *_attention_linears(shape, rows, weight_bytes, element_bytes),
         *_rope(shape, rows, element_bytes),
         *_prefill_attention(shape, batch, tokens, element_bytes, held),
-        *_states(shape, batch, rows, weight_bytes, element_bytes),
+        *_states(shape, rows, weight_bytes, element_bytes),
         *_state_chunks(shape, batch, tokens, element_bytes),
         *_mlps(shape, rows, weight_bytes, element_bytes, fused_swiglu=0),
         *_norms(shape, rows, element_bytes),
@@ -239,35 +241,36 @@ def state_sizes(state: State) -> ops.StateSizes:
         state_bytes=state.bytes_per_element,
         channels=state.channels,
         taps=state.conv_width,
-        decays=state.decays,
+        decays=state.decays if state.gate_rank else 0,
         scalars=state.scalars,
         outputs=state.value_width,
     )
 
 
-def _states(shape: ModelShape, batch: Term, rows: Term, weight_bytes: Term, element_bytes: Term) -> Iterator[Op]:
-    """Of layers with a recurrent state all but the recurrence: projections, short convolution, gated norm."""
+def _states(shape: ModelShape, rows: Term, weight_bytes: Term, element_bytes: Term) -> Iterator[Op]:
+    """Of layers with a recurrent state all but the recurrence: projections and gated norm."""
     weight_bytes = stored_bytes(shape.weight_bits.attention, weight_bytes)
     for state, layers in shape.states:
         params = state.input_params(shape.hidden), state.output_params(shape.hidden)
         sizes = shape.hidden, state.in_width, state.value_width
         yield from _projections(MIXER_PRODUCTS[2:], layers, rows, *sizes, *params, weight_bytes, element_bytes)
-        convolution = ops.short_convolution(rows, batch, state_sizes(state), element_bytes)
-        yield Op("short convolution", "elementwise", convolution, layers)
-        gated = ops.elementwise(rows, 2 * state.value_width, state.value_width, element_bytes)
+        gated = ops.gated_norm(rows, state.value_heads, state.value_dim, element_bytes)
         yield Op("gated norm", "elementwise", gated, layers)
 
 
 def _state_updates(shape: ModelShape, terms: PassTerms) -> Iterator[Op]:
     """The recurrent update by token, of as many sequences as there are: a stream of the states."""
     for state, layers in shape.states:
-        update = ops.state_update(terms.batch, terms.queries, state_sizes(state), terms.element_bytes)
+        steps = terms.queries, terms.replayed, terms.commits
+        update = ops.state_update(terms.batch, *steps, state_sizes(state), terms.element_bytes)
         yield Op("state update", "elementwise", update, layers)
 
 
 def _state_chunks(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Iterator[Op]:
-    """The recurrence over a prompt, in chunks."""
+    """The recurrence over a prompt, in chunks, and the convolution ahead of it."""
     for state, layers in shape.states:
+        convolution = ops.short_convolution(batch * tokens, batch, state_sizes(state), element_bytes)
+        yield Op("short convolution", "elementwise", convolution, layers)
         heads = state.value_heads, state.key_dim, state.value_dim
         cost = ops.state_chunks(batch, tokens, *heads, state_sizes(state), element_bytes)
         yield Op("state chunks", "prefill_attention", cost, layers)

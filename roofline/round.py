@@ -300,13 +300,14 @@ def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, contex
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
     tokens = strategy.target_tokens(cached_tokens(strategy, context))
     terms = _pass_terms(shape, machine, strategy, strategy.target, strategy.queries, tokens)
-    return replace(terms, reads=strategy.kv_reads)
+    return replace(terms, reads=strategy.kv_reads, replayed=strategy.queries)
 
 
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
-    """What one draft step reads."""
+    """What one draft step reads. A round writes recurrent states once, which counts as part of the target's pass."""
     tokens = _draft_tokens(strategy, cached_tokens(strategy, context))
-    return _pass_terms(shape, machine, strategy, strategy.draft, 1, tokens)
+    terms = _pass_terms(shape, machine, strategy, strategy.draft, 1, tokens)
+    return replace(terms, replayed=maximum(strategy.queries - 2, 0) / 2, commits=0)
 
 
 def _draft_tokens(strategy: Strategy, cached: Term) -> Term:

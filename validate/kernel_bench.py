@@ -11,7 +11,17 @@ import torch
 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.validate import machine
-from ridgeplan.validate.kernel_calls import attention, experts, kv_cache, layer, linear, offload, sampling, sparse
+from ridgeplan.validate.kernel_calls import (
+    attention,
+    experts,
+    kv_cache,
+    layer,
+    linear,
+    offload,
+    sampling,
+    sparse,
+    state,
+)
 from ridgeplan.validate.kernel_calls.case import BenchCase, Peers, usable
 from ridgeplan.validate.kernel_calls.sizes import KERNELS, bench_sizes
 from ridgeplan.validate.measure import Progress
@@ -26,7 +36,7 @@ PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
 # The function that makes a kernel's cases, by kernel: KERNEL_cases in one of the modules of kernel calls.
 FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[BenchCase]]] = {
     name.removesuffix("_cases"): make
-    for module in (attention, linear, experts, kv_cache, layer, sampling, sparse, offload)
+    for module in (attention, linear, experts, kv_cache, layer, sampling, sparse, state, offload)
     for name, make in vars(module).items()
     if name.endswith("_cases") and not name.startswith("_")
 }

@@ -14,6 +14,7 @@ import pytest
 HOPPER_SHARED_BYTES = 227 * 1024
 ADA_SHARED_BYTES = 99 * 1024
 
+WARPS2 = {"num_warps": 2}
 STRIDES = {"key_strides": ["i32"] * 3, "value_strides": ["i32"] * 3}
 
 
@@ -97,6 +98,20 @@ def tables() -> dict[str, Any]:
     types = dict.fromkeys(("frequencies", "cos", "sin"), "*fp32")
     types |= {"positions": "*i64", "scale": "fp32", "angles": "i32"}
     return job("layer.triton", "_tables_kernel", types, {"HALF": 64, "BLOCK": 128, "PDL": True}, {"num_warps": 4})
+
+
+def delta_step() -> dict[str, Any]:
+    types = dict.fromkeys(("projected", "ring", "taps", "out"), "*bf16") | {"positions": "*i64", "eps": "fp32"}
+    types |= dict.fromkeys(("state", "log_decay", "step_bias"), "*fp32")
+    types |= dict.fromkeys(("committed", "accepted"), "*i32") | {"tokens": "i32", "stride": "i32"}
+    constants = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "TAPS": 4, "RING": 13}
+    return job("state.triton", "_delta_step_kernel", types, constants | {"KEYS": 128, "BLOCK": 16, "PDL": True}, WARPS2)
+
+
+def gated_norm() -> dict[str, Any]:
+    types = dict.fromkeys(("x", "gate", "weight", "out"), "*bf16") | {"eps": "fp32", "heads": "i32", "stride": "i32"}
+    constants = {"HEADS": 32, "DIM": 128, "PADDED": 128, "TOGETHER": 4, "PDL": True}
+    return job("state.triton", "_gated_norm_kernel", types, constants, WARPS2)
 
 
 def dequantization(bits: int) -> dict[str, Any]:
@@ -202,6 +217,7 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
     jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
+    jobs |= {"delta step": delta_step(), "gated norm": gated_norm()}
     jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
     jobs |= {
         f"int{bits} linear {name}": quantized_product(bits, element, name)

@@ -25,6 +25,7 @@ from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
 from ridgeplan.kernels.selection.head_scores import head_scores_cost
 from ridgeplan.kernels.sparse_attention import progressive_cost, sparse_attention_cost
 from ridgeplan.kernels.sparse_attention import triton as sparse_kernels
+from ridgeplan.kernels.state import DeltaVectors, StateRows, delta_step_cost, gated_rms_norm_cost
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 
@@ -59,6 +60,10 @@ X, DENSE = bf16(7, 256), bf16(48, 256)
 TABLES = fp32(2, 5, 32), fp32(2, 5, 32)
 SCORES = ScoreRequest(torch.zeros(2, 3, 192), "ends", "probabilities", torch.zeros(2, 12))
 STREAM, WEIGHT = bf16(2, 5, 96), bf16(96)
+# 2 rows of 4 value heads of 64 and 2 key heads of 32, so 384 channels; 3 replayed and 5 new tokens, 4 taps.
+STATES = StateRows(fp32(2, 4, 32, 64), bf16(2, 13, 392), int32(2), int32(2))
+VECTORS = DeltaVectors(bf16(384, 4), fp32(4), fp32(4), key_heads=2)
+STATE_FLOPS = 2 * 8 * (7 * 4 * 32 * 64 + 2 * 384 * 4)
 
 
 def stored(codes: QuantizedKV) -> list[Tensor]:
@@ -88,6 +93,14 @@ def stored(codes: QuantizedKV) -> list[Tensor]:
             ("rope", rope_append_cost(bf16(2, 5, 18 * 64), TABLES, int64(2, 5), bf16(15, 64)), 4 * 10 * 18 * 64,
              [bf16(2, 5, 18 * 64), *TABLES, int64(2, 5), bf16(15, 64)], [bf16(2, 5, 18 * 64)]),
             ("swiglu", swiglu_cost(bf16(2, 5, 192)), 4 * 1920, [bf16(2, 5, 192)], [STREAM]),
+            ("state", delta_step_cost(bf16(2, 5, 500), STATES, VECTORS, 3, 1), STATE_FLOPS,
+             [STATES.state, bf16(2, 3 + 3 + 5, 392), VECTORS.taps, VECTORS.log_decay, VECTORS.step_bias],
+             [STATES.state, bf16(2, 5, 392), bf16(2, 5, 256)]),
+            ("state of drafts", delta_step_cost(bf16(2, 1, 500), STATES, VECTORS, 0, 0), STATE_FLOPS // 8,
+             [STATES.state, bf16(2, 3 + 1, 392), VECTORS.taps, VECTORS.log_decay, VECTORS.step_bias],
+             [bf16(2, 1, 392), bf16(2, 1, 256)]),
+            ("gated norm", gated_rms_norm_cost(bf16(2, 5, 4, 64)), 4 * 2 * 10 * 256, [*[bf16(2, 5, 256)] * 2, bf16(64)],
+             [bf16(2, 5, 256)]),
             ("dense", linear_cost(X, 48, 2), 2 * 7 * 48 * 256, [X, DENSE], [bf16(7, 48)]),
             ("gated dense", linear_cost(X, 48, 2, gated=True), 2 * 7 * 48 * 256, [X, DENSE], [bf16(7, 24)]),
             ("int4", linear_cost(X, 48, INT4.bytes / DENSE.numel()), 2 * 7 * 48 * 256, [X, INT4.packed], [bf16(7, 48)]),

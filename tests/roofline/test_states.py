@@ -4,50 +4,58 @@ from dataclasses import replace
 
 import pytest
 
+from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.planner.queries.gamma import best_gamma
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.engine import EngineReserve, engine_memory, page_tokens
+from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import full_kv, index_memory, state_memory
 from ridgeplan.roofline.passes import PassTerms, decode_pass, prefill_pass
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.round import draft_terms, target_terms
 
 QWEN = load_shape("Qwen/Qwen3.5-27B")
 STATE = 48 * 128 * 128 * 4  # value heads x key width x value width, in fp32
 CHANNELS = (16 + 16 + 48) * 128
-INPUTS = (CHANNELS + 48 + 2 * 48) * 2  # queries, keys and values, decays, step sizes and decays' inputs, in bf16
+INPUTS = (CHANNELS + 2 * 48) * 2  # queries, keys and values, step sizes and decays, in bf16
+OUTPUTS = 48 * 128 * 2
+CONSTANTS = CHANNELS * 4 * 2 + 2 * 48 * 4  # taps, and step biases and decay rates in fp32
 
 
-def updates(queries: int, batch: int = 1) -> ops.Cost:
-    terms = PassTerms(
-        batch=batch, queries=queries, quantized_tokens=0, full_tokens=1000, bits=0, group=1, splits=1, weight_bytes=2,
-        head_bytes=2, element_bytes=2,
-    )  # fmt: skip
+def update(terms: PassTerms) -> ops.Cost:
     (op,) = (op for op in decode_pass(QWEN, terms) if op.name == "state update")
     assert op.launches == 48
     return op.cost
 
 
 def test_a_plain_step_reads_and_writes_each_state_once():
-    cost = updates(1, batch=3)
-    assert cost.read_bytes == 3 * (STATE + INPUTS)
-    assert cost.write_bytes == 3 * (STATE + 48 * 128 * 2)
-    assert cost.flops == 3 * 7 * 48 * 128 * 128
+    """It goes through the last token again, and the convolution sees 3 tokens ahead of that one."""
+    cost = update(PassTerms.plain(3, 1000, 2))
+    assert cost.read_bytes == 3 * (STATE + (1 + 1 + 3) * INPUTS) + CONSTANTS
+    assert cost.write_bytes == 3 * (STATE + INPUTS + OUTPUTS)
+    assert cost.flops == 3 * 2 * (7 * 48 * 128 * 128 + 2 * CHANNELS * 4)
 
 
-@pytest.mark.parametrize(("queries", "states"), [(2, 1 + 2), (3, 3), (8, 3)])
-def test_a_verification_keeps_snapshots_or_replays_whichever_moves_less(queries, states):
-    """Two tokens move 3 states by snapshots; more are replayed, which moves 3 states and the inputs."""
-    replayed = queries * INPUTS * (queries > 2)
-    outputs = queries * 48 * 128 * 2
-    assert updates(queries).bytes == states * STATE + queries * INPUTS + 2 * replayed + outputs
-    assert updates(queries).bytes < (1 + queries) * STATE + queries * INPUTS + outputs + 1
+@pytest.mark.parametrize("gamma", [1, 2, 7])
+def test_a_round_writes_the_states_once_however_many_tokens_it_drafts(gamma, h200_profile):
+    plan = preset("quantspec", Workload(QWEN.name, "h200", 32768))
+    plan = replace(plan, speculation=replace(plan.speculation, gamma=gamma))
+    machine = Machine.of(h200_profile)
+    strategy = strategy_of(plan, QWEN, machine, 0.9)
+    draft = update(draft_terms(QWEN, machine, strategy, 32768))
+    target = update(target_terms(QWEN, machine, strategy, 32768))
+    queries = gamma + 1
+    assert draft.read_bytes == STATE + (1 + (gamma - 1) / 2 + 3) * INPUTS + CONSTANTS
+    assert draft.write_bytes == INPUTS + OUTPUTS
+    assert target.read_bytes == STATE + (2 * queries + 3) * INPUTS + CONSTANTS
+    assert target.write_bytes == STATE + queries * (INPUTS + OUTPUTS)
 
 
 def test_states_take_memory_that_does_not_grow_with_the_context():
-    convolution = CHANNELS * 3 * 2
-    assert state_memory(QWEN, 2, 1, 2) == 2 * 48 * (STATE + convolution)
-    verified = state_memory(QWEN, 1, 2, 2, drafts=1)  # two snapshots, and the drafts' own state
-    assert verified == 48 * (3 * STATE + 2 * (convolution + CHANNELS * 2))
+    assert state_memory(QWEN, 2, 1, 2) == 2 * 48 * (STATE + 5 * INPUTS)
+    assert state_memory(QWEN, 1, 4, 2) == 48 * (STATE + 11 * INPUTS)
     assert full_kv(QWEN, 1, 1000, 2) == 16 * 1000 * 2 * 4 * 256 * 2  # in 16 of 64 layers: 64 KiB a token
 
 

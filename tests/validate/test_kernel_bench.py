@@ -32,6 +32,7 @@ from ridgeplan.validate.kernel_calls import layer as kernel_fused
 from ridgeplan.validate.kernel_calls import linear as kernel_linear
 from ridgeplan.validate.kernel_calls import sampling as kernel_sampling
 from ridgeplan.validate.kernel_calls import sparse as kernel_sparse
+from ridgeplan.validate.kernel_calls import state as kernel_state
 from ridgeplan.validate.kernel_calls.case import BenchCase, RoofShare, SpeedUp, Target, Within, relative_error, usable
 from ridgeplan.validate.kernel_calls.sizes import KERNELS, LayerSize, SparseSize, bench_sizes
 from ridgeplan.validate.kernel_calls.sparse import SparseDraft
@@ -85,6 +86,7 @@ ROTATED = (
     LINEAR
     | SPARSE
     | {"experts_int4", "experts_int8", "experts_dense"}  # other experts at every call
+    | {"delta_step"}
     | {"attention", "ragged", "verification", "quantize", "flush", "rejection_sample", "draw", "take_slots"}
 )
 
@@ -161,6 +163,8 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         ("norm", kernel_fused.layer, "add_rms_norm"),
         ("rope", kernel_fused.layer, "rope_append"),
         ("swiglu", kernel_fused.layer, "swiglu"),
+        ("delta_step", kernel_state.kernels, "delta_step"),
+        ("gated_norm", kernel_state.kernels, "gated_rms_norm"),
         ("sparse_attention", kernel_sparse, "sparse_decode_attention"),
         ("progressive", kernel_sparse, "progressive_attention"),
     ],

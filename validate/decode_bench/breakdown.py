@@ -114,6 +114,7 @@ KERNELS = {
     "norm": r"_add_rms_norm_kernel",
     "rope + append": r"_rope_append_kernel|_tables_kernel",
     "swiglu": r"_swiglu_kernel",
+    "state": r"_(delta_step|gated_norm)_kernel",
     SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick|row_uniform)_kernel",
     "host link": r"_(copy_prefix|gather|flush_to_host|flush_codes|allocate_slots)_kernel",
     "flush and shift": r"quantize|_(quantize|pack|shift)_kernel",
@@ -294,6 +295,8 @@ def class_of_op(op: OpTime) -> str:
         return HEAD
     if op.kind == "gap":
         return GAP
+    if op.op in ("state update", "gated norm"):
+        return "state"
     kind = re.search("linear|attention|rope", op.kind)
     named = re.search("norm|swiglu|rotary", op.op)
     match = kind or named

@@ -117,6 +117,24 @@ class LayerSize:
 
 
 @dataclass(frozen=True)
+class StateSize:
+    """A decode step of a layer with a recurrent state, for `queries` tokens of each of `batch` sequences."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    batch: int
+    queries: int
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        heads = f"{self.key_heads}/{self.value_heads} x {self.key_dim} x {self.value_dim}"
+        return f"{heads}, B{self.batch}, {self.queries} tokens"
+
+
+@dataclass(frozen=True)
 class SamplingSize:
     """Sampling for `batch` sequences; temperature 0 is greedy."""
 
@@ -175,6 +193,7 @@ SIZES: Mapping[str, Any] = {
     "quantize": QuantizeSize,
     "flush": FlushSize,
     **dict.fromkeys(("norm", "rope", "swiglu"), LayerSize),
+    **dict.fromkeys(("delta_step", "gated_norm"), StateSize),
     **dict.fromkeys(("rejection_sample", "draw"), SamplingSize),
     **dict.fromkeys(("two_bit", "page_scores", "top_k", "sparse_attention", "progressive", "scores"), SparseSize),
     **dict.fromkeys(("host_copy", "host_store", "host_gather", "take_slots"), ResidencySize),

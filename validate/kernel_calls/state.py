@@ -1,0 +1,133 @@
+"""Calls of a state layer's decode step: the gated delta rule with its convolution, and the gated norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ridgeplan.kernels import state as kernels
+from ridgeplan.kernels.state import DeltaVectors, StateRows
+from ridgeplan.roofline.execution import state_ring_rows
+from ridgeplan.validate.kernel_calls.case import BenchCase, Call, RoofShare, Within, fresh, relative_error
+from ridgeplan.validate.kernel_calls.sizes import StateSize
+from ridgeplan.validate.timing import Bench, KernelCall
+
+TAPS = 4
+EPS = 1e-6
+TRANSFORMERS = "transformers.models.qwen3_5.modeling_qwen3_5"
+
+
+class _Step(NamedTuple):
+    """Operands of one call of `delta_step`."""
+
+    projected: Tensor
+    rows: StateRows
+    positions: Tensor
+    vectors: DeltaVectors
+
+    def widened(self) -> _Step:
+        """Float32 copies, which a reference may change."""
+        state, ring, *lengths = self.rows
+        vectors = DeltaVectors(self.vectors.taps.float(), *list(vars(self.vectors).values())[1:])
+        return _Step(self.projected.float(), StateRows(state.clone(), ring.float(), *lengths), self.positions, vectors)
+
+
+def delta_step_call(bench: Bench, size: StateSize) -> KernelCall:
+    """The update of each sequence's state for `queries` new tokens, as many replayed ones entering the state."""
+    channels = 2 * size.key_heads * size.key_dim + size.value_heads * size.value_dim
+    width, here = channels + 2 * size.value_heads, partial(torch.zeros, device=bench.device)
+    by_head = here(size.value_heads)
+    vectors = DeltaVectors(0.3 * fresh(bench, channels, TAPS), by_head, by_head, size.key_heads)
+    committed = here(size.batch, dtype=torch.int32) + 64
+    places = committed[:, None].long() + size.queries + torch.arange(size.queries, device=bench.device)
+    sizes = size.batch, size.value_heads, size.key_dim, size.value_dim
+
+    def step() -> _Step:
+        ring = fresh(bench, size.batch, state_ring_rows(TAPS, size.queries), width)
+        rows = StateRows(0.1 * torch.randn(sizes, device=bench.device), ring, committed, committed + size.queries)
+        return _Step(fresh(bench, size.batch, size.queries, width), rows, places, vectors)
+
+    state_bytes = 4 * size.batch * size.value_heads * size.key_dim * size.value_dim
+    steps = [step() for _ in range(bench.variants(state_bytes))]
+    cost = kernels.delta_step_cost(steps[0].projected, steps[0].rows, vectors, size.queries, 1)
+
+    def error() -> float:
+        step = steps[0].widened()
+        exact = kernels.delta_step(*step, backend="reference")
+        mine = steps[0].widened()  # in the model's dtype but for the state, whose copy the call may change
+        rows = StateRows(mine.rows.state, steps[0].rows.ring, *mine.rows[2:])
+        return relative_error(kernels.delta_step(steps[0].projected, rows, *steps[0][2:]), exact)
+
+    return KernelCall(
+        "elementwise",
+        size.name,
+        cost,
+        lambda i: kernels.delta_step(*steps[i]),
+        variants=len(steps),
+        rows=size.batch * size.queries,
+        error=error,
+        peers=_rule_peers(bench, size),
+    )
+
+
+def _rule_peers(bench: Bench, size: StateSize) -> dict[str, Call]:
+    """The recurrence alone, without convolution, replay or commit: transformers' in torch, and fla's if installed."""
+
+    @cache
+    def operands() -> dict[str, Any]:
+        tokens = size.batch, size.queries
+        q, k = (fresh(bench, *tokens, size.key_heads, size.key_dim) for _ in "qk")
+        v = fresh(bench, *tokens, size.value_heads, size.value_dim)
+        g, beta = (-torch.rand(*tokens, size.value_heads, device=bench.device) for _ in "gb")
+        state = torch.zeros(size.batch, size.value_heads, size.key_dim, size.value_dim, device=bench.device)
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        return {"query": q, "key": k, "value": v, "g": g, "beta": -beta, "initial_state": state, **options}
+
+    def transformers_rule(_: int) -> object:
+        return import_module(TRANSFORMERS).torch_recurrent_gated_delta_rule(**operands())
+
+    def fla_rule(_: int) -> object:
+        rule = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+        names = {"query": "q", "key": "k", "value": "v"}
+        return rule(**{names.get(name, name): value for name, value in operands().items()})
+
+    peers: dict[str, Call] = {"transformers": transformers_rule}
+    return peers | ({"fla": fla_rule} if find_spec("fla") else {})
+
+
+def gated_norm_call(bench: Bench, size: StateSize) -> KernelCall:
+    """The norm of each head's output, times the activated gate."""
+    rows = size.batch * size.queries
+    x, weight = fresh(bench, rows, size.value_heads, size.value_dim), fresh(bench, size.value_dim)
+    gate = fresh(bench, rows, size.value_heads * size.value_dim)
+    norm: Callable[..., Tensor] = kernels.gated_rms_norm
+
+    def error() -> float:
+        exact = norm(x.float(), gate.float(), weight.float(), EPS, backend="reference")
+        return relative_error(norm(x, gate, weight, EPS), exact)
+
+    return KernelCall(
+        "elementwise",
+        size.name,
+        kernels.gated_rms_norm_cost(x),
+        lambda _: norm(x, gate, weight, EPS),
+        rows=rows,
+        error=error,
+        peers={"eager torch": lambda _: norm(x, gate, weight, EPS, backend="reference")},
+    )
+
+
+def delta_step_cases(bench: Bench, sizes: Iterable[StateSize]) -> Iterator[BenchCase]:
+    """The gated delta rule over the states of a batch."""
+    return (BenchCase("delta_step", delta_step_call(bench, size), RoofShare(0.5)) for size in sizes)
+
+
+def gated_norm_cases(bench: Bench, sizes: Iterable[StateSize]) -> Iterator[BenchCase]:
+    """The gated norm of a step's outputs."""
+    return (BenchCase("gated_norm", gated_norm_call(bench, size), Within(4e-6)) for size in sizes)
