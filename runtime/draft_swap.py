@@ -55,7 +55,7 @@ class DraftSwap:
                 weight.copy_(copy, non_blocking=True)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SwappableWeights(DecoderWeights):
     """Draft weights whose memory can serve as a scratch arena. Engines that share them share the swap."""
 

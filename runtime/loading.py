@@ -135,7 +135,7 @@ def _target(
     def read() -> StateDict:
         with meter.uncounted():
             import_model_code(source, config.shape)
-        return load_state_dict(source, config.shape, dtype)
+        return load_state_dict(source, config, dtype)
 
     if plan.weights.target_bits == 16:
         return read().decoder_weights(device)

@@ -28,12 +28,14 @@ from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter, PeakMemory
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.linear import Dense, GatedMLP
-from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
+from ridgeplan.runtime.model.norms import RMSNorm
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_target
 from ridgeplan.validate.machine import free_library_workspaces
 
 NEW_TOKENS = 64
 WARM_TOKENS = 512
+NORM_EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -187,12 +189,14 @@ def zero_weights(shape: ModelShape, device: torch.device) -> DecoderWeights:
         return torch.zeros(sizes, dtype=dtype, device=device)
 
     def layer() -> LayerWeights:
+        qkv_width = shape.q_width + 2 * shape.kv_width
         return LayerWeights(
-            attention_norm=zeros(shape.hidden),
-            qkv=_projection(zeros, shape.q_width + 2 * shape.kv_width, shape.hidden, biased=shape.attention_bias),
-            qk_norm=None,
-            output=_projection(zeros, shape.hidden, shape.q_width),
-            mlp_norm=zeros(shape.hidden),
+            mixer_norm=RMSNorm(zeros(shape.hidden), NORM_EPS),
+            mixer=AttentionWeights(
+                qkv=_projection(zeros, qkv_width, shape.hidden, biased=shape.attention_bias),
+                output=_projection(zeros, shape.hidden, shape.q_width),
+            ),
+            mlp_norm=RMSNorm(zeros(shape.hidden), NORM_EPS),
             mlp=GatedMLP(
                 _projection(zeros, 2 * shape.intermediate, shape.hidden),
                 _projection(zeros, shape.hidden, shape.intermediate),
@@ -201,7 +205,8 @@ def zero_weights(shape: ModelShape, device: torch.device) -> DecoderWeights:
 
     embedding = zeros(shape.vocab, shape.hidden)
     head = embedding if shape.tied_embeddings else zeros(shape.vocab, shape.hidden)
-    return DecoderWeights(embedding, tuple(layer() for _ in range(shape.layers)), zeros(shape.hidden), Dense(head))
+    norm = RMSNorm(zeros(shape.hidden), NORM_EPS)
+    return DecoderWeights(embedding, tuple(layer() for _ in range(shape.layers)), norm, Dense(head))
 
 
 def _projection(zeros: Any, outputs: int, inputs: int, biased: bool = False) -> Dense:

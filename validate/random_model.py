@@ -28,7 +28,8 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.kv.storage import KVStore
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
-from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
+from ridgeplan.runtime.model.norms import RMSNorm
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.offload.host_store import HostKVStore
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.quantization.calibration import quantized_linear
@@ -72,7 +73,8 @@ class RandomDecoder:
         hidden = self.shape.hidden
         embedding = self.bench.random(self.shape.vocab, hidden)
         layers = tuple(self._layer() for _ in range(self.shape.layers))
-        return DecoderWeights(embedding, layers, self.bench.random(hidden), Dense(embedding))
+        norm = RMSNorm(self.bench.random(hidden), self.decoder.config.norm_eps)
+        return DecoderWeights(embedding, layers, norm, Dense(embedding))
 
     def tokens(self, queries: int) -> Tensor:
         """Token ids [batch, queries]."""
@@ -86,12 +88,18 @@ class RandomDecoder:
             return Dense(random(outputs, inputs) / inputs**0.5, bias)  # keeps activations near 1
 
         projected, heads = shape.q_width + 2 * shape.kv_width, shape.q_heads + shape.kv_heads
+
+        def norm(*sizes: int) -> RMSNorm:
+            return RMSNorm(random(*sizes), self.decoder.config.norm_eps)
+
         return LayerWeights(
-            attention_norm=random(shape.hidden),
-            qkv=dense(projected, shape.hidden, random(projected).clone() if shape.attention_bias else None),
-            qk_norm=random(heads, shape.head_dim) if shape.qk_norm else None,
-            output=dense(shape.hidden, shape.q_width),
-            mlp_norm=random(shape.hidden),
+            mixer_norm=norm(shape.hidden),
+            mixer=AttentionWeights(
+                qkv=dense(projected, shape.hidden, random(projected).clone() if shape.attention_bias else None),
+                output=dense(shape.hidden, shape.q_width),
+                qk_norm=norm(heads, shape.head_dim) if shape.qk_norm else None,
+            ),
+            mlp_norm=norm(shape.hidden),
             mlp=GatedMLP(dense(2 * shape.intermediate, shape.hidden), dense(shape.hidden, shape.intermediate)),
         )
 

@@ -21,9 +21,11 @@ from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, PACKED_FORMATS, M
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError, failures_as, quiet_rust
+from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.model.linear import Dense, GatedMLP
+from ridgeplan.runtime.model.norms import RMSNorm
 from ridgeplan.runtime.model.packed_weights import PackedTensors
-from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, tensors_of
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights, tensors_of
 
 Part = TypeVar("Part")
 Take = Callable[..., Any]  # the tensor of a name, or a default
@@ -31,13 +33,13 @@ Take = Callable[..., Any]  # the tensor of a name, or a default
 
 @dataclass(frozen=True, eq=False)
 class StateDict:
-    """A transformers state dict of a model of `shape`. source: where it was read from.
+    """A transformers state dict of a model of `config`. source: where it was read from.
 
     All methods raise ModelError for weights that are not finite.
     """
 
     source: str
-    shape: ModelShape
+    config: DecoderConfig
     tensors: dict[str, Tensor] | PackedTensors
 
     def decoder_weights(self, device: torch.device) -> DecoderWeights:
@@ -49,15 +51,15 @@ class StateDict:
         """The embedding, the last norm and the head on `device`, without layers."""
         embedding = _copied(self.tensors.pop("model.embed_tokens.weight"), device)
         head = self.tensors.pop("lm_head.weight", None)
-        head_weight = embedding if self.shape.tied_embeddings or head is None else _copied(head, device)
-        norm = _copied(self.tensors.pop("model.norm.weight"), device)
+        head_weight = embedding if self.config.shape.tied_embeddings or head is None else _copied(head, device)
+        norm = RMSNorm(_copied(self.tensors.pop("model.norm.weight"), device), self.config.norm_eps)
         return self._finite(DecoderWeights(embedding, (), norm, Dense(head_weight)))
 
     def layers(self, device: torch.device, keep: bool = False) -> Iterator[LayerWeights]:
         """The layers on `device`, one after another; unless `keep`, each is dropped here."""
         take = self.tensors.get if keep else self.tensors.pop
-        for index in range(self.shape.layers):
-            yield self._finite(_layer(self.shape, take, f"model.layers.{index}.", device))
+        for index in range(self.config.shape.layers):
+            yield self._finite(_layer(self.config, take, f"model.layers.{index}.", device))
 
     def _finite(self, part: Part) -> Part:
         for tensor in tensors_of(part):
@@ -74,33 +76,35 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, copy=True)
 
 
-def _layer(shape: ModelShape, take: Take, prefix: str, device: torch.device) -> LayerWeights:
+def _layer(config: DecoderConfig, take: Take, prefix: str, device: torch.device) -> LayerWeights:
     def fused(*names: str) -> Dense:
         weight = torch.cat([take(f"{prefix}{name}.weight") for name in names])
         biases = [take(f"{prefix}{name}.bias", None) for name in names]
         present = [bias for bias in biases if bias is not None]
         return Dense(weight.to(device), torch.cat(present).to(device) if present else None)
 
-    def norm(name: str) -> Tensor:
-        return _copied(take(f"{prefix}{name}.weight"), device)
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(_copied(take(f"{prefix}{name}.weight"), device), config.norm_eps)
 
     return LayerWeights(
-        attention_norm=norm("input_layernorm"),
-        qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        qk_norm=_qk_norm(shape, take, prefix, device),
-        output=fused("self_attn.o_proj"),
+        mixer_norm=norm("input_layernorm"),
+        mixer=AttentionWeights(
+            qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            output=fused("self_attn.o_proj"),
+            qk_norm=_qk_norm(config, take, prefix, device),
+        ),
         mlp_norm=norm("post_attention_layernorm"),
         mlp=GatedMLP(fused("mlp.gate_proj", "mlp.up_proj"), fused("mlp.down_proj")),
     )
 
 
-def _qk_norm(shape: ModelShape, take: Take, prefix: str, device: torch.device) -> Tensor | None:
-    """Qwen3's norms, one row per query head and KV head, so that one operation applies both."""
+def _qk_norm(config: DecoderConfig, take: Take, prefix: str, device: torch.device) -> RMSNorm | None:
+    """Norms of each head, one row per query head and KV head, so that one operation applies both."""
     q_norm, k_norm = (take(f"{prefix}self_attn.{name}_norm.weight", None) for name in "qk")
     if q_norm is None:
         return None
-    rows = [q_norm.expand(shape.q_heads, -1), k_norm.expand(shape.kv_heads, -1)]
-    return torch.cat(rows).to(device)
+    rows = [q_norm.expand(config.shape.q_heads, -1), k_norm.expand(config.shape.kv_heads, -1)]
+    return RMSNorm(torch.cat(rows).to(device), config.norm_eps)
 
 
 # Left out, transformers asks on stdin whether a checkpoint's own Python may run.
@@ -129,18 +133,19 @@ def import_model_code(source: str, shape: ModelShape) -> None:
         transformers.AutoModelForCausalLM.from_config(config, **EAGER, **UNTRUSTED)
 
 
-def load_weights(source: str, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
+def load_weights(source: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
     """The decoder's weights in `dtype` on `device`. Raises what `load_state_dict` raises."""
-    return load_state_dict(source, shape, dtype).decoder_weights(device)
+    return load_state_dict(source, config, dtype).decoder_weights(device)
 
 
-def load_state_dict(source: str, shape: ModelShape, dtype: torch.dtype) -> StateDict:
+def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype) -> StateDict:
     """The checkpoint's weights in `dtype` on the host, from safetensors only: pickles are not opened.
 
     Raises ModelError when any is missing or misshapen.
     """
+    shape = decoder.shape
     if shape.weight_bits.format in PACKED_FORMATS:
-        return StateDict(source, shape, open_packed(source, shape, dtype))
+        return StateDict(source, decoder, open_packed(source, shape, dtype))
     config = load_config(source)
     vars(config).pop("transformers_weights", None)  # it may name a pickle
     options = {
@@ -157,7 +162,7 @@ def load_state_dict(source: str, shape: ModelShape, dtype: torch.dtype) -> State
     for name, actual, needed in sorted(info["mismatched_keys"]):
         sizes = f"{list(actual)}; its config.json needs {list(needed)}"
         raise ModelError(f"in the checkpoint {source} the weight {name} is {sizes}")
-    return StateDict(source, shape, dict(model.state_dict()))
+    return StateDict(source, decoder, dict(model.state_dict()))
 
 
 def open_packed(source: str, shape: ModelShape, dtype: torch.dtype) -> PackedTensors:

@@ -10,13 +10,13 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ridgeplan.roofline.catalog.config_json import shape_from_config, sliding_layers
+from ridgeplan.roofline.catalog.config_json import shape_from_config
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats, trained_context
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.support import as_loaded
 from ridgeplan.runtime.errors import ModelError, failures_as
-from ridgeplan.runtime.model.decoder import DecoderConfig, plain_frequencies
+from ridgeplan.runtime.model.decoder import DecoderConfig, LayerSettings, Rotary, plain_frequencies
 
 ROTARY_TYPES = ("default", "linear", "yarn", "llama3")  # other types depend on the sequence length
 
@@ -32,15 +32,15 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     hub = _stretched(hub, yarn_factor)
     keys = hub.to_dict()
     try:
-        shape, sliding = as_loaded(shape_from_config(keys, source, source)), sliding_layers(keys)
+        shape = as_loaded(shape_from_config(keys, source, source))
     except ValueError as error:
         raise ModelError(f"cannot load the model {source}: {error}") from error
     held = shape.weight_bits.format
     _require(held in CONVERTED_FORMATS, "weight format", held, loaded_formats())
     if not 0 < hub.rms_norm_eps <= 1:
         raise ModelError(f"the model's rms_norm_eps is {brief(hub.rms_norm_eps)}; allowed: above 0 up to 1")
-    windows = tuple(shape.window_tokens if index in sliding else None for index in range(shape.layers))
-    return DecoderConfig(shape, hub.rms_norm_eps, windows, *_rotary(hub, shape))
+    layers = tuple(LayerSettings(shape.group_of(index).attention) for index in range(shape.layers))
+    return DecoderConfig(shape, hub.rms_norm_eps, layers, (_rotary(hub, shape),))
 
 
 def yarn_frequencies(head_dim: int, theta: float, trained: int, context: int) -> tuple[tuple[float, ...], float]:
@@ -78,16 +78,16 @@ def _stretched(hub: Any, yarn_factor: float) -> Any:
     return hub
 
 
-def _rotary(hub: Any, shape: ModelShape) -> tuple[tuple[float, ...], float]:
+def _rotary(hub: Any, shape: ModelShape) -> Rotary:
     """Rotary frequencies and the factor on cosines and sines (RoPE, linear, YaRN, or Llama 3's)."""
     kind = hub.rope_parameters["rope_type"]
     _require(kind in ROTARY_TYPES, "rope_type", kind, ROTARY_TYPES)
     if kind == "default":
-        return plain_frequencies(shape), 1.0
+        return Rotary(plain_frequencies(shape))
     what = f"the model's rope_parameters are {brief(hub.rope_parameters)}"
     with failures_as(what):
         inverse, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"))
         frequencies = (*inverse.tolist(), float(scale))
     if inverse.numel() != shape.head_dim // 2 or not all(0 < frequency < math.inf for frequency in frequencies):
         raise ModelError(f"{what}; allowed: those that give {shape.head_dim // 2} finite frequencies above 0")
-    return frequencies[:-1], frequencies[-1]
+    return Rotary(frequencies[:-1], frequencies[-1])

@@ -1,38 +1,79 @@
-"""A compact decoder for Llama-like families: its configuration, the parts of a layer, and a step over the cache."""
+"""The decoder: its configuration, layer by layer, the parts of a layer, and a step over the cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.attention import decode_attention
-from ridgeplan.kernels.layer import Tables, add_rms_norm, rope_append, rotary_tables
+from ridgeplan.kernels.layer import Tables, rope_append, rotary_tables
+from ridgeplan.roofline.catalog.layers import Attention
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess
-from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.model.norms import Norm
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotary embedding. frequencies: [head_dim / 2], radians per token, 0 for channels that do not turn.
+
+    scale: the factor on cosines and sines, which YaRN calls attention factor.
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """What one layer's token mixer is. attention: its sizes and window, of layers with attention.
+
+    rotary: which of the decoder's rotary embeddings it uses.
+    """
+
+    attention: Attention | None
+    rotary: int = 0
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window in tokens; None for layers that read every token."""
+        return self.attention.window_tokens if self.attention else None
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A Llama-like decoder.
-
-    windows: each layer's sliding window in tokens, or None. rotary_frequencies: [head_dim / 2], radians per token.
-    rotary_scale: the factor on cosines and sines, which YaRN calls attention factor.
-    """
+    """A decoder: its shape, the settings of each layer, and its rotary embeddings."""
 
     shape: ModelShape
     norm_eps: float
-    windows: tuple[int | None, ...]
-    rotary_frequencies: tuple[float, ...]
-    rotary_scale: float = 1.0
+    layers: tuple[LayerSettings, ...]
+    rotaries: tuple[Rotary, ...]
 
     @classmethod
     def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:
         """A decoder with full attention in every layer and unscaled RoPE."""
-        return cls(shape, norm_eps, (None,) * shape.layers, plain_frequencies(shape))
+        attention = replace(shape.attentions[0][0], window_tokens=None)
+        return cls(shape, norm_eps, (LayerSettings(attention),) * shape.layers, (Rotary(plain_frequencies(shape)),))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window in tokens, or None."""
+        return tuple(layer.window for layer in self.layers)
+
+    @property
+    def rotary_frequencies(self) -> tuple[float, ...]:
+        """Frequencies of the first rotary embedding."""
+        return self.rotaries[0].frequencies
+
+    @property
+    def rotary_scale(self) -> float:
+        """The scale of the first rotary embedding."""
+        return self.rotaries[0].scale
 
 
 def plain_frequencies(shape: ModelShape) -> tuple[float, ...]:
@@ -41,45 +82,74 @@ def plain_frequencies(shape: ModelShape) -> tuple[float, ...]:
     return tuple((1.0 / shape.rope_theta**exponents).tolist())
 
 
+class Step(NamedTuple):
+    """What the layers of one step share. tables: of every rotary embedding, at the tokens' positions."""
+
+    cache: KVAccess
+    metadata: AttentionMetadata
+    tables: tuple[Tables, ...]
+
+
 class Decoder:
     """Runs the layers of `config` on one device. Weights and cache are arguments, so drafts use it too."""
 
     def __init__(self, config: DecoderConfig, device: torch.device) -> None:
         self.config = config
-        self.frequencies = torch.tensor(config.rotary_frequencies, dtype=torch.float32, device=device)
+        self.frequencies = tuple(
+            torch.tensor(rotary.frequencies, dtype=torch.float32, device=device) for rotary in config.rotaries
+        )
 
     def step(self, weights: DecoderWeights, cache: KVAccess, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Logits [rows, queries, vocab] of tokens [rows, queries], whose KV enters the cache."""
         hidden, update = functional.embedding(tokens, weights.embedding), None
-        tables = self.rotary(metadata.positions)
+        step = Step(cache, metadata, self.rotary(metadata.positions))
         for index, layer in enumerate(weights.layers):
-            hidden, normed = self.norm(hidden, update, layer.attention_norm)
-            reads = metadata.layer_metadata(index)
-            q = self.project(layer, normed, tables, *cache.full(index), reads.slots)
-            attended = self._attend(index, cache, reads, q)
-            hidden, normed = self.norm(hidden, layer.output(attended.flatten(2)), layer.mlp_norm)
-            update = layer.mlp(normed)
-        return weights.head(self.norm(hidden, update, weights.norm)[1])
+            hidden, normed = self.norm(hidden, update, layer.mixer_norm)
+            hidden, normed = layer.after_mixer(hidden, layer.mixer.step(self, index, normed, step))
+            update = layer.after_mlp(normed)
+        return weights.logits(self.norm(hidden, update, weights.norm)[1])
 
-    def rotary(self, positions: Tensor) -> Tables:
-        """Cosines and sines [..., head_dim / 2] of positions [...]."""
-        return rotary_tables(positions, self.frequencies, self.config.rotary_scale)
+    def rotary(self, positions: Tensor) -> tuple[Tables, ...]:
+        """Cosines and sines [..., head_dim / 2] of positions [...], by each of the rotary embeddings."""
+        scales = [rotary.scale for rotary in self.config.rotaries]
+        return tuple(rotary_tables(positions, *pair) for pair in zip(self.frequencies, scales, strict=True))
+
+    def layer_rotary(self, index: int, positions: Tensor) -> Tables:
+        """Cosines and sines [..., head_dim / 2] of positions [...], by the rotary embedding of one layer."""
+        return rotary_tables(positions, *self.layer_frequencies(index))
+
+    def layer_frequencies(self, index: int) -> tuple[Tensor, float]:
+        """Rotary frequencies [head_dim / 2] and scale of one layer."""
+        number = self.config.layers[index].rotary
+        return self.frequencies[number], self.config.rotaries[number].scale
 
     def project(
-        self, layer: LayerWeights, normed: Tensor, tables: Tables, keys: Tensor, values: Tensor, slots: Tensor
+        self,
+        index: int,
+        weights: AttentionWeights,
+        normed: Tensor,
+        tables: Tables,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
     ) -> Tensor:
         """Rotated queries [rows, queries, q_heads, head_dim]; the tokens' KV goes to `slots` of keys and values."""
-        q_heads, eps = self.config.shape.q_heads, self.config.norm_eps
-        return rope_append(layer.qkv(normed), tables, keys, values, slots, q_heads, qk_norm=layer.qk_norm, eps=eps)
+        attention, norm = self.config.layers[index].attention, weights.qk_norm
+        assert attention is not None, "the layer has attention"
+        qk_norm, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        qkv = weights.qkv(normed)
+        return rope_append(qkv, tables, keys, values, slots, attention.q_heads, qk_norm=qk_norm, eps=eps)
 
-    def norm(self, hidden: Tensor, update: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def norm(self, hidden: Tensor, update: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         """The residual stream with `update` added, and its norm."""
-        return add_rms_norm(hidden, update, weight, self.config.norm_eps)
+        return norm(hidden, update)
 
-    def _attend(self, index: int, cache: KVAccess, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(self, index: int, cache: KVAccess, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+        """Attention of queries [rows, queries, q_heads, head_dim] to what the pass reads of layer `index`."""
         if metadata.attend is not None:  # drafts, which no sliding window limits
             return metadata.attend(index, q, metadata)
-        window, scores = self.config.windows[index], metadata.scores(index) if metadata.scores is not None else None
+        window = self.config.layers[index].window
+        scores = metadata.scores(index) if metadata.scores is not None else None
         with cache.layer_kv(index, metadata) as reads:
             begin = reads.begin if window is None else torch.maximum(reads.begin, reads.end - window)
             read = (q, reads.keys, reads.values, begin, reads.end, reads.codes, reads.groups)

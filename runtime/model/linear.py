@@ -171,6 +171,11 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gate_up(x, gated=True))
 
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The matrix products that a plan may quantize."""
+        return self.gate_up, self.down
+
     def with_projections(self, change: Callable[[Linear], Linear]) -> GatedMLP:
         """The same MLP with `change` applied to each projection."""
         return GatedMLP(change(self.gate_up), change(self.down))

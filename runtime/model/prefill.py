@@ -27,7 +27,7 @@ from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill_layer import LayerBuffers, Parts, attend_layer, finish_layer, project_layer
-from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights
 from ridgeplan.runtime.policies.base import PromptObserver
 from ridgeplan.runtime.policies.eviction_scorer import EvictionScorer, PromptLayer, compact, largest
 from ridgeplan.runtime.sampling import all_finite, require_finite
@@ -106,23 +106,46 @@ def prefill_all(
         position = _common_position(fills, stop)
         hidden, parts = hidden_rows[: len(text)], Parts(stop - start, len(text), chunk_tokens, position - stop)
         torch.index_select(weights.embedding, 0, text, out=hidden)
+        chunk = _ChunkPass(decoder, replace(chunk_buffers, tokens=len(text)), parts, start, fills, kept_layers, whole)
         for index, layer in enumerate(weights.layers):
-            buffers = replace(chunk_buffers, tokens=len(text))
-            if kept_layers:
-                buffers = kept_layers[index].ahead_of(buffers)
-            project_layer(decoder, layer, hidden, buffers, parts, start)
-            masses: dict[Any, Tensor] = {}
-            for fill in fills:
-                fill.choose(index, buffers, masses)
-            window = decoder.config.windows[index] if whole else None
-            attend_layer(buffers, parts, window, _common_position(fills, buffers.held + parts.tokens))
-            finish_layer(decoder, layer, hidden, buffers, parts)
-            for fill in fills:
-                fill.store(index, buffers, kept_layers)
+            mixed = layer.mixer.prefill(chunk, index, layer, hidden)
+            finish_layer(decoder, layer, hidden, mixed, parts)
     for destination in destinations:
         destination.cache.finish_prompt(destination.row, len(prompt))
     last = hidden[parts.tokens - 1 : parts.tokens]
-    return weights.head(decoder.norm(last, None, weights.norm)[1])[0]
+    return weights.logits(decoder.norm(last, None, weights.norm)[1])[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _ChunkPass:
+    """A chunk of a prompt, or all of it, on its way through the layers: `prompt` of `TokenMixer.prefill`.
+
+    buffers: of the chunk, with room for what layers hold of earlier ones. start: position of the chunk's first token.
+    whole: whether the chunk is the whole prompt.
+    """
+
+    decoder: Decoder
+    buffers: LayerBuffers
+    parts: Parts
+    start: int
+    fills: Sequence[_PromptFill]
+    kept_layers: Sequence[_KeptLayer]
+    whole: bool
+
+    def attend(self, index: int, layer: LayerWeights, attention: AttentionWeights, hidden: Tensor) -> Tensor:
+        """Attention's output [tokens, q_heads, head_dim] of layer `index`, whose keys and values are stored."""
+        parts, buffers = self.parts, self.buffers
+        if self.kept_layers:
+            buffers = self.kept_layers[index].ahead_of(buffers)
+        project_layer(self.decoder, index, layer, attention, hidden, buffers, parts, self.start)
+        masses: dict[Any, Tensor] = {}
+        for fill in self.fills:
+            fill.choose(index, buffers, masses)
+        visible = _common_position(self.fills, buffers.held + parts.tokens)
+        attend_layer(buffers, parts, self.decoder.config.layers[index], windowed=self.whole, visible=visible)
+        for fill in self.fills:
+            fill.store(index, buffers, self.kept_layers)
+        return buffers.queries
 
 
 class _PromptFill:
@@ -165,6 +188,7 @@ class _PromptFill:
         self._chosen = None
         evicts = self._budgets[index] < tokens
         if scorer is not None and (evicts or (scorer.accumulates and self._continues)):
+            frequencies, rotary_scale = self._decoder.layer_frequencies(index)
             layer = PromptLayer(
                 index=index,
                 layers=self._decoder.config.shape.layers,
@@ -173,8 +197,8 @@ class _PromptFill:
                 queries=buffers.queries[:rows],
                 keys=buffers.keys[:, : buffers.held + rows],
                 values=buffers.values[:, : buffers.held + rows],
-                frequencies=self._decoder.frequencies,
-                rotary_scale=self._decoder.config.rotary_scale,
+                frequencies=frequencies,
+                rotary_scale=rotary_scale,
                 masses=masses,
                 held=buffers.held,
                 start=self._start,

@@ -24,8 +24,8 @@ from ridgeplan.roofline.execution import (
     padded_prompt,
 )
 from ridgeplan.runtime.buffers import Arena
-from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.model.decoder import Decoder, LayerSettings
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # cuDNN is about twice as fast as FlashAttention-2 on long prompts (H200, 8k to 128k tokens).
@@ -104,29 +104,45 @@ class LayerBuffers:
         return self.padded.values[0, :, : self.held + self.tokens]
 
 
+@dataclass(frozen=True, eq=False)
+class TextPass:
+    """A whole text on its way through the layers, of which nothing stays: `prompt` of `TokenMixer.prefill`."""
+
+    decoder: Decoder
+    buffers: LayerBuffers
+    parts: Parts
+
+    def attend(self, index: int, layer: LayerWeights, attention: AttentionWeights, hidden: Tensor) -> Tensor:
+        """Attention's output [tokens, q_heads, head_dim] of layer `index` for hidden [tokens, hidden]."""
+        project_layer(self.decoder, index, layer, attention, hidden, self.buffers, self.parts)
+        attend_layer(self.buffers, self.parts, self.decoder.config.layers[index])
+        return self.buffers.queries
+
+
 def prefill_layer(
     decoder: Decoder,
+    index: int,
     layer: LayerWeights,
     hidden: Tensor,
-    window: int | None,
     chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     buffers: LayerBuffers | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Updates hidden [tokens, hidden] in place; returns keys and values [kv_heads, tokens, head_dim].
+    """Updates hidden [tokens, hidden] in place by layer `index`; returns keys and values [kv_heads, tokens, head_dim].
 
     These are views of `buffers`, which are allocated unless given.
     """
     buffers = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), decoder.config.shape, hidden)
     parts = Parts(len(hidden), len(hidden), chunk_tokens)
-    project_layer(decoder, layer, hidden, buffers, parts)
-    attend_layer(buffers, parts, window)
-    finish_layer(decoder, layer, hidden, buffers, parts)
+    mixed = layer.mixer.prefill(TextPass(decoder, buffers, parts), index, layer, hidden)
+    finish_layer(decoder, layer, hidden, mixed, parts)
     return buffers.keys, buffers.values
 
 
 def project_layer(
     decoder: Decoder,
+    index: int,
     layer: LayerWeights,
+    attention: AttentionWeights,
     hidden: Tensor,
     buffers: LayerBuffers,
     parts: Parts,
@@ -139,18 +155,22 @@ def project_layer(
     queries, keys, values = buffers.padded
     for chunk in parts.chunks:
         places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
-        normed = decoder.norm(hidden[chunk], None, layer.attention_norm)[1][None]
+        normed = decoder.norm(hidden[chunk], None, layer.mixer_norm)[1][None]
         shift = parts.shift if chunk.start >= parts.tokens else 0
-        tables = decoder.rotary(start + places + shift)
-        queries[chunk] = decoder.project(layer, normed, tables, keys, values, buffers.held + places)[0]
+        table = decoder.layer_rotary(index, start + places + shift)
+        queries[chunk] = decoder.project(index, attention, normed, table, keys, values, buffers.held + places)[0]
 
 
-def attend_layer(buffers: LayerBuffers, parts: Parts, window: int | None, visible: int | None = None) -> None:
+def attend_layer(
+    buffers: LayerBuffers, parts: Parts, settings: LayerSettings, *, windowed: bool = True, visible: int | None = None
+) -> None:
     """Attention of every token to itself and to those before it, held ones too; the output overwrites the queries.
 
     The prompt attends together with what stands behind it up to its padded length, which none of its tokens sees.
+    windowed: whether the layer's sliding window, if it has one, hides tokens.
     visible: how many of the held and the prompt's tokens the appended ones see; by default, and at most, all.
     """
+    window = settings.window if windowed else None
     queries, keys, values = buffers.padded
     held, tokens, padded = buffers.held, parts.tokens, int(padded_prompt(parts.tokens))
     seen = slice(held + padded)
@@ -178,16 +198,16 @@ def plan_attention(decoder: Decoder, weights: DecoderWeights, arena: Arena, toke
     parts = Parts(tokens, tokens + appended)
     hidden = weights.embedding.new_empty(parts.total, 0)
     buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
-    for window in set(decoder.config.windows):
-        attend_layer(buffers, parts, window)
+    for settings in set(decoder.config.layers):
+        attend_layer(buffers, parts, settings)
 
 
-def finish_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, buffers: LayerBuffers, parts: Parts) -> None:
-    """Output projection and MLP, in place of hidden [tokens, hidden]."""
+def finish_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, mixed: Tensor, parts: Parts) -> None:
+    """Output projection of what the token mixer left, [tokens, ...], and MLP, in place of hidden [tokens, hidden]."""
     for chunk in parts.chunks:
-        # The attention's output has no name, so that it is freed before the MLP, whose activations make the peak.
-        residual, normed = decoder.norm(hidden[chunk], layer.output(buffers.queries[chunk].flatten(1)), layer.mlp_norm)
-        torch.add(residual, layer.mlp(normed), out=hidden[chunk])
+        # The mixer's output has no name, so that it is freed before the MLP, whose activations make the peak.
+        residual, normed = layer.after_mixer(hidden[chunk], layer.mixer.output(mixed[chunk].flatten(1)))
+        torch.add(residual, layer.after_mlp(normed), out=hidden[chunk])
 
 
 def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, tokens: int) -> None:

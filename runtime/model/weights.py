@@ -5,35 +5,123 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from ridgeplan.runtime.model.linear import GatedMLP, Int4, Int8, Linear
+from ridgeplan.runtime.model.linear import Int4, Int8, Linear
+from ridgeplan.runtime.model.norms import Norm, RMSNorm
+
+if TYPE_CHECKING:
+    from ridgeplan.runtime.model.decoder import Decoder, Step
+
+
+class TokenMixer(Protocol):
+    """Weights of what mixes a layer's tokens, such as attention, and how a step runs it."""
+
+    @property
+    def output(self) -> Linear:
+        """The projection of what is mixed to the stream."""
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The matrix products that a plan may quantize."""
+
+    def with_projections(self, change: Callable[[Linear], Linear]) -> TokenMixer:
+        """The same mixer with `change` applied to each projection."""
+
+    def step(self, decoder: Decoder, index: int, normed: Tensor, step: Step) -> Tensor:
+        """The update [rows, queries, hidden] of layer `index` for normed [rows, queries, hidden]."""
+
+    def prefill(self, prompt: PromptPass, index: int, layer: LayerWeights, hidden: Tensor) -> Tensor:
+        """What `output` projects, [tokens, ...], of layer `index` for a prompt's hidden [tokens, hidden]."""
+
+
+class PromptPass(Protocol):
+    """A prompt on its way through the layers: one method for each kind of token mixer."""
+
+    def attend(self, index: int, layer: LayerWeights, attention: AttentionWeights, hidden: Tensor) -> Tensor:
+        """Attention's output [tokens, q_heads, head_dim] of layer `index` for hidden [tokens, hidden]."""
+
+
+class MLP(Protocol):
+    """Weights of a layer's MLP, dense or routed."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., hidden] to [..., hidden]."""
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The matrix products that a plan may quantize."""
+
+    def with_projections(self, change: Callable[[Linear], Linear]) -> MLP:
+        """The same MLP with `change` applied to each projection."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWeights:
+    """Attention of one layer. qkv: projections to queries, keys and values, stacked in this order.
+
+    qk_norm: of [q_heads + kv_heads, head_dim], for families that normalize each head's queries and keys.
+    """
+
+    qkv: Linear
+    output: Linear
+    qk_norm: RMSNorm | None = None
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The matrix products that a plan may quantize."""
+        return self.qkv, self.output
+
+    def with_projections(self, change: Callable[[Linear], Linear]) -> AttentionWeights:
+        """The same attention with `change` applied to each projection."""
+        return dataclasses.replace(self, qkv=change(self.qkv), output=change(self.output))
+
+    def step(self, decoder: Decoder, index: int, normed: Tensor, step: Step) -> Tensor:
+        """Attention of the step's tokens over the cache, which their keys and values enter."""
+        reads, tables = step.metadata.layer_metadata(index), step.tables[decoder.config.layers[index].rotary]
+        q = decoder.project(index, self, normed, tables, *step.cache.full(index), reads.slots)
+        return self.output(decoder.attend(index, step.cache, reads, q).flatten(2))
+
+    def prefill(self, prompt: PromptPass, index: int, layer: LayerWeights, hidden: Tensor) -> Tensor:
+        """Attention of a prompt's tokens, whose keys and values the pass keeps."""
+        return prompt.attend(index, layer, self, hidden)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer. qkv: projections to queries, keys and values, stacked in this order.
+    """One layer: a token mixer and an MLP, each with a norm of what it reads and, in some families, of its output."""
 
-    qk_norm: [q_heads + kv_heads, head_dim], for families that normalize queries and keys.
-    """
+    mixer_norm: Norm
+    mixer: TokenMixer
+    mlp_norm: Norm
+    mlp: MLP
+    mixer_output_norm: Norm | None = None
+    mlp_output_norm: Norm | None = None
 
-    attention_norm: Tensor
-    qkv: Linear
-    qk_norm: Tensor | None
-    output: Linear
-    mlp_norm: Tensor
-    mlp: GatedMLP
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The matrix products that a plan may quantize, in the order in which a step runs them."""
+        return *self.mixer.projections, *self.mlp.projections
 
     def with_projections(self, change: Callable[[Linear], Linear]) -> LayerWeights:
         """The same layer with `change` applied to each projection."""
         return dataclasses.replace(
-            self,
-            qkv=change(self.qkv),
-            output=change(self.output),
-            mlp=self.mlp.with_projections(change),
+            self, mixer=self.mixer.with_projections(change), mlp=self.mlp.with_projections(change)
         )
+
+    def after_mixer(self, hidden: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream with the mixer's output added, and the MLP's input."""
+        return self.mlp_norm(hidden, _normed(self.mixer_output_norm, update))
+
+    def after_mlp(self, normed: Tensor) -> Tensor:
+        """The MLP's update of its input."""
+        return _normed(self.mlp_output_norm, self.mlp(normed))
+
+
+def _normed(norm: Norm | None, update: Tensor) -> Tensor:
+    return update if norm is None else norm(update, None)[1]
 
 
 @dataclass(frozen=True)
@@ -50,17 +138,23 @@ class WeightFormat:
 
 @dataclass(frozen=True, eq=False)
 class DecoderWeights:
-    """All weights; `head` may share the embedding's storage."""
+    """All weights; `head` may share the embedding's storage. logit_cap: c of c tanh(logits / c)."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
-    norm: Tensor
+    norm: Norm
     head: Linear
+    logit_cap: float | None = None
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Logits [..., vocab] of the last norm's output [..., hidden], soft-capped in some families."""
+        logits, cap = self.head(normed), self.logit_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     @property
     def format(self) -> WeightFormat:
         """The format of the first projection."""
-        first = self.layers[0].qkv
+        first = self.layers[0].mixer.projections[0]
         if isinstance(first, Int8):
             return WeightFormat(8, first.weight.group, first.hierarchical)
         return WeightFormat(4, first.weight.group) if isinstance(first, Int4) else WeightFormat()

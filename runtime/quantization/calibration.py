@@ -100,9 +100,9 @@ def sampled_tokens(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randint(vocab, (SAMPLED_TOKENS,), generator=generator, device=device)
     hidden = functional.embedding(tokens, weights.embedding)
-    for layer, window in zip(weights.layers, decoder.config.windows, strict=True):
-        prefill_layer(decoder, layer, hidden, window)
-    logits = weights.head(decoder.norm(hidden, None, weights.norm)[1]).float()
+    for index, layer in enumerate(weights.layers):
+        prefill_layer(decoder, index, layer, hidden)
+    logits = weights.logits(decoder.norm(hidden, None, weights.norm)[1]).float()
     require_finite([bool(all_finite(logits).all())])
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
@@ -194,10 +194,10 @@ def _fitted(
 
     full: with the whole Hessian; else with its diagonal only.
     """
-    for layer, window in zip(layers, decoder.config.windows, strict=True):
+    for index, layer in enumerate(layers):
         recorder = layer.with_projections(lambda linear: _recorder(linear, full))
         for sequence in hidden:
-            prefill_layer(decoder, recorder, sequence, window)
+            prefill_layer(decoder, index, recorder, sequence)
         yield recorder.with_projections(lambda linear: _quantized(linear, target))
 
 

@@ -30,16 +30,17 @@ from ridgeplan.roofline.catalog import files as user_files
 from ridgeplan.roofline.catalog.files import NoHomeFolder
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight
-from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
+from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, ParallelNorm, RMSNorm
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText
 
-VERSION = "4"  # part of the name: a change of what is fitted or written makes a new file
+VERSION = "5"  # part of the name: a change of what is fitted or written makes a new file
 STRUCTURE = "structure"  # the entry of a file's metadata: a text and its checksum, see `_save`
 PARTS = {
     kind.__name__: kind
     for kind in (
-        DecoderWeights, LayerWeights, GatedMLP, Dense, Int4, Int8, Int4Weight, Int8Weight, LibraryInt4Weight,
-        LibraryInt8Weight,
+        DecoderWeights, LayerWeights, AttentionWeights, RMSNorm, LayerNorm, NoNorm, ParallelNorm, GatedMLP, Dense,
+        Int4, Int8, Int4Weight, Int8Weight, LibraryInt4Weight, LibraryInt8Weight,
     )
 }  # fmt: skip
 

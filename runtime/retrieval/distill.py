@@ -285,7 +285,7 @@ def distill(
     config = decoder_config(hub, source)
     ids = tokenize(source)
     fetch_weights(model)
-    state = load_state_dict(source, config.shape, torch.bfloat16 if name == "cuda" else torch.float32)
+    state = load_state_dict(source, config, torch.bfloat16 if name == "cuda" else torch.float32)
     student = make_student(hub, state, place, training.by_layer)
     teacher = Teacher(Decoder(config, place), state.decoder_weights(place))
     run = Distillation(teacher, student, ids, training)

@@ -15,8 +15,15 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.model.checkpoint import UNTRUSTED, StateDict
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prefill_layer import LayerBuffers, Parts, attend_layer, finish_layer, project_layer
-from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.model.prefill_layer import (
+    LayerBuffers,
+    Parts,
+    TextPass,
+    attend_layer,
+    finish_layer,
+    project_layer,
+)
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 
 SINKS, RECENT = 4, 128  # tokens that selections read in any case
@@ -51,18 +58,31 @@ class Teacher:
         """
         shape, hidden = self.decoder.config.shape, functional.embedding(tokens, self.weights.embedding)
         buffers = LayerBuffers.take(Arena.without_memory(hidden.device), shape, hidden)
-        parts, masses = Parts(len(hidden), len(hidden)), []
-        for layer, window in zip(self.weights.layers, self.decoder.config.windows, strict=True):
-            project_layer(self.decoder, layer, hidden, buffers, parts)
-            masses.append(softened_attention(buffers.queries[queries], buffers.keys, queries))
-            attend_layer(buffers, parts, window)
-            finish_layer(self.decoder, layer, hidden, buffers, parts)
+        parts, masses = Parts(len(hidden), len(hidden)), list[Tensor]()
+        text = _ReadPass(self.decoder, buffers, parts, queries, masses)
+        for index, layer in enumerate(self.weights.layers):
+            mixed = layer.mixer.prefill(text, index, layer, hidden)
+            finish_layer(self.decoder, layer, hidden, mixed, parts)
         return self.decoder.norm(hidden, None, self.weights.norm)[1], torch.stack(masses, dim=1)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [tokens, vocab] of some of the hidden states."""
-        return self.weights.head(hidden).float()
+        return self.weights.logits(hidden).float()
+
+
+@dataclass(frozen=True, eq=False)
+class _ReadPass(TextPass):
+    """A passage on its way through the layers; `masses` receives each layer's attention of `queries`."""
+
+    queries: Tensor
+    masses: list[Tensor]
+
+    def attend(self, index: int, layer: LayerWeights, attention: AttentionWeights, hidden: Tensor) -> Tensor:
+        project_layer(self.decoder, index, layer, attention, hidden, self.buffers, self.parts)
+        self.masses.append(softened_attention(self.buffers.queries[self.queries], self.buffers.keys, self.queries))
+        attend_layer(self.buffers, self.parts, self.decoder.config.layers[index])
+        return self.buffers.queries
 
 
 def softened_attention(target_queries: Tensor, keys: Tensor, queries: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def test_drafts_share_the_embedding_and_their_layers_have_memory_of_their_own(mo
     drafter = model.drafter(preset("quantspec", workload))
     assert drafter is model.drafter(preset("quantspec-weights", workload))
     assert drafter.embedding is model.weights.embedding
-    packed = [layer.qkv.weight.packed.data_ptr() for layer in drafter.layers]  # type: ignore[attr-defined]
+    packed = [layer.mixer.qkv.weight.packed.data_ptr() for layer in drafter.layers]  # type: ignore[attr-defined]
     assert len(set(packed)) == SHAPE.layers
     assert model.drafter(preset("quantspec-kv", workload)) is model.weights
 
@@ -87,8 +87,8 @@ def test_norms_of_heads_and_biases_run_where_a_shape_has_them(
     monkeypatch.setattr(module, "is_busy", lambda spread: False)  # whatever else runs here
     full = RandomModel.build(replace(SHAPE, qk_norm=True, attention_bias=True), CPU, Machine.of(h200_profile))
     layer = full.weights.layers[0]
-    assert layer.qk_norm is not None and layer.qk_norm.shape == (4 + 2, 32)
-    assert layer.qkv.bias is not None and layer.qkv.bias.shape == ((4 + 2 * 2) * 32,)  # type: ignore[attr-defined]
+    assert layer.mixer.qk_norm is not None and layer.mixer.qk_norm.weight.shape == (4 + 2, 32)
+    assert layer.mixer.qkv.bias is not None and layer.mixer.qkv.bias.shape == ((4 + 2 * 2) * 32,)  # type: ignore[attr-defined]
     assert measured_round(full, preset("quantspec", Workload("random", "h200", 300, 256))).verify_s > 0
 
 

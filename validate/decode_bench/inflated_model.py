@@ -131,7 +131,7 @@ class InflatedModel:
     def _small(self) -> tuple[DecoderConfig, DecoderWeights]:
         """The small model, which is not kept, as its memory is not the plan's."""
         config = decoder_config(self.hub, self.source)
-        return config, load_weights(self.source, config.shape, self.device, self.dtype)
+        return config, load_weights(self.source, config, self.device, self.dtype)
 
     @contextlib.contextmanager
     def shared_engine(self, plan: Plan, drafts: dict[int, DecoderWeights], **options: Any) -> Iterator[Engine]:

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS, fitting_group
-from ridgeplan.runtime.model.decoder import DecoderConfig
+from ridgeplan.runtime.model.decoder import DecoderConfig, Rotary
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
-from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.model.norms import Norm, RMSNorm
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights
 
 GROUP = 128  # of a plan's weights, unless it says otherwise
 LARGEST_GROUP = max(QUANTIZATION_GROUPS)
@@ -190,8 +191,8 @@ def inflated_config(config: DecoderConfig, shape: ModelShape) -> DecoderConfig:
         config,
         shape=shape,
         norm_eps=config.norm_eps * config.shape.hidden / shape.hidden,
-        windows=(None,) * shape.layers,
-        rotary_frequencies=ChannelMap(config, shape).frequencies,
+        layers=DecoderConfig.plain(shape).layers,
+        rotaries=(Rotary(ChannelMap(config, shape).frequencies, config.rotary_scale),),
     )
 
 
@@ -223,41 +224,44 @@ class Inflater:
 
     def layer(self, small: LayerWeights) -> LayerWeights:
         """A layer of the small model."""
-        if small.qk_norm is not None:
+        attention, mlp = small.mixer, small.mlp
+        if not isinstance(attention, AttentionWeights) or not isinstance(mlp, GatedMLP):
+            raise InflationError("a layer has no attention or no dense MLP; allowed: plain dense decoders")
+        if attention.qk_norm is not None:
             raise InflationError("the model normalizes queries and keys; allowed: families without such norms")
         channel_map, shape = self.channel_map, self.channel_map.shape
+        q_channels = channel_map.channels(channel_map.q_heads)
         return LayerWeights(
-            attention_norm=self.norm(small.attention_norm),
-            qkv=self._qkv(_dense(small.qkv)),
-            qk_norm=None,
-            output=self._written(_dense(small.output), channel_map.channels(channel_map.q_heads), channel_map.q_width),
+            mixer_norm=self.norm(small.mixer_norm),
+            mixer=AttentionWeights(
+                qkv=self._qkv(_dense(attention.qkv)),
+                output=self._written(_dense(attention.output), q_channels, channel_map.q_width),
+            ),
             mlp_norm=self.norm(small.mlp_norm),
             mlp=GatedMLP(
-                self._gate_up(_dense(small.mlp.gate_up)),
-                self._written(_dense(small.mlp.down), channel_map.mlp_channels, shape.intermediate),
+                self._gate_up(_dense(mlp.gate_up)),
+                self._written(_dense(mlp.down), channel_map.mlp_channels, shape.intermediate),
             ),
         )
 
     def idle(self, like: LayerWeights) -> LayerWeights:
         """A layer of the same sizes with random weights, whose outputs are zero."""
         layer = self.layer(like)
+        qkv, output, gate_up, down = (_dense(linear).weight for linear in layer.projections)
         return replace(
             layer,
-            qkv=Dense(self._noise(_dense(layer.qkv).weight)),
-            output=Dense(torch.zeros_like(_dense(layer.output).weight)),
-            mlp=GatedMLP(
-                Dense(self._noise(_dense(layer.mlp.gate_up).weight)),
-                Dense(torch.zeros_like(_dense(layer.mlp.down).weight)),
-            ),
+            mixer=AttentionWeights(Dense(self._noise(qkv)), Dense(torch.zeros_like(output))),
+            mlp=GatedMLP(Dense(self._noise(gate_up)), Dense(torch.zeros_like(down))),
         )
 
-    def norm(self, small: Tensor, lift: float = 0.0) -> Tensor:
-        """A norm's weight, rescaled as zero padding makes the mean square hidden / width of the small model's."""
-        width = self.channel_map.shape.hidden
-        large = small.new_zeros(width)
-        large[self.channel_map.hidden_channels] = small
+    def norm(self, small: Norm, lift: float = 0.0) -> RMSNorm:
+        """A norm, rescaled as zero padding makes the mean square hidden / width of the small model's."""
+        assert isinstance(small, RMSNorm), "a plain decoder's"
+        width, small_width = self.channel_map.shape.hidden, len(small.weight)
+        large = small.weight.new_zeros(width)
+        large[self.channel_map.hidden_channels] = small.weight
         large[self.channel_map.constant_channel] = lift
-        return large * math.sqrt(len(small) / width)
+        return RMSNorm(large * math.sqrt(small_width / width), small.eps * small_width / width)
 
     def embedding(self, small: Tensor) -> Tensor:
         """The embedding, with the constant channel set for every token."""

@@ -51,7 +51,7 @@ class Recording:
 
     def before_rope(self, decoder: Decoder) -> Tensor:
         """The queries before their rotation, up to YaRN's factor: rotated back by the angles of their positions."""
-        cos, sin = decoder.rotary(self.positions)
+        cos, sin = decoder.layer_rotary(0, self.positions)
         return rotate(self.queries.float(), cos, -sin)
 
 
@@ -62,9 +62,9 @@ class _Recorder(Decoder):
         self.config, self.frequencies = decoder.config, decoder.frequencies
         self.queries: list[Tensor] = []
 
-    def _attend(self, index: int, cache: KVAccess, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(self, index: int, cache: KVAccess, metadata: AttentionMetadata, q: Tensor) -> Tensor:
         self.queries.append(q[0].clone())
-        return super()._attend(index, cache, metadata, q)
+        return super().attend(index, cache, metadata, q)
 
 
 class RecordedPrompt:
@@ -122,7 +122,7 @@ class RecordedPrompt:
             keys = torch.cat([self.cache.keys[index, 0, :, : self.length], keys], dim=1)
             layer = PromptLayer(
                 index, shape.layers, self.length, self.length - 1, queries[index], keys, keys,
-                self.engine.decoder.frequencies, held=self.length,
+                self.engine.decoder.layer_frequencies(index)[0], held=self.length,
             )  # fmt: skip
             scores.append(scorer.scores(layer))
         return torch.stack(scores)
@@ -204,9 +204,9 @@ def features_before(engine: Engine, tokens: Tensor) -> Tensor:
     """The target's features of the token before each of a text [tokens], zeros before the first: [tokens, 3 hidden]."""
     decoder, hidden, by_layer = engine.decoder, functional.embedding(tokens, engine.weights.embedding), {}
     layers = fused_layers(len(engine.weights.layers))
-    for index, (layer, window) in enumerate(zip(engine.weights.layers, decoder.config.windows, strict=True)):
+    for index, layer in enumerate(engine.weights.layers):
         if index in layers:
             by_layer[index] = hidden.clone()
-        prefill_layer(decoder, layer, hidden, window)
+        prefill_layer(decoder, index, layer, hidden)
     features = torch.cat([by_layer[index] for index in layers], dim=-1)
     return torch.cat([torch.zeros_like(features[:1]), features[:-1]])

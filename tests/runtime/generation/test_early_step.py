@@ -51,8 +51,8 @@ class Patient(Decoder):
     def norm(self, *args):
         return self._waited(super().norm(*args))
 
-    def _attend(self, *args):
-        return self._waited(super()._attend(*args))
+    def attend(self, *args):
+        return self._waited(super().attend(*args))
 
     def _waited(self, result):
         wait()

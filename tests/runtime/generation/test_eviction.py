@@ -202,7 +202,7 @@ def test_an_offset_moves_pseudo_tokens_back_and_leaves_what_they_see(tiny_model,
     moved, there = appended_queries(engine, text, offset=50), appended_queries(engine, text)
 
     def before_rope(queries, start):
-        cos, sin = engine.decoder.rotary(torch.arange(start, start + queries.shape[1]))
+        cos, sin = engine.decoder.layer_rotary(0, torch.arange(start, start + queries.shape[1]))
         return rotate(queries, cos, -sin)
 
     first = before_rope(moved[:1], 170)  # the first layer's depend on the token alone

@@ -34,7 +34,7 @@ def exact(monkeypatch):
 
 
 def projections(layer):
-    return [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
+    return [*layer.projections]
 
 
 @torch.inference_mode()
@@ -125,7 +125,7 @@ def test_dense_layers_are_made_one_at_a_time_and_dropped(tiny_model, make_plan, 
     def layer(*arguments):
         alive.append(sum(ref() is not None for ref in results))
         dense = layer_of(*arguments)
-        results.append(weakref.ref(dense.qkv.weight))
+        results.append(weakref.ref(dense.mixer.qkv.weight))
         return dense
 
     def state(*arguments):
@@ -189,9 +189,9 @@ def test_a_real_models_text_is_hardly_less_likely(smollm2, make_plan, long_text)
         tokens = torch.tensor(engine.tokenizer(long_text[30_000:33_000])["input_ids"][:400])
         hidden = functional.embedding(tokens, engine.weights.embedding)
         with torch.inference_mode():
-            for layer, window in zip(engine.weights.layers, engine.config.windows, strict=True):
-                prefill_layer(engine.decoder, layer, hidden, window)
-            logits = engine.weights.head(engine.decoder.norm(hidden, None, engine.weights.norm)[1])
+            for index, layer in enumerate(engine.weights.layers):
+                prefill_layer(engine.decoder, index, layer, hidden)
+            logits = engine.weights.logits(engine.decoder.norm(hidden, None, engine.weights.norm)[1])
         return float(functional.cross_entropy(logits[:-1], tokens[1:]))
 
     dense, quantized = loss(), loss(target_bits=4)
@@ -270,14 +270,14 @@ def test_other_axes_combine_with_8_bits(what, exact_int8, tiny_model, make_plan,
     drafted = drafting.generate(ids, 70)
     assert drafted.tokens == plain.generate(ids, 70).tokens
     assert drafted.statistics.accepted > 0
-    assert {type(layer.qkv) for layer in drafting.draft_weights.layers} == {Int4}
+    assert {type(layer.mixer.qkv) for layer in drafting.draft_weights.layers} == {Int4}
 
 
 def test_drafts_and_target_share_one_copy(exact_int8, tiny_model, make_plan):
     engine = runtime.load(eight_bits(make_plan), tiny_model(intermediate_size=128).folder, device="cpu")
     target, drafts = engine.weights, engine.draft_weights
-    assert {type(layer.qkv) for layer in target.layers} == {type(target.head)} == {Int8}
-    assert {type(layer.qkv) for layer in drafts.layers} == {type(drafts.head)} == {Int4}
+    assert {type(layer.mixer.qkv) for layer in target.layers} == {type(target.head)} == {Int8}
+    assert {type(layer.mixer.qkv) for layer in drafts.layers} == {type(drafts.head)} == {Int4}
     held = {tensor.data_ptr() for tensor in target.tensors()}
     assert {tensor.data_ptr() for tensor in drafts.tensors()} < held
 

@@ -227,8 +227,9 @@ def test_elements_are_those_of_the_files(tiny_model):
 )
 def test_weights_are_held_once(family, changes, tiny_model):
     model = tiny_model(family, **changes)
-    shape = decoder_config(load_config(model.folder), model.folder).shape
-    weights = load_weights(model.folder, shape, torch.device("cpu"), torch.float32)
+    config = decoder_config(load_config(model.folder), model.folder)
+    shape = config.shape
+    weights = load_weights(model.folder, config, torch.device("cpu"), torch.float32)
     expected = sum(parameter.numel() * 4 for parameter in model.reference.parameters())
     stretched_norms = shape.layers * (shape.q_heads + shape.kv_heads - 2) * shape.head_dim * 4
     assert weights.bytes == expected + (stretched_norms if family == "qwen3" else 0)

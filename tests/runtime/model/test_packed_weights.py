@@ -186,8 +186,8 @@ def test_weights_are_what_the_checkpoint_stands_for(method: str, packed: Any, ma
     for index, layer in enumerate(weights.layers):
         start = f"model.layers.{index}."
         for projection, names in (
-            (layer.qkv, [f"self_attn.{name}_proj" for name in "qkv"]),
-            (layer.output, ["self_attn.o_proj"]),
+            (layer.mixer.qkv, [f"self_attn.{name}_proj" for name in "qkv"]),
+            (layer.mixer.output, ["self_attn.o_proj"]),
             (layer.mlp.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
             (layer.mlp.down, ["mlp.down_proj"]),
         ):

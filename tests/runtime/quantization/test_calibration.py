@@ -83,10 +83,10 @@ def test_a_model_writes_what_it_finds_likely(tiny_model, make_plan):
     def surprise(tokens):
         """Mean over all but the first token of each sequence."""
         hidden = functional.embedding(tokens, engine.weights.embedding)
-        for layer, window in zip(engine.weights.layers, engine.config.windows, strict=True):
+        for index, layer in enumerate(engine.weights.layers):
             for sequence in hidden:
-                prefill_layer(engine.decoder, layer, sequence, window)
-        logits = engine.weights.head(engine.decoder.norm(hidden, None, engine.weights.norm)[1])
+                prefill_layer(engine.decoder, index, layer, sequence)
+        logits = engine.weights.logits(engine.decoder.norm(hidden, None, engine.weights.norm)[1])
         entropy = torch.distributions.Categorical(logits=logits[:, :-1]).entropy().mean()
         return float(functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) / entropy)
 
@@ -156,7 +156,7 @@ def test_every_projection_and_the_head_are_quantized(tiny_model, make_plan, prom
     draft = quantized_draft(engine.decoder, engine.weights, 32, text)
     linears = [draft.head]
     for layer in draft.layers:
-        linears += [layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down]
+        linears += [*layer.projections]
     assert [type(linear) for linear in linears] == [Int4] * (1 + 4 * 2)
     assert draft.embedding is engine.weights.embedding
     # What is quantized already stays as it is.
@@ -241,8 +241,8 @@ def real(smollm2, make_plan, long_text):
     @torch.no_grad()
     def probabilities(weights):
         hidden = functional.embedding(torch.tensor(tokens[: CONTEXT + JUDGED]), weights.embedding)
-        for layer, window in zip(weights.layers, engine.config.windows, strict=True):
-            prefill_layer(engine.decoder, layer, hidden, window)
+        for index, layer in enumerate(weights.layers):
+            prefill_layer(engine.decoder, index, layer, hidden)
         normed = engine.decoder.norm(hidden[CONTEXT:], None, weights.norm)[1]
         return weights.head(normed).float().softmax(-1)
 

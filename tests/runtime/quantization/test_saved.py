@@ -49,14 +49,14 @@ def test_weights_are_read_again_as_they_were_fitted(options, tied, tiny_model, m
 
 def test_a_half_written_file_is_never_used(tiny_model, make_plan, saved_weights_folder, fitted):
     folder, plan = tiny_model().folder, make_plan(target_bits=4)
-    expected = runtime.load(plan, folder, device="cpu").weights.layers[0].qkv.weight.packed
+    expected = runtime.load(plan, folder, device="cpu").weights.layers[0].mixer.qkv.weight.packed
     [file] = files(saved_weights_folder)
     content = file.read_bytes()
     flipped = content[:-100] + bytes([content[-100] ^ 1]) + content[-99:]  # one bit of a tensor
     for damaged in (content[: len(content) // 2], content[:-1], b"", b"\0" * 100, flipped):
         file.write_bytes(damaged)
         again = runtime.load(plan, folder, device="cpu").weights
-        assert torch.equal(again.layers[0].qkv.weight.packed, expected)
+        assert torch.equal(again.layers[0].mixer.qkv.weight.packed, expected)
         assert file.read_bytes() == content
     assert len(fitted) == 6
 

@@ -44,7 +44,7 @@ def make_distiller(tiny_model, ids):
         folder = tiny_model(family).folder
         hub = load_config(folder)
         config = decoder_config(hub, folder)
-        state = load_state_dict(folder, config.shape, torch.float32)
+        state = load_state_dict(folder, config, torch.float32)
         student = make_student(hub, state, CPU, training.by_layer)
         return Distillation(Teacher(Decoder(config, CPU), state.decoder_weights(CPU)), student, ids, training)
 

@@ -17,6 +17,7 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.linear import Dense
+from ridgeplan.runtime.model.norms import RMSNorm
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.prefill_layer import prefill_layer
 from ridgeplan.runtime.quantization import calibration
@@ -73,7 +74,7 @@ def test_logits_are_the_small_models(q_heads, kv_heads, biased):
     assert (actual[:128] - expected).abs().max() < 1e-4 * expected.std()
     assert actual[128:].max() < expected.min()
     assert large.embedding.shape == (300, 160)
-    assert large.layers[2].qkv.weight.std() > 0  # layers that add nothing compute something
+    assert large.layers[2].mixer.qkv.weight.std() > 0  # layers that add nothing compute something
 
 
 def test_the_vocabulary_grows_to_hold_the_small_models():
@@ -100,7 +101,8 @@ def test_a_model_that_does_not_fit_is_refused(shape, message):
 
 def test_a_model_with_norms_of_queries_and_keys_is_refused():
     config, weights = small()
-    layers = tuple(replace(layer, qk_norm=torch.ones(8, 16)) for layer in weights.layers)
+    norm = RMSNorm(torch.ones(8, 16), 1e-5)
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, qk_norm=norm)) for layer in weights.layers)
     with pytest.raises(InflationError, match="normalizes queries and keys; allowed: families without such norms"):
         inflated_weights(config, replace(weights, layers=layers), llama_like_shape(3, 160, 200, 8, 4, 32))
 
@@ -156,9 +158,9 @@ def test_4_bit_weights_err_as_the_small_models_do(natural, monkeypatch):
 @torch.no_grad()
 def all_logits(config, weights):
     hidden = torch.nn.functional.embedding(PROMPT, weights.embedding)
-    for layer in weights.layers:
-        prefill_layer(Decoder(config, CPU), layer, hidden, None)
-    return weights.head(Decoder(config, CPU).norm(hidden, None, weights.norm)[1])
+    for index, layer in enumerate(weights.layers):
+        prefill_layer(Decoder(config, CPU), index, layer, hidden)
+    return weights.logits(Decoder(config, CPU).norm(hidden, None, weights.norm)[1])
 
 
 def test_a_small_models_group_has_a_group_to_itself():
@@ -177,16 +179,16 @@ def test_a_small_models_group_has_a_group_to_itself():
 def test_idle_channels_are_silent_and_all_else_is_noise():
     _, (_, large) = grouped()
     layer = large.layers[0]
-    values = layer.qkv.weight[-4 * 128 :].unflatten(0, (4, 128))
+    values = layer.mixer.qkv.weight[-4 * 128 :].unflatten(0, (4, 128))
     assert values[3].abs().max() == 0
     assert values[:3, 32:64].abs().max() == values[:3, 96:].abs().max() == 0
     assert values[:3, :32].abs().min() == 0 < values[:3, :32].abs().max()  # the small model's, in its input channels
     gates, ups = layer.mlp.gate_up.weight.chunk(2)
     assert gates[64:128].abs().max() == 0
     assert ups[64:128].abs().min() > 0
-    assert layer.qkv.weight[4 * 128 + 32 : 4 * 128 + 64].abs().min() > 0  # keys that zero queries never see
+    assert layer.mixer.qkv.weight[4 * 128 + 32 : 4 * 128 + 64].abs().min() > 0  # keys that zero queries never see
     assert large.head.weight[:, 640:].abs().max() == 0  # all 768 channels share groups with used ones
-    assert large.layers[2].qkv.weight.abs().min() > 0
+    assert large.layers[2].mixer.qkv.weight.abs().min() > 0
 
 
 @pytest.mark.model
