@@ -6,6 +6,8 @@ runtime and the cost model both import them.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ridgeplan.roofline.cost import Term, indicator, maximum, minimum
 
 MAX_TOKENS = 1 << 24  # the longest context that a plan may have
@@ -66,6 +68,9 @@ CUBLAS_WORKSPACE_BYTES = 32 << 20
 # per token between two of them are within 2% of the better one.
 GAMMA_LADDER = (0, 1, 2, 4, 6, 8, 11)
 
+# Tokens of a suffix that a lookup compares at most; a longer match is a match of as many.
+MAX_SUFFIX_TOKENS = 16
+
 # Most that an adaptive gamma loses against plain decoding, as shares of its time: for the tokens that rounds yield, and
 # once for the whole generation, before rounds have gained anything.
 RUNNING_LOSS = 0.015
@@ -82,6 +87,33 @@ TILE_OUTPUTS = 16
 TILE_INPUTS = 4096
 TILE_TOKENS = 128
 FULL_TILES = 8  # tiles per SM from which on its pipelines are full
+
+
+class RoundShape(NamedTuple):
+    """The tiers of a round: who drafts, how often, and how many tokens.
+
+    gamma: most drafts of a sequence that the target verifies. passes: passes of the self-draft. depth: tokens that the
+    plan's drafter proposes at a time: to each such pass, which verifies them (a cascade), or to the target if there
+    are none. Without depth each pass drafts one token.
+    """
+
+    gamma: int
+    passes: int
+    depth: int
+
+    @property
+    def proposes_to_target(self) -> bool:
+        """Whether the target verifies proposals, without a self-draft between."""
+        return self.depth > 0 and self.passes == 0
+
+
+# A round, as schedules name it: by gamma alone where self-drafts alone draft.
+RoundKind = int | RoundShape
+
+
+def round_shape(kind: RoundKind) -> RoundShape:
+    """The shape of a round; of a number, self-drafts of that many passes."""
+    return kind if isinstance(kind, RoundShape) else RoundShape(kind, kind, 0)
 
 
 def padded_prompt(tokens: Term) -> Term:

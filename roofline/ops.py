@@ -399,6 +399,14 @@ def draw(rows: Term, vocab: Term, element_bytes: Term, distributions: Term = 1) 
     return Cost(LOGIT_FLOPS * logits, logits * element_bytes)
 
 
+TOKEN_BYTES = 4  # of a token of a text, int32
+
+
+def suffix_lookup(rows: Term, tokens: Term) -> Cost:
+    """The search of texts of `tokens` tokens for their suffixes: almost all places differ in the first one compared."""
+    return Cost(rows * tokens, rows * tokens * TOKEN_BYTES)
+
+
 SCORE_BYTES = 4  # of a score, fp32
 RANKING_BYTES = 40  # per token and KV head: scores, their copy in reverse, and keys and places of two sorts
 SELECTED_INDEX_BYTES = 4  # of a chosen token's number, int32

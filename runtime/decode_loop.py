@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ridgeplan.roofline.execution import RoundKind
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.memory import PeakMemory
 from ridgeplan.runtime.offload.layer_mover import LayerMover
@@ -48,9 +49,9 @@ class DecodeLoop:
         while not all(row.done for row in self.rows):
             if not rounds.in_flight and not self._has_room(rounds):
                 rounds = self._offloaded(rounds)
-            gamma, results = self._round(rounds)
-            self.schedule.add(gamma, results)
-            self.collector.add(gamma, results)
+            kind, results = self._round(rounds)
+            self.schedule.add(kind, results)
+            self.collector.add(kind, results)
             for row, result in zip(self.rows, results, strict=True):
                 row.cached += len(result.tokens)
             yield self._extend([result.tokens for result in results])
@@ -96,8 +97,8 @@ class DecodeLoop:
         return following
 
     @torch.inference_mode()
-    def _round(self, rounds: Rounds) -> tuple[int, list[RowResult]]:
-        """Launches as many rounds as may be in flight and waits for the oldest: its gamma, and its result by row.
+    def _round(self, rounds: Rounds) -> tuple[RoundKind, list[RowResult]]:
+        """Launches as many rounds as may be in flight and waits for the oldest: its kind, and its result by row.
 
         Finished rows return nothing. None is launched that the layers on the device might not have room for.
         """
@@ -114,7 +115,7 @@ class DecodeLoop:
         self.stopwatch.add(result.seconds)
         results = [NOTHING if row.done else new for row, new in zip(rows, result.rows, strict=True)]
         require_finite([new.finite for new in results])
-        return result.gamma, results
+        return result.kind, results
 
     def _extend(self, tokens: list[list[int]]) -> list[list[int]]:
         """Appends each sequence's tokens and returns them; a sequence that hit a stop token also ends in the cache."""

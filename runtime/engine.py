@@ -37,6 +37,7 @@ from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams, all_finite, require_finite
 from ridgeplan.runtime.speculation.gamma_control import AdaptiveGamma, FixedGamma, GammaSchedule
+from ridgeplan.runtime.speculation.proposer import make_proposer
 from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphedStep, GraphRounds, Rounds
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 from ridgeplan.runtime.speculation.speculator import Speculator
@@ -116,6 +117,7 @@ class Engine:
         builder = AttentionMetadataBuilder(self.cache)
         self._selector: TokenSelector | None = token_selector(plan.speculation.selection.among_all, builder, head)
         self._sparse_target = SparseTargetAttention.of(plan.attention.chosen, self.cache, head)
+        self._proposer = make_proposer(plan.speculation.drafter, self.cache)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
@@ -388,7 +390,7 @@ class Engine:
     def _schedule(self, request: Request) -> GammaSchedule:
         """The gammas of a generation. An adaptive one is fit for the request's own lengths and batch."""
         if not self.plan.speculation.adaptive:
-            return FixedGamma(self.plan.speculation.gamma)
+            return FixedGamma(self.plan.speculation.round_kind)
         planned, rows = self.plan.workload, len(request.prompts)
         context = max(1, sum(map(len, request.prompts)) // rows)
         actual = replace(planned, context=context, new_tokens=request.max_new_tokens, batch=rows)
@@ -423,6 +425,8 @@ class Engine:
             sampling=sampling,
             seed=self._seed,
             sparse_target=self._sparse_target,
+            proposer=self._proposer,
+            depth=self.plan.speculation.drafter.depth,
         )
 
     def _rounds(self, speculator: Speculator, stopwatch: Stopwatch) -> Rounds:
@@ -436,7 +440,7 @@ class Engine:
         rounds = self._graphs.pop(kind, None)
         if rounds is None:
             with stopwatch.measure_wall("capture"):
-                rounds = GraphRounds(speculator, self.plan.speculation.gammas)
+                rounds = GraphRounds(speculator, self.plan.speculation.round_kinds)
         self._graphs[kind] = rounds
         if len(self._graphs) > KEPT_GRAPHS:
             del self._graphs[next(iter(self._graphs))]  # least recently used; the capture waited for its last replay
@@ -474,4 +478,4 @@ class Engine:
         return self.plan.eviction.chunk_at(self.plan.workload.context)
 
     def _destination(self, speculator: Speculator, row: int) -> Destination:
-        return Destination(speculator.cache, row, self.scorer, PromptObservers(speculator.selectors))
+        return Destination(speculator.cache, row, self.scorer, PromptObservers(speculator.observers))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ridgeplan.roofline.execution import RoundKind, RoundShape, round_shape
 from ridgeplan.runtime.memory import PeakMemory
 from ridgeplan.runtime.speculation.speculator import RowResult
 
@@ -66,12 +67,15 @@ class Statistics:
     prompt_tokens: per sequence. rounds: forward passes of the target after prefill; sequence_rounds: their sum over
     unfinished sequences. generated: tokens delivered; decoded: tokens that rounds kept, some of them past a stop token.
     verified_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
-    draft_s, verify_s: medians of one drafted token and of one verification; flush_s, decode_s, prefill_s: sums.
+    draft_s, verify_s: medians of a pass of the self-draft and of a verification; flush_s, decode_s, prefill_s: sums.
     idle_s: sum of the device's waits between rounds, 0 on a CPU.
     capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused.
     host_layers: on the host in the end. moved_at: tokens of the longest sequence when each layer left for it, of those
     that did so meanwhile. offload_s: sum of the time that this took. wanted_loads, loads: tokens or pages that steps
     chose of layers on the host, and those that had to be loaded, summed over layers and heads.
+    draft_passes: of the self-draft, summed over unfinished sequences. proposal_rounds: rounds of a sequence before
+    which the drafter had proposals, used or not; proposals_compared, proposals_matched: those that could be compared
+    with the round's tokens, and that equalled them.
     peak_memory_bytes, peak_device_bytes, outside_bytes: allocated, device and outside of `memory.PeakMemory`.
     """
 
@@ -101,6 +105,25 @@ class Statistics:
     offload_s: float = 0.0
     wanted_loads: int = 0
     loads: int = 0
+    draft_passes: int = 0
+    proposal_rounds: int = 0
+    proposals_compared: int = 0
+    proposals_matched: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of a sequence's rounds before which the drafter had proposals."""
+        return _ratio(self.proposal_rounds, self.sequence_rounds)
+
+    @property
+    def proposal_acceptance(self) -> float:
+        """Share of the drafter's proposals that the text then had, given that it had all before them."""
+        return _ratio(self.proposals_matched, self.proposals_compared)
+
+    @property
+    def drafts_per_pass(self) -> float:
+        """Tokens that a pass of the self-draft drafts: more than 1 where it accepts proposals."""
+        return _ratio(self.drafted, self.draft_passes)
 
     @property
     def moved_layers(self) -> int:
@@ -159,16 +182,21 @@ class StatsCollector:
     def __init__(self, gamma: int, prompt_tokens: tuple[int, ...]) -> None:
         """gamma: the most drafts of a round. prompt_tokens: of each sequence."""
         self._gamma, self._prompt_tokens = gamma, prompt_tokens
-        self._gammas: list[int] = []  # of the rounds, in order
-        self._sequence_rounds = self._decoded = self._drafted = 0
+        self._shapes: list[RoundShape] = []  # of the rounds, in order
+        self._sequence_rounds = self._decoded = self._drafted = self._draft_passes = 0
+        self._proposal_rounds = self._proposals_compared = self._proposals_matched = 0
         self._verified_at, self._accepted_at = [0] * gamma, [0] * gamma
 
-    def add(self, gamma: int, rows: list[RowResult]) -> None:
-        """Adds a round of gamma drafts; rows that kept nothing were inactive."""
-        active = sum(bool(row.tokens) for row in rows)
-        self._gammas.append(gamma)
+    def add(self, kind: RoundKind, rows: list[RowResult]) -> None:
+        """Adds a round; rows that kept nothing were inactive."""
+        active, shape = sum(bool(row.tokens) for row in rows), round_shape(kind)
+        self._shapes.append(shape)
         self._sequence_rounds += active
-        self._drafted += gamma * active
+        self._drafted += sum(row.drafted for row in rows) if shape.depth else shape.gamma * active
+        self._draft_passes += shape.passes * active
+        self._proposal_rounds += sum(row.proposals > 0 for row in rows)
+        self._proposals_compared += sum(row.proposals_compared for row in rows)
+        self._proposals_matched += sum(row.proposals_matched for row in rows)
         self._decoded += sum(len(row.tokens) for row in rows)
         for position in range(self._gamma):
             self._accepted_at[position] += sum(row.accepted > position for row in rows)
@@ -176,17 +204,17 @@ class StatsCollector:
 
     def statistics(self, stopwatch: Stopwatch, peak: PeakMemory, **counts: Any) -> Statistics:
         """The figures so far. counts: those fields of `Statistics` that rounds do not tell."""
-        drafts_s = zip(stopwatch.seconds("draft"), self._gammas, strict=False)  # a round that failed was not added
+        drafts_s = zip(stopwatch.seconds("draft"), self._shapes, strict=False)  # a round that failed was not added
         return Statistics(
             gamma=self._gamma,
             prompt_tokens=self._prompt_tokens,
-            rounds=len(self._gammas),
+            rounds=len(self._shapes),
             sequence_rounds=self._sequence_rounds,
             decoded=self._decoded,
             verified_at=tuple(self._verified_at),
             accepted_at=tuple(self._accepted_at),
             prefill_s=sum(stopwatch.seconds("prefill")),
-            draft_s=_median([seconds / gamma for seconds, gamma in drafts_s if gamma]),
+            draft_s=_median([seconds / shape.passes for seconds, shape in drafts_s if shape.passes]),
             verify_s=_median(stopwatch.seconds("verify")),
             flush_s=sum(stopwatch.seconds("flush")),
             decode_s=sum(stopwatch.seconds("round")),
@@ -196,8 +224,12 @@ class StatsCollector:
             peak_memory_bytes=peak.allocated,
             peak_device_bytes=peak.device,
             outside_bytes=peak.outside,
-            rounds_at=tuple(map(self._gammas.count, range(self._gamma + 1))),
+            rounds_at=tuple(map([shape.gamma for shape in self._shapes].count, range(self._gamma + 1))),
             drafted=self._drafted,
+            draft_passes=self._draft_passes,
+            proposal_rounds=self._proposal_rounds,
+            proposals_compared=self._proposals_compared,
+            proposals_matched=self._proposals_matched,
             **counts,
         )
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
 from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.execution import RoundKind, round_shape
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.support import missing_head
@@ -35,6 +36,7 @@ from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.quantization.calibration import quantized_linear
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.speculation.proposer import make_proposer
 from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 from ridgeplan.runtime.speculation.speculator import RoundResult, Speculator
@@ -115,10 +117,10 @@ class RoundTimes:
     """Median seconds of a round's parts: one draft step, verification with sampling, keeping, and waits between rounds.
 
     Rounds that quantize a group are few, so the medians leave flushes out. grown: tokens that a sequence gained.
-    spread: interquartile range of whole rounds over their median.
+    spread: interquartile range of whole rounds over their median. passes: of the self-draft in a round.
     """
 
-    gamma: int
+    passes: int
     draft_s: float
     verify_s: float
     keep_s: float
@@ -129,20 +131,20 @@ class RoundTimes:
     @property
     def total_s(self) -> float:
         """A whole round."""
-        return self.gamma * self.draft_s + self.verify_s + self.keep_s + self.idle_s
+        return self.passes * self.draft_s + self.verify_s + self.keep_s + self.idle_s
 
     @classmethod
-    def of(cls, gamma: int, results: list[RoundResult]) -> RoundTimes:
+    def of(cls, passes: int, results: list[RoundResult]) -> RoundTimes:
         """The medians over some rounds."""
 
         def median(phase: str) -> float:
             return statistics.median(result.seconds.get(phase, 0.0) for result in results)
 
         grown = sum(len(row.tokens) for result in results for row in result.rows) / len(results[0].rows)
-        draft_s = median("draft") / gamma if gamma else 0.0
+        draft_s = median("draft") / passes if passes else 0.0
         spread = spread_of([result.seconds["draft"] + result.seconds["verify"] for result in results])
         parts = draft_s, median("verify"), median("flush"), median("idle")
-        return cls(gamma, *parts, max(1, math.ceil(grown)), spread)
+        return cls(passes, *parts, max(1, math.ceil(grown)), spread)
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,8 +232,8 @@ def _round_times(model: RandomModel, plan: Plan, cache: Cache | None) -> RoundTi
     speculator = _speculator(model, plan, cache or random_cache(model, plan))  # graphs do not keep what they read
     rounds = _prepared(speculator, plan)
     count = TIMED_ROUNDS[model.device.type]
-    results = [_next_round(rounds, plan.speculation.gamma) for _ in range(WARM_ROUNDS + count)]
-    return RoundTimes.of(plan.speculation.gamma, results[WARM_ROUNDS:])
+    results = [_next_round(rounds, plan.speculation.round_kind) for _ in range(WARM_ROUNDS + count)]
+    return RoundTimes.of(round_shape(plan.speculation.round_kind).passes, results[WARM_ROUNDS:])
 
 
 def random_cache(model: RandomModel, plan: Plan, generated: int = 0) -> Cache:
@@ -263,7 +265,9 @@ def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
     selector = token_selector(plan.speculation.selection.among_all, AttentionMetadataBuilder(cache), head)
     sparse_target = SparseTargetAttention.of(plan.attention.chosen, cache, head)
     target, drafter = model.target(plan), model.drafter(plan)
-    speculator = Speculator(model.decoder, target, drafter, cache, selector, SAMPLING, seed, sparse_target)
+    proposer = make_proposer(plan.speculation.drafter, cache)
+    known = seed, sparse_target, proposer, plan.speculation.drafter.depth
+    speculator = Speculator(model.decoder, target, drafter, cache, selector, SAMPLING, *known)
     for each in speculator.selectors:
         each.start()
     return speculator
@@ -273,7 +277,7 @@ def _prepared(speculator: Speculator, plan: Plan) -> Rounds:
     """The plan's rounds in the state after prefill."""
     device = speculator.cache.lengths.device
     graphs = device.type == "cuda"
-    rounds = GraphRounds(speculator, plan.speculation.gammas) if graphs else EagerRounds(speculator)
+    rounds = GraphRounds(speculator, plan.speculation.round_kinds) if graphs else EagerRounds(speculator)
     rounds.start(torch.zeros(plan.workload.batch, dtype=torch.int64, device=device))
     return rounds
 
@@ -314,7 +318,7 @@ def fill_codes(codes: QuantizedKV, draw: Callable[[Tensor], object]) -> None:
             plane.fill_(-1.0 if item.name.endswith("min") else 2 / 15)
 
 
-def _next_round(rounds: Rounds, gamma: int) -> RoundResult:
+def _next_round(rounds: Rounds, kind: RoundKind) -> RoundResult:
     while rounds.in_flight < rounds.depth:
-        rounds.launch(gamma)
+        rounds.launch(kind)
     return rounds.collect()

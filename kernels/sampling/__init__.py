@@ -104,43 +104,45 @@ def rejection_sample(
     drafted: Tensor,
     max_tokens: Tensor,
     uniform: Tensor,
+    drafted_counts: Tensor | None = None,
     *,
     backend: Backend = "auto",
 ) -> VerifyResult:
     """Speculative sampling (Leviathan et al. 2023, algorithm 1), truncated at each row's `max_tokens`.
 
     target: of [rows, gamma + 1]; drafts: gamma choices of [rows] each; drafted: int64 [rows, gamma]; max_tokens: int32
-    [rows], at least 1; uniform: float64 [rows, gamma + 1] in [0, 1), the last of which draws the target's token.
+    [rows], a row with 0 keeps nothing; uniform: float64 [rows, gamma + 1] in [0, 1), the last of which draws the
+    target's token. drafted_counts: int64 [rows], the first drafts of each row that count; all by default.
 
     Draft j is accepted with probability min(1, p/q). At the first rejection the token is drawn from the residual
-    distribution, (p - q)+ normalized; after gamma acceptances one more from p. A row that reaches its `max_tokens` ends
-    with an accepted draft. A greedy target accepts drafts that equal its own choice, however they were drawn.
+    distribution, (p - q)+ normalized; after a row's last draft one more from p. A row that reaches its `max_tokens`
+    ends with an accepted draft. A greedy target accepts drafts that equal its own choice, however they were drawn.
+    Under a sampled target the probability q of greedy drafts is 1.
 
-    Raises ValueError when drafts are greedy under a sampled target.
+    Raises ValueError when only some of the drafts are greedy under a sampled target.
     """
     if isinstance(target, Greedy):
-        return _agree(target, drafted, max_tokens, backend)
-    drawn = [_sampled(draft) for draft in drafts]
+        return _agree(target, drafted, max_tokens, drafted_counts, backend)
+    sampled = [draft for draft in drafts if isinstance(draft, Distribution)]
+    if 0 < len(sampled) < len(drafts):
+        raise ValueError("some drafts are greedy and some are sampled; allowed: all of them alike")
+    arguments = target, sampled if sampled or not drafts else None, drafted, max_tokens, uniform, drafted_counts
     if not uses_gpu_kernel(backend, target.logits):
-        return rejection_sample_reference(target, drawn, drafted, max_tokens, uniform)
+        return rejection_sample_reference(*arguments)
     from ridgeplan.kernels.sampling.triton import rejection_sample_triton
 
-    return rejection_sample_triton(target, drawn, drafted, max_tokens, uniform)
+    return rejection_sample_triton(*arguments)
 
 
-def _agree(target: Greedy, drafted: Tensor, max_tokens: Tensor, backend: Backend) -> VerifyResult:
+def _agree(
+    target: Greedy, drafted: Tensor, max_tokens: Tensor, drafted_counts: Tensor | None, backend: Backend
+) -> VerifyResult:
     if not uses_gpu_kernel(backend, drafted):
-        accepted, full, verified = count_accepted(drafted == target.best[:, :-1], max_tokens)
+        accepted, full, verified = count_accepted(drafted == target.best[:, :-1], max_tokens, drafted_counts)
         return VerifyResult(target.best, accepted + (~full).long(), accepted, verified)
     from ridgeplan.kernels.sampling.triton import agree_triton
 
-    return agree_triton(target, drafted, max_tokens)
-
-
-def _sampled(draft: Choice) -> Distribution:
-    if isinstance(draft, Greedy):
-        raise ValueError("drafts are greedy under a sampled target; allowed: both filtered alike")
-    return draft
+    return agree_triton(target, drafted, max_tokens, drafted_counts)
 
 
 def filter_cost(logits: Tensor) -> Cost:

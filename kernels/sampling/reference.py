@@ -146,14 +146,25 @@ def draw_reference(distribution: Distribution, uniform: Tensor) -> Tensor:
 
 
 def rejection_sample_reference(
-    target: Distribution, drafts: Sequence[Distribution], drafted: Tensor, max_tokens: Tensor, uniform: Tensor
+    target: Distribution,
+    drafts: Sequence[Distribution] | None,
+    drafted: Tensor,
+    max_tokens: Tensor,
+    uniform: Tensor,
+    drafted_counts: Tensor | None = None,
 ) -> VerifyResult:
-    """See `ridgeplan.kernels.sampling.rejection_sample`."""
+    """See `ridgeplan.kernels.sampling.rejection_sample`. drafts: None for drafts that were certain."""
     tables = target.probabilities()
-    # After the last draft q is 0, so that the residual is p.
-    draft = torch.stack([*(d.probabilities() for d in drafts), torch.zeros_like(tables[:, 0])], dim=1)
+    # After a row's last draft q is 0, so that the residual is p.
+    draft = torch.zeros_like(tables)
+    if drafts is None:
+        draft[:, :-1].scatter_(-1, drafted[..., None], 1.0)
+    elif drafts:
+        draft[:, :-1] = torch.stack([each.probabilities() for each in drafts], dim=1)
+    if drafted_counts is not None:
+        draft[torch.arange(draft.shape[1], device=draft.device) >= drafted_counts[:, None]] = 0
     p, q = (table[:, :-1].gather(-1, drafted[..., None])[..., 0] for table in (tables, draft))
-    accepted, full, verified = count_accepted(uniform[:, :-1] * q < p, max_tokens)
+    accepted, full, verified = count_accepted(uniform[:, :-1] * q < p, max_tokens, drafted_counts)
     replacement = _pick(_residual(tables, draft, accepted), uniform[:, -1])
     tokens = torch.cat([drafted, drafted.new_zeros(len(drafted), 1)], dim=1)
     # A full row keeps its last draft, which becomes the pending token; what is written after it is never read.
@@ -161,13 +172,16 @@ def rejection_sample_reference(
     return VerifyResult(tokens, accepted + (~full).long(), accepted, verified)
 
 
-def count_accepted(passed: Tensor, max_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def count_accepted(
+    passed: Tensor, max_tokens: Tensor, drafted_counts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Each row's accepted drafts, whether it reaches max_tokens, its verified drafts; passed: bool [rows, gamma]."""
     gamma = passed.shape[1]
     limit = max_tokens.long().clamp_max(gamma)
-    inside = torch.arange(gamma, device=passed.device) < limit[:, None]
+    drafts = limit if drafted_counts is None else torch.minimum(limit, drafted_counts)
+    inside = torch.arange(gamma, device=passed.device) < drafts[:, None]
     accepted = (passed & inside).long().cumprod(1).sum(1)
-    return accepted, (accepted == limit) & (max_tokens <= gamma), torch.minimum(accepted + 1, limit)
+    return accepted, (accepted == limit) & (max_tokens <= gamma), torch.minimum(accepted + 1, drafts)
 
 
 def _residual(target: Tensor, draft: Tensor, accepted: Tensor) -> Tensor:

@@ -148,28 +148,39 @@ def _probability(logits, peaks, cutoffs, masses, row, tokens, vocab, scale):
 
 
 @triton.jit
-def _store_counts(counts, row, accepted, max_tokens, GAMMA: tl.constexpr):
+def _draft_count(drafted_counts, row, GAMMA: tl.constexpr):
+    """A row's drafts; GAMMA where `drafted_counts` is None."""
+    count = GAMMA
+    if drafted_counts is not None:
+        count = tl.load(drafted_counts + row).to(tl.int32)
+    return count
+
+
+@triton.jit
+def _store_counts(counts, row, accepted, max_tokens, drafts, GAMMA: tl.constexpr):
     """How many tokens a row keeps, and how many of its drafts are accepted and verified."""
     limit = tl.minimum(max_tokens, GAMMA)
     # A row that reaches max_tokens ends with an accepted draft, which becomes the pending token.
     full = (accepted == limit) & (max_tokens <= GAMMA)
     tl.store(counts + row * 3, (accepted + 1 - full.to(tl.int32)).to(tl.int64))
     tl.store(counts + row * 3 + 1, accepted.to(tl.int64))
-    tl.store(counts + row * 3 + 2, tl.minimum(accepted + 1, limit).to(tl.int64))
+    tl.store(counts + row * 3 + 2, tl.minimum(accepted + 1, tl.minimum(limit, drafts)).to(tl.int64))
 
 
 @triton.jit
 def _accept_kernel(
     target,  # a distribution over [rows, GAMMA + 1] positions
-    draft,  # GAMMA distributions over [rows] positions
+    draft,  # GAMMA distributions over [rows] positions; unread if CERTAIN, where a draft's probability is 1
     drafted,  # int64 [rows, GAMMA]
     max_tokens,  # int32 [rows]
+    drafted_counts,  # int64 [rows], drafts that count, or None for GAMMA
     uniform,  # float64 [rows, GAMMA + 1]
     counts,  # out: int64 [rows, 3], tokens kept, drafts accepted, drafts verified
     vocab,
     scale,  # log2(e) / temperature of the target
     draft_scale,  # the same of the drafts
     GAMMA: tl.constexpr,
+    CERTAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Counts the drafts of a row up to the first rejected one, or up to max_tokens."""
@@ -178,33 +189,43 @@ def _accept_kernel(
     logits, peaks, cutoffs, masses = target
     draft_logits, draft_peaks, draft_cutoffs, draft_masses = draft
     limit = tl.load(max_tokens + row)
+    drafts = _draft_count(drafted_counts, row, GAMMA)
     accepted = limit * 0
     going = limit > 0
     for j in tl.static_range(GAMMA):
         token = tl.load(drafted + row * GAMMA + j)
         p = _probability(logits, peaks, cutoffs, masses, row * (GAMMA + 1) + j, token, vocab, scale)
-        q = _probability(
-            draft_logits[j], draft_peaks[j], draft_cutoffs[j], draft_masses[j], row, token, vocab, draft_scale
-        )
+        q = p * 0 + 1
+        if not CERTAIN:
+            q = _probability(
+                draft_logits[j], draft_peaks[j], draft_cutoffs[j], draft_masses[j], row, token, vocab, draft_scale
+            )
         passed = tl.load(uniform + row * (GAMMA + 1) + j) * q.to(tl.float64) < p.to(tl.float64)
-        going = going & passed & (j < limit)
+        going = going & passed & (j < tl.minimum(limit, drafts))
         accepted += going.to(tl.int32)
-    _store_counts(counts, row, accepted, limit, GAMMA)
+    _store_counts(counts, row, accepted, limit, drafts, GAMMA)
 
 
 @triton.jit
-def _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA: tl.constexpr):
+def _residual_and_target(
+    target, draft, drafted, drafted_counts, accepted, row, tokens, vocab, scale, draft_scale,
+    GAMMA: tl.constexpr, CERTAIN: tl.constexpr,
+):  # fmt: skip
     """The residual (p - q)+ after `accepted` drafts (p after the last draft), and p, in units of 2^-60."""
     logits, peaks, cutoffs, masses = target
     draft_logits, draft_peaks, draft_cutoffs, draft_masses = draft
     p = _probability(logits, peaks, cutoffs, masses, row * (GAMMA + 1) + accepted, tokens, vocab, scale)
     residual = p
+    drafts = _draft_count(drafted_counts, row, GAMMA)
     for j in tl.static_range(GAMMA):
-        if accepted == j:
-            q = _probability(
-                draft_logits[j], draft_peaks[j], draft_cutoffs[j], draft_masses[j], row, tokens, vocab, draft_scale
-            )
-            residual = tl.maximum(p - q, 0.0)
+        if (accepted == j) & (j < drafts):
+            if CERTAIN:
+                residual = tl.where(tokens == tl.load(drafted + row * GAMMA + j), 0.0, p)
+            else:
+                q = _probability(
+                    draft_logits[j], draft_peaks[j], draft_cutoffs[j], draft_masses[j], row, tokens, vocab, draft_scale
+                )
+                residual = tl.maximum(p - q, 0.0)
     return (residual * UNITS).to(tl.int64), (p * UNITS).to(tl.int64)
 
 
@@ -220,15 +241,18 @@ def _weigh_kernel(
     target, draft,  # as in _accept_kernel
     counts,  # int64 [rows, 3], or None without drafts
     sums,  # out: int64 [rows, 2, CHUNKS], of the residual and of p
+    drafted, drafted_counts,  # as in _accept_kernel, or None without drafts
     vocab, scale, draft_scale,
-    GAMMA: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    GAMMA: tl.constexpr, CERTAIN: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums a chunk's residual and p."""
     pdl_launch_dependents_and_wait(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     accepted = tl.load(counts + row * 3 + 1) if GAMMA > 0 else 0
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    residual, p = _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
+    residual, p = _residual_and_target(
+        target, draft, drafted, drafted_counts, accepted, row, tokens, vocab, scale, draft_scale, GAMMA, CERTAIN
+    )
     tl.store(sums + row * 2 * CHUNKS + chunk, tl.sum(residual, 0))
     tl.store(sums + (row * 2 + 1) * CHUNKS + chunk, tl.sum(p, 0))
 
@@ -236,11 +260,12 @@ def _weigh_kernel(
 @triton.jit
 def _pick_kernel(
     target, draft, counts, sums,  # as in _weigh_kernel
-    drafted,  # int64 [rows, GAMMA], or None without drafts
+    drafted, drafted_counts,  # as in _accept_kernel, or None without drafts
     uniform,  # float64 [rows, GAMMA + 1]; the last draws the token
     out,  # out: int64 [rows, GAMMA + 1]
     vocab, scale, draft_scale,
-    GAMMA: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    GAMMA: tl.constexpr, CERTAIN: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Draws a row's token: finds the chunk, then the token in it, and stores it after the accepted drafts."""
     pdl_launch_dependents_and_wait(PDL)
@@ -257,7 +282,9 @@ def _pick_kernel(
     chunk = tl.sum((tl.cumsum(sizes, 0) <= threshold).to(tl.int32), 0)
     threshold -= tl.sum(tl.where(chunks < chunk, sizes, 0), 0)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    residual, p = _residual_and_target(target, draft, accepted, row, tokens, vocab, scale, draft_scale, GAMMA)
+    residual, p = _residual_and_target(
+        target, draft, drafted, drafted_counts, accepted, row, tokens, vocab, scale, draft_scale, GAMMA, CERTAIN
+    )
     reached = tl.cumsum(tl.where(has_residual, residual, p), 0)
     token = chunk * CHUNK + tl.sum((reached <= threshold).to(tl.int32), 0)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
@@ -270,28 +297,36 @@ def _pick_kernel(
 def draw_triton(distribution: Distribution, uniform: Tensor) -> Tensor:
     """See `ridgeplan.kernels.sampling.draw`: a round without drafts."""
     tokens = uniform.new_empty(uniform.shape, dtype=torch.int64)
-    _draw_after_accepted(_RoundArguments(distribution, ()), None, None, uniform.contiguous(), tokens)
+    _draw_after_accepted(_RoundArguments(distribution, (), 0), None, None, None, uniform.contiguous(), tokens)
     return tokens
 
 
 def rejection_sample_triton(
-    target: Distribution, drafts: Sequence[Distribution], drafted: Tensor, max_tokens: Tensor, uniform: Tensor
+    target: Distribution,
+    drafts: Sequence[Distribution] | None,
+    drafted: Tensor,
+    max_tokens: Tensor,
+    uniform: Tensor,
+    drafted_counts: Tensor | None,
 ) -> VerifyResult:
-    """See `ridgeplan.kernels.sampling.rejection_sample`."""
-    round_, drafted, uniform = _RoundArguments(target, drafts), drafted.contiguous(), uniform.contiguous()
+    """See `ridgeplan.kernels.sampling.rejection_sample`. drafts: None for drafts that were certain."""
+    round_ = _RoundArguments(target, drafts, drafted.shape[1])
+    drafted, uniform = drafted.contiguous(), uniform.contiguous()
     tokens, counts = torch.empty_like(uniform, dtype=torch.int64), drafted.new_empty(len(drafted), 3)
     _accept_kernel[(len(drafted),)](
         *round_.tensors,
         drafted,
         max_tokens,
+        drafted_counts,
         uniform,
         counts,
         *round_.sizes,
         GAMMA=round_.gamma,
+        CERTAIN=round_.certain,
         num_warps=1,
         **pdl_options(drafted),
     )
-    _draw_after_accepted(round_, counts, drafted, uniform, tokens)
+    _draw_after_accepted(round_, counts, drafted, drafted_counts, uniform, tokens)
     return VerifyResult(tokens, *counts.unbind(1))
 
 
@@ -302,8 +337,9 @@ def _tensors(distribution: Distribution) -> tuple[Tensor, Tensor, Tensor, Tensor
 class _RoundArguments:
     """Arguments shared by the kernels of a round: the target's tensors, and one tuple per kind of the drafts'."""
 
-    def __init__(self, target: Distribution, drafts: Sequence[Distribution]) -> None:
-        self.gamma = len(drafts)
+    def __init__(self, target: Distribution, drafts: Sequence[Distribution] | None, gamma: int) -> None:
+        self.gamma, self.certain = gamma, drafts is None
+        drafts = drafts or ()
         of_drafts = zip(*map(_tensors, drafts), strict=True)
         self.tensors = _tensors(target), tuple(of_drafts) or ((), (), (), ())
         draft_scale = LOG2_E / drafts[0].temperature if drafts else 0.0
@@ -311,16 +347,24 @@ class _RoundArguments:
 
 
 def _draw_after_accepted(
-    round_: _RoundArguments, counts: Tensor | None, drafted: Tensor | None, uniform: Tensor, tokens: Tensor
+    round_: _RoundArguments,
+    counts: Tensor | None,
+    drafted: Tensor | None,
+    drafted_counts: Tensor | None,
+    uniform: Tensor,
+    tokens: Tensor,
 ) -> None:
     """Fills tokens [rows, gamma + 1] with the drafts and, after the accepted ones, a token drawn for the row."""
     gamma, vocab = round_.gamma, round_.sizes[0]
     rows, chunks = uniform.numel() // (gamma + 1), triton.cdiv(vocab, REJECTION_CHUNK)
     sums = torch.empty(rows, 2, chunks, dtype=torch.int64, device=uniform.device)
-    sizes = {"GAMMA": gamma, "CHUNKS": chunks, "CHUNK": REJECTION_CHUNK, "num_warps": 8, **pdl_options(uniform)}
-    _weigh_kernel[(rows, chunks)](*round_.tensors, counts, sums, *round_.sizes, **sizes)
+    sizes = {
+        "GAMMA": gamma, "CERTAIN": round_.certain, "CHUNKS": chunks, "CHUNK": REJECTION_CHUNK, "num_warps": 8,
+        **pdl_options(uniform),
+    }  # fmt: skip
+    _weigh_kernel[(rows, chunks)](*round_.tensors, counts, sums, drafted, drafted_counts, *round_.sizes, **sizes)
     _pick_kernel[(rows,)](
-        *round_.tensors, counts, sums, drafted, uniform, tokens, *round_.sizes,
+        *round_.tensors, counts, sums, drafted, drafted_counts, uniform, tokens, *round_.sizes,
         PADDED=triton.next_power_of_2(chunks), **sizes,
     )  # fmt: skip
 
@@ -415,6 +459,7 @@ def _agree_kernel(
     best,  # int64 [rows, GAMMA + 1], the target's tokens
     drafted,  # int64 [rows, GAMMA]
     max_tokens,  # int32 [rows]
+    drafted_counts,  # as in _accept_kernel
     counts,  # out: int64 [rows, 3], as in _accept_kernel
     GAMMA: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -425,7 +470,9 @@ def _agree_kernel(
     expected = tl.load(best + row * (GAMMA + 1) + index, mask=index < GAMMA, other=-1)
     agreeing = tl.load(drafted + row * GAMMA + index, mask=index < GAMMA, other=-2) == expected
     limit = tl.load(max_tokens + row)
-    _store_counts(counts, row, tl.min(tl.where(agreeing & (index < limit), PADDED, index), 0), limit, GAMMA)
+    drafts = _draft_count(drafted_counts, row, GAMMA)
+    accepted = tl.min(tl.where(agreeing & (index < tl.minimum(limit, drafts)), PADDED, index), 0)
+    _store_counts(counts, row, accepted, limit, drafts, GAMMA)
 
 
 def greedy_triton(logits: Tensor) -> Greedy:
@@ -444,12 +491,14 @@ def greedy_triton(logits: Tensor) -> Greedy:
     return Greedy(best)
 
 
-def agree_triton(target: Greedy, drafted: Tensor, max_tokens: Tensor) -> VerifyResult:
+def agree_triton(
+    target: Greedy, drafted: Tensor, max_tokens: Tensor, drafted_counts: Tensor | None = None
+) -> VerifyResult:
     """See `ridgeplan.kernels.sampling.rejection_sample`."""
     rows, gamma = drafted.shape
     counts = drafted.new_empty(rows, 3)
     _agree_kernel[(rows,)](
-        target.best, drafted.contiguous(), max_tokens, counts,
+        target.best, drafted.contiguous(), max_tokens, drafted_counts, counts,
         GAMMA=gamma, PADDED=triton.next_power_of_2(gamma + 1), num_warps=1, **pdl_options(drafted),
     )  # fmt: skip
     return VerifyResult(target.best, *counts.unbind(1))

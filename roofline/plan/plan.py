@@ -12,7 +12,15 @@ from typing import Any
 from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import fields_of_schema, json_or
 from ridgeplan.roofline.catalog.validation import brief, build
-from ridgeplan.roofline.execution import MAX_GAMMA, MAX_TOKENS, QUANTIZATION_GROUPS, adaptive_gammas
+from ridgeplan.roofline.execution import (
+    MAX_GAMMA,
+    MAX_SUFFIX_TOKENS,
+    MAX_TOKENS,
+    QUANTIZATION_GROUPS,
+    RoundKind,
+    RoundShape,
+    adaptive_gammas,
+)
 from ridgeplan.roofline.plan.policy import (
     EVICTIONS,
     MIN_RATIO,
@@ -68,6 +76,14 @@ class DraftCodes(StrEnum):
 
     FULL = "full"
     UPPER = "upper"
+
+
+class DrafterKind(StrEnum):
+    """What proposes tokens below the self-drafts."""
+
+    NONE = "none"
+    SUFFIX = "suffix"  # what followed the longest earlier occurrence of the text's suffix (prompt lookup)
+    HEAD = "head"  # a one-layer autoregressive head on the target's hidden states (EAGLE-3)
 
 
 def require(condition: bool, message: str) -> None:
@@ -289,21 +305,102 @@ class TargetAttention(PlanPart):
 
 
 @dataclass(frozen=True)
+class Drafter(PlanPart):
+    """What proposes `depth` tokens at a time, and the tier that verifies them first.
+
+    passes: passes of the self-draft in a round, each of which verifies proposals (a cascade); 0: the target verifies
+    them itself. min_match: fewest tokens of the text's suffix that must occur earlier. window: latest tokens that a
+    head's attention reads; 0 for all.
+    """
+
+    kind: DrafterKind = check.one_of(DrafterKind, default=DrafterKind.NONE)
+    depth: int = check.whole(0, MAX_GAMMA, default=0)
+    passes: int = check.whole(0, MAX_GAMMA, default=0)
+    min_match: int = check.whole(1, MAX_SUFFIX_TOKENS, default=2)
+    window: int = check.whole(0, MAX_TOKENS, default=0)
+
+    def _contradiction(self) -> str | None:
+        if self.active != (self.depth > 0):
+            allowed = f"1 to {MAX_GAMMA}" if self.active else "0 without a drafter"
+            return f"drafter's depth is {self.depth}; allowed: {allowed}"
+        if self.passes and not self.active:
+            return f"drafter's passes is {self.passes}; allowed: 0 without a drafter"
+        if self.window and self.kind is not DrafterKind.HEAD:
+            return f"drafter's window is {self.window}; allowed: 0 without a head"
+        return None
+
+    @property
+    def active(self) -> bool:
+        """Whether anything proposes tokens."""
+        return self.kind is not DrafterKind.NONE
+
+    @property
+    def cascades(self) -> bool:
+        """Whether the self-draft verifies proposals before the target does."""
+        return self.passes > 0
+
+
+@dataclass(frozen=True)
 class Speculation(PlanPart):
     """Self-speculation: gamma drafts per round, which read these codes of the tokens that a policy selects.
 
     adaptive: gamma is the most drafts of a round; the engine chooses how many from the acceptance that it measures.
+    drafter: proposes tokens to these drafts, or to the target instead of them.
     """
 
     gamma: int = check.whole(0, MAX_GAMMA, default=0)
     codes: DraftCodes = check.one_of(DraftCodes, default=DraftCodes.FULL)
     selection: TokenSelection = check.variant(SELECTIONS, default=AllTokens())  # noqa: RUF009
     adaptive: bool = check.flag(False)
+    drafter: Drafter = check.part(Drafter)
 
     def _contradiction(self) -> str | None:
         if self.adaptive and not self.active:
             return "adaptive is true with gamma 0; allowed: gamma of 1 or more, the most drafts of a round"
+        drafter = self.drafter
+        if drafter.cascades:
+            if self.sparse:
+                return f"a drafter's passes draft on {self.selection.name!r}; allowed: selection 'all' in a cascade"
+            if not drafter.passes <= self.gamma <= drafter.passes * (drafter.depth + 1):
+                most = min(MAX_GAMMA, drafter.passes * (drafter.depth + 1))
+                return f"gamma is {self.gamma} with {drafter.passes} passes; allowed: {drafter.passes} to {most}"
+        elif drafter.active:
+            if self.gamma != drafter.depth:
+                return (
+                    f"gamma is {self.gamma} with a drafter of depth {drafter.depth}; allowed: the same without passes"
+                )
+            if self.sparse or self.codes is not DraftCodes.FULL:
+                return "codes or selection are of self-drafts that a drafter replaces; allowed: their defaults"
         return None
+
+    @property
+    def self_drafts(self) -> bool:
+        """Whether the model itself drafts, with fewer bits or tokens."""
+        return self.active and (self.drafter.cascades or not self.drafter.active)
+
+    @property
+    def round_kind(self) -> RoundKind:
+        """The plan's largest round."""
+        drafter = self.drafter
+        return RoundShape(self.gamma, drafter.passes, drafter.depth) if drafter.active else self.gamma
+
+    @property
+    def round_kinds(self) -> tuple[RoundKind, ...]:
+        """The rounds that this plan may have; where they adapt, plain decoding first."""
+        drafter = self.drafter
+        if not (self.adaptive and drafter.active):
+            return self.gammas if self.adaptive else (self.round_kind,)
+        if not drafter.cascades:
+            return (0, *(RoundShape(depth, 0, depth) for depth in adaptive_gammas(drafter.depth)[1:]))
+        passes = adaptive_gammas(drafter.passes)[1:]
+        cascades = (RoundShape(min(self.gamma, n * (drafter.depth + 1)), n, drafter.depth) for n in passes)
+        to_target = min(drafter.depth, self.gamma)
+        return (0, *passes, RoundShape(to_target, 0, to_target), *cascades)
+
+    @property
+    def overhang(self) -> int:
+        """Tokens beyond gamma that a pass of the self-draft may write to the cache."""
+        return self.drafter.depth if self.drafter.cascades else 0
 
     @property
     def active(self) -> bool:
@@ -379,6 +476,8 @@ class Plan(PlanPart):
             return "part is 'lower'; allowed: with kv format 'int4x2', and drafts that read upper codes"
         if not self.speculation.active and (upper or self.weights.draft_differs):
             return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
+        if self.speculation.drafter.active and not self.speculation.drafter.cascades and self.weights.draft_differs:
+            return "draft weights are set with a drafter that feeds the target; allowed: the target's, or passes"
         return None
 
     def to_dict(self) -> dict[str, Any]:

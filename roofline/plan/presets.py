@@ -56,11 +56,12 @@ def describe(plan: Plan) -> str:
         OFFLOADED[plan.placement.part] if plan.placement.offload else "",
         f"target on tokens chosen by {plan.attention.selection.name}" if plan.attention.active else "",
     ]
-    if speculation.active:
+    if speculation.self_drafts:
         drafts = f"{plan.weights.draft_bits}-bit drafts" if plan.weights.draft_differs else "drafts"
         upper, chosen = speculation.codes is DraftCodes.UPPER, f"tokens chosen by {speculation.selection.name}"
         read = ["upper codes"] * upper + [chosen] * speculation.sparse
         words.append(" on ".join((drafts, " of ".join(read))) if read else drafts)
+    words.append(speculation.drafter.kind.value if speculation.drafter.active else "")
     return " + ".join(word for word in words if word) or "autoregressive"
 
 
@@ -98,6 +99,8 @@ def family_key(plan: Plan) -> tuple[object, ...]:
         speculation.active,
         speculation.codes,
         speculation.selection.name,
+        speculation.drafter.kind,
+        speculation.drafter.cascades,
         plan.tensor_parallel,
     )
 

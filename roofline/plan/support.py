@@ -9,7 +9,7 @@ from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, uses_draft_swap
-from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan
+from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Plan
 from ridgeplan.roofline.plan.policies.evictions import layer_budgets
 from ridgeplan.roofline.plan.policy import EVICTIONS, SparseSelection
 
@@ -61,7 +61,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     """
     evicting, drafts = EVICTIONS.get(plan.eviction.policy), plan.speculation.selection
     target = plan.attention.selection if plan.attention.active else None
-    window = shape.window_tokens if shape else None
+    window, drafter = shape.window_tokens if shape else None, plan.speculation.drafter
     held = shape.weight_bits.format if shape and is_converted(shape) else None
     checks = {
         f"eviction {plan.eviction.policy!r}": evicting and not evicting.executable,
@@ -77,6 +77,9 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"draft selection {drafts.name!r} after an eviction": evicting and drafts.needs_head,
         f"draft selection {drafts.name!r}, which chooses by what a verification of all tokens scores": target
         and drafts.from_verification,
+        f"drafter {drafter.kind.value!r}": drafter.kind is DrafterKind.HEAD,
+        "an adaptive gamma with a drafter": drafter.active and plan.speculation.adaptive,
+        "a cascade over offloaded KV": drafter.cascades and plan.placement.offload,
         f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
         f"{held} weights as they are stored": held,
         f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape

@@ -24,7 +24,7 @@ class KVCacheConfig:
     the tokens that a step selects are loaded into slots of a full-precision layer on the host. target_loads: whether
     the target's steps do so too; it then never reads a full layer. reuses_slots: whether slots keep earlier selections,
     so that only missing tokens are loaded. adaptive: whether layers leave one by one as rows grow; until then rows may
-    use their memory and `spare_bytes` more.
+    use their memory and `spare_bytes` more. overhang: tokens beyond a round's that a draft's pass may write.
     """
 
     batch: int
@@ -47,6 +47,7 @@ class KVCacheConfig:
     reuses_slots: bool = True
     adaptive: bool = False
     spare_bytes: int = 0
+    overhang: int = 0
 
     @classmethod
     def of(cls, plan: Plan, layers: int, host_layers: int = 0, spare_bytes: int = 0) -> KVCacheConfig:
@@ -58,6 +59,7 @@ class KVCacheConfig:
             format=plan.kv.format,
             group=plan.kv.group,
             gamma=speculation.gamma,
+            overhang=speculation.overhang,
             draft_codes=speculation.codes,
             draft_planes=plan.gathers_codes,
             target_chooses_by_codes=plan.attention.selection.needs_codes,
@@ -86,9 +88,14 @@ class KVCacheConfig:
         return self.buffered or self.target_chooses_by_codes or self.target_loads
 
     @property
+    def round_slots(self) -> int:
+        """Slots for the tokens of a round."""
+        return self.gamma + 1 + self.overhang
+
+    @property
     def max_generated(self) -> int:
         """Bound on the tokens that grow old during a generation, whole groups."""
-        return ((self.new_tokens + self.gamma + 1) // self.group + 1) * self.group
+        return ((self.new_tokens + self.round_slots) // self.group + 1) * self.group
 
     @property
     def drafts_read_upper(self) -> bool:
@@ -103,7 +110,7 @@ class KVCacheConfig:
     @property
     def buffer_slots(self) -> int:
         """Slots for recent tokens where old ones are elsewhere: two groups, and a round's tokens."""
-        return 2 * self.group + self.gamma + 1
+        return 2 * self.group + self.round_slots
 
     @property
     def streams(self) -> bool:
@@ -168,11 +175,11 @@ class KVCacheConfig:
 
     def slots(self, tokens: int) -> int:
         """Full-precision slots for `tokens` tokens and a round's: for all of them, or two groups for a buffer."""
-        return self.buffer_slots if self.buffered else tokens + self.gamma + 1
+        return self.buffer_slots if self.buffered else tokens + self.round_slots
 
     def groups(self, tokens: int) -> int:
         """Groups of codes allocated for `tokens` tokens and a round's."""
-        return max(1, self.quantized_groups(tokens + self.gamma + 1))
+        return max(1, self.quantized_groups(tokens + self.round_slots))
 
     def quantized_groups(self, tokens: int) -> int:
         """Groups held as codes for a row of `tokens` tokens; `Cache.quantized` is the device version, in tokens."""

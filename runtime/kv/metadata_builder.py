@@ -55,13 +55,16 @@ class AttentionMetadataBuilder:
         metadata = self._all_layers(queries, 0, coded=self.config.buffered, lower=True)
         return metadata.changed(streamed=self.config.streams and self.cache.first_on_host < self.cache.layers)
 
-    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
-        """For a draft over `queries` tokens that reads every token; the first is `offset` after the cached ones."""
+    def draft_metadata(self, offset: int | Tensor, queries: int = 1) -> AttentionMetadata:
+        """For a draft over `queries` tokens that reads every token; the first is `offset` after the cached ones.
+
+        offset: of all rows, or int32 [rows].
+        """
         upper = self.config.drafts_read_upper
         metadata = self._all_layers(queries, offset, coded=self.config.buffered or upper, lower=not upper)
         return self._with_host_layers(metadata, self._window_of) if self.config.keeps_window else metadata
 
-    def _all_layers(self, queries: int, offset: int, coded: bool, lower: bool) -> AttentionMetadata:
+    def _all_layers(self, queries: int, offset: int | Tensor, coded: bool, lower: bool) -> AttentionMetadata:
         """The metadata of all layers; where they hold different numbers of tokens, `by_layer` has each store's."""
         cache = self.cache
         if not self.config.budgets:
@@ -72,7 +75,7 @@ class AttentionMetadataBuilder:
         by_layer = {layer: by_store[cache.store_of(layer)] for layer in range(cache.layers)}
         return replace(by_store[0], by_layer=by_layer)
 
-    def _build(self, stored: Tensor, queries: int, offset: int, coded: bool, lower: bool) -> AttentionMetadata:
+    def _build(self, stored: Tensor, queries: int, offset: int | Tensor, coded: bool, lower: bool) -> AttentionMetadata:
         """For rows that hold `stored` tokens, int32 [rows] or [stores, rows]."""
         quantized, buffered, rows = self.quantized(stored), self.config.buffered, self.cache.rows
         first = stored + offset

@@ -84,8 +84,11 @@ class TokenSelector(PromptObserver):
         other.builder = self.builder.with_offset(offset)
         return other
 
-    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
-        """Metadata of a draft that forwards `queries` tokens per row, the first `offset` after the cached tokens."""
+    def draft_metadata(self, offset: int | Tensor, queries: int = 1) -> AttentionMetadata:
+        """Metadata of a draft that forwards `queries` tokens per row, the first `offset` after the cached tokens.
+
+        offset: of all rows, or int32 [rows] where all tokens are read.
+        """
         return self.builder.draft_metadata(offset, queries)
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
@@ -196,7 +199,7 @@ class SparseSelector(TokenSelector):
         index, count = top_k(scores.flatten(0, -2), lengths, k, -(-self.max_budget // page))
         return index.unflatten(0, scores.shape[:-1]), count.unflatten(0, scores.shape[:-1])
 
-    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
+    def draft_metadata(self, offset: int | Tensor, queries: int = 1) -> AttentionMetadata:
         metadata = super().draft_metadata(offset, queries)
         if self.selected_before_pass:
             self._ahead = self.cache.begin_loading(self._choice_of, self.shared_across_layers)

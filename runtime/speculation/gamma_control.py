@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
+from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS, RoundKind
 from ridgeplan.roofline.round import RoundCosts, tokens_at
 from ridgeplan.runtime.speculation.speculator import RowResult
 
@@ -28,26 +28,26 @@ LONGEST_WAIT = 128
 
 
 class GammaSchedule(Protocol):
-    """Chooses the gamma of every round of a generation."""
+    """Chooses every round of a generation: its gamma, and which tiers draft."""
 
-    def next(self) -> int:
-        """The gamma of the round that is launched now."""
+    def next(self) -> RoundKind:
+        """The round that is launched now."""
 
-    def add(self, gamma: int, rows: Sequence[RowResult]) -> None:
+    def add(self, kind: RoundKind, rows: Sequence[RowResult]) -> None:
         """Adds the result of the oldest round in flight. Rows that kept no token were not active."""
 
 
 @dataclass(frozen=True)
 class FixedGamma:
-    """The plan's gamma in every round."""
+    """The same round every time."""
 
-    gamma: int
+    kind: RoundKind
 
-    def next(self) -> int:
+    def next(self) -> RoundKind:
         """See `GammaSchedule`."""
-        return self.gamma
+        return self.kind
 
-    def add(self, gamma: int, rows: Sequence[RowResult]) -> None:
+    def add(self, kind: RoundKind, rows: Sequence[RowResult]) -> None:
         """Nothing to learn."""
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.device.clock import record_timestamp
+from ridgeplan.roofline.execution import RoundKind, round_shape
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.speculation.speculator import RoundFigures, RoundResult, Speculator
 
@@ -31,8 +32,8 @@ class Rounds(Protocol):
     def start(self, pending: Tensor) -> None:
         """Begins a generation after prefill; `pending` [rows] are the first tokens."""
 
-    def launch(self, gamma: int) -> None:
-        """Launches a round of gamma drafts for the rows that have not reached their ends in the cache."""
+    def launch(self, kind: RoundKind) -> None:
+        """Launches a round for the rows that have not reached their ends in the cache."""
 
     def collect(self) -> RoundResult:
         """Waits for the oldest round in flight and returns its result."""
@@ -60,15 +61,15 @@ class EagerRounds:
         self._pending = pending
         self._results.clear()
 
-    def launch(self, gamma: int) -> None:
+    def launch(self, kind: RoundKind) -> None:
         speculator, times_ns = self._speculator, [time.perf_counter_ns()]
-        drafts = speculator.draft(self._pending, gamma)
+        drafts = speculator.draft(self._pending, kind)
         times_ns.append(time.perf_counter_ns())
         verification = speculator.verify(self._pending, drafts)
         times_ns.append(time.perf_counter_ns())
         self._pending, figures = speculator.keep(self._pending, verification, speculator.cache.active())
         times_ns.append(time.perf_counter_ns())
-        self._results.append(RoundResult(figures.rows(), _phases(times_ns), gamma))
+        self._results.append(RoundResult(figures.rows(), _phases(times_ns), kind))
 
     def collect(self) -> RoundResult:
         return self._results.popleft()
@@ -81,27 +82,28 @@ class EagerRounds:
 class GraphRounds:
     """`Rounds` as replays of CUDA graphs. The host reads results one round late, so the device never waits for it.
 
-    A graph reads and writes fixed tensors. The number of rows, gamma and the sampling parameters are constants in it;
+    A graph reads and writes fixed tensors. The number of rows, tiers and sampling parameters are constants in it;
     lengths are not, as they are on the device. The first generation of each kind captures it, and the engine keeps
-    those used last. The graphs of several gammas share one pool of memory, as rounds run one at a time and all that
+    those used last. The graphs of several kinds share one pool of memory, as rounds run one at a time and all that
     outlives them is in tensors outside it.
     """
 
     depth = 2
 
-    def __init__(self, speculator: Speculator, gammas: Sequence[int]) -> None:
-        """gammas: the drafts that rounds may have."""
+    def __init__(self, speculator: Speculator, kinds: Sequence[RoundKind]) -> None:
+        """kinds: of the rounds that there may be."""
         rows, device = speculator.cache.rows, speculator.cache.lengths.device
         self._pending = torch.zeros(rows, dtype=torch.int64, device=device)
-        size = rows * RoundFigures.width(max(gammas)) + STAMPS
+        by_size = sorted(kinds, key=lambda kind: round_shape(kind).gamma, reverse=True)
+        size = rows * RoundFigures.width(round_shape(by_size[0]).gamma) + STAMPS
         self._out = torch.zeros(size, dtype=torch.int64, device=device)
         self._landing = [(torch.empty_like(self._out, device="cpu", pin_memory=True), torch.cuda.Event()) for _ in "ab"]
-        self._gammas: deque[int] = deque()  # of the rounds in flight
+        self._kinds: deque[RoundKind] = deque()  # of the rounds in flight
         self._launched = self._collected = 0
         self._ended_ns: int | None = None
         # The largest first: the others then fit into its memory.
         pool = torch.cuda.graph_pool_handle()
-        self._graphs = {gamma: self._capture(speculator, gamma, pool) for gamma in sorted(gammas, reverse=True)}
+        self._graphs = {kind: self._capture(speculator, kind, pool) for kind in by_size}
 
     @property
     def pending(self) -> Tensor:
@@ -111,36 +113,36 @@ class GraphRounds:
         # Results of an abandoned generation are dropped; the device finishes its rounds first.
         self._pending.copy_(pending)
         self._collected = self._launched
-        self._gammas.clear()
+        self._kinds.clear()
         self._ended_ns = None
 
-    def launch(self, gamma: int) -> None:
-        self._graphs[gamma].replay()
+    def launch(self, kind: RoundKind) -> None:
+        self._graphs[kind].replay()
         landing, arrived = self._landing[self._launched % self.depth]
         landing.copy_(self._out, non_blocking=True)
         arrived.record()
-        self._gammas.append(gamma)
+        self._kinds.append(kind)
         self._launched += 1
 
     def collect(self) -> RoundResult:
         landing, arrived = self._landing[self._collected % self.depth]
         arrived.synchronize()
         self._collected += 1
-        gamma = self._gammas.popleft()
-        figures, stamps = _split(landing, len(self._pending), gamma)
+        kind = self._kinds.popleft()
+        figures, stamps = _split(landing, len(self._pending), round_shape(kind).gamma)
         times_ns = stamps.tolist()
         idle = {} if self._ended_ns is None else {"idle": (times_ns[0] - self._ended_ns) * 1e-9}
         self._ended_ns = times_ns[-1]
-        return RoundResult(figures.rows(), _phases(times_ns) | idle, gamma)
+        return RoundResult(figures.rows(), _phases(times_ns) | idle, kind)
 
     @property
     def in_flight(self) -> int:
         return self._launched - self._collected
 
-    def _round(self, speculator: Speculator, gamma: int) -> None:
-        out, stamps = _split(self._out, len(self._pending), gamma)
+    def _round(self, speculator: Speculator, kind: RoundKind) -> None:
+        out, stamps = _split(self._out, len(self._pending), round_shape(kind).gamma)
         record_timestamp(stamps, 0)
-        drafts = speculator.draft(self._pending, gamma)
+        drafts = speculator.draft(self._pending, kind)
         record_timestamp(stamps, 1)
         verification = speculator.verify(self._pending, drafts)
         record_timestamp(stamps, 2)
@@ -149,21 +151,21 @@ class GraphRounds:
         out.values.copy_(figures.values)
         record_timestamp(stamps, 3)
 
-    def _capture(self, speculator: Speculator, gamma: int, pool: Any) -> torch.cuda.CUDAGraph:
-        self._warm(speculator, gamma)
+    def _capture(self, speculator: Speculator, kind: RoundKind, pool: Any) -> torch.cuda.CUDAGraph:
+        self._warm(speculator, kind)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            self._round(speculator, gamma)
+            self._round(speculator, kind)
         return graph
 
-    def _warm(self, speculator: Speculator, gamma: int) -> None:
+    def _warm(self, speculator: Speculator, kind: RoundKind) -> None:
         """Warm-up rounds without active rows, which change nothing.
 
         On the current stream, as cuBLAS keeps a workspace of 32 MiB for every stream that it was ever called on.
         """
         with speculator.cache.all_stopped():
             for _ in range(WARM_ROUNDS):
-                self._round(speculator, gamma)
+                self._round(speculator, kind)
 
 
 def _split(out: Tensor, rows: int, gamma: int) -> tuple[RoundFigures, Tensor]:

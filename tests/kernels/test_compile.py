@@ -354,22 +354,32 @@ ROW = {"vocab": "i32", "scale": "fp32", "draft_scale": "fp32"}
 FILTERING = dict.fromkeys(("cutoffs", "peaks", "masses", "peak", "cutoff", "mass"), "*fp32") | ROW
 
 
+LOOKUP = {"text": "*i32", "lengths": "*i32", "best": "*i64", "tokens": "*i64", "counts": "*i64", "capacity": "i32"}
+LOOKUP |= {"min_match": "i32"}
+LOOKUP_SIZES = {"MAX_MATCH": 16, "CHUNKS": 9, "PADDED_CHUNKS": 16, "CHUNK": 2048, "DEPTH": 5, "PADDED_DEPTH": 8}
+
+
 def sampling_job(module: str, kernel: str, types: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any]:
     return job(module, kernel, types, SAMPLING_SIZES | constants, {"num_warps": 8})
 
 
-def rounds(element: str, gamma: int) -> dict[str, dict[str, Any]]:
-    """Kernels that verify `gamma` drafts, or of a draw where there are none."""
+def rounds(element: str, gamma: int, certain: bool = False) -> dict[str, dict[str, Any]]:
+    """Kernels that verify `gamma` drafts, or of a draw where there are none; of rows with few if they are `certain`."""
     types: dict[str, Any] = {"target": ["*" + element, *FIGURES], "uniform": "*fp64", "sums": "*i64", "out": "*i64"}
-    types |= {"draft": [[kind] * gamma for kind in types["target"]]} | ROW
-    constants: dict[str, Any] = {"GAMMA": gamma}
+    types |= {"draft": [[kind] * gamma * (not certain) for kind in types["target"]]} | ROW
+    constants: dict[str, Any] = {"GAMMA": gamma, "CERTAIN": certain}
+    if certain:
+        types |= {"drafted_counts": "*i64"}
+    else:
+        constants |= {"drafted_counts": None}
     if gamma:
         types |= {"drafted": "*i64", "counts": "*i64", "max_tokens": "*i32"}
     else:
         constants |= {"drafted": None, "counts": None}
     kernels = ["_accept_kernel"] * (gamma > 0) + ["_weigh_kernel", "_pick_kernel"]
     return {
-        f"{kernel} {element} {gamma}": sampling_job("sampling.triton", kernel, types, constants) for kernel in kernels
+        f"{kernel} {element} {gamma} {certain}": sampling_job("sampling.triton", kernel, types, constants)
+        for kernel in kernels
     }
 
 
@@ -382,6 +392,7 @@ def sampling_jobs(every: bool) -> dict[str, dict[str, Any]]:
         "drafted": "*i64",
         "counts": "*i64",
         "max_tokens": "*i32",
+        "drafted_counts": "*i64",
     }
     return {
         "softmax": sampling_job("sampling.triton", "_softmax_kernel", FILTERING | {"logits": "*bf16"}, {}),
@@ -394,7 +405,10 @@ def sampling_jobs(every: bool) -> dict[str, dict[str, Any]]:
             {"seed": "*i64", "positions": "*i32", "out": "*fp64", "first": "i32"}, {"DRAWS": 9, "PADDED": 16},
         ),
         **rounds("bf16", 8),
+        **rounds("bf16", 4, certain=True),
         **rounds("fp32", 0),
+        "match": job("sampling.suffix_lookup_triton", "_match_kernel", LOOKUP, LOOKUP_SIZES, {"num_warps": 8}),
+        "propose": job("sampling.suffix_lookup_triton", "_propose_kernel", LOOKUP, LOOKUP_SIZES, {"num_warps": 1}),
     }  # fmt: skip
 
 

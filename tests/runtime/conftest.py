@@ -14,6 +14,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import (
     DraftCodes,
+    Drafter,
     Eviction,
     HostPart,
     KVCache,
@@ -162,9 +163,11 @@ def make_plan() -> Callable[..., Plan]:
         target_budget: int = 0,
         target_options: Mapping[str, Any] | None = None,
         placement: Placement | None = None,
+        drafter: Drafter | None = None,
         **hyperparameters: Any,
     ) -> Plan:
-        stored = gamma > 0 and kv in ("int4x2", "bf16+int4")
+        self_drafts = gamma > 0 and (drafter is None or drafter.cascades)
+        stored = self_drafts and kv in ("int4x2", "bf16+int4")
         return Plan(
             Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor),
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
@@ -177,6 +180,7 @@ def make_plan() -> Callable[..., Plan]:
                 DraftCodes(codes or ("upper" if stored else "full")),
                 make_selection(selection, **hyperparameters),
                 adaptive,
+                drafter or Drafter(),
             ),
         )
 

@@ -342,10 +342,51 @@ def test_logits_that_are_no_numbers_give_tokens_of_the_vocabulary(
         assert ((result.advance >= 1) & (result.advance <= 3)).all()
 
 
-def test_sampled_targets_refuse_greedy_drafts() -> None:
-    greedy, target = Greedy(torch.tensor([2])), one_hot(torch.tensor([[2, 4]]))
-    with pytest.raises(ValueError, match="allowed: both filtered alike"):
-        rejection_sample(target, [greedy], torch.tensor([[2]]), torch.tensor([9]).int(), random_uniform(1, 2, seed=0))
+@pytest.mark.parametrize("certain", [True, False], ids=["proposals", "drafts"])
+def test_the_kernels_verify_few_drafts_of_some_rows_as_the_reference(certain: bool, device: str) -> None:
+    """Of none to three drafts a row, with no room for any token to room for all."""
+    rows, gamma, vocab = 20, 3, 70
+    logits = random_logits(rows, gamma + 1, vocab, seed=5).to(device)
+    target = filter_logits(logits, 1.0)
+    drafted = logits[:, :gamma].argmax(-1)
+    drafts = [Greedy(drafted[:, j]) if certain else filter_logits(logits[:, j] / 2, 1.0) for j in range(gamma)]
+    counts, room = (torch.arange(rows, device=device) // part % 4 for part in (1, 4))
+    uniform = random_uniform(rows, gamma + 1, seed=7).to(device)
+    for choice in (target, filter_logits(logits, 0)):
+        actual, expected = (
+            rejection_sample(choice, drafts, drafted, room.int(), uniform, counts, backend=backend)
+            for backend in ("triton", "reference")
+        )
+        for name in ("advance", "accepted", "verified"):
+            assert torch.equal(getattr(actual, name), getattr(expected, name))
+        kept = torch.arange(gamma + 1, device=device) < expected.advance[:, None]
+        assert torch.equal(actual.tokens[kept], expected.tokens[kept])
+        assert (expected.verified <= counts).all() and (expected.advance[room == 0] == 0).all()
+        assert ((expected.advance > expected.accepted) == (expected.accepted < room)).all()
+
+
+def test_tokens_follow_the_target_whatever_is_proposed() -> None:
+    """Proposals are certain, so that a rejection draws from what the target has but the proposed token."""
+    rows, gamma = 40_000, 2
+    target = softmax_distribution(random_logits(gamma + 1, VOCAB, seed=1).expand(rows, -1, -1), 1.0)
+    drafted = torch.tensor([[1, 4]]).expand(rows, -1)
+    counts = torch.arange(rows) % 3
+    uniform, room = random_uniform(rows, gamma + 1, seed=3), torch.full((rows,), 9, dtype=torch.int32)
+    result = rejection_sample(target, [Greedy(token) for token in drafted.unbind(1)], drafted, room, uniform, counts)
+    probabilities = target.probabilities()[0]
+    for position in range(gamma + 1):
+        tokens = result.tokens[result.advance > position, position]
+        assert chi_square(tokens.bincount(minlength=VOCAB), probabilities[position]) > 1e-3
+    assert (result.accepted[counts > 0] > 0).float().mean() == pytest.approx(float(probabilities[0, 1]), abs=0.01)
+
+
+def test_drafts_are_all_greedy_or_all_sampled() -> None:
+    target, token = one_hot(torch.tensor([[2, 4, 1]])), torch.tensor([2])
+    with pytest.raises(ValueError, match="allowed: all of them alike"):
+        rejection_sample(
+            target, [Greedy(token), one_hot(token)], torch.tensor([[2, 2]]), torch.tensor([9]).int(),
+            random_uniform(1, 3, seed=0),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])

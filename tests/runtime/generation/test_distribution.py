@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 
 from ridgeplan import runtime
+from ridgeplan.roofline.plan.plan import Drafter
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.sampling import SamplingParams
@@ -65,6 +66,12 @@ def pooled_chi_square(counts, probabilities):
             "bf16", 2, {"selection": "specattn", "draft_bits": 4} | SPARSE, {"temperature": 0.7, "top_p": 0.9}, None,
             marks=pytest.mark.slow,
         ),
+        # Matches of one token, so that almost every row has proposals; to the target, and to two passes of drafts.
+        pytest.param(
+            "int4x2", 3, {"drafter": Drafter("suffix", 3, min_match=1)}, {"temperature": 0.7, "top_p": 0.9}, None,
+            marks=pytest.mark.slow,
+        ),
+        ("int4x2", 4, {"drafter": Drafter("suffix", 2, 2, 1), "draft_bits": 4}, {"temperature": 1.3, "top_k": 9}, None),
         # Gamma changes from round to round.
         pytest.param("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, (1, 2, 0), marks=pytest.mark.slow),
         ("int4x2", 3, {"selection": "specattn", "draft_bits": 4} | SPARSE, {"temperature": 1.0}, (1, 3, 0)),
@@ -76,12 +83,13 @@ def test_sampled_triples_follow_the_target(
     folder = tiny_model(**SMALL).folder
     [prompt] = prompts(PROMPT, vocab=VOCAB)
     joint = target_joint(make_plan(kv, batch=VOCAB * VOCAB), folder, prompt, options)
-    engine = runtime.load(make_plan(kv, gamma, batch=ROWS, **drafts), folder)
+    rows = ROWS // 3 if "drafter" in drafts else ROWS
+    engine = runtime.load(make_plan(kv, gamma, batch=rows, **drafts), folder)
     if gammas:
         order = cycle(gammas)
         schedule = SimpleNamespace(next=lambda: next(order), add=lambda gamma, rows: None)
         monkeypatch.setattr(engine, "_schedule", lambda request: schedule)
-    require_agreement(triples(engine, prompt, ROWS, {"seed": 5} | options), joint)
+    require_agreement(triples(engine, prompt, rows, {"seed": 5} | options), joint)
 
 
 @pytest.mark.slow
@@ -122,7 +130,10 @@ def _target_joint(plan, folder, prompt, options):
 def triples(engine, prompt, rows, options):
     """How often each triple of tokens was sampled after the prompt, [vocab, vocab, vocab]."""
     result = engine.generate([prompt] * rows, 3, SamplingParams(**options))
-    assert 0.2 < result.statistics.acceptance < 1  # drafts differ, so acceptance is really at work
+    figures, proposes = result.statistics, engine.plan.speculation.drafter.active
+    assert (0.02 if proposes else 0.2) < figures.acceptance < 1  # drafts differ, so acceptance is really at work
+    assert (0 < figures.proposal_acceptance < 1 and figures.hit_rate > 0.3) == proposes
+    assert not engine.plan.speculation.drafter.cascades or 1.02 < figures.drafts_per_pass < 3
     tokens = torch.tensor(result.tokens)
     return torch.zeros(VOCAB, VOCAB, VOCAB).index_put(tuple(tokens.T), torch.ones(rows), accumulate=True)
 

@@ -40,9 +40,9 @@ def test_rounds_that_nobody_collected_are_forgotten(rounds):
 def test_one_buffer_holds_figures_and_clock():
     """As a CUDA graph writes it and the host reads its copy."""
     out = torch.arange(2 * RoundFigures.width(gamma=1) + STAMPS)
-    out[STAMPS:] = torch.tensor([5, 6, 2, 1, 1, 1, 7, 8, 1, 0, 1, 0])
+    out[STAMPS:] = torch.tensor([5, 6, 2, 1, 1, 1, 0, 0, 0, 0, 7, 8, 1, 0, 1, 0, 4, 3, 2, 1])
     figures, stamps = round_runner._split(out, rows=2, gamma=1)
-    assert figures.rows() == [RowResult([5, 6], 1, 1), RowResult([7], 0, 1, finite=False)]
+    assert figures.rows() == [RowResult([5, 6], 1, 1), RowResult([7], 0, 1, False, 4, 3, 2, 1)]
     assert stamps.tolist() == [0, 1, 2, 3]
     stamps[0] = 99
     assert out[0] == 99  # views: the graph writes through them
