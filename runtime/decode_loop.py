@@ -33,6 +33,7 @@ class DecodeLoop:
     mover: LayerMover | None
     prepare: Callable[[Speculator, Stopwatch], Rounds]
     stopwatch: Stopwatch
+    reused_tokens: int = 0  # of the prompt, from the last generation's cache
     rows: list[SequenceState] = field(init=False)
     collector: StatsCollector = field(init=False)
 
@@ -69,7 +70,15 @@ class DecodeLoop:
             moved_at=tuple(self.mover.moved_at) if self.mover is not None else (),
             wanted_loads=wanted_loads,
             loads=loads,
+            reused_tokens=self.reused_tokens,
         )
+
+    def cached_tokens(self) -> tuple[int, ...]:
+        """Tokens of the text that the cache holds, of a generation of one sequence; empty for several."""
+        if len(self.rows) != 1:
+            return ()
+        (prompt,), (row,) = self.request.prompts, self.rows
+        return (*prompt, *row.tokens)[: row.stored]
 
     @torch.inference_mode()
     def _started(self, first: Tensor) -> Rounds:

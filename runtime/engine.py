@@ -31,7 +31,7 @@ from ridgeplan.runtime.model.prefill_layer import plan_attention
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.offload.layer_mover import layer_mover
 from ridgeplan.runtime.policies import scorer_for, token_selector
-from ridgeplan.runtime.policies.base import PromptObservers, TokenSelector
+from ridgeplan.runtime.policies.base import PromptObservers, SparseSelector, TokenSelector
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
@@ -56,6 +56,8 @@ GraphKey = tuple[int, int, tuple[float, int | None, float | None]]
 # Kinds of rounds whose graphs are kept. Each holds a round's workspace; a plan's predicted memory counts one.
 KEPT_GRAPHS = 8
 TEACHER_FORCED_TOKENS = 8  # of a pass; the attention kernels take them with up to 8 query heads a KV head
+# Appending a token to the cache takes about as long as reading so many in a prefill.
+PREFILL_TOKENS_PER_APPENDED = 8
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class Engine:
         self._statistics: Statistics | None = None
         self._running = False
         self._filled: FilledPrompts | None = None
+        self._cached: tuple[int, ...] = ()  # the text that the last generation left in the cache, if of one sequence
         self._seed = torch.zeros((), dtype=torch.int64, device=device)
         self._profile = profile
         self._graphs: dict[GraphKey, GraphRounds] = {}
@@ -179,11 +182,17 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         stop: Sequence[str] = (),
+        reuse_prefix: bool = False,
     ) -> Generator[str, None, None]: ...
 
     @overload
     def stream(
-        self, prompt: Prompts, max_new_tokens: int | None = None, sampling: SamplingParams | None = None
+        self,
+        prompt: Prompts,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        *,
+        reuse_prefix: bool = False,
     ) -> Generator[int, None, None]: ...
 
     def stream(
@@ -193,17 +202,22 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         stop: Sequence[str] = (),
+        reuse_prefix: bool = False,
     ) -> Generator[str, None, None] | Generator[int, None, None]:
         """Like `generate` for one prompt, but yields each token as its round finishes; of a text, pieces of text.
 
         max_new_tokens: by default the plan's. stop: words before which a text ends; it also ends at the end of text,
-        unless `sampling` has stop tokens. Raises what `generate` raises, and WorkloadError for stop words of token ids.
+        unless `sampling` has stop tokens. reuse_prefix: a prompt that begins like the text in the cache, as the next
+        turn of a chat does, continues it where that is faster than a prefill. The tokens after the common ones then go
+        through the target as if it had generated them. `statistics.reused_tokens` counts the common ones; it is 0
+        for plans that evict, whose target selects, or whose drafts keep all generated tokens.
+        Raises what `generate` raises, and WorkloadError for stop words of token ids.
         """
         if isinstance(prompt, str):
-            return self._stream_text(encoded(self.tokenizer, prompt), max_new_tokens, sampling, stop)
+            return self._stream_text(encoded(self.tokenizer, prompt), max_new_tokens, sampling, stop, reuse_prefix)
         if stop:
             raise WorkloadError("stop words were given with token ids; allowed: with a text")
-        return self._stream_tokens(prompt, max_new_tokens, sampling)
+        return self._stream_tokens(prompt, max_new_tokens, sampling, reuse_prefix)
 
     def chat(
         self,
@@ -212,33 +226,40 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         stop: Sequence[str] = (),
+        reuse_prefix: bool = False,
     ) -> Generator[str, None, None]:
         """Yields the answer to a conversation, in the model's chat template, as `stream` yields a text.
 
-        messages: `{"role": "system" | "user" | "assistant", "content": text}`. Each call reads all of them.
+        messages: `{"role": "system" | "user" | "assistant", "content": text}`. Each call takes all of them;
+        with `reuse_prefix` the cache of the turns before is kept, as for `stream`.
         Raises ChatTemplateError, and what `stream` raises.
         """
         ids = encoded(self.tokenizer, chat_text(self.tokenizer, messages), special_tokens=False)
-        return self._stream_text(ids, max_new_tokens, sampling, stop)
+        return self._stream_text(ids, max_new_tokens, sampling, stop, reuse_prefix)
 
     def _stream_text(
-        self, ids: list[int], max_new_tokens: int | None, sampling: SamplingParams | None, stop: Sequence[str]
+        self,
+        ids: list[int],
+        max_new_tokens: int | None,
+        sampling: SamplingParams | None,
+        stop: Sequence[str],
+        reuse_prefix: bool,
     ) -> Generator[str, None, None]:
         require_stop_words(stop)
         sampling = sampling or SamplingParams()
         if not sampling.stop_token_ids:
             sampling = replace(sampling, stop_token_ids=stop_tokens(self.tokenizer))
-        with closing(self._stream_tokens(ids, max_new_tokens, sampling)) as tokens:
+        with closing(self._stream_tokens(ids, max_new_tokens, sampling, reuse_prefix)) as tokens:
             yield from before_stop(text_pieces(tokens, text_decoder(self.tokenizer)), stop)
 
     def _stream_tokens(
-        self, prompt_ids: Prompts, max_new_tokens: int | None, sampling: SamplingParams | None
+        self, prompt_ids: Prompts, max_new_tokens: int | None, sampling: SamplingParams | None, reuse_prefix: bool
     ) -> Generator[int, None, None]:
         limit = self.plan.workload.new_tokens if max_new_tokens is None else max_new_tokens
         request = Request.build(prompt_ids, limit, sampling)
         if len(request.prompts) != 1:
             raise WorkloadError(f"stream got {len(request.prompts)} prompts; allowed: 1")
-        with closing(self._run(request)) as steps:
+        with closing(self._run(request, reuse_prefix)) as steps:
             for step in steps:
                 yield from step[0]
 
@@ -376,15 +397,18 @@ class Engine:
         finally:
             self._running = False
 
-    def _run(self, request: Request) -> Generator[list[list[int]], None, None]:
+    def _run(self, request: Request, reuse_prefix: bool = False) -> Generator[list[list[int]], None, None]:
         """New tokens of every sequence, first from prefill, then from each round."""
         with self._exclusive(request) as cache:
             self._meter.restart()
             speculator, stopwatch = self._speculator(cache, request.sampling), Stopwatch(self.device)
-            loop = DecodeLoop(request, speculator, self._schedule(request), self._mover, self._rounds, stopwatch)
+            reused = self._reusable(request, cache) if reuse_prefix else 0
+            schedule = self._schedule(request)
+            loop = DecodeLoop(request, speculator, schedule, self._mover, self._rounds, stopwatch, reused)
             try:
-                yield from loop.steps(self._first_tokens(request, speculator, stopwatch))
+                yield from loop.steps(self._first_tokens(request, speculator, stopwatch, reused))
             finally:
+                self._cached = loop.cached_tokens()
                 self._statistics = loop.statistics(self._meter.peak())
 
     def _schedule(self, request: Request) -> GammaSchedule:
@@ -400,6 +424,20 @@ class Engine:
         costs = round_costs(replace(self.plan, workload=actual, eviction=eviction), shape, self.profile)
         return AdaptiveGamma(costs, request.max_new_tokens)
 
+    def _reusable(self, request: Request, cache: Cache) -> int:
+        """Tokens of the prompt that the cache holds from the last generation, and keeps; 0 if it is to be read anew."""
+        cached, self._cached = self._cached, ()
+        assert self._selector is not None, "an engine with a cache has a selector"
+        follows = self._selector.follows_cache and self._sparse_target is None
+        if not follows or self.scorer is not None or self._mover is not None or len(request.prompts) > 1:
+            return 0
+        prompt = request.prompts[0]
+        pairs = enumerate(zip(cached, prompt, strict=False))
+        common = next((index for index, (left, right) in pairs if left != right), min(len(cached), len(prompt)))
+        common = min(common, len(prompt) - 1)  # the last token goes through the model again, for its logits
+        worthwhile = PREFILL_TOKENS_PER_APPENDED * (len(prompt) - common) <= len(prompt)
+        return common if worthwhile and cache.resume(common) else 0
+
     def _begin(self, request: Request, speculator: Speculator, longest: int) -> None:
         """Empties the cache for a request, and forgets what drafts chose by; unless it holds the request's prompts.
 
@@ -407,7 +445,7 @@ class Engine:
         """
         if self._filled is not None and self._filled.prompts == request.prompts:
             return
-        self._filled = None
+        self._filled, self._cached = None, ()
         speculator.cache.reset(len(request.prompts))
         if self._mover is not None:
             self._mover.start(longest)
@@ -447,14 +485,33 @@ class Engine:
         return rounds
 
     @torch.inference_mode()
-    def _first_tokens(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> Tensor:
-        """Fills the cache; returns the first token of each sequence, int64 [rows]."""
-        self._begin(request, speculator, max(map(len, request.prompts)))
+    def _first_tokens(
+        self, request: Request, speculator: Speculator, stopwatch: Stopwatch, reused: int = 0
+    ) -> Tensor:
+        """Fills the cache, which holds the first `reused` tokens; returns each sequence's first token, int64 [rows]."""
+        if not reused:
+            self._begin(request, speculator, max(map(len, request.prompts)))
         self._seed.fill_(request.sampling.seed)
         with stopwatch.measure("prefill"):
-            logits = self._prompt_logits(request, speculator)
+            logits = (
+                self._appended_logits(request, speculator, reused) if reused else self._prompt_logits(request, speculator)
+            )
             require_finite(all_finite(logits).tolist())
             return speculator.first(logits)
+
+    def _appended_logits(self, request: Request, speculator: Speculator, reused: int) -> Tensor:
+        """Appends the prompt's tokens after the first `reused` to the cache; returns the logits [1, vocab] after them.
+
+        A selector may score by the queries of a pass, which are then at most those of a verification.
+        """
+        config, rest = speculator.cache.config, torch.tensor(request.prompts[0][reused:], device=self.device)[None]
+        queries = config.gamma + 1
+        if not isinstance(self._selector, SparseSelector):
+            queries = max(queries, TEACHER_FORCED_TOKENS)
+        logits = rest
+        for part in config.passes([reused], rest.shape[1], queries):
+            logits = speculator.append(rest[:, part])
+        return logits
 
     def _prompt_logits(self, request: Request, speculator: Speculator) -> Tensor:
         """Fills the cache, unless it holds the prompts; returns the logits [rows, vocab] that follow each."""

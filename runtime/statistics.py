@@ -73,6 +73,7 @@ class Statistics:
     host_layers: on the host in the end. moved_at: tokens of the longest sequence when each layer left for it, of those
     that did so meanwhile. offload_s: sum of the time that this took. wanted_loads, loads: tokens or pages that steps
     chose of layers on the host, and those that had to be loaded, summed over layers and heads.
+    reused_tokens: of the prompt, those that the cache held from the last generation.
     draft_passes: of the self-draft, summed over unfinished sequences. proposal_rounds: rounds of a sequence before
     which the drafter had proposals, used or not; proposals_compared, proposals_matched: those that could be compared
     with the round's tokens, and that equalled them.
@@ -105,6 +106,7 @@ class Statistics:
     offload_s: float = 0.0
     wanted_loads: int = 0
     loads: int = 0
+    reused_tokens: int = 0
     draft_passes: int = 0
     proposal_rounds: int = 0
     proposals_compared: int = 0

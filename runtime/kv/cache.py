@@ -110,6 +110,20 @@ class Cache:
         if self.loader is not None and slots is not None:
             self.loader.store = slots
 
+    def resume(self, tokens: int) -> bool:
+        """Drops all but the first `tokens` of the first row, which can then grow again; returns whether that is exact.
+
+        What is already codes cannot become full precision again, nor does a selector take back what it has scored.
+        """
+        held, group = int(self.lengths[0]), self.config.group
+        if not tokens <= held or tokens // group != held // group:
+            return False
+        self.rows = 1
+        self.lengths[0] = tokens
+        self.ends.zero_()
+        self.ends[0] = self.config.longest
+        return True
+
     def limit(self, new_tokens: int) -> None:
         """Ends every row `new_tokens` tokens after its current length."""
         self.ends[: self.rows] = self.lengths[: self.rows] + new_tokens

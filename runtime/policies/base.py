@@ -62,6 +62,7 @@ class TokenSelector(PromptObserver):
     """
 
     uses_head: ClassVar[bool] = False  # whether the constructor takes the model's retrieval head
+    follows_cache = False  # whether `before_round` and passes keep its state right where a prompt continues the cache
 
     def __init__(self, selection: TokenSelection, builder: AttentionMetadataBuilder) -> None:
         self.selection, self.builder, self.cache = selection, builder, builder.cache
@@ -103,6 +104,8 @@ class TokenSelector(PromptObserver):
 class AllTokensSelector(TokenSelector):
     """The whole cache; nothing is chosen."""
 
+    follows_cache = True
+
 
 @dataclass(frozen=True, eq=False)
 class TokenIndex:
@@ -129,6 +132,7 @@ class SparseSelector(TokenSelector):
     """
 
     selection: SparseSelection
+    follows_cache = True
     selected_before_pass: ClassVar[bool] = False  # a query's choice, in all layers, before the first one
     shared_across_layers: bool = False  # it is then the same in all layers
 

@@ -63,6 +63,11 @@ class PromptSelector(PerQuerySelector):
     selection: PromptSelection
 
     @property
+    def follows_cache(self) -> bool:  # type: ignore[override]
+        """A later prompt's tokens would all be read as generated ones where these are kept."""
+        return not self._keeps
+
+    @property
     def _keeps(self) -> bool:
         return self.selection.keep_generated
 

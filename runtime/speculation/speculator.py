@@ -236,6 +236,19 @@ class Speculator:
             metadata = self.sparse_target.metadata(tokens)
         return self.decoder.step(self.target, self.cache, tokens, metadata)
 
+    def append(self, tokens: Tensor) -> Tensor:
+        """Adds tokens [rows, queries] to the cache as if a verification had accepted all; logits [rows, vocab] follow.
+
+        queries: up to the cache's gamma + 1, and within one group.
+        """
+        queries = tokens.shape[1]
+        self.cache.begin_streaming()
+        self.selector.before_round()
+        logits = self.target_logits(tokens)
+        self.selector.after_verification(tokens.new_full((len(tokens),), queries - 1))
+        self.cache.advance(self.cache.active().int() * queries)
+        return logits[:, -1]
+
     def verify(self, pending: Tensor, drafts: Drafts) -> VerifiedRound:
         """Verifies the drafts in one pass of the target, whose KV replaces theirs."""
         tokens = torch.cat([pending[:, None], drafts.tokens], dim=1)
