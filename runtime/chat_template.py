@@ -9,7 +9,11 @@ import json
 import resource
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
 CPU_S, WALL_S = 5, 120  # of rendering; of the whole process, which imports transformers
@@ -24,11 +28,11 @@ class ChatTemplateError(ValueError):
     """A chat template that is missing, too slow, too large, wrong, or changes messages."""
 
 
-def chat_text(tokenizer: Any, messages: Messages) -> str:
+def chat_text(tokenizer: Any, messages: Messages, process: TemplateProcess | None = None) -> str:
     """A conversation as the model reads it, up to the opening of the next answer.
 
-    messages: `{"role": "system" | "user" | "assistant", "content": text}`, the last one not the assistant's.
-    Raises ChatTemplateError, one line.
+    messages: `{"role": "system" | "user" | "assistant", "content": text}`, the last one not the assistant's. process:
+    of several calls, which starting it for each would slow by half a second. Raises ChatTemplateError, one line.
     """
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
@@ -40,7 +44,8 @@ def chat_text(tokenizer: Any, messages: Messages) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateError("the model has no chat template; allowed: prompts that are plain text")
     allowed = "prompts that are plain text"
-    return rendered(*template_of(tokenizer, allowed), [list(messages)], allowed)[0]
+    render = rendered if process is None else process.rendered
+    return render(*template_of(tokenizer, allowed), [list(messages)], allowed)[0]
 
 
 def template_of(tokenizer: Any, allowed: str) -> tuple[str, dict[str, Any]]:
@@ -66,52 +71,99 @@ def rendered(
     template: str, special_tokens: dict[str, Any], conversations: Sequence[Messages], allowed: str
 ) -> list[str]:
     """The text of each conversation, from a process with limits for all. Raises ChatTemplateError."""
-    request = json.dumps({
-        "template": template, "special_tokens": special_tokens, "conversations": conversations, "cpu_s": CPU_S,
-    })  # fmt: skip
-    command = [sys.executable, "-P", __file__]
-    try:
-        done = subprocess.run(
-            command, input=request, capture_output=True, encoding="utf-8", errors="replace", timeout=WALL_S, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise unusable(f"it takes more than {WALL_S} s", allowed) from error
-    if done.returncode < 0:  # by a signal, as the limit of the CPU's time sends
-        raise unusable(f"it takes more than {CPU_S} s of CPU time", allowed)
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError as error:
-        last = done.stderr.strip().splitlines()[-1:] or ["its process ended without an answer"]
-        raise unusable(last[0], allowed) from error
-    if "error" in answer:
-        raise unusable(answer["error"], allowed)
-    texts: list[str] = answer["texts"]
-    return texts
+    with closing(TemplateProcess()) as process:
+        return process.rendered(template, special_tokens, conversations, allowed)
+
+
+class TemplateProcess:
+    """A process that renders templates, with limits for each request. It starts with the first one, and anew after one
+    that failed; it ends with this object at the latest.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def rendered(
+        self, template: str, special_tokens: dict[str, Any], conversations: Sequence[Messages], allowed: str
+    ) -> list[str]:
+        """As the function `rendered`."""
+        request = json.dumps({
+            "template": template, "special_tokens": special_tokens, "conversations": conversations, "cpu_s": CPU_S,
+        })  # fmt: skip
+        process = self._process = self._process or self._started()
+        assert process.stdin is not None and process.stdout is not None, "both are pipes"
+        timer = threading.Timer(WALL_S, process.kill)
+        timer.start()
+        with suppress(BrokenPipeError):
+            process.stdin.write(f"{request}\n")
+            process.stdin.flush()
+        line = process.stdout.readline()
+        late = timer.finished.is_set()
+        timer.cancel()
+        if not line:
+            self._process = None
+            raise unusable(_end_of(process, late=late), allowed)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise unusable(answer["error"], allowed)
+        texts: list[str] = answer["texts"]
+        return texts
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+    def _started(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            encoding="utf-8", errors="replace",
+        )  # fmt: skip
+        weakref.finalize(self, _end, process)
+        return process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _end_of(process: subprocess.Popen[str], *, late: bool) -> str:
+    """Why a process ended without an answer."""
+    _, errors = process.communicate()
+    if late:
+        return f"it takes more than {WALL_S} s"
+    if process.returncode < 0:  # by a signal, as the limit of the CPU's time sends
+        return f"it takes more than {CPU_S} s of CPU time"
+    return (errors.strip().splitlines()[-1:] or ["its process ended without an answer"])[0]
 
 
 def main() -> None:
-    """Reads a request from stdin and writes its answer to stdout."""
+    """Reads requests from stdin, a line each, and writes their answers to stdout."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    request = json.load(sys.stdin)
-    conversations = request["conversations"]
-    used_s = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime)
-    resource.setrlimit(resource.RLIMIT_CPU, (used_s + 1 + request["cpu_s"], used_s + 2 + request["cpu_s"]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    try:
-        texts, _ = render_jinja_template(
-            conversations, chat_template=request["template"], add_generation_prompt=True, **request["special_tokens"]
-        )
-        added = max(
-            len(text) - sum(len(message["content"]) for message in messages)
-            for text, messages in zip(texts, conversations, strict=True)
-        )
-        answer = {"texts": texts} if added <= MAX_CHARACTERS else {"error": f"it makes {added} characters"}
-    except MemoryError:
-        answer = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
-    except Exception as error:  # noqa: BLE001 - a template raises whatever it likes
-        answer = {"error": f"{type(error).__name__}: {str(error)[:MAX_REASON]}"}
-    json.dump(answer, sys.stdout)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    for line in sys.stdin:
+        request = json.loads(line)
+        conversations = request["conversations"]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + request["cpu_s"], hard))
+        try:
+            texts, _ = render_jinja_template(
+                conversations, chat_template=request["template"], add_generation_prompt=True,
+                **request["special_tokens"],
+            )  # fmt: skip
+            added = max(
+                len(text) - sum(len(message["content"]) for message in messages)
+                for text, messages in zip(texts, conversations, strict=True)
+            )
+            answer = {"texts": texts} if added <= MAX_CHARACTERS else {"error": f"it makes {added} characters"}
+        except MemoryError:
+            answer = {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
+        except Exception as error:  # noqa: BLE001 - a template raises whatever it likes
+            answer = {"error": f"{type(error).__name__}: {str(error)[:MAX_REASON]}"}
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -15,7 +15,7 @@ from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.runtime.chat_template import Messages, chat_text
+from ridgeplan.runtime.chat_template import Messages, TemplateProcess, chat_text
 from ridgeplan.runtime.decode_loop import DecodeLoop
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for, prompt_arena
 from ridgeplan.runtime.errors import WorkloadError
@@ -56,8 +56,8 @@ GraphKey = tuple[int, int, tuple[float, int | None, float | None]]
 # Kinds of rounds whose graphs are kept. Each holds a round's workspace; a plan's predicted memory counts one.
 KEPT_GRAPHS = 8
 TEACHER_FORCED_TOKENS = 8  # of a pass; the attention kernels take them with up to 8 query heads a KV head
-# Appending a token to the cache takes about as long as reading so many in a prefill.
-PREFILL_TOKENS_PER_APPENDED = 8
+# A pass that appends to the cache takes as long as a prefill of about so many: 14 on a CPU, 40 on an H200 (predicted).
+PREFILL_TOKENS_PER_PASS = 32
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class Engine:
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
+        self._templates = TemplateProcess()
         self._filled: FilledPrompts | None = None
         self._cached: tuple[int, ...] = ()  # the text that the last generation left in the cache, if of one sequence
         self._seed = torch.zeros((), dtype=torch.int64, device=device)
@@ -234,7 +235,7 @@ class Engine:
         with `reuse_prefix` the cache of the turns before is kept, as for `stream`.
         Raises ChatTemplateError, and what `stream` raises.
         """
-        ids = encoded(self.tokenizer, chat_text(self.tokenizer, messages), special_tokens=False)
+        ids = encoded(self.tokenizer, chat_text(self.tokenizer, messages, self._templates), special_tokens=False)
         return self._stream_text(ids, max_new_tokens, sampling, stop, reuse_prefix)
 
     def _stream_text(
@@ -363,6 +364,7 @@ class Engine:
         """Releases the caches and captured graphs. The weights are freed with their last reference."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # rounds of an abandoned generation may still read the host's memory
+        self._templates.close()
         self.cache = self._selector = self._sparse_target = self._mover = self._filled = None
         self._graphs.clear()
 
@@ -435,8 +437,19 @@ class Engine:
         pairs = enumerate(zip(cached, prompt, strict=False))
         common = next((index for index, (left, right) in pairs if left != right), min(len(cached), len(prompt)))
         common = min(common, len(prompt) - 1)  # the last token goes through the model again, for its logits
-        worthwhile = PREFILL_TOKENS_PER_APPENDED * (len(prompt) - common) <= len(prompt)
-        return common if worthwhile and cache.resume(common) else 0
+        passes = len(self._appending_passes(len(prompt), common))
+        return common if PREFILL_TOKENS_PER_PASS * passes <= len(prompt) and cache.resume(common) else 0
+
+    def _appending_passes(self, tokens: int, reused: int) -> list[slice]:
+        """The passes that append the rest of a prompt of `tokens` tokens, as parts of the rest.
+
+        A selector may score by the queries of a pass, which are then at most those of a verification.
+        """
+        assert self.cache is not None, "the engine is open"
+        queries = self.cache.config.gamma + 1
+        if not isinstance(self._selector, SparseSelector):
+            queries = max(queries, TEACHER_FORCED_TOKENS)
+        return list(self.cache.config.passes([reused], tokens - reused, queries))
 
     def _begin(self, request: Request, speculator: Speculator, longest: int) -> None:
         """Empties the cache for a request, and forgets what drafts chose by; unless it holds the request's prompts.
@@ -485,31 +498,22 @@ class Engine:
         return rounds
 
     @torch.inference_mode()
-    def _first_tokens(
-        self, request: Request, speculator: Speculator, stopwatch: Stopwatch, reused: int = 0
-    ) -> Tensor:
+    def _first_tokens(self, request: Request, speculator: Speculator, stopwatch: Stopwatch, reused: int = 0) -> Tensor:
         """Fills the cache, which holds the first `reused` tokens; returns each sequence's first token, int64 [rows]."""
         if not reused:
             self._begin(request, speculator, max(map(len, request.prompts)))
         self._seed.fill_(request.sampling.seed)
         with stopwatch.measure("prefill"):
-            logits = (
-                self._appended_logits(request, speculator, reused) if reused else self._prompt_logits(request, speculator)
-            )
+            fill = partial(self._appended_logits, reused=reused) if reused else self._prompt_logits
+            logits = fill(request, speculator)
             require_finite(all_finite(logits).tolist())
             return speculator.first(logits)
 
     def _appended_logits(self, request: Request, speculator: Speculator, reused: int) -> Tensor:
-        """Appends the prompt's tokens after the first `reused` to the cache; returns the logits [1, vocab] after them.
-
-        A selector may score by the queries of a pass, which are then at most those of a verification.
-        """
-        config, rest = speculator.cache.config, torch.tensor(request.prompts[0][reused:], device=self.device)[None]
-        queries = config.gamma + 1
-        if not isinstance(self._selector, SparseSelector):
-            queries = max(queries, TEACHER_FORCED_TOKENS)
-        logits = rest
-        for part in config.passes([reused], rest.shape[1], queries):
+        """Appends the prompt's tokens after the first `reused` to the cache; returns logits [1, vocab]."""
+        prompt = request.prompts[0]
+        logits = rest = torch.tensor(prompt[reused:], device=self.device)[None]
+        for part in self._appending_passes(len(prompt), reused):
             logits = speculator.append(rest[:, part])
         return logits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,3 +69,32 @@ def _begun(text: str, word: str) -> int:
     """Characters at the end of `text` that begin `word`."""
     longest = min(len(text), len(word) - 1)
     return next((count for count in range(longest, 0, -1) if text.endswith(word[:count])), 0)
+
+
+class TextStream:
+    """The text of tokens as they arrive, up to a stop word. Iterating over it, once, gives its pieces.
+
+    tokens, text: those that arrived so far.
+    """
+
+    def __init__(self, tokens: Iterable[int], tokenizer: Any, stop: Sequence[str], stop_token_ids: Collection[int]):
+        self._arriving, self._decode = tokens, text_decoder(tokenizer)
+        self._stop, self._stop_token_ids = stop, stop_token_ids
+        self.tokens: list[int] = []
+        self.text = ""
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in before_stop(text_pieces(self._recorded(), self._decode), self._stop):
+            self.text += piece
+            yield piece
+
+    @property
+    def finish_reason(self) -> str:
+        """ "stop" after a stop token or a stop word, else "length"."""
+        ended = bool(self.tokens) and self.tokens[-1] in self._stop_token_ids
+        return "stop" if ended or len(self.text) < len(self._decode(self.tokens)) else "length"
+
+    def _recorded(self) -> Iterator[int]:
+        for token in self._arriving:
+            self.tokens.append(token)
+            yield token

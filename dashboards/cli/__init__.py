@@ -29,6 +29,8 @@ SECTIONS = {
     },
     "Run": {
         "run": ("run:run", "Execute a plan on a model and stream its text."),
+        "chat": ("chat:chat", "Talk with a model in the terminal."),
+        "serve": ("serve:serve", "Serve a model on localhost, OpenAI-compatible."),
         "validate": ("validate:validate", "Compare predictions with measurements on this machine."),
         "tune": ("acceptance:tune", "Tune gamma and sparse ratio by acceptance on a text."),
         "demo": ("demo:demo", "Calibrate, plan, run and compare on this machine."),

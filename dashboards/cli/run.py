@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,7 @@ def run(
     # Importing torch takes seconds, so that all the above is checked first.
     from ridgeplan import runtime
     from ridgeplan.runtime.loading import require_described
-    from ridgeplan.runtime.text import before_stop, stop_tokens, text_decoder, text_pieces
+    from ridgeplan.runtime.text import TextStream, stop_tokens
 
     params = runtime.SamplingParams(**sampling)
     source = embedded_or(model) if shape is None else model_id(str(given), shape)
@@ -144,11 +144,9 @@ def run(
         for line in answers(engine, inputs, ids, limit, params, stop):
             echo(json.dumps(line))
         return
-    tokens: list[int] = []
-    pieces: list[str] = []
-    with closing(engine.stream(ids[0], limit, params)) as stream:
-        for piece in before_stop(text_pieces(_recorded(stream, tokens), text_decoder(engine.tokenizer)), stop):
-            pieces.append(piece)
+    with closing(engine.stream(ids[0], limit, params)) as tokens:
+        answer = TextStream(tokens, engine.tokenizer, stop, params.stop_token_ids)
+        for piece in answer:
             if not as_json:
                 echo(piece, nl=False)
     if as_json:
@@ -156,8 +154,8 @@ def run(
             "plan": engine.plan.to_dict(),
             "model": engine.source,
             "prompt_tokens": len(ids[0]),
-            "tokens": tokens,
-            "text": "".join(pieces),
+            "tokens": answer.tokens,
+            "text": answer.text,
             "statistics": statistics_dict(engine.statistics),
         })  # fmt: skip
     else:
@@ -169,25 +167,19 @@ def answers(
     stop: Sequence[str],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A line for each prompt in order, as many prompts at once as the plan's batch."""
-    from ridgeplan.runtime.text import before_stop, text_decoder, text_pieces
+    from ridgeplan.runtime.text import TextStream
 
-    batch, decode = engine.plan.workload.batch, text_decoder(engine.tokenizer)
+    batch = engine.plan.workload.batch
     for first in range(0, len(ids), batch):
         generation = engine.generate(ids[first : first + batch], limit, params)
         for index, tokens in enumerate(generation.tokens, first):
-            text = "".join(before_stop(text_pieces(tokens, decode), stop))
-            ended = tokens[-1] in params.stop_token_ids or len(text) < len(decode(tokens))
+            answer = TextStream(tokens, engine.tokenizer, stop, params.stop_token_ids)
+            text = "".join(answer)
             name = {} if inputs[index].name is None else {"id": inputs[index].name}
             yield {
-                "index": index, **name, "text": text, "finish_reason": "stop" if ended else "length",
+                "index": index, **name, "text": text, "finish_reason": answer.finish_reason,
                 "prompt_tokens": len(ids[index]), "tokens": tokens,
             }  # fmt: skip
-
-
-def _recorded(stream: Iterable[int], tokens: list[int]) -> Iterator[int]:
-    for token in stream:
-        tokens.append(token)
-        yield token
 
 
 def statistics_dict(statistics: Statistics) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """A calibrated machine without measuring one: the H200 of the catalog with round utilizations."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -9,10 +11,11 @@ from click.testing import CliRunner, Result
 
 from ridgeplan import planner
 from ridgeplan.dashboards.cli import main
-from ridgeplan.planner import Recommendation
+from ridgeplan.planner import Recommendation, Workload, preset
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.profile import Profile, Rates
 
+TEMPLATE = "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}{% endfor %}<a>"
 MODEL, CONTEXT = "meta-llama/Llama-3.1-8B", 120_000
 Invoke = Callable[..., Result]
 
@@ -73,3 +76,17 @@ def refuses(invoke: Invoke) -> Callable[..., str]:
         return click.unstyle(result.stderr)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def chat_engine(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny model of bytes with a chat template, for prompts of up to 256 tokens."""
+    import transformers
+
+    from ridgeplan import runtime
+
+    folder = shutil.copytree(tiny_folder, tmp_path_factory.mktemp("chat") / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return runtime.load(preset("quantspec-kv", Workload("any", "here", 256, 64)), str(folder))

@@ -1,4 +1,4 @@
-"""A prompt that begins like the text in the cache continues it, with the tokens that a cache of the same history has."""
+"""A prompt that begins like the text in the cache continues it, as a cache of the same history would."""
 
 import pytest
 
