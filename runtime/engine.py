@@ -511,8 +511,10 @@ class Engine:
 
     def _appended_logits(self, request: Request, speculator: Speculator, reused: int) -> Tensor:
         """Appends the prompt's tokens after the first `reused` to the cache; returns logits [1, vocab]."""
-        prompt = request.prompts[0]
-        logits = rest = torch.tensor(prompt[reused:], device=self.device)[None]
+        prompt = torch.tensor(request.prompts[0], device=self.device)
+        if speculator.proposer is not None:
+            speculator.proposer.before_prefill(0, prompt)
+        logits = rest = prompt[None, reused:]
         for part in self._appending_passes(len(prompt), reused):
             logits = speculator.append(rest[:, part])
         return logits

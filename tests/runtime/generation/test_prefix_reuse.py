@@ -3,6 +3,7 @@
 import pytest
 
 from ridgeplan import runtime
+from ridgeplan.roofline.plan.plan import Drafter
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +29,18 @@ def continued(engine, first, more, new_tokens=12):
         {"kv": "bf16", "gamma": 3, "selection": "specextend", "ratio": 0.3},
         {"kv": "bf16", "gamma": 2, "selection": "snapkv", "ratio": 0.3},
         {"kv": "bf16+int4", "gamma": 3, "selection": "progressive", "ratio": 0.3},
+        {"kv": "bf16", "gamma": 3, "drafter": Drafter("suffix", 3, min_match=1)},
     ],
-    ids=lambda options: options.get("selection", "all"),
+    ids=lambda options: options.get("selection", "suffix" if "drafter" in options else "all"),
 )
 def test_a_second_turn_of_a_full_cache_equals_one_that_is_read_anew(engine_of, prompts, options):
     engine = engine_of(**options)
     [first], [more] = prompts(130), prompts(9, seed=2)
     prompt, tokens, reused = continued(engine, first, more)
     assert reused >= len(first) + 19  # the answer's last token never entered the cache
+    proposals = engine.statistics.proposal_rounds
     assert tokens == list(engine.stream(prompt, 12))
-    assert engine.statistics.reused_tokens == 0
+    assert (engine.statistics.reused_tokens, engine.statistics.proposal_rounds) == (0, proposals)
 
 
 def test_a_quantized_cache_goes_on_as_its_own_decoding_does(engine_of, prompts):
