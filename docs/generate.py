@@ -1,4 +1,4 @@
-"""Generates the tables in README.md and docs/: `make docs`. With --check it only lists stale files.
+"""Generates the tables in README.md and docs/, and the picture of an answer: `make docs`. --check lists stale files.
 
 The text between `<!-- generated: NAME ARGUMENTS -->` and `<!-- end -->` is the result of the function NAME below. All
 other text is written by hand and is kept.
@@ -6,10 +6,11 @@ other text is written by hand and is kept.
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +23,8 @@ import offload_tables
 import readme_tables
 import study_tables
 from readme_tables import RESULTS, decoding_files, result, table
+from rich.console import Console
+from rich.text import Text
 
 from ridgeplan.dashboards.cli import bench, bench_decode, papers, quality
 from ridgeplan.dashboards.cli.output import number
@@ -226,10 +229,13 @@ def kernel_targets(name: str) -> str:
     return f"{met}\n\n{table(('kernel', 'longer than the target by'), missed)}"
 
 
-def recommendation(model: str, gpu: str, context: str) -> str:
-    """What `ridgeplan plan` prints."""
-    question = f"$ ridgeplan plan {model} --gpu {gpu} --ctx {context}"
-    return f"```\n{question}\n{answer_text(recommend(model, gpu, context))}\n```"
+def verdict_svg(model: str, gpu: str, context: str) -> str:
+    """What `ridgeplan plan` prints, as a picture of a terminal."""
+    screen = Console(record=True, width=82, file=io.StringIO(), highlight=False, legacy_windows=False)
+    screen.print(Text(f"$ ridgeplan plan {model} --gpu {gpu} --ctx {context}", style="bold"))
+    for line in answer_text(recommend(model, gpu, context)).splitlines():
+        screen.print(Text(line, style="bold green" if line.startswith("Recommended") or "recommended" in line else ""))
+    return screen.export_svg(title="ridgeplan")
 
 
 def published() -> str:
@@ -348,7 +354,6 @@ BLOCKS: dict[str, Callable[..., str]] = {
         study_tables.study_axes,
         study_tables.study_claims,
         study_tables.study_choices,
-        recommendation,
         published,
         published_cells,
         not_predicted,
@@ -371,13 +376,18 @@ def filled(text: str) -> str:
     return BLOCK.sub(block, text)
 
 
+def documents() -> Iterator[tuple[Path, str]]:
+    """Every file with generated parts, and its text as it should be."""
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        yield path, filled(path.read_text(encoding="utf-8"))
+    yield ROOT / "docs" / "images" / "verdict.svg", verdict_svg("Llama-3.1-8B", "h200", "120k")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Writes the files, or with --check names those that are stale; the exit code."""
     stale = []
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        text = path.read_text(encoding="utf-8")
-        now = filled(text)
-        if now != text:
+    for path, now in documents():
+        if not path.exists() or now != path.read_text(encoding="utf-8"):
             stale.append(path)
             if "--check" not in arguments:
                 path.write_text(now, encoding="utf-8")
