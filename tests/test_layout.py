@@ -17,7 +17,7 @@ INSTALLED: dict[str, set[str]] = {
     "roofline": MODEL - {"pandas", "plotly", "yaml"},
     "planner": MODEL,
     "kernels": {"torch", "triton"},
-    "runtime": RUNTIME - {"triton"},
+    "runtime": RUNTIME - {"triton"} | {"vllm"},  # the last in its plugin, where installed
     "validate": RUNTIME | {"scipy", "sympy", "flashinfer"},  # the last is a peer, where installed
 }
 # The plan lies below the planner. Only the engine, loading and memory checks ask the planner itself for figures.

@@ -83,11 +83,12 @@ def test_the_wheel_has_every_source_and_no_test(wheel: zipfile.ZipFile) -> None:
     assert not [name for name in held if "test" in Path(name).name.split("_")]
 
 
-def test_users_see_types_and_one_command(wheel: zipfile.ZipFile) -> None:
+def test_users_see_types_one_command_and_the_plugin(wheel: zipfile.ZipFile) -> None:
     assert "ridgeplan/py.typed" in wheel.namelist()  # it counts for all packages below ridgeplan (PEP 561)
     (entries,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     assert wheel.read(entries).decode().split() == [
         "[console_scripts]", "ridgeplan", "=", "ridgeplan.dashboards.cli:main",
+        "[vllm.general_plugins]", "ridgeplan", "=", "ridgeplan.runtime.vllm:register",
     ]  # fmt: skip
 
 

@@ -77,6 +77,58 @@ def quantize_to_pages(
     _write(keys, values, GroupWrite(out, pages, paged=True), backend)
 
 
+def append_to_pages(
+    keys: Tensor,
+    values: Tensor,
+    key_store: Tensor,
+    value_store: Tensor,
+    out: QuantizedKV,
+    slots: Tensor,
+    pages: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Writes tokens to the buffers of open pages, and a buffer that a token fills to its page, as codes.
+
+    keys, values: [N, Hkv, D], any strides with contiguous channels. key_store, value_store: [buffers, Hkv, G, D],
+    contiguous. out: as for `quantize_to_pages`. slots: int32 [N] on the device, buffer * G + place; tokens with a
+    negative one are not written. pages: int32 [N], the page of the token's buffer where the token is its last, else
+    negative. No other token of such a buffer may be among the N.
+
+    Raises ValueError when shapes, dtypes or layouts disagree.
+    """
+    count, kv_heads, head_dim = keys.shape
+    if values.shape != keys.shape or key_store.shape[1:] != (kv_heads, out.group, head_dim):
+        raise ValueError(
+            f"keys {list(keys.shape)} and values {list(values.shape)} do not fit buffers {list(key_store.shape)}"
+        )
+    if value_store.shape != key_store.shape or not (key_store.is_contiguous() and value_store.is_contiguous()):
+        raise ValueError("both stores of open pages must be contiguous, of one shape")
+    if (out.groups, out.kv_heads, out.head_dim) != (1, kv_heads, head_dim):
+        sizes = f"{out.groups} groups, {out.kv_heads} KV heads and head_dim {out.head_dim}"
+        raise ValueError(f"keys {list(keys.shape)} do not fit pages of {sizes}")
+    require_rows(count, torch.int32, slots=slots, pages=pages)
+    if not uses_gpu_kernel(backend, keys):
+        append_reference(keys, values, key_store, value_store, out, slots, pages)
+        return
+    from ridgeplan.kernels.kv_cache.triton import append_triton
+
+    append_triton(keys, values, key_store, value_store, out, slots, pages)
+
+
+def append_reference(
+    keys: Tensor, values: Tensor, key_store: Tensor, value_store: Tensor, out: QuantizedKV, slots: Tensor, pages: Tensor
+) -> None:
+    """The same in plain torch."""
+    written = (slots >= 0).nonzero().squeeze(1)
+    buffers, places = slots[written].long() // out.group, slots[written].long() % out.group
+    for store, tokens in ((key_store, keys), (value_store, values)):
+        store[buffers, :, places] = tokens[written].to(store.dtype)
+    closing = pages[written] >= 0
+    full = buffers[closing]
+    quantize_to_pages(key_store[full], value_store[full], out, pages[written][closing, None], backend="reference")
+
+
 def dequantize(
     codes: QuantizedKV, lower: bool, dtype: torch.dtype = torch.float32, *, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:

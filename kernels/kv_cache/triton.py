@@ -170,6 +170,72 @@ def quantize_triton(keys: Tensor, values: Tensor, target: GroupWrite) -> None:
     )
 
 
+@triton.jit(do_not_specialize=["num_pages"])
+def _append_kernel(
+    keys,  # [tokens, kv_heads, head_dim]
+    values,  # as keys
+    key_store,  # [buffers, kv_heads, GROUP, head_dim]
+    value_store,
+    slots,  # int32 [tokens]
+    pages,  # int32 [tokens]
+    num_pages,
+    key_strides,  # of token and head
+    value_strides,
+    key_planes,  # `QuantizedKV.key_planes`
+    value_planes,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    channels = tl.arange(0, HEAD_DIM)
+    slot = tl.load(slots + token)
+    page = tl.load(pages + token)
+    if slot >= 0:
+        buffer = ((slot // GROUP).to(tl.int64) * KV_HEADS + kv_head) * GROUP * HEAD_DIM
+        at = page.to(tl.int64) * KV_HEADS + kv_head
+        closes = (page >= 0) & (page < num_pages)
+        to = buffer + (slot % GROUP) * HEAD_DIM + channels
+        if tl.program_id(2) == 0:
+            x = tl.load(keys + token * key_strides[0] + kv_head * key_strides[1] + channels)
+            tl.store(key_store + to, x.to(key_store.dtype.element_ty))
+            if closes:
+                tl.debug_barrier()  # the whole buffer is read again, by other threads than those that wrote the token
+                _quantize_keys(key_store + buffer, HEAD_DIM, at, key_planes, GROUP, HEAD_DIM)
+        else:
+            x = tl.load(values + token * value_strides[0] + kv_head * value_strides[1] + channels)
+            tl.store(value_store + to, x.to(value_store.dtype.element_ty))
+            if closes:
+                tl.debug_barrier()
+                _quantize_values(value_store + buffer, HEAD_DIM, at, value_planes, GROUP, HEAD_DIM)
+
+
+def append_triton(
+    keys: Tensor, values: Tensor, key_store: Tensor, value_store: Tensor, out: QuantizedKV, slots: Tensor, pages: Tensor
+) -> None:
+    """See `ridgeplan.kernels.kv_cache.append_to_pages`; group and head_dim must be powers of two."""
+    count, kv_heads, head_dim = keys.shape
+    _append_kernel[(count, kv_heads, 2)](
+        keys,
+        values,
+        key_store,
+        value_store,
+        slots.contiguous(),
+        pages.contiguous(),
+        out.batch,
+        keys.stride()[:2],
+        values.stride()[:2],
+        out.key_planes,
+        out.value_planes,
+        KV_HEADS=kv_heads,
+        GROUP=out.group,
+        HEAD_DIM=head_dim,
+        num_warps=QUANTIZE_WARPS,
+        enable_fp_fusion=False,  # as in `quantize_triton`
+    )
+
+
 @triton.jit
 def _decode_keys(at, planes, out, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
     upper, lower, scale, minimum = planes

@@ -112,13 +112,21 @@ def quantized_linear(dense: Dense, target: WeightFormat, hessian: Tensor | None 
 
     hessian: Hessian of the layer's inputs, as for `quantize_weight`. Raises ModelError if no group fits.
     """
+    planes = plane_parts(dense.weight, target, hessian)
+    if len(planes) == 1:
+        return int4_of(planes[0], dense.bias)
+    return int8_of((planes[0], planes[1]), dense.bias, target.hierarchical)
+
+
+def plane_parts(weight: Tensor, target: WeightFormat, hessian: Tensor | None = None) -> tuple[Parts, ...]:
+    """The planes of a weight [outputs, inputs] in the format `target`: one of 4 bits, or two of 8."""
     assert target.group is not None, "a format of codes"
-    weight, group = dense.weight, fitting_group(dense.weight.shape[1], target.group)
+    group = fitting_group(weight.shape[1], target.group)
     if target.bits == 4:
-        return int4_of(quantize_weight(weight, group, hessian), dense.bias)
+        return (quantize_weight(weight, group, hessian),)
     if target.hierarchical:
-        return int8_of(quantize_planes(weight, group, hessian), dense.bias, hierarchical=True)
-    return int8_of(split_codes(*quantize_weight(weight, group, hessian, bits=8)), dense.bias)
+        return quantize_planes(weight, group, hessian)
+    return split_codes(*quantize_weight(weight, group, hessian, bits=8))
 
 
 def int4_of(parts: Parts, bias: Tensor | None) -> Int4:

@@ -53,7 +53,7 @@ def saved_weights(path: Path | None, device: torch.device, make: Callable[[], De
     """
     if path is None:
         return make()
-    weights = _read(path, device)
+    weights = read_saved(path, device)
     if weights is not None:
         return weights
     with suppress(OSError):
@@ -66,7 +66,7 @@ def saved_weights(path: Path | None, device: torch.device, make: Callable[[], De
         except (OSError, NotImplementedError) as error:
             warnings.warn(f"the fitted weights are not saved: cannot lock {path.parent}: {error}", stacklevel=2)
             return make()
-        weights = _read(path, device)  # another process may have finished meanwhile
+        weights = read_saved(path, device)  # another process may have finished meanwhile
         if weights is None:
             weights = make()
             _save(weights, path)
@@ -95,7 +95,7 @@ def weights_path(
     return folder / f"{target.bits}-bit-{digest}.safetensors"
 
 
-def _read(path: Path, device: torch.device) -> DecoderWeights | None:
+def read_saved(path: Path, device: torch.device) -> DecoderWeights | None:
     """The weights in a file; None if it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as file:

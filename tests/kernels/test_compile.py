@@ -66,6 +66,13 @@ def quantization(element: str, masked: bool) -> dict[str, Any]:
     return job("kv_cache.triton", "_quantize_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False})
 
 
+def append() -> dict[str, Any]:
+    types = {**dict.fromkeys(("keys", "values", "key_store", "value_store"), "*bf16"), **planes(8), "num_pages": "i32"}
+    types |= {"slots": "*i32", "pages": "*i32", "key_strides": ["i32"] * 2, "value_strides": ["i32"] * 2}
+    constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": 128}
+    return job("kv_cache.triton", "_append_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False})
+
+
 def shift() -> dict[str, Any]:
     types = {"keys": "*bf16", "values": "*bf16", "mask": "*i1", "capacity": "i32", **STRIDES}
     constants = {"KV_HEADS": 8, "GROUP": 128, "BLOCK": 64, "HEAD_DIM": 128, "PADDED": 128}
@@ -212,7 +219,7 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
         f"attention with {scores} {bits}bit": attention("bf16", 128, bits, 32, scores)
         for bits, scores in summed[: 2 if every else 1]
     }
-    jobs["paged attention"] = paged_attention()
+    jobs |= {"paged attention": paged_attention(), "append": append()}
     jobs["attention with probabilities of each query"] = attention("bf16", 128, 4, 32, "probabilities", each=True)
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.kv_cache import dequantize, quantize, quantize_to_pages
+from ridgeplan.kernels.kv_cache import append_to_pages, dequantize, quantize, quantize_to_pages
 from ridgeplan.kernels.kv_cache.cuda import QuantizedPlanes, QuantizeKernel, find_quantize_kernel
 from ridgeplan.kernels.kv_cache.layout import GroupWrite, QuantizedKV
 from ridgeplan.kernels.kv_cache.reference import encode, pack, unpack
@@ -147,6 +147,25 @@ def test_groups_go_to_their_pages(backend: Backend, device: str) -> None:
         assert (untouched.isnan() if tensor.is_floating_point() else untouched == POISON).all(), name
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_tokens_go_to_open_pages_and_full_ones_become_codes(backend: Backend, device: str) -> None:
+    stores = [x.contiguous() for x in random_kv((4, 3, 32, 32), torch.float32, device)]
+    before = [store.clone() for store in stores]
+    keys, values = random_kv((5, 3, 32), torch.float32, device)
+    slots = torch.tensor([2 * 32 + 31, -1, 7, 3 * 32 + 31, 32], dtype=torch.int32, device=device)
+    pages = torch.tensor([4, 3, -1, 1, -1], dtype=torch.int32, device=device)
+    paged, expected = (poisoned_codes(6, 3, 1, 32, 32, device) for _ in range(2))
+    append_to_pages(keys, values, *stores, paged, slots, pages, backend=backend)
+    for store, old, tokens in zip(stores, before, (keys, values), strict=True):
+        for token, (buffer, place) in {0: (2, 31), 2: (0, 7), 3: (3, 31), 4: (1, 0)}.items():
+            old[buffer, :, place] = tokens[token]
+        assert torch.equal(store, old)
+    closed = torch.tensor([[4], [1]], dtype=torch.int32, device=device)
+    quantize_to_pages(*(store[2:] for store in before), expected, closed, backend="reference")
+    for name, tensor in tensors(paged).items():
+        assert torch.equal(tensor.nan_to_num(-7.0), tensors(expected)[name].nan_to_num(-7.0)), name
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_cuda_kernel_writes_pages_as_the_reference_does(head_dim: int) -> None:
@@ -167,6 +186,14 @@ def test_pages_that_do_not_fit_are_refused() -> None:
         quantize_to_pages(keys, keys, poisoned_codes(5, 3, 1, 32, 32, "cpu"), pages[:, :1])
     with pytest.raises(ValueError, match="do not fit pages of 2 groups, 3 KV heads and head_dim 32"):
         quantize_to_pages(keys, keys, poisoned_codes(5, 3, 2, 32, 32, "cpu"), pages)
+    codes, token, rows = poisoned_codes(5, 3, 1, 32, 32, "cpu"), torch.zeros(4, 3, 32), pages.flatten()
+    store = torch.zeros(2, 3, 32, 32)
+    with pytest.raises(ValueError, match="do not fit buffers"):
+        append_to_pages(token, token, store[:, :2], store[:, :2], codes, rows, rows)
+    with pytest.raises(ValueError, match="must be contiguous, of one shape"):
+        append_to_pages(token, token, store, store.transpose(0, 1).contiguous().transpose(0, 1), codes, rows, rows)
+    with pytest.raises(ValueError, match=r"slots is torch\.int64"):
+        append_to_pages(token, token, store, store, codes, rows.long(), rows)
 
 
 def test_kernel_ignores_groups_past_the_end(device: str) -> None:

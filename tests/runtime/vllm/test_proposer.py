@@ -1,0 +1,114 @@
+"""Drafts by the target itself, against a step by step computation with the same model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from vllm_batches import PAGE, Sequence, batch_of, config_of, flash_attn_varlen_func, merge_attn_states
+
+from ridgeplan.runtime.vllm import api
+from ridgeplan.runtime.vllm.attention import CodesAttention, CodesBackend, CodesMetadataBuilder
+from ridgeplan.runtime.vllm.proposer import DraftProposer, draft_counts
+
+HEADS, KV_HEADS, HEAD_DIM, VOCAB, WIDTH, GAMMA = 4, 2, 64, 50, 6, 3
+CONTEXT: dict[str, Any] = {}
+
+
+@contextmanager
+def set_forward_context(metadata: Any, config: Any, num_tokens: int, slot_mapping: Any) -> Iterator[None]:
+    assert slot_mapping == {}  # vLLM asserts that there is one
+    CONTEXT["attn_metadata"] = metadata
+    yield
+    CONTEXT.clear()
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "flash_attn_varlen_func", flash_attn_varlen_func)
+    monkeypatch.setattr(api, "merge_attn_states", merge_attn_states)
+    monkeypatch.setattr(api, "get_flash_attn_version", lambda head_size: 3)
+    monkeypatch.setattr(api, "get_current_vllm_config", lambda: config_of(3, 2048))
+    monkeypatch.setattr(api, "set_forward_context", set_forward_context)
+    builder = api.AttentionMetadataBuilder
+    monkeypatch.setattr(builder, "_init_reorder_batch_threshold", lambda *_, **__: None, raising=False)
+
+
+class Target:
+    """A model of one layer in vLLM: tokens and positions to logits through the plugin's attention."""
+
+    def __init__(self, config: Any) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tables = [torch.randn(VOCAB, n * HEAD_DIM, generator=generator) for n in (HEADS, KV_HEADS, KV_HEADS)]
+        self.head = torch.randn(HEADS * HEAD_DIM, VOCAB, generator=generator)
+        self.impl = CodesAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS)
+        config.compilation_config.static_forward_context["layer"] = SimpleNamespace(impl=self.impl)
+        self.memory = torch.zeros(CodesBackend.get_kv_cache_shape(30, PAGE, KV_HEADS, HEAD_DIM), dtype=torch.int8)
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        turned = 1 + 0.3 * torch.sin(positions)[:, None]  # so that a wrong position shows
+        q, k, v = (table[input_ids.long()] * turned for table in self.tables)
+        parts = [x.view(len(x), -1, HEAD_DIM) for x in (q, k, v)]
+        return self.impl.forward(None, *parts, self.memory, CONTEXT["attn_metadata"]["layer"], torch.empty_like(q))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.head
+
+
+def configured(**others: Any) -> SimpleNamespace:
+    speculative = SimpleNamespace(method="custom_class", model="ridgeplan.x", num_speculative_tokens=GAMMA)
+    config = config_of(3, 2048, speculative)
+    config.parallel_config = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+    vars(config).update(others)
+    return config
+
+
+def test_drafts_are_what_the_target_finds_likely_in_upper_planes() -> None:
+    config = configured()
+    target, proposer = Target(config), DraftProposer(config)
+    proposer.load_model(target)
+    builder = CodesMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    texts = np.random.default_rng(0).integers(0, VOCAB, (3, 600))
+    a, b, c = Sequence("a", 0, [3, 4, 5]), Sequence("b", 0, [7]), Sequence("c", 0, [9])
+
+    def compute(rows: list[tuple[Sequence, int]], draft: bool = False) -> Tensor:
+        metadata = builder.build(0, batch_of(rows, WIDTH))
+        if draft:
+            metadata = type(metadata)(**{**vars(metadata), "draft": True})
+        tokens = np.concatenate([texts[ord(s.name) - 97, s.context : s.context + n] for s, n in rows])
+        places = np.concatenate([np.arange(s.context, s.context + n) for s, n in rows])
+        with set_forward_context({"layer": metadata}, config, len(tokens), {}):
+            logits = target.compute_logits(target(torch.from_numpy(tokens), torch.from_numpy(places)))
+        for sequence, count in rows:
+            sequence.context += count
+        return logits
+
+    compute([(a, 300), (b, 125), (c, 40)])
+    lengths = np.array([301, 126, 41])  # each with a token that was sampled
+    drafts = proposer.propose([[1], [1], []], lengths, texts, slot_mappings=None)
+    assert [len(row) for row in drafts] == [3, 1, 0]  # b's page holds one draft more before it is full; c sampled none
+    for number, row in enumerate([a, b]):
+        for draft in drafts[number]:
+            likely = compute([(row, 1)], draft=True)[0].argmax()
+            assert int(likely) == draft
+            texts[number, row.context] = draft
+
+
+def test_no_draft_fills_a_page() -> None:
+    assert draft_counts([128 + 1, 128 + 2, 128 + 124, 128 + 125, 128 + 126, 128 + 127, 256], 3) == [0, 3, 3, 2, 1, 0, 0]
+
+
+def test_what_drafts_do_not_run_with() -> None:
+    with pytest.raises(ValueError, match="--max-model-len is 2000; allowed with ridgeplan's drafts: multiples of 128"):
+        DraftProposer(configured(model_config=SimpleNamespace(max_model_len=2000)))
+    stages = SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=1)
+    with pytest.raises(ValueError, match="allowed: one pipeline stage, one replica"):
+        DraftProposer(configured(parallel_config=stages))
+    config = configured()
+    config.compilation_config.static_forward_context["other"] = SimpleNamespace(impl=object())
+    with pytest.raises(ValueError, match=r"need its cache in all layers, not \['other'\]"):
+        DraftProposer(config).load_model(None)
