@@ -21,6 +21,7 @@ from ridgeplan.roofline.latency import (
     PassRates,
     StrategyRates,
     attention_kind,
+    experts_kind,
     linear_kind,
     prefill_attention_kind,
     scan_kind,
@@ -200,7 +201,7 @@ def _rates_by(
     class_of: Callable[[Plan, ModelShape, str, str], str], plan: Plan, shape: ModelShape, machine: Machine
 ) -> StrategyRates:
     def of(part: str) -> PassRates:
-        kinds = ("linear", "head", "attention")
+        kinds = ("linear", "head", "attention", "grouped_linear")
         return PassRates(*(machine.rates[class_of(plan, shape, part, kind)] for kind in kinds))
 
     return StrategyRates(target=of("target"), draft=of("draft"))
@@ -232,7 +233,8 @@ def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]
 def used_classes(plan: Plan, shape: ModelShape) -> list[str]:
     """The kernel classes of linear layers, attention and selection whose rates a plan's times rest on."""
     parts = ("target", "draft") if plan.speculation.active else ("target",)
-    classes = [kernel_class(plan, shape, part, kind) for part in parts for kind in ("linear", "attention")]
+    kinds = ("linear", "attention", "grouped_linear") if shape.is_moe else ("linear", "attention")
+    classes = [kernel_class(plan, shape, part, kind) for part in parts for kind in kinds]
     return [*classes, *(kind for part in parts for kind in selection_classes(plan, shape, part))]
 
 
@@ -255,6 +257,8 @@ def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
     if kind == "linear":
         bits = plan.weights.draft_bits if drafting else plan.weights.target_bits
         return "prefill_linear" if part == "prefill" else linear_kind(bits)
+    if kind == "grouped_linear" and part != "prefill":
+        return experts_kind(plan.weights.draft_bits if drafting else plan.weights.target_bits)
     if kind == "prefill_attention":
         return prefill_attention_kind(shape.head_dim)
     if kind == "attention":

@@ -116,6 +116,7 @@ class PassRates:
     linear: RateTerms
     head: RateTerms
     attention: RateTerms
+    experts: RateTerms
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,8 @@ def _combined(choose: Callable[[Term, Term], Term], first: RateTerms, second: Ra
 
 # Every class of kernels that a pass or a round launches.
 KERNEL_CLASSES = (
-    "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "attention", "attention_int4", "attention_int8",
+    "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "grouped_linear_int8", "grouped_linear_int4",
+    "attention", "attention_int4", "attention_int8",
     "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_mla", "gap", "elementwise", "rope",
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
     "two_bit_scan", "two_bit_scan_wide", "top_k", "sparse_attention", "sparse_attention_full", "progressive_attention",
@@ -263,6 +265,11 @@ WIDE_SCANS = tuple(kind + WIDE for kind in SCANS)
 def linear_kind(bits: int) -> str:
     """Kernel class of a linear layer with weights of `bits` bits."""
     return {16: "linear", 8: "linear_int8", 4: "linear_int4"}[bits]
+
+
+def experts_kind(bits: int) -> str:
+    """Kernel class of routed experts with weights of `bits` bits."""
+    return f"grouped_{linear_kind(bits)}"
 
 
 def attention_kind(bits: int, head_dim: int) -> str:

@@ -336,7 +336,7 @@ def _pass_rates(
     return by_row | {
         "linear": machine.gemm_rates(rows, part.dense, formats.linear),
         MANY_CHANNELS: machine.gemm_rates(beyond, part.dense, formats.linear),
-        "grouped_linear": machine.rates["grouped_linear"].at_rows(rows),
+        "grouped_linear": formats.experts.at_rows(rows),
         "head": machine.gemm_rates(rows, part.head_dense, formats.head),
         "attention": formats.attention.at_rows(query_rows),
         "attention_mla": machine.rates["attention_mla"].at_rows(query_rows),

@@ -37,6 +37,8 @@ LINK_CLASSES = ("host_copy", "host_gather", "host_store")
 
 # For a class that a profile lacks: the class with the most similar access pattern, whose rates it uses.
 RELATIVES = {
+    "grouped_linear_int8": "linear_int8",
+    "grouped_linear_int4": "linear_int4",
     "grouped_linear": "linear",
     "attention_mla": "attention",
     "linear_int8": "linear_int4",

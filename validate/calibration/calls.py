@@ -17,18 +17,19 @@ from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import GATHER_ROW_BYTES
-from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, linear_kind
+from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, experts_kind, linear_kind
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization.calibration import fitting_group, quantized_linear
 from ridgeplan.validate.calibration.sizes import Shapes, Suite
 from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads, prefill_attention, random_decode
+from ridgeplan.validate.kernel_calls.experts import RoutedExperts
 from ridgeplan.validate.kernel_calls.kv_cache import quantize_call
 from ridgeplan.validate.kernel_calls.layer import norm_call, rope_call, swiglu_call
 from ridgeplan.validate.kernel_calls.linear import linear_call
 from ridgeplan.validate.kernel_calls.sampling import RejectionSampling, draw_call, rejection_call, uniform_numbers
-from ridgeplan.validate.kernel_calls.sizes import SamplingSize
+from ridgeplan.validate.kernel_calls.sizes import ExpertSize, SamplingSize
 from ridgeplan.validate.kernel_calls.sparse import RATIO, SparseAttention, SparseDraft, chosen_tokens, top_k_call
 from ridgeplan.validate.machine import last_cache_bytes
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, KernelCall
@@ -52,6 +53,11 @@ def class_calls(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterab
         "linear": dense_calls(bench, "linear", suite.linear_shapes, suite.linear_rows),
         "head": dense_calls(bench, "head", suite.head_shapes, suite.head_rows),
         **{linear_kind(bits): quantized_calls(bench, bits, quantized_shapes, suite.quantized_rows) for bits in (4, 8)},
+        **{
+            experts_kind(bits): expert_calls(bench, bits, suite.expert_sizes, suite.quantized_rows)
+            for bits in (16, 8, 4)
+            if suite.expert_sizes
+        },
         **{kind: decode_calls(bench, sizes, num_sms) for kind, sizes in suite.decode_sizes().items()},
         "elementwise": _elementwise_calls(bench, suite.elementwise, suite.elementwise_rows),
         "rope": _rope_calls(bench, suite.elementwise, suite.elementwise_rows),
@@ -110,6 +116,12 @@ def quantized_calls(
         per_parameter = weight_bytes(bits, fitting_group(inputs, WEIGHT_GROUP), bench.element_bytes)
         for count in rows:
             yield linear_call(linear_kind(bits), bench.random(1, count, inputs), products, outputs, per_parameter)
+
+
+def expert_calls(bench: Bench, bits: int, sizes: Iterable[ExpertSize], rows: Iterable[int]) -> Iterator[KernelCall]:
+    """Routed experts of few rows, under uniform routing."""
+    for size, count in product(sizes, rows):
+        yield RoutedExperts.draw(bench, bits, size, count).call()
 
 
 def decode_calls(bench: Bench, sizes: Iterable[DecodeSize], num_sms: int) -> Iterator[KernelCall]:

@@ -80,7 +80,7 @@ class ExpertSize:
     per_token: int
     hidden: int
     intermediate: int
-    speedups: tuple[tuple[int, float], ...]
+    speedups: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

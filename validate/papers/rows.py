@@ -115,7 +115,8 @@ def _merged(paper: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 # Classes where libraries' kernels run, and the class of the library's products of the same kind.
 LIBRARY_CLASSES = {
-    **dict.fromkeys(("linear", "linear_int8", "linear_int4", "grouped_linear", "head"), "prefill_linear"),
+    **dict.fromkeys(("linear", "linear_int8", "linear_int4", "head"), "prefill_linear"),
+    **dict.fromkeys(("grouped_linear", "grouped_linear_int8", "grouped_linear_int4"), "prefill_linear"),
     "attention": "prefill_attention",
     "attention_d64": "prefill_attention_d64",
     "attention_mla": "prefill_attention",
