@@ -14,7 +14,7 @@ MAX_TOKENS = 1 << 24  # the longest context that a plan may have
 MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core tile
 
 # Model families that the runtime executes, as `model_type` of a Hugging Face config names them.
-EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 # This package's cache keeps every token of a layer with a sliding window. Families that it does not execute are priced
 # as engines run them, which free what has left the window.

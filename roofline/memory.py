@@ -177,9 +177,32 @@ def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
     return taken_bytes
 
 
+def _dense_width(shape: ModelShape) -> Term:
+    """Width of the widest dense MLP or of shared experts; the shape's own where no layer is routed."""
+    if not shape.is_moe:
+        return shape.intermediate
+    return max(max(mlp.intermediate, mlp.shared_intermediate) for mlp, _ in shape.mlps)
+
+
+def _routed_elements(shape: ModelShape) -> Term:
+    """Numbers that a token's routed experts hold at once: the activations and outputs of each, and router logits.
+
+    Logits and weights are in fp32, which counts double.
+    """
+    return max(
+        mlp.experts_per_token * (mlp.expert_intermediate + (mlp.expert_hidden or shape.hidden))
+        + (shape.hidden if mlp.shared_intermediate else 0)
+        + 4 * mlp.experts
+        for mlp, _ in shape.mlps
+    )
+
+
 def dense_copy(shape: ModelShape, element_bytes: Term) -> Term:
     """The dense copy of a quantized weight that prefill multiplies by on a GPU: of the widest layer, or the largest."""
-    return minimum(execution.DENSE_COPY_BYTES, 2 * shape.intermediate * shape.hidden * element_bytes)
+    outputs = 2 * _dense_width(shape)
+    if shape.is_moe:  # whose experts are decoded within the product
+        outputs = max(outputs, *(attention.in_width for attention, _ in shape.projections))
+    return minimum(execution.DENSE_COPY_BYTES, outputs * shape.hidden * element_bytes)
 
 
 def prefill_workspace(
@@ -202,8 +225,11 @@ def prefill_workspace(
     # Rows before and after RoPE, or the product's copy of its weight; gate and up with what they become, or that copy.
     projected = chunk * (shape.hidden + shape.q_width + kv_width) * element_bytes
     projected = projected + maximum(chunk * shape.q_width * element_bytes, copy_bytes)
-    activated = chunk * (2 * shape.hidden + 2 * shape.intermediate) * element_bytes
-    activated = activated + maximum(chunk * shape.intermediate * element_bytes, copy_bytes)
+    width = _dense_width(shape)
+    activated = chunk * (2 * shape.hidden + 2 * width) * element_bytes
+    activated = activated + maximum(chunk * width * element_bytes, copy_bytes)
+    if shape.is_moe:
+        activated = maximum(activated, chunk * (2 * shape.hidden + _routed_elements(shape)) * element_bytes)
     # Whole heads attend at once, at least one.
     attending = execution.padded_prompt(tokens)
     heads_tokens = minimum(maximum(attending, execution.PREFILL_ATTENDED_TOKENS), attending * shape.kv_heads)
@@ -218,7 +244,10 @@ def decode_workspace(shape: ModelShape, batch: Term, queries: Term, splits: Term
     rows = batch * queries
     logits = 5 * rows * shape.vocab * element_bytes
     partials = ops.partial_bytes(batch, queries, shape.q_heads, shape.value_dim, splits)
-    return logits + partials + 4 * rows * maximum(shape.intermediate, shape.hidden) * element_bytes
+    activations = 4 * maximum(_dense_width(shape), shape.hidden)
+    if shape.is_moe:
+        activations = maximum(activations, 2 * shape.hidden + _routed_elements(shape))
+    return logits + partials + rows * activations * element_bytes
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Not here: the router's product, shared experts (runtime/model/experts.py), a CPU
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ MANY_BLOCK_ROWS = 64
 MAX_COUNTED_PAIRS = 1024  # with more, sorting them is faster than every block counting them
 
 
-class Activation(NamedTuple):
+@dataclass(frozen=True)
+class Activation:
     """gate * sigmoid(alpha * gate) * (up + offset), with gate at most `limit` and up within it; by default SwiGLU.
 
     gpt-oss has alpha 1.702, limit 7 and offset 1.

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeplan.kernels.device.triton_helpers import INTERPRETED
-from ridgeplan.kernels.experts import BLOCK_ROWS, Activation, Blocks, ExpertWeight, expert_sizes, max_blocks
+from ridgeplan.kernels.experts import BLOCK_ROWS, SWIGLU, Activation, Blocks, ExpertWeight, expert_sizes, max_blocks
 from ridgeplan.kernels.linear.triton import _plane_product
 from ridgeplan.kernels.linear.weights import CHUNK
 from ridgeplan.roofline.catalog.layers import Routing
@@ -289,6 +289,7 @@ def _product(
     """The products of all pairs; with an activation, those of gate and up. Raises ValueError for odd widths."""
     outputs, inputs = expert_sizes(weight, count)
     gated, rows = activation is not None, blocks.pairs.shape[1]
+    activation = activation or SWIGLU
     if outputs % (32 if gated else 16):
         raise ValueError(f"experts have {outputs} outputs; allowed on a GPU: multiples of {32 if gated else 16}")
     dense = isinstance(weight, Tensor)
@@ -307,7 +308,9 @@ def _product(
         pairs,
         inputs,
         outputs // TILE_OUTPUTS,
-        *(activation or Activation()),
+        activation.alpha,
+        activation.limit,
+        activation.offset,
         PER_ROW=pairs // len(x),
         GATED=gated,
         GROUP=0 if dense else weight.group,

@@ -8,7 +8,7 @@ from enum import StrEnum
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, uses_draft_swap
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, TILE_OUTPUTS, uses_draft_swap
 from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Plan
 from ridgeplan.roofline.plan.policies.evictions import layer_budgets
 from ridgeplan.roofline.plan.policy import EVICTIONS, SparseSelection
@@ -176,6 +176,10 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
     head_dim, on_gpu = shape.head_dim, hardware is not None and hardware.kind == "gpu"
     if on_gpu and (head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1)):
         return f"no GPU kernel takes heads of {head_dim} values; they take powers of two from {MIN_HEAD_DIM}"
+    widths = [width for mlp, _ in shape.mlps if mlp.experts for width in (shape.hidden, mlp.expert_intermediate)]
+    odd = next((width for width in widths if width % TILE_OUTPUTS), None)
+    if on_gpu and odd:
+        return f"no GPU kernel takes experts of {odd} values; they take multiples of {TILE_OUTPUTS}"
     return None
 
 
@@ -186,7 +190,9 @@ def layer_needs(shape: ModelShape) -> list[str]:
         "recurrent states": shape.states,
         "sliding windows in some layers": shape.window_tokens and shape.window_layers < shape.layers,
         "latent attention": shape.is_mla,
-        "routed experts": shape.is_moe,
+        "experts without a gate": any(mlp.experts and not mlp.gated for mlp, _ in shape.mlps),
+        "experts beside a dense MLP": any(mlp.experts and mlp.intermediate for mlp, _ in shape.mlps),
+        "experts on a projected stream": any(mlp.expert_hidden for mlp, _ in shape.mlps),
         "a gated attention output": any(attention.gate_width for attention in attentions),
         "a cache that layers share": any(attention.shares_cache for attention in attentions),
         "heads of several sizes": len({(attention.kv_heads, attention.head_dim) for attention in attentions}) > 1,

@@ -22,10 +22,11 @@ from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError, failures_as, quiet_rust
 from ridgeplan.runtime.model.decoder import DecoderConfig
+from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.linear import Dense, GatedMLP
 from ridgeplan.runtime.model.norms import RMSNorm
 from ridgeplan.runtime.model.packed_weights import PackedTensors
-from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights, tensors_of
+from ridgeplan.runtime.model.weights import MLP, AttentionWeights, DecoderWeights, LayerWeights, tensors_of
 
 Part = TypeVar("Part")
 Take = Callable[..., Any]  # the tensor of a name, or a default
@@ -94,7 +95,43 @@ def _layer(config: DecoderConfig, take: Take, prefix: str, device: torch.device)
             qk_norm=_qk_norm(config, take, prefix, device),
         ),
         mlp_norm=norm("post_attention_layernorm"),
-        mlp=GatedMLP(fused("mlp.gate_proj", "mlp.up_proj"), fused("mlp.down_proj")),
+        mlp=_mlp(config, take, prefix, device, fused),
+    )
+
+
+def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, fused: Callable[..., Dense]) -> MLP:
+    """Routed experts with what is beside them, or a dense MLP."""
+
+    def gated(name: str) -> GatedMLP:
+        return GatedMLP(fused(f"{name}.gate_proj", f"{name}.up_proj"), fused(f"{name}.down_proj"))
+
+    def present(*names: str) -> Tensor | None:
+        """The first of these tensors that the layer has."""
+        tensors = (take(prefix + name, None) for name in names)
+        tensor = next((tensor for tensor in tensors if tensor is not None), None)
+        return None if tensor is None else _copied(tensor, device)
+
+    router = present("mlp.gate.weight", "block_sparse_moe.router.weight")
+    if router is None or config.routing is None:
+        return gated("mlp")
+    gate_up, down = (
+        present(f"mlp.experts.{name}_proj", f"block_sparse_moe.experts.{name}_proj") for name in ("gate_up", "down")
+    )
+    if gate_up is None or down is None:
+        raise ModelError(f"the checkpoint lacks {prefix}mlp.experts.gate_up_proj or .down_proj")
+    bias = present(*(f"mlp.{name}e_score_correction_bias" for name in ("", "gate.", "gate.moe_statics.")))
+    shared = config.shape.shared_experts_intermediate
+    shared_name = (
+        "mlp.shared_expert" if (gate := present("mlp.shared_expert_gate.weight")) is not None else "mlp.shared_experts"
+    )
+    return RoutedMLP(
+        router,
+        config.routing,
+        StackedExperts.of(gate_up),
+        StackedExperts.of(down),
+        choice_bias=None if bias is None else bias.flatten().float(),
+        shared=gated(shared_name) if shared else None,
+        shared_gate=gate,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ridgeplan.roofline.catalog.config_json import shape_from_config
+from ridgeplan.roofline.catalog.config_json import routing_of, shape_from_config
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats, trained_context
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
@@ -32,7 +32,7 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     hub = _stretched(hub, yarn_factor)
     keys = hub.to_dict()
     try:
-        shape = as_loaded(shape_from_config(keys, source, source))
+        shape, routing = as_loaded(shape_from_config(keys, source, source)), routing_of(keys)
     except ValueError as error:
         raise ModelError(f"cannot load the model {source}: {error}") from error
     held = shape.weight_bits.format
@@ -40,7 +40,7 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     if not 0 < hub.rms_norm_eps <= 1:
         raise ModelError(f"the model's rms_norm_eps is {brief(hub.rms_norm_eps)}; allowed: above 0 up to 1")
     layers = tuple(LayerSettings(shape.group_of(index).attention) for index in range(shape.layers))
-    return DecoderConfig(shape, hub.rms_norm_eps, layers, (_rotary(hub, shape),))
+    return DecoderConfig(shape, hub.rms_norm_eps, layers, (_rotary(hub, shape),), routing)
 
 
 def yarn_frequencies(head_dim: int, theta: float, trained: int, context: int) -> tuple[tuple[float, ...], float]:

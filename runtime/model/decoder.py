@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.layer import Tables, rope_append, rotary_tables
-from ridgeplan.roofline.catalog.layers import Attention
+from ridgeplan.roofline.catalog.layers import Attention, Routing
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess
 from ridgeplan.runtime.model.norms import Norm
@@ -47,12 +47,13 @@ class LayerSettings:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder: its shape, the settings of each layer, and its rotary embeddings."""
+    """A decoder: its shape, the settings of each layer, its rotary embeddings, and how its routers choose experts."""
 
     shape: ModelShape
     norm_eps: float
     layers: tuple[LayerSettings, ...]
     rotaries: tuple[Rotary, ...]
+    routing: Routing | None = None
 
     @classmethod
     def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:

@@ -54,6 +54,8 @@ def self_generated_text(decoder: Decoder, weights: DecoderWeights) -> Tensor:
 
 
 SAMPLED_TOKENS = 512
+# A weight that saw fewer tokens, such as that of an expert which few are routed to, is rounded to nearest.
+MIN_TOKENS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +221,12 @@ class HessianRecorder(Dense):
 
     hessian: Tensor
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that were recorded: each adds as much to the trace as it has channels."""
+        trace = self.hessian.diagonal().sum() if self.hessian.dim() == 2 else self.hessian.sum()
+        return round(float(trace) / self.weight.shape[1])
+
     def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
         self.record(x)
         return super().__call__(x, gated)
@@ -249,7 +257,7 @@ def _quantized(linear: Linear, target: WeightFormat) -> Linear:
             "the model's activations are NaN or infinite on the text that its quantized weights are fitted to; "
             "allowed: weights and a dtype that keep them finite"
         )
-    return quantized_linear(linear, target, linear.hessian)
+    return quantized_linear(linear, target, linear.hessian if linear.tokens >= MIN_TOKENS else None)
 
 
 def _rounded(linear: Linear, target: WeightFormat) -> Linear:

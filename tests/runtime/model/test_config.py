@@ -99,7 +99,7 @@ def test_what_the_decoder_does_not_compute_is_refused():
     refused("hidden_act is 'gelu'; supported: silu", hidden_act="gelu")
     executed = ", ".join(EXECUTABLE_ARCHITECTURES)
     refused(f"model_type is 'gpt_neox'; supported: {executed}", family="gpt_neox", rotary_pct=1.0)
-    refused("model_type is 'mixtral'", family="mixtral")
+    refused("model_type is 'jamba'", family="jamba")
     refused("rope_type is 'dynamic'", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     refused("cannot load the model model: .*vocab_size must be a whole number", vocab_size=10**10)
 
