@@ -125,6 +125,8 @@ class Capacity:
         self, context: np.ndarray | None = None, batch: np.ndarray | None = None, device: Device | None = None
     ) -> tuple[np.ndarray, ...]:
         """Bytes of the device, at the peak, and of the host: each [plans]."""
+        if batch is not None:
+            batch = np.ceil(batch / self.shape.parallel.data)
         sizes = {name: size for name, size in (("context", context), ("batch", batch)) if size is not None}
         layout = offload_layers(self.shape, device or self.device, self._strategy.with_terms(**sizes))
         both = (np.asarray(value, dtype=float) for value in (layout.memory.peak, layout.host_bytes))

@@ -49,8 +49,12 @@ CODE_PLANES = {KVFormat.FULL: 0, KVFormat.SHADOW: 1, KVFormat.INT8: 2, KVFormat.
 
 
 def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float) -> Strategy:
-    """The plan's axes as numbers. Raises PlanError for plans without a cost model: several GPUs, some policies."""
-    require(plan.tensor_parallel == 1, f"tensor_parallel is {plan.tensor_parallel}; allowed: 1 for a prediction")
+    """The plan's axes as numbers, of one GPU of several. shape: sharded by the plan's degrees (`catalog/sharding.py`).
+
+    Raises PlanError for plans without a cost model: policies of some models, or several GPUs for a whole shape.
+    """
+    sharded = f"the plan is for {plan.parallel}; allowed: {shape.parallel} for a prediction of this shape"
+    require(plan.parallel == shape.parallel, sharded)
     problem = missing_cost_model(plan, shape)
     require(problem is None, problem or "")
     workload, speculation, attention = plan.workload, plan.speculation, plan.attention
@@ -61,7 +65,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
     held_score_bytes += target_cost.held_score_bytes(kv_heads) * target_cost.scores_at_once(layers)
     held_score_bytes += target_cost.logit_bytes(shape.q_heads)
     return Strategy(
-        batch=workload.batch,
+        batch=workload.rank_batch,
         context=workload.context,
         new_tokens=workload.new_tokens,
         target=_target(plan, shape, device, target_cost),

@@ -318,7 +318,7 @@ def _prediction(
         ttft_ms = 1e3 * _at(near.ttft_s, index) * max(1 + deviations * prefill_spread, 0.1)
         return Figures(
             tpot_ms=1e3 * (_at(near.tpot_s, index) * max(1 + deviations * spread, 0.1)),
-            ttft_request_ms=ttft_ms / plan.workload.batch,
+            ttft_request_ms=ttft_ms / plan.workload.rank_batch,
             ttft_ms=ttft_ms,
             tokens_per_s=plan.workload.batch / (_at(far.tpot_s, index) * max(1 - deviations * spread, 0.1)),
             peak_memory_bytes=resident + workspace * (_at(near.memory.peak, index) - resident),

@@ -17,8 +17,11 @@ from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
 from ridgeplan.planner.quality import Quality, QualityFloor, losses, parse_quality
 from ridgeplan.planner.quantities import size_bytes, size_text, tokens
 from ridgeplan.planner.resolution import resolve, workload_for
+from ridgeplan.roofline.catalog.links import link_of
 from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.catalog.validation import flag, one_of, whole
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, KVFormat, Plan, Workload, require
@@ -26,6 +29,7 @@ from ridgeplan.roofline.plan.policy import PlanPart
 from ridgeplan.roofline.plan.presets import preset_name
 from ridgeplan.roofline.plan.support import Backend, as_loaded, is_converted, missing_architecture, unsupported
 
+MAX_GPUS = 1024
 SLOW_SHARE = 0.5  # of the bandwidth; products with low-bit weights below it hardly beat those with 16 bits
 
 
@@ -58,6 +62,11 @@ class SearchOptions(PlanPart):
     offload: bool = flag(True)  # layers of KV may be kept on the host if plans do not fit otherwise
     host_memory: float | None = None  # that those layers may use; see `usable_host_bytes` for the default
     engine_profile: Path | str | None = None  # file of `ridgeplan calibrate --engine`; by default the one that it saved
+    gpus: int | None = whole(1, MAX_GPUS, default=None)  # that may be used; by default as many as the degrees take
+    tensor_parallel: int | None = whole(1, MAX_DEVICES, default=None)  # degrees; those of None are searched for
+    pipeline_parallel: int | None = whole(1, MAX_DEVICES, default=None)
+    data_parallel: int | None = whole(1, MAX_DEVICES, default=None)
+    expert_parallel: bool | None = None
 
     def __post_init__(self) -> None:
         """Validates all fields; sizes become bytes."""
@@ -67,6 +76,12 @@ class SearchOptions(PlanPart):
         vars(self)["quality"] = parse_quality(self.quality)
         super().__post_init__()
         check_memory_options(self.memory_utilization, self.memory_limit, self.host_memory)
+
+    @property
+    def several_gpus(self) -> bool:
+        """Whether the model may be divided among GPUs."""
+        degrees = (self.gpus, self.tensor_parallel, self.pipeline_parallel, self.data_parallel)
+        return any((degree or 1) > 1 for degree in degrees)
 
     @classmethod
     def of(cls, options: SearchOptions | None, changes: Mapping[str, Any], **defaults: Any) -> SearchOptions:
@@ -102,6 +117,8 @@ class Question:
         A GPU that shares the CPU's memory offloads nothing. Raises PlanError where options name host memory there.
         """
         share, limit = options.memory_utilization, options.memory_limit
+        if workload.parallel != SINGLE:
+            shape, options = shard(shape, workload.parallel), executed_by_engine(options)
         if profile.hardware.unified_memory:
             require(not options.host_memory, f"host_memory is set; allowed: none, as {_unified(profile)}")
             options = replace(options, offload=False, host_memory=0.0)
@@ -113,7 +130,12 @@ class Question:
         """The same question at another context and batch. Raises PlanError for sizes out of range."""
         new_tokens, yarn = self.options.new_tokens, self.options.yarn
         workload = workload_for(self.shape, self.profile, context, new_tokens, batch, yarn=yarn)
-        return replace(self, workload=workload)
+        return replace(self, workload=replace(workload, parallel=self.workload.parallel))
+
+    def on_gpus(self, parallel: Parallel) -> Question:
+        """The same question for a model that is divided among GPUs; its shape is then what one of them holds."""
+        workload = replace(self.workload, parallel=parallel)
+        return replace(self, shape=shard(self.shape, parallel), workload=workload)
 
     def with_options(self, **changes: Any) -> Question:
         """The same question with other options; the limits stay."""
@@ -169,6 +191,11 @@ class Question:
         return engine_profile(self.options.backend, self.profile.hardware, Path(path) if path else None)
 
     @property
+    def engine_title(self) -> str:
+        """The engine's name, or this package's."""
+        return self.engine.title if self.engine else "ridgeplan"
+
+    @property
     def as_executed(self) -> Question:
         """The same for the weights that the runtime holds, which converts some formats when it loads them.
 
@@ -183,13 +210,16 @@ class Question:
         if shape.note:
             yield shape.note
         if shape.states:
-            yield f"the recurrent states of {shape.state_layers} layers are priced as streams, and not calibrated"
+            yield f"the recurrent states of {shape.state_layers:g} layers are priced as streams, and not calibrated"
         if self.engine is not None:
             yield from self.engine.notes()
         elif missing := missing_architecture(shape, hardware):
             yield missing
         elif is_converted(shape):
             yield f"weights stored as {shape.weight_bits.format} are decoded and held in the plan's format"
+        if workload.parallel != SINGLE:
+            link, gpus = link_of(hardware).title, workload.parallel.gpus
+            yield f"{gpus} GPUs ({workload.parallel}) over {link}: {self.engine_title} executes the plan"
         if workload.yarn_factor > 1:
             yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
         elif workload.final_context > shape.max_context:
@@ -235,7 +265,17 @@ def ask(
 ) -> Question:
     """The question for what a user names, as `recommend` documents it. Raises ValueErrors that name what is wrong."""
     options = SearchOptions.of(options, changes)
+    options = executed_by_engine(options) if options.several_gpus else options
     shape, profile = resolve(model, gpu, options.profile, options.acceptance)
     workload = workload_for(shape, profile, tokens(context), options.new_tokens, options.batch, yarn=options.yarn)
     this_machine = gpu == "auto" and options.profile is None
     return Question.of(shape, profile, workload, options, this_machine=this_machine)
+
+
+def executed_by_engine(options: SearchOptions) -> SearchOptions:
+    """The options for what spans several GPUs: vLLM executes it, unless SGLang is to. Raises PlanError for `any`."""
+    executing = [Backend.VLLM, Backend.SGLANG]
+    backend = Backend.VLLM if options.backend is Backend.RIDGEPLAN else options.backend
+    allowed = f"allowed on several GPUs: {', '.join(executing)}"
+    require(backend in executing, f"backend is {backend}; {allowed}")
+    return replace(options, backend=backend, offload=False, host_memory=None)

@@ -15,6 +15,7 @@ import numpy as np
 from ridgeplan.planner.capacity import peak_bytes
 from ridgeplan.planner.feasibility import infeasible, on_device, search_regrouped
 from ridgeplan.planner.lowering import used_classes
+from ridgeplan.planner.parallelism import choose_degrees
 from ridgeplan.planner.prediction import Prediction, predict_question, sampled_tpot_ms, sampled_ttft_ms
 from ridgeplan.planner.quality import Quality, losses, published_loss, quality_of, saved_rows, stated_losses
 from ridgeplan.planner.question import Objective, Question, SearchOptions, ask
@@ -45,9 +46,12 @@ def recommend(
     The keywords are the fields of `SearchOptions`, which may be given instead, or beside it to change some:
     `recommend("Llama-3.1-8B", "h200", "128k", batch=4, quality="exact", memory_limit="24GB")`.
 
+    With `gpus=8` the model may be divided among up to 8 GPUs, and the degrees of parallelism are chosen, too; vLLM
+    executes such plans.
+
     Raises PlanError, UnknownModel, UnknownHardware or ProfileError (all ValueError) for bad input, and NothingFits.
     """
-    as_stored = ask(model, gpu, ctx, options, **changes)
+    as_stored, degrees = choose_degrees(ask(model, gpu, ctx, options, **changes))
     question = as_stored.as_executed
 
     candidates = ranked(penalize_unmeasured_rates(search(question), question))
@@ -81,6 +85,7 @@ def recommend(
         or (missing_architecture(as_stored.shape, hardware) is None and not hardware.is_amd),
         backend=question.options.backend,
         adaptive=_adaptive(winner.plan, question),
+        degrees=degrees,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ridgeplan.planner.parallelism import DegreeChoice, degree_lines
 from ridgeplan.planner.prediction import Prediction
 from ridgeplan.planner.quantities import size_text, time_text
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
@@ -60,7 +61,7 @@ class Recommendation(Table):
     as fast. adaptive: the plan with a gamma that adapts to what drafts are accepted; None where it drafts nothing or
     more memory does not fit. model_runs: whether the runtime executes the model at all; if not, every plan is only
     estimated. backend: what is to execute the plan. fits_device: whether any plan fits the device alone; on_device:
-    where none does, what would.
+    where none does, what would. degrees: of several GPUs, the chosen ones first.
     """
 
     shape: ModelShape
@@ -79,6 +80,7 @@ class Recommendation(Table):
     adaptive: Plan | None = None
     fits_device: bool = True
     on_device: tuple[Fix, ...] = ()
+    degrees: tuple[DegreeChoice, ...] = ()
 
     chart = Bars("tpot_ms", "ms per token", "tpot_low_ms", "tpot_high_ms")
     names = ("plan", "gamma")
@@ -115,6 +117,7 @@ class Recommendation(Table):
             "model_runs": self.model_runs,
             "backend": self.backend,
             "adaptive": self.adaptive.to_dict() if self.adaptive else None,
+            **({"degrees": [choice.to_dict() for choice in self.degrees]} if self.degrees else {}),
         }
 
     def explain(self) -> str:
@@ -211,6 +214,7 @@ class Recommendation(Table):
         lines = [f"  peak memory {size_text(peak)} of {size_text(self.memory_limit_bytes)}"]
         lines += [f"  quality cost: {loss}" for loss in self.losses]
         lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  degrees: {line}" for line in degree_lines(self.degrees)]
         for other in self.alternatives[:5]:
             reason = other.rejected.removeprefix("slower: ").removeprefix("larger: ")
             lines.append(f"  rejected: {other.preset}, {reason}")

@@ -21,7 +21,8 @@ import numpy as np
 
 from ridgeplan.roofline.catalog.layers import State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.cost import Term, maximum, where
+from ridgeplan.roofline.collectives import COLLECTIVES, Network, pass_messages
+from ridgeplan.roofline.cost import Term, indicator, maximum, minimum, where
 from ridgeplan.roofline.memory import MemoryBreakdown, index_memory, stored_elements, weight_memory
 from ridgeplan.roofline.passes import MIXER_PRODUCTS, Op, PassTerms, decode_pass, state_sizes, stored_bytes
 
@@ -32,6 +33,7 @@ BF16_BYTES = 2
 FULL_BITS, HALF_BITS = 16, 8
 WIDTHS = (16, 8, 4)  # bits per weight that have rates of their own; formats between two of them have the narrower's
 PAGE_TOKENS = 16  # of a page of the KV cache
+NCCL_BYTES = 0.4e9  # of buffers for messages; aiconfigurator 0.12.0 counts 0.34 to 0.39 GiB on 2 to 8 GPUs
 # FlashAttention-3 (flash_prepare_scheduler, for Hopper): blocks of a tile aim at 1.1 times an SM's even share.
 BLOCK_TOKENS, SPLIT_MARGIN, MAX_SPLITS = 128, 1.1, 32
 
@@ -75,8 +77,18 @@ class EngineStep:
     kv: KVRate
     queries: int = 1
 
+    def micro_batches(self, shape: ModelShape) -> Term:
+        """Batches that a pipeline's stages work on at a time: one a stage, as far as there are sequences."""
+        return minimum(self.batch, shape.parallel.pipeline)
+
+    def of_stage(self, shape: ModelShape) -> EngineStep:
+        """The step of one micro-batch on one stage of a pipeline; the step itself without one."""
+        if shape.parallel.pipeline == 1:
+            return self
+        return replace(self, batch=np.ceil(self.batch / self.micro_batches(shape)))
+
     def operations(self, shape: ModelShape) -> Iterator[Op]:
-        """The pass's operations: all but attention at the padded batch."""
+        """The pass's operations: all but attention at the padded batch; then messages between GPUs."""
         terms = PassTerms(
             batch=self.batch, queries=self.queries, quantized_tokens=0, full_tokens=self.context, bits=0, group=1,
             splits=1, weight_bytes=self.weight_bits / 8, head_bytes=shape.weight_bits.full_bytes("head", BF16_BYTES),
@@ -86,6 +98,8 @@ class EngineStep:
         padded = replace(terms, batch=padded_rows(self.batch))
         yield from (op for op in decode_pass(shape, padded) if op.category != "attention")
         yield from (op for op in decode_pass(shape, stored) if op.category == "attention")
+        if shape.parallel.gpus > 1:
+            yield from pass_messages(shape, padded.rows, padded.rows, BF16_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +118,7 @@ class EngineRates:
     """An engine's rates on one machine. Inverse utilizations: by bits of weights, and by kind of KV cache.
 
     launch_s: of products and attention; small_launch_s: of what compilers fuse. coded_speedup: of prompts' products
-    with 8-bit weights over those with 16 bits.
+    with 8-bit weights over those with 16 bits. network: of plans that span GPUs.
     """
 
     launch_s: float
@@ -117,6 +131,7 @@ class EngineRates:
     attention_compute: float
     reserve: EngineReserve
     coded_speedup: float = 1.0
+    network: Network | None = None
 
     def kv_rate(self, kind: str) -> KVRate:
         """How attention reads a kind of KV cache; one that was not measured as the one that was slowest."""
@@ -138,10 +153,30 @@ class EngineRates:
         return sum(seconds for _, seconds in self.timed(shape, machine, step))
 
     def timed(self, shape: ModelShape, machine: MachinePeaks, step: EngineStep) -> list[tuple[Op, Term]]:
-        """Every operation of a step with its seconds."""
-        return [(op, self._op_seconds(op, shape, machine, step)) for op in step.operations(shape)]
+        """Every operation of a step with its seconds.
+
+        A token of a pipeline passes all stages. Where every stage is busy, all of them wait for the last one, which
+        has the head.
+        """
+        stages, stage = shape.parallel.pipeline, step.of_stage(shape)
+        passes = ((op, self._passes(op, stages, step)) for op in stage.operations(shape))
+        return [
+            (replace(op, launches=op.launches * count), count * self._op_seconds(op, shape, machine, stage))
+            for op, count in passes
+        ]
+
+    def _passes(self, op: Op, stages: int, step: EngineStep) -> Term:
+        """How often a step waits for an operation of a stage."""
+        return stages if op.kind != "head" else 1 + (stages - 1) * indicator(stages, step.batch)
+
+    def message_seconds(self, op: Op) -> Term:
+        """Seconds of all messages of an operation of `collectives.pass_messages`."""
+        assert self.network is not None
+        return op.launches * self.network.seconds(op.kind, op.cost.write_bytes, op.width, op.depth)
 
     def _op_seconds(self, op: Op, shape: ModelShape, machine: MachinePeaks, step: EngineStep) -> Term:
+        if op.kind in COLLECTIVES:
+            return self.message_seconds(op)
         launch_s = op.launches * getattr(self, f"{launch_kind(op)}_s")
         peak = self.attention_compute if op.category == "attention" else self._product_compute(op, shape, step)
         compute_s = op.total.flops / (machine.compute_flops * peak)
@@ -236,7 +271,7 @@ def engine_memory(
         buffers=batch * state_pages(shape, kv_bits),
         prefill_workspace=activation_bytes(shape, reserve),
         decode_workspace=0,
-        libraries=reserve.other_bytes,
+        libraries=reserve.other_bytes + (NCCL_BYTES if shape.parallel.gpus > 1 else 0),
     )
 
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.collectives import pass_messages
 from ridgeplan.roofline.cost import Cost, Term, is_symbolic, maximum, minimum, where
-from ridgeplan.roofline.engine import EngineRates
+from ridgeplan.roofline.engine import BF16_BYTES, EngineRates
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
@@ -115,7 +116,21 @@ def _engine_prefill_seconds(shape: ModelShape, machine: Machine, engine: EngineR
         pass_dispatch_s=machine.pass_dispatch_s / together,
         prefill_layer_dispatch_s=machine.prefill_layer_dispatch_s / together,
     )
-    return prefill_seconds(shape, batched, plain)
+    return _pipelined(shape, engine, plain, prefill_seconds(shape, batched, plain))
+
+
+def _pipelined(shape: ModelShape, engine: EngineRates, strategy: Strategy, stage_s: Term) -> Term:
+    """Prompts on several GPUs, of which a stage's work takes `stage_s`: with its messages, and until the last stage.
+
+    Stages work on chunks of the engine's largest pass at a time (GPipe, section 2.3: (chunks + stages - 1) / chunks).
+    """
+    if shape.parallel.gpus == 1:
+        return stage_s
+    prompts, tokens = strategy.batch, strategy.context
+    chunks = maximum(prompts * tokens / engine.reserve.batched_tokens, 1)
+    messages = pass_messages(shape, prompts * tokens / chunks, prompts / chunks, BF16_BYTES)
+    stage_s = stage_s + chunks * sum(engine.message_seconds(op) for op in messages)
+    return stage_s * (chunks + shape.parallel.pipeline - 1) / chunks
 
 
 def at_acceptance(estimate: Estimate, strategy: Strategy) -> Estimate:

@@ -7,12 +7,14 @@ kernel declares), numpy arrays (for sweeps) or sympy symbols (to print, solve or
 
 from __future__ import annotations
 
+import math
 from functools import cache
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
-from ridgeplan.roofline.cost import Cost, Term
+from ridgeplan.roofline.cost import Cost, Term, minimum
 from ridgeplan.roofline.execution import state_ring_rows
 
 METADATA_BYTES = 2  # one fp16 scale or minimum
@@ -85,17 +87,31 @@ def experts(
     weight_bytes: Term,
     element_bytes: Term,
     skew: float = 0,
+    ranks: int = 1,
 ) -> Cost:
     """Routed experts of one layer: the weights of all activated experts are read, FLOPs are per token.
 
-    skew: of the experts' loads, as `activated_experts` takes it.
+    skew: of the experts' loads, as `activated_experts` takes it. ranks: GPUs of which each holds `count` experts; the
+    cost is that of the busiest.
     """
+    activated, routed = activated_experts(count, per_token, rows, skew), rows * per_token
+    if ranks > 1:
+        activated, routed = busiest_rank(activated, ranks, count), busiest_rank(routed, ranks)
     return Cost(
-        flops=2 * rows * per_token * expert_params,
-        read_bytes=activated_experts(count, per_token, rows, skew) * expert_params * weight_bytes
-        + rows * hidden * element_bytes,
+        flops=2 * routed * expert_params,
+        read_bytes=activated * expert_params * weight_bytes + rows * hidden * element_bytes,
         write_bytes=rows * hidden * element_bytes,
     )
+
+
+def busiest_rank(mean: Term, ranks: int, limit: Term = math.inf) -> Term:
+    """The expected largest of `ranks` counts of a mean, which are binomial below a `limit`, else as Poisson's.
+
+    The largest of n normal deviates is about the quantile (n - 3/8) / (n + 1/4) (Blom 1958).
+    """
+    quantile = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    deviation = (mean * (1 - mean / limit)) ** 0.5
+    return minimum(minimum(mean + quantile * deviation, ranks * mean), limit)
 
 
 class StateSizes(NamedTuple):

@@ -297,7 +297,10 @@ def _experts(
     yield Op("router", "linear", router, layers, mlp.experts, shape.hidden)
     width = mlp.expert_hidden or shape.hidden
     counts = mlp.expert_params(shape.hidden), mlp.experts, mlp.experts_per_token
-    routed = ops.experts(rows, width, *counts, weight_bytes, element_bytes, shape.routing_skew)
+    # The tokens of all data-parallel ranks are routed to the experts that these share.
+    ranks = shape.parallel.expert_ranks if shape.parallel.expert else 1
+    routed_rows = rows * shape.parallel.data
+    routed = ops.experts(routed_rows, width, *counts, weight_bytes, element_bytes, shape.routing_skew, ranks)
     yield Op("routed experts", "grouped_linear", routed, layers)
     if mlp.expert_hidden:
         mlp_bytes = stored_bytes(shape.weight_bits.mlp, weight_bytes)

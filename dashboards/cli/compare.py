@@ -24,7 +24,7 @@ COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "last TTFT", "tokens/s", "GB", "
 
 @command()
 @click.argument("subjects", metavar="MODEL...|PLAN.json...", nargs=-1, required=True)
-@opt.gpus
+@opt.gpu_names
 @click.option(
     "--preset", "presets", type=opt.Names(), default=(),
     help="Presets, separated by commas, each at its fastest gamma.  [default: the recommended plan]",
@@ -35,8 +35,8 @@ COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "last TTFT", "tokens/s", "GB", "
 @opt.table_output
 @opt.as_json
 def compare(
-    subjects: Sequence[str], gpus: Sequence[str], presets: Sequence[str], ctx: int | None, max_model_len: int | None,
-    output: Path | None, as_json: bool, **search: Any,
+    subjects: Sequence[str], gpu_names: Sequence[str], presets: Sequence[str], ctx: int | None,
+    max_model_len: int | None, output: Path | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """Compare the plans of each MODEL on each GPU, for each preset; or compare plan files at their own workloads.
 
@@ -54,12 +54,12 @@ def compare(
         if ctx or max_model_len or presets or sized:
             raise click.UsageError("plan files have their own workload; allowed with them: --gpu and memory options")
         saved = [opt.SavedPlanFile().convert(path, None, None) for path in plans]
-        result = compare_saved(saved, gpus, options)
+        result = compare_saved(saved, gpu_names, options)
     else:
-        if not gpus:
+        if not gpu_names:
             raise click.UsageError("compare needs --gpu for models; allowed: names with commas, such as h100,h200")
         context = opt.context_of(ctx, max_model_len, options.new_tokens)
-        result = compared(subjects, gpus, context, presets=presets, options=options)
+        result = compared(subjects, gpu_names, context, presets=presets, options=options)
     write_table(output, result, result.to_dict())
     print_answer(result.to_dict(), as_json, lambda: _print_comparison(result))
 
@@ -92,7 +92,7 @@ def _subject(compared_plan: ComparedPlan) -> tuple[str, ...]:
 
 @command()
 @click.argument("model")
-@opt.gpus
+@opt.gpu_names
 @click.option(
     "--price", "prices", type=opt.Names(), required=True,
     help="Dollars per GPU-hour: one price, or one for each GPU, separated by commas.",
@@ -109,7 +109,7 @@ def _subject(compared_plan: ComparedPlan) -> tuple[str, ...]:
 @opt.table_output
 @opt.as_json
 def cost(
-    model: str, gpus: Sequence[str], prices: Sequence[str], ctx: int | None, max_model_len: int | None,
+    model: str, gpu_names: Sequence[str], prices: Sequence[str], ctx: int | None, max_model_len: int | None,
     batches: Sequence[int], preset: str | None, ttft_max: float | None, tpot_max: float | None,
     output: Path | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
@@ -123,11 +123,11 @@ def cost(
       ridgeplan cost Llama-3.1-8B --gpu h100,h200 --price 2.2,3.5 --ctx 32k --osl 512
       ridgeplan cost Qwen3-8B --gpu rtx4090 --price 0.35 --ctx 4k --preset autoregressive --batch 1..32
     """
-    if not gpus:
+    if not gpu_names:
         raise click.UsageError("cost needs --gpu; allowed: names with commas, such as h100,h200")
     options = SearchOptions(**search)
     result = serving_cost(
-        model, _prices(gpus, prices), opt.context_of(ctx, max_model_len, options.new_tokens),
+        model, _prices(gpu_names, prices), opt.context_of(ctx, max_model_len, options.new_tokens),
         batches=batches, limits=LatencyLimits(ttft_max, tpot_max), preset=preset, options=options,
     )  # fmt: skip
     write_table(output, result, result.to_dict())

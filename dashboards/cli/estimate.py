@@ -44,6 +44,7 @@ from ridgeplan.roofline.plan.support import Backend, as_loaded, only_estimated, 
 )  # fmt: skip
 @click.option("--gamma", type=int, help="Drafts per round.  [default: the preset's fastest or the plan's own]")
 @click.option("--adaptive", is_flag=True, help="Adapt gamma to the acceptance, up to that number of drafts.")
+@opt.parallel
 @opt.priced_by
 @opt.plan_output
 @opt.as_json
@@ -93,7 +94,8 @@ def _of_preset(
     new_tokens = opt.DEFAULT_NEW_TOKENS if new_tokens is None else new_tokens
     if not (model and preset and rest["gpu"] and (ctx, limit) != (None, None)):
         raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or else --plan FILE")
-    copied = ("memory_utilization", "memory_limit", "host_memory", "profile", "acceptance", "yarn")
+    degrees = ("gpus", "tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel")
+    copied = ("memory_utilization", "memory_limit", "host_memory", "profile", "acceptance", "yarn", *degrees)
     batch = 1 if rest["batch"] is None else rest["batch"]
     options = SearchOptions(batch=batch, new_tokens=new_tokens, **{name: rest[name] for name in copied})
     context = opt.context_of(ctx, limit, new_tokens)

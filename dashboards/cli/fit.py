@@ -104,13 +104,20 @@ def _on_all_gpus(
 
 def _print_gpus(model: str, batch: int, context_tokens: int, gpus: Sequence[GpuFit]) -> None:
     rows = (
-        (gpu.gpu, f"{gpu.memory_bytes / GB:.0f}", "yes" if gpu.fits else "no", tokens_text(gpu.context.context),
+        (_counted(gpu), f"{gpu.memory_bytes / GB:.0f}", "yes" if gpu.fits else "no", tokens_text(gpu.context.context),
          str(gpu.batch.batch), gpu.batch.plan or "none fits")
         for gpu in gpus
     )  # fmt: skip
     context = tokens_text(context_tokens)
     largest = f"context at batch {batch}", f"batch at {context}"
     print_table(f"{model}, {context} tokens x {batch}", ("GPU", "GB", "fits", *largest, "plan"), rows)
-    smallest = next((gpu.gpu for gpu in gpus if gpu.fits), None)
-    if smallest:
-        echo(f"smallest GPU that fits: {smallest}")
+    fitting = [gpu for gpu in gpus if gpu.fits]
+    if fitting:
+        fewest = min(fitting, key=lambda gpu: gpu.gpus)
+        echo(f"smallest GPU that fits: {_counted(fewest)}")
+    if any(gpu.gpus > 1 for gpu in fitting):
+        echo("several GPUs: vLLM executes such plans")
+
+
+def _counted(gpu: GpuFit) -> str:
+    return gpu.gpu if gpu.gpus == 1 else f"{gpu.gpus} x {gpu.gpu}"

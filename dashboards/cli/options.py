@@ -203,11 +203,6 @@ KV_NAMES = {
 } | {form.value: form for form in KVFormat}  # fmt: skip
 
 
-def _only_one_gpu(ctx: click.Context, param: click.Parameter, value: int) -> None:
-    if value != 1:
-        raise PlanError(f"tensor parallelism is {value}; allowed: 1, because plans are costed for one GPU")
-
-
 def _one_name(ctx: click.Context, param: click.Parameter, names: Sequence[str]) -> str:
     if len(names) > 1 or "," in names[0]:
         several = ",".join(names)
@@ -241,7 +236,7 @@ def batch_list(text: str) -> Callable[[Command], Command]:
     return click.option(*BATCH, "batches", type=COUNT_LIST, multiple=True, callback=_distinct, help=text)
 
 
-gpus = click.option("--gpu", "gpus", type=Names(), default=(), help="GPUs, separated by commas.")
+gpu_names = click.option("--gpu", "gpu_names", type=Names(), default=(), help="GPUs, separated by commas.")
 
 # Which plans are allowed.
 quality = click.option(
@@ -261,11 +256,18 @@ engine_profile = click.option(
     "--engine-profile", metavar="FILE",
     help="Measured steps of the --backend, written by `ridgeplan calibrate --engine`.  [default: the saved ones]",
 )  # fmt: skip
-tensor_parallel = click.option(
-    "--tp", "--tensor-parallel-size", type=int, default=1, expose_value=False, callback=_only_one_gpu,
-    help="GPUs per model; only 1 is supported.",
+parallel = combine(
+    click.option("--gpus", type=int, help="GPUs that the model may be divided among; vLLM executes such plans."),
+    click.option("--tp", "--tensor-parallel-size", "tensor_parallel", type=int,
+                 help="Degree of tensor parallelism.  [default: 1, or with --gpus the fastest]"),
+    click.option("--pp", "--pipeline-parallel-size", "pipeline_parallel", type=int,
+                 help="Degree of pipeline parallelism, in the same way."),
+    click.option("--dp", "--data-parallel-size", "data_parallel", type=int,
+                 help="Degree of data parallelism of attention, over which experts are sharded, in the same way."),
+    click.option("--ep/--no-ep", "--enable-expert-parallel/--no-enable-expert-parallel", "expert_parallel",
+                 default=None, help="Whole experts on a GPU, or slices of all.  [default: the faster]"),
 )  # fmt: skip
-limits = combine(quality, kv_format, backend, engine_profile, tensor_parallel)
+limits = combine(quality, kv_format, backend, engine_profile, parallel)
 only_preset = click.option("--preset", help="Consider only this preset.  [default: every plan that runs]")
 
 # What predictions rest on.

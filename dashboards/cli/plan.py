@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from ridgeplan.dashboards.cli.output import echo, number, print_json, wrapped
 from ridgeplan.dashboards.cli.table_file import write_plan
 from ridgeplan.planner import Prediction, Recommendation, SearchOptions
 from ridgeplan.planner.engines.formats import ENGINES
+from ridgeplan.planner.parallelism import degree_lines
 from ridgeplan.planner.plan_file import plan_json
 from ridgeplan.planner.quantities import GB, size_text, time_text, tokens_text
 from ridgeplan.planner.question import Objective
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.planner.render.text import SOURCE_WORDS, first_token_text
+from ridgeplan.roofline.catalog.parallel import SINGLE
+from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.presets import short_name
 
@@ -43,7 +47,8 @@ def answer_text(recommendation: Recommendation) -> str:
     answer = [wrapped(line) for line in answer_lines(recommendation)]
     legend = [wrapped(f"[{source}]: {SOURCE_WORDS[source]}"), *([wrapped(f"{short}: {name}")] if short != name else []),
               f"--all shows {hidden} more plans, full names and all reasons"]  # fmt: skip
-    parts = (warning_lines(recommendation), answer, table_lines(_rows(recommendation)), legend)
+    parts = (warning_lines(recommendation), answer, table_lines(_rows(recommendation)), degree_table(recommendation),
+             legend)  # fmt: skip
     return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
@@ -55,15 +60,18 @@ def answer_lines(recommendation: Recommendation) -> list[str]:
     per_request = f", {number(best.tokens_per_s / workload.batch)} each" if batched else ""
     verdict, gamma = headline(recommendation), f", gamma {predicted.gamma}" if predicted.gamma else ""
     name = short_name(recommendation.name)
+    gpus = f"{workload.parallel.gpus} x " if workload.parallel != SINGLE else ""
+    degrees = f", {workload.parallel}" if gpus else ""
     return [
-        f"{workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens, batch {workload.batch}, "
-        f"{tokens_text(workload.new_tokens)} new tokens",
-        f"{verdict}: {name}{gamma}",
+        f"{workload.model} on {gpus}{workload.hardware}, {tokens_text(workload.context)} tokens, "
+        f"batch {workload.batch}, {tokens_text(workload.new_tokens)} new tokens",
+        f"{verdict}: {name}{gamma}{degrees}",
         f"{time_text(best.tpot_ms)} per token ({low} to {high}), "
         f"{predicted.speedup:.2f}x {recommendation.baseline_text}",
         f"First token after {first_token_text(best, workload.batch)}; {number(best.tokens_per_s)} tokens/s"
         f"{per_request}",
-        f"Memory: {size_text(best.peak_memory_bytes)} of {size_text(recommendation.memory_limit_bytes)} "
+        f"Memory{' of each GPU' if gpus else ''}: {size_text(best.peak_memory_bytes)} of "
+        f"{size_text(recommendation.memory_limit_bytes)} "
         f"({best.peak_memory_bytes / GIB:.1f} of {recommendation.memory_limit_bytes / GIB:.1f} GiB)",
         _quality_cost(recommendation.losses),
         *_caveats(recommendation),
@@ -96,6 +104,26 @@ def table_lines(rows: Iterable[Sequence[str]]) -> Iterator[str]:
         if len(name) > width:  # on a line of its own
             yield name
         yield f"{'' if len(name) > width else name:<{width}} {cells} {verdict}".rstrip()
+
+
+def degree_table(recommendation: Recommendation) -> Iterator[str]:
+    """The nearest choices of degrees of parallelism, with the reason why each lost; none on a single GPU."""
+    if recommendation.degrees:
+        executing = ENGINES[recommendation.backend].title
+        yield f"Degrees of parallelism (ms per token, memory of a GPU); {executing} executes the plan"
+    for line in islice(degree_lines(recommendation.degrees), ROWS):
+        yield from wrapped(line).splitlines()
+
+
+def serve_command(recommendation: Recommendation, profile: Profile) -> str:
+    """The command with which an engine serves the plan on several GPUs."""
+    from ridgeplan.planner.export import ServeCommandOptions, engine_named, export, schema_for  # imports yaml
+
+    shape, engine = recommendation.shape, engine_named(recommendation.backend)
+    options = ServeCommandOptions(
+        recommendation.plan, getattr(shape, "whole", shape), profile, engine, schema_for(engine.name), shape.name
+    )
+    return export(options).command.shell()
 
 
 def _quality_cost(losses: Sequence[str]) -> str:
@@ -183,6 +211,7 @@ def plan(
       ridgeplan plan Llama-3.1-8B --gpu h200 --ctx 128k --batch 4
       ridgeplan plan model.gguf --gpu rtx4090 --ctx 32k --memory-limit 20GB --all
       ridgeplan plan Qwen3-8B --gpu auto --isl 8k --osl 512 --quality exact -o plan.json
+      ridgeplan plan DeepSeek-V3 --gpu h200 --gpus 8 --ctx 32k --batch 16
     """
     context = opt.context_of(ctx, max_model_len, new_tokens)
     options = SearchOptions(new_tokens=new_tokens, **search)
@@ -199,6 +228,9 @@ def plan(
         print_everything(recommendation)
     else:
         echo(answer_text(recommendation))
+    if recommendation.degrees and not as_json:
+        _, profile = planner.resolve(model, gpu, options.profile, options.acceptance)
+        echo(f"\n{serve_command(recommendation, profile)}")
 
 
 def print_everything(recommendation: Recommendation) -> None:

@@ -5,10 +5,11 @@ Not here: which of them a plan becomes (carry.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeplan.roofline.catalog.parallel import Parallel
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.plan.plan import KVFormat, require
 
@@ -60,9 +61,9 @@ class ServingEngine:
     """One engine. serve: the command before the model, whose argument is `model` ("" where it is positional).
 
     weights: what `quantization` is told for 8 or 4 bits, the engine quantizing the checkpoint as it loads it.
-    kv_dtypes: for the KV formats whose target reads codes, the dtypes from nearest to farthest.
-    schedules_gamma: whether gamma may depend on the batch. host_cache: arguments that keep prefixes' KV on the host, by
-    its GiB and backend.
+    kv_dtypes: for the KV formats whose target reads codes, the dtypes from nearest to farthest. parallel: arguments of
+    the degrees of parallelism, for a model with experts or without. schedules_gamma: whether gamma may depend on the
+    batch. host_cache: arguments that keep prefixes' KV on the host, by its GiB and backend.
     """
 
     name: str
@@ -72,7 +73,6 @@ class ServingEngine:
     max_model_len: str
     max_num_seqs: str
     memory: str
-    tensor_parallel: str
     kv_cache_dtype: str
     quantization: str
     cpu_offload: str
@@ -81,6 +81,32 @@ class ServingEngine:
     kv_dtypes: Mapping[KVFormat, str]
     schedules_gamma: bool
     host_cache: Callable[[int, str], tuple[tuple[str, Any], ...]]
+    parallel: Callable[[Parallel, bool], Iterator[tuple[str, Any]]]
+
+
+def _vllm_parallel(parallel: Parallel, moe: bool) -> Iterator[tuple[str, Any]]:
+    """vLLM's degrees; experts are sharded over the ranks of tensor and data parallelism."""
+    yield "--tensor-parallel-size", parallel.tensor
+    if parallel.pipeline > 1:
+        yield "--pipeline-parallel-size", parallel.pipeline
+    if parallel.data > 1:
+        yield "--data-parallel-size", parallel.data
+    if parallel.expert:
+        yield "--enable-expert-parallel", True
+
+
+def _sglang_parallel(parallel: Parallel, moe: bool) -> Iterator[tuple[str, Any]]:
+    """SGLang's degrees: in models with experts, attention's ranks divide those of tensor parallelism."""
+    attention_ranks = parallel.data > 1 and moe
+    yield "--tensor-parallel-size", parallel.expert_ranks if attention_ranks else parallel.tensor
+    if parallel.pipeline > 1:
+        yield "--pipeline-parallel-size", parallel.pipeline
+    if parallel.data > 1:
+        yield "--data-parallel-size", parallel.data
+    if attention_ranks:
+        yield "--enable-dp-attention", True
+    if parallel.expert:
+        yield "--expert-parallel-size", parallel.expert_ranks
 
 
 ENGINES = {
@@ -92,7 +118,6 @@ ENGINES = {
         max_model_len="--max-model-len",
         max_num_seqs="--max-num-seqs",
         memory="--gpu-memory-utilization",
-        tensor_parallel="--tensor-parallel-size",
         kv_cache_dtype="--kv-cache-dtype",
         quantization="--quantization",
         cpu_offload="--cpu-offload-gb",
@@ -103,6 +128,7 @@ ENGINES = {
         kv_dtypes={KVFormat.INT8: "fp8", KVFormat.HIERARCHICAL: "fp8"},
         schedules_gamma=True,
         host_cache=lambda gib, backend: (("--kv-offloading-size", gib), ("--kv-offloading-backend", backend)),
+        parallel=_vllm_parallel,
     ),
     "sglang": ServingEngine(
         name="sglang",
@@ -112,7 +138,6 @@ ENGINES = {
         max_model_len="--context-length",
         max_num_seqs="--max-running-requests",
         memory="--mem-fraction-static",
-        tensor_parallel="--tensor-parallel-size",
         kv_cache_dtype="--kv-cache-dtype",
         quantization="--quantization",
         cpu_offload="--cpu-offload-gb",
@@ -121,6 +146,7 @@ ENGINES = {
         kv_dtypes={KVFormat.INT8: "fp8_e4m3", KVFormat.HIERARCHICAL: "fp8_e4m3"},
         schedules_gamma=False,
         host_cache=lambda gib, _: (("--enable-hierarchical-cache", True), ("--hicache-size", gib)),
+        parallel=_sglang_parallel,
     ),
 }
 

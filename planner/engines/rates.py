@@ -22,7 +22,9 @@ from ridgeplan.planner.engines.measurements import (
 from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import BOUND_SHARE, TRANSFER_SPREAD, Profile, profile_for, shipped_profiles
+from ridgeplan.roofline.collectives import COLLECTIVES, Network
 from ridgeplan.roofline.engine import (
     FULL_BITS,
     HALF_BITS,
@@ -54,6 +56,7 @@ WAVES = ("bf16", "fp8")  # kinds of KV cache that FlashAttention-3 reads
 # Deviations of a prediction beyond what was measured, in quadrature.
 OTHER_MODEL, OTHER_EXPERTS = 0.03, 0.1
 OCTAVE, EXPERT_OCTAVE = 0.04, 0.1  # for every doubling of the batch or the context beyond those of like steps
+SEVERAL_GPUS = 0.1  # steps with messages between GPUs, of which this package measured none
 OTHER_BYTES = 1.1e9  # of an H200: 0.24 GB of libraries, 0.1 to 0.5 GB of graphs, 0.6 GB that the driver holds back
 FP8_RATES = frozenset({"kv fp8", "linear 8", "expert 8"})
 MAIN_SHARE = 0.1  # of a step's time, from which on a rate decides which measured steps are like it
@@ -63,7 +66,9 @@ NEAR_MACHINE = 0.06  # another GPU that runs the same attention kernels
 def terms(step: EngineStep, kind: str, shape: ModelShape, hardware: Hardware) -> dict[str, float]:
     """What each rate is multiplied by in a step that memory bounds: launches, or seconds at the full bandwidth."""
     totals: dict[str, float] = defaultdict(float)
-    for op in step.operations(shape):
+    for op in step.of_stage(shape).operations(shape):
+        if op.kind in COLLECTIVES:
+            continue
         totals[launch_kind(op)] += float(op.launches)
         width = next(width for width in WIDTHS if width_is(weight_bits(op, shape, step), width))
         part = "expert" if op.kind == "grouped_linear" else "linear"
@@ -149,6 +154,7 @@ def _rates(named: Mapping[str, float], hardware: Hardware, sm_shares: Mapping[st
         attention_compute=library.rates("prefill_attention").compute_utilization,
         reserve=reserve_of(hardware),
         coded_speedup=2.0 if _has_fp8(hardware) else 1.0,
+        network=Network.of(hardware),
     )
 
 
@@ -233,7 +239,7 @@ class EngineProfile:
         """A plain decode step of a workload halfway through the generation, with a cache of an engine's dtype."""
         dtype = DTYPES[kv]
         tokens = workload.context + workload.new_tokens / 2
-        return EngineStep(workload.batch, tokens, weight_bits, dtype.bits, self.rates.kv_rate(dtype.kind))
+        return EngineStep(workload.rank_batch, tokens, weight_bits, dtype.bits, self.rates.kv_rate(dtype.kind))
 
     def plan_certainty(self, plan: Plan, shape: ModelShape) -> tuple[str, float]:
         """`certainty` of a plan that decodes plainly."""
@@ -265,6 +271,7 @@ class EngineProfile:
             "unmeasured": TRANSFER_SPREAD * unmeasured,
             "extrapolated": (EXPERT_OCTAVE if shape.is_moe else OCTAVE) * octaves_beyond(step, alike),
             "model": self._model_deviation(shape),
+            "messages": SEVERAL_GPUS if shape.parallel != SINGLE else 0.0,
         }
         return self._source(parts), math.hypot(self.class_spread, *parts.values())
 
@@ -278,7 +285,7 @@ class EngineProfile:
     def _source(self, parts: Mapping[str, float]) -> str:
         if parts["unmeasured"] > self.spread:
             return "prior"
-        if parts["extrapolated"] > self.spread or parts["model"] >= OTHER_EXPERTS:
+        if parts["extrapolated"] > self.spread or parts["model"] >= OTHER_EXPERTS or parts["messages"]:
             return "extrapolated"
         return "transferred" if self.is_transferred or self.is_stand_in else "calibrated"
 

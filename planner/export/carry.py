@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from ridgeplan.planner.export.drafts import DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.parallel import SINGLE
+from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, require
 
@@ -39,7 +41,9 @@ def served(options: ServeCommandOptions) -> tuple[Served, tuple[Carried, ...]]:
     placed = replace(plain, offload_gib=plain.missing_gib)
     _require_fits(placed)
     drafts, draft_axes = _drafts(placed)
-    axes = (*_target_axes(placed), *draft_axes)
+    parallel = options.plan.parallel
+    divided = () if parallel == SINGLE else (Carried("parallelism", str(parallel), str(parallel), True),)
+    axes = (*divided, *_target_axes(placed), *draft_axes)
     return replace(placed, drafts=drafts), axes
 
 
@@ -99,13 +103,14 @@ def _cache(placed: Served) -> Carried:
 def _require_fits(placed: Served) -> None:
     """Raises PlanError if more must be offloaded than the plan allows or than the weights could free."""
     options, workload = placed.options, placed.options.plan.workload
-    weights_gib = float(placed.memory.weights) / options.plan.tensor_parallel / GIB
+    weights_gib = float(placed.memory.weights) / GIB
+    divided = "" if options.plan.parallel == SINGLE else f" on each of {options.plan.parallel.gpus} GPUs"
     max_offload_gib = MAX_OFFLOAD_SHARE * weights_gib if options.plan.placement.offload else 0
     require(
         placed.offload_gib <= max_offload_gib,
         f"{options.engine.title} needs {placed.needed_bytes / GIB:.1f} GiB for weights, activations and KV of batch "
-        f"{workload.batch} with {options.max_model_len} tokens each, of {placed.usable_bytes / GIB:.1f} GiB; allowed: "
-        "a plan with less KV or with offloading, --kv-cache-dtype fp8, or more GPUs",
+        f"{workload.batch} with {options.max_model_len} tokens each{divided}, of {placed.usable_bytes / GIB:.1f} GiB; "
+        "allowed: a plan with less KV or with offloading, --kv-cache-dtype fp8, or more GPUs",
     )
 
 
@@ -147,18 +152,19 @@ def _at_best_gammas(placed: Served, drafts: DraftModel) -> DraftModel:
     rounds = rounds_of(placed, drafts)
     if rounds is None:
         return drafts
-    gammas = rounds.best_gammas(placed.options.plan.workload.batch)
+    gammas = rounds.best_gammas(placed.options.plan.workload.rank_batch)
     if not placed.options.engine.schedules_gamma:
         return replace(drafts, gamma=gammas[-1])
     return replace(drafts, gamma=max(gammas), schedule=tuple(ranges(gammas)))
 
 
 def rounds_of(placed: Served, drafts: DraftModel) -> EngineRounds | None:
-    """Times of rounds with these drafts; None if they cannot be predicted (unknown draft model, several GPUs)."""
+    """Times of rounds with these drafts; None if they cannot be predicted, for an unknown draft model."""
     options = placed.options
-    if drafts.shape is None or drafts.method != "draft_model" or options.plan.tensor_parallel > 1:
+    if drafts.shape is None or drafts.method != "draft_model":
         return None
-    return EngineRounds(options.speed, options.shape, options.hardware, placed.step(), placed.host_s, drafts)
+    sharded = replace(drafts, shape=shard(drafts.shape, options.plan.parallel))
+    return EngineRounds(options.speed, options.sharded, options.hardware, placed.step(), placed.host_s, sharded)
 
 
 def _draft_text(options: ServeCommandOptions) -> str:

@@ -18,6 +18,7 @@ from ridgeplan.planner.export import drafts as drafting
 from ridgeplan.planner.export.carry import Carried, rounds_of, served
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.planner.export.rules import Rule, applying
+from ridgeplan.roofline.catalog.sharding import uneven
 from ridgeplan.roofline.catalog.validation import INVISIBLE, UNPRINTABLE, brief
 from ridgeplan.roofline.plan.plan import require
 
@@ -75,7 +76,6 @@ def _json_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
 
 
-UNPREDICTED_PARALLEL = "times on several GPUs are not predicted"
 UNPREDICTED_DRAFTS = "the draft model is not known, so its times are not predicted"
 
 
@@ -128,6 +128,8 @@ def export(options: ServeCommandOptions) -> Exported:
     """
     _check_models(options)
     _check_choices(options)
+    problem = uneven(options.shape, options.plan.parallel)
+    require(problem is None, f"{problem} do not divide by {options.plan.parallel}; allowed: degrees that divide them")
     running, carried = served(options)
     rules = tuple(applying(running))
     forbidden = next((rule for rule in rules if rule.forbids), None)
@@ -158,9 +160,9 @@ def _check_choices(options: ServeCommandOptions) -> None:
 def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
     options, engine, plan = running.options, running.options.engine, running.options.plan
     yield engine.max_model_len, options.max_model_len
-    yield engine.max_num_seqs, plan.workload.batch
+    yield engine.max_num_seqs, plan.workload.rank_batch
     yield engine.memory, options.memory_utilization
-    yield engine.tensor_parallel, plan.tensor_parallel
+    yield from engine.parallel(plan.parallel, options.shape.is_moe)
     if running.quantization:
         yield engine.quantization, running.quantization
     if running.kv != "auto":
@@ -172,7 +174,7 @@ def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
     if plan.workload.yarn_factor > 1:
         yield engine.overrides, {"rope_parameters": _yarn(options)}
     if running.drafts is not None:
-        yield from drafting.arguments(engine, options.schema, running.drafts, plan.tensor_parallel)
+        yield from drafting.arguments(engine, options.schema, running.drafts, plan.parallel.tensor)
 
 
 def _yarn(options: ServeCommandOptions) -> dict[str, Any]:
@@ -190,12 +192,10 @@ def _yarn(options: ServeCommandOptions) -> dict[str, Any]:
 
 def _times(running: Served) -> tuple[EngineTimes | None, str]:
     options, step = running.options, running.step()
-    if options.plan.tensor_parallel > 1:
-        return None, UNPREDICTED_PARALLEL
-    plain_s = float(options.speed.rates.step_s(options.shape, options.hardware, step)) + running.host_s
+    plain_s = float(options.speed.rates.step_s(options.sharded, options.hardware, step)) + running.host_s
     if running.drafts is None:
         return _banded(running, [running.kv], plain_s, plain_s), ""
-    rounds, batch = rounds_of(running, running.drafts), options.plan.workload.batch
+    rounds, batch = rounds_of(running, running.drafts), options.plan.workload.rank_batch
     if rounds is None:
         return None, UNPREDICTED_DRAFTS
     tpot_s = float(rounds.tpot_s(batch, rounds.best_gammas(batch)[-1]))
@@ -205,7 +205,7 @@ def _times(running: Served) -> tuple[EngineTimes | None, str]:
 def _banded(running: Served, kvs: Sequence[str], tpot_s: float, plain_s: float) -> EngineTimes:
     """The times with the band of the least certain cache."""
     options, step = running.options, running.step()
-    certainties = [options.speed.certainty(step, DTYPES[kv].kind, options.shape) for kv in kvs]
+    certainties = [options.speed.certainty(step, DTYPES[kv].kind, options.sharded) for kv in kvs]
     source, spread = max(certainties, key=lambda certainty: certainty[1])
     below, above = max(1 - BAND * spread, 0.1), 1 + BAND * spread
     return EngineTimes(1e3 * tpot_s * below, 1e3 * tpot_s, 1e3 * tpot_s * above, 1e3 * plain_s, source)

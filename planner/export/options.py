@@ -16,6 +16,7 @@ from ridgeplan.planner.export.schema import Schema
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.engine import FULL_BITS, HALF_BITS, EngineStep, engine_memory
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.memory import MemoryBreakdown
@@ -45,6 +46,11 @@ class ServeCommandOptions:
     host_cache_gib: int = 0
     host_cache_backend: str = "native"
     engine_profile: Path | None = None
+
+    @cached_property
+    def sharded(self) -> ModelShape:
+        """What one GPU holds of the model; all of it on a single one."""
+        return shard(self.shape, self.plan.parallel)
 
     @property
     def hardware(self) -> Hardware:
@@ -95,30 +101,29 @@ class Served:
 
     @property
     def memory(self) -> MemoryBreakdown:
-        """What the engine reserves for the target, as `plan --backend` counts it."""
-        return self._memory(self.options.shape, self.weight_bits, self.kv)
+        """What the engine reserves on each GPU for the target, as `plan --backend` counts it."""
+        return self._memory(self.options.sharded, self.weight_bits, self.kv)
 
     def _memory(self, shape: ModelShape, bits: float, kv: str) -> MemoryBreakdown:
-        batch, tokens = self.options.plan.workload.batch, self.options.max_model_len
+        batch, tokens = self.options.plan.workload.rank_batch, self.options.max_model_len
         return engine_memory(shape, self.options.speed.rates.reserve, batch, tokens, bits, DTYPES[kv].bits)
 
     @property
     def needed_bytes(self) -> float:
-        """Weights, KV of every sequence at its end, activations and graphs; the weights and KV of drafts included."""
+        """Weights, KV of every sequence at its end, activations and graphs of a GPU; those of drafts included."""
         target_bytes = float(self.memory.peak)
         if self.drafts is None:
             return target_bytes
-        drafts = self._memory(self.drafts.shape or self.options.shape, self.drafts.weight_bits, self.drafts.kv)
+        shape = shard(self.drafts.shape or self.options.shape, self.options.plan.parallel)
+        drafts = self._memory(shape, self.drafts.weight_bits, self.drafts.kv)
         return target_bytes + float(drafts.weights + drafts.kv)
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of all GPUs that the engine may use."""
-        options = self.options
-        return options.memory_utilization * options.hardware.memory_bytes * options.plan.tensor_parallel
+        """Bytes of each GPU that the engine may use."""
+        return self.options.memory_utilization * self.options.hardware.memory_bytes
 
     @property
     def missing_gib(self) -> int:
         """GiB by which each GPU lacks memory; 0 if everything fits."""
-        short = max(self.needed_bytes - self.usable_bytes, 0) / self.options.plan.tensor_parallel
-        return math.ceil(short / GIB)
+        return math.ceil(max(self.needed_bytes - self.usable_bytes, 0) / GIB)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ridgeplan.planner.feasibility import NothingFits
+from ridgeplan.planner.parallelism import choose_degrees
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.prediction import Prediction, predict_question
 from ridgeplan.planner.quality import Quality
@@ -16,7 +17,7 @@ from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.presets import autoregressive, preset_name
+from ridgeplan.roofline.plan.presets import autoregressive, divided_name, preset_name
 
 ModelReference = str | ModelShape
 
@@ -115,9 +116,11 @@ def _answers(
     question = ask(model, gpu, context, options)
     if presets:
         for name in presets:
-            yield _compared(best_of_preset(name, question.as_executed).plan, question)
+            divided, _ = choose_degrees(question, name)
+            yield _compared(best_of_preset(name, divided.as_executed).plan, divided)
     else:
-        yield _compared(recommend(model, gpu, context, options).plan, question)
+        plan = recommend(model, gpu, context, options).plan
+        yield _compared(plan, question.on_gpus(plan.parallel))
 
 
 def _saved(saved: SavedPlan, gpu: str | None, options: SearchOptions) -> ComparedPlan:
@@ -132,6 +135,5 @@ def _compared(plan: Plan, question: Question) -> ComparedPlan:
     oom_reason = executed.oom_reason(predicted.best.peak_memory_bytes, predicted.host_bytes) or ""
     note = oom_reason.partition(":")[0] or executed.constraint_violation(plan) or executed.unsupported(plan) or ""
     caveats = tuple(executed.notes())
-    return ComparedPlan(
-        plan, preset_name(plan), predicted.against(baseline), executed.memory_limit_bytes, note, caveats
-    )
+    name, limit = divided_name(preset_name(plan), plan), executed.memory_limit_bytes
+    return ComparedPlan(plan, name, predicted.against(baseline), limit, note, caveats)

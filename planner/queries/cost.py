@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quantities import tokens
-from ridgeplan.planner.queries.maps import PlanMap, plan_map
+from ridgeplan.planner.queries.maps import PlanMap, degree_map
 from ridgeplan.planner.question import SearchOptions, ask
 from ridgeplan.planner.render.tables import Lines, Table
 from ridgeplan.roofline.plan.plan import Plan, require
+from ridgeplan.roofline.plan.presets import divided_name
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HOUR_S = 3600.0
@@ -30,7 +32,7 @@ class CostRow:
 
     ttft_request_ms, ttft_ms: as in `Figures`; limits hold for the former. tokens_per_s: output tokens of the whole
     batch, with the time of all its prompts. dollars_per_million: of output tokens, prompts included. misses: which
-    limits are not met.
+    limits are not met. gpus: that the plan spans; several degrees of parallelism compete by dollars.
     """
 
     gpu: str
@@ -38,6 +40,7 @@ class CostRow:
     plan: Plan
     name: str
     fits: bool
+    gpus: int
     ttft_request_ms: float
     ttft_ms: float
     tpot_ms: float
@@ -52,8 +55,9 @@ class CostRow:
         return self.fits and not self.misses
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat JSON values, without the plan."""
-        return {name: value for name, value in asdict(self).items() if name != "plan"} | {"serves": self.serves}
+        """Flat JSON values, without the plan; the number of GPUs where it is not 1."""
+        skipped = ("plan", "gpus") if self.gpus == 1 else ("plan",)
+        return {name: value for name, value in asdict(self).items() if name not in skipped} | {"serves": self.serves}
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,11 +119,14 @@ def serving_cost(
     questions = {gpu: ask(model, gpu, prompt_tokens, options) for gpu in prices}
     rows: list[CostRow] = []
     for gpu, question in questions.items():
-        sizes = plan_map(question, (prompt_tokens,), batches or BATCHES, preset)
-        fitting = int((sizes.fits & (sizes.host_bytes == 0)).sum())  # the first ones, as memory grows with the batch
-        shown = len(batches) or max(fitting, 1)
+        contexts, at_degrees = (prompt_tokens,), divided(question)[0].values()
+        by_degrees = [degree_map(sharded, contexts, batches or BATCHES, preset) for sharded in at_degrees]
+        # The first ones fit, as memory grows with the batch.
+        fitting = max(int((sizes.fits & (sizes.host_bytes == 0)).sum()) for sizes in by_degrees)
         name = question.profile.hardware.name
-        rows += [_row(sizes, column, name, prices[gpu], limits) for column in range(shown)]
+        for column in range(len(batches) or max(fitting, 1)):
+            choices = [_row(sizes, column, name, prices[gpu], limits) for sizes in by_degrees]
+            rows.append(min(choices, key=lambda row: (not row.serves, not row.fits, row.dollars_per_million)))
     notes = dict.fromkeys(note for question in questions.values() for note in question.notes())
     model = next(iter(questions.values())).shape.name
     return ServingCost(model, prompt_tokens, options.new_tokens, limits, tuple(rows), tuple(notes))
@@ -134,13 +141,14 @@ def _row(sizes: PlanMap, column: int, gpu: str, price: float, limits: LatencyLim
         gpu=gpu,
         batch=batch,
         plan=sizes.plan(*at),
-        name=str(sizes.names[at]),
+        name=divided_name(str(sizes.names[at]), sizes.plan(*at)),
         fits=bool(sizes.fits[at]),
+        gpus=sizes.gpus(*at),
         ttft_request_ms=1e3 * ttft_s / batch,
         ttft_ms=1e3 * ttft_s,
         tpot_ms=1e3 * tpot_s,
         tokens_per_s=tokens_per_s,
-        dollars_per_million=price / HOUR_S / tokens_per_s * 1e6,
+        dollars_per_million=sizes.gpus(*at) * price / HOUR_S / tokens_per_s * 1e6,
         peak_memory_bytes=float(sizes.peak_bytes[at]),
         misses=tuple(name for name, (seconds, limit) in checks.items() if limit is not None and seconds > limit),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ridgeplan.planner.parallelism import choose_degrees
 from ridgeplan.planner.prediction import Prediction, predict_question
 from ridgeplan.planner.quality import Quality, saved_rows, stated_losses
 from ridgeplan.planner.question import Question, SearchOptions, ask
@@ -101,7 +102,7 @@ def estimate(
     the other hyperparameters that are published. `adaptive` lets gamma adapt to what is accepted, up to that many.
     Options and errors are those of `recommend`; the quality is not limited.
     """
-    question = ask(model, gpu, ctx, options, **changes).with_options(quality=Quality.LOSSY)
+    question, _ = choose_degrees(ask(model, gpu, ctx, options, **changes).with_options(quality=Quality.LOSSY), preset)
     published = named_plan(preset, question.workload)
     plan = published if gamma is not None else best_of_preset(preset, question.as_executed).plan
     return estimate_plan(with_gamma(plan, gamma, adaptive=adaptive), question)

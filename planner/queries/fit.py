@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,18 +10,21 @@ import numpy as np
 
 from ridgeplan.planner.capacity import Capacity
 from ridgeplan.planner.feasibility import context_limits, executable_families, smallest_plans
+from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.recommend import preference
 from ridgeplan.planner.render.tables import Lines, Table
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search import named_plan
-from ridgeplan.roofline.catalog.hardware import list_hardware
+from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import MAX_BATCH, Plan, require
-from ridgeplan.roofline.plan.presets import preset_name
+from ridgeplan.roofline.plan.presets import divided_name, preset_name
+from ridgeplan.roofline.plan.support import Backend
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+GPU_COUNTS = (2, 4, 8, 16)  # that are tried where one GPU is not enough
 CONTEXTS = tuple(1 << power for power in range(12, 21))
 
 
@@ -87,14 +90,14 @@ def fit(
     options = SearchOptions.of(options, changes, offload=False)
     question = ask(model, gpu, 1, options)
     refused = f"offload is set; allowed: without it, as CPU and GPU of {gpu} share one memory"
-    require(question.options.offload or not options.offload, refused)
+    require(question.options.offload or not options.offload or options.several_gpus, refused)
     longest = longest_context(question.shape, question.options.new_tokens, yarn=question.options.yarn)
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
     return FitResult(
         model=question.shape.name,
         hardware=question.profile.hardware.name,
-        contexts=tuple(_largest_context(question.resized(longest, batch).as_executed, preset) for batch in batches),
-        batches=tuple(_largest_batch(question.resized(context, 1).as_executed, preset) for context in sizes),
+        contexts=tuple(_largest(_largest_context, question, (longest, batch), preset) for batch in batches),
+        batches=tuple(_largest(_largest_batch, question, (context, 1), preset) for context in sizes),
         notes=(*question.notes(), *question.limit_notes()),
         memory_limit_bytes=question.memory_limit_bytes,
     )
@@ -102,12 +105,13 @@ def fit(
 
 @dataclass(frozen=True)
 class GpuFit:
-    """Whether the requested size fits one GPU, the largest context at its batch, and the largest batch at its context.
+    """Whether the requested size fits a GPU, the largest context at its batch, and the largest batch at its context.
 
-    memory_bytes: as the driver reports it.
+    memory_bytes: as the driver reports it. gpus: the fewest that hold the size, of 1 and `GPU_COUNTS`; 1 if none do.
     """
 
     gpu: str
+    gpus: int
     memory_bytes: float
     fits: bool
     context: FitRow
@@ -127,16 +131,47 @@ def fit_gpus(
     options: SearchOptions | None = None,
     **changes: Any,
 ) -> tuple[GpuFit, ...]:
-    """What fits every GPU of the catalog, from the smallest. Options and errors are those of `fit`."""
+    """What fits every GPU of the catalog, from the smallest, or tensor and pipeline parallelism on several of them.
+
+    Options and errors are those of `fit`.
+    """
     options = SearchOptions.of(options, changes, offload=False)
     rows = []
     for gpu in sorted(list_hardware(), key=lambda gpu: gpu.memory_bytes):
         limit = None if options.memory_limit is None else min(options.memory_limit, gpu.memory_bytes)
         limited = replace(options, memory_limit=limit, offload=options.offload and not gpu.unified_memory)
-        fits = fit(model, gpu.name, batches=(batch,), contexts=(context,), preset=preset, options=limited)
-        longest, largest = fits.contexts[0], fits.batches[0]
-        rows.append(GpuFit(gpu.name, gpu.memory_bytes, largest.batch >= batch, longest, largest))
+        row = _gpu_fit(model, gpu, context, batch, preset, limited)
+        alone = limited.several_gpus or limited.backend is Backend.ANY or preset or gpu.unified_memory
+        for gpus in () if row.fits or alone else GPU_COUNTS:
+            shared = replace(limited, gpus=gpus, data_parallel=1, expert_parallel=False, batch=batch)
+            question = ask(model, gpu.name, context, shared)
+            if any(_any_fits(sharded) for sharded in divided(question)[0].values()):
+                row = _gpu_fit(model, gpu, context, batch, preset, shared)
+                break
+        rows.append(row)
     return tuple(rows)
+
+
+def _any_fits(question: Question) -> bool:
+    """Whether any plan that runs fits the question's size."""
+    plans = _plans(question, None)
+    return bool(Capacity(plans, question.shape, question.machine, question.host_limit_bytes).fits().any())
+
+
+def _gpu_fit(
+    model: str | ModelShape, gpu: Hardware, context: int, batch: int, preset: str | None, options: SearchOptions
+) -> GpuFit:
+    fits = fit(model, gpu.name, batches=(batch,), contexts=(context,), preset=preset, options=options)
+    longest, largest = fits.contexts[0], fits.batches[0]
+    return GpuFit(gpu.name, options.gpus or 1, gpu.memory_bytes, largest.batch >= batch, longest, largest)
+
+
+def _largest(
+    size: Callable[[Question, str | None], FitRow], question: Question, at: tuple[int, int], preset: str | None
+) -> FitRow:
+    """The row of the degrees of parallelism that reach most at a context and batch; of equals, that of least memory."""
+    rows = [size(sharded.resized(*at).as_executed, preset) for sharded in divided(question)[0].values()]
+    return min(rows, key=lambda row: (-row.context, -row.batch, row.peak_bytes))
 
 
 def _largest_context(question: Question, preset: str | None) -> FitRow:
@@ -168,7 +203,7 @@ def _largest_batch(question: Question, preset: str | None) -> FitRow:
 
 
 def _row(context: int, batch: int, plan: Plan | None, peak_bytes: float, limited_by: str) -> FitRow:
-    return FitRow(context, batch, preset_name(plan) if plan else "", peak_bytes, limited_by)
+    return FitRow(context, batch, divided_name(preset_name(plan), plan) if plan else "", peak_bytes, limited_by)
 
 
 def _plans(question: Question, preset: str | None) -> list[Plan]:

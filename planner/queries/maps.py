@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.feasibility import executable_families, regrouped
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
+from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.recommend import preference
 from ridgeplan.planner.search import Family, families, family_of, named_plan, within_limit
@@ -79,16 +81,31 @@ class PlanMap:
         new_tokens = self.workloads[0].new_tokens
         return np.asarray(np.asarray(self.batches) * new_tokens / (self.ttft_s + new_tokens * self.tpot_s))
 
+    def gpus(self, row: int, column: int) -> int:
+        """GPUs of the plan of the context and the batch with these indices."""
+        return self.families[self.index[row, column]].template.workload.parallel.gpus
+
     def plan(self, row: int, column: int) -> Plan:
         """The plan of the context and the batch with these indices."""
         family = self.families[self.index[row, column]]
-        workload = replace(self.workloads[row], batch=self.batches[column])
+        parallel = family.template.workload.parallel
+        workload = replace(self.workloads[row], batch=self.batches[column], parallel=parallel)
         resized = replace(family, template=at_workload(family.template, workload))
         plan = resized.plan(int(self.gamma[row, column]), float(self.ratio[row, column]))
         return within_limit(plan, self.memory_limit_bytes)
 
 
 def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int], preset: str | None = None) -> PlanMap:
+    """`degree_map` over all degrees of parallelism that the question allows."""
+    questions, _ = divided(question)
+    maps = (degree_map(sharded, contexts, batches, preset) for sharded in questions.values())
+    place, everywhere = np.ix_(range(len(contexts)), range(len(batches))), np.ones((len(contexts), len(batches)), bool)
+    return reduce(lambda first, second: _merged(first, second, place, everywhere), maps)
+
+
+def degree_map(
+    question: Question, contexts: Sequence[int], batches: Sequence[int], preset: str | None = None
+) -> PlanMap:
     """The fastest plan that runs, at every size; of a preset, its fastest gamma and ratio, whether it runs or not.
 
     `question` says which model, machine, quality and memory; its own context and batch are not used. Where no plan
@@ -276,7 +293,7 @@ def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...], wher
         merged[place] = np.where(changed, theirs, ours[place])
         return merged
 
-    names = ("gamma", "ratio", "tpot_s", "ttft_s", "peak_bytes", "host_bytes", "fits")
+    names = "gamma", "ratio", "tpot_s", "ttft_s", "peak_bytes", "host_bytes", "fits", "plain_tpot_s", "plain_fits"
     figures: dict[str, Any] = {name: taken(getattr(first, name), getattr(second, name)) for name in names}
     index = taken(first.index, second.index + len(first.families))
     return replace(first, families=(*first.families, *second.families), index=index, **figures)
@@ -290,7 +307,7 @@ def _figures(grid: _SizeGrid, points: _Points) -> _PlanFigures:
     flat = [strategy_of(plan, shape, machine, 1.0) for row in templates for plan in row]
     strategy = reshaped(stack(flat, list(counts) * len(templates)), shaped).with_terms(
         context=np.array([workload.context for workload in grid.workloads], dtype=float)[:, None, None],
-        batch=np.array(grid.batches, dtype=float),
+        batch=np.ceil(np.array(grid.batches, dtype=float) / shape.parallel.data),
         gamma=points.gamma[:, None],
         draft_ratio=points.ratio[:, None],
         acceptance=_acceptance(question, templates, points)[:, :, None],

@@ -23,6 +23,7 @@ from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.memory import offload_thresholds
 from ridgeplan.roofline.plan.plan import Plan, require
+from ridgeplan.roofline.plan.presets import divided_name
 from ridgeplan.roofline.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ class SweepPoint:
         at = row, column
         tpot_s, fits = float(plans.tpot_s[at]), bool(plans.fits[at])
         return {
-            "plan": plans.names[at], "gamma": int(plans.gamma[at]), "ratio": float(plans.ratio[at]), "fits": fits,
+            "plan": divided_name(plans.names[at], plans.plan(*at)), "gamma": int(plans.gamma[at]),
+            "ratio": float(plans.ratio[at]), "fits": fits,
             "tpot_ms": 1e3 * tpot_s, "ttft_request_ms": 1e3 * float(plans.ttft_s[at]) / batch,
             "ttft_ms": 1e3 * float(plans.ttft_s[at]), "tokens_per_s": batch / tpot_s,
             "peak_memory_bytes": float(plans.peak_bytes[at]), "speedup": float(plans.plain_tpot_s[at]) / tpot_s,

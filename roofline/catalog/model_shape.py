@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from ridgeplan.roofline.catalog.layers import MLP, Attention, LayerGroup, State, counted, trusted
+from ridgeplan.roofline.catalog.parallel import SINGLE, Parallel
 from ridgeplan.roofline.catalog.validation import (
     Checked,
     brief,
@@ -265,6 +266,11 @@ class ModelShape(Checked):
         if cached > MAX_CACHED_ELEMENTS:
             return f"these sizes cache {cached:.3g} numbers per token; allowed: up to {MAX_CACHED_ELEMENTS:.3g}"
         return None
+
+    @property
+    def parallel(self) -> Parallel:
+        """The degrees by which a larger model was sharded into this shape (`catalog/sharding.py`)."""
+        return SINGLE
 
     @property
     def trained_context(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import fields_of_schema, json_or
+from ridgeplan.roofline.catalog.parallel import SINGLE, Parallel
 from ridgeplan.roofline.catalog.validation import brief, build
 from ridgeplan.roofline.execution import (
     MAX_GAMMA,
@@ -46,7 +47,6 @@ class HostPart(StrEnum):
 SCHEMA = 1
 MAX_BATCH = 4096
 NO_EVICTION = "none"
-MAX_DEVICES = 64
 MAX_YARN_FACTOR = 64
 MAX_MEMORY_BYTES = 10**18
 MAX_PREFETCH = 8  # offloaded layers; each takes a slot on the device
@@ -107,7 +107,7 @@ def _budget() -> Any:
 
 @dataclass(frozen=True)
 class Workload(PlanPart):
-    """What a plan is for: a model on a machine, at a context and batch."""
+    """What a plan is for: a model on one or more GPUs of a kind, at a context and batch."""
 
     model: str = check.name_text()
     hardware: str = check.name_text()
@@ -115,11 +115,17 @@ class Workload(PlanPart):
     new_tokens: int = check.whole(1, MAX_TOKENS, default=1024)
     batch: int = check.whole(1, MAX_BATCH, default=1)  # sequences
     yarn_factor: float = check.number(1, MAX_YARN_FACTOR, default=1.0)  # above 1: RoPE is scaled by YaRN
+    parallel: Parallel = check.part(Parallel)  # how the model is divided among several such GPUs
 
     @property
     def final_context(self) -> int:
         """Tokens of one sequence when generation ends."""
         return self.context + self.new_tokens
+
+    @property
+    def rank_batch(self) -> int:
+        """Sequences of the data-parallel rank that has most; without data parallelism, the batch."""
+        return -(-self.batch // self.parallel.data)
 
 
 @dataclass(frozen=True)
@@ -444,7 +450,11 @@ class Plan(PlanPart):
     placement: Placement = check.part(Placement)
     attention: TargetAttention = check.part(TargetAttention)
     speculation: Speculation = check.part(Speculation)
-    tensor_parallel: int = check.whole(1, MAX_DEVICES, default=1)
+
+    @property
+    def parallel(self) -> Parallel:
+        """Degrees of parallelism; what spans several GPUs is priced here, and executed by another engine."""
+        return self.workload.parallel
 
     @property
     def gathers_codes(self) -> bool:
@@ -481,8 +491,14 @@ class Plan(PlanPart):
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON values, with its schema version first."""
-        return {"schema": SCHEMA, **asdict(self)}
+        """The plan as plain JSON values, with its schema version first.
+
+        Plans for a single GPU have no degrees but `tensor_parallel`, which all plans have had beside their axes.
+        """
+        values = asdict(self)
+        if self.parallel == SINGLE:
+            del values["workload"]["parallel"]
+        return {"schema": SCHEMA, **values, "tensor_parallel": self.parallel.tensor}
 
     def to_json(self, indent: int | None = 2) -> str:
         """Exact JSON: `Plan.from_json(plan.to_json()) == plan`."""
@@ -496,7 +512,9 @@ class Plan(PlanPart):
         """
         values = fields_of_schema(data, SCHEMA, "make it again with `ridgeplan plan`", PlanError)
         values.pop("specs", None)
-        return build(cls, values | _selection_with_ratio(values) | _named_target_selection(values))
+        changes = _selection_with_ratio(values) | _named_target_selection(values) | _parallel_workload(values)
+        values.pop("tensor_parallel", None)
+        return build(cls, values | changes)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
@@ -520,6 +538,14 @@ def _selection_with_ratio(values: dict[str, Any]) -> dict[str, Any]:
     if "ratio" in speculation:
         named["ratio"] = speculation["ratio"]
     return {"speculation": kept | {"selection": named}}
+
+
+def _parallel_workload(values: dict[str, Any]) -> dict[str, Any]:
+    """The workload of a plan's file, where only the degree of tensor parallelism beside the axes says its GPUs."""
+    workload, tensor = values.get("workload"), values.get("tensor_parallel", 1)
+    if not isinstance(workload, dict) or "parallel" in workload or (type(tensor) is int and tensor == 1):
+        return {}
+    return {"workload": workload | {"parallel": {"tensor": tensor}}}
 
 
 def _named_target_selection(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat, Plan, PlanError, Workload
 from ridgeplan.roofline.plan.policies.dense import DENSE_PRESETS, autoregressive
@@ -44,6 +45,11 @@ def preset_name(plan: Plan) -> str:
     """The preset that the plan equals up to hyperparameters, else a description of its axes."""
     key = family_key(plan)
     return next((name for name, make in PRESETS.items() if family_key(make(plan.workload)) == key), describe(plan))
+
+
+def divided_name(name: str, plan: Plan) -> str:
+    """A plan's name with its degrees of parallelism, where it spans several GPUs."""
+    return name if plan.parallel == SINGLE else f"{name}, {plan.parallel}"
 
 
 def describe(plan: Plan) -> str:
@@ -101,8 +107,17 @@ def family_key(plan: Plan) -> tuple[object, ...]:
         speculation.selection.name,
         speculation.drafter.kind,
         speculation.drafter.cascades,
-        plan.tensor_parallel,
     )
 
 
-__all__ = ["PRESETS", "Preset", "autoregressive", "describe", "family_key", "preset", "preset_name", "short_name"]
+__all__ = [
+    "PRESETS",
+    "Preset",
+    "autoregressive",
+    "describe",
+    "divided_name",
+    "family_key",
+    "preset",
+    "preset_name",
+    "short_name",
+]

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
+from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, TILE_OUTPUTS, uses_draft_swap
 from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Plan
@@ -80,7 +81,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"drafter {drafter.kind.value!r}": drafter.kind is DrafterKind.HEAD,
         "an adaptive gamma with a drafter": drafter.active and plan.speculation.adaptive,
         "a cascade over offloaded KV": drafter.cascades and plan.placement.offload,
-        f"tensor parallelism {plan.tensor_parallel}": plan.tensor_parallel != 1,
+        f"{plan.parallel} ({plan.parallel.gpus} GPUs), which vLLM executes,": plan.parallel != SINGLE,
         f"{held} weights as they are stored": held,
         f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape
         and exceeds_window(plan, shape),

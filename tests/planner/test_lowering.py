@@ -8,6 +8,7 @@ import pytest
 from ridgeplan.planner.lowering import kernel_class, rates_of, selection_classes, stack, strategy_of
 from ridgeplan.roofline.catalog.model_shape import WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.parallel import Parallel
 from ridgeplan.roofline.latency import KERNEL_CLASSES, Device, Machine, RateTerms
 from ridgeplan.roofline.passes import decode_pass
 from ridgeplan.roofline.plan.plan import KVCache, KVFormat, PlanError, Speculation, Workload
@@ -262,9 +263,11 @@ def test_scans_for_many_query_heads_of_a_kv_head_have_their_own_classes():
     assert scans == ["two_bit_scan", "two_bit_scan_wide"]
 
 
-def test_tensor_parallelism_is_refused():
-    with pytest.raises(PlanError, match="tensor_parallel is 2; allowed: 1 for a prediction"):
-        strategy_of(replace(plan_of("quantspec"), tensor_parallel=2), LLAMA, GPU, 0.9)
+def test_a_plan_and_a_shape_of_other_degrees_are_refused():
+    plan = plan_of("quantspec")
+    divided = replace(plan, workload=replace(plan.workload, parallel=Parallel(2)))
+    with pytest.raises(PlanError, match="the plan is for tp 2; allowed: one GPU"):
+        strategy_of(divided, LLAMA, GPU, 0.9)
 
 
 @dataclass(frozen=True)

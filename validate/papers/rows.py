@@ -15,11 +15,12 @@ from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import parse_toml, read_document, read_tables
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.parallel import MAX_DEVICES
 from ridgeplan.roofline.catalog.profile import NO_GAP, Profile, Rates, profile_for, shipped_profiles
 from ridgeplan.roofline.catalog.validation import Checked, build
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.latency import KERNEL_CLASSES, STEPPED_PARTS
-from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_DEVICES, MAX_TOKENS
+from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS
 
 PAPERS = ("quantspec", "specontext", "specattn", "dapq")
 OUT_OF_MEMORY, NOT_PRINTED = "OOM", "-"

@@ -10,6 +10,7 @@ import pytest
 from ridgeplan.planner.quality import FIDELITY, read_rows
 from ridgeplan.roofline.catalog.profile import user_quality_path
 from ridgeplan.roofline.plan.plan import Plan, Workload
+from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate.quality import ruler_questions
 from ridgeplan.validate.quality.ruler_questions import NoQuestions
 
@@ -95,15 +96,16 @@ def test_questions_that_cannot_be_had_are_skipped_with_one_line(
 
 def estimated_only(tmp_path: Path) -> Path:
     """A plan that the runtime cannot execute."""
-    path = tmp_path / "two_gpus.json"
-    path.write_text(replace(Plan(Workload("tiny", "h200", 50)), tensor_parallel=2).to_json(), encoding="utf-8")
+    path = tmp_path / "selection_after_eviction.json"
+    evicting, choosing = (preset(name, Workload("tiny", "h200", 50)) for name in ("dapq", "quest"))
+    path.write_text(replace(evicting, attention=choosing.attention).to_json(), encoding="utf-8")
     return path
 
 
 def test_plans_that_are_only_estimated_are_skipped_with_one_line(run: Any, tmp_path: Path) -> None:
     result = run(estimated_only(tmp_path), "int8")
     assert result.stderr.startswith("skipped: ")
-    assert "tensor parallelism 2" in result.stderr
+    assert "after an eviction" in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout.count("autoregressive ") == 1
 

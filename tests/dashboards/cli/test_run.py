@@ -13,6 +13,7 @@ from ridgeplan.dashboards.cli.model_inputs import CALIBRATION_TOKENS, calibratio
 from ridgeplan.dashboards.cli.output import printable
 from ridgeplan.dashboards.cli.run import summary
 from ridgeplan.planner import Workload, preset
+from ridgeplan.roofline.catalog.parallel import Parallel
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.statistics import Statistics
 from ridgeplan.runtime.text import before_stop, text_pieces
@@ -72,10 +73,11 @@ def test_bad_requests_are_refused(refuses: Any, plan_path: Path, arguments: tupl
 
 def test_a_plan_that_cannot_be_executed_says_why(refuses: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    evicting, choosing = (preset(name, Workload("m", "h", 64, 8)) for name in ("dapq", "quest"))
-    path.write_text(replace(evicting, attention=choosing.attention, tensor_parallel=2).to_json())
+    evicting, choosing = (preset(name, Workload("m", "h", 64, 8, parallel=Parallel(2))) for name in ("dapq", "quest"))
+    path.write_text(replace(evicting, attention=choosing.attention).to_json())
     refused = refuses("run", path, "--prompt", "a")
-    assert "can be estimated but not executed: target selection 'quest' after an eviction; tensor" in refused
+    assert "can be estimated but not executed: target selection 'quest' after an eviction" in refused
+    assert "tp 2 (2 GPUs), which vLLM executes" in refused
 
 
 @pytest.mark.parametrize(

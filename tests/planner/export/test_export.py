@@ -12,7 +12,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from random_plans import plans
+from random_plans import degrees, plans
 
 from ridgeplan.planner import PlanError, resolve
 from ridgeplan.planner.engines.formats import DTYPES
@@ -22,6 +22,7 @@ from ridgeplan.planner.export.drafts import DraftModel, ranges
 from ridgeplan.planner.export.export import Command
 from ridgeplan.planner.export.options import Served
 from ridgeplan.roofline.catalog.models import list_models, load_shape
+from ridgeplan.roofline.catalog.parallel import Parallel
 from ridgeplan.roofline.engine import activation_bytes
 from ridgeplan.roofline.plan.plan import Eviction, Placement, Plan, Weights, Workload
 from ridgeplan.roofline.round import tokens_per_round
@@ -41,7 +42,7 @@ WORKLOADS = st.builds(
 @st.composite
 def requests(draw: Any) -> ServeCommandOptions:
     """A random plan for a catalog model on as many GPUs as hold it, any engine and version."""
-    plan: Plan = draw(plans(WORKLOADS, st.sampled_from([1, 2, 8, 16])))
+    plan: Plan = draw(plans(WORKLOADS, degrees(1, 2, 8)))
     shape, profile = resolve(plan.workload.model, plan.workload.hardware)
     name = draw(st.sampled_from([*ENGINES]))
     schema = schema_for(name, draw(st.sampled_from(versions(name))))
@@ -66,12 +67,12 @@ def test_no_parser_rejects_an_exported_plan(request: ServeCommandOptions) -> Non
         command = export(request).command
     except PlanError as error:
         assume("GiB" not in str(error))  # too large for the machine
+        assume("do not divide" not in str(error))
         raise
     options, engine, workload = request.schema.parse(command.options), request.engine, request.plan.workload
     maximum = workload.yarn_factor * request.shape.max_context
     assert options[dest(engine.max_model_len)] == min(workload.context + workload.new_tokens, maximum)
-    assert options[dest(engine.max_num_seqs)] == workload.batch
-    assert options[dest(request.schema.arguments[engine.tensor_parallel]["names"][0])] == request.plan.tensor_parallel
+    assert options[dest(engine.max_num_seqs)] == workload.rank_batch
     pairs = yaml.safe_load(command.yaml()).items()
     words = ((f"--{name}",) if value is True else (f"--{name}", str(value)) for name, value in pairs)
     assert request.schema.parse([word for both in words for word in both]) == options
@@ -256,9 +257,33 @@ def test_sources_of_times(request_for: Callable[..., ServeCommandOptions]) -> No
     assert [*sources.values()] == ["calibrated", "transferred", "transferred", "prior"]
 
 
-def test_several_gpus_and_unknown_drafts_are_not_predicted(request_for: Callable[..., ServeCommandOptions]) -> None:
-    parallel = export(request_for("autoregressive", plan={"tensor_parallel": 2}))
-    assert parallel.times is None and "GPUs" in parallel.unpredicted
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("vllm", "--tensor-parallel-size 4 --pipeline-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel"),
+        ("sglang", "--tensor-parallel-size 8 --pipeline-parallel-size 2 --data-parallel-size 2 --enable-dp-attention "
+                   "--expert-parallel-size 8"),
+    ],
+)  # fmt: skip
+def test_degrees_become_the_engines_arguments(
+    request_for: Callable[..., ServeCommandOptions], engine: str, words: str
+) -> None:
+    """SGLang's data-parallel attention divides the ranks of its tensor parallelism."""
+    request = request_for("autoregressive", engine, model="Qwen3-30B-A3B", batch=5)
+    workload = replace(request.plan.workload, parallel=Parallel(4, 2, 2, expert=True))
+    exported = export(replace(request, plan=replace(request.plan, workload=workload)))
+    assert words in " ".join(exported.command.options) and request.schema.parse(exported.command.options)
+    assert dict(exported.command.arguments)[request.engine.max_num_seqs] == 3  # of the rank with most
+    assert exported.times is not None and exported.times.source == "extrapolated"
+
+
+def test_degrees_that_the_engine_refuses_and_unknown_drafts_are_not_exported_or_predicted(
+    request_for: Callable[..., ServeCommandOptions],
+) -> None:
+    request = request_for("autoregressive")
+    workload = replace(request.plan.workload, parallel=Parallel(3))
+    with pytest.raises(PlanError, match="32 query heads do not divide by tp 3"):
+        export(replace(request, plan=replace(request.plan, workload=workload)))
     unknown = export(request_for(draft_model="someone/unknown"))
     assert unknown.times is None and "draft" in unknown.unpredicted
 
@@ -328,9 +353,10 @@ def test_a_draft_model_needs_a_cache_of_its_own(request_for: Callable[..., Serve
 
 def test_several_gpus_hold_what_one_lacks(request_for: Callable[..., ServeCommandOptions]) -> None:
     """Weights of 16.1 GB and 13.2 GB of KV are too much for 90% of 24 GB, and fit twice that."""
+    request = request_for("autoregressive", gpu="rtx4090", context=100_000)
+    workloads = (replace(request.plan.workload, parallel=Parallel(count)) for count in (1, 2))
     single, pair = (
-        Served(request_for("autoregressive", gpu="rtx4090", context=100_000, plan={"tensor_parallel": count}), "auto")
-        for count in (1, 2)
+        Served(replace(request, plan=replace(request.plan, workload=workload)), "auto") for workload in workloads
     )
-    assert pair.usable_bytes == 2 * single.usable_bytes
+    assert pair.memory.weights + pair.memory.kv == pytest.approx((single.memory.weights + single.memory.kv) / 2, 0.01)
     assert (single.missing_gib > 0, pair.missing_gib) == (True, 0)

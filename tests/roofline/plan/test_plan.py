@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_plans import plans
+from random_plans import degrees, plans
 
+from ridgeplan.roofline.catalog.parallel import Parallel
 from ridgeplan.roofline.catalog.validation import INVISIBLE, UNPRINTABLE
 from ridgeplan.roofline.plan.plan import (
     DraftCodes,
@@ -36,7 +38,7 @@ NAMES = st.text(SHOWN, min_size=1, max_size=255)
 WORKLOADS = st.builds(Workload, NAMES, st.just("h200"), st.integers(1, 1 << 24), batch=st.integers(1, 4096))
 
 
-@given(plans(WORKLOADS, st.integers(1, 64)))
+@given(plans(WORKLOADS, degrees(1, 2, 3, 64)))
 def test_json_round_trip_is_exact(plan):
     assert Plan.from_json(plan.to_json()) == plan
     assert json.loads(plan.to_json())["schema"] == 1
@@ -98,7 +100,7 @@ def edited(path, value):
         ("eviction.budget", 64, "eviction: budget is 64; allowed: 0 when eviction is off"),
         ("placement.offload", 1, "placement.offload is 1; allowed: true or false"),
         ("placement.offload", True, "placement: budget is 0; allowed: 1 to 16777216"),
-        ("tensor_parallel", 0, "tensor_parallel is 0"),
+        ("tensor_parallel", 0, "workload.parallel.tensor is 0"),
         ("colour", "red", "colour is not a field; allowed: workload, weights"),
         ("weights.colour", "red", "weights.colour is not a field; allowed: target_bits, draft_bits, group"),
         ("workload", 3, "workload is 3; allowed: an object with named fields"),
@@ -146,15 +148,15 @@ def test_all_mistakes_of_a_file_are_listed():
         (Workload, "new_tokens", 1, 2**24),
         (Workload, "batch", 1, 4096),
         (Speculation, "gamma", 0, 15),
-        (Plan, "tensor_parallel", 1, 64),
+        (Parallel, "pipeline", 1, 64),
     ],
 )
 def test_whole_numbers_are_checked_at_both_ends_of_their_range(kind, field, low, high):
-    required = {Workload: {"model": "m", "hardware": "h", "context": 1}, Plan: {"workload": WORKLOAD}}.get(kind, {})
+    required = {Workload: {"model": "m", "hardware": "h", "context": 1}}.get(kind, {})
     for value in (low, high):
         assert getattr(kind(**{**required, field: value}), field) == value
     for value in (low - 1, high + 1, float(low), 10**400):
-        with pytest.raises(PlanError, match=rf"^{field} is .*; allowed: a whole number from {low} to {high}$"):
+        with pytest.raises(ValueError, match=rf"^{field} is .*; allowed: a whole number from {low} to {high}$"):
             kind(**{**required, field: value})
 
 
@@ -274,3 +276,12 @@ def test_derived_values():
     assert plan.workload.final_context == 4096 + 1024
     assert plan.weights.draft_differs
     assert plan.kv.target_bits == 8
+
+
+def test_degrees_are_in_files_of_several_gpus_alone_and_files_of_tensor_parallelism_are_read() -> None:
+    """A plan of one GPU is written as before; `tensor_parallel` beside the axes is the degree of earlier files."""
+    plain, parallel = preset("int8", WORKLOAD), Parallel(2, 4, 1, expert=True)
+    assert "parallel" not in plain.to_dict()["workload"] and plain.to_dict()["tensor_parallel"] == 1
+    divided = replace(plain, workload=replace(WORKLOAD, parallel=parallel))
+    assert Plan.from_json(divided.to_json()) == divided and divided.to_dict()["tensor_parallel"] == 2
+    assert Plan.from_dict(plain.to_dict() | {"tensor_parallel": 8}).parallel == Parallel(8)

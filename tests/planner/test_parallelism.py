@@ -1,0 +1,58 @@
+"""Degrees of parallelism: which are tried, which is chosen, and that every question follows."""
+
+import pytest
+
+from ridgeplan.planner import PlanError, SearchOptions, estimate, fit, grid_sweep, recommend
+from ridgeplan.planner.parallelism import possible_degrees
+from ridgeplan.planner.queries import fit as fitting
+from ridgeplan.planner.queries.cost import serving_cost
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.parallel import SINGLE, Parallel
+
+LLAMA, QWEN = "Llama-3.1-70B", "Qwen3-235B-A22B"
+
+
+def test_degrees_divide_the_gpus_and_named_ones_stay():
+    llama, qwen = load_shape(LLAMA), load_shape(QWEN)
+    assert set(possible_degrees(SearchOptions(gpus=4), llama)) == {
+        SINGLE, Parallel(2), Parallel(4), Parallel(1, 2), Parallel(2, 2), Parallel(1, 4),
+    }  # fmt: skip
+    assert possible_degrees(SearchOptions(tensor_parallel=2, pipeline_parallel=3), llama) == (Parallel(2, 3),)
+    routed = possible_degrees(SearchOptions(gpus=2, tensor_parallel=1), qwen)
+    assert {Parallel(1, 1, 2), Parallel(1, 1, 2, expert=True)} <= set(routed)
+    with pytest.raises(PlanError, match="the degrees 3 do not divide 4 GPUs"):
+        possible_degrees(SearchOptions(gpus=4, tensor_parallel=3), llama)
+
+
+def test_recommend_chooses_degrees_and_says_why_others_lost():
+    answer = recommend(LLAMA, "h100", "32k", gpus=4, quality="exact")
+    chosen, *others = answer.degrees
+    assert (answer.plan.parallel, answer.backend, chosen.verdict) == (Parallel(4), "vllm", "")
+    assert chosen.tpot_ms == pytest.approx(answer.predicted.best.tpot_ms)
+    verdicts = {choice.parallel: choice.verdict for choice in others}
+    assert verdicts[SINGLE].startswith("does not fit") and "stages in turn" in verdicts[Parallel(2, 2)]
+    assert any("4 GPUs (tp 4) over NVLink 4: vLLM executes the plan" in note for note in answer.notes)
+    assert "degrees: tp 4: " in answer.explain() and answer.to_dict()["degrees"][0]["degrees"] == "tp 4"
+
+
+def test_one_gpu_is_the_same_question_as_before():
+    plain, one = (recommend("Llama-3.1-8B", "h200", "8k", backend="vllm", **more) for more in ({}, {"gpus": 1}))
+    assert one.to_dict() == plain.to_dict() and not one.degrees
+    with pytest.raises(PlanError, match="backend is any; allowed on several GPUs: vllm, sglang"):
+        recommend("Llama-3.1-8B", "h200", "8k", gpus=2, backend="any")
+
+
+def test_the_other_questions_follow(monkeypatch):
+    """What fits, costs and takes how long on 8 GPUs where one is too small."""
+    options = SearchOptions(gpus=8, pipeline_parallel=1, expert_parallel=False)
+    reached = fit("DeepSeek-V3", "h200", batches=(1,), contexts=(32_768,), options=options)
+    assert reached.contexts[0].context == load_shape("DeepSeek-V3").max_context and reached.batches[0].batch > 4
+    monkeypatch.setattr(fitting, "list_hardware", lambda: (load_hardware("h200"),))
+    (row,) = fitting.fit_gpus("DeepSeek-V3", 32_768, 1)
+    assert (row.gpus, row.fits) == (8, True)
+    (row,) = serving_cost(LLAMA, {"h100": 2.0}, 8192, batches=(16,), tensor_parallel=4).rows
+    assert row.gpus == 4 and row.dollars_per_million == pytest.approx(8 / 3600 / row.tokens_per_s * 1e6)
+    swept = grid_sweep(LLAMA, "h100", {"batch": (1, 64)}, gpus=4).table()
+    assert {row["plan"].rpartition(", ")[2] for row in swept} == {"tp 4"}
+    assert estimate(LLAMA, "h100", 8192, preset="int8", gpus=4).plan.parallel == Parallel(4)
