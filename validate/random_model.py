@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
+from ridgeplan.roofline.catalog.layers import MLP, Routing
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import RoundKind, round_shape
 from ridgeplan.roofline.latency import Device
@@ -28,6 +29,7 @@ from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.kv.storage import KVStore
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
+from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
 from ridgeplan.runtime.model.norms import RMSNorm
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights, WeightFormat
@@ -74,7 +76,8 @@ class RandomDecoder:
         """Random weights, different in every layer, so that a step reads them from memory."""
         hidden = self.shape.hidden
         embedding = self.bench.random(self.shape.vocab, hidden)
-        layers = tuple(self._layer() for _ in range(self.shape.layers))
+        mlps = [group.mlp for group in self.shape.layer_groups for _ in range(group.count)]
+        layers = tuple(self._layer(mlp) for mlp in mlps)
         norm = RMSNorm(self.bench.random(hidden), self.decoder.config.norm_eps)
         return DecoderWeights(embedding, layers, norm, Dense(embedding))
 
@@ -83,12 +86,30 @@ class RandomDecoder:
         shape = (self.cache.config.batch, queries)
         return torch.randint(self.shape.vocab, shape, device=self.bench.device)
 
-    def _layer(self) -> LayerWeights:
-        shape, random = self.shape, self.bench.random
+    def _dense(self, outputs: int, inputs: int, bias: Tensor | None = None) -> Dense:
+        return Dense(self.bench.random(outputs, inputs) / inputs**0.5, bias)  # keeps activations near 1
 
-        def dense(outputs: int, inputs: int, bias: Tensor | None = None) -> Dense:
-            return Dense(random(outputs, inputs) / inputs**0.5, bias)  # keeps activations near 1
+    def _mlp(self, mlp: MLP | None) -> GatedMLP | RoutedMLP:
+        """A dense MLP, or experts with a random router, which spreads tokens evenly; experts are copies of one."""
+        assert mlp is not None, "the runtime executes layers with attention and an MLP"
+        hidden = self.shape.hidden
 
+        def gated(width: int) -> GatedMLP:
+            return GatedMLP(self._dense(2 * width, hidden), self._dense(hidden, width))
+
+        if not mlp.experts:
+            return gated(mlp.intermediate)
+        width = mlp.expert_intermediate
+        gate_up, down = (
+            StackedExperts.of(self._dense(*sizes).weight.repeat(mlp.experts, 1, 1))
+            for sizes in ((2 * width, hidden), (hidden, width))
+        )
+        shared = gated(mlp.shared_intermediate) if mlp.shared_intermediate else None
+        router = self._dense(mlp.experts, hidden).weight
+        return RoutedMLP(router, Routing(per_token=mlp.experts_per_token), gate_up, down, shared=shared)
+
+    def _layer(self, mlp: MLP | None) -> LayerWeights:
+        shape, random, dense = self.shape, self.bench.random, self._dense
         projected, heads = shape.q_width + 2 * shape.kv_width, shape.q_heads + shape.kv_heads
 
         def norm(*sizes: int) -> RMSNorm:
@@ -102,7 +123,7 @@ class RandomDecoder:
                 qk_norm=norm(heads, shape.head_dim) if shape.qk_norm else None,
             ),
             mlp_norm=norm(shape.hidden),
-            mlp=GatedMLP(dense(2 * shape.intermediate, shape.hidden), dense(shape.hidden, shape.intermediate)),
+            mlp=self._mlp(mlp),
         )
 
 
@@ -193,7 +214,7 @@ class RandomModel:
         return self._quantized(WeightFormat(4, plan.weights.group)) if plan.weights.draft_copy else self.target(plan)
 
     def _quantized(self, kind: WeightFormat) -> DecoderWeights:
-        """Weights as codes. Packing is slow, so all layers are copies of the first."""
+        """Weights as codes. Packing is slow, so layers are copies of the first dense or routed one."""
         if kind not in self.quantized:
             self.quantized[kind] = self._packed(kind)
         return self.quantized[kind]
@@ -203,8 +224,9 @@ class RandomModel:
             assert isinstance(linear, Dense)
             return quantized_linear(linear, kind)
 
-        first = self.weights.layers[0].with_projections(packed)
-        layers = tuple(first.with_projections(copy.deepcopy) for _ in self.weights.layers)
+        firsts = {type(layer.mlp): layer for layer in reversed(self.weights.layers)}
+        codes = {kind_of_mlp: layer.with_projections(packed) for kind_of_mlp, layer in firsts.items()}
+        layers = tuple(codes[type(layer.mlp)].with_projections(copy.deepcopy) for layer in self.weights.layers)
         return dataclasses.replace(self.weights, layers=layers, head=packed(self.weights.head))
 
 

@@ -47,6 +47,21 @@ def test_plain_rounds_have_no_draft() -> None:
     assert (times.draft_s, times.total_s, times.spread) == (0, 2.5, 0)
 
 
+def test_rounds_of_routed_experts_run_behind_a_dense_layer(h200_profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_busy", lambda spread: False)
+    sizes = {"experts": 6, "experts_per_token": 2, "expert_intermediate": 32, "shared_experts_intermediate": 32}
+    shape = replace(SHAPE, dense_layers=1, **sizes)
+    model = RandomModel.build(shape, CPU, Machine.of(h200_profile))
+    plan = preset("quantspec-weights", Workload("random", "h200", 700, 256, batch=2))
+    assert measured_round(model, plan).verify_s > 0
+    assert [type(layer.mlp).__name__ for layer in model.target(plan).layers] == ["GatedMLP", "RoutedMLP"]
+    matrices = sum(linear.bytes for layer in model.weights.layers for linear in layer.projections)
+    routers = sum(layer.mlp.router.nbytes for layer in model.weights.layers[1:])
+    assert matrices + routers == 4 * (
+        shape.mixer_params + shape.dense_params + shape.expert_params + shape.router_params
+    )
+
+
 @pytest.mark.parametrize(
     "name", ["autoregressive", "int8", "quantspec", "quantspec-exact", "quantspec-weights", "int4-weights"]
 )
