@@ -14,7 +14,9 @@ MAX_TOKENS = 1 << 24  # the longest context that a plan may have
 MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core tile
 
 # Model families that the runtime executes, as `model_type` of a Hugging Face config names them.
-EXECUTABLE_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+EXECUTABLE_ARCHITECTURES = (
+    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
+)  # fmt: skip
 
 # This package's cache keeps every token of a layer with a sliding window. Families that it does not execute are priced
 # as engines run them, which free what has left the window.
@@ -24,6 +26,7 @@ WHOLE_WINDOW_ARCHITECTURES = EXECUTABLE_ARCHITECTURES
 # heads at once as PREFILL_ATTENDED_TOKENS / tokens allows.
 PREFILL_CHUNK_TOKENS = 4096  # enough rows for full speed, few enough for a small workspace
 PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
+STATE_PIECE_TOKENS = 512  # of a prompt that go through a recurrent state together, in float32
 
 # cuDNN plans its attention anew for every length of a prompt, 62 ms each on an H200. Prompts from PADDED_PROMPT_TOKENS
 # on attend at the next multiple of PROMPT_STEP_TOKENS, so that few lengths are ever planned: with the layers of an 8B

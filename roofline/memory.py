@@ -166,7 +166,7 @@ def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term, held: T
     """
     kv_width, attending = shape.kv_elements_per_token_per_layer / 2, execution.padded_prompt(tokens)
     keys = (held + attending) * kv_width * element_bytes
-    return tokens * shape.hidden * element_bytes, attending * shape.q_width * element_bytes, keys, keys
+    return tokens * shape.hidden * element_bytes, attending * shape.mixer_width * element_bytes, keys, keys
 
 
 def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:

@@ -75,6 +75,11 @@ class FilledPrompts(NamedTuple):
     logits: Tensor
 
 
+def longest_pass(cache: Cache) -> int:
+    """Tokens of each row that a pass of the target takes beside verifications."""
+    return TEACHER_FORCED_TOKENS if cache.states is None else min(TEACHER_FORCED_TOKENS, cache.states.queries)
+
+
 class Engine:
     """Executes one plan. The cache is allocated here, for `plan.workload`; one generation runs at a time."""
 
@@ -111,7 +116,7 @@ class Engine:
         elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
         self.scorer = scorer_for(plan)
-        cache_config = KVCacheConfig.of(plan, config.shape.layers, host_layers, spare_bytes)
+        cache_config = KVCacheConfig.of(plan, config.shape.kv_layers, host_layers, spare_bytes)
         embedding = weights.embedding
         head = head and head.for_model(config.shape, embedding)
         self.cache: Cache | None = Cache(config.shape, cache_config, device, embedding.dtype)
@@ -303,7 +308,8 @@ class Engine:
             step = self._teacher_forced_step(speculator)
             stored = [cache.config.stored(len(prompt)) for prompt in request.prompts]
             one_by_one = self._sparse_target is not None or isinstance(step, GraphedStep)
-            passes = cache.config.passes(stored, ids.shape[1], 1 if one_by_one else TEACHER_FORCED_TOKENS)
+            queries = 1 if one_by_one else longest_pass(cache)
+            passes = cache.config.passes(stored, ids.shape[1], queries)
             for part in passes:
                 logits = step(ids[:, part])
                 results.append(kept(logits))
@@ -448,7 +454,7 @@ class Engine:
         assert self.cache is not None, "the engine is open"
         queries = self.cache.config.gamma + 1
         if not isinstance(self._selector, SparseSelector):
-            queries = max(queries, TEACHER_FORCED_TOKENS)
+            queries = max(queries, longest_pass(self.cache))
         return list(self.cache.config.passes([reused], tokens - reused, queries))
 
     def _begin(self, request: Request, speculator: Speculator, longest: int) -> None:

@@ -83,6 +83,8 @@ def load(
         return_freed_memory()  # from now on, so that large activations leave no gaps in the heap
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
+    if config.shape.states:
+        require_executable(plan, config.shape)
     head = _head(plan, retrieval_head, config.shape, model, source)
     plan = plan if head is None else _chosen_by(plan, head)
     if weights is not None and weights.format != _format(plan, config.shape):
@@ -197,9 +199,9 @@ def _chosen_by(plan: Plan, head: Head) -> Plan:
     )
 
 
-def require_executable(plan: Plan) -> None:
-    """Raises UnsupportedPlan, listing what the runtime cannot execute."""
-    missing = missing_execution(plan)
+def require_executable(plan: Plan, shape: ModelShape | None = None) -> None:
+    """Raises UnsupportedPlan, listing what the runtime cannot execute, with `shape` for this model."""
+    missing = missing_execution(plan, shape)
     if missing:
         raise UnsupportedPlan(f"this plan can be estimated but not executed: {'; '.join(missing)}")
 

@@ -106,7 +106,7 @@ def rope_append_reference(
     heads = qkv.unflatten(-1, (-1, head_dim))
     rotated, new_values = heads.split_with_sizes((q_heads + kv_heads, kv_heads), dim=-2)
     if qk_norm is not None:
-        rotated = functional.rms_norm(rotated, (head_dim,), eps=eps) * qk_norm
+        rotated = (functional.rms_norm(rotated, (head_dim,), eps=eps) * qk_norm).to(qkv.dtype)
     queries, new_keys = rotate(rotated, *tables).split_with_sizes((q_heads, kv_heads), dim=-2)
     for store, new in ((keys, new_keys), (values, new_values)):
         for row, at in enumerate(slots.unbind()):

@@ -27,13 +27,25 @@ class DeltaVectors:
     """What a layer has beside its projections.
 
     taps: [channels, W] of the convolution, the last for the token itself. log_decay, step_bias: float32 [Hv], A_log and
-    dt_bias. key_heads: Hk; each serves Hv / Hk consecutive value heads.
+    dt_bias. key_heads: Hk, of `key_dim` K; each serves Hv / Hk consecutive value heads.
     """
 
     taps: Tensor
     log_decay: Tensor
     step_bias: Tensor
     key_heads: int
+    key_dim: int
+
+    @property
+    def inputs(self) -> int:
+        """Numbers that a token brings: channels of the convolution, and two by value head."""
+        return len(self.taps) + 2 * len(self.log_decay)
+
+    @property
+    def state_sizes(self) -> tuple[int, int, int]:
+        """Hv, K and V."""
+        value_heads = len(self.log_decay)
+        return value_heads, self.key_dim, (len(self.taps) - 2 * self.key_heads * self.key_dim) // value_heads
 
 
 class StateRows(NamedTuple):

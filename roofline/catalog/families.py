@@ -17,8 +17,8 @@ class Family:
     head's queries and keys; None: by the key `use_qk_norm`. wide_qk_norm: of all heads together. sliding: which layers
     have the window, where `layer_types` is missing: "all", "even", "pattern" (all but every n-th), "last"
     (`max_window_layers` on), "none". output_gate: attention's output is gated. full_every: every n-th layer has full
-    attention, the others a state. routing: fields of `layers.Routing` beside those that keys give. traits: of
-    `model_shape.TRAITS`."""
+    attention, the others a state. norm_offset: what norms add to their weights as stored. routing: fields of
+    `layers.Routing` beside those that keys give. traits: of `model_shape.TRAITS`."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attention_bias: bool | None = None
@@ -29,6 +29,7 @@ class Family:
     sliding: str = "none"
     output_gate: bool = False
     full_every: int = 0
+    norm_offset: float = 0.0
     routing: Mapping[str, Any] = field(default_factory=dict)
     traits: tuple[str, ...] = ()
 
@@ -37,7 +38,7 @@ _DELTA = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32, "head_dim": 256,
 }  # fmt: skip
-_HYBRID = Family(_DELTA, qk_norm=True, output_gate=True, full_every=4, traits=("partial rotary", "other norms"))
+_HYBRID = Family(_DELTA, qk_norm=True, output_gate=True, full_every=4, norm_offset=1.0, traits=("partial rotary",))
 _GEMMA3 = {  # of transformers' Gemma3TextConfig
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
     "max_position_embeddings": 131072, "rope_theta": 1e6, "tie_word_embeddings": True, "sliding_window_pattern": 6,

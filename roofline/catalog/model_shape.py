@@ -394,6 +394,11 @@ class ModelShape(Checked):
         return self.q_heads * self.head_dim
 
     @property
+    def mixer_width(self) -> int:
+        """Width of the widest output of attention or a recurrent state."""
+        return max([self.q_width, *(state.value_width for state, _ in self.states)])
+
+    @property
     def kv_width(self) -> int:
         """Width of all key heads together, before any latent compression."""
         return self.kv_heads * self.head_dim

@@ -6,6 +6,7 @@ from dataclasses import replace
 from enum import StrEnum
 
 from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.catalog.layers import DELTA_RULE
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
@@ -81,6 +82,9 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"drafter {drafter.kind.value!r}": drafter.kind is DrafterKind.HEAD,
         "an adaptive gamma with a drafter": drafter.active and plan.speculation.adaptive,
         "a cascade over offloaded KV": drafter.cascades and plan.placement.offload,
+        "a retrieval head in a model with recurrent states": shape
+        and shape.states
+        and (drafts.needs_head or plan.attention.selection.needs_head),
         f"{plan.parallel} ({plan.parallel.gpus} GPUs), which vLLM executes,": plan.parallel != SINGLE,
         f"{held} weights as they are stored": held,
         f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape
@@ -188,18 +192,18 @@ def layer_needs(shape: ModelShape) -> list[str]:
     """What a model's layers have beyond those of the families that the runtime executes."""
     attentions = [attention for attention, _ in shape.attentions]
     checks = {
-        "recurrent states": shape.states,
+        "states of other rules": any(state.rule != DELTA_RULE or state.gate_rank for state, _ in shape.states),
         "sliding windows in some layers": shape.window_tokens and shape.window_layers < shape.layers,
         "latent attention": shape.is_mla,
         "experts without a gate": any(mlp.experts and not mlp.gated for mlp, _ in shape.mlps),
         "experts beside a dense MLP": any(mlp.experts and mlp.intermediate for mlp, _ in shape.mlps),
         "experts on a projected stream": any(mlp.expert_hidden for mlp, _ in shape.mlps),
-        "a gated attention output": any(attention.gate_width for attention in attentions),
         "a cache that layers share": any(attention.shares_cache for attention in attentions),
         "heads of several sizes": len({(attention.kv_heads, attention.head_dim) for attention in attentions}) > 1,
         "norms after blocks": shape.sandwich_norms,
     }
-    return [*(name for name, needed in checks.items() if needed), *shape.traits]
+    traits = (trait for trait in shape.traits if trait != "partial rotary")  # which the runtime executes
+    return [*(name for name, needed in checks.items() if needed), *traits]
 
 
 def as_loaded(shape: ModelShape) -> ModelShape:

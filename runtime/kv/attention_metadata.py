@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from ridgeplan.kernels.attention.scores import ScoreRequest
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+
+if TYPE_CHECKING:
+    from ridgeplan.runtime.kv.states import StateStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +72,14 @@ class KVAccess(Protocol):
 
     def full(self, layer: int) -> tuple[Tensor, Tensor]:
         """Full-precision keys and values [rows, kv_heads, slots, head_dim], which the pass appends to."""
+
+    @property
+    def accepted(self) -> Tensor:
+        """int32 [rows], tokens of each row's text that the target has accepted."""
+
+    @property
+    def states(self) -> StateStore | None:
+        """Recurrent states of layers without attention, if the model has any."""
 
     def layer_kv(self, layer: int, metadata: AttentionMetadata) -> AbstractContextManager[LayerKV]:
         """What attention reads of a layer, inside the body."""

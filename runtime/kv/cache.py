@@ -22,6 +22,7 @@ from ridgeplan.kernels.selection.draft_planes import DraftPlanes, TwoBitKeys
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, LayerKV
 from ridgeplan.runtime.kv.config import KVCacheConfig
+from ridgeplan.runtime.kv.states import StateStore
 from ridgeplan.runtime.kv.storage import CodedLayers, KVStore
 from ridgeplan.runtime.offload.host_store import HostKVStore
 from ridgeplan.runtime.offload.movable import movable_layers
@@ -37,24 +38,26 @@ class Cache:
     stored token in full precision; bf16+int4 adds upper codes for drafts.
     lengths, ends: int32 [batch], stored tokens of each row in the layers that hold most, and the length at which its
     generation stops. evicted: int32 [batch], tokens of the text that even these layers no longer hold. fewer: int32
-    [stores or more, batch], stored tokens that the layers of each store hold less than `lengths`.
+    [stores or more, batch], stored tokens that the layers of each store hold less than `lengths`. Layers are those
+    with attention; recurrent states of the others are in `states`.
     """
 
     def __init__(self, model: ModelShape, config: KVCacheConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.rows = config.batch
-        self.layers, self.q_heads, self.kv_heads = model.layers, model.q_heads, model.kv_heads
-        self.first_on_host = model.layers - config.host_layers
+        self.layers, self.q_heads, self.kv_heads = model.kv_layers, model.q_heads, model.kv_heads
+        self.first_on_host = self.layers - config.host_layers
         self.movable = movable_layers(model, config, device, dtype)
         self.stores: list[KVStore | HostKVStore] = (
             self.movable.stores(self.first_on_host)
             if self.movable
             else [
                 (HostKVStore if on_host else KVStore).allocate(model, config, len(list(same)), tokens, device, dtype)
-                for (tokens, on_host), same in groupby(range(model.layers), self._kind)
+                for (tokens, on_host), same in groupby(range(self.layers), self._kind)
             ]
         )
         self._places = _places(self.stores)
+        self.states = StateStore.allocate(model, config, device, dtype)
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.longest)
         self.evicted = torch.zeros_like(self.lengths)
@@ -71,9 +74,9 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """Storage on the device of keys, values, codes and planes, and of layers on their way from the host."""
+        """Storage on the device: keys, values, codes, planes, layers on their way from the host, and states."""
         stored = self.movable.bytes if self.movable else sum(store.bytes for store in self.stores)
-        return stored + (self.stream.bytes if self.stream else 0)
+        return stored + sum(each.bytes for each in (self.stream, self.states) if each)
 
     @property
     def keys(self) -> Tensor:
@@ -113,10 +116,13 @@ class Cache:
     def resume(self, tokens: int) -> bool:
         """Drops all but the first `tokens` of the first row, which can then grow again; returns whether that is exact.
 
-        What is already codes cannot become full precision again, nor does a selector take back what it has scored.
+        What is already codes cannot become full precision again, nor does a selector take back what it has scored, nor
+        does a recurrent state forget a token.
         """
         held, group = int(self.lengths[0]), self.config.group
         if not tokens <= held or tokens // group != held // group:
+            return False
+        if self.states and tokens < int(self.states.committed[0]):
             return False
         self.rows = 1
         self.lengths[0] = tokens
@@ -157,6 +163,11 @@ class Cache:
         lengths, group = self.lengths[: self.rows], self.config.group
         max_tokens = (self.ends[: self.rows] - lengths).clamp_min(1)
         return torch.minimum(max_tokens, group - lengths % group) if self.config.target_uses_codes else max_tokens
+
+    @property
+    def accepted(self) -> Tensor:
+        """int32 [rows], tokens of each row's text, whether or not layers still hold them."""
+        return (self.lengths + self.evicted)[: self.rows]
 
     def store_of(self, layer: int) -> int:
         """The number of the store that holds a layer."""
@@ -301,6 +312,8 @@ class Cache:
         kept = self.config.kept(tokens) or (tokens,) * self.layers
         longest = max(kept)
         self.lengths[row] = self.prompt_tokens[row] = longest
+        if self.states:
+            self.states.committed[row] = tokens
         self.evicted[row] = tokens - longest
         if len(self.stores) > 1:
             fewer = [longest - kept[self._places.index((store, 0))] for store in range(len(self.stores))]

@@ -16,7 +16,10 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 
+from ridgeplan.kernels.state import DeltaVectors
+from ridgeplan.roofline.catalog.families import INNER_TYPES
 from ridgeplan.roofline.catalog.files import read_document
+from ridgeplan.roofline.catalog.layers import State
 from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, PACKED_FORMATS, ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
@@ -26,10 +29,19 @@ from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.linear import Dense, GatedMLP
 from ridgeplan.runtime.model.norms import RMSNorm
 from ridgeplan.runtime.model.packed_weights import PackedTensors
-from ridgeplan.runtime.model.weights import MLP, AttentionWeights, DecoderWeights, LayerWeights, tensors_of
+from ridgeplan.runtime.model.weights import (
+    MLP,
+    AttentionWeights,
+    DecoderWeights,
+    DeltaWeights,
+    LayerWeights,
+    TokenMixer,
+    tensors_of,
+)
 
 Part = TypeVar("Part")
 Take = Callable[..., Any]  # the tensor of a name, or a default
+ALTERNATING = ("in_proj_qkvz", "in_proj_ba")  # Qwen3-Next's projections of a gated delta rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +65,14 @@ class StateDict:
         embedding = _copied(self.tensors.pop("model.embed_tokens.weight"), device)
         head = self.tensors.pop("lm_head.weight", None)
         head_weight = embedding if self.config.shape.tied_embeddings or head is None else _copied(head, device)
-        norm = RMSNorm(_copied(self.tensors.pop("model.norm.weight"), device), self.config.norm_eps)
+        norm = _norm(self.config, self.tensors.pop("model.norm.weight"), device)
         return self._finite(DecoderWeights(embedding, (), norm, Dense(head_weight)))
 
     def layers(self, device: torch.device, keep: bool = False) -> Iterator[LayerWeights]:
         """The layers on `device`, one after another; unless `keep`, each is dropped here."""
         take = self.tensors.get if keep else self.tensors.pop
         for index in range(self.config.shape.layers):
-            yield self._finite(_layer(self.config, take, f"model.layers.{index}.", device))
+            yield self._finite(_layer(self.config, index, take, f"model.layers.{index}.", device))
 
     def _finite(self, part: Part) -> Part:
         for tensor in tensors_of(part):
@@ -77,7 +89,13 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, copy=True)
 
 
-def _layer(config: DecoderConfig, take: Take, prefix: str, device: torch.device) -> LayerWeights:
+def _norm(config: DecoderConfig, weight: Tensor, device: torch.device) -> RMSNorm:
+    """A norm by its weight as stored; with an offset in float32, which the model's dtype would round."""
+    whole = weight.float() + config.norm_offset if config.norm_offset else weight
+    return RMSNorm(_copied(whole, device), config.norm_eps)
+
+
+def _layer(config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device) -> LayerWeights:
     def fused(*names: str) -> Dense:
         weight = torch.cat([take(f"{prefix}{name}.weight") for name in names])
         biases = [take(f"{prefix}{name}.bias", None) for name in names]
@@ -85,15 +103,21 @@ def _layer(config: DecoderConfig, take: Take, prefix: str, device: torch.device)
         return Dense(weight.to(device), torch.cat(present).to(device) if present else None)
 
     def norm(name: str) -> RMSNorm:
-        return RMSNorm(_copied(take(f"{prefix}{name}.weight"), device), config.norm_eps)
+        return _norm(config, take(f"{prefix}{name}.weight"), device)
 
+    settings = config.layers[index]
+    mixer: TokenMixer
+    if settings.state:
+        vectors = _delta_vectors(settings.state, take, f"{prefix}linear_attn.", device)
+        gated_norm = RMSNorm(_copied(take(f"{prefix}linear_attn.norm.weight"), device), config.norm_eps)
+        inputs = Dense(_delta_inputs(settings.state, take, f"{prefix}linear_attn.").to(device))
+        mixer = DeltaWeights(inputs, vectors, gated_norm, fused("linear_attn.out_proj"))
+    else:
+        (qkv, gate), output = _attention_inputs(config, index, take, prefix, device), fused("self_attn.o_proj")
+        mixer = AttentionWeights(qkv, output, _qk_norm(config, index, take, prefix, device), gate)
     return LayerWeights(
         mixer_norm=norm("input_layernorm"),
-        mixer=AttentionWeights(
-            qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            output=fused("self_attn.o_proj"),
-            qk_norm=_qk_norm(config, take, prefix, device),
-        ),
+        mixer=mixer,
         mlp_norm=norm("post_attention_layernorm"),
         mlp=_mlp(config, take, prefix, device, fused),
     )
@@ -135,13 +159,64 @@ def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, f
     )
 
 
-def _qk_norm(config: DecoderConfig, take: Take, prefix: str, device: torch.device) -> RMSNorm | None:
+def _attention_inputs(
+    config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device
+) -> tuple[Dense, Dense | None]:
+    """The projections to queries, keys and values, and to the output's gate, whose rows alternate with the queries'.
+
+    Channels of a partial rotary embedding are reordered, see `Rotary.channels`.
+    """
+    attention, channels = config.layers[index].attention, config.layer_rotary(index).channels
+    assert attention is not None, "the layer has attention"
+
+    def rows(kind: str) -> tuple[Tensor | None, Tensor | None]:
+        q, k, v = (take(f"{prefix}self_attn.{name}_proj.{kind}", None) for name in "qkv")
+        if q is None:
+            return None, None
+        gate = None
+        if attention.gate_width:
+            q, gate = (part.flatten(0, 1) for part in q.unflatten(0, (attention.q_heads, 2, -1)).unbind(1))
+        if channels is not None:
+            q, k = (part.unflatten(0, (-1, attention.head_dim))[:, channels].flatten(0, 1) for part in (q, k))
+        return torch.cat([q, k, v]).to(device), None if gate is None else _copied(gate, device)
+
+    (qkv, gate), (qkv_bias, gate_bias) = rows("weight"), rows("bias")
+    assert qkv is not None, "checked when it was read"
+    return Dense(qkv, qkv_bias), None if gate is None else Dense(gate, gate_bias)
+
+
+def _qk_norm(config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device) -> RMSNorm | None:
     """Norms of each head, one row per query head and KV head, so that one operation applies both."""
     q_norm, k_norm = (take(f"{prefix}self_attn.{name}_norm.weight", None) for name in "qk")
     if q_norm is None:
         return None
-    rows = [q_norm.expand(config.shape.q_heads, -1), k_norm.expand(config.shape.kv_heads, -1)]
-    return RMSNorm(torch.cat(rows).to(device), config.norm_eps)
+    rows = torch.cat([q_norm.expand(config.shape.q_heads, -1), k_norm.expand(config.shape.kv_heads, -1)])
+    channels = config.layer_rotary(index).channels
+    return _norm(config, rows if channels is None else rows[:, channels], device)
+
+
+def _delta_inputs(state: State, take: Take, prefix: str) -> Tensor:
+    """Rows of a gated delta rule's projections in the order of `DeltaWeights.inputs`.
+
+    Qwen3.5 stores them apart. Qwen3-Next stores those of each key head together: its query, key, values and gates, and
+    its step sizes and decays.
+    """
+    names = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
+    apart = [take(f"{prefix}{name}.weight", None) for name in names]
+    if apart[0] is not None:
+        return torch.cat(apart)
+    values = state.value_heads // state.key_heads
+    mixed, steering = (take(f"{prefix}{name}.weight").unflatten(0, (state.key_heads, -1)) for name in ALTERNATING)
+    widths = (state.key_dim, state.key_dim, values * state.value_dim, values * state.value_dim)
+    q, k, v, gate = mixed.split_with_sizes(widths, dim=1)
+    step, decay = steering.split_with_sizes((values, values), dim=1)
+    return torch.cat([part.flatten(0, 1) for part in (q, k, v, step, decay, gate)])
+
+
+def _delta_vectors(state: State, take: Take, prefix: str, device: torch.device) -> DeltaVectors:
+    taps = _copied(take(f"{prefix}conv1d.weight")[:, 0], device)
+    by_head = (_copied(take(f"{prefix}{name}").float(), device) for name in ("A_log", "dt_bias"))
+    return DeltaVectors(taps, *by_head, state.key_heads, state.key_dim)
 
 
 # Left out, transformers asks on stdin whether a checkpoint's own Python may run.
@@ -164,7 +239,7 @@ def import_model_code(source: str, shape: ModelShape) -> None:
     """Imports transformers' modules of the model in `source`, which `load_state_dict` needs. Raises ModelError."""
     if shape.weight_bits.format in PACKED_FORMATS:
         return
-    config = load_config(source)
+    config = load_config(source).get_text_config()
     with _reading(source), torch.device("meta"):
         _require_layers(source, shape.layers)
         transformers.AutoModelForCausalLM.from_config(config, **EAGER, **UNTRUSTED)
@@ -183,7 +258,7 @@ def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype) -> 
     shape = decoder.shape
     if shape.weight_bits.format in PACKED_FORMATS:
         return StateDict(source, decoder, open_packed(source, shape, dtype))
-    config = load_config(source)
+    config = load_config(source).get_text_config()
     vars(config).pop("transformers_weights", None)  # it may name a pickle
     options = {
         "config": config, "dtype": dtype, "output_loading_info": True, "use_safetensors": True,
@@ -285,6 +360,8 @@ def _require_decoder(config: bytes) -> None:
     """Raises ValueError for what transformers would turn into lists of any length before it is known to be wrong."""
     keys = json.loads(config)
     kind = keys.get("model_type") if isinstance(keys, dict) else None
+    if isinstance(kind, str) and kind in INNER_TYPES:
+        kind, keys = INNER_TYPES[kind], keys.get("text_config") or {}
     if kind not in EXECUTABLE_ARCHITECTURES:
         raise ValueError(f"model_type is {brief(kind)}; supported: {', '.join(EXECUTABLE_ARCHITECTURES)}")
     for name, limit in (("num_hidden_layers", MAX_LAYERS), ("num_labels", MAX_LABELS)):

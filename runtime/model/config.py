@@ -11,6 +11,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ridgeplan.roofline.catalog.config_json import routing_of, shape_from_config
+from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats, trained_context
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
@@ -27,6 +28,7 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     source: where the model was read from. Raises ModelError for families, activations, sizes or rotary embeddings
     that the decoder does not support.
     """
+    hub = hub.get_text_config()
     _require(hub.model_type in EXECUTABLE_ARCHITECTURES, "model_type", hub.model_type, EXECUTABLE_ARCHITECTURES)
     _require(hub.hidden_act == "silu", "hidden_act", hub.hidden_act, ("silu",))
     hub = _stretched(hub, yarn_factor)
@@ -39,8 +41,21 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     _require(held in CONVERTED_FORMATS, "weight format", held, loaded_formats())
     if not 0 < hub.rms_norm_eps <= 1:
         raise ModelError(f"the model's rms_norm_eps is {brief(hub.rms_norm_eps)}; allowed: above 0 up to 1")
-    layers = tuple(LayerSettings(shape.group_of(index).attention) for index in range(shape.layers))
-    return DecoderConfig(shape, hub.rms_norm_eps, layers, (_rotary(hub, shape),), routing)
+    family = FAMILIES[hub.model_type]
+    layers = _layer_settings(shape)
+    return DecoderConfig(shape, hub.rms_norm_eps, layers, (_rotary(hub, shape),), routing, family.norm_offset)
+
+
+def _layer_settings(shape: ModelShape) -> tuple[LayerSettings, ...]:
+    """The settings of every layer, numbered by kind: those with attention, and those with a state."""
+    counts = {False: 0, True: 0}
+    layers = []
+    for index in range(shape.layers):
+        group = shape.group_of(index)
+        has_state = group.state is not None
+        layers.append(LayerSettings(group.attention, group.state, place=counts[has_state]))
+        counts[has_state] += 1
+    return tuple(layers)
 
 
 def yarn_frequencies(head_dim: int, theta: float, trained: int, context: int) -> tuple[tuple[float, ...], float]:
@@ -82,12 +97,24 @@ def _rotary(hub: Any, shape: ModelShape) -> Rotary:
     """Rotary frequencies and the factor on cosines and sines (RoPE, linear, YaRN, or Llama 3's)."""
     kind = hub.rope_parameters["rope_type"]
     _require(kind in ROTARY_TYPES, "rope_type", kind, ROTARY_TYPES)
+    width = rotary_width(hub, shape)
     if kind == "default":
-        return Rotary(plain_frequencies(shape))
+        return Rotary(plain_frequencies(shape, width), width=width if width < shape.head_dim else None)
     what = f"the model's rope_parameters are {brief(hub.rope_parameters)}"
     with failures_as(what):
         inverse, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"))
         frequencies = (*inverse.tolist(), float(scale))
-    if inverse.numel() != shape.head_dim // 2 or not all(0 < frequency < math.inf for frequency in frequencies):
-        raise ModelError(f"{what}; allowed: those that give {shape.head_dim // 2} finite frequencies above 0")
-    return Rotary(frequencies[:-1], frequencies[-1])
+    if inverse.numel() != width // 2 or not all(0 < frequency < math.inf for frequency in frequencies):
+        raise ModelError(f"{what}; allowed: those that give {width // 2} finite frequencies above 0")
+    if width < shape.head_dim and scale != 1:  # it would scale channels that do not turn
+        raise ModelError(f"{what}, of {width} of {shape.head_dim} channels; allowed: an attention factor of 1")
+    staying = (0.0,) * ((shape.head_dim - width) // 2)
+    return Rotary(frequencies[:-1] + staying, frequencies[-1], width if staying else None)
+
+
+def rotary_width(hub: Any, shape: ModelShape) -> int:
+    """Channels of a head that turn; the others of partial rotary embeddings stay."""
+    width = int(shape.head_dim * hub.rope_parameters.get("partial_rotary_factor", 1.0))
+    if not 2 <= width <= shape.head_dim or width % 2:
+        raise ModelError(f"{width} of {shape.head_dim} channels turn; allowed: an even number from 2 on")
+    return width

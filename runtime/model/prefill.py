@@ -25,9 +25,18 @@ from torch import Tensor
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, prompt_chunks
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.kv.cache import Cache
+from ridgeplan.runtime.kv.states import StateStore
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.prefill_layer import LayerBuffers, Parts, attend_layer, finish_layer, project_layer
-from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights
+from ridgeplan.runtime.model.prefill_layer import (
+    LayerBuffers,
+    Parts,
+    attend_layer,
+    finish_layer,
+    gate_layer,
+    project_layer,
+    recur_layer,
+)
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, DeltaWeights, LayerWeights
 from ridgeplan.runtime.policies.base import PromptObserver
 from ridgeplan.runtime.policies.eviction_scorer import EvictionScorer, PromptLayer, compact, largest
 from ridgeplan.runtime.sampling import all_finite, require_finite
@@ -64,6 +73,12 @@ class Destination:
     scorer: EvictionScorer | None = None
     observer: PromptObserver | None = None
 
+    @property
+    def states(self) -> StateStore:
+        """The cache's recurrent states, of models that have any."""
+        assert self.cache.states is not None, "the model has recurrent states"
+        return self.cache.states
+
 
 def chunk_bounds(tokens: int, chunk: int) -> list[int]:
     """The starts of chunks of up to `chunk` tokens, and the end. Chunks are of nearly equal size, so none is short."""
@@ -99,6 +114,8 @@ def prefill_all(
     chunk_buffers = LayerBuffers.take(arena, decoder.config.shape, hidden_rows, max(capacities, default=0))
     for buffer in () if whole else chunk_buffers.padded:
         buffer.zero_()  # short chunks leave a part of it unwritten, which is masked but must be finite
+    for destination in destinations if destinations[0].cache.states else ():
+        destination.states.begin_prompt(destination.row)
     kept_layers = _kept_layers(destinations[0], capacities, arena, weights.embedding.dtype) if capacities else []
     for start, stop in pairwise(bounds):
         evicting = [fill.begin(start, stop, kept_layers) for fill in fills]
@@ -106,7 +123,8 @@ def prefill_all(
         position = _common_position(fills, stop)
         hidden, parts = hidden_rows[: len(text)], Parts(stop - start, len(text), chunk_tokens, position - stop)
         torch.index_select(weights.embedding, 0, text, out=hidden)
-        chunk = _ChunkPass(decoder, replace(chunk_buffers, tokens=len(text)), parts, start, fills, kept_layers, whole)
+        buffers = replace(chunk_buffers, tokens=len(text))
+        chunk = _ChunkPass(decoder, buffers, parts, start, destinations, fills, kept_layers, whole)
         for index, layer in enumerate(weights.layers):
             mixed = layer.mixer.prefill(chunk, index, layer, hidden)
             finish_layer(decoder, layer, hidden, mixed, parts)
@@ -128,24 +146,39 @@ class _ChunkPass:
     buffers: LayerBuffers
     parts: Parts
     start: int
+    destinations: Sequence[Destination]
     fills: Sequence[_PromptFill]
     kept_layers: Sequence[_KeptLayer]
     whole: bool
 
     def attend(self, index: int, layer: LayerWeights, attention: AttentionWeights, hidden: Tensor) -> Tensor:
         """Attention's output [tokens, q_heads, head_dim] of layer `index`, whose keys and values are stored."""
-        parts, buffers = self.parts, self.buffers
+        parts, buffers, settings = self.parts, self.buffers, self.decoder.config.layers[index]
         if self.kept_layers:
-            buffers = self.kept_layers[index].ahead_of(buffers)
+            buffers = self.kept_layers[settings.place].ahead_of(buffers)
         project_layer(self.decoder, index, layer, attention, hidden, buffers, parts, self.start)
         masses: dict[Any, Tensor] = {}
         for fill in self.fills:
             fill.choose(index, buffers, masses)
         visible = _common_position(self.fills, buffers.held + parts.tokens)
-        attend_layer(buffers, parts, self.decoder.config.layers[index], windowed=self.whole, visible=visible)
+        attend_layer(buffers, parts, settings, windowed=self.whole, visible=visible)
         for fill in self.fills:
-            fill.store(index, buffers, self.kept_layers)
+            fill.store(settings.place, buffers, self.kept_layers)
+        gate_layer(self.decoder, layer, attention, hidden, buffers, parts)
         return buffers.queries
+
+    def recur(self, index: int, layer: LayerWeights, state: DeltaWeights, hidden: Tensor) -> Tensor:
+        """The state's output [tokens, value heads, value_dim] of layer `index`, whose states are stored."""
+        place, stop = self.decoder.config.layers[index].place, self.start + self.parts.tokens
+        first, *others = self.destinations
+        current, earlier = first.states.states[place, first.row], first.states.earlier(place, first.row, self.start)
+        sizes = self.buffers, self.parts, earlier, current
+        out, last = recur_layer(self.decoder, layer, state, hidden, *sizes)
+        for other in others:
+            other.states.states[place, other.row] = current
+        for destination in self.destinations:
+            destination.states.store_inputs(place, destination.row, stop, last)
+        return out
 
 
 class _PromptFill:
@@ -169,7 +202,7 @@ class _PromptFill:
 
     def kept(self, tokens: int) -> tuple[int, ...]:
         """Tokens that each layer keeps of the prompt's first `tokens`."""
-        return self._destination.cache.config.kept(tokens) or (tokens,) * self._decoder.config.shape.layers
+        return self._destination.cache.config.kept(tokens) or (tokens,) * self._decoder.config.shape.kv_layers
 
     def begin(self, start: int, stop: int, kept_layers: Sequence[_KeptLayer]) -> bool:
         """Begins the chunk from `start` to `stop`; returns whether a layer evicts after it."""
@@ -186,14 +219,15 @@ class _PromptFill:
         tokens, scorer = buffers.held + self._tokens, self._destination.scorer
         rows = self._tokens + len(self.appended)  # without what others append
         self._chosen = None
-        evicts = self._budgets[index] < tokens
+        place = self._decoder.config.layers[index].place
+        evicts = self._budgets[place] < tokens
         if scorer is not None and (evicts or (scorer.accumulates and self._continues)):
             frequencies, rotary_scale = self._decoder.layer_frequencies(index)
             layer = PromptLayer(
-                index=index,
-                layers=self._decoder.config.shape.layers,
+                index=place,
+                layers=self._decoder.config.shape.kv_layers,
                 tokens=tokens,
-                budget=min(self._budgets[index], tokens),
+                budget=min(self._budgets[place], tokens),
                 queries=buffers.queries[:rows],
                 keys=buffers.keys[:, : buffers.held + rows],
                 values=buffers.values[:, : buffers.held + rows],

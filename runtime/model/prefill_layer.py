@@ -6,6 +6,7 @@ of which may lie in a scratch arena, and either one chunk of the MLP or the atte
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,16 +17,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from ridgeplan.kernels.attention import MAX_QUERIES, decode_attention
+from ridgeplan.kernels.state.reference import delta_chunks
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import (
     PADDED_PROMPT_TOKENS,
     PREFILL_ATTENDED_TOKENS,
     PREFILL_CHUNK_TOKENS,
+    STATE_PIECE_TOKENS,
     padded_prompt,
 )
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.model.decoder import Decoder, LayerSettings
-from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, DeltaWeights, LayerWeights
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # cuDNN is about twice as fast as FlashAttention-2 on long prompts (H200, 8k to 128k tokens).
@@ -68,12 +71,14 @@ class Padded(NamedTuple):
 class LayerBuffers:
     """Queries, keys and values of `tokens` tokens, then padding. Every layer of the prompt reuses the buffers.
 
-    The padding is 0, as masked values still enter a product and must be finite. held: number of earlier tokens; their
-    keys and values come first, and they have no queries.
+    The padding is 0, as masked values still enter a product and must be finite. outputs: the queries' memory, flat,
+    which recurrent states use for what they output. held: number of earlier tokens; their keys and values come first,
+    and they have no queries.
     """
 
     tokens: int
     padded: Padded
+    outputs: Tensor
     held: int = 0
 
     @classmethod
@@ -82,11 +87,13 @@ class LayerBuffers:
         tokens, padded = len(hidden), int(padded_prompt(len(hidden)))
         kv_sizes = (1, shape.kv_heads, room + padded, shape.head_dim)
         q_sizes = (padded, shape.q_heads, shape.head_dim)
-        buffers = Padded(*(arena.empty(sizes, hidden.dtype) for sizes in (q_sizes, kv_sizes, kv_sizes)))
+        outputs = arena.empty((padded * shape.mixer_width,), hidden.dtype)
+        queries = outputs[: math.prod(q_sizes)].view(q_sizes)
+        buffers = Padded(queries, *(arena.empty(kv_sizes, hidden.dtype) for _ in "kv"))
         buffers.queries[tokens:] = 0
         buffers.keys[:, :, tokens:] = 0
         buffers.values[:, :, tokens:] = 0
-        return cls(tokens, buffers)
+        return cls(tokens, buffers, outputs)
 
     @property
     def queries(self) -> Tensor:
@@ -116,7 +123,15 @@ class TextPass:
         """Attention's output [tokens, q_heads, head_dim] of layer `index` for hidden [tokens, hidden]."""
         project_layer(self.decoder, index, layer, attention, hidden, self.buffers, self.parts)
         attend_layer(self.buffers, self.parts, self.decoder.config.layers[index])
+        gate_layer(self.decoder, layer, attention, hidden, self.buffers, self.parts)
         return self.buffers.queries
+
+    def recur(self, index: int, layer: LayerWeights, state: DeltaWeights, hidden: Tensor) -> Tensor:
+        """The state's output [tokens, value heads, value_dim] of layer `index` for hidden [tokens, hidden]."""
+        zeros = hidden.new_zeros
+        earlier = zeros(state.vectors.taps.shape[1] - 1, state.vectors.inputs)
+        empty = zeros(state.vectors.state_sizes, dtype=torch.float32)
+        return recur_layer(self.decoder, layer, state, hidden, self.buffers, self.parts, earlier, empty)[0]
 
 
 def prefill_layer(
@@ -198,8 +213,57 @@ def plan_attention(decoder: Decoder, weights: DecoderWeights, arena: Arena, toke
     parts = Parts(tokens, tokens + appended)
     hidden = weights.embedding.new_empty(parts.total, 0)
     buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
-    for settings in set(decoder.config.layers):
+    for settings in {layer.window: layer for layer in decoder.config.layers if layer.attention}.values():
         attend_layer(buffers, parts, settings)
+
+
+def gate_layer(
+    decoder: Decoder,
+    layer: LayerWeights,
+    attention: AttentionWeights,
+    hidden: Tensor,
+    buffers: LayerBuffers,
+    parts: Parts,
+) -> None:
+    """Applies the gate of attention's output in place, of families that have one.
+
+    The gates of a whole text are never held: they are projected in chunks, after attention.
+    """
+    for chunk in parts.chunks if attention.gate else ():
+        normed = decoder.norm(hidden[chunk], None, layer.mixer_norm)[1]
+        buffers.queries[chunk] = attention.gated(buffers.queries[chunk], normed)
+
+
+def recur_layer(
+    decoder: Decoder,
+    layer: LayerWeights,
+    weights: DeltaWeights,
+    hidden: Tensor,
+    buffers: LayerBuffers,
+    parts: Parts,
+    earlier: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What `weights.output` projects, [tokens, value heads, value_dim], and the last inputs of the prompt.
+
+    earlier: [taps - 1, inputs], those ahead of the text. state: float32 [value heads, key_dim, value_dim], updated in
+    place by the prompt's tokens, but not by those appended to it.
+    """
+    value_heads, _, value_dim = state.shape
+    out = buffers.outputs[: parts.total * value_heads * value_dim].view(parts.total, value_heads, value_dim)
+    last = earlier
+    for chunk in parts.chunks:
+        if chunk.start == parts.tokens:
+            state = state.clone()
+        for start in range(chunk.start, chunk.stop, STATE_PIECE_TOKENS):
+            piece = slice(start, min(start + STATE_PIECE_TOKENS, chunk.stop))
+            projected = weights.inputs(decoder.norm(hidden[piece], None, layer.mixer_norm)[1])
+            mixed = delta_chunks(projected, earlier, state, weights.vectors)
+            out[piece] = weights.gated(mixed, projected).view_as(mixed)
+            earlier = torch.cat([earlier, projected[:, : earlier.shape[1]]])[-len(earlier) :]
+        if chunk.stop <= parts.tokens:
+            last = earlier
+    return out, last
 
 
 def finish_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, mixed: Tensor, parts: Parts) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from ridgeplan.kernels.state import DeltaVectors, delta_step, gated_rms_norm
 from ridgeplan.runtime.model.linear import Int4, Int8, Linear
 from ridgeplan.runtime.model.norms import Norm, RMSNorm
 
@@ -43,6 +44,9 @@ class PromptPass(Protocol):
     def attend(self, index: int, layer: LayerWeights, attention: AttentionWeights, hidden: Tensor) -> Tensor:
         """Attention's output [tokens, q_heads, head_dim] of layer `index` for hidden [tokens, hidden]."""
 
+    def recur(self, index: int, layer: LayerWeights, state: DeltaWeights, hidden: Tensor) -> Tensor:
+        """The state's output [tokens, value heads, value_dim] of layer `index` for hidden [tokens, hidden]."""
+
 
 class MLP(Protocol):
     """Weights of a layer's MLP, dense or routed."""
@@ -62,31 +66,79 @@ class MLP(Protocol):
 class AttentionWeights:
     """Attention of one layer. qkv: projections to queries, keys and values, stacked in this order.
 
-    qk_norm: of [q_heads + kv_heads, head_dim], for families that normalize each head's queries and keys.
+    qk_norm: of [q_heads + kv_heads, head_dim], for families that normalize each head's queries and keys. gate: to
+    [q_heads head_dim], for families whose output is gated.
     """
 
     qkv: Linear
     output: Linear
     qk_norm: RMSNorm | None = None
+    gate: Linear | None = None
 
     @property
     def projections(self) -> tuple[Linear, ...]:
         """The matrix products that a plan may quantize."""
-        return self.qkv, self.output
+        return (self.qkv, self.output) if self.gate is None else (self.qkv, self.gate, self.output)
 
     def with_projections(self, change: Callable[[Linear], Linear]) -> AttentionWeights:
         """The same attention with `change` applied to each projection."""
-        return dataclasses.replace(self, qkv=change(self.qkv), output=change(self.output))
+        gate = None if self.gate is None else change(self.gate)
+        return dataclasses.replace(self, qkv=change(self.qkv), gate=gate, output=change(self.output))
+
+    def gated(self, attended: Tensor, normed: Tensor) -> Tensor:
+        """Attention's output [..., q_heads, head_dim] times its gate, if it has one."""
+        return attended if self.gate is None else attended * self.gate(normed).sigmoid_().view(attended.shape)
 
     def step(self, decoder: Decoder, index: int, normed: Tensor, step: Step) -> Tensor:
         """Attention of the step's tokens over the cache, which their keys and values enter."""
-        reads, tables = step.metadata.layer_metadata(index), step.tables[decoder.config.layers[index].rotary]
-        q = decoder.project(index, self, normed, tables, *step.cache.full(index), reads.slots)
-        return self.output(decoder.attend(index, step.cache, reads, q).flatten(2))
+        settings = decoder.config.layers[index]
+        reads, tables = step.metadata.layer_metadata(settings.place), step.tables[settings.rotary]
+        q = decoder.project(index, self, normed, tables, *step.cache.full(settings.place), reads.slots)
+        return self.output(self.gated(decoder.attend(index, step.cache, reads, q), normed).flatten(2))
 
     def prefill(self, prompt: PromptPass, index: int, layer: LayerWeights, hidden: Tensor) -> Tensor:
         """Attention of a prompt's tokens, whose keys and values the pass keeps."""
         return prompt.attend(index, layer, self, hidden)
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaWeights:
+    """A gated delta rule in place of attention (kernels/state).
+
+    inputs: projections to queries, keys and values, step sizes and decays by head, and the output's gate, stacked in
+    this order. vectors: which drafts share, as their passes put accepted tokens into the states, too. norm: of each
+    head's output.
+    """
+
+    inputs: Linear
+    vectors: DeltaVectors
+    norm: RMSNorm
+    output: Linear
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The matrix products that a plan may quantize."""
+        return self.inputs, self.output
+
+    def with_projections(self, change: Callable[[Linear], Linear]) -> DeltaWeights:
+        """The same state with `change` applied to each projection."""
+        return dataclasses.replace(self, inputs=change(self.inputs), output=change(self.output))
+
+    def gated(self, out: Tensor, projected: Tensor) -> Tensor:
+        """The rule's output [..., value heads, value_dim] as `output` projects it, of projected [..., inputs]."""
+        gate = projected[..., -out.shape[-2] * out.shape[-1] :]
+        return gated_rms_norm(out, gate, self.norm.weight, self.norm.eps)
+
+    def step(self, decoder: Decoder, index: int, normed: Tensor, step: Step) -> Tensor:
+        """The rule for the step's tokens, which only later passes put into the states."""
+        assert step.cache.states is not None and step.accepted is not None, "the cache has the model's states"
+        projected = self.inputs(normed)
+        rows = step.cache.states.rows(decoder.config.layers[index].place, step.accepted)
+        return self.output(self.gated(delta_step(projected, rows, step.metadata.positions, self.vectors), projected))
+
+    def prefill(self, prompt: PromptPass, index: int, layer: LayerWeights, hidden: Tensor) -> Tensor:
+        """The rule for a prompt's tokens, after which the pass keeps the state."""
+        return prompt.recur(index, layer, self, hidden)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,7 +50,7 @@ class HostCodes(SlotStore):
         pairs = (rows, model.kv_heads, groups, model.head_dim)
         scale, minimum = (torch.zeros(pairs, dtype=torch.float16, device=device) for _ in "sm")
         staged = QuantizedKV.allocate(rows, model.kv_heads, 1, config.group, model.head_dim, device, lower=True)
-        return cls(config, keys, values, held, SlotTables(), model.layers - layers, scale, minimum, staged)
+        return cls(config, keys, values, held, SlotTables(), model.kv_layers - layers, scale, minimum, staged)
 
     @property
     def bytes(self) -> int:

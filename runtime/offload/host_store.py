@@ -123,7 +123,7 @@ class HostKVStore(SlotStore):
         keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
         held = tuple(host_layer(model, config, tokens, device, dtype) for _ in range(layers))
         two_bit = TwoBitLayers.allocate(model, config, layers, tokens, device) if config.format.quantized else None
-        return cls(config, keys, values, held, SlotTables(), model.layers - layers, two_bit)
+        return cls(config, keys, values, held, SlotTables(), model.kv_layers - layers, two_bit)
 
     @property
     def bytes(self) -> int:

@@ -80,11 +80,11 @@ class MovableFullKV:
         Raises WorkloadError if the host lacks memory for the layers that may leave.
         """
         rows, whole = config.batch * model.kv_heads * model.head_dim, config.slots(config.longest)
-        host_slots = config.host_layers * config.host_slots + (model.layers - config.host_layers) * whole
-        slots = min(model.layers * whole, host_slots + config.spare_bytes // (2 * rows * dtype.itemsize))
+        host_slots = config.host_layers * config.host_slots + (model.kv_layers - config.host_layers) * whole
+        slots = min(model.kv_layers * whole, host_slots + config.spare_bytes // (2 * rows * dtype.itemsize))
         keys, values = (torch.zeros(slots * rows, dtype=dtype, device=device) for _ in "kv")
         on_host = tuple(host_layer(model, config, config.longest, device, dtype) for _ in range(config.host_layers))
-        return cls(config, model.layers, model.kv_heads, model.head_dim, keys, values, on_host, SlotTables())
+        return cls(config, model.kv_layers, model.kv_heads, model.head_dim, keys, values, on_host, SlotTables())
 
     @property
     def staying(self) -> int:
@@ -175,7 +175,7 @@ class MovableCodes:
 
         Raises WorkloadError if the host lacks memory for the other layers.
         """
-        buffers = (model.layers, config.batch, model.kv_heads, config.buffer_slots, model.head_dim)
+        buffers = (model.kv_layers, config.batch, model.kv_heads, config.buffer_slots, model.head_dim)
         keys, values = (torch.zeros(buffers, dtype=dtype, device=device) for _ in "kv")
         away: tuple[CodedLayers, ...] = ()
         loaded = None
@@ -188,7 +188,7 @@ class MovableCodes:
         sizes = config.batch, model.kv_heads, 1, config.group, model.head_dim
         unit, whole = QuantizedKV.allocate(*sizes, "meta", lower=True), config.groups(config.longest)
         spare = config.spare_bytes // unit.bytes
-        groups = min(model.layers * whole, (model.layers - config.host_layers) * whole + spare)
+        groups = min(model.kv_layers * whole, (model.kv_layers - config.host_layers) * whole + spare)
 
         def held(part: Tensor) -> Tensor:
             return torch.zeros(groups * part.numel(), dtype=part.dtype, device=device)

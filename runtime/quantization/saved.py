@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.experts import Activation
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.kernels.state import DeltaVectors
 from ridgeplan.roofline.catalog import files as user_files
 from ridgeplan.roofline.catalog.files import NoHomeFolder
 from ridgeplan.roofline.catalog.layers import Routing
@@ -34,7 +35,7 @@ from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.model.experts import ListedExperts, RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight
 from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, ParallelNorm, RMSNorm
-from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights, WeightFormat
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, DeltaWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText
 
 VERSION = "5"  # part of the name: a change of what is fitted or written makes a new file
@@ -44,7 +45,7 @@ PARTS = {
     for kind in (
         DecoderWeights, LayerWeights, AttentionWeights, RMSNorm, LayerNorm, NoNorm, ParallelNorm, GatedMLP, Dense,
         Int4, Int8, Int4Weight, Int8Weight, LibraryInt4Weight, LibraryInt8Weight, RoutedMLP, StackedExperts,
-        ListedExperts, Routing, Activation,
+        ListedExperts, Routing, Activation, DeltaWeights, DeltaVectors,
     )
 }  # fmt: skip
 

@@ -62,7 +62,7 @@ SCORES = ScoreRequest(torch.zeros(2, 3, 192), "ends", "probabilities", torch.zer
 STREAM, WEIGHT = bf16(2, 5, 96), bf16(96)
 # 2 rows of 4 value heads of 64 and 2 key heads of 32, so 384 channels; 3 replayed and 5 new tokens, 4 taps.
 STATES = StateRows(fp32(2, 4, 32, 64), bf16(2, 13, 392), int32(2), int32(2))
-VECTORS = DeltaVectors(bf16(384, 4), fp32(4), fp32(4), key_heads=2)
+VECTORS = DeltaVectors(bf16(384, 4), fp32(4), fp32(4), key_heads=2, key_dim=32)
 STATE_FLOPS = 2 * 8 * (7 * 4 * 32 * 64 + 2 * 384 * 4)
 
 

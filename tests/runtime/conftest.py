@@ -99,6 +99,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
                     torch.nn.init.normal_(parameter, std=0.2)
                 if "norm" in parameter_name:  # ones, as transformers has them, would hide norms that are mixed up
                     torch.nn.init.uniform_(parameter, 0.5, 1.5)
+                if "conv1d" in parameter_name:  # else keys are so small that normalizing them amplifies rounding
+                    torch.nn.init.normal_(parameter, std=0.7)
                 if agreeable and "o_proj" in parameter_name:
                     parameter.data.mul_(0.2)
             folder = str(tmp_path_factory.mktemp(family))

@@ -22,7 +22,7 @@ from ridgeplan.runtime.errors import (
 
 def test_plans_that_cannot_run_are_refused(tiny_model, make_plan, monkeypatch):
     missing = ["eviction 'h2o'", "offloaded KV"]
-    monkeypatch.setattr("ridgeplan.runtime.loading.missing_execution", lambda plan: missing)
+    monkeypatch.setattr("ridgeplan.runtime.loading.missing_execution", lambda plan, shape: missing)
     with pytest.raises(UnsupportedPlan, match="estimated but not executed: eviction 'h2o'; offloaded KV"):
         runtime.load(make_plan(), tiny_model().folder)
 

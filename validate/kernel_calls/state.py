@@ -43,7 +43,7 @@ def delta_step_call(bench: Bench, size: StateSize) -> KernelCall:
     channels = 2 * size.key_heads * size.key_dim + size.value_heads * size.value_dim
     width, here = channels + 2 * size.value_heads, partial(torch.zeros, device=bench.device)
     by_head = here(size.value_heads)
-    vectors = DeltaVectors(0.3 * fresh(bench, channels, TAPS), by_head, by_head, size.key_heads)
+    vectors = DeltaVectors(0.3 * fresh(bench, channels, TAPS), by_head, by_head, size.key_heads, size.key_dim)
     committed = here(size.batch, dtype=torch.int32) + 64
     places = committed[:, None].long() + size.queries + torch.arange(size.queries, device=bench.device)
     sizes = size.batch, size.value_heads, size.key_dim, size.value_dim

@@ -23,7 +23,7 @@ def vectors(device: str, dtype: torch.dtype) -> DeltaVectors:
     generator = torch.Generator().manual_seed(1)
     taps = torch.randn(CHANNELS, TAPS, generator=generator).to(device, dtype)
     decay, bias = (torch.rand(VALUE_HEADS, generator=generator).to(device) for _ in "ab")
-    return DeltaVectors(taps, decay, bias, KEY_HEADS)
+    return DeltaVectors(taps, decay, bias, KEY_HEADS, KEY_DIM)
 
 
 def texts(count: int, device: str, dtype: torch.dtype) -> Tensor:
