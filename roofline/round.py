@@ -110,9 +110,11 @@ def saved_by_pages(machine: Machine, ops: Iterable[Op], rates: Mapping[str, Rate
     """What a pass's attention to pages of `page_tokens` tokens takes less than to as many single ones.
 
     The classes of attention to chosen tokens were calibrated with single ones, which lie apart. Of a page all but the
-    first come closer to the rate of streams, by PAGE_GAIN.
+    first come closer to the rate of streams, by PAGE_GAIN. On a CPU nothing is saved: there the loss is the time of
+    small operations that gather, mask and join, which pages and runs need as well.
     """
-    return PAGE_GAIN * (1 - 1 / page_tokens) * _total(lost for _, lost in _losses(machine, ops, rates))
+    lost = _total(lost for _, lost in _losses(machine, ops, rates))
+    return machine.asynchronous * PAGE_GAIN * (1 - 1 / page_tokens) * lost
 
 
 def saved_by_size(machine: Machine, strategy: Strategy, ops: Iterable[Op], rates: Mapping[str, RateTerms]) -> Term:

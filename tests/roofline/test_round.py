@@ -364,6 +364,12 @@ def test_of_a_page_all_but_the_first_token_come_closer_to_streams(gather_machine
     assert saved == pytest.approx(4 * PAGE_GAIN * (1 - 1 / 16) * read_s(gather_machine), rel=1e-6)
 
 
+def test_pages_and_runs_save_nothing_on_a_cpu(gather_machine: Machine) -> None:
+    """What attention to chosen tokens loses there are small operations, which a run of tokens needs as well."""
+    cpu = replace(gather_machine, asynchronous=0)
+    assert draft_s(cpu, 1) == draft_s(cpu, 16) == draft_s(cpu, 2**40)
+
+
 def test_what_a_scan_chose_is_gathered(ideal: Machine) -> None:
     """A progressive draft reads its chosen codes at a quarter of the bandwidth, not at its class's half of it."""
     plan = preset("progressive", Workload("Llama-3.1-8B", "h200", 32768))
