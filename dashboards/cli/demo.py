@@ -11,7 +11,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.calibrate import calibrate_with_progress
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import EMBEDDED_MODEL, embedded_or, opening_tokens
-from ridgeplan.dashboards.cli.output import echo, print_json, progress_bars
+from ridgeplan.dashboards.cli.output import echo, print_json, progress_bars, wrapped
 from ridgeplan.dashboards.cli.run import statistics_dict
 from ridgeplan.dashboards.cli.validate import note_order, print_comparison
 from ridgeplan.planner import Plan, Recommendation
@@ -21,7 +21,15 @@ from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profi
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from ridgeplan.validate.comparison import Comparison
     from ridgeplan.validate.validation import PlanRun, PlanRuns
+
+MAX_MISFIT = 0.3  # relative error of plain decoding, which has no acceptance, beyond which the calibration is doubted
+NEXT = f"""
+Next:
+  ridgeplan chat {EMBEDDED_MODEL}   talk with this model
+  ridgeplan plan MODEL --gpu auto --ctx 8k -o plan.json        plan your own: a hub id, a folder or a GGUF file
+  ridgeplan dashboard                                          what if, as a page"""
 
 
 @command()
@@ -54,6 +62,9 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     for title, run in titled:
         print_comparison(title, run.comparison)
     note_order(results.in_turns)
+    if note := misfit_note(results.runs[0].comparison, profile):
+        echo(wrapped(f"note: {note}"))
+    echo(NEXT)
 
 
 def saved_or_quick_profile() -> Profile:
@@ -62,6 +73,17 @@ def saved_or_quick_profile() -> Profile:
     if path:
         return load_profile(path)
     return calibrate_with_progress(quick=True, output=None, allow_noisy=True)[0]
+
+
+def misfit_note(plain: Comparison, profile: Profile) -> str | None:
+    """What it means where plain decoding takes another time than the profile says; None where it does not."""
+    error = plain.row("tpot").error
+    if error is None or abs(error) <= MAX_MISFIT:
+        return None
+    taken = f"plain decoding took {1 / (1 + error):.2g}x the time that the calibration of {profile.date} predicts"
+    if plain.busy:
+        return f"{taken}: other programs slow the machine now, so compare the plans with each other only"
+    return f"{taken}: the machine was busy then, or is another now; `ridgeplan calibrate` measures it again"
 
 
 def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:

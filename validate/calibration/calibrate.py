@@ -206,7 +206,7 @@ def _fitted_classes(
     suite: Suite,
     noise: NoiseCheck,
 ) -> tuple[Ceilings, dict[str, Rates]]:
-    """The ceilings and the rates of each class. reached: bytes per second of a copy, and FLOP/s of a matrix product.
+    """The ceilings and the rates of each class that they fit. reached: bytes/s of a copy, FLOP/s of a large product.
 
     Nothing is read faster than a copy, a sum or the fastest kernel that reads far more than a cache holds.
     """
@@ -215,9 +215,8 @@ def _fitted_classes(
     (copied, matmul), peaks = reached, (hardware.bandwidth_bytes_per_s, hardware.compute_flops)
     read_utilization = min(1.0, max(copied, *large, 0.0) / peaks[0])
     ceilings = Ceilings(*peaks, matmul / peaks[1], read_utilization, hardware.num_sms)
-    return ceilings, {
-        kind: noise.widened(kind, _fitted(kind, of_kind, ceilings, suite)) for kind, of_kind in by_kind.items()
-    }
+    fitted = noise.fitting({kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in by_kind.items()})
+    return ceilings, {kind: noise.widened(kind, rates) for kind, rates in fitted.items()}
 
 
 def untimed(call: KernelCall) -> KernelTiming:

@@ -15,9 +15,9 @@ from ridgeplan.roofline.catalog.validation import Checked, number, parts, text, 
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import filled
 from ridgeplan.roofline.passes import tiles
+from ridgeplan.validate.calibration.noise import SHORTEST_LAUNCH_S
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
 
-SHORTEST_LAUNCH_S = 1e-9
 SLOWEST = 1e-6  # utilization
 OUTLIER = 0.3  # log residual beyond which a sample counts linearly instead of squared
 

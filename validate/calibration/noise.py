@@ -7,12 +7,12 @@ calibration goes on where they never do: it takes the quieter half of the readin
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ridgeplan.roofline.catalog.profile import MAX_SPREAD, Profile, Rates
+from ridgeplan.roofline.catalog.profile import MAX_SPREAD, RELATIVES, Profile, Rates
 
 if TYPE_CHECKING:
     from ridgeplan.validate.timing import Bench, KernelCall
@@ -21,7 +21,8 @@ Kept = TypeVar("Kept")
 AGREEMENT = 0.1  # largest relative distance of two readings that agree
 QUICK_AGREEMENT = 0.5  # of a quick calibration, whose bands widen by what is beyond AGREEMENT
 MAX_READINGS, QUICK_READINGS = 6, 12
-SHORTEST_LAUNCH_S = 1e-8  # that any call takes
+SHORTEST_LAUNCH_S = 5e-7  # that any call takes; the quickest class of an H200 takes 0.7 us
+MAX_FIT_SPREAD = 0.75  # relative error of a class's fit beyond which its rates say nothing
 HIGHEST_COMPUTE = 2.0  # of the FLOP/s of a large matmul; more than that, the matmul was slowed by other programs
 
 
@@ -69,12 +70,13 @@ class NoiseCheck:
     """Reads the calls of each class until they agree, and refuses noisy classes unless they are allowed.
 
     quick: accept classes up to QUICK_AGREEMENT, with wider bands. spreads: by class, the spread of readings that three
-    quarters of its calls stay below.
+    quarters of its calls stay below. left_out: classes whose fits say nothing, and how far these are off.
     """
 
     allowed: bool = False
     quick: bool = False
     spreads: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, float] = field(default_factory=dict)
 
     def readings(
         self, kind: str, bench: Bench, calls: Iterable[KernelCall], keep: Callable[[KernelCall], Kept]
@@ -103,6 +105,21 @@ class NoiseCheck:
         both = (rates.spread**2 + self.spreads[kind] ** 2) ** 0.5
         return replace(rates, spread=min(both, MAX_SPREAD)) if self.noisy(kind) else rates
 
+    def fitting(self, classes: Mapping[str, Rates]) -> dict[str, Rates]:
+        """The classes whose fits hold. Rates of related ones stand for the others, with wider bands, as priors.
+
+        Raises NoisyMachine for one that no other can stand for.
+        """
+        misfits = {kind: rates.spread for kind, rates in classes.items() if rates.spread > MAX_FIT_SPREAD}
+        self.left_out.update(misfits)
+        for kind, spread in misfits.items():
+            if kind not in RELATIVES:
+                raise NoisyMachine(
+                    f"the machine is too busy: the fit of {kind!r} is off by {spread:.0%}; "
+                    f"allowed: {MAX_FIT_SPREAD:.0%}; try again once other programs have ended"
+                )
+        return {kind: rates for kind, rates in classes.items() if kind not in misfits}
+
     def noisy(self, kind: str) -> bool:
         """Whether the readings of a class did not agree."""
         return self.spreads[kind] > AGREEMENT
@@ -110,13 +127,18 @@ class NoiseCheck:
     def note(self) -> str | None:
         """What a busy machine did to the profile, as a line; None if it did nothing."""
         noisy = [f"{kind} {spread:.0%}" for kind, spread in self.spreads.items() if self.noisy(kind)]
-        return f"the machine was busy, so bands are wider; readings differ: {', '.join(noisy)}" if noisy else None
+        misfits = [f"{kind} {spread:.0%}" for kind, spread in self.left_out.items()]
+        parts = [
+            *([f"bands are wider; readings differ: {', '.join(noisy)}"] if noisy else []),
+            *([f"related classes stand for those whose fits are off: {', '.join(misfits)}"] if misfits else []),
+        ]
+        return f"the machine was busy, so {'; '.join(parts)}" if parts else None
 
 
 def require_plausible(profile: Profile) -> None:
     """Raises NoisyMachine, also where noise is allowed, for a class that neither launches nor computes in real time."""
     for kind, rates in profile.classes.items():
-        if rates.compute_utilization > HIGHEST_COMPUTE and rates.launch_s < SHORTEST_LAUNCH_S:
+        if rates.compute_utilization > HIGHEST_COMPUTE and rates.launch_s <= SHORTEST_LAUNCH_S:
             raise NoisyMachine(
                 f"the machine is too busy: {kind!r} seems to compute at {rates.compute_utilization:.0%} of a large "
                 f"matmul's speed, launched in {1e6 * rates.launch_s:.2g} us; "

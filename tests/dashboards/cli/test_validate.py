@@ -15,6 +15,7 @@ from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.runtime import load
 from ridgeplan.validate import NoiseCheck
 from ridgeplan.validate.calibration.fit import Samples
+from ridgeplan.validate.comparison import Comparison, ComparisonRow
 from ridgeplan.validate.suite.report import SuiteReport
 from ridgeplan.validate.suite.run import SuiteOptions, heading
 
@@ -359,3 +360,20 @@ def test_without_plotly_there_is_a_note_and_no_html(
     assert answer.exit_code == 0
     assert "ridgeplan validate --report" in answer.stderr
     assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("measured_ms", "spread", "words"),
+    [
+        (11.0, 0.05, None),
+        (25.0, 0.05, "took 2.5x the time that the calibration of 2026-11-21 predicts: the machine was busy then"),
+        (25.0, 0.9, "other programs slow the machine now"),
+        (5.0, 0.05, "plain decoding took 0.5x the time"),
+    ],
+)
+def test_a_demo_says_where_the_calibration_does_not_hold(
+    profile: Any, measured_ms: float, spread: float, words: str | None
+) -> None:
+    rows = (ComparisonRow("tpot", "ms", 10.0, measured_ms),)
+    note = demo.misfit_note(Comparison("autoregressive", 64, 8, 1, "calibrated", rows, spread), profile)
+    assert (note is None) if words is None else words in str(note)

@@ -71,7 +71,7 @@ def test_a_quick_calibration_accepts_more_noise_and_says_so() -> None:
 
 
 def test_a_class_faster_than_a_matmul_is_refused_whatever_is_allowed() -> None:
-    def profile(compute: float, launch_s: float = 1e-9) -> Profile:
+    def profile(compute: float, launch_s: float = 5e-7) -> Profile:
         rates = replace(RATES, compute_utilization=compute, launch_s=launch_s)
         return Profile(load_hardware("h200"), "a machine", {"torch": "none"}, "2026-11-24", {"linear": rates})
 
@@ -79,9 +79,18 @@ def test_a_class_faster_than_a_matmul_is_refused_whatever_is_allowed() -> None:
     require_plausible(profile(2.94, launch_s=1e-5))  # by a busy moment of the matmul's own measurement
     with pytest.raises(
         NoisyMachine,
-        match=r"'linear' seems to compute at 294% of a large matmul's speed, launched in 0.001 us; allowed: 200%",
+        match=r"'linear' seems to compute at 294% of a large matmul's speed, launched in 0.5 us; allowed: 200%",
     ):
         require_plausible(profile(2.94))
+
+
+def test_a_class_whose_fit_says_nothing_is_left_to_a_relative() -> None:
+    check = NoiseCheck(allowed=True)
+    misfit = replace(RATES, spread=0.97)
+    assert check.fitting({"linear": RATES, "rope": misfit}) == {"linear": RATES}
+    assert check.note() == "the machine was busy, so related classes stand for those whose fits are off: rope 97%"
+    with pytest.raises(NoisyMachine, match="the fit of 'linear' is off by 97%; allowed: 75%"):
+        check.fitting({"linear": misfit})
 
 
 def test_the_distance_is_that_of_the_two_fastest() -> None:
