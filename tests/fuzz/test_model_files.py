@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutations import HEAVY_FUZZ, assert_one_line, binary_files, json_files
 from safetensors import safe_open
-from tiny_families import MOE_SIZES
+from tiny_families import FAMILY_SIZES
 
 from ridgeplan import runtime
 from ridgeplan.planner import Workload, preset
@@ -42,7 +42,7 @@ def configs(tiny_folder: Path) -> list[dict[str, Any]]:
     tiny_config = json.loads((tiny_folder / "config.json").read_text())
     del tiny_config["model_type"]
     plain = [
-        transformers.AutoConfig.for_model(family, **(tiny_config | MOE_SIZES.get(family, {}))).to_dict()
+        transformers.AutoConfig.for_model(family, **(tiny_config | FAMILY_SIZES.get(family, {}))).to_dict()
         for family in EXECUTABLE_ARCHITECTURES
     ]
     return [{**value, "rope_parameters": {"rope_theta": 1e4, **rope}} for value in plain for rope in ROPES]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_families import MOE_SIZES
+from tiny_families import FAMILY_SIZES
 
 from ridgeplan.planner.capacity import offloaded_layers, predicted_memory
 from ridgeplan.roofline import execution
@@ -92,7 +92,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
         name = f"{family}-{agreeable}-{sorted(changes.items())}"
         if name not in results:
             torch.manual_seed(0)
-            config = transformers.AutoConfig.for_model(family, **(TINY | MOE_SIZES.get(family, {}) | changes))
+            config = transformers.AutoConfig.for_model(family, **(TINY | FAMILY_SIZES.get(family, {}) | changes))
             model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith("bias"):

@@ -13,7 +13,10 @@ _ROUTED: dict[str, Any] = {
 MOE_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID | _ROUTED,
     "qwen3_next": HYBRID | _ROUTED,
 }
+FAMILY_SIZES = MOE_SIZES | HYBRIDS
