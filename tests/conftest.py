@@ -3,6 +3,7 @@
 import gc
 import os
 import pydoc_data.topics
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,19 @@ def no_hub() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ridgeplan.roofline.catalog.models.fetched_config", refuse)
         yield
+
+
+@pytest.fixture(autouse=True)
+def unmeasured_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves walks over all of the process's pages, which took half the time of a small model's generation.
+
+    Tests of measured memory have the mark `memory`.
+    """
+    memory = sys.modules.get("ridgeplan.runtime.memory")
+    if memory is not None and request.node.get_closest_marker("memory") is None:
+        monkeypatch.setattr(memory, "_library_bytes", lambda: 0)
+        monkeypatch.setattr(memory, "return_freed_memory", lambda: None)
+        monkeypatch.setattr("ridgeplan.runtime.loading.return_freed_memory", lambda: None)
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,8 @@ from ridgeplan.runtime.memory import (
     require_weight_memory,
 )
 
+pytestmark = pytest.mark.memory
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
