@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import Estimate, evaluate
+from ridgeplan.roofline.execution import RoundKind, round_shape
 from ridgeplan.roofline.latency import (
     Device,
     Machine,
@@ -29,7 +31,7 @@ from ridgeplan.roofline.latency import (
 )
 from ridgeplan.roofline.ops import TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.passes import weight_bytes
-from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVFormat, Plan, require
+from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, HostPart, KVFormat, Plan, require
 from ridgeplan.roofline.plan.policies.evictions import kept_tokens, layer_budgets
 from ridgeplan.roofline.plan.policy import SelectionCost, TokenSelection
 from ridgeplan.roofline.plan.support import missing_cost_model
@@ -81,8 +83,26 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         held_score_bytes=held_score_bytes,
         gamma=speculation.gamma,
         acceptance=acceptance,
-        reserved_gamma=speculation.gamma if speculation.adaptive else 0,
+        reserved_gamma=(speculation.gamma + speculation.overhang) * (speculation.adaptive or speculation.overhang > 0),
+        **_drafter(plan),
     )
+
+
+def _drafter(plan: Plan) -> dict[str, float]:
+    """The terms of the plan's drafter."""
+    drafter = plan.speculation.drafter
+    if not drafter.active:
+        return {}
+    known = proposal_acceptance(drafter.kind, plan.workload)
+    return {
+        "proposals": drafter.depth,
+        "cascade_passes": drafter.passes,
+        "hit": known.hit,
+        "proposal_acceptance": known.best,
+        "uses_head": int(drafter.trained),
+        "proposes_block": int(drafter.kind is DrafterKind.BLOCK),
+        "head_window": drafter.window or UNLIMITED_TOKENS,
+    }
 
 
 def _target(plan: Plan, shape: ModelShape, device: Device, cost: SelectionCost) -> TargetStrategy:
@@ -236,7 +256,7 @@ def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]
 
 def used_classes(plan: Plan, shape: ModelShape) -> list[str]:
     """The kernel classes of linear layers, attention and selection whose rates a plan's times rest on."""
-    parts = ("target", "draft") if plan.speculation.active else ("target",)
+    parts = ("target", "draft") if plan.speculation.self_drafts else ("target",)
     kinds = ("linear", "attention", "grouped_linear") if shape.is_moe else ("linear", "attention")
     classes = [kernel_class(plan, shape, part, kind) for part in parts for kind in kinds]
     return [*classes, *(kind for part in parts for kind in selection_classes(plan, shape, part))]
@@ -329,26 +349,35 @@ def _stacked(items: Sequence[Any], index: np.ndarray) -> Any:
 
 
 def round_costs(plan: Plan, shape: ModelShape, profile: Profile, gammas: Sequence[int] = ()) -> RoundCosts:
-    """Costs at gamma 0 and at `gammas` (by default the plan's), averaged over the workload's generation."""
-    all_gammas = sorted({0, *(gammas or plan.speculation.gammas)})
+    """Costs of plain decoding and of the plan's rounds, or at `gammas`, averaged over the workload's generation."""
+    kinds = sorted({0, *gammas}) if gammas else list(dict.fromkeys((0, *plan.speculation.round_kinds)))
     model = AcceptanceModel.of_profile(shape, plan.workload.context, profile)
-    estimate = estimate_gammas(plan, shape, Machine.of(profile), model, all_gammas)
-    return RoundCosts(dict(zip(all_gammas, map(float, estimate.round.total_s), strict=True)), model.of(plan).best)
+    estimate = estimate_kinds(plan, shape, Machine.of(profile), model, kinds)
+    seconds = np.broadcast_to(estimate.round.total_s, (len(kinds),)).tolist()
+    drafter = plan.speculation.drafter
+    if not drafter.active:
+        return RoundCosts(dict(zip(kinds, seconds, strict=True)), model.of(plan).best)
+    known = proposal_acceptance(drafter.kind, plan.workload)
+    return RoundCosts(dict(zip(kinds, seconds, strict=True)), model.of(plan).best, known.hit, known.best)
 
 
-def estimate_gammas(
-    plan: Plan, shape: ModelShape, machine: Machine, model: AcceptanceModel, gammas: Sequence[int]
+def estimate_kinds(
+    plan: Plan, shape: ModelShape, machine: Machine, model: AcceptanceModel, kinds: Sequence[RoundKind]
 ) -> Estimate:
-    """Estimates of the plan at every gamma, each with the acceptance that `model` predicts for it."""
-    gamma = np.asarray(gammas)
+    """Estimates of the plan with every kind of round, each with the acceptance that `model` predicts for it."""
+    gamma, passes, depth = np.array([round_shape(kind) for kind in kinds]).T
     acceptance = model.best(plan, gamma, np.full(len(gamma), plan.speculation.ratio))
-    strategy = replace(strategy_of(plan, shape, machine, 1.0), gamma=gamma, acceptance=acceptance)
-    return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))
+    strategy, rates = strategy_of(plan, shape, machine, 1.0), rates_of(plan, shape, machine)
+    if plan.speculation.drafter.active:
+        to_target = (depth > 0) & (passes == 0)
+        acceptance = np.where(to_target, strategy.proposal_acceptance, acceptance)
+        strategy = replace(strategy, proposals=depth, cascade_passes=passes * (depth > 0))
+    return evaluate(shape, machine, replace(strategy, gamma=gamma, acceptance=acceptance), rates)
 
 
-def steady_state_gamma(plan: Plan, shape: ModelShape, machine: Machine, model: AcceptanceModel) -> int:
-    """The gamma at which an adaptive plan settles if acceptance is as predicted; the plan's gamma if it is fixed."""
-    gammas = plan.speculation.gammas
-    if len(gammas) == 1:
-        return plan.speculation.gamma
-    return gammas[int(np.argmin(estimate_gammas(plan, shape, machine, model, gammas).tpot_s))]
+def steady_state_kind(plan: Plan, shape: ModelShape, machine: Machine, model: AcceptanceModel) -> RoundKind:
+    """The round at which an adaptive plan settles if acceptance is as predicted; the plan's if it is fixed."""
+    kinds = plan.speculation.round_kinds
+    if len(kinds) == 1:
+        return kinds[0]
+    return kinds[int(np.argmin(estimate_kinds(plan, shape, machine, model, kinds).tpot_s))]

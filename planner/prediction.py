@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import Acceptance, AcceptanceModel
+from ridgeplan.planner.acceptance.drafters import proposal_acceptance
+from ridgeplan.planner.acceptance.model import acceptance_of_proposals
 from ridgeplan.planner.engines.rates import EngineProfile
-from ridgeplan.planner.lowering import kernel_class, rates_of, stack, steady_state_gamma, strategy_of, used_classes
+from ridgeplan.planner.lowering import kernel_class, rates_of, stack, steady_state_kind, strategy_of, used_classes
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.evaluate import Estimate, at_acceptance, evaluate, pass_ops
+from ridgeplan.roofline.execution import RoundKind, round_shape
 from ridgeplan.roofline.latency import KERNEL_CLASSES, Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.round import draft_rates, prefill_rates, target_rates, tokens_per_round
+from ridgeplan.roofline.round import draft_rates, expected_tokens, prefill_rates, target_rates
 from ridgeplan.roofline.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -91,7 +94,7 @@ class BreakdownSource:
     def op_times(self) -> Iterator[OpTime]:
         """The operations that the plan launches, part by part."""
         for times in self.parts:
-            if times.part == "draft" and not self.plan.speculation.active:
+            if times.part == "draft" and not self.plan.speculation.self_drafts:
                 continue
             for op, seconds in zip(times.ops, times.seconds, strict=True):
                 total, kind = op.total, kernel_class(self.plan, self.shape, times.part, op.kind)
@@ -99,6 +102,35 @@ class BreakdownSource:
                 launches = int(_at(op.launches, self.index))
                 if seconds[self.index]:  # none for operations without launches, and where a profile knows no gaps
                     yield OpTime(times.part, op.name, kind, launches, float(seconds[self.index]), flops, moved)
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The round that is predicted, and what is known of the plan's drafter, as `roofline.drafters` takes it."""
+
+    kind: RoundKind = 0
+    hit: float = 0.0
+    proposal_acceptance: float = 0.0
+
+    @classmethod
+    def of(cls, plan: Plan, kind: RoundKind) -> Drafting:
+        """A plan's round."""
+        drafter = plan.speculation.drafter
+        if not drafter.active:
+            return cls(kind)
+        known = proposal_acceptance(drafter.kind, plan.workload)
+        return cls(kind, known.hit, known.best)
+
+    def of_strategy(self, strategy: Strategy) -> Strategy:
+        """The strategy with this round."""
+        gamma, passes, depth = round_shape(self.kind)
+        if not strategy.proposals:
+            return replace(strategy, gamma=gamma)
+        return replace(strategy, gamma=gamma, proposals=depth, cascade_passes=passes * (depth > 0))
+
+    def tokens(self, acceptance: Term) -> Term:
+        """Tokens of a round, at a number or an array."""
+        return expected_tokens(self.kind, acceptance, self.hit, self.proposal_acceptance)
 
 
 @dataclass(frozen=True)
@@ -125,6 +157,7 @@ class Prediction:
     offloaded_layers: int
     host_bytes: float
     breakdown_source: BreakdownSource = field(repr=False, compare=False)
+    drafting: Drafting = field(default_factory=Drafting, repr=False)
     speedup: float = 1.0
     beats_plain: float | None = None  # probability; None where it was not sampled
 
@@ -156,7 +189,7 @@ class Prediction:
     @property
     def group_end_loss(self) -> float:
         """Share of a round's tokens that is lost where rounds end with a group (`roofline.round.flush_capped`)."""
-        return 1 - self.tokens_per_round / float(tokens_per_round(self.acceptance.best, self.gamma))
+        return 1 - self.tokens_per_round / float(self.drafting.tokens(self.acceptance.best))
 
     def against(self, baseline: Prediction) -> Prediction:
         """A copy with the speed-up in time per token over `baseline`."""
@@ -164,8 +197,10 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: the best figures at the top level, `low` and `high` beside them, then the parts."""
-        skipped = ("best", "low", "high", "acceptance", "breakdown_source")
+        skipped = ("best", "low", "high", "acceptance", "breakdown_source", "drafting")
         plain = {name: value for name, value in vars(self).items() if name not in (*skipped, "breakdown")}
+        if round_shape(self.drafting.kind).depth:
+            plain["drafter"] = {"hit": self.drafting.hit, "proposal_acceptance": self.drafting.proposal_acceptance}
         bands = {name: asdict(getattr(self, name)) for name in ("low", "high", "acceptance")}
         return {**asdict(self.best), **bands, **plain, "round_ms": self.round_ms}
 
@@ -204,17 +239,22 @@ def predict_all(
     machine = machine or Machine.of(profile)
     contexts = {plan.workload.context for plan in plans}
     models = {context: AcceptanceModel.of_profile(function or shape, context, profile) for context in contexts}
-    gammas = [steady_state_gamma(plan, shape, machine, models[plan.workload.context]) for plan in plans]
+    rounds = [
+        Drafting.of(plan, steady_state_kind(plan, shape, machine, models[plan.workload.context])) for plan in plans
+    ]
+    gammas = [round_shape(each.kind).gamma for each in rounds]
     known = [
-        models[plan.workload.context].of(plan, max(1, gamma) if plan.speculation.adaptive else None)
-        for plan, gamma in zip(plans, gammas, strict=True)
+        acceptance_of_proposals(plan)
+        if round_shape(each.kind).proposes_to_target
+        else models[plan.workload.context].of(plan, max(1, gamma) if plan.speculation.adaptive else None)
+        for plan, gamma, each in zip(plans, gammas, rounds, strict=True)
     ]
     # A single plan stays scalar; several are stacked into arrays.
     counts = [1] * len(plans)
     strategies = [strategy_of(plan, shape, machine, 1.0) for plan in plans]
     if overlap is not None:
         strategies = [strategy.with_terms(offload_overlap=overlap) for strategy in strategies]
-    strategy = stack([replace(item, gamma=gamma) for item, gamma in zip(strategies, gammas, strict=True)], counts)
+    strategy = stack([each.of_strategy(item) for item, each in zip(strategies, rounds, strict=True)], counts)
     rates = stack([rates_of(plan, shape, machine) for plan in plans], counts)
     ends = {end: replace(strategy, acceptance=np.array([getattr(item, end) for item in known])) for end in ENDS}
     best = evaluate(shape, machine, ends["best"], rates)
@@ -224,7 +264,7 @@ def predict_all(
         _certainty(index, plan, shape, known[index], best, parts, profile, engine) for index, plan in enumerate(plans)
     ]
     return [
-        _prediction(index, plan, gammas[index], shape, known[index], (slow, best, fast), parts, certainties[index])
+        _prediction(index, plan, rounds[index], shape, known[index], (slow, best, fast), parts, certainties[index])
         for index, plan in enumerate(plans)
     ]
 
@@ -260,7 +300,7 @@ def _certainty(
     if engine is not None:
         source, spread = engine.plan_certainty(plan, shape)
         return Certainty(source, BAND_DEVIATIONS * spread, transferred_spread(prefill_spread))
-    drafted = float(_at(best.round.gamma * best.round.draft_s, index) / _at(best.round.total_s, index))
+    drafted = float(_at(best.round.passes * best.round.draft_s, index) / _at(best.round.total_s, index))
     spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
     if not shape.weight_bits.full:
         spread, prefill_spread = transferred_spread(spread), transferred_spread(prefill_spread)
@@ -302,7 +342,7 @@ def _part(name: str, timed: Sequence[tuple[Op, Term, Term]], count: int) -> Part
 def _prediction(
     index: int,
     plan: Plan,
-    gamma: int,
+    drafting: Drafting,
     shape: ModelShape,
     acceptance: Acceptance,
     estimates: tuple[Estimate, Estimate, Estimate],
@@ -330,7 +370,7 @@ def _prediction(
         high=figures(slow, fast, 1, 1.5),
         source=certainty.source,
         acceptance=acceptance,
-        gamma=gamma,
+        gamma=round_shape(drafting.kind).gamma,
         tokens_per_round=_at(best.tokens_per_round, index),
         draft_step_ms=1e3 * _at(best.round.draft_s, index),
         verify_ms=1e3 * _at(best.round.verify_s, index),
@@ -341,19 +381,22 @@ def _prediction(
         offloaded_layers=int(_at(best.offloaded_layers, index)),
         host_bytes=_at(best.host_bytes, index),
         breakdown_source=BreakdownSource(plan, shape, parts, index),
+        drafting=drafting,
     )
 
 
 def _round_s(estimate: Estimate, index: int) -> dict[str, float]:
     times = estimate.round
     parts = {
-        "draft": times.gamma * times.draft_s,
+        "draft": times.passes * times.draft_s,
         "verification": times.verify_s,
         "acceptance": times.accept_s,
         "selection": times.select_s,
         "flush": times.flush_s,
         "overhead": times.overhead_s,
     }
+    if np.any(times.propose_s):
+        parts["proposals"] = times.propose_s
     return {name: _at(value, index) for name, value in parts.items()}
 
 
@@ -379,7 +422,13 @@ SAMPLES = 2048
 SEED = 0
 BAND_DEVIATIONS = 1.645  # standard deviations from the best acceptance to the ends of its band, which holds 90%
 # Kernel classes of a round's parts other than its passes.
-ROUND_CLASSES = {"acceptance": "sampling", "selection": "gather", "flush": "quantize", "overhead": "gap"}
+ROUND_CLASSES = {
+    "proposals": "gather",
+    "acceptance": "sampling",
+    "selection": "gather",
+    "flush": "quantize",
+    "overhead": "gap",
+}
 
 
 def sampled_tpot_ms(
@@ -422,8 +471,8 @@ def _scaled(
 def _round_s_by_class(predicted: Prediction) -> dict[str, float]:
     """Seconds of a round by kernel class; a pass's host time counts in proportion to its operations."""
     spent = predicted.round_s
-    drafting = _by_class(predicted, "draft", spent["draft"]) if predicted.gamma else {}
-    others = {kind: spent[part] for part, kind in ROUND_CLASSES.items()}
+    drafting = _by_class(predicted, "draft", spent["draft"]) if spent["draft"] else {}
+    others = _sum(*({kind: spent[part]} for part, kind in ROUND_CLASSES.items() if part in spent))
     return _sum(_by_class(predicted, "target", spent["verification"]), drafting, others)
 
 
@@ -444,5 +493,5 @@ def _sampled_tokens(predicted: Prediction, deviations: np.ndarray) -> np.ndarray
     known = predicted.acceptance
     width = np.where(deviations > 0, known.high - known.best, known.best - known.low)
     sampled = np.clip(known.best + width * deviations / BAND_DEVIATIONS, 0, 1)
-    ratio = tokens_per_round(sampled, predicted.gamma) / tokens_per_round(known.best, predicted.gamma)
+    ratio = predicted.drafting.tokens(sampled) / predicted.drafting.tokens(known.best)
     return np.asarray(predicted.tokens_per_round * ratio)

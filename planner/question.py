@@ -22,9 +22,10 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.sharding import shard
-from ridgeplan.roofline.catalog.validation import flag, one_of, whole
+from ridgeplan.roofline.catalog.validation import flag, number, one_of, whole
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, KVFormat, Plan, Workload, require
+from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, DrafterKind, KVFormat, Plan, TextKind, Workload, require
 from ridgeplan.roofline.plan.policy import PlanPart
 from ridgeplan.roofline.plan.presets import preset_name
 from ridgeplan.roofline.plan.support import Backend, as_loaded, is_converted, missing_architecture, unsupported
@@ -67,6 +68,9 @@ class SearchOptions(PlanPart):
     pipeline_parallel: int | None = whole(1, MAX_DEVICES, default=None)
     data_parallel: int | None = whole(1, MAX_DEVICES, default=None)
     expert_parallel: bool | None = None
+    text: TextKind | None = one_of(TextKind, default=None)  # kind of text, for plans with a drafter; None searches none
+    drafter: DrafterKind = one_of(DrafterKind, default=DrafterKind.SUFFIX)  # of which the user measured ...
+    acceptance_length: float = number(0, MAX_GAMMA + 1, default=0.0)  # ... tokens of a pass with 4 proposals
 
     def __post_init__(self) -> None:
         """Validates all fields; sizes become bytes."""
@@ -82,6 +86,11 @@ class SearchOptions(PlanPart):
         """Whether the model may be divided among GPUs."""
         degrees = (self.gpus, self.tensor_parallel, self.pipeline_parallel, self.data_parallel)
         return any((degree or 1) > 1 for degree in degrees)
+
+    def described(self, workload: Workload) -> Workload:
+        """A workload with what the options say of its text. Raises PlanError for an acceptance length below 1."""
+        length = self.acceptance_length
+        return replace(workload, text=self.text or "", acceptance_length=length, drafter=self.drafter)
 
     @classmethod
     def of(cls, options: SearchOptions | None, changes: Mapping[str, Any], **defaults: Any) -> SearchOptions:
@@ -130,7 +139,7 @@ class Question:
         """The same question at another context and batch. Raises PlanError for sizes out of range."""
         new_tokens, yarn = self.options.new_tokens, self.options.yarn
         workload = workload_for(self.shape, self.profile, context, new_tokens, batch, yarn=yarn)
-        return replace(self, workload=replace(workload, parallel=self.workload.parallel))
+        return replace(self, workload=replace(self.options.described(workload), parallel=self.workload.parallel))
 
     def on_gpus(self, parallel: Parallel) -> Question:
         """The same question for a model that is divided among GPUs; its shape is then what one of them holds."""
@@ -268,6 +277,7 @@ def ask(
     options = executed_by_engine(options) if options.several_gpus else options
     shape, profile = resolve(model, gpu, options.profile, options.acceptance)
     workload = workload_for(shape, profile, tokens(context), options.new_tokens, options.batch, yarn=options.yarn)
+    workload = options.described(workload)
     this_machine = gpu == "auto" and options.profile is None
     return Question.of(shape, profile, workload, options, this_machine=this_machine)
 

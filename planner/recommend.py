@@ -194,7 +194,11 @@ def preference(plan: Plan) -> tuple[float, ...]:
     formats = (plan.weights.target_bits != 16) + plan.weights.draft_copy + plan.kv.format.quantized
     lost = len(losses(plan)), published_loss(plan), int(plan.eviction.chunk > 0)
     exactness = list(Quality).index(quality_of(plan)), *lost
-    simplicity = int(plan.speculation.active), int(plan.speculation.sparse), formats
+    simplicity = (
+        int(plan.speculation.active) + int(plan.speculation.drafter.cascades),
+        int(plan.speculation.sparse),
+        formats,
+    )
     return int(plan.placement.offload), *exactness, *simplicity
 
 
@@ -315,7 +319,8 @@ def _adaptive(plan: Plan, question: Question) -> Plan | None:
     """The plan with an adaptive gamma: up to the next larger one if that fits into memory, else up to its own."""
     if not plan.speculation.active or question.options.objective is Objective.MEMORY:
         return None
-    for gamma in (next_gamma(plan.speculation.gamma), plan.speculation.gamma):
+    largest = plan.speculation.gamma
+    for gamma in (largest,) if plan.speculation.drafter.active else (next_gamma(largest), largest):
         adaptive = replace(plan, speculation=replace(plan.speculation, gamma=gamma, adaptive=True))
         if peak_bytes(adaptive, question.shape, question.machine) <= question.memory_limit_bytes:
             return adaptive

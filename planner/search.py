@@ -11,15 +11,20 @@ from itertools import product
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
+from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.question import Objective, Question
 from ridgeplan.roofline.cost import Term
+from ridgeplan.roofline.drafters import pass_tokens
 from ridgeplan.roofline.evaluate import Estimate, evaluate
+from ridgeplan.roofline.execution import RoundShape, round_shape
 from ridgeplan.roofline.memory import resident_memory
 from ridgeplan.roofline.plan.plan import (
     MAX_GAMMA,
     DraftCodes,
+    Drafter,
+    DrafterKind,
     Eviction,
     HostPart,
     KVCache,
@@ -41,7 +46,7 @@ GAMMAS = tuple(range(1, MAX_GAMMA + 1))
 
 @dataclass(frozen=True)
 class Family:
-    """Plans that differ only in gamma and ratio: a template, and the values of both.
+    """Plans that differ only in gamma and ratio: a template, and the values of both. A drafter follows gamma.
 
     Budgets of lossy policies are the template's: fewer tokens are always faster, and a latency model cannot weigh that
     against the loss of quality.
@@ -63,8 +68,22 @@ class Family:
 
     def plan(self, gamma: int, ratio: float) -> Plan:
         """The plan at one point of the grid."""
-        speculation = replace(self.template.speculation, gamma=int(gamma))
+        speculation = self.template.speculation
+        _, passes, depth = self.round(int(gamma))
+        drafter = replace(speculation.drafter, passes=passes * (depth > 0), depth=depth)
+        speculation = replace(speculation, gamma=int(gamma), drafter=drafter)
         return replace(self.template, speculation=speculation.with_ratio(float(ratio)))
+
+    def round(self, gamma: int) -> RoundShape:
+        """The round of the plan with this gamma: of a cascade, with the fewest passes that are expected to draft it."""
+        drafter = self.template.speculation.drafter
+        if not drafter.active:
+            return round_shape(gamma)
+        if not drafter.cascades:
+            return RoundShape(gamma, 0, gamma)
+        known = proposal_acceptance(drafter.kind, self.template.workload)
+        passes = math.ceil(gamma / float(pass_tokens(known.hit, known.best, drafter.depth)))
+        return RoundShape(gamma, min(gamma, max(passes, -(-gamma // (drafter.depth + 1)))), drafter.depth)
 
 
 @lru_cache(maxsize=16)
@@ -77,10 +96,32 @@ def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NE
     known, so that such plans are run but not searched.
     """
     presets = ((name, make(workload)) for name, make in PRESETS.items())
-    named = {family_key(plan): (name, plan) for name, plan in presets if plan.speculation.selection.searched}
-    for plan in (*_joint(workload, quality), *(_offloaded(workload, quality) if offload else ())):
+    named = {family_key(plan): (name, plan) for name, plan in presets if is_searched(plan)}
+    joint = list(_joint(workload, quality))
+    drafted = filter(is_searched, _with_drafters(joint)) if workload.text or workload.acceptance_length else ()
+    for plan in (*joint, *drafted, *(_offloaded(workload, quality) if offload else ())):
         named.setdefault(family_key(plan), (describe(plan), plan))
     return tuple(family_of(name, plan) for name, plan in named.values())
+
+
+def is_searched(plan: Plan) -> bool:
+    """Whether a search considers a plan: not where nothing is known of its drafts, or of its drafter on such a text."""
+    drafter = plan.speculation.drafter
+    known = not drafter.active or proposal_acceptance(drafter.kind, plan.workload).known
+    return known and plan.speculation.selection.searched
+
+
+SEARCHED_DEPTH = 4  # proposals of a cascade; those that the target verifies are as many as gamma
+
+
+def _with_drafters(joint: Sequence[Plan]) -> Iterator[Plan]:
+    """Plans whose drafter feeds the target, and cascades over self-drafts that read all tokens."""
+    for plan, kind in product(joint, DrafterKind):
+        if kind is DrafterKind.NONE or plan.eviction.active or plan.speculation.sparse:
+            continue
+        passes = int(plan.speculation.active)
+        drafter = Drafter(kind, SEARCHED_DEPTH if passes else 1, passes)
+        yield replace(plan, speculation=replace(plan.speculation, gamma=1, drafter=drafter))
 
 
 # Cache formats with the codes that drafts read: the upper ones where they are stored.
@@ -135,11 +176,14 @@ def _drafting(plain: Plan, weights: Weights, codes: DraftCodes) -> Iterator[Plan
 
 def family_of(name: str, template: Plan) -> Family:
     """All plans that differ from the template only in gamma and ratio."""
-    speculation = template.speculation
+    speculation, gammas = template.speculation, GAMMAS
+    drafter = speculation.drafter
+    if drafter.active and not drafter.cascades:  # no more proposals than were measured
+        gammas = GAMMAS[: proposal_acceptance(drafter.kind, template.workload).depth]
     return Family(
         name,
         template,
-        gammas=GAMMAS if speculation.active else (0,),
+        gammas=gammas if speculation.active else (0,),
         ratios=RATIOS if speculation.sparse else (1.0,),
     )
 
@@ -177,6 +221,11 @@ def search(question: Question, searched: tuple[Family, ...] | None = None) -> li
     rates = [rates_of(family.template, question.shape, machine) for family in searched]
     once, column = [1] * len(searched), (len(searched), 1, 1)
     axes = {"gamma": grid.gamma, "draft_ratio": grid.ratio, "acceptance": _acceptance(searched, grid, question)}
+    if any(family.template.speculation.drafter.active for family in searched):
+        rows = zip(searched, grid.gamma[:, :, 0], strict=True)
+        rounds = [[family.round(int(gamma)) for gamma in row] for family, row in rows]
+        _, passes, depth = np.moveaxis(np.array(rounds), 2, 0)[..., None]
+        axes |= {"proposals": depth, "cascade_passes": passes * (depth > 0)}
     strategy = reshaped(stack(templates, once), column).with_terms(**axes)
     estimate = evaluate(question.shape, machine, strategy, reshaped(stack(rates, once), column))
     return list(_best_of_each(searched, grid, estimate, question))

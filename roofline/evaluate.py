@@ -229,5 +229,5 @@ def _combined(first: Round, second: Round, share: Term) -> Round:
 
 
 def _by_part(like: Round, value: Callable[[str], Term]) -> Round:
-    parts = [item.name for item in fields(Round) if item.name not in ("gamma", "overhead_s")]
+    parts = [item.name for item in fields(Round) if item.name not in ("passes", "overhead_s")]
     return replace(like, **{part: value(part) for part in parts})

@@ -17,12 +17,22 @@ import numpy as np
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, indicator, is_symbolic, maximum, minimum, where
+from ridgeplan.roofline.drafters import (
+    capped_cascade_tokens,
+    chances_of_drafts,
+    pass_tokens,
+    proposal_seconds,
+    proposed_tokens,
+    proposes,
+)
 from ridgeplan.roofline.execution import (
     HELD_ATTENTION_SHARE,
     PREFILL_CHUNK_TOKENS,
+    RoundKind,
     library_rows,
     mean_quantized_tokens,
     mean_splits,
+    round_shape,
 )
 from ridgeplan.roofline.host_link import HostLink, small_kernel_seconds
 from ridgeplan.roofline.latency import (
@@ -160,20 +170,21 @@ def _attention_reads(
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of a round's parts. Without speculation gamma is 0 and `verify_s` is the plain step."""
+    """Seconds of a round's parts. Without speculation `passes` is 0 and `verify_s` is the plain step."""
 
-    gamma: Term
-    draft_s: Term  # one draft step
+    passes: Term  # of the self-draft
+    draft_s: Term  # one of them
     verify_s: Term
     accept_s: Term
     select_s: Term
     flush_s: Term  # this round's share of a flush
     overhead_s: Term = 0.0  # beyond all of these
+    propose_s: Term = 0.0  # all proposals of a drafter
 
     @property
     def total_s(self) -> Term:
-        """gamma drafts, one verification, acceptance, selection, flush and overhead."""
-        steps_s = self.gamma * self.draft_s + self.verify_s
+        """Proposals, drafts, one verification, acceptance, selection, flush and overhead."""
+        steps_s = self.propose_s + self.passes * self.draft_s + self.verify_s
         return steps_s + self.accept_s + self.select_s + self.flush_s + self.overhead_s
 
 
@@ -181,16 +192,24 @@ class Round:
 class RoundCosts:
     """Seconds of a round by gamma, the first of which is 0: a plain step of the same target.
 
-    acceptance: the predicted conditional acceptance of the drafts.
+    acceptance: the predicted conditional acceptance of the self-drafts. hit, proposal_acceptance: of the plan's
+    drafter, if it has one (roofline/drafters.py).
     """
 
-    seconds: dict[int, float]
+    seconds: dict[RoundKind, float]
     acceptance: float
+    hit: float = 0.0
+    proposal_acceptance: float = 0.0
 
     @property
-    def gammas(self) -> tuple[int, ...]:
-        """Ascending, from 0."""
+    def gammas(self) -> tuple[RoundKind, ...]:
+        """All rounds, from plain decoding."""
         return tuple(self.seconds)
+
+    @property
+    def drafter_known(self) -> bool:
+        """Whether any round has the proposals of a drafter."""
+        return any(round_shape(kind).depth for kind in self.seconds)
 
     @property
     def plain_s(self) -> float:
@@ -215,6 +234,28 @@ def tokens_at(acceptance_at: Sequence[float], gamma: int) -> float:
     return 1 + sum(accumulate(acceptance_at[:gamma], mul))
 
 
+def expected_tokens(kind: RoundKind, acceptance: Term, hit: Term, proposal_acceptance: Term) -> Term:
+    """Expected tokens of a round of any kind, at one acceptance of its drafts by the target, a number or an array."""
+    gamma, passes, depth = round_shape(kind)
+    if not depth:
+        return tokens_per_round(acceptance, gamma)
+    if not passes:
+        return pass_tokens(hit, acceptance, depth)
+    return capped_cascade_tokens(acceptance, hit, proposal_acceptance, depth, passes, gamma)
+
+
+def tokens_of(kind: RoundKind, acceptance_at: Sequence[float], hit: float, proposal_acceptance: float) -> float:
+    """Expected tokens of a round of any kind, from the acceptance of self-drafts by position and of proposals."""
+    shape = round_shape(kind)
+    if not shape.depth:
+        return tokens_at(acceptance_at, shape.gamma)
+    if shape.proposes_to_target:
+        return float(pass_tokens(hit, proposal_acceptance, shape.depth))
+    chances = chances_of_drafts(hit, proposal_acceptance, shape.depth, shape.passes, shape.gamma)
+    reached = accumulate(acceptance_at[: shape.gamma], mul)
+    return 1 + sum(accepted * chance for accepted, chance in zip(reached, chances, strict=False))
+
+
 def conditional_acceptance(share: float, gamma: int) -> float:
     """The acceptance at which a `share` of the drafted tokens is accepted, for gamma of 1 or more (QuantSpec-6).
 
@@ -235,6 +276,8 @@ def flush_capped(tokens: Term, group: Term) -> Term:
 def round_tokens(strategy: Strategy) -> Term:
     """Tokens per round, minus the loss at flush boundaries if the target reads codes, or loads what it chooses."""
     tokens = tokens_per_round(strategy.acceptance, strategy.gamma)
+    if proposes(strategy):
+        tokens = where(strategy.proposing, proposed_tokens(strategy), tokens)
     flushes = maximum(minimum(strategy.target.bits, 1), strategy.target_loads)
     return flushes * flush_capped(tokens, strategy.kv_group) + (1 - flushes) * tokens
 
@@ -270,7 +313,12 @@ def round_at(
     draft_s = draft_s + strategy.draft.scans_two_bit * gathered_seconds(machine, draft, drafting_rates)
     draft_s = draft_s + draft_choice_seconds(shape, machine, strategy, tokens)
     draft_s = draft_s + link.draft_seconds(tokens, _draft_tokens(strategy, tokens))
-    draft_s = draft_s + sampling_seconds(shape, machine, strategy.batch)
+    sampling_s = sampling_seconds(shape, machine, strategy.batch)
+    propose_s: Term = 0.0
+    if proposes(strategy):
+        sampling_s = where(strategy.cascades, cascade_sampling_seconds(shape, machine, strategy), sampling_s)
+        propose_s = proposal_seconds(shape, machine, strategy, context)
+    draft_s = draft_s + sampling_s
     target_s = machine.pass_seconds(target, verifying_rates, shape.layers, machine.target_gap_s)
     target_pages = strategy.target.page_tokens / (1 - strategy.streamed_share(tokens))
     target_s = target_s - maximum(
@@ -280,16 +328,17 @@ def round_at(
     # Outputs of a pass's queries, each with a selection of its own, are joined in every layer.
     target_s = target_s + strategy.target.selects * shape.kv_layers * small_kernel_seconds(machine)
     choice_s = target_choice_seconds(shape, machine, strategy, tokens)
-    drafting = minimum(strategy.gamma, 1)
-    drafts_s = strategy.gamma * draft_s
+    drafting = minimum(strategy.draft_passes, 1)
+    drafts_s = strategy.draft_passes * draft_s
     return Round(
-        gamma=strategy.gamma,
+        passes=strategy.draft_passes,
         draft_s=drafting * draft_s,
         verify_s=link.target_seconds(tokens, target_s, choice_s, drafts_s),
         accept_s=rejection_sampling_seconds(shape, machine, strategy),
         select_s=drafting * round_choice_seconds(machine, strategy, tokens),
         flush_s=flush_seconds(shape, machine, strategy) * round_tokens(strategy) / strategy.kv_group,
         overhead_s=machine.round_s,
+        propose_s=propose_s,
     )
 
 
@@ -308,7 +357,7 @@ def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, contex
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What one draft step reads. A round writes recurrent states once, which counts as part of the target's pass."""
     tokens = _draft_tokens(strategy, cached_tokens(strategy, context))
-    terms = _pass_terms(shape, machine, strategy, strategy.draft, 1, tokens)
+    terms = _pass_terms(shape, machine, strategy, strategy.draft, strategy.draft_queries, tokens)
     return replace(terms, replayed=maximum(strategy.queries - 2, 0) / 2, commits=0)
 
 
@@ -325,7 +374,7 @@ def target_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates:
 
 def draft_rates(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> dict[str, RateTerms]:
     """Rates of the drafts' products, head and attention, by kind of op."""
-    return _pass_rates(shape, machine, rates.draft, strategy.batch, 1, strategy.draft)
+    return _pass_rates(shape, machine, rates.draft, strategy.batch, strategy.draft_queries, strategy.draft)
 
 
 def _pass_rates(
@@ -373,6 +422,14 @@ def sampling_seconds(shape: ModelShape, machine: Machine, rows: Term) -> Term:
     """Drawing a token for each of `rows` rows of logits, at a temperature; greedy is faster."""
     sizes = rows, shape.vocab, machine.element_bytes
     return machine.seconds(ops.filter_logits(*sizes) + ops.draw(*sizes), machine.rates["sampling"], rows, depth=1)
+
+
+def cascade_sampling_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
+    """Acceptance of proposals in a pass of the self-draft, and a copy of its logits, which the target's needs later."""
+    accept_s = rejection_sampling_seconds(shape, machine, replace(strategy, gamma=strategy.proposals))
+    logits = strategy.batch * strategy.draft_queries * shape.vocab
+    copy = ops.copy(logits, machine.element_bytes) + ops.filter_logits(logits, 1, machine.element_bytes)
+    return accept_s + machine.seconds(copy, machine.rates["elementwise"])
 
 
 def rejection_sampling_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:

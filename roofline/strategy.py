@@ -138,6 +138,14 @@ class Strategy:
     gamma: Term = 0
     acceptance: Term = 1  # conditional acceptance
     reserved_gamma: Term = 0  # drafts that memory is reserved for, where an adaptive gamma may grow
+    # A drafter below the self-drafts
+    proposals: Term = 0  # that it makes at a time
+    cascade_passes: Term = 0  # of the self-draft, each of which verifies proposals; 0 where the target does
+    hit: Term = 0  # share of the passes before which it has proposals
+    proposal_acceptance: Term = 0  # by the self-draft, conditional; that by the target is `acceptance`
+    uses_head: Term = 0  # a trained drafter proposes, not a lookup
+    proposes_block: Term = 0  # it proposes all tokens in one step
+    head_window: Term = UNLIMITED_TOKENS  # latest tokens that a head reads
 
     def with_terms(self, **terms: Term) -> Strategy:
         """The strategy with other terms. A part's terms have its name before theirs: `draft_ratio`, `offload_budget`.
@@ -248,6 +256,26 @@ class Strategy:
     def kv_reads(self) -> Term:
         """How often a pass of the target reads KV: once for all queries, or once per query that selects."""
         return 1 + self.target.selects * self.gamma
+
+    @property
+    def proposing(self) -> Term:
+        """1 with a drafter, else 0."""
+        return minimum(self.proposals, 1)
+
+    @property
+    def cascades(self) -> Term:
+        """1 where the self-draft verifies proposals before the target does, else 0."""
+        return minimum(self.cascade_passes, 1)
+
+    @property
+    def draft_passes(self) -> Term:
+        """Passes of the self-draft in a round: one a draft without a drafter."""
+        return self.cascade_passes + (1 - self.proposing) * self.gamma
+
+    @property
+    def draft_queries(self) -> Term:
+        """Tokens per sequence in a pass of the self-draft."""
+        return 1 + self.cascades * self.proposals
 
     @property
     def queries(self) -> Term:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceRow, row_name
 from ridgeplan.planner.acceptance.model import AcceptanceModel
-from ridgeplan.planner.lowering import estimate_gammas, round_costs
+from ridgeplan.planner.lowering import estimate_kinds, round_costs
 from ridgeplan.planner.search import RATIOS
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
@@ -247,7 +247,7 @@ class Schedule:
         """Seconds of all generations at a profile's rates, with prompts and without loading. Raises PlanError."""
         plan, machine = self.plan_at(self.ratios[-1], self.largest), Machine.of(profile)
         model = AcceptanceModel.of_profile(shape, plan.workload.context, profile)
-        estimate = estimate_gammas(plan, shape, machine, model, [self.largest])
+        estimate = estimate_kinds(plan, shape, machine, model, [self.largest])
         seconds = estimate.ttft_s + estimate.tpot_s * self.tokens
         return self.max_generations * float(np.max(seconds))
 

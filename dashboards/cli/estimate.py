@@ -77,7 +77,8 @@ def _of_plan(
     of_workload = {
         f"--{name.replace('_', '-')}": rest[name] for name in ("ctx", "max_model_len", "batch", "new_tokens")
     }
-    for option, value in {"--preset": preset, "--yarn": rest["yarn"] or None, **of_workload}.items():
+    of_text = {"--text": rest["text"], "--acceptance-length": rest["acceptance_length"] or None}
+    for option, value in {"--preset": preset, "--yarn": rest["yarn"] or None, **of_text, **of_workload}.items():
         if value is not None:
             raise click.UsageError(f"{option} cannot be combined with --plan, which has its own workload")
     shape, profile = saved.resolve(model, rest["gpu"], rest["profile"], rest["acceptance"])
@@ -95,7 +96,8 @@ def _of_preset(
     if not (model and preset and rest["gpu"] and (ctx, limit) != (None, None)):
         raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or else --plan FILE")
     degrees = ("gpus", "tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel")
-    copied = ("memory_utilization", "memory_limit", "host_memory", "profile", "acceptance", "yarn", *degrees)
+    of_text = ("text", "acceptance_length", "drafter")
+    copied = ("memory_utilization", "memory_limit", "host_memory", "profile", "acceptance", "yarn", *of_text, *degrees)
     batch = 1 if rest["batch"] is None else rest["batch"]
     options = SearchOptions(batch=batch, new_tokens=new_tokens, **{name: rest[name] for name in copied})
     context = opt.context_of(ctx, limit, new_tokens)

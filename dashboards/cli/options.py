@@ -23,7 +23,7 @@ from ridgeplan.planner.quality import Quality, parse_quality
 from ridgeplan.planner.quantities import GB, size_text
 from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.validation import INVISIBLE, UNPRINTABLE, brief
-from ridgeplan.roofline.plan.plan import MAX_TOKENS, KVFormat, PlanError, require
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, DrafterKind, KVFormat, PlanError, TextKind, require
 from ridgeplan.roofline.plan.support import Backend
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -286,7 +286,28 @@ acceptance_file = click.option(
     "--acceptance", metavar="FILE", help="Acceptance written by `ridgeplan acceptance`.  [default: the saved rows]"
 )
 yarn = click.option("--yarn", is_flag=True, help="Scale rotary embeddings beyond the model's context limit (YaRN).")
-priced_by = combine(memory_utilization, memory_limit, host_memory, profile_file, acceptance_file, yarn)
+text_kind = click.option(
+    "--text", type=click.Choice([*map(str, TextKind)]), help="Kind of text, for plans with a drafter.  [default: none]"
+)
+acceptance_length = click.option(
+    "--acceptance-length", type=float, default=0.0, show_default=False,
+    help="Tokens of a pass that verifies four proposals of --drafter, as you measured them.",
+)  # fmt: skip
+measured_drafter = click.option(
+    "--drafter", type=click.Choice([kind for kind in map(str, DrafterKind) if kind != "none"]), default="suffix",
+    help="The drafter that --acceptance-length was measured with.",
+)  # fmt: skip
+priced_by = combine(
+    memory_utilization,
+    memory_limit,
+    host_memory,
+    profile_file,
+    acceptance_file,
+    yarn,
+    text_kind,
+    acceptance_length,
+    measured_drafter,
+)
 
 # Models and texts to run.
 model_to_run = click.option(

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.acceptance.effects import Subject, place_of
 from ridgeplan.planner.acceptance.regression import EffectsPosterior, Observation, fit, saved_bands, start_of
 from ridgeplan.planner.acceptance.rows import (
@@ -88,11 +89,13 @@ class AcceptanceModel:
         return cls.for_model(shape, context, profile.acceptance, profile.hardware.kind)
 
     def of(self, plan: Plan, gamma: int | None = None) -> Acceptance:
-        """Conditional acceptance of a plan's drafts, the mean over a round, with its band.
+        """Conditional acceptance by the target of a plan's drafts, the mean over a round, with its band.
 
         gamma: drafts per round, by default the plan's.
         """
         speculation = plan.speculation
+        if speculation.active and not speculation.self_drafts:
+            return acceptance_of_proposals(plan)
         subject = self._subject(plan, speculation.gamma if gamma is None else gamma, speculation.ratio)
         if not subject.differences:
             return CERTAIN
@@ -106,6 +109,8 @@ class AcceptanceModel:
 
     def best(self, plan: Plan, gamma: np.ndarray, ratio: np.ndarray) -> np.ndarray:
         """The best estimate of `of(plan)` for each of gamma [n] and ratio [n] instead of the plan's own."""
+        if plan.speculation.active and not plan.speculation.self_drafts:
+            return np.full(len(gamma), acceptance_of_proposals(plan).best)
         if not plan_differences(plan):
             return np.ones(len(gamma))
         disagreement = self.fitted.disagreement(self._subject(plan, gamma, ratio).parts)
@@ -142,7 +147,8 @@ class AcceptanceModel:
         results: dict[Hashable, np.ndarray] = {}
         keys = []
         for plan, (gamma, ratio) in zip(plans, grids, strict=True):
-            keys.append((plan_differences(plan), gamma.tobytes(), self._share_read(plan, ratio).tobytes()))
+            tiers = plan.speculation.self_drafts, plan.speculation.drafter.kind
+            keys.append((plan_differences(plan), *tiers, gamma.tobytes(), self._share_read(plan, ratio).tobytes()))
             if keys[-1] not in results:
                 results[keys[-1]] = self.competing(plan, gamma, ratio)
         return [results[key] for key in keys]
@@ -208,6 +214,13 @@ class AcceptanceModel:
         )  # fmt: skip
         other_text = bool(self.text) and row.text != self.text
         return other_text, math.prod(factors), SOURCES.index(row.source)
+
+
+def acceptance_of_proposals(plan: Plan) -> Acceptance:
+    """Acceptance of the proposals of a plan's drafter, by whichever tier verifies them."""
+    drafter = plan.speculation.drafter
+    known = proposal_acceptance(drafter.kind, plan.workload)
+    return Acceptance(known.low, known.best, known.high, known.source, known.where)
 
 
 def spans_of(rows: Iterable[AcceptanceRow], model: str) -> dict[str, tuple[float, float]]:

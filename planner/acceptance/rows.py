@@ -56,7 +56,7 @@ def draft_names(plan: Plan) -> tuple[str, ...]:
 def plan_differences(plan: Plan) -> tuple[str, ...]:
     """The differences between a plan's drafts and its target; none for drafts that are certain to be accepted."""
     speculation = plan.speculation
-    if not speculation.active:
+    if not speculation.self_drafts:
         return ()
     weights = ("w4",) if plan.weights.draft_bits == 4 and plan.weights.draft_differs else ()
     codes = ("kv4",) if speculation.codes is DraftCodes.UPPER else ()

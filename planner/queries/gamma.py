@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.lowering import estimate_gammas
+from ridgeplan.planner.lowering import estimate_kinds
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.search import GAMMAS, named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -63,8 +63,8 @@ def best_gamma(
 def _cell(question: Question, preset: str) -> GammaCell:
     workload = question.workload
     model = AcceptanceModel.of_profile(question.shape, workload.context, question.profile)
-    drafting = estimate_gammas(named_plan(preset, workload), question.shape, question.machine, model, GAMMAS)
-    plain = estimate_gammas(autoregressive(workload), question.shape, question.machine, model, (0,))
+    drafting = estimate_kinds(named_plan(preset, workload), question.shape, question.machine, model, GAMMAS)
+    plain = estimate_kinds(autoregressive(workload), question.shape, question.machine, model, (0,))
     fits = np.broadcast_to(drafting.memory.peak <= question.memory_limit_bytes, (len(GAMMAS),))
     best = int(np.argmin(np.where(fits | ~fits.any(), drafting.tpot_s, np.inf)))
     tpot_s = float(drafting.tpot_s[best])

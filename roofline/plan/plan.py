@@ -84,6 +84,16 @@ class DrafterKind(StrEnum):
     NONE = "none"
     SUFFIX = "suffix"  # what followed the longest earlier occurrence of the text's suffix (prompt lookup)
     HEAD = "head"  # a one-layer autoregressive head on the target's hidden states (EAGLE-3)
+    BLOCK = "block"  # a drafter that proposes several tokens in one pass (DFlash, DSpark)
+
+
+class TextKind(StrEnum):
+    """Kinds of text, by which the acceptance of drafters differs."""
+
+    PROSE = "prose"
+    CODE = "code"
+    DOCS = "docs"
+    CHAT = "chat"
 
 
 def require(condition: bool, message: str) -> None:
@@ -107,7 +117,11 @@ def _budget() -> Any:
 
 @dataclass(frozen=True)
 class Workload(PlanPart):
-    """What a plan is for: a model on one or more GPUs of a kind, at a context and batch."""
+    """What a plan is for: a model on one or more GPUs of a kind, at a context and batch.
+
+    text: the kind of text; "" if it is not known. acceptance_length: tokens of a pass that verifies four proposals of
+    `drafter`, its own token included, as the user measured them; 0 if not known.
+    """
 
     model: str = check.name_text()
     hardware: str = check.name_text()
@@ -116,6 +130,14 @@ class Workload(PlanPart):
     batch: int = check.whole(1, MAX_BATCH, default=1)  # sequences
     yarn_factor: float = check.number(1, MAX_YARN_FACTOR, default=1.0)  # above 1: RoPE is scaled by YaRN
     parallel: Parallel = check.part(Parallel)  # how the model is divided among several such GPUs
+    text: str = check.one_of(("", *map(str, TextKind)), default="")
+    acceptance_length: float = check.number(0, MAX_GAMMA + 1, default=0.0)
+    drafter: DrafterKind = check.one_of(DrafterKind, default=DrafterKind.SUFFIX)
+
+    def _contradiction(self) -> str | None:
+        if 0 < self.acceptance_length < 1:
+            return f"acceptance_length is {self.acceptance_length}; allowed: 1 or more, as a pass has its own token"
+        return None
 
     @property
     def final_context(self) -> int:
@@ -331,14 +353,19 @@ class Drafter(PlanPart):
             return f"drafter's depth is {self.depth}; allowed: {allowed}"
         if self.passes and not self.active:
             return f"drafter's passes is {self.passes}; allowed: 0 without a drafter"
-        if self.window and self.kind is not DrafterKind.HEAD:
-            return f"drafter's window is {self.window}; allowed: 0 without a head"
+        if self.window and not self.trained:
+            return f"drafter's window is {self.window}; allowed: 0 without a head or a block drafter"
         return None
 
     @property
     def active(self) -> bool:
         """Whether anything proposes tokens."""
         return self.kind is not DrafterKind.NONE
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has weights of its own."""
+        return self.kind in (DrafterKind.HEAD, DrafterKind.BLOCK)
 
     @property
     def cascades(self) -> bool:

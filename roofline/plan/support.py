@@ -11,7 +11,7 @@ from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, TILE_OUTPUTS, uses_draft_swap
-from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Plan
+from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan
 from ridgeplan.roofline.plan.policies.evictions import layer_budgets
 from ridgeplan.roofline.plan.policy import EVICTIONS, SparseSelection
 
@@ -79,8 +79,8 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"draft selection {drafts.name!r} after an eviction": evicting and drafts.needs_head,
         f"draft selection {drafts.name!r}, which chooses by what a verification of all tokens scores": target
         and drafts.from_verification,
-        f"drafter {drafter.kind.value!r}": drafter.kind is DrafterKind.HEAD,
-        "an adaptive gamma with a drafter": drafter.active and plan.speculation.adaptive,
+        f"drafter {drafter.kind.value!r}": drafter.trained,
+        "a cascade of a model with recurrent states": drafter.cascades and shape and shape.states,
         "a cascade over offloaded KV": drafter.cascades and plan.placement.offload,
         "a retrieval head in a model with recurrent states": shape
         and shape.states

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS, RoundKind
-from ridgeplan.roofline.round import RoundCosts, tokens_at
+from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS, RoundKind, round_shape
+from ridgeplan.roofline.round import RoundCosts, tokens_of
 from ridgeplan.runtime.speculation.speculator import RowResult
 
 SAVED_ROUNDS = 4  # saved gains pay for at most this many rounds of the largest gamma with all drafts rejected
@@ -103,7 +103,7 @@ class LossBudget:
     @classmethod
     def of(cls, costs: RoundCosts, new_tokens: int) -> LossBudget:
         """At the start of a generation of up to `new_tokens` tokens."""
-        max_s = SAVED_ROUNDS * (costs.seconds[costs.gammas[-1]] - costs.plain_s)
+        max_s = SAVED_ROUNDS * (max(costs.seconds.values()) - costs.plain_s)
         return cls(min(STARTING_LOSS * new_tokens * costs.plain_s, max_s), max_s, costs.plain_s)
 
     def launch(self, round_s: float) -> LossBudget:
@@ -122,36 +122,70 @@ class LossBudget:
         return replace(self, left_s=min(left_s, self.max_s))
 
 
-class AdaptiveGamma:
-    """The gamma with the most tokens per second at the acceptance seen so far, as far as the loss budget allows it.
+@dataclass(frozen=True)
+class ProposalEvidence:
+    """A drafter's proposals before one sequence's rounds, used or not; older rounds weigh less."""
 
-    Where plain steps are fastest, drafting rounds of the smallest gamma probe whether that is still so.
-    new_tokens: the most that the generation may have. Rows of a batch share the gamma and their common acceptance.
+    rounds: float = 0.0
+    hits: float = 0.0
+    compared: float = 0.0
+    matched: float = 0.0
+
+    def add(self, row: RowResult) -> ProposalEvidence:
+        """Adds a round of the sequence."""
+        new = 1, row.proposals > 0, row.proposals_compared, row.proposals_matched
+        old = self.rounds, self.hits, self.compared, self.matched
+        return ProposalEvidence(*((1 - 1 / MEMORY_ROUNDS) * each + more for each, more in zip(old, new, strict=True)))
+
+    def acceptance(self, hit: float, proposal_acceptance: float) -> tuple[float, float]:
+        """Share of rounds with proposals, and their conditional acceptance, from the expected ones."""
+        hits = (self.hits + PRIOR_DRAFTS * hit) / (self.rounds + PRIOR_DRAFTS)
+        return hits, (self.matched + PRIOR_DRAFTS * proposal_acceptance) / (self.compared + PRIOR_DRAFTS)
+
+
+class AdaptiveGamma:
+    """The round with the most tokens per second at the acceptance seen so far, as far as the loss budget allows it.
+
+    Of a plan with a drafter, rounds differ in the tiers that draft: the self-draft alone, the drafter alone, or both.
+    Proposals are compared with the text whatever is used, so that every round tells how good they are. The tokens of a
+    round are the mean over the sequences, each with the proposals that it had.
+    Where plain steps are fastest, the cheapest drafting rounds probe whether that is still so.
+    new_tokens: the most that the generation may have. Rows of a batch share the round and the self-drafts' acceptance.
     """
 
     def __init__(self, costs: RoundCosts, new_tokens: int) -> None:
         self._costs = costs
         self._budget = LossBudget.of(costs, new_tokens)
-        self._evidence, self._expected = Evidence.none(costs.gammas[-1]), costs.acceptance
+        longest = max(round_shape(kind).gamma for kind in costs.gammas)
+        self._evidence, self._expected = Evidence.none(longest), costs.acceptance
+        self._proposals: dict[int, ProposalEvidence] = {}  # by sequence
         self._interval = self._wait = FIRST_WAIT
-        self.gamma = max(costs.gammas, key=self._speeds().__getitem__)
+        self.gamma: RoundKind = max(costs.gammas, key=self._speeds().__getitem__)
 
-    def next(self) -> int:
+    def next(self) -> RoundKind:
         """See `GammaSchedule`."""
         gamma = self._affordable() if self.gamma else self._probe()
         self._budget = self._budget.launch(self._costs.seconds[gamma])
         return gamma
 
-    def add(self, gamma: int, rows: Sequence[RowResult]) -> None:
+    def add(self, kind: RoundKind, rows: Sequence[RowResult]) -> None:
         """See `GammaSchedule`."""
         active = [row for row in rows if row.tokens]
         if not active:
             return
         tokens = sum(len(row.tokens) for row in active) / len(active)
         self._budget = self._budget.collect(tokens)
-        if gamma:
-            self._evidence = self._evidence.add(active, MEMORY_ROUNDS if self.gamma else PROBE_MEMORY_ROUNDS)
-            self._settle(paid=tokens * self._costs.plain_s > self._costs.seconds[gamma])
+        if self._costs.drafter_known:
+            seen = self._proposals
+            self._proposals = {
+                index: seen.get(index, ProposalEvidence()).add(row) for index, row in enumerate(rows) if row.tokens
+            }
+        if kind:
+            if not round_shape(kind).proposes_to_target:
+                self._evidence = self._evidence.add(active, MEMORY_ROUNDS if self.gamma else PROBE_MEMORY_ROUNDS)
+            self._settle(paid=tokens * self._costs.plain_s > self._costs.seconds[kind])
+        elif self._proposals and self.gamma == 0:
+            self.gamma = chosen_gamma(self._speeds(), self.gamma)
 
     def _settle(self, paid: bool) -> None:
         """Chooses anew after a drafting round. paid: whether it was faster than plain steps."""
@@ -166,21 +200,26 @@ class AdaptiveGamma:
         else:
             self._interval = self._wait = min(2 * self._interval, LONGEST_WAIT)
 
-    def _speeds(self) -> dict[int, float]:
-        """Tokens per second by gamma."""
+    def _speeds(self) -> dict[RoundKind, float]:
+        """Tokens per second by round."""
         acceptance_at = self._evidence.acceptance_at(self._expected)
-        return {gamma: tokens_at(acceptance_at, gamma) / round_s for gamma, round_s in self._costs.seconds.items()}
+        expected = self._costs.hit, self._costs.proposal_acceptance
+        known = [evidence.acceptance(*expected) for evidence in self._proposals.values()] or [expected]
+        return {
+            kind: sum(tokens_of(kind, acceptance_at, *each) for each in known) / len(known) / round_s
+            for kind, round_s in self._costs.seconds.items()
+        }
 
-    def _affordable(self) -> int:
-        """The chosen gamma, or the fastest one that the budget allows."""
+    def _affordable(self) -> RoundKind:
+        """The chosen round, or the fastest one that the budget allows."""
         allowed = [gamma for gamma, round_s in self._costs.seconds.items() if self._budget.allows(round_s)]
         if self.gamma in allowed:
             return self.gamma
         return max([0, *allowed], key=self._speeds().__getitem__)
 
-    def _probe(self) -> int:
-        """The smallest gamma if it is time for a probe that the budget allows, else 0."""
-        smallest = self._costs.gammas[1]
+    def _probe(self) -> RoundKind:
+        """The cheapest drafting round if it is time for a probe that the budget allows, else 0."""
+        smallest = min(self._costs.gammas[1:], key=self._costs.seconds.__getitem__)
         if self._wait > 0 or not self._budget.allows(self._costs.seconds[smallest]):
             self._wait -= 1
             return 0
@@ -188,8 +227,8 @@ class AdaptiveGamma:
         return smallest
 
 
-def chosen_gamma(speeds: dict[int, float], current: int) -> int:
-    """The gamma to use from now on, from the expected speed of each.
+def chosen_gamma(speeds: dict[RoundKind, float], current: RoundKind) -> RoundKind:
+    """The round to use from now on, from the expected speed of each.
 
     The current one is kept unless the fastest is faster by HYSTERESIS, or plain steps are faster than it.
     """

@@ -8,7 +8,7 @@ import pytest
 from ridgeplan import planner
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.capacity import peak_bytes
-from ridgeplan.planner.lowering import round_costs, steady_state_gamma
+from ridgeplan.planner.lowering import round_costs, steady_state_kind
 from ridgeplan.planner.prediction import predict, predict_all
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS, adaptive_gammas, next_gamma
@@ -113,7 +113,7 @@ def test_where_drafts_do_not_pay_it_is_predicted_to_decode_plainly(h200_profile)
     """Drafts that read what the target reads are all accepted, and cost a whole step each."""
     plan = Plan(Workload("Llama-3.1-8B", "h200", 512, batch=64), speculation=Speculation(4, adaptive=True))
     model = AcceptanceModel.of_profile(LLAMA, 512, h200_profile)
-    assert steady_state_gamma(plan, LLAMA, Machine.of(h200_profile), model) == 0
+    assert steady_state_kind(plan, LLAMA, Machine.of(h200_profile), model) == 0
     prediction = predict(plan, LLAMA, h200_profile)
     assert (prediction.gamma, prediction.tokens_per_round) == (0, 1)
     assert prediction.round_s["draft"] == 0

@@ -52,6 +52,8 @@ def test_the_recommendation_is_the_best_of_everything_that_is_allowed(h200_profi
         plan = preset(name, answer.plan.workload)
         if missing_execution(plan) or not Quality.NEAR_LOSSLESS.allows(quality_of(plan)):
             continue
+        if plan.speculation.drafter.active:  # searched for texts of a known kind
+            continue
         gammas = range(1, 16) if plan.speculation.active else (0,)
         for gamma in gammas:
             other = replace(plan, speculation=replace(plan.speculation, gamma=gamma))
@@ -88,7 +90,7 @@ def test_exact_quality_keeps_the_models_own_distribution(h200_profile):
 def test_alternatives_are_ranked_and_say_why_they_lost(h200_profile):
     answer = recommend_llama(h200_profile)
     names = [other.preset for other in answer.alternatives]
-    assert set(names) >= set(PRESETS) - {answer.name}
+    assert set(names) >= set(PRESETS) - {answer.name, "suffix", "cascade"}  # these two where a kind of text is given
     assert len(names) == len(set(names))
     competing = [other for other in answer.alternatives if other.rejected.startswith(("slower", "not measured"))]
     times = [other.predicted.best.tpot_ms for other in competing if other.rejected.startswith("slower")]

@@ -18,6 +18,7 @@ from ridgeplan.planner.search import (
     Family,
     families,
     fits_whole,
+    is_searched,
     named_plan,
     search,
     within_limit,
@@ -75,7 +76,7 @@ def test_a_point_of_the_grid_is_the_template_with_its_gamma_and_ratio(families_b
 def test_the_joint_space_is_complete_and_holds_no_system_twice(families_by_name):
     """Presets keep their names where they are points of the joint space."""
     plans = {name: make(WORKLOAD) for name, make in PRESETS.items()}
-    presets = [plan for plan in plans.values() if plan.speculation.selection.searched]
+    presets = [plan for plan in plans.values() if is_searched(plan)]
     inside = [
         plan
         for plan in presets
@@ -84,7 +85,7 @@ def test_the_joint_space_is_complete_and_holds_no_system_twice(families_by_name)
     ]
     assert len(inside) >= 12
     assert len(families_by_name) == len(presets) + JOINT - len(inside)
-    assert {name for name, plan in plans.items() if plan.speculation.selection.searched} <= set(families_by_name)
+    assert {name for name, plan in plans.items() if is_searched(plan)} <= set(families_by_name)
     keys = [family_key(family.template) for family in families_by_name.values()]
     assert len(set(keys)) == len(keys)
     drafting = [family.template for family in families_by_name.values() if family.template.speculation.active]

@@ -228,7 +228,7 @@ def test_verification_of_drafts_launches_more_than_a_draw(ideal):
     machine = replace(ideal, rates={**ideal.rates, "sampling": sampling})
     others = {name: round_of(name, ideal) for name in ("autoregressive", "quantspec")}
     plain, drafting = (round_of(name, machine).accept_s - others[name].accept_s for name in others)
-    gamma = others["quantspec"].gamma
+    gamma = others["quantspec"].passes
     assert (plain, drafting) == pytest.approx((1e-6, 5e-6 + 1e-6 * (gamma + 1)))
     assert round_of("quantspec", machine).draft_s - others["quantspec"].draft_s == pytest.approx(1e-6)
 
@@ -273,7 +273,7 @@ def test_specattn_adds_up_the_scores_of_8_heads_and_ranks_their_sums(ideal):
 
 
 def test_a_round_is_gamma_drafts_and_everything_else_once():
-    parts = Round(gamma=4, draft_s=1.0, verify_s=20.0, accept_s=300.0, select_s=4000.0, flush_s=50_000.0)
+    parts = Round(passes=4, draft_s=1.0, verify_s=20.0, accept_s=300.0, select_s=4000.0, flush_s=50_000.0)
     assert parts.total_s == 54_324
 
 

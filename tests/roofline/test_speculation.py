@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import sympy
 
+from ridgeplan.roofline.drafters import capped_cascade_tokens, cascade_tokens, pass_tokens
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.round import conditional_acceptance, flush_capped, tokens_at, tokens_per_round
 
@@ -73,3 +74,35 @@ def test_conditional_acceptance_inverts_the_share():
 
 def test_tokens_of_a_round_by_hand():
     assert tokens_at([0.5, 0.2, 0.9], 2) == pytest.approx(1 + 0.5 + 0.5 * 0.2)
+
+
+@pytest.mark.parametrize(
+    "acceptance, hit, proposal_acceptance, depth, passes, gamma",
+    [(0.9, 0.6, 0.7, 4, 3, 15), (0.8, 1.0, 0.9, 3, 2, 5), (0.95, 0.2, 0.5, 2, 4, 6)],
+)
+def test_tokens_of_a_cascade_are_those_of_simulated_rounds(acceptance, hit, proposal_acceptance, depth, passes, gamma):
+    generator, rounds = np.random.default_rng(1), 200_000
+    drafts = np.zeros(rounds, dtype=int)
+    for _ in range(passes):
+        accepted = (generator.random((rounds, depth)) < proposal_acceptance).cumprod(1).sum(1)
+        drafts += 1 + accepted * (generator.random(rounds) < hit)
+    judged = np.arange(gamma) < np.minimum(drafts, gamma)[:, None]
+    tokens = 1 + ((generator.random((rounds, gamma)) < acceptance) & judged).cumprod(1).sum(1)
+    terms = acceptance, hit, proposal_acceptance, depth, passes
+    assert capped_cascade_tokens(*terms, gamma) == pytest.approx(tokens.mean(), rel=0.01)
+    uncapped = capped_cascade_tokens(*terms, passes * (depth + 1))
+    assert cascade_tokens(*terms) == pytest.approx(uncapped)
+    symbols = sympy.symbols("a h b", positive=True)
+    formula = cascade_tokens(*symbols, depth, passes)
+    assert float(formula.subs(dict(zip(symbols, terms, strict=False)))) == pytest.approx(float(uncapped))
+
+
+def test_a_cascade_has_simpler_rounds_as_its_ends():
+    # Without proposals it is Leviathan's round, and with a target that accepts all drafts it has all of them.
+    assert capped_cascade_tokens(0.8, 0.0, 0.5, 3, 4, 4) == pytest.approx(tokens_per_round(0.8, 4))
+    assert cascade_tokens(1.0, 0.5, 0.6, 3, 4) == pytest.approx(1 + 4 * pass_tokens(0.5, 0.6, 3))
+    assert pass_tokens(1.0, 0.6, 3) == pytest.approx(tokens_per_round(0.6, 3))
+    # Many plans at once.
+    grid = capped_cascade_tokens(np.array([0.8, 0.9]), 0.3, 0.5, np.array([[2], [4]]), 2, 6)
+    assert grid.shape == (2, 2)
+    assert grid[1, 0] == pytest.approx(float(capped_cascade_tokens(0.8, 0.3, 0.5, 4, 2, 6)))

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ridgeplan.roofline.plan.plan import DraftCodes, KVCache, KVFormat, Plan, Speculation, Weights, Workload
+from ridgeplan.roofline.plan.plan import (
+    DraftCodes,
+    Drafter,
+    DrafterKind,
+    KVCache,
+    KVFormat,
+    Plan,
+    Speculation,
+    Weights,
+    Workload,
+)
 
 
 def autoregressive(workload: Workload) -> Plan:
@@ -72,10 +82,21 @@ def quantspec_int4(workload: Workload) -> Plan:
     return replace(quantspec(workload), weights=Weights(target_bits=4, draft_bits=4))
 
 
+def suffix(workload: Workload) -> Plan:
+    """Full precision, whose drafts are what followed the longest earlier occurrence of the text's suffix."""
+    return Plan(workload, speculation=Speculation(4, drafter=Drafter(DrafterKind.SUFFIX, 4)))
+
+
+def cascade(workload: Workload) -> Plan:
+    """Suffix proposals that two 4-bit passes verify before the target of `quantspec-int8` does."""
+    drafting = Speculation(8, DraftCodes.UPPER, drafter=Drafter(DrafterKind.SUFFIX, 4, 2))
+    return replace(quantspec_int8(workload), speculation=drafting)
+
+
 DENSE_PRESETS = {
     make.__name__.replace("_", "-"): make
     for make in (
         autoregressive, int8, int8_weights, int8_weights_int8, int4_weights, int4_weights_int8, quantspec, quantspec_kv,
-        quantspec_weights, quantspec_exact, quantspec_int8, quantspec_int4,
+        quantspec_weights, quantspec_exact, quantspec_int8, quantspec_int4, suffix, cascade,
     )
 }  # fmt: skip

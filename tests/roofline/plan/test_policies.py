@@ -190,7 +190,7 @@ def test_bits_of_weights_restrict_no_other_axis(weights):
     """Whatever runs with full-precision weights runs with fewer bits of them."""
     plans = [make(WORKLOAD) for make in PRESETS.values()]
     runnable = [plan for plan in plans if plan.weights.target_bits == 16 and not missing_execution(plan)]
-    drafting = [plan for plan in runnable if plan.speculation.active]
+    drafting = [plan for plan in runnable if plan.speculation.self_drafts]
     assert (
         {True, False} == {plan.speculation.sparse for plan in drafting} == {plan.eviction.active for plan in drafting}
     )

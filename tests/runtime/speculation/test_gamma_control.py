@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS
-from ridgeplan.roofline.round import RoundCosts, tokens_at
+from ridgeplan.roofline.execution import RUNNING_LOSS, STARTING_LOSS, RoundShape, round_shape
+from ridgeplan.roofline.round import RoundCosts, tokens_at, tokens_of
 from ridgeplan.runtime.speculation.gamma_control import (
     HYSTERESIS,
     AdaptiveGamma,
@@ -229,3 +229,52 @@ def test_gains_are_saved_for_four_of_the_worst_rounds():
     while budget.allows(costs.seconds[6]):
         budget, launched = budget.launch(costs.seconds[6]), launched + 1
     assert launched == 4
+
+
+# Of a plan with a drafter: plain, self-drafts, proposals to the target, and cascades, with their costs in plain steps.
+TIERS = {0: 1.0, 2: 1.7, 4: 2.4, RoundShape(4, 0, 4): 1.15, RoundShape(5, 1, 4): 1.5, RoundShape(8, 2, 4): 2.0}
+
+
+@pytest.mark.parametrize(
+    "hit, proposed, drafted, best",
+    [
+        (0.6, 0.8, 0.97, RoundShape(8, 2, 4)),
+        (0.02, 0.1, 0.95, 4),
+        (0.0, 0.0, 0.05, 0),
+        (0.6, 0.8, 0.2, RoundShape(4, 0, 4)),
+    ],
+    ids=["cascade", "self-drafts", "plain", "to the target"],
+)
+def test_it_finds_the_tiers_that_draft_best(hit, proposed, drafted, best):
+    """Of two sequences, whose proposals are told after every round; and where nothing pays it loses 3% at most."""
+    costs = RoundCosts({kind: PLAIN_S * cost for kind, cost in TIERS.items()}, 0.8, hit=0.3, proposal_acceptance=0.5)
+    schedule, generator, used, seconds, tokens = AdaptiveGamma(costs, 4000), random.Random(0), Counter(), 0.0, 0.0
+
+    def count(limit, acceptance):
+        return next((n for n in range(limit) if generator.random() >= acceptance), limit)
+
+    def played(shape):
+        """A sequence's round: proposals before it, drafts of its passes, and what the target accepts of them."""
+        proposals = 4 * (generator.random() < hit)
+        matched = count(proposals, proposed)
+        passes = [1 + count(4 * (generator.random() < hit), proposed) * (shape.depth > 0) for _ in range(shape.passes)]
+        drafts = min(sum(passes), shape.gamma)
+        accepted = min(matched, shape.gamma) if shape.proposes_to_target else count(drafts, drafted)
+        verified = min(accepted + 1, proposals if shape.proposes_to_target else drafts)
+        kept = min(matched, accepted)  # of the proposals, as far as the text went on
+        compared = min(kept + 1, proposals, accepted + 1)
+        return RowResult(
+            [0] * (accepted + 1), accepted, verified, True, drafts, proposals, compared, min(kept, compared)
+        )
+
+    while tokens < 4000:
+        kind = schedule.next()
+        rows = [played(round_shape(kind)) for _ in range(2)]
+        schedule.add(kind, rows)
+        used[kind], seconds = used[kind] + 1, seconds + costs.seconds[kind]
+        tokens += sum(len(row.tokens) for row in rows) / 2
+    fastest_s = min(s / tokens_of(kind, [drafted] * 8, hit, proposed) for kind, s in costs.seconds.items())
+    assert used.most_common(1)[0][0] == best
+    assert seconds / tokens < 1.05 * fastest_s
+    if best == 0:
+        assert seconds < 1.03 * tokens * PLAIN_S

@@ -1,0 +1,106 @@
+"""Acceptance of drafters by kind of text, and the plans with a drafter that a search considers."""
+
+from dataclasses import replace
+
+import pytest
+
+from ridgeplan import planner
+from ridgeplan.planner.acceptance.drafters import drafter_rows, proposal_acceptance
+from ridgeplan.planner.lowering import round_costs
+from ridgeplan.planner.prediction import predict
+from ridgeplan.planner.search import families
+from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.execution import RoundShape, round_shape
+from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan, PlanError, Speculation, Workload
+from ridgeplan.roofline.plan.presets import describe, short_name
+from ridgeplan.roofline.round import conditional_acceptance, expected_tokens
+
+LLAMA = load_shape("Llama-3.1-8B")
+DOCS = Workload("meta-llama/Llama-3.1-8B", "h200", 32768, text="docs")
+SUFFIX, HEAD = DrafterKind.SUFFIX, DrafterKind.HEAD
+
+
+def test_rows_speak_for_their_kind_of_text_alone():
+    texts = {row.text for row in drafter_rows() if row.kind is SUFFIX}
+    assert texts == {"code", "docs", "prose"}
+    known = {text: proposal_acceptance(SUFFIX, replace(DOCS, text=text)) for text in texts}
+    tokens = {text: expected_tokens(RoundShape(4, 0, 4), each.best, each.hit, 0) for text, each in known.items()}
+    assert tokens["prose"] < 1.15 < 1.3 < tokens["code"] < tokens["docs"]
+    for each in known.values():
+        assert each.known and each.source == "transferred"  # from a row of another model
+        assert 0 <= each.low <= each.best <= each.high <= 1
+    for text in ("chat", ""):
+        unknown = proposal_acceptance(SUFFIX, replace(DOCS, text=text))
+        assert not unknown.known and unknown.source == "prior" and unknown.low == 0
+
+
+def test_the_nearest_row_by_context_and_model_is_taken():
+    row = next(row for row in drafter_rows() if row.text == "code" and row.context == 30720)
+    own = proposal_acceptance(SUFFIX, Workload(row.model, "h200", 32768, text="code"))
+    assert (own.hit, own.best, own.source) == (row.hit, row.acceptance, "measured")
+
+
+def test_a_users_figure_is_of_one_drafter():
+    given = replace(DOCS, text="", acceptance_length=2.1, drafter=HEAD)
+    known = proposal_acceptance(HEAD, given)
+    assert known.best == pytest.approx(conditional_acceptance(1.1 / 4, 4))
+    assert expected_tokens(RoundShape(4, 0, 4), known.best, known.hit, 0) == pytest.approx(2.1)
+    assert not proposal_acceptance(SUFFIX, given).known
+    with pytest.raises(PlanError, match=r"acceptance_length is 0\.5; allowed: 1 or more"):
+        replace(DOCS, acceptance_length=0.5)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"gamma": 3, "drafter": Drafter(SUFFIX, 4)}, "gamma is 3 with a drafter of depth 4; allowed: the same"),
+        ({"gamma": 9, "drafter": Drafter(SUFFIX, 3, 2)}, "gamma is 9 with 2 passes; allowed: 2 to 8"),
+    ],
+)
+def test_drafters_and_rounds_that_contradict_each_other_are_refused(changes, words):
+    with pytest.raises(PlanError, match=words):
+        Speculation(**changes)
+    with pytest.raises(PlanError, match="drafter's depth is 0; allowed: 1 to 15"):
+        Drafter(SUFFIX)
+
+
+def test_a_search_has_drafters_of_known_acceptance_alone():
+    def kinds(workload):
+        return {family.template.speculation.drafter.kind for family in families(workload, offload=False)}
+
+    assert kinds(replace(DOCS, text="")) == kinds(replace(DOCS, text="chat")) == {DrafterKind.NONE}
+    assert kinds(DOCS) == {DrafterKind.NONE, SUFFIX, HEAD}
+    assert kinds(replace(DOCS, text="code")) == {DrafterKind.NONE, SUFFIX}
+    for family in families(DOCS, offload=False):
+        if family.template.speculation.drafter.active:
+            for gamma in family.gammas:
+                plan = family.plan(gamma, 1.0)  # raises PlanError for a contradiction
+                assert round_shape(plan.speculation.round_kind) == family.round(gamma)
+                assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_answers_for_documentation_draft_by_suffix_and_those_for_prose_do_not(h200_profile):
+    ask = {"gpu": "h200", "ctx": 4096, "profile": h200_profile}
+    docs, prose, unknown = (planner.recommend("Llama-3.1-8B", text=text, **ask) for text in ("docs", "prose", None))
+    assert docs.plan.speculation.drafter.kind is SUFFIX
+    assert short_name(describe(docs.plan)).endswith("+suffix")
+    assert docs.predicted.best.tpot_ms < prose.predicted.best.tpot_ms
+    assert docs.predicted.to_dict()["drafter"]["hit"] == proposal_acceptance(SUFFIX, docs.plan.workload).hit
+    assert replace(prose.plan, workload=unknown.plan.workload) == unknown.plan
+    chosen = predict(docs.plan, LLAMA, h200_profile)
+    assert chosen.best.tpot_ms == pytest.approx(docs.predicted.best.tpot_ms)
+    assert chosen.tokens_per_round > 1.3
+
+
+def test_an_adaptive_plan_has_the_costs_of_all_tiers(h200_profile):
+    plan = planner.estimate("Llama-3.1-8B", "h200", 4096, preset="cascade", profile=h200_profile, text="docs").plan
+    adaptive = replace(plan, speculation=replace(plan.speculation, adaptive=True))
+    costs = round_costs(adaptive, LLAMA, h200_profile)
+    shapes = [round_shape(kind) for kind in costs.gammas]
+    assert costs.gammas[0] == 0 and costs.drafter_known and 0 < costs.hit < 1
+    assert {(shape.passes > 0, shape.depth > 0) for shape in shapes[1:]} == {(True, False), (False, True), (True, True)}
+    cascade, drafts = (
+        next(costs.seconds[kind] for kind in costs.gammas if round_shape(kind)[1:] == tiers)
+        for tiers in ((1, 4), (1, 0))
+    )
+    assert drafts < cascade < 2 * drafts
