@@ -10,6 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from ridgeplan.dashboards.charts.plans import alternatives
 from ridgeplan.dashboards.charts.results import (
     attentions,
     errors,
@@ -20,11 +21,16 @@ from ridgeplan.dashboards.charts.results import (
     scatter,
     similarities,
 )
+from ridgeplan.dashboards.charts.rooflines import roofline
+from ridgeplan.dashboards.charts.rounds import waterfall
 from ridgeplan.dashboards.rows import Row, grouped
+from ridgeplan.planner import Recommendation
 from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.planner.queries.maps import PlanMap
 from ridgeplan.planner.queries.sweep import GridSweep, SweepPoint
 from ridgeplan.planner.traffic.serving import ServingCapacity
+from ridgeplan.roofline.catalog.hardware import Hardware
+from ridgeplan.roofline.plan.presets import short_name
 
 # Forbids the browser to load anything, whatever the texts of a report contain.
 POLICY = (
@@ -79,6 +85,29 @@ def sweep_page(sweep: GridSweep) -> str:
         parts += [] if point.plans is None else [figure_html(tpot_map(point, point.plans))]
         parts.append(table(SHOWN, [[_shown(row[name]) for name in SHOWN] for row in point.rows()]))
     return html_page("ridgeplan sweep", parts)
+
+
+BRIEF_COLUMNS = ("plan", "gamma", "tpot_ms", "tpot_low_ms", "tpot_high_ms", "ttft_ms", "tokens_per_s",
+                 "peak_memory_bytes", "speedup", "quality", "verdict")  # fmt: skip
+
+
+def brief_page(lines: Sequence[str], recommendation: Recommendation, hardware: Hardware) -> str:
+    """An answer for a slide: the verdict, every plan as a chart, where the time goes, the roofline, and the table.
+
+    lines: the answer as `ridgeplan plan` prints it, of which the second is the verdict.
+    """
+    predicted, name = recommendation.predicted, recommendation.name
+    question, verdict, *more = map(escape, lines)
+    rows = recommendation.table()
+    charts = (
+        alternatives(recommendation), waterfall(predicted, recommendation.baseline, short_name(name)),
+        roofline(predicted, hardware),
+    )  # fmt: skip
+    titles = ("All plans", "Where a token's time goes", "Each operation under the roof")
+    drawn = [f"<h2>{title}</h2>{figure_html(chart)}" for title, chart in zip(titles, charts, strict=True)]
+    head = f"<h1>{question}</h1><h2>{verdict}</h2><p>{'<br>'.join(more)}</p>"
+    body = table(BRIEF_COLUMNS, [[_shown(row[column]) for column in BRIEF_COLUMNS] for row in rows])
+    return html_page(f"ridgeplan: {recommendation.plan.workload.model}", [head, *drawn, "<h2>Plans</h2>", body])
 
 
 def capacity_page(result: ServingCapacity, figure: go.Figure) -> str:

@@ -71,6 +71,21 @@ class OpTime:
         """FLOP per byte; 0 for time between kernels, which moves none."""
         return self.flops / self.bytes if self.bytes else 0.0
 
+    def roof(self, profile: Profile) -> tuple[str, float]:
+        """What bounds it ("memory", "compute", "launches" or "" for time between kernels), and its share of the roof.
+
+        The roof is the longer of its bytes at the bandwidth and its FLOPs at the compute peak. Launches bound what
+        spends more than half of its time on them.
+        """
+        memory_s = self.bytes / profile.hardware.bandwidth_bytes_per_s
+        compute_s = self.flops / profile.hardware.compute_flops
+        roof_s = max(memory_s, compute_s)
+        if not roof_s:
+            return "", 0.0
+        launching = 2 * self.launches * profile.rates(self.kind).launch_s > self.seconds
+        bound = "memory" if memory_s >= compute_s else "compute"
+        return "launches" if launching else bound, roof_s / self.seconds
+
 
 @dataclass(frozen=True)
 class PartTimes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,6 +63,7 @@ class Comparison:
     source: str  # the prediction's weakest source
     rows: tuple[ComparisonRow, ...]
     spread: float | None = None  # of the rounds' times, the baseline's included; None if there were too few
+    predicted: Prediction | None = field(default=None, repr=False, compare=False)
 
     @property
     def busy(self) -> bool:
@@ -125,7 +126,7 @@ def compare_measured(
     spread = widest((measured.spread, plain.spread if plain else None))
     rows = (*_rows(plan, predicted, measured, shape, profile), _speedup_row(predicted, measured, plain, spread))
     sizes = workload.context, workload.new_tokens, workload.batch
-    return Comparison(preset_name(plan), *sizes, predicted.source, rows, spread)
+    return Comparison(preset_name(plan), *sizes, predicted.source, rows, spread, predicted)
 
 
 def tpot_ms_at(plan: Plan, shape: ModelShape, profile: Profile, acceptance: float) -> float:

@@ -88,6 +88,16 @@ class Measured:
     driver_bytes: int | None = None
 
     @property
+    def round_parts_s(self) -> list[tuple[str, float]]:
+        """The parts of a mean round, in order: its drafts and its verification, medians, and what is left."""
+        stats = self.statistics
+        gamma = round(sum(gamma * count for gamma, count in enumerate(stats.rounds_at)) / max(stats.rounds, 1))
+        parts = [(f"draft {index + 1} of {gamma}", stats.draft_s) for index in range(gamma)]
+        parts.append(("verification", stats.verify_s))
+        rest_s = stats.decode_s / max(stats.rounds, 1) - sum(seconds for _, seconds in parts)
+        return [*parts, ("rest", rest_s)] if rest_s > 0 else parts
+
+    @property
     def tpot_ms(self) -> float:
         """Time per output token of a sequence: the segments' median round over its tokens, else the mean round.
 

@@ -18,6 +18,7 @@ SECTIONS = {
         "plan": ("plan:plan", "Find the fastest plan for a model on a GPU."),
         "recommend": ("plan:plan", ""),
         "estimate": ("estimate:estimate", "Predict one preset or plan, operation by operation."),
+        "brief": ("brief:brief", "Write an answer as one HTML file."),
         "fit": ("fit:fit", "Find the largest contexts and batches, or the smallest GPU."),
         "compare": ("compare:compare", "Compare GPUs, presets, models and plans."),
         "sweep": ("sweep:sweep", "Find the best plan at every point of a grid."),
@@ -38,6 +39,10 @@ SECTIONS = {
     },
     "Measure": {
         "calibrate": ("calibrate:calibrate", "Measure this machine for --gpu auto and --profile."),
+        "import-measurements": (
+            "import_measurements:import_measurements",
+            "Correct a calibration by timings in a CSV file.",
+        ),
         "acceptance": ("acceptance:acceptance", "Measure how often drafts are accepted on a text."),
         "quality": ("quality:quality", "Measure fidelity, perplexity and RULER scores of plans."),
         "study": ("groups:study", "Test the papers' claims on your model and text."),

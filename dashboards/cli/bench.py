@@ -58,8 +58,10 @@ def planner(runs: int, output: Path | None, as_json: bool) -> None:
     """
     from ridgeplan.validate.planner_speed import CONTEXT, GPU, MODEL, measure_planner
 
-    with progress("timing") as on_progress:
-        speed = measure_planner(runs, on_progress)
+    def show(stage: str, done: int, total: int) -> None:
+        echo(f"timing {stage} ({done + 1} of {total})", err=True)  # at once, as each takes up to a minute
+
+    speed = measure_planner(runs, show)
     write_json(output, speed.to_dict())
     if as_json:
         print_json(speed.to_dict())

@@ -14,6 +14,7 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_json, print_table, wrapped
 from ridgeplan.dashboards.cli.table_file import write_plan
+from ridgeplan.dashboards.files import write_json
 from ridgeplan.planner import Plan, Prediction, SearchOptions
 from ridgeplan.planner.capacity import usable_bytes
 from ridgeplan.planner.plan_file import SavedPlan, plan_json
@@ -24,6 +25,7 @@ from ridgeplan.planner.queries.estimate import PlanEstimate, estimate_plan, with
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, first_token_text, on_host_text, overhead_text
 from ridgeplan.planner.render.text import explain as meaning_of
+from ridgeplan.planner.render.trace import chrome_trace
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.presets import describe, preset_name, short_name
@@ -47,14 +49,17 @@ from ridgeplan.roofline.plan.support import Backend, as_loaded, only_estimated, 
 @opt.parallel
 @opt.priced_by
 @opt.plan_output
+@opt.trace_output
 @opt.as_json
 def estimate(
     model: str | None, preset: str | None, plan: SavedPlan | None, gamma: int | None, adaptive: bool,
-    output: Path | None, as_json: bool, **rest: Any,
+    output: Path | None, trace: Path | None, as_json: bool, **rest: Any,
 ) -> None:  # fmt: skip
     """Predict one preset for MODEL, or a plan file, with the time of every operation.
 
-    A preset runs at the gamma and sparse ratio that are fastest for the workload, as in `ridgeplan plan`.
+    Of each operation the table says what bounds it, and the share of the roof: of the bandwidth or of the compute peak,
+    whichever limits it. A preset runs at the gamma and sparse ratio that are fastest for the workload, as in
+    `ridgeplan plan`.
 
     Examples:
       ridgeplan estimate Llama-3.1-8B --preset quantspec --gpu h200 --ctx 128k
@@ -67,6 +72,7 @@ def estimate(
         result = _of_preset(model, preset, gamma, adaptive, rest)
     question = result.question
     write_plan(output, result, lambda: plan_json(result.plan, question.shape, question.profile))
+    write_json(trace, chrome_trace(result.predicted))
     print_answer(result.to_dict(), as_json, lambda: _print(result))
 
 
@@ -126,9 +132,10 @@ def _print(result: PlanEstimate) -> None:
     )
     print_table(
         "Operations of one prompt's prefill, a draft step and a target step",
-        ("operation", "launches", "ms", "GFLOP", "MB", "FLOP/byte", "kernel class"),
-        ((f"{op.part}: {op.op}", f"{op.launches}", number(1e3 * op.seconds), number(op.flops / 1e9),
-          number(op.bytes / 1e6), number(op.intensity), op.kind) for op in predicted.breakdown),
+        ("operation", "launches", "ms", "GFLOP", "MB", "FLOP/byte", "roof", "bound by: kernel class"),
+        ((f"{op['part']}: {op['op']}", f"{op['launches']}", number(1e3 * op["seconds"]), number(op["flops"] / 1e9),
+          number(op["bytes"] / 1e6), number(op["intensity"]), f"{op['roof_share']:.0%}" if op["bound"] else "",
+          f"{op['bound']}: {op['kind']}" if op["bound"] else op["kind"]) for op in result.operations()),
     )  # fmt: skip
 
 

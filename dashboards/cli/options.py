@@ -369,6 +369,9 @@ table_output = click.option(
 plan_output = click.option(
     "-o", "--output", type=OutputFile(), help="Write the plan to this file, or the table as .csv, .md or .png."
 )
+trace_output = click.option(
+    "--trace", type=OutputFile(), help="Write a round to this file as a Chrome trace, for Perfetto or chrome://tracing."
+)
 json_output = click.option("--output", type=OutputFile(), help="Write the results to this file as JSON.")
 html_output = click.option(
     "--html", type=OutputFile(), help="Write tables and plots to this file, a self-contained page."

@@ -21,8 +21,9 @@ from ridgeplan.dashboards.cli.output import (
     progress_bars,
     write_page,
 )
-from ridgeplan.dashboards.files import write_atomically
+from ridgeplan.dashboards.files import write_atomically, write_json
 from ridgeplan.planner.plan_file import SavedPlan
+from ridgeplan.planner.render.trace import chrome_trace
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.validate.suite.report import SECTIONS, SUITES, RegretRow, SuiteReport, SuiteRow
@@ -116,7 +117,7 @@ RUNS = ("plain decoding", "the plan")  # in the order of `validate_plan`
 # The options of each subject of validation.
 SUBJECTS = {
     "PLAN": {"models", "prompt_file", "max_new_tokens", "profile", "calibration", "retrieval_head", "agreement"}
-    | {"any_model"},
+    | {"any_model", "trace"},
     "--suite": {"models", "prompt_file", "other_text", "profile", "only", "output", "html"},
     "--report": {"html"},
 }
@@ -138,6 +139,7 @@ SUBJECTS = {
 @opt.retrieval_head
 @click.option("--agreement", is_flag=True, help="Also count greedy tokens that differ from float32; on a CPU none can.")
 @opt.any_model
+@opt.trace_output
 @opt.repeated("--only", "only", click.Choice(SECTIONS), "Run only this part of the suite")
 @click.option(
     "--output", type=opt.OutputFile(), help="Save a suite's results to this file as JSON, beside earlier parts."
@@ -185,7 +187,8 @@ def _forbid(options: dict[str, Any], subject: str) -> None:
 
 def validate_plan_file(
     saved: SavedPlan, models: tuple[str, ...], prompt_file: str | None, max_new_tokens: int | None, profile: str | None,
-    calibration: str | None, retrieval_head: str | None, agreement: bool, any_model: bool, as_json: bool,
+    calibration: str | None, retrieval_head: str | None, agreement: bool, any_model: bool, trace: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Runs plain decoding and the plan, and prints both comparisons."""
     if len(models) > 1:
@@ -211,6 +214,9 @@ def validate_plan_file(
         )  # fmt: skip
         validation = validate_plan(plan, options)
         greedy = plan_agreement(plan, source, prompts[0], limit, retrieval_head) if agreement else None
+    planned = validation.planned
+    if trace is not None and planned.comparison.predicted is not None:
+        write_json(trace, chrome_trace(planned.comparison.predicted, planned.measured.round_parts_s))
     if as_json:
         more = {"agreement": greedy.to_dict()} if greedy else {}
         print_json({"plan": plan.to_dict(), "validation": validation.to_dict()} | more)

@@ -64,7 +64,11 @@ class PlanEstimate(Table):
 
     def operations(self) -> list[dict[str, Any]]:
         """A flat row per operation of one prompt's prefill, a draft step and a target step."""
-        return [{**asdict(op), "intensity": op.intensity} for op in self.predicted.breakdown]
+        rows = []
+        for op in self.predicted.breakdown:
+            bound, share = op.roof(self.question.profile)
+            rows.append({**asdict(op), "intensity": op.intensity, "bound": bound, "roof_share": share})
+        return rows
 
     def summary(self) -> str:
         """The headline figures in one line."""

@@ -1,0 +1,86 @@
+"""For engineers: roof shares, a round's trace, a brief as one file, and timings from elsewhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeplan.planner.render.trace import chrome_trace
+from ridgeplan.roofline.catalog.profile import Profile, load_profile
+
+LLAMA, HEAD = "Llama-3.1-8B", "class,seconds,flops,read_bytes,write_bytes\n"
+
+
+def test_operations_say_what_bounds_them(invoke: Any, profile: Profile) -> None:
+    command = ("estimate", LLAMA, "--preset", "quantspec", "--gpu", "h200", "--ctx", "64k")
+    rows = json.loads(invoke(*command, "--json").stdout)["predicted"]["breakdown"]
+    by_op = {f"{row['part']} {row['op']}": row for row in rows}
+    hardware = profile.hardware
+    for row in rows:
+        roof_s = max(row["bytes"] / hardware.bandwidth_bytes_per_s, row["flops"] / hardware.compute_flops)
+        assert row["roof_share"] == pytest.approx(roof_s / row["seconds"] if row["bound"] else 0)
+    assert by_op["prefill mlp down"]["bound"] == "compute"
+    assert by_op["target mlp down"]["bound"] == "memory"
+    assert by_op["draft first norm"]["bound"] == "launches"
+    assert "memory: linear" in invoke(*command).stdout
+
+
+def test_a_trace_holds_a_round_and_what_was_measured(invoke: Any, recommendation: Any, tmp_path: Path) -> None:
+    predicted = recommendation.predicted
+    events = chrome_trace(predicted, [("draft 1 of 1", 1e-3), ("verification", 2e-3)])["traceEvents"]
+    parts = [event for event in events if event["ph"] == "X" and (event["pid"], event["tid"]) == (1, 1)]
+    assert sum(event["dur"] for event in parts) == pytest.approx(1e3 * predicted.round_ms)
+    assert [event["name"] for event in parts if "draft" in event["name"]] == [
+        f"draft {index + 1} of {predicted.gamma}" for index in range(predicted.gamma)
+    ]
+    ends = [event["ts"] + event["dur"] for event in parts]
+    assert [event["ts"] for event in parts[1:]] == pytest.approx(ends[:-1])
+    measured = [(event["ts"], event["dur"]) for event in events if event["ph"] == "X" and event["pid"] == 2]
+    assert measured == [(0.0, 1e3), (1e3, 2e3)]
+    path = tmp_path / "trace.json"
+    assert invoke("estimate", LLAMA, "--preset", "int8", "--gpu", "h200", "--ctx", 64, "--trace", path).exit_code == 0
+    assert {event["name"] for event in json.loads(path.read_text())["traceEvents"]} >= {"verification", "mlp down"}
+
+
+def test_a_brief_is_one_file_that_loads_nothing(invoke: Any, tmp_path: Path) -> None:
+    path = tmp_path / "brief.html"
+    result = invoke("brief", LLAMA, "--gpu", "h200", "--ctx", "120k", "-o", path)
+    assert result.exit_code == 0, result.stderr
+    page = path.read_text()
+    assert "<h2>Recommended: " in page and "<td>recommended" in page
+    assert page.count('class="plotly-graph-div"') == 3
+    assert "default-src 'none'" in page and "<script src" not in page
+
+
+def test_timings_replace_the_rates_of_their_class(invoke: Any, profile: Profile, profile_path: Path) -> None:
+    """Half of the bandwidth and a launch of 10 us."""
+    rows, bandwidth = profile_path.with_name("rows.csv"), profile.hardware.bandwidth_bytes_per_s
+    lines = [f"linear,{1e-5 + size / (0.5 * bandwidth)},0,{size},0" for size in (1e7, 1e8, 1e9)]
+    rows.write_text(HEAD + "\n".join(lines))
+    output = profile_path.with_name("corrected.json")
+    result = invoke("import-measurements", rows, "--profile", profile_path, "--output", output)
+    assert result.exit_code == 0, result.stderr
+    linear = load_profile(output).classes["linear"]
+    assert (linear.bandwidth_utilization, linear.launch_s) == pytest.approx((0.5, 1e-5), rel=0.01)
+    assert linear.source == "measured"
+    assert load_profile(output).classes["elementwise"] == profile.classes["elementwise"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("class,seconds\n", "columns of"),
+        (HEAD, "there are no timings"),
+        (f"{HEAD}linear,1,1,1,1", "'linear' has 1 timing; allowed: 2 or more"),
+        (f"{HEAD}gemm,1,1,1,1", "line 2 of"),
+        (f"{HEAD}linear,fast,1,1,1", "could not convert string to float: 'fast'; allowed: numbers"),
+        (f"{HEAD}linear,-1,1,1,1", "seconds is -1.0; allowed"),
+        (f"{HEAD}linear,1e-6,0,1e6,0\nlinear,1e-1,0,1e6,0", "no rates explain the timings of 'linear'"),
+    ],
+)
+def test_bad_timings_are_refused(refuses: Any, profile_path: Path, text: str, words: str) -> None:
+    rows, output = profile_path.with_name("rows.csv"), profile_path.with_name("corrected.json")
+    rows.write_text(text)
+    assert words in refuses("import-measurements", rows, "--profile", profile_path, "--output", output)
+    assert not output.exists()

@@ -1,0 +1,36 @@
+"""Timings that a user measured elsewhere, in place of a calibration's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ridgeplan.roofline.catalog.profile import Profile, ProfileError
+from ridgeplan.roofline.execution import rate_rows
+from ridgeplan.validate.calibration.fit import Ceilings, Samples, fit_rates
+from ridgeplan.validate.calibration.noise import MAX_FIT_SPREAD
+
+MIN_SAMPLES = 2  # of a class, whose launch and rate are fitted
+
+
+def corrected(base: Profile, samples: Samples) -> Profile:
+    """`base` with the classes of the samples fitted to them, as measured; classes in steps of rows lose these.
+
+    Raises ProfileError for no samples, for too few of a class, and for samples that no rates explain.
+    """
+    hardware = base.hardware
+    ceilings = Ceilings(hardware.bandwidth_bytes_per_s, hardware.compute_flops, num_sms=hardware.num_sms)
+    by_kind, fitted = samples.by_kind(), {}
+    if not by_kind:
+        raise ProfileError(f"there are no timings; allowed: {MIN_SAMPLES} or more of a class")
+    for kind, of_kind in by_kind.items():
+        if len(of_kind) < MIN_SAMPLES:
+            raise ProfileError(f"{kind!r} has {len(of_kind)} timing; allowed: {MIN_SAMPLES} or more, of several sizes")
+        timings = [replace(each, rows=rate_rows(kind, each.rows, each.width, each.depth)) for each in of_kind]
+        rates = fit_rates(timings, ceilings)
+        if rates.spread > MAX_FIT_SPREAD:
+            raise ProfileError(
+                f"no rates explain the timings of {kind!r}: they differ by {rates.spread:.0%}; "
+                f"allowed: {MAX_FIT_SPREAD:.0%}; are bytes, FLOPs and seconds of one call each?"
+            )
+        fitted[kind] = replace(rates, source="measured")
+    return replace(base, classes={**base.classes, **fitted})
