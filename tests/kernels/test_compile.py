@@ -197,6 +197,15 @@ def routing_jobs() -> dict[str, dict[str, Any]]:
     return jobs | {f"int{bits} experts {name}": routed_experts(bits, gated, name) for bits, gated, name in variants}
 
 
+def latent_attention() -> dict[str, Any]:
+    """DeepSeek's rows, and 16 heads with one query."""
+    types = dict.fromkeys(("q", "rows"), "*bf16") | dict.fromkeys(("begin", "end"), "*i32")
+    types |= {**dict.fromkeys(("partial", "lse"), "*fp32"), "splits": "i32", "scale": "fp32", "row_stride": "i32"}
+    constants = {"QUERIES": 1, "HEADS": 16, "LATENT": 512, "ROPE": 64, "LATENTS": 512, "ROPES": 64}
+    options = {"num_warps": 4, "num_stages": 2}
+    return job("latent.triton", "_latent_attention_kernel", types, constants | {"ROWS": 16, "BLOCK": 32}, options)
+
+
 def job(
     module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]
 ) -> dict[str, Any]:
@@ -230,7 +239,7 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
         f"int{bits} linear {name}": quantized_product(bits, element, name)
         for bits, element, name in products + (more_products if every else [])
     }
-    jobs |= {"split sum": split_sum(), **routing_jobs()}
+    jobs |= {"split sum": split_sum(), "latent attention": latent_attention(), **routing_jobs()}
     jobs |= {f"int{bits} weight copy": dense_copy(bits) for bits in (4, 8)}
     return jobs | {"gptq round": gptq_round(False), "bounded gptq round": gptq_round(True)}
 
