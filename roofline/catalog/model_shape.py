@@ -419,6 +419,13 @@ class ModelShape(Checked):
         return self._cached_attention.cached_rows
 
     @property
+    def cache_sizes(self) -> tuple[int, int, int]:
+        """Heads of the cache, and channels of their keys and values: one latent row without values under MLA."""
+        if self.is_mla:
+            return 1, self.kv_elements_per_token_per_layer, 0
+        return self.kv_heads, self.head_dim, self.head_dim
+
+    @property
     def score_dim(self) -> int:
         """Multiply-adds per query head and cached token of q . k; under MLA in its absorbed form (decode)."""
         return self._cached_attention.score_dim

@@ -45,7 +45,7 @@ class Cache:
     def __init__(self, model: ModelShape, config: KVCacheConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.rows = config.batch
-        self.layers, self.q_heads, self.kv_heads = model.kv_layers, model.q_heads, model.kv_heads
+        self.layers, self.q_heads, self.kv_heads = model.kv_layers, model.q_heads, model.cache_sizes[0]
         self.first_on_host = self.layers - config.host_layers
         self.movable = movable_layers(model, config, device, dtype)
         self.stores: list[KVStore | HostKVStore] = (

@@ -114,7 +114,8 @@ def _sizes(model: ModelShape, config: KVCacheConfig, layers: int, tokens: int) -
 class KVStore:
     """KV of layers whose full-precision part is on the device.
 
-    keys, values: [layers, batch, kv_heads, slots, head_dim]. coded: codes of all its layers, in order; empty if nothing
+    keys, values: [layers, batch, kv_heads, slots, head_dim]; under MLA keys are latent rows of a single head, and
+    values have no channels. coded: codes of all its layers, in order; empty if nothing
     is quantized. Each offloaded layer has its own entry. loaded: the last layers instead, if steps load what they
     choose of their codes.
     """
@@ -136,8 +137,9 @@ class KVStore:
         dtype: torch.dtype,
     ) -> KVStore:
         """Zero-filled storage of `layers` layers for rows of up to `tokens` tokens."""
-        sizes = (layers, config.batch, model.kv_heads, config.slots(tokens), model.head_dim)
-        keys, values = (torch.zeros(sizes, dtype=dtype, device=device) for _ in "kv")
+        heads, *widths = model.cache_sizes
+        sizes = (layers, config.batch, heads, config.slots(tokens))
+        keys, values = (torch.zeros(*sizes, width, dtype=dtype, device=device) for width in widths)
         if not config.format.quantized:
             return cls(config, keys, values)
         # Full-precision layers on the host are elsewhere (offload/host_store.py).

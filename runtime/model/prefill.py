@@ -27,12 +27,14 @@ from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.states import StateStore
 from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.prefill_layer import (
     LayerBuffers,
     Parts,
     attend_layer,
     finish_layer,
     gate_layer,
+    project_latent,
     project_layer,
     recur_layer,
 )
@@ -180,6 +182,17 @@ class _ChunkPass:
             destination.states.store_inputs(place, destination.row, stop, last)
         return out
 
+    def attend_latent(
+        self, index: int, layer: LayerWeights, attention: LatentAttentionWeights, hidden: Tensor
+    ) -> Tensor:
+        """As `attend`, of a layer with latent attention, of whose prompts nothing is evicted."""
+        decoder, buffers = self.decoder, self.buffers
+        rows = project_latent(decoder, index, layer, attention, hidden, buffers, self.parts)
+        attend_layer(buffers, self.parts, decoder.config.layers[index])
+        for fill in self.fills:
+            fill.store_rows(index, rows)
+        return buffers.queries[..., : attention.values.shape[1]]
+
 
 class _PromptFill:
     """A destination during prefill, with the tokens that it keeps of the current layer; None if it keeps all."""
@@ -262,6 +275,10 @@ class _PromptFill:
             destination.observer.after_prefill(
                 index, destination.row, self._queries, keys, positions.long() - len(self._prompt)
             )
+
+    def store_rows(self, index: int, rows: Tensor) -> None:
+        """Stores a layer's latent rows [tokens, latent + rope], in the place of keys; there are no values."""
+        self._destination.cache.store_prompt(index, self._destination.row, rows[None], rows[None, :, :0])
 
 
 def _longest(appended: Sequence[Tensor]) -> Tensor:

@@ -28,6 +28,7 @@ from ridgeplan.roofline.execution import (
 )
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.model.decoder import Decoder, LayerSettings
+from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, DeltaWeights, LayerWeights
 
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -133,6 +134,14 @@ class TextPass:
         empty = zeros(state.vectors.state_sizes, dtype=torch.float32)
         return recur_layer(self.decoder, layer, state, hidden, self.buffers, self.parts, earlier, empty)[0]
 
+    def attend_latent(
+        self, index: int, layer: LayerWeights, attention: LatentAttentionWeights, hidden: Tensor
+    ) -> Tensor:
+        """As `attend`, of a layer with latent attention: [tokens, q_heads, v_head_dim]."""
+        project_latent(self.decoder, index, layer, attention, hidden, self.buffers, self.parts)
+        attend_layer(self.buffers, self.parts, self.decoder.config.layers[index])
+        return self.buffers.queries[..., : attention.values.shape[1]]
+
 
 def prefill_layer(
     decoder: Decoder,
@@ -174,6 +183,35 @@ def project_layer(
         shift = parts.shift if chunk.start >= parts.tokens else 0
         table = decoder.layer_rotary(index, start + places + shift)
         queries[chunk] = decoder.project(index, attention, normed, table, keys, values, buffers.held + places)[0]
+
+
+def project_latent(
+    decoder: Decoder,
+    index: int,
+    layer: LayerWeights,
+    attention: LatentAttentionWeights,
+    hidden: Tensor,
+    buffers: LayerBuffers,
+    parts: Parts,
+) -> Tensor:
+    """Fills the buffers with the queries, keys and values of each head; returns latent rows [tokens, latent + rope].
+
+    Values are narrower than the buffer, where zeros follow them.
+    """
+    queries, keys, values = buffers.padded
+    (_, plain, latent), width = attention.keys.shape, attention.values.shape[1]
+    values[..., width:] = 0
+    rows = []
+    for chunk in parts.chunks:
+        places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
+        normed = decoder.norm(hidden[chunk], None, layer.mixer_norm)[1][None]
+        q, row = attention.project(normed, decoder.layer_rotary(index, places))
+        queries[chunk] = q[0]
+        keys[0, :, chunk, :plain] = torch.einsum("tr,hnr->htn", row[0, :, :latent], attention.keys)
+        keys[0, :, chunk, plain:] = row[0, :, latent:]
+        values[0, :, chunk, :width] = torch.einsum("tr,hvr->htv", row[0, :, :latent], attention.values)
+        rows.append(row[0])
+    return torch.cat(rows)
 
 
 def attend_layer(

@@ -15,6 +15,7 @@ from ridgeplan.runtime.model.norms import Norm, RMSNorm
 
 if TYPE_CHECKING:
     from ridgeplan.runtime.model.decoder import Decoder, Step
+    from ridgeplan.runtime.model.latent import LatentAttentionWeights
 
 
 class TokenMixer(Protocol):
@@ -46,6 +47,11 @@ class PromptPass(Protocol):
 
     def recur(self, index: int, layer: LayerWeights, state: DeltaWeights, hidden: Tensor) -> Tensor:
         """The state's output [tokens, value heads, value_dim] of layer `index` for hidden [tokens, hidden]."""
+
+    def attend_latent(
+        self, index: int, layer: LayerWeights, attention: LatentAttentionWeights, hidden: Tensor
+    ) -> Tensor:
+        """The same of latent attention: [tokens, q_heads, v_head_dim]."""
 
 
 class MLP(Protocol):

@@ -33,6 +33,7 @@ from ridgeplan.roofline.catalog.files import NoHomeFolder
 from ridgeplan.roofline.catalog.layers import Routing
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.model.experts import ListedExperts, RoutedMLP, StackedExperts
+from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight
 from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, ParallelNorm, RMSNorm
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, DeltaWeights, LayerWeights, WeightFormat
@@ -45,7 +46,7 @@ PARTS = {
     for kind in (
         DecoderWeights, LayerWeights, AttentionWeights, RMSNorm, LayerNorm, NoNorm, ParallelNorm, GatedMLP, Dense,
         Int4, Int8, Int4Weight, Int8Weight, LibraryInt4Weight, LibraryInt8Weight, RoutedMLP, StackedExperts,
-        ListedExperts, Routing, Activation, DeltaWeights, DeltaVectors,
+        ListedExperts, Routing, Activation, DeltaWeights, DeltaVectors, LatentAttentionWeights,
     )
 }  # fmt: skip
 
