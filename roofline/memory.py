@@ -61,15 +61,18 @@ class MemoryBreakdown:
 
 
 def layer_parameters(shape: ModelShape) -> int:
-    """Parameters of the matrices that may be quantized: linear layers and experts, without routers and embeddings."""
-    return shape.mixer_params + shape.dense_params + shape.expert_params
+    """Parameters of the matrices that may be quantized: linear layers and experts.
+
+    Not routers, embeddings, and the projections from latents, which are in full precision.
+    """
+    return shape.quantized_mixer_params + shape.dense_params + shape.expert_params
 
 
 def matrix_memory(shape: ModelShape, weight_bytes: Term) -> Term:
     """The linear layers and experts at `weight_bytes` per parameter, or at the checkpoint's own bits where fewer."""
     bits = shape.weight_bits
     return (
-        shape.mixer_params * stored_bytes(bits.attention, weight_bytes)
+        shape.quantized_mixer_params * stored_bytes(bits.attention, weight_bytes)
         + shape.dense_params * stored_bytes(bits.mlp, weight_bytes)
         + shape.expert_params * stored_bytes(bits.experts, weight_bytes)
     )
@@ -164,9 +167,14 @@ def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term, held: T
     These are the tokens' hidden states, and one layer's queries, keys and values, at the length that attends. held:
     earlier tokens, whose keys and values are ahead of these.
     """
-    kv_width, attending = shape.kv_elements_per_token_per_layer / 2, execution.padded_prompt(tokens)
+    kv_width, attending = _prompt_kv_width(shape), execution.padded_prompt(tokens)
     keys = (held + attending) * kv_width * element_bytes
     return tokens * shape.hidden * element_bytes, attending * shape.mixer_width * element_bytes, keys, keys
+
+
+def _prompt_kv_width(shape: ModelShape) -> Term:
+    """Width of a prompt's keys, and of its values; under MLA of all heads, which prompts make of the latents."""
+    return shape.kv_width if shape.is_mla else shape.kv_elements_per_token_per_layer / 2
 
 
 def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
@@ -225,6 +233,8 @@ def prefill_workspace(
     # Rows before and after RoPE, or the product's copy of its weight; gate and up with what they become, or that copy.
     projected = chunk * (shape.hidden + shape.q_width + kv_width) * element_bytes
     projected = projected + maximum(chunk * shape.q_width * element_bytes, copy_bytes)
+    if shape.is_mla:  # a layer's latent rows, of all tokens, and twice while they are joined
+        projected = projected + (tokens + chunk) * kv_width * element_bytes
     width = _dense_width(shape)
     activated = chunk * (2 * shape.hidden + 2 * width) * element_bytes
     activated = activated + maximum(chunk * width * element_bytes, copy_bytes)

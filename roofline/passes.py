@@ -207,10 +207,22 @@ def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, elemen
     for attention, layers in shape.projections:
         sizes = shape.hidden, attention.in_width, attention.q_heads * attention.output_head_dim
         params = attention.input_params(shape.hidden), attention.output_params(shape.hidden)
+        params = params[0] - attention.factor_params, params[1]
         yield from _projections(MIXER_PRODUCTS[:2], layers, rows, *sizes, *params, weight_bytes, element_bytes)
+        if attention.is_latent:
+            yield _latent_products(attention, layers, rows, element_bytes)
         if attention.gate_width:
             gated = ops.elementwise(rows, 2 * attention.gate_width, attention.gate_width, element_bytes)
             yield Op("output gate", "elementwise", gated, layers)
+
+
+def _latent_products(attention: Attention, layers: Term, rows: Term, element_bytes: Term) -> Op:
+    """Under MLA the products of queries with the projection to keys, and of outputs with that to values."""
+    plain, latent = attention.nope_head_dim or 0, attention.latent_rank or 0
+    inputs = attention.q_heads * (plain + latent)
+    outputs = attention.q_heads * (latent + attention.output_head_dim)
+    cost = ops.matmul(rows, inputs, outputs, attention.factor_params, element_bytes, element_bytes)
+    return Op("latent products", "linear", cost, layers, outputs, latent)
 
 
 def _projections(

@@ -83,7 +83,7 @@ def load(
         return_freed_memory()  # from now on, so that large activations leave no gaps in the heap
     source = model_source(model)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
-    if config.shape.states:
+    if config.shape.states or config.shape.is_mla:
         require_executable(plan, config.shape)
     head = _head(plan, retrieval_head, config.shape, model, source)
     plan = plan if head is None else _chosen_by(plan, head)
@@ -120,6 +120,8 @@ def _require_described_memory(
         shape = as_loaded(load_shape(model))
     except ValueError:
         return  # not described here; once its configuration is there, memory is checked again
+    if shape.is_mla:
+        require_executable(plan, shape)
     require_memory(plan, shape, device, dtype, weights.bytes if weights else 0, share)
 
 

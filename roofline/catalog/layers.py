@@ -122,11 +122,18 @@ class Attention(Checked):
         if self.shares_cache:
             keys_values = 0
         elif self.is_latent:
-            factors = self.q_heads * ((self.nope_head_dim or 0) + (self.v_head_dim or 0))
-            keys_values = hidden * self.score_dim + (self.latent_rank or 0) * factors
+            keys_values = hidden * self.score_dim + self.factor_params
         else:
             keys_values = hidden * (self.kv_width if self.shares_values else self.cached_elements)
         return queries + index + keys_values + hidden * self.gate_width
+
+    @property
+    def factor_params(self) -> int:
+        """Elements of the projections between a latent and all heads' keys and values; 0 without a latent.
+
+        They are in full precision in every plan: decoding multiplies queries by one and outputs by the other.
+        """
+        return (self.latent_rank or 0) * self.q_heads * ((self.nope_head_dim or 0) + (self.v_head_dim or 0))
 
     def output_params(self, hidden: Term) -> Term:
         """Elements of the output projection."""

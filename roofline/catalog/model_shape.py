@@ -442,6 +442,11 @@ class ModelShape(Checked):
         return sum(count * mixer.params(self.hidden) for mixer, count in mixers)
 
     @property
+    def quantized_mixer_params(self) -> int:
+        """Of `mixer_params` those that plans quantize: all but the projections from latents to keys and values."""
+        return self.mixer_params - sum(count * attention.factor_params for attention, count in self.projections)
+
+    @property
     def dense_params(self) -> int:
         """Matrices of all layers' dense MLPs and shared experts, which every token uses."""
         hidden = self.hidden

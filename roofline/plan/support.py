@@ -85,12 +85,24 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         "a retrieval head in a model with recurrent states": shape
         and shape.states
         and (drafts.needs_head or plan.attention.selection.needs_head),
+        **(_missing_over_latents(plan) if shape and shape.is_mla else {}),
         f"{plan.parallel} ({plan.parallel.gpus} GPUs), which vLLM executes,": plan.parallel != SINGLE,
         f"{held} weights as they are stored": held,
         f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape
         and exceeds_window(plan, shape),
     }
     return [name for name, missing in checks.items() if missing]
+
+
+def _missing_over_latents(plan: Plan) -> dict[str, object]:
+    """What needs keys and values of each head, and so cannot be executed over latent rows."""
+    return {
+        f"latent rows as {plan.kv.format.value} KV": plan.kv.format is not KVFormat.FULL,
+        "offloaded latent rows": plan.placement.offload,
+        f"draft selection {plan.speculation.selection.name!r} among latent rows": plan.speculation.sparse,
+        f"target selection {plan.attention.selection.name!r} among latent rows": plan.attention.active,
+        f"eviction {plan.eviction.policy!r} of latent rows": plan.eviction.active,
+    }
 
 
 def allows_chunks(plan: Plan) -> bool:
@@ -166,6 +178,7 @@ def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
     return plan.workload.final_context > window and not plain
 
 
+EXECUTED_TRAITS = ("partial rotary", "scaled experts")
 MIN_HEAD_DIM = 32  # of the attention kernels for GPUs, whose tiles are powers of two
 
 
@@ -179,6 +192,8 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
     if held not in CONVERTED_FORMATS:
         return f"the runtime does not load weights in {held!r} yet (it does {', '.join(loaded_formats())})"
     head_dim, on_gpu = shape.head_dim, hardware is not None and hardware.kind == "gpu"
+    if shape.is_mla:
+        head_dim = shape.latent_rank or 0  # the kernel's, of which the latent is the value
     if on_gpu and (head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1)):
         return f"no GPU kernel takes heads of {head_dim} values; they take powers of two from {MIN_HEAD_DIM}"
     widths = [width for mlp, _ in shape.mlps if mlp.experts for width in (shape.hidden, mlp.expert_intermediate)]
@@ -194,7 +209,6 @@ def layer_needs(shape: ModelShape) -> list[str]:
     checks = {
         "states of other rules": any(state.rule != DELTA_RULE or state.gate_rank for state, _ in shape.states),
         "sliding windows in some layers": shape.window_tokens and shape.window_layers < shape.layers,
-        "latent attention": shape.is_mla,
         "experts without a gate": any(mlp.experts and not mlp.gated for mlp, _ in shape.mlps),
         "experts beside a dense MLP": any(mlp.experts and mlp.intermediate for mlp, _ in shape.mlps),
         "experts on a projected stream": any(mlp.expert_hidden for mlp, _ in shape.mlps),
@@ -202,7 +216,7 @@ def layer_needs(shape: ModelShape) -> list[str]:
         "heads of several sizes": len({(attention.kv_heads, attention.head_dim) for attention in attentions}) > 1,
         "norms after blocks": shape.sandwich_norms,
     }
-    traits = (trait for trait in shape.traits if trait != "partial rotary")  # which the runtime executes
+    traits = (trait for trait in shape.traits if trait not in EXECUTED_TRAITS)
     return [*(name for name, needed in checks.items() if needed), *traits]
 
 

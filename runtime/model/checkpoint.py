@@ -19,13 +19,14 @@ from torch import Tensor
 from ridgeplan.kernels.state import DeltaVectors
 from ridgeplan.roofline.catalog.families import INNER_TYPES
 from ridgeplan.roofline.catalog.files import read_document
-from ridgeplan.roofline.catalog.layers import State
+from ridgeplan.roofline.catalog.layers import Attention, State
 from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, PACKED_FORMATS, ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError, failures_as, quiet_rust
 from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
+from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.linear import Dense, GatedMLP
 from ridgeplan.runtime.model.norms import RMSNorm
 from ridgeplan.runtime.model.packed_weights import PackedTensors
@@ -112,6 +113,8 @@ def _layer(config: DecoderConfig, index: int, take: Take, prefix: str, device: t
         gated_norm = RMSNorm(_copied(take(f"{prefix}linear_attn.norm.weight"), device), config.norm_eps)
         inputs = Dense(_delta_inputs(settings.state, take, f"{prefix}linear_attn.").to(device))
         mixer = DeltaWeights(inputs, vectors, gated_norm, fused("linear_attn.out_proj"))
+    elif settings.attention and settings.attention.is_latent:
+        mixer = _latent_attention(config, settings.attention, take, f"{prefix}self_attn.", device)
     else:
         (qkv, gate), output = _attention_inputs(config, index, take, prefix, device), fused("self_attn.o_proj")
         mixer = AttentionWeights(qkv, output, _qk_norm(config, index, take, prefix, device), gate)
@@ -183,6 +186,42 @@ def _attention_inputs(
     (qkv, gate), (qkv_bias, gate_bias) = rows("weight"), rows("bias")
     assert qkv is not None, "checked when it was read"
     return Dense(qkv, qkv_bias), None if gate is None else Dense(gate, gate_bias)
+
+
+LATENT_EPS = 1e-6  # of the norms of latents, whatever a model's configuration says
+
+
+def _latent_attention(
+    config: DecoderConfig, attention: Attention, take: Take, prefix: str, device: torch.device
+) -> LatentAttentionWeights:
+    """Latent attention's weights, with RoPE's channels in the order of the kernels; queries hold `score_scale`."""
+    rope, plain = attention.rope_head_dim or 0, attention.nope_head_dim or 0
+    order = [*range(0, rope, 2), *range(1, rope, 2)] if config.interleaved_rope else [*range(rope)]
+
+    def turned(rows: Tensor, kept: int) -> Tensor:
+        """Rows [..., kept + rope, inputs] with the last ones in order."""
+        return torch.cat([rows[..., :kept, :], rows[..., kept:, :][..., order, :]], dim=-2)
+
+    def norm(name: str) -> RMSNorm:
+        return RMSNorm(_copied(take(f"{prefix}{name}.weight"), device), LATENT_EPS)
+
+    rank = attention.q_lora_rank
+    queries = take(f"{prefix}{'q_b_proj' if rank else 'q_proj'}.weight")
+    queries = turned(queries.unflatten(0, (attention.q_heads, -1)), plain).flatten(0, 1)
+    if config.score_scale != 1:
+        queries = (queries.float() * config.score_scale).to(queries.dtype)
+    rows = turned(take(f"{prefix}kv_a_proj_with_mqa.weight"), attention.latent_rank or 0)
+    first = take(f"{prefix}q_a_proj.weight") if rank else queries
+    keys, values = take(f"{prefix}kv_b_proj.weight").unflatten(0, (attention.q_heads, -1)).tensor_split([plain], dim=1)
+    return LatentAttentionWeights(
+        down=Dense(torch.cat([first, rows]).to(device)),
+        up=Dense(_copied(queries, device)) if rank else None,
+        query_norm=norm("q_a_layernorm") if rank else None,
+        latent_norm=norm("kv_a_layernorm"),
+        keys=_copied(keys.contiguous(), device),
+        values=_copied(values.contiguous(), device),
+        output=Dense(_copied(take(f"{prefix}o_proj.weight"), device)),
+    )
 
 
 def _qk_norm(config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device) -> RMSNorm | None:

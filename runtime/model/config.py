@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +44,18 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
         raise ModelError(f"the model's rms_norm_eps is {brief(hub.rms_norm_eps)}; allowed: above 0 up to 1")
     family = FAMILIES[hub.model_type]
     layers = _layer_settings(shape)
-    return DecoderConfig(shape, hub.rms_norm_eps, layers, (_rotary(hub, shape),), routing, family.norm_offset)
+    config = DecoderConfig(shape, hub.rms_norm_eps, layers, (_rotary(hub, shape),), routing, family.norm_offset)
+    if not shape.is_mla:
+        return config
+    _require(not keys.get("attention_bias"), "attention_bias", True, ("false with latent attention",))
+    return replace(config, score_scale=_score_scale(hub), interleaved_rope=getattr(hub, "rope_interleave", True))
+
+
+def _score_scale(hub: Any) -> float:
+    """What YaRN multiplies scores by where `mscale_all_dim` says so (DeepSeek's models)."""
+    rope = hub.rope_parameters
+    weight, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
+    return float((0.1 * weight * math.log(factor) + 1) ** 2) if rope["rope_type"] != "default" and factor > 1 else 1.0
 
 
 def _layer_settings(shape: ModelShape) -> tuple[LayerSettings, ...]:
@@ -97,7 +109,9 @@ def _rotary(hub: Any, shape: ModelShape) -> Rotary:
     """Rotary frequencies and the factor on cosines and sines (RoPE, linear, YaRN, or Llama 3's)."""
     kind = hub.rope_parameters["rope_type"]
     _require(kind in ROTARY_TYPES, "rope_type", kind, ROTARY_TYPES)
-    width = rotary_width(hub, shape)
+    head_dim, width = shape.rope_head_dim or shape.head_dim, rotary_width(hub, shape)
+    if kind == "default" and shape.is_mla:
+        return Rotary(plain_frequencies(shape, width)[: width // 2])
     if kind == "default":
         return Rotary(plain_frequencies(shape, width), width=width if width < shape.head_dim else None)
     what = f"the model's rope_parameters are {brief(hub.rope_parameters)}"
@@ -106,15 +120,16 @@ def _rotary(hub: Any, shape: ModelShape) -> Rotary:
         frequencies = (*inverse.tolist(), float(scale))
     if inverse.numel() != width // 2 or not all(0 < frequency < math.inf for frequency in frequencies):
         raise ModelError(f"{what}; allowed: those that give {width // 2} finite frequencies above 0")
-    if width < shape.head_dim and scale != 1:  # it would scale channels that do not turn
-        raise ModelError(f"{what}, of {width} of {shape.head_dim} channels; allowed: an attention factor of 1")
-    staying = (0.0,) * ((shape.head_dim - width) // 2)
+    if width < head_dim and scale != 1:  # it would scale channels that do not turn
+        raise ModelError(f"{what}, of {width} of {head_dim} channels; allowed: an attention factor of 1")
+    staying = (0.0,) * ((head_dim - width) // 2)
     return Rotary(frequencies[:-1] + staying, frequencies[-1], width if staying else None)
 
 
 def rotary_width(hub: Any, shape: ModelShape) -> int:
     """Channels of a head that turn; the others of partial rotary embeddings stay."""
-    width = int(shape.head_dim * hub.rope_parameters.get("partial_rotary_factor", 1.0))
-    if not 2 <= width <= shape.head_dim or width % 2:
-        raise ModelError(f"{width} of {shape.head_dim} channels turn; allowed: an even number from 2 on")
+    head_dim = shape.rope_head_dim or shape.head_dim
+    width = int(head_dim * hub.rope_parameters.get("partial_rotary_factor", 1.0))
+    if not 2 <= width <= head_dim or width % 2:
+        raise ModelError(f"{width} of {head_dim} channels turn; allowed: an even number from 2 on")
     return width

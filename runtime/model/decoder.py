@@ -65,7 +65,9 @@ class LayerSettings:
 class DecoderConfig:
     """A decoder: its shape, the settings of each layer, its rotary embeddings, and how its routers choose experts.
 
-    norm_offset: what norms add to their weights as a checkpoint stores them.
+    norm_offset: what norms add to their weights as a checkpoint stores them. Of latent attention, score_scale: a factor
+    on scores beside head_dim ** -0.5, which loading folds into queries; interleaved_rope: whether RoPE turns each
+    channel of a checkpoint with the next one.
     """
 
     shape: ModelShape
@@ -74,6 +76,8 @@ class DecoderConfig:
     rotaries: tuple[Rotary, ...]
     routing: Routing | None = None
     norm_offset: float = 0.0
+    score_scale: float = 1.0
+    interleaved_rope: bool = False
 
     @classmethod
     def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:

@@ -190,7 +190,7 @@ class _ChunkPass:
         rows = project_latent(decoder, index, layer, attention, hidden, buffers, self.parts)
         attend_layer(buffers, self.parts, decoder.config.layers[index])
         for fill in self.fills:
-            fill.store_rows(index, rows)
+            fill.store_rows(decoder.config.layers[index].place, rows)
         return buffers.queries[..., : attention.values.shape[1]]
 
 
