@@ -103,6 +103,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
                     torch.nn.init.normal_(parameter, std=0.7)
                 if agreeable and "o_proj" in parameter_name:
                     parameter.data.mul_(0.2)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    torch.nn.init.normal_(buffer, std=0.1)
             folder = str(tmp_path_factory.mktemp(family))
             model.save_pretrained(folder)
             results[name] = TinyModel(folder, model)

@@ -19,4 +19,21 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": HYBRID | _ROUTED,
     "qwen3_next": HYBRID | _ROUTED,
 }
-FAMILY_SIZES = MOE_SIZES | HYBRIDS
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "head_dim": 16, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+    "v_head_dim": 48, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_routed_experts": 8, "n_group": 2,
+    "topk_group": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256, "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}  # fmt: skip
+# V2 makes queries of the stream and chooses among experts by softmax; the others have latents of queries.
+LATENT_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT
+    | {"q_lora_rank": None, "n_shared_experts": 2, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": _LATENT
+    | {"q_lora_rank": 64, "n_shared_experts": 1, "first_k_dense_replace": 1, "rope_parameters": _YARN},
+    "glm4_moe_lite": _LATENT | {"q_lora_rank": 64, "n_shared_experts": 1},
+}
+FAMILY_SIZES = MOE_SIZES | HYBRIDS | LATENT_SIZES

@@ -21,7 +21,8 @@ def test_the_shape_is_the_one_that_the_planner_reads(family, tiny_model):
     folder = tiny_model(family, num_hidden_layers=4, tie_word_embeddings=family == "qwen2").folder
     shape, expected = decoder_config(load_config(folder), folder).shape, as_loaded(load_shape(folder))
     assert shape == dataclasses.replace(expected, name=shape.name, source=shape.source)
-    assert (shape.layers, shape.q_heads, shape.kv_heads, shape.vocab) == (4, 4, 2, 128)
+    kv_heads = 4 if shape.is_mla else 2
+    assert (shape.layers, shape.q_heads, shape.kv_heads, shape.vocab) == (4, 4, kv_heads, 128)
 
 
 @pytest.mark.parametrize(
