@@ -11,6 +11,8 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from ridgeplan.planner.acceptance.rows import HERE, variant_name
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.validation import Checked, name_text, number, one_of, text, whole
@@ -120,6 +122,40 @@ def proposal_acceptance(kind: DrafterKind, workload: Workload) -> ProposalAccept
     source = nearest.source if variant_name(nearest.model) == variant_name(workload.model) else "transferred"
     low, high = min(ends[0], own), max(ends[1], own)
     return ProposalAcceptance(nearest.hit, low, own, high, source, str(nearest), nearest.depth)
+
+
+EAGLE3 = "EAGLE-3"
+
+
+@dataclass(frozen=True)
+class ContextDecay:
+    """Tokens of a pass of a drafter by context, between the contexts of its rows linear in the logarithm."""
+
+    rows: tuple[DrafterRow, ...]
+
+    @classmethod
+    def of(cls, name: str) -> ContextDecay:
+        """Of the rows of a drafter whose contexts are known."""
+        return cls(tuple(sorted((row for row in drafter_rows() if row.name == name and row.context), key=_context)))
+
+    def tokens(self, context: float) -> float:
+        """Tokens of a pass; beyond the rows' contexts those of the nearest."""
+        logs = [math.log(row.context) for row in self.rows]
+        return float(np.interp(math.log(context), logs, [row.pass_tokens for row in self.rows]))
+
+    def acceptance(self, context: float) -> float:
+        """Conditional acceptance of a proposal."""
+        return _acceptance_of(self.tokens(context), 1.0, self.rows[0].depth)
+
+    def __str__(self) -> str:
+        """The first and the last row."""
+        first, last = self.rows[0], self.rows[-1]
+        ends = f"{first.tokens:g} tokens a pass at {first.context} and {last.tokens:g} at {last.context}"
+        return f"{ends}, {first.where}"
+
+
+def _context(row: DrafterRow) -> int:
+    return row.context
 
 
 def _acceptance_of(tokens: float, hit: float, depth: int) -> float:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ridgeplan.planner.export.drafts import DraftModel, EngineRounds, ranges
+from ridgeplan.planner.acceptance.drafters import EAGLE3, ContextDecay, proposal_acceptance
+from ridgeplan.planner.export.drafts import EAGLE3_GPU, EAGLE3_HIDDEN, LOOKUP, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.sharding import shard
+from ridgeplan.roofline.drafters import pass_tokens
 from ridgeplan.roofline.latency import GIB
-from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, require
+from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, require
 
 MAX_OFFLOAD_SHARE = 0.9  # of the weights; the rest is embeddings, norms and what engines never offload
 UNQUANTIZED = ("bf16", "float32")
@@ -124,16 +126,49 @@ def _drafts(placed: Served) -> tuple[DraftModel | None, tuple[Carried, ...]]:
     problem = f"a second model and its cache lack {shortfall_gib} GiB" if shortfall_gib > 0 else None
     drafts = requested if problem else _at_best_gammas(placed, requested)
     if not drafts.gamma:
-        problem = f"{options.engine.title} would be slower with them"
+        problem = f"{options.engine.title} would be slower with them{_ends(placed, requested)}"
     if problem:
         return None, (Carried("drafts", _draft_text(options), f"none: {problem}", False),)
     model = f"{drafts.model} once more in {drafts.quantization}" if drafts.quantization else drafts.model
     nearest = f"{drafts.method}: {model}, gamma {drafts.gamma}, with a KV cache of its own that it reads whole"
+    if drafts.method == LOOKUP:
+        nearest = (
+            f"{LOOKUP}: up to {drafts.gamma} tokens after a match of {drafts.min_match} or more; not priced: the lookup"
+        )
+    nearest += _ends(placed, drafts)
     return drafts, (Carried("drafts", _draft_text(options), nearest, False),)
+
+
+def _ends(placed: Served, drafts: DraftModel) -> str:
+    """From which context on an EAGLE-3 head loses, by published tokens of a pass; "" where that is not known."""
+    rounds = rounds_of(placed, drafts)
+    if rounds is None or drafts.method != "eagle3":
+        return ""
+    batch, gamma, published = placed.options.plan.workload.rank_batch, drafts.gamma, ContextDecay.of(EAGLE3)
+    end = rounds.loses_from(batch, gamma, published.tokens)
+    steps = float(rounds.tpot_s(batch, gamma) * pass_tokens(1.0, drafts.acceptance, gamma) / rounds.tpot_s(batch, 0))
+    loses = "" if end is None else f", and loses from about {end} tokens of context on"
+    return f"; a pass takes {steps:.2f} plain steps{loses} ({published})"
+
+
+def _lookup(placed: Served) -> DraftModel:
+    """Suffix lookup, which the plan's drafter is, or feeds self-drafts that engines lack."""
+    drafter, workload = placed.options.plan.speculation.drafter, placed.options.plan.workload
+    known = proposal_acceptance(DrafterKind.SUFFIX, workload)
+    return DraftModel(
+        model="", method=LOOKUP, quantization="", kv=placed.kv, gamma=drafter.depth, acceptance=known.best, shape=None,
+        hit=known.hit, min_match=drafter.min_match,
+    )  # fmt: skip
 
 
 def _drafting(placed: Served) -> DraftModel:
     options, draft_model = placed.options, placed.options.draft_model
+    if options.plan.speculation.drafter.kind is DrafterKind.SUFFIX and draft_model is None:
+        return _lookup(placed)
+    acceptance, workload = options.acceptance, options.plan.workload
+    if options.draft_method == "eagle3":
+        known = proposal_acceptance(DrafterKind.HEAD, workload)
+        acceptance = known.best if workload.acceptance_length else ContextDecay.of(EAGLE3).acceptance(workload.context)
     shadow = options.plan.kv.format is KVFormat.SHADOW
     other_dtype = options.schema.has_field("--speculative-config", "kv_cache_dtype")
     return DraftModel(
@@ -142,15 +177,18 @@ def _drafting(placed: Served) -> DraftModel:
         quantization="" if draft_model or is_quantized(options.shape) else options.engine.weights[8],
         kv=options.engine.kv_dtypes[KVFormat.INT8] if shadow and other_dtype else placed.kv,
         gamma=options.plan.speculation.gamma,
-        acceptance=options.acceptance,
+        acceptance=acceptance,
         shape=options.draft_shape if draft_model else options.shape,
     )
 
 
 def _at_best_gammas(placed: Served, drafts: DraftModel) -> DraftModel:
-    """The drafts at their best gamma, by batch if the engine can. Without predicted times the plan's gamma stays."""
-    rounds = rounds_of(placed, drafts)
-    if rounds is None:
+    """The drafts at their best gamma, by batch if the engine can.
+
+    Without predicted times the plan's gamma stays, and that of a head whose acceptance the user has not measured.
+    """
+    rounds, workload = rounds_of(placed, drafts), placed.options.plan.workload
+    if rounds is None or (drafts.method == "eagle3" and not workload.acceptance_length):
         return drafts
     gammas = rounds.best_gammas(placed.options.plan.workload.rank_batch)
     if not placed.options.engine.schedules_gamma:
@@ -161,17 +199,29 @@ def _at_best_gammas(placed: Served, drafts: DraftModel) -> DraftModel:
 def rounds_of(placed: Served, drafts: DraftModel) -> EngineRounds | None:
     """Times of rounds with these drafts; None if they cannot be predicted, for an unknown draft model."""
     options = placed.options
-    if drafts.shape is None or drafts.method != "draft_model":
+    known = {
+        "draft_model": drafts.shape is not None,
+        LOOKUP: True,
+        "eagle3": options.sharded.hidden == EAGLE3_HIDDEN
+        and options.hardware.name == EAGLE3_GPU
+        and options.plan.parallel == SINGLE,
+    }
+    if not known[drafts.method]:
         return None
-    sharded = replace(drafts, shape=shard(drafts.shape, options.plan.parallel))
+    sharded = replace(drafts, shape=drafts.shape and shard(drafts.shape, options.plan.parallel))
     return EngineRounds(options.speed, options.sharded, options.hardware, placed.step(), placed.host_s, sharded)
 
 
 def _draft_text(options: ServeCommandOptions) -> str:
     """The plan's drafts in a few words."""
     speculation, weights = options.plan.speculation, options.plan.weights
+    drafter = speculation.drafter
+    proposed = f"{drafter.depth} tokens by {drafter.kind}" if drafter.active else ""
+    if not speculation.self_drafts:
+        return proposed
     codes = "upper codes" if speculation.codes is DraftCodes.UPPER else "the target's KV"
     read = f"{speculation.selection.name} of {codes}" if speculation.sparse else codes
     bits = f", {weights.draft_bits}-bit weights" if weights.draft_differs else ""
     adaptive = "adaptive up to " if speculation.adaptive else ""
-    return f"gamma {adaptive}{speculation.gamma} on {read}{bits}"
+    below = f", which verify {proposed}" if proposed else ""
+    return f"gamma {adaptive}{speculation.gamma} on {read}{bits}{below}"

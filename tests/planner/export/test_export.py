@@ -24,7 +24,7 @@ from ridgeplan.planner.export.options import Served
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.catalog.parallel import Parallel
 from ridgeplan.roofline.engine import activation_bytes
-from ridgeplan.roofline.plan.plan import Eviction, Placement, Plan, Weights, Workload
+from ridgeplan.roofline.plan.plan import DrafterKind, Eviction, Placement, Plan, Weights, Workload
 from ridgeplan.roofline.round import tokens_per_round
 
 MODELS = [shape.name for shape in list_models()]
@@ -158,6 +158,46 @@ def test_gamma_by_batch_is_the_fastest_at_each_batch(request_for: Callable[..., 
     config = dict(exported.command.arguments)["--speculative-config"]
     assert config["num_speculative_tokens_per_batch_size"] == [list(entry) for entry in running.drafts.schedule]
     assert config["num_speculative_tokens"] == max(gamma for *_, gamma in running.drafts.schedule)
+
+
+def test_a_plan_that_drafts_by_suffix_becomes_the_engines_lookup(
+    request_for: Callable[..., ServeCommandOptions],
+) -> None:
+    """Priced by the verification of its tokens, of which the text's kind says how many there are."""
+    request = request_for("suffix", context=4096)
+    docs = replace(request.plan, workload=replace(request.plan.workload, text="docs"))
+    exported = export(replace(request, plan=docs))
+    config = dict(exported.command.arguments)["--speculative-config"]
+    assert config["method"] == "ngram"
+    assert (config["num_speculative_tokens"], config["prompt_lookup_min"]) == (4, 2)
+    schema_for("vllm").parse(exported.command.options)
+    assert exported.times is not None and exported.times.tpot_ms < exported.times.plain_ms
+    assert "not priced: the lookup" in axis(exported, "drafts").engine
+    prose = replace(request.plan, workload=replace(request.plan.workload, text="prose"))
+    of_prose = export(replace(request, plan=prose)).times
+    assert of_prose is not None
+    assert exported.times.tpot_ms < 0.7 * of_prose.tpot_ms < of_prose.plain_ms
+
+
+@pytest.mark.parametrize(
+    ("context", "batch", "drafts", "pass_ms"),
+    [(4096, 1, 3, 5.15), (32768, 1, 3, 5.84), (120_000, 1, 3, 8.13), (32768, 8, 3, 11.84), (4096, 1, 5, 6.12)],
+)
+def test_passes_with_a_head_take_what_vllm_took(
+    context: int, batch: int, drafts: int, pass_ms: float, request_for: Callable[..., ServeCommandOptions]
+) -> None:
+    """vLLM 0.24 on an H200, fp8 weights and KV, an EAGLE-3 head of one layer."""
+    request = request_for("quantspec-int8", context=context, batch=batch, draft_method="eagle3", draft_model="x/head")
+    workload = replace(request.plan.workload, acceptance_length=3.0, drafter=DrafterKind.HEAD, new_tokens=1)
+    plan = replace(request.plan, workload=workload, speculation=replace(request.plan.speculation, gamma=drafts))
+    running, axes = served(replace(request, plan=plan))
+    assert running.drafts is not None
+    rounds = rounds_of(running, running.drafts)
+    assert rounds is not None
+    tokens = tokens_per_round(running.drafts.acceptance, drafts)
+    assert 1e3 * rounds.tpot_s(batch, drafts) * tokens == pytest.approx(pass_ms, rel=0.03)
+    text = next(each.engine for each in axes if each.axis == "drafts")
+    assert "loses from about" in text and "issue 684" in text
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
