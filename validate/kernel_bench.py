@@ -15,6 +15,7 @@ from ridgeplan.validate.kernel_calls import (
     attention,
     experts,
     kv_cache,
+    latent,
     layer,
     linear,
     offload,
@@ -36,7 +37,7 @@ PACKAGES = ("ridgeplan", "torch", "triton", "flashinfer-python")
 # The function that makes a kernel's cases, by kernel: KERNEL_cases in one of the modules of kernel calls.
 FAMILIES: Mapping[str, Callable[[Bench, Any], Iterator[BenchCase]]] = {
     name.removesuffix("_cases"): make
-    for module in (attention, linear, experts, kv_cache, layer, sampling, sparse, state, offload)
+    for module in (attention, latent, linear, experts, kv_cache, layer, sampling, sparse, state, offload)
     for name, make in vars(module).items()
     if name.endswith("_cases") and not name.startswith("_")
 }

@@ -28,6 +28,7 @@ from ridgeplan.validate.kernel_calls import attention as kernel_attention
 from ridgeplan.validate.kernel_calls import case as kernel_peers
 from ridgeplan.validate.kernel_calls import experts as kernel_experts
 from ridgeplan.validate.kernel_calls import kv_cache as kernel_quantize
+from ridgeplan.validate.kernel_calls import latent as kernel_latent
 from ridgeplan.validate.kernel_calls import layer as kernel_fused
 from ridgeplan.validate.kernel_calls import linear as kernel_linear
 from ridgeplan.validate.kernel_calls import sampling as kernel_sampling
@@ -87,7 +88,17 @@ ROTATED = (
     | SPARSE
     | {"experts_int4", "experts_int8", "experts_dense"}  # other experts at every call
     | {"delta_step"}
-    | {"attention", "ragged", "verification", "quantize", "flush", "rejection_sample", "draw", "take_slots"}
+    | {
+        "latent_attention",
+        "attention",
+        "ragged",
+        "verification",
+        "quantize",
+        "flush",
+        "rejection_sample",
+        "draw",
+        "take_slots",
+    }
 )
 
 
@@ -157,6 +168,7 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         ("gated_int4", kernel_linear, "linear_quantized"),
         ("gated_int8", kernel_linear, "linear_quantized"),
         ("gated_dense", kernel_linear, "linear_dense"),
+        ("latent_attention", kernel_latent, "latent_attention"),
         ("experts_int4", kernel_experts, "routed_mlp"),
         ("experts_dense", kernel_experts, "routed_mlp"),
         ("quantize", kernel_quantize, "dequantize"),

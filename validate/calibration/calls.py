@@ -26,10 +26,11 @@ from ridgeplan.validate.calibration.sizes import Shapes, Suite
 from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads, prefill_attention, random_decode
 from ridgeplan.validate.kernel_calls.experts import RoutedExperts
 from ridgeplan.validate.kernel_calls.kv_cache import quantize_call
+from ridgeplan.validate.kernel_calls.latent import LatentDecode
 from ridgeplan.validate.kernel_calls.layer import norm_call, rope_call, swiglu_call
 from ridgeplan.validate.kernel_calls.linear import linear_call
 from ridgeplan.validate.kernel_calls.sampling import RejectionSampling, draw_call, rejection_call, uniform_numbers
-from ridgeplan.validate.kernel_calls.sizes import ExpertSize, SamplingSize
+from ridgeplan.validate.kernel_calls.sizes import ExpertSize, LatentSize, SamplingSize
 from ridgeplan.validate.kernel_calls.sparse import RATIO, SparseAttention, SparseDraft, chosen_tokens, top_k_call
 from ridgeplan.validate.machine import last_cache_bytes
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, KernelCall
@@ -58,6 +59,7 @@ def class_calls(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterab
             for bits in (16, 8, 4)
             if suite.expert_sizes
         },
+        **({"attention_mla": latent_calls(bench, suite.latent_sizes, num_sms)} if suite.latent_sizes else {}),
         **{kind: decode_calls(bench, sizes, num_sms) for kind, sizes in suite.decode_sizes().items()},
         "elementwise": _elementwise_calls(bench, suite.elementwise, suite.elementwise_rows),
         "rope": _rope_calls(bench, suite.elementwise, suite.elementwise_rows),
@@ -122,6 +124,11 @@ def expert_calls(bench: Bench, bits: int, sizes: Iterable[ExpertSize], rows: Ite
     """Routed experts of few rows, under uniform routing."""
     for size, count in product(sizes, rows):
         yield RoutedExperts.draw(bench, bits, size, count).call()
+
+
+def latent_calls(bench: Bench, sizes: Iterable[LatentSize], num_sms: int) -> Iterator[KernelCall]:
+    """Decode attention over latent rows."""
+    return (LatentDecode.draw(bench, size).call(num_sms) for size in sizes)
 
 
 def decode_calls(bench: Bench, sizes: Iterable[DecodeSize], num_sms: int) -> Iterator[KernelCall]:

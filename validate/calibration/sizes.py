@@ -13,7 +13,7 @@ from typing import Any
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, prefill_attention_kind, scan_kind
 from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads
-from ridgeplan.validate.kernel_calls.sizes import ExpertSize, as_tuples
+from ridgeplan.validate.kernel_calls.sizes import ExpertSize, LatentSize, as_tuples
 from ridgeplan.validate.random_model import llama_like_shape
 
 Shapes = tuple[tuple[int, int], ...]
@@ -49,6 +49,7 @@ class Suite:
     gap_shapes: tuple[ModelShape, ...] = ()  # models whose rounds are timed as a whole
     portable: bool = False  # whether to measure the kernels that run on GPUs older than Hopper, too
     expert_sizes: tuple[ExpertSize, ...] = ()
+    latent_sizes: tuple[LatentSize, ...] = ()
     linear_steps: tuple[int, ...] | None = None  # rows at which time may step up; None fits one rate for all rows
     attention_steps: tuple[int, ...] | None = None
     row_steps: tuple[int, ...] | None = None  # of norms, RoPE and activations
@@ -83,7 +84,7 @@ class Suite:
         """Rows at which the time of a class may step up; None where it grows with bytes and FLOPs alone."""
         if kind.removeprefix("grouped_") in ("linear", "linear_int8", "linear_int4", "head"):
             return self.linear_steps
-        if kind.startswith("attention"):
+        if kind.startswith("attention") and kind != "attention_mla":
             return self.attention_steps
         if kind in ("elementwise", "rope"):
             return self.row_steps
@@ -125,6 +126,7 @@ def load_suite(name: str) -> Suite:
     values = _values(tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")), name)
     values["heads"] = [Heads(*each) for each in values["heads"]]
     values["expert_sizes"] = [ExpertSize(*each) for each in values.get("expert_sizes", ())]
+    values["latent_sizes"] = [LatentSize(*each) for each in values.get("latent_sizes", ())]
     for field in ("elementwise", "gap_shapes"):
         values[field] = [llama_like_shape(*each) for each in values.get(field, ())]
     return Suite(**as_tuples(values) | {"dispatch_shape": llama_like_shape(*values["dispatch_shape"])})

@@ -108,7 +108,7 @@ GAP = "between kernels"  # predicted only: no kernel runs meanwhile
 STAMP = "_record_timestamp_kernel"
 # Regular expressions for the names of kernels by class: this package's, and cuBLAS's.
 KERNELS = {
-    "attention": r"attend|progressive|index_list|_(sparse_)?attention_kernel|merge|_merge_kernel",
+    "attention": r"attend|progressive|index_list|_((sparse|latent)_)?attention_kernel|merge|_merge_kernel",
     SELECTION: r"_(head_logits|(head_|page_)?scores|two_bit|histogram|count|write)_kernel|two_bit_(scan|choose)",
     LINEAR: r"linear|_(product|sum|copy|route|blocks|experts)_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
     "norm": r"_add_rms_norm_kernel",

@@ -60,6 +60,18 @@ class VerificationSize(CacheSize):
 
 
 @dataclass(frozen=True)
+class LatentSize:
+    """Decode attention of `queries` queries over latent rows of `latent` + `rope` channels."""
+
+    q_heads: int
+    latent: int
+    rope: int
+    batch: int
+    tokens: int
+    queries: int = 1
+
+
+@dataclass(frozen=True)
 class LinearSize:
     """A product with 4-, 8- or 16-bit weights. speedups: (rows, target over the peer).
 
@@ -188,6 +200,7 @@ SIZES: Mapping[str, Any] = {
     "attention": AttentionSize,
     "ragged": RaggedSize,
     "verification": VerificationSize,
+    "latent_attention": LatentSize,
     **{f"{kind}_{weights}": LinearSize for kind in ("linear", "gated") for weights in ("int4", "int8", "dense")},
     **{f"experts_{weights}": ExpertSize for weights in ("int4", "int8", "dense")},
     "quantize": QuantizeSize,
