@@ -21,7 +21,7 @@ from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, QUANTIZATION_GROUPS
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Plan
-from ridgeplan.roofline.plan.presets import describe, preset_name
+from ridgeplan.roofline.plan.presets import autoregressive, describe, preset_name
 from ridgeplan.roofline.plan.support import Backend, allows_chunks, exceeds_window, missing_cost_model
 
 
@@ -60,6 +60,9 @@ def _executable_families(question: Question) -> list[Family]:
 def _contradiction(question: Question) -> NothingFits:
     """The error for a KV format that no plan of the quality and backend has."""
     options = question.options
+    if options.backend is Backend.VLLM_PLUGIN and (reason := question.unsupported(autoregressive(question.workload))):
+        fix = Fix({"backend": "vllm"}, "--backend vllm")
+        return NothingFits(f"{question.shape.name}: {reason}; allowed: {fix.text}", (fix,))
     others = _executable_families(question.with_options(kv_format=None))
     formats = dict.fromkeys(str(family.template.kv.format) for family in others)
     fixes = [Fix({"kv_format": name}, f"KV format {name}") for name in formats]

@@ -276,7 +276,8 @@ def predict_all(
     slow, fast = (at_acceptance(best, ends[end]) for end in ("low", "high"))
     parts = _parts(shape, machine, strategy, rates, len(plans))
     certainties = [
-        _certainty(index, plan, shape, known[index], best, parts, profile, engine) for index, plan in enumerate(plans)
+        _certainty(index, plan, shape, known[index], best, parts, profile, engine, machine.unmeasured_s)
+        for index, plan in enumerate(plans)
     ]
     return [
         _prediction(index, plan, rounds[index], shape, known[index], (slow, best, fast), parts, certainties[index])
@@ -309,6 +310,7 @@ def _certainty(
     parts: tuple[PartTimes, ...],
     profile: Profile,
     engine: EngineProfile | None,
+    unmeasured_s: Term,
 ) -> Certainty:
     prefill, draft, target = parts
     prefill_spread = float(prefill.spread[index])
@@ -319,6 +321,9 @@ def _certainty(
     spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
     if not shape.weight_bits.full:
         spread, prefill_spread = transferred_spread(spread), transferred_spread(prefill_spread)
+    if np.any(unmeasured_s):
+        share = float(_at(unmeasured_s / best.round.total_s, index))
+        return Certainty("prior", spread + share, transferred_spread(prefill_spread))
     return Certainty(_source(plan, shape, profile, acceptance), spread, prefill_spread)
 
 

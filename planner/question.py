@@ -186,7 +186,10 @@ class Question:
     def machine(self) -> Machine:
         """The profile's machine with the memory limit, and the engine that runs the plan."""
         engine = self.engine.rates if self.engine else None
-        return replace(Machine.of(self.profile), memory_bytes=self.memory_limit_bytes, engine=engine)
+        machine = replace(Machine.of(self.profile), memory_bytes=self.memory_limit_bytes, engine=engine)
+        if self.options.backend is not Backend.VLLM_PLUGIN:
+            return machine
+        return self._profile_of("vllm").with_overhead(self.workload, self.shape, machine)
 
     @cached_property
     def engine(self) -> EngineProfile | None:
@@ -194,10 +197,11 @@ class Question:
 
         Raises BadEngineProfile for a damaged file, and PlanError where an engine cannot have a profile.
         """
-        if self.options.backend not in ENGINES:
-            return None
+        return self._profile_of(self.options.backend) if self.options.backend in ENGINES else None
+
+    def _profile_of(self, engine: str) -> EngineProfile:
         path = self.options.engine_profile
-        return engine_profile(self.options.backend, self.profile.hardware, Path(path) if path else None)
+        return engine_profile(engine, self.profile.hardware, Path(path) if path else None)
 
     @property
     def engine_title(self) -> str:
@@ -222,6 +226,11 @@ class Question:
             yield f"the recurrent states of {shape.state_layers:g} layers are priced as streams, and not calibrated"
         if self.engine is not None:
             yield from self.engine.notes()
+        elif self.options.backend is Backend.VLLM_PLUGIN:
+            yield (
+                f"the plugin has not been measured: {1e3 * float(self.machine.unmeasured_s):.2f} ms of a step are what "
+                "vLLM's own launches take beyond this package's"
+            )
         elif missing := missing_architecture(shape, hardware):
             yield missing
         elif is_converted(shape):

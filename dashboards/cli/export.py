@@ -13,8 +13,17 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_answer, wrapped
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import Plan
-from ridgeplan.planner.export import ENGINES, Exported, ServeCommandOptions, engine_named, export, schema_for
+from ridgeplan.planner.export import (
+    ENGINES,
+    Exported,
+    ServeCommandOptions,
+    engine_named,
+    export,
+    export_with_plugin,
+    schema_for,
+)
 from ridgeplan.planner.export.carry import Carried
+from ridgeplan.planner.export.plugin import VERSION as PLUGIN_VERSION
 from ridgeplan.planner.export.rules import Rule
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.roofline.catalog.model_shape import ModelShape, UnknownModel
@@ -40,6 +49,7 @@ COLUMNS = 78
 @click.option(
     "--host-cache-backend", type=click.Choice(["native", "lmcache"]), default="native", help="vLLM's store for them."
 )
+@click.option("--plugin", is_flag=True, help="Serve the plan as it is, with ridgeplan's plugin of vLLM.")
 @click.option("--gpu", help=f"{opt.GPU_HELP}  [default: the plan's]")
 @opt.engine_profile
 @opt.memory_utilization
@@ -49,7 +59,8 @@ COLUMNS = 78
 @opt.as_json
 def export_plan(
     plan: SavedPlan, target: str, engine_version: str | None, model: str | None, draft_model: str | None,
-    draft_method: str, kv_cache_dtype: str | None, host_cache: float | None, host_cache_backend: str, gpu: str | None,
+    draft_method: str, kv_cache_dtype: str | None, host_cache: float | None, host_cache_backend: str, plugin: bool,
+    gpu: str | None,
     engine_profile: str | None, memory_utilization: float, profile: str | None, acceptance: str | None,
     output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -60,16 +71,17 @@ def export_plan(
     Examples:
       ridgeplan export plan.json --to vllm
       ridgeplan export plan.json --to vllm --draft-model my/Llama-3.1-8B-AWQ -o serve.yaml
+      ridgeplan export plan.json --to vllm --plugin
       ridgeplan export plan.json --to sglang --kv-cache-dtype bf16 --json
     """
     shape, used = plan.resolve(gpu=gpu, profile=profile, acceptance=acceptance)
-    exported = export(
+    exported = (export_with_plugin if plugin else export)(
         ServeCommandOptions(
             plan=plan.plan,
             shape=_served_shape(shape, model),
             profile=used,
             engine=engine_named(target),
-            schema=schema_for(target, engine_version),
+            schema=schema_for(target, engine_version or (PLUGIN_VERSION if plugin and target == "vllm" else None)),
             model=_served_model(plan.plan, model),
             memory_utilization=memory_utilization,
             engine_profile=Path(engine_profile) if engine_profile else None,

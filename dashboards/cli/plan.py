@@ -84,7 +84,8 @@ def headline(recommendation: Recommendation) -> str:
         return recommendation.verdict.capitalize()
     if recommendation.backend != "ridgeplan":
         engine = ENGINES.get(recommendation.backend)
-        return f"For {engine.title if engine else 'any engine'}"
+        plugin = recommendation.backend == "vllm+plugin"
+        return f"For {engine.title if engine else 'vLLM with the plugin' if plugin else 'any engine'}"
     return "Recommended" if recommendation.model_runs else "Best plan that ridgeplan cannot execute yet"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from ridgeplan.roofline.engine import (
     weight_bits,
     width_is,
 )
+from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload, require
 
 BAND = 1.645  # deviations on either side that hold 90%
@@ -240,6 +241,22 @@ class EngineProfile:
         dtype = DTYPES[kv]
         tokens = workload.context + workload.new_tokens / 2
         return EngineStep(workload.rank_batch, tokens, weight_bits, dtype.bits, self.rates.kv_rate(dtype.kind))
+
+    def overhead_s(self, workload: Workload, shape: ModelShape, machine: Machine) -> float:
+        """What the launches of the engine's measured step take longer than those of a machine's kernels would.
+
+        With this package's kernels in the engine (docs/vllm.md) a part of it may be gone: it was fitted to the
+        engine's own kernels.
+        """
+        operations = list(self.step(workload, FULL_BITS, "auto").operations(shape))
+        engine_s = sum(float(op.launches) * getattr(self.rates, f"{launch_kind(op)}_s") for op in operations)
+        own_s = sum(float(op.launches) * float(machine.rates[op.kind].launch_s) for op in operations)
+        return max(0.0, engine_s - own_s)
+
+    def with_overhead(self, workload: Workload, shape: ModelShape, machine: Machine) -> Machine:
+        """A machine whose rounds take `overhead_s` longer, which is unmeasured."""
+        overhead_s = self.overhead_s(workload, shape, machine)
+        return replace(machine, round_s=machine.round_s + overhead_s, unmeasured_s=overhead_s)
 
     def plan_certainty(self, plan: Plan, shape: ModelShape) -> tuple[str, float]:
         """`certainty` of a plan that decodes plainly."""

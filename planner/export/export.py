@@ -126,7 +126,7 @@ def export(options: ServeCommandOptions) -> Exported:
     Raises PlanError where it does not fit, where the engine has no such argument or choice, and where a known
     incompatibility would make its output wrong.
     """
-    _check_models(options)
+    check_models(options)
     _check_choices(options)
     problem = uneven(options.shape, options.plan.parallel)
     require(problem is None, f"{problem} do not divide by {options.plan.parallel}; allowed: degrees that divide them")
@@ -140,7 +140,7 @@ def export(options: ServeCommandOptions) -> Exported:
     return Exported(options.engine.title, options.schema.version, command, carried, rules, times, unpredicted)
 
 
-def _check_models(options: ServeCommandOptions) -> None:
+def check_models(options: ServeCommandOptions) -> None:
     """Raises PlanError for a model or a draft model that is neither a hub id nor a plain path."""
     for what, name in (("model", options.model), ("draft model", options.draft_model)):
         allowed = f"a hub id, or a path without any of {' '.join(SHELL_CHARACTERS)} and without invisible characters"
@@ -172,12 +172,12 @@ def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
     if options.host_cache_gib:
         yield from engine.host_cache(options.host_cache_gib, options.host_cache_backend)
     if plan.workload.yarn_factor > 1:
-        yield engine.overrides, {"rope_parameters": _yarn(options)}
+        yield engine.overrides, {"rope_parameters": yarn_parameters(options)}
     if running.drafts is not None:
         yield from drafting.arguments(engine, options.schema, running.drafts, plan.parallel.tensor)
 
 
-def _yarn(options: ServeCommandOptions) -> dict[str, Any]:
+def yarn_parameters(options: ServeCommandOptions) -> dict[str, Any]:
     """RoPE's parameters, as transformers 5 names them in a config.json."""
     shape, factor = options.shape, options.plan.workload.yarn_factor
     original = shape.rope_original_context or shape.trained_context

@@ -16,6 +16,7 @@ from ridgeplan.roofline.plan.policies.evictions import layer_budgets
 from ridgeplan.roofline.plan.policy import EVICTIONS, SparseSelection
 
 SHIPPED_HEADS = ("HuggingFaceTB/SmolLM2-135M",)  # models whose retrieval head comes with the package
+MAX_PLUGIN_QUERIES = 16  # of a sequence in one call of decode attention
 SPARSE_CLASS = "sparse_attention"  # calibrated with all others that sparse drafts need
 
 
@@ -25,6 +26,7 @@ class Backend(StrEnum):
     ANY = "any"
     RIDGEPLAN = "ridgeplan"
     VLLM = "vllm"
+    VLLM_PLUGIN = "vllm+plugin"  # vLLM with ridgeplan.runtime.vllm, which brings this package's kernels
     SGLANG = "sglang"
 
 
@@ -38,8 +40,40 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
         return None
     if backend is Backend.RIDGEPLAN:
         return only_estimated(plan, shape) or uncalibrated(plan, profile)
+    if backend is Backend.VLLM_PLUGIN:
+        return not_carried(plan, shape) or uncalibrated(plan, profile)
     missing = _missing_in(plan, backend, shape)
     return f"{backend} has no {', '.join(missing)}" if missing else None
+
+
+PLUGIN_GROUP, PLUGIN_HEAD_DIMS = 128, (64, 128)  # tokens of a page, and sizes of heads that its cache has
+
+
+def not_carried(plan: Plan, shape: ModelShape) -> str | None:
+    """What of a plan, or of its model, vLLM's plugin does not carry (docs/vllm.md); None if nothing."""
+    weights, kv, speculation = plan.weights, plan.kv, plan.speculation
+    coded, drafts = kv.format in (KVFormat.INT8, KVFormat.HIERARCHICAL), speculation.active
+    held = shape.weight_bits
+    checks = {
+        f"{weights.target_bits}-bit weights made of a checkpoint in {held.format}": weights.target_bits < 16
+        and not held.full,
+        "second copy of the weights for drafts": drafts and weights.draft_copy,
+        f"{kv.format.value} KV": kv.format is KVFormat.SHADOW,
+        f"KV in groups of {kv.group}": coded and kv.group != PLUGIN_GROUP,
+        f"KV of heads of {shape.head_dim} channels": coded and shape.head_dim not in PLUGIN_HEAD_DIMS,
+        "KV of a sliding window": coded and shape.window_tokens is not None,
+        "latent attention, recurrent states or experts": shape.is_mla or bool(shape.states) or shape.is_moe,
+        f"eviction {plan.eviction.policy!r}": plan.eviction.active,
+        "KV on the host": plan.placement.offload,
+        f"target selection {plan.attention.selection.name!r}": plan.attention.active,
+        f"drafts on tokens chosen by {speculation.selection.name}": drafts and speculation.sparse,
+        "drafter of its own": drafts and speculation.drafter.active,
+        "adaptive gamma": drafts and speculation.adaptive,
+        "drafts that do not read upper codes": drafts and not (coded and speculation.codes is DraftCodes.UPPER),
+        f"gamma {speculation.gamma}": drafts and speculation.gamma >= MAX_PLUGIN_QUERIES,
+    }
+    missing = [name for name, applies in checks.items() if applies]
+    return f"{Backend.VLLM_PLUGIN} carries no {', no '.join(missing)}" if missing else None
 
 
 def _missing_in(plan: Plan, engine: Backend, shape: ModelShape) -> list[str]:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ridgeplan.kernels.linear import linear_quantized
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
-from ridgeplan.runtime.model.linear import QuantizedLinear
+from ridgeplan.runtime.model.linear import GatedMLP, QuantizedLinear
 from ridgeplan.runtime.model.source import model_source
-from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import plane_parts
 from ridgeplan.runtime.quantization.saved import read_saved, weights_path
 from ridgeplan.runtime.vllm import api
@@ -239,7 +239,9 @@ def projection(weights: DecoderWeights, prefix: str) -> tuple[Int4Weight, ...] |
     part: Any = weights.head if prefix.endswith("lm_head") else None
     if match is not None:
         layer = weights.layers[int(match[1])]
-        names = {"qkv_proj": layer.qkv, "o_proj": layer.output}
+        if not isinstance(layer.mixer, AttentionWeights) or not isinstance(layer.mlp, GatedMLP):
+            return None
+        names = {"qkv_proj": layer.mixer.qkv, "o_proj": layer.mixer.output}
         names |= {"gate_up_proj": layer.mlp.gate_up, "down_proj": layer.mlp.down}
         part = names.get(prefix.rpartition(".")[2])
     if not isinstance(part, QuantizedLinear) or not isinstance(part.weight, (Int4Weight, Int8Weight)):

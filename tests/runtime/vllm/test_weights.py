@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.runtime.model.linear import GatedMLP, Int8
-from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights
+from ridgeplan.runtime.model.norms import RMSNorm
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights
 from ridgeplan.runtime.quantization.calibration import plane_parts
 from ridgeplan.runtime.vllm import api
 from ridgeplan.runtime.vllm import weights as plugin
@@ -115,8 +116,9 @@ def saved_fit() -> DecoderWeights:
         return Int8(Int8Weight(*planes), None, hierarchical=True)
 
     mlp = GatedMLP(fit(2 * 128, HIDDEN), fit(HIDDEN, 128))
-    layer = LayerWeights(random(1), fit(sum(QKV), HIDDEN), None, fit(HIDDEN, QKV[0]), random(1), mlp)
-    return DecoderWeights(random(1), (layer,), random(1), fit(192, HIDDEN))
+    norm = RMSNorm(random(1), 1e-5)
+    layer = LayerWeights(norm, AttentionWeights(fit(sum(QKV), HIDDEN), fit(HIDDEN, QKV[0])), norm, mlp)
+    return DecoderWeights(random(1), (layer,), norm, fit(192, HIDDEN))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -124,7 +126,7 @@ def test_shards_of_a_saved_fit_are_the_fit(ranks: int, monkeypatch: pytest.Monke
     """Four GPUs share two KV heads: two hold the same."""
     saved = saved_fit()
     monkeypatch.setattr(PlanWeights, "saved", lambda self, dtype: saved)
-    layer = saved.layers[0]
+    layer: Any = saved.layers[0]
     x, narrow, wide = random(3, HIDDEN), random(3, 128), random(3, QKV[0])
     kv = max(1, KV_HEADS // ranks) * HEAD_DIM
     own = [QKV[0] // ranks, kv, kv]
@@ -152,12 +154,12 @@ def test_shards_of_a_saved_fit_are_the_fit(ranks: int, monkeypatch: pytest.Monke
     q, k, v, gate, up, head = (torch.cat(column, -1) for column in zip(*parts, strict=True))
     if shared > 1:
         k, v = (torch.cat(y.split(HEAD_DIM, -1)[::shared], -1) for y in (k, v))
-    torch.testing.assert_close(torch.cat([q, k, v], -1), layer.qkv(x))
+    torch.testing.assert_close(torch.cat([q, k, v], -1), layer.mixer.qkv(x))
     torch.testing.assert_close(torch.cat([gate, up], -1), layer.mlp.gate_up(x))
     torch.testing.assert_close(head, saved.head(x))
     if ranks <= 2:
         torch.testing.assert_close(reduced["down"], layer.mlp.down(narrow), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(reduced["output"], layer.output(wide), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(reduced["output"], layer.mixer.output(wide), rtol=1e-4, atol=1e-4)
 
 
 def test_a_fit_of_other_sizes_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

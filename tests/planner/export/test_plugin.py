@@ -1,0 +1,106 @@
+"""Serve commands with the plugin: what vLLM's parser takes, and what the plugin reads of it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ridgeplan.planner import PlanError, recommend, resolve
+from ridgeplan.planner.export import ServeCommandOptions, engine_named, export_with_plugin, schema_for
+from ridgeplan.planner.export.plugin import VERSION
+from ridgeplan.planner.feasibility import NothingFits
+from ridgeplan.planner.question import ask
+from ridgeplan.roofline.plan.plan import KVFormat, Plan, Workload
+from ridgeplan.roofline.plan.presets import PRESETS, preset
+from ridgeplan.roofline.plan.support import Backend, not_carried
+from ridgeplan.runtime.vllm.weights import PlanWeights
+
+WORKLOAD = Workload("meta-llama/Llama-3.1-8B", "h200", 32000, new_tokens=500, batch=4)
+
+
+def options(plan: Plan, **changes: Any) -> ServeCommandOptions:
+    shape, profile = resolve(plan.workload.model, "h200")
+    vllm = engine_named("vllm")
+    return replace(ServeCommandOptions(plan, shape, profile, vllm, schema_for("vllm", VERSION), shape.name), **changes)
+
+
+def test_a_plan_with_drafts() -> None:
+    plan = preset("quantspec-int8", WORKLOAD)
+    exported = export_with_plugin(options(plan))
+    assert exported.command.words[:5] == ("env", "VLLM_USE_V2_MODEL_RUNNER=0", "vllm", "serve", WORKLOAD.model)
+    taken = schema_for("vllm", VERSION).parse(exported.command.options)
+    assert taken["max_model_len"] == 32512 and taken["max_model_len"] % 128 == 0  # 32,500 tokens, in whole pages
+    assert (taken["kv_cache_dtype"], taken["block_size"]) == ("int8_per_token_head", 128)
+    drafts = taken["speculative_config"]
+    assert drafts["num_speculative_tokens"] == plan.speculation.gamma and drafts["method"] == "custom_class"
+    weights = PlanWeights.from_config(taken["hf_overrides"]["quantization_config"])
+    assert (weights.format.bits, weights.format.group, weights.format.hierarchical) == plan.weights.target_format
+    assert [axis.axis for axis in exported.carried] == ["weights", "KV cache", "drafts"]
+
+
+def test_times_are_those_of_plan() -> None:
+    best = recommend(WORKLOAD.model, "h200", 32000, batch=4, new_tokens=500, backend="vllm+plugin")
+    assert best.predicted.source == "prior"
+    exported = export_with_plugin(options(best.plan))
+    times, figures = exported.times, best.predicted
+    assert times is not None
+    assert (times.low_ms, times.tpot_ms, times.high_ms) == pytest.approx(
+        [each.tpot_ms for each in (figures.low, figures.best, figures.high)]
+    )
+    assert times.low_ms < times.tpot_ms < times.high_ms
+
+
+def test_a_step_takes_what_vllm_was_measured_to_take_beyond_our_kernels() -> None:
+    """The band reaches from none of it to twice as much, beside what our kernels' calibration leaves open."""
+    plan = preset("int8-weights-int8", WORKLOAD)
+    question = ask(WORKLOAD.model, "h200", 32000, batch=4, new_tokens=500, backend="vllm+plugin")
+    overhead_ms = 1e3 * float(question.machine.unmeasured_s)
+    ours = ask(WORKLOAD.model, "h200", 32000, batch=4, new_tokens=500).machine
+    assert 0.3 < overhead_ms < 3 and float(ours.unmeasured_s) == 0
+    assert question.machine.round_s == pytest.approx(ours.round_s + overhead_ms / 1e3)
+    times = export_with_plugin(options(plan)).times
+    assert times is not None
+    assert times.high_ms - times.tpot_ms > overhead_ms and times.tpot_ms - times.low_ms > overhead_ms
+
+
+def test_weights_alone_leave_vllms_cache() -> None:
+    exported = export_with_plugin(options(preset("int4-weights", WORKLOAD)))
+    assert [name for name, _ in exported.command.arguments][4:] == ["--hf-overrides"]
+    plain = export_with_plugin(options(preset("int8", WORKLOAD)))
+    assert "--hf-overrides" not in dict(plain.command.arguments)
+
+
+CARRIED = {
+    "autoregressive", "int8", "int8-weights", "int8-weights-int8", "int4-weights", "int4-weights-int8", "quantspec-kv",
+    "quantspec-int8", "quantspec-int4",
+}  # fmt: skip
+
+
+def test_which_presets_are_carried() -> None:
+    shape, _ = resolve(WORKLOAD.model, "h200")
+    assert {name for name in PRESETS if not_carried(preset(name, WORKLOAD), shape) is None} == CARRIED
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "said"),
+    [
+        (preset("snapkv", WORKLOAD), {}, "snapkv: vllm.plugin carries no eviction 'snapkv'; allowed: export without"),
+        (preset("quantspec", WORKLOAD), {}, "no second copy of the weights for drafts"),
+        (preset("int8", WORKLOAD), {"engine": engine_named("sglang")}, "--plugin is for vLLM, not SGLang"),
+        (preset("int8", WORKLOAD), {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype with --plugin"),
+        (preset("int8", WORKLOAD), {"schema": schema_for("vllm", "0.33.0")}, "does not know vLLM 0.33.0; allowed:"),
+    ],
+)  # fmt: skip
+def test_what_is_not_carried_is_refused_in_a_line(plan: Plan, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said) as caught:
+        export_with_plugin(options(plan, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_the_plugin_does_not_carry_is_refused() -> None:
+    with pytest.raises(NothingFits, match=r"carries no .*experts; allowed: --backend vllm"):
+        recommend("Qwen/Qwen3-30B-A3B", "h200", 32000, backend="vllm+plugin")
+    shape, _ = resolve(WORKLOAD.model, "h200")
+    plan = replace(preset("int8", WORKLOAD), kv=replace(preset("int8", WORKLOAD).kv, group=64))
+    assert not_carried(plan, shape) == f"{Backend.VLLM_PLUGIN} carries no KV in groups of 64"
+    assert plan.kv.format is KVFormat.INT8
