@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,12 @@ class DraftProposer:
             raise ValueError("ridgeplan's drafts run with tensor parallelism; allowed: one pipeline stage, one replica")
         if longest % GROUP:
             raise ValueError(f"--max-model-len is {longest}; allowed with ridgeplan's drafts: multiples of {GROUP}")
-        self.config = vllm_config
-        self.gamma: int = vllm_config.speculative_config.num_speculative_tokens
+        self.config, speculative = vllm_config, vllm_config.speculative_config
+        self.gamma: int = speculative.num_speculative_tokens
+        # Within gamma tokens of this length, of any sequence, vLLM would verify zeros in all of them instead of asking,
+        # and they might fill a page. It is the target's own until now.
+        speculative.draft_model_config = copy(speculative.draft_model_config)
+        speculative.draft_model_config.max_model_len = longest + self.gamma + 1
         self.target: Any = None
         self.layers: dict[str, CodesAttention] = {}
         self.rounds: dict[int, DraftRound] = {}

@@ -68,7 +68,7 @@ ATTRIBUTES = {
     "v1/attention/backends/registry:AttentionBackendEnum": {"CUSTOM"},
     "config/scheduler:SchedulerConfig": {"max_num_seqs"},
     "config/parallel:ParallelConfig": {"pipeline_parallel_size", "data_parallel_size"},
-    "config/speculative:SpeculativeConfig": {"model", "method", "num_speculative_tokens"},
+    "config/speculative:SpeculativeConfig": {"model", "method", "num_speculative_tokens", "draft_model_config"},
     "config/compilation:CompilationConfig": {"static_forward_context"},
     "forward_context:ForwardContext": {"attn_metadata"},
 }  # fmt: skip

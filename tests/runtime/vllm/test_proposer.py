@@ -61,6 +61,7 @@ class Target:
 
 def configured(**others: Any) -> SimpleNamespace:
     speculative = SimpleNamespace(method="custom_class", model="ridgeplan.x", num_speculative_tokens=GAMMA)
+    speculative.draft_model_config = SimpleNamespace(max_model_len=2048)
     config = config_of(3, 2048, speculative)
     config.parallel_config = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
     vars(config).update(others)
@@ -96,6 +97,15 @@ def test_drafts_are_what_the_target_finds_likely_in_upper_planes() -> None:
             likely = compute([(row, 1)], draft=True)[0].argmax()
             assert int(likely) == draft
             texts[number, row.context] = draft
+
+
+def test_vllm_asks_for_drafts_up_to_the_end() -> None:
+    """It would verify zeros instead, which might fill a page."""
+    config = configured()
+    target_config = config.speculative_config.draft_model_config
+    DraftProposer(config)
+    assert config.speculative_config.draft_model_config.max_model_len == 2048 + GAMMA + 1
+    assert target_config.max_model_len == 2048
 
 
 def test_no_draft_fills_a_page() -> None:

@@ -1,0 +1,56 @@
+"""vLLM with the plugin on a GPU: `scripts/measure_vllm_plugin.py` runs its engines, and here its rows are judged.
+
+    RIDGEPLAN_VLLM_ROWS=plugin.json python -m pytest -m gpu tests/runtime/vllm
+
+judges a file that was written before; without it the script is run, which takes some minutes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "measure_vllm_plugin.py"
+CHECKS = ("fit", "plain", "scheduled", "drafts", "compare")
+SAME_SHARE, DEVIATIONS = 0.97, 0.5  # bf16 sums in another order choose otherwise where two tokens are almost as likely
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The checks' rows by case."""
+    written = os.environ.get("RIDGEPLAN_VLLM_ROWS")
+    path = Path(written) if written else _run(tmp_path_factory.mktemp("vllm") / "rows.json")
+    cases = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert not [row for row in cases if row["step"] in CHECKS and "error" in row]
+    return {row["case"]: row for row in cases if "case" in row}
+
+
+@cache
+def _run(path: Path) -> Path:
+    command = [sys.executable, str(SCRIPT), "--output", str(path), "--only", *CHECKS]
+    subprocess.run(command, check=True, timeout=900)
+    return path
+
+
+@pytest.mark.parametrize("name", ["plain", "scheduled", "cached", "ragged", "drafts"])
+def test_tokens_are_what_the_runtime_chooses(name: str, rows: dict[str, dict[str, Any]]) -> None:
+    assert rows[f"compare {name}"]["same_choice"] >= SAME_SHARE
+    assert rows[f"compare {name}"]["worst_deviations"] <= DEVIATIONS
+
+
+@pytest.mark.parametrize("name", ["scheduled", "cached", "ragged", "drafts"])
+def test_scheduling_changes_nothing_but_ties(name: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Chunks, prefix caching, preemption, arrivals and drafts: most texts are the same to the end."""
+    assert rows[name]["texts_equal"] >= rows[name]["texts"] / 2
+    assert rows[name]["tokens_equal"] > 0.6
+
+
+def test_drafts_save_steps(rows: dict[str, dict[str, Any]]) -> None:
+    assert rows["drafts"]["steps"] < 200  # tokens of each text, all of which decode together
