@@ -16,7 +16,7 @@ MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core til
 # Model families that the runtime executes, as `model_type` of a Hugging Face config names them.
 EXECUTABLE_ARCHITECTURES = (
     "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
-    "deepseek_v2", "deepseek_v3", "glm4_moe_lite",
+    "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
 )  # fmt: skip
 
 # This package's cache keeps every token of a layer with a sliding window. Families that it does not execute are priced

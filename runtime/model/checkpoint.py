@@ -138,15 +138,16 @@ def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, f
         tensor = next((tensor for tensor in tensors if tensor is not None), None)
         return None if tensor is None else _copied(tensor, device)
 
-    router = present("mlp.gate.weight", "block_sparse_moe.router.weight")
+    router = present("mlp.gate.weight", "block_sparse_moe.router.weight", "block_sparse_moe.gate.weight")
     if router is None or config.routing is None:
         return gated("mlp")
     gate_up, down = (
         present(f"mlp.experts.{name}_proj", f"block_sparse_moe.experts.{name}_proj") for name in ("gate_up", "down")
     )
     if gate_up is None or down is None:
-        raise ModelError(f"the checkpoint lacks {prefix}mlp.experts.gate_up_proj or .down_proj")
-    bias = present(*(f"mlp.{name}e_score_correction_bias" for name in ("", "gate.", "gate.moe_statics.")))
+        gate_up, down = (experts.to(device) for experts in _separate_experts(config.shape, take, prefix))
+    places = ("mlp.", "mlp.gate.", "mlp.gate.moe_statics.", "block_sparse_moe.")
+    bias = present(*(f"{place}e_score_correction_bias" for place in places))
     shared = config.shape.shared_experts_intermediate
     shared_name = (
         "mlp.shared_expert" if (gate := present("mlp.shared_expert_gate.weight")) is not None else "mlp.shared_experts"
@@ -160,6 +161,20 @@ def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, f
         shared=gated(shared_name) if shared else None,
         shared_gate=gate,
     )
+
+
+def _separate_experts(shape: ModelShape, take: Take, prefix: str) -> tuple[Tensor, Tensor]:
+    """Experts that a checkpoint holds one by one, as packed ones do: gates with ups, and downs, each stacked."""
+    mixtral = take(f"{prefix}block_sparse_moe.gate.weight", None) is not None
+    place, names = (
+        ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    )
+    gate_up, down = [], []
+    for expert in range(shape.experts):
+        gates, ups, downs = (take(f"{prefix}{place}.experts.{expert}.{name}.weight") for name in names)
+        gate_up.append(torch.cat([gates, ups]))
+        down.append(downs)
+    return torch.stack(gate_up), torch.stack(down)
 
 
 def _attention_inputs(

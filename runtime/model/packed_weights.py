@@ -145,7 +145,7 @@ class PackedTensors:
         """The tensor, or a default where there is none. Raises ModelError for a missing or a misshapen one."""
         tensor = self._tensor(name)
         if tensor is not None:
-            sizes = expected_sizes(self.shape).get(name.rpartition(".")[0].rpartition(".")[2])
+            sizes = expected_sizes(self.shape, name).get(name.rpartition(".")[0].rpartition(".")[2])
             if name.endswith(".weight") and sizes and tuple(tensor.shape) != sizes:
                 raise ModelError(
                     f"in the checkpoint {self.source} the weight {name} is {list(tensor.shape)}; its config.json needs "
@@ -174,11 +174,17 @@ class PackedTensors:
             return file.get_tensor(name).clone()
 
 
-def expected_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of every matrix, by the last part of its module's name."""
+def expected_sizes(shape: ModelShape, name: str = "") -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of every matrix, by the last part of its module's name; `name` tells experts' from others."""
     hidden, wide = shape.hidden, shape.intermediate
+    output = shape.q_heads * (shape.v_head_dim or shape.head_dim)
+    if ".experts." in name:
+        wide = shape.expert_intermediate
+    elif ".shared_expert" in name:
+        wide = shape.shared_experts_intermediate
     return {
         "embed_tokens": (shape.vocab, hidden), "lm_head": (shape.vocab, hidden), "q_proj": (shape.q_width, hidden),
-        "k_proj": (shape.kv_width, hidden), "v_proj": (shape.kv_width, hidden), "o_proj": (hidden, shape.q_width),
+        "k_proj": (shape.kv_width, hidden), "v_proj": (shape.kv_width, hidden), "o_proj": (hidden, output),
         "gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide),
+        "w1": (wide, hidden), "w3": (wide, hidden), "w2": (hidden, wide),
     }  # fmt: skip

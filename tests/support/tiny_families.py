@@ -13,7 +13,12 @@ _ROUTED: dict[str, Any] = {
 MOE_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-}
+    "glm4_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+}  # fmt: skip
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID | _ROUTED,

@@ -195,6 +195,17 @@ def test_weights_are_what_the_checkpoint_stands_for(method: str, packed: Any, ma
             torch.testing.assert_close(projection.weight, stacked, rtol=1e-6, atol=1e-7)
 
 
+def test_experts_are_packed_one_by_one(tiny_model: Any, tmp_path: Path, make_plan: Any) -> None:
+    """Routers and norms are not packed; a model of these weights has the same logits as one of their meaning."""
+    folder, expected = rewritten(tiny_model("qwen3_moe").folder, tmp_path / "moe", "fp8-blocks")
+    mlp = runtime.load(make_plan(), str(folder), device="cpu").weights.layers[1].mlp
+    names = [f"model.layers.1.mlp.experts.4.{part}_proj.weight" for part in ("gate", "up", "down")]
+    gate, up, down = (expected[name] for name in names)
+    torch.testing.assert_close(mlp.gate_up[4].weight, torch.cat([gate, up]), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(mlp.down[4].weight, down, rtol=1e-6, atol=1e-7)
+    assert torch.equal(mlp.router, expected["model.layers.1.mlp.gate.weight"])
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("method", ["gptq", "fp8"])
 def test_weights_become_the_plans(method: str, bits: int, packed: Any, make_plan: Any, prompts: Any) -> None:
@@ -271,7 +282,7 @@ def test_damaged_checkpoints_are_refused_in_one_line(spoil: Any, message: str, p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_have_the_dtype_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(PackedTensors, "_tensor", lambda self, name: torch.ones(4, dtype=torch.float16))
-    monkeypatch.setattr(packed_weights, "expected_sizes", lambda shape: {})
+    monkeypatch.setattr(packed_weights, "expected_sizes", lambda *_: {})
     held = object.__new__(PackedTensors)
     object.__setattr__(held, "dtype", dtype)
     object.__setattr__(held, "shape", None)
