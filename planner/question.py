@@ -222,7 +222,7 @@ class Question:
         shape, workload, hardware = self.shape, self.workload, self.profile.hardware
         if shape.note:
             yield shape.note
-        if shape.states:
+        if shape.states and "state" not in self.profile.classes:
             yield f"the recurrent states of {shape.state_layers:g} layers are priced as streams, and not calibrated"
         if self.engine is not None:
             yield from self.engine.notes()

@@ -251,7 +251,7 @@ def _combined(choose: Callable[[Term, Term], Term], first: RateTerms, second: Ra
 KERNEL_CLASSES = (
     "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "grouped_linear_int8", "grouped_linear_int4",
     "attention", "attention_int4", "attention_int8",
-    "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_mla", "gap", "elementwise", "rope",
+    "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_mla", "gap", "elementwise", "state", "rope",
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
     "two_bit_scan", "two_bit_scan_wide", "top_k", "sparse_attention", "sparse_attention_full", "progressive_attention",
     "progressive_attention_wide",

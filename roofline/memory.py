@@ -244,9 +244,26 @@ def prefill_workspace(
     attending = execution.padded_prompt(tokens)
     heads_tokens = minimum(maximum(attending, execution.PREFILL_ATTENDED_TOKENS), attending * shape.kv_heads)
     attended = heads_tokens * shape.q_width / shape.kv_heads * element_bytes
+    if shape.states:
+        activated = maximum(activated, _recurring_bytes(shape, tokens, element_bytes))
     buffers = prompt_buffers(shape, tokens, element_bytes) if buffers is None else buffers
     allocated = sum(buffers) - arena_bytes(arena_capacity_bytes, buffers)
     return allocated + maximum(maximum(projected, activated), maximum(attended, scored_bytes))
+
+
+def _recurring_bytes(shape: ModelShape, tokens: Term, element_bytes: Term) -> Term:
+    """What a piece of a prompt takes in a layer with a recurrent state, in the chunked form and float32.
+
+    By head and token: queries, keys and values twice, the triangular system's right side and its solution, queries and
+    keys with their decays, the output, and three rows of products within a chunk.
+    """
+    piece = minimum(tokens, execution.STATE_PIECE_TOKENS)
+    worst: Term = 0
+    for state, _ in shape.states:
+        by_head = 8 * state.key_dim + 5 * state.value_dim + 3 * ops.CHUNK_TOKENS
+        projected = (shape.hidden + state.in_width + 2 * state.channels) * element_bytes
+        worst = maximum(worst, piece * (4 * state.value_heads * by_head + projected))
+    return worst
 
 
 def decode_workspace(shape: ModelShape, batch: Term, queries: Term, splits: Term, element_bytes: Term) -> Term:

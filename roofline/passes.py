@@ -275,7 +275,7 @@ def _state_updates(shape: ModelShape, terms: PassTerms) -> Iterator[Op]:
     for state, layers in shape.states:
         steps = terms.queries, terms.replayed, terms.commits
         update = ops.state_update(terms.batch, *steps, state_sizes(state), terms.element_bytes)
-        yield Op("state update", "elementwise", update, layers)
+        yield Op("state update", "state", update, layers)
 
 
 def _state_chunks(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Iterator[Op]:

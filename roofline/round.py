@@ -383,7 +383,7 @@ def _pass_rates(
     rows = batch * queries
     beyond = where(part.dense, library_rows(rows), rows)
     query_rows = queries * shape.q_heads / shape.cached_rows
-    by_row = {kind: machine.rates[kind].at_rows(rows) for kind in ("elementwise", "rope", "gap")}
+    by_row = {kind: machine.rates[kind].at_rows(rows) for kind in ("elementwise", "state", "rope", "gap")}
     return by_row | {
         "linear": machine.gemm_rates(rows, part.dense, formats.linear),
         MANY_CHANNELS: machine.gemm_rates(beyond, part.dense, formats.linear),

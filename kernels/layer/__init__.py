@@ -35,7 +35,8 @@ def add_rms_norm(
 def add_rms_norm_reference(hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The same in plain torch."""
     total = hidden if update is None else hidden + update
-    return total, functional.rms_norm(total, weight.shape, weight, eps)
+    normed = functional.rms_norm(total.to(weight.dtype), weight.shape, weight, eps)  # float32 weights, float32 rows
+    return total, normed.to(total.dtype)
 
 
 def add_rms_norm_cost(hidden: Tensor, update: Tensor | None, weight: Tensor) -> Cost:

@@ -51,6 +51,7 @@ RELATIVES = {
     "attention_int4": "attention",
     "attention": "linear",
     "rope": "elementwise",
+    "state": "elementwise",
     "quantize": "elementwise",
     "sampling": "elementwise",
     "gather": "attention",

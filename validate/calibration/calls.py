@@ -32,6 +32,7 @@ from ridgeplan.validate.kernel_calls.linear import linear_call
 from ridgeplan.validate.kernel_calls.sampling import RejectionSampling, draw_call, rejection_call, uniform_numbers
 from ridgeplan.validate.kernel_calls.sizes import ExpertSize, LatentSize, SamplingSize
 from ridgeplan.validate.kernel_calls.sparse import RATIO, SparseAttention, SparseDraft, chosen_tokens, top_k_call
+from ridgeplan.validate.kernel_calls.state import delta_step_call
 from ridgeplan.validate.machine import last_cache_bytes
 from ridgeplan.validate.timing import CUDA_ROTATE_BYTES, Bench, KernelCall
 
@@ -61,6 +62,7 @@ def class_calls(bench: Bench, suite: Suite, num_sms: int) -> Mapping[str, Iterab
         },
         **({"attention_mla": latent_calls(bench, suite.latent_sizes, num_sms)} if suite.latent_sizes else {}),
         **{kind: decode_calls(bench, sizes, num_sms) for kind, sizes in suite.decode_sizes().items()},
+        **({"state": (delta_step_call(bench, size) for size in suite.state_sizes)} if suite.state_sizes else {}),
         "elementwise": _elementwise_calls(bench, suite.elementwise, suite.elementwise_rows),
         "rope": _rope_calls(bench, suite.elementwise, suite.elementwise_rows),
         "sampling": _sampling_calls(bench, suite.vocabs[:2], suite.batches, suite.queries),

@@ -13,7 +13,7 @@ from typing import Any
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, prefill_attention_kind, scan_kind
 from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads
-from ridgeplan.validate.kernel_calls.sizes import ExpertSize, LatentSize, as_tuples
+from ridgeplan.validate.kernel_calls.sizes import ExpertSize, LatentSize, StateSize, as_tuples
 from ridgeplan.validate.random_model import llama_like_shape
 
 Shapes = tuple[tuple[int, int], ...]
@@ -50,6 +50,7 @@ class Suite:
     portable: bool = False  # whether to measure the kernels that run on GPUs older than Hopper, too
     expert_sizes: tuple[ExpertSize, ...] = ()
     latent_sizes: tuple[LatentSize, ...] = ()
+    state_sizes: tuple[StateSize, ...] = ()
     linear_steps: tuple[int, ...] | None = None  # rows at which time may step up; None fits one rate for all rows
     attention_steps: tuple[int, ...] | None = None
     row_steps: tuple[int, ...] | None = None  # of norms, RoPE and activations
@@ -125,6 +126,7 @@ def load_suite(name: str) -> Suite:
     """A table of sizes.toml."""
     values = _values(tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")), name)
     values["heads"] = [Heads(*each) for each in values["heads"]]
+    values["state_sizes"] = [StateSize(*each) for each in values.get("state_sizes", ())]
     values["expert_sizes"] = [ExpertSize(*each) for each in values.get("expert_sizes", ())]
     values["latent_sizes"] = [LatentSize(*each) for each in values.get("latent_sizes", ())]
     for field in ("elementwise", "gap_shapes"):

@@ -65,7 +65,7 @@ def delta_step_call(bench: Bench, size: StateSize) -> KernelCall:
         return relative_error(kernels.delta_step(steps[0].projected, rows, *steps[0][2:]), exact)
 
     return KernelCall(
-        "elementwise",
+        "state",
         size.name,
         cost,
         lambda i: kernels.delta_step(*steps[i]),
