@@ -114,7 +114,6 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"draft selection {drafts.name!r}, which chooses by what a verification of all tokens scores": target
         and drafts.from_verification,
         f"drafter {drafter.kind.value!r}": drafter.trained,
-        "a cascade of a model with recurrent states": drafter.cascades and shape and shape.states,
         "a cascade over offloaded KV": drafter.cascades and plan.placement.offload,
         "a retrieval head in a model with recurrent states": shape
         and shape.states

@@ -1,14 +1,16 @@
 """Hybrids: recurrent states in three of four layers, against transformers, and rolled back when drafts are rejected."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ridgeplan import runtime
 from ridgeplan.planner.capacity import predicted_memory
 from ridgeplan.roofline.latency import Device
-from ridgeplan.roofline.plan.plan import HostPart
+from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, HostPart
 from ridgeplan.runtime.errors import UnsupportedPlan
 
 CHANGES = {"agreeable": True, "initializer_range": 0.1}
@@ -68,6 +70,7 @@ def test_hybrids_with_experts(family, tiny_model, make_plan, prompts):
         ("bf16+int4", 2, {}, {"selection": "progressive", "ratio": 0.1}),
         ("int4x2", 3, {"evict": "dapq", "budget": 45, "settings": {"prefix": 3, "suffix": 19}}, {"draft_bits": 4}),
         ("bf16", 2, {"evict": "snapkv", "budget": 45, "chunk": 64}, {}),
+        ("bf16", 6, {}, {"draft_bits": 4, "drafter": Drafter(DrafterKind.SUFFIX, 3, passes=2, min_match=1)}),
     ],
 )
 def test_speculation_changes_no_token(kv, gamma, target, drafts, generate):
@@ -106,6 +109,39 @@ def test_the_cache_takes_what_the_planner_predicts(gamma, hybrid, make_plan, sha
     assert engine.cache.states.bytes == states
     assert predicted.kv + predicted.buffers == engine.cache.bytes == states + 2 * 2 * 2 * 32 * 4 * (256 + gamma + 1)
     assert predicted.weights == pytest.approx(engine.weights.bytes, rel=1e-3)
+
+
+def test_a_second_turn_continues_the_states(hybrid, make_plan, prompts):
+    engine = runtime.load(make_plan(gamma=3, draft_bits=4, context=256), hybrid.folder)
+    [first], [more] = prompts(40), prompts(2, seed=2)
+    answer = list(engine.stream(first, 6, reuse_prefix=True))
+    turn = [*first, *answer, *more]
+    tokens = list(engine.stream(turn, 8, reuse_prefix=True))
+    assert engine.statistics.reused_tokens >= len(first)
+    assert tokens == list(engine.stream(turn, 8))
+    list(engine.stream(turn[:30], 2, reuse_prefix=True))
+    assert engine.statistics.reused_tokens == 0  # a state forgets no token
+
+
+def test_the_text_model_of_a_multimodal_checkpoint(hybrid, make_plan, prompts, tmp_path, generate):
+    """Its config.json has the text model's inside, and its names a prefix."""
+    text, tensors = hybrid.reference.config.to_dict(), hybrid.reference.state_dict()
+    config = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    named = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(named | {"model.visual.unused": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    plan = make_plan(batch=3, context=128, new_tokens=64)
+    engine = runtime.load(plan, str(tmp_path))
+    assert engine.generate(prompts(*LENGTHS), NEW).tokens == generate().tokens
+
+
+@pytest.mark.gpu
+def test_graphs_on_a_gpu(hybrid, make_plan, prompts, generate):
+    """In float32 the kernels' tokens are those of the CPU, drafted or not."""
+    for gamma, bits in ((0, 16), (3, 4)):
+        plan = make_plan(gamma=gamma, draft_bits=bits, batch=3, context=128, new_tokens=64)
+        engine = runtime.load(plan, hybrid.folder, device="cuda", dtype=torch.float32)
+        assert engine.generate(prompts(*LENGTHS), NEW).tokens == generate().tokens
 
 
 def test_retrieval_heads_are_refused(hybrid, make_plan):
