@@ -20,6 +20,7 @@ import cli_tables
 import mechanism_tables
 import model_tables
 import offload_tables
+import parallel_tables
 import readme_tables
 import study_tables
 from readme_tables import RESULTS, decoding_files, result, table
@@ -335,6 +336,8 @@ BLOCKS: dict[str, Callable[..., str]] = {
         model_tables.supported_families,
         model_tables.described_models,
         offload_tables.streamed_rounds,
+        parallel_tables.parallel_published,
+        parallel_tables.parallel_others,
         offload_tables.elastic_steps,
         offload_tables.cliff_predicted,
         offload_tables.specontext_placements,

@@ -23,7 +23,8 @@ from ridgeplan.roofline.passes import Op
 # reductions in the switch take to set up.
 TWO_SHOT_HOPS, IN_SWITCH_HOPS = 3, 10
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND = "all_reduce", "all_gather", "reduce_scatter", "send"
-COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND)
+GATHER_LOGITS = "gather_logits"  # an all-gather of sampled rows, not of all
+COLLECTIVES = (ALL_REDUCE, ALL_GATHER, GATHER_LOGITS, REDUCE_SCATTER, SEND)
 STREAMS = 2  # that pipeline stages hand on: hidden states and the residual
 
 
@@ -95,7 +96,7 @@ def pass_messages(shape: ModelShape, rows: Term, sampled_rows: Term, element_byt
     if parallel.tensor > 1:
         vocab_bytes = sampled_rows * parallel.tensor * shape.vocab * element_bytes
         yield _message("all-reduce", ALL_REDUCE, stream_bytes, shape.blocks + 1, parallel.tensor)
-        yield _message("gather logits", ALL_GATHER, vocab_bytes, 1, parallel.tensor)
+        yield _message("gather logits", GATHER_LOGITS, vocab_bytes, 1, parallel.tensor)
     if parallel.data > 1 and shape.is_moe:
         routed_bytes = parallel.data * stream_bytes
         group = parallel.data, parallel.tensor

@@ -11,7 +11,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.collectives import pass_messages
 from ridgeplan.roofline.cost import Cost, Term, is_symbolic, maximum, minimum, where
-from ridgeplan.roofline.engine import BF16_BYTES, EngineRates
+from ridgeplan.roofline.engine import BF16_BYTES, EngineRates, divided_expert_compute
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
@@ -110,9 +110,12 @@ def _engine_prefill_seconds(shape: ModelShape, machine: Machine, engine: EngineR
     speedup = where(strategy.target.dense, 1.0, engine.coded_speedup)
     faster = replace(linear, compute_utilization=linear.compute_utilization * speedup)
     plain = strategy.with_terms(target_dense=1, code_planes=0)
+    rates = {**machine.rates, "prefill_linear": faster}
+    if shape.is_moe and shape.parallel.gpus > 1:
+        rates["grouped_linear"] = replace(rates["grouped_linear"], compute_utilization=divided_expert_compute(shape))
     batched = replace(
         machine,
-        rates={**machine.rates, "prefill_linear": faster},
+        rates=rates,
         pass_dispatch_s=machine.pass_dispatch_s / together,
         prefill_layer_dispatch_s=machine.prefill_layer_dispatch_s / together,
     )

@@ -17,6 +17,7 @@ from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.queries.cost import LatencyLimits
 from ridgeplan.planner.traffic.requests import LENGTHS, parse_lengths, parse_rates
 from ridgeplan.planner.traffic.serving import DEFAULT_PRESET, LoadRow, ServingCapacity, Traffic, serving_capacity
+from ridgeplan.roofline.catalog.parallel import SINGLE
 
 LENGTH, RATES = opt.Quantity("lengths", parse_lengths), opt.Quantity("rates", parse_rates)
 FIGURES = (".png", ".html")
@@ -36,11 +37,19 @@ COLUMNS = ("rate", "GPUs", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "
 )  # fmt: skip
 @click.option("--ttft-p99", type=opt.TIME, help="Limit on the 99th percentile of TTFT, such as 2s.")
 @click.option("--tpot-p99", type=opt.TIME, help="Limit on the 99th percentile of TPOT, such as 30ms.")
-@click.option("--replicas", type=int, help="GPUs, each with the whole model.  [default: the fewest within the limits]")
+@click.option(
+    "--replicas",
+    type=int,
+    help="Copies of the model, each on a GPU, or on as many as its degrees of "
+    "parallelism take.  [default: the fewest within the limits]",
+)
+@click.option("--prefill-replicas", type=int, help="Copies that process prompts alone, beside --replicas that decode.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="vllm", help="Engine whose steps are simulated.")
 @click.option("--preset", default=DEFAULT_PRESET, help="The plan that every GPU runs.")
 @click.option("--gamma", type=int, help="Drafts per round.  [default: the preset's fastest at batch 1]")
-@click.option("--price", type=float, help="Dollars per GPU-hour.")
+@click.option("--price", type=float, help="Dollars per GPU-hour.  [default: the catalog's, if it has one]")
+@click.option("--watts", type=float, help="Power of a busy GPU.  [default: the board's limit, if it is listed]")
+@opt.parallel
 @click.option("--requests", type=int, default=Traffic.requests, help="Requests to simulate at each rate.")
 @click.option("--seed", type=int, default=Traffic.seed, help="Seed of arrivals, lengths and acceptance.")
 @click.option(
@@ -62,8 +71,9 @@ COLUMNS = ("rate", "GPUs", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "
 @opt.as_json
 def capacity(
     model: str, gpu: str, rates: Sequence[float], isl: Any, osl: Any, trace: Path | None, ttft_p99: float | None,
-    tpot_p99: float | None, replicas: int | None, preset: str, gamma: int | None, price: float | None,
-    requests: int, seed: int, burstiness: float, prefix_share: float, batched_tokens: int | None,
+    tpot_p99: float | None, replicas: int | None, prefill_replicas: int | None, preset: str, gamma: int | None,
+    price: float | None, watts: float | None, requests: int, seed: int, burstiness: float, prefix_share: float,
+    batched_tokens: int | None,
     max_num_seqs: int | None, output: Path | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """Simulate requests to MODEL that arrive over time, and find how many GPUs they need.
@@ -75,15 +85,16 @@ def capacity(
     Examples:
       ridgeplan capacity Llama-3.1-8B --gpu h200 --rate 4/s --isl lognormal:8k --ttft-p99 2s --tpot-p99 30ms
       ridgeplan capacity Llama-3.1-8B --gpu h200 --rate 0.5,1,2/s --replicas 1 --price 2.5 -o load.html
+      ridgeplan capacity Llama-3.1-70B --gpu h100 --gpus 4 --rate 2/s --ttft-p99 2s --tpot-p99 40ms
       ridgeplan capacity Llama-3.1-8B --gpu h100 --trace conversation.jsonl --requests 5000 --replicas 4
     """
     traffic = Traffic(
         requests=requests, seed=seed, burstiness=burstiness, prefix_share=prefix_share, batched_tokens=batched_tokens,
-        max_num_seqs=max_num_seqs, replicas=replicas,
+        max_num_seqs=max_num_seqs, replicas=replicas, prefill_replicas=prefill_replicas,
     )  # fmt: skip
     result = serving_capacity(
         model, gpu, rates, isl=isl, osl=osl, trace=trace, traffic=traffic, limits=LatencyLimits(ttft_p99, tpot_p99),
-        preset=preset, gamma=gamma, price=price, options=SearchOptions(**search),
+        preset=preset, gamma=gamma, price=price, watts=watts, options=SearchOptions(**search),
     )  # fmt: skip
     _write(output, result)
     if as_json:
@@ -111,7 +122,9 @@ def _write(output: Path | None, result: ServingCapacity) -> None:
 
 
 def _print(result: ServingCapacity) -> None:
-    echo(f"{result.model} on {result.gpu}, {result.plan}, by {result.backend}; KV cache of {result.kv_tokens:,} tokens")
+    degrees = f", {result.degrees}" if result.degrees != str(SINGLE) else ""
+    kv_tokens = f"KV cache of {result.kv_tokens:,} tokens"
+    echo(f"{result.model} on {result.gpu}{degrees}, {result.plan}, by {result.backend}; {kv_tokens}")
     echo(f"prompts {result.prompts}, outputs {result.outputs}; {result.traffic.requests} requests per rate")
     print_notes(result.notes)
     print_table("Load (ms; output tokens/s of a GPU; goodput in requests/s within the limits)", COLUMNS,
@@ -119,9 +132,10 @@ def _print(result: ServingCapacity) -> None:
     for row in result.rows:
         if row.dollars_per_million_prompt is not None:
             prices = row.dollars_per_million_prompt, row.dollars_per_million_output or 0.0
-            echo(
-                "{:g}/s: ${:.3g} per million prompt tokens, ${:.3g} per million output tokens".format(row.rate, *prices)
-            )
+            energy = row.joules_per_output_token
+            joules = "" if energy is None else f", {energy:.3g} J per output token"
+            dollars = "${:.3g} per million prompt tokens, ${:.3g} per million output tokens".format(*prices)
+            echo(f"{row.rate:g}/s: {dollars}{joules}")
 
 
 def _cells(row: LoadRow) -> tuple[str, ...]:
@@ -131,6 +145,6 @@ def _cells(row: LoadRow) -> tuple[str, ...]:
     remarks += [f"{row.preemptions} preemptions"] if row.preemptions else []
     remarks += [f"{row.cached_share:.0%} cached"] if row.cached_share else []
     return (
-        f"{row.rate:g}/s", str(row.replicas), *map(number, times), number(row.output_tokens_per_s_per_gpu),
+        f"{row.rate:g}/s", str(row.gpus), *map(number, times), number(row.output_tokens_per_s_per_gpu),
         number(row.goodput_per_s), f"{row.kv_mean:.0%}", "; ".join(remarks),
     )  # fmt: skip

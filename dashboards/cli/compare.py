@@ -17,6 +17,7 @@ from ridgeplan.planner.quantities import GB, tokens_text
 from ridgeplan.planner.queries.compare import ComparedPlan, PlanComparison, compare_saved
 from ridgeplan.planner.queries.compare import compare as compared
 from ridgeplan.planner.queries.cost import BATCHES, CostRow, LatencyLimits, ServingCost, serving_cost
+from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.plan.presets import short_name
 
 COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "last TTFT", "tokens/s", "GB", "speed-up", "")
@@ -94,8 +95,8 @@ def _subject(compared_plan: ComparedPlan) -> tuple[str, ...]:
 @click.argument("model")
 @opt.gpu_names
 @click.option(
-    "--price", "prices", type=opt.Names(), required=True,
-    help="Dollars per GPU-hour: one price, or one for each GPU, separated by commas.",
+    "--price", "prices", type=opt.Names(), default=(),
+    help="Dollars per GPU-hour: one price, or one for each GPU, separated by commas.  [default: the catalog's]",
 )  # fmt: skip
 @opt.ctx
 @opt.max_model_len
@@ -121,6 +122,7 @@ def cost(
     Examples:
       ridgeplan cost Llama-3.1-8B --gpu h200 --ctx 8k --price 2.5 --ttft-max 2s --tpot-max 20ms
       ridgeplan cost Llama-3.1-8B --gpu h100,h200 --price 2.2,3.5 --ctx 32k --osl 512
+      ridgeplan cost Llama-3.1-70B --gpu h100,h200 --gpus 4 --ctx 8k
       ridgeplan cost Qwen3-8B --gpu rtx4090 --price 0.35 --ctx 4k --preset autoregressive --batch 1..32
     """
     if not gpu_names:
@@ -135,7 +137,12 @@ def cost(
 
 
 def _prices(gpus: Sequence[str], prices: Sequence[str]) -> dict[str, float]:
-    """Dollars per hour of each GPU. Raises UsageError."""
+    """Dollars per hour of each GPU, by default the catalog's. Raises UsageError."""
+    if not prices:
+        listed = {gpu: load_hardware(gpu).dollars_per_hour for gpu in gpus}
+        if missing := [gpu for gpu, price in listed.items() if not price]:
+            raise click.UsageError(f"the catalog has no price of {', '.join(missing)}; allowed: --price")
+        return listed
     if len(prices) not in (1, len(gpus)):
         raise click.UsageError(
             f"{len(prices)} prices were given for {len(gpus)} GPUs; allowed: one price, or one for each GPU"

@@ -131,25 +131,35 @@ def fit_gpus(
     options: SearchOptions | None = None,
     **changes: Any,
 ) -> tuple[GpuFit, ...]:
-    """What fits every GPU of the catalog, from the smallest, or tensor and pipeline parallelism on several of them.
+    """What fits every GPU of the catalog, from the smallest; where none does, what fits several of each.
 
-    Options and errors are those of `fit`.
+    Several share the model by tensor and pipeline parallelism. Options and errors are those of `fit`.
     """
     options = SearchOptions.of(options, changes, offload=False)
-    rows = []
-    for gpu in sorted(list_hardware(), key=lambda gpu: gpu.memory_bytes):
-        limit = None if options.memory_limit is None else min(options.memory_limit, gpu.memory_bytes)
-        limited = replace(options, memory_limit=limit, offload=options.offload and not gpu.unified_memory)
-        row = _gpu_fit(model, gpu, context, batch, preset, limited)
-        alone = limited.several_gpus or limited.backend is Backend.ANY or preset or gpu.unified_memory
-        for gpus in () if row.fits or alone else GPU_COUNTS:
-            shared = replace(limited, gpus=gpus, data_parallel=1, expert_parallel=False, batch=batch)
-            question = ask(model, gpu.name, context, shared)
-            if any(_any_fits(sharded) for sharded in divided(question)[0].values()):
-                row = _gpu_fit(model, gpu, context, batch, preset, shared)
-                break
-        rows.append(row)
+    gpus = sorted(list_hardware(), key=lambda gpu: gpu.memory_bytes)
+    rows = [_gpu_fit(model, gpu, context, batch, preset, options) for gpu in gpus]
+    no_others = options.gpus or options.several_gpus or options.backend is Backend.ANY or preset
+    if not no_others and not any(row.fits for row in rows):
+        rows = [_several_fit(model, gpu, context, batch, options) or row for gpu, row in zip(gpus, rows, strict=True)]
     return tuple(rows)
+
+
+def _several_fit(
+    model: str | ModelShape, gpu: Hardware, context: int, batch: int, options: SearchOptions
+) -> GpuFit | None:
+    """What the fewest of a GPU fit that hold the size; None where no number of `GPU_COUNTS` does."""
+    for gpus in () if gpu.unified_memory else GPU_COUNTS:
+        shared = replace(options, gpus=gpus, data_parallel=1, expert_parallel=False, batch=batch)
+        question = ask(model, gpu.name, context, _limited(shared, gpu))
+        if any(_any_fits(sharded) for sharded in divided(question)[0].values()):
+            return _gpu_fit(model, gpu, context, batch, None, shared)
+    return None
+
+
+def _limited(options: SearchOptions, gpu: Hardware) -> SearchOptions:
+    """The options with at most a GPU's memory as their limit."""
+    limit = None if options.memory_limit is None else min(options.memory_limit, gpu.memory_bytes)
+    return replace(options, memory_limit=limit, offload=options.offload and not gpu.unified_memory)
 
 
 def _any_fits(question: Question) -> bool:
@@ -161,7 +171,8 @@ def _any_fits(question: Question) -> bool:
 def _gpu_fit(
     model: str | ModelShape, gpu: Hardware, context: int, batch: int, preset: str | None, options: SearchOptions
 ) -> GpuFit:
-    fits = fit(model, gpu.name, batches=(batch,), contexts=(context,), preset=preset, options=options)
+    limited = _limited(options, gpu)
+    fits = fit(model, gpu.name, batches=(batch,), contexts=(context,), preset=preset, options=limited)
     longest, largest = fits.contexts[0], fits.batches[0]
     return GpuFit(gpu.name, options.gpus or 1, gpu.memory_bytes, largest.batch >= batch, longest, largest)
 

@@ -138,6 +138,20 @@ class Requests:
         cached = np.minimum(np.floor(share * self.prompt_tokens / block_tokens), full) * block_tokens
         return replace(self, cached_tokens=cached.astype(np.int64))
 
+    def prompts_alone(self) -> Requests:
+        """The same prompts, which end with their first token."""
+        one = np.ones(len(self), dtype=np.int64)
+        return replace(self, output_tokens=one, rounds=one - 1)
+
+    def handed_over(self, arrival_s: np.ndarray) -> Requests:
+        """The requests' other tokens, where the KV cache of prompts arrives then; outputs have two tokens or more.
+
+        The first token is all of a prompt that is not cached.
+        """
+        outputs = self.output_tokens - 1
+        rounds = np.where(outputs > 1, np.maximum(self.rounds - 1, 1), 0)
+        return Requests(arrival_s, self.prompt_tokens + 1, outputs, rounds, self.prompt_tokens)
+
     def with_drafts(self, gamma: int, acceptance: float, rng: np.random.Generator) -> Requests:
         """With rounds that draft gamma tokens each, of conditional acceptance `acceptance`."""
         return replace(self, rounds=draw_rounds(self.output_tokens - 1, gamma, acceptance, rng)) if gamma else self

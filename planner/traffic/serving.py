@@ -13,6 +13,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.feasibility import NothingFits
+from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quantities import time_text
 from ridgeplan.planner.queries.cost import HOUR_S, LatencyLimits
 from ridgeplan.planner.question import Question, SearchOptions, ask
@@ -22,6 +23,9 @@ from ridgeplan.planner.traffic.requests import Lengths, Requests, generate_reque
 from ridgeplan.planner.traffic.simulate import Served, Server, simulate
 from ridgeplan.planner.traffic.step_times import Replica
 from ridgeplan.planner.traffic.traces import read_trace
+from ridgeplan.roofline.catalog.hardware import listed
+from ridgeplan.roofline.catalog.links import link_between_nodes
+from ridgeplan.roofline.catalog.parallel import SINGLE, Parallel
 from ridgeplan.roofline.catalog.validation import Checked, number, whole
 from ridgeplan.roofline.engine import PAGE_TOKENS
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, PlanError, require
@@ -38,6 +42,7 @@ class Traffic(Checked):
     requests: simulated at every rate. burstiness: shape of the gamma distribution of the gaps between arrivals; 1 is a
     Poisson process, and less is burstier, as in `vllm bench serve`. prefix_share: of every prompt, found in the prefix
     cache. batched_tokens, max_num_seqs: of the scheduler; None for the backend's defaults. replicas: None to search.
+    prefill_replicas: that process prompts alone, beside `replicas` that decode; None where each replica does both.
     """
 
     error = PlanError
@@ -48,6 +53,7 @@ class Traffic(Checked):
     batched_tokens: int | None = whole(1, MAX_TOKENS, default=None)
     max_num_seqs: int | None = whole(1, 4096, default=None)
     replicas: int | None = whole(1, MAX_REPLICAS, default=None)
+    prefill_replicas: int | None = whole(1, MAX_REPLICAS, default=None)
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,13 @@ class LoadRow:
     the mean time between a request's tokens. goodput: requests per second within both limits. busy: share of the time
     in which a replica runs steps. kv_mean, kv_peak: shares of the KV cache held. rejected: requests that no KV cache
     of a replica holds. dollars: of a million prompt tokens and of a million output tokens, by the time of steps that
-    each takes.
+    each takes. gpus: of all replicas, those that only process prompts included. joules_per_output_token: of all GPUs,
+    while they run steps.
     """
 
     rate: float
     replicas: int
+    gpus: int
     ttft_p50_ms: float
     ttft_p90_ms: float
     ttft_p99_ms: float
@@ -83,6 +91,7 @@ class LoadRow:
     misses: tuple[str, ...]
     dollars_per_million_prompt: float | None
     dollars_per_million_output: float | None
+    joules_per_output_token: float | None
 
     @property
     def meets(self) -> bool:
@@ -105,12 +114,13 @@ class ServingCapacity(Table):
     rows: tuple[LoadRow, ...]
     kv_tokens: int
     notes: tuple[str, ...] = ()
+    degrees: str = str(SINGLE)
 
     chart = Lines(("rate",), "ttft_p99_ms", "99th percentile of TTFT, ms")
 
     def summary(self) -> str:
         """The GPUs of every rate in one line."""
-        needed = ", ".join(f"{row.rate:g}/s: {row.replicas}" for row in self.rows)
+        needed = ", ".join(f"{row.rate:g}/s: {row.gpus}" for row in self.rows)
         return f"{self.model} on {self.gpu} with {self.plan}; GPUs by rate: {needed}"
 
     def table(self) -> list[dict[str, Any]]:
@@ -124,6 +134,7 @@ class ServingCapacity(Table):
             "model": self.model, "gpu": self.gpu, "backend": self.backend, "plan": self.plan,
             "prompts": self.prompts, "outputs": self.outputs, "limits": asdict(self.limits),
             "traffic": asdict(self.traffic), "kv_tokens": self.kv_tokens, "rows": rows, "notes": list(self.notes),
+            "degrees": self.degrees,
         }  # fmt: skip
 
 
@@ -140,15 +151,18 @@ def serving_capacity(
     preset: str = DEFAULT_PRESET,
     gamma: int | None = None,
     price: float | None = None,
+    watts: float | None = None,
     options: SearchOptions | None = None,
     **changes: Any,
 ) -> ServingCapacity:
-    """Simulates requests at each rate, on as many GPUs as meet the limits, or on `traffic.replicas` of them.
+    """Simulates requests at each rate, on as many replicas as meet the limits, or on `traffic.replicas` of them.
 
+    A replica is a GPU, or as many as the options' degrees of parallelism take; of several degrees, those are chosen
+    that need the fewest GPUs at the highest rate, or without limits those with the most tokens of a GPU.
     isl, osl: lengths of prompts and outputs, as `parse_lengths` reads them. trace: a file of requests instead, at its
-    own rate or compressed to each of `rates`. preset, gamma: the plan that every replica runs. price: dollars per
-    GPU-hour. Options and errors are those of `recommend`; also BadTrace, and NothingFits where the model does not fit
-    or no number of GPUs meets the limits.
+    own rate or compressed to each of `rates`. preset, gamma: the plan that every replica runs. price, watts: dollars
+    per hour, and power, of a GPU; by default those of the catalog, if it has any. Options and errors are those of
+    `recommend`; also BadTrace, and NothingFits where the model does not fit or no number of GPUs meets the limits.
     """
     require(bool(rates) or trace is not None, "there is no rate; allowed: a rate of requests, or a trace")
     require(price is None or 0 < price < 1e6, f"the price is {price}; allowed: dollars per GPU-hour above 0")
@@ -164,14 +178,41 @@ def serving_capacity(
         question.engine is not None or not (traffic.prefix_share or (recorded and recorded.hash_ids)),
         "this package's runtime has no prefix cache; allowed: --backend vllm, or no shared prefixes",
     )
-    study = _Study(question, recorded, prompts, outputs, traffic, limits, preset, gamma, price)
+    hardware = listed(question.profile.hardware)
+    price, power = price or hardware.dollars_per_hour or None, watts or hardware.board_watts or None
+    asked = _Study(question, recorded, prompts, outputs, traffic, limits, preset, gamma, price, power)
+    study = _at_best_degrees(asked, max(rates, default=None))
     rows = [study.row(rate) for rate in rates] if rates else [study.row(None)]
     sizes = (prompts.text, outputs.text) if recorded is None else (_mean_text(recorded.prompt_tokens),
                                                                    _mean_text(recorded.output_tokens))  # fmt: skip
     return ServingCapacity(
         question.shape.name, question.profile.hardware.name, str(chosen.backend), study.plan_name, limits, traffic,
-        *sizes, tuple(rows), int(study.server.kv_tokens), tuple(study.notes(rows)),
+        *sizes, tuple(rows), int(study.server.kv_tokens), tuple(study.notes(rows)), str(study.parallel),
     )  # fmt: skip
+
+
+def _at_best_degrees(study: _Study, rate: float | None) -> _Study:
+    """The study at the degrees that meet the limits on the fewest GPUs; without limits, with most tokens of a GPU.
+
+    Raises NothingFits where none serves the rate, with the reason of the last.
+    """
+    questions, _ = divided(study.question)
+    studies = [replace(study, question=question) for question in questions.values()]
+    if len(studies) == 1:
+        return studies[0]
+    rows: list[tuple[tuple[float, ...], int]] = []
+    for index, each in enumerate(studies):
+        try:
+            row = each.row(rate)
+        except NothingFits as error:
+            problem = error
+        else:
+            limited = study.limits != LatencyLimits()
+            fewest = (len(row.misses), row.gpus, row.tpot_p99_ms)
+            rows.append((fewest if limited else (-row.output_tokens_per_s_per_gpu,), index))
+    if not rows:
+        raise problem
+    return studies[min(rows)[1]]
 
 
 def _mean_text(tokens: np.ndarray) -> str:
@@ -191,10 +232,16 @@ class _Study:
     preset: str
     gamma: int | None
     price: float | None
+    watts: float | None
+
+    @property
+    def parallel(self) -> Parallel:
+        """Degrees of a replica."""
+        return self.question.workload.parallel
 
     @cached_property
     def replica(self) -> Replica:
-        """The plan on one GPU, at the fastest or the given gamma."""
+        """The plan on one GPU or rank, at the fastest or the given gamma."""
         question = self.question
         plan = best_of_preset(self.preset, question).plan
         if self.gamma is not None:
@@ -284,14 +331,42 @@ class _Study:
                     f"above that, not {time_text(1e3 * limit)}"
                 )
 
+    def _serve(self, requests: Requests, replicas: int) -> _Outcome:
+        """Serves the requests on replicas, and on the data-parallel ranks of each, that take turns."""
+        servers = replicas * self.parallel.data
+        first_s, finish_s, results = np.empty(len(requests)), np.empty(len(requests)), []
+        for index in range(min(servers, len(requests))):
+            every = slice(index, None, servers)
+            result = simulate(requests.selected(every), self.server)
+            first_s[every], finish_s[every] = result.first_s, result.finish_s
+            results.append(result)
+        return _Outcome(first_s, finish_s, results, sum(result.cached_tokens for result in results))
+
+    def _disaggregated(self, requests: Requests, replicas: int) -> _Outcome:
+        """Prompts on replicas of their own; then the KV cache goes over the network, and others decode.
+
+        A GPU sends its share of the cache to one of the other replica, over its own link between nodes.
+        """
+        prefilled = self._serve(requests.prompts_alone(), self.traffic.prefill_replicas or 1)
+        link = link_between_nodes()
+        moved_s = link.latency_s + requests.prompt_tokens * self.replica.kv_sizes.token / link.bytes_per_s
+        several = np.flatnonzero(requests.output_tokens > 1)
+        arrival_s = (prefilled.first_s + moved_s)[several]
+        order = np.argsort(arrival_s, kind="stable")
+        decoded = self._serve(requests.selected(several[order]).handed_over(arrival_s[order]), replicas)
+        finish_s = prefilled.first_s.copy()
+        finish_s[several[order]] = decoded.finish_s
+        results = [*prefilled.results, *decoded.results]
+        return _Outcome(prefilled.first_s, finish_s, results, prefilled.cached_tokens)
+
     def _on(self, replicas: int, requests: Requests, rate: float, rejected: int) -> LoadRow:
-        """Serves the requests on replicas that take turns."""
-        replicas_used = min(replicas, len(requests))
-        parts = [requests.selected(slice(first, None, replicas)) for first in range(replicas_used)]
-        served = [simulate(part, self.server) for part in parts]
-        latencies = [_latencies(part, result) for part, result in zip(parts, served, strict=True)]
-        ttft_s, tpot_s = (np.concatenate(column) for column in zip(*latencies, strict=True))
-        within = sum(_within(part, result, self.limits) for part, result in zip(parts, served, strict=True))
+        """Serves the requests on so many replicas, beside those that process prompts alone, if there are any."""
+        prefilling = self.traffic.prefill_replicas or 0
+        outcome = (self._disaggregated if prefilling else self._serve)(requests, replicas)
+        served, servers = outcome.results, (replicas + prefilling) * self.parallel.data
+        gpus = (replicas + prefilling) * self.parallel.gpus
+        ttft_s, tpot_s = _latencies(requests, outcome)
+        within = _within(requests, outcome, self.limits)
         end_s = max(result.end_s for result in served)
         span_s = end_s - float(requests.arrival_s[0])
         prompt_s, decode_s = (sum(getattr(result, name) for result in served) for name in ("prompt_s", "decode_s"))
@@ -306,32 +381,37 @@ class _Study:
             "TPOT": (times["tpot_p99_ms"], self.limits.tpot_s),
         }
         misses = [name for name, (ms, limit) in reached.items() if limit is not None and ms > 1e3 * limit]
-        spent = None if self.price is None else self.price / HOUR_S * replicas * span_s
+        spent = None if self.price is None else self.price / HOUR_S * gpus * span_s
         share = prompt_s / (prompt_s + decode_s)
+        gpu_s = (prompt_s + decode_s) * self.parallel.gpus / self.parallel.data  # in which steps run
         return LoadRow(
             rate=rate,
             replicas=replicas,
+            gpus=gpus,
             **times,
             requests_per_s=len(requests) / span_s,
             output_tokens_per_s=outputs / span_s,
-            output_tokens_per_s_per_gpu=outputs / span_s / replicas,
+            output_tokens_per_s_per_gpu=outputs / span_s / gpus,
             prompt_tokens_per_s=tokens / span_s,
             goodput_per_s=within / span_s,
-            busy=(prompt_s + decode_s) / (span_s * replicas),
-            kv_mean=sum(result.kv_token_s for result in served) / (span_s * replicas * self.server.kv_tokens),
+            busy=(prompt_s + decode_s) / (span_s * servers),
+            kv_mean=sum(result.kv_token_s for result in served) / (span_s * servers * self.server.kv_tokens),
             kv_peak=max(result.kv_peak_tokens for result in served) / self.server.kv_tokens,
-            cached_share=sum(result.cached_tokens for result in served) / tokens,
+            cached_share=outcome.cached_tokens / tokens,
             preemptions=sum(result.preemptions for result in served),
             rejected=rejected,
             misses=(*misses, *(("rejected",) if rejected else ())),
             dollars_per_million_prompt=None if spent is None else 1e6 * spent * share / tokens,
             dollars_per_million_output=None if spent is None else 1e6 * spent * (1 - share) / outputs,
+            joules_per_output_token=None if self.watts is None else self.watts * gpu_s / outputs,
         )
 
     def notes(self, rows: Sequence[LoadRow]) -> Iterator[str]:
         """Caveats of the predictions and of the simulation."""
         yield from self.question.notes()
         yield from self.question.limit_notes()
+        if self.watts and self.watts == listed(self.question.profile.hardware).board_watts:
+            yield f"energy is that of busy GPUs at their listed {self.watts:g} W, more than most steps take (--watts)"
         if self.question.engine is None:
             yield "this package's runtime serves fixed batches: a server that adds requests between rounds is assumed"
         else:
@@ -347,14 +427,27 @@ def _missed(row: LoadRow) -> tuple[str, ...]:
     return tuple(name for name in row.misses if name != "rejected")
 
 
-def _latencies(requests: Requests, served: Served) -> tuple[np.ndarray, np.ndarray]:
+@dataclass(frozen=True)
+class _Outcome:
+    """When each request had its first and its last token, [requests], and the results of all servers.
+
+    cached_tokens: of prompts, found in a prefix cache.
+    """
+
+    first_s: np.ndarray
+    finish_s: np.ndarray
+    results: list[Served]
+    cached_tokens: int
+
+
+def _latencies(requests: Requests, served: Served | _Outcome) -> tuple[np.ndarray, np.ndarray]:
     """Seconds to the first token of each request, and per output token of those with two or more."""
     several = requests.output_tokens > 1
     decoding_s = (served.finish_s - served.first_s)[several]
     return served.first_s - requests.arrival_s, decoding_s / (requests.output_tokens[several] - 1)
 
 
-def _within(requests: Requests, served: Served, limits: LatencyLimits) -> int:
+def _within(requests: Requests, served: _Outcome, limits: LatencyLimits) -> int:
     """How many requests meet both limits themselves."""
     ttft_s = served.first_s - requests.arrival_s
     tpot_s = (served.finish_s - served.first_s) / np.maximum(requests.output_tokens - 1, 1)

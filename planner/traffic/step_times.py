@@ -13,6 +13,7 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.traffic.simulate import Chunk, Server, StepTimes
+from ridgeplan.roofline.collectives import GATHER_LOGITS
 from ridgeplan.roofline.engine import PAGE_TOKENS
 from ridgeplan.roofline.evaluate import prefill_seconds
 from ridgeplan.roofline.memory import resident_memory
@@ -23,6 +24,7 @@ from ridgeplan.roofline.round import prefill_rates, round_at, round_rates
 from ridgeplan.roofline.strategy import Strategy
 
 CONTEXT_CELLS, CHUNK_CELLS = 128, 64
+SAMPLED_KINDS = ("head", GATHER_LOGITS)  # of operations on sampled rows alone
 RUNTIME_MAX_NUM_SEQS = 256
 # vLLM: EngineArgs._set_default_max_num_seqs_and_batched_tokens_args, of an API server.
 LARGE_GPU_BYTES, LARGE_MAX_NUM_SEQS, MAX_NUM_SEQS = 70 * 2**30, 1024, 256
@@ -113,7 +115,10 @@ class KVSizes:
 
 @dataclass(frozen=True)
 class Replica:
-    """A plan on one GPU, whose requests have up to `max_tokens` tokens. acceptance: of its drafts."""
+    """A plan on a GPU, or on a data-parallel rank of several, whose requests have up to `max_tokens` tokens.
+
+    acceptance: of its drafts.
+    """
 
     plan: Plan
     question: Question
@@ -185,8 +190,8 @@ class Replica:
             return np.asarray(np.broadcast_to(np.asarray(total, dtype=float), batch.shape))
 
         rows = np.arange(1, batched_tokens + 1)
-        row_s = seconds(rows, 1, lambda category, kind: category != "attention" and kind != "head")
-        head_s = seconds(np.arange(1, 2 * max_num_seqs + 1), 1, lambda _, kind: kind == "head")
+        row_s = seconds(rows, 1, lambda category, kind: category != "attention" and kind not in SAMPLED_KINDS)
+        head_s = seconds(np.arange(1, 2 * max_num_seqs + 1), 1, lambda _, kind: kind in SAMPLED_KINDS)
         batches, contexts = np.meshgrid(np.arange(1, max_num_seqs + 1), self._contexts(), indexing="ij")
         attention = seconds(batches.ravel(), contexts.ravel(), lambda category, _: category == "attention")
         attention = np.vstack([np.zeros(len(contexts[0])), attention.reshape(batches.shape)])

@@ -2,7 +2,7 @@
 
 import subprocess
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class Hardware(Checked):
     compute_capability: str = check.text("none")
     sm_clock_hz: float = check.number(0, 1e11, default=0.0)
     element_bytes: int = check.whole(1, 8, default=2)
+    dollars_per_hour: float = check.number(0, 1e6, default=0.0)  # of renting it; 0 where no price is listed
+    board_watts: float = check.number(0, 1e6, default=0.0)  # the board's limit of power; 0 where it is not listed
     unified_memory: bool = check.flag(False)  # CPU and GPU share one memory, so a layer on the host frees nothing
     aliases: tuple[str, ...] = check.texts()
     note: str = check.text("")
@@ -51,7 +53,8 @@ class Hardware(Checked):
         return f"hardware {brief(self.name)}: "
 
     def _contradiction(self) -> str | None:
-        unsourced = [figure for figure in FIGURES if figure not in self.sources]
+        priced = [name for name in LISTED if getattr(self, name)]
+        unsourced = [figure for figure in (*FIGURES, *priced) if figure not in self.sources]
         return f"sources must say where these come from: {', '.join(unsourced)}" if unsourced else None
 
     @property
@@ -77,6 +80,7 @@ class Hardware(Checked):
 
 # The required numbers, each of which needs a source.
 FIGURES = tuple(item.name for item in fields(Hardware) if item.type in (int, float) and item.default is MISSING)
+LISTED = ("dollars_per_hour", "board_watts")  # figures that a device may lack
 _SHIPPED = Path(__file__).with_name("gpus.toml")
 
 
@@ -94,6 +98,16 @@ def load_hardware(reference: str) -> Hardware:
         hint = _catalog().suggestion(reference)
         raise UnknownHardware(f"unknown GPU {brief(reference)}.{hint} Known: {names}, or a path to a TOML file")
     return hardware
+
+
+def listed(hardware: Hardware) -> Hardware:
+    """The device with the catalog's price and power, where its own description, such as a profile's, lacks them."""
+    known = _catalog().find(hardware.name)
+    missing = [name for name in LISTED if not getattr(hardware, name)]
+    if known is None or not missing:
+        return hardware
+    changes = {name: getattr(known, name) for name in missing}
+    return replace(hardware, sources={**known.sources, **hardware.sources}, **changes)
 
 
 def list_hardware() -> tuple[Hardware, ...]:
@@ -149,7 +163,10 @@ def _from_file(path: Path) -> Hardware:
         [(name, table)] = tables.items()
         sources = table.get("sources", {})
         if isinstance(sources, dict):  # the field's check reports anything else
-            sources = {**dict.fromkeys(FIGURES, f"given in {path.name}"), **sources}
+            sources = {
+                **dict.fromkeys((*FIGURES, *(name for name in LISTED if name in table)), f"given in {path.name}"),
+                **sources,
+            }
         return _from_table(name, {**table, "sources": sources})
     except OSError as error:
         raise BadHardwareFile(f"cannot read {path}: {error.strerror}") from None

@@ -61,7 +61,7 @@ def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path)
             "allowed: .csv, .md, .json, .png, .html",
         ),
         (("sweep", LLAMA, "--gpu", "h200", "--over", "ctx=1M"), "every context is beyond the model's limit of 131072"),
-        (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k"), "Missing option '--price'"),
+        (("cost", LLAMA, "--gpu", "a10g", "--ctx", "8k"), "the catalog has no price of a10g; allowed: --price"),
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "cheap"), "--price is 'cheap'; allowed: dollars"),
         (("cost", LLAMA, "--gpu", "h200", "--ctx", "8k", "--price", "nan"), "the price of h200 is nan; allowed"),
         (
@@ -143,7 +143,7 @@ def test_fit_names_the_smallest_gpu_of_the_catalog(invoke: Any) -> None:
     assert f"smallest GPU that fits: {first['gpu']}" in invoke(*line).stdout
     for row in answer:
         assert row["fits"] == (row["batch"]["batch"] >= 4) == (row["context"]["context"] == 131_072)
-    nowhere = invoke("fit", "Llama-3.1-70B", "--ctx", "128k", "--batch", 64)
+    nowhere = invoke("fit", "Llama-3.1-70B", "--ctx", "128k", "--batch", 64, "--gpus", 1)
     assert (nowhere.exit_code, "no GPU in the catalog fits" in nowhere.stderr) == (3, True)
     assert invoke("fit", "Llama-3.1-70B", "rtx4090").exit_code == 3
     assert invoke("fit", "Llama-3.1-70B", "h200", "--ctx", "8k").exit_code == 0

@@ -9,6 +9,7 @@ import pytest
 from ridgeplan.planner import NothingFits, PlanError
 from ridgeplan.planner.queries.cost import LatencyLimits
 from ridgeplan.planner.traffic.serving import LoadRow, ServingCapacity, Traffic, serving_capacity
+from ridgeplan.roofline.catalog.hardware import load_hardware
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -68,7 +69,31 @@ def test_dollars_are_the_hours_of_all_gpus() -> None:
     for replicas in (1, 3):
         (row,) = served(2.0, replicas=replicas, price=3.6).rows
         assert spent(row) == pytest.approx(replicas * 3.6 / 3600)
-    assert served(2.0).rows[0].dollars_per_million_output is None
+    assert spent(served(2.0).rows[0]) == pytest.approx(load_hardware("h200").dollars_per_hour / 3600)
+
+
+def test_degrees_and_replicas_multiply_the_gpus_and_their_dollars() -> None:
+    """Of the degrees of four GPUs, the limits leave those that need the fewest."""
+    limits = LatencyLimits(3.0, 0.08)
+    traffic = Traffic(requests=200)
+    four = serving_capacity("Llama-3.1-70B", "h200", (0.3,), isl="4k", osl="64", traffic=traffic, limits=limits, gpus=4)
+    (row,) = four.rows
+    assert row.meets and four.degrees == "tp 2" and row.gpus == 2 * row.replicas
+    assert row.output_tokens_per_s_per_gpu * row.gpus == pytest.approx(row.output_tokens_per_s)
+    assert spent(row) == pytest.approx(row.gpus * load_hardware("h200").dollars_per_hour / 3600)
+    assert row.joules_per_output_token == pytest.approx(700 * row.busy * row.gpus / row.output_tokens_per_s)
+
+
+def test_prompts_on_other_gpus_leave_decoding_alone() -> None:
+    """Decodes wait for no prompt, and share a GPU with more of their kind."""
+    mixed, split = served(4.0, replicas=3).rows[0], served(4.0, replicas=1, prefill_replicas=2).rows[0]
+    alone = served(0.01, replicas=1).rows[0]
+    assert split.gpus == mixed.gpus == 3 and split.output_tokens_per_s == pytest.approx(
+        mixed.output_tokens_per_s, rel=0.02
+    )
+    assert split.tpot_p99_ms < mixed.tpot_p99_ms
+    assert split.tpot_p50_ms > alone.tpot_p50_ms
+    assert split.cached_share == 0
 
 
 def test_bursts_wait_longer() -> None:

@@ -1,0 +1,27 @@
+"""Published times of models on several GPUs: the files are read, and tensor parallelism is close to them."""
+
+from statistics import median
+
+import pytest
+
+from ridgeplan.validate.papers.parallel import ServedRow, other_steps, served_rows, source_title
+from ridgeplan.validate.papers.rows import PublishedError
+
+
+def test_rows_have_a_source_and_one_figure() -> None:
+    rows = served_rows()
+    assert len(rows) == 40 and all(source_title(row.source).startswith("[") for row in rows)
+    with pytest.raises(PublishedError, match="concurrency and tpot_ms, or tokens_per_s_per_gpu"):
+        ServedRow(source="a", model="b", gpu="h100", prompt=1, output=1, concurrency=4, tokens_per_s_per_gpu=9.0)
+
+
+def test_times_per_token_of_tensor_parallelism_are_within_a_tenth() -> None:
+    """The median; none is off by more than a fourth. Rows at one and at many requests of each model."""
+    rows = [row for row in served_rows() if row.tpot_ms and row.output < 2000][::2]
+    errors = [abs(row.predicted() / row.published - 1) for row in rows]
+    assert median(errors) < 0.1 and max(errors) < 0.25
+
+
+def test_steps_of_dense_models_agree_with_aiconfigurators() -> None:
+    differences = [abs(ours / theirs - 1) for case, theirs, ours in other_steps() if "Llama" in case.model]
+    assert len(differences) > 15 and max(differences) < 0.1
