@@ -10,6 +10,7 @@ from ridgeplan.planner.export.carry import Carried
 from ridgeplan.planner.export.export import Command, EngineTimes, Exported, check_models, yarn_parameters
 from ridgeplan.planner.export.options import ServeCommandOptions
 from ridgeplan.planner.prediction import predict_all
+from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import KVFormat, Plan, Speculation, require
 from ridgeplan.roofline.plan.presets import preset_name
@@ -62,9 +63,9 @@ def _arguments(options: ServeCommandOptions) -> Iterator[tuple[str, Any]]:
     drafts, coded = plan.speculation.active, plan.kv.format in CODED
     tokens = options.max_model_len
     yield engine.max_model_len, -(-tokens // PLUGIN_GROUP) * PLUGIN_GROUP if drafts else tokens
-    yield engine.max_num_seqs, plan.workload.batch
+    yield engine.max_num_seqs, plan.workload.rank_batch
     yield engine.memory, options.memory_utilization
-    yield engine.tensor_parallel, plan.tensor_parallel
+    yield from engine.parallel(plan.parallel, options.shape.is_moe)
     overrides: dict[str, Any] = {}
     if plan.weights.target_bits < 16:
         overrides["quantization_config"] = weights_config(plan)
@@ -103,7 +104,7 @@ def _axes(plan: Plan) -> Iterator[Carried]:
 def _times(options: ServeCommandOptions) -> tuple[EngineTimes | None, str]:
     """As `plan --backend vllm+plugin` predicts them."""
     plan, shape = options.plan, options.shape
-    if plan.tensor_parallel > 1:
+    if plan.parallel != SINGLE:
         return None, "times on several GPUs are not predicted"
     machine = options.speed.with_overhead(plan.workload, shape, Machine.of(options.profile))
     weights = replace(plan.weights, draft_bits=plan.weights.target_bits)

@@ -70,6 +70,10 @@ def not_carried(plan: Plan, shape: ModelShape) -> str | None:
         "drafter of its own": drafts and speculation.drafter.active,
         "adaptive gamma": drafts and speculation.adaptive,
         "drafts that do not read upper codes": drafts and not (coded and speculation.codes is DraftCodes.UPPER),
+        "drafts over pipeline stages or replicas": drafts and plan.parallel.pipeline * plan.parallel.data > 1,
+        f"groups of {weights.group} weights in shards for {plan.parallel.tensor} GPUs": weights.target_bits < 16
+        and plan.parallel.tensor > 1
+        and any(width % (weights.group * plan.parallel.tensor) for width in (shape.q_width, shape.intermediate)),
         f"gamma {speculation.gamma}": drafts and speculation.gamma >= MAX_PLUGIN_QUERIES,
     }
     missing = [name for name, applies in checks.items() if applies]

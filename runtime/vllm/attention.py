@@ -31,7 +31,7 @@ SPARE_SHARE = 4  # buffers beyond those of running sequences: one for every so m
 MIN_SPARE = 8
 
 
-class CodesBackend(api.AttentionBackend):  # type: ignore[misc]
+class CodesBackend(api.AttentionBackend):
     """vLLM's `--attention-backend CUSTOM`, once `ridgeplan.runtime.vllm.register` was called."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
@@ -208,7 +208,7 @@ def rows_of(starts: Sequence[int], lengths: Sequence[int]) -> list[Row]:
     ]
 
 
-class CodesMetadataBuilder(api.AttentionMetadataBuilder):  # type: ignore[misc]
+class CodesMetadataBuilder(api.AttentionMetadataBuilder):
     """Builds `CodesMetadata`, and assigns buffers to open pages."""
 
     _cudagraph_support: ClassVar[Any] = api.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -284,7 +284,7 @@ class CodesMetadataBuilder(api.AttentionMetadataBuilder):  # type: ignore[misc]
             for query in range(rows[i].queries)
         ]
         results = self._to_device([list(column) for column in zip(*counted, strict=True)])
-        return StepRows(table, torch.zeros_like(places[0]), *places, self._to_device(tokens), results)
+        return StepRows(table, torch.zeros_like(places[0]), places[0], places[1], self._to_device(tokens), results)
 
     def _to_device(self, values: list[list[int]]) -> Tensor:
         host = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -308,7 +308,7 @@ def refused(**given: Any) -> str | None:
     return f"attention with {', '.join(set_options)} is not carried by ridgeplan's cache" if set_options else None
 
 
-class CodesAttention(api.AttentionImpl):  # type: ignore[misc]
+class CodesAttention(api.AttentionImpl):
     """The attention of a layer; see vLLM's `AttentionImpl`. Raises ValueError for kinds of attention it lacks."""
 
     def __init__(
@@ -413,9 +413,9 @@ class CodesAttention(api.AttentionImpl):  # type: ignore[misc]
             key, value = (torch.cat(pair) for pair in zip(held, (key, value), strict=True))
         full = len(key) // GROUP
         if full:
-            whole = (x[None, : full * GROUP].transpose(1, 2) for x in (key, value))
+            whole_keys, whole_values = (x[None, : full * GROUP].transpose(1, 2) for x in (key, value))
             table = metadata.pages[row.row : row.row + 1, earlier : earlier + full]
-            quantize_to_pages(*whole, pages.codes, table.contiguous())
+            quantize_to_pages(whole_keys, whole_values, pages.codes, table.contiguous())
         rest = len(key) - full * GROUP
         if rest:
             for store, tokens in ((self.keys, key), (self.values, value)):

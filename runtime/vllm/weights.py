@@ -31,7 +31,7 @@ MIN_CAPABILITY = 80  # Triton's kernels; those in CUDA C++ need 90
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
-class PlanWeights(api.QuantizationConfig):  # type: ignore[misc]
+class PlanWeights(api.QuantizationConfig):
     """vLLM's configuration of the method `ridgeplan`, from the model's `quantization_config`.
 
     bits: 8 or 4. group: inputs per scale. hierarchical: whether upper planes of 8 bits serve drafts by themselves.
@@ -250,14 +250,14 @@ def projection(weights: DecoderWeights, prefix: str) -> tuple[Int4Weight, ...] |
 
 
 @api.register_weight_loader_v2_supported_method
-class CodedLinear(Coded, api.LinearMethodBase):  # type: ignore[misc]
+class CodedLinear(Coded, api.LinearMethodBase):
     """The method of a linear layer."""
 
     def __init__(self, config: PlanWeights, prefix: str) -> None:
         super().__init__(config, prefix, api.UnquantizedLinearMethod())
 
 
-class CodedHead(Coded, api.LinearMethodBase):  # type: ignore[misc]
+class CodedHead(Coded, api.LinearMethodBase):
     """The method of the head."""
 
     def __init__(self, config: PlanWeights, prefix: str) -> None:

@@ -310,10 +310,9 @@ def in_pages(problem: Problem) -> Problem:
     return replace(problem, keys=keys, values=values, codes=QuantizedKV(*paged), pages=pages)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "backend"), [(4, "reference"), (8, "reference"), (8, "triton")])
 def test_pages_change_nothing(bits: int, backend: Backend, device: str) -> None:
-    problem = build(Case(6, 2, 64, 2, RAGGED, bits, splits=3), device)
+    problem = build(Case(4, 2, 32, 2, RAGGED, bits, splits=3), device)
     torch.testing.assert_close(in_pages(problem).run(3, backend), problem.run(3, backend), rtol=0, atol=0)
 
 

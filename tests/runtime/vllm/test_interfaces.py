@@ -8,6 +8,7 @@ import ast
 import inspect
 import json
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def signature(parameters: list[str]) -> inspect.Signature:
     return inspect.Signature(result)
 
 
+@cache
 def our_calls() -> dict[str, list[tuple[int, list[str]]]]:
     """The plugin's calls of each name of `api`: arguments by position, and the names of others. `_flash` hands on its
     callers' names."""
