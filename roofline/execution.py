@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.cost import Term, indicator, maximum, minimum
 
 MAX_TOKENS = 1 << 24  # the longest context that a plan may have
 MAX_GAMMA = 15  # gamma + 1 verification queries fill one 16-row tensor-core tile
 
 # Model families that the runtime executes, as `model_type` of a Hugging Face config names them.
-EXECUTABLE_ARCHITECTURES = (
-    "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next",
-    "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
-)  # fmt: skip
-
-# This package's cache keeps every token of a layer with a sliding window. Families that it does not execute are priced
-# as engines run them, which free what has left the window.
-WHOLE_WINDOW_ARCHITECTURES = EXECUTABLE_ARCHITECTURES
+EXECUTABLE_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if family.executed)
 
 # Prefill runs layer by layer over a whole prompt: projections and MLPs in chunks of tokens, attention for as many KV
 # heads at once as PREFILL_ATTENDED_TOKENS / tokens allows.

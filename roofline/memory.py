@@ -100,43 +100,65 @@ def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
     return matrix_memory(shape, weight_bytes) + shape.embedding_params * head_bytes
 
 
-def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term) -> Term:
+def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term, final: Term | None = None) -> Term:
     """Full-precision keys and values of `tokens` tokens in every layer that caches them.
 
-    Sliding-window layers store the whole context too where the runtime executes the model; they only read less of it.
+    final: tokens of a sequence at its end, in this package's cache. Layers whose window is shorter are left out.
     """
-    return batch * stored_elements(shape, tokens, _stores_all(shape)) * element_bytes
+    return batch * stored_elements(shape, tokens, final) * element_bytes
 
 
-def stored_elements(shape: ModelShape, tokens: Term, whole_windows: bool = False) -> Term:
-    """Numbers that all layers cache of a sequence of `tokens` tokens.
+def stored_elements(shape: ModelShape, tokens: Term, final: Term | None = None) -> Term:
+    """Numbers that all layers cache of a sequence of `tokens` tokens, as `full_kv`.
 
-    Layers with a sliding window hold no more tokens than it, unless `whole_windows`.
+    Without `final`, layers with a sliding window hold no more tokens than it.
     """
     return sum(
-        attention.cached_elements * _stored_tokens(attention, layers, tokens, whole_windows)
+        attention.cached_elements * _stored_tokens(attention, layers, tokens, final)
         for attention, layers in shape.attentions
     )
 
 
-def _stored_tokens(attention: Attention, layers: Term, tokens: Term, whole_windows: bool) -> Term:
-    if attention.window_tokens is None or whole_windows:
+def _stored_tokens(attention: Attention, layers: Term, tokens: Term, final: Term | None) -> Term:
+    if attention.window_tokens is None:
         return layers * tokens
-    return layers * minimum(tokens, attention.window_tokens)
+    if final is None:
+        return layers * minimum(tokens, attention.window_tokens)
+    return layers * tokens * (1 - indicator(attention.window_tokens + 1, final))
 
 
-def _stores_all(shape: ModelShape) -> bool:
-    return shape.architecture in execution.WHOLE_WINDOW_ARCHITECTURES
+def window_kv(shape: ModelShape, strategy: Strategy, element_bytes: Term, final: Term | None) -> Term:
+    """Keys and values of layers whose window hides tokens: it, a group that leaves at once, and a round's tokens."""
+    if final is None:
+        return 0
+    beside = strategy.kv_group + strategy.max_queries
+    elements = sum(
+        attention.cached_elements * layers * indicator(attention.window_tokens + 1, final)
+        * (attention.window_tokens + beside)
+        for attention, layers in shape.attentions
+        if attention.window_tokens is not None
+    )  # fmt: skip
+    return strategy.batch * elements * element_bytes
 
 
-def code_memory(shape: ModelShape, batch: Term, tokens: Term, planes: Term, group: Term) -> Term:
-    """Codes of `tokens` tokens in every layer, in `planes` 4-bit planes with scales and minima; 0 without planes."""
+def _final_tokens(shape: ModelShape, strategy: Strategy) -> Term | None:
+    """Tokens of a sequence at its end, for models that this package executes; engines' caches are all alike."""
+    return strategy.context + strategy.new_tokens if shape.architecture in execution.EXECUTABLE_ARCHITECTURES else None
+
+
+def code_memory(
+    shape: ModelShape, batch: Term, tokens: Term, planes: Term, group: Term, final: Term | None = None
+) -> Term:
+    """Codes of `tokens` tokens in every layer, in `planes` 4-bit planes with scales and minima; 0 without planes.
+
+    final: as for `full_kv`.
+    """
     codes = sum(
         ops.quantized_bytes(
             batch,
             attention.cached_heads,
             attention.head_dim,
-            _stored_tokens(attention, layers, tokens, _stores_all(shape)),
+            _stored_tokens(attention, layers, tokens, final),
             4 * planes,
             group,
         )
@@ -434,7 +456,8 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     tokens = strategy.kept_tokens + strategy.new_tokens
     slots = strategy.stores_full_kv * (tokens + strategy.max_queries)
     buffered = (1 - strategy.stores_full_kv) * (2 * strategy.kv_group + strategy.max_queries)
-    codes = code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group)
+    final = _final_tokens(shape, strategy)
+    codes = code_memory(shape, batch, tokens, strategy.code_planes, strategy.kv_group, final)
     arena_capacity_bytes = _arena_capacity_bytes(shape, device, strategy)
     copy_bytes = device.asynchronous * (1 - strategy.target.dense) * dense_copy(shape, element_bytes)
     splits = execution.choose_splits(batch, shape.kv_heads, strategy.kept_tokens, device.num_sms)
@@ -446,8 +469,11 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
     return MemoryBreakdown(
         weights=weight_memory(shape, strategy.target.weight_bytes, element_bytes, *separate_head),
         draft_weights=_draft_weights(shape, strategy),
-        kv=full_kv(shape, batch, slots, element_bytes) + codes + index_memory(shape, batch, tokens),
-        buffers=full_kv(shape, batch, buffered, element_bytes)
+        kv=full_kv(shape, batch, slots, element_bytes, final)
+        + window_kv(shape, strategy, element_bytes, final)
+        + codes
+        + index_memory(shape, batch, tokens),
+        buffers=full_kv(shape, batch, buffered, element_bytes, final)
         + _selection_state(shape, device, strategy, tokens)
         + states,
         prefill_workspace=prefill_workspace(

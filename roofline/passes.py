@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, MLP, STATE_FLOPS, Attention, State
 from ridgeplan.roofline.catalog.model_shape import FULL_BITS, ModelShape
-from ridgeplan.roofline.cost import Cost, Term, is_symbolic, minimum
+from ridgeplan.roofline.cost import Cost, Term, indicator, is_symbolic, minimum
 from ridgeplan.roofline.execution import attention_tiles, many_channels, product_tiles
 
 WINDOWED_ATTENTION = "attention (window)"  # `Op.name` of attention in layers with a sliding window
@@ -89,6 +89,7 @@ class PassTerms:
     reads: Term = 1  # of KV: once for all queries, or by each query for itself
     replayed: Term = 1  # tokens per sequence that recurrent states go through again
     commits: Term = 1  # 1 where a pass writes the states
+    held: Term | None = None  # that layers hold whose sliding window keeps full precision and is read whole
 
     @classmethod
     def plain(cls, batch: Term, tokens: Term, element_bytes: Term, **others: Term) -> PassTerms:
@@ -161,9 +162,16 @@ def prefill_pass(
 
 
 def windowed(terms: PassTerms, window_tokens: Term) -> PassTerms:
-    """What a sliding-window layer reads: the latest tokens, of which those in full precision come last."""
+    """What a sliding-window layer reads: the latest tokens, of which those in full precision come last.
+
+    With `terms.held`, a layer whose window hides tokens holds no codes, and no policy chooses among what it holds.
+    """
     full = minimum(terms.full_tokens, window_tokens)
-    return replace(terms, full_tokens=full, quantized_tokens=minimum(terms.quantized_tokens, window_tokens - full))
+    codes = minimum(terms.quantized_tokens, window_tokens - full)
+    if terms.held is not None:
+        hides = indicator(window_tokens + 1, terms.held)
+        full, codes = hides * window_tokens + (1 - hides) * full, (1 - hides) * codes
+    return replace(terms, full_tokens=full, quantized_tokens=codes)
 
 
 def _embedding(shape: ModelShape, rows: Term, element_bytes: Term) -> Op:
@@ -357,7 +365,7 @@ def _attention(shape: ModelShape, terms: PassTerms) -> Iterator[Op]:
         read = terms if attention.window_tokens is None else windowed(terms, attention.window_tokens)
         if attention.index_tokens:
             yield from _indexer(attention, layers, terms)
-            read = windowed(terms, attention.index_tokens)
+            read = windowed(replace(terms, held=None), attention.index_tokens)
         name = "attention" if attention.window_tokens is None else WINDOWED_ATTENTION
         yield _attention_op(name, attention, read, layers)
 

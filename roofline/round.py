@@ -26,6 +26,7 @@ from ridgeplan.roofline.drafters import (
     proposes,
 )
 from ridgeplan.roofline.execution import (
+    EXECUTABLE_ARCHITECTURES,
     HELD_ATTENTION_SHARE,
     PREFILL_CHUNK_TOKENS,
     RoundKind,
@@ -349,16 +350,28 @@ def cached_tokens(strategy: Strategy, context: Term) -> Term:
 
 def target_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What the target's pass (a plain step, or verification of gamma + 1 queries) reads."""
-    tokens = strategy.target_tokens(cached_tokens(strategy, context))
+    cached = cached_tokens(strategy, context)
+    tokens = strategy.target_tokens(cached)
     terms = _pass_terms(shape, machine, strategy, strategy.target, strategy.queries, tokens)
-    return replace(terms, reads=strategy.kv_reads, replayed=strategy.queries)
+    held = _window_tokens(shape, cached, strategy.queries)
+    return replace(terms, reads=strategy.kv_reads, replayed=strategy.queries, held=held)
 
 
 def draft_terms(shape: ModelShape, machine: Machine, strategy: Strategy, context: Term) -> PassTerms:
     """What one draft step reads. A round writes recurrent states once, which counts as part of the target's pass."""
-    tokens = _draft_tokens(strategy, cached_tokens(strategy, context))
-    terms = _pass_terms(shape, machine, strategy, strategy.draft, strategy.draft_queries, tokens)
-    return replace(terms, replayed=maximum(strategy.queries - 2, 0) / 2, commits=0)
+    cached = cached_tokens(strategy, context)
+    terms = _pass_terms(
+        shape, machine, strategy, strategy.draft, strategy.draft_queries, _draft_tokens(strategy, cached)
+    )
+    replayed = maximum(strategy.queries - 2, 0) / 2
+    return replace(terms, replayed=replayed, commits=0, held=_window_tokens(shape, cached, strategy.draft_queries))
+
+
+def _window_tokens(shape: ModelShape, cached: Term, queries: Term) -> Term | None:
+    """`PassTerms.held`: this package's cache keeps windows as it says; other engines treat all layers alike."""
+    if not shape.window_tokens or shape.architecture not in EXECUTABLE_ARCHITECTURES:
+        return None
+    return cached + queries
 
 
 def _draft_tokens(strategy: Strategy, cached: Term) -> Term:

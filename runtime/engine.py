@@ -116,7 +116,8 @@ class Engine:
         elif plan.weights.draft_copy:
             self.draft_weights = self._drafts(draft_weights, text)
         self.scorer = scorer_for(plan)
-        cache_config = KVCacheConfig.of(plan, config.shape.kv_layers, host_layers, spare_bytes)
+        sizes = config.shape.kv_layers, host_layers, spare_bytes
+        cache_config = KVCacheConfig.of(plan, *sizes, config.attention_windows)
         embedding = weights.embedding
         head = head and head.for_model(config.shape, embedding)
         self.cache: Cache | None = Cache(config.shape, cache_config, device, embedding.dtype)

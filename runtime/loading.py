@@ -251,6 +251,9 @@ def _check_context(plan: Plan, shape: ModelShape) -> None:
             f"the model's sliding window is {shape.window_tokens} tokens and the plan's sequences reach {final}; "
             f"allowed there: kv format {KVFormat.FULL.value!r} with gamma 0 and no eviction"
         )
+    missing = missing_execution(plan, shape)
+    if missing:
+        raise UnsupportedPlan(f"this plan can be estimated for the model but not executed: {'; '.join(missing)}")
     if final > shape.max_context:
         warnings.warn(
             f"sequences of {final} tokens pass the model's limit of {shape.max_context}; a plan that `ridgeplan plan "

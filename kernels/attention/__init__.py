@@ -29,6 +29,9 @@ def decode_attention(
     *,
     lower: bool = False,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
+    window: int | None = None,
     splits: int | None = None,
     scores: ScoreRequest | None = None,
     pages: PageTable | None = None,
@@ -39,7 +42,10 @@ def decode_attention(
     q: [B, T, Hq, D], T of 1..16. keys, values: [B, Hkv, C, D] in full precision, on CUDA in q's dtype. begin, end:
     int32 [B] on the device; query t of row b sees the slots begin[b] <= j < end[b] + t, so end[b] is one past the first
     query's own token. codes with groups (int32 [B]): every query also sees the row's first groups[b] quantized groups,
-    as INT8 when `lower`, else as INT4. scale: softmax scale, by default D ** -0.5. splits: number of splits of a row's
+    as INT8 when `lower`, else as INT4. scale: softmax scale, by default D ** -0.5. sinks: [Hq], a
+    logit of each head that joins its softmax without a value. soft_cap: c of scores c tanh(score / c), 0 for none.
+    window: slots that query t sees, up to its own, where there are several queries; begin is the first one's.
+    splits: number of splits of a row's
     tokens on CUDA, by default enough to fill the GPU. scores: where to leave the earlier tokens' scores, if anywhere.
     pages: of a paged cache, the page of each group of a row and the row's place in keys and values, which then have
     any number of rows; not with scores.
@@ -52,7 +58,7 @@ def decode_attention(
     Raises ValueError when heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is set for codes
     that hold the upper plane only, the scores' tensors do not fit, or scores are requested of a paged cache.
     """
-    inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, lower, scale, pages)
+    inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, lower, scale, pages, sinks, soft_cap, window)
     if scores is not None and pages is not None:
         raise ValueError("scores: allowed without pages")
     if scores is not None:
@@ -70,21 +76,27 @@ def decode_attention(
     return kernel.run(inputs, splits, scores)
 
 
-def merge(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend = "auto") -> Tensor:
+def merge(
+    partial: Tensor, lse: Tensor, dtype: torch.dtype, *, sinks: Tensor | None = None, backend: Backend = "auto"
+) -> Tensor:
     """Softmax-weighted sum of splits: partial float32 [..., splits, D], lse [..., splits] -> [..., D].
 
     A partial is normalized over its own tokens, and lse is the natural logarithm of its sum of exponentials. An empty
-    split has lse -inf and weight 0, and its partial is not read; if all splits are empty, the result is 0.
+    split has lse -inf and weight 0, and its partial is not read; if all splits are empty, the result is 0. sinks: [Hq],
+    of the last dimension before the splits, logits of a further split whose partial is 0.
     """
     if not uses_gpu_kernel(backend, partial):
-        return merge_reference(partial, lse, dtype)
+        return merge_reference(partial, lse, dtype, sinks)
     from ridgeplan.kernels.attention.triton import merge_triton
 
-    return merge_triton(partial, lse, dtype)
+    return merge_triton(partial, lse, dtype, sinks)
 
 
-def merge_reference(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+def merge_reference(partial: Tensor, lse: Tensor, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
     """The same in plain torch."""
+    if sinks is not None:
+        lse = torch.cat([lse, sinks.to(lse)[:, None].expand(*lse.shape[:-1], 1)], dim=-1)
+        partial = torch.cat([partial, torch.zeros_like(partial[..., :1, :])], dim=-2)
     row_max = lse.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     weights = torch.exp(lse - row_max)[..., None]
     weighted = torch.where(weights > 0, partial * weights, 0)

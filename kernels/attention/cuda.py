@@ -289,11 +289,13 @@ def find_attention_kernel(inputs: AttentionInputs, scores: ScoreRequest | None =
     """The kernel that computes this call, or None: then Triton's does.
 
     It needs Hopper or newer, codes in groups of 128, head_dim 64 or 128, at most 64 query rows per KV head, one 16-bit
-    dtype, rows of the buffers that 16-byte copies can move, and a positive scale. Scores of each query must be
-    probabilities of at most MAX_SCORED_QUERIES queries.
+    dtype, rows of the buffers that 16-byte copies can move, a positive scale, and no sinks, cap or window. Scores of
+    each query must be probabilities of at most MAX_SCORED_QUERIES queries.
     """
     q, codes, rows = inputs.q, inputs.codes, inputs.q.shape[1] * inputs.ratio
     tensors = q, inputs.keys, inputs.values
+    if inputs.sinks is not None or inputs.soft_cap or inputs.window is not None:
+        return None
     if not is_on_hopper(q) or inputs.scale <= 0 or (codes is not None and codes.group != GROUP):
         return None
     if q.shape[3] not in HEAD_DIMS or rows > MAX_ROWS or q.dtype not in (torch.bfloat16, torch.float16):

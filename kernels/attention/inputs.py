@@ -19,6 +19,7 @@ class AttentionInputs:
     q: [B, T, Hq, D]. keys, values: [B, Hkv, C, D]. begin, end: int32 [B]. codes, groups: both or neither; groups is
     int32 [B]. lower: whether codes are read as INT8, not as INT4. softmax_scale: None stands for D ** -0.5. pages:
     where the sequences of a paged cache lie; then keys and values have any number of rows, and codes a row per page.
+    sinks: [Hq]. soft_cap: 0 for none. window: slots that each query sees, counted back from its own.
     """
 
     q: Tensor
@@ -31,6 +32,9 @@ class AttentionInputs:
     lower: bool = False
     softmax_scale: float | None = None
     pages: PageTable | None = None
+    sinks: Tensor | None = None
+    soft_cap: float = 0.0
+    window: int | None = None
 
     def __post_init__(self) -> None:
         q, keys, codes = self.q, self.keys, self.codes
@@ -54,6 +58,8 @@ class AttentionInputs:
             if not isinstance(codes, QuantizedKV) or codes.groups != 1:
                 raise ValueError("pages: allowed with codes that have one group per row")
             require_rows(batch, torch.int32, **{"the table's buffers": self.pages.buffers})
+        if self.sinks is not None and self.sinks.shape != (q_heads,):
+            raise ValueError(f"sinks are {list(self.sinks.shape)}; allowed: [{q_heads}], one of each query head")
         require_rows(batch, torch.int32, begin=self.begin, end=self.end, groups=self.groups)
         if codes is not None:
             require_lower(codes, self.lower)

@@ -27,42 +27,66 @@ def decode_attention_reference(inputs: AttentionInputs) -> Tensor:
         rows = rows.reshape(kv_heads, ratio * queries, head_dim)
         span = slice(starts[b], max(starts[b], min(ends[b] + queries - 1, capacity)))
         buffer = b if pages is None else int(pages.buffers[b])
-        scores = _full_scores(rows, keys[buffer, :, span], ends[b] - starts[b], queries)
+        scores = _full_scores(rows, keys[buffer, :, span], ends[b] - starts[b], queries, inputs)
         quantized = None
         if codes is not None and visible[b]:
             row = codes.rows(slice(b, b + 1)) if pages is None else codes.gathered(pages.pages[b, : visible[b]])
             quantized = _QuantizedRow(row, visible[b], inputs.lower)
-        result = _attend(rows, scores, inputs.values[buffer, :, span].float(), quantized)
+        sinks = None if inputs.sinks is None else inputs.sinks.view(kv_heads, ratio).repeat_interleave(queries, dim=1)
+        values = inputs.values[buffer, :, span].float()
+        result = _attend(rows, scores, values, quantized, inputs.soft_cap, sinks)
         out[b] = result.view(kv_heads, ratio, queries, head_dim).permute(2, 0, 1, 3).reshape(q.shape[1:])
     return out
 
 
-def _full_scores(rows: Tensor, keys: Tensor, visible: int, queries: int) -> Tensor:
-    """Scores [Hkv, rows, slots] of full-precision keys; query t sees the first visible + t of them."""
-    scores = rows @ keys.float().mT
+def _full_scores(rows: Tensor, keys: Tensor, visible: int, queries: int, inputs: AttentionInputs) -> Tensor:
+    """Scores [Hkv, rows, slots] of full-precision keys; query t sees the first visible + t, and the last `window`."""
+    scores, window = soft_capped(rows @ keys.float().mT, inputs.soft_cap), inputs.window
     if queries > 1:
         limit = visible + torch.arange(rows.shape[1], device=rows.device) % queries
         slots = torch.arange(keys.shape[1], device=rows.device)
         scores.masked_fill_(slots >= limit[:, None], -torch.inf)
+        if window is not None:
+            scores.masked_fill_(slots < limit[:, None] - window, -torch.inf)
     return scores
 
 
-def _attend(rows: Tensor, scores: Tensor, values: Tensor, quantized: "_QuantizedRow | None") -> Tensor:
-    """Softmax over quantized and full-precision tokens together -> [Hkv, rows, head_dim]; zeros without tokens."""
+def _attend(
+    rows: Tensor,
+    scores: Tensor,
+    values: Tensor,
+    quantized: "_QuantizedRow | None",
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Softmax over quantized and full-precision tokens together -> [Hkv, rows, head_dim]; zeros without tokens.
+
+    sinks: a logit of each row [Hkv, rows] that has no value.
+    """
     count = 0
     if quantized is not None:
-        front = quantized.key_scores(rows)
+        front = soft_capped(quantized.key_scores(rows), soft_cap)
         count = front.shape[-1]
         scores = torch.cat([front, scores], dim=-1)
     if scores.shape[-1] == 0:
         return torch.zeros_like(rows)
     # The finite floor gives rows without visible tokens a weight of exp(-inf) = 0 instead of NaN.
     row_max = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    if sinks is not None:
+        row_max = torch.maximum(row_max, sinks[..., None].float())
     weights = torch.exp(scores - row_max)
     out = weights[..., count:] @ values
     if quantized is not None:
         out += quantized.value_sums(weights[..., :count])
-    return out / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += torch.exp(sinks[..., None].float() - row_max)
+    return out / total.clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def soft_capped(scores: Tensor, cap: float) -> Tensor:
+    """cap * tanh(scores / cap); 0 for no cap."""
+    return (scores / cap).tanh() * cap if cap else scores
 
 
 class _QuantizedRow:

@@ -104,6 +104,8 @@ def collect_scores_reference(request: ScoreRequest, inputs: AttentionInputs) -> 
             (q[b].float() * inputs.scale).unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
         )  # [Hkv, heads, T, D]
         logits = heads @ seen.mT[:, None]
+        if inputs.soft_cap:
+            logits = (logits / inputs.soft_cap).tanh() * inputs.soft_cap
         summed = logits[:, :, sorted(request.summed(q.shape[1]))]
         if request.lse is not None and request.what == "probabilities":
             earlier_lse = request.lse[b].view(keys.shape[1], -1, 1, 1)

@@ -36,6 +36,15 @@ def key_scores(first, second, q_first, q_second, bias):
 
 
 @triton.jit
+def soft_capped(scores, SOFT_CAP: tl.constexpr):
+    """Base-2 scores as SOFT_CAP * tanh(score / SOFT_CAP), of natural ones; 0 for no cap."""
+    if SOFT_CAP > 0:
+        # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = (2 * tl.sigmoid(scores * (2 * LN_2 / SOFT_CAP)) - 1) * (SOFT_CAP / LN_2)
+    return scores
+
+
+@triton.jit
 def quantized_block(
     row_max,
     row_sum,
@@ -50,6 +59,7 @@ def quantized_block(
     HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr,
     dtype: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """Adds group `at` (flat over batch, head, group) to the online softmax; all its tokens are visible."""
     key_upper, key_lower, key_scale, key_min = key_planes
@@ -68,10 +78,10 @@ def quantized_block(
     scaled1 = (q_second * (step1 * scale)[None, :]).to(dtype)
     byte = at * GROUP * HALF_DIM + tokens[:, None] * HALF_DIM + channels[None, :]
     first, second = centred_codes(key_upper, key_lower, byte, BITS, dtype)
-    scores0 = key_scores(first, second, scaled0, scaled1, bias)
+    scores0 = soft_capped(key_scores(first, second, scaled0, scaled1, bias), SOFT_CAP)
     byte += HALF_GROUP * HALF_DIM
     first, second = centred_codes(key_upper, key_lower, byte, BITS, dtype)
-    scores1 = key_scores(first, second, scaled0, scaled1, bias)
+    scores1 = soft_capped(key_scores(first, second, scaled0, scaled1, bias), SOFT_CAP)
 
     new_max = tl.maximum(row_max, tl.max(tl.maximum(scores0, scores1), 1))
     rescale = tl.exp2(row_max - new_max)
@@ -117,16 +127,22 @@ def full_block(
     values,
     key_stride,
     value_stride,
+    window,
     HEAD_DIM: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
-    """Adds the full-precision `slots` [BLOCK] below `last`; a row attends to those below its own `limit`."""
+    """Adds the full-precision `slots` [BLOCK] below `last`; a row attends to those below its own `limit`, to the last
+    `window` of them if that is not None."""
     channels = tl.arange(0, HEAD_DIM)
     inside = slots < last
     far = slots.to(tl.int64)[:, None]
     tile = tl.load(keys + far * key_stride + channels[None, :], mask=inside[:, None], other=0.0)
     scores = tl.zeros([q.shape[0], slots.shape[0]], tl.float32)
-    scores = dot(q, tl.trans(tile.to(q.dtype)), scores) * scale
-    scores = tl.where((slots[None, :] < limit[:, None]) & inside[None, :], scores, float("-inf"))
+    scores = soft_capped(dot(q, tl.trans(tile.to(q.dtype)), scores) * scale, SOFT_CAP)
+    seen = (slots[None, :] < limit[:, None]) & inside[None, :]
+    if window is not None:
+        seen &= slots[None, :] >= limit[:, None] - window
+    scores = tl.where(seen, scores, float("-inf"))
     row_max, row_sum, rescale, p = softmax_step(row_max, row_sum, scores)
     tile = tl.load(values + far * value_stride + channels[None, :], mask=inside[:, None], other=0.0)
     acc = dot(p.to(q.dtype), tile.to(q.dtype), acc * rescale[:, None])
@@ -180,6 +196,9 @@ CONFIGS = {
     (128, 0): TileConfig(64, 4, 3),
     (128, 4): TileConfig(64, 4, 3),
     (128, 8): TileConfig(64, 4, 3),
+    (256, 0): TileConfig(32, 4, 2),
+    (256, 4): TileConfig(32, 4, 2),
+    (256, 8): TileConfig(32, 4, 2),
 }
 DEFAULT_CONFIG = TileConfig(32, 4, 1)  # also for float32, whose wide tiles leave no shared memory for a pipeline
 
@@ -191,7 +210,7 @@ def _split_range(blocks, split, splits):
 
 
 # Arguments that change within a generation (cache sizes, splits, the scores' width) must not trigger recompilation.
-DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "score_rows", "width", "page_stride"]
+DO_NOT_SPECIALIZE = ["scale", "capacity", "group_capacity", "splits", "score_rows", "width", "page_stride", "window"]
 
 
 def _attention_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,10 +238,11 @@ def _attention_kernel(
     score_rows, width,
     pages,  # `PageTable`: int32 [batch, group_capacity] in rows of `page_stride`, and int32 [batch]; or None
     buffers, page_stride,
+    window,  # slots that a query sees, or None
     key_planes, value_planes,  # `QuantizedKV.key_planes`, or four times None
     QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SUMMED: tl.constexpr, STEP: tl.constexpr,
-    EACH: tl.constexpr,
+    EACH: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     q_batch_stride, q_query_stride, q_head_stride = q_strides
     key_batch_stride, key_head_stride, key_stride = key_strides
@@ -260,7 +280,7 @@ def _attention_kernel(
                 at = tl.load(pages + batch * page_stride + group).to(tl.int64) * KV_HEADS + kv_head
             row_max, row_sum, acc, scores0, scores1 = quantized_block(
                 row_max, row_sum, acc, q_first, q_second, at, scale,
-                key_planes, value_planes, GROUP, HEAD_DIM, BITS, q.dtype.element_ty,
+                key_planes, value_planes, GROUP, HEAD_DIM, BITS, q.dtype.element_ty, SOFT_CAP,
             )  # fmt: skip
             tokens = flat * score_rows * width + group * GROUP + tl.arange(0, GROUP // 2)
             seen = tokens >= 0
@@ -276,7 +296,7 @@ def _attention_kernel(
         slots = first + (block - visible) * BLOCK + tl.arange(0, BLOCK)
         row_max, row_sum, acc, logits = full_block(
             row_max, row_sum, acc, q_tile, first_end + query, slots, last, scale, keys, values,
-            key_stride, value_stride, HEAD_DIM,
+            key_stride, value_stride, window, HEAD_DIM, SOFT_CAP,
         )  # fmt: skip
         if BITS == 0:
             seen = slots < tl.minimum(first_end, capacity)
@@ -329,6 +349,7 @@ def decode_attention_triton(inputs: AttentionInputs, splits: int | None, scores:
         pages=None if pages is None else pages.pages,
         buffers=None if pages is None else pages.buffers,
         page_stride=0 if pages is None else pages.pages.stride(0),
+        window=inputs.window,
         key_planes=inputs.key_planes,
         value_planes=inputs.value_planes,
         QUERIES=queries,
@@ -339,13 +360,14 @@ def decode_attention_triton(inputs: AttentionInputs, splits: int | None, scores:
         BITS=inputs.bits,
         ROWS=rows,
         BLOCK=config.block,
+        SOFT_CAP=inputs.soft_cap,
         **_score_arguments(scores, queries),
         num_warps=config.warps * (2 if rows >= 64 else 1),
         num_stages=config.stages,
     )
     if scores is not None:
         scores.keep_lse(lse[:, -1].logsumexp(-1))
-    return merge(partial, lse, q.dtype, backend="triton")
+    return merge(partial, lse, q.dtype, sinks=inputs.sinks, backend="triton")
 
 
 def _tile_rows(rows: int, scored: bool) -> int:
@@ -386,7 +408,9 @@ def _merge_kernel(
     partial,  # float32 [rows, splits, head_dim]
     lse,  # float32 [rows, splits]
     out,  # [rows, head_dim]
+    sinks,  # [HEADS], or None
     splits,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -394,6 +418,9 @@ def _merge_kernel(
     channels = tl.arange(0, HEAD_DIM)
     row_max = -3.0e38  # finite, so that the difference of two is no NaN if all splits are empty
     row_sum = 0.0
+    if sinks is not None:  # a split whose partial is 0
+        row_max = tl.load(sinks + row % HEADS).to(tl.float32)
+        row_sum += 1.0
     acc = tl.zeros([HEAD_DIM], tl.float32)
     for start in range(0, splits, CHUNK):
         at = start + tl.arange(0, CHUNK)
@@ -411,7 +438,7 @@ def _merge_kernel(
     tl.store(out + row * HEAD_DIM + channels, acc.to(out.dtype.element_ty))
 
 
-def merge_triton(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
+def merge_triton(partial: Tensor, lse: Tensor, dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
     """See `ridgeplan.kernels.attention.merge`; head_dim must be a power of two."""
     partial, lse = partial.contiguous(), lse.contiguous()
     *rows, splits, head_dim = partial.shape
@@ -420,7 +447,9 @@ def merge_triton(partial: Tensor, lse: Tensor, dtype: torch.dtype) -> Tensor:
         partial,
         lse,
         out,
+        None if sinks is None else sinks.contiguous(),
         splits,
+        HEADS=lse.shape[-2],
         HEAD_DIM=head_dim,
         CHUNK=MERGE_CHUNK,
         num_warps=2,

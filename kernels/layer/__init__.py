@@ -17,7 +17,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(hidden + update, RMSNorm of that): hidden and update [..., H], weight [H]; without update `hidden` itself.
 
-    RMSNorm (Zhang and Sennrich, 2019, eq. 4) as in Llama: the sum is rounded to the model's dtype, statistics and
+    RMSNorm (Zhang and Sennrich, 2019, eq. 4) as in Llama, with a weight in the model's dtype or in
+    float32: the sum is rounded to the model's dtype, statistics and
     scaling are float32, and the result is rounded once. On Hopper and newer GPUs the weight is read while earlier
     kernels of the stream may still run (see device/cuda.py). Raises ValueError when shapes disagree.
     """
@@ -79,7 +80,8 @@ def rope_append(
     qkv: [B, T, (Hq + 2 Hkv) D], queries, then keys, then values. tables: of the tokens' positions, [B, T, D/2].
     keys, values: [at least B, Hkv, slots, D], any strides with contiguous channels, written in place. slots: int64
     [B, T], distinct within a row. qk_norm: [Hq + Hkv, D], weights of an RMSNorm with `eps` over each head of queries
-    and keys before rotation (Qwen3). Channel i rotates with channel i + D/2 (Hugging Face's order), in float32, rounded
+    and keys before rotation, in their dtype (Qwen3; float32 of
+    Gemma 3). Channel i rotates with channel i + D/2 (Hugging Face's order), in float32, rounded
     once.
 
     Raises ValueError when shapes disagree.
@@ -107,8 +109,8 @@ def rope_append_reference(
     heads = qkv.unflatten(-1, (-1, head_dim))
     rotated, new_values = heads.split_with_sizes((q_heads + kv_heads, kv_heads), dim=-2)
     if qk_norm is not None:
-        rotated = (functional.rms_norm(rotated, (head_dim,), eps=eps) * qk_norm).to(qkv.dtype)
-    queries, new_keys = rotate(rotated, *tables).split_with_sizes((q_heads, kv_heads), dim=-2)
+        rotated = functional.rms_norm(rotated.to(qk_norm.dtype), (head_dim,), eps=eps) * qk_norm
+    queries, new_keys = rotate(rotated, *tables).to(qkv.dtype).split_with_sizes((q_heads, kv_heads), dim=-2)
     for store, new in ((keys, new_keys), (values, new_values)):
         for row, at in enumerate(slots.unbind()):
             store[row].index_copy_(1, at, new[row].transpose(0, 1))
@@ -149,25 +151,26 @@ def _check(
         raise ValueError(f"qk_norm is {list(qk_norm.shape)}; allowed: {[q_heads + kv_heads, head_dim]}")
 
 
-def swiglu(gate_up: Tensor, *, backend: Backend = "auto") -> Tensor:
+def swiglu(gate_up: Tensor, *, activation: str = "silu", backend: Backend = "auto") -> Tensor:
     """silu(gate) * up, [..., I], of gate_up [..., 2 I]: the gate first, then up (Shazeer, 2020, eq. 6).
 
-    silu is rounded to the tensor's dtype before the product, as in transformers. Raises ValueError when the last
-    dimension is odd.
+    activation: "silu", or "gelu_tanh" for GELU in its tanh form (GeGLU). It is rounded to the tensor's dtype before the
+    product, as in transformers. Raises ValueError when the last dimension is odd.
     """
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up share the last dimension, which is {gate_up.shape[-1]}; allowed: even widths")
     if not uses_gpu_kernel(backend, gate_up):
-        return swiglu_reference(gate_up)
+        return swiglu_reference(gate_up, activation)
     from ridgeplan.kernels.layer.triton import swiglu_triton
 
-    return swiglu_triton(gate_up)
+    return swiglu_triton(gate_up, activation)
 
 
-def swiglu_reference(gate_up: Tensor) -> Tensor:
+def swiglu_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """The same in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate).mul_(up)  # in place: a long prompt's activations are large
+    activated = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    return activated.mul_(up)  # in place: a long prompt's activations are large
 
 
 def swiglu_cost(gate_up: Tensor) -> Cost:

@@ -270,7 +270,7 @@ SWIGLU_WARPS = 4
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _swiglu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
     pdl_launch_dependents_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -278,17 +278,22 @@ def _swiglu_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: 
     gate_up += row * (2 * WIDTH)
     gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + WIDTH + at, mask=inside, other=0.0)
-    activated = (gate * tl.sigmoid(gate)).to(up.dtype)
+    if ACTIVATION == "gelu_tanh":  # 0.5 (1 + tanh(x)) = sigmoid(2 x)
+        slope = 2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        activated = (gate * tl.sigmoid(slope)).to(up.dtype)
+    else:
+        activated = (gate * tl.sigmoid(gate)).to(up.dtype)
     product = activated.to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * WIDTH + at, product.to(out.dtype.element_ty), mask=inside)
 
 
-def swiglu_triton(gate_up: Tensor) -> Tensor:
+def swiglu_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """See `ridgeplan.kernels.layer.swiglu`."""
     gate_up = gate_up.contiguous()
     *rows, both = gate_up.shape
     width = both // 2
     out = torch.empty(*rows, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (gate_up.numel() // both, triton.cdiv(width, SWIGLU_BLOCK))
-    _swiglu_kernel[grid](gate_up, out, WIDTH=width, BLOCK=SWIGLU_BLOCK, num_warps=SWIGLU_WARPS, **pdl_options(gate_up))
+    options = {"ACTIVATION": activation, "num_warps": SWIGLU_WARPS, **pdl_options(gate_up)}
+    _swiglu_kernel[grid](gate_up, out, WIDTH=width, BLOCK=SWIGLU_BLOCK, **options)
     return out

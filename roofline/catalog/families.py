@@ -7,7 +7,7 @@ A row says what config.json leaves to the family's class in transformers. Everyt
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -17,28 +17,58 @@ class Family:
     head's queries and keys; None: by the key `use_qk_norm`. wide_qk_norm: of all heads together. sliding: which layers
     have the window, where `layer_types` is missing: "all", "even", "pattern" (all but every n-th), "last"
     (`max_window_layers` on), "none". output_gate: attention's output is gated. full_every: every n-th layer has full
-    attention, the others a state. norm_offset: what norms add to their weights as stored. routing: fields of
-    `layers.Routing` beside those that keys give. traits: of `model_shape.TRAITS`."""
+    attention, the others a state. routing: fields of `layers.Routing` beside those that keys give. traits: of
+    `model_shape.TRAITS`.
+
+    What only the runtime reads: executed: whether it runs these models. norms: where the norms of a layer stand, of
+    NORM_NAMES. norm_offset: added to their weights. layer_norm: they are LayerNorms. interleaved_rope: RoPE turns each
+    channel with the next one, not with the one half a head away. full_rope: layers of full attention have RoPE.
+    scaled_embedding: embeddings are multiplied by the root of the hidden size."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attention_bias: bool | None = None
     qk_norm: bool | None = False
     wide_qk_norm: bool = False
-    sandwich_norms: bool = False
     gated_mlp: bool = True
     sliding: str = "none"
     output_gate: bool = False
     full_every: int = 0
-    norm_offset: float = 0.0
     routing: Mapping[str, Any] = field(default_factory=dict)
     traits: tuple[str, ...] = ()
+    executed: bool = False
+    norms: str = "before"
+    norm_offset: float = 0.0
+    layer_norm: bool = False
+    interleaved_rope: bool = False
+    full_rope: bool = True
+    scaled_embedding: bool = False
+
+    @property
+    def sandwich_norms(self) -> bool:
+        """Whether norms stand before and after both blocks of a layer."""
+        return self.norms == "sandwich"
+
+
+# A layer's norms by where they stand: of what its token mixer and its MLP read, and of what these leave; "" for none.
+# Parallel blocks read the same norm of the stream.
+PARALLEL = "parallel"
+NORM_NAMES = {
+    "before": ("input_layernorm", "post_attention_layernorm", "", ""),
+    "sandwich": (
+        "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm",
+    ),
+    "after": ("", "", "post_attention_layernorm", "post_feedforward_layernorm"),
+    PARALLEL: ("input_layernorm", "", "", ""),
+}  # fmt: skip
 
 
 _DELTA = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32, "head_dim": 256,
 }  # fmt: skip
-_HYBRID = Family(_DELTA, qk_norm=True, output_gate=True, full_every=4, norm_offset=1.0, traits=("partial rotary",))
+_HYBRID = Family(
+    _DELTA, qk_norm=True, output_gate=True, full_every=4, norm_offset=1.0, traits=("partial rotary",), executed=True
+)
 _GEMMA3 = {  # of transformers' Gemma3TextConfig
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
     "max_position_embeddings": 131072, "rope_theta": 1e6, "tie_word_embeddings": True, "sliding_window_pattern": 6,
@@ -51,60 +81,62 @@ _GEMMA_TRAITS = ("scaled embeddings", "rope by layer type", "other norms", "othe
 _SIGMOID = {"sigmoid": True, "min_sum": 1e-20}
 _DEEPSEEK = Family(routing=_SIGMOID, traits=("scaled experts",))
 _INDEXED = Family({"index_topk": 2048}, routing=_SIGMOID, traits=("sparse indexer", "scaled experts"))
+_GEMMA: dict[str, Any] = {"norms": "sandwich", "norm_offset": 1.0, "scaled_embedding": True}
 _GRANITE = Family(traits=("scaled embeddings",))
 _SLIDING_BY_FOUR = {"sliding_window_pattern": 4}
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(attention_bias=False, sliding="all"),
-    "mixtral": Family(attention_bias=False, sliding="all"),
-    "ministral3": Family(attention_bias=False, sliding="all"),
-    "qwen2": Family({"max_window_layers": 28}, attention_bias=True, sliding="last"),
-    "qwen3": Family({"max_window_layers": 28}, qk_norm=True, sliding="last"),
-    "qwen3_moe": Family({"max_window_layers": 28}, qk_norm=True, sliding="last"),
+    "llama": Family(executed=True),
+    "mistral": Family(attention_bias=False, sliding="all", executed=True),
+    "mixtral": Family(attention_bias=False, sliding="all", executed=True),
+    "ministral3": Family(attention_bias=False, sliding="all", executed=True),
+    "qwen2": Family({"max_window_layers": 28}, attention_bias=True, sliding="last", executed=True),
+    "qwen3": Family({"max_window_layers": 28}, qk_norm=True, sliding="last", executed=True),
+    "qwen3_moe": Family({"max_window_layers": 28}, qk_norm=True, sliding="last", executed=True),
     "qwen3_next": _HYBRID,
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID,
     "gpt_oss": Family({"attention_bias": True}, sliding="even", traits=("attention sinks", "other activation")),
-    "deepseek_v2": Family(routing={"normalized": False, "group_members": 1}),
-    "deepseek_v3": Family(routing=_SIGMOID),
+    "deepseek_v2": Family(routing={"normalized": False, "group_members": 1}, executed=True),
+    "deepseek_v3": Family(routing=_SIGMOID, executed=True),
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": _INDEXED,
-    "glm4_moe_lite": _DEEPSEEK,
+    "glm4_moe_lite": replace(_DEEPSEEK, executed=True),
     "kimi_k2": _DEEPSEEK,
     "kimi_linear": _DEEPSEEK,
-    "glm4_moe": Family(qk_norm=None, routing=_SIGMOID, traits=("partial rotary", "scaled experts")),
+    "glm4_moe": Family(qk_norm=None, routing=_SIGMOID, traits=("partial rotary", "scaled experts"), executed=True),
     "minimax_m2": Family(
         attention_bias=False, qk_norm=True, wide_qk_norm=True, routing={"sigmoid": True},
         traits=("partial rotary", "scaled experts"),
     ),
     "nemotron_h": Family(gated_mlp=False, traits=("other activation", "scaled experts")),
-    "phi3": Family(attention_bias=False),
-    "gemma3_text": Family(_GEMMA3, qk_norm=True, sandwich_norms=True, sliding="pattern", traits=_GEMMA_TRAITS),
-    "gemma4_text": Family(_GEMMA4, qk_norm=True, sandwich_norms=True, sliding="pattern", traits=_GEMMA_TRAITS),
+    "phi3": Family(attention_bias=False, sliding="all", executed=True),
+    "gemma3_text": Family(_GEMMA3, qk_norm=True, sliding="pattern", traits=_GEMMA_TRAITS, executed=True, **_GEMMA),
+    "gemma4_text": Family(_GEMMA4, qk_norm=True, sliding="pattern", traits=_GEMMA_TRAITS, norms="sandwich"),
     "cohere2": Family(
         {"tie_word_embeddings": True, **_SLIDING_BY_FOUR}, sliding="pattern",
         traits=("parallel blocks", "scaled embeddings", "rope by layer type", "other norms"),
+        executed=True, norms=PARALLEL, layer_norm=True, interleaved_rope=True, full_rope=False,
     ),
-    "ernie4_5": Family(attention_bias=False),
+    "ernie4_5": Family(attention_bias=False, executed=True, interleaved_rope=True),
     "ernie4_5_moe": Family(attention_bias=False),
     "internlm3": Family(),
     "solar_open": _DEEPSEEK,
     "gemma2": Family(
-        {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096}, sandwich_norms=True, sliding="even",
+        {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096}, sliding="even", executed=True, **_GEMMA,
         traits=("attention soft cap", "logit soft cap", "scaled embeddings", "other norms", "other activation"),
     ),
-    "granite": _GRANITE,
+    "granite": replace(_GRANITE, executed=True),
     "granitemoe": _GRANITE,
     "granitemoehybrid": _GRANITE,
-    "olmo2": Family(qk_norm=True, wide_qk_norm=True, traits=("other norms",)),
+    "olmo2": Family(qk_norm=True, wide_qk_norm=True, traits=("other norms",), executed=True, norms="after"),
     "olmo3": Family(
         _SLIDING_BY_FOUR, qk_norm=True, wide_qk_norm=True, sliding="pattern",
-        traits=("other norms", "rope by layer type"),
+        traits=("other norms", "rope by layer type"), executed=True, norms="after",
     ),
     "olmo_hybrid": Family(qk_norm=True, wide_qk_norm=True, full_every=4, traits=("other norms",)),
-    "seed_oss": Family(attention_bias=True),
-    "smollm3": Family(traits=("rope by layer type",)),
+    "seed_oss": Family(attention_bias=True, executed=True),
+    "smollm3": Family(traits=("rope by layer type",), executed=True),
 }  # fmt: skip
 
 # `model_type` of a model that has others inside, such as one of images and text: that of its `text_config`.

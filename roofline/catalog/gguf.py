@@ -13,10 +13,12 @@ import re
 import stat
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ridgeplan.roofline.catalog.config_json import shape_from_config
+from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, WeightBits, mean_bits
 from ridgeplan.roofline.catalog.validation import brief
 
@@ -210,8 +212,20 @@ def _code(kind: int) -> str:
     return _SCALARS[kind]
 
 
-# Mistral models are stored as "llama".
-_SUPPORTED = ("llama", "qwen2", "qwen3")
+# Families by the architectures that GGUF files name; Mistral models are stored as "llama".
+_SUPPORTED = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+# Keys of a config.json by those of a GGUF file.
+_CONFIG_KEYS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+}
 _MATRICES = (
     (re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.weight"), "attention"),
     (re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.weight"), "mlp"),
@@ -245,6 +259,13 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
 
     if value("expert_count", 0):
         raise ValueError("mixtures of experts are read from their config.json only")
+    family = _SUPPORTED[str(architecture)]
+    if FAMILIES[family].traits:  # its layers are not all alike, or have what the fields below cannot say
+        keys = {key: value(name) for key, name in _CONFIG_KEYS.items()}
+        keys |= {"model_type": family, "vocab_size": _tensor(header, "token_embd.weight")[-1]}
+        shape = shape_from_config(keys, path.stem, str(path))
+        bits = weight_bits_of(header)
+        return replace(shape, weight_bits=bits.tied() if shape.tied_embeddings else bits)
     heads = value("attention.head_count")
     q_width = _tensor(header, "blk.0.attn_q.weight")[-1]
     window = value("attention.sliding_window", 0) or None

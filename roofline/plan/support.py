@@ -103,6 +103,8 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     target = plan.attention.selection if plan.attention.active else None
     window, drafter = shape.window_tokens if shape else None, plan.speculation.drafter
     held = shape.weight_bits.format if shape and is_converted(shape) else None
+    placed = window is not None and window < plan.workload.final_context  # layers hold windows alone
+    softmax = next((need for need in OTHER_SOFTMAX if shape and need in shape.traits), None)
     checks = {
         f"eviction {plan.eviction.policy!r}": evicting and not evicting.executable,
         **_missing_offload(plan),
@@ -124,9 +126,13 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         and (drafts.needs_head or plan.attention.selection.needs_head),
         **(_missing_over_latents(plan) if shape and shape.is_mla else {}),
         f"{plan.parallel} ({plan.parallel.gpus} GPUs), which vLLM executes,": plan.parallel != SINGLE,
+        f"selections of tokens for {softmax}": softmax and (target or plan.speculation.sparse),
         f"{held} weights as they are stored": held,
         f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape
         and exceeds_window(plan, shape),
+        "offloaded KV beside layers that hold a sliding window": placed and plan.placement.offload,
+        "evictions from chunks of a prompt beside layers that hold a sliding window": placed
+        and plan.eviction.chunk_at(plan.workload.context),
     }
     return [name for name, missing in checks.items() if missing]
 
@@ -206,16 +212,19 @@ def uncalibrated(plan: Plan, profile: Profile) -> str | None:
 
 
 def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
-    """Whether codes, drafts, a selection or an eviction would reach beyond the model's sliding window.
+    """Whether codes, drafts, a selection or an eviction would reach beyond a sliding window that all layers have.
 
-    Plain bf16 decoding alone may.
+    Plain bf16 decoding alone may. Where some layers see all tokens, these are the ones that policies work on.
     """
     plain = not (plan.kv.format.quantized or plan.speculation.active or plan.eviction.active or plan.attention.active)
+    if shape.window_layers < shape.layers:
+        return False
     window = shape.window_tokens or plan.workload.final_context
     return plan.workload.final_context > window and not plain
 
 
-EXECUTED_TRAITS = ("partial rotary", "scaled experts")
+# What the kernels that read chosen tokens lack.
+OTHER_SOFTMAX = ("attention sinks", "attention soft cap")
 MIN_HEAD_DIM = 32  # of the attention kernels for GPUs, whose tiles are powers of two
 
 
@@ -240,6 +249,14 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
     return None
 
 
+# What layers have beyond those of Llama and the decoder executes.
+EXECUTED_NEEDS = (
+    "sliding windows in some layers", "norms after blocks", "attention sinks", "attention soft cap", "logit soft cap",
+    "parallel blocks", "scaled embeddings", "partial rotary", "rope by layer type", "other norms", "other activation",
+    "scaled experts",
+)  # fmt: skip
+
+
 def layer_needs(shape: ModelShape) -> list[str]:
     """What a model's layers have beyond those of the families that the runtime executes."""
     attentions = [attention for attention, _ in shape.attentions]
@@ -253,8 +270,8 @@ def layer_needs(shape: ModelShape) -> list[str]:
         "heads of several sizes": len({(attention.kv_heads, attention.head_dim) for attention in attentions}) > 1,
         "norms after blocks": shape.sandwich_norms,
     }
-    traits = (trait for trait in shape.traits if trait not in EXECUTED_TRAITS)
-    return [*(name for name, needed in checks.items() if needed), *traits]
+    needs = [*(name for name, needed in checks.items() if needed), *shape.traits]
+    return [need for need in needs if need not in EXECUTED_NEEDS]
 
 
 def as_loaded(shape: ModelShape) -> ModelShape:

@@ -38,7 +38,8 @@ class AttentionMetadata:
     are read with the upper ones. attend: attention of a layer, by its number, queries and this metadata, for passes
     that read only some of the tokens in the groups or before `begin`. scores: where attention leaves a layer's scores
     of what it read, if asked. streamed: whether codes on the host are brought to the device, of a pass that reads all
-    of them. by_layer: metadata of the layers that differ, as they hold, or read, another number of tokens.
+    of them. windowed: whether the layer holds the tokens of its sliding window alone, all of which any pass reads.
+    by_layer: metadata of the layers that differ, as they hold, or read, another number of tokens.
     """
 
     positions: Tensor
@@ -50,6 +51,7 @@ class AttentionMetadata:
     attend: Callable[[int, Tensor, AttentionMetadata], Tensor] | None = None
     scores: Callable[[int], ScoreRequest] | None = None
     streamed: bool = False
+    windowed: bool = False
     by_layer: Mapping[int, AttentionMetadata] = field(default_factory=dict)
 
     def layer_metadata(self, layer: int) -> AttentionMetadata:
@@ -57,8 +59,11 @@ class AttentionMetadata:
         return self.by_layer.get(layer, self)
 
     def changed(self, **changes: Any) -> AttentionMetadata:
-        """The same with other values of some fields, in every layer."""
-        by_layer = {layer: replace(metadata, **changes) for layer, metadata in self.by_layer.items()}
+        """The same with other values of some fields, in every layer that does not hold a window alone."""
+        by_layer = {
+            layer: metadata if metadata.windowed else replace(metadata, **changes)
+            for layer, metadata in self.by_layer.items()
+        }
         return replace(self, by_layer=by_layer, **changes)
 
     def of_store(self, index: int) -> AttentionMetadata:

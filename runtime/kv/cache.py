@@ -48,15 +48,17 @@ class Cache:
         self.layers, self.q_heads, self.kv_heads = model.kv_layers, model.q_heads, model.cache_sizes[0]
         self.first_on_host = self.layers - config.host_layers
         self.movable = movable_layers(model, config, device, dtype)
-        self.stores: list[KVStore | HostKVStore] = (
-            self.movable.stores(self.first_on_host)
-            if self.movable
-            else [
-                (HostKVStore if on_host else KVStore).allocate(model, config, len(list(same)), tokens, device, dtype)
-                for (tokens, on_host), same in groupby(range(self.layers), self._kind)
-            ]
-        )
-        self._places = _places(self.stores)
+        self.stores: list[KVStore | HostKVStore]
+        if self.movable:
+            self.stores = self.movable.stores(self.first_on_host)
+            self._places = _places(self.stores)
+        else:
+            # With windows, layers that are alike share a store wherever they are; those without a window come first.
+            layers = sorted(range(self.layers), key=self._kind) if config.windows else range(self.layers)
+            parts = [(kind, list(same)) for kind, same in groupby(layers, self._kind)]
+            self.stores = [self._allocated(model, *part, device, dtype) for part in parts]
+            places = {layer: (store, at) for store, (_, same) in enumerate(parts) for at, layer in enumerate(same)}
+            self._places = [places[layer] for layer in range(self.layers)]
         self.states = StateStore.allocate(model, config, device, dtype)
         self.lengths = torch.zeros(config.batch, dtype=torch.int32, device=device)
         self.ends = torch.full_like(self.lengths, config.longest)
@@ -124,6 +126,10 @@ class Cache:
             return False
         if self.states and tokens < int(self.states.committed[0]):
             return False
+        for store, (layer, *_) in self.window_layers.items():
+            dropped = int(self.fewer[store, 0])
+            if dropped > 0 and tokens - dropped < self.config.window(layer):
+                return False
         self.rows = 1
         self.lengths[0] = tokens
         self.ends.zero_()
@@ -285,11 +291,13 @@ class Cache:
     def oldest_group(self, first: Tensor) -> Tensor:
         """Keys [layers, batch, kv_heads, group, head_dim] of the group that grows old next.
 
-        first: int32 [batch], its first token. The layers must hold equally many tokens. Keys of rows that do not hold
-        the whole group are undefined.
+        first: int32 [batch], its first token. The layers must hold equally many tokens, but for those with a window,
+        whose keys are undefined, as are those of rows that do not hold the whole group.
         """
         keys = [self._oldest(store, first) for store in self.stores]
-        return torch.cat(keys) if len(keys) > 1 else keys[0]
+        if not self.config.windows:
+            return torch.cat(keys) if len(keys) > 1 else keys[0]
+        return torch.stack([keys[store][at] for store, at in self._places])
 
     def _oldest(self, store: KVStore | HostKVStore, first: Tensor) -> Tensor:
         keys = store.keys
@@ -309,34 +317,71 @@ class Cache:
 
     def finish_prompt(self, row: int, tokens: int) -> None:
         """Sets a row's lengths for a prompt of `tokens`, once every layer has stored what it keeps."""
-        kept = self.config.kept(tokens) or (tokens,) * self.layers
-        longest = max(kept)
+        kept, longest = self.config.kept(tokens) or (tokens,) * self.layers, self.config.stored(tokens)
         self.lengths[row] = self.prompt_tokens[row] = longest
         if self.states:
             self.states.committed[row] = tokens
         self.evicted[row] = tokens - longest
-        if len(self.stores) > 1:
+        if len(self.stores) > 1 or self.config.windows:
             fewer = [longest - kept[self._places.index((store, 0))] for store in range(len(self.stores))]
             self.fewer[: len(fewer), row] = torch.tensor(fewer, dtype=torch.int32)
 
     def advance(self, tokens: Tensor) -> None:
-        """Extends each row by `tokens`, int32 [rows], and quantizes groups that are no longer recent."""
+        """Extends each row by `tokens`, int32 [rows], and quantizes groups that are no longer recent.
+
+        Of layers with a window, the oldest group leaves that no query sees any more.
+        """
         flushing = self.config.format.quantized or isinstance(self.stores[-1], HostKVStore)
         fewer = self.fewer[: len(self.stores)]
         before = self.quantized(self.lengths - fewer) if flushing else None
         self.lengths[: self.rows] += tokens
+        self._slide()
         if before is None:
             return
         crossed = self.quantized(self.lengths - fewer) > before
         if not crossed.is_cuda and not bool(crossed.any()):
             return  # on a GPU, masked kernels are cheaper than a synchronization
         for store, was, crosses in zip(self.stores, before, crossed, strict=True):
-            if self.config.format.quantized or isinstance(store, HostKVStore):
+            if store.flushes:
                 store.flush(was, crosses)
 
-    def _kind(self, layer: int) -> tuple[int, bool]:
-        """What stores differ by: tokens that a layer holds, and whether all of it lies on the host."""
-        return self.config.capacity(layer), layer >= self.first_on_host and not self.config.buffered
+    def _slide(self) -> None:
+        """Drops the oldest group of rows that hold a window and a whole group before it."""
+        for layer, (index, at) in enumerate(self._places):
+            window, store = self.config.window(layer), self.stores[index]
+            if at or not window:
+                continue
+            assert isinstance(store, KVStore), "layers with a window stay on the device"
+            crossed = self.lengths - self.fewer[index] >= window + self.config.group
+            if crossed.is_cuda or bool(crossed.any()):
+                store.drop_oldest(crossed)
+                self.fewer[index] += crossed.int() * self.config.group
+
+    def _kind(self, layer: int) -> tuple[int, int, bool]:
+        """What stores differ by: a layer's window, tokens that it holds, and whether all of it lies on the host."""
+        on_host = layer >= self.first_on_host and not self.config.buffered
+        return self.config.window(layer), self.config.capacity(layer), on_host
+
+    def _allocated(
+        self,
+        model: ModelShape,
+        kind: tuple[int, int, bool],
+        layers: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> KVStore | HostKVStore:
+        window, tokens, on_host = kind
+        config, store = self.config.of_windows if window else self.config, HostKVStore if on_host else KVStore
+        return store.allocate(model, config, len(layers), tokens, device, dtype)
+
+    @property
+    def window_layers(self) -> dict[int, list[int]]:
+        """The layers that hold a window, by their store."""
+        layers: dict[int, list[int]] = {}
+        for layer, (store, _) in enumerate(self._places):
+            if self.config.window(layer):
+                layers.setdefault(store, []).append(layer)
+        return layers
 
     def _host_parts(self) -> Sequence[Sequence[Tensor]]:
         """What lies on the host of every layer that does."""

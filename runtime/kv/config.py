@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeplan.roofline.execution import quantized_groups
 from ridgeplan.roofline.plan.plan import DraftCodes, HostPart, KVCache, KVFormat, Plan
@@ -25,6 +25,8 @@ class KVCacheConfig:
     the target's steps do so too; it then never reads a full layer. reuses_slots: whether slots keep earlier selections,
     so that only missing tokens are loaded. adaptive: whether layers leave one by one as rows grow; until then rows may
     use their memory and `spare_bytes` more. overhang: tokens beyond a round's that a draft's pass may write.
+    windows: the sliding window of each layer in tokens, 0 for layers that see all; empty where none hides a token. A
+    layer with a window holds its latest tokens alone, in full precision.
     """
 
     batch: int
@@ -48,10 +50,22 @@ class KVCacheConfig:
     adaptive: bool = False
     spare_bytes: int = 0
     overhang: int = 0
+    windows: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, plan: Plan, layers: int, host_layers: int = 0, spare_bytes: int = 0) -> KVCacheConfig:
-        """The cache that executes a plan with a model of `layers` layers, the last `host_layers` of them offloaded."""
+    def of(
+        cls,
+        plan: Plan,
+        layers: int,
+        host_layers: int = 0,
+        spare_bytes: int = 0,
+        windows: Sequence[int | None] = (),
+    ) -> KVCacheConfig:
+        """The cache that executes a plan with a model of `layers` layers, the last `host_layers` of them offloaded.
+
+        windows: each layer's sliding window, if any has one.
+        """
+        hiding = tuple(window if window and window < plan.workload.final_context else 0 for window in windows)
         workload, speculation, placement = plan.workload, plan.speculation, plan.placement
         return cls(
             batch=workload.batch,
@@ -60,6 +74,7 @@ class KVCacheConfig:
             group=plan.kv.group,
             gamma=speculation.gamma,
             overhang=speculation.overhang,
+            windows=hiding if any(hiding) else (),
             draft_codes=speculation.codes,
             draft_planes=plan.gathers_codes,
             target_chooses_by_codes=plan.attention.selection.needs_codes,
@@ -144,11 +159,28 @@ class KVCacheConfig:
 
     def kept(self, tokens: int) -> tuple[int, ...]:
         """Tokens of a prompt of `tokens` that each layer keeps; empty if layers keep all."""
-        return kept_tokens(tokens, self.budgets, self._step) if self.budgets else ()
+        kept = kept_tokens(tokens, self.budgets, self._step) if self.budgets else ()
+        if not self.windows:
+            return kept
+        kept = kept or (tokens,) * len(self.windows)
+        return tuple(min(tokens, window) if window else count for window, count in zip(self.windows, kept, strict=True))
+
+    def chosen(self, tokens: int) -> tuple[int, ...]:
+        """`kept` of the layers in which an eviction may choose: those without a window."""
+        return tuple(count for layer, count in enumerate(self.kept(tokens)) if not self.window(layer))
 
     def stored(self, tokens: int) -> int:
-        """Tokens of a prompt of `tokens` in the layers that keep the most."""
-        return max(self.kept(tokens), default=tokens)
+        """Tokens of a prompt of `tokens` in the layers without a window that keep the most."""
+        return max(self.chosen(tokens), default=tokens)
+
+    def window(self, layer: int) -> int:
+        """The sliding window of a layer that holds no other tokens; 0 for any other layer."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def of_windows(self) -> KVCacheConfig:
+        """The configuration of layers that hold a window."""
+        return replace(self, format=KVFormat.FULL, draft_codes=DraftCodes.FULL, draft_planes=False)
 
     def passes(self, stored: Sequence[int], tokens: int, max_tokens: int) -> Iterator[slice]:
         """Splits `tokens` tokens that follow each row's `stored` ones into passes of up to `max_tokens`.
@@ -164,14 +196,18 @@ class KVCacheConfig:
 
     def capacity(self, layer: int) -> int:
         """Tokens that a row may hold in a layer, generated ones included."""
+        if self.window(layer):  # and a group, which leaves at once
+            return self.window(layer) + self.group
         if not self.budgets:
             return self.context
         return min(self.context, max(self.budgets[layer], self._step) + self.new_tokens)
 
     @property
     def longest(self) -> int:
-        """The largest `capacity` of all layers."""
-        return self.capacity(self.budgets.index(max(self.budgets))) if self.budgets else self.context
+        """The largest `capacity` of the layers without a window."""
+        if not self.budgets:
+            return self.context
+        return max(self.capacity(layer) for layer in range(len(self.budgets)) if not self.window(layer))
 
     def slots(self, tokens: int) -> int:
         """Full-precision slots for `tokens` tokens and a round's: for all of them, or two groups for a buffer."""

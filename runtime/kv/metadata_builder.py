@@ -69,11 +69,26 @@ class AttentionMetadataBuilder:
         cache = self.cache
         if not self.config.budgets:
             metadata = self._build(self.lengths[: cache.rows], queries, offset, coded, lower)
-            return metadata if self.config.buffered else self._with_host_layers(metadata, self._behind_slots)
+            if not self.config.buffered:
+                metadata = self._with_host_layers(metadata, self._behind_slots)
+            return self._with_windows(metadata, queries, offset)
         stacked = self._build((self.lengths - cache.fewer)[:, : cache.rows], queries, offset, coded, lower)
         by_store = [stacked.of_store(index) for index in range(len(cache.stores))]
         by_layer = {layer: by_store[cache.store_of(layer)] for layer in range(cache.layers)}
-        return replace(by_store[0], by_layer=by_layer)
+        return self._with_windows(replace(by_store[0], by_layer=by_layer), queries, offset)
+
+    def _with_windows(self, metadata: AttentionMetadata, queries: int, offset: int | Tensor) -> AttentionMetadata:
+        """The metadata with that of layers that hold a window alone, in full precision."""
+        cache, by_layer = self.cache, dict(metadata.by_layer)
+        for store, layers in cache.window_layers.items():
+            first = (self.lengths - cache.fewer[store])[: cache.rows] + offset
+            slots = first[:, None] + torch.arange(queries, device=first.device)
+            begin, end = torch.zeros_like(first), first + 1
+            own = replace(
+                metadata, slots=slots, begin=begin, end=end, groups=None, windowed=True, attend=None, by_layer={}
+            )
+            by_layer |= dict.fromkeys(layers, own)
+        return replace(metadata, by_layer=by_layer) if cache.config.windows else metadata
 
     def _build(self, stored: Tensor, queries: int, offset: int | Tensor, coded: bool, lower: bool) -> AttentionMetadata:
         """For rows that hold `stored` tokens, int32 [rows] or [stores, rows]."""

@@ -162,6 +162,16 @@ class KVStore:
         loaded_bytes = self.loaded.bytes if self.loaded else 0
         return self.keys.nbytes + self.values.nbytes + sum(coded.bytes for coded in self.coded) + loaded_bytes
 
+    @property
+    def flushes(self) -> bool:
+        """Whether its layers quantize groups that grow old."""
+        return self.config.format.quantized
+
+    def drop_oldest(self, crossed: Tensor) -> None:
+        """Drops the oldest group of the rows in `crossed`, bool [batch], of all layers."""
+        keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
+        shift_slots(keys, values, self.config.group, crossed.repeat(self.layers))
+
     def reset(self) -> None:
         """Forgets what slots hold. The cache's lengths say which tokens are valid."""
         if self.loaded:

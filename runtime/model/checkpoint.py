@@ -17,18 +17,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ridgeplan.kernels.state import DeltaVectors
-from ridgeplan.roofline.catalog.families import INNER_TYPES
+from ridgeplan.roofline.catalog.families import INNER_TYPES, NORM_NAMES, PARALLEL
 from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.layers import Attention, State
 from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, PACKED_FORMATS, ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError, failures_as, quiet_rust
+from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout, HeadLayout
 from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.linear import Dense, GatedMLP
-from ridgeplan.runtime.model.norms import RMSNorm
+from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, Norm, ParallelNorm, RMSNorm
 from ridgeplan.runtime.model.packed_weights import PackedTensors
 from ridgeplan.runtime.model.weights import (
     MLP,
@@ -36,7 +37,6 @@ from ridgeplan.runtime.model.weights import (
     DecoderWeights,
     DeltaWeights,
     LayerWeights,
-    TokenMixer,
     tensors_of,
 )
 
@@ -66,14 +66,15 @@ class StateDict:
         embedding = _copied(self.tensors.pop("model.embed_tokens.weight"), device)
         head = self.tensors.pop("lm_head.weight", None)
         head_weight = embedding if self.config.shape.tied_embeddings or head is None else _copied(head, device)
-        norm = _norm(self.config, self.tensors.pop("model.norm.weight"), device)
-        return self._finite(DecoderWeights(embedding, (), norm, Dense(head_weight)))
+        layout = self.config.checkpoint
+        norm = _stream_norm(layout, self.tensors.pop, "model.norm", device, layout.logit_scale)
+        return self._finite(DecoderWeights(embedding, (), norm, Dense(head_weight), layout.logit_cap))
 
     def layers(self, device: torch.device, keep: bool = False) -> Iterator[LayerWeights]:
         """The layers on `device`, one after another; unless `keep`, each is dropped here."""
         take = self.tensors.get if keep else self.tensors.pop
         for index in range(self.config.shape.layers):
-            yield self._finite(_layer(self.config, index, take, f"model.layers.{index}.", device))
+            yield self._finite(_layer(self.config, take, index, device))
 
     def _finite(self, part: Part) -> Part:
         for tensor in tensors_of(part):
@@ -90,47 +91,48 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, copy=True)
 
 
-def _norm(config: DecoderConfig, weight: Tensor, device: torch.device) -> RMSNorm:
-    """A norm by its weight as stored; with an offset in float32, which the model's dtype would round."""
-    whole = weight.float() + config.norm_offset if config.norm_offset else weight
-    return RMSNorm(_copied(whole, device), config.norm_eps)
+def _layer(config: DecoderConfig, take: Take, index: int, device: torch.device) -> LayerWeights:
+    layout, prefix = config.checkpoint, f"model.layers.{index}."
+    mixer_norm, mlp_norm, mixer_output_norm, mlp_output_norm = NORM_NAMES[layout.norms]
 
+    def norm_of(name: str) -> RMSNorm | LayerNorm:
+        return _stream_norm(layout, take, f"{prefix}{name}", device)
 
-def _layer(config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device) -> LayerWeights:
-    def fused(*names: str) -> Dense:
-        weight = torch.cat([take(f"{prefix}{name}.weight") for name in names])
-        biases = [take(f"{prefix}{name}.bias", None) for name in names]
-        present = [bias for bias in biases if bias is not None]
-        return Dense(weight.to(device), torch.cat(present).to(device) if present else None)
+    def output_norm(name: str) -> RMSNorm | None:
+        if not name:
+            return None
+        weight = layout.norm_weight(take(f"{prefix}{name}.weight"), layout.block_scale)
+        return RMSNorm(_copied(weight, device), layout.eps)
 
-    def norm(name: str) -> RMSNorm:
-        return _norm(config, take(f"{prefix}{name}.weight"), device)
+    def output(linear: Dense, norm: str) -> Dense:
+        """A block's last product, which holds the block's scale where no norm follows that does."""
+        if norm or layout.block_scale == 1:
+            return linear
+        bias = None if linear.bias is None else _scaled(linear.bias, layout.block_scale)
+        return Dense(_scaled(linear.weight, layout.block_scale), bias)
 
-    settings = config.layers[index]
-    mixer: TokenMixer
-    if settings.state:
-        vectors = _delta_vectors(settings.state, take, f"{prefix}linear_attn.", device)
-        gated_norm = RMSNorm(_copied(take(f"{prefix}linear_attn.norm.weight"), device), config.norm_eps)
-        inputs = Dense(_delta_inputs(settings.state, take, f"{prefix}linear_attn.").to(device))
-        mixer = DeltaWeights(inputs, vectors, gated_norm, fused("linear_attn.out_proj"))
-    elif settings.attention and settings.attention.is_latent:
-        mixer = _latent_attention(config, settings.attention, take, f"{prefix}self_attn.", device)
-    else:
-        (qkv, gate), output = _attention_inputs(config, index, take, prefix, device), fused("self_attn.o_proj")
-        mixer = AttentionWeights(qkv, output, _qk_norm(config, index, take, prefix, device), gate)
+    first: Norm = norm_of(mixer_norm) if mixer_norm else NoNorm()
+    second: Norm = norm_of(mlp_norm) if mlp_norm else NoNorm()
+    if layout.norms == PARALLEL and isinstance(first, (RMSNorm, LayerNorm)):
+        second = ParallelNorm(first)
+    mixer = _mixer(config, index, take, prefix, device)
     return LayerWeights(
-        mixer_norm=norm("input_layernorm"),
-        mixer=mixer,
-        mlp_norm=norm("post_attention_layernorm"),
-        mlp=_mlp(config, take, prefix, device, fused),
+        mixer_norm=first,
+        mixer=dataclasses.replace(mixer, output=output(mixer.output, mixer_output_norm)),
+        mlp_norm=second,
+        mlp=_mlp(config, take, prefix, device, lambda linear: output(linear, mlp_output_norm)),
+        mixer_output_norm=output_norm(mixer_output_norm),
+        mlp_output_norm=output_norm(mlp_output_norm),
     )
 
 
-def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, fused: Callable[..., Dense]) -> MLP:
+def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, output: Callable[[Dense], Dense]) -> MLP:
     """Routed experts with what is beside them, or a dense MLP."""
 
     def gated(name: str) -> GatedMLP:
-        return GatedMLP(fused(f"{name}.gate_proj", f"{name}.up_proj"), fused(f"{name}.down_proj"))
+        gate, up, down, whole = (f"{prefix}{name}.{part}_proj" for part in ("gate", "up", "down", "gate_up"))
+        gate_up = _fused(take, device, gate, up, whole=whole)
+        return GatedMLP(gate_up, output(_fused(take, device, down)), config.checkpoint.activation)
 
     def present(*names: str) -> Tensor | None:
         """The first of these tensors that the layer has."""
@@ -177,30 +179,52 @@ def _separate_experts(shape: ModelShape, take: Take, prefix: str) -> tuple[Tenso
     return torch.stack(gate_up), torch.stack(down)
 
 
-def _attention_inputs(
+def _mixer(
     config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device
-) -> tuple[Dense, Dense | None]:
-    """The projections to queries, keys and values, and to the output's gate, whose rows alternate with the queries'.
+) -> AttentionWeights | LatentAttentionWeights | DeltaWeights:
+    """A layer's token mixer, by what its settings describe."""
+    settings = config.layers[index]
+    if settings.state:
+        return _state(config, index, take, prefix, device)
+    if settings.attention and settings.attention.is_latent:
+        return _latent_attention(config, settings.attention, take, f"{prefix}self_attn.", device)
+    return _attention(config, index, take, prefix, device)
 
-    Channels of a partial rotary embedding are reordered, see `Rotary.channels`.
-    """
-    attention, channels = config.layers[index].attention, config.layer_rotary(index).channels
+
+def _state(config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device) -> DeltaWeights:
+    """A recurrent state's weights."""
+    state, prefix = config.layers[index].state, f"{prefix}linear_attn."
+    assert state is not None, "the layer has a state"
+    vectors = _delta_vectors(state, take, prefix, device)
+    norm = RMSNorm(_copied(take(f"{prefix}norm.weight"), device), config.checkpoint.eps)
+    inputs = Dense(_delta_inputs(state, take, prefix).to(device))
+    return DeltaWeights(inputs, vectors, norm, _fused(take, device, f"{prefix}out_proj"))
+
+
+def _attention(config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device) -> AttentionWeights:
+    """Attention's weights, with the channels of each head in the decoder's order."""
+    shape, heads, prefix = config.shape, config.checkpoint.heads, f"{prefix}self_attn."
+    attention, gate = config.layers[index].attention, None
     assert attention is not None, "the layer has attention"
-
-    def rows(kind: str) -> tuple[Tensor | None, Tensor | None]:
-        q, k, v = (take(f"{prefix}self_attn.{name}_proj.{kind}", None) for name in "qkv")
-        if q is None:
-            return None, None
-        gate = None
-        if attention.gate_width:
-            q, gate = (part.flatten(0, 1) for part in q.unflatten(0, (attention.q_heads, 2, -1)).unbind(1))
-        if channels is not None:
-            q, k = (part.unflatten(0, (-1, attention.head_dim))[:, channels].flatten(0, 1) for part in (q, k))
-        return torch.cat([q, k, v]).to(device), None if gate is None else _copied(gate, device)
-
-    (qkv, gate), (qkv_bias, gate_bias) = rows("weight"), rows("bias")
-    assert qkv is not None, "checked when it was read"
-    return Dense(qkv, qkv_bias), None if gate is None else Dense(gate, gate_bias)
+    names = [f"{prefix}{name}_proj" for name in "qkv"]
+    if attention.gate_width:
+        queries, gate = _split_gate(_fused(take, device, names[0]), attention)
+        qkv = _joined(queries, _fused(take, device, *names[1:]))
+    else:
+        qkv = _fused(take, device, *names, whole=f"{prefix}qkv_proj")
+    output = _fused(take, device, f"{prefix}o_proj")
+    sinks = take(f"{prefix}sinks", None)
+    if heads is not None:
+        qkv, output = _placed(qkv, shape, heads), Dense(heads.padded(output.weight.t()).t().contiguous(), output.bias)
+    norms = _qk_norms(config, take, prefix, device)
+    return AttentionWeights(
+        qkv=qkv,
+        output=output,
+        qk_norm=None if shape.wide_qk_norm else _stacked(norms, shape),
+        wide_norms=norms if shape.wide_qk_norm else None,
+        sinks=None if sinks is None else sinks.float().to(device),
+        gate=gate,
+    )
 
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever a model's configuration says
@@ -239,14 +263,77 @@ def _latent_attention(
     )
 
 
-def _qk_norm(config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device) -> RMSNorm | None:
-    """Norms of each head, one row per query head and KV head, so that one operation applies both."""
-    q_norm, k_norm = (take(f"{prefix}self_attn.{name}_norm.weight", None) for name in "qk")
-    if q_norm is None:
+def _split_gate(queries: Dense, attention: Attention) -> tuple[Dense, Dense]:
+    """The projections to queries and to the output's gate, whose rows alternate by head."""
+
+    def parts(rows: Tensor) -> list[Tensor]:
+        return [part.flatten(0, 1) for part in rows.unflatten(0, (attention.q_heads, 2, -1)).unbind(1)]
+
+    biases = [None, None] if queries.bias is None else parts(queries.bias)
+    q, gate = (Dense(weight, bias) for weight, bias in zip(parts(queries.weight), biases, strict=True))
+    return q, gate
+
+
+def _joined(first: Dense, second: Dense) -> Dense:
+    bias = None if first.bias is None or second.bias is None else torch.cat([first.bias, second.bias])
+    return Dense(torch.cat([first.weight, second.weight]), bias)
+
+
+def _fused(take: Take, device: torch.device, *names: str, whole: str = "") -> Dense:
+    """One layer of several projections of the same input, which a checkpoint may hold as one by the name `whole`."""
+    fused = take(f"{whole}.weight", None) if whole else None
+    if fused is not None:
+        names = (whole,)
+    weight = torch.cat([take(f"{name}.weight") for name in names]) if fused is None else fused
+    biases = [take(f"{name}.bias", None) for name in names]
+    present = [bias for bias in biases if bias is not None]
+    return Dense(weight.to(device), torch.cat(present).to(device) if present else None)
+
+
+def _placed(qkv: Dense, shape: ModelShape, heads: HeadLayout) -> Dense:
+    """Projections to queries, keys and values with the channels of each head where the decoder has them."""
+
+    def placed(rows: Tensor) -> Tensor:
+        rotated, values = rows.tensor_split([(shape.q_heads + shape.kv_heads) * heads.head_dim])
+        return torch.cat([heads.rotated(rotated), heads.padded(values)])
+
+    return Dense(placed(qkv.weight), None if qkv.bias is None else placed(qkv.bias))
+
+
+def _qk_norms(config: DecoderConfig, take: Take, prefix: str, device: torch.device) -> tuple[RMSNorm, RMSNorm] | None:
+    """Norms of queries and of keys, of one head or of all together."""
+    layout, heads = config.checkpoint, config.checkpoint.heads
+    weights = [take(f"{prefix}{name}_norm.weight", None) for name in "qk"]
+    if weights[0] is None:
         return None
-    rows = torch.cat([q_norm.expand(config.shape.q_heads, -1), k_norm.expand(config.shape.kv_heads, -1)])
-    channels = config.layer_rotary(index).channels
-    return _norm(config, rows if channels is None else rows[:, channels], device)
+    shrinking = 1.0 if heads is None else heads.shrinking  # zeros between channels make a mean square smaller
+    norms = []
+    for weight in weights:
+        placed = layout.norm_weight(weight if heads is None else heads.rotated(weight), shrinking)
+        norms.append(RMSNorm(placed.to(device), layout.eps * shrinking**2))
+    return norms[0], norms[1]
+
+
+def _stacked(norms: tuple[RMSNorm, RMSNorm] | None, shape: ModelShape) -> RMSNorm | None:
+    """Norms of each head, one row per query head and KV head, so that one operation applies both."""
+    if norms is None:
+        return None
+    rows = [norm.weight.expand(count, -1) for norm, count in zip(norms, (shape.q_heads, shape.kv_heads), strict=True)]
+    return RMSNorm(torch.cat(rows), norms[0].eps)
+
+
+def _stream_norm(
+    layout: CheckpointLayout, take: Take, name: str, device: torch.device, scale: float = 1.0
+) -> RMSNorm | LayerNorm:
+    """A norm of the stream, whose output is times `scale`."""
+    weight, bias = layout.norm_weight(take(f"{name}.weight"), scale), take(f"{name}.bias", None)
+    if not layout.layer_norm:
+        return RMSNorm(_copied(weight, device), layout.stream_eps)
+    return LayerNorm(_copied(weight, device), layout.stream_eps, None if bias is None else _copied(bias, device))
+
+
+def _scaled(tensor: Tensor, scale: float) -> Tensor:
+    return (tensor.float() * scale).to(tensor.dtype)
 
 
 def _delta_inputs(state: State, take: Take, prefix: str) -> Tensor:

@@ -12,14 +12,18 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ridgeplan.roofline.catalog.config_json import routing_of, shape_from_config
-from ridgeplan.roofline.catalog.families import FAMILIES
+from ridgeplan.roofline.catalog.families import FAMILIES, Family
+from ridgeplan.roofline.catalog.layers import Attention
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats, trained_context
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.support import as_loaded
 from ridgeplan.runtime.errors import ModelError, failures_as
-from ridgeplan.runtime.model.decoder import DecoderConfig, LayerSettings, Rotary, plain_frequencies
+from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout, HeadLayout
+from ridgeplan.runtime.model.decoder import DecoderConfig, LayerSettings, Rotary, frequencies_of
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # as rope_parameters name types of layers
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROTARY_TYPES = ("default", "linear", "yarn", "llama3")  # other types depend on the sequence length
 
 
@@ -31,24 +35,56 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     """
     hub = hub.get_text_config()
     _require(hub.model_type in EXECUTABLE_ARCHITECTURES, "model_type", hub.model_type, EXECUTABLE_ARCHITECTURES)
-    _require(hub.hidden_act == "silu", "hidden_act", hub.hidden_act, ("silu",))
     hub = _stretched(hub, yarn_factor)
-    keys = hub.to_dict()
+    keys, family = hub.to_dict(), FAMILIES[hub.model_type]
+    activation = keys.get("hidden_activation") or keys.get("hidden_act")
+    _require(activation in ACTIVATIONS, "hidden_act", activation, tuple(ACTIVATIONS))
+    eps_key = "layer_norm_eps" if family.layer_norm else "rms_norm_eps"
+    eps = keys.get(eps_key)
+    if not isinstance(eps, float) or not 0 < eps <= 1:
+        raise ModelError(f"the model's {eps_key} is {brief(eps)}; allowed: above 0 up to 1")
     try:
         shape, routing = as_loaded(shape_from_config(keys, source, source)), routing_of(keys)
     except ValueError as error:
         raise ModelError(f"cannot load the model {source}: {error}") from error
     held = shape.weight_bits.format
     _require(held in CONVERTED_FORMATS, "weight format", held, loaded_formats())
-    if not 0 < hub.rms_norm_eps <= 1:
-        raise ModelError(f"the model's rms_norm_eps is {brief(hub.rms_norm_eps)}; allowed: above 0 up to 1")
-    family = FAMILIES[hub.model_type]
-    layers = _layer_settings(shape)
-    config = DecoderConfig(shape, hub.rms_norm_eps, layers, (_rotary(hub, shape),), routing, family.norm_offset)
+    head_dim = shape.rope_head_dim or shape.head_dim
+    heads = HeadLayout(head_dim, head_dim, _rotary_dim(hub, head_dim), family.interleaved_rope)
+    layers, cap = list(_layer_settings(shape)), _factor(keys, "attn_logit_softcapping", 0.0)
+    rotaries: dict[Rotary, int] = {}  # each with its number
+    for index, settings in enumerate(layers):
+        if settings.attention is not None:
+            rotary = _rotary(hub, keys, family, settings.attention, heads, index)
+            number = rotaries.setdefault(rotary, len(rotaries))
+            layers[index] = replace(settings, rotary=number, soft_cap=cap)
+    layout = CheckpointLayout(
+        eps=eps,
+        norms=family.norms,
+        norm_offset=family.norm_offset,
+        layer_norm=family.layer_norm,
+        stream_scale=shape.hidden**0.5 if family.scaled_embedding else _factor(keys, "embedding_multiplier"),
+        output_scale=_factor(keys, "residual_multiplier"),
+        logit_scale=_factor(keys, "logit_scale") / _factor(keys, "logits_scaling"),
+        heads=heads if heads.changes else None,
+        activation=ACTIVATIONS[activation],
+        logit_cap=_factor(keys, "final_logit_softcapping", 0.0) or None,
+    )
+    config = DecoderConfig(shape, layout.stream_eps, tuple(layers), tuple(rotaries), layout, routing)
     if not shape.is_mla:
         return config
     _require(not keys.get("attention_bias"), "attention_bias", True, ("false with latent attention",))
     return replace(config, score_scale=_score_scale(hub), interleaved_rope=getattr(hub, "rope_interleave", True))
+
+
+def _factor(keys: dict[str, Any], name: str, default: float = 1.0) -> float:
+    """A finite number of 0 or more in a configuration. Raises ModelError for any other value."""
+    value = keys.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ModelError(f"the model's {name} is {brief(value)}; allowed: a number of 0 or more")
+    return float(value)
 
 
 def _score_scale(hub: Any) -> float:
@@ -93,7 +129,7 @@ def _stretched(hub: Any, yarn_factor: float) -> Any:
     """A copy of the configuration with YaRN's `yarn_factor`, or the configuration itself for 1."""
     if yarn_factor == 1:
         return hub
-    kind = hub.rope_parameters["rope_type"]
+    kind = hub.rope_parameters.get("rope_type", "set by layer type")
     if kind != "default":
         raise ModelError(f"yarn_factor is {yarn_factor}, but the model's own rope_type is {brief(kind)}; allowed: 1")
     hub = copy.deepcopy(hub)
@@ -105,31 +141,51 @@ def _stretched(hub: Any, yarn_factor: float) -> Any:
     return hub
 
 
-def _rotary(hub: Any, shape: ModelShape) -> Rotary:
-    """Rotary frequencies and the factor on cosines and sines (RoPE, linear, YaRN, or Llama 3's)."""
-    kind = hub.rope_parameters["rope_type"]
+def _layer_parameters(hub: Any, layer_type: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The RoPE parameters of layers of a type, and what names the type where types differ."""
+    parameters = hub.rope_parameters
+    if layer_type in parameters:
+        return parameters[layer_type], {"layer_type": layer_type}
+    return parameters, {}
+
+
+def _rotary_dim(hub: Any, head_dim: int) -> int:
+    """Channels of a head that RoPE turns. Raises ModelError for a share of them that is none."""
+    parameters, _ = _layer_parameters(hub, FULL)
+    share = parameters.get("partial_rotary_factor") or getattr(hub, "partial_rotary_factor", None) or 1.0
+    dim = int(head_dim * share) if isinstance(share, (int, float)) and 0 < share <= 1 else 0
+    if dim < 2 or dim % 2:
+        raise ModelError(f"{dim} of {head_dim} channels turn; allowed: an even number from 2 on")
+    return dim
+
+
+def _rotary(
+    hub: Any, keys: dict[str, Any], family: Family, attention: Attention, heads: HeadLayout, index: int
+) -> Rotary:
+    """A layer's rotary embedding: RoPE, linear, YaRN, Llama 3's, or none at all.
+
+    Its scale holds what the model's softmax is scaled by beside head_dim ** -0.5: queries and keys have its root.
+    """
+    query_scale = _factor(keys, "attention_multiplier", _factor(keys, "query_pre_attn_scalar", heads.width) ** -0.5)
+    softmax = math.sqrt(query_scale * math.sqrt(heads.width)) if query_scale != heads.width**-0.5 else 1.0
+    switches = keys.get("no_rope_layers")  # 0: none
+    if (switches and not switches[index]) or not (attention.window_tokens or family.full_rope):
+        return Rotary(heads.frequencies([]), softmax)
+    parameters, layer_type = _layer_parameters(hub, SLIDING if attention.window_tokens else FULL)
+    kind = parameters["rope_type"]
     _require(kind in ROTARY_TYPES, "rope_type", kind, ROTARY_TYPES)
-    head_dim, width = shape.rope_head_dim or shape.head_dim, rotary_width(hub, shape)
-    if kind == "default" and shape.is_mla:
-        return Rotary(plain_frequencies(shape, width)[: width // 2])
+    growth = _factor(parameters, "llama_4_scaling_beta", 0.0)
+    grown = (growth, float(parameters["original_max_position_embeddings"])) if growth else None
     if kind == "default":
-        return Rotary(plain_frequencies(shape, width), width=width if width < shape.head_dim else None)
-    what = f"the model's rope_parameters are {brief(hub.rope_parameters)}"
+        return Rotary(heads.frequencies(frequencies_of(parameters["rope_theta"], heads.rotary_dim)), softmax, grown)
+    what = f"the model's rope_parameters are {brief(parameters)}"
     with failures_as(what):
-        inverse, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"))
+        inverse, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"), **layer_type)
         frequencies = (*inverse.tolist(), float(scale))
-    if inverse.numel() != width // 2 or not all(0 < frequency < math.inf for frequency in frequencies):
-        raise ModelError(f"{what}; allowed: those that give {width // 2} finite frequencies above 0")
-    if width < head_dim and scale != 1:  # it would scale channels that do not turn
-        raise ModelError(f"{what}, of {width} of {head_dim} channels; allowed: an attention factor of 1")
-    staying = (0.0,) * ((head_dim - width) // 2)
-    return Rotary(frequencies[:-1] + staying, frequencies[-1], width if staying else None)
-
-
-def rotary_width(hub: Any, shape: ModelShape) -> int:
-    """Channels of a head that turn; the others of partial rotary embeddings stay."""
-    head_dim = shape.rope_head_dim or shape.head_dim
-    width = int(head_dim * hub.rope_parameters.get("partial_rotary_factor", 1.0))
-    if not 2 <= width <= head_dim or width % 2:
-        raise ModelError(f"{width} of {head_dim} channels turn; allowed: an even number from 2 on")
-    return width
+    if inverse.numel() != heads.rotary_dim // 2 or not all(0 < frequency < math.inf for frequency in frequencies):
+        raise ModelError(f"{what}; allowed: those that give {heads.rotary_dim // 2} finite frequencies above 0")
+    if heads.rotary_dim < heads.head_dim and scale != 1:
+        raise ModelError(
+            f"{what}, of {heads.rotary_dim} of {heads.head_dim} channels; allowed: an attention factor of 1"
+        )
+    return Rotary(heads.frequencies(inverse.tolist()), float(scale) * softmax, grown)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from ridgeplan.kernels.layer import Tables, rope_append, rotary_tables
 from ridgeplan.roofline.catalog.layers import Attention, Routing, State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess
+from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout
 from ridgeplan.runtime.model.norms import Norm
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights
 
@@ -22,24 +23,13 @@ from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights
 class Rotary:
     """A rotary embedding. frequencies: [head_dim / 2], radians per token, 0 for channels that do not turn.
 
-    scale: the factor on cosines and sines, which YaRN calls attention factor. width: channels that turn of a partial
-    one, whose checkpoints have them ahead of the others; None for all.
+    scale: the factor on cosines and sines, which YaRN calls attention factor. growth: (beta, tokens) of queries that
+    are scaled by 1 + beta ln(1 + floor(position / tokens)), as in Llama 4.
     """
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
-    width: int | None = None
-
-    @property
-    def channels(self) -> list[int] | None:
-        """A checkpoint's channels of a head of queries or keys in the order of the kernels, which turn the first half
-        with the second: of a partial embedding both halves of what turns come ahead of what stays. None: as they are.
-        """
-        if self.width is None:
-            return None
-        turning, staying = self.width // 2, len(self.frequencies) - self.width // 2
-        first = [*range(turning), *range(self.width, self.width + staying)]
-        return [*first, *range(turning, self.width), *range(self.width + staying, 2 * len(self.frequencies))]
+    growth: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,13 +37,14 @@ class LayerSettings:
     """What one layer's token mixer is: attention with its sizes and window, or a recurrent state.
 
     rotary: which of the decoder's rotary embeddings it uses. place: its number among the layers with attention, which
-    the cache has, or among those with a recurrent state.
+    the cache has, or among those with a recurrent state. soft_cap: c of scores c tanh(score / c); 0 for none.
     """
 
     attention: Attention | None
     state: State | None = None
     rotary: int = 0
     place: int = 0
+    soft_cap: float = 0.0
 
     @property
     def window(self) -> int | None:
@@ -63,19 +54,20 @@ class LayerSettings:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder: its shape, the settings of each layer, its rotary embeddings, and how its routers choose experts.
+    """A decoder: its shape, the settings of each layer, its rotary embeddings, how its weights are loaded, and
+    how its routers choose experts.
 
-    norm_offset: what norms add to their weights as a checkpoint stores them. Of latent attention, score_scale: a factor
-    on scores beside head_dim ** -0.5, which loading folds into queries; interleaved_rope: whether RoPE turns each
-    channel of a checkpoint with the next one.
+    norm_eps: of norms of the stream. Of latent attention, score_scale: a factor on scores beside
+    head_dim ** -0.5, which loading folds into queries; interleaved_rope: whether RoPE turns each channel of a
+    checkpoint with the next one.
     """
 
     shape: ModelShape
     norm_eps: float
     layers: tuple[LayerSettings, ...]
     rotaries: tuple[Rotary, ...]
+    checkpoint: CheckpointLayout = field(default_factory=CheckpointLayout)
     routing: Routing | None = None
-    norm_offset: float = 0.0
     score_scale: float = 1.0
     interleaved_rope: bool = False
 
@@ -83,17 +75,19 @@ class DecoderConfig:
     def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:
         """A decoder with full attention in every layer and unscaled RoPE."""
         attention = replace(shape.attentions[0][0], window_tokens=None)
+        frequencies = frequencies_of(shape.rope_theta, shape.head_dim)
         layers = tuple(LayerSettings(attention, place=place) for place in range(shape.layers))
-        return cls(shape, norm_eps, layers, (Rotary(plain_frequencies(shape)),))
-
-    def layer_rotary(self, index: int) -> Rotary:
-        """The rotary embedding of a layer."""
-        return self.rotaries[self.layers[index].rotary]
+        return cls(shape, norm_eps, layers, (Rotary(tuple(frequencies)),))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's sliding window in tokens, or None."""
         return tuple(layer.window for layer in self.layers)
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """`windows` of the layers with attention, as a cache numbers them."""
+        return tuple(layer.window for layer in self.layers if layer.attention)
 
     @property
     def rotary_frequencies(self) -> tuple[float, ...]:
@@ -106,15 +100,11 @@ class DecoderConfig:
         return self.rotaries[0].scale
 
 
-def plain_frequencies(shape: ModelShape, width: int | None = None) -> tuple[float, ...]:
-    """Rotary frequencies without scaling, theta^(-2 i / width) (RoFormer, Su et al. 2021, equation 15).
-
-    width: channels of a head that turn, by default all of them; the frequencies of others are 0.
-    """
-    width = width or shape.head_dim
-    exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
-    turning = (1.0 / shape.rope_theta**exponents).tolist()
-    return (*turning, *[0.0] * ((shape.head_dim - width) // 2))
+def frequencies_of(theta: float, channels: int) -> list[float]:
+    """Rotary frequencies without scaling, theta^(-2 i / channels) (RoFormer, Su et al. 2021, equation 15)."""
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    frequencies: list[float] = (1.0 / theta**exponents).tolist()
+    return frequencies
 
 
 class Step(NamedTuple):
@@ -153,12 +143,14 @@ class Decoder:
 
     def rotary(self, positions: Tensor) -> tuple[Tables, ...]:
         """Cosines and sines [..., head_dim / 2] of positions [...], by each of the rotary embeddings."""
-        scales = [rotary.scale for rotary in self.config.rotaries]
-        return tuple(rotary_tables(positions, *pair) for pair in zip(self.frequencies, scales, strict=True))
+        return tuple(self._tables(number, positions) for number in range(len(self.frequencies)))
 
     def layer_rotary(self, index: int, positions: Tensor) -> Tables:
         """Cosines and sines [..., head_dim / 2] of positions [...], by the rotary embedding of one layer."""
-        return rotary_tables(positions, *self.layer_frequencies(index))
+        return self._tables(self.config.layers[index].rotary, positions)
+
+    def _tables(self, number: int, positions: Tensor) -> Tables:
+        return rotary_tables(positions, self.frequencies[number], self.config.rotaries[number].scale)
 
     def layer_frequencies(self, index: int) -> tuple[Tensor, float]:
         """Rotary frequencies [head_dim / 2] and scale of one layer."""
@@ -171,22 +163,27 @@ class Decoder:
         weights: AttentionWeights,
         normed: Tensor,
         tables: Tables,
+        positions: Tensor,
         keys: Tensor,
         values: Tensor,
         slots: Tensor,
     ) -> Tensor:
         """Rotated queries [rows, queries, q_heads, head_dim]; the tokens' KV goes to `slots` of keys and values."""
-        attention, norm = self.config.layers[index].attention, weights.qk_norm
-        assert attention is not None, "the layer has attention"
+        settings, norm = self.config.layers[index], weights.qk_norm
+        assert settings.attention is not None, "the layer has attention"
         qk_norm, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        qkv = weights.qkv(normed)
-        return rope_append(qkv, tables, keys, values, slots, attention.q_heads, qk_norm=qk_norm, eps=eps)
+        qkv, q_heads = weights.projected(normed), settings.attention.q_heads
+        q = rope_append(qkv, tables, keys, values, slots, q_heads, qk_norm=qk_norm, eps=eps)
+        growth = self.config.rotaries[settings.rotary].growth
+        return q if growth is None else grown(q, positions, *growth)
 
     def norm(self, hidden: Tensor, update: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         """The residual stream with `update` added, and its norm."""
         return norm(hidden, update)
 
-    def attend(self, index: int, cache: KVAccess, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(
+        self, index: int, weights: AttentionWeights, cache: KVAccess, metadata: AttentionMetadata, q: Tensor
+    ) -> Tensor:
         """Attention of queries [rows, queries, q_heads, head_dim] to what the pass reads of layer `index`."""
         settings = self.config.layers[index]
         window, place = settings.window, settings.place
@@ -196,4 +193,17 @@ class Decoder:
         with cache.layer_kv(place, metadata) as reads:
             begin = reads.begin if window is None else torch.maximum(reads.begin, reads.end - window)
             read = (q, reads.keys, reads.values, begin, reads.end, reads.codes, reads.groups)
-            return decode_attention(*read, lower=metadata.lower, scores=scores)
+            return decode_attention(
+                *read,
+                lower=metadata.lower,
+                sinks=weights.sinks,
+                soft_cap=settings.soft_cap,
+                window=None if q.shape[1] == 1 else window,
+                scores=scores,
+            )
+
+
+def grown(q: Tensor, positions: Tensor, beta: float, tokens: float) -> Tensor:
+    """Queries [rows, queries, q_heads, head_dim] times 1 + beta ln(1 + floor(position / tokens)), as in Llama 4."""
+    growth = 1 + beta * (positions / tokens).floor().log1p()
+    return (q * growth[..., None, None]).to(q.dtype)

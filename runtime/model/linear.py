@@ -163,13 +163,19 @@ def _thin_product(x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)) of x [..., hidden]. gate_up: gate and up projections, stacked in this order."""
+    """down(silu(gate(x)) * up(x)) of x [..., hidden]. gate_up: gate and up projections, stacked in this order.
+
+    activation: as `swiglu` takes it; products only fuse silu.
+    """
 
     gate_up: Linear
     down: Linear
+    activation: str = "silu"
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x, gated=True))
+        if self.activation == "silu":
+            return self.down(self.gate_up(x, gated=True))
+        return self.down(swiglu(self.gate_up(x), activation=self.activation))
 
     @property
     def projections(self) -> tuple[Linear, ...]:
@@ -178,4 +184,4 @@ class GatedMLP:
 
     def with_projections(self, change: Callable[[Linear], Linear]) -> GatedMLP:
         """The same MLP with `change` applied to each projection."""
-        return GatedMLP(change(self.gate_up), change(self.down))
+        return GatedMLP(change(self.gate_up), change(self.down), self.activation)

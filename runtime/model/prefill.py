@@ -163,7 +163,7 @@ class _ChunkPass:
         for fill in self.fills:
             fill.choose(index, buffers, masses)
         visible = _common_position(self.fills, buffers.held + parts.tokens)
-        attend_layer(buffers, parts, settings, windowed=self.whole, visible=visible)
+        attend_layer(buffers, parts, settings, attention.sinks, windowed=self.whole, visible=visible)
         for fill in self.fills:
             fill.store(settings.place, buffers, self.kept_layers)
         gate_layer(self.decoder, layer, attention, hidden, buffers, parts)
@@ -203,7 +203,7 @@ class _PromptFill:
         self._decoder, self._prompt, self._destination = decoder, prompt, destination
         if destination.observer is not None:
             destination.observer.before_prefill(destination.row, prompt)
-        evicts = min(self.kept(len(prompt))) < len(prompt)
+        evicts = min(destination.cache.config.chosen(len(prompt)), default=len(prompt)) < len(prompt)
         assert destination.scorer is not None or not evicts, "a cache of evicted prompts needs a scorer"
         self._scorer = destination.scorer if destination.scorer is not None and evicts else None
         vocab = decoder.config.shape.vocab
@@ -225,7 +225,14 @@ class _PromptFill:
         self._continues = not last
         self._observed = slice(max(0, self._tokens - window) if last else self._tokens, self._tokens)
         counts = [layer.count for layer in kept_layers] or [0] * len(self._budgets)
-        return any(count + self._tokens > budget for count, budget in zip(counts, self._budgets, strict=True))
+        return any(
+            count + self._tokens > budget and not self._window(layer)
+            for layer, (count, budget) in enumerate(zip(counts, self._budgets, strict=True))
+        )
+
+    def _window(self, layer: int) -> int:
+        """The window of a layer that keeps it alone, in which no policy chooses; 0 for any other layer."""
+        return self._destination.cache.config.window(layer)
 
     def choose(self, index: int, buffers: LayerBuffers, masses: dict[Any, Tensor]) -> None:
         """Selects the tokens to keep. Runs before the layer's attention, which overwrites the queries."""
@@ -234,6 +241,8 @@ class _PromptFill:
         self._chosen = None
         place = self._decoder.config.layers[index].place
         evicts = self._budgets[place] < tokens
+        if self._window(place):
+            return
         if scorer is not None and (evicts or (scorer.accumulates and self._continues)):
             frequencies, rotary_scale = self._decoder.layer_frequencies(index)
             layer = PromptLayer(
@@ -258,6 +267,10 @@ class _PromptFill:
         """Stores the selected tokens and passes them to the observer, or keeps them for the next chunk."""
         destination, tokens, chosen = self._destination, buffers.held + self._tokens, self._chosen
         stop = self._start + self._tokens
+        if self._window(index):
+            latest = slice(tokens - self._budgets[index], tokens)
+            destination.cache.store_prompt(index, destination.row, buffers.keys[:, latest], buffers.values[:, latest])
+            return
         keys, values = buffers.keys[:, :tokens], buffers.values[:, :tokens]
         positions = torch.arange(self._start, stop, dtype=torch.int32, device=keys.device)[None]
         if kept_layers:

@@ -20,6 +20,7 @@ from ridgeplan.kernels.attention import MAX_QUERIES, decode_attention
 from ridgeplan.kernels.state.reference import delta_chunks
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import (
+    EVICTION_SCORE_ELEMENTS,
     PADDED_PROMPT_TOKENS,
     PREFILL_ATTENDED_TOKENS,
     PREFILL_CHUNK_TOKENS,
@@ -123,7 +124,7 @@ class TextPass:
     def attend(self, index: int, layer: LayerWeights, attention: AttentionWeights, hidden: Tensor) -> Tensor:
         """Attention's output [tokens, q_heads, head_dim] of layer `index` for hidden [tokens, hidden]."""
         project_layer(self.decoder, index, layer, attention, hidden, self.buffers, self.parts)
-        attend_layer(self.buffers, self.parts, self.decoder.config.layers[index])
+        attend_layer(self.buffers, self.parts, self.decoder.config.layers[index], attention.sinks)
         gate_layer(self.decoder, layer, attention, hidden, self.buffers, self.parts)
         return self.buffers.queries
 
@@ -181,8 +182,9 @@ def project_layer(
         places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
         normed = decoder.norm(hidden[chunk], None, layer.mixer_norm)[1][None]
         shift = parts.shift if chunk.start >= parts.tokens else 0
-        table = decoder.layer_rotary(index, start + places + shift)
-        queries[chunk] = decoder.project(index, attention, normed, table, keys, values, buffers.held + places)[0]
+        positions, slots = start + places + shift, buffers.held + places
+        table = decoder.layer_rotary(index, positions)
+        queries[chunk] = decoder.project(index, attention, normed, table, positions, keys, values, slots)[0]
 
 
 def project_latent(
@@ -215,7 +217,13 @@ def project_latent(
 
 
 def attend_layer(
-    buffers: LayerBuffers, parts: Parts, settings: LayerSettings, *, windowed: bool = True, visible: int | None = None
+    buffers: LayerBuffers,
+    parts: Parts,
+    settings: LayerSettings,
+    sinks: Tensor | None = None,
+    *,
+    windowed: bool = True,
+    visible: int | None = None,
 ) -> None:
     """Attention of every token to itself and to those before it, held ones too; the output overwrites the queries.
 
@@ -234,13 +242,15 @@ def attend_layer(
     visible = held + tokens if visible is None else min(visible, held + tokens)
     seen_first, seen_last = visible + 1, visible + parts.total - tokens + 1
     ends = torch.arange(seen_first, seen_last, MAX_QUERIES, dtype=torch.int32, device=queries.device)
-    attend_in_place(queries[:padded], keys[0, :, seen], values[0, :, seen], window, tokens)
+    softmax = Softmax(settings.soft_cap, sinks)
+    attend_in_place(queries[:padded], keys[0, :, seen], values[0, :, seen], window, tokens, softmax)
     if visible < held + tokens:
         rest = slice(held + tokens, held + parts.total)
         keys, values = (torch.cat([kv[:, :, :visible], kv[:, :, rest]], dim=2) for kv in (keys, values))
     for index, start in enumerate(starts):
         part = queries[None, start : min(start + MAX_QUERIES, parts.total)]
-        part.copy_(decode_attention(part, keys, values, first, ends[index : index + 1]))
+        end = ends[index : index + 1]
+        part.copy_(decode_attention(part, keys, values, first, end, sinks=sinks, soft_cap=settings.soft_cap))
 
 
 def plan_attention(decoder: Decoder, weights: DecoderWeights, arena: Arena, tokens: int, appended: int) -> None:
@@ -312,7 +322,44 @@ def finish_layer(decoder: Decoder, layer: LayerWeights, hidden: Tensor, mixed: T
         torch.add(residual, layer.after_mlp(normed), out=hidden[chunk])
 
 
-def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, tokens: int) -> None:
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """A softmax other than the usual one. soft_cap: c of scores c tanh(score / c), 0 for none. sinks: [q_heads]."""
+
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+
+    @property
+    def usual(self) -> bool:
+        """Whether libraries' attention computes it."""
+        return not self.soft_cap and self.sinks is None
+
+    def heads(self, some: slice) -> Softmax:
+        """The softmax of some query heads."""
+        return Softmax(self.soft_cap, None if self.sinks is None else self.sinks[some])
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Attention of q [q_heads, tokens, head_dim] to what it sees; mask: bool [tokens, keys]."""
+        ratio = len(q) // len(keys)
+        scores = (q.float() * q.shape[-1] ** -0.5).unflatten(0, (-1, ratio)) @ keys.float().mT[:, None]
+        if self.soft_cap:
+            scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        scores.masked_fill_(~mask, -torch.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.float().view(-1, ratio, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(-1)[..., : keys.shape[1]]
+        return (weights @ values.float()[:, None]).flatten(0, 1).to(q.dtype)
+
+
+def attend_in_place(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int | None,
+    tokens: int,
+    softmax: Softmax | None = None,
+) -> None:
     """`causal_attention` of queries [padded, q_heads, head_dim]; the output overwrites the first `tokens`.
 
     A long prompt's heads attend a few at a time, so that the part of the output beside the queries stays small.
@@ -322,7 +369,29 @@ def attend_in_place(queries: Tensor, keys: Tensor, values: Tensor, window: int |
     for first in range(0, kv_heads, together):
         heads = slice(first, first + together)
         part = queries[:, first * ratio : (first + together) * ratio].transpose(0, 1)
-        part[:, :tokens] = causal_attention(part, keys[heads], values[heads], window)[:, :tokens]
+        if softmax is None or softmax.usual:
+            part[:, :tokens] = causal_attention(part, keys[heads], values[heads], window)[:, :tokens]
+        else:
+            some, held = softmax.heads(slice(first * ratio, (first + together) * ratio)), keys.shape[1] - len(queries)
+            seen = slice(held + tokens)
+            attend_by_blocks(part[:, :tokens], keys[heads, seen], values[heads, seen], window, some)
+
+
+def attend_by_blocks(q: Tensor, keys: Tensor, values: Tensor, window: int | None, softmax: Softmax) -> None:
+    """`causal_attention` with a softmax that no library has, in place of q [q_heads, tokens, head_dim].
+
+    A block of queries at a time, whose scores take EVICTION_SCORE_ELEMENTS at most.
+    """
+    tokens, total = q.shape[1], keys.shape[1]
+    held, reach = total - tokens, total if window is None else min(total, 2 * window)
+    block = max(1, min(reach, EVICTION_SCORE_ELEMENTS // (len(q) * reach)))
+    for start in range(0, tokens, block):
+        stop = min(tokens, start + block)
+        seen = slice(0 if window is None else max(0, held + start - window + 1), held + stop)
+        places = torch.arange(held + stop, device=q.device)
+        distance = places[held + start :, None] - places[seen]
+        mask = (distance >= 0) & (distance < (window or total))
+        q[:, start:stop] = softmax.attend(q[:, start:stop], keys[:, seen], values[:, seen], mask)
 
 
 def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:

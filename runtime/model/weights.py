@@ -72,14 +72,17 @@ class MLP(Protocol):
 class AttentionWeights:
     """Attention of one layer. qkv: projections to queries, keys and values, stacked in this order.
 
-    qk_norm: of [q_heads + kv_heads, head_dim], for families that normalize each head's queries and keys. gate: to
-    [q_heads head_dim], for families whose output is gated.
+    qk_norm: of [q_heads + kv_heads, head_dim], for families that normalize each head's queries and keys. wide_norms: of
+    all heads' queries and of all heads' keys together, in other families. sinks: [q_heads], a logit of each head that
+    joins its softmax and has no value. gate: to [q_heads head_dim], for families whose output is gated.
     """
 
     qkv: Linear
     output: Linear
     qk_norm: RMSNorm | None = None
     gate: Linear | None = None
+    wide_norms: tuple[RMSNorm, RMSNorm] | None = None
+    sinks: Tensor | None = None
 
     @property
     def projections(self) -> tuple[Linear, ...]:
@@ -99,8 +102,22 @@ class AttentionWeights:
         """Attention of the step's tokens over the cache, which their keys and values enter."""
         settings = decoder.config.layers[index]
         reads, tables = step.metadata.layer_metadata(settings.place), step.tables[settings.rotary]
-        q = decoder.project(index, self, normed, tables, *step.cache.full(settings.place), reads.slots)
-        return self.output(self.gated(decoder.attend(index, step.cache, reads, q), normed).flatten(2))
+        slots = *step.cache.full(settings.place), reads.slots
+        q = decoder.project(index, self, normed, tables, reads.positions, *slots)
+        attended = decoder.attend(index, self, step.cache, reads, q)
+        return self.output(self.gated(attended, normed).flatten(2))
+
+    def projected(self, normed: Tensor) -> Tensor:
+        """Queries, keys and values before their rotation, [..., all heads], normalized in families with wide norms."""
+        qkv = self.qkv(normed)
+        if self.wide_norms is None:
+            return qkv
+        start = 0
+        for norm in self.wide_norms:
+            part = qkv[..., start : start + len(norm.weight)]
+            part.copy_(norm(part, None)[1])
+            start += len(norm.weight)
+        return qkv
 
     def prefill(self, prompt: PromptPass, index: int, layer: LayerWeights, hidden: Tensor) -> Tensor:
         """Attention of a prompt's tokens, whose keys and values the pass keeps."""

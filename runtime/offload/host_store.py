@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -105,6 +106,7 @@ class HostKVStore(SlotStore):
     from the end, so that slots and buffer form one contiguous range.
     """
 
+    flushes: ClassVar[bool] = True  # old groups go to the host
     two_bit: TwoBitLayers | None = None
     coded: tuple[CodedLayers, ...] = ()  # always empty: codes are not kept
 

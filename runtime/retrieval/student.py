@@ -81,7 +81,7 @@ class _ReadPass(TextPass):
     def attend(self, index: int, layer: LayerWeights, attention: AttentionWeights, hidden: Tensor) -> Tensor:
         project_layer(self.decoder, index, layer, attention, hidden, self.buffers, self.parts)
         self.masses.append(softened_attention(self.buffers.queries[self.queries], self.buffers.keys, self.queries))
-        attend_layer(self.buffers, self.parts, self.decoder.config.layers[index])
+        attend_layer(self.buffers, self.parts, self.decoder.config.layers[index], attention.sinks)
         return self.buffers.queries
 
 

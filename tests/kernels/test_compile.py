@@ -46,11 +46,19 @@ def attention(
         "SUMMED": summed,
         "STEP": 1 if each else rows // 4 - 1,
         "EACH": rows // 4 if each else 0,
+        "SOFT_CAP": 0.0,
         **({} if bits else {"groups": None}),
     }
     types |= {"scores": "*fp32", "score_lse": "*fp32"} if summed else {}
     options = {"num_warps": config.warps * (2 if rows >= 64 else 1), "num_stages": config.stages}
     return job("attention.triton", "_attention_kernel", types, constants, options)
+
+
+def capped_attention() -> dict[str, Any]:
+    """As of Gemma: heads of 256 channels, a soft cap, and a window of several queries."""
+    plain = attention("bf16", 256, 0, 16)
+    types, constants = {**plain["types"], "window": "i32"}, {**plain["constants"], "SOFT_CAP": 50.0}
+    return {**plain, "types": types, "constants": constants}
 
 
 def paged_attention() -> dict[str, Any]:
@@ -88,7 +96,8 @@ def norm(updated: bool) -> dict[str, Any]:
 
 def swiglu() -> dict[str, Any]:
     types = dict.fromkeys(("gate_up", "out"), "*bf16")
-    return job("layer.triton", "_swiglu_kernel", types, {"WIDTH": 14336, "BLOCK": 1024, "PDL": True}, {"num_warps": 4})
+    constants = {"WIDTH": 14336, "BLOCK": 1024, "ACTIVATION": "gelu_tanh", "PDL": True}
+    return job("layer.triton", "_swiglu_kernel", types, constants, {"num_warps": 4})
 
 
 def rope(head_dim: int, normed: bool) -> dict[str, Any]:
@@ -128,8 +137,8 @@ def dequantization(bits: int) -> dict[str, Any]:
 
 
 def merging() -> dict[str, Any]:
-    types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16", "splits": "i32"}
-    constants = {"HEAD_DIM": 128, "CHUNK": 16}
+    types = {"partial": "*fp32", "lse": "*fp32", "out": "*bf16", "sinks": "*fp32", "splits": "i32"}
+    constants = {"HEADS": 32, "HEAD_DIM": 128, "CHUNK": 16}
     return job("attention.triton", "_merge_kernel", types, constants, {"num_warps": 2})
 
 
@@ -228,7 +237,7 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
         f"attention with {scores} {bits}bit": attention("bf16", 128, bits, 32, scores)
         for bits, scores in summed[: 2 if every else 1]
     }
-    jobs |= {"paged attention": paged_attention(), "append": append()}
+    jobs |= {"capped attention": capped_attention(), "paged attention": paged_attention(), "append": append()}
     jobs["attention with probabilities of each query"] = attention("bf16", 128, 4, 32, "probabilities", each=True)
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}

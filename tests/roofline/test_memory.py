@@ -44,10 +44,11 @@ def test_int8_codes_take_little_more_than_half_of_bf16_and_the_lower_plane_half_
     assert memory.code_memory(shape, 1, 65536, 0, 128) == 0
 
 
-def test_window_layers_keep_the_whole_context_as_the_runtime_does():
-    shape = load_shape("mistralai/Mistral-7B-v0.1")
-    assert memory.full_kv(shape, 1, 10000, 2) == 32 * 10000 * 2 * 8 * 128 * 2
-    assert memory.code_memory(shape, 1, 10000, 2, 128) == 32 * 10000 * 8 * (2 * 128 + 128 * 4 / 128 + 4)
+def test_layers_whose_window_hides_tokens_hold_neither_all_of_them_nor_codes():
+    shape, codes = load_shape("mistralai/Mistral-7B-v0.1"), 32 * 4000 * 8 * (2 * 128 + 128 * 4 / 128 + 4)
+    assert memory.full_kv(shape, 1, 4000, 2, 4096) == 32 * 4000 * 2 * 8 * 128 * 2
+    assert memory.code_memory(shape, 1, 4000, 2, 128, 4096) == codes
+    assert memory.full_kv(shape, 1, 4000, 2, 4097) == memory.code_memory(shape, 1, 4000, 2, 128, 4097) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The tensors of one call of decode attention, for tests of its kernels."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -30,9 +31,14 @@ class Problem:
         return AttentionInputs(**vars(self))
 
     def run(
-        self, splits: int | None = None, backend: Backend = "auto", *, scores: ScoreRequest | None = None
+        self,
+        splits: int | None = None,
+        backend: Backend = "auto",
+        *,
+        scores: ScoreRequest | None = None,
+        **softmax: Any,
     ) -> Tensor:
         return decode_attention(
             self.q, self.keys, self.values, self.begin, self.end, self.codes, self.groups,
-            lower=self.lower, splits=splits, scores=scores, pages=self.pages, backend=backend,
+            lower=self.lower, splits=splits, scores=scores, pages=self.pages, backend=backend, **softmax,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.prefill_layer import prefill_layer
+from ridgeplan.runtime.model.weights import AttentionWeights
 from ridgeplan.runtime.policies.eviction_scorer import EvictionScorer, PromptLayer
 from ridgeplan.runtime.policies.retrieval_head import RetrievalHeadSelector
 from ridgeplan.runtime.retrieval.head import Head
@@ -62,9 +63,11 @@ class _Recorder(Decoder):
         self.config, self.frequencies = decoder.config, decoder.frequencies
         self.queries: list[Tensor] = []
 
-    def attend(self, index: int, cache: KVAccess, metadata: AttentionMetadata, q: Tensor) -> Tensor:
+    def attend(
+        self, index: int, weights: AttentionWeights, cache: KVAccess, metadata: AttentionMetadata, q: Tensor
+    ) -> Tensor:
         self.queries.append(q[0].clone())
-        return super().attend(index, cache, metadata, q)
+        return super().attend(index, weights, cache, metadata, q)
 
 
 class RecordedPrompt:

@@ -1,6 +1,7 @@
 """Decode attention, the torch reference and the Triton kernel, against a naive computation in float64."""
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def build(case: Case, device: str) -> Problem:
     return Problem(q, keys, values, begin.contiguous(), end.contiguous(), codes, groups.contiguous(), lower)
 
 
-def naive(problem: Problem) -> Tensor:
+def naive(problem: Problem, sinks: Tensor | None = None, soft_cap: float = 0.0, window: int = 1 << 30) -> Tensor:
     """One query head of one query at a time, over concatenated dequantized and full-precision tokens."""
     batch, queries, q_heads, head_dim = problem.q.shape
     ratio = q_heads // problem.keys.shape[1]
@@ -74,7 +75,8 @@ def naive(problem: Problem) -> Tensor:
     out = torch.zeros(problem.q.shape, dtype=torch.float64, device=problem.q.device)
     for b in range(batch):
         for t in range(queries):
-            span = slice(int(problem.begin[b]), max(int(problem.begin[b]), int(problem.end[b]) + t))
+            first = max(int(problem.begin[b]), int(problem.end[b]) + t - window)
+            span = slice(first, max(first, int(problem.end[b]) + t))
             keys, values = problem.keys[b, :, span].double(), problem.values[b, :, span].double()
             if decoded is not None and problem.groups is not None and problem.codes is not None:
                 count = int(problem.groups[b]) * problem.codes.group
@@ -82,7 +84,11 @@ def naive(problem: Problem) -> Tensor:
                 values = torch.cat([decoded[1][b, :, :count].double(), values], dim=1)
             for head in range(q_heads if keys.shape[1] else 0):
                 scores = keys[head // ratio] @ problem.q[b, t, head].double() * head_dim**-0.5
-                out[b, t, head] = scores.softmax(0) @ values[head // ratio]
+                if soft_cap:
+                    scores = soft_cap * (scores / soft_cap).tanh()
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                out[b, t, head] = scores.softmax(0)[: keys.shape[1]] @ values[head // ratio]
     return out
 
 
@@ -112,6 +118,16 @@ def test_against_naive(case: Case, backend: str, device: str) -> None:
     out = problem.run(case.splits, backend)
     assert out.dtype == case.dtype and out.shape == problem.q.shape
     assert relative_error(out, naive(problem)) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_sinks_soft_caps_and_windows_against_naive(backend: Backend, device: str) -> None:
+    sinks = torch.tensor([3.0, -1.0, 0.5, 8.0], device=device)
+    for bits in (0, 4):
+        problem = build(Case(4, 2, 64, 3, RAGGED, bits, splits=2), device)
+        options: dict[str, Any] = {"sinks": sinks, "soft_cap": 2.0, **({"window": 4} if bits == 0 else {})}
+        out = problem.run(2, backend, **options)
+        assert relative_error(out, naive(problem, **options)) < 1e-5
 
 
 @pytest.mark.parametrize("bits", [0, 4])
@@ -176,9 +192,9 @@ def test_splits_are_merged_by_exact_log_sum_exps(monkeypatch: pytest.MonkeyPatch
     """Natural logarithms of sums of exponentials, to float32's accuracy; scores of some dozens."""
     merged = []
 
-    def keep(partial: Tensor, lse: Tensor, dtype: torch.dtype, *, backend: Backend) -> Tensor:
+    def keep(partial: Tensor, lse: Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
         merged.append(lse)
-        return merge(partial, lse, dtype, backend=backend)
+        return merge(partial, lse, dtype, **options)
 
     monkeypatch.setattr("ridgeplan.kernels.attention.triton.merge", keep)
     problem = build(Case(2, 1, 64, 1, ((0, 0, 50),), 0), device)

@@ -107,6 +107,15 @@ def test_swiglu(backend: str, shape: tuple[int, ...], dtype: torch.dtype, device
     torch.testing.assert_close(out.double(), swiglu_reference(gate_up), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_the_gate_may_be_a_gelu(backend: str, device: str) -> None:
+    gate_up = 4 * torch.randn(3, 2 * 40, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(device)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    expected = gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2 * up
+    out = swiglu(gate_up, activation="gelu_tanh", backend=backend)
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's; infinity is right there
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_saturated_gates(backend: str, device: str) -> None:

@@ -371,7 +371,7 @@ def test_gguf_window_and_head_dim(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "metadata", "message"),
     [
-        ("gemma3", {}, "architecture 'gemma3' is not supported; supported: llama, qwen2"),
+        ("gemma9", {}, "architecture 'gemma9' is not supported; supported: llama, qwen2"),
         ("llama", {"expert_count": 8}, "mixtures of experts"),
         ("llama", {"attention.head_count": 0}, "q_heads is 0; allowed"),
         ("llama", {"attention.head_count_kv": 3}, "q_heads is 4; allowed: a multiple of kv_heads, 3"),

@@ -1,0 +1,154 @@
+"""Every family that the runtime executes computes what transformers computes, in float32 on a CPU."""
+
+import pytest
+import torch
+import transformers
+
+from ridgeplan import runtime
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+from ridgeplan.roofline.plan.plan import Placement
+from ridgeplan.roofline.plan.support import missing_execution
+from ridgeplan.runtime.errors import UnsupportedPlan
+from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
+from ridgeplan.runtime.model.checkpoint import load_config
+from ridgeplan.runtime.model.config import decoder_config
+from ridgeplan.runtime.model.prefill import prefill
+
+TOLERANCE = 1e-4  # of logits of about 1
+PROMPT, TOKENS = 44, 50
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 512,
+    "initializer_range": 0.1, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "sliding_window": 12,
+}  # fmt: skip
+TYPES = ["sliding_attention", "full_attention"] * 2
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+FAMILIES = {
+    "gemma3_text": {"layer_types": TYPES, "rope_parameters": ROPES, "query_pre_attn_scalar": 24},
+    "gemma2": {"layer_types": TYPES, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+    "mistral": {},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.1, "beta_fast": 32.0, "beta_slow": 1.0,
+        }
+    },
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    "cohere2": {"layer_types": TYPES, "logit_scale": 0.25},
+    "granite": {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 0.5, "attention_multiplier": 0.1,
+        "attention_bias": True,
+    },
+    "olmo2": {},
+    "olmo3": {"layer_types": TYPES, "rope_parameters": ROPES},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "seed_oss": {"attention_out_bias": True},
+    "ernie4_5": {"use_bias": False},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """Factory of tiny random models of a family: their folders, and transformers' own implementation."""
+
+    def make(family, **changes):
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **SIZES | FAMILIES[family] | changes)
+        config._attn_implementation = "eager"
+        model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.2)
+            if "norm" in name:  # ones, as transformers has them, would hide norms that are mixed up
+                torch.nn.init.uniform_(parameter, -0.5, 0.5)
+                parameter.data += 0 if family.startswith("gemma") else 1
+        folder = str(tmp_path_factory.mktemp(family))
+        model.save_pretrained(folder)
+        return folder, model
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_logits_equal_transformers(family, model_of, make_plan, prompts):
+    """Of a prompt, then of a pass over two tokens, as verifications are, and of single ones."""
+    folder, reference = model_of(family)
+    engine, ids = runtime.load(make_plan(), folder, device="cpu"), torch.tensor(prompts(TOKENS)[0])
+    expected = reference(ids[None]).logits[0, PROMPT - 1 :]
+    cache = engine.cache
+    cache.reset(1)
+    steps = [prefill(engine.decoder, engine.weights, cache, 0, ids[:PROMPT], chunk_tokens=20)[None]]
+    start = PROMPT
+    while start < TOKENS:
+        part = ids[None, start : start + (2 if start == PROMPT else 1)]
+        metadata = AttentionMetadataBuilder(cache).target_metadata(part.shape[1])
+        steps.append(engine.decoder.step(engine.weights, cache, part, metadata)[0])
+        cache.advance(torch.tensor([part.shape[1]], dtype=torch.int32))
+        start += part.shape[1]
+    assert expected.std() > 0.1
+    assert (torch.cat(steps) - expected).abs().max() < TOLERANCE
+
+
+def test_no_family_is_executed_untested():
+    tested_elsewhere = {
+        "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+        "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe",
+    }  # fmt: skip
+    assert set(FAMILIES) | tested_elsewhere >= set(EXECUTABLE_ARCHITECTURES)
+
+
+WINDOW, CONTEXT, NEW = 40, 100, 50
+
+
+@pytest.fixture(scope="module")
+def windowed(model_of):
+    """A tiny Gemma 3 of two windows to a layer that sees all, and its greedy continuation by transformers."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    folder, model = model_of("gemma3_text", sliding_window=WINDOW, layer_types=kinds, num_hidden_layers=3)
+    prompt = torch.randint(1, 128, (CONTEXT,), generator=torch.Generator().manual_seed(1))
+    tokens = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    return folder, prompt.tolist(), tokens[0, CONTEXT:].tolist()
+
+
+LOSSLESS = {
+    "plain": {},
+    "shadow": {"kv": "bf16+int4", "gamma": 3},
+    "progressive": {"kv": "bf16+int4", "gamma": 3, "selection": "progressive", "ratio": 0.4},
+}
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_layers_hold_their_window_alone_and_greedy_tokens_are_transformers(name, windowed, make_plan):
+    folder, prompt, expected = windowed
+    plan = make_plan(context=CONTEXT, new_tokens=NEW, **LOSSLESS[name])
+    engine = runtime.load(plan, folder, device="cpu")
+    assert engine.generate([prompt], NEW).tokens == [expected]
+    everything, windows = engine.cache.stores
+    gamma = plan.speculation.gamma
+    assert (len(everything.keys), everything.keys.shape[3]) == (1, CONTEXT + NEW + gamma + 1)
+    assert (len(windows.keys), windows.keys.shape[3]) == (2, WINDOW + 32 + gamma + 1)
+
+
+def test_codes_and_evictions_leave_windows_alone(windowed, make_plan):
+    folder, prompt, _ = windowed
+    int8, drafting = (
+        runtime.load(make_plan("int4x2" if gamma else "int8", gamma, context=CONTEXT, new_tokens=NEW), folder)
+        for gamma in (0, 3)
+    )
+    assert drafting.generate([prompt], NEW).tokens == int8.generate([prompt], NEW).tokens
+    evicting = runtime.load(make_plan(evict="snapkv", budget=64, context=CONTEXT, new_tokens=NEW), folder)
+    evicting.generate([prompt], 1)
+    assert [int(evicting.cache.stored(layer)[0]) for layer in range(3)] == [WINDOW, WINDOW, 64]
+
+
+def test_offloaded_layers_beside_windows_are_refused(windowed, make_plan):
+    folder, _, _ = windowed
+    plan = make_plan(context=CONTEXT, new_tokens=NEW, placement=Placement(offload=True, budget=32))
+    message = "offloaded KV beside layers that hold a sliding window"
+    assert message in missing_execution(plan, decoder_config(load_config(folder), folder).shape)
+    with pytest.raises(UnsupportedPlan, match=message):
+        runtime.load(plan, folder, device="cpu")
