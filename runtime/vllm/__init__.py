@@ -14,23 +14,24 @@ from importlib import metadata
 
 METHOD = "ridgeplan"  # the name of the quantization method
 BACKEND = "ridgeplan.runtime.vllm.attention.CodesBackend"
-SUPPORTED = ("0.24.",)  # versions of vLLM whose interfaces tests compare the plugin with
+# Versions of vLLM whose interfaces tests compare the plugin with: for all of it, and for weights alone.
+SUPPORTED, WEIGHTS_ONLY = ("0.24.",), ("0.33.",)
 
 
 def supports(version: str) -> bool:
-    """Whether the plugin knows the interfaces of this version of vLLM."""
+    """Whether all of the plugin runs with this version of vLLM."""
     return version.startswith(SUPPORTED)
 
 
 def register() -> None:
     """Registers the quantization method and the attention backend with vLLM. Called again, it changes nothing.
 
-    Registers nothing, with a warning, for a version of vLLM whose interfaces are not known, so that a server that does
-    not use the plugin starts all the same.
+    A version of vLLM whose interfaces moved gets weights alone, and one whose interfaces are not known nothing, with a
+    warning: a server that does not use the plugin starts all the same.
     """
     version = metadata.version("vllm")
-    if not supports(version):
-        known = ", ".join(f"{prefix}*" for prefix in SUPPORTED)
+    if not version.startswith((*SUPPORTED, *WEIGHTS_ONLY)):
+        known = ", ".join(f"{prefix}*" for prefix in (*SUPPORTED, *WEIGHTS_ONLY))
         warnings.warn(f"ridgeplan's plugin is not registered: vLLM is {version}; allowed: {known}", stacklevel=2)
         return
     from vllm.model_executor.layers.quantization import register_quantization_config
@@ -39,5 +40,5 @@ def register() -> None:
     from ridgeplan.runtime.vllm.weights import PlanWeights
 
     register_quantization_config(METHOD)(PlanWeights)
-    if not AttentionBackendEnum.CUSTOM.is_overridden():
+    if supports(version) and not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, BACKEND)

@@ -5,11 +5,14 @@ one is listed here, so that a release that moves a hook is noticed when it is re
 """
 
 import ast
+import contextlib
 import inspect
 import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,9 +186,36 @@ def test_every_supported_version_is_recorded_and_exported() -> None:
     assert f"{CodesBackend.__module__}.{CodesBackend.__qualname__}" == plugin.BACKEND
 
 
+@pytest.mark.parametrize(
+    ("version", "registered"),
+    [("0.24.0", {plugin.METHOD, plugin.BACKEND}), ("0.33.0", {plugin.METHOD}), ("0.34.1", set())],
+)
+def test_what_is_registered(version: str, registered: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, as vLLM may call it again; nothing where another plugin has the backend."""
+    names: list[str] = []
+    taken = SimpleNamespace(is_overridden=lambda: plugin.BACKEND in names)
+    registry = ModuleType("registry")
+    vars(registry).update(
+        AttentionBackendEnum=SimpleNamespace(CUSTOM=taken), register_backend=lambda member, path: names.append(path)
+    )
+    quantization = ModuleType("quantization")
+    vars(quantization)["register_quantization_config"] = lambda name: lambda cls: names.append(name)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", registry)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.quantization", quantization)
+    for package in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.model_executor",
+                    "vllm.model_executor.layers"):  # fmt: skip
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setattr(plugin.metadata, "version", lambda name: version)
+    for _ in range(2):
+        with contextlib.nullcontext() if registered else pytest.warns(match=f"vLLM is {version}; allowed: 0.24"):
+            plugin.register()
+    assert set(names) == registered and names.count(plugin.BACKEND) <= 1
+
+
 def test_what_moved_later() -> None:
     """In 0.33 pages have their layout from the spec that a backend customizes; weights and drafts have their hooks."""
     assert not plugin.supports("0.33.0")
+    assert any(version.startswith(plugin.WEIGHTS_ONLY) for version in RECORDED)
     assert sorted(problems(RECORDED["0.33.0"])) == [
         "pages of codes have another size",
         "v1/worker/gpu_model_runner:attn_backend.get_kv_cache_shape is not called",
