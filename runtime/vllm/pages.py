@@ -107,6 +107,8 @@ class OpenPages:
         rank = ((needed & ~hit).cumsum(0) - 1).clamp(0, self.count - 1)
         buffers = torch.where(hit, place, torch.where(needed, free_first[rank], self.count))
         stays = torch.where(after > 0, after, -1)
+        # A page that is handed out again may still be that of the buffer of a sequence that had it open when it ended.
+        owner.masked_fill_(((owner[None] == stays[:, None]) & (stays > 0)[:, None]).any(0), -1)
         self.owner.scatter_(0, buffers, stays)
         self.used.scatter_(0, buffers, torch.full_like(buffers, self.step))
         return buffers.int()

@@ -1,5 +1,6 @@
 """The paged cache of codes: every query's attention is what the tokens alone define, however vLLM schedules them."""
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -191,6 +192,44 @@ def test_buffers_of_sequences_that_ended_are_taken_again_oldest_first() -> None:
     assert assign([-1, 12], [14, 12]) == [2, 1]
     assert assign([-1], [15]) == [0]  # page 11 was left behind longest
     assert assign([14, 12, 15], [14, 12, 15]) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_running_sequences_keep_their_buffers(seed: int) -> None:
+    """Random steps by vLLM's rule: running sequences in order until the tokens of a step are spent, and only then new
+    ones. Sequences end and are preempted; their pages are handed out again at once."""
+    chance, most, page = random.Random(seed), 4, 4
+    pages, free = OpenPages(most + 1, torch.device("cpu")), list(range(1, 60))
+    running: list[dict[str, Any]] = []
+    for _ in range(250):
+        left, rows = chance.choice([1, 2, 5, 12]), []
+        for sequence in running:
+            count = min(left, max(1, sequence["prompt"] - sequence["context"]))
+            left -= count
+            rows += [(sequence, count)] if count else []
+        while left and len(running) < most:
+            sequence = {"context": 0, "prompt": chance.randint(1, 15), "pages": [], "buffer": None}
+            running.append(sequence)
+            rows.append((sequence, min(left, sequence["prompt"])))
+            left -= rows[-1][1]
+        before, after = [], []
+        for sequence, count in rows:
+            end = sequence["context"] + count
+            while len(sequence["pages"]) * page < end + 1:
+                sequence["pages"].append(free.pop())
+            before.append(sequence["pages"][sequence["context"] // page] if sequence["context"] % page else -1)
+            after.append(sequence["pages"][end // page] if end % page else -1)
+        given = pages.assign(*(torch.tensor(x, dtype=torch.int32) for x in (before, after))).tolist()
+        for (sequence, count), buffer in zip(rows, given, strict=True):
+            assert sequence["buffer"] in (None, buffer), "a sequence lost the tokens of its open page"
+            sequence["context"] += count
+            sequence["buffer"] = buffer if sequence["context"] % page else None
+        held = [sequence["buffer"] for sequence in running if sequence["buffer"] is not None]
+        assert len(set(held)) == len(held) and most + 1 not in held
+        for sequence in [s for s in running if chance.random() < 0.1] + running[-1:] * (chance.random() < 0.1):
+            if sequence in running:
+                running.remove(sequence)
+                free += sequence["pages"]
 
 
 def test_the_pages_of_a_prompt() -> None:
