@@ -10,7 +10,7 @@ from functools import partial
 import streamlit as st
 
 from ridgeplan.dashboards.cli.dashboard import FOLDER_VARIABLE
-from ridgeplan.dashboards.page import papers, plans, rounds, validation
+from ridgeplan.dashboards.page import papers, plans, rounds, traffic, validation
 from ridgeplan.dashboards.page.answer import Answer, problems_shown, show_head
 from ridgeplan.dashboards.page.inputs import IN_URL, PageQuestion, ask_question
 
@@ -60,6 +60,7 @@ def _tabs() -> Iterator[tuple[str, Callable[[], None]]]:
             answer = Answer.to(page)
             show_head(answer)
         yield "Capacity", partial(plans.show_capacity, page)
+        yield "Traffic", partial(traffic.show_traffic, page)
     if answer:
         for name, show in ANSWERED.items():
             yield name, partial(show, answer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ridgeplan.dashboards.charts.style import BLUE, GREEN, GREY, RED, log_ticks
-from ridgeplan.planner.traffic.serving import PERCENTILES, ServingCapacity
+from ridgeplan.planner.traffic.serving import PERCENTILES, ServingCapacity, pareto_front
 
 COLORS = dict(zip(PERCENTILES, (GREEN, BLUE, RED), strict=True))
 TITLES = ("time to first token", "time per output token", "throughput against time per token")
@@ -22,7 +24,7 @@ def capacity_figure(result: ServingCapacity) -> go.Figure:
             figure.add_scatter(
                 row=1, col=column, name=f"p{percentile}", legendgroup=f"p{percentile}", showlegend=column == 1, x=rates,
                 y=[row[f"{name}_p{percentile}_ms"] for row in rows], mode="lines+markers",
-                line={"color": COLORS[percentile]}, text=[f"{row['replicas']} GPUs" for row in rows],
+                line={"color": COLORS[percentile]}, text=[f"{row['gpus']} GPUs" for row in rows],
                 hovertemplate="%{x:g} requests/s: %{y:.4g} ms<br>%{text}",
             )  # fmt: skip
         if limit_s is not None:
@@ -38,3 +40,27 @@ def capacity_figure(result: ServingCapacity) -> go.Figure:
     figure.update_xaxes(row=1, col=3, title_text="median TPOT, ms")
     figure.update_yaxes(row=1, col=3, title_text="output tokens/s per GPU", rangemode="tozero")
     return figure.update_layout(template="plotly_white", title=result.summary(), title_font_size=14)
+
+
+def front_figure(results: Sequence[ServingCapacity]) -> go.Figure:
+    """Output tokens/s of a GPU over the median TPOT at each rate, by degrees of parallelism, and their Pareto front."""
+    figure = go.Figure()
+    points = [
+        (row.tpot_p50_ms, row.output_tokens_per_s_per_gpu, result.degrees, row.rate)
+        for result in results
+        for row in result.rows
+    ]
+    for result in results:
+        own = [point for point in points if point[2] == result.degrees]
+        figure.add_scatter(
+            x=[point[0] for point in own], y=[point[1] for point in own], name=result.degrees, mode="markers",
+            text=[f"{rate:g}/s" for *_, rate in own], hovertemplate="%{text}: %{x:.4g} ms, %{y:,.0f} tokens/s",
+        )  # fmt: skip
+    front = [points[place] for place in pareto_front([point[:2] for point in points])]
+    figure.add_scatter(
+        x=[point[0] for point in front], y=[point[1] for point in front], name="Pareto front", mode="lines",
+        line={"color": GREY, "dash": "dot"}, hoverinfo="skip",
+    )  # fmt: skip
+    figure.update_xaxes(title_text="median TPOT, ms")
+    figure.update_yaxes(title_text="output tokens/s per GPU", rangemode="tozero")
+    return figure.update_layout(template="plotly_white")

@@ -98,7 +98,8 @@ class Answer:
     @classmethod
     def to(cls, page: PageQuestion) -> Answer:
         """Raises a ValueError that says what to change."""
-        return cls(page, page.to_question(), page.answer())
+        recommendation = page.answer()
+        return cls(page, page.to_question(recommendation.plan.parallel), recommendation)
 
 
 def show_head(answer: Answer) -> None:

@@ -13,11 +13,13 @@ import streamlit as st
 from ridgeplan import planner
 from ridgeplan.planner import PlanError, Recommendation, SearchOptions
 from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION
+from ridgeplan.planner.parallelism import choose_degrees
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import count, size_bytes, size_text, tokens, tokens_text
 from ridgeplan.planner.question import Objective, Question, ask
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.models import list_models
+from ridgeplan.roofline.catalog.parallel import Parallel
 from ridgeplan.roofline.plan.plan import MAX_BATCH
 from ridgeplan.roofline.plan.support import Backend
 
@@ -34,6 +36,8 @@ QUALITY_HELP = (
     "4-bit weights, lossy also dropping tokens."
 )
 HOST_HELP = "Memory for layers that do not fit the GPU. By default this much, or with `auto` 90% of this machine's."
+GPU_COUNTS = ("1", "2", "4", "8", "16")
+GPUS_HELP = "GPUs that the model may be divided among. vLLM executes plans for several."
 SIZES = ("memory_limit", "host_memory")  # inputs in bytes
 CONTEXT_STEPS = tuple(sorted(step << power for power in range(10, 21) for step in (2, 3) if step << power <= 1 << 20))
 BATCH_STEPS = tuple(1 << power for power in range(9))
@@ -53,9 +57,11 @@ class PageQuestion:
         """The recommendation. Raises a ValueError that says what to change."""
         return planner.recommend(self.model, self.gpu, self.context, self.options)
 
-    def to_question(self) -> Question:
-        """The planner's form of it, for the weights as the runtime holds them."""
-        return ask(self.model, self.gpu, self.context, self.options).as_executed
+    def to_question(self, parallel: Parallel | None = None) -> Question:
+        """The planner's form of it, for the weights as the runtime holds them; by default at the best degrees."""
+        question = ask(self.model, self.gpu, self.context, self.options)
+        divided = choose_degrees(question)[0] if parallel is None else question.on_gpus(parallel)
+        return divided.as_executed
 
     def on(self, gpu: str) -> PageQuestion:
         """The same on another GPU."""
@@ -94,6 +100,7 @@ def ask_question() -> PageQuestion:
         objective = st.selectbox("Objective", [*map(str, Objective)], key="objective", bind=IN_URL)
         backend = st.selectbox("Backend", [*map(str, Backend)], [*Backend].index(Backend.RIDGEPLAN), key="backend",
                                help="Engine that will run the plan.", bind=IN_URL)  # fmt: skip
+        gpus = st.selectbox("GPUs", GPU_COUNTS, key="num_gpus", help=GPUS_HELP, bind=IN_URL)
         share = st.slider("Memory utilization", 0.1, 1.0, MEMORY_UTILIZATION, 0.05,
                           key="memory_utilization", bind=IN_URL)  # fmt: skip
         limit = st.text_input(
@@ -107,7 +114,7 @@ def ask_question() -> PageQuestion:
         SearchOptions(
             batch=count(batch), new_tokens=tokens(new_tokens), quality=quality, objective=objective,
             memory_utilization=share, memory_limit=_size(limit), host_memory=_size(of_host), yarn=yarn,
-            backend=backend,
+            backend=backend, gpus=int(gpus) if gpus != GPU_COUNTS[0] else None,
         ),
     )  # fmt: skip
 

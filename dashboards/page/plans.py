@@ -12,6 +12,7 @@ from ridgeplan.dashboards.charts.plans import crossing_text, fitting_times
 from ridgeplan.dashboards.page.answer import Answer, show_alternatives
 from ridgeplan.dashboards.page.inputs import BATCH_STEPS, IN_URL, PageQuestion, escaped
 from ridgeplan.planner import PRESETS, Plan, Prediction, Recommendation
+from ridgeplan.planner.parallelism import DegreeChoice
 from ridgeplan.planner.prediction import predict_question
 from ridgeplan.planner.quality import Quality, QualityFloor
 from ridgeplan.planner.quantities import duration_s
@@ -33,12 +34,25 @@ def show_compare(answer: Answer) -> None:
     """The choice of what to compare, the curves, and the figures at the question's context."""
     what = st.segmented_control("Compare", (GPUS, PLANS, ALL), default=GPUS, required=True, key="compare", bind=IN_URL,
                                 label_visibility="collapsed")  # fmt: skip
+    if degrees := answer.recommendation.degrees:
+        st.markdown("**Degrees of parallelism**")
+        st.dataframe([_degrees(choice) for choice in degrees], hide_index=True, key="degrees")
     if what == ALL:
         show_alternatives(answer)
         return
     curves = _gpus(answer) if what == GPUS else _plans(answer)
     if curves:
         _show_curves(answer.question, curves)
+
+
+def _degrees(choice: DegreeChoice) -> dict[str, str | float]:
+    return {
+        "": str(choice.parallel),
+        "plan": choice.plan,
+        "ms per token": round(choice.tpot_ms, 3),
+        "peak GB of a GPU": round(choice.peak_bytes / 1e9, 2),
+        "why not": choice.verdict or "chosen",
+    }
 
 
 def _gpus(answer: Answer) -> Mapping[str, Curve]:
@@ -49,7 +63,9 @@ def _gpus(answer: Answer) -> Mapping[str, Curve]:
     chosen = st.multiselect("GPUs beside yours", [name for name in names if name != gpu], defaults, key="gpus",
                             bind=IN_URL, max_selections=MAX_CURVES - 1)  # fmt: skip
     st.caption(escaped(f"Each runs {answer.recommendation.name}, which is best on {gpu}."))
-    questions = {gpu: answer.question} | {name: answer.page.on(name).to_question() for name in chosen}
+    questions = {gpu: answer.question} | {
+        name: answer.page.on(name).to_question(answer.recommendation.plan.parallel) for name in chosen
+    }
     return {name: (answer.recommendation.plan, question) for name, question in questions.items()}
 
 

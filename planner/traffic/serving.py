@@ -191,6 +191,38 @@ def serving_capacity(
     )  # fmt: skip
 
 
+def capacity_by_degrees(
+    model: str, gpu: str, rates: Sequence[float], *, options: SearchOptions | None = None, **rest: Any
+) -> tuple[ServingCapacity, ...]:
+    """`serving_capacity` at each degree of parallelism that the options allow and that the model fits, in turn.
+
+    Raises NothingFits where it fits none.
+    """
+    chosen = SearchOptions.of(options, {})
+    results, problem = [], None
+    for parallel in divided(ask(model, gpu, 1, chosen))[0]:
+        named = replace(
+            chosen, tensor_parallel=parallel.tensor, pipeline_parallel=parallel.pipeline, data_parallel=parallel.data,
+            expert_parallel=parallel.expert, gpus=None,
+        )  # fmt: skip
+        try:
+            results.append(serving_capacity(model, gpu, rates, options=named, **rest))
+        except NothingFits as error:
+            problem = error
+    if problem and not results:
+        raise problem
+    return tuple(results)
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Places of the points (time, throughput) that no other point beats in both, by ascending time."""
+    front: list[int] = []
+    for place in sorted(range(len(points)), key=lambda place: (points[place][0], -points[place][1])):
+        if not front or points[place][1] > points[front[-1]][1]:
+            front.append(place)
+    return front
+
+
 def _at_best_degrees(study: _Study, rate: float | None) -> _Study:
     """The study at the degrees that meet the limits on the fewest GPUs; without limits, with most tokens of a GPU.
 

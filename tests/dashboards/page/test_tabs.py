@@ -31,7 +31,7 @@ def charts_of(page: AppTest) -> int:
 @pytest.mark.parametrize(
     ("name", "charts"),
     [("Capacity", 1), ("Compare", 1), ("Trade-offs", 1), ("Breakdown", 4), ("Speculation", 1), ("Papers", 1),
-     ("Validation", 0)],
+     ("Validation", 0), ("Traffic", 2)],
 )  # fmt: skip
 def test_only_the_open_tab_is_computed(name: str, charts: int) -> None:
     page = tab(name)
@@ -43,6 +43,13 @@ def test_only_the_open_tab_is_computed(name: str, charts: int) -> None:
 def test_tabs_hold_for_models_with_experts_latent_attention_and_windows(name: str, model: str) -> None:
     page = tab(name, model=model, gpu="b200", context="4k", quality="lossy", memory_utilization="1.0")
     assert len(page.get("plotly_chart")) >= (1 if page.error else 2)
+
+
+@pytest.mark.parametrize(("name", "least"), [("Compare", 1), ("Trade-offs", 1), ("Breakdown", 4)])
+def test_tabs_hold_for_several_gpus(name: str, least: int) -> None:
+    page = tab(name, model="meta-llama/Llama-3.1-70B", gpu="h100", context="8k", num_gpus="2")
+    assert not page.error and charts_of(page) >= least
+    assert any("tp 2" in warning.value for warning in page.warning)
 
 
 def test_gpus_are_compared_with_one_plan() -> None:

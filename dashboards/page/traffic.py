@@ -1,0 +1,56 @@
+"""The tab Traffic: percentiles against the rate of requests, and throughput of a GPU against the time per token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import streamlit as st
+
+from ridgeplan.dashboards import charts
+from ridgeplan.dashboards.page.inputs import IN_URL, PageQuestion, escaped
+from ridgeplan.planner.quantities import duration_s
+from ridgeplan.planner.queries.cost import LatencyLimits
+from ridgeplan.planner.traffic.requests import parse_rates
+from ridgeplan.planner.traffic.serving import ServingCapacity, Traffic, capacity_by_degrees, serving_capacity
+from ridgeplan.roofline.plan.support import Backend
+
+REQUESTS = 1000  # simulated at every rate
+KEPT, MINUTE = 16, 60.0
+
+
+def show_traffic(page: PageQuestion) -> None:
+    """The inputs of the simulation, both figures, and its caveats."""
+    rate, isl, osl, ttft, tpot = st.columns(5)
+    rates = rate.text_input("Requests per second", "0.25,0.5,1,2", key="rates", bind=IN_URL)
+    prompts = isl.text_input("Prompt lengths", "lognormal:8k", key="isl", bind=IN_URL)
+    outputs = osl.text_input("Output lengths", "512", key="osl", bind=IN_URL)
+    ttft_limit = ttft.text_input("p99 of first token", key="ttft_p99", bind=IN_URL, placeholder="such as 2s")
+    tpot_limit = tpot.text_input("p99 of time per token", key="tpot_p99", bind=IN_URL, placeholder="such as 30ms")
+    limits = LatencyLimits(_seconds(ttft_limit), _seconds(tpot_limit))
+    result, by_degrees = simulated(page, parse_rates(rates), prompts, outputs, limits)
+    st.plotly_chart(charts.capacity_figure(result), key="traffic", alt="Percentiles of latency over the rate")
+    st.markdown("**Throughput of a GPU against the time per token**, one replica of each degree of parallelism")
+    st.plotly_chart(charts.front_figure(by_degrees), key="front", alt="Pareto front of throughput and time per token")
+    for note in result.notes:
+        st.caption(escaped(note))
+
+
+@st.cache_data(max_entries=KEPT, ttl=10 * MINUTE, show_spinner="Simulating requests")
+def simulated(
+    page: PageQuestion, rates: tuple[float, ...], prompts: str, outputs: str, limits: LatencyLimits
+) -> tuple[ServingCapacity, tuple[ServingCapacity, ...]]:
+    """The fewest GPUs within the limits at each rate, and one replica of every degree. Engines serve: vLLM by default.
+
+    Raises ValueErrors that say what to change.
+    """
+    backend = Backend.SGLANG if page.options.backend is Backend.SGLANG else Backend.VLLM
+    options, traffic = replace(page.options, backend=backend), Traffic(requests=REQUESTS)
+    lengths = {"isl": prompts, "osl": outputs, "options": options}
+    result = serving_capacity(page.model, page.gpu, rates, traffic=traffic, limits=limits, **lengths)
+    alone = replace(traffic, replicas=1)
+    return result, capacity_by_degrees(page.model, page.gpu, rates, traffic=alone, **lengths)
+
+
+def _seconds(text: str) -> float | None:
+    """Raises PlanError."""
+    return duration_s(text) if text.strip() else None
