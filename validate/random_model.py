@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.state import DeltaVectors
 from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
-from ridgeplan.roofline.catalog.layers import MLP, Routing
+from ridgeplan.roofline.catalog.layers import MLP, LayerGroup, Routing, State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import RoundKind, round_shape
 from ridgeplan.roofline.latency import Device
@@ -32,7 +33,7 @@ from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
 from ridgeplan.runtime.model.norms import RMSNorm
-from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights, WeightFormat
+from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, DeltaWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.offload.host_store import HostKVStore
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.quantization.calibration import quantized_linear
@@ -76,8 +77,11 @@ class RandomDecoder:
         """Random weights, different in every layer, so that a step reads them from memory."""
         hidden = self.shape.hidden
         embedding = self.bench.random(self.shape.vocab, hidden)
-        mlps = [group.mlp for group in self.shape.layer_groups for _ in range(group.count)]
-        layers = tuple(self._layer(mlp) for mlp in mlps)
+        if self.shape.states:
+            groups = [self.shape.group_of(index) for index in range(self.shape.layers)]
+        else:
+            groups = [group for group in self.shape.layer_groups for _ in range(group.count)]
+        layers = tuple(map(self._layer, groups))
         norm = RMSNorm(self.bench.random(hidden), self.decoder.config.norm_eps)
         return DecoderWeights(embedding, layers, norm, Dense(embedding))
 
@@ -108,23 +112,34 @@ class RandomDecoder:
         router = self._dense(mlp.experts, hidden).weight
         return RoutedMLP(router, Routing(per_token=mlp.experts_per_token), gate_up, down, shared=shared)
 
-    def _layer(self, mlp: MLP | None) -> LayerWeights:
-        shape, random, dense = self.shape, self.bench.random, self._dense
+    def _norm(self, *sizes: int) -> RMSNorm:
+        return RMSNorm(self.bench.random(*sizes), self.decoder.config.norm_eps)
+
+    def _attention(self, gate_width: int) -> AttentionWeights:
+        shape, dense = self.shape, self._dense
         projected, heads = shape.q_width + 2 * shape.kv_width, shape.q_heads + shape.kv_heads
-
-        def norm(*sizes: int) -> RMSNorm:
-            return RMSNorm(random(*sizes), self.decoder.config.norm_eps)
-
-        return LayerWeights(
-            mixer_norm=norm(shape.hidden),
-            mixer=AttentionWeights(
-                qkv=dense(projected, shape.hidden, random(projected).clone() if shape.attention_bias else None),
-                output=dense(shape.hidden, shape.q_width),
-                qk_norm=norm(heads, shape.head_dim) if shape.qk_norm else None,
-            ),
-            mlp_norm=norm(shape.hidden),
-            mlp=self._mlp(mlp),
+        bias = self.bench.random(projected).clone() if shape.attention_bias else None
+        return AttentionWeights(
+            qkv=dense(projected, shape.hidden, bias),
+            output=dense(shape.hidden, shape.q_width),
+            qk_norm=self._norm(heads, shape.head_dim) if shape.qk_norm else None,
+            gate=dense(gate_width, shape.hidden) if gate_width else None,
         )
+
+    def _state(self, state: State) -> DeltaWeights:
+        by_head = torch.zeros(state.value_heads, device=self.bench.device)
+        taps = self._dense(state.channels, state.conv_width).weight
+        vectors = DeltaVectors(taps, by_head, by_head, state.key_heads, state.key_dim)
+        inputs, output = (
+            self._dense(state.in_width, self.shape.hidden),
+            self._dense(self.shape.hidden, state.value_width),
+        )
+        return DeltaWeights(inputs, vectors, self._norm(state.value_dim), output)
+
+    def _layer(self, group: LayerGroup) -> LayerWeights:
+        attention, state = group.attention, group.state
+        mixer = self._state(state) if state else self._attention(attention.gate_width if attention else 0)
+        return LayerWeights(self._norm(self.shape.hidden), mixer, self._norm(self.shape.hidden), self._mlp(group.mlp))
 
 
 WARM_ROUNDS = 2
@@ -185,7 +200,8 @@ class RandomModel:
     @classmethod
     def build(cls, shape: ModelShape, device: torch.device, machine: Device) -> RandomModel:
         """Random weights in the models' dtype; layers have memory of their own, so that a step reads all of it."""
-        largest = max(shape.vocab, 2 * shape.intermediate, shape.q_width + 2 * shape.kv_width) * shape.hidden
+        mixer_width = max([shape.q_width + 2 * shape.kv_width, *(state.in_width for state, _ in shape.states)])
+        largest = max(shape.vocab, 2 * shape.intermediate, mixer_width) * shape.hidden
         bench = Bench.build(device, largest * (2 if device.type == "cuda" else 4), 0, 0.0)
         decoder = Decoder(DecoderConfig.plain(shape), device)
         empty = Cache(shape, KVCacheConfig(1, 1), device, bench.pool.dtype)
@@ -198,7 +214,7 @@ class RandomModel:
 
     def cache_config(self, plan: Plan) -> KVCacheConfig:
         """The cache that executes the plan, with the layers on the host that have to be."""
-        return KVCacheConfig.of(plan, self.shape.layers, *offloaded_layers(plan, self.shape, self.machine))
+        return KVCacheConfig.of(plan, self.shape.kv_layers, *offloaded_layers(plan, self.shape, self.machine))
 
     def target(self, plan: Plan) -> DecoderWeights:
         """The weights that the plan's verification reads; 4-bit ones have a dense head."""
@@ -214,7 +230,7 @@ class RandomModel:
         return self._quantized(WeightFormat(4, plan.weights.group)) if plan.weights.draft_copy else self.target(plan)
 
     def _quantized(self, kind: WeightFormat) -> DecoderWeights:
-        """Weights as codes. Packing is slow, so layers are copies of the first dense or routed one."""
+        """Weights as codes. Packing is slow, so layers are copies of the first one of their kind."""
         if kind not in self.quantized:
             self.quantized[kind] = self._packed(kind)
         return self.quantized[kind]
@@ -224,9 +240,12 @@ class RandomModel:
             assert isinstance(linear, Dense)
             return quantized_linear(linear, kind)
 
-        firsts = {type(layer.mlp): layer for layer in reversed(self.weights.layers)}
-        codes = {kind_of_mlp: layer.with_projections(packed) for kind_of_mlp, layer in firsts.items()}
-        layers = tuple(codes[type(layer.mlp)].with_projections(copy.deepcopy) for layer in self.weights.layers)
+        def parts(layer: LayerWeights) -> tuple[type, type]:
+            return type(layer.mixer), type(layer.mlp)
+
+        firsts = {parts(layer): layer for layer in reversed(self.weights.layers)}
+        codes = {kinds: layer.with_projections(packed) for kinds, layer in firsts.items()}
+        layers = tuple(codes[parts(layer)].with_projections(copy.deepcopy) for layer in self.weights.layers)
         return dataclasses.replace(self.weights, layers=layers, head=packed(self.weights.head))
 
 
@@ -263,6 +282,8 @@ def random_cache(model: RandomModel, plan: Plan, generated: int = 0) -> Cache:
     cache = Cache(model.shape, model.cache_config(plan), model.device, model.weights.embedding.dtype)
     fill(cache, plan.workload.context)
     cache.lengths += generated
+    if cache.states is not None:  # after a step, whose token the states do not hold yet
+        cache.states.committed.copy_(cache.accepted - 1)
     return cache
 
 

@@ -14,13 +14,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ridgeplan.roofline.catalog.config_json import routing_of, shape_from_config
 from ridgeplan.roofline.catalog.families import FAMILIES, Family
 from ridgeplan.roofline.catalog.layers import Attention
-from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats, trained_context
+from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, loaded_formats, trained_context
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.support import as_loaded
 from ridgeplan.runtime.errors import ModelError, failures_as
 from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout, HeadLayout
-from ridgeplan.runtime.model.decoder import DecoderConfig, LayerSettings, Rotary, frequencies_of
+from ridgeplan.runtime.model.decoder import DecoderConfig, Rotary, frequencies_of, layer_settings
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # as rope_parameters name types of layers
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -51,7 +51,7 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     _require(held in CONVERTED_FORMATS, "weight format", held, loaded_formats())
     head_dim = shape.rope_head_dim or shape.head_dim
     heads = HeadLayout(head_dim, head_dim, _rotary_dim(hub, head_dim), family.interleaved_rope)
-    layers, cap = list(_layer_settings(shape)), _factor(keys, "attn_logit_softcapping", 0.0)
+    layers, cap = list(layer_settings(shape)), _factor(keys, "attn_logit_softcapping", 0.0)
     rotaries: dict[Rotary, int] = {}  # each with its number
     for index, settings in enumerate(layers):
         if settings.attention is not None:
@@ -92,18 +92,6 @@ def _score_scale(hub: Any) -> float:
     rope = hub.rope_parameters
     weight, factor = rope.get("mscale_all_dim") or 0.0, rope.get("factor") or 1.0
     return float((0.1 * weight * math.log(factor) + 1) ** 2) if rope["rope_type"] != "default" and factor > 1 else 1.0
-
-
-def _layer_settings(shape: ModelShape) -> tuple[LayerSettings, ...]:
-    """The settings of every layer, numbered by kind: those with attention, and those with a state."""
-    counts = {False: 0, True: 0}
-    layers = []
-    for index in range(shape.layers):
-        group = shape.group_of(index)
-        has_state = group.state is not None
-        layers.append(LayerSettings(group.attention, group.state, place=counts[has_state]))
-        counts[has_state] += 1
-    return tuple(layers)
 
 
 def yarn_frequencies(head_dim: int, theta: float, trained: int, context: int) -> tuple[tuple[float, ...], float]:

@@ -73,11 +73,13 @@ class DecoderConfig:
 
     @classmethod
     def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:
-        """A decoder with full attention in every layer and unscaled RoPE."""
+        """A decoder with unscaled RoPE and full attention, in every layer or where a hybrid has attention."""
+        rotaries = (Rotary(tuple(frequencies_of(shape.rope_theta, shape.head_dim))),)
+        if shape.states:
+            return cls(shape, norm_eps, layer_settings(shape), rotaries)
         attention = replace(shape.attentions[0][0], window_tokens=None)
-        frequencies = frequencies_of(shape.rope_theta, shape.head_dim)
         layers = tuple(LayerSettings(attention, place=place) for place in range(shape.layers))
-        return cls(shape, norm_eps, layers, (Rotary(tuple(frequencies)),))
+        return cls(shape, norm_eps, layers, rotaries)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -98,6 +100,18 @@ class DecoderConfig:
     def rotary_scale(self) -> float:
         """The scale of the first rotary embedding."""
         return self.rotaries[0].scale
+
+
+def layer_settings(shape: ModelShape) -> tuple[LayerSettings, ...]:
+    """The settings of every layer, numbered by kind: those with attention, and those with a state."""
+    counts = {False: 0, True: 0}
+    layers = []
+    for index in range(shape.layers):
+        group = shape.group_of(index)
+        has_state = group.state is not None
+        layers.append(LayerSettings(group.attention, group.state, place=counts[has_state]))
+        counts[has_state] += 1
+    return tuple(layers)
 
 
 def frequencies_of(theta: float, channels: int) -> list[float]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ridgeplan.planner.prediction import predict
+from ridgeplan.roofline.catalog.layers import MLP, Attention, LayerGroup, State
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Speculation, Workload
@@ -45,6 +46,24 @@ def test_times_are_medians_and_a_draft_step_is_its_share() -> None:
 def test_plain_rounds_have_no_draft() -> None:
     times = RoundTimes.of(0, [round_of(0, 2, 0, 1)] * 4)
     assert (times.draft_s, times.total_s, times.spread) == (0, 2.5, 0)
+
+
+def test_rounds_of_a_hybrid_have_every_layer(h200_profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_busy", lambda spread: False)
+    attention, mlp = Attention(q_heads=4, kv_heads=2, head_dim=32, gate_width=128), MLP(intermediate=96)
+    state = State(rule="gated_delta", key_heads=2, value_heads=4, key_dim=16, value_dim=32)
+    groups = (
+        LayerGroup(count=2, indices=(0, 2), state=state, mlp=mlp),
+        LayerGroup(count=1, indices=(1,), attention=attention, mlp=mlp),
+    )
+    shape = replace(SHAPE, layers=3, architecture="qwen3_5_text", groups=groups)
+    model = RandomModel.build(shape, CPU, Machine.of(h200_profile))
+    plan = preset("quantspec-weights", Workload("random", "h200", 700, 256, batch=2))
+    assert measured_round(model, plan).verify_s > 0
+    kinds = [type(layer.mixer).__name__ for layer in model.drafter(plan).layers]
+    assert kinds == ["DeltaWeights", "AttentionWeights", "DeltaWeights"]
+    matrices = sum(linear.bytes for layer in model.weights.layers for linear in layer.projections)
+    assert matrices == 4 * (shape.mixer_params + shape.dense_params)
 
 
 def test_rounds_of_routed_experts_run_behind_a_dense_layer(h200_profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
