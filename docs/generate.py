@@ -31,6 +31,7 @@ from ridgeplan.dashboards.cli import bench, bench_decode, papers, quality
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.dashboards.cli.plan import answer_text
 from ridgeplan.planner import recommend
+from ridgeplan.planner.acceptance.drafters import drafter_rows
 from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.engines.rates import engine_profile, error
 from ridgeplan.planner.export.rules import RULES
@@ -67,6 +68,31 @@ def classes(name: str) -> str:
         "class", "bandwidth, 1 row", "launch, us", "bandwidth, 64 rows", "launch, us", "compute", "spread of the fit",
     )  # fmt: skip
     return f"{head}\n\n{table(columns, rows)}"
+
+
+def drafter_acceptance() -> str:
+    """Every row of a drafter: hits, conditional acceptance, and tokens of a pass."""
+    rows = [
+        (
+            row.name, row.text or "not stated", row.model, f"{row.context}" if row.context else "not stated",
+            f"{row.depth}", f"{row.hit:.0%}" if row.hit < 1 else "", f"{row.proposal_acceptance:.2f}",
+            f"{row.pass_tokens:.2f}", row.source, row.where,
+        )
+        for row in drafter_rows()
+    ]  # fmt: skip
+    columns = (
+        "drafter",
+        "text",
+        "model",
+        "context",
+        "proposals",
+        "hits",
+        "acceptance",
+        "tokens a pass",
+        "source",
+        "where",
+    )
+    return table(columns, rows)
 
 
 def engine_times() -> str:
@@ -363,6 +389,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         impossible,
         beyond,
         engines,
+        drafter_acceptance,
         engine_times,
         engine_rules,
     )

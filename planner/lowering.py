@@ -365,14 +365,20 @@ def estimate_kinds(
     plan: Plan, shape: ModelShape, machine: Machine, model: AcceptanceModel, kinds: Sequence[RoundKind]
 ) -> Estimate:
     """Estimates of the plan with every kind of round, each with the acceptance that `model` predicts for it."""
-    gamma, passes, depth = np.array([round_shape(kind) for kind in kinds]).T
+    gamma = np.array([round_shape(kind).gamma for kind in kinds])
     acceptance = model.best(plan, gamma, np.full(len(gamma), plan.speculation.ratio))
-    strategy, rates = strategy_of(plan, shape, machine, 1.0), rates_of(plan, shape, machine)
-    if plan.speculation.drafter.active:
-        to_target = (depth > 0) & (passes == 0)
-        acceptance = np.where(to_target, strategy.proposal_acceptance, acceptance)
-        strategy = replace(strategy, proposals=depth, cascade_passes=passes * (depth > 0))
-    return evaluate(shape, machine, replace(strategy, gamma=gamma, acceptance=acceptance), rates)
+    strategy = with_kinds(replace(strategy_of(plan, shape, machine, 1.0), acceptance=acceptance), kinds)
+    return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))
+
+
+def with_kinds(strategy: Strategy, kinds: Sequence[RoundKind]) -> Strategy:
+    """The strategy with every kind of round. Its acceptance is of self-drafts; proposals to the target have theirs."""
+    gamma, passes, depth = np.array([round_shape(kind) for kind in kinds]).T
+    if not np.any(depth):
+        return replace(strategy, gamma=gamma, proposals=0, cascade_passes=0)
+    acceptance = np.where((depth > 0) & (passes == 0), strategy.proposal_acceptance, strategy.acceptance)
+    tiers = {"proposals": depth, "cascade_passes": passes * (depth > 0)}
+    return replace(strategy, gamma=gamma, acceptance=acceptance, **tiers)
 
 
 def steady_state_kind(plan: Plan, shape: ModelShape, machine: Machine, model: AcceptanceModel) -> RoundKind:

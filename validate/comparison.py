@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ridgeplan.planner.lowering import rates_of, strategy_of
+from ridgeplan.planner.lowering import rates_of, strategy_of, with_kinds
 from ridgeplan.planner.prediction import Prediction, predict
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -129,11 +129,18 @@ def compare_measured(
     return Comparison(preset_name(plan), *sizes, predicted.source, rows, spread, predicted)
 
 
-def tpot_ms_at(plan: Plan, shape: ModelShape, profile: Profile, acceptance: float) -> float:
-    """Predicted time per output token at this conditional acceptance; of an adaptive gamma, at the best one."""
+def tpot_ms_at(
+    plan: Plan, shape: ModelShape, profile: Profile, acceptance: float, proposals: tuple[float, float] | None = None
+) -> float:
+    """Predicted time per output token at this conditional acceptance; of rounds that adapt, at the best of them.
+
+    proposals: hits of a plan's drafter and the conditional acceptance of its proposals, by default the predicted ones.
+    """
     machine = Machine.of(profile)
     strategy, rates = strategy_of(plan, shape, machine, acceptance), rates_of(plan, shape, machine)
-    strategy = replace(strategy, gamma=np.array(plan.speculation.gammas))
+    if proposals is not None:
+        strategy = replace(strategy, hit=proposals[0], proposal_acceptance=proposals[1])
+    strategy = with_kinds(strategy, plan.speculation.round_kinds)
     return 1e3 * float(np.min(evaluate(shape, machine, strategy, rates).tpot_s))
 
 
@@ -156,7 +163,12 @@ def _rows(
         yield ComparisonRow("tokens per round", "", predicted.tokens_per_round, statistics.tokens_per_round)
     yield ComparisonRow("tpot", "ms", predicted.best.tpot_ms, measured.tpot_ms)
     if drafting:
-        at_measured_ms = tpot_ms_at(plan, shape, profile, statistics.acceptance)
+        drafter, proposals = plan.speculation.drafter, None
+        if drafter.active:
+            accepted = statistics.proposal_acceptance if drafter.cascades else statistics.acceptance
+            proposals = statistics.hit_rate, accepted
+            yield ComparisonRow("rounds with proposals", "", predicted.drafting.hit, statistics.hit_rate)
+        at_measured_ms = tpot_ms_at(plan, shape, profile, statistics.acceptance, proposals)
         yield ComparisonRow("tpot at the measured acceptance", "ms", at_measured_ms, measured.tpot_ms)
     peak_bytes = statistics.peak_memory_bytes
     measured_peak = None if peak_bytes is None else float(peak_bytes)

@@ -115,7 +115,7 @@ KERNELS = {
     "rope + append": r"_rope_append_kernel|_tables_kernel",
     "swiglu": r"_swiglu_kernel",
     "state": r"_(delta_step|gated_norm)_kernel",
-    SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick|row_uniform)_kernel",
+    SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick|row_uniform|match|propose)_kernel",
     "host link": r"_(copy_prefix|gather|flush_to_host|flush_codes|allocate_slots)_kernel",
     "flush and shift": r"quantize|_(quantize|pack|shift)_kernel",
 }

@@ -61,7 +61,9 @@ class DecodeCase:
         """The plan for a model, with RoPE scaled beyond its context limit. Raises PlanError."""
         workload = workload_for(shape, profile, self.context, new_tokens, self.batch, yarn=True)
         if self.saved_plan is not None:
-            return replace(self.saved_plan, workload=workload)
+            of_text = self.saved_plan.workload
+            known = {"acceptance_length": of_text.acceptance_length, "drafter": of_text.drafter}
+            return replace(self.saved_plan, workload=replace(workload, text=of_text.text, **known))
         plan = preset(self.preset, workload)
         if self.share:
             plan = replace(plan, eviction=replace(plan.eviction, budget=0, share=self.share))

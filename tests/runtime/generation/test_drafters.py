@@ -65,6 +65,19 @@ def test_tiers_may_change_from_round_to_round(tiny_model, make_plan, repetitive,
     assert engine.generate(repetitive, NEW).tokens == plain.tokens
 
 
+def test_tiers_that_adapt_change_nothing(tiny_model, make_plan, repetitive, h200_profile):
+    """A text of unknown kind, of whose proposals little is expected until they are seen."""
+    folder = tiny_model(agreeable=True).folder
+    plain = runtime.load(make_plan("int4x2", batch=3), folder).generate(repetitive, NEW)
+    plan = make_plan("int4x2", 8, batch=3, drafter=CASCADE, draft_bits=4, adaptive=True)
+    engine = runtime.load(plan, folder, profile=h200_profile)
+    generations = [engine.generate(repetitive, NEW) for _ in range(2)]
+    assert [each.tokens for each in generations] == [plain.tokens] * 2
+    figures = [each.statistics for each in generations]
+    assert figures[0].rounds_at == figures[1].rounds_at  # choices depend on counts alone
+    assert figures[0].hit_rate > 0 and sum(figures[0].rounds_at) == figures[0].rounds
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafter, gamma", [(TO_TARGET, 4), (CASCADE, 8)], ids=["target", "cascade"])
 def test_graphs_generate_what_plain_decoding_does(drafter, gamma, tiny_model, make_plan, repetitive):
