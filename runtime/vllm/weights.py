@@ -214,8 +214,8 @@ class Coded:
             return []
         rank, ranks = 0, 1
         if not getattr(layer, "disable_tp", False):  # of the head, 0.24 does not tell the rank
-            rank = getattr(layer, "tp_rank", None)
-            rank = api.get_tensor_model_parallel_rank() if rank is None else rank
+            known = getattr(layer, "tp_rank", None)
+            rank = api.get_tensor_model_parallel_rank() if known is None else known
             ranks = getattr(layer, "tp_size", None) or api.get_tensor_model_parallel_world_size()
         sizes = list(_whole_sizes(layer, self.own_sizes, ranks, whole[0].outputs))
         if sum(sizes) != whole[0].outputs or whole[0].inputs != self.inputs:
