@@ -61,6 +61,8 @@ def not_carried(plan: Plan, shape: ModelShape) -> str | None:
         f"{kv.format.value} KV": kv.format is KVFormat.SHADOW,
         f"KV in groups of {kv.group}": coded and kv.group != PLUGIN_GROUP,
         f"KV of heads of {shape.head_dim} channels": coded and shape.head_dim not in PLUGIN_HEAD_DIMS,
+        "KV with attention sinks or soft caps": coded
+        and not {"attention sinks", "attention soft cap"}.isdisjoint(shape.traits),
         "KV of a sliding window": coded and shape.window_tokens is not None,
         "latent attention, recurrent states or experts": shape.is_mla or bool(shape.states) or shape.is_moe,
         f"eviction {plan.eviction.policy!r}": plan.eviction.active,
