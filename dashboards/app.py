@@ -53,8 +53,10 @@ def _tabs() -> Iterator[tuple[str, Callable[[], None]]]:
     """Shows the sidebar and the answer, or the error; yields the tabs that can be shown."""
     page: PageQuestion | None = None
     answer: Answer | None = None
-    with st.sidebar, problems_shown():
-        page = ask_question()
+    with st.sidebar:
+        inputs = ask_question()
+    with problems_shown():
+        page = inputs.question()
     if page:
         with problems_shown(page):
             answer = Answer.to(page)

@@ -139,8 +139,8 @@ def _messages(value: Any) -> tuple[dict[str, str], ...]:
         fields = {name: part for name, part in message.items() if part is not None} if isinstance(message, dict) else {}
         content = fields.get("content")
         if isinstance(content, list):
-            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-            content = "".join(texts) if texts and all(isinstance(text, str) for text in texts) else None
+            texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+            content = "".join(texts) if texts and len(texts) == len(content) else None
         if not isinstance(fields.get("role"), str) or not isinstance(content, str) or set(fields) - {
             "role", "content", "name"
         }:  # fmt: skip

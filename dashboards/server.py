@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -107,7 +107,7 @@ class EngineServer:
 
     async def _pieces(
         self, asked: ApiRequest, prompts: list[list[int]], limit: int, usage: Usage
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """The pieces of all choices, one choice after the other, once it is this request's turn."""
         engine = self.engine
         sampling = replace(asked.sampling, stop_token_ids=stop_tokens(engine.tokenizer))
@@ -128,11 +128,13 @@ class EngineServer:
                 usage.cached += engine.statistics.reused_tokens
                 yield index, "", stream.finish_reason
 
-    async def _events(self, pieces: AsyncIterator[Piece], answer: ApiAnswer, usage: Usage | None) -> AsyncIterator[str]:
+    async def _events(
+        self, pieces: AsyncGenerator[Piece, None], answer: ApiAnswer, usage: Usage | None
+    ) -> AsyncIterator[str]:
         """An answer as server-sent events. An error after the first one is an event, too."""
         begun: set[int] = set()
         try:
-            async with aclosing(pieces):  # type: ignore[type-var]
+            async with aclosing(pieces):
                 async for index, text, reason in pieces:
                     if text or reason:
                         yield _event(answer.chunk(index, text, reason, first=index not in begun))

@@ -7,11 +7,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from ridgeplan.dashboards.charts.style import GREY, HEAT, RED, ROUND, SKY, bar_above, below, faded, styled, token_ticks
+from ridgeplan.dashboards.charts.style import (
+    EDGE,
+    GREY,
+    HEAT,
+    RED,
+    ROUND,
+    SKY,
+    bar_above,
+    below,
+    faded,
+    styled,
+    token_ticks,
+)
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.queries.maps import PlanMap
 
-EDGE = "rgba(30,30,30,0.55)"
 MAX_PRICES = 4  # contours of cost
 
 
@@ -49,7 +60,8 @@ def capacity_map(
                            marker={"symbol": "circle-open", "size": 16, "color": RED, "line": {"width": 3}}
                            )  # fmt: skip
     _axes(figure, plan_map, x, y)
-    return styled(figure, height=500, top=70, barmode="overlay", legend=below(-0.17))
+    # Room below for the title, which a narrow margin pushes over the ticks.
+    return styled(figure, height=520, top=70, barmode="overlay", legend=below(-0.2)).update_layout(margin_b=80)
 
 
 def dollars_per_million(plan_map: PlanMap, dollars_per_hour: float) -> np.ndarray:
@@ -156,7 +168,7 @@ def _axes(figure: go.Figure, plan_map: PlanMap, x: np.ndarray, y: np.ndarray) ->
     ticks: Sequence[int]
     ticks, texts = token_ticks(plan_map.contexts)
     wide, high = _spacing(x) / 2, _spacing(y) / 2
-    figure.update_xaxes(title={"text": "context (tokens)", "standoff": 20}, range=[x[0] - wide, x[-1] + wide])
+    figure.update_xaxes(title={"text": "context (tokens)", "standoff": 44}, range=[x[0] - wide, x[-1] + wide])
     figure.update_xaxes(tickvals=np.log2(ticks), ticktext=texts, showgrid=False)
     figure.update_yaxes(title_text="batch", range=[y[0] - high, y[-1] + high])
     figure.update_yaxes(tickvals=y, ticktext=list(map(str, plan_map.batches)), showgrid=False)

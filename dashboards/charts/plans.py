@@ -158,4 +158,5 @@ def _add_frontier(figure: go.Figure, curves: Mapping[str, BatchCurve]) -> None:
         if at == 0 or names[best[at - 1]] != names[place]:
             side = "left" if x[at] < middle else "right"  # away from the edge
             figure.add_annotation(text=short_name(names[place]), x=np.log10(x[at]), y=np.log10(y[at]), xanchor=side,
-                                  ax=0, ay=LABEL_ABOVE, arrowwidth=1, arrowhead=0, arrowcolor=style.GREY)  # fmt: skip
+                                  ax=0, ay=LABEL_ABOVE, arrowwidth=1, arrowhead=0, arrowcolor=style.GREY,
+                                  bgcolor=style.EDGE, font={"color": "white", "size": 11})  # fmt: skip

@@ -18,6 +18,7 @@ SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")  # lines differ in more than their colour
 HEAT = "Cividis"
 CLEAR = "rgba(0,0,0,0)"
+EDGE = "rgba(30,30,30,0.55)"  # behind white texts and light lines, on light and dark pages
 PLAIN = "plain decoding"
 ROUND = tuple(digit * 10.0**power for power in range(-4, 7) for digit in (1, 2, 5))
 POWERS = tuple(1 << power for power in range(25))

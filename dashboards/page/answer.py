@@ -13,6 +13,7 @@ from ridgeplan.dashboards.charts.memory import staircase_text
 from ridgeplan.dashboards.files import is_user_error
 from ridgeplan.dashboards.page.inputs import PageQuestion, change, escaped
 from ridgeplan.planner import NothingFits, Prediction, Recommendation
+from ridgeplan.planner.engines.formats import engine_named
 from ridgeplan.planner.plan_file import plan_json
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.queries.curves import contexts_of, memory_over_contexts, offload_staircase
@@ -85,6 +86,9 @@ def length_fixes(page: PageQuestion | None) -> list[Fix]:
 SOURCES_HELP = f"Where figures come from: {'; '.join(map(', '.join, SOURCE_WORDS.items()))}."
 SURE = 0.99  # sampled probabilities above this are shown as "over 99%"
 MEMORY_POINTS = 64
+NEXT_PLANS = 8  # in the table of why
+PRICE_SHOWN = "price_shown"  # in the session: the price in the tile
+DOLLARS_PER_HOUR = 2.5  # of a GPU, unless the Capacity tab says another price
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,7 @@ def show_head(answer: Answer) -> None:
         _show_memory(answer)
     with right:
         _show_actions(answer)
+    _show_why(answer)
 
 
 def verdict(recommendation: Recommendation) -> str:
@@ -160,8 +165,8 @@ def best_of_all(recommendation: Recommendation) -> str:
     return f"Best plan that ridgeplan cannot execute yet: {other.preset}, {each} per token ({other.rejected})."
 
 
-def tiles(recommendation: Recommendation) -> list[tuple[str, str, str]]:
-    """Label, value and band of the five figures."""
+def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_HOUR) -> list[tuple[str, str, str]]:
+    """Label, value and band of the six figures."""
     best, low, high = recommendation.predicted.best, recommendation.predicted.low, recommendation.predicted.high
     batch, limit = recommendation.plan.workload.batch, recommendation.memory_limit_bytes
     whose = "of the batch" if batch > 1 else "of the request"
@@ -171,7 +176,9 @@ def tiles(recommendation: Recommendation) -> list[tuple[str, str, str]]:
         ("Tokens/s", f"{best.tokens_per_s:,.0f}", f"{whose}; {low.tokens_per_s:,.0f} to {high.tokens_per_s:,.0f}"),
         _gain_tile(recommendation),
         ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that plans may use"),
-    ]
+        ("Million new tokens", f"${dollars_per_hour * 1e6 / 3600 / best.tokens_per_s:,.2f}",
+         f"at ${dollars_per_hour:g} a GPU-hour, without prompts"),
+    ]  # fmt: skip
 
 
 def _first_tokens(recommendation: Recommendation) -> str:
@@ -188,11 +195,12 @@ def _gain_tile(recommendation: Recommendation) -> tuple[str, str, str]:
 
 
 def _show_tiles(recommendation: Recommendation) -> None:
+    price = st.session_state[PRICE_SHOWN] = st.session_state.get("price", DOLLARS_PER_HOUR)
     with st.container(horizontal=True, key="tiles"):
-        for label, value, band in tiles(recommendation):
+        for label, value, band in tiles(recommendation, price):
             with st.container(border=True, width=150, height="stretch", gap="xsmall"):
                 st.metric(label, value)
-                st.caption(band)
+                st.caption(escaped(band))
 
 
 def _show_memory(answer: Answer) -> None:
@@ -215,8 +223,41 @@ def _show_actions(answer: Answer) -> None:
     st.code(answer.page.command(), language="bash", wrap_lines=True)
     st.download_button("Download the plan", plan_file, "plan.json", "application/json", type="primary",
                        icon=":material/download:", on_click="ignore")  # fmt: skip
-    with st.expander("Why this plan", expanded=False):
-        st.code(recommendation.explain(), language=None, wrap_lines=True)
+    engine = st.expander("For vLLM", key="vllm", on_change="rerun")
+    if engine.open:
+        with engine, problems_shown():
+            _show_serve_command(answer)
+
+
+def _show_serve_command(answer: Answer) -> None:
+    """vLLM's command for the plan, and what of the plan it does not carry. Raises as `export` does."""
+    from ridgeplan.planner.export import ServeCommandOptions, export, schema_for  # imports yaml
+
+    shape, schema = answer.question.shape, schema_for("vllm")
+    options = ServeCommandOptions(
+        answer.recommendation.plan, getattr(shape, "whole", shape), answer.question.profile, engine_named("vllm"),
+        schema, shape.name,
+    )  # fmt: skip
+    exported = export(options)
+    st.code(exported.command.shell(), language="bash", wrap_lines=True)
+    st.dataframe([vars(axis) for axis in exported.carried], key="carried", hide_index=True)
+    for rule in exported.rules:
+        st.caption(escaped(rule.says))
+
+
+def _show_why(answer: Answer) -> None:
+    """The reasons in words, and the next plans of the ranking with what each lacks, across the page."""
+    recommendation = answer.recommendation
+    why = st.expander("Why this plan", key="why", on_change="rerun")
+    if not why.open:
+        return
+    _, *reasons = recommendation.explain().splitlines()
+    lines = [line.strip() for line in reasons if not line.strip().startswith("rejected:")]
+    others = recommendation.alternatives[:NEXT_PLANS]
+    with why:
+        st.markdown("\n".join(f"- {escaped(line)}" for line in lines))
+        st.dataframe([alternative_row(other.preset, other.predicted, other.rejected) for other in others],
+                     key="next", hide_index=True)  # fmt: skip
 
 
 def show_alternatives(answer: Answer) -> None:

@@ -84,8 +84,32 @@ def _option_text(name: str, value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def ask_question() -> PageQuestion:
-    """The inputs as widgets. Raises PlanError for a text that is not a quantity."""
+@dataclass(frozen=True)
+class PageInputs:
+    """The sidebar's inputs as they were typed. options: those of SearchOptions that are no text."""
+
+    model: str
+    gpu: str
+    texts: dict[str, str]
+    options: dict[str, Any]
+
+    def question(self) -> PageQuestion:
+        """The inputs, parsed. Raises PlanError with a line for every text that is not a quantity."""
+        values: dict[str, Any] = {}
+        problems = []
+        for name, parse in PARSED.items():
+            try:
+                values[name] = parse(self.texts[name])
+            except PlanError as error:
+                problems.append(str(error))
+        if problems:
+            raise PlanError("\n\n".join(problems))
+        context = values.pop("context")
+        return PageQuestion(self.model.strip(), self.gpu.strip(), context, SearchOptions(**values, **self.options))
+
+
+def ask_question() -> PageInputs:
+    """The inputs as widgets."""
     models = [shape.name for shape in list_models()]
     gpus = [*(item.name for item in list_hardware()), THIS_MACHINE]
     model = st.selectbox("Model", models, models.index(DEFAULT_MODEL), key="model", help=MODEL_HELP,
@@ -109,19 +133,24 @@ def ask_question() -> PageQuestion:
         of_host = st.text_input("Host memory", key="host_memory", bind=IN_URL, help=HOST_HELP,
                                 placeholder=size_text(HOST_MEMORY_BYTES))  # fmt: skip
         yarn = st.toggle("YaRN beyond the model's context limit", key="yarn", bind=IN_URL)
-    return PageQuestion(
-        (model or "").strip(), (gpu or "").strip(), tokens(context),
-        SearchOptions(
-            batch=count(batch), new_tokens=tokens(new_tokens), quality=quality, objective=objective,
-            memory_utilization=share, memory_limit=_size(limit), host_memory=_size(of_host), yarn=yarn,
-            backend=backend, gpus=int(gpus) if gpus != GPU_COUNTS[0] else None,
-        ),
+    return PageInputs(
+        model or "", gpu or "",
+        {"context": context, "batch": batch, "new_tokens": new_tokens, "memory_limit": limit, "host_memory": of_host},
+        {
+            "quality": quality, "objective": objective, "memory_utilization": share, "yarn": yarn, "backend": backend,
+            "gpus": int(gpus) if gpus != GPU_COUNTS[0] else None,
+        },
     )  # fmt: skip
 
 
 def _size(text: str) -> float | None:
     """Bytes; None for an empty text."""
     return size_bytes(text) if text.strip() else None
+
+
+PARSED: dict[str, Callable[[str], Any]] = {
+    "context": tokens, "batch": count, "new_tokens": tokens, "memory_limit": _size, "host_memory": _size,
+}  # fmt: skip
 
 
 def quantity(label: str, key: str, default: str, steps: Sequence[int], parse: Callable[[str], int]) -> str:

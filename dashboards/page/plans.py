@@ -9,7 +9,7 @@ import streamlit as st
 
 from ridgeplan.dashboards import charts
 from ridgeplan.dashboards.charts.plans import crossing_text, fitting_times
-from ridgeplan.dashboards.page.answer import Answer, show_alternatives
+from ridgeplan.dashboards.page.answer import DOLLARS_PER_HOUR, PRICE_SHOWN, Answer, problems_shown, show_alternatives
 from ridgeplan.dashboards.page.inputs import BATCH_STEPS, IN_URL, PageQuestion, escaped
 from ridgeplan.planner import PRESETS, Plan, Prediction, Recommendation
 from ridgeplan.planner.parallelism import DegreeChoice
@@ -22,27 +22,30 @@ from ridgeplan.planner.question import Objective, Question
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.hardware import list_hardware
+from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.plan.policies.dense import autoregressive
 
 POINTS = 17  # contexts of a curve
-GPUS, PLANS, ALL = "GPUs", "Plans", "All plans here"
+GPUS, MODELS, PLANS, ALL = "GPUs", "Models", "Plans", "All plans here"
 MAX_CURVES = 5  # curves
 Curve = tuple[Plan, Question]
 
 
 def show_compare(answer: Answer) -> None:
     """The choice of what to compare, the curves, and the figures at the question's context."""
-    what = st.segmented_control("Compare", (GPUS, PLANS, ALL), default=GPUS, required=True, key="compare", bind=IN_URL,
-                                label_visibility="collapsed")  # fmt: skip
+    what = st.segmented_control("Compare", (GPUS, MODELS, PLANS, ALL), default=GPUS, required=True, key="compare",
+                                bind=IN_URL, label_visibility="collapsed")  # fmt: skip
     if degrees := answer.recommendation.degrees:
         st.markdown("**Degrees of parallelism**")
         st.dataframe([_degrees(choice) for choice in degrees], hide_index=True, key="degrees")
     if what == ALL:
         show_alternatives(answer)
         return
-    curves = _gpus(answer) if what == GPUS else _plans(answer)
+    curves = {GPUS: _gpus, MODELS: _models, PLANS: _plans}[what](answer)
     if curves:
-        _show_curves(answer.question, curves)
+        # Of models, the one with the shortest context: all are predicted there.
+        questions = [question for _, question in curves.values()]
+        _show_curves(min(questions, key=lambda question: question.shape.max_context), curves)
 
 
 def _degrees(choice: DegreeChoice) -> dict[str, str | float]:
@@ -67,6 +70,26 @@ def _gpus(answer: Answer) -> Mapping[str, Curve]:
         name: answer.page.on(name).to_question(answer.recommendation.plan.parallel) for name in chosen
     }
     return {name: (answer.recommendation.plan, question) for name, question in questions.items()}
+
+
+def _models(answer: Answer) -> Mapping[str, Curve]:
+    """Each chosen model with its own best plan for the question; a message for those that have none."""
+    own, final = answer.question.shape, answer.question.workload.final_context
+    others = [shape for shape in list_models() if shape.name != own.name]
+    fitting = [shape for shape in others if shape.max_context >= final]
+    nearest = sorted(
+        fitting, key=lambda shape: max(shape.parameters / own.parameters, own.parameters / shape.parameters)
+    )
+    chosen = st.multiselect("Models beside yours", [shape.name for shape in others],
+                            [shape.name for shape in nearest[:2]], key="models", bind=IN_URL,
+                            max_selections=MAX_CURVES - 1)  # fmt: skip
+    st.caption("Each runs its own fastest plan for your question.")
+    curves = {own.name: (answer.recommendation.plan, answer.question)}
+    for name in chosen:
+        with problems_shown():
+            page = replace(answer.page, model=name)
+            curves[name] = page.answer().plan, page.to_question()
+    return curves
 
 
 def _plans(answer: Answer) -> Mapping[str, Curve]:
@@ -155,7 +178,12 @@ MINUTE = 60.0
 def show_capacity(page: PageQuestion) -> None:
     """The map, with inputs for its contours. It is shown even if no plan fits the question."""
     price, tpot, ttft = st.columns(3)
-    dollars = price.number_input("Price of a GPU-hour ($)", 0.0, value=2.5, step=0.25, key="price", bind=IN_URL)
+    dollars = price.number_input(
+        "Price of a GPU-hour ($)", 0.0, value=DOLLARS_PER_HOUR, step=0.25, key="price", bind=IN_URL
+    )
+    if dollars != st.session_state.get(PRICE_SHOWN, dollars):
+        st.session_state[PRICE_SHOWN] = dollars
+        st.rerun()  # of the whole page, whose tile has the price, too
     tpot_limit = tpot.text_input("Time per token limit", key="tpot_max", bind=IN_URL, placeholder="such as 20ms")
     ttft_limit = ttft.text_input("First token limit", key="ttft_max", bind=IN_URL, placeholder="such as 2s")
     # The map does not depend on the question's context and batch, so their sliders reuse it.

@@ -18,7 +18,7 @@ from ridgeplan.planner.plan_file import read_plan
 from ridgeplan.roofline.catalog.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("only_profile")
-TILES = ["Time per token", "First token", "Tokens/s", "Speed-up", "Peak memory"]
+TILES = ["Time per token", "First token", "Tokens/s", "Speed-up", "Peak memory", "Million new tokens"]
 
 
 @pytest.fixture
@@ -204,3 +204,22 @@ def test_fixes_of_a_length_know_whether_the_rotary_embedding_is_stretched() -> N
     beyond_both = PageQuestion("Llama-3.1-8B", "h200", 100_000_000)
     assert [fix.changes for fix in length_fixes(beyond_both)] == [{"context": 131_072}]
     assert length_fixes(None) == length_fixes(PageQuestion("no/such model", "h200", 1)) == []
+
+
+def test_all_mistakes_are_shown_at_once_in_the_main_area(page: AppTest) -> None:
+    page.run()
+    page.text_input(key="context").set_value("many")
+    page.text_input(key="batch").set_value("some")
+    page.text_input(key="memory_limit").set_value("24").run()
+    [message] = page.main.error
+    assert not page.sidebar.error
+    assert all(words in str(message.value) for words in ("'many'", "'some'", "a size without a unit"))
+
+
+def test_the_price_of_tokens_follows_the_price_of_an_hour(page: AppTest) -> None:
+    page.run()
+    dollars = float(page.metric[5].value.strip("$"))
+    per_s = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120_000).predicted.best.tokens_per_s
+    assert dollars == pytest.approx(2.5e6 / 3600 / per_s, abs=0.005)
+    page.number_input(key="price").set_value(5.0).run()
+    assert float(page.metric[5].value.strip("$")) == pytest.approx(2 * dollars, abs=0.02)

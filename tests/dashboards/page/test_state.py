@@ -83,7 +83,7 @@ def test_every_card_leads_to_an_answer(url: dict[str, str]) -> None:
         page = opened(**url) if place else page
         press(page, place)
         assert not page.error, f"{url}, card {place}"
-        assert len(page.metric) == 5
+        assert len(page.metric) == 6
 
 
 def test_cards_are_the_planner_s_fixes() -> None:
