@@ -170,13 +170,14 @@ def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_
     best, low, high = recommendation.predicted.best, recommendation.predicted.low, recommendation.predicted.high
     batch, limit = recommendation.plan.workload.batch, recommendation.memory_limit_bytes
     whose = "of the batch" if batch > 1 else "of the request"
+    gpus = recommendation.plan.workload.parallel.gpus
     return [
         ("Time per token", time_text(best.tpot_ms), f"{time_text(low.tpot_ms)} to {time_text(high.tpot_ms)}"),
         ("First token", time_text(best.ttft_request_ms), _first_tokens(recommendation)),
         ("Tokens/s", f"{best.tokens_per_s:,.0f}", f"{whose}; {low.tokens_per_s:,.0f} to {high.tokens_per_s:,.0f}"),
         _gain_tile(recommendation),
         ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that plans may use"),
-        ("Million new tokens", f"${dollars_per_hour * 1e6 / 3600 / best.tokens_per_s:,.2f}",
+        ("Million new tokens", f"${gpus * dollars_per_hour * 1e6 / 3600 / best.tokens_per_s:,.2f}",
          f"at ${dollars_per_hour:g} a GPU-hour, without prompts"),
     ]  # fmt: skip
 
