@@ -31,9 +31,17 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.kv.storage import KVStore
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
+from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
 from ridgeplan.runtime.model.norms import RMSNorm
-from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, DeltaWeights, LayerWeights, WeightFormat
+from ridgeplan.runtime.model.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    DeltaWeights,
+    LayerWeights,
+    TokenMixer,
+    WeightFormat,
+)
 from ridgeplan.runtime.offload.host_store import HostKVStore
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.quantization.calibration import quantized_linear
@@ -82,8 +90,7 @@ class RandomDecoder:
         else:
             groups = [group for group in self.shape.layer_groups for _ in range(group.count)]
         layers = tuple(map(self._layer, groups))
-        norm = RMSNorm(self.bench.random(hidden), self.decoder.config.norm_eps)
-        return DecoderWeights(embedding, layers, norm, Dense(embedding))
+        return DecoderWeights(embedding, layers, self._norm(hidden), Dense(embedding))
 
     def tokens(self, queries: int) -> Tensor:
         """Token ids [batch, queries]."""
@@ -126,6 +133,21 @@ class RandomDecoder:
             gate=dense(gate_width, shape.hidden) if gate_width else None,
         )
 
+    def _latent_attention(self) -> LatentAttentionWeights:
+        shape, heads = self.shape, self.shape.q_heads
+        latent, plain, width = shape.latent_rank or 0, shape.nope_head_dim or 0, shape.v_head_dim or 0
+        rank, row = shape.q_lora_rank, latent + (shape.rope_head_dim or 0)
+        keys, values = (self._dense(heads * each, latent).weight.unflatten(0, (heads, -1)) for each in (plain, width))
+        return LatentAttentionWeights(
+            down=self._dense((rank or shape.q_width) + row, shape.hidden),
+            up=self._dense(shape.q_width, rank) if rank else None,
+            query_norm=self._norm(rank) if rank else None,
+            latent_norm=self._norm(latent),
+            keys=keys,
+            values=values,
+            output=self._dense(shape.hidden, heads * width),
+        )
+
     def _state(self, state: State) -> DeltaWeights:
         by_head = torch.zeros(state.value_heads, device=self.bench.device)
         taps = self._dense(state.channels, state.conv_width).weight
@@ -138,7 +160,13 @@ class RandomDecoder:
 
     def _layer(self, group: LayerGroup) -> LayerWeights:
         attention, state = group.attention, group.state
-        mixer = self._state(state) if state else self._attention(attention.gate_width if attention else 0)
+        mixer: TokenMixer
+        if state:
+            mixer = self._state(state)
+        elif self.shape.is_mla:
+            mixer = self._latent_attention()
+        else:
+            mixer = self._attention(attention.gate_width if attention else 0)
         return LayerWeights(self._norm(self.shape.hidden), mixer, self._norm(self.shape.hidden), self._mlp(group.mlp))
 
 

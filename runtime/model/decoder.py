@@ -74,7 +74,7 @@ class DecoderConfig:
     @classmethod
     def plain(cls, shape: ModelShape, norm_eps: float = 1e-5) -> DecoderConfig:
         """A decoder with unscaled RoPE and full attention, in every layer or where a hybrid has attention."""
-        rotaries = (Rotary(tuple(frequencies_of(shape.rope_theta, shape.head_dim))),)
+        rotaries = (Rotary(tuple(frequencies_of(shape.rope_theta, shape.rope_head_dim or shape.head_dim))),)
         if shape.states:
             return cls(shape, norm_eps, layer_settings(shape), rotaries)
         attention = replace(shape.attentions[0][0], window_tokens=None)

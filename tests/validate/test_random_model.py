@@ -10,7 +10,7 @@ from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline.catalog.layers import MLP, Attention, LayerGroup, State
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.plan import Speculation, Workload
+from ridgeplan.roofline.plan.plan import KVFormat, Speculation, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
@@ -79,6 +79,17 @@ def test_rounds_of_routed_experts_run_behind_a_dense_layer(h200_profile: Any, mo
     assert matrices + routers == 4 * (
         shape.mixer_params + shape.dense_params + shape.expert_params + shape.router_params
     )
+
+
+def test_rounds_over_latent_rows_run(h200_profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_busy", lambda spread: False)
+    latent = {"latent_rank": 32, "q_lora_rank": 64, "rope_head_dim": 16, "nope_head_dim": 32, "v_head_dim": 32}
+    shape = replace(SHAPE, kv_heads=4, head_dim=48, **latent)
+    model = RandomModel.build(shape, CPU, Machine.of(h200_profile))
+    plan = preset("int8-weights", Workload("random", "h200", 700, 256, batch=2))
+    drafting = replace(plan, kv=replace(plan.kv, format=KVFormat.FULL), speculation=Speculation(2))
+    assert measured_round(model, drafting).draft_s > 0
+    assert module.random_cache(model, drafting).keys.shape[2:] == (1, 700 + 256 + 3, 48)
 
 
 @pytest.mark.parametrize(
