@@ -292,8 +292,10 @@ def _product(
     activation = activation or SWIGLU
     if outputs % (32 if gated else 16):
         raise ValueError(f"experts have {outputs} outputs; allowed on a GPU: multiples of {32 if gated else 16}")
-    dense = isinstance(weight, Tensor)
-    planes = [weight.contiguous()] if dense else [plane.packed.view(torch.int32) for plane in weight.planes]
+    if isinstance(weight, Tensor):
+        planes, group = [weight.contiguous()], 0
+    else:
+        planes, group = [plane.packed.view(torch.int32) for plane in weight.planes], weight.group
     config = FEW_ROWS if rows == BLOCK_ROWS else MANY_ROWS
     width = outputs // 2 if gated else outputs
     out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
@@ -313,8 +315,8 @@ def _product(
         activation.offset,
         PER_ROW=pairs // len(x),
         GATED=gated,
-        GROUP=0 if dense else weight.group,
-        CHUNK=config.chunk if dense else min(weight.group, CHUNK),
+        GROUP=group,
+        CHUNK=min(group, CHUNK) if group else config.chunk,
         TILES=config.tiles,
         ROWS=rows,
         num_warps=config.warps,

@@ -456,7 +456,7 @@ def routing_of(config: Config) -> Routing | None:
         "scale": float(keys.get("routed_scaling_factor") or 1.0),
         "min_sum": float(keys.get("moe_norm_min") or 0.0),
     }
-    return Routing(**fields | family.routing)
+    return Routing(**fields | dict(family.routing))
 
 
 def _groups(layers: Sequence[_Layer]) -> tuple[LayerGroup, ...]:
