@@ -68,6 +68,10 @@ RELATIVES = {
     "prefill_attention": "prefill_linear",
     "prefill_linear": "linear",
 }
+# Classes whose kernels are Triton's on every machine: without rates of their own they have those of related kernels
+# that run on every machine as well, not those of Hopper's.
+TRITON_CLASSES = ("grouped_linear", "grouped_linear_int8", "grouped_linear_int4", "attention_mla")
+
 # How much the band widens, in relative time, for rates of another class or machine. A prior.
 TRANSFER_SPREAD = 0.2
 MAX_SPREAD = 10.0
@@ -173,12 +177,12 @@ class Profile(Checked):
         """Rates of a kernel class, or of its nearest relative that has any. Raises ProfileError if none has."""
         if kind == "gap" and kind not in self.classes:
             return NO_GAP
-        name = kind
+        name, portable = kind, self.portable if kind in TRITON_CLASSES else {}
         while name not in self.classes:
             if name not in RELATIVES:
                 raise ProfileError(f"profile of {self.device} has no rates for {kind!r} or a related class")
             name = RELATIVES[name]
-        rates = self.classes[name]
+        rates = self.classes[name] if name == kind else portable.get(name, self.classes[name])
         return rates if name == kind else replace(rates, spread=transferred_spread(rates.spread), source="prior")
 
     def to_json(self) -> str:

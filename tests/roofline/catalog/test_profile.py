@@ -128,6 +128,16 @@ def test_a_class_without_rates_takes_its_relatives_and_says_so(h200_profile):
         few.rates("rope")
 
 
+def test_experts_without_rates_are_as_fast_as_the_same_kernels_elsewhere(h200_profile):
+    """Their kernels are Triton's on Hopper, too, where products of 4-bit weights have faster ones."""
+    fast, slow = (replace(h200_profile.classes["linear"], launch_s=launch_s) for launch_s in (1e-6, 2e-6))
+    profile = replace(h200_profile, classes={"linear": fast, "linear_int4": fast}, portable={"linear_int4": slow})
+    assert profile.rates("grouped_linear_int4").launch_s == 2e-6
+    assert profile.rates("grouped_linear").launch_s == profile.rates("linear_int4").launch_s == 1e-6
+    measured = replace(profile, classes={**profile.classes, "grouped_linear_int4": fast})
+    assert measured.rates("grouped_linear_int4") is fast
+
+
 @pytest.mark.parametrize(
     ("kind", "relative"),
     [("linear_int8", "linear_int4"), ("attention_d64", "attention"), ("gather", "attention"), ("rope", "elementwise")],
