@@ -106,7 +106,7 @@ FAMILIES: dict[str, Family] = {
     "kimi_linear": _DEEPSEEK,
     "glm4_moe": Family(qk_norm=None, routing=_SIGMOID, traits=("partial rotary", "scaled experts"), executed=True),
     "minimax_m2": Family(
-        attention_bias=False, qk_norm=True, wide_qk_norm=True, routing={"sigmoid": True},
+        attention_bias=False, qk_norm=True, wide_qk_norm=True, routing={"sigmoid": True}, executed=True,
         traits=("partial rotary", "scaled experts"),
     ),
     "nemotron_h": Family(gated_mlp=False, traits=("other activation", "scaled experts")),
@@ -119,15 +119,15 @@ FAMILIES: dict[str, Family] = {
         executed=True, norms=PARALLEL, layer_norm=True, interleaved_rope=True, full_rope=False,
     ),
     "ernie4_5": Family(attention_bias=False, executed=True, interleaved_rope=True),
-    "ernie4_5_moe": Family(attention_bias=False),
+    "ernie4_5_moe": Family(attention_bias=False, executed=True, interleaved_rope=True),
     "internlm3": Family(),
-    "solar_open": _DEEPSEEK,
+    "solar_open": replace(_DEEPSEEK, executed=True),
     "gemma2": Family(
         {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096}, sliding="even", executed=True, **_GEMMA,
         traits=("attention soft cap", "logit soft cap", "scaled embeddings", "other norms", "other activation"),
     ),
     "granite": replace(_GRANITE, executed=True),
-    "granitemoe": _GRANITE,
+    "granitemoe": replace(_GRANITE, executed=True),
     "granitemoehybrid": _GRANITE,
     "olmo2": Family(qk_norm=True, wide_qk_norm=True, traits=("other norms",), executed=True, norms="after"),
     "olmo3": Family(

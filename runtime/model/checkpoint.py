@@ -154,9 +154,11 @@ def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, o
     shared_name = (
         "mlp.shared_expert" if (gate := present("mlp.shared_expert_gate.weight")) is not None else "mlp.shared_experts"
     )
+    layout = config.checkpoint
+    scale = 1.0 if NORM_NAMES[layout.norms][3] else layout.block_scale  # as `output` scales a dense MLP
     return RoutedMLP(
         router,
-        config.routing,
+        dataclasses.replace(config.routing, scale=config.routing.scale * scale),
         StackedExperts.of(gate_up),
         StackedExperts.of(down),
         choice_bias=None if bias is None else bias.flatten().float(),

@@ -19,6 +19,22 @@ MOE_SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
 }  # fmt: skip
+_HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+MOE_SIZES |= {
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2, "rope_parameters": _HALF},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+    },
+    "solar_open": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
+    },
+    "granitemoe": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1, "logits_scaling": 0.5,
+    },
+}  # fmt: skip
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID | _ROUTED,
