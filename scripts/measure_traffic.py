@@ -66,10 +66,15 @@ def summary(requests: Requests, served: Sequence[tuple[float, float, int]]) -> d
 
 def write_dummy_model(folder: Path) -> None:
     """The config.json of Llama-3.1-8B and a tokenizer of as many words."""
+    (folder / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
+    write_tokenizer(folder, LLAMA_8B["vocab_size"])
+
+
+def write_tokenizer(folder: Path, words: int) -> None:
+    """A tokenizer of the words w0, w1, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
-    vocab = {f"w{index}": index for index in range(LLAMA_8B["vocab_size"])}
+    vocab = {f"w{index}": index for index in range(words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))

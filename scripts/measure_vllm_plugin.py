@@ -7,8 +7,9 @@ case, and a case that fails leaves its error there and does not stop the next.
 
 Checks, on a small model of random weights whose fit `runtime.load` has saved: greedy tokens of an engine without graphs
 and without prefix caching (plain), with chunks of 512 tokens, prefix caching, preemptions and ragged arrivals
-(scheduled), and with drafts (drafts); then this package's runtime says of each token how far it is from its own choice
-(compare). Times, on Llama-3.1-8B with dummy weights: stage1, fp8, stage2, bf16, and this package's runtime (runtime).
+(scheduled), with drafts (drafts), and of a server's clients (server); then this package's runtime says of each token
+how far it is from its own choice (compare). Times, on Llama-3.1-8B with dummy weights: stage1, fp8, stage2, bf16, and
+this package's runtime (runtime).
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import argparse
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 import traceback
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+from measure_traffic import write_tokenizer
 from measure_vllm import GRAPHS, LLAMA_8B
 
 from ridgeplan.planner import resolve
@@ -46,6 +52,7 @@ SMALL = {
 }  # fmt: skip
 LENGTHS, GENERATED = (5, 127, 128, 129, 300, 700, 1100), 200  # of the checks' prompts
 CASES = ((32768, 1), (4096, 16), (32768, 8), (131072, 1), (131072, 4))  # of the table in docs/vllm.md
+PORT = 8124
 SCHEDULED = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 24}  # 3,072 tokens for 3,889 and what they add
 Send = Callable[[dict[str, Any]], None]
 
@@ -81,6 +88,7 @@ def small_model() -> Path:
             tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(hidden).bfloat16()
     (folder / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
     (folder / "generation_config.json").write_text("{}", encoding="utf-8")
+    write_tokenizer(folder, vocab)  # which servers want
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -236,6 +244,50 @@ def counted_steps(llm: Any) -> list[int]:
     return count
 
 
+def run_server(send: Send) -> None:
+    """The exported command as it is, with drafts, in processes of its own: tokens that OpenAI clients get."""
+    folder = small_model()
+    plan = plan_of(str(folder), "quantspec-int8", 1100, GENERATED, len(LENGTHS))
+    told = exported_arguments(str(folder), plan, folder) | {"gpu_memory_utilization": 0.2, "port": PORT}
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    for name, value in told.items():
+        words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    process = subprocess.Popen(words, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    try:
+        wait_for_server(process)
+        with ThreadPoolExecutor(len(LENGTHS)) as pool:
+            tokens = list(pool.map(lambda text: completed(str(folder), text), prompts()))
+    finally:
+        process.terminate()
+        process.wait(30)
+    save_tokens("server", tokens)
+    reference = dict(saved_tokens()).get("plain")
+    send({"case": "server", **({} if reference is None else agreement(tokens, reference))})
+
+
+def wait_for_server(process: subprocess.Popen[bytes]) -> None:
+    """Returns when it answers. Raises RuntimeError if it ends before, or takes two minutes."""
+    for _ in range(120):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v1/models", timeout=5).close()
+            return
+        except OSError:
+            if process.poll() is not None:
+                break
+            time.sleep(1)
+    raise RuntimeError(f"the server did not answer; its exit status is {process.poll()}")
+
+
+def completed(model: str, text: Sequence[int]) -> list[int]:
+    """Greedy tokens of a prompt from the server."""
+    body = {"model": model, "prompt": list(text), "max_tokens": GENERATED, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True}  # fmt: skip
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return list(json.load(answer)["choices"][0]["token_ids"])
+
+
 def run_compare(send: Send) -> None:
     """How far each engine's tokens are from this package's runtime's choices, in deviations of its logits."""
     from ridgeplan import runtime
@@ -300,6 +352,7 @@ STEPS: dict[str, Callable[[Send], None]] = {
     "plain": run_plain,
     "scheduled": run_scheduled,
     "drafts": run_drafts,
+    "server": run_server,
     "compare": run_compare,
     "stage1": lambda send: run_times("stage1", "int8-weights-int8", send),
     "fp8": lambda send: run_times("fp8", None, send, **FP8),
