@@ -98,6 +98,11 @@ class _Caches:
     """An engine's full-precision cache, and a cache of codes with the same tokens."""
 
     def __init__(self, engine: Engine, plain: Cache, coded: bool) -> None:
+        if plain.states is not None:
+            raise WorkloadError(
+                "the model has recurrent states, of whose drafts no acceptance is measured by position; allowed: "
+                "`ridgeplan tune`, which measures generations"
+            )
         self.plain = plain
         self._engine = engine
         config = KVCacheConfig(

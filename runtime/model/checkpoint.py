@@ -358,8 +358,8 @@ def _delta_inputs(state: State, take: Take, prefix: str) -> Tensor:
 
 def _delta_vectors(state: State, take: Take, prefix: str, device: torch.device) -> DeltaVectors:
     taps = _copied(take(f"{prefix}conv1d.weight")[:, 0], device)
-    by_head = (_copied(take(f"{prefix}{name}").float(), device) for name in ("A_log", "dt_bias"))
-    return DeltaVectors(taps, *by_head, state.key_heads, state.key_dim)
+    log_decay, step_bias = (_copied(take(f"{prefix}{name}").float(), device) for name in ("A_log", "dt_bias"))
+    return DeltaVectors(taps, log_decay, step_bias, state.key_heads, state.key_dim)
 
 
 # Left out, transformers asks on stdin whether a checkpoint's own Python may run.
