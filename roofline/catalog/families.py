@@ -96,7 +96,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": _HYBRID,
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID,
-    "gpt_oss": Family({"attention_bias": True}, sliding="even", traits=("attention sinks", "other activation")),
+    "gpt_oss": Family(
+        {"attention_bias": True}, sliding="even", traits=("attention sinks", "other activation"), executed=True
+    ),
     "deepseek_v2": Family(routing={"normalized": False, "group_members": 1}, executed=True),
     "deepseek_v3": Family(routing=_SIGMOID, executed=True),
     "deepseek_v32": _INDEXED,

@@ -140,12 +140,16 @@ def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, o
         tensor = next((tensor for tensor in tensors if tensor is not None), None)
         return None if tensor is None else _copied(tensor, device)
 
-    router = present("mlp.gate.weight", "block_sparse_moe.router.weight", "block_sparse_moe.gate.weight")
+    router = present("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.router.weight", "block_sparse_moe.gate.weight")
     if router is None or config.routing is None:
         return gated("mlp")
     gate_up, down = (
         present(f"mlp.experts.{name}_proj", f"block_sparse_moe.experts.{name}_proj") for name in ("gate_up", "down")
     )
+    biases = [present(f"mlp.experts.{name}_proj_bias") for name in ("gate_up", "down")]
+    if gate_up is not None and down is not None and biases[0] is not None:  # gpt-oss, which stores them transposed
+        gate_up, down = _halved(gate_up.mT, 1), down.mT.contiguous()
+        biases[0] = _halved(biases[0], 1)
     if gate_up is None or down is None:
         gate_up, down = (experts.to(device) for experts in _separate_experts(config.shape, take, prefix))
     places = ("mlp.", "mlp.gate.", "mlp.gate.moe_statics.", "block_sparse_moe.")
@@ -159,12 +163,19 @@ def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, o
     return RoutedMLP(
         router,
         dataclasses.replace(config.routing, scale=config.routing.scale * scale),
-        StackedExperts.of(gate_up),
-        StackedExperts.of(down),
+        StackedExperts.of(gate_up, biases[0]),
+        StackedExperts.of(down, biases[1]),
+        router_bias=present("mlp.router.bias"),
         choice_bias=None if bias is None else bias.flatten().float(),
         shared=gated(shared_name) if shared else None,
         shared_gate=gate,
+        activation=config.expert_activation,
     )
+
+
+def _halved(rows: Tensor, dim: int) -> Tensor:
+    """Alternating gates and ups along `dim`, with all gates ahead of the ups."""
+    return torch.cat([rows.unflatten(dim, (-1, 2)).select(dim + 1, half) for half in (0, 1)], dim=dim)
 
 
 def _separate_experts(shape: ModelShape, take: Take, prefix: str) -> tuple[Tensor, Tensor]:

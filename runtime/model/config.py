@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ridgeplan.kernels.experts import Activation
 from ridgeplan.roofline.catalog.config_json import routing_of, shape_from_config
 from ridgeplan.roofline.catalog.families import FAMILIES, Family
 from ridgeplan.roofline.catalog.layers import Attention
@@ -71,6 +72,9 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
         logit_cap=_factor(keys, "final_logit_softcapping", 0.0) or None,
     )
     config = DecoderConfig(shape, layout.stream_eps, tuple(layers), tuple(rotaries), layout, routing)
+    if keys.get("swiglu_limit"):  # gpt-oss
+        clamped = Activation(_factor(keys, "swiglu_alpha"), _factor(keys, "swiglu_limit"), 1.0)
+        config = replace(config, expert_activation=clamped)
     if not shape.is_mla:
         return config
     _require(not keys.get("attention_bias"), "attention_bias", True, ("false with latent attention",))

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.attention import decode_attention
+from ridgeplan.kernels.experts import SWIGLU, Activation
 from ridgeplan.kernels.layer import Tables, rope_append, rotary_tables
 from ridgeplan.roofline.catalog.layers import Attention, Routing, State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -68,6 +69,7 @@ class DecoderConfig:
     rotaries: tuple[Rotary, ...]
     checkpoint: CheckpointLayout = field(default_factory=CheckpointLayout)
     routing: Routing | None = None
+    expert_activation: Activation = SWIGLU
     score_scale: float = 1.0
     interleaved_rope: bool = False
 
