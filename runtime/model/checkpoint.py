@@ -140,7 +140,9 @@ def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, o
         tensor = next((tensor for tensor in tensors if tensor is not None), None)
         return None if tensor is None else _copied(tensor, device)
 
-    router = present("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.router.weight", "block_sparse_moe.gate.weight")
+    router = present(
+        "mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.router.weight", "block_sparse_moe.gate.weight"
+    )
     if router is None or config.routing is None:
         return gated("mlp")
     gate_up, down = (

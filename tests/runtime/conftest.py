@@ -95,7 +95,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
             config = transformers.AutoConfig.for_model(family, **(TINY | FAMILY_SIZES.get(family, {}) | changes))
             model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
             for parameter_name, parameter in model.named_parameters():
-                if parameter_name.endswith("bias"):
+                if parameter_name.endswith(("bias", "sinks")):
                     torch.nn.init.normal_(parameter, std=0.2)
                 if "norm" in parameter_name:  # ones, as transformers has them, would hide norms that are mixed up
                     torch.nn.init.uniform_(parameter, 0.5, 1.5)

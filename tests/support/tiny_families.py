@@ -30,6 +30,10 @@ MOE_SIZES |= {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
         "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
     },
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "intermediate_size": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "granitemoe": {
         "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
         "attention_multiplier": 0.1, "logits_scaling": 0.5,
