@@ -52,7 +52,7 @@ def round_rows(model: str, gpu: str, context: int, batch: int, gamma: int, ratio
     for method, preset in METHODS.items():
         case = _drafting(method, preset, model=model, gpu=gpu, context=context, batch=batch, gamma=gamma, ratio=ratio)
         bare = unselected(case).estimate.round
-        drafting_s = float(bare.gamma * bare.draft_s)
+        drafting_s = float(bare.passes * bare.draft_s)
         seconds = (drafting_s, float(bare.total_s) - drafting_s, selection_s(case))
         rows += [
             {

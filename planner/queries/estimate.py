@@ -11,7 +11,7 @@ from ridgeplan.planner.quality import Quality, saved_rows, stated_losses
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
 from ridgeplan.planner.render.text import one_by_one_notes
-from ridgeplan.planner.search import best_of_preset, family_of, named_plan
+from ridgeplan.planner.search import best_of_preset, named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import Plan, require
 from ridgeplan.roofline.plan.policies.evictions import rounding_text
@@ -127,6 +127,5 @@ def with_gamma(plan: Plan, gamma: int | None, *, adaptive: bool) -> Plan:
     option = f"gamma is {gamma}" if gamma is not None else "adaptive is given"
     changed = gamma is not None or adaptive
     require(plan.speculation.active or not changed, f"{option}; allowed: none, as {preset_name(plan)} drafts nothing")
-    family = family_of(preset_name(plan), plan)
-    speculation = plan.speculation if gamma is None else family.plan(gamma, plan.speculation.ratio).speculation
+    speculation = plan.speculation if gamma is None else plan.speculation.with_gamma(gamma)
     return replace(plan, speculation=replace(speculation, adaptive=speculation.adaptive or adaptive))

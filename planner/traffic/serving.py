@@ -278,7 +278,7 @@ class _Study:
         plan = best_of_preset(self.preset, question).plan
         if self.gamma is not None:
             require(plan.speculation.active, f"gamma is {self.gamma}; allowed: none, as {self.preset} drafts nothing")
-            plan = replace(plan, speculation=replace(plan.speculation, gamma=self.gamma))
+            plan = replace(plan, speculation=plan.speculation.with_gamma(self.gamma))
         model = AcceptanceModel.of_profile(question.shape, question.workload.context, question.profile)
         return Replica(plan, question, self.max_tokens, model.of(plan).best if plan.speculation.active else 1.0)
 

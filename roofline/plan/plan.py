@@ -430,6 +430,16 @@ class Speculation(PlanPart):
         to_target = min(drafter.depth, self.gamma)
         return (0, *passes, RoundShape(to_target, 0, to_target), *cascades)
 
+    def with_gamma(self, gamma: int) -> Speculation:
+        """The same with another gamma, which a drafter follows: by its depth, or its passes where it must."""
+        drafter = self.drafter
+        if drafter.cascades:
+            fewest = -(-gamma // (drafter.depth + 1))
+            drafter = replace(drafter, passes=min(gamma, max(drafter.passes, fewest)))
+        elif drafter.active:
+            drafter = replace(drafter, depth=gamma)
+        return replace(self, gamma=gamma, drafter=drafter)
+
     @property
     def overhang(self) -> int:
         """Tokens beyond gamma that a pass of the self-draft may write to the cache."""

@@ -38,7 +38,7 @@ class PerQuerySelector(SparseSelector):
     def old_tokens_at(self, lengths: Tensor) -> Tensor:
         return self.builder.quantized(lengths)
 
-    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
+    def draft_metadata(self, offset: int | Tensor, queries: int = 1) -> AttentionMetadata:
         rows = self.cache.rows
         self.scored_tokens, self.budgets = self.scored_old_tokens()[:rows], self.budget()[:rows]
         self.page_limits = self.limits(self.page, torch.Size((rows, self.cache.kv_heads)))
@@ -141,7 +141,7 @@ class PageBoundsSelector(PromptSelector):
         bounds = self.bounds_of(keys.flatten(0, 1))
         self.bounds.scatter_(3, at, bounds.unflatten(0, keys.shape[:2]))
 
-    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
+    def draft_metadata(self, offset: int | Tensor, queries: int = 1) -> AttentionMetadata:
         metadata = super().draft_metadata(offset, queries)
         self.pages = self.scored_tokens // self.page
         return metadata
@@ -203,7 +203,7 @@ class ShadowKVSelector(PageBoundsSelector):
 class ProgressiveSelector(PerQuerySelector):
     """The 2-bit keys are the upper bits of the upper codes, so the cache must hold codes."""
 
-    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
+    def draft_metadata(self, offset: int | Tensor, queries: int = 1) -> AttentionMetadata:
         metadata = super().draft_metadata(offset, queries)
         self.groups = self.scored_tokens // self.cache.config.group
         return metadata

@@ -80,8 +80,9 @@ class RetrievalHeadSelector(SparseSelector):
         other._query = offset
         return other
 
-    def draft_metadata(self, offset: int, queries: int = 1) -> AttentionMetadata:
+    def draft_metadata(self, offset: int | Tensor, queries: int = 1) -> AttentionMetadata:
         """Chooses for the query of the pass that is about to run, then as for every sparse policy."""
+        assert isinstance(offset, int), "offsets by row are those of cascades, which read every token"
         index, count = self.top_pages(self._scores(offset), 1)
         by_layer = (part.unflatten(1, (-1, self.layers)).movedim(2, 0).contiguous() for part in (index, count))
         self._chosen = tuple(TokenIndex(*of_layer) for of_layer in zip(*by_layer, strict=True))

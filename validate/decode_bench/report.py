@@ -61,9 +61,10 @@ class DecodeCase:
         """The plan for a model, with RoPE scaled beyond its context limit. Raises PlanError."""
         workload = workload_for(shape, profile, self.context, new_tokens, self.batch, yarn=True)
         if self.saved_plan is not None:
-            of_text = self.saved_plan.workload
-            known = {"acceptance_length": of_text.acceptance_length, "drafter": of_text.drafter}
-            return replace(self.saved_plan, workload=replace(workload, text=of_text.text, **known))
+            known = self.saved_plan.workload
+            length = known.acceptance_length
+            workload = replace(workload, text=known.text, acceptance_length=length, drafter=known.drafter)
+            return replace(self.saved_plan, workload=workload)
         plan = preset(self.preset, workload)
         if self.share:
             plan = replace(plan, eviction=replace(plan.eviction, budget=0, share=self.share))
@@ -73,7 +74,7 @@ class DecodeCase:
         if not speculation.active:
             return plan
         gamma = speculation.gamma if self.gamma is None else self.gamma
-        return replace(plan, speculation=replace(speculation, gamma=gamma, adaptive=self.adaptive))
+        return replace(plan, speculation=replace(speculation.with_gamma(gamma), adaptive=self.adaptive))
 
 
 @dataclass(frozen=True)
