@@ -249,7 +249,14 @@ def run_server(send: Send) -> None:
     folder = small_model()
     plan = plan_of(str(folder), "quantspec-int8", 1100, GENERATED, len(LENGTHS))
     told = exported_arguments(str(folder), plan, folder) | {"gpu_memory_utilization": 0.2, "port": PORT}
-    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(folder),
+    ]  # -P: kernels/ is no package
     for name, value in told.items():
         words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
     process = subprocess.Popen(words, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
