@@ -82,3 +82,15 @@ def test_an_abandoned_answer_is_continued_up_to_what_was_read(engine_of, prompts
     tokens = list(engine.stream(prompt, 8, reuse_prefix=True))
     assert engine.statistics.reused_tokens >= len(first)
     assert tokens == engine.generate([prompt], 8).tokens[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv", ["bf16", "int4x2"])
+def test_on_a_gpu_a_second_turn_goes_on_with_its_captured_rounds(engine_of, prompts, kv):
+    engine = engine_of(kv, 3, group=128, draft_bits=4 if kv == "int4x2" else 16)
+    [first], [more] = prompts(130), prompts(9, seed=2)
+    prompt, tokens, reused = continued(engine, first, more)
+    assert reused >= len(first)
+    forced = engine.teacher_forced_choices([first], [[*prompt[len(first) :], *tokens]])[0].tolist()
+    agreed = sum(a == b for a, b in zip(forced[len(prompt) - len(first) : -1], tokens, strict=True))
+    assert agreed >= len(tokens) - 2  # near ties in bfloat16
