@@ -81,7 +81,7 @@ def test_tokens_of_a_round_by_hand():
     [(0.9, 0.6, 0.7, 4, 3, 15), (0.8, 1.0, 0.9, 3, 2, 5), (0.95, 0.2, 0.5, 2, 4, 6)],
 )
 def test_tokens_of_a_cascade_are_those_of_simulated_rounds(acceptance, hit, proposal_acceptance, depth, passes, gamma):
-    generator, rounds = np.random.default_rng(1), 200_000
+    generator, rounds = np.random.default_rng(1), 50_000
     drafts = np.zeros(rounds, dtype=int)
     for _ in range(passes):
         accepted = (generator.random((rounds, depth)) < proposal_acceptance).cumprod(1).sum(1)
