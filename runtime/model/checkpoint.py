@@ -28,7 +28,7 @@ from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout, HeadLayo
 from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
-from ridgeplan.runtime.model.linear import Dense, GatedMLP
+from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
 from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, Norm, ParallelNorm, RMSNorm
 from ridgeplan.runtime.model.packed_weights import PackedTensors
 from ridgeplan.runtime.model.weights import (
@@ -104,10 +104,11 @@ def _layer(config: DecoderConfig, take: Take, index: int, device: torch.device) 
         weight = layout.norm_weight(take(f"{prefix}{name}.weight"), layout.block_scale)
         return RMSNorm(_copied(weight, device), layout.eps)
 
-    def output(linear: Dense, norm: str) -> Dense:
+    def output(linear: Linear, norm: str) -> Linear:
         """A block's last product, which holds the block's scale where no norm follows that does."""
         if norm or layout.block_scale == 1:
             return linear
+        assert isinstance(linear, Dense), "a checkpoint's"
         bias = None if linear.bias is None else _scaled(linear.bias, layout.block_scale)
         return Dense(_scaled(linear.weight, layout.block_scale), bias)
 
@@ -126,7 +127,9 @@ def _layer(config: DecoderConfig, take: Take, index: int, device: torch.device) 
     )
 
 
-def _mlp(config: DecoderConfig, take: Take, prefix: str, device: torch.device, output: Callable[[Dense], Dense]) -> MLP:
+def _mlp(
+    config: DecoderConfig, take: Take, prefix: str, device: torch.device, output: Callable[[Linear], Linear]
+) -> MLP:
     """Routed experts with what is beside them, or a dense MLP."""
 
     def gated(name: str) -> GatedMLP:
