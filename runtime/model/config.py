@@ -12,6 +12,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ridgeplan.kernels.experts import Activation
+from ridgeplan.kernels.state import MAX_TAPS
 from ridgeplan.roofline.catalog.config_json import routing_of, shape_from_config
 from ridgeplan.roofline.catalog.families import FAMILIES, Family
 from ridgeplan.roofline.catalog.layers import Attention
@@ -50,6 +51,10 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
         raise ModelError(f"cannot load the model {source}: {error}") from error
     held = shape.weight_bits.format
     _require(held in CONVERTED_FORMATS, "weight format", held, loaded_formats())
+    for state, _ in shape.states:
+        _require(activation == "silu", "hidden_act with recurrent states", activation, ("silu",))
+        allowed = tuple(map(str, range(1, MAX_TAPS + 1)))
+        _require(state.conv_width <= MAX_TAPS, "convolution's width", state.conv_width, allowed)
     head_dim = shape.rope_head_dim or shape.head_dim
     heads = HeadLayout(head_dim, head_dim, _rotary_dim(hub, head_dim), family.interleaved_rope)
     layers, cap = list(layer_settings(shape)), _factor(keys, "attn_logit_softcapping", 0.0)

@@ -101,6 +101,9 @@ def test_what_the_decoder_does_not_compute_is_refused():
     executed = ", ".join(EXECUTABLE_ARCHITECTURES)
     refused(f"model_type is 'gpt_neox'; supported: {executed}", family="gpt_neox", rotary_pct=1.0)
     refused("model_type is 'jamba'", family="jamba")
+    hybrid = {"family": "qwen3_5_text", "num_hidden_layers": 4}
+    refused("hidden_act with recurrent states is 'gelu_pytorch_tanh'", hidden_act="gelu_pytorch_tanh", **hybrid)
+    refused("convolution's width is 5; supported: 1, 2, 3, 4", linear_conv_kernel_dim=5, **hybrid)
     refused("rope_type is 'dynamic'", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     refused("cannot load the model model: .*vocab_size must be a whole number", vocab_size=10**10)
 
