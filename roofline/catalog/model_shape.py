@@ -29,7 +29,7 @@ from ridgeplan.roofline.catalog.validation import (
 FULL_BITS = 16.0
 # Formats that the runtime decodes as it loads them, into what the plan asks for.
 DECODED_BITS = {"gptq": (2, 4, 8), "awq": (4,), "compressed-tensors": (2, 4, 8)}  # of formats with several sizes
-PACKED_FORMATS = (*DECODED_BITS, "fp8", "mxfp4")  # of safetensors
+PACKED_FORMATS = (*DECODED_BITS, "fp8")  # of safetensors
 CONVERTED_FORMATS = ("bf16", "float32", "gguf", *PACKED_FORMATS)
 MAX_BITS = 16
 OTHER_BITS = tuple(
@@ -39,7 +39,7 @@ OTHER_BITS = tuple(
     if bits not in decoded
 )
 OTHER_LAYOUTS = tuple(f"{method} in another layout" for method in DECODED_BITS)
-FORMATS = (*CONVERTED_FORMATS, "bitsandbytes", "fbgemm_fp8", "nvfp4", *OTHER_BITS, *OTHER_LAYOUTS)
+FORMATS = (*CONVERTED_FORMATS, "bitsandbytes", "fbgemm_fp8", "mxfp4", "nvfp4", *OTHER_BITS, *OTHER_LAYOUTS)
 PARTS = ("attention", "mlp", "experts", "embedding", "head")
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints with packed weights (GPTQ, AWQ, compressed-tensors, FP8, MXFP4), decoded to full precision.
+"""Checkpoints with packed weights (GPTQ, AWQ, compressed-tensors, FP8), decoded to full precision.
 
 Every function takes the tensors of a linear layer by the suffix of their names, and returns [outputs, inputs]. Models
 in other layouts and sizes are refused by their configuration (`DECODED_BITS` of roofline/catalog/model_shape.py).
@@ -86,20 +86,6 @@ def decode_fp8(parts: Parts, settings: Settings) -> Tensor:
     return weight * _over_blocks(parts["weight_scale_inv"].float(), block, weight)
 
 
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes without their sign (OCP MX, section 5.3.3)
-
-
-def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Experts [experts, outputs, inputs] of MXFP4, exact in bfloat16.
-
-    blocks: uint8 [experts, outputs, inputs / 32, 16], two codes a byte, the low one first. scales: uint8 [experts,
-    outputs, inputs / 32], exponents of 2 plus 127.
-    """
-    values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], dtype=torch.float32)
-    codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-    return torch.ldexp(values[codes.int()], scales[..., None].int() - 127).bfloat16().flatten(-2)
-
-
 # By `quant_method`: the decoder of a module, and the tensors that mark a quantized module.
 Decoder = Callable[[Parts, Settings], Tensor]
 DECODERS: dict[str, tuple[Decoder, tuple[str, ...]]] = {
@@ -107,7 +93,6 @@ DECODERS: dict[str, tuple[Decoder, tuple[str, ...]]] = {
     "awq": (decode_awq, ("qweight",)),
     "compressed-tensors": (decode_compressed, ("weight_scale",)),
     "fp8": (decode_fp8, ("weight_scale_inv", "weight_scale")),
-    "mxfp4": (decode_fp8, ()),  # of which only experts are packed, see `decode_mxfp4`
 }
 
 
@@ -175,9 +160,6 @@ class PackedTensors:
 
     def _tensor(self, name: str) -> Tensor | None:
         module, _, last = name.rpartition(".")
-        if f"{name}_blocks" in self.files:  # transformers has gpt-oss's experts transposed
-            with failures_as(f"cannot decode {name} of the checkpoint {self.source}"):
-                return decode_mxfp4(self._read(f"{name}_blocks"), self._read(f"{name}_scales")).mT
         decode, marks = DECODERS[self.settings["quant_method"]]
         if last == "weight" and any(f"{module}.{mark}" in self.files for mark in marks):
             stored = [part for part in self.files if part.rpartition(".")[0] == module]
