@@ -5,13 +5,16 @@
 
 Without --url it starts `vllm serve` with dummy weights of Llama-3.1-8B and a tokenizer of words, so that nothing is
 downloaded. Prompts are random tokens; arrivals and lengths are those of `ridgeplan capacity` with the same seed. The
-predictions are written first, the measurements of each rate as they end.
+predictions are written first, the measurements of each rate as they end: `rows`, one for each rate. `knees` have all
+requests at once, so that their throughput is the most that the engine reaches. `mixed` are single steps: prompts that
+arrive while others decode, and the decodes' gap between two tokens meanwhile. Watts are those of nvidia-smi, if any.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,13 +29,19 @@ from typing import Any
 import numpy as np
 from measure_vllm import LLAMA_8B
 
-from ridgeplan.planner import Traffic, serving_capacity
+from ridgeplan.planner import SearchOptions, Traffic, serving_capacity
+from ridgeplan.planner.question import ask
+from ridgeplan.planner.search import best_of_preset
 from ridgeplan.planner.traffic.requests import Requests, generate_requests, parse_lengths, parse_rates
-from ridgeplan.planner.traffic.serving import PERCENTILES
+from ridgeplan.planner.traffic.serving import DEFAULT_PRESET, PERCENTILES
+from ridgeplan.planner.traffic.step_times import Replica
 from ridgeplan.validate.engine_steps import CompletionsServer, EngineFailed, Stream, random_prompts
 
 MODEL, PORT, START_S, MAX_TOKENS = "meta-llama/Llama-3.1-8B", 8123, 400.0, 131_072
 DISTRIBUTIONS = {"lognormal": ("lognormal:4k", "lognormal:256"), "constant": ("8k", "256")}
+ALL_AT_ONCE = 1000.0  # requests per second
+DECODES, CONTEXT, NEW_TOKENS, PAUSE_S = (1, 16, 64), 4096, 512, 0.2  # of a mixed step
+PROMPTS = (512, 2048, 8000)  # with 64 decodes, the last is just within vLLM's 8192 tokens per step
 Send = Callable[[list[int], int], Stream]
 
 
@@ -48,6 +57,63 @@ def serve(requests: Requests, prompts: Sequence[list[int]], send: Send) -> list[
 
     with ThreadPoolExecutor(len(requests)) as pool:
         return list(pool.map(run, range(len(requests))))
+
+
+def mixed_step_s(decodes: Sequence[list[int]], prompts: Iterator[list[int]], send: Send) -> float | None:
+    """Seconds of a step that processes a prompt while all `decodes` decode: the median gap between two of their tokens.
+
+    Prompts are sent one after another until the decodes end; None where none of them met all decodes.
+    """
+    met: list[tuple[float, float]] = []
+    with ThreadPoolExecutor(len(decodes)) as pool:
+        running = [pool.submit(send, prompt, NEW_TOKENS) for prompt in decodes]
+        while not all(each.done() for each in running):
+            sent = time.perf_counter()
+            met.append((sent, send(next(prompts), 1).stamps[0]))
+            time.sleep(PAUSE_S)
+        stamps = [np.array(each.result().stamps) for each in running]
+    first, last = max(each[0] for each in stamps), min(each[-1] for each in stamps)
+    gaps = [
+        float(np.diff(each)[(each[1:] > sent) & (each[:-1] < answered)].max())
+        for sent, answered in met
+        if first < sent and answered < last
+        for each in stamps
+    ]
+    return statistics.median(gaps) if gaps else None
+
+
+def predicted_mixed_steps(gpu: str) -> list[dict[str, Any]]:
+    """Milliseconds of every mixed step, and of the decodes alone."""
+    question = ask(MODEL, gpu, CONTEXT, SearchOptions(backend="vllm", new_tokens=NEW_TOKENS))
+    steps = Replica(best_of_preset(DEFAULT_PRESET, question).plan, question, MAX_TOKENS).server().steps
+    mean = CONTEXT + NEW_TOKENS / 2
+    return [
+        {
+            "decodes": count, "context": CONTEXT, "prompt": size,
+            "decode_ms": 1e3 * steps.decode_s(count, count * mean),
+            "predicted_ms": 1e3 * steps.mixed_s(count, count * mean, [(size, 0)]),
+        }
+        for count in DECODES
+        for size in PROMPTS
+    ]  # fmt: skip
+
+
+@contextmanager
+def measured_watts() -> Iterator[list[float]]:
+    """Power of the first GPU, by nvidia-smi, twice a second until the block ends; nothing where there is none."""
+    watts: list[float] = []
+    command = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-i", "0", "-lms", "500"]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    except OSError:
+        yield watts
+        return
+    try:
+        yield watts
+    finally:
+        process.terminate()
+        for line in process.communicate()[0].splitlines():
+            watts += [float(line)] if line.strip().replace(".", "", 1).isdigit() else []
 
 
 def summary(requests: Requests, served: Sequence[tuple[float, float, int]]) -> dict[str, float]:
@@ -123,24 +189,46 @@ def main() -> None:
     traffic = Traffic(requests=options.requests, replicas=1)
     rows: list[dict[str, Any]] = []
     for name in options.lengths:
-        isl, osl = DISTRIBUTIONS[name]
-        answer = serving_capacity(MODEL, options.gpu, options.rates, isl=isl, osl=osl, traffic=traffic, backend="vllm")
+        rates, (isl, osl) = (*options.rates, ALL_AT_ONCE), DISTRIBUTIONS[name]
+        answer = serving_capacity(MODEL, options.gpu, rates, isl=isl, osl=osl, traffic=traffic, backend="vllm")
         rows += [{"lengths": name, "rate": row.rate, "predicted": asdict(row)} for row in answer.rows]
-    document = {"date": time.strftime("%Y-%m-%d"), "gpu": options.gpu, "requests": options.requests, "rows": rows}
-    options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    document = {
+        "date": time.strftime("%Y-%m-%d"), "gpu": options.gpu, "requests": options.requests,
+        "rows": [row for row in rows if row["rate"] != ALL_AT_ONCE],
+        "knees": [row for row in rows if row["rate"] == ALL_AT_ONCE],
+        "mixed": predicted_mixed_steps(options.gpu),
+    }  # fmt: skip
+
+    def save(row: dict[str, Any] | None = None) -> None:
+        if row is not None:
+            print(json.dumps({key: value for key, value in row.items() if key != "predicted"}), flush=True)
+        options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+    save()
     with running_server(options.url) as server:
         document["vllm"] = server.version
         server.stream(random_prompts(server.vocab, 4096, 1)[0], 32)  # compiles what the first request needs
+        draw = np.random.default_rng(2)
+        for step in document["mixed"]:
+            decodes = draw.integers(1000, 100_000, (step["decodes"], CONTEXT)).tolist()
+            prompts = iter(lambda size=step["prompt"]: draw.integers(1000, 100_000, size).tolist(), None)
+            seconds = mixed_step_s(decodes, prompts, server.stream)
+            if seconds is not None:
+                step |= {"measured_ms": 1e3 * seconds, "error": step["predicted_ms"] / (1e3 * seconds) - 1}
+            save(step)
         for place, row in enumerate(rows):
             lengths = (parse_lengths(text) for text in DISTRIBUTIONS[row["lengths"]])
             rng = np.random.default_rng(traffic.seed)
             requests = generate_requests(row["rate"], traffic.requests, *lengths, MAX_TOKENS, traffic.burstiness, rng)
             draw = np.random.default_rng([1, place])
-            prompts = [draw.integers(1000, 100_000, size).tolist() for size in requests.prompt_tokens]
-            row["measured"] = summary(requests, serve(requests, prompts, server.stream))
+            texts = [draw.integers(1000, 100_000, size).tolist() for size in requests.prompt_tokens]
+            with measured_watts() as watts:
+                row["measured"] = summary(requests, serve(requests, texts, server.stream))
             row["errors"] = {name: row["predicted"][name] / value - 1 for name, value in row["measured"].items()}
-            print(json.dumps({key: row[key] for key in ("lengths", "rate", "measured", "errors")}), flush=True)
-            options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            if watts:
+                row["watts"] = statistics.mean(watts)
+                row["joules_per_output_token"] = row["watts"] / row["measured"]["output_tokens_per_s"]
+            save(row)
 
 
 if __name__ == "__main__":

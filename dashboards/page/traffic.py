@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import streamlit as st
 
@@ -45,7 +46,7 @@ def simulated(
     """
     backend = Backend.SGLANG if page.options.backend is Backend.SGLANG else Backend.VLLM
     options, traffic = replace(page.options, backend=backend), Traffic(requests=REQUESTS)
-    lengths = {"isl": prompts, "osl": outputs, "options": options}
+    lengths: dict[str, Any] = {"isl": prompts, "osl": outputs, "options": options}
     result = serving_capacity(page.model, page.gpu, rates, traffic=traffic, limits=limits, **lengths)
     alone = replace(traffic, replicas=1)
     return result, capacity_by_degrees(page.model, page.gpu, rates, traffic=alone, **lengths)

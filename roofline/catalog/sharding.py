@@ -8,6 +8,7 @@ experts are sharded over all of its ranks, each expert by its width or, with exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
@@ -42,7 +43,7 @@ class ShardedShape(ModelShape):
 
     @cached_property
     def _layers_by_kind(self) -> tuple[Any, Any, Any]:
-        shards = (_attention, _state, _mlp)
+        shards: tuple[Callable[[Any, Parallel], Any], ...] = (_attention, _state, _mlp)
         kinds = (self.whole.attentions, self.whole.states, self.whole.mlps)
         return tuple(
             counted((shard(layer, self.degrees), self._count(count)) for layer, count in kind)

@@ -50,6 +50,14 @@ def test_the_predictions_are_saved_beside_what_was_measured(
 ) -> None:
     path = tmp_path / "traffic.json"
     monkeypatch.setattr(measure_traffic, "DISTRIBUTIONS", {"constant": ("16", "4")})
+    for name, value in (
+        ("DECODES", (1, 2)),
+        ("PROMPTS", (64,)),
+        ("CONTEXT", 16),
+        ("NEW_TOKENS", 60),
+        ("PAUSE_S", 0.02),
+    ):
+        monkeypatch.setattr(measure_traffic, name, value)
     with serving(lambda context, batch: 0.002) as fake:
         words = [
             "--output",
@@ -65,11 +73,19 @@ def test_the_predictions_are_saved_beside_what_was_measured(
         ]
         monkeypatch.setattr(sys, "argv", ["measure_traffic.py", *words])
         measure_traffic.main()
-    (row,) = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    document = json.loads(path.read_text(encoding="utf-8"))
+    (row,), (knee,) = document["rows"], document["knees"]
     assert row["predicted"]["rate"] == 20.0
     for name, error in row["errors"].items():
         assert error == pytest.approx(row["predicted"][name] / row["measured"][name] - 1)
-    assert json.loads(capsys.readouterr().out)["lengths"] == "constant"
+    assert knee["measured"]["requests_per_s"] > row["measured"]["requests_per_s"]
+    for step in document["mixed"]:
+        assert 0 < step["decode_ms"] < step["predicted_ms"]
+        assert step["measured_ms"] == pytest.approx(2.0)
+        assert step["error"] == pytest.approx(step["predicted_ms"] / step["measured_ms"] - 1)
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [step.get("decodes") for step in printed] == [1, 2, None, None]
+    assert printed[-1]["lengths"] == "constant"
 
 
 def test_the_dummy_model_has_the_words_of_the_vocabulary(tmp_path: Path) -> None:
