@@ -21,7 +21,9 @@ NAMED = re.compile(rf"(?<![\w./*-])({BELOW_A_FOLDER}|(?:[\w-]+/)*[\w-]+\.(?:py|m
 ELSEWHERE = {
     "tests/kernels/layer/test_softcap.py", "roofline/catalog/profiles/NAME.json", "runtime/policies/window.py",
     "roofline/plan/policies/window.py", "code.py", "mine.toml", "config.toml", "cache_utils.py", "modeling_llama.py",
-    "modeling_flash_attention_utils.py", "vllm/config/cache.py", "ggml/docs/gguf.md",
+    "modeling_flash_attention_utils.py", "vllm/config/cache.py", "ggml/docs/gguf.md", "config/vllm.py",
+    "gpu_model_runner.py", "model_executor/layers/attention/attention.py", "v1/worker/gpu_model_runner.py", "manual.md",
+    "a.py", "b.py",
 }  # fmt: skip
 
 

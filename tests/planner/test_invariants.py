@@ -163,6 +163,7 @@ def test_recommended_plans_keep_to_the_limit(model, gpu):
 # Times and memory never fall when work grows, at the rates of calibrated machines and of others.
 
 RISING_MODELS = ("Llama-3.1-8B", "Qwen2.5-0.5B", "Qwen3-30B-A3B", "DeepSeek-V3", "gemma-3-12b-it")
+NEW_TOKENS = 64
 RISING_BATCHES = np.arange(1.0, 300.0)
 RISING_CONTEXTS = np.unique(np.geomspace(16, 1 << 20, 400).round())
 GAMMAS = np.arange(1.0, 16.0)
@@ -181,7 +182,7 @@ def estimates(name: str, model: str, gpu: str, **varying: np.ndarray) -> Estimat
     """A preset with arrays in place of some of its strategy's fields, everything on the device."""
     shape, machine = load_shape(model), Machine.of(profile_for(load_hardware(gpu), shipped_profiles()))
     machine = replace(machine, memory_bytes=1e15)
-    plan = preset(name, Workload(model, gpu, 8192, 64, 3))
+    plan = preset(name, Workload(model, gpu, 8192, NEW_TOKENS, 3))
     strategy = strategy_of(plan, shape, machine, 0.9).with_terms(**varying)
     return evaluate(shape, machine, strategy, rates_of(plan, shape, machine))
 
@@ -216,9 +217,13 @@ def test_longer_contexts_take_more_time(name: str, model: str, gpu: str) -> None
         estimated.round.verify_s,
         estimated.round.total_s,
         estimated.ttft_s,
-        estimated.memory.kv,
     ):
         assert rises(np.broadcast_to(values, RISING_CONTEXTS.shape))
+    # Layers with a window keep no codes of the tokens in it, unless no sequence outgrows it.
+    windows = {attention.window_tokens for attention, _ in load_shape(model).attentions}
+    edges = np.searchsorted(RISING_CONTEXTS + NEW_TOKENS, sorted(tokens + 1 for tokens in windows if tokens))
+    kept = np.split(np.broadcast_to(estimated.memory.kv, RISING_CONTEXTS.shape), edges)
+    assert all(map(rises, kept)) and kept[0][0] < kept[-1][-1]
 
 
 @pytest.mark.parametrize("gpu", ["h200", "a100"])

@@ -204,10 +204,10 @@ def test_what_no_kernel_was_timed_for_is_not_called_calibrated(h200_profile):
 
 
 def test_weights_of_an_architecture_that_is_not_executed_stay_as_they_are():
-    """DeepSeek-V3's 671 billion weights are in fp8, 8.002 bits each, but for the tables and routers."""
-    shape = load_shape("deepseek-ai/DeepSeek-V3")
+    """DeepSeek-V3.2's 672 billion weights are in fp8, 8.002 bits each, but for the tables and routers."""
+    shape = load_shape("deepseek-ai/DeepSeek-V3.2")
     memory = planner.estimate(shape, "h200", 4096, preset="autoregressive").predicted.memory_bytes["weights"]
-    assert memory == pytest.approx(671e9, rel=0.01)
+    assert memory == pytest.approx(672e9, rel=0.01)
     with pytest.raises(planner.NothingFits, match=r"needs at least 67\d GB"):
         planner.recommend(shape, "h200", 4096)
 
@@ -283,9 +283,9 @@ def test_sizes_may_be_texts() -> None:
     )
     with pytest.raises(PlanError, match="memory_limit is 24 bytes; allowed"):
         recommend(LLAMA, "h200", "8k", memory_limit=24)
-    with pytest.raises(PlanError, match="backend is 'tgi'; allowed: any, ridgeplan, vllm, sglang"):
+    with pytest.raises(PlanError, match=r"backend is 'tgi'; allowed: any, ridgeplan, vllm, vllm\+plugin, sglang"):
         recommend(LLAMA, "h200", "8k", backend="tgi")
-    assert [str(backend) for backend in Backend] == ["any", "ridgeplan", "vllm", "sglang"]
+    assert [str(backend) for backend in Backend] == ["any", "ridgeplan", "vllm", "vllm+plugin", "sglang"]
 
 
 # Plans whose kernels a profile has no rates of are priced by others' rates, shown, and not recommended.

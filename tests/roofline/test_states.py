@@ -106,5 +106,6 @@ def test_drafts_of_experts_are_fewer_than_those_of_a_dense_model_of_the_same_act
     shapes = experts, replace(experts, routing_skew=1.5), dense
     cells = [best_gamma(shape, "h200", contexts=(32768,), batches=(1,), backend="any")[0] for shape in shapes]
     uniform, skewed, without = cells
-    assert uniform.gamma < skewed.gamma == without.gamma
+    assert uniform.gamma <= skewed.gamma <= without.gamma
+    assert uniform.gamma < without.gamma
     assert uniform.speedup < skewed.speedup < without.speedup

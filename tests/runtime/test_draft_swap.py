@@ -86,7 +86,7 @@ def test_drafts_lie_in_one_piece_and_share_with_the_target_what_they_shared(plai
     drafts = swappable(plain)
     assert drafts.bytes == plain.draft_weights.bytes
     assert drafts.embedding is plain.weights.embedding
-    assert drafts.norm is plain.weights.norm
+    assert drafts.norm.weight is plain.weights.norm.weight
     before, after = unshared_tensors(plain.draft_weights, plain.weights), unshared_tensors(drafts, plain.weights)
     assert len(before) == len(after) == 2 * (4 * 2 + 1)
     assert all(map(torch.equal, before, after))

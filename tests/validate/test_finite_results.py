@@ -69,7 +69,7 @@ def test_acceptance_refuses_it(
 def test_teacher_forced_logits_are_refused(tiny_folder: Path) -> None:
     engine = load("autoregressive", str(tiny_folder))
     with torch.no_grad():
-        engine.weights.norm.mul_(0).add_(3e38)
+        engine.weights.norm.weight.mul_(0).add_(3e38)
     with pytest.raises(ModelError, match=REFUSED):
         engine.teacher_forced_logits([[1, 2, 3]], [[4, 5]])
 

@@ -135,5 +135,5 @@ def test_a_context_beyond_the_model_s_has_cards_too() -> None:
 
 def test_the_map_is_there_even_if_nothing_fits_what_is_asked() -> None:
     page = opened(batch="4000")
-    assert [tab.label for tab in page.tabs] == ["Capacity", "Papers", "Validation"]
+    assert [tab.label for tab in page.tabs] == ["Capacity", "Traffic", "Papers", "Validation"]
     assert len(page.get("plotly_chart")) == 1

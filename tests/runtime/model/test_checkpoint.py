@@ -173,7 +173,7 @@ def change_config(folder, **changes):
         ({"num_labels": 10**9}, "num_labels is 1000000000; allowed: up to 100000"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; allowed: up to 10000"),
         ({"num_hidden_layers": 10_000}, r"it has \d+ tensors for 10000 layers"),
-        ({"model_type": "bert"}, "model_type is 'bert'; supported: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "bert"}, "model_type is 'bert'; supported: llama, mistral, .*qwen2, qwen3, "),
         ({"vocab_size": 100}, r"the weight lm_head\.weight is \[128, 64\]; its config\.json needs \[100, 64\]"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; allowed: above 0 up to 1"),
         ({"rms_norm_eps": "x"}, "'rms_norm_eps' expected float, got str"),

@@ -50,7 +50,7 @@ def test_a_profile_with_gaps_explains_the_rounds(h200_profile: Profile, monkeypa
         rows = plan.workload.batch * (gamma + 1)
         target_s = 1e-3 * predicted.verify_ms + predicted.round_s["acceptance"]
         return RoundTimes(
-            gamma=gamma,
+            passes=gamma,
             draft_s=1e-3 * predicted.draft_step_ms + 20e-6 + model.shape.layers * layer_gap_s(plan.workload.batch),
             verify_s=target_s + 50e-6 + model.shape.layers * layer_gap_s(rows),
             keep_s=40e-6, idle_s=20e-6, grown=plan.workload.new_tokens, spread=0.0,
