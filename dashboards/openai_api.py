@@ -117,8 +117,8 @@ def _stop_words(value: Any) -> tuple[str, ...]:
 
 def _prompts(value: Any) -> tuple[str | list[int], ...]:
     """The prompts of a completion: a text or token ids, or several of them."""
-    one = isinstance(value, str) or (isinstance(value, list) and value and all(type(part) is int for part in value))
-    prompts = [value] if one else value
+    single = isinstance(value, str) or (isinstance(value, list) and value and all(type(part) is int for part in value))
+    prompts = [value] if single else value
     valid = isinstance(prompts, list) and all(
         isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
         for prompt in prompts

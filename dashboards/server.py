@@ -76,19 +76,19 @@ class EngineServer:
         return Response()
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
-        asked = ApiRequest.parse(await _body(request), self.model, chat=chat)
+        completion = ApiRequest.parse(await _body(request), self.model, chat=chat)
         if self._waiting >= MAX_WAITING:
             raise ApiError(f"{MAX_WAITING} requests are waiting; allowed: another one later", status=503)
-        prompts = await asyncio.get_running_loop().run_in_executor(self._prompt_thread, self._prompt_ids, asked)
-        limit = self.engine.plan.workload.new_tokens if asked.max_tokens is None else asked.max_tokens
+        prompts = await asyncio.get_running_loop().run_in_executor(self._prompt_thread, self._prompt_ids, completion)
+        limit = self.engine.plan.workload.new_tokens if completion.max_tokens is None else completion.max_tokens
         for ids in prompts:
-            EngineRequest.build([ids], limit, asked.sampling).check(
+            EngineRequest.build([ids], limit, completion.sampling).check(
                 self.engine.plan.workload, self.engine.config.shape.vocab
             )
         answer, usage = ApiAnswer(self.model, chat), Usage()
-        pieces = self._pieces(asked, prompts, limit, usage)
-        if asked.stream:
-            events = self._events(pieces, answer, usage if asked.include_usage else None)
+        pieces = self._pieces(completion, prompts, limit, usage)
+        if completion.stream:
+            events = self._events(pieces, answer, usage if completion.include_usage else None)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         choices = [("", "") for _ in prompts]
         async with aclosing(pieces):

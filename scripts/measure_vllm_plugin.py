@@ -196,10 +196,13 @@ def checked(*, drafts: bool = False, **arguments: Any) -> Any:
     """An engine of the small model with the weights that `run_fit` has fitted, which serve drafts or might."""
     folder = small_model()
     plan = plan_of(str(folder), "quantspec-int8", 1100, GENERATED, len(LENGTHS))
-    told = exported_arguments(str(folder), plan, folder) | {"max_model_len": 2048, "gpu_memory_utilization": 0.2}
+    engine_arguments = exported_arguments(str(folder), plan, folder) | {
+        "max_model_len": 2048,
+        "gpu_memory_utilization": 0.2,
+    }
     if not drafts:
-        told.pop("speculative_config")
-    return start(folder, **(told | arguments))
+        engine_arguments.pop("speculative_config")
+    return start(folder, **(engine_arguments | arguments))
 
 
 def run_plain(send: Send) -> None:
@@ -248,7 +251,7 @@ def run_server(send: Send) -> None:
     """The exported command as it is, with drafts, in processes of its own: tokens that OpenAI clients get."""
     folder = small_model()
     plan = plan_of(str(folder), "quantspec-int8", 1100, GENERATED, len(LENGTHS))
-    told = exported_arguments(str(folder), plan, folder) | {"gpu_memory_utilization": 0.2, "port": PORT}
+    arguments = exported_arguments(str(folder), plan, folder) | {"gpu_memory_utilization": 0.2, "port": PORT}
     words = [
         sys.executable,
         "-P",
@@ -257,7 +260,7 @@ def run_server(send: Send) -> None:
         "serve",
         str(folder),
     ]  # -P: kernels/ is no package
-    for name, value in told.items():
+    for name, value in arguments.items():
         words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
     process = subprocess.Popen(words, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     try:
@@ -302,8 +305,8 @@ def run_compare(send: Send) -> None:
     folder, texts = small_model(), prompts()
     plan = plan_of(str(folder), "quantspec-int8", 1100, GENERATED, len(LENGTHS))
     engine = runtime.load(plan, str(folder))
-    own = [list(row) for row in engine.generate(texts, GENERATED).tokens]
-    for name, tokens in [("runtime", own), *saved_tokens()]:
+    expected = [list(row) for row in engine.generate(texts, GENERATED).tokens]
+    for name, tokens in [("runtime", expected), *saved_tokens()]:
         exact, worst, count = 0, 0.0, 0
         for text, row in zip(texts, tokens, strict=True):
             logits = engine.teacher_forced_logits([text], [row[:-1]])[0].float()
@@ -318,12 +321,18 @@ def run_times(name: str, plan_name: str | None, send: Send, **arguments: Any) ->
     from ridgeplan.validate.engine_steps import InProcessVllm
 
     folder, model = dummy_model(), "meta-llama/Llama-3.1-8B"
-    told: dict[str, Any] = {"max_model_len": 131_072 + 384, "gpu_memory_utilization": 0.92, "max_num_seqs": 16}
+    engine_arguments: dict[str, Any] = {
+        "max_model_len": 131_072 + 384,
+        "gpu_memory_utilization": 0.92,
+        "max_num_seqs": 16,
+    }
     if plan_name is not None:
-        told = exported_arguments(model, plan_of(model, plan_name, 131_072, 256, 4), folder) | told
-    hf_overrides = {**told.pop("hf_overrides", {}), "max_position_embeddings": 140_000}
+        engine_arguments = (
+            exported_arguments(model, plan_of(model, plan_name, 131_072, 256, 4), folder) | engine_arguments
+        )
+    hf_overrides = {**engine_arguments.pop("hf_overrides", {}), "max_position_embeddings": 140_000}
     llm = start(folder, load_format="dummy", enable_prefix_caching=True, max_num_batched_tokens=16384,
-                compilation_config=GRAPHS, hf_overrides=hf_overrides, **(told | arguments))  # fmt: skip
+                compilation_config=GRAPHS, hf_overrides=hf_overrides, **(engine_arguments | arguments))  # fmt: skip
     engine = InProcessVllm(llm, "", LLAMA_8B["vocab_size"])
     for context, batch in CASES:
         try:
@@ -331,7 +340,7 @@ def run_times(name: str, plan_name: str | None, send: Send, **arguments: Any) ->
         except (ValueError, RuntimeError) as error:
             send({"case": name, "context": context, "batch": batch, "error": str(error)[:300]})
             continue
-        gamma = told.get("speculative_config", {}).get("num_speculative_tokens", 0)
+        gamma = engine_arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
         send({"case": name, "context": context, "batch": batch, "step_ms": round(step_ms, 4), "gamma": gamma})
 
 

@@ -51,10 +51,10 @@ def front_figure(results: Sequence[ServingCapacity]) -> go.Figure:
         for row in result.rows
     ]
     for result in results:
-        own = [point for point in points if point[2] == result.degrees]
+        shown = [point for point in points if point[2] == result.degrees]
         figure.add_scatter(
-            x=[point[0] for point in own], y=[point[1] for point in own], name=result.degrees, mode="markers",
-            text=[f"{rate:g}/s" for *_, rate in own], hovertemplate="%{text}: %{x:.4g} ms, %{y:,.0f} tokens/s",
+            x=[point[0] for point in shown], y=[point[1] for point in shown], name=result.degrees, mode="markers",
+            text=[f"{rate:g}/s" for *_, rate in shown], hovertemplate="%{text}: %{x:.4g} ms, %{y:,.0f} tokens/s",
         )  # fmt: skip
     front = [points[place] for place in pareto_front([point[:2] for point in points])]
     figure.add_scatter(

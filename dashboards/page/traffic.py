@@ -48,8 +48,8 @@ def simulated(
     options, traffic = replace(page.options, backend=backend), Traffic(requests=REQUESTS)
     lengths: dict[str, Any] = {"isl": prompts, "osl": outputs, "options": options}
     result = serving_capacity(page.model, page.gpu, rates, traffic=traffic, limits=limits, **lengths)
-    alone = replace(traffic, replicas=1)
-    return result, capacity_by_degrees(page.model, page.gpu, rates, traffic=alone, **lengths)
+    single = replace(traffic, replicas=1)
+    return result, capacity_by_degrees(page.model, page.gpu, rates, traffic=single, **lengths)
 
 
 def _seconds(text: str) -> float | None:

@@ -127,7 +127,7 @@ def _delta_step_kernel(
         _stored(ring, begin - 2, v_at, is_value, RING, WIDTH),
         _stored(ring, begin - 3, v_at, is_value, RING, WIDTH),
     )
-    one = head < VALUE_HEADS
+    in_range = head < VALUE_HEADS
     writes_keys = tl.where((tl.program_id(0) == 0) & (head % RATIO == 0), is_key, False)
     for position in range(begin, first + tokens):
         tl.store(state + at, current, mask=tl.where((position == kept) & (kept > begin), inside, False))
@@ -136,8 +136,8 @@ def _delta_step_kernel(
         q0 = _input(ring, projected, position, first, stride, q_at, is_key, RING, WIDTH)
         k0 = _input(ring, projected, position, first, stride, k_at, is_key, RING, WIDTH)
         v0 = _input(ring, projected, position, first, stride, v_at, is_value, RING, WIDTH)
-        step = _input(ring, projected, position, first, stride, CHANNELS + head, one, RING, WIDTH)
-        decay = _input(ring, projected, position, first, stride, CHANNELS + VALUE_HEADS + head, one, RING, WIDTH)
+        step = _input(ring, projected, position, first, stride, CHANNELS + head, in_range, RING, WIDTH)
+        decay = _input(ring, projected, position, first, stride, CHANNELS + VALUE_HEADS + head, in_range, RING, WIDTH)
         kept_at = ring + position % RING * WIDTH
         element = ring.dtype.element_ty
         tl.store(kept_at + q_at, q0.to(element), mask=tl.where(new, writes_keys, False))

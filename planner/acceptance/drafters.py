@@ -98,8 +98,10 @@ def proposal_acceptance(kind: DrafterKind, workload: Workload) -> ProposalAccept
     """
     if workload.acceptance_length and workload.drafter == kind:
         length = workload.acceptance_length
-        own = _acceptance_of(length, 1.0, GIVEN_DEPTH)
-        return ProposalAcceptance(1.0, own, own, own, "measured", f"given: {length:g} tokens a pass", GIVEN_DEPTH)
+        acceptance = _acceptance_of(length, 1.0, GIVEN_DEPTH)
+        return ProposalAcceptance(
+            1.0, acceptance, acceptance, acceptance, "measured", f"given: {length:g} tokens a pass", GIVEN_DEPTH
+        )
     rows = [row for row in drafter_rows() if row.kind is kind]
     of_text = [row for row in rows if workload.text and row.text == workload.text]
     if not of_text:
@@ -114,14 +116,14 @@ def proposal_acceptance(kind: DrafterKind, workload: Workload) -> ProposalAccept
 
     nearest = min(of_text, key=distance)
     near = [row for row in of_text if distance(row)[0] <= math.log(NEAR_CONTEXT)] or [nearest]
-    own = nearest.proposal_acceptance
+    acceptance = nearest.proposal_acceptance
     # The band is that of the tokens of a pass, at the nearest row's hits.
     ends = [
         _acceptance_of(tokens(row.pass_tokens for row in near), nearest.hit, nearest.depth) for tokens in (min, max)
     ]
     source = nearest.source if variant_name(nearest.model) == variant_name(workload.model) else "transferred"
-    low, high = min(ends[0], own), max(ends[1], own)
-    return ProposalAcceptance(nearest.hit, low, own, high, source, str(nearest), nearest.depth)
+    low, high = min(ends[0], acceptance), max(ends[1], acceptance)
+    return ProposalAcceptance(nearest.hit, low, acceptance, high, source, str(nearest), nearest.depth)
 
 
 EAGLE3 = "EAGLE-3"

@@ -140,8 +140,8 @@ class Requests:
 
     def prompts_alone(self) -> Requests:
         """The same prompts, which end with their first token."""
-        one = np.ones(len(self), dtype=np.int64)
-        return replace(self, output_tokens=one, rounds=one - 1)
+        unit = np.ones(len(self), dtype=np.int64)
+        return replace(self, output_tokens=unit, rounds=unit - 1)
 
     def handed_over(self, arrival_s: np.ndarray) -> Requests:
         """The requests' other tokens, where the KV cache of prompts arrives then; outputs have two tokens or more.

@@ -180,8 +180,8 @@ def serving_capacity(
     )
     hardware = listed(question.profile.hardware)
     price, power = price or hardware.dollars_per_hour or None, watts or hardware.board_watts or None
-    asked = _Study(question, recorded, prompts, outputs, traffic, limits, preset, gamma, price, power)
-    study = _at_best_degrees(asked, max(rates, default=None))
+    inputs = _Study(question, recorded, prompts, outputs, traffic, limits, preset, gamma, price, power)
+    study = _at_best_degrees(inputs, max(rates, default=None))
     rows = [study.row(rate) for rate in rates] if rates else [study.row(None)]
     sizes = (prompts.text, outputs.text) if recorded is None else (_mean_text(recorded.prompt_tokens),
                                                                    _mean_text(recorded.output_tokens))  # fmt: skip

@@ -58,8 +58,8 @@ def list_links() -> tuple[Link, ...]:
 def link_of(hardware: Hardware) -> Link:
     """The link between GPUs of a node: NVLink or the like, else PCIe at the GPU's own bandwidth."""
     named = {link.name: link for link in list_links()}
-    own = next((link for link in named.values() if hardware.name in link.of), None)
-    return own or replace(named[PCIE], bandwidth_bytes_per_s=hardware.host_link_bytes_per_s)
+    listed = next((link for link in named.values() if hardware.name in link.of), None)
+    return listed or replace(named[PCIE], bandwidth_bytes_per_s=hardware.host_link_bytes_per_s)
 
 
 def link_between_nodes() -> Link:

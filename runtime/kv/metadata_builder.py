@@ -84,10 +84,10 @@ class AttentionMetadataBuilder:
             first = (self.lengths - cache.fewer[store])[: cache.rows] + offset
             slots = first[:, None] + torch.arange(queries, device=first.device)
             begin, end = torch.zeros_like(first), first + 1
-            own = replace(
+            reads = replace(
                 metadata, slots=slots, begin=begin, end=end, groups=None, windowed=True, attend=None, by_layer={}
             )
-            by_layer |= dict.fromkeys(layers, own)
+            by_layer |= dict.fromkeys(layers, reads)
         return replace(metadata, by_layer=by_layer) if cache.config.windows else metadata
 
     def _build(self, stored: Tensor, queries: int, offset: int | Tensor, coded: bool, lower: bool) -> AttentionMetadata:

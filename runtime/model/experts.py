@@ -55,10 +55,10 @@ class StackedExperts:
         bias, weight = None if self.bias is None else self.bias[expert], self.weight
         if isinstance(weight, Tensor):
             return Dense(weight[expert], bias)
-        one = expert_of(weight, expert, self.count)
-        if isinstance(one, Int4Weight):
-            return Int4(one, bias)
-        return Int8(one, bias, isinstance(self.layer, Int8) and self.layer.hierarchical)
+        single = expert_of(weight, expert, self.count)
+        if isinstance(single, Int4Weight):
+            return Int4(single, bias)
+        return Int8(single, bias, isinstance(self.layer, Int8) and self.layer.hierarchical)
 
     def with_projections(self, change: Callable[[Linear], Linear]) -> Experts:
         """Dense experts change one by one, for a fit to the tokens that each sees; codes as one layer, in place."""

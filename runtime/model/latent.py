@@ -55,8 +55,8 @@ class LatentAttentionWeights:
     def project(self, normed: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         """Queries [rows, queries, q_heads, head_dim] and the tokens' latent rows [rows, queries, latent + rope]."""
         (heads, plain, latent), rope = self.keys.shape, 2 * tables[0].shape[-1]
-        made = self.down(normed)
-        queries, latents, shared = made.split([made.shape[-1] - latent - rope, latent, rope], dim=-1)
+        row = self.down(normed)
+        queries, latents, shared = row.split([row.shape[-1] - latent - rope, latent, rope], dim=-1)
         if self.up is not None and self.query_norm is not None:
             queries = self.up(self.query_norm(queries.contiguous(), None)[1])
         q = queries.unflatten(-1, (heads, plain + rope))

@@ -83,8 +83,8 @@ def test_a_chat_is_answered_in_the_models_template(client: TestClient, engine: A
         {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
         {"role": "user", "content": "Why?"},
     ]
-    asked = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 8, "stream": True}
-    deltas = [chunk["choices"][0]["delta"] for chunk in events(client.post("/v1/chat/completions", json=asked).text)]
+    body = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": 8, "stream": True}
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(client.post("/v1/chat/completions", json=body).text)]
     assert deltas[0]["role"] == "assistant"
     text = "".join(delta.get("content", "") for delta in deltas)
     assert text == "".join(engine.stream("<s>Be brief.<u>Why?<a>", 8))
@@ -218,12 +218,12 @@ def test_openais_own_client_reads_the_answers(address: tuple[str, int], engine: 
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://localhost:{address[1]}/v1", api_key="none")
     assert [model.id for model in client.models.list()] == ["tiny"]
-    asked = {"model": "tiny", "prompt": "The capital", "max_tokens": 8, "temperature": 0}
+    body = {"model": "tiny", "prompt": "The capital", "max_tokens": 8, "temperature": 0}
     text = "".join(engine.stream("The capital", 8))
-    assert client.completions.create(**asked).choices[0].text == text
-    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == text
+    assert client.completions.create(**body).choices[0].text == text
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**body, stream=True)) == text
     with pytest.raises(openai.BadRequestError, match="temperature is -1; allowed"):
-        client.completions.create(**asked | {"temperature": -1})
+        client.completions.create(**body | {"temperature": -1})
 
 
 @pytest.mark.parametrize("requests", [12, pytest.param(1000, marks=pytest.mark.slow)])

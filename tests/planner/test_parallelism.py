@@ -37,8 +37,8 @@ def test_recommend_chooses_degrees_and_says_why_others_lost():
 
 
 def test_one_gpu_is_the_same_question_as_before():
-    plain, one = (recommend("Llama-3.1-8B", "h200", "8k", backend="vllm", **more) for more in ({}, {"gpus": 1}))
-    assert one.to_dict() == plain.to_dict() and not one.degrees
+    plain, single = (recommend("Llama-3.1-8B", "h200", "8k", backend="vllm", **more) for more in ({}, {"gpus": 1}))
+    assert single.to_dict() == plain.to_dict() and not single.degrees
     with pytest.raises(PlanError, match="backend is any; allowed on several GPUs: vllm, sglang"):
         recommend("Llama-3.1-8B", "h200", "8k", gpus=2, backend="any")
 

@@ -87,12 +87,12 @@ def test_degrees_and_replicas_multiply_the_gpus_and_their_dollars() -> None:
 def test_prompts_on_other_gpus_leave_decoding_alone() -> None:
     """Decodes wait for no prompt, and share a GPU with more of their kind."""
     mixed, split = served(4.0, replicas=3).rows[0], served(4.0, replicas=1, prefill_replicas=2).rows[0]
-    alone = served(0.01, replicas=1).rows[0]
+    single = served(0.01, replicas=1).rows[0]
     assert split.gpus == mixed.gpus == 3 and split.output_tokens_per_s == pytest.approx(
         mixed.output_tokens_per_s, rel=0.02
     )
     assert split.tpot_p99_ms < mixed.tpot_p99_ms
-    assert split.tpot_p50_ms > alone.tpot_p50_ms
+    assert split.tpot_p50_ms > single.tpot_p50_ms
     assert split.cached_share == 0
 
 
