@@ -152,10 +152,14 @@ def _why_slower(
     """The time against the winner's, and which part of a step it is lost in."""
     best = step_shares(*winner)
     ratio = candidate.score / winner[1].score
-    if ratio <= 1 + TOLERANCE:
-        yield f"{ratio:.2f}x the time"
-        return
     yield f"{ratio:.2f}x the time"
+    parallel, chosen = question.workload.parallel, winner[0].workload.parallel
+    if ratio <= 1 + TOLERANCE:
+        if parallel.gpus > chosen.gpus:
+            yield f"within {TOLERANCE:.0%}, and {chosen} needs fewer GPUs"
+        elif _kinds(parallel) > _kinds(chosen):
+            yield f"within {TOLERANCE:.0%}, and {chosen} has fewer kinds of parallelism"
+        return
     lost = {
         "weights take": step.weights_ms - best.weights_ms,
         "the KV cache takes": step.kv_ms - best.kv_ms,
@@ -163,7 +167,7 @@ def _why_slower(
     }
     part = max(lost, key=lambda name: lost[name])
     yield f"{part} {time_text(max(lost[part], 0.0))} more of a step"
-    parallel, batch = question.workload.parallel, question.workload.rank_batch
+    batch = question.workload.rank_batch
     if part == "weights take" and parallel.pipeline > 1:
         yield f"a token passes {parallel.pipeline} stages in turn"
         if batch < parallel.pipeline:

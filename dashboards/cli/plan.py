@@ -46,7 +46,7 @@ def answer_text(recommendation: Recommendation) -> str:
     name, short = recommendation.name, short_name(recommendation.name)
     answer = [wrapped(line) for line in answer_lines(recommendation)]
     legend = [wrapped(f"[{source}]: {SOURCE_WORDS[source]}"), *([wrapped(f"{short}: {name}")] if short != name else []),
-              f"--all shows {hidden} more plans, full names and all reasons"]  # fmt: skip
+              f"--all shows {f'{hidden} more plans, ' * (hidden > 0)}full names and all reasons"]  # fmt: skip
     parts = (warning_lines(recommendation), answer, table_lines(_rows(recommendation)), degree_table(recommendation),
              legend)  # fmt: skip
     return "\n\n".join(filter(None, map("\n".join, parts)))

@@ -36,6 +36,12 @@ def test_recommend_chooses_degrees_and_says_why_others_lost():
     assert "degrees: tp 4: " in answer.explain() and answer.to_dict()["degrees"][0]["degrees"] == "tp 4"
 
 
+def test_degrees_within_the_tolerance_lose_to_fewer_kinds_of_parallelism():
+    chosen, nearest, *_ = recommend("Qwen/Qwen3-235B-A22B", "h200", "32k", gpus=8, batch=8).degrees
+    assert chosen.parallel == Parallel(8) and nearest.tpot_ms < chosen.tpot_ms
+    assert nearest.verdict.endswith("x the time; within 5%, and tp 8 has fewer kinds of parallelism")
+
+
 def test_one_gpu_is_the_same_question_as_before():
     plain, single = (recommend("Llama-3.1-8B", "h200", "8k", backend="vllm", **more) for more in ({}, {"gpus": 1}))
     assert single.to_dict() == plain.to_dict() and not single.degrees
