@@ -73,6 +73,8 @@ def possible_degrees(options: SearchOptions, shape: ModelShape) -> tuple[Paralle
             experts = shape.is_moe and tensor * data > 1
             whole = (False, True) if options.expert_parallel is None else (options.expert_parallel,)
             possible += [Parallel(tensor, pipeline, data, expert) for expert in whole if experts or not expert]
+    routed = shape.is_moe or not options.expert_parallel
+    require(routed, f"expert_parallel is true, but {shape.name} has no experts; allowed: false")
     degrees = " x ".join(str(degree) for degree in named if degree)
     require(bool(possible), f"the degrees {degrees} do not divide {gpus} GPUs; allowed: degrees whose product does")
     return tuple(possible)
@@ -169,9 +171,8 @@ def _why_slower(
     yield f"{part} {time_text(max(lost[part], 0.0))} more of a step"
     batch = question.workload.rank_batch
     if part == "weights take" and parallel.pipeline > 1:
-        yield f"a token passes {parallel.pipeline} stages in turn"
-        if batch < parallel.pipeline:
-            yield f"{parallel.pipeline - batch} of which idle at batch {batch}"
+        idle = f", {parallel.pipeline - batch} of which idle at batch {batch}" if batch < parallel.pipeline else ""
+        yield f"a token passes {parallel.pipeline} stages in turn{idle}"
     if part == "the KV cache takes" and parallel.data * parallel.pipeline > 1:
         yield "a sequence's KV is read by fewer GPUs"
     if parallel.expert and part == "weights take":

@@ -21,6 +21,7 @@ from ridgeplan.planner.engines.rates import EngineProfile
 from ridgeplan.planner.lowering import kernel_class, rates_of, stack, steady_state_kind, strategy_of, used_classes
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
+from ridgeplan.roofline.collectives import COLLECTIVES
 from ridgeplan.roofline.cost import Cost, Term
 from ridgeplan.roofline.evaluate import Estimate, at_acceptance, evaluate, pass_ops
 from ridgeplan.roofline.execution import RoundKind, round_shape
@@ -72,11 +73,15 @@ class OpTime:
         return self.flops / self.bytes if self.bytes else 0.0
 
     def roof(self, profile: Profile) -> tuple[str, float]:
-        """What bounds it ("memory", "compute", "launches" or "" for time between kernels), and its share of the roof.
+        """What bounds it ("memory", "compute", "launches", "link", or "" for time between kernels), and its share.
+
+        Messages between GPUs are bound by their link, whose roof is not this one: their share is 0.
 
         The roof is the longer of its bytes at the bandwidth and its FLOPs at the compute peak. Launches bound what
         spends more than half of its time on them.
         """
+        if self.kind in COLLECTIVES:
+            return "link", 0.0
         memory_s = self.bytes / profile.hardware.bandwidth_bytes_per_s
         compute_s = self.flops / profile.hardware.compute_flops
         roof_s = max(memory_s, compute_s)
@@ -280,7 +285,17 @@ def predict_all(
         for index, plan in enumerate(plans)
     ]
     return [
-        _prediction(index, plan, rounds[index], shape, known[index], (slow, best, fast), parts, certainties[index])
+        _prediction(
+            index,
+            plan,
+            rounds[index],
+            shape,
+            known[index],
+            (slow, best, fast),
+            parts,
+            certainties[index],
+            _first_prompt_share(plan, engine),
+        )
         for index, plan in enumerate(plans)
     ]
 
@@ -290,6 +305,22 @@ def predict_question(plans: Sequence[Plan], question: Question) -> list[Predicti
     for plan in plans:
         question.require_engine_runs(plan)
     return predict_all(plans, question.shape, question.profile, question.machine, engine=question.engine)
+
+
+def _first_prompt_share(plan: Plan, engine: EngineProfile | None) -> float:
+    """Share of a batch's prefill after which its first prompt is done: it passes every stage of a pipeline.
+
+    With c chunks, p stages take (c + p - 1) / c of one stage's work (GPipe, section 2.3).
+    """
+    prompts, stages = plan.workload.rank_batch, plan.parallel.pipeline
+    if engine is None or stages == 1:
+        return 1 / prompts
+
+    def stretch(count: int) -> float:
+        chunks = max(count * plan.workload.context / engine.rates.reserve.batched_tokens, 1)
+        return (chunks + stages - 1) / chunks
+
+    return stretch(1) / stretch(prompts) / prompts
 
 
 @dataclass(frozen=True)
@@ -368,6 +399,7 @@ def _prediction(
     estimates: tuple[Estimate, Estimate, Estimate],
     parts: tuple[PartTimes, ...],
     certainty: Certainty,
+    first_prompt_share: float,
 ) -> Prediction:
     slow, best, fast = estimates
     spread, prefill_spread, memory = certainty.spread, certainty.prefill_spread, best.memory
@@ -378,7 +410,7 @@ def _prediction(
         ttft_ms = 1e3 * _at(near.ttft_s, index) * max(1 + deviations * prefill_spread, 0.1)
         return Figures(
             tpot_ms=1e3 * (_at(near.tpot_s, index) * max(1 + deviations * spread, 0.1)),
-            ttft_request_ms=ttft_ms / plan.workload.rank_batch,
+            ttft_request_ms=ttft_ms * first_prompt_share,
             ttft_ms=ttft_ms,
             tokens_per_s=plan.workload.batch / (_at(far.tpot_s, index) * max(1 - deviations * spread, 0.1)),
             peak_memory_bytes=resident + workspace * (_at(near.memory.peak, index) - resident),

@@ -111,7 +111,7 @@ def degree_table(recommendation: Recommendation) -> Iterator[str]:
     """The nearest choices of degrees of parallelism, with the reason why each lost; none on a single GPU."""
     if recommendation.degrees:
         executing = ENGINES[recommendation.backend].title
-        yield f"Degrees of parallelism (ms per token, memory of a GPU); {executing} executes the plan"
+        yield f"Degrees of parallelism, each with its fastest plan: ms per token, memory of a GPU; {executing} runs it"
     for line in islice(degree_lines(recommendation.degrees), ROWS):
         yield from wrapped(line).splitlines()
 

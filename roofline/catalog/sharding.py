@@ -83,7 +83,7 @@ def uneven(shape: ModelShape, parallel: Parallel) -> str | None:
     heads = {attention.q_heads for attention, _ in shape.attentions}
     kv_heads = {attention.kv_heads for attention, _ in shape.attentions if not attention.is_latent}
     checks = {
-        f"{min(heads)} query heads": any(count % parallel.tensor for count in heads),
+        f"{min(heads, default=0)} query heads": any(count % parallel.tensor for count in heads),
         f"{min(kv_heads, default=0)} KV heads": any(
             count % parallel.tensor and parallel.tensor % count for count in kv_heads
         ),
