@@ -23,7 +23,7 @@ from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.catalog.validation import flag, number, one_of, whole
-from ridgeplan.roofline.execution import MAX_GAMMA
+from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, DrafterKind, KVFormat, Plan, TextKind, Workload, require
 from ridgeplan.roofline.plan.policy import PlanPart
@@ -70,7 +70,7 @@ class SearchOptions(PlanPart):
     expert_parallel: bool | None = None
     text: TextKind | None = one_of(TextKind, default=None)  # kind of text, for plans with a drafter; None searches none
     drafter: DrafterKind = one_of(DrafterKind, default=DrafterKind.SUFFIX)  # of which the user measured ...
-    acceptance_length: float = number(0, MAX_GAMMA + 1, default=0.0)  # ... tokens of a pass with 4 proposals
+    acceptance_length: float = number(0, MAX_ACCEPTANCE_LENGTH, default=0.0)  # ... tokens of a pass with 4 proposals
 
     def __post_init__(self) -> None:
         """Validates all fields; sizes become bytes."""

@@ -17,11 +17,11 @@ from ridgeplan.planner.acceptance.rows import HERE, variant_name
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.catalog.validation import Checked, name_text, number, one_of, text, whole
 from ridgeplan.roofline.drafters import pass_tokens
-from ridgeplan.roofline.execution import MAX_GAMMA
+from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH, MAX_GAMMA
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DrafterKind, PlanError, TextKind, Workload
 from ridgeplan.roofline.round import conditional_acceptance
 
-GIVEN_DEPTH = 4  # proposals of the passes whose tokens a user states
+GIVEN_DEPTH = MAX_ACCEPTANCE_LENGTH - 1  # proposals of the passes whose tokens a user states
 NEAR_CONTEXT = 4.0  # factor of context within which rows of a text make a band
 
 

@@ -52,8 +52,12 @@ def best_gamma(
     also raises PlanError for a preset without drafts.
     """
     question = ask(model, gpu, 1, options, **changes)
-    drafts = named_plan(preset, question.workload).speculation.active
-    require(drafts, f"preset {preset!r} drafts nothing; allowed: one that speculates, such as quantspec")
+    speculation = named_plan(preset, question.workload).speculation
+    require(speculation.active, f"preset {preset!r} drafts nothing; allowed: one that speculates, such as quantspec")
+    drafter = (
+        f"preset {preset!r} has a drafter, whose proposals depend on the text; allowed: self-drafts, or plan --text"
+    )
+    require(not speculation.drafter.active, drafter)
     question.require_engine_runs(named_plan(preset, question.workload))
     longest = question.shape.max_context
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)

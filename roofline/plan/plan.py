@@ -14,6 +14,7 @@ from ridgeplan.roofline.catalog.files import fields_of_schema, json_or
 from ridgeplan.roofline.catalog.parallel import SINGLE, Parallel
 from ridgeplan.roofline.catalog.validation import brief, build
 from ridgeplan.roofline.execution import (
+    MAX_ACCEPTANCE_LENGTH,
     MAX_GAMMA,
     MAX_SUFFIX_TOKENS,
     MAX_TOKENS,
@@ -131,7 +132,7 @@ class Workload(PlanPart):
     yarn_factor: float = check.number(1, MAX_YARN_FACTOR, default=1.0)  # above 1: RoPE is scaled by YaRN
     parallel: Parallel = check.part(Parallel)  # how the model is divided among several such GPUs
     text: str = check.one_of(("", *map(str, TextKind)), default="")
-    acceptance_length: float = check.number(0, MAX_GAMMA + 1, default=0.0)
+    acceptance_length: float = check.number(0, MAX_ACCEPTANCE_LENGTH, default=0.0)
     drafter: DrafterKind = check.one_of(DrafterKind, default=DrafterKind.SUFFIX)
 
     def _contradiction(self) -> str | None:
