@@ -149,8 +149,10 @@ class Cache:
         """Deactivates all rows inside the body, so that rounds only write to slots that the next round overwrites."""
         ends = self.ends.clone()
         self.ends.zero_()
-        yield
-        self.ends.copy_(ends)
+        try:
+            yield
+        finally:
+            self.ends.copy_(ends)
 
     def quantized(self, lengths: Tensor) -> Tensor:
         """Tokens held as codes at these lengths: `KVCacheConfig.quantized_groups` on the device."""
@@ -206,13 +208,15 @@ class Cache:
             self.begin_streaming()
         number = layer - self.first_on_host
         copies = self.stream.fetch(number)
-        if metadata.groups is None:
-            yield self._with_recent(layer, copies, metadata)
-        else:
-            coded, index = self._coded(layer)
-            codes = coded.staged(index, self.rows, copies)
-            yield LayerKV(keys, values, metadata.begin, metadata.end, codes, metadata.groups)
-        self.stream.release(number)
+        try:
+            if metadata.groups is None:
+                yield self._with_recent(layer, copies, metadata)
+            else:
+                coded, index = self._coded(layer)
+                codes = coded.staged(index, self.rows, copies)
+                yield LayerKV(keys, values, metadata.begin, metadata.end, codes, metadata.groups)
+        finally:
+            self.stream.release(number)
 
     def _with_recent(self, layer: int, copies: Sequence[Tensor], metadata: AttentionMetadata) -> LayerKV:
         """Old tokens of a full-precision layer, copied from the host, with its recent ones behind them."""

@@ -31,11 +31,11 @@ class StateStore:
     def allocate(
         cls, model: ModelShape, config: KVCacheConfig, device: torch.device, dtype: torch.dtype
     ) -> StateStore | None:
-        """Zero-filled storage for passes of up to gamma + 1 tokens; None for a model without states."""
+        """Zero-filled storage for passes of up to `round_slots` tokens; None for a model without states."""
         if not model.states:
             return None
         ((sizes, layers),) = model.states
-        rows = state_ring_rows(sizes.conv_width, config.gamma + 1)
+        rows = state_ring_rows(sizes.conv_width, config.round_slots)
         return cls(
             sizes,
             torch.zeros(layers, config.batch, sizes.value_heads, sizes.key_dim, sizes.value_dim, device=device),

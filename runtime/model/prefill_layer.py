@@ -308,7 +308,8 @@ def recur_layer(
             projected = weights.inputs(decoder.norm(hidden[piece], None, layer.mixer_norm)[1])
             mixed = delta_chunks(projected, earlier, state, weights.vectors)
             out[piece] = weights.gated(mixed, projected).view_as(mixed)
-            earlier = torch.cat([earlier, projected[:, : earlier.shape[1]]])[-len(earlier) :]
+            joined = torch.cat([earlier, projected[:, : earlier.shape[1]]])
+            earlier = joined[len(joined) - len(earlier) :]
         if chunk.stop <= parts.tokens:
             last = earlier
     return out, last

@@ -72,6 +72,7 @@ def test_hybrids_with_experts(family, tiny_model, make_plan, prompts):
         ("int4x2", 3, {"evict": "dapq", "budget": 45, "settings": {"prefix": 3, "suffix": 19}}, {"draft_bits": 4}),
         ("bf16", 2, {"evict": "snapkv", "budget": 45, "chunk": 64}, {}),
         ("bf16", 6, {}, {"draft_bits": 4, "drafter": Drafter(DrafterKind.SUFFIX, 3, passes=2, min_match=1)}),
+        ("bf16", 1, {}, {"draft_bits": 4, "drafter": Drafter(DrafterKind.SUFFIX, 4, passes=1, min_match=1)}),
     ],
 )
 def test_speculation_changes_no_token(kv, gamma, target, drafts, generate):
