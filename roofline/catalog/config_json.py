@@ -447,12 +447,17 @@ def routing_of(config: Config) -> Routing | None:
     if not _first(keys, EXPERTS, 0):
         return None
     grouped = keys.get("topk_method") != "greedy"
-    groups = _whole(keys, "n_group", 1) if grouped else 1
+    experts, groups = _first(keys, EXPERTS), _whole(keys, "n_group", 1) if grouped else 1
+    kept_groups = _whole(keys, "topk_group", groups) if grouped else 1
+    if groups < 1 or experts % groups or experts < 2 * groups * (groups > 1):
+        raise ValueError(f"n_group is {groups}; allowed: a divisor of the {experts} experts, of 2 or more each")
+    if not 1 <= kept_groups <= groups:
+        raise ValueError(f"topk_group is {kept_groups}; allowed: 1 to {groups}, n_group")
     fields = {
         "per_token": _first(keys, EXPERTS_PER_TOKEN),
         "normalized": bool(_flag(keys, "norm_topk_prob", True)),
         "groups": groups,
-        "kept_groups": _whole(keys, "topk_group", groups) if grouped else 1,
+        "kept_groups": kept_groups,
         "scale": float(keys.get("routed_scaling_factor") or 1.0),
         "min_sum": float(keys.get("moe_norm_min") or 0.0),
     }
