@@ -92,7 +92,7 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is no JSON: {str(error)[:100]}; allowed: one JSON object") from error
+        raise ApiError(f"the body is not JSON: {str(error)[:100]}; allowed: one JSON object") from error
     if not isinstance(value, dict):
         raise ApiError(f"the body is {brief(value)}; allowed: one JSON object")
     return {name: part for name, part in value.items() if part is not None}

@@ -79,7 +79,13 @@ class EngineServer:
         completion = ApiRequest.parse(await _body(request), self.model, chat=chat)
         if self._waiting >= MAX_WAITING:
             raise ApiError(f"{MAX_WAITING} requests are waiting; allowed: another one later", status=503)
-        prompts = await asyncio.get_running_loop().run_in_executor(self._prompt_thread, self._prompt_ids, completion)
+        self._waiting += 1  # for its prompts; `_queued` counts it while it waits for its turn
+        try:
+            prompts = await asyncio.get_running_loop().run_in_executor(
+                self._prompt_thread, self._prompt_ids, completion
+            )
+        finally:
+            self._waiting -= 1
         limit = self.engine.plan.workload.new_tokens if completion.max_tokens is None else completion.max_tokens
         for ids in prompts:
             EngineRequest.build([ids], limit, completion.sampling).check(

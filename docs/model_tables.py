@@ -42,7 +42,7 @@ def supported_families() -> str:
         "its layers need",
     )
     without = ", ".join(f"`{name}`" for name in FAMILIES if name not in models)
-    return f"{table(headers, rows)}\n\nDescribed and priced as well, without a model in the catalog: {without}."
+    return f"{table(headers, rows)}\n\nWithout a model in the catalog, described and priced as well: {without}."
 
 
 def _status(plan: Plan, shape: ModelShape) -> str:

@@ -151,7 +151,7 @@ def _line(line: str, where: str) -> PromptInput:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise PromptsError(f"{where} is no JSON: {str(error)[:100]}; allowed: {LINES_ALLOWED}") from error
+        raise PromptsError(f"{where} is not JSON: {str(error)[:100]}; allowed: {LINES_ALLOWED}") from error
     fields = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(fields, dict) or set(fields) - {"prompt", "messages", "id"}:
         raise PromptsError(f"{where} is {brief(value)}; allowed: {LINES_ALLOWED}")

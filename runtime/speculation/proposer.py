@@ -1,8 +1,6 @@
-"""Proposers: what drafts below the self-drafts. They work inside a captured round, on tensors of fixed size."""
+"""Proposers, whose tokens self-drafts or the target verify, inside a captured round and on tensors of fixed size."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,21 +11,8 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.policies.base import PromptObserver
 
 
-class Proposer(Protocol):
-    """Proposes tokens that a pass of the self-draft, or the target, verifies. Proposals are certain: not drawn."""
-
-    def propose(self, drafted: Tensor, counts: Tensor, depth: int) -> Proposals:
-        """Proposes `depth` tokens after each row's text and `counts` drafts of this round, int64 [rows].
-
-        drafted: int64 [rows, n], the pending token and the drafts; what follows a row's drafts is not read.
-        """
-
-    def keep(self, pending: Tensor, tokens: Tensor) -> None:
-        """A round has ended, and the cache is about to advance. tokens: int64 [rows, gamma + 1], some of which stay."""
-
-
 class SuffixProposer(PromptObserver):
-    """Suffix lookup in the prompt and in what was generated. text: int32 [batch, capacity]."""
+    """Proposes tokens by suffix lookup in the prompt and in what was generated. Proposals are certain: not drawn."""
 
     def __init__(self, drafter: Drafter, cache: Cache) -> None:
         self._cache, self._min_match = cache, drafter.min_match
@@ -39,11 +24,16 @@ class SuffixProposer(PromptObserver):
         self._text[row, : len(prompt)] = prompt
 
     def propose(self, drafted: Tensor, counts: Tensor, depth: int) -> Proposals:
+        """Proposes `depth` tokens after each row's text and `counts` drafts of this round, int64 [rows].
+
+        drafted: int64 [rows, n], the pending token and the drafts; what follows a row's drafts is not read.
+        """
         self._write(drafted)
         rows = self._cache.rows
         return suffix_lookup(self._text[:rows], (self._positions() + 1 + counts).int(), depth, self._min_match)
 
     def keep(self, pending: Tensor, tokens: Tensor) -> None:
+        """A round has ended, and the cache is about to advance. tokens: int64 [rows, gamma + 1], some of which stay."""
         self._write(torch.cat([pending[:, None], tokens], dim=1))
 
     def _positions(self) -> Tensor:

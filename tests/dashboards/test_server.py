@@ -130,8 +130,8 @@ def test_bad_requests_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("content", "headers", "words", "status"),
     [
-        (b"{", {}, "the body is no JSON", 400),
-        (b"[" * 100_000, {}, "the body is no JSON", 400),
+        (b"{", {}, "the body is not JSON", 400),
+        (b"[" * 100_000, {}, "the body is not JSON", 400),
         (b"[]", {}, "the body is []; allowed: one JSON object", 400),
         (b'"' + b"a" * (17 << 20) + b'"', {}, "the body is too large; allowed: up to 16 MiB", 413),
         (b"{}", {"content-type": "text/plain"}, "the content type is 'text/plain'; allowed: application/json", 415),
