@@ -298,12 +298,6 @@ def _layer_count(config: Config) -> int:
     return count
 
 
-def sliding_layers(config: Config) -> Sequence[int]:
-    """Indices of the layers that attend within `sliding_window` only. Raises ValueError naming a bad key."""
-    keys, family = _family_keys(config)
-    return [index for index, (kind, _) in enumerate(layer_kinds(keys, family)) if kind == "sliding"]
-
-
 def _sliding_layers(config: Config, rule: str, layers: int) -> Sequence[int]:
     """The layers that have a window by the family's rule, where config.json lists none."""
     if config.get("sliding_window") is None:

@@ -183,11 +183,6 @@ class State(Checked):
         return self.value_heads * self.key_dim * self.value_dim
 
     @property
-    def conv_elements(self) -> int:
-        """Numbers of the latest inputs that the convolution keeps for a sequence."""
-        return self.channels * (self.conv_width - 1)
-
-    @property
     def scalars(self) -> int:
         """Numbers by head that steer the update: a step size, and under the delta rule a decay."""
         return self.value_heads * (2 if self.rule == DELTA_RULE and not self.gate_rank else 1)

@@ -359,11 +359,6 @@ class ModelShape(Checked):
         return sum(count for attention, count in self.attentions if not attention.shares_cache)
 
     @property
-    def attention_layers(self) -> int:
-        """Layers with attention."""
-        return sum(count for _, count in self.attentions)
-
-    @property
     def state_layers(self) -> int:
         """Layers with a recurrent state."""
         return sum(count for _, count in self.states)

@@ -16,7 +16,6 @@ from ridgeplan.roofline.catalog.layers import Attention, Routing, State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess
 from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout
-from ridgeplan.runtime.model.norms import Norm
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights
 
 
@@ -150,12 +149,12 @@ class Decoder:
         states = cache.states
         step = Step(cache, metadata, self.rotary(metadata.positions), None if states is None else cache.accepted)
         for index, layer in enumerate(weights.layers):
-            hidden, normed = self.norm(hidden, update, layer.mixer_norm)
+            hidden, normed = layer.mixer_norm(hidden, update)
             hidden, normed = layer.after_mixer(hidden, layer.mixer.step(self, index, normed, step))
             update = layer.after_mlp(normed)
         if states is not None and step.accepted is not None:
             states.commit(step.accepted)
-        return weights.logits(self.norm(hidden, update, weights.norm)[1])
+        return weights.logits(weights.norm(hidden, update)[1])
 
     def rotary(self, positions: Tensor) -> tuple[Tables, ...]:
         """Cosines and sines [..., head_dim / 2] of positions [...], by each of the rotary embeddings."""
@@ -192,10 +191,6 @@ class Decoder:
         q = rope_append(qkv, tables, keys, values, slots, q_heads, qk_norm=qk_norm, eps=eps)
         growth = self.config.rotaries[settings.rotary].growth
         return q if growth is None else grown(q, positions, *growth)
-
-    def norm(self, hidden: Tensor, update: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        """The residual stream with `update` added, and its norm."""
-        return norm(hidden, update)
 
     def attend(
         self, index: int, weights: AttentionWeights, cache: KVAccess, metadata: AttentionMetadata, q: Tensor

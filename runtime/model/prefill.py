@@ -133,7 +133,7 @@ def prefill_all(
     for destination in destinations:
         destination.cache.finish_prompt(destination.row, len(prompt))
     last = hidden[parts.tokens - 1 : parts.tokens]
-    return weights.logits(decoder.norm(last, None, weights.norm)[1])[0]
+    return weights.logits(weights.norm(last, None)[1])[0]
 
 
 @dataclass(frozen=True, eq=False)

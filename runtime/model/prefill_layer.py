@@ -180,7 +180,7 @@ def project_layer(
     queries, keys, values = buffers.padded
     for chunk in parts.chunks:
         places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
-        normed = decoder.norm(hidden[chunk], None, layer.mixer_norm)[1][None]
+        normed = layer.mixer_norm(hidden[chunk], None)[1][None]
         shift = parts.shift if chunk.start >= parts.tokens else 0
         positions, slots = start + places + shift, buffers.held + places
         table = decoder.layer_rotary(index, positions)
@@ -206,7 +206,7 @@ def project_latent(
     rows = []
     for chunk in parts.chunks:
         places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
-        normed = decoder.norm(hidden[chunk], None, layer.mixer_norm)[1][None]
+        normed = layer.mixer_norm(hidden[chunk], None)[1][None]
         q, row = attention.project(normed, decoder.layer_rotary(index, places))
         queries[chunk] = q[0]
         keys[0, :, chunk, :plain] = torch.einsum("tr,hnr->htn", row[0, :, :latent], attention.keys)
@@ -278,7 +278,7 @@ def gate_layer(
     The gates of a whole text are never held: they are projected in chunks, after attention.
     """
     for chunk in parts.chunks if attention.gate else ():
-        normed = decoder.norm(hidden[chunk], None, layer.mixer_norm)[1]
+        normed = layer.mixer_norm(hidden[chunk], None)[1]
         buffers.queries[chunk] = attention.gated(buffers.queries[chunk], normed)
 
 
@@ -305,7 +305,7 @@ def recur_layer(
             state = state.clone()
         for start in range(chunk.start, chunk.stop, STATE_PIECE_TOKENS):
             piece = slice(start, min(start + STATE_PIECE_TOKENS, chunk.stop))
-            projected = weights.inputs(decoder.norm(hidden[piece], None, layer.mixer_norm)[1])
+            projected = weights.inputs(layer.mixer_norm(hidden[piece], None)[1])
             mixed = delta_chunks(projected, earlier, state, weights.vectors)
             out[piece] = weights.gated(mixed, projected).view_as(mixed)
             joined = torch.cat([earlier, projected[:, : earlier.shape[1]]])

@@ -104,7 +104,7 @@ def sampled_tokens(decoder: Decoder, weights: DecoderWeights) -> Tensor:
     hidden = functional.embedding(tokens, weights.embedding)
     for index, layer in enumerate(weights.layers):
         prefill_layer(decoder, index, layer, hidden)
-    logits = weights.logits(decoder.norm(hidden, None, weights.norm)[1]).float()
+    logits = weights.logits(weights.norm(hidden, None)[1]).float()
     require_finite([bool(all_finite(logits).all())])
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
@@ -189,7 +189,7 @@ def _with_head(
     fitted = tuple(_fitted(decoder, layers, hidden, target, text.natural))
     head = _recorder(ends.head, text.natural)
     if isinstance(head, HessianRecorder):
-        head.record(decoder.norm(hidden, None, ends.norm)[1])
+        head.record(ends.norm(hidden, None)[1])
     return dataclasses.replace(ends, layers=fitted, head=_quantized(head, target))
 
 

@@ -63,7 +63,7 @@ class Teacher:
         for index, layer in enumerate(self.weights.layers):
             mixed = layer.mixer.prefill(text, index, layer, hidden)
             finish_layer(self.decoder, layer, hidden, mixed, parts)
-        return self.decoder.norm(hidden, None, self.weights.norm)[1], torch.stack(masses, dim=1)
+        return self.weights.norm(hidden, None)[1], torch.stack(masses, dim=1)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

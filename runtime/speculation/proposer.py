@@ -30,19 +30,15 @@ class SuffixProposer(PromptObserver):
         """
         self._write(drafted)
         rows = self._cache.rows
-        return suffix_lookup(self._text[:rows], (self._positions() + 1 + counts).int(), depth, self._min_match)
+        return suffix_lookup(self._text[:rows], (self._cache.accepted + 1 + counts).int(), depth, self._min_match)
 
     def keep(self, pending: Tensor, tokens: Tensor) -> None:
         """A round has ended, and the cache is about to advance. tokens: int64 [rows, gamma + 1], some of which stay."""
         self._write(torch.cat([pending[:, None], tokens], dim=1))
 
-    def _positions(self) -> Tensor:
-        """The place of each row's pending token in its text, int32 [rows]."""
-        return (self._cache.lengths + self._cache.evicted)[: self._cache.rows]
-
     def _write(self, tokens: Tensor) -> None:
         """Writes tokens [rows, n] from the pending one on."""
-        places = self._positions()[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        places = self._cache.accepted[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self._text[: self._cache.rows].scatter_(1, places.long(), tokens.int())
 
 

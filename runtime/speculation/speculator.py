@@ -278,8 +278,7 @@ class Speculator:
 
     def _uniform(self, stream: int, draws: int) -> Tensor:
         """Random numbers [rows, draws] of a purpose. Every round begins at another position of a row's text."""
-        cache = self.cache
-        return row_uniform(self.seed, (cache.lengths + cache.evicted)[: cache.rows], stream, draws)
+        return row_uniform(self.seed, self.cache.accepted, stream, draws)
 
 
 def _compared(drafts: Drafts, tokens: Tensor, kept: Tensor) -> list[Tensor]:

@@ -376,9 +376,9 @@ class CodesAttention(api.AttentionImpl):
             count = len(metadata.slots)
             pages.append(key[:count], value[:count], metadata.slots, metadata.closing)
         prompts = [self._store_prompt(pages, metadata, row, key, value) for row in metadata.prompts]
-        for row, own in zip(metadata.prompts, prompts, strict=True):  # which may read what another has just stored
+        for row, recent in zip(metadata.prompts, prompts, strict=True):  # which may read what another has just stored
             part = slice(row.first, row.first + row.tokens)
-            out[part] = self._attend_prompt(pages, metadata, row, query[part], *own)
+            out[part] = self._attend_prompt(pages, metadata, row, query[part], *recent)
         if metadata.steps is not None:
             self._step(pages, metadata.steps, query, out, metadata.draft)
         return output

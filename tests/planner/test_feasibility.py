@@ -290,10 +290,10 @@ def test_an_unknown_option_is_one_clear_error():
 @pytest.mark.parametrize("gpu", ["h200", "l4", "dgx-spark"])
 def test_a_gpu_that_takes_anothers_place_has_memory_about_as_fast(gpu: str) -> None:
     question = ask("meta-llama/Llama-3.1-8B", gpu, 4096)
-    plans, own = [preset("autoregressive", question.workload)], question.profile.hardware
-    other = smallest_gpu(question, plans, own.memory_bytes + 1)
+    plans, listed = [preset("autoregressive", question.workload)], question.profile.hardware
+    other = smallest_gpu(question, plans, listed.memory_bytes + 1)
     assert other is not None
-    assert other.bandwidth_bytes_per_s >= 0.75 * own.bandwidth_bytes_per_s
+    assert other.bandwidth_bytes_per_s >= 0.75 * listed.bandwidth_bytes_per_s
     assert not other.unified_memory
 
 

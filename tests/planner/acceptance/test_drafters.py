@@ -36,8 +36,8 @@ def test_rows_speak_for_their_kind_of_text_alone():
 
 def test_the_nearest_row_by_context_and_model_is_taken():
     row = next(row for row in drafter_rows() if row.text == "code" and row.context == 30720)
-    own = proposal_acceptance(SUFFIX, Workload(row.model, "h200", 32768, text="code"))
-    assert (own.hit, own.best, own.source) == (row.hit, row.acceptance, "measured")
+    of_text = proposal_acceptance(SUFFIX, Workload(row.model, "h200", 32768, text="code"))
+    assert (of_text.hit, of_text.best, of_text.source) == (row.hit, row.acceptance, "measured")
 
 
 def test_a_users_figure_is_of_one_drafter():

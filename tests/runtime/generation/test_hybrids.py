@@ -27,14 +27,14 @@ def hybrid(tiny_model):
 @pytest.fixture(scope="module")
 def generate(hybrid, make_plan, prompts):
     """Tokens and statistics of a ragged batch under a plan, each made once."""
-    made = {}
+    generations = {}
 
     def run(kv="bf16", gamma=0, folder=hybrid.folder, **changes):
         key = str((kv, gamma, folder, changes))
-        if key not in made:
+        if key not in generations:
             plan = make_plan(kv, gamma, batch=3, context=128, new_tokens=64, **changes)
-            made[key] = runtime.load(plan, folder).generate(prompts(*LENGTHS), NEW)
-        return made[key]
+            generations[key] = runtime.load(plan, folder).generate(prompts(*LENGTHS), NEW)
+        return generations[key]
 
     return run
 

@@ -191,7 +191,7 @@ def test_a_real_models_text_is_hardly_less_likely(smollm2, make_plan, long_text)
         with torch.inference_mode():
             for index, layer in enumerate(engine.weights.layers):
                 prefill_layer(engine.decoder, index, layer, hidden)
-            logits = engine.weights.logits(engine.decoder.norm(hidden, None, engine.weights.norm)[1])
+            logits = engine.weights.logits(engine.weights.norm(hidden, None)[1])
         return float(functional.cross_entropy(logits[:-1], tokens[1:]))
 
     dense, quantized = loss(), loss(target_bits=4)

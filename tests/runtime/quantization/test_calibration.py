@@ -86,7 +86,7 @@ def test_a_model_writes_what_it_finds_likely(tiny_model, make_plan):
         for index, layer in enumerate(engine.weights.layers):
             for sequence in hidden:
                 prefill_layer(engine.decoder, index, layer, sequence)
-        logits = engine.weights.logits(engine.decoder.norm(hidden, None, engine.weights.norm)[1])
+        logits = engine.weights.logits(engine.weights.norm(hidden, None)[1])
         entropy = torch.distributions.Categorical(logits=logits[:, :-1]).entropy().mean()
         return float(functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) / entropy)
 
@@ -243,7 +243,7 @@ def real(smollm2, make_plan, long_text):
         hidden = functional.embedding(torch.tensor(tokens[: CONTEXT + JUDGED]), weights.embedding)
         for index, layer in enumerate(weights.layers):
             prefill_layer(engine.decoder, index, layer, hidden)
-        normed = engine.decoder.norm(hidden[CONTEXT:], None, weights.norm)[1]
+        normed = weights.norm(hidden[CONTEXT:], None)[1]
         return weights.head(normed).float().softmax(-1)
 
     target = probabilities(engine.weights)

@@ -54,8 +54,8 @@ class Layer:
             for seed in (name[:1], name):
                 generator = torch.Generator().manual_seed(sum(map(ord, seed)) * 31 + len(seed))
                 parts.append([torch.randn(TOKENS, n, HEAD_DIM, generator=generator) for n in (Q_HEADS, 2, 2)])
-            shared, own = parts
-            self.texts[name] = tuple(torch.cat([s[:300], o[300:]]) for s, o in zip(shared, own, strict=True))  # type: ignore[assignment]
+            shared, private = parts
+            self.texts[name] = tuple(torch.cat([s[:300], o[300:]]) for s, o in zip(shared, private, strict=True))  # type: ignore[assignment]
         return self.texts[name]
 
     def step(self, *rows: tuple[Sequence, int], padded: int = 0) -> list[Tensor]:
@@ -83,8 +83,8 @@ class Layer:
         out = torch.empty(count, Q_HEADS, HEAD_DIM, dtype=torch.float64)
         for i, place in enumerate(range(first, first + count)):
             start = place // PAGE * PAGE
-            own = (x[start : place + 1].double() for x in (keys, values))
-            seen = [torch.cat([s[:start], x]) for s, x in zip(stored, own, strict=True)]
+            private = (x[start : place + 1].double() for x in (keys, values))
+            seen = [torch.cat([s[:start], x]) for s, x in zip(stored, private, strict=True)]
             k, v = (x.repeat_interleave(Q_HEADS // KV_HEADS, 1).transpose(0, 1) for x in seen)
             scores = HEAD_DIM**-0.5 * (k @ queries[place].double()[..., None]).squeeze(2)
             out[i] = (scores.softmax(1)[:, None] @ v).squeeze(1)

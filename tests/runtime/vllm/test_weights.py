@@ -133,7 +133,7 @@ def test_shards_of_a_saved_fit_are_the_fit(ranks: int, monkeypatch: pytest.Monke
     layer: Any = saved.layers[0]
     x, narrow, wide = random(3, HIDDEN), random(3, 128), random(3, QKV[0])
     kv = max(1, KV_HEADS // ranks) * HEAD_DIM
-    own = [QKV[0] // ranks, kv, kv]
+    shard_sizes = [QKV[0] // ranks, kv, kv]
     facts = {"total_num_heads": HEADS, "total_num_kv_heads": KV_HEADS, "head_size": HEAD_DIM}
     parts: list[tuple[Tensor, ...]] = []
     reduced = {"down": torch.zeros(3, HIDDEN), "output": torch.zeros(3, HIDDEN)}
@@ -147,9 +147,11 @@ def test_shards_of_a_saved_fit_are_the_fit(ranks: int, monkeypatch: pytest.Monke
             assert method is not None
             return method.apply(loaded(method, torch.zeros(sum(sizes), x.shape[1]), sizes, inputs, **facts), x)
 
-        qkv = product("self_attn.qkv_proj", x, own, HIDDEN, **facts)
+        qkv = product("self_attn.qkv_proj", x, shard_sizes, HIDDEN, **facts)
         gate_up = product("mlp.gate_up_proj", x, 2 * [128 // ranks], HIDDEN)
-        parts.append((*qkv.split(own, -1), *gate_up.chunk(2, -1), product("lm_head", x, [192 // ranks], HIDDEN)))
+        parts.append(
+            (*qkv.split(shard_sizes, -1), *gate_up.chunk(2, -1), product("lm_head", x, [192 // ranks], HIDDEN))
+        )
         if ranks <= 2:  # with four, 32 of 128 inputs are no whole group of 64
             for name, full, out in (("mlp.down_proj", narrow, "down"), ("self_attn.o_proj", wide, "output")):
                 piece = full.chunk(ranks, -1)[rank]

@@ -160,7 +160,7 @@ def all_logits(config, weights):
     hidden = torch.nn.functional.embedding(PROMPT, weights.embedding)
     for index, layer in enumerate(weights.layers):
         prefill_layer(Decoder(config, CPU), index, layer, hidden)
-    return weights.logits(Decoder(config, CPU).norm(hidden, None, weights.norm)[1])
+    return weights.logits(weights.norm(hidden, None)[1])
 
 
 def test_a_small_models_group_has_a_group_to_itself():
