@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.experts import SWIGLU, Activation
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.state import DeltaVectors
 from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
+from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.catalog.layers import MLP, LayerGroup, Routing, State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.execution import RoundKind, round_shape
+from ridgeplan.roofline.execution import TILE_OUTPUTS, RoundKind, round_shape
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.support import missing_head
@@ -29,7 +31,7 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.kv.storage import KVStore
-from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
+from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig, layer_settings
 from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
@@ -44,7 +46,8 @@ from ridgeplan.runtime.model.weights import (
 )
 from ridgeplan.runtime.offload.host_store import HostKVStore
 from ridgeplan.runtime.policies import token_selector
-from ridgeplan.runtime.quantization.calibration import quantized_linear
+from ridgeplan.runtime.quantization.calibration import linear_of, plane_parts
+from ridgeplan.runtime.quantization.gptq import Parts
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.proposer import make_proposer
@@ -81,15 +84,18 @@ class RandomDecoder:
         cache = Cache(shape, sizes, bench.device, bench.pool.dtype)
         return cls(shape, Decoder(DecoderConfig.plain(shape), bench.device), cache, bench)
 
-    def weights(self) -> DecoderWeights:
-        """Random weights, different in every layer, so that a step reads them from memory."""
-        hidden = self.shape.hidden
+    def weights(self, shared: bool = False) -> DecoderWeights:
+        """Random weights in memory of their own in every layer, so that a step reads them from there.
+
+        shared: layers that are alike share it, where all would not fit.
+        """
+        hidden, groups = self.shape.hidden, self.shape.group_of_each
         embedding = self.bench.random(self.shape.vocab, hidden)
-        if self.shape.states:
-            groups = [self.shape.group_of(index) for index in range(self.shape.layers)]
+        if shared:
+            alike = {group: self._layer(group) for group in dict.fromkeys(groups)}
+            layers = tuple(alike[group] for group in groups)
         else:
-            groups = [group for group in self.shape.layer_groups for _ in range(group.count)]
-        layers = tuple(map(self._layer, groups))
+            layers = tuple(map(self._layer, groups))
         return DecoderWeights(embedding, layers, self._norm(hidden), Dense(embedding))
 
     def tokens(self, queries: int) -> Tensor:
@@ -103,10 +109,11 @@ class RandomDecoder:
     def _mlp(self, mlp: MLP | None) -> GatedMLP | RoutedMLP:
         """A dense MLP, or experts with a random router, which spreads tokens evenly; experts are copies of one."""
         assert mlp is not None, "the runtime executes layers with attention and an MLP"
-        hidden = self.shape.hidden
+        hidden, other = self.shape.hidden, "other activation" in self._traits
 
         def gated(width: int) -> GatedMLP:
-            return GatedMLP(self._dense(2 * width, hidden), self._dense(hidden, width))
+            activation = "gelu_tanh" if other else "silu"
+            return GatedMLP(self._dense(2 * width, hidden), self._dense(hidden, width), activation)
 
         if not mlp.experts:
             return gated(mlp.intermediate)
@@ -117,7 +124,13 @@ class RandomDecoder:
         )
         shared = gated(mlp.shared_intermediate) if mlp.shared_intermediate else None
         router = self._dense(mlp.experts, hidden).weight
-        return RoutedMLP(router, Routing(per_token=mlp.experts_per_token), gate_up, down, shared=shared)
+        routing, activation = Routing(per_token=mlp.experts_per_token), CLAMPED if other else SWIGLU
+        return RoutedMLP(router, routing, gate_up, down, shared=shared, activation=activation)
+
+    @property
+    def _traits(self) -> tuple[str, ...]:
+        family = FAMILIES.get(self.shape.architecture)
+        return (*self.shape.traits, *(family.traits if family else ()))
 
     def _norm(self, *sizes: int) -> RMSNorm:
         return RMSNorm(self.bench.random(*sizes), self.decoder.config.norm_eps)
@@ -131,6 +144,7 @@ class RandomDecoder:
             output=dense(shape.hidden, shape.q_width),
             qk_norm=self._norm(heads, shape.head_dim) if shape.qk_norm else None,
             gate=dense(gate_width, shape.hidden) if gate_width else None,
+            sinks=self.bench.random(shape.q_heads).float() if "attention sinks" in self._traits else None,
         )
 
     def _latent_attention(self) -> LatentAttentionWeights:
@@ -167,9 +181,12 @@ class RandomDecoder:
             mixer = self._latent_attention()
         else:
             mixer = self._attention(attention.gate_width if attention else 0)
-        return LayerWeights(self._norm(self.shape.hidden), mixer, self._norm(self.shape.hidden), self._mlp(group.mlp))
+        norm = self._norm(self.shape.hidden)
+        output_norms = (norm, norm) if self.shape.sandwich_norms else ()
+        return LayerWeights(norm, mixer, norm, self._mlp(group.mlp), *output_norms)
 
 
+CLAMPED = Activation(1.702, 7.0, 1.0)  # gpt-oss
 WARM_ROUNDS = 2
 TIMED_ROUNDS = {"cuda": 12, "cpu": 5}
 MAX_TRIES = 3
@@ -227,14 +244,21 @@ class RandomModel:
 
     @classmethod
     def build(cls, shape: ModelShape, device: torch.device, machine: Device) -> RandomModel:
-        """Random weights in the models' dtype; layers have memory of their own, so that a step reads all of it."""
+        """Random weights in the models' dtype; layers have memory of their own, so that a step reads all of it.
+
+        Of a model that only fits as codes, dense layers share memory.
+        """
         mixer_width = max([shape.q_width + 2 * shape.kv_width, *(state.in_width for state, _ in shape.states)])
         largest = max(shape.vocab, 2 * shape.intermediate, mixer_width) * shape.hidden
         bench = Bench.build(device, largest * (2 if device.type == "cuda" else 4), 0, 0.0)
-        decoder = Decoder(DecoderConfig.plain(shape), device)
+        plain = DecoderConfig.plain(shape)
+        decoder = Decoder(dataclasses.replace(plain, layers=layer_settings(shape.group_of_each)), device)
         empty = Cache(shape, KVCacheConfig(1, 1), device, bench.pool.dtype)
-        weights = RandomDecoder(shape, decoder, empty, bench).weights()
-        return cls(shape, decoder, weights, device, machine)
+        too_large = shape.parameters * bench.element_bytes > machine.memory_bytes
+        weights = RandomDecoder(shape, decoder, empty, bench).weights(shared=too_large)
+        # Small logits, so that rows sample tokens of their own: equal ones would hit the same experts.
+        norm = RMSNorm(bench.random(shape.hidden) / shape.hidden, plain.norm_eps)
+        return cls(shape, decoder, dataclasses.replace(weights, norm=norm), device, machine)
 
     def fits(self, plan: Plan) -> bool:
         """Whether the plan's predicted peak is within the memory."""
@@ -242,7 +266,8 @@ class RandomModel:
 
     def cache_config(self, plan: Plan) -> KVCacheConfig:
         """The cache that executes the plan, with the layers on the host that have to be."""
-        return KVCacheConfig.of(plan, self.shape.kv_layers, *offloaded_layers(plan, self.shape, self.machine))
+        sizes = self.shape.kv_layers, *offloaded_layers(plan, self.shape, self.machine)
+        return KVCacheConfig.of(plan, *sizes, self.decoder.config.attention_windows)
 
     def target(self, plan: Plan) -> DecoderWeights:
         """The weights that the plan's verification reads; 4-bit ones have a dense head."""
@@ -258,15 +283,22 @@ class RandomModel:
         return self._quantized(WeightFormat(4, plan.weights.group)) if plan.weights.draft_copy else self.target(plan)
 
     def _quantized(self, kind: WeightFormat) -> DecoderWeights:
-        """Weights as codes. Packing is slow, so layers are copies of the first one of their kind."""
+        """Weights as codes, of one tile of outputs repeated. Layers are copies of the first one of their kind."""
         if kind not in self.quantized:
             self.quantized[kind] = self._packed(kind)
         return self.quantized[kind]
 
     def _packed(self, kind: WeightFormat) -> DecoderWeights:
+        tiles: dict[int, tuple[Parts, ...]] = {}  # by inputs
+
         def packed(linear: Linear) -> Linear:
             assert isinstance(linear, Dense)
-            return quantized_linear(linear, kind)
+            outputs, inputs = linear.weight.shape
+            if inputs not in tiles:
+                tiles[inputs] = plane_parts(linear.weight[:TILE_OUTPUTS], kind)
+            row = torch.arange(outputs, device=linear.weight.device) % TILE_OUTPUTS
+            planes = [(codes[row], scale[row], zero[row]) for codes, scale, zero in tiles[inputs]]
+            return linear_of(planes, linear.bias, kind.hierarchical)
 
         def parts(layer: LayerWeights) -> tuple[type, type]:
             return type(layer.mixer), type(layer.mlp)

@@ -342,6 +342,13 @@ class ModelShape(Checked):
         return group
 
     @property
+    def group_of_each(self) -> tuple[LayerGroup, ...]:
+        """The group of each layer, in the order of `layer_groups` where the shape does not say which layer is which."""
+        if self.groups and all(group.indices for group in self.groups):
+            return tuple(map(self.group_of, range(self.layers)))
+        return tuple(group for group in self.layer_groups for _ in range(group.count))
+
+    @property
     def projections(self) -> tuple[tuple[Attention, int], ...]:
         """Every kind of attention by its projections: windows do not tell them apart."""
         return self._projections

@@ -57,7 +57,8 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
         _require(state.conv_width <= MAX_TAPS, "convolution's width", state.conv_width, allowed)
     head_dim = shape.rope_head_dim or shape.head_dim
     heads = HeadLayout(head_dim, head_dim, _rotary_dim(hub, head_dim), family.interleaved_rope)
-    layers, cap = list(layer_settings(shape)), _factor(keys, "attn_logit_softcapping", 0.0)
+    layers = list(layer_settings(map(shape.group_of, range(shape.layers))))
+    cap = _factor(keys, "attn_logit_softcapping", 0.0)
     rotaries: dict[Rotary, int] = {}  # each with its number
     for index, settings in enumerate(layers):
         if settings.attention is not None:

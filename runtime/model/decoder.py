@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 from ridgeplan.kernels.attention import decode_attention
 from ridgeplan.kernels.experts import SWIGLU, Activation
 from ridgeplan.kernels.layer import Tables, rope_append, rotary_tables
-from ridgeplan.roofline.catalog.layers import Attention, Routing, State
+from ridgeplan.roofline.catalog.layers import Attention, LayerGroup, Routing, State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess
 from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout
@@ -77,7 +78,7 @@ class DecoderConfig:
         """A decoder with unscaled RoPE and full attention, in every layer or where a hybrid has attention."""
         rotaries = (Rotary(tuple(frequencies_of(shape.rope_theta, shape.rope_head_dim or shape.head_dim))),)
         if shape.states:
-            return cls(shape, norm_eps, layer_settings(shape), rotaries)
+            return cls(shape, norm_eps, layer_settings(shape.group_of_each), rotaries)
         attention = replace(shape.attentions[0][0], window_tokens=None)
         layers = tuple(LayerSettings(attention, place=place) for place in range(shape.layers))
         return cls(shape, norm_eps, layers, rotaries)
@@ -103,12 +104,11 @@ class DecoderConfig:
         return self.rotaries[0].scale
 
 
-def layer_settings(shape: ModelShape) -> tuple[LayerSettings, ...]:
-    """The settings of every layer, numbered by kind: those with attention, and those with a state."""
+def layer_settings(groups: Iterable[LayerGroup]) -> tuple[LayerSettings, ...]:
+    """The settings of layers of these `groups`, numbered by kind: those with attention, and those with a state."""
     counts = {False: 0, True: 0}
     layers = []
-    for index in range(shape.layers):
-        group = shape.group_of(index)
+    for group in groups:
         has_state = group.state is not None
         layers.append(LayerSettings(group.attention, group.state, place=counts[has_state]))
         counts[has_state] += 1

@@ -114,10 +114,14 @@ def quantized_linear(dense: Dense, target: WeightFormat, hessian: Tensor | None 
 
     hessian: Hessian of the layer's inputs, as for `quantize_weight`. Raises ModelError if no group fits.
     """
-    planes = plane_parts(dense.weight, target, hessian)
+    return linear_of(plane_parts(dense.weight, target, hessian), dense.bias, target.hierarchical)
+
+
+def linear_of(planes: Sequence[Parts], bias: Tensor | None, hierarchical: bool = False) -> Int4 | Int8:
+    """The layer of one plane of 4-bit codes, or of two."""
     if len(planes) == 1:
-        return int4_of(planes[0], dense.bias)
-    return int8_of((planes[0], planes[1]), dense.bias, target.hierarchical)
+        return int4_of(planes[0], bias)
+    return int8_of((planes[0], planes[1]), bias, hierarchical)
 
 
 def plane_parts(weight: Tensor, target: WeightFormat, hessian: Tensor | None = None) -> tuple[Parts, ...]:

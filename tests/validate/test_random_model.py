@@ -92,6 +92,21 @@ def test_rounds_over_latent_rows_run(h200_profile: Any, monkeypatch: pytest.Monk
     assert module.random_cache(model, drafting).keys.shape[2:] == (1, 700 + 256 + 3, 48)
 
 
+def test_rounds_with_windows_sinks_and_shared_layers_run(h200_profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_busy", lambda spread: False)
+    sizes = {"experts": 6, "experts_per_token": 2, "expert_intermediate": 32}
+    shape = replace(SHAPE, architecture="gpt_oss", layers=3, window_tokens=128, window_layers=2, **sizes)
+    small = replace(Machine.of(h200_profile), memory_bytes=4 * shape.parameters - 1)
+    model = RandomModel.build(shape, CPU, small)
+    first, *others = model.weights.layers
+    assert others[0].mixer.sinks is not None and [layer is first for layer in others] == [True, False]
+    assert [layer.window for layer in model.decoder.config.layers].count(128) == 2
+    plan = preset("quantspec-int8", Workload("random", "h200", 700, 256, batch=2))
+    assert measured_round(model, plan).draft_s > 0
+    cache = module.random_cache(model, plan)
+    assert sum(store.keys.nbytes for store in cache.stores) < 4 * 3 * 2 * 2 * 32 * 700
+
+
 @pytest.mark.parametrize(
     "name", ["autoregressive", "int8", "quantspec", "quantspec-exact", "quantspec-weights", "int4-weights"]
 )
