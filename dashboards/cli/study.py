@@ -63,7 +63,7 @@ def deliver(
 @opt.text_file
 @opt.contexts
 @opt.listed("--ratios", float, "Shares of the tokens that drafts read, a list.", (0.03, 0.07, 0.15, 0.25))
-@opt.listed("--policies", str, "Policies that select the tokens, a list.", tuple(POLICIES))
+@opt.listed("--policies", str, "Policies that select the tokens, a list.  [default: all; retrieval-head needs a head]")
 @opt.listed("--formats", str, "Formats of the drafts' KV and weights, a list.", tuple(FORMATS))
 @opt.tokens_after
 @click.option("--passages", type=click.IntRange(1, 1000), default=1, help="Prompts, spread over the text.")
@@ -74,6 +74,7 @@ def deliver(
     help="How rounds go on: the model's tokens, and rejected drafts are dropped, or the text's own.",
 )
 @opt.calibration_file
+@opt.retrieval_head
 @opt.yarn
 @opt.json_output
 @click.option("--resume", is_flag=True, help="Keep the rows of the output file and measure only the missing ones.")
@@ -84,8 +85,9 @@ def deliver(
 @opt.as_json
 def drafts(
     model: str | None, text: str, ctx: tuple[int, ...], ratios: tuple[float, ...], policies: tuple[str, ...],
-    formats: tuple[str, ...], tokens: int, passages: int, verification: str, calibration: str | None, yarn: bool,
-    output: Path | None, resume: bool, rows: Path | None, html: Path | None, as_json: bool,
+    formats: tuple[str, ...], tokens: int, passages: int, verification: str, calibration: str | None,
+    retrieval_head: str | None, yarn: bool, output: Path | None, resume: bool, rows: Path | None, html: Path | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Measure the acceptance of drafts that read a share of the tokens.
 
@@ -113,7 +115,8 @@ def drafts(
 
     if resume and output is None:
         raise click.UsageError("--resume needs --output; allowed: with the file to resume")
-    cases, content = drafts_of(policies, ratios, formats), read_prompt(text)
+    chosen = policies or tuple(name for name in POLICIES if retrieval_head or name != "retrieval-head")
+    cases, content = drafts_of(chosen, ratios, formats), read_prompt(text)
     if rows and verification == GREEDY:
         raise click.UsageError("--rows cannot be combined with --verification greedy; allowed: sampled, teacher-forced")
     rows_path = require_extensible(rows) if rows else None
@@ -124,13 +127,14 @@ def drafts(
         passage = Passage(content, Path(text).stem, ctx, tokens, calibration_tokens(source, calibration), yarn)
         fitted_to = Path(calibration).stem if calibration else ""
         saved = SavedStudy(
-            named_shape(source).name, tokens, fitted_to, verification, passages, device=device_here(), text=passage.name
-        )
+            named_shape(source).name, tokens, fitted_to, verification, passages,
+            Path(retrieval_head).stem if retrieval_head else "", device=device_here(), text=passage.name,
+        )  # fmt: skip
         if resume and output is not None and output.exists():
             saved = saved.resumed(output)
         for row in study(
             source, passage, cases, on_progress=on_progress, known=saved.known, verification=verification,
-            passages=passages,
+            passages=passages, head=retrieval_head,
         ):  # fmt: skip
             saved = saved.with_row(row)
             if output is not None:

@@ -216,6 +216,11 @@ class Distillation:
         places = [torch.randperm(distant, generator=generator)[:queries] + first for _ in passages]
         return [(tokens, at.to(tokens.device)) for tokens, at in zip(passages, places, strict=True)]
 
+    def _precision(self) -> torch.autocast:
+        """Products of the student are in bfloat16 on a GPU, as the teacher's are; its parameters stay in float32."""
+        device = self.ids.device.type
+        return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
     def _passage(self, tokens: Tensor, queries: Tensor) -> float:
         """Adds a passage's gradients; returns its loss in nats a token."""
         taught, attention = self.teacher.read(tokens, queries)
@@ -227,19 +232,22 @@ class Distillation:
 
         The gradients of the logits are computed a few tokens at a time, those of the layer once, from their sum.
         """
-        hidden = self.student.model(tokens[None]).last_hidden_state[0]
+        with self._precision():
+            hidden = self.student.model(tokens[None]).last_hidden_state[0]
         cut = hidden.detach().requires_grad_()
-        total = 0.0
+        total = cut.new_zeros(())  # read once: each read waits for the device
         for known, states in zip(taught.split(LOGITS_TOKENS), cut.split(LOGITS_TOKENS), strict=True):
             expected = self.teacher.logits(known).log_softmax(-1)
-            drawn = self.student.lm_head(states).float().log_softmax(-1)
+            with self._precision():
+                logits = self.student.lm_head(states)
+            drawn = logits.float().log_softmax(-1)
             divergence = functional.kl_div(drawn, expected, log_target=True, reduction="sum") / len(tokens)
             loss = self.training.language * divergence
             (loss / self.training.batch).backward()
-            total += float(loss.detach())
+            total += loss.detach()
         assert cut.grad is not None, "every token has logits"
         hidden.backward(cut.grad)
-        return total
+        return float(total)
 
     def _attention(self, tokens: Tensor, queries: Tensor, attention: Tensor) -> float:
         """Adds the gradients of the attention loss; returns the weighted loss.
@@ -247,7 +255,9 @@ class Distillation:
         attention: the teacher's, [kv_heads, layers, queries, tokens].
         """
         taught = attention.flatten(0, 1) if self.training.by_layer else attention.mean(1)
-        loss = attention_loss(student_logits(self.student, tokens, queries), taught, queries)
+        with self._precision():
+            logits = student_logits(self.student, tokens, queries)
+        loss = attention_loss(logits, taught, queries)
         focus = self.training.attention * loss
         (focus / self.training.batch).backward()
         return float(focus.detach())

@@ -41,6 +41,7 @@ from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, TokenSelector
 from ridgeplan.runtime.policies.ranked import VerificationSelector
 from ridgeplan.runtime.request import Request
+from ridgeplan.runtime.retrieval.head import Head, load_head
 from ridgeplan.runtime.sampling import SamplingParams, require_finite
 from ridgeplan.validate.acceptance import (
     MAX_TOKENS_MEASURED,
@@ -190,11 +191,13 @@ def study(
     known: Container[tuple[int, StudyDraft]] = (),
     verification: str = SAMPLED,
     passages: int = 1,
+    head: str | None = None,
 ) -> Iterator[StudyRow]:
     """Acceptance of drafts of a model at each context of a passage: a safetensors folder, a GGUF file or a hub id.
 
     device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. verification: how rounds go
-    on, one of `methods.VERIFICATIONS`. passages: prompts, spread over the text. A warning names drafts that are left
+    on, one of `methods.VERIFICATIONS`. passages: prompts, spread over the text. head: the file of a retrieval head, for
+    the policies that choose by one. A warning names drafts that are left
     out because their ratio leaves the policy nothing to choose, or because no real round has them.
     Raises what `load` raises, PlanError for lengths, WorkloadError for fewer tokens than are counted or where no draft
     is left, and PromptError for a text that is too short.
@@ -219,6 +222,7 @@ def study(
             continue
         on_progress(what, 0, 1)
         with shared.engine(plan) as engine:
+            bound = load_head(head).for_model(engine.config.shape, engine.weights.embedding) if head else None
             length = plan.workload.final_context if forced else context
             prompts = prompt_batch(engine.tokenizer, length, passages, passage.text)
             if draft_weights is None and any(draft.quantized_weights for draft in missing):
@@ -228,10 +232,11 @@ def study(
                 index = len(measured)
                 on_round = partial(_report, partial(on_progress, what), index, passages)
                 if forced:
-                    measured.append(measure(engine, draft_weights, missing, ids, on_round))
+                    measured.append(measure(engine, draft_weights, missing, ids, on_round, bound))
                 else:
                     sampling = SamplingParams(temperature=float(verification == SAMPLED), seed=index)
-                    measured.append(measure_rounds(engine, draft_weights, missing, ids, sampling, on_round))
+                    parts = engine, draft_weights, missing, ids, sampling, on_round, bound
+                    measured.append(measure_rounds(*parts))
             for draft, counts in zip(missing, zip(*measured, strict=True), strict=True):
                 yield StudyRow.of(draft, context, RoundCounts.total(counts))
 
@@ -275,13 +280,14 @@ def measure(
     drafts: Sequence[StudyDraft],
     ids: Sequence[int],
     on_round: Callable[[int, int], None] = lambda done, total: None,
+    head: Head | None = None,
 ) -> list[RoundCounts]:
     """Each draft's acceptance on the whole rounds of a text's tokens after the context of the engine's plan.
 
     The plan is one of `plan_of`. The first round is not counted: its sets come from prefill.
     """
     context, text = engine.plan.workload.context, torch.tensor(ids, device=engine.device)
-    drafters, _ = _prefilled(engine, drafts, text[:context])
+    drafters, _ = _prefilled(engine, drafts, text[:context], head)
     starts = range(context, len(text) - ROUND + 1, ROUND)
     rounds = []
     for index, start in enumerate(starts):
@@ -301,11 +307,12 @@ def measure_rounds(
     prompt: Sequence[int],
     sampling: SamplingParams,
     on_draft: Callable[[int, int], None] = lambda done, total: None,
+    head: Head | None = None,
 ) -> list[RoundCounts]:
     """The rounds in which each draft's generation continues a prompt, which is processed once for all of them."""
     cache, tokens = engine.cache, engine.plan.workload.new_tokens
     assert cache is not None, "the engine is open"
-    drafters, logits = _prefilled(engine, drafts, torch.tensor(prompt, device=engine.device))
+    drafters, logits = _prefilled(engine, drafts, torch.tensor(prompt, device=engine.device), head)
     request = Request.build(prompt, tokens, sampling)
     seed = torch.tensor(sampling.seed, dtype=torch.int64, device=engine.device)
     scored = [each.policy for each in drafters if each.collects and isinstance(each.policy, VerificationSelector)]
@@ -333,21 +340,23 @@ class _Drafter:
     collects: bool
 
 
-def _prefilled(engine: Engine, drafts: Sequence[StudyDraft], prompt: Tensor) -> tuple[list[_Drafter], Tensor]:
+def _prefilled(
+    engine: Engine, drafts: Sequence[StudyDraft], prompt: Tensor, head: Head | None
+) -> tuple[list[_Drafter], Tensor]:
     """Drafters that know the prompt [tokens], which is in the cache, and the logits [vocab] that follow it."""
     assert engine.cache is not None, "the engine is open"
     engine.cache.reset(1)
-    drafters = list(_drafters(engine.cache, drafts))
+    drafters = list(_drafters(engine.cache, drafts, head))
     observer = PromptObservers([drafter.policy for drafter in drafters])
     return drafters, prefill(engine.decoder, engine.weights, engine.cache, 0, prompt, observer=observer)
 
 
-def _drafters(cache: Cache, drafts: Sequence[StudyDraft]) -> Iterator[_Drafter]:
+def _drafters(cache: Cache, drafts: Sequence[StudyDraft], head: Head | None) -> Iterator[_Drafter]:
     """Policies over one storage. Those that rank the same scores share them: they differ in ratio or in codes."""
     reading = {codes: AttentionMetadataBuilder(cache, codes) for codes in DraftCodes}
     first: dict[object, VerificationSelector] = {}
     for draft in drafts:
-        policy = token_selector(draft.selection.among_all, reading[draft.codes])
+        policy = token_selector(draft.selection.among_all, reading[draft.codes], head)
         collects = False
         if isinstance(policy, VerificationSelector):
             key = draft.policy == HINDSIGHT, replace(draft.selection, ratio=1.0)
@@ -393,9 +402,11 @@ def _drafted(engine: Engine, weights: DecoderWeights | None, policy: TokenSelect
     policy.before_drafts()
     if not policy.selection.per_query:
         return _pass(engine, weights, tokens[:, :GAMMA], policy.draft_metadata(0, GAMMA))
-    steps = [
-        _pass(engine, weights, tokens[:, ahead : ahead + 1], policy.draft_metadata(ahead)) for ahead in range(GAMMA)
-    ]
+    steps = []
+    for ahead in range(GAMMA):
+        token = tokens[:, ahead : ahead + 1]
+        policy.before_pass(token, ahead)
+        steps.append(_pass(engine, weights, token, policy.draft_metadata(ahead)))
     return torch.cat(steps)
 
 
@@ -405,7 +416,7 @@ def _pass(engine: Engine, weights: DecoderWeights, tokens: Tensor, metadata: Att
 
 
 # All rows of a file share these, beside the device.
-CONDITIONS = ("model", "text", "tokens", "calibration", "verification", "passages")
+CONDITIONS = ("model", "text", "tokens", "calibration", "verification", "passages", "head")
 
 
 @dataclass(frozen=True)
@@ -413,6 +424,7 @@ class SavedStudy(ResultFile):
     """The conditions that all rows share, and the rows. calibration: the text of 4-bit weights; "" for the model's own.
 
     verification: how rounds went on, by default as in files that do not say it. passages: prompts, of `tokens` each.
+    head: the retrieval head that chose; "" for none.
     device, date and software are those of the run that wrote the file last.
     """
 
@@ -423,6 +435,7 @@ class SavedStudy(ResultFile):
     calibration: str = check.text("")
     verification: str = check.one_of(methods.VERIFICATIONS, default=TEACHER_FORCED)
     passages: int = check.whole(1, MAX_PASSAGES, 1)
+    head: str = check.text("")
     rows: tuple[StudyRow, ...] = check.parts(StudyRow, ())
     device: str = check.text("")
     date: str = check.text("")

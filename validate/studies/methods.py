@@ -17,7 +17,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "specattn-heads": (WEIGHTS, {"per_kv_head": True}), "specattn-logits": (WEIGHTS, {"score": "logits"}),
     "specattn-all": (WEIGHTS, {"rows": "all"}),
     HINDSIGHT: (WEIGHTS, {"rows": "all", "per_kv_head": True}), "quest": ("quest", {}),
-    "progressive": ("progressive", {}), "oracle": ("oracle", {}),
+    "progressive": ("progressive", {}), "oracle": ("oracle", {}), "retrieval-head": ("retrieval-head", {}),
 }  # fmt: skip
 # How its rounds go on. In all but the last the model generates, and rejected drafts are dropped as in an engine. The
 # last takes a text's own tokens as drafts, all of which count as accepted.

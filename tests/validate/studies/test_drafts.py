@@ -5,11 +5,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import Plan, Speculation, Workload
 from ridgeplan.roofline.plan.policies.selections import SpecAttnWeights
 from ridgeplan.runtime import WorkloadError, load
+from ridgeplan.runtime.model.checkpoint import load_tensor
+from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of, save_head
 from ridgeplan.validate.acceptance import Passage
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.studies import drafts as drafts_module
@@ -199,3 +202,23 @@ def test_real_rounds_make_rows_of_positions_with_enough_drafts():
     greedy = replace(saved, verification="greedy")
     with pytest.raises(WorkloadError, match="verification is greedy; allowed for rows of acceptance: sampled"):
         acceptance_rows(greedy, load_shape("SmolLM2-135M"), "")
+
+
+def test_a_retrieval_head_drafts_too(tiny_folder, tmp_path):
+    embedding = load_tensor(tiny_folder, "model.embed_tokens.weight")
+    shape = load_shape(str(tiny_folder))
+    sizes = {"q_heads": shape.q_heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    config = HeadConfig(model="tiny", hidden=shape.hidden, vocab=shape.vocab, context=2048, **sizes)
+    generator = torch.Generator().manual_seed(3)
+    widths = (shape.q_heads * shape.head_dim, shape.kv_heads * shape.head_dim)
+    q, k = (torch.randn(width, shape.hidden, generator=generator) for width in widths)
+    save_head(tmp_path / "head", Head(config, HeadWeights(torch.ones(shape.hidden), q, k, probe=probe_of(embedding))))
+    passage = Passage(TEXT, "cities", (CONTEXT,), 24)
+    question = [StudyDraft("retrieval-head", ratio, "bf16") for ratio in (0.999, CHOOSING)]
+    for verification in ("teacher-forced", "sampled"):
+        rows = study(str(tiny_folder), passage, question, "cpu", verification=verification, head=str(tmp_path / "head"))
+        everything, some = rows
+        assert everything.mean == pytest.approx(1.0, abs=2e-3)
+        assert 0 < some.mean < everything.mean
+    with pytest.raises(WorkloadError, match="by a retrieval head and none was given"):
+        next(study(str(tiny_folder), passage, question, "cpu"))
