@@ -23,7 +23,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
 from ridgeplan.roofline.collectives import COLLECTIVES
 from ridgeplan.roofline.cost import Cost, Term
-from ridgeplan.roofline.evaluate import Estimate, at_acceptance, evaluate, pass_ops
+from ridgeplan.roofline.evaluate import Estimate, at_acceptance, engine_prompts, evaluate, pass_ops
 from ridgeplan.roofline.execution import RoundKind, round_shape
 from ridgeplan.roofline.latency import KERNEL_CLASSES, Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.passes import Op
@@ -294,7 +294,6 @@ def predict_all(
             (slow, best, fast),
             parts,
             certainties[index],
-            _first_prompt_share(plan, engine),
         )
         for index, plan in enumerate(plans)
     ]
@@ -305,22 +304,6 @@ def predict_question(plans: Sequence[Plan], question: Question) -> list[Predicti
     for plan in plans:
         question.require_engine_runs(plan)
     return predict_all(plans, question.shape, question.profile, question.machine, engine=question.engine)
-
-
-def _first_prompt_share(plan: Plan, engine: EngineProfile | None) -> float:
-    """Share of a batch's prefill after which its first prompt is done: it passes every stage of a pipeline.
-
-    With c chunks, p stages take (c + p - 1) / c of one stage's work (GPipe, section 2.3).
-    """
-    prompts, stages = plan.workload.rank_batch, plan.parallel.pipeline
-    if engine is None or stages == 1:
-        return 1 / prompts
-
-    def stretch(count: int) -> float:
-        chunks = max(count * plan.workload.context / engine.rates.reserve.batched_tokens, 1)
-        return (chunks + stages - 1) / chunks
-
-    return stretch(1) / stretch(prompts) / prompts
 
 
 @dataclass(frozen=True)
@@ -371,6 +354,8 @@ def _parts(
     if machine.engine is not None:
         step = machine.engine.step_of(strategy, strategy.context + strategy.new_tokens / 2)
         timed["target"] = [(op, seconds, 0.0) for op, seconds in machine.engine.timed(shape, machine, step)]
+        prompts = engine_prompts(shape, machine, machine.engine, replace(strategy, batch=1))
+        timed["prefill"] = [(op, seconds, _spread(op, machine, pass_rates["prefill"])) for op, seconds in prompts]
         return tuple(_part(name, timed[name], count) for name in ("prefill", "draft", "target"))
     for name, gap_s in (("draft", machine.draft_gap_s), ("target", machine.target_gap_s)):
         gap, part_rates = Op("between kernels", "gap", Cost(), shape.layers), pass_rates[name]
@@ -380,7 +365,11 @@ def _parts(
 
 def _timed(op: Op, machine: Machine, rates: dict[str, RateTerms]) -> tuple[Op, Term, Term]:
     """An operation, its seconds and their relative spread."""
-    return op, machine.op_seconds(op, rates), machine.rates_for(op, rates).spread
+    return op, machine.op_seconds(op, rates), _spread(op, machine, rates)
+
+
+def _spread(op: Op, machine: Machine, rates: dict[str, RateTerms]) -> Term:
+    return 0.0 if op.kind in COLLECTIVES else machine.rates_for(op, rates).spread
 
 
 def _part(name: str, timed: Sequence[tuple[Op, Term, Term]], count: int) -> PartTimes:
@@ -399,7 +388,6 @@ def _prediction(
     estimates: tuple[Estimate, Estimate, Estimate],
     parts: tuple[PartTimes, ...],
     certainty: Certainty,
-    first_prompt_share: float,
 ) -> Prediction:
     slow, best, fast = estimates
     spread, prefill_spread, memory = certainty.spread, certainty.prefill_spread, best.memory
@@ -407,11 +395,11 @@ def _prediction(
     def figures(near: Estimate, far: Estimate, deviations: int, workspace: float) -> Figures:
         """One end of the band, with `workspace` times the workspace. Throughput, inverse to time, is of the other."""
         resident = _at(near.memory.resident, index)
-        ttft_ms = 1e3 * _at(near.ttft_s, index) * max(1 + deviations * prefill_spread, 0.1)
+        prefill_ms = 1e3 * max(1 + deviations * prefill_spread, 0.1)
         return Figures(
             tpot_ms=1e3 * (_at(near.tpot_s, index) * max(1 + deviations * spread, 0.1)),
-            ttft_request_ms=ttft_ms * first_prompt_share,
-            ttft_ms=ttft_ms,
+            ttft_request_ms=prefill_ms * _at(near.request_ttft_s, index),
+            ttft_ms=prefill_ms * _at(near.ttft_s, index),
             tokens_per_s=plan.workload.batch / (_at(far.tpot_s, index) * max(1 - deviations * spread, 0.1)),
             peak_memory_bytes=resident + workspace * (_at(near.memory.peak, index) - resident),
         )

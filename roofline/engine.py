@@ -21,7 +21,7 @@ import numpy as np
 
 from ridgeplan.roofline.catalog.layers import State
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.collectives import COLLECTIVES, Network, pass_messages
+from ridgeplan.roofline.collectives import COLLECTIVES, GATHER_LOGITS, Network, pass_messages
 from ridgeplan.roofline.cost import Term, indicator, maximum, minimum, where
 from ridgeplan.roofline.memory import MemoryBreakdown, index_memory, stored_elements, weight_memory
 from ridgeplan.roofline.passes import MIXER_PRODUCTS, Op, PassTerms, decode_pass, state_sizes, stored_bytes
@@ -37,6 +37,7 @@ PAGE_TOKENS = 16  # of a page of the KV cache
 # a GPU has of each: SHARE x w / (w + WIDTH). Fitted to 16384 tokens on slices of 96 to 2048 by vLLM 0.24 on H200
 # (aiconfigurator 0.12.0, h200_sxm/moe/vllm/0.24.0): 12 of 15 within 10%.
 DIVIDED_EXPERT_SHARE, DIVIDED_EXPERT_WIDTH = 0.65, 270
+SAMPLED_KINDS = ("head", GATHER_LOGITS)  # of operations on sampled rows alone
 NCCL_BYTES = 0.4e9  # of buffers for messages; aiconfigurator 0.12.0 counts 0.34 to 0.39 GiB on 2 to 8 GPUs
 # FlashAttention-3 (flash_prepare_scheduler, for Hopper): blocks of a tile aim at 1.1 times an SM's even share.
 BLOCK_TOKENS, SPLIT_MARGIN, MAX_SPLITS = 128, 1.1, 32
@@ -162,12 +163,13 @@ class EngineRates:
         A token of a pipeline passes all stages. Where every stage is busy, all of them wait for the last one, which
         has the head.
         """
-        stages, stage = shape.parallel.pipeline, step.of_stage(shape)
-        passes = ((op, self._passes(op, stages, step)) for op in stage.operations(shape))
-        return [
-            (replace(op, launches=op.launches * count), count * self._op_seconds(op, shape, machine, stage))
-            for op, count in passes
-        ]
+        stages = shape.parallel.pipeline
+        stage = self.stage_timed(shape, machine, step.of_stage(shape))
+        return [repeated(timed, self._passes(timed[0], stages, step)) for timed in stage]
+
+    def stage_timed(self, shape: ModelShape, machine: MachinePeaks, step: EngineStep) -> list[tuple[Op, Term]]:
+        """Every operation of one pass of all of a step's rows through one stage, with its seconds."""
+        return [(op, self._op_seconds(op, shape, machine, step)) for op in step.operations(shape)]
 
     def _passes(self, op: Op, stages: int, step: EngineStep) -> Term:
         """How often a step waits for an operation of a stage."""
@@ -209,6 +211,18 @@ class EngineRates:
         step = self.step_of(strategy, strategy.context)
         tokens = strategy.context + strategy.new_tokens
         return engine_memory(shape, self.reserve, strategy.batch, tokens, step.weight_bits, step.kv_bits)
+
+
+def repeated(timed: tuple[Op, Term], times: Term) -> tuple[Op, Term]:
+    """An operation that runs so many times, with its seconds."""
+    op, seconds = timed
+    return replace(op, launches=op.launches * times), seconds * times
+
+
+def of_sequences(op: Op) -> bool:
+    """Whether an operation depends on the sequences of a pass and their tokens, and not on its rows alone."""
+    other = op.kind == "state" or op.name in ("indexer top-k", "short convolution")
+    return other or op.category == "attention"
 
 
 def divided_expert_compute(shape: ModelShape) -> float:

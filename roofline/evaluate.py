@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.collectives import pass_messages
 from ridgeplan.roofline.cost import Cost, Term, is_symbolic, maximum, minimum, where
-from ridgeplan.roofline.engine import BF16_BYTES, EngineRates, divided_expert_compute
+from ridgeplan.roofline.engine import SAMPLED_KINDS, EngineRates, of_sequences, repeated
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
@@ -37,12 +36,18 @@ from ridgeplan.roofline.strategy import Strategy
 GENERATION_NODES = (0.5 - 0.5 / 3**0.5, 0.5 + 0.5 / 3**0.5)
 STAIRCASE_NODES = tuple((index + 0.5) / 8 for index in range(8))
 
+TimedOp = tuple[Op, Term]  # with the seconds of all its launches
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """Latency and memory of a strategy, averaged over the generation. Seconds and bytes."""
+    """Latency and memory of a strategy, averaged over the generation. Seconds and bytes.
+
+    ttft_s: of a batch's last prompt. request_ttft_s: of a request whose prompt is processed at once.
+    """
 
     ttft_s: Term
+    request_ttft_s: Term
     round: Round
     tokens_per_round: Term
     memory: MemoryBreakdown
@@ -62,10 +67,11 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
     """
     offloading = offload_layers(shape, machine, strategy)
     if machine.engine is not None:
-        prefill_s = _engine_prefill_seconds(shape, machine, machine.engine, strategy)
+        batched, alone = strategy, replace(strategy, batch=1)
+        ttft_s, request_s = (engine_prefill_seconds(shape, machine, machine.engine, each) for each in (batched, alone))
         step = machine.engine.step_of(strategy, strategy.context + strategy.new_tokens / 2)
         step_s = machine.engine.step_s(shape, machine, step)
-        return Estimate(prefill_s, Round(0, 0.0, step_s, 0.0, 0.0, 0.0), 1.0, offloading.memory, 0, 0.0)
+        return Estimate(ttft_s, request_s, Round(0, 0.0, step_s, 0.0, 0.0, 0.0), 1.0, offloading.memory, 0, 0.0)
     prefill_s = prefill_seconds(shape, machine, strategy, rates.target.linear)
     passes = round_rates(shape, machine, strategy, rates)
 
@@ -88,8 +94,10 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
         mean = replace(mean, flush_s=mean.flush_s + moved_s * round_tokens(strategy))
     else:
         mean = rounds(start, end, GENERATION_NODES)
+    ttft_s = prefill_s + HostLink(shape, machine, strategy, offloading.host_at(start)).prompt_seconds()
     return Estimate(
-        ttft_s=prefill_s + HostLink(shape, machine, strategy, offloading.host_at(start)).prompt_seconds(),
+        ttft_s=ttft_s,
+        request_ttft_s=ttft_s / strategy.batch,
         round=mean,
         tokens_per_round=round_tokens(strategy),
         memory=offloading.memory,
@@ -98,41 +106,62 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
     )
 
 
-def _engine_prefill_seconds(shape: ModelShape, machine: Machine, engine: EngineRates, strategy: Strategy) -> Term:
-    """Time to the first token in an engine: prompts in 16 bits, but for the products of 8-bit weights.
+def engine_prompts(shape: ModelShape, machine: Machine, engine: EngineRates, strategy: Strategy) -> list[TimedOp]:
+    """Every operation of a batch's prompts in an engine, on one stage of a pipeline, with its seconds.
 
-    At the rates of this package's runtime, which calls the same libraries: a prompt of 32k tokens took vLLM 0.24 10%
-    longer for Llama-3.1-8B in bf16 and 8% in fp8, 16% for Qwen3-30B-A3B and 10% for gpt-oss-20b. Engines put several
-    short prompts in a pass, which share its launches.
+    Prompts fill passes of the engine's largest size, and what remains has a pass of its own. The sum is what the
+    simulation of traffic takes for the same prompts (planner/traffic/step_times.py). A prompt of 32k tokens took vLLM
+    0.24 9% longer for Llama-3.1-8B in bf16 and 5% in fp8, 15% for Qwen3-30B-A3B and 9% for gpt-oss-20b.
     """
-    together = minimum(strategy.batch, maximum(engine.reserve.batched_tokens / strategy.context, 1))
-    linear = machine.rates["prefill_linear"]
-    speedup = where(strategy.target.dense, 1.0, engine.coded_speedup)
-    faster = replace(linear, compute_utilization=linear.compute_utilization * speedup)
-    plain = strategy.with_terms(target_dense=1, code_planes=0)
-    rates = {**machine.rates, "prefill_linear": faster}
-    if shape.is_moe and shape.parallel.gpus > 1:
-        rates["grouped_linear"] = replace(rates["grouped_linear"], compute_utilization=divided_expert_compute(shape))
-    batched = replace(
-        machine,
-        rates=rates,
-        pass_dispatch_s=machine.pass_dispatch_s / together,
-        prefill_layer_dispatch_s=machine.prefill_layer_dispatch_s / together,
-    )
-    return _pipelined(shape, engine, plain, prefill_seconds(shape, batched, plain))
+    prompts, tokens, budget = strategy.batch, strategy.context, engine.reserve.batched_tokens
+    step = engine.step_of(strategy, 1)
+
+    def of_rows(rows: Term) -> Iterator[TimedOp]:
+        sampled = {op.name: (op, seconds) for op, seconds in engine.stage_timed(
+            shape, machine, replace(step, batch=maximum(rows / tokens, 1))) if op.kind in SAMPLED_KINDS}  # fmt: skip
+        for op, seconds in engine.stage_timed(shape, machine, replace(step, batch=rows)):
+            if not of_sequences(op):
+                yield sampled.get(op.name, (op, seconds))
+
+    products = _in_passes(prompts * tokens, budget, lambda rows, _: of_rows(rows))
+    attention = _in_passes(tokens, budget, lambda size, held: chunk_attention(shape, machine, strategy, size, held))
+    return [*products, *(repeated(timed, prompts) for timed in attention)]
 
 
-def _pipelined(shape: ModelShape, engine: EngineRates, strategy: Strategy, stage_s: Term) -> Term:
-    """Prompts on several GPUs, of which a stage's work takes `stage_s`: with its messages, and until the last stage.
+def chunk_attention(
+    shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term, held: Term
+) -> Iterator[TimedOp]:
+    """What a chunk of a prompt takes in an engine for attention, and for recurrent states, after `held` tokens.
+
+    At the rates of this package's runtime, which calls the same libraries.
+    """
+    rates = prefill_rates(shape, machine, strategy.with_terms(target_dense=1, code_planes=0))
+    for op in prefill_pass(shape, 1, tokens, machine.element_bytes, held=held):
+        if of_sequences(op):
+            yield op, machine.op_seconds(op, rates)
+
+
+def _in_passes(tokens: Term, most: int, timed: Callable[[Term, Term], Iterable[TimedOp]]) -> Iterator[TimedOp]:
+    """Operations of as many passes of `most` tokens as there are, and of one with the rest.
+
+    timed: of a pass with some tokens, after those that earlier passes processed: the mean of them.
+    """
+    full = np.floor(np.asarray(tokens) / most)
+    rest = tokens - full * most
+    for first, last in zip(timed(most, (full - 1) / 2 * most), timed(maximum(rest, 1), full * most), strict=True):
+        (op, seconds), (other, other_s) = repeated(first, full), repeated(last, minimum(rest, 1))
+        launches = op.launches + other.launches
+        cost = (op.total + other.total) * (1 / maximum(launches, 1))
+        yield replace(op, cost=cost, launches=launches), seconds + other_s
+
+
+def engine_prefill_seconds(shape: ModelShape, machine: Machine, engine: EngineRates, strategy: Strategy) -> Term:
+    """Time to the last first token of a batch's prompts in an engine, which pass every stage of a pipeline.
 
     Stages work on chunks of the engine's largest pass at a time (GPipe, section 2.3: (chunks + stages - 1) / chunks).
     """
-    if shape.parallel.gpus == 1:
-        return stage_s
-    prompts, tokens = strategy.batch, strategy.context
-    chunks = maximum(prompts * tokens / engine.reserve.batched_tokens, 1)
-    messages = pass_messages(shape, prompts * tokens / chunks, prompts / chunks, BF16_BYTES)
-    stage_s = stage_s + chunks * sum(engine.message_seconds(op) for op in messages)
+    stage_s = sum(seconds for _, seconds in engine_prompts(shape, machine, engine, strategy))
+    chunks = maximum(strategy.batch * strategy.context / engine.reserve.batched_tokens, 1)
     return stage_s * (chunks + shape.parallel.pipeline - 1) / chunks
 
 

@@ -39,7 +39,7 @@ def capacity_map(
     that are marked.
     """
     x, y = np.log2(plan_map.contexts), np.log2(plan_map.batches)
-    tpot_ms, ttft_ms = 1e3 * plan_map.tpot_s, 1e3 * plan_map.ttft_s / plan_map.batches  # of a request
+    tpot_ms, ttft_ms = 1e3 * plan_map.tpot_s, 1e3 * plan_map.request_ttft_s
     figure = go.Figure(_heat(plan_map, x, y))
     for base, length, row in no_fit_runs(plan_map, x):
         figure.add_trace(_hatched(base, length, y[row], _spacing(y)))
@@ -98,7 +98,7 @@ def _hover(plan_map: PlanMap) -> list[list[str]]:
         [
             f"{tokens_text(context)} tokens x {batch}<br>{plan_map.names[i, j]}<br>"
             f"{time_text(1e3 * plan_map.tpot_s[i, j])} per token, {plan_map.tokens_per_s[i, j]:,.0f} tokens/s<br>"
-            f"first token after {time_text(1e3 * plan_map.ttft_s[i, j] / batch)}, of the batch's last request after "
+            f"first token after {time_text(1e3 * plan_map.request_ttft_s[i, j])}, of the batch's last request after "
             f"{time_text(1e3 * plan_map.ttft_s[i, j])}<br>{size_text(plan_map.peak_bytes[i, j])}"
             for i, context in enumerate(plan_map.contexts)
         ]

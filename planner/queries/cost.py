@@ -134,9 +134,9 @@ def serving_cost(
 
 def _row(sizes: PlanMap, column: int, gpu: str, price: float, limits: LatencyLimits) -> CostRow:
     batch, at = sizes.batches[column], (0, column)
-    ttft_s, tpot_s = float(sizes.ttft_s[at]), float(sizes.tpot_s[at])
+    request_s, tpot_s = float(sizes.request_ttft_s[at]), float(sizes.tpot_s[at])
     tokens_per_s = float(sizes.served_tokens_per_s[at])
-    checks = {"TTFT": (ttft_s / batch, limits.ttft_s), "TPOT": (tpot_s, limits.tpot_s)}
+    checks = {"TTFT": (request_s, limits.ttft_s), "TPOT": (tpot_s, limits.tpot_s)}
     return CostRow(
         gpu=gpu,
         batch=batch,
@@ -144,8 +144,8 @@ def _row(sizes: PlanMap, column: int, gpu: str, price: float, limits: LatencyLim
         name=divided_name(str(sizes.names[at]), sizes.plan(*at)),
         fits=bool(sizes.fits[at]),
         gpus=sizes.gpus(*at),
-        ttft_request_ms=1e3 * ttft_s / batch,
-        ttft_ms=1e3 * ttft_s,
+        ttft_request_ms=1e3 * request_s,
+        ttft_ms=1e3 * float(sizes.ttft_s[at]),
         tpot_ms=1e3 * tpot_s,
         tokens_per_s=tokens_per_s,
         dollars_per_million=sizes.gpus(*at) * price / HOUR_S / tokens_per_s * 1e6,

@@ -49,6 +49,7 @@ class PlanMap:
     ratio: np.ndarray
     tpot_s: np.ndarray
     ttft_s: np.ndarray
+    request_ttft_s: np.ndarray
     peak_bytes: np.ndarray
     host_bytes: np.ndarray
     fits: np.ndarray
@@ -211,6 +212,7 @@ class _PlanFigures:
 
     tpot_s: np.ndarray
     ttft_s: np.ndarray
+    request_ttft_s: np.ndarray
     peak_bytes: np.ndarray
     host_bytes: np.ndarray
     fits: np.ndarray
@@ -272,6 +274,7 @@ def _fastest(grid: _SizeGrid, points: _Points) -> PlanMap:
         ratio=points.ratio[best],
         tpot_s=at_best(figures.tpot_s),
         ttft_s=at_best(figures.ttft_s),
+        request_ttft_s=at_best(figures.request_ttft_s),
         peak_bytes=at_best(figures.peak_bytes),
         host_bytes=at_best(figures.host_bytes),
         fits=fits,
@@ -293,7 +296,10 @@ def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...], wher
         merged[place] = np.where(changed, theirs, ours[place])
         return merged
 
-    names = "gamma", "ratio", "tpot_s", "ttft_s", "peak_bytes", "host_bytes", "fits", "plain_tpot_s", "plain_fits"
+    names = (
+        "gamma", "ratio", "tpot_s", "ttft_s", "request_ttft_s", "peak_bytes", "host_bytes", "fits", "plain_tpot_s",
+        "plain_fits",
+    )  # fmt: skip
     figures: dict[str, Any] = {name: taken(getattr(first, name), getattr(second, name)) for name in names}
     index = taken(first.index, second.index + len(first.families))
     return replace(first, families=(*first.families, *second.families), index=index, **figures)
@@ -315,12 +321,14 @@ def _figures(grid: _SizeGrid, points: _Points) -> _PlanFigures:
     rates = stack([rates_of(family.template, shape, machine) for family in points.families], list(counts))
     estimate = evaluate(shape, machine, strategy, reshaped(rates, shaped[1:]))
     full = (*shaped[:2], len(grid.batches))
-    tpot_s, ttft_s, peak, host = (
+    tpot_s, ttft_s, request_ttft_s, peak, host = (
         np.broadcast_to(np.asarray(figure, dtype=float), full)
-        for figure in (estimate.tpot_s, estimate.ttft_s, estimate.memory.peak, estimate.host_bytes)
-    )
+        for figure in (
+            estimate.tpot_s, estimate.ttft_s, estimate.request_ttft_s, estimate.memory.peak, estimate.host_bytes,
+        )
+    )  # fmt: skip
     allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
-    return _PlanFigures(tpot_s, ttft_s, peak, host, allowed & question.fits(peak, host))
+    return _PlanFigures(tpot_s, ttft_s, request_ttft_s, peak, host, allowed & question.fits(peak, host))
 
 
 def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:

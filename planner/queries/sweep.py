@@ -141,7 +141,7 @@ class SweepPoint:
         return {
             "plan": divided_name(plans.names[at], plans.plan(*at)), "gamma": int(plans.gamma[at]),
             "ratio": float(plans.ratio[at]), "fits": fits,
-            "tpot_ms": 1e3 * tpot_s, "ttft_request_ms": 1e3 * float(plans.ttft_s[at]) / batch,
+            "tpot_ms": 1e3 * tpot_s, "ttft_request_ms": 1e3 * float(plans.request_ttft_s[at]),
             "ttft_ms": 1e3 * float(plans.ttft_s[at]), "tokens_per_s": batch / tpot_s,
             "peak_memory_bytes": float(plans.peak_bytes[at]), "speedup": float(plans.plain_tpot_s[at]) / tpot_s,
             "plain_fits": bool(plans.plain_fits[at]), "why_not": "" if fits else "does not fit",

@@ -44,7 +44,8 @@ class Server:
 
     kv_tokens: that the KV cache holds. sequence_tokens: what a sequence takes of them beside its own tokens, such as
     the unused part of its last block. batched_tokens: budget of a step. decode_queries: tokens of the budget that a
-    decoding sequence takes. max_chunks: prompts of a step.
+    decoding sequence takes. max_chunks: prompts of a step. stages: of a pipeline, which the last chunk of a prompt
+    passes in turn.
     """
 
     steps: StepTimes
@@ -54,6 +55,7 @@ class Server:
     max_num_seqs: int
     decode_queries: int = 1
     max_chunks: int = 1 << 30
+    stages: int = 1
 
     def fits(self, requests: Requests) -> np.ndarray:
         """Which requests the KV cache can hold until their end, alone: [requests]."""
@@ -102,6 +104,7 @@ class _Replica:
         self.cached: list[int] = requests.cached_tokens.tolist()
         self.cache = PrefixCache(requests.hash_ids, requests.hash_tokens) if requests.hash_ids else None
         self.first_s, self.finish_s = [math.nan] * count, [math.nan] * count
+        self.delay_s = [0.0] * count  # of a request's tokens, until its prompt has passed a pipeline
         # Of each request: tokens emitted, KV tokens held alone, its end in rounds, and where it began to decode.
         self.emitted, self.private_kv = [0] * count, [0.0] * count
         self.end_round, self.start_round = [-1] * count, [0] * count
@@ -233,7 +236,7 @@ class _Replica:
         return grown
 
     def _finish(self, index: int) -> None:
-        self.finish_s[index] = self.now_s
+        self.finish_s[index] = self.now_s + self.delay_s[index]
         self.finished += 1
 
     def _advance(self, rounds: int, seconds: float) -> None:
@@ -267,12 +270,13 @@ class _Replica:
         for index, tokens, done, complete in chunks:
             self.prompt_tokens += tokens
             if complete:
+                self.delay_s[index] = (self.server.stages - 1) * (seconds - decode_s)
                 self._begin_decoding(index, done + tokens)
 
     def _begin_decoding(self, index: int, context: int) -> None:
         """The token that ends a prompt; the sequence joins the batch unless that was its last."""
         if not self.emitted[index]:
-            self.first_s[index] = self.now_s
+            self.first_s[index] = self.now_s + self.delay_s[index]
         self.emitted[index] += 1
         self.total_emitted += 1
         left = self.output[index] - self.emitted[index]

@@ -13,18 +13,16 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.traffic.simulate import Chunk, Server, StepTimes
-from ridgeplan.roofline.collectives import GATHER_LOGITS
-from ridgeplan.roofline.engine import PAGE_TOKENS
-from ridgeplan.roofline.evaluate import prefill_seconds
+from ridgeplan.roofline.engine import PAGE_TOKENS, SAMPLED_KINDS, of_sequences
+from ridgeplan.roofline.evaluate import TimedOp, chunk_attention, prefill_seconds
 from ridgeplan.roofline.memory import resident_memory
-from ridgeplan.roofline.passes import prefill_pass
+from ridgeplan.roofline.passes import Op
 from ridgeplan.roofline.plan.plan import Plan, require
 from ridgeplan.roofline.plan.presets import preset_name
-from ridgeplan.roofline.round import prefill_rates, round_at, round_rates
+from ridgeplan.roofline.round import round_at, round_rates
 from ridgeplan.roofline.strategy import Strategy
 
 CONTEXT_CELLS, CHUNK_CELLS = 128, 64
-SAMPLED_KINDS = ("head", GATHER_LOGITS)  # of operations on sampled rows alone
 RUNTIME_MAX_NUM_SEQS = 256
 # vLLM: EngineArgs._set_default_max_num_seqs_and_batched_tokens_args, of an API server.
 LARGE_GPU_BYTES, LARGE_MAX_NUM_SEQS, MAX_NUM_SEQS = 70 * 2**30, 1024, 256
@@ -55,33 +53,41 @@ def _grid(seconds: np.ndarray, cell: float) -> Grid:
 class EngineSteps:
     """Steps of an engine whose passes process prompts beside decodes: products of all rows together, then attention.
 
-    row_s: all but attention and the head, by rows. head_s: by sampled rows. attention: of decodes, by batch and mean
-    context. chunks: a prompt's attention, by tokens in cells of `chunk_cell` and by the tokens before them.
+    batch_s: of decodes, all but attention, by batch. attention: of decodes, by batch and mean context. Of one pass of a
+    stage, row_s: all but attention and the head, by rows; head_s: by sampled rows; chunks: a prompt's attention, by
+    tokens in cells of `chunk_cell` and by the tokens before them. stages: of a pipeline, in which as many batches are
+    at a time, one of them with the chunks.
     """
 
+    batch_s: list[float]
     row_s: list[float]
     head_s: list[float]
     attention: Grid
     chunks: Grid
     chunk_cell: float
+    stages: int = 1
 
     def decode_s(self, batch: int, tokens: float) -> float:
         """Seconds of a step that decodes alone."""
         if not batch:
             return 0.0
-        return self.row_s[batch] + self.head_s[batch] + self.attention.at(batch, tokens / batch)
+        return self.batch_s[batch] + self.attention.at(batch, tokens / batch)
 
     def mixed_s(self, batch: int, tokens: float, chunks: Sequence[Chunk]) -> float:
         """Seconds of a step that also processes chunks of prompts, of which each has a row of logits."""
-        rows = batch
+        rows, stages = batch, self.stages
         seconds = self.attention.at(batch, tokens / batch) if batch else 0.0
+        if stages > 1:
+            rows = -(-batch // stages)
+            seconds = seconds / stages + (stages - 1) / stages * self.decode_s(batch, tokens)
+        sampled = rows + len(chunks)
         for size, before in chunks:
             rows += size
             place = size / self.chunk_cell
             row = int(place)
             low = self.chunks.at(row, before)
             seconds += low + (place - row) * (self.chunks.at(row + 1, before) - low)
-        return seconds + self.row_s[rows] + self.head_s[batch + len(chunks)]
+        return seconds + self.row_s[rows] + self.head_s[sampled]
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,8 @@ class Replica:
             steps = self._runtime_steps(seqs)
         # The last block of a sequence is half full on average.
         sequence_tokens = sizes.sequence / sizes.token + (PAGE_TOKENS - 1) / 2
-        return Server(steps, room / sizes.token, sequence_tokens, batched_tokens, seqs, queries, max_chunks)
+        stages = question.workload.parallel.pipeline
+        return Server(steps, room / sizes.token, sequence_tokens, batched_tokens, seqs, queries, max_chunks, stages)
 
     @cached_property
     def kv_sizes(self) -> KVSizes:
@@ -184,23 +191,29 @@ class Replica:
         assert rates is not None
         step = rates.step_of(self._strategy, self._strategy.context)
 
-        def seconds(batch: np.ndarray, context: np.ndarray | int, part: Callable[[str, str], bool]) -> np.ndarray:
-            timed = rates.timed(shape, machine, replace(step, batch=batch, context=context))
-            total = sum(op_s for op, op_s in timed if part(op.category, op.kind))
+        def seconds(
+            batch: np.ndarray, part: Callable[[Op], bool], timed_by: Callable[..., list[TimedOp]] = rates.stage_timed,
+            context: np.ndarray | int = 1,
+        ) -> np.ndarray:  # fmt: skip
+            timed = timed_by(shape, machine, replace(step, batch=batch, context=context))
+            total = sum(op_s for op, op_s in timed if part(op))
             return np.asarray(np.broadcast_to(np.asarray(total, dtype=float), batch.shape))
 
         rows = np.arange(1, batched_tokens + 1)
-        row_s = seconds(rows, 1, lambda category, kind: category != "attention" and kind not in SAMPLED_KINDS)
-        head_s = seconds(np.arange(1, 2 * max_num_seqs + 1), 1, lambda _, kind: kind in SAMPLED_KINDS)
+        row_s = seconds(rows, lambda op: not of_sequences(op) and op.kind not in SAMPLED_KINDS)
+        head_s = seconds(np.arange(1, 2 * max_num_seqs + 1), lambda op: op.kind in SAMPLED_KINDS)
+        batch_s = seconds(np.arange(1, max_num_seqs + 1), lambda op: not of_sequences(op), rates.timed)
         batches, contexts = np.meshgrid(np.arange(1, max_num_seqs + 1), self._contexts(), indexing="ij")
-        attention = seconds(batches.ravel(), contexts.ravel(), lambda category, _: category == "attention")
+        attention = seconds(batches.ravel(), of_sequences, rates.timed, contexts.ravel())
         attention = np.vstack([np.zeros(len(contexts[0])), attention.reshape(batches.shape)])
         return EngineSteps(
+            batch_s=[0.0, *batch_s.tolist()],
             row_s=[0.0, *row_s.tolist()],
             head_s=[0.0, *head_s.tolist()],
             attention=_grid(attention, self.context_cell),
             chunks=_grid(self._chunk_attention(batched_tokens), self.context_cell),
             chunk_cell=batched_tokens / CHUNK_CELLS,
+            stages=shape.parallel.pipeline,
         )
 
     def _chunk_attention(self, batched_tokens: int) -> np.ndarray:
@@ -208,10 +221,9 @@ class Replica:
         shape, machine = self.question.shape, self.question.machine
         sizes = np.arange(1, CHUNK_CELLS + 2) * (batched_tokens / CHUNK_CELLS)
         tokens, before = np.meshgrid(sizes, np.arange(CONTEXT_CELLS + 1) * self.context_cell, indexing="ij")
-        strategy = self._strategy.with_terms(target_dense=1, code_planes=0)
-        rates = prefill_rates(shape, machine, strategy)
-        ops = prefill_pass(shape, 1, tokens.ravel(), machine.element_bytes, held=before.ravel())
-        seconds = sum(machine.op_seconds(op, rates) for op in ops if op.category == "attention")
+        seconds = sum(
+            op_s for _, op_s in chunk_attention(shape, machine, self._strategy, tokens.ravel(), before.ravel())
+        )
         grid = np.broadcast_to(np.asarray(seconds, dtype=float), tokens.size).reshape(tokens.shape)
         return np.vstack([np.zeros(tokens.shape[1]), grid])
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ridgeplan.planner import NothingFits, PlanError
-from ridgeplan.planner.queries.cost import LatencyLimits
+from ridgeplan.planner import NothingFits, PlanError, compare, recommend
+from ridgeplan.planner.queries.cost import LatencyLimits, serving_cost
 from ridgeplan.planner.traffic.serving import LoadRow, ServingCapacity, Traffic, serving_capacity
 from ridgeplan.roofline.catalog.hardware import load_hardware
 
@@ -161,3 +161,20 @@ def test_the_answer_is_plain_json_and_a_table() -> None:
     assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["rows"][1]["rate"] == 2.0
     assert [row["rate"] for row in result.table()] == [1.0, 2.0]
     assert "GPUs by rate: 1/s: 1, 2/s: 1" in result.summary()
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "degrees"),
+    [(LLAMA, "h200", {}), ("Qwen3-Next-80B-A3B-Instruct", "b200", {}),
+     ("Llama-3.1-70B", "h200", {"tensor_parallel": 2, "pipeline_parallel": 2})],
+)  # fmt: skip
+def test_every_verb_has_the_same_time_to_the_first_token(model: str, gpu: str, degrees: dict[str, int]) -> None:
+    options: dict[str, Any] = {"backend": "vllm", "new_tokens": 64, **degrees}
+    plan = recommend(model, gpu, 128, quality="exact", **options).predicted.best
+    (compared,) = compare(model, gpu, 128, presets="autoregressive", **options).plans
+    (row,) = serving_cost(model, {gpu: 1.0}, 128, batches=(1,), preset="autoregressive", **options).rows
+    alone = Traffic(requests=5, replicas=1, max_num_seqs=4, batched_tokens=512)
+    simulated = serving_capacity(model, gpu, [1e-3], isl="128", osl="64", traffic=alone, **options).rows[0]
+    verbs = [plan.ttft_request_ms, compared.predicted.best.ttft_request_ms, row.ttft_request_ms]
+    assert verbs == pytest.approx(3 * [simulated.ttft_p50_ms], rel=1e-3)
+    assert [plan.tpot_ms, row.tpot_ms] == pytest.approx(2 * [simulated.tpot_p50_ms], rel=1e-2)
