@@ -258,6 +258,11 @@ LAYERS, BUDGET = 6, 64
 CASES = [("bf16", "retrieval-head"), ("bf16", "quest"), ("bf16", "streamingllm"), ("bf16+int4", "progressive")]
 
 
+def options_of(selection):
+    """Settings with which a target reads no more than its budget."""
+    return {"sinks": 2} | ({"keep_generated": False} if selection == "quest" else {})
+
+
 @pytest.fixture(scope="module")
 def model(tiny_model):
     return tiny_model(agreeable=True, num_hidden_layers=LAYERS)
@@ -275,8 +280,8 @@ def shape(model, shape_of):
 def test_elastic_targets_generate_the_same_tokens(
     kv, name, gamma, elastic, model, shape, make_plan, limited, head_file, prompts
 ):
-    target = {"target": name, "target_budget": BUDGET, "target_options": {"sinks": 2}}
-    drafts = {"codes": "full", "selection": name, "ratio": 0.2, "floor": 48, "sinks": 2} if gamma else {}
+    target = {"target": name, "target_budget": BUDGET, "target_options": options_of(name)}
+    drafts = {"codes": "full", "selection": name, "ratio": 0.2, "floor": 48, **options_of(name)} if gamma else {}
     plan = make_plan(kv, gamma, context=512, batch=3, **target, **drafts)
     placed, host_layers = limited(plan, shape, 1, HostPart.ALL, budget=BUDGET, cuda=True, prefetch=3, elastic=elastic)
     head = head_file(model) if name == "retrieval-head" else None
@@ -368,7 +373,7 @@ def test_offloaded_layers_generate_the_same_tokens(part, kv, gamma, folder, offl
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_layers_leave_while_a_target_reads_a_selection(kv, name, folder, offload_shape, limited, make_plan, prompts):
     plan = make_plan(
-        kv, batch=2, context=64, new_tokens=400, target=name, target_budget=96, target_options={"sinks": 2}
+        kv, batch=2, context=64, new_tokens=400, target=name, target_budget=96, target_options=options_of(name)
     )
     placed, _ = limited(plan, offload_shape, 4, HostPart.ALL, 96, cuda=True, adaptive=True)
     roomy = replace(placed, placement=replace(placed.placement, memory_bytes=0))
