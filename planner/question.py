@@ -210,12 +210,8 @@ class Question:
 
     @property
     def as_executed(self) -> Question:
-        """The same for the weights that the runtime holds, which converts some formats when it loads them.
-
-        Engines hold what the checkpoint has.
-        """
-        converts = self.engine is None and is_converted(self.shape)
-        return replace(self, shape=as_loaded(self.shape)) if converts else self
+        """The same for the model as the runtime holds it (`as_loaded`). Engines hold what the checkpoint has."""
+        return replace(self, shape=as_loaded(self.shape)) if self.engine is None else self
 
     def notes(self) -> Iterator[str]:
         """Caveats of any prediction for this model, machine and workload."""

@@ -198,6 +198,14 @@ def state_ring_rows(taps: Term, queries: Term) -> Term:
     return taps - 1 + 2 * queries
 
 
+def padded_head_dim(head_dim: int) -> int:
+    """Channels of a head of keys and values as it is held: kernels' tiles are powers of two, and zeros fill them.
+
+    Smaller heads than 64, which no published model of today has, stay as they are.
+    """
+    return head_dim if head_dim <= 64 else 1 << (head_dim - 1).bit_length()
+
+
 def token_row_bytes(head_dim: Term) -> Term:
     """Bytes of a token's 8-bit key or value on the host: its codes, and a scale and a minimum, in words of 16 bytes."""
     return head_dim + 16

@@ -6,11 +6,11 @@ from dataclasses import replace
 from enum import StrEnum
 
 from ridgeplan.roofline.catalog.hardware import Hardware
-from ridgeplan.roofline.catalog.layers import DELTA_RULE
+from ridgeplan.roofline.catalog.layers import DELTA_RULE, LayerGroup
 from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, TILE_OUTPUTS, uses_draft_swap
+from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, TILE_OUTPUTS, padded_head_dim, uses_draft_swap
 from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan
 from ridgeplan.roofline.plan.policies.evictions import layer_budgets
 from ridgeplan.roofline.plan.policy import EVICTIONS, SparseSelection
@@ -239,7 +239,7 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
     held = shape.weight_bits.format
     if held not in CONVERTED_FORMATS:
         return f"the runtime does not load weights in {held!r} yet (it does {', '.join(loaded_formats())})"
-    head_dim, on_gpu = shape.head_dim, hardware is not None and hardware.kind == "gpu"
+    head_dim, on_gpu = padded_head_dim(shape.head_dim), hardware is not None and hardware.kind == "gpu"
     if shape.is_mla:
         head_dim = shape.latent_rank or 0  # the kernel's, of which the latent is the value
     if on_gpu and (head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1)):
@@ -277,8 +277,22 @@ def layer_needs(shape: ModelShape) -> list[str]:
 
 
 def as_loaded(shape: ModelShape) -> ModelShape:
-    """The model as the runtime holds it: weights of some formats are converted to full precision when loaded."""
-    return replace(shape, weight_bits=shape.weight_bits.as_loaded) if is_converted(shape) else shape
+    """The model as the runtime holds it: weights of some formats in full precision, heads padded for the kernels."""
+    if is_converted(shape):
+        shape = replace(shape, weight_bits=shape.weight_bits.as_loaded)
+    head_dim = padded_head_dim(shape.head_dim)
+    if shape.is_mla or head_dim == shape.head_dim or shape.architecture not in EXECUTABLE_ARCHITECTURES:
+        return shape
+    return replace(shape, head_dim=head_dim, groups=tuple(map(_with_padded_heads, shape.groups)))
+
+
+def _with_padded_heads(group: LayerGroup) -> LayerGroup:
+    attention = group.attention
+    if attention is None:
+        return group
+    head_dim = padded_head_dim(attention.head_dim)
+    gate_width = attention.gate_width * head_dim // attention.head_dim
+    return replace(group, attention=replace(attention, head_dim=head_dim, gate_width=gate_width))
 
 
 def is_converted(shape: ModelShape) -> bool:

@@ -234,6 +234,11 @@ def _attention(config: DecoderConfig, index: int, take: Take, prefix: str, devic
     sinks = take(f"{prefix}sinks", None)
     if heads is not None:
         qkv, output = _placed(qkv, shape, heads), Dense(heads.padded(output.weight.t()).t().contiguous(), output.bias)
+        gate = (
+            None
+            if gate is None
+            else Dense(heads.padded(gate.weight), gate.bias if gate.bias is None else heads.padded(gate.bias))
+        )
     norms = _qk_norms(config, take, prefix, device)
     return AttentionWeights(
         qkv=qkv,
@@ -416,6 +421,8 @@ def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype) -> 
     """
     shape = decoder.shape
     if shape.weight_bits.format in PACKED_FORMATS:
+        heads = decoder.checkpoint.heads
+        shape = shape if heads is None else dataclasses.replace(shape, head_dim=heads.head_dim)
         return StateDict(source, decoder, open_packed(source, shape, dtype))
     config = load_config(source).get_text_config()
     vars(config).pop("transformers_weights", None)  # it may name a pickle

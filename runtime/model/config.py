@@ -46,17 +46,18 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     if not isinstance(eps, float) or not 0 < eps <= 1:
         raise ModelError(f"the model's {eps_key} is {brief(eps)}; allowed: above 0 up to 1")
     try:
-        shape, routing = as_loaded(shape_from_config(keys, source, source)), routing_of(keys)
+        stored, routing = shape_from_config(keys, source, source), routing_of(keys)
     except ValueError as error:
         raise ModelError(f"cannot load the model {source}: {error}") from error
+    shape = as_loaded(stored)
     held = shape.weight_bits.format
     _require(held in CONVERTED_FORMATS, "weight format", held, loaded_formats())
     for state, _ in shape.states:
         _require(activation == "silu", "hidden_act with recurrent states", activation, ("silu",))
         allowed = tuple(map(str, range(1, MAX_TAPS + 1)))
         _require(state.conv_width <= MAX_TAPS, "convolution's width", state.conv_width, allowed)
-    head_dim = shape.rope_head_dim or shape.head_dim
-    heads = HeadLayout(head_dim, head_dim, _rotary_dim(hub, head_dim), family.interleaved_rope)
+    head_dim, width = (each.rope_head_dim or each.head_dim for each in (stored, shape))
+    heads = HeadLayout(head_dim, width, _rotary_dim(hub, head_dim), family.interleaved_rope)
     layers = list(layer_settings(map(shape.group_of, range(shape.layers))))
     cap = _factor(keys, "attn_logit_softcapping", 0.0)
     rotaries: dict[Rotary, int] = {}  # each with its number
@@ -164,7 +165,7 @@ def _rotary(
 
     Its scale holds what the model's softmax is scaled by beside head_dim ** -0.5: queries and keys have its root.
     """
-    query_scale = _factor(keys, "attention_multiplier", _factor(keys, "query_pre_attn_scalar", heads.width) ** -0.5)
+    query_scale = _factor(keys, "attention_multiplier", _factor(keys, "query_pre_attn_scalar", heads.head_dim) ** -0.5)
     softmax = math.sqrt(query_scale * math.sqrt(heads.width)) if query_scale != heads.width**-0.5 else 1.0
     switches = keys.get("no_rope_layers")  # 0: none
     if (switches and not switches[index]) or not (attention.window_tokens or family.full_rope):

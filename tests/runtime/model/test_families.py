@@ -6,9 +6,13 @@ import transformers
 from tiny_families import HYBRIDS, LATENT_SIZES, MOE_SIZES
 
 from ridgeplan import runtime
+from ridgeplan.planner.recommend import recommend
+from ridgeplan.roofline.catalog.hardware import load_hardware
+from ridgeplan.roofline.catalog.model_shape import sizes_of
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.plan import Placement
-from ridgeplan.roofline.plan.support import missing_execution
+from ridgeplan.roofline.plan.support import as_loaded, missing_architecture, missing_execution
 from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.checkpoint import load_config
@@ -73,11 +77,14 @@ def model_of(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+PADDED = {"phi3": 96, "gemma3_text": 80, "olmo2": 112}  # heads of so many channels are held as 128
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [*((family, 16) for family in FAMILIES), *PADDED.items()])
 @torch.inference_mode()
-def test_logits_equal_transformers(family, model_of, make_plan, prompts):
+def test_logits_equal_transformers(family, head_dim, model_of, make_plan, prompts):
     """Of a prompt, then of a pass over two tokens, as verifications are, and of single ones."""
-    folder, reference = model_of(family)
+    folder, reference = model_of(family, head_dim=head_dim)
     engine, ids = runtime.load(make_plan(), folder, device="cpu"), torch.tensor(prompts(TOKENS)[0])
     expected = reference(ids[None]).logits[0, PROMPT - 1 :]
     cache = engine.cache
@@ -92,6 +99,19 @@ def test_logits_equal_transformers(family, model_of, make_plan, prompts):
         start += part.shape[1]
     assert expected.std() > 0.1
     assert (torch.cat(steps) - expected).abs().max() < TOLERANCE
+
+
+def test_padded_heads_run_in_every_format_and_are_priced_as_they_are_held(model_of, make_plan, prompts):
+    folder, _ = model_of("phi3", head_dim=96, sliding_window=None)
+    stored, ids = load_shape(folder), prompts(100)
+    assert missing_architecture(stored, load_hardware("h200")) is None
+    plain, drafting = (make_plan("int4x2", gamma, context=100, new_tokens=20) for gamma in (0, 3))
+    engine = runtime.load(drafting, folder, device="cpu")
+    assert engine.generate(ids, 20).tokens == runtime.load(plain, folder, device="cpu").generate(ids, 20).tokens
+    held = engine.decoder.config.shape
+    assert (stored.head_dim, held.head_dim, engine.cache.keys.shape[-1]) == (96, 128, 128)
+    priced = recommend(stored, "h200", 100).shape
+    assert priced == as_loaded(stored) and sizes_of(priced) == sizes_of(held)
 
 
 def test_no_family_is_executed_untested():
