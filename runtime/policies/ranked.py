@@ -8,7 +8,6 @@ from torch.nn import functional
 
 from ridgeplan.kernels.attention.scores import Rows, ScoreRequest, What
 from ridgeplan.kernels.selection import top_k
-from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.policies import selections
 from ridgeplan.roofline.plan.policy import SparseSelection
 from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata
@@ -148,8 +147,8 @@ class VerificationSelector(RankedSelector):
     rows: the verification queries that score; "each" where only the verification's result tells which of them count:
     the tokens then have a score of each query. what: the kind of score. lse: float32 [layers, batch, q_heads],
     log-sum-exps of the last query before the next verification, which normalize its probabilities. scored: int32
-    [batch], tokens that have a score. accepted: int64 [batch], drafts that the last verification accepted, which is
-    also the number of its last query whose token was accepted.
+    [batch], tokens before the last verification's, among which its scores select. accepted: int64 [batch], drafts that
+    the last verification accepted, which is also the number of its last query whose token was accepted.
     """
 
     window = 1
@@ -191,15 +190,17 @@ class VerificationSelector(RankedSelector):
         self.lse[layer, row] = prompt_lse(queries[-1], keys)
         self.scored[row] = scores.shape[1]
 
-    @property
-    def max_budget(self) -> int:
-        unscored = max(MAX_GAMMA + 1 - self.selection.recent, 0)
-        return min(super().max_budget + unscored, self.candidates)
+    def old_tokens(self) -> Tensor:
+        """As the base class, but those that came since the last verification: all of them are read, as recent ones.
+
+        That verification left scores for its own tokens, too, which no later query has ranked.
+        """
+        old = super().old_tokens()
+        return old if self.whole_groups else torch.minimum(old, self.scored // self.page * self.page)
 
     def budget(self) -> Tensor:
-        """As the base class; old tokens without a score, which come first, are chosen beside it."""
-        old = self.old_tokens()
-        return torch.minimum(super().budget() + (old - self.scored).clamp_min(0), old)
+        """As the base class; what came since the last verification is read beside it."""
+        return torch.minimum(super().budget(), self.old_tokens())
 
     def target_metadata(self, queries: int) -> AttentionMetadata:
         self.scored.copy_(self.builder.lengths)

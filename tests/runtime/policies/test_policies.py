@@ -150,7 +150,8 @@ def test_old_tokens_without_a_score_are_read_beside_the_budget():
     policy.scored.fill_(40)
     policy.before_drafts()
     query = torch.zeros(1, 1, 4, 8)
-    assert chosen(policy.select(0, query)) == [0, 1, 37, 38, 39, *range(40, 50)]
+    assert chosen(policy.select(0, query)) == [0, 1, 37, 38, 39]
+    assert policy.draft_metadata(0).begin.tolist() == [40]
     policy.target_metadata(4)  # scores all 60
     policy.scores[:, :, :, :60] = torch.arange(60.0)
     policy.before_drafts()
@@ -168,10 +169,13 @@ def test_specattn_as_published_reads_the_prefix_tokens_of_eq_3_and_what_came_sin
     assert (request.rows, request.what) == ("ends", "logits")
     logits = torch.einsum("qhd,hnd->qhn", queries[0], keys.repeat_interleave(2, 0))
     request.out[0, :, :60] = logits[[0, -1]].unflatten(1, (2, 2)).sum((0, 2))
+    request.out[0, :, 60:65] = -1e3  # verifications leave scores of their own tokens, too
     cache.lengths.fill_(64)  # four of the five are accepted
     policy.before_drafts()
     eq_3 = logits[[0, -1]].mean((0, 1)).topk(7).indices.sort().values.tolist()
-    assert chosen(policy.select(1, queries[:, :1])) == [*eq_3, 60, 61, 62, 63]
+    assert chosen(policy.select(1, queries[:, :1])) == eq_3
+    metadata = policy.draft_metadata(0)
+    assert (metadata.begin.tolist(), metadata.end.tolist()) == ([60], [65])  # of the accepted four and the next draft
 
 
 @pytest.mark.parametrize(
