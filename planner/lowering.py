@@ -13,7 +13,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
-from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import Estimate, evaluate
 from ridgeplan.roofline.execution import RoundKind, round_shape
@@ -282,6 +282,8 @@ def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
         bits = plan.weights.draft_bits if drafting else plan.weights.target_bits
         return "prefill_linear" if part == "prefill" else linear_kind(bits)
     if kind == "grouped_linear" and part != "prefill":
+        if shape.weight_bits.format == KEPT_FORMAT:
+            return experts_kind(4)
         return experts_kind(plan.weights.draft_bits if drafting else plan.weights.target_bits)
     if kind == "prefill_attention":
         return prefill_attention_kind(shape.head_dim)

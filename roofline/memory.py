@@ -12,7 +12,7 @@ import numpy as np
 
 from ridgeplan.roofline import execution, ops
 from ridgeplan.roofline.catalog.layers import Attention
-from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.cost import Term, indicator, is_symbolic, maximum, minimum, where
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.passes import state_sizes, stored_bytes
@@ -95,9 +95,10 @@ def weight_memory(
 
 
 def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
-    """The drafts' own copy of the linear layers and the head; embeddings and norms are the target's."""
-    head_bytes = stored_bytes(shape.weight_bits.head, weight_bytes)
-    return matrix_memory(shape, weight_bytes) + shape.embedding_params * head_bytes
+    """The drafts' own copy of the linear layers and the head; embeddings, norms and stored experts are the target's."""
+    bits, kept = shape.weight_bits, shape.weight_bits.format == KEPT_FORMAT
+    shared = shape.expert_params * stored_bytes(bits.experts, weight_bytes) if kept else 0
+    return matrix_memory(shape, weight_bytes) - shared + shape.embedding_params * stored_bytes(bits.head, weight_bytes)
 
 
 def full_kv(shape: ModelShape, batch: Term, tokens: Term, element_bytes: Term, final: Term | None = None) -> Term:

@@ -26,13 +26,13 @@ from results_file import ResultsFile, free
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.recommend import recommend
 from ridgeplan.planner.resolution import this_machine, workload_for
-from ridgeplan.roofline.catalog.model_shape import ModelShape, WeightBits
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile, load_profile
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan, Speculation, Weights, Workload
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.roofline.plan.support import missing_architecture, only_estimated
+from ridgeplan.roofline.plan.support import only_estimated
 from ridgeplan.validate.random_model import RandomModel, measured_round
 from ridgeplan.validate.suite.sections import case_text, rows_of
 
@@ -100,8 +100,6 @@ def measured(model: RandomModel, plan: Plan, profile: Profile) -> dict[str, Any]
 def measure(name: str, file: ResultsFile, profile: Profile, deadline: float) -> None:
     """Measures the cases of a model until a deadline in seconds of the monotonic clock."""
     shape = load_shape(name)
-    if missing_architecture(shape):  # the weights' format alone: in 16 bits it runs
-        shape = replace(shape, weight_bits=WeightBits())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, weights = RandomModel.build(shape, device, Machine.of(profile)), None
     for case, plan in cases_of(model, profile):

@@ -12,17 +12,19 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ridgeplan.kernels.experts import SWIGLU, Activation
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
+from ridgeplan.kernels.linear.weights import MXFP4_GROUP, Mxfp4Weight
 from ridgeplan.kernels.state import DeltaVectors
 from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
 from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.catalog.layers import MLP, LayerGroup, Routing, State
-from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.execution import TILE_OUTPUTS, RoundKind, round_shape
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Plan
@@ -34,7 +36,7 @@ from ridgeplan.runtime.kv.storage import KVStore
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig, layer_settings
 from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
-from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
+from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear, Mxfp4
 from ridgeplan.runtime.model.norms import RMSNorm
 from ridgeplan.runtime.model.weights import (
     AttentionWeights,
@@ -118,14 +120,19 @@ class RandomDecoder:
         if not mlp.experts:
             return gated(mlp.intermediate)
         width = mlp.expert_intermediate
-        gate_up, down = (
-            StackedExperts.of(self._dense(*sizes).weight.repeat(mlp.experts, 1, 1))
-            for sizes in ((2 * width, hidden), (hidden, width))
-        )
+        gate_up, down = (self._experts(mlp.experts, *sizes) for sizes in ((2 * width, hidden), (hidden, width)))
         shared = gated(mlp.shared_intermediate) if mlp.shared_intermediate else None
         router = self._dense(mlp.experts, hidden).weight
         routing, activation = Routing(per_token=mlp.experts_per_token), CLAMPED if other else SWIGLU
         return RoutedMLP(router, routing, gate_up, down, shared=shared, activation=activation)
+
+    def _experts(self, count: int, outputs: int, inputs: int) -> StackedExperts:
+        if self.shape.weight_bits.format != KEPT_FORMAT:
+            return StackedExperts.of(self._dense(outputs, inputs).weight.repeat(count, 1, 1))
+        bytes_of = partial(torch.randint, dtype=torch.uint8, device=self.bench.device)
+        codes = bytes_of(256, (count * outputs, inputs // 2))
+        scales = bytes_of(118, 122, (count * outputs, inputs // MXFP4_GROUP))
+        return StackedExperts(Mxfp4(Mxfp4Weight(codes, scales)), count)
 
     @property
     def _traits(self) -> tuple[str, ...]:
@@ -292,7 +299,8 @@ class RandomModel:
         tiles: dict[int, tuple[Parts, ...]] = {}  # by inputs
 
         def packed(linear: Linear) -> Linear:
-            assert isinstance(linear, Dense)
+            if not isinstance(linear, Dense):  # as it is stored
+                return linear
             outputs, inputs = linear.weight.shape
             if inputs not in tiles:
                 tiles[inputs] = plane_parts(linear.weight[:TILE_OUTPUTS], kind)

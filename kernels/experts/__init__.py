@@ -2,8 +2,8 @@
 
 Expert ids stay on the device and all shapes are static, so a pass with experts can be captured in a CUDA graph. A pair
 is a row with one of its experts, pair row * K + i for the row's i-th expert. Pairs of an expert are taken together in
-blocks, so an expert's weights are read once for all rows that hit it. A stack of quantized weights is one `Int4Weight`
-or `Int8Weight` with the outputs of all experts, expert after expert.
+blocks, so an expert's weights are read once for all rows that hit it. A stack of quantized weights is one `Int4Weight`,
+`Int8Weight` or `Mxfp4Weight` with the outputs of all experts, expert after expert.
 
 Not here: the router's product, shared experts (runtime/model/experts.py), a CPU's products (the same).
 """
@@ -19,12 +19,13 @@ from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
 from ridgeplan.kernels.linear import QuantizedWeight
-from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.layers import Routing
 from ridgeplan.roofline.cost import Cost
 
-ExpertWeight = Tensor | QuantizedWeight  # [experts, outputs, inputs], or a stack of quantized weights
+ExpertStack = QuantizedWeight | Mxfp4Weight  # the rows of all experts
+ExpertWeight = Tensor | ExpertStack  # [experts, outputs, inputs], or a stack of codes
 BLOCK_ROWS = 16  # pairs of a block; larger ones from MANY_PAIRS pairs per expert on
 MANY_BLOCK_ROWS = 64
 MAX_COUNTED_PAIRS = 1024  # with more, sorting them is faster than every block counting them
@@ -187,8 +188,10 @@ def routed_mlp_reference(
     return out.to(x.dtype)
 
 
-def expert_of(weight: QuantizedWeight, expert: int, count: int) -> QuantizedWeight:
+def expert_of(weight: ExpertStack, expert: int, count: int) -> ExpertStack:
     """One expert's weight of a stack, a view."""
+    if isinstance(weight, Mxfp4Weight):
+        return Mxfp4Weight(*(part.unflatten(0, (count, -1))[expert] for part in (weight.codes, weight.scales)))
     if isinstance(weight, Int8Weight):
         return Int8Weight(*(expert_plane(plane, expert, count) for plane in weight.planes))
     return expert_plane(weight, expert, count)

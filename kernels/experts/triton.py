@@ -10,7 +10,7 @@ from torch import Tensor
 from ridgeplan.kernels.device.triton_helpers import INTERPRETED
 from ridgeplan.kernels.experts import BLOCK_ROWS, SWIGLU, Activation, Blocks, ExpertWeight, expert_sizes, max_blocks
 from ridgeplan.kernels.linear.triton import _plane_product
-from ridgeplan.kernels.linear.weights import CHUNK
+from ridgeplan.kernels.linear.weights import CHUNK, MXFP4_GROUP, Mxfp4Weight
 from ridgeplan.roofline.catalog.layers import Routing
 from ridgeplan.roofline.execution import TILE_OUTPUTS
 
@@ -154,12 +154,41 @@ def expert_blocks_triton(experts: Tensor, count: int, rows: int) -> Blocks:
 
 
 @triton.jit
+def _e2m1(code):
+    """Numbers of 4 bits in float32: an exponent of bias 1 and a bit of mantissa, 0 and 0.5 below it, and a sign."""
+    magnitude = (code & 7).to(tl.int32)
+    normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(magnitude < 2, 0.5 * magnitude.to(tl.float32), normal)
+    return tl.where(code >= 8, -number, number)
+
+
+@triton.jit
+def _mxfp4_tile(codes, scales, output, step, inputs, GROUP: tl.constexpr, CHUNK: tl.constexpr, OUTPUTS: tl.constexpr):
+    """A chunk of the rows `output` of a weight in MXFP4, float32 [OUTPUTS, CHUNK]."""
+    pairs = step * CHUNK // 2 + tl.arange(0, CHUNK // 2)
+    at = codes + output[:, None] * (inputs // 2) + pairs[None, :]
+    both = tl.load(at, mask=(pairs < inputs // 2)[None, :], other=0)
+    numbers = tl.reshape(tl.join(_e2m1(both & 15), _e2m1(both >> 4)), (OUTPUTS, CHUNK // GROUP, GROUP))
+    groups = step * CHUNK // GROUP + tl.arange(0, CHUNK // GROUP)
+    at = scales + output[:, None] * (inputs // GROUP) + groups[None, :]
+    exponent = tl.load(at, mask=(groups < inputs // GROUP)[None, :], other=0).to(tl.int32)
+    return tl.reshape(numbers * (exponent << 23).to(tl.float32, bitcast=True)[:, :, None], (OUTPUTS, CHUNK))
+
+
+@triton.jit
 def _tile_product(
-    x, sums, weight, lower, tiles, step, inputs, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
-):
-    """x [ROWS, CHUNK] times a chunk of output tiles, of a dense weight (GROUP 0) or of one or two planes of codes."""
-    if GROUP == 0:
-        output = tl.reshape(tiles[:, None] * 16 + tl.arange(0, 16)[None, :], (16 * TILES,))
+    x, sums, weight, lower, tiles, step, inputs, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
+    MXFP4: tl.constexpr,
+):  # fmt: skip
+    """x [ROWS, CHUNK] times a chunk of output tiles, of a dense weight (GROUP 0) or of one or two planes of codes.
+
+    MXFP4: `weight` are the codes of this format, and `lower` its scales.
+    """
+    output = tl.reshape(tiles[:, None] * 16 + tl.arange(0, 16)[None, :], (16 * TILES,))
+    if MXFP4:
+        dense = _mxfp4_tile(weight, lower, output, step, inputs, GROUP, CHUNK, 16 * TILES).to(x.dtype)
+        product = tl.dot(x, tl.trans(dense), input_precision="ieee")
+    elif GROUP == 0:
         columns = step * CHUNK + tl.arange(0, CHUNK)
         dense = tl.load(
             weight + output[:, None] * inputs + columns[None, :], mask=(columns < inputs)[None, :], other=0.0
@@ -178,8 +207,8 @@ def _tile_product(
 @triton.jit(do_not_specialize=["pairs"])
 def _experts_kernel(
     x,  # [rows of x, inputs]: of pair p the row p // PER_ROW
-    weight,  # dense [experts, outputs, inputs], or int32 tiles of codes of all experts
-    lower,  # the second plane of 8-bit weights, or None
+    weight,  # dense [experts, outputs, inputs], or int32 tiles of codes of all experts, or rows of MXFP4's codes
+    lower,  # the second plane of 8-bit weights, or MXFP4's scales, or None
     bias,  # [experts, outputs] or None
     out,  # [pairs, outputs], or [pairs, outputs / 2] if GATED
     block_experts,  # int32 [blocks]
@@ -196,6 +225,7 @@ def _experts_kernel(
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
+    MXFP4: tl.constexpr,
 ):
     """A block of pairs times TILES output tiles of its expert; if GATED, also times those of up, and the activation."""
     block = tl.program_id(1)
@@ -215,10 +245,10 @@ def _experts_kernel(
             if INTERPRETED:  # the interpreter multiplies the bit patterns of bf16 (triton-lang/triton#11584)
                 x_tile = x_tile.to(tl.float32)
             sums = tl.sum(x_tile.to(tl.float32), 1)
-            acc += _tile_product(x_tile, sums, weight, lower, tiles, step, inputs, GROUP, CHUNK, TILES)
+            acc += _tile_product(x_tile, sums, weight, lower, tiles, step, inputs, GROUP, CHUNK, TILES, MXFP4)
             if GATED:
                 above = tiles + out_tiles
-                up += _tile_product(x_tile, sums, weight, lower, above, step, inputs, GROUP, CHUNK, TILES)
+                up += _tile_product(x_tile, sums, weight, lower, above, step, inputs, GROUP, CHUNK, TILES, MXFP4)
         output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
         outputs = 16 * out_tiles
         if bias is not None:
@@ -288,12 +318,14 @@ def _product(
 ) -> Tensor:
     """The products of all pairs; with an activation, those of gate and up. Raises ValueError for odd widths."""
     outputs, inputs = expert_sizes(weight, count)
-    gated, rows = activation is not None, blocks.pairs.shape[1]
+    gated, rows, is_mxfp4 = activation is not None, blocks.pairs.shape[1], isinstance(weight, Mxfp4Weight)
     activation = activation or SWIGLU
     if outputs % (32 if gated else 16):
         raise ValueError(f"experts have {outputs} outputs; allowed on a GPU: multiples of {32 if gated else 16}")
     if isinstance(weight, Tensor):
         planes, group = [weight.contiguous()], 0
+    elif isinstance(weight, Mxfp4Weight):
+        planes, group = [weight.codes, weight.scales], MXFP4_GROUP
     else:
         planes, group = [plane.packed.view(torch.int32) for plane in weight.planes], weight.group
     config = FEW_ROWS if rows == BLOCK_ROWS else MANY_ROWS
@@ -316,9 +348,10 @@ def _product(
         PER_ROW=pairs // len(x),
         GATED=gated,
         GROUP=group,
-        CHUNK=min(group, CHUNK) if group else config.chunk,
+        CHUNK=config.chunk if group == 0 or is_mxfp4 else min(group, CHUNK),
         TILES=config.tiles,
         ROWS=rows,
+        MXFP4=is_mxfp4,
         num_warps=config.warps,
         num_stages=config.stages,
     )

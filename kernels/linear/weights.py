@@ -164,6 +164,44 @@ class Int8Weight:
         return self.upper.bytes + self.lower.bytes
 
 
+MXFP4_GROUP = 32  # inputs per scale
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the numbers of 4 bits; the highest bit is their sign
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4Weight:
+    """A weight in MXFP4 (OCP Microscaling Formats, section 5.3): numbers of 4 bits times 2^(scale - 127).
+
+    codes: uint8 [outputs, inputs / 2], the even input in the low nibble; scales: uint8 [outputs, inputs / 32]. This is
+    how gpt-oss is published (blocks and scales; `transformers.integrations.mxfp4`).
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def inputs(self) -> int:
+        """Columns of the weight."""
+        return 2 * self.codes.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        """Rows of the weight."""
+        return self.codes.shape[0]
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight [outputs, inputs], exact in bfloat16."""
+        numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=self.codes.device)
+        both = torch.stack([self.codes & 15, self.codes >> 4], dim=2).flatten(1)
+        exponents = self.scales.int().unsqueeze(2) - 127
+        return torch.ldexp(numbers[both.int()].unflatten(1, (-1, MXFP4_GROUP)), exponents).flatten(1).to(dtype)
+
+    @property
+    def bytes(self) -> int:
+        """Storage of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+
 Plane = tuple[Tensor, Tensor, Tensor]  # codes, scale and zero
 
 

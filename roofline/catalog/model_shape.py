@@ -29,8 +29,9 @@ from ridgeplan.roofline.catalog.validation import (
 FULL_BITS = 16.0
 # Formats that the runtime decodes as it loads them, into what the plan asks for.
 DECODED_BITS = {"gptq": (2, 4, 8), "awq": (4,), "compressed-tensors": (2, 4, 8)}  # of formats with several sizes
-PACKED_FORMATS = (*DECODED_BITS, "fp8")  # of safetensors
-CONVERTED_FORMATS = ("bf16", "float32", "gguf", *PACKED_FORMATS)
+KEPT_FORMAT = "mxfp4"  # of experts, which every plan reads as they are stored
+PACKED_FORMATS = (*DECODED_BITS, "fp8", KEPT_FORMAT)  # of safetensors
+LOADED_FORMATS = ("bf16", "float32", "gguf", *PACKED_FORMATS)
 MAX_BITS = 16
 OTHER_BITS = tuple(
     f"{method} of {bits} bits"
@@ -39,7 +40,7 @@ OTHER_BITS = tuple(
     if bits not in decoded
 )
 OTHER_LAYOUTS = tuple(f"{method} in another layout" for method in DECODED_BITS)
-FORMATS = (*CONVERTED_FORMATS, "bitsandbytes", "fbgemm_fp8", "mxfp4", "nvfp4", *OTHER_BITS, *OTHER_LAYOUTS)
+FORMATS = (*LOADED_FORMATS, "bitsandbytes", "fbgemm_fp8", "nvfp4", *OTHER_BITS, *OTHER_LAYOUTS)
 PARTS = ("attention", "mlp", "experts", "embedding", "head")
 
 
@@ -79,7 +80,7 @@ class WeightBits(Checked):
     @property
     def converted(self) -> bool:
         """Whether loading changes any part's bits."""
-        return self.format in CONVERTED_FORMATS and not self.full
+        return self.format in LOADED_FORMATS and self.format != KEPT_FORMAT and not self.full
 
     @property
     def full(self) -> bool:
@@ -101,7 +102,7 @@ def format_of(method: str, bits: int, *, usual: bool) -> str:
 def loaded_formats() -> tuple[str, ...]:
     """The formats that the runtime loads, as messages list them, such as "gptq of 2/4/8 bits"."""
     sizes = {method: f" of {'/'.join(map(str, bits))} bits" for method, bits in DECODED_BITS.items()}
-    return tuple(f"{name}{sizes.get(name, '')}" for name in CONVERTED_FORMATS)
+    return tuple(f"{name}{sizes.get(name, '')}" for name in LOADED_FORMATS)
 
 
 def mean_bits(tensors: Iterable[tuple[str, float, float]], kind: str) -> WeightBits:

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.layers import DELTA_RULE, LayerGroup
-from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, ModelShape, loaded_formats
+from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, loaded_formats
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, TILE_OUTPUTS, padded_head_dim, uses_draft_swap
@@ -237,7 +237,7 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
         needed = f", whose layers need {', '.join(layer_needs(shape))}" if layer_needs(shape) else ""
         return f"the runtime does not execute architecture {shape.architecture!r}{needed}, yet (it does {known})"
     held = shape.weight_bits.format
-    if held not in CONVERTED_FORMATS:
+    if held not in LOADED_FORMATS:
         return f"the runtime does not load weights in {held!r} yet (it does {', '.join(loaded_formats())})"
     head_dim, on_gpu = padded_head_dim(shape.head_dim), hardware is not None and hardware.kind == "gpu"
     if shape.is_mla:

@@ -16,6 +16,7 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor
 
+from ridgeplan.kernels.linear.weights import Mxfp4Weight
 from ridgeplan.kernels.state import DeltaVectors
 from ridgeplan.roofline.catalog.families import INNER_TYPES, NORM_NAMES, PARALLEL
 from ridgeplan.roofline.catalog.files import read_document
@@ -28,7 +29,7 @@ from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout, HeadLayo
 from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
-from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
+from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear, Mxfp4
 from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, Norm, ParallelNorm, RMSNorm
 from ridgeplan.runtime.model.packed_weights import PackedTensors
 from ridgeplan.runtime.model.weights import (
@@ -152,11 +153,15 @@ def _mlp(
         present(f"mlp.experts.{name}_proj", f"block_sparse_moe.experts.{name}_proj") for name in ("gate_up", "down")
     )
     biases = [present(f"mlp.experts.{name}_proj_bias") for name in ("gate_up", "down")]
-    if gate_up is not None and down is not None and biases[0] is not None:  # gpt-oss, which stores them transposed
-        gate_up, down = _halved(gate_up.mT, 1), down.mT.contiguous()
+    if biases[0] is not None:  # gpt-oss, whose gates and ups alternate
         biases[0] = _halved(biases[0], 1)
-    if gate_up is None or down is None:
-        gate_up, down = (experts.to(device) for experts in _separate_experts(config.shape, take, prefix))
+    stacks = _mxfp4_experts(present, biases)
+    if stacks is None:
+        if gate_up is None or down is None:
+            gate_up, down = (experts.to(device) for experts in _separate_experts(config.shape, take, prefix))
+        elif biases[0] is not None:  # in 16 bits it stores them transposed
+            gate_up, down = _halved(gate_up.mT, 1), down.mT.contiguous()
+        stacks = StackedExperts.of(gate_up, biases[0]), StackedExperts.of(down, biases[1])
     places = ("mlp.", "mlp.gate.", "mlp.gate.moe_statics.", "block_sparse_moe.")
     bias = present(*(f"{place}e_score_correction_bias" for place in places))
     shared = config.shape.shared_experts_intermediate
@@ -168,14 +173,30 @@ def _mlp(
     return RoutedMLP(
         router,
         dataclasses.replace(config.routing, scale=config.routing.scale * scale),
-        StackedExperts.of(gate_up, biases[0]),
-        StackedExperts.of(down, biases[1]),
+        *stacks,
         router_bias=present("mlp.router.bias"),
         choice_bias=None if bias is None else bias.flatten().float(),
         shared=gated(shared_name) if shared else None,
         shared_gate=gate,
         activation=config.expert_activation,
     )
+
+
+def _mxfp4_experts(
+    present: Callable[..., Tensor | None], biases: list[Tensor | None]
+) -> tuple[StackedExperts, StackedExperts] | None:
+    """Experts as gpt-oss is published, in MXFP4; None for a layer without such."""
+    names = (f"mlp.experts.{name}_proj_{part}" for name in ("gate_up", "down") for part in ("blocks", "scales"))
+    tensors = [tensor for tensor in map(present, names) if tensor is not None]
+    if not tensors:
+        return None
+    blocks, scales, down_blocks, down_scales = tensors
+    weights = (_halved(blocks, 1), _halved(scales, 1)), (down_blocks, down_scales)
+    gate_up, down = (
+        StackedExperts(Mxfp4(Mxfp4Weight(codes.flatten(2).flatten(0, 1), scale.flatten(0, 1))), len(blocks), bias)
+        for (codes, scale), bias in zip(weights, biases, strict=True)
+    )
+    return gate_up, down
 
 
 def _halved(rows: Tensor, dim: int) -> Tensor:

@@ -16,7 +16,7 @@ from ridgeplan.kernels.state import MAX_TAPS
 from ridgeplan.roofline.catalog.config_json import routing_of, shape_from_config
 from ridgeplan.roofline.catalog.families import FAMILIES, Family
 from ridgeplan.roofline.catalog.layers import Attention
-from ridgeplan.roofline.catalog.model_shape import CONVERTED_FORMATS, loaded_formats, trained_context
+from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, loaded_formats, trained_context
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.support import as_loaded
@@ -51,7 +51,7 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
         raise ModelError(f"cannot load the model {source}: {error}") from error
     shape = as_loaded(stored)
     held = shape.weight_bits.format
-    _require(held in CONVERTED_FORMATS, "weight format", held, loaded_formats())
+    _require(held in LOADED_FORMATS, "weight format", held, loaded_formats())
     for state, _ in shape.states:
         _require(activation == "silu", "hidden_act with recurrent states", activation, ("silu",))
         allowed = tuple(map(str, range(1, MAX_TAPS + 1)))

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import uses_gpu_kernel
 from ridgeplan.kernels.experts import SWIGLU, Activation, expert_of, route, routed_mlp
-from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline.catalog.layers import Routing
-from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, Linear
+from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, Linear, Mxfp4
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class StackedExperts:
     layer: without a bias. bias: [count, outputs] or None.
     """
 
-    layer: Dense | Int4 | Int8
+    layer: Dense | Int4 | Int8 | Mxfp4
     count: int
     bias: Tensor | None = None
 
@@ -38,12 +38,12 @@ class StackedExperts:
         return cls(Dense(weight.flatten(0, 1)), len(weight), bias)
 
     @property
-    def weight(self) -> Tensor | Int4Weight | Int8Weight:
+    def weight(self) -> Tensor | Int4Weight | Int8Weight | Mxfp4Weight:
         """The stack as the kernels take it."""
         weight = self.layer.weight
         if isinstance(weight, Tensor):
             return weight.unflatten(0, (self.count, -1))
-        assert isinstance(weight, Int4Weight | Int8Weight), "a CPU's layouts have no stacks"
+        assert isinstance(weight, Int4Weight | Int8Weight | Mxfp4Weight), "a CPU's layouts have no stacks"
         return weight
 
     @property
@@ -56,6 +56,8 @@ class StackedExperts:
         if isinstance(weight, Tensor):
             return Dense(weight[expert], bias)
         single = expert_of(weight, expert, self.count)
+        if isinstance(single, Mxfp4Weight):
+            return Mxfp4(single, bias)
         if isinstance(single, Int4Weight):
             return Int4(single, bias)
         return Int8(single, bias, isinstance(self.layer, Int8) and self.layer.hierarchical)
@@ -65,7 +67,7 @@ class StackedExperts:
         if isinstance(self.layer, Dense):
             return joined(change(self[expert]) for expert in range(self.count))
         layer = change(self.layer)
-        assert isinstance(layer, Dense | Int4 | Int8), "a format of stacks"
+        assert isinstance(layer, Dense | Int4 | Int8 | Mxfp4), "a format of stacks"
         return StackedExperts(layer, self.count, self.bias)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ridgeplan.kernels.layer import swiglu
 from ridgeplan.kernels.linear import linear_dense, linear_quantized
-from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline.execution import CPU_SKINNY_GEMM_ROWS
 
 ROW_MULTIPLE = 16  # torch's int4 kernel needs multiples of this many outputs
@@ -128,6 +128,22 @@ class QuantizedLinear:
     @property
     def bytes(self) -> int:
         """Storage of codes, scales, zeros and the bias."""
+        return self.weight.bytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Mxfp4:
+    """y = x W^T + bias with a weight as a checkpoint stores it, which no plan quantizes again."""
+
+    weight: Mxfp4Weight
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, gated: bool = False) -> Tensor:
+        return linear_dense(x, self.weight.dequantize(x.dtype), self.bias, gated=gated)
+
+    @property
+    def bytes(self) -> int:
+        """Storage of codes, scales and the bias."""
         return self.weight.bytes + (0 if self.bias is None else self.bias.nbytes)
 
 

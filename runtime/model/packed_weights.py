@@ -151,7 +151,7 @@ class PackedTensors:
                     f"in the checkpoint {self.source} the weight {name} is {list(tensor.shape)}; its config.json needs "
                     f"{list(sizes)}"
                 )
-            return tensor.to(self.dtype)
+            return tensor if tensor.dtype == torch.uint8 else tensor.to(self.dtype)
         if default:
             return default[0]
         raise ModelError(f"the checkpoint {self.source} lacks the weight {name}")
@@ -160,7 +160,7 @@ class PackedTensors:
 
     def _tensor(self, name: str) -> Tensor | None:
         module, _, last = name.rpartition(".")
-        decode, marks = DECODERS[self.settings["quant_method"]]
+        decode, marks = DECODERS.get(self.settings["quant_method"], (decode_fp8, ()))  # MXFP4 stays as it is stored
         if last == "weight" and any(f"{module}.{mark}" in self.files for mark in marks):
             stored = [part for part in self.files if part.rpartition(".")[0] == module]
             parts = {part.rpartition(".")[2]: self._read(part) for part in stored}

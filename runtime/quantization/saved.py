@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ridgeplan.kernels.experts import Activation
-from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.kernels.state import DeltaVectors
 from ridgeplan.roofline.catalog import files as user_files
 from ridgeplan.roofline.catalog.files import NoHomeFolder
@@ -34,7 +34,7 @@ from ridgeplan.roofline.catalog.layers import Routing
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.model.experts import ListedExperts, RoutedMLP, StackedExperts
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
-from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight
+from ridgeplan.runtime.model.linear import Dense, GatedMLP, Int4, Int8, LibraryInt4Weight, LibraryInt8Weight, Mxfp4
 from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, ParallelNorm, RMSNorm
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, DeltaWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText
@@ -45,8 +45,8 @@ PARTS = {
     kind.__name__: kind
     for kind in (
         DecoderWeights, LayerWeights, AttentionWeights, RMSNorm, LayerNorm, NoNorm, ParallelNorm, GatedMLP, Dense,
-        Int4, Int8, Int4Weight, Int8Weight, LibraryInt4Weight, LibraryInt8Weight, RoutedMLP, StackedExperts,
-        ListedExperts, Routing, Activation, DeltaWeights, DeltaVectors, LatentAttentionWeights,
+        Int4, Int8, Int4Weight, Int8Weight, Mxfp4, Mxfp4Weight, LibraryInt4Weight, LibraryInt8Weight, RoutedMLP,
+        StackedExperts, ListedExperts, Routing, Activation, DeltaWeights, DeltaVectors, LatentAttentionWeights,
     )
 }  # fmt: skip
 

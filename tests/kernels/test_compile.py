@@ -172,7 +172,7 @@ def gptq_round(bounded: bool) -> dict[str, Any]:
     return job("linear.triton", "_round_kernel", types, constants, {"num_warps": 4})
 
 
-def routed_experts(bits: int, gated: bool, config_name: str) -> dict[str, Any]:
+def routed_experts(bits: int, gated: bool, config_name: str, mxfp4: bool = False) -> dict[str, Any]:
     from ridgeplan.kernels.experts import triton as kernels
 
     config = getattr(kernels, config_name)
@@ -183,7 +183,9 @@ def routed_experts(bits: int, gated: bool, config_name: str) -> dict[str, Any]:
     types |= dict.fromkeys(("alpha", "limit", "offset"), "fp32")
     constants = {"PER_ROW": 8 if gated else 1, "GATED": gated, "GROUP": 0 if bits == 16 else 128, "CHUNK": 64}
     constants |= {"TILES": config.tiles, "ROWS": 16 if config_name == "FEW_ROWS" else 64}
-    constants |= {} if bits == 8 else {"lower": None}
+    constants |= {"MXFP4": mxfp4} | ({} if bits == 8 or mxfp4 else {"lower": None})
+    if mxfp4:
+        types, constants = types | dict.fromkeys(("weight", "lower"), "*u8"), constants | {"GROUP": 32}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return job("experts.triton", "_experts_kernel", types, constants, options)
 
@@ -203,6 +205,7 @@ def routing_jobs() -> dict[str, dict[str, Any]]:
         "expert sum": job("experts.triton", "_sum_kernel", summed, {"PER_ROW": 8, "BLOCK": 512}, {"num_warps": 4}),
     }
     variants = [(16, True, "FEW_ROWS"), (4, True, "FEW_ROWS"), (8, False, "MANY_ROWS")]
+    jobs["MXFP4 experts"] = routed_experts(4, True, "FEW_ROWS", mxfp4=True)
     return jobs | {f"int{bits} experts {name}": routed_experts(bits, gated, name) for bits, gated, name in variants}
 
 

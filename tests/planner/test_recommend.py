@@ -10,6 +10,8 @@ import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner.capacity import HOST_MEMORY_BYTES
+from ridgeplan.planner.lowering import kernel_class
+from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.quality import Quality, quality_of
 from ridgeplan.planner.question import Objective, Question, SearchOptions, ask
 from ridgeplan.planner.recommend import (
@@ -265,9 +267,16 @@ def test_beyond_the_models_context_it_refuses_or_warns_and_yarn_stretches(h200_p
         recommend_llama(h200_profile, context=8_000_000, model="Qwen2.5-0.5B", yarn=True)
 
 
-def test_models_the_runtime_cannot_run_are_still_planned_with_a_note(h200_profile):
-    answer = recommend_llama(h200_profile, model="openai/gpt-oss-20b", context=32768)
-    assert any("does not load weights in 'mxfp4' yet" in note for note in answer.notes)
+def test_stored_experts_are_priced_at_their_own_bits_in_every_plan(h200_profile):
+    """Of MXFP4's 4.25 bits, at the rates of 4-bit experts, which drafts share."""
+    shape, answer = load_shape("openai/gpt-oss-20b"), recommend_llama(h200_profile, model="openai/gpt-oss-20b")
+    assert answer.model_runs and shape.weight_bits.experts == 4.25
+    plans = [preset(name, answer.plan.workload) for name in ("autoregressive", "int8-weights", "quantspec-weights")]
+    weights = [predict(plan, shape, h200_profile).memory_bytes for plan in plans]
+    experts, others = shape.expert_params * 4.25 / 8, shape.parameters - shape.expert_params
+    assert weights[0]["weights"] == pytest.approx(experts + 2 * others, rel=1e-3)
+    assert weights[1]["weights"] < weights[0]["weights"] and weights[2]["draft_weights"] < 0.6 * others
+    assert {kernel_class(plan, shape, "target", "grouped_linear") for plan in plans} == {"grouped_linear_int4"}
 
 
 @pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-120b"])

@@ -8,6 +8,7 @@ import torch
 
 from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline.catalog.layers import MLP, Attention, LayerGroup, State
+from ridgeplan.roofline.catalog.model_shape import WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import KVFormat, Speculation, Workload
@@ -15,7 +16,7 @@ from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
-from ridgeplan.runtime.model.linear import Dense
+from ridgeplan.runtime.model.linear import Dense, Mxfp4
 from ridgeplan.runtime.speculation.speculator import RoundResult, RowResult
 from ridgeplan.validate import random_model as module
 from ridgeplan.validate.random_model import BusyMachine, RandomModel, RoundTimes, fill, llama_like_shape, measured_round
@@ -95,10 +96,12 @@ def test_rounds_over_latent_rows_run(h200_profile: Any, monkeypatch: pytest.Monk
 def test_rounds_with_windows_sinks_and_shared_layers_run(h200_profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_busy", lambda spread: False)
     sizes = {"experts": 6, "experts_per_token": 2, "expert_intermediate": 32}
+    sizes |= {"weight_bits": WeightBits(experts=4.25, format="mxfp4")}
     shape = replace(SHAPE, architecture="gpt_oss", layers=3, window_tokens=128, window_layers=2, **sizes)
     small = replace(Machine.of(h200_profile), memory_bytes=4 * shape.parameters - 1)
     model = RandomModel.build(shape, CPU, small)
     first, *others = model.weights.layers
+    assert isinstance(first.mlp.down.layer, Mxfp4)
     assert others[0].mixer.sinks is not None and [layer is first for layer in others] == [True, False]
     assert [layer.window for layer in model.decoder.config.layers].count(128) == 2
     plan = preset("quantspec-int8", Workload("random", "h200", 700, 256, batch=2))

@@ -17,7 +17,7 @@ from ridgeplan.kernels.experts import (
     routed_mlp,
     routed_mlp_cost,
 )
-from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.layers import Routing
 
@@ -85,6 +85,11 @@ def weights_of(kind: str, device: str) -> Case:
     if kind in ("float32", "bfloat16"):
         dense = [(0.2 * drawn(*size, seed=i)).to(device, getattr(torch, kind)) for i, size in enumerate(sizes)]
         return Case(*dense, tuple(each.float() for each in dense))
+    if kind == "mxfp4":
+        stacks = [
+            mxfp4(experts * outputs, inputs, seed, device) for seed, (experts, outputs, inputs) in enumerate(sizes)
+        ]
+        return Case(*stacks, tuple(stack.dequantize().unflatten(0, (EXPERTS, -1)) for stack in stacks))
     packed, levels = [], 16 if kind == "int4" else 256
     for seed, (experts, outputs, inputs) in enumerate(sizes):
         generator = torch.Generator().manual_seed(seed)
@@ -94,6 +99,22 @@ def weights_of(kind: str, device: str) -> Case:
         packed.append(pack(codes.to(device), scale.to(device), zero.to(device)))
     exact = tuple(weight.dequantize().unflatten(0, (EXPERTS, -1)) for weight in packed)
     return Case(*packed, exact)
+
+
+def mxfp4(outputs: int, inputs: int, seed: int, device: str) -> Mxfp4Weight:
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(120, 126, (outputs, inputs // 32), dtype=torch.uint8, generator=generator)
+    return Mxfp4Weight(codes.to(device), scales.to(device))
+
+
+def test_mxfp4_by_definition() -> None:
+    """The format's 16 numbers, times a power of two of each 32 inputs."""
+    weight = Mxfp4Weight(torch.arange(16, dtype=torch.uint8).repeat(2, 2) * 17, torch.tensor([[127, 128], [126, 0]]))
+    numbers = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    twice = torch.tensor(numbers).repeat_interleave(2)
+    expected = [torch.cat([twice, 2 * twice]), torch.cat([twice / 2, 2.0**-127 * twice])]
+    assert torch.equal(weight.dequantize(), torch.stack(expected))
 
 
 def by_definition(x, chosen, weights, exact, biases=(None, None), activation=SWIGLU):
@@ -114,7 +135,7 @@ def by_definition(x, chosen, weights, exact, biases=(None, None), activation=SWI
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4", "int8", "mxfp4"])
 def test_products_of_the_experts_hit(backend: str, kind: str, device: str) -> None:
     case = weights_of(kind, device)
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32

@@ -1,5 +1,6 @@
 """Quantized checkpoints, written here as their methods define them, against the weights that they stand for."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ridgeplan import planner, runtime
 from ridgeplan.roofline.catalog.models import load_shape
@@ -17,6 +19,7 @@ from ridgeplan.roofline.plan.support import missing_architecture
 from ridgeplan.runtime import memory
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.model import packed_weights
+from ridgeplan.runtime.model.linear import Mxfp4
 from ridgeplan.runtime.model.packed_weights import PackedTensors
 
 GROUP = 32
@@ -204,6 +207,39 @@ def test_experts_are_packed_one_by_one(tiny_model: Any, tmp_path: Path, make_pla
     torch.testing.assert_close(mlp.gate_up[4].weight, torch.cat([gate, up]), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(mlp.down[4].weight, down, rtol=1e-6, atol=1e-7)
     assert torch.equal(mlp.router, expected["model.layers.1.mlp.gate.weight"])
+
+
+def test_mxfp4_experts_are_read_as_stored(tiny_model: Any, tmp_path: Path, make_plan: Any, prompts: Any) -> None:
+    """As gpt-oss is published: both projections of all experts in blocks of 32, everything else in full precision."""
+    model = tiny_model("gpt_oss")
+    folder = shutil.copytree(model.folder, tmp_path / "mxfp4")
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    reference = copy.deepcopy(model.reference)
+    state = reference.state_dict()
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        codes = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        state[name].copy_(convert_moe_packed_tensors(codes, scales, dtype=torch.float32))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    [prompt] = prompts(40)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0, -1]
+    engines = {
+        bits: runtime.load(make_plan(target_bits=bits, draft_bits=min(bits, 16)), str(folder), device="cpu")
+        for bits in (16, 8)
+    }
+    actual = engines[16].teacher_forced_logits([prompt], [[]])[0, -1]
+    assert (actual - expected).abs().max() < 1e-4
+    stacks = [engine.weights.layers[0].mlp.gate_up for engine in engines.values()]
+    assert all(isinstance(stack.layer, Mxfp4) for stack in stacks)  # a plan's 8 bits are for what is not in 4
+    shape = engines[16].decoder.config.shape
+    assert stacks[0].layer.bytes * 8 == stacks[0].weight.outputs * shape.hidden * shape.weight_bits.experts
+    assert (engines[8].teacher_forced_logits([prompt], [[]])[0, -1] - expected).abs().mean() < 0.1 * expected.std()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
