@@ -31,7 +31,7 @@ from ridgeplan.dashboards.cli import bench, bench_decode, papers, quality
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.dashboards.cli.plan import answer_text
 from ridgeplan.planner import recommend
-from ridgeplan.planner.acceptance.drafters import drafter_rows
+from ridgeplan.planner.acceptance.drafter_rows import drafter_rows
 from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.engines.rates import engine_profile, error
 from ridgeplan.planner.export.rules import RULES

@@ -13,6 +13,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
+from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.evaluate import Estimate, evaluate
@@ -37,6 +38,7 @@ from ridgeplan.roofline.plan.policy import SelectionCost, TokenSelection
 from ridgeplan.roofline.plan.support import missing_cost_model
 from ridgeplan.roofline.round import RoundCosts
 from ridgeplan.roofline.strategy import (
+    HEAD_VOCAB,
     UNLIMITED_BYTES,
     UNLIMITED_TOKENS,
     DraftStrategy,
@@ -84,16 +86,17 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         gamma=speculation.gamma,
         acceptance=acceptance,
         reserved_gamma=(speculation.gamma + speculation.overhang) * (speculation.adaptive or speculation.overhang > 0),
-        **_drafter(plan),
+        **_drafter(plan, shape),
     )
 
 
-def _drafter(plan: Plan) -> dict[str, float]:
+def _drafter(plan: Plan, shape: ModelShape) -> dict[str, float]:
     """The terms of the plan's drafter."""
     drafter = plan.speculation.drafter
     if not drafter.active:
         return {}
-    known = proposal_acceptance(drafter.kind, plan.workload)
+    known, folder = proposal_acceptance(drafter.kind, plan.workload), plan.workload.drafter_head
+    draft_vocab = head_settings(folder).draft_vocab if folder and drafter.trained else HEAD_VOCAB
     return {
         "proposals": drafter.depth,
         "cascade_passes": drafter.passes,
@@ -102,6 +105,7 @@ def _drafter(plan: Plan) -> dict[str, float]:
         "uses_head": int(drafter.trained),
         "proposes_block": int(drafter.kind is DrafterKind.BLOCK),
         "head_window": drafter.window or UNLIMITED_TOKENS,
+        "head_vocab": draft_vocab or shape.vocab,
     }
 
 

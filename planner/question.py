@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, check_memory_options, usable_bytes, usable_host_bytes
 from ridgeplan.planner.engines.formats import ENGINES
 from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
@@ -71,6 +72,7 @@ class SearchOptions(PlanPart):
     text: TextKind | None = one_of(TextKind, default=None)  # kind of text, for plans with a drafter; None searches none
     drafter: DrafterKind = one_of(DrafterKind, default=DrafterKind.SUFFIX)  # of which the user measured ...
     acceptance_length: float = number(0, MAX_ACCEPTANCE_LENGTH, default=0.0)  # ... tokens of a pass with 4 proposals
+    drafter_head: str | None = None  # folder of a trained draft head, which plans may then use
 
     def __post_init__(self) -> None:
         """Validates all fields; sizes become bytes."""
@@ -88,9 +90,16 @@ class SearchOptions(PlanPart):
         return any((degree or 1) > 1 for degree in degrees)
 
     def described(self, workload: Workload) -> Workload:
-        """A workload with what the options say of its text. Raises PlanError for an acceptance length below 1."""
-        length = self.acceptance_length
-        return replace(workload, text=self.text or "", acceptance_length=length, drafter=self.drafter)
+        """A workload with what the options say of its text and drafter.
+
+        Raises PlanError for an acceptance length below 1, and for a draft head that cannot be read.
+        """
+        length, folder = self.acceptance_length, self.drafter_head or ""
+        if folder:
+            head_settings(folder)
+        return replace(
+            workload, text=self.text or "", acceptance_length=length, drafter=self.drafter, drafter_head=folder
+        )
 
     @classmethod
     def of(cls, options: SearchOptions | None, changes: Mapping[str, Any], **defaults: Any) -> SearchOptions:

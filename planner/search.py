@@ -12,6 +12,7 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
+from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.question import Objective, Question
@@ -98,7 +99,8 @@ def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NE
     presets = ((name, make(workload)) for name, make in PRESETS.items())
     named = {family_key(plan): (name, plan) for name, plan in presets if is_searched(plan)}
     joint = list(_joint(workload, quality))
-    drafted = filter(is_searched, _with_drafters(joint)) if workload.text or workload.acceptance_length else ()
+    described = workload.text or workload.acceptance_length or workload.drafter_head
+    drafted = filter(is_searched, _with_drafters(joint, workload)) if described else ()
     for plan in (*joint, *drafted, *(_offloaded(workload, quality) if offload else ())):
         named.setdefault(family_key(plan), (describe(plan), plan))
     return tuple(family_of(name, plan) for name, plan in named.values())
@@ -114,13 +116,17 @@ def is_searched(plan: Plan) -> bool:
 SEARCHED_DEPTH = 4  # proposals of a cascade; those that the target verifies are as many as gamma
 
 
-def _with_drafters(joint: Sequence[Plan]) -> Iterator[Plan]:
-    """Plans whose drafter feeds the target, and cascades over self-drafts that read all tokens."""
+def _with_drafters(joint: Sequence[Plan], workload: Workload) -> Iterator[Plan]:
+    """Plans whose drafter feeds the target, and cascades over self-drafts that read all tokens.
+
+    A head reads the window that it was trained with.
+    """
+    window = head_settings(workload.drafter_head).window if workload.drafter_head else 0
     for plan, kind in product(joint, DrafterKind):
         if kind is DrafterKind.NONE or plan.eviction.active or plan.speculation.sparse:
             continue
         passes = int(plan.speculation.active)
-        drafter = Drafter(kind, SEARCHED_DEPTH if passes else 1, passes)
+        drafter = Drafter(kind, SEARCHED_DEPTH if passes else 1, passes, window=window * (kind is DrafterKind.HEAD))
         yield replace(plan, speculation=replace(plan.speculation, gamma=1, drafter=drafter))
 
 

@@ -16,11 +16,12 @@ from ridgeplan.roofline.cost import Term, is_symbolic, maximum, minimum
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.host_link import small_kernel_seconds
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.strategy import Strategy
+from ridgeplan.roofline.memory import fuse_params, head_step_params
+from ridgeplan.roofline.strategy import HEAD_VOCAB, Strategy
 
 LOOKUP_KERNELS = 2  # one searches, one copies what followed
-HEAD_VOCAB = 32000  # tokens that a head drafts (EAGLE-3's heads for Llama-3.1-8B)
-HEAD_KERNELS = 10  # of a step: norms, products, attention, a choice
+HEAD_KERNELS = 15  # small ones of a step: norms, rotary embedding, the map to the target's vocabulary, a choice
+FOLLOW_KERNELS = 20  # with which a head takes up what passes left since it last proposed
 CPU_LOOKUP_PASSES = 12  # over a text: comparisons, shifts and ranks, each an operation of torch
 
 
@@ -84,33 +85,40 @@ def proposed_tokens(strategy: Strategy) -> Term:
     return strategy.cascades * through_drafts + (1 - strategy.cascades) * to_target
 
 
-def proposal_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term) -> Term:
+def proposal_seconds(shape: ModelShape, machine: Machine, strategy: Strategy, tokens: Term, choice_s: Term) -> Term:
     """All proposals of a round over texts of `tokens` tokens; 0 without a drafter.
 
-    A suffix is looked up once a pass, and a head takes a step for each token that it proposes. A block drafter's one
-    step is priced like a head's.
+    A suffix is looked up once a pass, and a head takes a step for each token that it proposes, with a choice from
+    logits over the model's vocabulary in `choice_s`. A block drafter's one step is priced like a head's.
     """
     lookups = maximum(strategy.cascade_passes, 1)
     lookup = ops.suffix_lookup(strategy.batch, tokens)
     passes = machine.asynchronous + (1 - machine.asynchronous) * CPU_LOOKUP_PASSES
     lookup_s = LOOKUP_KERNELS * small_kernel_seconds(machine) + passes * lookup.bytes / machine.bandwidth_bytes_per_s
-    steps = lookups * (strategy.proposes_block + (1 - strategy.proposes_block) * maximum(strategy.proposals, 1))
-    step_s = head_step_seconds(shape, machine, strategy.batch, minimum(tokens, strategy.head_window))
-    return strategy.proposing * ((1 - strategy.uses_head) * lookups * lookup_s + strategy.uses_head * steps * step_s)
+    steps = strategy.proposes_block + (1 - strategy.proposes_block) * maximum(strategy.proposals, 1)
+    read = minimum(tokens, strategy.head_window)
+    step_s = head_step_seconds(shape, machine, strategy.batch, read, strategy.head_vocab)
+    follow_s = _weight_seconds(machine, fuse_params(shape)) + FOLLOW_KERNELS * small_kernel_seconds(machine)
+    head_s = follow_s + steps * (step_s + choice_s)
+    return strategy.proposing * lookups * ((1 - strategy.uses_head) * lookup_s + strategy.uses_head * head_s)
 
 
-def head_step_seconds(shape: ModelShape, machine: Machine, batch: Term, tokens: Term) -> Term:
+def head_step_seconds(
+    shape: ModelShape, machine: Machine, batch: Term, tokens: Term, draft_vocab: Term = HEAD_VOCAB
+) -> Term:
     """One step of a one-layer head in 16 bits, which reads the keys and values of `tokens` tokens (EAGLE-3, section 3).
 
-    Its attention takes the token's embedding beside the hidden state, and its output head has HEAD_VOCAB tokens.
+    Its attention takes the token's embedding beside the hidden state, and its output head has `draft_vocab` tokens.
     """
-    attention = 2 * shape.hidden * (shape.q_width + 2 * shape.kv_width) + shape.q_width * shape.hidden
-    params = attention + 3 * shape.hidden * shape.intermediate + HEAD_VOCAB * shape.hidden
-    linear, read = machine.rates["linear"], machine.rates["attention"]
-    weights_s = params * machine.element_bytes / (machine.bandwidth_bytes_per_s * linear.bandwidth_utilization)
     kv_bytes = batch * tokens * 2 * shape.kv_width * machine.element_bytes
-    kv_s = kv_bytes / (machine.bandwidth_bytes_per_s * read.bandwidth_utilization)
+    kv_s = kv_bytes / (machine.bandwidth_bytes_per_s * machine.rates["attention"].bandwidth_utilization)
+    weights_s = _weight_seconds(machine, head_step_params(shape, draft_vocab))
     return weights_s + kv_s + HEAD_KERNELS * small_kernel_seconds(machine)
+
+
+def _weight_seconds(machine: Machine, params: Term) -> Term:
+    rate = machine.bandwidth_bytes_per_s * machine.rates["linear"].bandwidth_utilization
+    return params * machine.element_bytes / rate
 
 
 def _below_one(acceptance: Term) -> Term:

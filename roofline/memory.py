@@ -94,6 +94,24 @@ def weight_memory(
     return matrix_memory(shape, weight_bytes) + others * element_bytes + shape.embedding_params * table_bytes
 
 
+def head_step_params(shape: ModelShape, draft_vocab: Term) -> Term:
+    """Parameters that a step of a head reads: attention, whose inputs are two, MLP and output head (EAGLE-3)."""
+    attention = 2 * shape.hidden * (shape.q_width + 2 * shape.kv_width) + shape.q_width * shape.hidden
+    return attention + 3 * shape.hidden * shape.intermediate + minimum(draft_vocab, shape.vocab) * shape.hidden
+
+
+def fuse_params(shape: ModelShape) -> Term:
+    """Parameters of the product that fuses the target's stream at three depths."""
+    return 3 * shape.hidden**2
+
+
+def head_memory(shape: ModelShape, strategy: Strategy, element_bytes: Term, tokens: Term) -> Term:
+    """Bytes of a head's weights and of its keys and values for sequences of `tokens` tokens; 0 without one."""
+    params = head_step_params(shape, strategy.head_vocab) + fuse_params(shape)
+    kv = strategy.batch * tokens * 2 * shape.kv_width
+    return strategy.uses_head * (params + kv) * element_bytes
+
+
 def draft_weight_memory(shape: ModelShape, weight_bytes: Term) -> Term:
     """The drafts' own copy of the linear layers and the head; embeddings, norms and stored experts are the target's."""
     bits, kept = shape.weight_bits, shape.weight_bits.format == KEPT_FORMAT
@@ -476,6 +494,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
         + index_memory(shape, batch, tokens),
         buffers=full_kv(shape, batch, buffered, element_bytes, final)
         + _selection_state(shape, device, strategy, tokens)
+        + head_memory(shape, strategy, element_bytes, tokens)
         + states,
         prefill_workspace=prefill_workspace(
             shape,

@@ -317,8 +317,8 @@ def round_at(
     sampling_s = sampling_seconds(shape, machine, strategy.batch)
     propose_s: Term = 0.0
     if proposes(strategy):
+        propose_s = proposal_seconds(shape, machine, strategy, context, sampling_s)
         sampling_s = where(strategy.cascades, cascade_sampling_seconds(shape, machine, strategy), sampling_s)
-        propose_s = proposal_seconds(shape, machine, strategy, context)
     draft_s = draft_s + sampling_s
     target_s = machine.pass_seconds(target, verifying_rates, shape.layers, machine.target_gap_s)
     target_pages = strategy.target.page_tokens / (1 - strategy.streamed_share(tokens))

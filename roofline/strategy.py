@@ -15,6 +15,8 @@ UNLIMITED_TOKENS = float(1 << 40)  # a budget that never binds
 
 UNLIMITED_BYTES = float(1 << 60)
 
+HEAD_VOCAB = 32000  # tokens that a draft head predicts, of EAGLE-3's heads for Llama-3.1-8B
+
 # Share of an offloaded layer's budget that the previous step already loaded, as published (SpeContext, section 5.4 and
 # Fig 6b). Policies were measured to have less (roofline/plan/policies/selections.py).
 ELASTIC_OVERLAP = 0.9
@@ -146,6 +148,7 @@ class Strategy:
     uses_head: Term = 0  # a trained drafter proposes, not a lookup
     proposes_block: Term = 0  # it proposes all tokens in one step
     head_window: Term = UNLIMITED_TOKENS  # latest tokens that a head reads
+    head_vocab: Term = HEAD_VOCAB  # tokens that it predicts
 
     def with_terms(self, **terms: Term) -> Strategy:
         """The strategy with other terms. A part's terms have its name before theirs: `draft_ratio`, `offload_budget`.

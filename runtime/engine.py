@@ -36,6 +36,7 @@ from ridgeplan.runtime.quantization.calibration import CalibrationText, quantize
 from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams, all_finite, require_finite
+from ridgeplan.runtime.speculation.draft_head import DraftHead, HeadCheckpoint
 from ridgeplan.runtime.speculation.gamma_control import AdaptiveGamma, FixedGamma, GammaSchedule
 from ridgeplan.runtime.speculation.proposer import make_proposer
 from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphedStep, GraphRounds, Rounds
@@ -95,15 +96,16 @@ class Engine:
         text: CalibrationText | None = None,
         profile: Profile | None = None,
         head: Head | None = None,
+        draft_head: HeadCheckpoint | None = None,
         host_layers: int = 0,
         spare_bytes: int = 0,
     ) -> None:
         """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
         their own, by default quantized from `weights` and `text`, by default one of the model's own. profile: the
         device's rates, by default this machine's, from which an adaptive gamma knows what rounds take. head: a
-        retrieval head for plans that choose by one. host_layers: the last layers, which are offloaded. spare_bytes:
-        memory that the others leave to them, if they leave one by one. Raises ModelError for a head of another model,
-        and WorkloadError without one.
+        retrieval head for plans that choose by one. draft_head: that of a drafter with weights. host_layers: the last
+        layers, which are offloaded. spare_bytes: memory that the others leave to them, if they leave one by one. Raises
+        ModelError for a head of another model, and WorkloadError without one.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """
@@ -125,7 +127,9 @@ class Engine:
         builder = AttentionMetadataBuilder(self.cache)
         self._selector: TokenSelector | None = token_selector(plan.speculation.selection.among_all, builder, head)
         self._sparse_target = SparseTargetAttention.of(plan.attention.chosen, self.cache, head)
-        self._proposer = make_proposer(plan.speculation.drafter, self.cache)
+        drafter = plan.speculation.drafter
+        trained = None if draft_head is None else DraftHead.of(draft_head, embedding, drafter.window)
+        self._proposer = make_proposer(drafter, self.cache, trained)
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
@@ -217,7 +221,7 @@ class Engine:
         unless `sampling` has stop tokens. reuse_prefix: a prompt that begins like the text in the cache, as the next
         turn of a chat does, continues it where that is faster than a prefill. The tokens after the common ones then go
         through the target as if it had generated them. `statistics.reused_tokens` counts the common ones; it is 0
-        for plans that evict, whose target selects, or whose drafts keep all generated tokens.
+        for plans that evict, whose target selects, or whose drafts keep all generated tokens or are a head's.
         Raises what `generate` raises, and WorkloadError for stop words of token ids.
         """
         if isinstance(prompt, str):
@@ -438,6 +442,7 @@ class Engine:
         cached, self._cached = self._cached, ()
         assert self._selector is not None, "an engine with a cache has a selector"
         follows = self._selector.follows_cache and self._sparse_target is None
+        follows = follows and (self._proposer is None or self._proposer.free)
         if not follows or self.scorer is not None or self._mover is not None or len(request.prompts) > 1:
             return 0
         prompt = request.prompts[0]

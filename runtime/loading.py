@@ -14,7 +14,7 @@ from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.model_shape import ModelShape, sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.plan.plan import KVFormat, Plan
+from ridgeplan.roofline.plan.plan import DrafterKind, KVFormat, Plan
 from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.plan.policy import TokenSelection
 from ridgeplan.roofline.plan.support import as_loaded, exceeds_window, missing_execution, missing_head
@@ -36,6 +36,7 @@ from ridgeplan.runtime.policies.retrieval_head import NO_HEAD
 from ridgeplan.runtime.quantization.calibration import CalibrationText, fitting_group, quantized_target, rounded_target
 from ridgeplan.runtime.quantization.saved import saved_weights, weights_path
 from ridgeplan.runtime.retrieval.head import Head, is_probe_of, load_head, shipped_heads
+from ridgeplan.runtime.speculation.draft_head import HeadCheckpoint
 
 HOST = torch.device("cpu")
 EMBEDDING = "model.embed_tokens.weight"
@@ -53,6 +54,7 @@ def load(
     memory_utilization: float = MEMORY_UTILIZATION,
     profile: Profile | None = None,
     retrieval_head: str | Path | None = None,
+    drafter_head: str | Path | None = None,
 ) -> Engine:
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
 
@@ -63,7 +65,8 @@ def load(
     are fitted to it, by default to one of the model's own (see `CalibrationText`). memory_utilization: share of a GPU's
     memory that may be used. profile: the device's rates, by default those of this machine, from which an adaptive gamma
     knows what rounds take. retrieval_head: a file of `ridgeplan distill`, for plans that choose tokens by one;
-    by default the one that ships for the model, if any does.
+    by default the one that ships for the model, if any does. drafter_head: a folder of `ridgeplan distill --drafter` or
+    an EAGLE-3 checkpoint, for plans whose drafter is a head; by default the one that the plan names.
     Raises UnsupportedPlan; ModelError, also for a head of another model; or WorkloadError for a calibration with tokens
     outside the vocabulary, for a missing head, and for a device that does not exist, is not that of `weights` or has
     too little memory. The last names the largest context and batch that would fit, and is raised before anything is
@@ -85,6 +88,7 @@ def load(
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
     if config.shape.states or config.shape.is_mla:
         require_executable(plan, config.shape)
+    trained = _draft_head(plan, drafter_head, config.shape)
     head = _head(plan, retrieval_head, config.shape, model, source)
     plan = plan if head is None else _chosen_by(plan, head)
     if weights is not None and weights.format != _format(plan, config.shape):
@@ -102,7 +106,9 @@ def load(
     offloading = require_memory(plan, config.shape, place, dtype, shared_bytes, memory_utilization)
     with readable_out_of_memory(place):
         target = weights or _target(plan, source, config, place, dtype, text, meter)
-        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, head, *offloading)
+        return Engine(
+            plan, source, config, target, place, meter, draft_weights, text, profile, head, trained, *offloading
+        )
 
 
 def require_described(plan: Plan, model: str, memory_utilization: float = MEMORY_UTILIZATION) -> None:
@@ -173,6 +179,19 @@ def _head(plan: Plan, path: str | Path | None, shape: ModelShape, model: str, so
     head = load_head(path)
     head.require_shape(shape)
     return head
+
+
+def _draft_head(plan: Plan, path: str | Path | None, shape: ModelShape) -> HeadCheckpoint | None:
+    """The head of the plan's drafter, where that is one. Raises ModelError, and WorkloadError without one."""
+    if plan.speculation.drafter.kind is not DrafterKind.HEAD:
+        if path is not None:
+            warnings.warn("the drafter's head changes nothing: the plan's drafter is no head", stacklevel=3)
+        return None
+    folder = path or plan.workload.drafter_head
+    if not folder:
+        allowed = "a folder of `ridgeplan distill --drafter` or an EAGLE-3 checkpoint as drafter_head"
+        raise WorkloadError(f"the plan's drafter is a head and none was given; allowed: {allowed}")
+    return HeadCheckpoint.load(folder, shape)
 
 
 def _shipped_head(shape: ModelShape, model: str, source: str) -> Head:

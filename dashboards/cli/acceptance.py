@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,14 +17,14 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, require_planned_model
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, progress
-from ridgeplan.dashboards.files import locked, require_lockable, write_atomically
+from ridgeplan.dashboards.files import locked, require_lockable, write_atomically, write_json
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile, ProfileError, load_profile, user_acceptance_path
 from ridgeplan.roofline.execution import MAX_GAMMA
-from ridgeplan.roofline.plan.plan import MAX_TOKENS, PlanError
+from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, PlanError, TextKind
 
 if TYPE_CHECKING:
     from ridgeplan.validate.acceptance import MeasuredAcceptance
@@ -51,6 +51,65 @@ def save_rows(path: Path, rows: Sequence[AcceptanceRow]) -> None:
         write_atomically(path, rows_json(merged(known, rows), (*commands, command)))
 
 
+# What `acceptance` and `study drafts` take to measure drafters.
+drafter_options = opt.combine(
+    opt.listed(
+        "--drafter", str, "Drafters to measure in real rounds, a list: suffix, head, cascade, w4 (4-bit drafts)."
+    ),
+    opt.drafter_head,
+    opt.listed("--windows", int, "Latest tokens that the head reads, a list; 0 for all.  [default: its own]"),
+    click.option("--kind", type=click.Choice([*map(str, TextKind)]), help="Kind of the text, for the head's rows."),
+    click.option("--depth", type=click.IntRange(1, MAX_GAMMA), default=4, help="Tokens that drafters propose."),
+    click.option("--batch", type=click.IntRange(1, MAX_BATCH), default=1, help="Places of the text to continue."),
+    click.option("--temperature", type=float, default=1.0, help="Temperature of the rounds of drafters; 0 is greedy."),
+)  # fmt: skip
+
+
+def measure_drafters(
+    model: str | None, text: str, text_name: str | None, ctx: tuple[int, ...], tokens: int, *,
+    calibration: str | None, yarn: bool, output: Path | None, as_json: bool, drafter: tuple[str, ...],
+    drafter_head: str | None, windows: tuple[int, ...], kind: str | None, depth: int, batch: int, temperature: float,
+) -> None:  # fmt: skip
+    """Measures drafters in real rounds, prints the figures, and adds those of a head to its speculation profile."""
+    # Importing torch takes seconds.
+    from ridgeplan.validate.acceptance import Passage
+    from ridgeplan.validate.drafter_acceptance import CASES, HEAD, head_profile, measure_drafters
+    from ridgeplan.validate.machine import measured_here
+    from ridgeplan.validate.prompts import read_prompt
+
+    for case in drafter:
+        if case not in CASES:
+            raise click.UsageError(f"--drafter is {case!r}; allowed: {', '.join(CASES)}")
+    content, name = read_prompt(text), text_name or Path(text).stem
+    with progress("loading") as on_progress:
+        source = embedded_or(model)
+        passage = Passage(content, name, ctx, tokens, calibration_tokens(source, calibration), yarn)
+        measured = list(
+            measure_drafters(
+                source, passage, drafter, kind or "", head=drafter_head or "", windows=windows, depth=depth,
+                passages=batch, temperature=temperature, on_progress=on_progress,
+            )
+        )  # fmt: skip
+    if drafter_head and HEAD in drafter:
+        path, profile = head_profile(drafter_head, measured)
+        write_json(path, profile)
+    document = {**measured_here(), "text": name, "kind": kind, "rows": [each.document for each in measured]}
+    write_json(output, document)
+    if as_json:
+        print_json(document)
+        return
+    print_table(
+        f"Drafters on {name}, {depth} proposals at a time, temperature {temperature:g}",
+        ("drafter", "context", "window", "tokens a round", "hits", "acceptance", *map(str, range(1, depth + 1))),
+        ((each.case, str(each.context), str(each.window) if each.window else "",
+          f"{each.statistics.tokens_per_round:.2f}", f"{each.statistics.hit_rate:.0%}",
+          f"{each.statistics.acceptance:.3f}", *(f"{share:.3f}" for share in each.statistics.acceptance_at[:depth]))
+         for each in measured),
+    )  # fmt: skip
+    if drafter_head and HEAD in drafter:
+        echo(f"saved to {path}")
+
+
 DRAFTS = ("kv8", "kv4", "w4", "w4kv4", "streamingllm:0.07")
 
 
@@ -61,24 +120,35 @@ DRAFTS = ("kv8", "kv4", "w4", "w4kv4", "streamingllm:0.07")
 @opt.contexts
 @opt.listed("--drafts", str, "Drafts to measure, a list: bits of KV (kv4) and weights (w4), or policy:ratio.", DRAFTS)
 @opt.tokens_after
+@drafter_options
 @opt.calibration_file
 @opt.yarn
 @opt.rows_output("--output")
 @opt.as_json
 def acceptance(
     model: str | None, text: str, text_name: str | None, ctx: tuple[int, ...], drafts: tuple[str, ...], tokens: int,
-    calibration: str | None, yarn: bool, output: Path | None, as_json: bool,
+    calibration: str | None, yarn: bool, output: Path | None, as_json: bool, **drafters: Any,
 ) -> None:  # fmt: skip
     """Measure how often drafts of MODEL are accepted on a text at temperature 1.
 
     The rows are saved, and `plan` and `estimate` use them. MODEL is a safetensors folder, a GGUF file or a hub id, by
     default the embedded SmolLM2-135M-Instruct. Rows of the same model, text, context and draft are replaced.
 
+    With --drafter, drafters are measured in real rounds instead. A head's figures are added to speculation_profile.json
+    in its folder, where `plan --drafter-head` finds them; --output then takes all of them.
+
     Examples:
       ridgeplan acceptance --text book.txt
       ridgeplan acceptance model.gguf --text book.txt --ctx 4k 32k
       ridgeplan acceptance --text code.py --drafts w4 w4kv4 streamingllm:0.1 --json
+      ridgeplan acceptance --text code.py --kind code --drafter suffix head cascade w4 --drafter-head head/
     """
+    if drafters["drafter"]:
+        measure_drafters(
+            model, text, text_name, ctx, tokens, calibration=calibration, yarn=yarn, output=output, as_json=as_json,
+            **drafters,
+        )  # fmt: skip
+        return
     path = require_extensible(output)
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import Draft, Passage, measure_acceptance

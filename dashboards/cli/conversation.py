@@ -34,6 +34,7 @@ engine_options = opt.combine(
     ),
     opt.calibration_file,
     opt.retrieval_head,
+    opt.drafter_head,
     opt.profile_file,
     opt.memory_utilization,
     opt.any_model,
@@ -42,8 +43,8 @@ engine_options = opt.combine(
 
 def load_engine(
     given: SavedPlan | str, model: str | None, ctx: int | None, max_new_tokens: int | None,
-    quality: Quality | QualityFloor | None, calibration: str | None, retrieval_head: str | None, profile: str | None,
-    memory_utilization: float, any_model: bool,
+    quality: Quality | QualityFloor | None, calibration: str | None, retrieval_head: str | None,
+    drafter_head: str | None, profile: str | None, memory_utilization: float, any_model: bool,
 ) -> Engine:  # fmt: skip
     """The engine of `engine_options`, after all that can be checked before weights are read.
 
@@ -62,7 +63,7 @@ def load_engine(
         shape, new_tokens = load_shape(given), max_new_tokens or opt.DEFAULT_NEW_TOKENS
         search = SearchOptions(
             new_tokens=new_tokens, quality=quality or Quality.NEAR_LOSSLESS, memory_utilization=memory_utilization,
-            profile=rates,
+            profile=rates, drafter_head=drafter_head,
         )  # fmt: skip
         context = ctx or max(1, min(DEFAULT_CONTEXT, shape.max_context - new_tokens))
         plan, source = plan_for_run(given, context, search), model_id(given, shape)
@@ -72,5 +73,5 @@ def load_engine(
     require_described(plan, source, memory_utilization)
     return runtime.load(
         plan, source, calibration=calibration_tokens(source, calibration), memory_utilization=memory_utilization,
-        retrieval_head=retrieval_head, profile=rates,
+        retrieval_head=retrieval_head, drafter_head=drafter_head, profile=rates,
     )  # fmt: skip

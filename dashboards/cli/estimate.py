@@ -102,7 +102,7 @@ def _of_preset(
     if not (model and preset and rest["gpu"] and (ctx, limit) != (None, None)):
         raise click.UsageError("estimate needs MODEL, --preset, --gpu and --ctx, or else --plan FILE")
     degrees = ("gpus", "tensor_parallel", "pipeline_parallel", "data_parallel", "expert_parallel")
-    of_text = ("text", "acceptance_length", "drafter")
+    of_text = ("text", "acceptance_length", "drafter", "drafter_head")
     copied = ("memory_utilization", "memory_limit", "host_memory", "profile", "acceptance", "yarn", *of_text, *degrees)
     batch = 1 if rest["batch"] is None else rest["batch"]
     options = SearchOptions(batch=batch, new_tokens=new_tokens, **{name: rest[name] for name in copied})

@@ -297,6 +297,10 @@ measured_drafter = click.option(
     "--drafter", type=click.Choice([kind for kind in map(str, DrafterKind) if kind != "none"]), default="suffix",
     help="The drafter that --acceptance-length was measured with.",
 )  # fmt: skip
+drafter_head = click.option(
+    "--drafter-head", type=PlainText(), metavar="FOLDER",
+    help="Draft head of `ridgeplan distill --drafter`, or an EAGLE-3 checkpoint, that plans may draft with.",
+)  # fmt: skip
 priced_by = combine(
     memory_utilization,
     memory_limit,
@@ -307,6 +311,7 @@ priced_by = combine(
     text_kind,
     acceptance_length,
     measured_drafter,
+    drafter_head,
 )
 
 # Models and texts to run.

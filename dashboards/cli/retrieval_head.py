@@ -18,11 +18,19 @@ MAX_TEXT_TOKENS = 1 << 22
 @command()
 @click.argument("model")
 @click.option("--text", metavar="FILE", required=True, help="UTF-8 text to train on.")
-@click.option("--output", type=opt.OutputFile(), required=True, help="Write the head to this file.")
+@click.option("--output", type=opt.OutputFile(), required=True, help="Write the head to this file, or folder.")
+@click.option("--drafter", is_flag=True, help="Train a draft head in EAGLE-3's form instead, and save its folder.")
+@click.option("--draft-vocab", type=int, default=8192, help="Most frequent tokens, which a draft head predicts.")
+@click.option("--unroll", type=int, default=5, help="Steps that a draft head is unrolled: training-time test.")
+@click.option("--window", type=int, default=0, help="Latest tokens that a draft head reads; 0 for all.")
+@click.option(
+    "--own-tokens", type=int, help="Tokens that MODEL writes itself for a draft head.  [default: 65536, 0 on a CPU]"
+)
+@click.option("--minutes", type=float, default=0.0, help="End a draft head's training after this time; 0 for no limit.")
 @click.option("--steps", type=int, default=1000, help="Optimizer steps.")
-@click.option("--tokens", type=int, default=4096, help="Tokens per passage, as many as the contexts of the head's use.")
+@click.option("--tokens", type=int, help="Tokens per passage, as in its use.  [default: 4096; 512 of a draft head]")
 @click.option("--batch", type=int, default=1, help="Passages per step.")
-@click.option("--rate", type=float, default=3e-3, help="Learning rate after the warm-up.")
+@click.option("--rate", type=float, help="Learning rate after the warm-up.  [default: 3e-3; 1e-3 of a draft head]")
 @click.option(
     "--language", type=float, default=1.0,
     help="Weight of the published next-token loss; 0 trains only the head, in a third of the time.",
@@ -42,16 +50,22 @@ MAX_TEXT_TOKENS = 1 << 22
     "--device", type=click.Choice(["cpu", "cuda"]), help="Device to train on.  [default: a GPU, if there is one]"
 )
 def distill(
-    model: str, text: str, output: Path, checkpoint: Path | None, every: int, device: str | None, **sizes: Any
-) -> None:
+    model: str, text: str, output: Path, checkpoint: Path | None, every: int, device: str | None, drafter: bool,
+    draft_vocab: int, unroll: int, window: int, own_tokens: int | None, minutes: float, tokens: int | None,
+    rate: float | None, **sizes: Any,
+) -> None:  # fmt: skip
     """Train a retrieval head for MODEL, a folder, a GGUF file or a hub id.
 
     A one-layer language model learns the output distribution of MODEL on the text and the attention of its layers to
     distant tokens. Its query and key projections become the head. `run`, `quality` and `study retrieval` take the file
     as --retrieval-head, for plans that select tokens with a head.
 
+    With --drafter, a head learns to draft instead: one layer on the hidden states of MODEL, as EAGLE-3 has it. `plan`
+    and `run` take its folder as --drafter-head. Only the options from --drafter to --rate, --seed and --device apply.
+
     Examples:
       ridgeplan distill model.gguf --text book.txt --output head.safetensors
+      ridgeplan distill model.gguf --text book.txt --drafter --output head/ --steps 2000 --batch 4 --minutes 10
       ridgeplan distill Qwen/Qwen3-8B --text book.txt --output head.safetensors --checkpoint run.safetensors
       ridgeplan distill model.gguf --text book.txt --output head.safetensors --by-layer --queries 256
       ridgeplan run plan.json --prompt-file notes.txt --retrieval-head head.safetensors
@@ -64,7 +78,14 @@ def distill(
 
     if checkpoint is not None and checkpoint.resolve() == output.resolve():
         raise click.UsageError(f"--checkpoint is {str(checkpoint)!r}, as --output is; allowed: another file")
-    training, content = Training(**sizes), read_prompt(text)
+    content = read_prompt(text)
+    if drafter:
+        own = {"draft_vocab": draft_vocab, "unroll": unroll, "window": window, "own_tokens": own_tokens}
+        kept = {name: sizes[name] for name in ("steps", "batch", "seed")}
+        kept |= {"tokens": tokens or 512, "rate": rate or 1e-3, "seconds": 60 * minutes}
+        _distill_drafter(model, content, output, device, {**kept, **own})
+        return
+    training = Training(**sizes, tokens=tokens or 4096, rate=rate or 3e-3)
     with progress("loading") as on_progress:
 
         def show(step: int, loss: float) -> None:
@@ -74,6 +95,25 @@ def distill(
             model, partial(_tokens, text=content), training, show, device=device, checkpoint=checkpoint, every=every
         )
     save_head(output, result.head)
+    echo(f"{result.steps} steps, loss {result.loss:.3f} nats per token over the last tenth; saved to {output}")
+
+
+def _distill_drafter(model: str, content: str, output: Path, device: str | None, sizes: dict[str, Any]) -> None:
+    import torch
+
+    from ridgeplan.runtime.speculation.train_head import HeadTraining, train_head
+
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if sizes["own_tokens"] is None:
+        sizes["own_tokens"] = (1 << 16) * (place == "cuda")
+    training = HeadTraining(**sizes)
+    with progress("loading") as on_progress:
+
+        def show(step: int, loss: float) -> None:
+            on_progress(f"loss {loss:.3f}" if loss else "writing", step, training.steps)
+
+        result = train_head(model, partial(_tokens, text=content), training, show, place)
+    result.checkpoint.save(output)
     echo(f"{result.steps} steps, loss {result.loss:.3f} nats per token over the last tenth; saved to {output}")
 
 

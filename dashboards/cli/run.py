@@ -76,6 +76,7 @@ ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose att
 )  # fmt: skip
 @opt.calibration_file
 @opt.retrieval_head
+@opt.drafter_head
 @opt.profile_file
 @opt.memory_utilization
 @opt.any_model
@@ -84,8 +85,8 @@ def run(
     given: SavedPlan | str, model: str | None, prompt: str | None, prompt_file: str | None, prompts: str | None,
     chat: bool, system: str | None, stop: tuple[str, ...], truncate: bool, max_new_tokens: int | None,
     ctx: int | None, batch: int | None, quality: Quality | QualityFloor | None,
-    calibration: str | None, retrieval_head: str | None, profile: str | None, memory_utilization: float,
-    any_model: bool, as_json: bool, **sampling: Any,
+    calibration: str | None, retrieval_head: str | None, drafter_head: str | None, profile: str | None,
+    memory_utilization: float, any_model: bool, as_json: bool, **sampling: Any,
 ) -> None:  # fmt: skip
     """Execute a plan, or the fastest plan for MODEL on this machine, and stream the text with its time and memory.
 
@@ -110,6 +111,7 @@ def run(
         search = SearchOptions(
             batch=batch or 1, new_tokens=opt.DEFAULT_RUN_TOKENS if max_new_tokens is None else max_new_tokens,
             quality=quality or Quality.NEAR_LOSSLESS, memory_utilization=memory_utilization, profile=rates,
+            drafter_head=drafter_head,
         )  # fmt: skip
     elif ctx is not None or batch is not None or quality is not None:
         raise click.UsageError("--ctx, --batch and --quality plan a MODEL; allowed: without a PLAN")
@@ -137,7 +139,7 @@ def run(
     check_request(ids, plan.workload, source, limit)  # before weights, which take minutes to load
     engine = runtime.load(
         plan, source, calibration=calibration_tokens(source, calibration), memory_utilization=memory_utilization,
-        retrieval_head=retrieval_head, profile=rates,
+        retrieval_head=retrieval_head, drafter_head=drafter_head, profile=rates,
     )  # fmt: skip
     params = replace(params, stop_token_ids=stop_tokens(engine.tokenizer))
     if prompts is not None:

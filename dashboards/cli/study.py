@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.acceptance import require_extensible, save_rows
+from ridgeplan.dashboards.cli.acceptance import drafter_options, measure_drafters, require_extensible, save_rows
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, sample_or_file
 from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress, write_page
@@ -73,6 +73,7 @@ def deliver(
     default=SAMPLED,
     help="How rounds go on: the model's tokens, and rejected drafts are dropped, or the text's own.",
 )
+@drafter_options
 @opt.calibration_file
 @opt.retrieval_head
 @opt.yarn
@@ -87,7 +88,7 @@ def drafts(
     model: str | None, text: str, ctx: tuple[int, ...], ratios: tuple[float, ...], policies: tuple[str, ...],
     formats: tuple[str, ...], tokens: int, passages: int, verification: str, calibration: str | None,
     retrieval_head: str | None, yarn: bool, output: Path | None, resume: bool, rows: Path | None, html: Path | None,
-    as_json: bool,
+    as_json: bool, **drafters: Any,
 ) -> None:  # fmt: skip
     """Measure the acceptance of drafts that read a share of the tokens.
 
@@ -100,13 +101,22 @@ def drafts(
     Variants of "specattn-weights" select for each KV head, from logits, or from all rows. "hindsight" is an upper
     bound, of teacher-forced rounds only: the round's own verification selects, for each KV head.
 
+    With --drafter, suffix lookup, a draft head, a cascade and 4-bit drafts are measured in real rounds instead.
+
     Examples:
       ridgeplan study drafts --text book.txt --ctx 4k
       ridgeplan study drafts --text book.txt --policies quest progressive --ratios 0.03 0.1
       ridgeplan study drafts --text book.txt --html drafts.html
       ridgeplan study drafts --text book.txt --verification teacher-forced
       ridgeplan study drafts --text book.txt --ctx 4k 8k --output drafts.json --resume
+      ridgeplan study drafts --text book.txt --ctx 4k 32k --drafter suffix head w4 --drafter-head head/
     """
+    if drafters["drafter"]:
+        measure_drafters(
+            model, text, None, ctx, tokens, calibration=calibration, yarn=yarn, output=output, as_json=as_json,
+            **drafters,
+        )  # fmt: skip
+        return
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import Passage, checkpoint_of, named_shape
     from ridgeplan.validate.machine import device_here

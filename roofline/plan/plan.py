@@ -121,7 +121,8 @@ class Workload(PlanPart):
     """What a plan is for: a model on one or more GPUs of a kind, at a context and batch.
 
     text: the kind of text; "" if it is not known. acceptance_length: tokens of a pass that verifies four proposals of
-    `drafter`, its own token included, as the user measured them; 0 if not known.
+    `drafter`, its own token included, as the user measured them; 0 if not known. drafter_head: folder of a trained
+    head, for plans whose drafter is one.
     """
 
     model: str = check.name_text()
@@ -134,6 +135,7 @@ class Workload(PlanPart):
     text: str = check.one_of(("", *map(str, TextKind)), default="")
     acceptance_length: float = check.number(0, MAX_ACCEPTANCE_LENGTH, default=0.0)
     drafter: DrafterKind = check.one_of(DrafterKind, default=DrafterKind.SUFFIX)
+    drafter_head: str = check.text(default="")
 
     def _contradiction(self) -> str | None:
         if 0 < self.acceptance_length < 1:
@@ -531,11 +533,14 @@ class Plan(PlanPart):
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values, with its schema version first.
 
-        Plans for a single GPU have no degrees but `tensor_parallel`, which all plans have had beside their axes.
+        Plans for a single GPU have no degrees but `tensor_parallel`, which all plans have had beside their axes. Those
+        without a trained head do not name one.
         """
         values = asdict(self)
         if self.parallel == SINGLE:
             del values["workload"]["parallel"]
+        if not self.workload.drafter_head:
+            del values["workload"]["drafter_head"]
         return {"schema": SCHEMA, **values, "tensor_parallel": self.parallel.tensor}
 
     def to_json(self, indent: int | None = 2) -> str:

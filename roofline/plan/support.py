@@ -11,7 +11,7 @@ from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, l
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, TILE_OUTPUTS, padded_head_dim, uses_draft_swap
-from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Plan
+from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Plan
 from ridgeplan.roofline.plan.policies.evictions import layer_budgets
 from ridgeplan.roofline.plan.policy import EVICTIONS, SparseSelection
 
@@ -121,7 +121,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"draft selection {drafts.name!r} after an eviction": evicting and drafts.needs_head,
         f"draft selection {drafts.name!r}, which chooses by what a verification of all tokens scores": target
         and drafts.from_verification,
-        f"drafter {drafter.kind.value!r}": drafter.trained,
+        f"drafter {drafter.kind.value!r}": drafter.kind is DrafterKind.BLOCK,
         "a cascade over offloaded KV": drafter.cascades and plan.placement.offload,
         "a retrieval head in a model with recurrent states": shape
         and shape.states
@@ -194,6 +194,8 @@ def only_estimated(plan: Plan, shape: ModelShape | None = None, *, has_head: boo
     missing = missing_execution(plan, shape)
     if missing:
         return f"estimated only, the runtime cannot execute {', '.join(missing)} yet"
+    if plan.speculation.drafter.kind is DrafterKind.HEAD and not plan.workload.drafter_head:
+        return "estimated only: it needs a draft head for this model (--drafter-head), as `distill --drafter` trains"
     has_head = has_head or (shape is not None and shape.name in SHIPPED_HEADS)
     return None if has_head else missing_head(plan)
 

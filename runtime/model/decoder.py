@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -134,6 +134,13 @@ class Step(NamedTuple):
     accepted: Tensor | None = None
 
 
+class StreamObserver(Protocol):
+    """Keeps what a decode pass's stream holds at some depths."""
+
+    def observe(self, depth: int, stream: Tensor) -> None:
+        """stream: [rows, queries, hidden], after `depth` layers; not written to later."""
+
+
 class Decoder:
     """Runs the layers of `config` on one device. Weights and cache are arguments, so drafts use it too."""
 
@@ -143,18 +150,30 @@ class Decoder:
             torch.tensor(rotary.frequencies, dtype=torch.float32, device=device) for rotary in config.rotaries
         )
 
-    def step(self, weights: DecoderWeights, cache: KVAccess, tokens: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def step(
+        self,
+        weights: DecoderWeights,
+        cache: KVAccess,
+        tokens: Tensor,
+        metadata: AttentionMetadata,
+        observer: StreamObserver | None = None,
+    ) -> Tensor:
         """Logits [rows, queries, vocab] of tokens [rows, queries], whose KV enters the cache."""
         hidden, update = functional.embedding(tokens, weights.embedding), None
         states = cache.states
         step = Step(cache, metadata, self.rotary(metadata.positions), None if states is None else cache.accepted)
         for index, layer in enumerate(weights.layers):
             hidden, normed = layer.mixer_norm(hidden, update)
+            if observer is not None:
+                observer.observe(index, hidden)
             hidden, normed = layer.after_mixer(hidden, layer.mixer.step(self, index, normed, step))
             update = layer.after_mlp(normed)
         if states is not None and step.accepted is not None:
             states.commit(step.accepted)
-        return weights.logits(weights.norm(hidden, update)[1])
+        hidden, normed = weights.norm(hidden, update)
+        if observer is not None:
+            observer.observe(len(weights.layers), hidden)
+        return weights.logits(normed)
 
     def rotary(self, positions: Tensor) -> tuple[Tables, ...]:
         """Cosines and sines [..., head_dim / 2] of positions [...], by each of the rotary embeddings."""

@@ -127,9 +127,14 @@ def prefill_all(
         torch.index_select(weights.embedding, 0, text, out=hidden)
         buffers = replace(chunk_buffers, tokens=len(text))
         chunk = _ChunkPass(decoder, buffers, parts, start, destinations, fills, kept_layers, whole)
+        observing = [(each.observer, each.row) for each in destinations if each.observer is not None]
         for index, layer in enumerate(weights.layers):
+            for observer, row in observing:
+                observer.observe_prompt(index, row, start, hidden[: parts.tokens])
             mixed = layer.mixer.prefill(chunk, index, layer, hidden)
             finish_layer(decoder, layer, hidden, mixed, parts)
+        for observer, row in observing:
+            observer.observe_prompt(len(weights.layers), row, start, hidden[: parts.tokens])
     for destination in destinations:
         destination.cache.finish_prompt(destination.row, len(prompt))
     last = hidden[parts.tokens - 1 : parts.tokens]

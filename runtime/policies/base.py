@@ -28,6 +28,9 @@ class PromptObserver:
     def before_prefill(self, row: int, prompt: Tensor) -> None:
         """A row's prompt, int64 [tokens], is about to be processed."""
 
+    def observe_prompt(self, depth: int, row: int, start: int, stream: Tensor) -> None:
+        """stream: [tokens, hidden] of a row's prompt from `start` on, after `depth` layers; layers write over it."""
+
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         """A layer of a row's prompt is in the cache.
 
@@ -47,6 +50,10 @@ class PromptObservers(PromptObserver):
     def before_prefill(self, row: int, prompt: Tensor) -> None:
         for observer in self._observers:
             observer.before_prefill(row, prompt)
+
+    def observe_prompt(self, depth: int, row: int, start: int, stream: Tensor) -> None:
+        for observer in self._observers:
+            observer.observe_prompt(depth, row, start, stream)
 
     def after_prefill(self, layer: int, row: int, queries: Tensor, keys: Tensor, positions: Tensor) -> None:
         for observer in self._observers:

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from ridgeplan.kernels.sampling import draw, rejection_sample, row_uniform
 from ridgeplan.kernels.sampling.reference import Choice, Greedy, VerifyResult
-from ridgeplan.kernels.sampling.suffix_lookup import Proposals
 from ridgeplan.roofline.execution import RoundKind, RoundShape, round_shape
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import Decoder
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.policies.base import PromptObserver, TokenSelector
 from ridgeplan.runtime.sampling import SamplingParams, all_finite
-from ridgeplan.runtime.speculation.proposer import SuffixProposer
+from ridgeplan.runtime.speculation.proposer import Proposed, Proposer
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 
 
@@ -79,7 +78,7 @@ class RowResult:
     proposals_matched: int = 0
 
 
-FIRST, DRAFT, VERIFY = range(3)  # what random numbers are for: `row_uniform`'s streams
+FIRST, DRAFT, VERIFY, PROPOSE = range(4)  # what random numbers are for: `row_uniform`'s streams
 NOTHING = RowResult([], 0, 0)  # the result of a finished row
 
 
@@ -107,7 +106,7 @@ class Drafts:
     tokens: Tensor
     choices: Sequence[Choice]
     counts: Tensor | None = None
-    proposed: Proposals | None = None
+    proposed: Proposed | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +139,7 @@ class Speculator:
     sampling: SamplingParams
     seed: Tensor
     sparse_target: SparseTargetAttention | None = None
-    proposer: SuffixProposer | None = None
+    proposer: Proposer | None = None
     depth: int = 0
 
     @property
@@ -162,15 +161,22 @@ class Speculator:
         shape = round_shape(kind)
         self.cache.begin_streaming()
         self.selector.before_round()
-        if self.proposer is None:
+        if self.proposer is None or not (shape.depth or self.proposer.free):
             return self._self_drafts(pending, shape.gamma)
-        proposed = self.proposer.propose(pending[:, None], torch.zeros_like(pending), self.depth)
+        depth = self.depth if self.proposer.free else shape.depth
+        proposed = self._proposals(self.proposer, pending[:, None], torch.zeros_like(pending), depth)
         if shape.proposes_to_target:
             tokens = proposed.tokens[:, : shape.depth].contiguous()
-            certain = [Greedy(token) for token in tokens.unbind(1)]
-            return Drafts(tokens, certain, proposed.counts.clamp_max(shape.depth), proposed)
+            return Drafts(tokens, proposed.choices[: shape.depth], proposed.counts.clamp_max(shape.depth), proposed)
         drafts = self._cascade(pending, shape, proposed) if shape.depth else self._self_drafts(pending, shape.gamma)
         return replace(drafts, proposed=proposed)
+
+    def _proposals(self, proposer: Proposer, drafted: Tensor, counts: Tensor, depth: int, index: int = 0) -> Proposed:
+        """What the proposer proposes to the pass `index` of a round, as `Proposer.propose` has it."""
+        if proposer.free:
+            return proposer.propose(drafted, counts, depth, self.sampling, self.seed)
+        uniform = self._uniform(PROPOSE, (index + 1) * depth)[:, index * depth :]
+        return proposer.propose(drafted, counts, depth, self.sampling, uniform)
 
     def _self_drafts(self, pending: Tensor, gamma: int) -> Drafts:
         """Drafts gamma tokens, with one forward pass each."""
@@ -188,7 +194,7 @@ class Speculator:
         drafted = torch.stack(tokens, dim=1) if tokens else pending.new_zeros(len(pending), 0)
         return Drafts(drafted, choices)
 
-    def _cascade(self, pending: Tensor, shape: RoundShape, proposed: Proposals) -> Drafts:
+    def _cascade(self, pending: Tensor, shape: RoundShape, proposed: Proposed) -> Drafts:
         """Drafts up to gamma tokens a row in passes of the self-draft, each of which verifies proposals.
 
         Proposals are accepted by rejection sampling from the self-draft's distribution, and each pass draws one token
@@ -205,15 +211,15 @@ class Speculator:
         self.selector.before_drafts()
         for index in range(passes):
             if index:
-                proposed = self.proposer.propose(tokens, counts, depth)
+                proposed = self._proposals(self.proposer, tokens, counts, depth, index)
             places = counts[:, None] + ahead
             queries = torch.cat([tokens.gather(1, counts[:, None]), proposed.tokens], dim=1)
             metadata = self.selector.draft_metadata(counts.int(), depth + 1)
-            logits = self.decoder.step(self.drafter, self.cache, queries, metadata)
-            choice = self.sampling.choice(logits)
-            certain = [Greedy(token) for token in proposed.tokens.unbind(1)]
-            room = (gamma - counts).int()
-            result = rejection_sample(choice, certain, proposed.tokens, room, uniform[:, index], proposed.counts)
+            observer = self.proposer.observer(counts, depth + 1)
+            logits = self.decoder.step(self.drafter, self.cache, queries, metadata, observer)
+            choice, room = self.sampling.choice(logits), (gamma - counts).int()
+            drawn_from = proposed.choices, proposed.tokens, room, uniform[:, index]
+            result = rejection_sample(choice, *drawn_from, proposed.counts)
             tokens.scatter_(1, places + 1, result.tokens)
             if not isinstance(choice, Greedy):  # beyond a row's drafts the next pass writes over them
                 if logits_at is None:
@@ -234,7 +240,8 @@ class Speculator:
             metadata = self.selector.target_metadata(tokens.shape[1])
         else:
             metadata = self.sparse_target.metadata(tokens)
-        return self.decoder.step(self.target, self.cache, tokens, metadata)
+        observer = None if self.proposer is None else self.proposer.observer(0, tokens.shape[1])
+        return self.decoder.step(self.target, self.cache, tokens, metadata, observer)
 
     def append(self, tokens: Tensor) -> Tensor:
         """Adds tokens [rows, queries] to the cache as if a verification had accepted all; logits [rows, vocab] follow.
@@ -269,7 +276,8 @@ class Speculator:
         kept, accepted, verified = (count * active for count in (result.advance, result.accepted, result.verified))
         proposed: Sequence[Tensor] = ()
         if self.proposer is not None and verification.drafts is not None:
-            proposed = _compared(verification.drafts, result.tokens, kept)
+            if verification.drafts.proposed is not None:
+                proposed = _compared(verification.drafts, verification.drafts.proposed, result.tokens, kept)
             self.proposer.keep(pending, result.tokens)
         self.cache.advance(kept.int())
         last = result.tokens.gather(1, (kept - 1).clamp_min(0)[:, None])[:, 0]
@@ -281,10 +289,9 @@ class Speculator:
         return row_uniform(self.seed, self.cache.accepted, stream, draws)
 
 
-def _compared(drafts: Drafts, tokens: Tensor, kept: Tensor) -> list[Tensor]:
+def _compared(drafts: Drafts, proposals: Proposed, tokens: Tensor, kept: Tensor) -> list[Tensor]:
     """The figures of a drafter, each int64 [rows], from the tokens [rows, gamma + 1] of which rows keep `kept`."""
-    assert drafts.proposed is not None, "the plan has a drafter"
-    proposed, counts = drafts.proposed
+    proposed, counts, _ = proposals
     width = min(proposed.shape[1], tokens.shape[1])
     inside = torch.minimum(kept, counts).clamp_max(width)
     equal = proposed[:, :width] == tokens[:, :width]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.policies import SELECTORS
 from ridgeplan.runtime.policies.base import TokenSelector
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of, save_head
+from ridgeplan.runtime.speculation.train_head import HeadTraining, train_head
 
 TINY = {
     "hidden_size": 64,
@@ -135,6 +137,26 @@ def head_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return make
 
 
+@pytest.fixture(scope="session")
+def draft_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Factory of folders of draft heads for tiny models, trained for a few steps on random tokens."""
+    folders: dict[str, str] = {}
+
+    def make(model: TinyModel) -> str:
+        if model.folder not in folders:
+            vocab = model.reference.config.vocab_size
+            text = torch.randint(vocab, (256,), generator=torch.Generator().manual_seed(3)).tolist()
+            training = HeadTraining(
+                steps=25, tokens=48, rate=1e-2, warmup=2, draft_vocab=vocab - 2, unroll=2, own_tokens=400
+            )
+            trained = train_head(model.folder, lambda source: text, training, lambda step, loss: None, "cpu")
+            folders[model.folder] = str(tmp_path_factory.mktemp("draft_heads"))
+            trained.checkpoint.save(Path(folders[model.folder]))
+        return folders[model.folder]
+
+    return make
+
+
 @pytest.fixture
 def padded_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts from 48 tokens on attend at multiples of 32, as those from 8192 on do at multiples of 256."""
@@ -170,12 +192,13 @@ def make_plan() -> Callable[..., Plan]:
         target_options: Mapping[str, Any] | None = None,
         placement: Placement | None = None,
         drafter: Drafter | None = None,
+        drafter_head: str = "",
         **hyperparameters: Any,
     ) -> Plan:
         self_drafts = gamma > 0 and (drafter is None or drafter.cascades)
         stored = self_drafts and kv in ("int4x2", "bf16+int4")
         return Plan(
-            Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor),
+            Workload("tiny", "cpu", context, new_tokens, batch, yarn_factor, drafter_head=drafter_head),
             weights=Weights(target_bits, min(target_bits, draft_bits), weight_group),
             kv=KVCache(KVFormat(kv), group),
             eviction=Eviction(evict, budget, settings=settings or {}, chunk=chunk),

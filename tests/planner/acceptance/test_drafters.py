@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.acceptance.drafters import drafter_rows, proposal_acceptance
+from ridgeplan.planner.acceptance.drafter_rows import drafter_rows
+from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.search import families

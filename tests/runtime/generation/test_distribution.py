@@ -72,15 +72,21 @@ def pooled_chi_square(counts, probabilities):
             marks=pytest.mark.slow,
         ),
         ("int4x2", 4, {"drafter": Drafter("suffix", 2, 2, 1), "draft_bits": 4}, {"temperature": 1.3, "top_k": 9}, None),
+        # A head, to the target and to two passes of drafts.
+        ("bf16", 3, {"drafter": Drafter("head", 3)}, {"temperature": 0.7, "top_p": 0.9}, None),
+        ("int4x2", 4, {"drafter": Drafter("head", 2, 2, window=16)}, {"temperature": 1.3, "top_k": 9}, None),
         # Gamma changes from round to round.
         pytest.param("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, (1, 2, 0), marks=pytest.mark.slow),
         ("int4x2", 3, {"selection": "specattn", "draft_bits": 4} | SPARSE, {"temperature": 1.0}, (1, 3, 0)),
     ],
 )  # fmt: skip
 def test_sampled_triples_follow_the_target(
-    kv, gamma, drafts, options, gammas, tiny_model, make_plan, prompts, monkeypatch
+    kv, gamma, drafts, options, gammas, tiny_model, draft_head, make_plan, prompts, monkeypatch
 ):
-    folder = tiny_model(**SMALL).folder
+    model = tiny_model(**SMALL)
+    folder = model.folder
+    if "drafter" in drafts and drafts["drafter"].trained:
+        drafts = drafts | {"drafter_head": draft_head(model)}
     [prompt] = prompts(PROMPT, vocab=VOCAB)
     joint = target_joint(make_plan(kv, batch=VOCAB * VOCAB), folder, prompt, options)
     rows = ROWS // 3 if "drafter" in drafts else ROWS

@@ -1,0 +1,66 @@
+"""Rows of drafters' acceptance, and those that ship."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+
+from ridgeplan.planner.acceptance.rows import HERE
+from ridgeplan.roofline.catalog.profile import SOURCES
+from ridgeplan.roofline.catalog.validation import Checked, name_text, number, one_of, text, whole
+from ridgeplan.roofline.drafters import pass_tokens
+from ridgeplan.roofline.execution import MAX_GAMMA
+from ridgeplan.roofline.plan.plan import MAX_TOKENS, DrafterKind, PlanError, TextKind
+from ridgeplan.roofline.round import conditional_acceptance
+
+
+@dataclass(frozen=True)
+class DrafterRow(Checked):
+    """How often a drafter's proposals were accepted. Raises PlanError for values out of range.
+
+    name: of the drafter. text: the kind of text; "" if it is not known. context: tokens; 0 if it is not known. depth:
+    proposals of a pass. hit: share of the passes before which it had proposals. tokens: of a pass, its own included, of
+    which the conditional acceptance follows, if that is not known.
+    """
+
+    error = PlanError
+    kind: DrafterKind = one_of(DrafterKind)
+    name: str = name_text()
+    model: str = name_text()
+    depth: int = whole(1, MAX_GAMMA)
+    source: str = one_of(SOURCES)
+    where: str = text()
+    context: int = whole(0, MAX_TOKENS, default=0)
+    hit: float = number(0, 1, default=1.0)
+    acceptance: float = number(0, 1, default=0.0)
+    tokens: float = number(0, MAX_GAMMA + 1, default=0.0)
+    text: str = one_of(("", *TextKind), default="")  # last, as it hides the function of that name
+
+    @property
+    def proposal_acceptance(self) -> float:
+        """Conditional acceptance of a proposal, given that there was one."""
+        return acceptance_of(self.tokens, self.hit, self.depth) if self.tokens else self.acceptance
+
+    @property
+    def pass_tokens(self) -> float:
+        """Tokens of a pass, its own included."""
+        return self.tokens or float(pass_tokens(self.hit, self.acceptance, self.depth))
+
+    def __str__(self) -> str:
+        """The drafter, its model and context, and where the figure is from."""
+        at = f" at {self.context} tokens" if self.context else ""
+        return f"{self.name} of {self.model}{at}: {self.where}"
+
+
+@cache
+def drafter_rows() -> tuple[DrafterRow, ...]:
+    """The shipped rows of drafters.toml; fields that entries share are written once."""
+    tables = tomllib.loads((HERE / "drafters.toml").read_text(encoding="utf-8"))["row"]
+    return tuple(DrafterRow(**{**table, **entry}) for table in tables for entry in table.pop("entries"))
+
+
+def acceptance_of(tokens: float, hit: float, depth: int) -> float:
+    """The conditional acceptance at which a pass of `depth` proposals, made in a share `hit`, has so many tokens."""
+    share = (tokens - 1) / (depth * hit) if hit else 0.0
+    return conditional_acceptance(min(share, 1.0), depth) if share > 0 else 0.0

@@ -1,0 +1,104 @@
+"""speculation_profile.json beside a draft head's weights: how often its proposals were accepted.
+
+The format is NVIDIA Model Optimizer's (NVIDIA/Model-Optimizer pull requests 2247, 2315 and 2316): conditional and
+marginal rates by position, the mean tokens of a pass with its own (`mean_accept_length`), and a histogram of them. It
+has one set of conditions. This package's rows, one for each text and context, are kept among the conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+from ridgeplan.planner.acceptance.drafter_rows import DrafterRow
+from ridgeplan.roofline.catalog.files import json_or, read_document
+from ridgeplan.roofline.catalog.validation import brief, build
+from ridgeplan.roofline.execution import MAX_GAMMA
+from ridgeplan.roofline.plan.plan import DrafterKind, PlanError
+
+NAME, CONFIG = "speculation_profile.json", "config.json"
+METHOD, ROWS = "eagle3", "rows"
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What of a head's config.json the cost model takes. draft_vocab: 0 for the model's own; window: 0 for none."""
+
+    draft_vocab: int
+    window: int
+
+
+def head_settings(folder: str) -> HeadSettings:
+    """Of a head's folder. Raises PlanError, one line that names it."""
+    keys = _object(Path(folder), CONFIG)
+    sizes = [keys.get(name) or 0 for name in ("draft_vocab_size", "sliding_window")]
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise PlanError(f"{CONFIG} of {brief(folder)} has sizes {brief(sizes)}; allowed: whole numbers")
+    return HeadSettings(*sizes)
+
+
+def head_rows(folder: str) -> tuple[DrafterRow, ...]:
+    """What was measured of a head, of this package's rows or of another producer's single one; often nothing.
+
+    Raises PlanError, one line that names the folder, for a damaged file.
+    """
+    if not Path(folder, NAME).exists():
+        return ()
+    keys = _object(Path(folder), NAME)
+    conditions = keys.get("measurement_conditions") or {}
+    if not isinstance(conditions, dict):
+        raise PlanError(f"measurement_conditions of {brief(folder)} are {brief(conditions)}; allowed: an object")
+    if isinstance(rows := conditions.get(ROWS), list):
+        return tuple(build(DrafterRow, row, f"{NAME} of {brief(folder)}: ") for row in rows)
+    rates, depth = keys.get("conditional_accept_rates"), keys.get("num_speculative_tokens")
+    if not rates:
+        return ()  # a stub of a checkpoint that was not measured
+    valid = isinstance(rates, list) and all(isinstance(rate, (int, float)) and 0 <= rate <= 1 for rate in rates)
+    if not valid or not isinstance(depth, int) or not 0 < len(rates) <= MAX_GAMMA:
+        raise PlanError(f"conditional_accept_rates of {brief(folder)} are {brief(rates)}; allowed: shares of 0 to 1")
+    row = DrafterRow(
+        kind=DrafterKind.HEAD, name=str(keys.get("method") or METHOD), model="not stated", depth=len(rates),
+        source="measured", where=f"{NAME}: {brief(conditions.get('dataset', 'dataset not stated'))}",
+        tokens=1 + sum(accumulate(map(float, rates), mul)),
+    )  # fmt: skip
+    return (row,)
+
+
+def profile_document(
+    rows: Sequence[DrafterRow], rounds: int, verified_at: Sequence[float], accepted_at: Sequence[float]
+) -> dict[str, Any]:
+    """The document of a folder with these rows. rounds, verified_at, accepted_at: the counts of the last row's passes.
+
+    The counts are by position: proposals that were compared with the target, and accepted.
+    """
+    conditional = [accepted / max(verified, 1) for accepted, verified in zip(accepted_at, verified_at, strict=True)]
+    reached = [rounds, *accepted_at, 0]
+    last = rows[-1]
+    return {
+        "method": METHOD,
+        "num_speculative_tokens": len(conditional),
+        "conditional_accept_rates": conditional,
+        "marginal_accept_rates": [accepted / rounds for accepted in accepted_at],
+        "mean_accept_length": 1 + sum(accepted_at) / rounds,
+        "acceptance_length_histogram": {
+            str(length): int(reached[length - 1] - reached[length]) for length in range(1, len(reached))
+        },
+        "measurement_conditions": {
+            "dataset": last.where, "isl": last.context, ROWS: [asdict(row) for row in rows],
+        },
+    }  # fmt: skip
+
+
+def _object(folder: Path, name: str) -> Mapping[str, Any]:
+    try:
+        keys = json_or(PlanError, read_document(folder / name))
+    except (OSError, ValueError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        raise PlanError(f"cannot read {name} of the draft head {brief(str(folder))}: {reason}") from None
+    if not isinstance(keys, dict):
+        raise PlanError(f"{name} of the draft head {brief(str(folder))} is {brief(keys)}; allowed: an object")
+    return keys
