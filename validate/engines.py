@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
@@ -16,7 +18,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 class SharedWeights:
     """Loads engines of a model that is loaded once per weight format: a safetensors folder, a GGUF file or a hub id.
 
-    device: as for `ridgeplan.runtime.load`. calibration: token ids that quantized weights are fitted to.
+    device, dtype: as for `ridgeplan.runtime.load`. calibration: token ids that quantized weights are fitted to.
     """
 
     model: str
@@ -24,6 +26,7 @@ class SharedWeights:
     calibration: Sequence[int] | None = None
     weights: DecoderWeights | None = None
     format: tuple[int, int | None, bool] | None = None
+    dtype: torch.dtype | None = None
 
     @contextmanager
     def engine(self, plan: Plan, draft_weights: DecoderWeights | None = None) -> Iterator[Engine]:
@@ -36,7 +39,7 @@ class SharedWeights:
             self.weights = None  # freed first, as their memory is not the plan's
         engine = load(
             plan, self.model, device=self.device, weights=self.weights, draft_weights=draft_weights,
-            calibration=calibration,
+            calibration=calibration, dtype=self.dtype,
         )  # fmt: skip
         self.weights, self.format = engine.weights, plan.weights.target_format
         try:

@@ -37,6 +37,7 @@ from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, La
 from ridgeplan.runtime.retrieval.head import read_tensors, require_tensor
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+UNKNOWN_LOGIT = -1e4  # of tokens that a head does not predict: far below all others, and finite
 STREAMS = 3  # depths of the target that are fused
 
 
@@ -255,6 +256,6 @@ class DraftHead:
         return normed if self.config.norm_output else hidden, self.weights.logits(normed)
 
     def in_target_vocabulary(self, logits: Tensor) -> Tensor:
-        """Logits [rows, vocab] over the target's tokens, of [rows, draft_vocab]; others have none."""
-        spread = logits.new_full((len(logits), self.config.layer.shape.vocab), -torch.inf)
+        """Logits [rows, vocab] over the target's tokens, of [rows, draft_vocab]; others are never drawn."""
+        spread = logits.new_full((len(logits), self.config.layer.shape.vocab), UNKNOWN_LOGIT)
         return spread.index_copy_(1, self.targets, logits)

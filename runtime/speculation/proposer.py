@@ -131,8 +131,8 @@ class HeadProposer(Proposer):
         super().before_prefill(row, prompt)
         tokens = len(prompt)
         self._in_ring[row], self._end[row] = max(0, tokens - self._recent), tokens
-        self._in_cache[row] = max(0, tokens - self._window) if self._window else 0
-        self._prompt_tokens, self._first = tokens, int(self._in_cache[row])
+        self._prompt_tokens, self._first = tokens, max(0, tokens - self._window) if self._window else 0
+        self._in_cache[row] = self._first
 
     def observe_prompt(self, depth: int, row: int, start: int, stream: Tensor) -> None:
         depths, stop, first = self._head.config.depths, start + len(stream), max(start, self._first)
@@ -184,7 +184,8 @@ class HeadProposer(Proposer):
         slots = torch.where(positions >= in_ring[:, None], positions + recent, self._offsets)
         self._in_cache[:rows] = torch.where(in_ring > self._end[:rows], in_ring, self._in_cache[:rows])
         self._end[:rows] = accepted
-        begin, end = (self._in_cache[:rows] + recent).int(), (last + recent).int()
+        # Made before any other kernel: attention may read them before the kernel ahead of it has ended.
+        begin, ends = (self._in_cache[:rows] + recent).int(), [(last + recent + step).int() for step in range(depth)]
         ring = self._streams[:, :rows]
         places = (positions % recent)[None, ..., None].expand(STREAMS, -1, -1, ring.shape[-1])
         features = head.fused(ring.gather(2, places))
@@ -193,7 +194,7 @@ class HeadProposer(Proposer):
         choices: list[Choice] = []
         for step in range(depth):
             residual, queries = head.project(inputs, features, positions.clamp_min(0), slots, self._keys, self._values)
-            metadata = AttentionMetadata(positions, slots, begin, end + step, None, lower=False)
+            metadata = AttentionMetadata(positions, slots, begin, ends[step], None, lower=False)
             features, logits = head.finish(residual[:, -1:], queries[:, -1:].contiguous(), self, metadata)
             choices.append(sampling.choice(head.in_target_vocabulary(logits[:, 0])))
             tokens.append(draw(choices[-1], uniform[:, step].contiguous()))
