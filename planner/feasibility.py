@@ -11,18 +11,22 @@ from operator import itemgetter
 import numpy as np
 
 from ridgeplan.planner.capacity import Capacity, described_contexts, usable_bytes
+from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import GB, size_text
-from ridgeplan.planner.question import Question
+from ridgeplan.planner.question import Question, executed_by_engine
 from ridgeplan.planner.recommendation import READING_TPOT_MS, Fix
 from ridgeplan.planner.resolution import longest_context
-from ridgeplan.planner.search import Candidate, Family, families, search
+from ridgeplan.planner.search import Candidate, Family, families, named_plan, search
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
+from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, QUANTIZATION_GROUPS
 from ridgeplan.roofline.latency import Device
-from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.plan import Plan, PlanError
 from ridgeplan.roofline.plan.presets import autoregressive, describe, preset_name
 from ridgeplan.roofline.plan.support import Backend, allows_chunks, exceeds_window, missing_cost_model
+
+GPU_COUNTS = (2, 4, 8, 16)  # that are tried where one GPU is not enough
 
 
 class NothingFits(ValueError):
@@ -121,8 +125,11 @@ def search_regrouped(question: Question) -> list[Candidate]:
     return [candidate for candidate in candidates if candidate.rejection(question) is None]
 
 
-def infeasible(question: Question) -> NothingFits:
-    """The error, one line: the executable plan that needs the least memory, and what would make one fit."""
+def infeasible(question: Question, as_stored: Question | None = None) -> NothingFits:
+    """The error, one line: the executable plan that needs the least memory, and what would make one fit.
+
+    as_stored: the question for the checkpoint's weights, which engines hold.
+    """
     plans, workload = _smallest_executable(question), question.workload
     capacity = _capacity(question, plans)
     smallest, limit = capacity.smallest(), size_text(question.memory_limit_bytes)
@@ -130,16 +137,45 @@ def infeasible(question: Question) -> NothingFits:
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
         f"{size_text(capacity.peaks()[smallest])} ({preset_name(plans[smallest])}) of {limit} on {workload.hardware}"
     )
-    fixes = [*on_device(question), *_more_host_memory(question)]
+    fixes = [*on_device(question, as_stored), *_more_host_memory(question)]
     texts = [fix.text for fix in fixes]
-    if not any("gpu" in fix.changes for fix in fixes):
+    if not any({"gpu", "gpus"} & fix.changes.keys() for fix in fixes):
         texts.append("a GPU with more memory than any in the catalog")
     return NothingFits(f"{needs}; allowed: {', or '.join(texts)}", fixes)
 
 
-def on_device(question: Question) -> tuple[Fix, ...]:
+def on_device(question: Question, as_stored: Question | None = None) -> tuple[Fix, ...]:
     """What would make a plan fit the device alone, where none does without layers on the host."""
-    return tuple(_fixes(question.with_options(offload=False)))
+    gpus = fewest_gpus(as_stored or question)
+    several = Fix({"gpus": gpus}, f"--gpus {gpus}") if gpus else None
+    return tuple(_fixes(question.with_options(offload=False), several))
+
+
+def fewest_gpus(question: Question, preset: str | None = None) -> int | None:
+    """The fewest GPUs of the question's kind that hold its size in an engine; None where none of `GPU_COUNTS` does.
+
+    preset: the only plan that counts. The GPUs share the model by tensor and pipeline parallelism.
+    """
+    options, profile = question.options, question.profile
+    served = options.backend in (Backend.RIDGEPLAN, Backend.VLLM, Backend.SGLANG)
+    several = question.workload.parallel != SINGLE or profile.hardware.unified_memory
+    if not served or several or profile.hardware.kind != "gpu":
+        return None
+    for gpus in GPU_COUNTS:
+        shared = executed_by_engine(replace(options, gpus=gpus, data_parallel=1, expert_parallel=None))
+        try:
+            sharded = divided(replace(question, options=shared))[0].values()
+        except PlanError:  # that no degrees divide
+            continue
+        if any(_any_fits(each, preset) for each in sharded):
+            return gpus
+    return None
+
+
+def _any_fits(question: Question, preset: str | None) -> bool:
+    named = [named_plan(preset, question.workload)] if preset else None
+    plans = named or smallest_plans(_executable_families(question))
+    return bool(plans) and bool(_capacity(question, plans).fits().any())
 
 
 def smallest_gpu(question: Question, plans: Sequence[Plan], min_bytes: float = 0) -> Hardware | None:
@@ -184,8 +220,8 @@ SHARES_OF_NEW_TOKENS = (2, 4)  # that are tried
 HIGH_UTILIZATION = 0.95  # of the memory, which a GPU without other processes allows
 
 
-def _fixes(question: Question) -> Iterator[Fix]:
-    """Changes with which a plan fits the device alone.
+def _fixes(question: Question, several: Fix | None) -> Iterator[Fix]:
+    """Changes with which a plan fits the device alone, or `several` of it.
 
     First what changes little (new tokens, low precision, memory limits), then sizes, dropped tokens and other GPUs.
     """
@@ -200,6 +236,8 @@ def _fixes(question: Question) -> Iterator[Fix]:
     if [fix.changes["quality"] for fix in quality] == [Quality.LOSSY]:
         yield from _four_bits_and_smaller(question)
         yield from quality
+    if several is not None:
+        yield several
     if not any("memory_limit" in fix.changes for fix in more_memory):
         gpu = smallest_gpu(question, plans, SAME_CLASS * question.profile.hardware.memory_bytes)
         if gpu:

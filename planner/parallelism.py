@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.quantities import size_text, time_text
-from ridgeplan.planner.question import Question, SearchOptions
-from ridgeplan.planner.search import Candidate, best_of_preset, search
+from ridgeplan.planner.question import Objective, Question, SearchOptions
+from ridgeplan.planner.search import Candidate
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
 from ridgeplan.roofline.catalog.sharding import uneven
@@ -20,6 +20,7 @@ from ridgeplan.roofline.collectives import COLLECTIVES
 from ridgeplan.roofline.engine import EngineStep
 from ridgeplan.roofline.plan.plan import require
 
+MINIMIZED = {Objective.LATENCY: "time", Objective.TOTAL: "time of a request", Objective.MEMORY: "memory"}
 TOLERANCE = 0.05  # by how much fewer GPUs, or fewer kinds of parallelism, may be slower: no messages were measured here
 
 
@@ -35,7 +36,7 @@ class StepShares:
 
 @dataclass(frozen=True)
 class DegreeChoice:
-    """One choice of degrees with its fastest plan, and why it lost; "" for the chosen one.
+    """One choice of degrees with its best plan, and why it lost; "" for the chosen one.
 
     peak_bytes: of the GPU that holds most.
     """
@@ -95,32 +96,26 @@ def divided(question: Question) -> tuple[dict[Parallel, Question], dict[Parallel
     return {each: question.on_gpus(each) for each in possible if each not in refused}, refused
 
 
-def choose_degrees(question: Question, preset: str | None = None) -> tuple[Question, tuple[DegreeChoice, ...]]:
-    """The question at its best degrees, of any plan or of a preset, and every choice from the best to the worst.
+def choose_degrees(
+    question: Question, best_plan: Callable[[Question], Candidate]
+) -> tuple[Question, tuple[DegreeChoice, ...]]:
+    """The question at its best degrees, and every choice from the best to the worst.
 
-    Without choices where the question is for one GPU. Raises PlanError as `divided` does.
+    best_plan: of a question at some degrees, or its smallest where none fits. Without choices where the question is
+    for one GPU. Raises PlanError as `divided` does.
     """
     questions, refused = divided(question)
     if not refused and [*questions] == [question.workload.parallel]:
         return question, ()
-    best = {parallel: (sharded, _best(sharded, preset)) for parallel, sharded in questions.items()}
+    best = {parallel: (sharded, best_plan(sharded)) for parallel, sharded in questions.items()}
     chosen = _chosen(best)
     rows = [_row(*best[parallel], best[chosen]) for parallel in best]
-    rows.sort(key=lambda row: (row.parallel != chosen, not row.fits, row.tpot_ms))
+    rows.sort(key=lambda row: (row.parallel != chosen, not row.fits, best[row.parallel][1].score))
     unsharded = [
         DegreeChoice(parallel, parallel.gpus, "", math.inf, 0.0, False, None, f"{problem} do not divide")
         for parallel, problem in refused.items()
     ]
     return best[chosen][0], (*rows, *unsharded)
-
-
-def _best(question: Question, preset: str | None) -> Candidate:
-    """The fastest plan that fits, or the one that needs least memory."""
-    candidates = [best_of_preset(preset, question)] if preset else search(question)
-    fitting = [candidate for candidate in candidates if candidate.rejection(question) is None]
-    if fitting:
-        return min(fitting, key=lambda candidate: candidate.score)
-    return min(candidates, key=lambda candidate: candidate.peak_bytes)
 
 
 def _chosen(best: dict[Parallel, tuple[Question, Candidate]]) -> Parallel:
@@ -151,10 +146,10 @@ def _row(question: Question, candidate: Candidate, winner: tuple[Question, Candi
 def _why_slower(
     question: Question, candidate: Candidate, step: StepShares, winner: tuple[Question, Candidate]
 ) -> Iterator[str]:
-    """The time against the winner's, and which part of a step it is lost in."""
-    best = step_shares(*winner)
+    """The time against the winner's, or what else is minimized, and which part of a step it is lost in."""
+    best, objective = step_shares(*winner), question.options.objective
     ratio = candidate.score / winner[1].score
-    yield f"{ratio:.2f}x the time"
+    yield f"{ratio:.2f}x the {MINIMIZED[objective]}"
     parallel, chosen = question.workload.parallel, winner[0].workload.parallel
     if ratio <= 1 + TOLERANCE:
         if parallel.gpus > chosen.gpus:
@@ -162,13 +157,18 @@ def _why_slower(
         elif _kinds(parallel) > _kinds(chosen):
             yield f"within {TOLERANCE:.0%}, and {chosen} has fewer kinds of parallelism"
         return
+    if objective is Objective.MEMORY:
+        return
     lost = {
         "weights take": step.weights_ms - best.weights_ms,
         "the KV cache takes": step.kv_ms - best.kv_ms,
         "messages take": step.messages_ms - best.messages_ms,
     }
     part = max(lost, key=lambda name: lost[name])
-    yield f"{part} {time_text(max(lost[part], 0.0))} more of a step"
+    if lost[part] <= 0:
+        yield "its prompts take longer"
+        return
+    yield f"{part} {time_text(lost[part])} more of a step"
     batch = question.workload.rank_batch
     if part == "weights take" and parallel.pipeline > 1:
         idle = f", {parallel.pipeline - batch} of which idle at batch {batch}" if batch < parallel.pipeline else ""

@@ -243,6 +243,8 @@ class Question:
         if workload.parallel != SINGLE:
             link, gpus = link_of(hardware).title, workload.parallel.gpus
             yield f"{gpus} GPUs ({workload.parallel}) over {link}: {self.engine_title} executes the plan"
+        elif self.options.several_gpus:
+            yield f"plans on several GPUs over {link_of(hardware).title}: {self.engine_title} executes them"
         if workload.yarn_factor > 1:
             yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
         elif workload.final_context > shape.max_context:

@@ -51,13 +51,13 @@ def recommend(
 
     Raises PlanError, UnknownModel, UnknownHardware or ProfileError (all ValueError) for bad input, and NothingFits.
     """
-    as_stored, degrees = choose_degrees(ask(model, gpu, ctx, options, **changes))
+    as_stored, degrees = choose_degrees(ask(model, gpu, ctx, options, **changes), best_plan)
     question = as_stored.as_executed
 
     candidates = ranked(penalize_unmeasured_rates(search(question), question))
     executable = _executable(candidates, question)
     if not executable:
-        raise infeasible(question)
+        raise infeasible(question, as_stored)
     fits_device = any(not candidate.host_bytes for candidate in executable)
     if fits_device:
         executable = _worth_offloading(executable, candidates)
@@ -80,13 +80,25 @@ def recommend(
         memory_limit_bytes=question.memory_limit_bytes,
         host_limit_bytes=question.host_limit_bytes,
         fits_device=fits_device,
-        on_device=() if fits_device else on_device(question),
+        on_device=() if fits_device else on_device(question, as_stored),
         model_runs=question.engine is not None
         or (missing_architecture(as_stored.shape, hardware) is None and not hardware.is_amd),
         backend=question.options.backend,
         adaptive=_adaptive(winner.plan, question),
         degrees=degrees,
     )
+
+
+def best_plan(question: Question) -> Candidate:
+    """The plan of a question that `recommend` chooses, or the smallest where none fits the device."""
+    candidates = ranked(penalize_unmeasured_rates(search(question), question))
+    fitting = [candidate for candidate in candidates if candidate.rejection(question) is None]
+    if not fitting:
+        return min(candidates, key=lambda candidate: candidate.peak_bytes)
+    finalists = contenders(fitting, question)
+    if len(finalists) == 1:
+        return finalists[0]
+    return choose(finalists, sampled_scores(predict_question([each.plan for each in finalists], question), question))
 
 
 # Candidates: which may be recommended, from the best to the worst.
@@ -117,7 +129,13 @@ def penalize_unmeasured_rates(candidates: Iterable[Candidate], question: Questio
 
 
 def _unmeasured_spread(plan: Plan, question: Question) -> float:
-    """The largest relative spread of the kernel classes that a plan uses and whose rates are a prior; 0 if none is."""
+    """The largest relative spread of the kernel classes that a plan uses and whose rates are a prior; 0 if none is.
+
+    Of an engine's plan, that of its step.
+    """
+    if question.engine is not None:
+        source, spread = question.engine.plan_certainty(plan, question.shape)
+        return spread if source == "prior" else 0.0
     rates = (question.profile.rates(kind) for kind in used_classes(plan, question.shape))
     return max((each.spread for each in rates if each.source == "prior"), default=0.0)
 

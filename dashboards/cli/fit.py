@@ -68,13 +68,15 @@ def _on_gpu(
     print_answer(result.to_dict(), as_json, lambda: _print_fits(result))
     rows = (*(result.contexts if batches or not contexts else ()), *(result.batches if contexts else ()))
     if not any(row.plan for row in rows):
-        raise NothingFits(f"nothing fits: {result.model} on {gpu} at the sizes asked for{_hint(options)}")
+        raise NothingFits(f"nothing fits: {result.model} on {gpu} at the sizes asked for{_hint(options, result.gpus)}")
 
 
-def _hint(options: SearchOptions) -> str:
-    """Which qualities need less memory."""
+def _hint(options: SearchOptions, gpus: int | None = None) -> str:
+    """How many GPUs are enough, and which qualities need less memory."""
     looser = [quality for quality in Quality if not options.quality.loosest.allows(quality)][:2]
-    return f"; allowed: --quality {' or '.join(looser)}, smaller sizes or another GPU" if looser else ""
+    several = [f"--gpus {gpus}"] if gpus else []
+    fixes = [*several, *([f"--quality {' or '.join(looser)}", "smaller sizes or another GPU"] if looser else [])]
+    return f"; allowed: {', '.join(fixes)}" if fixes else ""
 
 
 def _print_fits(result: FitResult) -> None:

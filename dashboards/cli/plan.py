@@ -111,7 +111,7 @@ def degree_table(recommendation: Recommendation) -> Iterator[str]:
     """The nearest choices of degrees of parallelism, with the reason why each lost; none on a single GPU."""
     if recommendation.degrees:
         executing = ENGINES[recommendation.backend].title
-        yield f"Degrees of parallelism, each with its fastest plan: ms per token, memory of a GPU; {executing} runs it"
+        yield f"Degrees of parallelism, each with its best plan: ms per token, memory of a GPU; {executing} runs it"
     for line in islice(degree_lines(recommendation.degrees), ROWS):
         yield from wrapped(line).splitlines()
 
@@ -139,7 +139,8 @@ def _caveats(recommendation: Recommendation) -> Iterator[str]:
     if recommendation.backend not in ENGINES:
         yield _caveat(recommendation)
         return
-    for note in recommendation.notes[:2]:
+    executed = [note for note in recommendation.notes[2:] if note.endswith("executes the plan")]
+    for note in (*recommendation.notes[:2], *executed):
         yield from wrapped(f"Note: {note}").splitlines()
 
 

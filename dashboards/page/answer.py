@@ -23,8 +23,9 @@ from ridgeplan.planner.render.text import SOURCE_WORDS
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.roofline.catalog.models import load_shape
 
-LABELS = {"context": "Context {}", "batch": "Batch {}", "gpu": "Use {}", "quality": "Allow {}", "yarn": "Use YaRN",
-          "memory_limit": "No memory limit", "memory_utilization": "Memory utilization {}",
+LABELS = {"context": "Context {}", "batch": "Batch {}", "gpu": "Use {}", "gpus": "Use {} GPUs",
+          "quality": "Allow {}", "yarn": "Use YaRN", "memory_limit": "No memory limit",
+          "memory_utilization": "Memory utilization {}",
           "new_tokens": "{} new tokens", "host_memory": "Host with {}"}  # fmt: skip
 
 

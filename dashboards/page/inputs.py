@@ -17,6 +17,7 @@ from ridgeplan.planner.parallelism import choose_degrees
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import count, size_bytes, size_text, tokens, tokens_text
 from ridgeplan.planner.question import Objective, Question, ask
+from ridgeplan.planner.recommend import best_plan
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.parallel import Parallel
@@ -60,7 +61,7 @@ class PageQuestion:
     def to_question(self, parallel: Parallel | None = None) -> Question:
         """The planner's form of it, for the weights as the runtime holds them; by default at the best degrees."""
         question = ask(self.model, self.gpu, self.context, self.options)
-        divided = choose_degrees(question)[0] if parallel is None else question.on_gpus(parallel)
+        divided = choose_degrees(question, best_plan)[0] if parallel is None else question.on_gpus(parallel)
         return divided.as_executed
 
     def on(self, gpu: str) -> PageQuestion:
@@ -176,6 +177,7 @@ def _nearest(text: str, steps: Sequence[int], parse: Callable[[str], int]) -> in
 def change(changes: dict[str, Any]) -> None:
     """Sets inputs, by the names of `recommend`'s arguments, as if they had been typed. For callbacks of buttons."""
     for name, value in changes.items():
+        name = "num_gpus" if name == "gpus" else name
         st.session_state[name] = "" if value is None else value if isinstance(value, (bool, float)) else str(value)
 
 

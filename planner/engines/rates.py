@@ -361,6 +361,12 @@ def _shipped(hardware: Hardware) -> tuple[EngineMeasurements, EngineRates, float
     return measured, rates if same else transferred(rates, measured.hardware, hardware), spread
 
 
+@cache
+def _shipped_profile(engine: str, hardware: Hardware) -> EngineProfile:
+    """The engine's profile by the shipped measurements; one, as it keeps what it derives from all of them."""
+    return EngineProfile(engine, hardware, *_shipped(hardware))
+
+
 def engine_profile(engine: str, hardware: Hardware, path: Path | None = None) -> EngineProfile:
     """The profile of an engine on a machine: fitted to a file of measurements, by default the user's own if it is
     there and of that machine, else the shipped ones.
@@ -369,9 +375,8 @@ def engine_profile(engine: str, hardware: Hardware, path: Path | None = None) ->
     """
     require(hardware.kind == "gpu", f"{ENGINES[engine].title} has no profile for {hardware.name}; allowed: a GPU")
     measured = _users_own(engine, hardware) if path is None else load_measurements(path)
-    shipped, rates, spread = _shipped(hardware)
     if measured is None:
-        return EngineProfile(engine, hardware, shipped, rates, spread)
+        return _shipped_profile(engine, hardware)
     if measured.engine != engine:
         raise PlanError(f"{str(path)!r} is a profile of {measured.engine}; allowed: one of {engine}")
     _, base, _ = _shipped(measured.hardware)

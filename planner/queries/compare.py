@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ridgeplan.planner.feasibility import NothingFits
@@ -116,7 +117,7 @@ def _answers(
     question = ask(model, gpu, context, options)
     if presets:
         for name in presets:
-            divided, _ = choose_degrees(question, name)
+            divided, _ = choose_degrees(question, partial(best_of_preset, name))
             yield _compared(best_of_preset(name, divided.as_executed).plan, divided)
     else:
         plan = recommend(model, gpu, context, options).plan

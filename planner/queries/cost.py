@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ridgeplan.planner.feasibility import fewest_gpus
 from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quantities import tokens
 from ridgeplan.planner.queries.maps import PlanMap, degree_map
@@ -118,16 +119,19 @@ def serving_cost(
     options, prompt_tokens = SearchOptions.of(options, changes), tokens(context)
     questions = {gpu: ask(model, gpu, prompt_tokens, options) for gpu in prices}
     rows: list[CostRow] = []
+    notes = dict.fromkeys(note for question in questions.values() for note in question.notes())
     for gpu, question in questions.items():
         contexts, at_degrees = (prompt_tokens,), divided(question)[0].values()
         by_degrees = [degree_map(sharded, contexts, batches or BATCHES, preset) for sharded in at_degrees]
         # The first ones fit, as memory grows with the batch.
         fitting = max(int((sizes.fits & (sizes.host_bytes == 0)).sum()) for sizes in by_degrees)
         name = question.profile.hardware.name
+        smallest = question.resized(prompt_tokens, min(batches, default=1))
+        if not any(sizes.fits.any() for sizes in by_degrees) and (several := fewest_gpus(smallest, preset)):
+            notes[f"one {name} fits none; --gpus {several} fits batch {smallest.workload.batch}"] = None
         for column in range(len(batches) or max(fitting, 1)):
             choices = [_row(sizes, column, name, prices[gpu], limits) for sizes in by_degrees]
             rows.append(min(choices, key=lambda row: (not row.serves, not row.fits, row.dollars_per_million)))
-    notes = dict.fromkeys(note for question in questions.values() for note in question.notes())
     model = next(iter(questions.values())).shape.name
     return ServingCost(model, prompt_tokens, options.new_tokens, limits, tuple(rows), tuple(notes))
 

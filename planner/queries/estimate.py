@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from ridgeplan.planner.parallelism import choose_degrees
@@ -106,7 +107,9 @@ def estimate(
     the other hyperparameters that are published. `adaptive` lets gamma adapt to what is accepted, up to that many.
     Options and errors are those of `recommend`; the quality is not limited.
     """
-    question, _ = choose_degrees(ask(model, gpu, ctx, options, **changes).with_options(quality=Quality.LOSSY), preset)
+    question, _ = choose_degrees(
+        ask(model, gpu, ctx, options, **changes).with_options(quality=Quality.LOSSY), partial(best_of_preset, preset)
+    )
     published = named_plan(preset, question.workload)
     plan = published if gamma is not None else best_of_preset(preset, question.as_executed).plan
     return estimate_plan(with_gamma(plan, gamma, adaptive=adaptive), question)

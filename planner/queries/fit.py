@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.capacity import Capacity
-from ridgeplan.planner.feasibility import context_limits, executable_families, smallest_plans
+from ridgeplan.planner.feasibility import context_limits, executable_families, fewest_gpus, smallest_plans
 from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question, SearchOptions, ask
@@ -24,7 +24,6 @@ from ridgeplan.roofline.plan.presets import divided_name, preset_name
 from ridgeplan.roofline.plan.support import Backend
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-GPU_COUNTS = (2, 4, 8, 16)  # that are tried where one GPU is not enough
 CONTEXTS = tuple(1 << power for power in range(12, 21))
 
 
@@ -45,7 +44,10 @@ class FitRow:
 
 @dataclass(frozen=True, repr=False)
 class FitResult(Table):
-    """What fits a machine: the largest context for each batch, and the largest batch for each context."""
+    """What fits a machine: the largest context for each batch, and the largest batch for each context.
+
+    gpus: the fewest GPUs that hold the smallest size, where a single one does not.
+    """
 
     model: str
     hardware: str
@@ -53,6 +55,7 @@ class FitResult(Table):
     batches: tuple[FitRow, ...]
     notes: tuple[str, ...]
     memory_limit_bytes: float
+    gpus: int | None = None
 
     chart = Lines(("batch",), "context", "tokens of context")
 
@@ -67,8 +70,8 @@ class FitResult(Table):
         return f"{self.model} on {self.hardware}, {limit}: {first.context} tokens at batch {first.batch}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
+        """Plain JSON values; the number of GPUs where one is not enough."""
+        return {name: value for name, value in asdict(self).items() if name != "gpus" or value}
 
 
 def fit(
@@ -93,13 +96,18 @@ def fit(
     require(question.options.offload or not options.offload or options.several_gpus, refused)
     longest = longest_context(question.shape, question.options.new_tokens, yarn=question.options.yarn)
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
+    reached = [_largest(_largest_context, question, (longest, batch), preset) for batch in batches]
+    possible = [_largest(_largest_batch, question, (context, 1), preset) for context in sizes]
+    smallest = min(contexts, default=1), min(batches, default=1)
+    enough = options.several_gpus or any(row.plan for row in (reached if not contexts else possible))
     return FitResult(
         model=question.shape.name,
         hardware=question.profile.hardware.name,
-        contexts=tuple(_largest(_largest_context, question, (longest, batch), preset) for batch in batches),
-        batches=tuple(_largest(_largest_batch, question, (context, 1), preset) for context in sizes),
+        contexts=tuple(reached),
+        batches=tuple(possible),
         notes=(*question.notes(), *question.limit_notes()),
         memory_limit_bytes=question.memory_limit_bytes,
+        gpus=None if enough else fewest_gpus(question.resized(*smallest), preset),
     )
 
 
@@ -107,7 +115,7 @@ def fit(
 class GpuFit:
     """Whether the requested size fits a GPU, the largest context at its batch, and the largest batch at its context.
 
-    memory_bytes: as the driver reports it. gpus: the fewest that hold the size, of 1 and `GPU_COUNTS`; 1 if none do.
+    memory_bytes: as the driver reports it. gpus: the fewest that hold the size, of 1, 2, 4, 8 and 16; 1 if none do.
     """
 
     gpu: str
@@ -147,25 +155,16 @@ def fit_gpus(
 def _several_fit(
     model: str | ModelShape, gpu: Hardware, context: int, batch: int, options: SearchOptions
 ) -> GpuFit | None:
-    """What the fewest of a GPU fit that hold the size; None where no number of `GPU_COUNTS` does."""
-    for gpus in () if gpu.unified_memory else GPU_COUNTS:
-        shared = replace(options, gpus=gpus, data_parallel=1, expert_parallel=False, batch=batch)
-        question = ask(model, gpu.name, context, _limited(shared, gpu))
-        if any(_any_fits(sharded) for sharded in divided(question)[0].values()):
-            return _gpu_fit(model, gpu, context, batch, None, shared)
-    return None
+    """What the fewest of a GPU fit that hold the size; None where no number does."""
+    shared = replace(options, data_parallel=1, expert_parallel=False, batch=batch)
+    gpus = fewest_gpus(ask(model, gpu.name, context, _limited(shared, gpu)))
+    return _gpu_fit(model, gpu, context, batch, None, replace(shared, gpus=gpus)) if gpus else None
 
 
 def _limited(options: SearchOptions, gpu: Hardware) -> SearchOptions:
     """The options with at most a GPU's memory as their limit."""
     limit = None if options.memory_limit is None else min(options.memory_limit, gpu.memory_bytes)
     return replace(options, memory_limit=limit, offload=options.offload and not gpu.unified_memory)
-
-
-def _any_fits(question: Question) -> bool:
-    """Whether any plan that runs fits the question's size."""
-    plans = _plans(question, None)
-    return bool(Capacity(plans, question.shape, question.machine, question.host_limit_bytes).fits().any())
 
 
 def _gpu_fit(

@@ -185,8 +185,9 @@ def serving_capacity(
     rows = [study.row(rate) for rate in rates] if rates else [study.row(None)]
     sizes = (prompts.text, outputs.text) if recorded is None else (_mean_text(recorded.prompt_tokens),
                                                                    _mean_text(recorded.output_tokens))  # fmt: skip
+    shape, backend = question.shape, str(question.options.backend)
     return ServingCapacity(
-        question.shape.name, question.profile.hardware.name, str(chosen.backend), study.plan_name, limits, traffic,
+        shape.name, question.profile.hardware.name, backend, study.plan_name, limits, traffic,
         *sizes, tuple(rows), int(study.server.kv_tokens), tuple(study.notes(rows)), str(study.parallel),
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ridgeplan.planner.feasibility import NothingFits
+from ridgeplan.planner.feasibility import NothingFits, fewest_gpus
 from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question
@@ -147,7 +147,9 @@ class Replica:
         if room < sizes.sequence + PAGE_TOKENS * sizes.token:
             needed, limit = size_text(sizes.fixed), size_text(question.memory_limit_bytes)
             gpu, name = question.profile.hardware.name, question.shape.name
-            raise NothingFits(f"{name} does not fit {gpu}: {needed} of {limit} without any KV cache")
+            gpus = fewest_gpus(question, preset_name(self.plan))
+            hint = f"; allowed: --gpus {gpus}" if gpus else ""
+            raise NothingFits(f"{name} does not fit {gpu}: {needed} of {limit} without any KV cache{hint}")
         queries = 1 + self.plan.speculation.gamma
         if engine is not None:
             large = engine.hardware.memory_bytes >= LARGE_GPU_BYTES

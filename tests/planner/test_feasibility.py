@@ -169,7 +169,7 @@ def test_the_gpu_that_it_names_is_enough_and_smaller_ones_are_not():
 
 def test_no_gpu_is_named_where_none_is_enough():
     with pytest.raises(planner.NothingFits, match="a GPU with more memory than any in the catalog"):
-        planner.recommend("meta-llama/Llama-3.1-70B", "h200", 131_072, batch=64, offload=False)
+        planner.recommend("meta-llama/Llama-3.1-70B", "h200", 131_072, batch=512, offload=False)
 
 
 def test_a_lower_quality_is_offered_where_it_fits():

@@ -2,7 +2,18 @@
 
 import pytest
 
-from ridgeplan.planner import PlanError, SearchOptions, estimate, fit, grid_sweep, recommend
+from ridgeplan.planner import (
+    NothingFits,
+    PlanError,
+    SearchOptions,
+    Traffic,
+    compare,
+    estimate,
+    fit,
+    grid_sweep,
+    recommend,
+    serving_capacity,
+)
 from ridgeplan.planner.parallelism import possible_degrees
 from ridgeplan.planner.queries import fit as fitting
 from ridgeplan.planner.queries.cost import serving_cost
@@ -36,6 +47,18 @@ def test_recommend_chooses_degrees_and_says_why_others_lost():
     assert "degrees: tp 4: " in answer.explain() and answer.to_dict()["degrees"][0]["degrees"] == "tp 4"
 
 
+def test_the_chosen_degrees_have_the_recommended_plan_and_ratios_are_of_what_is_minimized():
+    answer = recommend(LLAMA, "a100-80gb", 4096, gpus=4)  # where INT8 KV is faster, within the noise
+    best = answer.predicted.best
+    assert answer.name == "int8-weights" == answer.degrees[0].plan
+    assert (answer.degrees[0].tpot_ms, answer.degrees[0].peak_bytes) == pytest.approx(
+        (best.tpot_ms, best.peak_memory_bytes)
+    )
+    chosen, *others = recommend(LLAMA, "a100-80gb", 4096, gpus=4, objective="memory").degrees
+    other = next(choice for choice in others if choice.fits)
+    assert other.verdict.startswith(f"{other.peak_bytes / chosen.peak_bytes:.2f}x the memory")
+
+
 def test_degrees_within_the_tolerance_lose_to_fewer_kinds_of_parallelism():
     chosen, nearest, *_ = recommend("Qwen/Qwen3-235B-A22B", "h200", "32k", gpus=8, batch=8).degrees
     assert chosen.parallel == Parallel(8) and nearest.tpot_ms < chosen.tpot_ms
@@ -47,6 +70,38 @@ def test_one_gpu_is_the_same_question_as_before():
     assert single.to_dict() == plain.to_dict() and not single.degrees
     with pytest.raises(PlanError, match="backend is any; allowed on several GPUs: vllm, sglang"):
         recommend("Llama-3.1-8B", "h200", "8k", gpus=2, backend="any")
+
+
+def test_more_gpus_are_offered_where_one_is_too_small():
+    """Every verb names the fewest GPUs that hold the size, and that many do."""
+    with pytest.raises(NothingFits, match=r"allowed: --gpus 8$") as caught:
+        recommend("DeepSeek-V3", "h200", 8192)
+    (fix,) = caught.value.fixes
+    assert recommend("DeepSeek-V3", "h200", 8192, **fix.changes).plan.parallel.gpus == 8
+    with pytest.raises(NothingFits):
+        recommend("DeepSeek-V3", "h200", 8192, gpus=4)
+    assert fit(LLAMA, "h100", batches=(1,), contexts=(32_768,), quality="exact").gpus == 4
+    assert fit(LLAMA, "h200", batches=(1,), contexts=(32_768,)).gpus is None
+    with pytest.raises(NothingFits, match=r"without any KV cache; allowed: --gpus 2$"):
+        serving_capacity(LLAMA, "h100", [1.0], backend="vllm")
+    assert (
+        "one h100-sxm fits none; --gpus 4 fits batch 1"
+        in serving_cost(LLAMA, {"h100": 2.0}, 65_536, preset="autoregressive", backend="vllm").notes
+    )
+
+
+@pytest.mark.parametrize("verb", ["plan", "cost", "compare", "fit", "capacity"])
+def test_every_verb_says_that_an_engine_executes_what_spans_gpus(verb):
+    options = {"tensor_parallel": 2, "backend": "ridgeplan"}
+    answer = {
+        "plan": lambda: recommend(LLAMA, "h200", 8192, **options),
+        "cost": lambda: serving_cost(LLAMA, {"h200": 2.0}, 8192, batches=(1,), **options),
+        "compare": lambda: compare(LLAMA, "h200", 8192, **options),
+        "fit": lambda: fit(LLAMA, "h200", batches=(1,), contexts=(8192,), **options),
+        "capacity": lambda: serving_capacity(LLAMA, "h200", [1.0], traffic=Traffic(requests=9), **options),
+    }[verb]()
+    assert any("GPUs" in note and ": vLLM executes the" in note for note in answer.notes)
+    assert getattr(answer, "backend", "vllm") == "vllm"
 
 
 def test_the_other_questions_follow(monkeypatch):
