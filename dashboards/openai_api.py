@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ridgeplan.roofline.catalog.validation import brief
+from ridgeplan.roofline.plan.plan import Workload
+from ridgeplan.runtime.errors import WorkloadError, require_whole
 from ridgeplan.runtime.sampling import SamplingParams
 
 COMPLETION_TOKENS = 16  # of a completion whose request says nothing, as OpenAI has it; a chat's are the plan's
@@ -27,7 +30,8 @@ IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
     "tool_choice",
 }  # fmt: skip
-COMMON = {"model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options"}
+SAMPLING = ("temperature", "top_p", "top_k", "seed")
+COMMON = {*SAMPLING, "model", "max_tokens", "stop", "stream", "stream_options"}
 ROLES = {"developer": "system"}  # newer names of roles
 
 
@@ -45,12 +49,21 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
 
 
+@contextmanager
+def refused_as(parameter: str) -> Iterator[None]:
+    """What the engine refuses inside the body is an ApiError about this parameter."""
+    try:
+        yield
+    except WorkloadError as error:
+        raise ApiError(str(error), parameter) from error
+
+
 @dataclass(frozen=True)
 class ApiRequest:
     """A checked request. prompts: texts or token ids, of a completion; messages: of a chat."""
 
     sampling: SamplingParams
-    max_tokens: int | None
+    max_tokens: int
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
@@ -58,8 +71,8 @@ class ApiRequest:
     messages: tuple[dict[str, str], ...] = ()
 
     @classmethod
-    def parse(cls, body: bytes, model: str, *, chat: bool) -> ApiRequest:
-        """Reads a body. model: the name that is served. Raises ApiError, and WorkloadError for sampling parameters."""
+    def parse(cls, body: bytes, model: str, workload: Workload, *, chat: bool) -> ApiRequest:
+        """Reads a body. model: the name that is served. workload: the plan's. Raises ApiError."""
         fields = _object(body)
         known = COMMON | ({"messages", "max_completion_tokens"} if chat else {"prompt"})
         for name, value in fields.items():
@@ -72,13 +85,17 @@ class ApiRequest:
             shown = f"model is {brief(fields['model'])}" if "model" in fields else "model is missing"
             raise ApiError(f"{shown}; allowed: {brief(model)}", "model", 404, "model_not_found")
         options = _typed(fields, "stream_options", dict, "an object") or {}
-        seed = fields.get("seed")
+        sampling = SamplingParams(temperature=1.0, seed=secrets.randbits(62))
+        for name in (name for name in SAMPLING if name in fields):
+            with refused_as(name):
+                sampling = replace(sampling, **{name: fields[name]})
+        name = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
+        limit = fields.get(name, workload.new_tokens if chat else min(COMPLETION_TOKENS, workload.new_tokens))
+        with refused_as(name):
+            require_whole(name, limit, 1, workload.new_tokens)
         return cls(
-            SamplingParams(
-                temperature=fields.get("temperature", 1.0), top_p=fields.get("top_p"), top_k=fields.get("top_k"),
-                seed=secrets.randbits(62) if seed is None else seed,
-            ),
-            fields.get("max_completion_tokens", fields.get("max_tokens", None if chat else COMPLETION_TOKENS)),
+            sampling,
+            limit,
             _stop_words(fields.get("stop")),
             bool(_typed(fields, "stream", bool, "true or false")),
             bool(_typed(options, "include_usage", bool, "true or false")),

@@ -1,30 +1,35 @@
 """An OpenAI-compatible server of one engine: a queue in front of it, streaming, and an end with the client's.
 
-The engine runs in one thread, and requests take turns in the order in which they came. A generation whose client has
-gone is closed after the round that runs. This is for one user's tools; traffic is vLLM's (docs/serve.md).
+The engine runs in one thread, which takes requests in the order in which they came and does not wait for their readers:
+a request's text goes into a buffer, and whoever reads too slowly loses the stream. A generation whose client has gone
+ends after the token that runs. This is for one user's tools; traffic is vLLM's (docs/serve.md).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ridgeplan.dashboards.files import is_user_error
-from ridgeplan.dashboards.openai_api import ApiAnswer, ApiError, ApiRequest, Usage, model_list
+from ridgeplan.dashboards.openai_api import ApiAnswer, ApiError, ApiRequest, Usage, model_list, refused_as
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.runtime import Engine
 from ridgeplan.runtime.chat_template import TemplateProcess, chat_text
@@ -34,6 +39,8 @@ from ridgeplan.runtime.text import TextStream, encoded, stop_tokens
 
 MAX_BODY_BYTES = 16 << 20
 MAX_WAITING = 64  # requests in the queue
+MAX_UNREAD_PIECES = 4096  # of a stream, beyond what the connection buffers
+SLOW_CLIENT_S = 30  # after which a client that reads nothing loses its connection
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 Result = TypeVar("Result")
 # A piece of a choice's text, and the reason of its end with the last one: index, text, reason.
@@ -50,8 +57,13 @@ class EngineServer:
         # Prompts are encoded meanwhile, one at a time, by a tokenizer of their own: one is not safe in two threads.
         self._prompt_thread, self._tokenizer = ThreadPoolExecutor(1, "prompts"), load_tokenizer(engine.source)
         self._templates = TemplateProcess()
-        self._turn = asyncio.Lock()  # which is fair
-        self._waiting = 0
+        self._jobs: set[Future[Any]] = set()  # of both threads, those that wait included
+
+    def close(self) -> None:
+        """Ends the threads after the tokens that run."""
+        for thread in (self._thread, self._prompt_thread):
+            thread.shutdown(cancel_futures=True)
+        self._templates.close()
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -76,33 +88,27 @@ class EngineServer:
         return Response()
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
-        completion = ApiRequest.parse(await _body(request), self.model, chat=chat)
-        if self._waiting >= MAX_WAITING:
+        completion = ApiRequest.parse(await _body(request), self.model, self.engine.plan.workload, chat=chat)
+        if len(self._jobs) > MAX_WAITING:
             raise ApiError(f"{MAX_WAITING} requests are waiting; allowed: another one later", status=503)
-        self._waiting += 1  # for its prompts; `_queued` counts it while it waits for its turn
-        try:
-            prompts = await asyncio.get_running_loop().run_in_executor(
-                self._prompt_thread, self._prompt_ids, completion
-            )
-        finally:
-            self._waiting -= 1
-        limit = self.engine.plan.workload.new_tokens if completion.max_tokens is None else completion.max_tokens
-        for ids in prompts:
-            EngineRequest.build([ids], limit, completion.sampling).check(
-                self.engine.plan.workload, self.engine.config.shape.vocab
-            )
+        prompts = await asyncio.wrap_future(self._submit(self._prompt_thread, self._prompt_ids, completion))
+        with refused_as("messages" if chat else "prompt"):
+            for ids in prompts:
+                EngineRequest.build([ids], completion.max_tokens, completion.sampling).check(
+                    self.engine.plan.workload, self.engine.config.shape.vocab
+                )
         answer, usage = ApiAnswer(self.model, chat), Usage()
-        pieces = self._pieces(completion, prompts, limit, usage)
+        pieces = self._pieces(completion, prompts, usage)
         if completion.stream:
-            events = self._events(pieces, answer, usage if completion.include_usage else None)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        choices = [("", "") for _ in prompts]
-        async with aclosing(pieces):
-            async for index, text, reason in pieces:
-                choices[index] = choices[index][0] + text, reason or ""
-                if await request.is_disconnected():
-                    return Response(status_code=499)  # nobody reads it
-        return JSONResponse(answer.whole(choices, usage))
+            return EventStream(self._events(pieces, answer, usage if completion.include_usage else None))
+        choices = await _while_connected(request, _joined(pieces, len(prompts)))
+        return Response(status_code=499) if choices is None else JSONResponse(answer.whole(choices, usage))
+
+    def _submit(self, thread: ThreadPoolExecutor, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        job = thread.submit(function, *arguments)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return job
 
     def _prompt_ids(self, asked: ApiRequest) -> list[list[int]]:
         """Token ids of the prompts. Raises ChatTemplateError and ModelError."""
@@ -111,63 +117,106 @@ class EngineServer:
             return [encoded(tokenizer, chat_text(tokenizer, asked.messages, self._templates), special_tokens=False)]
         return [encoded(tokenizer, each) if isinstance(each, str) else each for each in asked.prompts]
 
-    async def _pieces(
-        self, asked: ApiRequest, prompts: list[list[int]], limit: int, usage: Usage
-    ) -> AsyncGenerator[Piece, None]:
-        """The pieces of all choices, one choice after the other, once it is this request's turn."""
+    async def _pieces(self, asked: ApiRequest, prompts: list[list[int]], usage: Usage) -> AsyncGenerator[Piece, None]:
+        """The pieces of all choices, one choice after the other, once it is this request's turn.
+
+        Closing it ends the generation after the token that runs. Raises ApiError where too many pieces are unread.
+        """
+        loop, ended = asyncio.get_running_loop(), threading.Event()
+        unread: asyncio.Queue[Piece | None] = asyncio.Queue()
+
+        def deliver(piece: Piece | None) -> None:
+            if not ended.is_set():  # else the loop may have ended, too
+                loop.call_soon_threadsafe(unread.put_nowait, piece)
+
+        def generate() -> None:
+            for piece in self._generated(asked, prompts, usage, ended):
+                if unread.qsize() >= MAX_UNREAD_PIECES:
+                    raise ApiError(f"{MAX_UNREAD_PIECES} pieces are unread; allowed: clients that read them in time")
+                deliver(piece)
+
+        job = self._submit(self._thread, generate)
+        job.add_done_callback(lambda _: deliver(None))
+        try:
+            while (piece := await unread.get()) is not None:
+                yield piece
+            job.result()  # raises what it raised
+        finally:
+            ended.set()
+            job.cancel()
+
+    def _generated(
+        self, asked: ApiRequest, prompts: list[list[int]], usage: Usage, ended: threading.Event
+    ) -> Iterator[Piece]:
+        """The pieces as the engine generates them, in its thread."""
         engine = self.engine
         sampling = replace(asked.sampling, stop_token_ids=stop_tokens(engine.tokenizer))
-        async with self._queued():
-            for index, ids in enumerate(prompts):
-                tokens = engine.stream(ids, limit, sampling, reuse_prefix=True)
-                stream = TextStream(tokens, engine.tokenizer, asked.stop, sampling.stop_token_ids)
-                pieces, before = iter(stream), usage.completion
-                usage.prompt += len(ids)
-                try:
-                    while (piece := await self._run(next, pieces, None)) is not None:
-                        usage.completion = before + len(stream.tokens)
+        for index, ids in enumerate(prompts):
+            before = usage.completion
+            usage.prompt += len(ids)
+            with closing(engine.stream(ids, asked.max_tokens, sampling, reuse_prefix=True)) as tokens:
+                wanted = takewhile(lambda _: not ended.is_set(), tokens)
+                text = TextStream(wanted, engine.tokenizer, asked.stop, sampling.stop_token_ids)
+                for piece in text:
+                    usage.completion = before + len(text.tokens)
+                    if piece:
                         yield index, piece, None
-                    await self._run(tokens.close)
-                finally:
-                    # A request that was cancelled during a round is closed after it.
-                    self._thread.submit(tokens.close)
-                usage.cached += engine.statistics.reused_tokens
-                yield index, "", stream.finish_reason
+            if ended.is_set():
+                return
+            usage.cached += engine.statistics.reused_tokens
+            yield index, "", text.finish_reason
 
     async def _events(
         self, pieces: AsyncGenerator[Piece, None], answer: ApiAnswer, usage: Usage | None
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         """An answer as server-sent events. An error after the first one is an event, too."""
         begun: set[int] = set()
         try:
             async with aclosing(pieces):
                 async for index, text, reason in pieces:
-                    if text or reason:
-                        yield _event(answer.chunk(index, text, reason, first=index not in begun))
-                        begun.add(index)
-        except ValueError as error:
-            if not is_user_error(error):
+                    yield _event(answer.chunk(index, text, reason, first=index not in begun))
+                    begun.add(index)
+        except (ApiError, ValueError) as error:
+            if not isinstance(error, ApiError) and not is_user_error(error):
                 raise
             yield _event(ApiError(str(error), status=500).document)
         if usage is not None:
             yield _event(answer.usage_chunk(usage))
         yield "data: [DONE]\n\n"
 
-    @asynccontextmanager
-    async def _queued(self) -> AsyncIterator[None]:
-        self._waiting += 1
-        try:
-            await self._turn.acquire()
-        finally:
-            self._waiting -= 1
-        try:
-            yield
-        finally:
-            self._turn.release()
 
-    async def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Calls a function in the engine's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+class EventStream(StreamingResponse):
+    """Server-sent events. Their generator is closed with the response, whatever ends it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self._events = events
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SLOW_CLIENT_S):
+                await send(message)
+
+        async with aclosing(self._events):
+            with suppress(TimeoutError):  # the server closes a connection whose response is not complete
+                await super().stream_response(send_in_time)
+
+
+class LocalNames:
+    """Refuses requests under other names than this machine's, by which a web page could send them (DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else LOCAL_NAMES[0]
+        app = self.app
+        if re.sub(r":\d*$", "", host).strip("[]").lower() not in LOCAL_NAMES:
+            error = ApiError(f"the host is {brief(host)}; allowed: {', '.join(LOCAL_NAMES)}")
+            app = JSONResponse(error.document, error.status)
+        await app(scope, receive, send)
 
 
 def server_app(engine: Engine, model: str, host: str) -> Starlette:
@@ -180,11 +229,17 @@ def server_app(engine: Engine, model: str, host: str) -> Starlette:
         Route("/v1/models/{name:path}", server.models, methods=["GET"]),
         Route("/health", server.health, methods=["GET"]),
     ]
-    local = [Middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_NAMES, "[::1]"])] if host in LOCAL_NAMES else []
+    local = [Middleware(LocalNames)] if host in LOCAL_NAMES else []
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        with closing(server):
+            yield
+
     handlers = {
         ApiError: _refused, HTTPException: _not_here, ValueError: _wrong, ClientDisconnect: _gone, Exception: _failed,
     }  # fmt: skip
-    return Starlette(routes=routes, middleware=local, exception_handlers=handlers)
+    return Starlette(routes=routes, middleware=local, exception_handlers=handlers, lifespan=lifespan)
 
 
 async def _body(request: Request) -> bytes:
@@ -197,6 +252,33 @@ async def _body(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise ApiError(f"the body is too large; allowed: up to {MAX_BODY_BYTES >> 20} MiB", status=413)
     return bytes(body)
+
+
+async def _joined(pieces: AsyncGenerator[Piece, None], count: int) -> list[tuple[str, str]]:
+    """The text and the finish reason of each of `count` choices."""
+    choices = [("", "")] * count
+    async with aclosing(pieces):
+        async for index, text, reason in pieces:
+            choices[index] = choices[index][0] + text, reason or ""
+    return choices
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of `work`. It is cancelled when the client leaves; the result is None then."""
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.create_task(work)
+    tasks = working, asyncio.create_task(leave())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 def _event(document: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,19 +50,23 @@ def require_stop_words(stop: Sequence[str]) -> None:
         raise WorkloadError("stop is not allowed; allowed: several texts of one character or more")
 
 
-def before_stop(pieces: Iterable[str], stop: Sequence[str]) -> Iterator[str]:
-    """The text up to the first stop word, which is left out. Text that may begin one is held back."""
+def before_stop(pieces: Iterable[str], stop: Sequence[str]) -> Generator[str, None, bool]:
+    """The text up to the first stop word, which is left out; returns whether there was one.
+
+    Text that may begin a stop word is held back.
+    """
     held = ""
     for piece in pieces:
         held += piece
         stops = [place for word in stop if (place := held.find(word)) >= 0]
         if stops:
             yield held[: min(stops)]
-            return
+            return True
         ready = len(held) - max((_begun(held, word) for word in stop), default=0)
         yield held[:ready]
         held = held[ready:]
     yield held
+    return False
 
 
 def _begun(text: str, word: str) -> int:
@@ -74,7 +78,8 @@ def _begun(text: str, word: str) -> int:
 class TextStream:
     """The text of tokens as they arrive, up to a stop word. Iterating over it, once, gives its pieces.
 
-    tokens, text: those that arrived so far.
+    tokens, text: those that arrived so far. finish_reason: at the end, "stop" after a stop token or a stop word, and
+    "length" where the tokens ended without one; before it None.
     """
 
     def __init__(self, tokens: Iterable[int], tokenizer: Any, stop: Sequence[str], stop_token_ids: Collection[int]):
@@ -82,17 +87,17 @@ class TextStream:
         self._stop, self._stop_token_ids = stop, stop_token_ids
         self.tokens: list[int] = []
         self.text = ""
+        self.finish_reason: str | None = None
 
     def __iter__(self) -> Iterator[str]:
-        for piece in before_stop(text_pieces(self._recorded(), self._decode), self._stop):
+        for piece in self._until_end():
             self.text += piece
             yield piece
 
-    @property
-    def finish_reason(self) -> str:
-        """ "stop" after a stop token or a stop word, else "length"."""
+    def _until_end(self) -> Iterator[str]:
+        stopped = yield from before_stop(text_pieces(self._recorded(), self._decode), self._stop)
         ended = bool(self.tokens) and self.tokens[-1] in self._stop_token_ids
-        return "stop" if ended or len(self.text) < len(self._decode(self.tokens)) else "length"
+        self.finish_reason = "stop" if stopped or ended else "length"
 
     def _recorded(self) -> Iterator[int]:
         for token in self._arriving:

@@ -1,5 +1,6 @@
 """The OpenAI-compatible server over a tiny model: answers, errors, the queue, streams that break off, and growth."""
 
+import asyncio
 import gc
 import json
 import socket
@@ -14,6 +15,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from ridgeplan.dashboards import server
+from ridgeplan.runtime.text import TextStream
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +80,17 @@ def test_a_stop_word_ends_the_text(client: TestClient) -> None:
     assert (choice["text"], choice["finish_reason"]) == (text[: text.index(text[4:6])], "stop")
 
 
+def test_the_finish_reason_is_what_ended_the_text(client: TestClient, engine: Any) -> None:
+    """Not the texts' lengths: a stop word may be the text's last characters, at the limit, too."""
+    text = "".join(engine.stream("The capital", 12))
+    (choice,) = completion(client, max_tokens=12, stop=text[-1]).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    (first,) = engine.generate([list(b"The capital")], 12).tokens
+    for token, reason in ((first[3], "stop"), (None, "length")):
+        answer = TextStream(first[:4], engine.tokenizer, (), () if token is None else (token,))
+        assert ("".join(answer), answer.finish_reason) == (engine.tokenizer.decode(first[:4]), reason)
+
+
 def test_a_chat_is_answered_in_the_models_template(client: TestClient, engine: Any) -> None:
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
@@ -105,8 +118,8 @@ def test_the_next_turn_continues_the_cache(client: TestClient) -> None:
         ({"prompt": [1, "a"]}, "prompt is [1, 'a']; allowed: a text", 400),
         ({"prompt": "a" * 257}, "the length of prompt 0 is 257; allowed by the plan: up to 256", 400),
         ({"prompt": [[300]]}, "a token of prompt 0 is 300; allowed", 400),
-        ({"max_tokens": 65}, "max_new_tokens is 65; allowed by the plan: up to 64", 400),
-        ({"max_tokens": 0}, "max_new_tokens is 0; allowed", 400),
+        ({"max_tokens": 65}, "max_tokens is 65; allowed: a whole number from 1 to 64", 400),
+        ({"max_tokens": 0}, "max_tokens is 0; allowed", 400),
         ({"temperature": -1}, "temperature is -1; allowed", 400),
         ({"temperature": "hot"}, "temperature is 'hot'; allowed", 400),
         ({"seed": 1.5}, "seed is 1.5; allowed", 400),
@@ -125,6 +138,7 @@ def test_bad_requests_are_refused_in_one_line(
     assert words in error["message"]
     assert "\n" not in error["message"]
     assert (response.status_code, error["type"]) == (status, "invalid_request_error")
+    assert error["param"] == next(iter(fields))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +176,12 @@ def test_other_paths_and_other_names_of_this_machine_are_refused(client: TestCli
     assert client.get("/v1/models/other").status_code == client.get("/v2").status_code == 404
     assert "GET '/v1/completions' is not here; allowed" in client.get("/v1/completions").json()["error"]["message"]
     assert client.get("/health").status_code == 200
-    assert client.get("/health", headers={"host": "rebound.example"}).status_code == 400
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
+        assert client.get("/health", headers={"host": host}).status_code == 200
+    for host in ("rebound.example", "localhost.example:8000", "", "[::2]", "localhost:80:80"):
+        refused = client.get("/health", headers={"host": host})
+        assert refused.status_code == 400
+        assert f"the host is {host!r}; allowed: 127.0.0.1" in refused.json()["error"]["message"]
 
 
 def post(address: tuple[str, int], **fields: Any) -> socket.socket:
@@ -187,31 +206,71 @@ def test_two_requests_at_once_take_turns(address: tuple[str, int], engine: Any) 
     assert not engine._running
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_generation(
-    address: tuple[str, int], engine: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    """A generation of which each token waits until the test goes on, so that it cannot end by itself."""
-    tokens, closed, begun = iter(range(65, 10**6)), threading.Event(), threading.Event()
+class Tokens:
+    """An engine's stream that generates tokens until it is closed, as fast as asked."""
 
-    def slow(ids: list[int], *_: Any, **__: Any) -> Iterator[int]:
+    def __init__(self, pause_s: float = 0.0, letter: int = 65) -> None:
+        self.begun, self.closed, self._pause_s, self._letter = threading.Event(), threading.Event(), pause_s, letter
+
+    def __call__(self, *_: Any, **__: Any) -> Iterator[int]:
         try:
-            for token in tokens:
-                begun.set()
-                time.sleep(0.01)
-                yield token % 26 + 65
+            while True:
+                self.begun.set()
+                time.sleep(self._pause_s)
+                yield self._letter
         finally:
-            closed.set()
+            self.closed.set()
 
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("letter", [65, 0xE2], ids=["text", "a character that never ends"])
+def test_a_client_that_leaves_ends_its_generation(
+    address: tuple[str, int], engine: Any, monkeypatch: pytest.MonkeyPatch, stream: bool, letter: int
+) -> None:
+    tokens = Tokens(0.01, letter)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "stream", slow)
+        patch.setattr(engine, "stream", tokens)
         connection = post(address, max_tokens=64, stream=stream)
-        assert begun.wait(30)
-        if stream:
-            connection.recv(1 << 10)
+        assert tokens.begun.wait(30)
         connection.close()
-        assert closed.wait(30)
+        assert tokens.closed.wait(30)
     assert b'"finish_reason":"length"' in received(post(address, max_tokens=4))
+
+
+def test_a_client_that_reads_nothing_keeps_nobody_waiting(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its generation goes on into a buffer until that is full; then its stream ends, and its connection in time."""
+    app, tokens, sent = server.server_app(engine, "tiny", "localhost"), Tokens(), []
+    monkeypatch.setattr(server, "MAX_UNREAD_PIECES", 50)
+    monkeypatch.setattr(server, "SLOW_CLIENT_S", 0.2)
+
+    async def answered(*, reads: bool) -> None:
+        body = {"model": "tiny", "prompt": "The capital", "max_tokens": 8, "stream": True}
+        messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+        async def receive() -> Any:
+            return next(messages, None) or await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if not reads and message.get("body"):
+                await asyncio.Event().wait()
+            sent.append(message)
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        await app(scope, receive, send)
+
+    async def scenario() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "stream", tokens)
+            stalled = asyncio.create_task(answered(reads=False))
+            assert await asyncio.to_thread(tokens.closed.wait, 30)
+        await answered(reads=True)
+        assert sent[-2]["body"].endswith(b"[DONE]\n\n")
+        sent.clear()
+        await stalled
+        assert not sent  # its response is not complete, for which the server closes the connection
+
+    asyncio.run(scenario())
 
 
 def test_openais_own_client_reads_the_answers(address: tuple[str, int], engine: Any) -> None:
@@ -222,8 +281,9 @@ def test_openais_own_client_reads_the_answers(address: tuple[str, int], engine: 
     text = "".join(engine.stream("The capital", 8))
     assert client.completions.create(**body).choices[0].text == text
     assert "".join(chunk.choices[0].text for chunk in client.completions.create(**body, stream=True)) == text
-    with pytest.raises(openai.BadRequestError, match="temperature is -1; allowed"):
+    with pytest.raises(openai.BadRequestError, match="temperature is -1; allowed") as refused:
         client.completions.create(**body | {"temperature": -1})
+    assert refused.value.param == "temperature"
 
 
 @pytest.mark.parametrize("requests", [12, pytest.param(1000, marks=pytest.mark.slow)])
