@@ -35,7 +35,7 @@ from ridgeplan.runtime import Engine
 from ridgeplan.runtime.chat_template import TemplateProcess, chat_text
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.request import Request as EngineRequest
-from ridgeplan.runtime.text import TextStream, encoded, stop_tokens
+from ridgeplan.runtime.text import TextStream, encoded
 
 MAX_BODY_BYTES = 16 << 20
 MAX_WAITING = 64  # requests in the queue
@@ -150,7 +150,7 @@ class EngineServer:
     ) -> Iterator[Piece]:
         """The pieces as the engine generates them, in its thread."""
         engine = self.engine
-        sampling = replace(asked.sampling, stop_token_ids=stop_tokens(engine.tokenizer))
+        sampling = replace(asked.sampling, stop_token_ids=engine.stop_token_ids)
         for index, ids in enumerate(prompts):
             before = usage.completion
             usage.prompt += len(ids)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -33,6 +34,7 @@ from ridgeplan.runtime.offload.layer_mover import layer_mover
 from ridgeplan.runtime.policies import scorer_for, token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, SparseSelector, TokenSelector
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
+from ridgeplan.runtime.quantization.saved import saved_weights
 from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams, all_finite, require_finite
@@ -99,13 +101,15 @@ class Engine:
         draft_head: HeadCheckpoint | None = None,
         host_layers: int = 0,
         spare_bytes: int = 0,
+        draft_path: Path | None = None,
     ) -> None:
         """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
         their own, by default quantized from `weights` and `text`, by default one of the model's own. profile: the
         device's rates, by default this machine's, from which an adaptive gamma knows what rounds take. head: a
         retrieval head for plans that choose by one. draft_head: that of a drafter with weights. host_layers: the last
-        layers, which are offloaded. spare_bytes: memory that the others leave to them, if they leave one by one. Raises
-        ModelError for a head of another model, and WorkloadError without one.
+        layers, which are offloaded. spare_bytes: memory that the others leave to them, if they leave one by one.
+        draft_path: file that the draft's quantized weights are read from, or saved to; by default they are not saved.
+        Raises ModelError for a head of another model, and WorkloadError without one.
 
         If prompts use their memory, swappable weights of another engine are shared, and others copied.
         """
@@ -116,7 +120,7 @@ class Engine:
         if plan.weights.hierarchical:
             self.draft_weights = weights.upper
         elif plan.weights.draft_copy:
-            self.draft_weights = self._drafts(draft_weights, text)
+            self.draft_weights = self._drafts(draft_weights, text, draft_path)
         self.scorer = scorer_for(plan)
         sizes = config.shape.kv_layers, host_layers, spare_bytes
         cache_config = KVCacheConfig.of(plan, *sizes, config.attention_windows)
@@ -150,6 +154,11 @@ class Engine:
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded on first use. Raises ModelError."""
         return load_tokenizer(self.source)
+
+    @cached_property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text of the model. Raises ModelError."""
+        return stop_tokens(self.tokenizer, self.source)
 
     @cached_property
     def profile(self) -> Profile:
@@ -259,7 +268,7 @@ class Engine:
         require_stop_words(stop)
         sampling = sampling or SamplingParams()
         if not sampling.stop_token_ids:
-            sampling = replace(sampling, stop_token_ids=stop_tokens(self.tokenizer))
+            sampling = replace(sampling, stop_token_ids=self.stop_token_ids)
         with closing(self._stream_tokens(ids, max_new_tokens, sampling, reuse_prefix)) as tokens:
             yield from before_stop(text_pieces(tokens, text_decoder(self.tokenizer)), stop)
 
@@ -379,17 +388,22 @@ class Engine:
         self.cache = self._selector = self._sparse_target = self._mover = self._filled = None
         self._graphs.clear()
 
-    def _drafts(self, weights: DecoderWeights | None, text: CalibrationText | None) -> DecoderWeights:
+    def _drafts(
+        self, weights: DecoderWeights | None, text: CalibrationText | None, path: Path | None
+    ) -> DecoderWeights:
         if isinstance(weights, SwappableWeights):
             return weights
+
+        def fit() -> DecoderWeights:
+            fitted = text or CalibrationText.of_model(self.decoder, self.weights)
+            return quantized_draft(self.decoder, self.weights, self.plan.weights.group, fitted)
 
         def load() -> DecoderWeights:
             if weights is not None:
                 return weights
-            fitted = text or CalibrationText.of_model(self.decoder, self.weights)
-            return quantized_draft(self.decoder, self.weights, self.plan.weights.group, fitted)
+            return saved_weights(path, self.device, lambda: call_with_separate_heap(fit, self.device), self.weights)
 
-        return draft_weights_for(self.plan, self.weights, lambda: call_with_separate_heap(load, self.device))
+        return draft_weights_for(self.plan, self.weights, load)
 
     @contextmanager
     def _exclusive(self, request: Request) -> Iterator[Cache]:

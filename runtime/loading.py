@@ -106,8 +106,10 @@ def load(
     offloading = require_memory(plan, config.shape, place, dtype, shared_bytes, memory_utilization)
     with readable_out_of_memory(place):
         target = weights or _target(plan, source, config, place, dtype, text, meter)
+        form = WeightFormat(4, plan.weights.group)
+        path = weights_path(source, dtype, place, form, text, drafts=True) if plan.weights.draft_copy else None
         return Engine(
-            plan, source, config, target, place, meter, draft_weights, text, profile, head, trained, *offloading
+            plan, source, config, target, place, meter, draft_weights, text, profile, head, trained, *offloading, path
         )
 
 
@@ -156,9 +158,11 @@ def _target(
         dense, decoder = read(), Decoder(config, device)
         ends, fit_to = dense.ends(device), text
         if fit_to is None:
-            # The dense model may not fit the device, so a copy rounded to nearest writes the text.
             layers = dense.layers(device, keep=True)
-            fit_to = CalibrationText.of_model(decoder, rounded_target(ends, layers, weight_format))
+            if device.type == "cpu":
+                fit_to = CalibrationText.sampled(decoder, ends, layers)
+            else:  # the dense model may not fit the device, so a copy rounded to nearest writes the text
+                fit_to = CalibrationText.of_model(decoder, rounded_target(ends, layers, weight_format))
         return quantized_target(decoder, ends, dense.layers(device), weight_format, fit_to)
 
     path = weights_path(source, dtype, device, weight_format, text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ridgeplan.runtime.errors import WorkloadError, failures_as, quiet_rust
@@ -24,10 +26,17 @@ def text_decoder(tokenizer: Any) -> Callable[[list[int]], str]:
     return partial(tokenizer.decode, skip_special_tokens=True)
 
 
-def stop_tokens(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a text of the model."""
-    stop = tokenizer.eos_token_id
-    return () if stop is None else (stop,)
+def stop_tokens(tokenizer: Any, folder: str | Path) -> tuple[int, ...]:
+    """The tokens that end a text: the tokenizer's, and those of generation_config.json, such as the end of a turn.
+
+    folder: of the model. Raises ModelError for a damaged file.
+    """
+    path, ids = Path(folder, "generation_config.json"), [tokenizer.eos_token_id]
+    if path.is_file():
+        with failures_as(f"cannot read {str(path)!r}"):
+            more = json.loads(path.read_bytes()).get("eos_token_id")
+            ids += more if isinstance(more, list) else [more]
+    return tuple(sorted({token for token in ids if type(token) is int and token >= 0}))
 
 
 def text_pieces(tokens: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:

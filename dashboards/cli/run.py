@@ -120,7 +120,7 @@ def run(
     # Importing torch takes seconds, so that all the above is checked first.
     from ridgeplan import runtime
     from ridgeplan.runtime.loading import require_described
-    from ridgeplan.runtime.text import TextStream, stop_tokens
+    from ridgeplan.runtime.text import TextStream
 
     params = runtime.SamplingParams(**sampling)
     source = embedded_or(model) if shape is None else model_id(str(given), shape)
@@ -141,7 +141,7 @@ def run(
         plan, source, calibration=calibration_tokens(source, calibration), memory_utilization=memory_utilization,
         retrieval_head=retrieval_head, drafter_head=drafter_head, profile=rates,
     )  # fmt: skip
-    params = replace(params, stop_token_ids=stop_tokens(engine.tokenizer))
+    params = replace(params, stop_token_ids=engine.stop_token_ids)
     if prompts is not None:
         for line in answers(engine, inputs, ids, limit, params, stop):
             echo(json.dumps(line))

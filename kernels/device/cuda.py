@@ -15,16 +15,21 @@ Rules for every kernel launched this way, and for Triton's with `launch_pdl=True
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.cuda import _utils as compiler
+
+from ridgeplan.roofline.catalog.files import NoHomeFolder, cache_folder, replacing
 
 INT_RANGE = range(-(1 << 31), 1 << 31)
 
@@ -100,17 +105,71 @@ def compile_kernel(
 ) -> Any | None:
     """The kernel `entry`, which may be launched with up to `shared_bytes` of dynamic shared memory.
 
-    None if it does not compile or load, after a warning that begins with `fallback`, which says what runs instead.
+    Its code is kept in the user's cache, as NVRTC takes seconds. None if it does not compile or load, after a warning
+    that begins with `fallback`, which says what runs instead.
     """
     try:
         with torch.cuda.device(device):
-            kernel = torch.cuda._compile_kernel(program, entry, nvcc_options=[*include_options(), *options])
+            capability = "".join(map(str, _capability(device)))
+            path = _binary_path(program, entry, options, capability)
+            binary = path and _read_binary(path)
+            if not binary:
+                binary = Binary(*compiler._nvrtc_compile(
+                    program, entry, nvcc_options=[*include_options(), *options]
+                ))  # fmt: skip
+                if path:
+                    _save_binary(binary, path)
+            kernel = compiler._cuda_load_module(binary.code, [binary.name])[binary.name]
             if shared_bytes:
                 kernel.set_shared_memory_config(shared_bytes)
     except (RuntimeError, OSError, AttributeError) as error:
         warnings.warn(f"{fallback}: {error}", stacklevel=2)
         return None
     return kernel
+
+
+class Binary(NamedTuple):
+    """A kernel's code for one architecture, and its name in it."""
+
+    code: bytes
+    name: str
+
+
+def _binary_path(program: str, entry: str, options: Sequence[str], capability: str) -> Path | None:
+    """The file of a kernel's code: its name is a hash of all that the code depends on. None without a home folder."""
+    identity = repr((program, entry, list(options), capability, torch.__version__, torch.version.cuda, _sources_hash()))
+    try:
+        folder = cache_folder() / "kernels"
+    except NoHomeFolder:
+        return None
+    return folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.cubin"
+
+
+@cache
+def _sources_hash() -> str:
+    """Of every CUDA file of this package, as programs include them."""
+    files = sorted([*SOURCES.rglob("*.cu"), *SOURCES.rglob("*.cuh")])
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
+
+
+def _read_binary(path: Path) -> Binary | None:
+    """The code in a file; None if it is missing or damaged."""
+    try:
+        digest, name, code = path.read_bytes().split(b"\n", 2)
+    except (OSError, ValueError):
+        return None
+    whole = digest == hashlib.sha256(name + code).hexdigest().encode()
+    return Binary(code, name.decode()) if whole else None
+
+
+def _save_binary(binary: Binary, path: Path) -> None:
+    """Writes a file that appears under its name only when it is complete; where that fails, nothing is kept."""
+    name = binary.name.encode()
+    digest = hashlib.sha256(name + binary.code).hexdigest().encode()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as staging:
+            staging.write_bytes(b"\n".join((digest, name, binary.code)))
 
 
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # the driver's CUlaunchAttributeID

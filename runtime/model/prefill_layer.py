@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from ridgeplan.kernels.attention import MAX_QUERIES, decode_attention
 from ridgeplan.kernels.state.reference import delta_chunks
@@ -404,6 +403,8 @@ def causal_attention(q: Tensor, keys: Tensor, values: Tensor, window: int | None
     if tokens < seen:
         assert window is None, "a window is of consecutive tokens"
         # Masked like this, FlashAttention forms no mask.
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes seconds
+
         return _attend(q, keys, values, attn_mask=causal_lower_right(tokens, seen))
     if window is None or tokens <= window:
         return _attend(q, keys, values, is_causal=True)

@@ -88,21 +88,26 @@ class CalibrationText:
         """
         if weights.embedding.is_cuda:
             return cls(self_generated_text(decoder, weights), natural=True)
-        return cls(sampled_tokens(decoder, weights)[None], natural=False)
+        return cls.sampled(decoder, weights, weights.layers)
+
+    @classmethod
+    def sampled(cls, decoder: Decoder, ends: DecoderWeights, layers: Iterable[LayerWeights]) -> CalibrationText:
+        """Tokens that a model samples in one pass through its layers, of which one at a time is needed."""
+        return cls(sampled_tokens(decoder, ends, layers)[None], natural=False)
 
 
 @torch.no_grad()
-def sampled_tokens(decoder: Decoder, weights: DecoderWeights) -> Tensor:
+def sampled_tokens(decoder: Decoder, weights: DecoderWeights, layers: Iterable[LayerWeights]) -> Tensor:
     """Tokens [SAMPLED_TOKENS], each drawn from what the model predicts at a position of random tokens.
 
-    It takes one pass. The result is not text, but its token frequencies are the model's own, which suffices for the
-    diagonal.
+    weights: the model's embedding, norm and head. It takes one pass. The result is not text, but its token frequencies
+    are the model's own, which suffices for the diagonal.
     """
     device, vocab = weights.embedding.device, decoder.config.shape.vocab
     generator = torch.Generator(device).manual_seed(0)
     tokens = torch.randint(vocab, (SAMPLED_TOKENS,), generator=generator, device=device)
     hidden = functional.embedding(tokens, weights.embedding)
-    for index, layer in enumerate(weights.layers):
+    for index, layer in enumerate(layers):
         prefill_layer(decoder, index, layer, hidden)
     logits = weights.logits(weights.norm(hidden, None)[1]).float()
     require_finite([bool(all_finite(logits).all())])

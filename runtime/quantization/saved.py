@@ -1,4 +1,4 @@
-"""Quantized target weights, saved once in the user's cache: fitting takes minutes, reading them seconds.
+"""Quantized weights, saved once in the user's cache: fitting takes minutes, reading them seconds.
 
 A file appears under its name only when it is complete. Its header gives its length, and the CRC-32 of each tensor and
 of the objects that hold them, so a damaged file is detected and replaced. Its name is a hash of everything that the
@@ -39,7 +39,7 @@ from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, ParallelNorm, RMSNo
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, DeltaWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText
 
-VERSION = "5"  # part of the name: a change of what is fitted or written makes a new file
+VERSION = "6"  # part of the name: a change of what is fitted or written makes a new file
 STRUCTURE = "structure"  # the entry of a file's metadata: a text and its checksum, see `_save`
 PARTS = {
     kind.__name__: kind
@@ -51,15 +51,17 @@ PARTS = {
 }  # fmt: skip
 
 
-def saved_weights(path: Path | None, device: torch.device, make: Callable[[], DecoderWeights]) -> DecoderWeights:
+def saved_weights(
+    path: Path | None, device: torch.device, make: Callable[[], DecoderWeights], shared: DecoderWeights | None = None
+) -> DecoderWeights:
     """The weights in the file `path`, on `device`. If it is missing or damaged, they are computed and saved there.
 
     Processes that need the same weights compute them once. Weights that cannot be saved are used after a warning;
-    without a path there is no warning.
+    without a path there is no warning. shared: weights whose tensors a file does not repeat: a target's, of its drafts.
     """
     if path is None:
         return make()
-    weights = read_saved(path, device)
+    weights = read_saved(path, device, shared)
     if weights is not None:
         return weights
     with suppress(OSError):
@@ -72,19 +74,25 @@ def saved_weights(path: Path | None, device: torch.device, make: Callable[[], De
         except (OSError, NotImplementedError) as error:
             warnings.warn(f"the fitted weights are not saved: cannot lock {path.parent}: {error}", stacklevel=2)
             return make()
-        weights = read_saved(path, device)  # another process may have finished meanwhile
+        weights = read_saved(path, device, shared)  # another process may have finished meanwhile
         if weights is None:
             weights = make()
-            _save(weights, path)
+            _save(weights, path, shared)
     return weights
 
 
 def weights_path(
-    source: str, dtype: torch.dtype, device: torch.device, target: WeightFormat, text: CalibrationText | None
+    source: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    target: WeightFormat,
+    text: CalibrationText | None,
+    *,
+    drafts: bool = False,
 ) -> Path | None:
     """The path for weights of the folder `source` that are fitted to `text`, by default one that the model generates.
 
-    None for a user without a home folder.
+    drafts: those beside an unquantized target, whose head is quantized, too. None for a user without a home folder.
     """
     try:
         folder = user_files.quantized_folder()
@@ -96,20 +104,20 @@ def weights_path(
     library = f"{torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
     layout = library if device.type == "cpu" else device.type
     tokens = b"" if text is None else text.tokens.cpu().numpy().tobytes()
-    identity = repr((VERSION, str(Path(source).resolve()), status, str(dtype), layout, target))
+    identity = repr((VERSION, str(Path(source).resolve()), status, str(dtype), layout, target, drafts))
     digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape") + tokens).hexdigest()[:24]
     return folder / f"{target.bits}-bit-{digest}.safetensors"
 
 
-def read_saved(path: Path, device: torch.device) -> DecoderWeights | None:
-    """The weights in a file; None if it is missing or damaged."""
+def read_saved(path: Path, device: torch.device, shared: DecoderWeights | None = None) -> DecoderWeights | None:
+    """The weights in a file; None if it is missing or damaged. shared: as for `saved_weights`."""
     try:
         with safe_open(path, framework="pt") as file:
             text, checksum = json.loads(file.metadata()[STRUCTURE])
             if zlib.crc32(text.encode()) != checksum:
                 return None
             structure, checksums = json.loads(text)
-            tensors = {}
+            tensors = dict(_shared_tensors(shared).values())
             for name in file.keys():  # noqa: SIM118
                 tensor = file.get_tensor(name)
                 if _checksum(tensor) != checksums[name]:
@@ -121,7 +129,13 @@ def read_saved(path: Path, device: torch.device) -> DecoderWeights | None:
     return weights if isinstance(weights, DecoderWeights) else None
 
 
-def _save(weights: DecoderWeights, path: Path) -> None:
+def _shared_tensors(weights: DecoderWeights | None) -> dict[int, tuple[str, Tensor]]:
+    """Names of tensors that another's file does not hold, by address."""
+    tensors = () if weights is None else dict.fromkeys(weights.tensors())
+    return {tensor.data_ptr(): (f"shared{index}", tensor) for index, tensor in enumerate(tensors)}
+
+
+def _save(weights: DecoderWeights, path: Path, shared: DecoderWeights | None) -> None:
     """Writes to a file beside `path` and renames it.
 
     The text in its metadata holds the objects that the tensors belong to, and the tensors' checksums.
@@ -132,9 +146,10 @@ def _save(weights: DecoderWeights, path: Path) -> None:
             warnings.warn(f"the fitted weights are not saved: {gb:.1f} GB of {what} are not free", stacklevel=2)
             return
     staging = path.with_suffix(".partial")  # the lock keeps others off; what a killed process left is overwritten
-    tensors: dict[int, tuple[str, Tensor]] = {}
+    known = _shared_tensors(shared)
+    tensors = dict(known)
     structure = _described(weights, tensors)
-    named = {name: tensor.cpu().contiguous() for name, tensor in tensors.values()}
+    named = {name: tensor.cpu().contiguous() for at, (name, tensor) in tensors.items() if at not in known}
     try:
         checksums = {name: _checksum(tensor) for name, tensor in named.items()}
         text = json.dumps([structure, checksums])

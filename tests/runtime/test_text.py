@@ -1,6 +1,8 @@
 """Texts and conversations that an engine continues."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,7 +10,8 @@ from ridgeplan import runtime
 from ridgeplan.planner import Workload, preset
 from ridgeplan.runtime.chat_template import ChatTemplateError, chat_text
 from ridgeplan.runtime.engine import Engine
-from ridgeplan.runtime.errors import WorkloadError
+from ridgeplan.runtime.errors import ModelError, WorkloadError
+from ridgeplan.runtime.text import stop_tokens
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}<a>"
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -32,6 +35,17 @@ def test_a_stop_word_ends_the_generation_and_leaves_the_engine_free(engine: Engi
     assert "".join(engine.stream("The capital", stop=[word])) == text.partition(word)[0]
     assert engine.statistics.generated < 8
     assert "".join(engine.stream("The capital")) == text
+
+
+@pytest.mark.parametrize("more", [101, [101, 7]])
+def test_a_text_ends_at_every_token_that_the_models_generation_config_names(tmp_path: Path, more: object) -> None:
+    tokenizer = SimpleNamespace(eos_token_id=5)
+    assert stop_tokens(tokenizer, tmp_path) == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": more}), encoding="utf-8")
+    assert stop_tokens(tokenizer, tmp_path) == ((5, 101) if more == 101 else (5, 7, 101))
+    (tmp_path / "generation_config.json").write_text("[", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"cannot read .*generation_config\.json"):
+        stop_tokens(tokenizer, tmp_path)
 
 
 def test_a_conversation_is_answered_in_the_models_template(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,15 +182,21 @@ class Kernel:
 
     shared_bytes = 0
 
+    def __init__(self, code: bytes) -> None:
+        self.code = code
+
     def set_shared_memory_config(self, shared_bytes: int) -> None:
         self.shared_bytes = shared_bytes
 
 
 @pytest.fixture
-def compiling(monkeypatch: pytest.MonkeyPatch) -> Any:
+def compiling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Replaces torch's compiler by a function of the test's, on any machine."""
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    return lambda compiler: monkeypatch.setattr(torch.cuda, "_compile_kernel", compiler)
+    monkeypatch.setattr(cuda, "_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda._utils, "_cuda_load_module", lambda code, names: {names[0]: Kernel(code)})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return lambda compiler: monkeypatch.setattr(torch.cuda._utils, "_nvrtc_compile", compiler)
 
 
 def test_a_program_includes_its_source_and_checks_its_arguments() -> None:
@@ -222,9 +229,9 @@ def test_every_include_is_found() -> None:
 def test_a_kernel_gets_its_options_and_shared_memory(compiling: Any) -> None:
     seen = []
 
-    def compile_kernel(source: str, entry: str, nvcc_options: list[str]) -> Kernel:
+    def compile_kernel(source: str, entry: str, nvcc_options: list[str]) -> tuple[bytes, str]:
         seen.append((source, entry, nvcc_options))
-        return Kernel()
+        return b"code\n\0", "mangled"
 
     compiling(compile_kernel)
     include = cuda.include_options()
@@ -235,8 +242,36 @@ def test_a_kernel_gets_its_options_and_shared_memory(compiling: Any) -> None:
     assert seen == [("source", "entry", [*include, "-DA=1"]), ("source", "entry", include)]
 
 
+def test_a_kernel_is_compiled_once_for_all_processes(
+    compiling: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Until the program, its options, the GPU, torch or the file with its code change."""
+    codes = (f"code {count}\n\0".encode() for count in itertools.count())
+    compiling(lambda *_, **__: (next(codes), "mangled"))
+
+    def code(*options: str) -> bytes:
+        kernel = cuda.compile_kernel("source", "entry", options, DEVICE, fallback="")
+        assert kernel is not None
+        return kernel.code
+
+    assert code() == code() == b"code 0\n\0"
+    assert code("-DA=1") == b"code 1\n\0"
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "_capability", lambda _: (8, 0))
+        assert code() == b"code 2\n\0"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9")
+        assert code() == b"code 3\n\0"
+    for path in (tmp_path / "ridgeplan" / "kernels").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert code() == code() == b"code 4\n\0"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError))
+    assert (code(), code()) == (b"code 5\n\0", b"code 6\n\0")
+
+
 def test_what_does_not_compile_is_a_warning(compiling: Any) -> None:
-    def compile_kernel(*_: Any, **__: Any) -> Kernel:
+    def compile_kernel(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such instruction")
 
     compiling(compile_kernel)

@@ -187,10 +187,10 @@ def test_sampled_tokens_are_as_frequent_as_the_model_finds_them(tiny_model, make
     odds = torch.ones(128)
     odds[5] = 3 * 127  # three quarters
     likely = dataclasses.replace(engine.weights, head=lambda x: odds.log().expand(*x.shape[:-1], -1))
-    tokens = sampled_tokens(engine.decoder, likely)
+    tokens = sampled_tokens(engine.decoder, likely, likely.layers)
     deviation = (0.75 * 0.25 / SAMPLED_TOKENS) ** 0.5
     assert float((tokens == 5).float().mean()) == pytest.approx(0.75, abs=4 * deviation)
-    assert torch.equal(tokens, sampled_tokens(engine.decoder, likely))
+    assert torch.equal(tokens, sampled_tokens(engine.decoder, likely, likely.layers))
 
 
 # Dense layers become 4-bit ones.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
+from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime import loading
 from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization import saved
@@ -45,6 +46,22 @@ def test_weights_are_read_again_as_they_were_fitted(options, tied, tiny_model, m
     ours, theirs = (list(loaded.tensors()) for loaded in (first, second))
     assert len(ours) == len(theirs) > 20
     assert all(torch.equal(loaded, other) for loaded, other in zip(ours, theirs, strict=True))
+
+
+def test_drafts_are_fitted_once_and_share_what_they_share_with_their_target(
+    tiny_model, make_plan, saved_weights_folder, monkeypatch
+):
+    folder, plan = tiny_model().folder, make_plan(gamma=2, draft_bits=4)
+    first = runtime.load(plan, folder, device="cpu")
+    [file] = files(saved_weights_folder)
+    assert file.stat().st_size < 1.1 * (first.draft_weights.bytes - first.weights.embedding.nbytes) + 8000
+    monkeypatch.setattr(engine_module, "quantized_draft", None)
+    second = runtime.load(plan, folder, device="cpu")
+    assert second.draft_weights.embedding is second.weights.embedding
+    assert second.generate([1, 2, 3], 8).tokens == first.generate([1, 2, 3], 8).tokens
+    assert second.draft_weights.head.weight.packed.equal(first.draft_weights.head.weight.packed)
+    assert runtime.load(make_plan(target_bits=4), folder, device="cpu").weights.head is not None
+    assert len(files(saved_weights_folder)) == 2
 
 
 def test_a_half_written_file_is_never_used(tiny_model, make_plan, saved_weights_folder, fitted):
