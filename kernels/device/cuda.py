@@ -137,7 +137,9 @@ class Binary(NamedTuple):
 
 def _binary_path(program: str, entry: str, options: Sequence[str], capability: str) -> Path | None:
     """The file of a kernel's code: its name is a hash of all that the code depends on. None without a home folder."""
-    identity = repr((program, entry, list(options), capability, torch.__version__, torch.version.cuda, _sources_hash()))
+    identity = repr(
+        (program, entry, list(options), capability, torch.version.git_version, torch.version.cuda, _sources_hash())
+    )
     try:
         folder = cache_folder() / "kernels"
     except NoHomeFolder:
