@@ -364,7 +364,8 @@ def round_costs(plan: Plan, shape: ModelShape, profile: Profile, gammas: Sequenc
     if not drafter.active:
         return RoundCosts(dict(zip(kinds, seconds, strict=True)), model.of(plan).best)
     known = proposal_acceptance(drafter.kind, plan.workload)
-    return RoundCosts(dict(zip(kinds, seconds, strict=True)), model.of(plan).best, known.hit, known.best)
+    of_proposals = known.hit, known.best, not drafter.trained
+    return RoundCosts(dict(zip(kinds, seconds, strict=True)), model.of(plan).best, *of_proposals)
 
 
 def estimate_kinds(

@@ -87,7 +87,6 @@ class Family:
         return RoundShape(gamma, min(gamma, max(passes, -(-gamma // (drafter.depth + 1)))), drafter.depth)
 
 
-@lru_cache(maxsize=16)
 def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NEAR_LOSSLESS) -> tuple[Family, ...]:
     """Every preset, and the joint space of weights, cache formats, draft codes and selections that `quality` allows.
 
@@ -96,6 +95,13 @@ def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NE
     drafts where only lower codes leave. How often drafts are accepted that read a few tokens of some layers is not
     known, so that such plans are run but not searched.
     """
+    # What is known of a head may change while the program runs.
+    make = _families.__wrapped__ if workload.drafter_head else _families
+    return make(workload, offload, quality)
+
+
+@lru_cache(maxsize=16)
+def _families(workload: Workload, offload: bool, quality: Quality) -> tuple[Family, ...]:
     presets = ((name, make(workload)) for name, make in PRESETS.items())
     named = {family_key(plan): (name, plan) for name, plan in presets if is_searched(plan)}
     joint = list(_joint(workload, quality))

@@ -194,13 +194,15 @@ class RoundCosts:
     """Seconds of a round by gamma, the first of which is 0: a plain step of the same target.
 
     acceptance: the predicted conditional acceptance of the self-drafts. hit, proposal_acceptance: of the plan's
-    drafter, if it has one (roofline/drafters.py).
+    drafter, if it has one (roofline/drafters.py). always_proposed: whether it also proposes before rounds that do not
+    use it.
     """
 
     seconds: dict[RoundKind, float]
     acceptance: float
     hit: float = 0.0
     proposal_acceptance: float = 0.0
+    always_proposed: bool = True
 
     @property
     def gammas(self) -> tuple[RoundKind, ...]:

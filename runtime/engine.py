@@ -98,10 +98,10 @@ class Engine:
         text: CalibrationText | None = None,
         profile: Profile | None = None,
         head: Head | None = None,
-        draft_head: HeadCheckpoint | None = None,
         host_layers: int = 0,
         spare_bytes: int = 0,
         draft_path: Path | None = None,
+        draft_head: HeadCheckpoint | None = None,
     ) -> None:
         """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
         their own, by default quantized from `weights` and `text`, by default one of the model's own. profile: the

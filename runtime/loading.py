@@ -108,9 +108,8 @@ def load(
         target = weights or _target(plan, source, config, place, dtype, text, meter)
         form = WeightFormat(4, plan.weights.group)
         path = weights_path(source, dtype, place, form, text, drafts=True) if plan.weights.draft_copy else None
-        return Engine(
-            plan, source, config, target, place, meter, draft_weights, text, profile, head, trained, *offloading, path
-        )
+        parts = head, *offloading, path, trained
+        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, *parts)
 
 
 def require_described(plan: Plan, model: str, memory_utilization: float = MEMORY_UTILIZATION) -> None:

@@ -147,8 +147,9 @@ class AdaptiveGamma:
     """The round with the most tokens per second at the acceptance seen so far, as far as the loss budget allows it.
 
     Of a plan with a drafter, rounds differ in the tiers that draft: the self-draft alone, the drafter alone, or both.
-    Proposals are compared with the text whatever is used, so that every round tells how good they are. The tokens of a
-    round are the mean over the sequences, each with the proposals that it had.
+    Proposals that cost nothing are compared with the text whatever is used, so that every round tells how good they
+    are; those of a head, after the rounds that used them. The tokens of a round are the mean over the sequences, each
+    with the proposals that it had.
     Where plain steps are fastest, the cheapest drafting rounds probe whether that is still so.
     new_tokens: the most that the generation may have. Rows of a batch share the round and the self-drafts' acceptance.
     """
@@ -175,7 +176,7 @@ class AdaptiveGamma:
             return
         tokens = sum(len(row.tokens) for row in active) / len(active)
         self._budget = self._budget.collect(tokens)
-        if self._costs.drafter_known:
+        if self._costs.drafter_known and (self._costs.always_proposed or round_shape(kind).depth):
             seen = self._proposals
             self._proposals = {
                 index: seen.get(index, ProposalEvidence()).add(row) for index, row in enumerate(rows) if row.tokens

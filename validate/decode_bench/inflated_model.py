@@ -15,7 +15,7 @@ from torch import Tensor
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.memory import weight_memory
-from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.plan import DrafterKind, Plan
 from ridgeplan.roofline.plan.support import missing_head
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
@@ -26,6 +26,7 @@ from ridgeplan.runtime.model.source import model_source
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_target
 from ridgeplan.runtime.retrieval.head import Head
+from ridgeplan.runtime.speculation.draft_head import HeadCheckpoint
 from ridgeplan.validate.acceptance import named_shape
 from ridgeplan.validate.decode_bench.inflation import (
     ChannelMap,
@@ -109,9 +110,16 @@ class InflatedModel:
             weights = self.targets[kind]
             meter, config = MemoryMeter(self.device, weights.bytes), self.config(plan.workload.yarn_factor)
             head = make_head(self.shape, weights.embedding) if make_head and missing_head(plan) else None
-            return Engine(
-                plan, self.source, config, weights, self.device, meter, draft_weights, text, profile, head, *offloading
-            )
+            parts = head, *offloading, None, self._draft_head(plan)
+            return Engine(plan, self.source, config, weights, self.device, meter, draft_weights, text, profile, *parts)
+
+    def _draft_head(self, plan: Plan) -> HeadCheckpoint | None:
+        """The small model's head in the shape, of a plan whose drafter is one."""
+        if plan.speculation.drafter.kind is not DrafterKind.HEAD:
+            return None
+        config = decoder_config(self.hub, self.source)
+        small = HeadCheckpoint.load(plan.workload.drafter_head, config.shape)
+        return Inflater.build(config, self.shape, self.device).draft_head(small)
 
     def _text(self, plan: Plan, calibration: Sequence[int] | None) -> CalibrationText | None:
         if not plan.weights.quantized:

@@ -29,6 +29,7 @@ from ridgeplan.runtime.model.decoder import DecoderConfig, Rotary
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear
 from ridgeplan.runtime.model.norms import Norm, RMSNorm
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, LayerWeights
+from ridgeplan.runtime.speculation.draft_head import STREAMS, HeadCheckpoint
 
 GROUP = 128  # of a plan's weights, unless it says otherwise
 LARGEST_GROUP = max(QUANTIZATION_GROUPS)
@@ -253,6 +254,57 @@ class Inflater:
             mixer=AttentionWeights(Dense(self._noise(qkv)), Dense(torch.zeros_like(output))),
             mlp=GatedMLP(Dense(self._noise(gate_up)), Dense(torch.zeros_like(down))),
         )
+
+    def draft_head(self, small: HeadCheckpoint) -> HeadCheckpoint:
+        """A head of the small model as one of the shape's, of the same draft vocabulary.
+
+        Its sizes, and so its cost, are those of a head that was trained for the shape with as many draft tokens. It
+        reads the depths of the small model, whose layers come first. Raises InflationError for one of other heads.
+        """
+        config, shape, tensors = self.channel_map.config.shape, self.channel_map.shape, small.tensors
+        sizes = [
+            (each.q_heads, each.kv_heads, each.head_dim, each.intermediate)
+            for each in (small.config.layer.shape, config)
+        ]
+        if sizes[0] != sizes[1]:
+            raise InflationError(
+                f"the draft head has {sizes[0]} heads, channels of one and of the MLP; allowed: {sizes[1]}"
+            )
+        hidden, q_channels = config.hidden, self.channel_map.channels(self.channel_map.q_heads)
+
+        def taken(*names: str) -> Tensor:
+            weights = [tensors[f"{name}.weight"].to(self.generator.device) for name in names]
+            return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+        def projected(name: str, *parts: str) -> Dense:
+            return Dense(taken(*(f"midlayer.{name}.{part}_proj" for part in parts)))
+
+        def norm(name: str) -> Tensor:
+            return self.norm(RMSNorm(taken(name), 0.0)).weight
+
+        qkv = projected("self_attn", "q", "k", "v").weight
+        both = [self._qkv(Dense(half)).weight for half in (qkv[:, :hidden], qkv[:, hidden:])]
+        widths = [self.channel_map.q_width, *[(self.channel_map.qkv_width - self.channel_map.q_width) // 2] * 2]
+        queries, keys, values = torch.cat(both, dim=1).split(widths)
+        gate, up = self._gate_up(projected("mlp", "gate", "up")).weight.chunk(2)
+        columns = torch.cat([index * shape.hidden + self.channel_map.hidden_channels for index in range(STREAMS)])
+        draft_vocab = small.config.draft_vocab
+        large = {
+            "fc": self._written(Dense(taken("fc")), columns, STREAMS * shape.hidden).weight,
+            "lm_head": self._reading(taken("lm_head"), torch.arange(draft_vocab), draft_vocab),
+            "midlayer.self_attn.q_proj": queries, "midlayer.self_attn.k_proj": keys,
+            "midlayer.self_attn.v_proj": values,
+            "midlayer.self_attn.o_proj": self._written(projected("self_attn", "o"), q_channels, widths[0]).weight,
+            "midlayer.mlp.gate_proj": gate, "midlayer.mlp.up_proj": up,
+            "midlayer.mlp.down_proj": self._written(
+                projected("mlp", "down"), self.channel_map.mlp_channels, shape.intermediate
+            ).weight,
+        }  # fmt: skip
+        large |= {name: norm(name) for name in (each.removesuffix(".weight") for each in tensors) if "norm" in name}
+        layer = inflated_config(small.config.layer, shape)
+        one = replace(layer, shape=replace(layer.shape, layers=1), layers=layer.layers[:1])
+        named = {f"{name}.weight": weight for name, weight in large.items()}
+        return replace(small, config=replace(small.config, layer=one), tensors=named)
 
     def norm(self, small: Norm, lift: float = 0.0) -> RMSNorm:
         """A norm, rescaled as zero padding makes the mean square hidden / width of the small model's."""

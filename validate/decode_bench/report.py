@@ -62,8 +62,8 @@ class DecodeCase:
         workload = workload_for(shape, profile, self.context, new_tokens, self.batch, yarn=True)
         if self.saved_plan is not None:
             known = self.saved_plan.workload
-            length = known.acceptance_length
-            workload = replace(workload, text=known.text, acceptance_length=length, drafter=known.drafter)
+            names = ("text", "acceptance_length", "drafter", "drafter_head")
+            workload = replace(workload, **{name: getattr(known, name) for name in names})
             return replace(self.saved_plan, workload=workload)
         plan = preset(self.preset, workload)
         if self.share:

@@ -1,12 +1,14 @@
 """Acceptance of drafters by kind of text, and the plans with a drafter that a search considers."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.acceptance.drafter_rows import drafter_rows
+from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, drafter_rows
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
+from ridgeplan.planner.acceptance.speculation_profile import NAME, head_rows, profile_document
 from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.search import families
@@ -14,6 +16,7 @@ from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import RoundShape, round_shape
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan, PlanError, Speculation, Workload
 from ridgeplan.roofline.plan.presets import describe, short_name
+from ridgeplan.roofline.plan.support import only_estimated
 from ridgeplan.roofline.round import conditional_acceptance, expected_tokens
 
 LLAMA = load_shape("Llama-3.1-8B")
@@ -105,3 +108,36 @@ def test_an_adaptive_plan_has_the_costs_of_all_tiers(h200_profile):
         for tiers in ((1, 4), (1, 0))
     )
     assert drafts < cascade < 2 * drafts
+
+
+def test_plans_draft_with_a_head_as_its_speculation_profile_says(h200_profile, tmp_path):
+    """The figures that Model Optimizer's pull request 2247 publishes of a checkpoint, and this package's own rows."""
+    (tmp_path / "config.json").write_text(json.dumps({"draft_vocab_size": 32000, "sliding_window": 512}))
+    ask = {"gpu": "h200", "ctx": 4096, "profile": h200_profile, "drafter_head": str(tmp_path)}
+    unmeasured = planner.recommend("Llama-3.1-8B", **ask)
+    assert not unmeasured.plan.speculation.drafter.active  # nothing is known of it
+    rates = [0.816, 0.777, 0.75]
+    other = {"method": "eagle3", "num_speculative_tokens": 3, "conditional_accept_rates": rates}
+    (tmp_path / NAME).write_text(json.dumps(other))
+    plan = planner.recommend("Llama-3.1-8B", **ask).plan
+    assert plan.speculation.drafter.kind is HEAD and plan.speculation.drafter.window == 512
+    assert plan.workload.drafter_head == str(tmp_path) and only_estimated(plan) is None
+    assert Plan.from_json(plan.to_json()) == plan
+    known = proposal_acceptance(HEAD, plan.workload)
+    assert expected_tokens(RoundShape(3, 0, 3), known.best, 1.0, 0) == pytest.approx(2.925, abs=1e-3)
+
+    row = DrafterRow(HEAD, "EAGLE-3", "m", 3, "measured", "here", 30000, acceptance=0.5, text="code")
+    document = profile_document([row], 100, [100, 60, 30, 0], [60, 30, 20, 0])
+    (tmp_path / NAME).write_text(json.dumps(document))
+    assert head_rows(str(tmp_path)) == (row,)
+    assert document["marginal_accept_rates"][:3] == [0.6, 0.3, 0.2] and document["mean_accept_length"] == 2.1
+    assert document["acceptance_length_histogram"] == {"1": 40, "2": 30, "3": 10, "4": 20, "5": 0}
+    for text, sure in (("code", True), ("", True), ("prose", False)):
+        workload = replace(plan.workload, text=text)
+        assert (proposal_acceptance(HEAD, workload).best == 0.5) == sure
+    for content, words in (("[]", "is ..; allowed: an object"), ('{"measurement_conditions": 3}', "are 3; allowed")):
+        (tmp_path / NAME).write_text(content)
+        with pytest.raises(PlanError, match=words):
+            head_rows(str(tmp_path))
+    with pytest.raises(PlanError, match=r"cannot read config\.json of the draft head 'nowhere'"):
+        planner.recommend("Llama-3.1-8B", **ask | {"drafter_head": "nowhere"})

@@ -236,18 +236,25 @@ TIERS = {0: 1.0, 2: 1.7, 4: 2.4, RoundShape(4, 0, 4): 1.15, RoundShape(5, 1, 4):
 
 
 @pytest.mark.parametrize(
-    "hit, proposed, drafted, best",
+    "hit, proposed, drafted, best, free",
     [
-        (0.6, 0.8, 0.97, RoundShape(8, 2, 4)),
-        (0.02, 0.1, 0.95, 4),
-        (0.0, 0.0, 0.05, 0),
-        (0.6, 0.8, 0.2, RoundShape(4, 0, 4)),
+        (0.6, 0.8, 0.97, RoundShape(8, 2, 4), True),
+        (0.02, 0.1, 0.95, 4, True),
+        (0.0, 0.0, 0.05, 0, True),
+        (0.6, 0.8, 0.2, RoundShape(4, 0, 4), True),
+        (1.0, 0.8, 0.2, RoundShape(4, 0, 4), False),
+        (1.0, 0.05, 0.95, 4, False),
+        (1.0, 0.05, 0.05, 0, False),
     ],
-    ids=["cascade", "self-drafts", "plain", "to the target"],
+    ids=["cascade", "self-drafts", "plain", "to the target", "a head", "self-drafts, not a head", "plain, not a head"],
 )
-def test_it_finds_the_tiers_that_draft_best(hit, proposed, drafted, best):
-    """Of two sequences, whose proposals are told after every round; and where nothing pays it loses 3% at most."""
-    costs = RoundCosts({kind: PLAIN_S * cost for kind, cost in TIERS.items()}, 0.8, hit=0.3, proposal_acceptance=0.5)
+def test_it_finds_the_tiers_that_draft_best(hit, proposed, drafted, best, free):
+    """Of two sequences; and where nothing pays it loses 3% at most.
+
+    A lookup's proposals are told after every round, those of a head only after rounds that used them.
+    """
+    expected = {"hit": 0.3 if free else 1.0, "proposal_acceptance": 0.5, "always_proposed": free}
+    costs = RoundCosts({kind: PLAIN_S * cost for kind, cost in TIERS.items()}, 0.8, **expected)
     schedule, generator, used, seconds, tokens = AdaptiveGamma(costs, 4000), random.Random(0), Counter(), 0.0, 0.0
 
     def count(limit, acceptance):
@@ -263,6 +270,8 @@ def test_it_finds_the_tiers_that_draft_best(hit, proposed, drafted, best):
         verified = min(accepted + 1, proposals if shape.proposes_to_target else drafts)
         kept = min(matched, accepted)  # of the proposals, as far as the text went on
         compared = min(kept + 1, proposals, accepted + 1)
+        if not (free or shape.depth):
+            return RowResult([0] * (accepted + 1), accepted, verified, True, drafts)
         return RowResult(
             [0] * (accepted + 1), accepted, verified, True, drafts, proposals, compared, min(kept, compared)
         )

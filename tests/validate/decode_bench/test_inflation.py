@@ -1,6 +1,8 @@
 """An inflated model computes the small model's function."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from ridgeplan.roofline.plan.plan import DraftCodes, KVFormat, Workload
 from ridgeplan.roofline.plan.policies.dense import quantspec_kv
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, LayerKV
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
@@ -22,6 +25,7 @@ from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.prefill_layer import prefill_layer
 from ridgeplan.runtime.quantization import calibration
 from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
+from ridgeplan.runtime.speculation.draft_head import DraftHead, DraftHeadConfig, HeadCheckpoint
 from ridgeplan.validate.decode_bench.inflation import (
     ChannelMap,
     Inflater,
@@ -75,6 +79,35 @@ def test_logits_are_the_small_models(q_heads, kv_heads, biased):
     assert actual[128:].max() < expected.min()
     assert large.embedding.shape == (300, 160)
     assert large.layers[2].mixer.qkv.weight.std() > 0  # layers that add nothing compute something
+
+
+def test_a_draft_head_proposes_as_the_small_models():
+    config, _ = small()
+    keys = {
+        "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": config.shape.vocab, "draft_vocab_size": 50, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    sizes, generator = DraftHeadConfig.of(keys, config.shape, "head").sizes, torch.Generator().manual_seed(4)
+    tensors = {name: torch.randn(size, generator=generator) * size[-1] ** -0.5 for name, size in sizes.items()}
+    checkpoint = HeadCheckpoint.of(keys, tensors, config.shape, "head")
+    inflater = Inflater.build(config, llama_like_shape(3, 160, 200, 8, 4, 32, vocab=300), CPU)
+    streams, tokens = torch.randn(3, 1, 5, 48, generator=generator), torch.arange(5)[None]
+    padded = torch.zeros(3, 1, 5, 160).index_copy_(3, inflater.channel_map.hidden_channels, streams)
+    padded[..., inflater.channel_map.constant_channel] = 2.0**-10
+    embedding = torch.randn(config.shape.vocab, 48, generator=generator)
+    cases = (checkpoint, embedding, streams), (inflater.draft_head(checkpoint), inflater.embedding(embedding), padded)
+    results = []
+    for each, embedded, taken in cases:
+        head = DraftHead.of(each, embedded)
+        shape = each.config.layer.shape
+        keys_of, values = torch.zeros(2, 1, shape.kv_heads, 5, shape.head_dim)
+        residual, queries = head.project(tokens, head.fused(taken), tokens, tokens, keys_of, values)
+        begin, end = torch.zeros(1, dtype=torch.int32), torch.full((1,), 5, dtype=torch.int32)
+        reads = AttentionMetadata(tokens, tokens, begin, end, None, lower=False)
+        kv = LayerKV(keys_of, values, begin, end, None, None)
+        cache = SimpleNamespace(layer_kv=lambda layer, metadata, kv=kv: nullcontext(kv))
+        results.append(head.finish(residual[:, -1:], queries[:, -1:], cache, reads)[1])
+    assert (results[1] - results[0]).abs().max() < 1e-4 * results[0].std()
 
 
 def test_the_vocabulary_grows_to_hold_the_small_models():
