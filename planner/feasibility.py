@@ -57,7 +57,7 @@ def executable_families(question: Question, *, regroup: bool = False) -> list[Fa
 
 def _executable_families(question: Question) -> list[Family]:
     options = question.options
-    known = families(question.workload, offload=options.offload, quality=options.quality)
+    known = families(question.workload, offload=options.offload, quality=options.quality.loosest)
     return [family for family in known if is_executable(family.template, question)]
 
 

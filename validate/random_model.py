@@ -27,8 +27,9 @@ from ridgeplan.roofline.catalog.layers import MLP, LayerGroup, Routing, State
 from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.execution import TILE_OUTPUTS, RoundKind, round_shape
 from ridgeplan.roofline.latency import Device
-from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.plan import DrafterKind, Plan
 from ridgeplan.roofline.plan.support import missing_head
+from ridgeplan.roofline.strategy import HEAD_VOCAB
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
@@ -52,10 +53,12 @@ from ridgeplan.runtime.quantization.calibration import linear_of, plane_parts
 from ridgeplan.runtime.quantization.gptq import Parts
 from ridgeplan.runtime.retrieval.head import Head, HeadConfig, HeadWeights, probe_of
 from ridgeplan.runtime.sampling import SamplingParams
+from ridgeplan.runtime.speculation.draft_head import DraftHead, DraftHeadConfig, HeadCheckpoint
 from ridgeplan.runtime.speculation.proposer import make_proposer
 from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphRounds, Rounds
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 from ridgeplan.runtime.speculation.speculator import RoundResult, Speculator
+from ridgeplan.runtime.speculation.train_head import HeadTraining, head_keys
 from ridgeplan.validate.measure import is_busy, spread_of
 from ridgeplan.validate.timing import Bench
 
@@ -368,6 +371,14 @@ def random_head(shape: ModelShape, embedding: Tensor) -> Head:
     return Head(config, HeadWeights(torch.ones(shape.hidden), q * scale, k * scale, probe_of(embedding)))
 
 
+def random_draft_head(shape: ModelShape, embedding: Tensor) -> DraftHead:
+    """A draft head with random weights, for a model of this shape and embedding [vocab, hidden]."""
+    keys = head_keys(shape, HeadTraining(draft_vocab=HEAD_VOCAB), shape.rope_theta, 1e-5)
+    config = DraftHeadConfig.of(keys, shape, "random")
+    tensors = {name: embedding.new_empty(size).normal_(std=size[-1] ** -0.5) for name, size in config.sizes.items()}
+    return DraftHead.of(HeadCheckpoint(keys, config, tensors, torch.arange(config.draft_vocab)), embedding)
+
+
 def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
     """The plan's speculator over a filled cache."""
     seed = torch.zeros((), dtype=torch.int64, device=model.device)
@@ -376,7 +387,8 @@ def _speculator(model: RandomModel, plan: Plan, cache: Cache) -> Speculator:
     selector = token_selector(plan.speculation.selection.among_all, AttentionMetadataBuilder(cache), head)
     sparse_target = SparseTargetAttention.of(plan.attention.chosen, cache, head)
     target, drafter = model.target(plan), model.drafter(plan)
-    proposer = make_proposer(plan.speculation.drafter, cache)
+    trained = random_draft_head(model.shape, embedding) if plan.speculation.drafter.kind is DrafterKind.HEAD else None
+    proposer = make_proposer(plan.speculation.drafter, cache, trained)
     known = seed, sparse_target, proposer, plan.speculation.drafter.depth
     speculator = Speculator(model.decoder, target, drafter, cache, selector, SAMPLING, *known)
     for each in speculator.selectors:

@@ -168,7 +168,8 @@ def _drafting(placed: Served) -> DraftModel:
     acceptance, workload = options.acceptance, options.plan.workload
     if options.draft_method == "eagle3":
         known = proposal_acceptance(DrafterKind.HEAD, workload)
-        acceptance = known.best if workload.acceptance_length else ContextDecay.of(EAGLE3).acceptance(workload.context)
+        measured = workload.acceptance_length or workload.drafter_head
+        acceptance = known.best if measured else ContextDecay.of(EAGLE3).acceptance(workload.context)
     shadow = options.plan.kv.format is KVFormat.SHADOW
     other_dtype = options.schema.has_field("--speculative-config", "kv_cache_dtype")
     return DraftModel(

@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import yaml
@@ -20,7 +20,7 @@ from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.planner.export.rules import Rule, applying
 from ridgeplan.roofline.catalog.sharding import uneven
 from ridgeplan.roofline.catalog.validation import INVISIBLE, UNPRINTABLE, brief
-from ridgeplan.roofline.plan.plan import require
+from ridgeplan.roofline.plan.plan import DrafterKind, require
 
 PLAIN_TEXT = re.compile(rf"(?!-)(?=.*\S)[^{UNPRINTABLE}\ud800-\udfff]+")
 SHELL_CHARACTERS = ";&|$`<>(){}[]*?!#'\"\\"  # which a hub id never has, and which are a command where quotes get lost
@@ -124,8 +124,11 @@ def export(options: ServeCommandOptions) -> Exported:
     """A plan as a serve command of the options' engine.
 
     Raises PlanError where it does not fit, where the engine has no such argument or choice, and where a known
-    incompatibility would make its output wrong.
+    incompatibility would make its output wrong. A plan's own head is the draft model unless the user names one.
     """
+    folder, drafter = options.plan.workload.drafter_head, options.plan.speculation.drafter
+    if folder and drafter.kind is DrafterKind.HEAD and options.draft_model is None:
+        options = replace(options, draft_model=folder, draft_method="eagle3")
     check_models(options)
     _check_choices(options)
     problem = uneven(options.shape, options.plan.parallel)

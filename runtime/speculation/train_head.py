@@ -29,6 +29,7 @@ from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model.checkpoint import StateDict, load_config, load_state_dict
 from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.prefill_layer import LayerBuffers, Parts, TextPass, finish_layer
 from ridgeplan.runtime.model.source import fetch_weights, model_source
 from ridgeplan.runtime.model.weights import DecoderWeights
@@ -187,19 +188,20 @@ class Student:
 
 
 def initial_parameters(
-    config: DraftHeadConfig, state: StateDict, targets: Tensor, seed: int, device: torch.device
+    config: DraftHeadConfig, state: StateDict, output: Tensor, seed: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Where training starts: the model's last layer on its last fused stream, its norm and head; else small numbers."""
+    """Where training starts: the model's last layer on its last fused stream, its norm and head; else small numbers.
+
+    output: rows [draft_vocab, hidden] of the model's output head.
+    """
     generator, last = torch.Generator().manual_seed(seed), state.config.shape.layers - 1
-    head = state.tensors.get("lm_head.weight", None)
-    embedding = state.tensors.get("model.embed_tokens.weight", None)
     names = {"midlayer.hidden_norm.weight": "input_layernorm.weight"}
     initial = {}
     for name, size in config.sizes.items():
         own = f"model.layers.{last}.{names.get(name, name.removeprefix('midlayer.'))}"
         known = state.tensors.get("model.norm.weight" if name == "norm.weight" else own, None)
         if name == "lm_head.weight":
-            known = (embedding if head is None else head)[targets.cpu()]
+            known = output.cpu()
         start = torch.randn(size, generator=generator) * 0.02 if len(size) > 1 else torch.ones(size)
         if name == "fc.weight":
             known = torch.eye(size[0])
@@ -271,7 +273,8 @@ def train_head(model: str, tokenize: Any, training: HeadTraining, on_step: Repor
     counts = torch.bincount(torch.cat(passages), minlength=shape.vocab)
     targets = counts.argsort(descending=True, stable=True)[: keys["draft_vocab_size"]].sort().values.to(place)
     head_config = DraftHeadConfig.of(keys, shape, source)
-    parameters = initial_parameters(head_config, held, targets, training.seed, place)
+    rows = weights.head.weight[targets] if isinstance(weights.head, Dense) else weights.embedding[targets]
+    parameters = initial_parameters(head_config, held, rows, training.seed, place)
     student = Student(head_config, parameters, weights.embedding, training.window)
     optimizer = torch.optim.AdamW(parameters.values(), lr=training.rate, weight_decay=0.0, betas=(0.9, 0.95))
     losses: list[float] = []
@@ -285,7 +288,7 @@ def train_head(model: str, tokenize: Any, training: HeadTraining, on_step: Repor
             taught = lesson(decoder, weights, head_config.depths, targets, passages[index].to(place))
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
                 loss = student.loss(taught, training.unroll) / training.batch
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
             raise WorkloadError(f"the loss is {total} at step {len(losses) + 1}; allowed: a lower learning rate")

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from ridgeplan.planner.export.options import Served
 from ridgeplan.roofline.catalog.models import list_models, load_shape
 from ridgeplan.roofline.catalog.parallel import Parallel
 from ridgeplan.roofline.engine import activation_bytes
-from ridgeplan.roofline.plan.plan import DrafterKind, Eviction, Placement, Plan, Weights, Workload
+from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Eviction, Placement, Plan, Speculation, Weights, Workload
 from ridgeplan.roofline.round import tokens_per_round
 
 MODELS = [shape.name for shape in list_models()]
@@ -198,6 +199,20 @@ def test_passes_with_a_head_take_what_vllm_took(
     assert 1e3 * rounds.tpot_s(batch, drafts) * tokens == pytest.approx(pass_ms, rel=0.03)
     text = next(each.engine for each in axes if each.axis == "drafts")
     assert "loses from about" in text and "issue 684" in text
+
+
+def test_a_plans_own_head_is_the_engines_draft_model(
+    request_for: Callable[..., ServeCommandOptions], tmp_path: Path
+) -> None:
+    request = request_for("int8-weights-int8")
+    head = tmp_path / "head"
+    workload = replace(request.plan.workload, drafter_head=str(head))
+    head.mkdir()
+    (head / "config.json").write_text("{}")
+    speculation = Speculation(3, drafter=Drafter(DrafterKind.HEAD, 3))
+    exported = export(replace(request, plan=replace(request.plan, workload=workload, speculation=speculation)))
+    config = json.loads(exported.command.words[exported.command.words.index("--speculative-config") + 1])
+    assert (config["model"], config["method"]) == (str(head), "eagle3")
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40))
