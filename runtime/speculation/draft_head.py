@@ -66,14 +66,11 @@ class DraftHeadConfig:
     @classmethod
     def of(cls, keys: Mapping[str, Any], target: ModelShape, source: str) -> DraftHeadConfig:
         """From config.json. Raises ValueError for values that do not fit the target or that are not executed."""
-        layers = keys.get("num_hidden_layers", 1)
-        if layers != 1:
-            raise ValueError(f"num_hidden_layers is {brief(layers)}; allowed: 1")
-        if keys.get("norm_before_fc"):
-            raise ValueError("norm_before_fc is true; allowed: false, or fc_norm")
-        for name, size in (("hidden_size", target.hidden), ("vocab_size", target.vocab)):
-            if keys.get(name) != size:
-                raise ValueError(f"{name} is {brief(keys.get(name))}; allowed for {target.name}: {size}")
+        executed = {"num_hidden_layers": 1, "hidden_act": "silu", "norm_before_fc": False}
+        required = {"hidden_size": target.hidden, "vocab_size": target.vocab}
+        for name, allowed in (executed | required).items():
+            if (value := keys.get(name, executed.get(name))) != allowed:
+                raise ValueError(f"{name} is {brief(value)}; allowed for a head of {target.name}: {allowed}")
         known = {name: value for name, value in keys.items() if name not in ("architectures", "model_type")}
         layer = decoder_config(LlamaConfig(**{**known, "num_hidden_layers": 1}), source)
         nested = (keys.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -128,8 +125,11 @@ class HeadCheckpoint:
             if name not in named:
                 raise ValueError(f"it lacks {name}")
             require_tensor(name, named[name], size)
-        if "embed_tokens.weight" in named:
-            require_tensor("embed_tokens.weight", named["embed_tokens.weight"], [target.vocab, target.hidden])
+        own, biases = "embed_tokens.weight", {f"midlayer.self_attn.{name}_proj.bias" for name in "qkv"}
+        if own in named:
+            require_tensor(own, named[own], [target.vocab, target.hidden])
+        for name in named.keys() - config.sizes.keys() - biases - {own, "d2t", "t2d"}:
+            raise ValueError(f"it holds {brief(name)}, which heads here do not have")
         distances = named.get("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
         if list(distances.shape) != [config.draft_vocab]:
             raise ValueError(f"d2t is {list(distances.shape)}; allowed: {[config.draft_vocab]}")

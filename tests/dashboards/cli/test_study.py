@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner.acceptance import load_rows
-from ridgeplan.roofline.plan.plan import Plan, TargetAttention, Workload
+from ridgeplan.roofline.plan.plan import Drafter, Plan, Speculation, TargetAttention, Workload
 from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 
 TEXT = "It was the best of times, it was the worst of times. " * 60
@@ -266,3 +266,30 @@ def test_a_head_is_trained_studied_and_executed(invoke, refuses, tiny_folder, re
     command = ["run", str(plan), "--model", model, "--prompt", "It was a bright cold day", "--max-new-tokens", "4"]
     assert invoke(*command, "--retrieval-head", str(head)).exit_code == 0
     assert "`ridgeplan distill` trains one" in refuses(*command)
+
+
+def test_a_draft_head_is_trained_measured_planned_with_and_executed(
+    invoke, refuses, tiny_folder, retrieval_text, tmp_path
+):
+    head, model, output = tmp_path / "head", str(tiny_folder), tmp_path / "rows.json"
+    sizes = ("--steps", "2", "--tokens", "64", "--draft-vocab", "100", "--unroll", "2", "--window", "32")
+    text = ("--text", retrieval_text)
+    result = invoke("distill", model, *text, "--drafter", "--output", str(head), *sizes, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert json.loads((head / "config.json").read_text())["sliding_window"] == 32
+    drafters = ("--ctx", "64", "--tokens", "16", "--drafter", "head", "suffix", "--drafter-head", str(head))
+    measured = invoke("acceptance", model, *text, "--kind", "prose", *drafters, "--output", str(output))
+    assert measured.exit_code == 0, measured.output
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["case"], row["context"], row["window"]) for row in rows] == [("head", 64, 32), ("suffix", 64, 0)]
+    profile = json.loads((head / "speculation_profile.json").read_text())
+    assert profile["num_speculative_tokens"] == 4 and profile["measurement_conditions"]["rows"][0]["text"] == "prose"
+    assert invoke("study", "drafts", "--model", model, *text, *drafters, "--windows", "0").exit_code == 0
+    assert len(json.loads((head / "speculation_profile.json").read_text())["measurement_conditions"]["rows"]) == 2
+    assert "allowed: suffix, head, cascade, w4" in refuses("acceptance", model, *text, "--drafter", "medusa")
+    assert "no head to measure" in refuses("acceptance", model, *text, "--ctx", "64", "--drafter", "head")
+    plan, speculation = tmp_path / "plan.json", Speculation(2, drafter=Drafter("head", 2, window=32))
+    plan.write_text(Plan(Workload("tiny", "cpu", 64, 16, drafter_head=str(head)), speculation=speculation).to_json())
+    command = ("run", str(plan), "--model", model, "--prompt", "It was a bright cold day", "--max-new-tokens", "4")
+    assert invoke(*command).exit_code == 0
+    assert "cannot load the draft head" in refuses(*command, "--drafter-head", str(tmp_path))

@@ -134,12 +134,14 @@ def test_another_heads_files_are_refused_in_one_line(model, draft_head, shape_of
             HeadCheckpoint.load(tmp_path, shape)
         assert "\n" not in str(error.value)
 
-    refused("hidden_size is 32; allowed for .*: 64", {"hidden_size": 32})
-    refused("num_hidden_layers is 2; allowed: 1", {"num_hidden_layers": 2})
-    refused("norm_before_fc is true", {"norm_before_fc": True})
+    refused("hidden_size is 32; allowed for a head of .*: 64", {"hidden_size": 32})
+    refused("num_hidden_layers is 2; allowed .*: 1", {"num_hidden_layers": 2})
+    refused("norm_before_fc is True; allowed .*: False", {"norm_before_fc": True})
     other = {"eagle_aux_hidden_state_layer_ids": [1, 2, 8]}
     refused(r"layer_ids are \[2, 3, 9\]; allowed: 3 of the layers", {"eagle_config": other})
     refused("it lacks fc.weight", (), {"fc.weight": None})
+    refused("hidden_act is 'gelu'", {"hidden_act": "gelu"})
+    refused("it holds 'midlayer.self_attn.q_norm.weight'", (), {"midlayer.self_attn.q_norm.weight": torch.ones(32)})
     refused("it lacks fc_norm.0.weight", {"fc_norm": True})
     refused("d2t maps draft tokens outside 0 to 15, or two to one", (), {"d2t": torch.zeros_like(tensors["d2t"]) - 1})
     refused("lm_head.weight is .*allowed: floating numbers", {"draft_vocab_size": 5})
@@ -158,7 +160,7 @@ def test_variants_of_eagle_draft_exactly(changes, model, draft_head, make_plan, 
     folder = Path(draft_head(model))
     keys, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     named = {f"model.{name}".replace("midlayer", "layers.0"): x for name, x in tensors.items() if name != "t2d"}
-    named |= {f"model.fc_norm.{index}.weight": torch.ones(64) for index in range(3)}
+    named |= {f"model.fc_norm.{index}.weight": torch.ones(64) for index in range(3) if "fc_norm" in changes}
     named["d2t"] = named.pop("model.d2t")
     (tmp_path / "config.json").write_text(json.dumps(keys | changes))
     save_file(named, tmp_path / "model.safetensors")
