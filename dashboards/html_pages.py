@@ -13,6 +13,7 @@ from plotly.offline import get_plotlyjs
 from ridgeplan.dashboards.charts.plans import alternatives
 from ridgeplan.dashboards.charts.results import (
     attentions,
+    choices,
     errors,
     hover,
     offsets,
@@ -244,19 +245,35 @@ def _draft_context(rows: Sequence[Row]) -> list[str]:
          *(f"{value:.3f}" for value in row["by_position"]), *[""] * (reached - len(row["by_position"]))) for row in rows
     )  # fmt: skip
     columns = ("policy", "ratio", "reads", "mean", "tokens a round", *positions)
-    return [figure_html(by_position(rows)), figure_html(by_ratio(rows)), table(columns, lines)]
+    plots = (by_position(rows), by_gamma(rows), by_ratio(rows))
+    return [*map(figure_html, plots), table(columns, lines)]
 
 
 def by_position(rows: Sequence[Row]) -> go.Figure:
     """Acceptance by position in a round at one ratio: sets chosen once a round grow stale (SpecAttn, Fig 4)."""
-    ratios = {row["ratio"] for row in rows if row["ratio"] < 1}
-    shown = min(ratios, key=lambda ratio: abs(ratio - SHOWN_RATIO), default=1.0)
-    figure = go.Figure()
+    shown, figure = _shown_ratio(rows), go.Figure()
     for row in rows:
         if row["ratio"] in (shown, 1.0):
             positions = list(range(1, 1 + len(row["by_position"])))
             _line(figure, row, positions, row["by_position"])
     return _styled(figure, f"Conditional acceptance by position, {shown:.0%} of the tokens", "position of the draft")
+
+
+def by_gamma(rows: Sequence[Row]) -> go.Figure:
+    """Share of accepted drafts over gamma, from the acceptance by position at one gamma (QuantSpec, Fig 9)."""
+    shown, figure = _shown_ratio(rows), go.Figure()
+    for row in rows:
+        if row["ratio"] in (shown, 1.0):
+            gammas = np.arange(1, 1 + len(row["by_position"]))
+            _line(figure, row, gammas.tolist(), (np.cumprod(row["by_position"]).cumsum() / gammas).tolist())
+    figure = _styled(figure, f"Accepted share of drafts by gamma, {shown:.0%} of the tokens", "gamma")
+    return figure.update_yaxes(title="accepted drafts / (gamma x rounds)")
+
+
+def _shown_ratio(rows: Sequence[Row]) -> float:
+    """The ratio nearest to the one that is shown; 1 where all drafts read every token."""
+    ratios = {row["ratio"] for row in rows if row["ratio"] < 1}
+    return min(ratios, key=lambda ratio: abs(ratio - SHOWN_RATIO), default=1.0)
 
 
 def by_ratio(rows: Sequence[Row]) -> go.Figure:
@@ -294,7 +311,7 @@ FIGURES = {
 
 def dapq_study_page(document: Mapping[str, Any]) -> str:
     """The HTML of the study's JSON: its plots."""
-    plots = (similarities, offsets, recalls, attentions)
+    plots = (similarities, offsets, recalls, attentions, choices)
     return html_page("DapQ", (figure_html(draw(document["figures"])) for draw in plots))
 
 

@@ -114,6 +114,20 @@ def attentions(rows: Rows) -> go.Figure:
     return _titled(figure, "Cosine similarity of attention to the continuation's", "window")
 
 
+def choices(rows: Rows) -> go.Figure:
+    """Figures 4a and 4c: recall by content, position and head aggregation of pseudo queries, a panel for each."""
+    rows = _of(rows, "choice")
+    axes = list(dict.fromkeys(row["figure"][1] for row in rows))
+    figure = make_subplots(cols=max(1, len(axes)), shared_yaxes=True, subplot_titles=axes)
+    for column, axis in enumerate(axes, start=1):
+        of_axis = [row for row in rows if row["figure"][1] == axis]
+        for budget in dict.fromkeys(row["figure"][3] for row in of_axis):
+            of_budget = [row for row in of_axis if row["figure"][3] == budget]
+            names = [row["figure"][2] for row in of_budget]
+            figure.add_bar(x=names, y=_means(of_budget), name=f"{axis}, {budget} tokens", row=1, col=column)
+    return _titled(figure, "Recall by the choice of pseudo queries", "choice")
+
+
 def _lines(figure: go.Figure, rows: Rows, place: Mapping[str, int]) -> None:
     """A line for each method, over windows."""
     for method in dict.fromkeys(row["figure"][1] for row in rows):

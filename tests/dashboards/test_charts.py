@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ridgeplan.dashboards import charts
+from ridgeplan.dashboards import charts, html_pages
 from ridgeplan.dashboards.charts import results, rooflines, rounds
 from ridgeplan.dashboards.charts.capacity import dollars_per_million, no_fit_runs
 from ridgeplan.dashboards.charts.memory import about, staircase_text
@@ -385,3 +385,15 @@ def test_the_figure_of_traffic_has_every_percentile_and_limit() -> None:
     assert list(figure.data[6].x) == [row.tpot_p50_ms for row in result.rows]
     assert list(figure.data[6].y) == [row.output_tokens_per_s_per_gpu for row in result.rows]
     assert [shape.y0 for shape in figure.layout.shapes] == [2000.0]
+
+
+def test_accepted_share_by_gamma_and_choices_of_pseudo_queries():
+    """Of gamma 2 with conditional acceptance 0.5 and 0.5, (0.5 + 0.25) / 2 of the drafts are accepted."""
+    row = {"policy": "quest", "ratio": 0.07, "format": "bf16", "by_position": (0.5, 0.5)}
+    (line,) = html_pages.by_gamma([row]).data
+    assert (list(line.x), list(line.y)) == ([1, 2], [0.5, 0.375])
+    figures = {("content", "span", 64): 0.6, ("content", "random", 64): 0.5, ("position", "after", 64): 0.7}
+    drawn = results.choices([{"figure": ["choice", *key], "mean": mean} for key, mean in figures.items()])
+    assert [(bar.name, list(bar.x), list(bar.y)) for bar in drawn.data] == [
+        ("content, 64 tokens", ["span", "random"], [0.6, 0.5]), ("position, 64 tokens", ["after"], [0.7]),
+    ]  # fmt: skip
