@@ -240,6 +240,9 @@ class Question:
             yield missing
         elif is_converted(shape):
             yield f"weights stored as {shape.weight_bits.format} are decoded and held in the plan's format"
+        backend = self.options.backend
+        if (workload.text or workload.acceptance_length) and backend not in (Backend.RIDGEPLAN, Backend.ANY):
+            yield f"--text and --acceptance-length are ignored: they are for drafters, and {backend} has none"
         if workload.parallel != SINGLE:
             link, gpus = link_of(hardware).title, workload.parallel.gpus
             yield f"{gpus} GPUs ({workload.parallel}) over {link}: {self.engine_title} executes the plan"

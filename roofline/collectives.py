@@ -5,7 +5,9 @@ one-shot: t + (n - 1) S / B; two-shot: t + 3 h + 2 (n - 1) / n S / B; ring: t + 
 (Patarasuk and Yuan 2009); in the switch (NVLS): t + 10 h + (n + 1) / n S / B. The fastest counts, as engines choose by
 size. All-gather, reduce-scatter and all-to-all move (n - 1) / n S in n - 1 steps.
 
-Across nodes an all-reduce scatters within a node, reduces a node's share over the nodes by a ring, and gathers.
+Across nodes an all-reduce scatters within a node, reduces a node's share over the nodes by a ring, and gathers. An
+all-gather goes over the nodes first, where every GPU moves the share of its rank in a node, and then within nodes; a
+reduce-scatter the other way round.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class Network:
                 return all_reduce_seconds(self.link, message_bytes, ranks)
             inside = 2 * gather_seconds(self.link, message_bytes, local)
             return inside + ring_seconds(self.between, message_bytes / local, nodes)
-        return gather_seconds(self.link, message_bytes, local) + gather_seconds(self.between, message_bytes, nodes)
+        between_s = gather_seconds(self.between, message_bytes / local, nodes)
+        return gather_seconds(self.link, message_bytes, local) + between_s
 
 
 def all_reduce_seconds(link: Link, message_bytes: Term, ranks: int) -> Term:

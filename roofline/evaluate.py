@@ -14,7 +14,7 @@ from ridgeplan.roofline.engine import SAMPLED_KINDS, EngineRates, of_sequences, 
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
-from ridgeplan.roofline.memory import MemoryBreakdown, layer_parameters, offload_layers, swapped_bytes
+from ridgeplan.roofline.memory import MemoryBreakdown, coded_layers, layer_parameters, offload_layers, swapped_bytes
 from ridgeplan.roofline.passes import Op, decode_pass, prefill_pass
 from ridgeplan.roofline.round import (
     Round,
@@ -187,7 +187,8 @@ def prefill_seconds(
     layer_launches = shape.layers * prefill_launches(strategy)
     prompt_s = machine.prefill_seconds(prefill_ops(shape, machine, strategy), rates, layer_launches)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.kept_tokens)
-    quantize_s = minimum(strategy.code_planes, 1) * shape.kv_layers * machine.seconds(cost, machine.rates["quantize"])
+    layers = minimum(strategy.code_planes, 1) * coded_layers(shape, strategy)
+    quantize_s = layers * machine.seconds(cost, machine.rates["quantize"])
     swap_in_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
     return strategy.batch * (prompt_s + quantize_s + sampling_seconds(shape, machine, 1)) + swap_in_s
 

@@ -186,6 +186,16 @@ def code_memory(
     return minimum(planes, 1) * codes
 
 
+def coded_layers(shape: ModelShape, strategy: Strategy) -> Term:
+    """Layers whose tokens become codes: not those whose window hides tokens, in this package's cache."""
+    final = _final_tokens(shape, strategy)
+    windowed = [(attention, layers) for attention, layers in shape.attentions if attention.window_tokens is not None]
+    if final is None or not windowed:
+        return shape.kv_layers
+    held = sum(layers * indicator((attention.window_tokens or 0) + 1, final) for attention, layers in windowed)
+    return shape.kv_layers - held
+
+
 def index_memory(shape: ModelShape, batch: Term, tokens: Term) -> Term:
     """Keys of sparse indexers, which are cached for all tokens."""
     token_bytes = sum(layers * attention.index_key_bytes for attention, layers in shape.attentions)

@@ -46,7 +46,7 @@ from ridgeplan.roofline.latency import (
     select_rates,
     slower_rates,
 )
-from ridgeplan.roofline.memory import NO_LAYERS, HostLayers
+from ridgeplan.roofline.memory import NO_LAYERS, HostLayers, coded_layers
 from ridgeplan.roofline.ops import TOP_K_PASSES, two_bit_scan, two_bit_top_k
 from ridgeplan.roofline.passes import MANY_CHANNELS, Op, PassTerms, decode_pass
 from ridgeplan.roofline.strategy import PassStrategy, Strategy
@@ -468,7 +468,7 @@ def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Te
 
     Where only codes are stored, the buffer's remaining tokens then move up by a group.
     """
-    rows, group = shape.kv_layers * strategy.batch, strategy.kv_group
+    rows, group = coded_layers(shape, strategy) * strategy.batch, strategy.kv_group
     quantize_s = machine.seconds(quantize_cost(shape, machine, strategy, rows, group), machine.rates["quantize"])
     kept = group + strategy.queries
     shift = ops.shift_slots(rows, shape.cached_heads, shape.head_dim, kept, machine.element_bytes)

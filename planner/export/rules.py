@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ridgeplan.planner.engines.formats import DTYPES
+from ridgeplan.planner.engines.rates import is_ampere
 from ridgeplan.planner.export.options import Served
 
 VLLM = "https://github.com/vllm-project/vllm/"
@@ -45,7 +46,7 @@ def _generation(served: Served) -> tuple[int, ...]:
 
 
 def _is_ampere(served: Served) -> bool:
-    return (8, 0) <= _generation(served) < (8, 9)
+    return is_ampere(served.options.hardware)
 
 
 def _drafts_from(served: Served, method: str) -> bool:

@@ -149,7 +149,7 @@ class RoutedMLP:
                 rows, chosen, weights, gate_up.weight, down.weight, len(self.router), gate_up_bias=gate_up.bias,
                 down_bias=down.bias, activation=self.activation, addend=addend,
             )  # fmt: skip
-        out = torch.zeros_like(rows) if addend is None else addend
+        out = torch.zeros_like(rows) if addend is None else addend.clone()
         # A CPU, where reading which experts are hit costs nothing, or a fit, which records each expert's inputs.
         for expert in chosen.unique().tolist():
             row, place = (chosen == expert).nonzero(as_tuple=True)

@@ -66,14 +66,15 @@ class LatentAttentionWeights:
 
     def step(self, decoder: Decoder, index: int, normed: Tensor, step: Step) -> Tensor:
         """Attention of the step's tokens over the cached rows, which theirs enter."""
-        reads, (_, plain, latent) = step.metadata.layer_metadata(index), self.keys.shape
+        place = decoder.config.layers[index].place
+        reads, (_, plain, latent) = step.metadata.layer_metadata(place), self.keys.shape
         assert reads.attend is None, "drafts of latent attention read every row"
         q, rows = self.project(normed, step.tables[decoder.config.layers[index].rotary])
-        stored = step.cache.full(decoder.config.layers[index].place)[0][: len(rows), 0]
+        stored = step.cache.full(place)[0][: len(rows), 0]
         stored.scatter_(1, reads.slots[..., None].expand_as(rows), rows)
         absorbed = torch.einsum("bthn,hnr->bthr", q[..., :plain], self.keys)
         absorbed = torch.cat([absorbed, q[..., plain:]], dim=-1)
-        with step.cache.layer_kv(decoder.config.layers[index].place, reads) as kv:
+        with step.cache.layer_kv(place, reads) as kv:
             scale = q.shape[-1] ** -0.5
             attended = latent_attention(absorbed, kv.keys[:, 0], kv.begin, kv.end, latent, scale)
         return self.output(torch.einsum("bthr,hvr->bthv", attended, self.values).flatten(2))

@@ -584,3 +584,10 @@ def test_short_prompts_of_a_batch_are_said_to_run_one_by_one() -> None:
     assert not noted(512, 1)
     assert not noted(32_768, 2)
     assert not noted(512, 256, backend="vllm")
+
+
+def test_a_kind_of_text_is_said_to_be_ignored_where_no_drafter_runs():
+    (note,) = (note for note in planner.recommend("Llama-3.1-8B", "h200", 8192, backend="vllm", text="code").notes
+               if "--text" in note)  # fmt: skip
+    assert note == "--text and --acceptance-length are ignored: they are for drafters, and vllm has none"
+    assert not any("--text" in note for note in planner.recommend("Llama-3.1-8B", "h200", 8192, text="code").notes)

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import sympy
 
+from ridgeplan.planner import Workload, preset, resolve
+from ridgeplan.planner.lowering import strategy_of
 from ridgeplan.roofline import memory
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.latency import Machine
 
 
 def test_kv_of_llama_3_1_8b_at_32k_is_4_gib():
@@ -154,3 +157,12 @@ def test_the_peak_is_what_stays_and_the_larger_workspace():
     assert (prefill.prefill_peak, prefill.decode_peak, prefill.peak) == (74_321, 64_321, 74_321)
     assert decode.peak == 64_321
     assert prefill.reserved_peak == 134_321  # a captured round keeps its own while prompts are processed
+
+
+def test_layers_that_hold_a_window_alone_are_neither_quantized_nor_flushed():
+    """Gemma-3-1B: 4 of its 26 layers read all tokens; the others hold 512."""
+    shape = load_shape("gemma-3-1b-it")
+    plan = preset("int8", Workload("gemma-3-1b-it", "h200", 8192))
+    strategy = strategy_of(plan, shape, Machine.of(resolve(shape, "h200")[1]), 1.0)
+    assert memory.coded_layers(shape, strategy) == 4 < shape.kv_layers
+    assert memory.coded_layers(shape, strategy.with_terms(context=100, new_tokens=100)) == shape.kv_layers

@@ -127,3 +127,13 @@ def test_whole_experts_cost_more_at_batch_1_and_less_of_each_expert_at_none():
     """One token activates 8 experts, of which the busiest of 8 GPUs has about 2.4; slices divide them evenly."""
     assert step_s(QWEN, Parallel(8, expert=True), 1) > 1.03 * step_s(QWEN, Parallel(8), 1)
     assert step_s(QWEN, Parallel(8, expert=True), 256) < 1.05 * step_s(QWEN, Parallel(8), 256)
+
+
+def test_a_gather_across_nodes_moves_each_rank_s_share_between_them():
+    """Two nodes of 8 GPUs: over the link between nodes every GPU moves an eighth, whose half is its own."""
+    network, size = Network.of(H200), 1e9
+    link, between = network.link, network.between
+    inside = link.latency_s + 7 * (link.hop_s + size / 8 / link.bytes_per_s)
+    across = between.latency_s + between.hop_s + size / 8 / 2 / between.bytes_per_s
+    assert network.seconds("all_gather", size, 16) == pytest.approx(inside + across)
+    assert network.seconds("reduce_scatter", size, 16) == pytest.approx(inside + across)

@@ -240,3 +240,15 @@ def test_rows_that_fit_no_rate_are_not_fitted() -> None:
 @pytest.mark.parametrize("gpu, speedup", [("a100", 1.0), ("a10g", 1.0), ("l40s", 2.0), ("rtx4090", 2.0), ("h200", 2.0)])
 def test_prompts_use_fp8_tensor_cores_from_ada_on(gpu: str, speedup: float) -> None:
     assert engine_profile("vllm", load_hardware(gpu)).rates.coded_speedup == speedup
+
+
+def test_fp8_kv_saves_memory_but_no_time_on_ampere() -> None:
+    """One policy for plan and export, whose rule cites what was measured on an A100."""
+    times = {
+        gpu: [estimate("Llama-3.1-8B", gpu, 32_768, preset=preset, batch=8, backend="vllm").predicted.best
+              for preset in ("autoregressive", "int8")]
+        for gpu in ("a100-80gb", "h200")
+    }  # fmt: skip
+    (plain, coded), (hopper, coded_hopper) = times["a100-80gb"], times["h200"]
+    assert coded.tpot_ms == pytest.approx(plain.tpot_ms, rel=0.01) and coded_hopper.tpot_ms < 0.9 * hopper.tpot_ms
+    assert coded.peak_memory_bytes < plain.peak_memory_bytes - 10e9
