@@ -90,15 +90,16 @@ def append_to_pages(
 ) -> None:
     """Writes tokens to the buffers of open pages, and a buffer that a token fills to its page, as codes.
 
-    keys, values: [N, Hkv, D], any strides with contiguous channels. key_store, value_store: [buffers, Hkv, G, D],
-    contiguous. out: as for `quantize_to_pages`. slots: int32 [N] on the device, buffer * G + place; tokens with a
-    negative one are not written. pages: int32 [N], the page of the token's buffer where the token is its last, else
-    negative. No other token of such a buffer may be among the N.
+    keys, values: [N, Hkv, D], any strides with contiguous channels. key_store, value_store: [buffers, Hkv, C, D],
+    contiguous, C of G slots or more. out: as for `quantize_to_pages`. slots: int32 [N] on the device, buffer * C +
+    place; tokens with a negative one are not written. pages: int32 [N], the page of the first G slots of the token's
+    buffer where the token is the last of them, else negative. No other token of such a buffer may be among the N.
 
     Raises ValueError when shapes, dtypes or layouts disagree.
     """
     count, kv_heads, head_dim = keys.shape
-    if values.shape != keys.shape or key_store.shape[1:] != (kv_heads, out.group, head_dim):
+    fits = (*key_store.shape[1:2], *key_store.shape[3:]) == (kv_heads, head_dim) and key_store.shape[2] >= out.group
+    if values.shape != keys.shape or not fits:
         raise ValueError(
             f"keys {list(keys.shape)} and values {list(values.shape)} do not fit buffers {list(key_store.shape)}"
         )
@@ -121,12 +122,13 @@ def append_reference(
 ) -> None:
     """The same in plain torch."""
     written = (slots >= 0).nonzero().squeeze(1)
-    buffers, places = slots[written].long() // out.group, slots[written].long() % out.group
+    capacity = key_store.shape[2]
+    buffers, places = slots[written].long() // capacity, slots[written].long() % capacity
     for store, tokens in ((key_store, keys), (value_store, values)):
         store[buffers, :, places] = tokens[written].to(store.dtype)
     closing = pages[written] >= 0
-    full = buffers[closing]
-    quantize_to_pages(key_store[full], value_store[full], out, pages[written][closing, None], backend="reference")
+    keys, values = (store[buffers[closing], :, : out.group] for store in (key_store, value_store))
+    quantize_to_pages(keys, values, out, pages[written][closing, None], backend="reference")
 
 
 def dequantize(

@@ -174,7 +174,7 @@ def quantize_triton(keys: Tensor, values: Tensor, target: GroupWrite) -> None:
 def _append_kernel(
     keys,  # [tokens, kv_heads, head_dim]
     values,  # as keys
-    key_store,  # [buffers, kv_heads, GROUP, head_dim]
+    key_store,  # [buffers, kv_heads, CAPACITY, head_dim]
     value_store,
     slots,  # int32 [tokens]
     pages,  # int32 [tokens]
@@ -184,6 +184,7 @@ def _append_kernel(
     key_planes,  # `QuantizedKV.key_planes`
     value_planes,
     KV_HEADS: tl.constexpr,
+    CAPACITY: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
@@ -193,10 +194,10 @@ def _append_kernel(
     slot = tl.load(slots + token)
     page = tl.load(pages + token)
     if slot >= 0:
-        buffer = ((slot // GROUP).to(tl.int64) * KV_HEADS + kv_head) * GROUP * HEAD_DIM
+        buffer = ((slot // CAPACITY).to(tl.int64) * KV_HEADS + kv_head) * CAPACITY * HEAD_DIM
         at = page.to(tl.int64) * KV_HEADS + kv_head
         closes = (page >= 0) & (page < num_pages)
-        to = buffer + (slot % GROUP) * HEAD_DIM + channels
+        to = buffer + (slot % CAPACITY) * HEAD_DIM + channels
         if tl.program_id(2) == 0:
             x = tl.load(keys + token * key_strides[0] + kv_head * key_strides[1] + channels)
             tl.store(key_store + to, x.to(key_store.dtype.element_ty))
@@ -229,6 +230,7 @@ def append_triton(
         out.key_planes,
         out.value_planes,
         KV_HEADS=kv_heads,
+        CAPACITY=key_store.shape[2],
         GROUP=out.group,
         HEAD_DIM=head_dim,
         num_warps=QUANTIZE_WARPS,

@@ -56,7 +56,7 @@ else:
     class AttentionCGSupport:  # type: ignore[no-redef]
         """As of vLLM: the member that the plugin names."""
 
-        UNIFORM_SINGLE_TOKEN_DECODE = 1
+        UNIFORM_BATCH = 2
 
     class AttentionType:  # type: ignore[no-redef]
         """As of vLLM: the member that the plugin names."""

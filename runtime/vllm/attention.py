@@ -3,8 +3,11 @@
 A query reads full pages before its own as INT8 codes (drafts: as INT4), and its own page in full precision, whichever
 way it came to be computed: alone, in a chunk of a prompt, after a hit of the prefix cache, or again after a preemption.
 
-- Steps of one token per sequence (`StepRows`) run `decode_attention`, inside full CUDA graphs.
-- Verification of drafts does too, outside of graphs.
+Steps that verify drafts may pass the end of a page: those behind it see that page in full precision, as it lies in the
+same buffer, and its codes are written again where the tokens that filled it are rejected.
+
+- Steps of one token per sequence, or of one token and its drafts (`StepRows`), run `decode_attention`, in full CUDA
+  graphs.
 - Prompts (`PromptRow`) run vLLM's FlashAttention twice, over their own pages and over pages before these in full
   precision, and merge the results.
 """
@@ -29,6 +32,7 @@ from ridgeplan.runtime.vllm.pages import LayerPages, OpenPages, codes_of, page_w
 CACHE_DTYPE = "int8_per_token_head"  # the dtype of vLLM's whose pages have as many bytes as those of codes
 SPARE_SHARE = 4  # buffers beyond those of running sequences: one for every so many
 MIN_SPARE = 8
+DRAFT_SLOTS = 2 * MAX_QUERIES  # of a buffer, behind the page's end: a step's tokens, and drafts that follow them
 
 
 class CodesBackend(api.AttentionBackend):
@@ -84,7 +88,8 @@ class StepRows:
 
     groups, ends: int32 [rows], full pages before a row's own, and one past its first query's slot. tokens: int64 [rows,
     queries], places of the queries in the batch, of which a row with fewer repeats its last; results: int64 [2, n],
-    which of the rows' queries, all in one list, count, and their places. None where row i is token i.
+    which of the rows' queries, all in one list, count, and their places. None where rows have `queries` tokens each,
+    one row after another.
     """
 
     table: PageTable
@@ -93,6 +98,20 @@ class StepRows:
     groups: Tensor
     tokens: Tensor | None = None
     results: Tensor | None = None
+    queries: int = 1
+
+    def gathered(self, query: Tensor) -> Tensor:
+        """The rows' queries [rows, queries, ...]."""
+        count = len(self.ends) * self.queries
+        return query[:count].unflatten(0, (-1, self.queries)) if self.tokens is None else query[self.tokens]
+
+
+@dataclass(frozen=True, eq=False)
+class PageTurns:
+    """Which buffers change their page in a pass with drafts, as `LayerPages.turn` and `LayerPages.fill` take them."""
+
+    turned: Tensor
+    filled: Tensor
 
 
 @dataclass(frozen=True)
@@ -144,7 +163,8 @@ class CodesMetadata:
     """What a pass needs to know. pages: int32 [rows, n]; buffers: int32 [rows], of open pages.
 
     slots: int32 [tokens], where in the buffers tokens of `steps` are written, or -1. closing: int32 [tokens], the page
-    that is full with the token, or -1. draft: whether codes are read as INT4.
+    that is full with the token, or -1. draft: whether codes are read as INT4. turns: with drafts, what happens to
+    buffers instead of `closing`.
     """
 
     pages: Tensor
@@ -154,15 +174,21 @@ class CodesMetadata:
     steps: StepRows | None
     prompts: tuple[PromptRow, ...] = ()
     draft: bool = False
+    turns: PageTurns | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the batch as the host knows it: where its queries begin, their number, and the tokens before them."""
+    """A row of the batch as the host knows it: where its queries begin, their number, and the tokens before them.
+
+    drafts: whether queries may be drafts, so that those of a step may pass the end of a page. Pages are given by their
+    index in the sequence, or as -1 where there is none.
+    """
 
     first: int
     queries: int
     context: int
+    drafts: bool = False
 
     @property
     def inside_page(self) -> int:
@@ -171,90 +197,133 @@ class Row:
 
     @property
     def is_step(self) -> bool:
-        """Whether all queries lie in one page, few enough for `decode_attention`; only a single one may fill it."""
-        return self.queries == 1 or (1 < self.queries <= MAX_QUERIES and self.inside_page + self.queries < GROUP)
+        """Whether all queries are in one buffer, few enough for `decode_attention`."""
+        in_buffer = self.drafts or self.inside_page + self.queries < GROUP
+        return self.queries == 1 or (1 < self.queries <= MAX_QUERIES and in_buffer)
+
+    @property
+    def base(self) -> int:
+        """The page that the buffer begins with after the pass."""
+        turns = self.drafts and self.is_step
+        return (self.context if turns else self.context + self.queries) // GROUP
 
     @property
     def before(self) -> int:
-        """The index of the page that is open before the pass, or -1."""
+        """The page that is open before the pass."""
         return self.context // GROUP if self.inside_page else -1
 
     @property
     def after(self) -> int:
-        """The index of the page that is open after the pass, or -1."""
-        end = self.context + self.queries
-        return end // GROUP if self.queries > 0 and end % GROUP else -1
+        """The page whose tokens the buffer keeps after the pass."""
+        keeps = (self.drafts and self.is_step) or (self.context + self.queries) % GROUP
+        return self.base if self.queries > 0 and keeps else -1
 
     @property
     def closes(self) -> int:
-        """The index of the page that a step fills, or -1. Drafts never fill one: they might be rejected."""
-        fills = self.queries == 1 and self.inside_page == GROUP - 1
-        return self.context // GROUP if fills else -1
+        """The page that a step fills."""
+        return self.context // GROUP if self.is_step and self.inside_page + self.queries >= GROUP else -1
+
+    @property
+    def previous(self) -> int:
+        """The page that the buffer may still begin with, as a step has filled it."""
+        begins = self.queries > 0 and self.inside_page < MAX_QUERIES
+        return self.context // GROUP - 1 if self.drafts and begins else -1
+
+    @property
+    def spilled(self) -> int:
+        """The page behind the buffer's, if a step writes to it."""
+        return self.closes + 1 if self.is_step and self.inside_page + self.queries > GROUP else -1
 
 
 @dataclass(frozen=True, eq=False)
 class LatestRows:
-    """The rows of the latest pass, for drafts that follow it: their pages and buffers."""
+    """The rows of the latest pass, for drafts that follow it: their pages, buffers, and what these begin with."""
 
     pages: Tensor
     buffers: Tensor
+    bases: list[int]
 
 
-def rows_of(starts: Sequence[int], lengths: Sequence[int]) -> list[Row]:
+def rows_of(starts: Sequence[int], lengths: Sequence[int], drafts: bool) -> list[Row]:
     """Rows of a batch whose queries begin at `starts` [rows + 1], of sequences of `lengths` tokens with these."""
     counts = [stop - start for start, stop in pairwise(starts)]
     return [
-        Row(start, count, max(0, length - count)) for start, count, length in zip(starts, counts, lengths, strict=False)
+        Row(start, count, max(0, length - count), drafts)
+        for start, count, length in zip(starts, counts, lengths, strict=False)
     ]
 
 
 class CodesMetadataBuilder(api.AttentionMetadataBuilder):
     """Builds `CodesMetadata`, and assigns buffers to open pages."""
 
-    _cudagraph_support: ClassVar[Any] = api.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    _cudagraph_support: ClassVar[Any] = api.AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        require_own_drafts(vllm_config.speculative_config)
+        self.gamma = draft_count(vllm_config.speculative_config)
         self.device = device
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         sequences = vllm_config.scheduler_config.max_num_seqs
         self.open = OpenPages(buffer_count(sequences), device)
-        # What graphs read stays in place: each row's buffer, slot, closing page, end, and full pages.
-        self.state = torch.zeros(5, sequences, dtype=torch.int32, device=device)
+        self.capacity = buffer_slots(self.gamma)
+        # What graphs read stays in place: each row's buffer, end, and full pages; each token's slot, and the page that
+        # it fills; what happens to each buffer.
+        self.state = torch.zeros(3, sequences, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(2, sequences * (1 + self.gamma), dtype=torch.int32, device=device)
         self.begins = torch.zeros(sequences, dtype=torch.int32, device=device)
+        self.places = torch.arange(1 + self.gamma, device=device)
+        count = self.open.count + 1
+        self.turns = PageTurns(
+            torch.zeros(count, dtype=torch.bool, device=device),
+            torch.full((count, 1), -1, dtype=torch.int32, device=device),
+        )
         self.layers = vllm_config.compilation_config.static_forward_context, layer_names
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CodesMetadata:
         """The metadata of a pass; see vLLM's `AttentionMetadataBuilder.build`."""
         batch = common_attn_metadata
         pages, count = batch.block_table_tensor, batch.num_reqs
-        rows = rows_of(batch.query_start_loc_cpu.tolist()[: count + 1], batch.seq_lens_cpu_upper_bound.tolist()[:count])
-        index = self._to_device([[getattr(row, what) for row in rows] for what in ("before", "after", "closes")])
-        held = torch.where(index >= 0, pages.gather(1, index.T.clamp_min(0)).T, -1)
-        buffers, closing = self.open.assign(held[0], held[1]), held[2]
+        starts = batch.query_start_loc_cpu.tolist()[: count + 1]
+        rows = rows_of(starts, batch.seq_lens_cpu_upper_bound.tolist()[:count], self.gamma > 0)
+        named = ["before", "after", "closes", *(("previous", "spilled") if self.gamma else ())]
+        index = self._to_device([[getattr(row, what) for row in rows] for what in named])
+        before, after, closing, *passed = torch.where(index >= 0, pages.gather(1, index.T.clamp_min(0)).T, -1)
+        buffers, turned = self.open.assign(before, after, *passed)
+        turns = None
+        if self.gamma:
+            turns, closed = self.turns, closing
+            turns.turned.zero_().scatter_(0, buffers.long(), turned)
+            turns.filled[:, 0].fill_(-1).scatter_(0, buffers.long(), closed)
+            closing = torch.full_like(closed, -1)
         layers, names = self.layers
         for name in names[:1]:
-            layers[name].impl.latest = LatestRows(pages, buffers)
-        if batch.max_query_len <= 1:
-            return self._single(rows, pages, buffers, closing)
-        return self._mixed(rows, pages, buffers, closing, batch.num_actual_tokens)
+            layers[name].impl.latest = LatestRows(pages, buffers, [row.base for row in rows])
+        uniform = batch.max_query_len in (1, 1 + self.gamma)
+        if uniform and all(row.queries in (0, batch.max_query_len) for row in rows):
+            return self._uniform(rows, batch.max_query_len, pages, buffers, closing, turns)
+        return self._mixed(rows, pages, buffers, closing, batch.num_actual_tokens, turns)
 
-    def _single(self, rows: Sequence[Row], pages: Tensor, buffers: Tensor, closing: Tensor) -> CodesMetadata:
-        """Of a pass with one token per sequence, or none in rows that pad it."""
+    def _uniform(
+        self, rows: Sequence[Row], queries: int, pages: Tensor, buffers: Tensor, closing: Tensor,
+        turns: PageTurns | None,
+    ) -> CodesMetadata:  # fmt: skip
+        """Of a pass with as many tokens of every sequence, or none in rows that pad it."""
         ends = [row.inside_page + 1 if row.queries else 0 for row in rows]
         ends_groups = self._to_device([ends, [row.context // GROUP if row.queries else 0 for row in rows]]).int()
-        slots = torch.where(ends_groups[0] > 0, buffers * GROUP + ends_groups[0] - 1, -1)
-        state = self.state[:, : len(rows)]
-        state.copy_(torch.stack([buffers, slots, closing, *ends_groups]))
-        buffers, slots, closing, ends_, groups = state
-        steps = StepRows(PageTable(pages, buffers), self.begins[: len(rows)], ends_, groups)
-        return CodesMetadata(pages, buffers, slots, closing, steps)
+        first = (buffers * self.capacity + ends_groups[0] - 1)[:, None] + self.places[:queries]
+        slots = torch.where(ends_groups[:1].T > 0, first, -1)
+        state, tokens = self.state[:, : len(rows)], self.tokens[:, : len(rows) * queries]
+        state.copy_(torch.stack([buffers, *ends_groups]))
+        tokens.copy_(torch.stack([slots, closing[:, None].expand_as(slots)]).flatten(1))
+        buffers, ends_, groups = state
+        slots, closing = tokens
+        steps = StepRows(PageTable(pages, buffers), self.begins[: len(rows)], ends_, groups, queries=queries)
+        return CodesMetadata(pages, buffers, slots, closing, steps, turns=turns)
 
     def _mixed(
-        self, rows: Sequence[Row], pages: Tensor, buffers: Tensor, closing: Tensor, tokens: int
+        self, rows: Sequence[Row], pages: Tensor, buffers: Tensor, closing: Tensor, tokens: int, turns: PageTurns | None
     ) -> CodesMetadata:
-        """Of a pass with prompts or drafts."""
+        """Of a pass with prompts, or with unlike numbers of drafts."""
         steps = [i for i, row in enumerate(rows) if row.is_step]
         prompts = [
             PromptRow(i, row.first, row.queries, row.context)
@@ -266,9 +335,10 @@ class CodesMetadataBuilder(api.AttentionMetadataBuilder):
             for query in range(rows[i].queries):
                 offsets[rows[i].first + query], owners[rows[i].first + query] = rows[i].inside_page + query, i
         offset, owner = self._to_device([offsets, owners])
-        slots = torch.where(offset >= 0, buffers[owner] * GROUP + offset, -1).int()
+        slots = torch.where(offset >= 0, buffers[owner] * self.capacity + offset, -1).int()
         closes = torch.where(offset >= 0, closing[owner], -1)
-        return CodesMetadata(pages, buffers, slots, closes, self._steps(rows, steps, pages, buffers), tuple(prompts))
+        step_rows = self._steps(rows, steps, pages, buffers)
+        return CodesMetadata(pages, buffers, slots, closes, step_rows, tuple(prompts), turns=turns)
 
     def _steps(self, rows: Sequence[Row], steps: Sequence[int], pages: Tensor, buffers: Tensor) -> StepRows | None:
         if not steps:
@@ -296,10 +366,21 @@ def buffer_count(sequences: int) -> int:
     return sequences + max(MIN_SPARE, sequences // SPARE_SHARE)
 
 
-def require_own_drafts(speculative: Any) -> None:
-    """Raises ValueError for drafts of another proposer, which may fill a page with tokens that are rejected."""
-    if speculative is not None and not str(speculative.model).startswith("ridgeplan."):
+def buffer_slots(gamma: int) -> int:
+    """Tokens that a buffer of an open page holds, with `gamma` drafts per round."""
+    return GROUP + (DRAFT_SLOTS if gamma else 0)
+
+
+def draft_count(speculative: Any) -> int:
+    """Drafts of a round, 0 without any. Raises ValueError for another proposer's, and for too many."""
+    if speculative is None:
+        return 0
+    if not str(speculative.model).startswith("ridgeplan."):
         raise ValueError(f"drafts by {speculative.method!r} with ridgeplan's cache; allowed: ridgeplan's own, or none")
+    count = int(speculative.num_speculative_tokens)
+    if not 0 < count < MAX_QUERIES:
+        raise ValueError(f"num_speculative_tokens is {count}; allowed with ridgeplan's cache: 1 to {MAX_QUERIES - 1}")
+    return count
 
 
 def refused(**given: Any) -> str | None:
@@ -340,7 +421,8 @@ class CodesAttention(api.AttentionImpl):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         config = api.get_current_vllm_config()
         self.max_tokens = config.model_config.max_model_len
-        shape = (buffer_count(config.scheduler_config.max_num_seqs) + 1, self.num_kv_heads, GROUP, head_size)
+        slots = buffer_slots(draft_count(config.speculative_config))
+        shape = (buffer_count(config.scheduler_config.max_num_seqs) + 1, self.num_kv_heads, slots, head_size)
         # Zeros: slots that no token has written yet are multiplied by probabilities of zero.
         self.keys, self.values = torch.zeros(shape), torch.zeros(shape)
         self.flash_version = api.get_flash_attn_version(head_size=head_size)
@@ -372,9 +454,14 @@ class CodesAttention(api.AttentionImpl):
             return output.fill_(0)
         metadata, pages = attn_metadata, self.pages(kv_cache)
         out = output.view(-1, self.num_heads, self.head_size)
+        turns = metadata.turns
+        if turns is not None:
+            pages.turn(turns.turned)
         if metadata.steps is not None:
             count = len(metadata.slots)
             pages.append(key[:count], value[:count], metadata.slots, metadata.closing)
+            if turns is not None:
+                pages.fill(turns.filled)
         prompts = [self._store_prompt(pages, metadata, row, key, value) for row in metadata.prompts]
         for row, recent in zip(metadata.prompts, prompts, strict=True):  # which may read what another has just stored
             part = slice(row.first, row.first + row.tokens)
@@ -390,14 +477,12 @@ class CodesAttention(api.AttentionImpl):
             torch.empty(-(-self.max_tokens // GROUP) * self.num_kv_heads, copies, dtype=dtype, device=query.device)
 
     def _step(self, pages: LayerPages, rows: StepRows, query: Tensor, out: Tensor, draft: bool) -> None:
-        count = len(rows.ends)
-        queries = query[:count, None] if rows.tokens is None else query[rows.tokens]
         result = decode_attention(
-            queries, pages.keys, pages.values, rows.begins, rows.ends, pages.codes, rows.groups,
+            rows.gathered(query), pages.keys, pages.values, rows.begins, rows.ends, pages.codes, rows.groups,
             lower=not draft, scale=self.scale, pages=rows.table,
         ).flatten(0, 1)  # fmt: skip
         if rows.results is None:
-            out[:count] = result
+            out[: len(result)] = result
         else:
             out.index_copy_(0, rows.results[1], result[rows.results[0]])
 

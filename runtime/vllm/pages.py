@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.kv_cache import append_to_pages, dequantize
+from ridgeplan.kernels.kv_cache import append_to_pages, dequantize, quantize_to_pages, shift_slots
 from ridgeplan.kernels.kv_cache.cuda import GROUP
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 
@@ -56,9 +56,10 @@ def codes_of(cache: Tensor, head_dim: int) -> QuantizedKV:
 
 @dataclass(frozen=True, eq=False)
 class LayerPages:
-    """A layer's cache. codes: of full pages. keys, values: [buffers + 1, kv_heads, GROUP, head_dim], of open ones.
+    """A layer's cache. codes: of full pages. keys, values: [buffers + 1, kv_heads, slots, head_dim], of open ones.
 
-    The last buffer belongs to no sequence: rows that pad a batch read and write it.
+    A buffer's first GROUP slots are the open page. With drafts there are more, for tokens behind the page's end that
+    may be rejected. The last buffer belongs to no sequence: rows that pad a batch read and write it.
     """
 
     codes: QuantizedKV
@@ -68,6 +69,14 @@ class LayerPages:
     def append(self, keys: Tensor, values: Tensor, slots: Tensor, closing: Tensor) -> None:
         """Writes tokens [n, kv_heads, head_dim] to their slots, and buffers that one fills to its page in `closing`."""
         append_to_pages(keys, values, self.keys, self.values, self.codes, slots, closing)
+
+    def turn(self, turned: Tensor) -> None:
+        """Moves tokens behind the page's end to the start of the next page, in buffers where `turned` [buffers + 1]."""
+        shift_slots(self.keys, self.values, GROUP, turned)
+
+    def fill(self, filled: Tensor) -> None:
+        """Writes each buffer's first GROUP slots as codes to its page in `filled`, int32 [buffers + 1, 1], or -1."""
+        quantize_to_pages(self.keys[:, :, :GROUP], self.values[:, :, :GROUP], self.codes, filled)
 
     def read(self, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of full pages [n], each [n, GROUP, kv_heads, head_dim] as FlashAttention takes pages."""
@@ -91,16 +100,30 @@ class OpenPages:
         self.used = torch.full((buffers + 1,), -1, dtype=torch.int64, device=device)
         self.step = 0
 
-    def assign(self, before: Tensor, after: Tensor) -> Tensor:
+    def assign(
+        self, before: Tensor, after: Tensor, previous: Tensor | None = None, spilled: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The buffer of each row, int32 [rows], in a step before which `before` is its open page, and after it `after`.
 
-        Both int32 [rows]; a row without tokens in an open page has none there, 0 or less, and one that has neither gets
-        the last buffer. Does not synchronize.
+        All are int32 [rows]; a row without tokens in an open page has none there, 0 or less, and one that has neither
+        gets the last buffer. With drafts, a step may fill the row's page and write behind its end, so that the row's
+        buffer is still that of `previous`, the page before the open one: such a row is True in the second result, bool
+        [rows], and its buffer becomes that of `before`. spilled: pages behind the end that the step writes to, which
+        have no buffer of their own yet. Does not synchronize.
         """
         self.step += 1
         owner, used = self.owner[: self.count], self.used[: self.count]
         held = (owner[None] == before[:, None]) & (before > 0)[:, None]
         hit, place = held.max(1)
+        turned = torch.zeros_like(hit)
+        if previous is not None:
+            left = (owner[None] == previous[:, None]) & (previous > 0)[:, None]
+            was_left, old = left.max(1)
+            turned = was_left & ~hit & (before > 0)
+            hit, place = hit | turned, torch.where(turned, old, place)
+            kept = left & turned[:, None]
+            held |= kept
+            owner.masked_fill_(left.any(0) & ~kept.any(0), -1)  # of rows that begin a page
         needed = hit | (after > 0)
         used.masked_fill_(held.any(0), self.step)
         free_first = torch.where(owner < 0, -1, used).argsort(stable=True)
@@ -108,7 +131,8 @@ class OpenPages:
         buffers = torch.where(hit, place, torch.where(needed, free_first[rank], self.count))
         stays = torch.where(after > 0, after, -1)
         # A page that is handed out again may still be that of the buffer of a sequence that had it open when it ended.
-        owner.masked_fill_(((owner[None] == stays[:, None]) & (stays > 0)[:, None]).any(0), -1)
+        taken = stays if spilled is None else torch.cat([stays, spilled])
+        owner.masked_fill_(((owner[None] == taken[:, None]) & (taken > 0)[:, None]).any(0), -1)
         self.owner.scatter_(0, buffers, stays)
         self.used.scatter_(0, buffers, torch.full_like(buffers, self.step))
-        return buffers.int()
+        return buffers.int(), turned

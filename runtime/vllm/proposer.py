@@ -1,14 +1,16 @@
 """Drafts by the target itself, from the upper planes of its weights and cache: QuantSpec as a proposer of vLLM.
 
-A round's passes and choices run as one CUDA graph. Drafts are the most likely tokens: vLLM 0.24 takes no probabilities
-of a proposer class, and accepts a draft with the target's probability of it. So output is distributed as without drafts
-at any temperature, with a lower acceptance than sampled drafts would have (docs/vllm.md).
+A round's passes and choices run as one CUDA graph, of as many rows as vLLM's graphs verify. Drafts are the most likely
+tokens: vLLM 0.24 takes no probabilities of a proposer class, and accepts a draft with the target's probability of it.
+So output is distributed as without drafts at any temperature, with a lower acceptance than sampled drafts would have
+(docs/vllm.md).
 
 Source: QuantSpec (Tiwari et al. 2025, arXiv 2502.10424), section 4.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from copy import copy
@@ -16,45 +18,45 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.cuda import GROUP
 from ridgeplan.kernels.kv_cache.layout import PageTable
 from ridgeplan.runtime.vllm import api
-from ridgeplan.runtime.vllm.attention import CodesAttention, CodesMetadata, LatestRows, StepRows
+from ridgeplan.runtime.vllm.attention import (
+    CodesAttention,
+    CodesMetadata,
+    LatestRows,
+    StepRows,
+    buffer_slots,
+    draft_count,
+)
 
 
-def draft_counts(tokens: Sequence[int], gamma: int) -> list[int]:
-    """Drafts of sequences of so many tokens, the last of which the target has not processed.
-
-    None right after a page was filled, as its successor has no buffer yet, and none that would fill a page: what
-    becomes codes is never rejected.
-    """
-    inside = [(count - 1) % GROUP for count in tokens]
-    return [max(0, min(gamma, GROUP - 2 - place)) if place else 0 for place in inside]
+def round_sizes(capture_sizes: Sequence[int], gamma: int, sequences: int) -> list[int]:
+    """Rows of the rounds that are captured: those of vLLM's graphs of 1 + gamma tokens per row, at most `sequences`."""
+    return sorted({min(sequences, size // (1 + gamma)) for size in capture_sizes if size > gamma})
 
 
 class DraftProposer:
     """vLLM's `--speculative-config` with method `custom_class` and this class as its model.
 
-    Raises ValueError for parallelism over layers or data, and for lengths that vLLM might end amid a page.
+    Raises ValueError for parallelism over layers or data.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         parallel, longest = vllm_config.parallel_config, vllm_config.model_config.max_model_len
         if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
             raise ValueError("ridgeplan's drafts run with tensor parallelism; allowed: one pipeline stage, one replica")
-        if longest % GROUP:
-            raise ValueError(f"--max-model-len is {longest}; allowed with ridgeplan's drafts: multiples of {GROUP}")
         self.config, speculative = vllm_config, vllm_config.speculative_config
-        self.gamma: int = speculative.num_speculative_tokens
-        # Within gamma tokens of this length, of any sequence, vLLM would verify zeros in all of them instead of asking,
-        # and they might fill a page. It is the target's own until now.
+        self.gamma, self.longest = draft_count(speculative), longest
+        # Within gamma tokens of this length, of any sequence, vLLM would verify zeros in all of them instead of asking.
+        # It is the target's own until now.
         speculative.draft_model_config = copy(speculative.draft_model_config)
         speculative.draft_model_config.max_model_len = longest + self.gamma + 1
         self.target: Any = None
         self.layers: dict[str, CodesAttention] = {}
         self.rounds: dict[int, DraftRound] = {}
+        self.pool: Any = None  # the memory that the rounds' graphs share
 
     def load_model(self, target: Any) -> None:
         """Called by vLLM with the loaded model. Raises ValueError where its attention is not the plugin's."""
@@ -76,17 +78,27 @@ class DraftProposer:
         """Drafts of each row of the latest pass; none of rows that sampled nothing."""
         rows = len(sampled_token_ids)
         lengths = num_tokens_no_spec[:rows]
-        counts = draft_counts(lengths.tolist(), self.gamma)
-        counts = [count if sampled else 0 for count, sampled in zip(counts, sampled_token_ids, strict=True)]
         latest = next((impl.latest for impl in self.layers.values() if impl.latest is not None), None)
-        if latest is None or not any(counts):
-            return [[] for _ in counts]
+        if latest is None or not any(sampled_token_ids):
+            return [[] for _ in sampled_token_ids]
         last = token_ids_cpu[np.arange(rows), lengths - 1].tolist()
-        positions = [length - 1 if count else -1 for length, count in zip(lengths.tolist(), counts, strict=True)]
-        if rows not in self.rounds:
-            self.rounds[rows] = DraftRound(self, rows, latest)
-        drafts = self.rounds[rows].run(last, positions, latest).T.tolist()
-        return [row[:count] for row, count in zip(drafts, counts, strict=True)]
+        positions = [n - 1 if sampled else -1 for n, sampled in zip(lengths.tolist(), sampled_token_ids, strict=True)]
+        drafts = self._round(rows, latest).run(last, positions, latest)
+        return [row if sampled else [] for row, sampled in zip(drafts, sampled_token_ids, strict=True)]
+
+    def _round(self, rows: int, latest: LatestRows) -> DraftRound:
+        """The smallest captured round that holds so many rows; of more than any holds, one that is not captured."""
+        capture_sizes = self.config.compilation_config.cudagraph_capture_sizes or []
+        sizes = round_sizes(capture_sizes, self.gamma, self.config.scheduler_config.max_num_seqs)
+        place = bisect_left(sizes, rows)
+        captured = place < len(sizes)
+        size = sizes[place] if captured else rows
+        if size in self.rounds:
+            return self.rounds[size]
+        created = DraftRound(self, size, latest, captured)
+        if captured or not latest.pages.is_cuda:
+            self.rounds[size] = created
+        return created
 
     def pass_context(self, metadata: CodesMetadata, rows: int) -> AbstractContextManager[None]:
         """Inside it a forward pass of the target reads upper planes."""
@@ -100,52 +112,60 @@ class DraftProposer:
 class DraftRound:
     """A round of drafts for so many rows: on a GPU one CUDA graph, which reads and writes the tensors here."""
 
-    def __init__(self, proposer: DraftProposer, rows: int, latest: LatestRows) -> None:
-        self.proposer, self.rows = proposer, rows
+    def __init__(self, proposer: DraftProposer, rows: int, latest: LatestRows, captured: bool) -> None:
+        self.proposer, self.rows, self.captured = proposer, rows, captured
         device = latest.pages.device
-        self.inputs = torch.zeros(3, rows, dtype=torch.int64, device=device)  # last tokens, positions, buffers
-        self.pages = torch.zeros_like(latest.pages[:rows])
+        # Last tokens, positions, pages that buffers begin with, and buffers.
+        self.inputs = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        self.host = torch.zeros(3, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.pages = torch.zeros(rows, latest.pages.shape[1], dtype=torch.int32, device=device)
         self.drafts = torch.zeros(proposer.gamma, rows, dtype=torch.int64, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def run(self, last: Sequence[int], positions: Sequence[int], latest: LatestRows) -> Tensor:
-        """Drafts [gamma, rows] on the host, after the tokens `last` at `positions`, -1 for rows without drafts."""
-        pinned = self.inputs.is_cuda
-        host = torch.tensor([last, positions], dtype=torch.int64, pin_memory=pinned)
-        self.inputs[:2].copy_(host, non_blocking=True)
-        self.inputs[2].copy_(latest.buffers[: self.rows])
-        self.pages.copy_(latest.pages[: self.rows])
-        if not pinned:
-            self._compute()
-        elif self.graph is None:
-            self._compute()  # compiles kernels, and gives this round's drafts
-            self._capture()
-        else:
+    def run(self, last: Sequence[int], positions: Sequence[int], latest: LatestRows) -> list[list[int]]:
+        """Drafts of each row, after the tokens `last` at `positions`, -1 for rows without drafts."""
+        rows = len(last)
+        self.host.numpy()[:, :rows] = last, positions, latest.bases[:rows]
+        self.host[1, rows:] = -1
+        self.inputs[:3].copy_(self.host, non_blocking=True)
+        self.inputs[3, :rows].copy_(latest.buffers[:rows])
+        self.pages[:rows].copy_(latest.pages[:rows])
+        if self.graph is not None:
             self.graph.replay()
-        return self.drafts.cpu()
+        else:
+            self._compute()  # compiles kernels, and gives this round's drafts
+            if self.captured and self.inputs.is_cuda:
+                self._capture()
+        return self.drafts[:, :rows].T.tolist()
 
     def _capture(self) -> None:
-        drafts = self.drafts.clone()
+        drafts, proposer = self.drafts.clone(), self.proposer
+        proposer.pool = proposer.pool or torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
-        with api.graph_capture(self.inputs.device) as capturing, torch.cuda.graph(self.graph, stream=capturing.stream):
+        with (
+            api.graph_capture(self.inputs.device) as capturing,
+            torch.cuda.graph(self.graph, pool=proposer.pool, stream=capturing.stream),
+        ):
             self._compute()
         self.drafts.copy_(drafts)
 
     @torch.inference_mode()
     def _compute(self) -> None:
-        """The passes of a round. A draft sees the full pages before its own as INT4, and the tokens of its own."""
-        tokens, positions, buffers = self.inputs
-        drafts_any, page = positions >= 0, positions.clamp_min(0) // GROUP
-        buffers, groups = buffers.int(), page.int()
+        """The passes of a round. A draft sees full pages before its buffer as INT4, and the tokens in its buffer."""
+        tokens, positions, bases, buffers = self.inputs
+        drafted, groups, buffers = positions >= 0, bases.int(), buffers.int()
         begins, no_page = torch.zeros_like(groups), torch.full_like(groups, -1)
+        capacity = buffer_slots(self.proposer.gamma)
+        groups = torch.where(drafted, groups, 0)
         for number in range(self.proposer.gamma):
-            place = (positions.clamp_min(0) - page * GROUP + number).int()
-            inside = drafts_any & (place < GROUP)
-            ends = torch.where(inside, place + 1, 0)
-            slots = torch.where(inside, buffers * GROUP + place, -1)
-            steps = StepRows(PageTable(self.pages, buffers), begins, ends, torch.where(inside, groups, 0))
+            place = (positions - bases * GROUP + number).int()
+            ends = torch.where(drafted, place + 1, 0)
+            slots = torch.where(drafted, buffers * capacity + place, -1)
+            steps = StepRows(PageTable(self.pages, buffers), begins, ends, groups)
             metadata = CodesMetadata(self.pages, buffers, slots, no_page, steps, draft=True)
             with self.proposer.pass_context(metadata, self.rows):
-                hidden = self.proposer.target(input_ids=tokens.int(), positions=positions.clamp_min(0) + number)
+                # The last drafts of a sequence at the greatest length are not verified.
+                places = (positions + number).clamp(0, self.proposer.longest - 1)
+                hidden = self.proposer.target(input_ids=tokens.int(), positions=places)
                 tokens = self.proposer.target.compute_logits(hidden).argmax(-1)
             self.drafts[number].copy_(tokens)

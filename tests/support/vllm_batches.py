@@ -72,7 +72,7 @@ def batch_of(rows: list[tuple[Sequence, int]], width: int, padded: int = 0) -> S
     return SimpleNamespace(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor(lengths, dtype=torch.int32),
         seq_lens_cpu_upper_bound=torch.tensor(lengths), num_reqs=len(counts), max_query_len=max(counts),
-        num_actual_tokens=sum(counts) + padded, block_table_tensor=table, slot_mapping=None,
+        num_actual_tokens=sum(counts) + padded * max(counts), block_table_tensor=table, slot_mapping=None,
     )  # fmt: skip
 
 
@@ -82,5 +82,5 @@ def config_of(sequences: int, tokens: int = 4096, speculative: Any = None) -> Si
         scheduler_config=SimpleNamespace(max_num_seqs=sequences),
         model_config=SimpleNamespace(max_model_len=tokens),
         speculative_config=speculative,
-        compilation_config=SimpleNamespace(static_forward_context={}),
+        compilation_config=SimpleNamespace(static_forward_context={}, cudagraph_capture_sizes=[4, 8, 16]),
     )

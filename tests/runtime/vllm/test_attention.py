@@ -38,9 +38,10 @@ def noted(builder: Any, threshold: int, supports_spec_as_decode: bool) -> None:
 class Layer:
     """A layer of vLLM's with the plugin's attention, and texts: what any sequence of a name computes at each place."""
 
-    def __init__(self, pages: int = 40, sequences: int = 4) -> None:
+    def __init__(self, pages: int = 40, sequences: int = 4, gamma: int = 0) -> None:
+        self.gamma, config = gamma, config_of(sequences, speculative=own_drafts(gamma) if gamma else None)
+        api.get_current_vllm_config = lambda: config  # which the fixture restores
         self.impl = CodesAttention(Q_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, kv_cache_dtype="int8_per_token_head")
-        config = config_of(sequences)
         config.compilation_config.static_forward_context["layer"] = SimpleNamespace(impl=self.impl)
         self.builder = CodesMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
         shape = CodesBackend.get_kv_cache_shape(pages, PAGE, KV_HEADS, HEAD_DIM, "int8_per_token_head")
@@ -63,7 +64,9 @@ class Layer:
         batch = batch_of(list(rows), WIDTH, padded)
         metadata = self.builder.build(0, batch)
         pieces = [[x[s.context : s.context + count] for x in self.text(s.name)] for s, count in rows]
-        spare = [torch.full((padded, n, HEAD_DIM), torch.nan) for n in (Q_HEADS, KV_HEADS, KV_HEADS)]
+        spare = [
+            torch.full((padded * batch.max_query_len, n, HEAD_DIM), torch.nan) for n in (Q_HEADS, KV_HEADS, KV_HEADS)
+        ]
         query, key, value = (torch.cat(column) for column in zip(*pieces, spare, strict=True))
         out = torch.full((len(query), Q_HEADS * HEAD_DIM), torch.nan)
         self.impl.forward(SimpleNamespace(), query, key, value, self.memory, metadata, out)
@@ -73,7 +76,8 @@ class Layer:
         return list(out[: sum(counts)].view(-1, Q_HEADS, HEAD_DIM).split(counts))
 
     def expected(self, name: str, first: int, count: int) -> Tensor:
-        """A query sees whole pages before its own as INT8, and its own page as it is."""
+        """A query sees whole pages before its own as INT8, and its own page as it is; and with drafts, queries of a
+        step see what a buffer held that their first query began with."""
         queries, keys, values = self.text(name)
         held = (first + count) // PAGE + 1
         codes = QuantizedKV.allocate(1, KV_HEADS, held, PAGE, HEAD_DIM, "cpu", lower=True)
@@ -82,7 +86,7 @@ class Layer:
         stored = [x[0].transpose(0, 1).double() for x in dequantize(codes, True)]
         out = torch.empty(count, Q_HEADS, HEAD_DIM, dtype=torch.float64)
         for i, place in enumerate(range(first, first + count)):
-            start = place // PAGE * PAGE
+            start = (first if self.gamma and count <= 16 else place) // PAGE * PAGE
             private = (x[start : place + 1].double() for x in (keys, values))
             seen = [torch.cat([s[:start], x]) for s, x in zip(stored, private, strict=True)]
             k, v = (x.repeat_interleave(Q_HEADS // KV_HEADS, 1).transpose(0, 1) for x in seen)
@@ -153,17 +157,72 @@ def test_a_sequence_that_was_preempted_starts_again_in_other_pages() -> None:
     layer.checked((again, 1), (b, 1))
 
 
+def own_drafts(gamma: int) -> SimpleNamespace:
+    return SimpleNamespace(method="custom_class", model="ridgeplan.x", num_speculative_tokens=gamma)
+
+
+def verify(layer: Layer, rows: list[tuple[Sequence, int]], accepted: list[int], padded: int = 0) -> None:
+    """A pass over drafts of which so many of each row are right, and others wrong."""
+    wrong, right = layer.text("z"), {s.name: layer.text(s.name) for s, _ in rows}
+    for (sequence, _), count in zip(rows, accepted, strict=True):
+        end = sequence.context + 1 + count
+        layer.texts[sequence.name] = tuple(  # type: ignore[assignment]
+            torch.cat([r[:end], w[end:]]) for r, w in zip(right[sequence.name], wrong, strict=True)
+        )
+    layer.checked(*rows, padded=padded)
+    layer.texts.update(right)
+    for (sequence, drafted), count in zip(rows, accepted, strict=True):
+        sequence.context -= drafted - 1 - count
+
+
 def test_drafts_are_verified_and_rejected_ones_overwritten() -> None:
-    layer = Layer()
-    a, b = Sequence("a", 300, [3, 4]), Sequence("b", 300, [6, 7])
+    layer = Layer(gamma=4)
+    a, b = Sequence("a", 300, [3, 4, 5]), Sequence("b", 300, [6, 7, 8])
     layer.checked((a, 130), (b, 60))
-    wrong = layer.text("z")
-    right = layer.texts["a"]
-    layer.texts["a"] = tuple(torch.cat([r[:131], w[131:]]) for r, w in zip(right, wrong, strict=True))  # type: ignore[assignment]
-    layer.checked((a, 4), (b, 1))  # the three drafts of a are wrong
-    layer.texts["a"], a.context = right, 131
-    layer.checked((a, 3), (b, 4))
+    verify(layer, [(a, 5), (b, 1)], [0, 0])  # unlike numbers of drafts
+    verify(layer, [(a, 3), (b, 4)], [2, 1])
+    verify(layer, [(b, 5), (a, 5)], [4, 3], padded=2)  # in a graph
     layer.checked((b, 1), (a, 1), padded=1)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("start", [123, 125, 126, 127])
+def test_drafts_pass_the_end_of_a_page(start: int, accepted: int) -> None:
+    """However many are right: the next passes read what the accepted tokens are, from the buffer and as codes."""
+    layer = Layer(gamma=4)
+    a, b = Sequence("a", 300, [3, 4, 5]), Sequence("b", 300, [6, 7, 8])
+    layer.checked((a, start), (b, 60))
+    layer.builder.open.owner[5] = 4  # of a sequence that has ended, before `a` was given its page
+    verify(layer, [(a, 5), (b, 5)], [accepted, 2], padded=1)
+    verify(layer, [(b, 5), (a, 5)], [0, 4 - accepted])
+    verify(layer, [(b, 3), (a, 2)], [2, 1])
+    layer.checked((a, 20), (b, 1))  # as a prompt, for instance after a preemption
+    verify(layer, [(b, 5), (a, 5)], [4, 4], padded=1)
+
+
+def test_a_page_that_drafts_filled_serves_others_once_they_are_accepted() -> None:
+    layer = Layer(gamma=4)
+    a = Sequence("ab", 300, [3, 4, 5])
+    layer.checked((a, 125))
+    verify(layer, [(a, 5)], [4])
+    hit = Sequence("ac", 300, [3, 9, 7], context=PAGE)
+    verify(layer, [(hit, 5), (a, 5)], [1, 1])  # in the first pass that vLLM hands the page out in
+    verify(layer, [(a, 5), (hit, 5)], [4, 4])
+    layer.checked((hit, 30), (a, 1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_rounds_of_drafts(seed: int) -> None:
+    chance, layer = random.Random(seed), Layer(gamma=4)
+    rows = [Sequence(name, 690, [3 + 6 * i + j for j in range(6)]) for i, name in enumerate("abc")]
+    for sequence in rows:
+        layer.checked((sequence, chance.randint(100, 130)))
+    for _ in range(24):
+        chance.shuffle(rows)
+        chosen = rows[: chance.randint(1, 3)] if chance.random() < 0.2 else rows
+        uniform = chance.random() < 0.7
+        counts = [5 if uniform else chance.randint(1, 5) for _ in chosen]
+        verify(layer, list(zip(chosen, counts, strict=True)), [chance.randint(0, n - 1) for n in counts])
 
 
 def test_drafts_read_the_upper_codes() -> None:
@@ -184,7 +243,7 @@ def test_buffers_of_sequences_that_ended_are_taken_again_oldest_first() -> None:
     pages = OpenPages(3, torch.device("cpu"))
 
     def assign(before: list[int], after: list[int]) -> list[int]:
-        return pages.assign(*(torch.tensor(x, dtype=torch.int32) for x in (before, after))).tolist()
+        return pages.assign(*(torch.tensor(x, dtype=torch.int32) for x in (before, after)))[0].tolist()
 
     assert assign([-1, -1, 0], [11, 12, 0]) == [0, 1, 3]  # the third row pads the batch
     assert assign([12, -1], [12, 13]) == [1, 2]
@@ -219,7 +278,7 @@ def test_running_sequences_keep_their_buffers(seed: int) -> None:
                 sequence["pages"].append(free.pop())
             before.append(sequence["pages"][sequence["context"] // page] if sequence["context"] % page else -1)
             after.append(sequence["pages"][end // page] if end % page else -1)
-        given = pages.assign(*(torch.tensor(x, dtype=torch.int32) for x in (before, after))).tolist()
+        given = pages.assign(*(torch.tensor(x, dtype=torch.int32) for x in (before, after)))[0].tolist()
         for (sequence, count), buffer in zip(rows, given, strict=True):
             assert sequence["buffer"] in (None, buffer), "a sequence lost the tokens of its open page"
             sequence["context"] += count
@@ -271,6 +330,8 @@ def test_other_drafts_and_other_pages_are_refused() -> None:
     ngram = SimpleNamespace(method="ngram", model="ngram")
     with pytest.raises(ValueError, match="drafts by 'ngram' with ridgeplan's cache; allowed: ridgeplan's own"):
         CodesMetadataBuilder(None, [], config_of(4, speculative=ngram), torch.device("cpu"))
+    with pytest.raises(ValueError, match="num_speculative_tokens is 16; allowed with ridgeplan's cache: 1 to 15"):
+        CodesMetadataBuilder(None, [], config_of(4, speculative=own_drafts(16)), torch.device("cpu"))
     with pytest.raises(ValueError, match="--block-size is 256; allowed with ridgeplan's cache: 128"):
         CodesBackend.get_kv_cache_shape(10, 256, 8, 128)
 

@@ -67,13 +67,13 @@ ATTRIBUTES = {
         "block_table_tensor", "num_reqs", "query_start_loc_cpu", "seq_lens_cpu_upper_bound", "max_query_len",
         "num_actual_tokens",
     },
-    f"{BACKEND}:AttentionCGSupport": {"UNIFORM_SINGLE_TOKEN_DECODE"},
+    f"{BACKEND}:AttentionCGSupport": {"UNIFORM_BATCH"},
     f"{BACKEND}:AttentionType": {"DECODER"},
     "v1/attention/backends/registry:AttentionBackendEnum": {"CUSTOM"},
     "config/scheduler:SchedulerConfig": {"max_num_seqs"},
     "config/parallel:ParallelConfig": {"pipeline_parallel_size", "data_parallel_size"},
     "config/speculative:SpeculativeConfig": {"model", "method", "num_speculative_tokens", "draft_model_config"},
-    "config/compilation:CompilationConfig": {"static_forward_context"},
+    "config/compilation:CompilationConfig": {"static_forward_context", "cudagraph_capture_sizes"},
     "forward_context:ForwardContext": {"attn_metadata"},
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from vllm_batches import PAGE, Sequence, batch_of, config_of, flash_attn_varlen_
 
 from ridgeplan.runtime.vllm import api
 from ridgeplan.runtime.vllm.attention import CodesAttention, CodesBackend, CodesMetadataBuilder
-from ridgeplan.runtime.vllm.proposer import DraftProposer, draft_counts
+from ridgeplan.runtime.vllm.proposer import DraftProposer, round_sizes
 
 HEADS, KV_HEADS, HEAD_DIM, VOCAB, WIDTH, GAMMA = 4, 2, 64, 50, 6, 3
 CONTEXT: dict[str, Any] = {}
@@ -32,7 +32,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "flash_attn_varlen_func", flash_attn_varlen_func)
     monkeypatch.setattr(api, "merge_attn_states", merge_attn_states)
     monkeypatch.setattr(api, "get_flash_attn_version", lambda head_size: 3)
-    monkeypatch.setattr(api, "get_current_vllm_config", lambda: config_of(3, 2048))
+    monkeypatch.setattr(api, "get_current_vllm_config", None)  # restores what `Target` sets
     monkeypatch.setattr(api, "set_forward_context", set_forward_context)
     builder = api.AttentionMetadataBuilder
     monkeypatch.setattr(builder, "_init_reorder_batch_threshold", lambda *_, **__: None, raising=False)
@@ -42,6 +42,7 @@ class Target:
     """A model of one layer in vLLM: tokens and positions to logits through the plugin's attention."""
 
     def __init__(self, config: Any) -> None:
+        api.get_current_vllm_config = lambda: config
         generator = torch.Generator().manual_seed(3)
         self.tables = [torch.randn(VOCAB, n * HEAD_DIM, generator=generator) for n in (HEADS, KV_HEADS, KV_HEADS)]
         self.head = torch.randn(HEADS * HEAD_DIM, VOCAB, generator=generator)
@@ -88,19 +89,22 @@ def test_drafts_are_what_the_target_finds_likely_in_upper_planes() -> None:
             sequence.context += count
         return logits
 
-    compute([(a, 300), (b, 125), (c, 40)])
-    lengths = np.array([301, 126, 41])  # each with a token that was sampled
+    compute([(a, 300), (b, 120), (c, 40)])
+    compute([(b, 6)])  # of which all but the last are accepted
+    b.context = 125
+    compute([(a, 1), (b, 1), (c, 1)])
+    lengths = np.array([302, 127, 42])  # each with a token that was sampled
     drafts = proposer.propose([[1], [1], []], lengths, texts, slot_mappings=None)
-    assert [len(row) for row in drafts] == [3, 1, 0]  # b's page holds one draft more before it is full; c sampled none
+    assert [len(row) for row in drafts] == [3, 3, 0]  # b's pass the end of its page; c sampled none
+    assert list(proposer.rounds) == [3]
     for number, row in enumerate([a, b]):
-        for draft in drafts[number]:
-            likely = compute([(row, 1)], draft=True)[0].argmax()
-            assert int(likely) == draft
-            texts[number, row.context] = draft
+        texts[number, row.context + 1 : row.context + 4] = drafts[number]
+        likely = compute([(row, 4)], draft=True)[:3].argmax(1)  # as one step, which keeps the buffer
+        assert likely.tolist() == drafts[number]
 
 
 def test_vllm_asks_for_drafts_up_to_the_end() -> None:
-    """It would verify zeros instead, which might fill a page."""
+    """It would verify zeros instead, of all sequences."""
     config = configured()
     target_config = config.speculative_config.draft_model_config
     DraftProposer(config)
@@ -108,13 +112,13 @@ def test_vllm_asks_for_drafts_up_to_the_end() -> None:
     assert target_config.max_model_len == 2048
 
 
-def test_no_draft_fills_a_page() -> None:
-    assert draft_counts([128 + 1, 128 + 2, 128 + 124, 128 + 125, 128 + 126, 128 + 127, 256], 3) == [0, 3, 3, 2, 1, 0, 0]
+def test_rounds_have_the_sizes_of_graphs() -> None:
+    assert round_sizes([1, 2, 4, 8, 16, 24, 32, 40], 3, 6) == [1, 2, 4, 6]
+    assert round_sizes([5, 10, 20, 25], 4, 16) == [1, 2, 4, 5]
+    assert round_sizes([], 3, 6) == []
 
 
 def test_what_drafts_do_not_run_with() -> None:
-    with pytest.raises(ValueError, match="--max-model-len is 2000; allowed with ridgeplan's drafts: multiples of 128"):
-        DraftProposer(configured(model_config=SimpleNamespace(max_model_len=2000)))
     stages = SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=1)
     with pytest.raises(ValueError, match="allowed: one pipeline stage, one replica"):
         DraftProposer(configured(parallel_config=stages))
