@@ -51,7 +51,7 @@ SMALL = {
     "tie_word_embeddings": False, "dtype": "bfloat16", "torch_dtype": "bfloat16",
 }  # fmt: skip
 LENGTHS, GENERATED = (5, 127, 128, 129, 300, 700, 1100), 200  # of the checks' prompts
-CASES = ((32768, 1), (4096, 16), (32768, 8), (131072, 1), (131072, 4))  # of the table in docs/vllm.md
+CASES = ((32768, 1), (4096, 8), (131072, 1), (32768, 8), (4096, 16), (131072, 4))  # the table in docs/vllm.md
 PORT = 8124
 SCHEDULED = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 24}  # 3,072 tokens for 3,889 and what they add
 Send = Callable[[dict[str, Any]], None]
@@ -316,9 +316,56 @@ def run_compare(send: Send) -> None:
         send({"case": f"compare {name}", "same_choice": round(exact / count, 4), "worst_deviations": round(worst, 3)})
 
 
-def run_times(name: str, plan_name: str | None, send: Send, **arguments: Any) -> None:
-    """Milliseconds of a step, or of a round with drafts, of the 8B shape with dummy weights."""
-    from ridgeplan.validate.engine_steps import InProcessVllm
+def plain_graphs(gamma: int) -> dict[str, Any]:
+    """Full graphs of up to 16 steps or rounds without torch.compile, which the plugin's engines start faster without."""
+    sizes = [(1 + gamma) * rows for rows in (1, 2, 4, 8, 16)]
+    return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+
+
+def profiled_steps(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> dict[str, Any]:
+    """Where the time of an engine's steps goes: on the host, on the device, by kind of launch and by name."""
+    import torch
+    from torch.autograd import DeviceType
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, detokenize=False)
+    names = [
+        engine.add_request(f"profiled-{i}", {"prompt_token_ids": list(p)}, sampling) for i, p in enumerate(prompts)
+    ]
+    for _ in range(len(prompts) + 6):
+        engine.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profile:
+        started = time.perf_counter()
+        for _ in range(count):
+            engine.step()
+        torch.cuda.synchronize()
+        wall_s = time.perf_counter() - started
+    engine.abort_request([str(name) for name in names])
+    device = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
+    averages = profile.key_averages()
+    launches = {e.key: e.count / count for e in averages if e.key.startswith("cuda") or e.key.startswith("cuLaunch")}
+    host = sorted(averages, key=lambda e: -e.self_cpu_time_total)[:16]
+    kernels: dict[str, float] = {}
+    for event in device:
+        kernels[event.name[:60]] = kernels.get(event.name[:60], 0.0) + event.time_range.elapsed_us()
+    return {
+        "profiled_wall_ms": round(1e3 * wall_s / count, 3),
+        "device_ms": round(sum(kernels.values()) / 1e3 / count, 3),
+        "device_launches": len(device) / count,
+        "host_calls": launches,
+        "host_ms": {e.key[:60]: round(e.self_cpu_time_total / 1e3 / count, 3) for e in host},
+        "kernel_ms": {k: round(v / 1e3 / count, 3) for k, v in sorted(kernels.items(), key=lambda x: -x[1])[:16]},
+    }
+
+
+def run_times(name: str, plan_name: str | None, send: Send, profiled: int = 0, **arguments: Any) -> None:
+    """Milliseconds of a step, or of a round with drafts, of the 8B shape with dummy weights.
+
+    profiled: how many of the cases are profiled too.
+    """
+    from ridgeplan.validate.engine_steps import InProcessVllm, random_prompts
 
     folder, model = dummy_model(), "meta-llama/Llama-3.1-8B"
     engine_arguments: dict[str, Any] = {
@@ -330,18 +377,23 @@ def run_times(name: str, plan_name: str | None, send: Send, **arguments: Any) ->
         engine_arguments = (
             exported_arguments(model, plan_of(model, plan_name, 131_072, 256, 4), folder) | engine_arguments
         )
+    gamma = engine_arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
+    graphs = GRAPHS if plan_name is None else plain_graphs(gamma)
     hf_overrides = {**engine_arguments.pop("hf_overrides", {}), "max_position_embeddings": 140_000}
     llm = start(folder, load_format="dummy", enable_prefix_caching=True, max_num_batched_tokens=16384,
-                compilation_config=GRAPHS, hf_overrides=hf_overrides, **(engine_arguments | arguments))  # fmt: skip
+                compilation_config=graphs, hf_overrides=hf_overrides, **(engine_arguments | arguments))  # fmt: skip
     engine = InProcessVllm(llm, "", LLAMA_8B["vocab_size"])
-    for context, batch in CASES:
+    for number, (context, batch) in enumerate(CASES):
         try:
             step_ms, _ = engine.step(context, batch)
         except (ValueError, RuntimeError) as error:
             send({"case": name, "context": context, "batch": batch, "error": str(error)[:300]})
             continue
-        gamma = engine_arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
-        send({"case": name, "context": context, "batch": batch, "step_ms": round(step_ms, 4), "gamma": gamma})
+        row = {"case": name, "context": context, "batch": batch}
+        send({**row, "step_ms": round(step_ms, 4), "gamma": gamma})
+        if number < profiled:
+            texts = random_prompts(LLAMA_8B["vocab_size"], context, batch)
+            send({**row, "case": f"{name} profile", **profiled_steps(llm, texts)})
 
 
 def run_runtime(send: Send) -> None:
@@ -372,7 +424,7 @@ STEPS: dict[str, Callable[[Send], None]] = {
     "compare": run_compare,
     "stage1": lambda send: run_times("stage1", "int8-weights-int8", send),
     "fp8": lambda send: run_times("fp8", None, send, **FP8),
-    "stage2": lambda send: run_times("stage2", "quantspec-int8", send),
+    "stage2": lambda send: run_times("stage2", "quantspec-int8", send, profiled=2),
     "runtime": run_runtime,
     "bf16": lambda send: run_times("bf16", None, send),
 }
