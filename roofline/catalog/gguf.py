@@ -213,7 +213,9 @@ def _code(kind: int) -> str:
 
 
 # Families by the architectures that GGUF files name; Mistral models are stored as "llama".
-_SUPPORTED = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+_SUPPORTED = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe",
+}  # fmt: skip
 # Keys of a config.json by those of a GGUF file.
 _CONFIG_KEYS = {
     "num_hidden_layers": "block_count",
@@ -225,10 +227,14 @@ _CONFIG_KEYS = {
     "max_position_embeddings": "context_length",
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
 }
 _MATRICES = (
     (re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.weight"), "attention"),
     (re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.weight"), "mlp"),
+    (re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight"), "experts"),
     (re.compile(r"token_embd\.weight"), "embedding"),
     (re.compile(r"output\.weight"), "head"),
 )
@@ -257,12 +263,14 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
             raise ValueError(f"{architecture}.{key} is missing")
         return entry
 
-    if value("expert_count", 0):
-        raise ValueError("mixtures of experts are read from their config.json only")
-    family = _SUPPORTED[str(architecture)]
-    if FAMILIES[family].traits:  # its layers are not all alike, or have what the fields below cannot say
-        keys = {key: value(name) for key, name in _CONFIG_KEYS.items()}
+    family, experts = _SUPPORTED[str(architecture)], value("expert_count", 0)
+    if experts and architecture == family:
+        raise ValueError(f"mixtures of experts of {brief(architecture)} are read from their config.json only")
+    if FAMILIES[family].traits or experts:  # its layers are not all alike, or have what the fields below cannot say
+        present = {key: header.metadata.get(f"{architecture}.{name}") for key, name in _CONFIG_KEYS.items()}
+        keys = {key: entry for key, entry in present.items() if entry is not None}
         keys |= {"model_type": family, "vocab_size": _tensor(header, "token_embd.weight")[-1]}
+        keys |= {"tie_word_embeddings": "output.weight" not in header.tensors}
         shape = shape_from_config(keys, path.stem, str(path))
         bits = weight_bits_of(header)
         return replace(shape, weight_bits=bits.tied() if shape.tied_embeddings else bits)

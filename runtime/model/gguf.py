@@ -164,6 +164,9 @@ def _convert(path: Path, staging: Path) -> None:
     }
     with failures_as(f"cannot read the GGUF file {path}"), _header_read_once():
         config = transformers.AutoConfig.from_pretrained(**where)
+        if config.model_type == "qwen3_moe":  # what transformers leaves at its defaults, which llama.cpp does not read
+            experts = read_gguf_header(path).metadata["qwen3moe.expert_feed_forward_length"]
+            config.update({"moe_intermediate_size": experts, "norm_topk_prob": True})
         tensors = _tensors(link, config)
         with quiet_rust():
             tokenizer = transformers.AutoTokenizer.from_pretrained(**where)

@@ -1,5 +1,6 @@
 """GGUF files for tests, as llama.cpp's converter writes them."""
 
+import re
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -22,6 +23,7 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+EXPERTS = {"ffn_gate_inp": "mlp.gate", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 REST = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
 
@@ -36,13 +38,14 @@ def neighboured(weight: Tensor, heads: int) -> Tensor:
 
 
 def write_gguf(path: Path, model: Any, merge: str = "+ -", kinds: Sequence[str] = ()) -> None:
-    """A transformers Llama in float32, as llama.cpp's converter writes it.
+    """A transformers Llama or Qwen3-MoE in float32, as llama.cpp's converter writes it.
 
     kinds: the types that its matrices get in turn, of `gguf_blocks.BLOCKS`, with random values, which the model then
     has, too.
     """
     config, state = model.config, model.state_dict()
-    writer = gguf.GGUFWriter(path, "llama")
+    routed = config.model_type == "qwen3_moe"
+    writer = gguf.GGUFWriter(path, "qwen3moe" if routed else "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -65,6 +68,18 @@ def write_gguf(path: Path, model: Any, merge: str = "+ -", kinds: Sequence[str] 
     for layer in range(config.num_hidden_layers):
         names |= {f"blk.{layer}.{name}.weight": f"model.layers.{layer}.{ours}.weight" for name, ours in LAYER.items()}
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    if routed:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        heads = {}
+        names = {name: ours for name, ours in names.items() if not re.search("ffn_(gate|up|down).w", name)}
+        for layer in range(config.num_hidden_layers):
+            prefix = f"model.layers.{layer}."
+            names |= {f"blk.{layer}.{name}.weight": f"{prefix}{ours}.weight" for name, ours in EXPERTS.items()}
+            gate, up = state[f"{prefix}mlp.experts.gate_up_proj"].chunk(2, dim=1)
+            for name, stack in (("gate", gate), ("up", up), ("down", state[f"{prefix}mlp.experts.down_proj"])):
+                writer.add_tensor(f"blk.{layer}.ffn_{name}_exps.weight", stack.contiguous().numpy())
     types = cycle(kinds)
     for name, ours in names.items():
         count = heads.get(name.split(".")[-2])

@@ -22,6 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ridgeplan import runtime
+from ridgeplan.roofline.catalog.model_shape import sizes_of
+from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model import gguf as gguf_convert
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
@@ -59,6 +61,20 @@ def test_weights_come_out_bit_by_bit(path, tiny_model, make_plan):
         reference = model(torch.tensor([tokens])).logits[0, -1]
     assert engine.generate(tokens, 1).tokens[0] == [int(reference.argmax())]
     assert engine.config.shape.q_heads == 4
+
+
+def test_experts_are_read_from_a_gguf_file(tiny_model, tmp_path, make_plan):
+    """Their width and their normed weights, of which transformers' reader has only defaults, too."""
+    model = tiny_model("qwen3_moe")
+    write_gguf(tmp_path / "experts.gguf", model.reference)
+    engine = runtime.load(make_plan(), str(tmp_path / "experts.gguf"), device="cpu")
+    tokens = list(range(40))
+    with torch.inference_mode():
+        expected = model.reference(torch.tensor([tokens])).logits[0, -1]
+    assert (engine.teacher_forced_logits([tokens], [[]])[0, -1] - expected).abs().max() < 1e-4
+    described, loaded = load_shape(str(tmp_path / "experts.gguf")), load_shape(model.folder)
+    assert sizes_of(described) == sizes_of(loaded) and described.parameters == loaded.parameters
+    assert described.weight_bits.experts == 32 and described.moe_layers == loaded.moe_layers > 0
 
 
 @pytest.mark.parametrize("kinds", [["Q8_0"], ["Q4_0"], ["Q4_K"], ["Q6_K"], ["Q4_K", "Q6_K"]], ids="+".join)
