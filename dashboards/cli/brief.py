@@ -11,7 +11,7 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo
-from ridgeplan.dashboards.cli.plan import answer_lines
+from ridgeplan.dashboards.cli.plan import answer_lines, degree_table
 from ridgeplan.dashboards.extras import require_package
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import SearchOptions
@@ -40,5 +40,8 @@ def brief(
     _, profile = planner.resolve(model, gpu, options.profile, options.acceptance)
     from ridgeplan.dashboards.html_pages import brief_page  # imports plotly
 
-    write_atomically(output, brief_page(answer_lines(recommendation), recommendation, profile.hardware))
+    write_atomically(
+        output,
+        brief_page([*answer_lines(recommendation), *degree_table(recommendation)], recommendation, profile.hardware),
+    )
     echo(f"{recommendation.summary()}\nwritten to {output}")

@@ -27,6 +27,7 @@ from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, first_token_
 from ridgeplan.planner.render.text import explain as meaning_of
 from ridgeplan.planner.render.trace import chrome_trace
 from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.presets import describe, preset_name, short_name
 from ridgeplan.roofline.plan.support import Backend, as_loaded, only_estimated, unsupported
@@ -177,8 +178,15 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
     plan, loaded = saved.on(shape, profile), as_loaded(shape)
     usable = usable_bytes(profile.hardware.memory_bytes, memory_utilization, memory_limit)
     machine = replace(Machine.of(profile), memory_bytes=usable)
-    plain, predicted = predict_all([planner.preset("autoregressive", plan.workload), plan], loaded, profile, machine)
-    compared = predicted.against(plain)
+    if plan.workload.parallel != SINGLE:
+        options = SearchOptions(memory_utilization=memory_utilization, memory_limit=memory_limit)
+        result = estimate_plan(plan, Question.of(shape, profile, plan.workload, options))
+        plain, compared = result.baseline, result.predicted
+    else:
+        plain, predicted = predict_all(
+            [planner.preset("autoregressive", plan.workload), plan], loaded, profile, machine
+        )
+        compared = predicted.against(plain)
     if as_json:
         print_json({"plan": plan.to_dict(), "predicted": compared.to_dict(), "baseline": plain.to_dict()})
         return

@@ -32,7 +32,11 @@ class PlanOrModel(opt.SavedPlanFile):
     name = "plan.json|model"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Reads a plan; the name of a model stays a text."""
+        """Reads a plan; the name of a model stays a text. Raises UsageError for what reads like a prompt."""
+        if len(str(value).split()) > 1 and existing_path(str(expanded(str(value)))) is None:
+            raise click.UsageError(
+                f"{brief(value)} is no plan or model; a prompt goes to --prompt, after PLAN or MODEL"
+            )
         return super().convert(value, param, ctx) if str(value).endswith(".json") else value
 
 

@@ -129,7 +129,7 @@ def explain(word: str) -> str:
     term = word.strip().casefold()
     known = {name.casefold(): text for name, text in terms().items()}
     if term in known:
-        return known[term]
+        return f"{explain_plan(term)} {known[term]}" if term in PRESETS else known[term]
     try:
         return explain_plan(term)
     except PlanError:

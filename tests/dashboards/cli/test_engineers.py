@@ -53,6 +53,31 @@ def test_a_brief_is_one_file_that_loads_nothing(invoke: Any, tmp_path: Path) -> 
     assert "default-src 'none'" in page and "<script src" not in page
 
 
+def test_a_plan_for_several_gpus_shows_its_degrees_and_is_explained(invoke: Any, tmp_path: Path) -> None:
+    page, plan = tmp_path / "brief.html", tmp_path / "plan.json"
+    options = (LLAMA, "--gpu", "h100", "--ctx", "8k", "--tp", 2)
+    assert invoke("brief", *options, "-o", page).exit_code == 0
+    assert "Degrees of parallelism" in page.read_text() and "tp 2: " in page.read_text()
+    assert invoke("plan", *options, "-o", plan).exit_code == 0
+    explained, estimated = (json.loads(invoke(*verb, "--json").stdout) for verb in (
+        ("explain", plan), ("estimate", "--plan", plan)
+    ))  # fmt: skip
+    assert explained["predicted"]["tpot_ms"] == estimated["predicted"]["tpot_ms"]
+
+
+def test_a_prompt_in_the_place_of_a_model_gets_a_hint(refuses: Any) -> None:
+    assert "a prompt goes to --prompt" in refuses("run", "Why is the sky blue?")
+
+
+@pytest.mark.parametrize(
+    ("term", "words"),
+    [("suffix", "looks up the text's last tokens"), ("cascade", "verifies a drafter's proposals"),
+     ("tensor-parallel", "split over GPUs"), ("expert-parallel", "experts of a layer")],
+)  # fmt: skip
+def test_terms_of_the_glossary_are_explained(invoke: Any, term: str, words: str) -> None:
+    assert words in " ".join(invoke("explain", term).stdout.split())
+
+
 def test_timings_replace_the_rates_of_their_class(invoke: Any, profile: Profile, profile_path: Path) -> None:
     """Half of the bandwidth and a launch of 10 us."""
     rows, bandwidth = profile_path.with_name("rows.csv"), profile.hardware.bandwidth_bytes_per_s
@@ -77,6 +102,7 @@ def test_timings_replace_the_rates_of_their_class(invoke: Any, profile: Profile,
         (f"{HEAD}linear,fast,1,1,1", "could not convert string to float: 'fast'; allowed: numbers"),
         (f"{HEAD}linear,-1,1,1,1", "seconds is -1.0; allowed"),
         (f"{HEAD}linear,1e-6,0,1e6,0\nlinear,1e-1,0,1e6,0", "no rates explain the timings of 'linear'"),
+        (f"{HEAD}linear,1e-5,0,1e9,0\nlinear,1e-4,0,1e10,0", "the timings of 'linear' are 21x as fast as any rates of"),
     ],
 )
 def test_bad_timings_are_refused(refuses: Any, profile_path: Path, text: str, words: str) -> None:
