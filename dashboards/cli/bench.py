@@ -26,7 +26,7 @@ from ridgeplan.validate.kernel_calls.sizes import KERNELS
 def kernels(only: tuple[str, ...], once: bool, output: Path | None, as_json: bool) -> None:
     """Time the package's kernels beside their peers on this machine's GPU.
 
-    Targets are for an H200. FlashInfer is a peer if it is installed.
+    Targets are for an H200. FlashInfer and vLLM's Marlin and Machete are peers if installed.
 
     Examples:
       ridgeplan bench kernels

@@ -2,9 +2,11 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -337,6 +339,36 @@ def test_torchs_own_int4_product_is_left_out_where_it_has_no_kernel(monkeypatch:
     product = kernel_peers.tinygemm(torch.zeros(16, 32, dtype=torch.int32), pairs, pairs)
     with pytest.warns(UserWarning, match="^torch tinygemm does not run here"):
         assert usable({"torch tinygemm": lambda i: product(torch.zeros(1, 32), i)}) == {}
+
+
+def test_vllms_products_get_codes_in_gptqs_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight codes along the inputs in a word, the first in its lowest bits, and scales by group."""
+    ops = SimpleNamespace(
+        gptq_marlin_repack=lambda words, *_: words,
+        machete_prepack_B=lambda words, **_: words,
+        machete_mm=lambda a, b_q, b_group_scales, b_group_size, **_: product(a, b_q, b_group_scales, b_group_size),
+    )
+    utils = SimpleNamespace(
+        marlin_permute_scales=lambda scales, *_: scales,
+        marlin_make_workspace_new=lambda device: None,
+        apply_gptq_marlin_linear=lambda x, words, scales, *_: product(x, words, scales, 32),
+    )
+
+    def product(x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, group: int) -> torch.Tensor:
+        unpacked = torch.stack([words >> shift & 15 for shift in range(0, 32, 4)], 1).flatten(0, 1)
+        return x @ ((unpacked - 8) * scales.float().repeat_interleave(group, 0))
+
+    parts = {"_custom_ops": ops, "scalar_type": SimpleNamespace(scalar_types=SimpleNamespace(uint4b8=None))}
+    parts["model_executor.layers.quantization.utils.marlin_utils"] = utils
+    for name, part in parts.items():
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", part)
+    monkeypatch.setattr(kernel_peers, "find_spec", lambda name: name)
+    monkeypatch.setattr(kernel_peers, "import_module", lambda name: sys.modules[name])
+    codes, scale, x = torch.arange(16 * 64).view(16, 64) * 7 % 16, torch.rand(16, 2).bfloat16(), torch.randn(3, 64)
+    expected = x @ ((codes - 8) * scale.float().repeat_interleave(32, 1)).t()
+    products = kernel_peers.vllm_products(codes, scale, 2)
+    assert list(products) == ["vLLM Marlin", "vLLM Machete"]
+    assert all(torch.allclose(run(x, 1), expected, atol=1e-4) for run in products.values())
 
 
 def test_versions_are_of_what_is_installed() -> None:

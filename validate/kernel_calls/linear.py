@@ -14,7 +14,15 @@ from torch.nn import functional
 from ridgeplan.kernels.layer import swiglu
 from ridgeplan.kernels.linear import QuantizedWeight, linear_cost, linear_dense, linear_quantized
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
-from ridgeplan.validate.kernel_calls.case import BenchCase, Product, SpeedUp, fresh, relative_error, tinygemm
+from ridgeplan.validate.kernel_calls.case import (
+    BenchCase,
+    Product,
+    SpeedUp,
+    fresh,
+    relative_error,
+    tinygemm,
+    vllm_products,
+)
 from ridgeplan.validate.kernel_calls.sizes import GROUP, LinearSize
 from ridgeplan.validate.timing import Bench, KernelCall
 
@@ -95,9 +103,10 @@ class LinearVariants:
         scale, zero = STEP * 16 / levels * fresh(bench, 2, size.outputs, size.inputs // GROUP)
         pack = Int4Weight.pack if levels == 16 else Int8Weight.pack
         packed: QuantizedWeight = pack(codes, scale, zero)
-        variants, peers = bench.variants(packed.bytes), {}
+        variants = bench.variants(packed.bytes)
+        peers: dict[str, Product] = {}
         if kind == "linear_int4" and bench.device.type == "cuda":
-            peers["torch tinygemm"] = tinygemm(codes, scale, zero, variants)
+            peers = {"torch tinygemm": tinygemm(codes, scale, zero, variants), **vllm_products(codes, scale, variants)}
         return cls(
             [partial(linear_quantized, weight=copy.deepcopy(packed)) for _ in range(variants)],
             packed.bytes / (size.outputs * size.inputs),
@@ -108,7 +117,7 @@ class LinearVariants:
 
 
 def _linear_cases(kernel: str, kind: str, bench: Bench, sizes: Iterable[LinearSize]) -> Iterator[BenchCase]:
-    """Products against 16-bit weights in cuBLAS and, with 4-bit weights, against torch's own 4-bit product."""
+    """Products against 16-bit weights in cuBLAS and, with 4-bit weights, against torch's and vLLM's 4-bit products."""
     for size in sizes:
         weights = LinearVariants.draw(bench, kind, size)
         peers = {DENSE: _dense_product(weights.dense()), **weights.peers}
