@@ -119,7 +119,9 @@ def compile_kernel(
                 ))  # fmt: skip
                 if path:
                     _save_binary(binary, path)
-            kernel = compiler._cuda_load_module(binary.code, [binary.name])[binary.name]
+            kernels = compiler._cuda_load_module(binary.code, [binary.name])
+            assert isinstance(kernels, dict), "kernels by name"
+            kernel: Any = kernels[binary.name]
             if shared_bytes:
                 kernel.set_shared_memory_config(shared_bytes)
     except (RuntimeError, OSError, AttributeError) as error:
