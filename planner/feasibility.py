@@ -159,7 +159,8 @@ def fewest_gpus(question: Question, preset: str | None = None) -> int | None:
     options, profile = question.options, question.profile
     served = options.backend in (Backend.RIDGEPLAN, Backend.VLLM, Backend.SGLANG)
     several = question.workload.parallel != SINGLE or profile.hardware.unified_memory
-    if not served or several or profile.hardware.kind != "gpu":
+    evicts = preset is not None and named_plan(preset, question.workload).eviction.active  # which no engine does
+    if not served or several or evicts or profile.hardware.kind != "gpu":
         return None
     for gpus in GPU_COUNTS:
         shared = executed_by_engine(replace(options, gpus=gpus, data_parallel=1, expert_parallel=None))
