@@ -335,7 +335,7 @@ def _certainty(
     spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
     if not shape.weight_bits.full:
         spread, prefill_spread = transferred_spread(spread), transferred_spread(prefill_spread)
-    if np.any(unmeasured_s):
+    if plan.speculation.active and np.any(unmeasured_s):
         share = float(_at(unmeasured_s / best.round.total_s, index))
         return Certainty("prior", spread + share, transferred_spread(prefill_spread))
     return Certainty(_source(plan, shape, profile, acceptance), spread, prefill_spread)

@@ -233,8 +233,8 @@ class Question:
             yield from self.engine.notes()
         elif self.options.backend is Backend.VLLM_PLUGIN:
             yield (
-                f"the plugin has not been measured: {1e3 * float(self.machine.unmeasured_s):.2f} ms of a step are what "
-                "vLLM's own launches take beyond this package's"
+                f"{1e3 * float(self.machine.unmeasured_s):.2f} ms of a step are what vLLM's launches take beyond this "
+                "package's; fitted to steps of Llama-3.1-8B without drafts on an H200"
             )
         elif missing := missing_architecture(shape, hardware):
             yield missing

@@ -41,7 +41,7 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
     if backend is Backend.RIDGEPLAN:
         return only_estimated(plan, shape) or uncalibrated(plan, profile)
     if backend is Backend.VLLM_PLUGIN:
-        return not_carried(plan, shape) or uncalibrated(plan, profile)
+        return not_carried(plan, shape) or uncalibrated(plan, profile) or _unmeasured_in_plugin(plan)
     missing = _missing_in(plan, backend, shape)
     return f"{backend} has no {', '.join(missing)}" if missing else None
 
@@ -80,6 +80,10 @@ def not_carried(plan: Plan, shape: ModelShape) -> str | None:
     }
     missing = [name for name, applies in checks.items() if applies]
     return f"{Backend.VLLM_PLUGIN} carries no {', no '.join(missing)}" if missing else None
+
+
+def _unmeasured_in_plugin(plan: Plan) -> str | None:
+    return f"drafts in {Backend.VLLM_PLUGIN} have not been measured" if plan.speculation.active else None
 
 
 def _missing_in(plan: Plan, engine: Backend, shape: ModelShape) -> list[str]:

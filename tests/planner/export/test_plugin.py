@@ -9,6 +9,7 @@ from ridgeplan.planner import PlanError, recommend, resolve
 from ridgeplan.planner.export import ServeCommandOptions, engine_named, export_with_plugin, schema_for
 from ridgeplan.planner.export.plugin import VERSION
 from ridgeplan.planner.feasibility import NothingFits
+from ridgeplan.planner.prediction import predict_question
 from ridgeplan.planner.question import ask
 from ridgeplan.roofline.plan.plan import KVFormat, Plan, Workload
 from ridgeplan.roofline.plan.presets import PRESETS, preset
@@ -40,7 +41,7 @@ def test_a_plan_with_drafts() -> None:
 
 def test_times_are_those_of_plan() -> None:
     best = recommend(WORKLOAD.model, "h200", 32000, batch=4, new_tokens=500, backend="vllm+plugin")
-    assert best.predicted.source == "prior"
+    assert best.predicted.source == "calibrated" and not best.plan.speculation.active
     exported = export_with_plugin(options(best.plan))
     times, figures = exported.times, best.predicted
     assert times is not None
@@ -50,9 +51,27 @@ def test_times_are_those_of_plan() -> None:
     assert times.low_ms < times.tpot_ms < times.high_ms
 
 
+@pytest.mark.parametrize(
+    ("context", "batch", "measured_ms"),
+    [(32768, 1, 4.16), (131072, 1, 5.76), (131072, 4, 11.76), (32768, 8, 7.75), (4096, 16, 5.43)],
+)
+def test_measured_steps_are_predicted(context: int, batch: int, measured_ms: float) -> None:
+    """The table of docs/vllm.md."""
+    question = ask(WORKLOAD.model, "h200", context, batch=batch, new_tokens=128, backend="vllm+plugin")
+    (predicted,) = predict_question([preset("int8-weights-int8", question.workload)], question)
+    assert predicted.best.tpot_ms == pytest.approx(measured_ms, rel=0.03)
+
+
+def test_plans_with_drafts_which_nobody_measured_do_not_win() -> None:
+    answer = recommend(WORKLOAD.model, "h200", 131072, backend="vllm+plugin")
+    assert not answer.plan.speculation.active
+    reasons = {row.preset: row.rejected for row in answer.alternatives}
+    assert reasons["quantspec-int8"] == "drafts in vllm+plugin have not been measured"
+
+
 def test_a_step_takes_what_vllm_was_measured_to_take_beyond_our_kernels() -> None:
-    """The band reaches from none of it to twice as much, beside what our kernels' calibration leaves open."""
-    plan = preset("int8-weights-int8", WORKLOAD)
+    """With drafts the band reaches from none of it to twice as much, beside what our kernels leave open."""
+    plan = preset("quantspec-int8", WORKLOAD)
     question = ask(WORKLOAD.model, "h200", 32000, batch=4, new_tokens=500, backend="vllm+plugin")
     overhead_ms = 1e3 * float(question.machine.unmeasured_s)
     ours = ask(WORKLOAD.model, "h200", 32000, batch=4, new_tokens=500).machine
@@ -60,7 +79,8 @@ def test_a_step_takes_what_vllm_was_measured_to_take_beyond_our_kernels() -> Non
     assert question.machine.round_s == pytest.approx(ours.round_s + overhead_ms / 1e3)
     times = export_with_plugin(options(plan)).times
     assert times is not None
-    assert times.high_ms - times.tpot_ms > overhead_ms and times.tpot_ms - times.low_ms > overhead_ms
+    per_token_ms = overhead_ms / (1 + plan.speculation.gamma)
+    assert times.high_ms - times.tpot_ms > per_token_ms and times.tpot_ms - times.low_ms > per_token_ms
 
 
 def test_weights_alone_leave_vllms_cache() -> None:
