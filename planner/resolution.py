@@ -66,10 +66,14 @@ def _saved_rows() -> tuple[AcceptanceRow, ...]:
         return ()
 
 
+class NotCalibrated(ProfileError):
+    """This machine is neither calibrated nor in the catalog."""
+
+
 def this_machine() -> Profile:
     """The profile of this machine, with the rows that `ridgeplan acceptance` saved.
 
-    Raises ProfileError where it is neither calibrated nor in the catalog.
+    Raises NotCalibrated where there is none, and ProfileError for a damaged one.
     """
     return with_rows(_calibrated())
 
@@ -80,7 +84,7 @@ def _calibrated() -> Profile:
         return load_profile(saved_path)
     name = detect_hardware()
     if name is None:
-        raise ProfileError(
+        raise NotCalibrated(
             "this machine is neither calibrated nor in the catalog: run `ridgeplan calibrate --quick`, or name a GPU"
         )
     return profile_for(load_hardware(name), shipped_profiles())

@@ -15,6 +15,7 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress
 from ridgeplan.dashboards.files import FileProblem, locked, require_lockable, require_writable, write_atomically
 from ridgeplan.planner.engines.measurements import WEIGHTS
+from ridgeplan.planner.resolution import NotCalibrated, this_machine
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.validate.calibration.noise import NoiseCheck, require_plausible
 
@@ -111,6 +112,15 @@ def _refitted(samples: Path, output: Path | None) -> Profile:
         profile = refit(load_profile(target), samples)
         validate.save_profile(profile, target)
     return profile
+
+
+def calibrate_if_unknown() -> None:
+    """Measures this machine quickly where it is neither calibrated nor in the catalog, with a note on stderr."""
+    try:
+        this_machine()
+    except NotCalibrated:
+        echo("note: this machine is neither calibrated nor in the catalog: it is measured now, once", err=True)
+        calibrate_with_progress(quick=True, output=None, allow_noisy=True)
 
 
 def calibrate_with_progress(

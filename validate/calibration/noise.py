@@ -108,17 +108,17 @@ class NoiseCheck:
     def fitting(self, classes: Mapping[str, Rates]) -> dict[str, Rates]:
         """The classes whose fits hold. Rates of related ones stand for the others, with wider bands, as priors.
 
-        Raises NoisyMachine for one that no other can stand for.
+        One that no other can stand for stays, with its wide band, if noise is allowed; else it raises NoisyMachine.
         """
         misfits = {kind: rates.spread for kind, rates in classes.items() if rates.spread > MAX_FIT_SPREAD}
-        self.left_out.update(misfits)
+        self.left_out.update({kind: spread for kind, spread in misfits.items() if kind in RELATIVES})
         for kind, spread in misfits.items():
-            if kind not in RELATIVES:
+            if kind not in RELATIVES and not self.allowed:
                 raise NoisyMachine(
-                    f"the machine is too busy: the fit of {kind!r} is off by {spread:.0%}; "
-                    f"allowed: {MAX_FIT_SPREAD:.0%}; try again once other programs have ended"
+                    f"the machine is too busy: the fit of {kind!r} is off by {spread:.0%}; allowed: "
+                    f"{MAX_FIT_SPREAD:.0%}, or any with --allow-noisy; try again once other programs have ended"
                 )
-        return {kind: rates for kind, rates in classes.items() if kind not in misfits}
+        return {kind: rates for kind, rates in classes.items() if kind not in self.left_out}
 
     def noisy(self, kind: str) -> bool:
         """Whether the readings of a class did not agree."""
