@@ -7,9 +7,9 @@ precisely than either time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +56,8 @@ class Figures:
 class OpTime:
     """All launches of one operation in one part of the work ("prefill", "draft" or "target").
 
-    One of the kind "gap" is the time between a decode pass's kernels, with its layers as launches.
+    One of the kind "gap" is the time between a decode pass's kernels, with its layers as launches. arithmetic: how much
+    faster than in 16 bits the machine computes it, such as 2 for products in FP8.
     """
 
     part: str
@@ -66,6 +67,7 @@ class OpTime:
     seconds: float
     flops: float
     bytes: float
+    arithmetic: float = 1.0
 
     @property
     def intensity(self) -> float:
@@ -77,13 +79,13 @@ class OpTime:
 
         Messages between GPUs are bound by their link, whose roof is not this one: their share is 0.
 
-        The roof is the longer of its bytes at the bandwidth and its FLOPs at the compute peak. Launches bound what
+        The roof is the longer of its bytes at the bandwidth and its FLOPs at its arithmetic's peak. Launches bound what
         spends more than half of its time on them.
         """
         if self.kind in COLLECTIVES:
             return "link", 0.0
         memory_s = self.bytes / profile.hardware.bandwidth_bytes_per_s
-        compute_s = self.flops / profile.hardware.compute_flops
+        compute_s = self.flops / (self.arithmetic * profile.hardware.compute_flops)
         roof_s = max(memory_s, compute_s)
         if not roof_s:
             return "", 0.0
@@ -94,11 +96,15 @@ class OpTime:
 
 @dataclass(frozen=True)
 class PartTimes:
-    """One part of the work, of all plans predicted together. Seconds per operation and relative spread: [plans]."""
+    """One part of the work, of all plans predicted together.
+
+    Seconds and relative speed of the arithmetic of each operation, and relative spread: [plans].
+    """
 
     part: str
     ops: tuple[Op, ...]
     seconds: tuple[np.ndarray, ...]
+    arithmetic: tuple[np.ndarray, ...]
     spread: np.ndarray
 
 
@@ -116,12 +122,15 @@ class BreakdownSource:
         for times in self.parts:
             if times.part == "draft" and not self.plan.speculation.self_drafts:
                 continue
-            for op, seconds in zip(times.ops, times.seconds, strict=True):
+            for op, seconds, arithmetic in zip(times.ops, times.seconds, times.arithmetic, strict=True):
                 total, kind = op.total, kernel_class(self.plan, self.shape, times.part, op.kind)
                 flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
                 launches = int(_at(op.launches, self.index))
                 if seconds[self.index]:  # none for operations without launches, and where a profile knows no gaps
-                    yield OpTime(times.part, op.name, kind, launches, float(seconds[self.index]), flops, moved)
+                    yield OpTime(
+                        times.part, op.name, kind, launches, float(seconds[self.index]), flops, moved,
+                        float(arithmetic[self.index]),
+                    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -352,11 +361,13 @@ def _parts(
     passes = pass_ops(shape, machine, strategy)
     timed = {name: [_timed(op, machine, pass_rates[name]) for op in ops] for name, ops in passes.items()}
     if machine.engine is not None:
-        step = machine.engine.step_of(strategy, strategy.context + strategy.new_tokens / 2)
-        timed["target"] = [(op, seconds, 0.0) for op, seconds in machine.engine.timed(shape, machine, step)]
-        prompts = engine_prompts(shape, machine, machine.engine, replace(strategy, batch=1))
+        engine = machine.engine
+        step = engine.step_of(strategy, strategy.context + strategy.new_tokens / 2)
+        timed["target"] = [(op, seconds, 0.0) for op, seconds in engine.timed(shape, machine, step)]
+        prompts = engine_prompts(shape, machine, engine, replace(strategy, batch=1))
         timed["prefill"] = [(op, seconds, _spread(op, machine, pass_rates["prefill"])) for op, seconds in prompts]
-        return tuple(_part(name, timed[name], count) for name in ("prefill", "draft", "target"))
+        arithmetic = partial(engine.arithmetic, shape=shape, step=step)
+        return tuple(_part(name, timed[name], count, arithmetic) for name in ("prefill", "draft", "target"))
     for name, gap_s in (("draft", machine.draft_gap_s), ("target", machine.target_gap_s)):
         gap, part_rates = Op("between kernels", "gap", Cost(), shape.layers), pass_rates[name]
         timed[name].append((gap, machine.gap_seconds(part_rates, shape.layers, gap_s), part_rates["gap"].spread))
@@ -372,11 +383,14 @@ def _spread(op: Op, machine: Machine, rates: dict[str, RateTerms]) -> Term:
     return 0.0 if op.kind in COLLECTIVES else machine.rates_for(op, rates).spread
 
 
-def _part(name: str, timed: Sequence[tuple[Op, Term, Term]], count: int) -> PartTimes:
-    ops, seconds, spreads = zip(*timed, strict=True)
-    seconds = tuple(np.broadcast_to(each, (count,)) for each in seconds)
-    every = [np.broadcast_to(each, (count,)) for each in spreads]
-    return PartTimes(name, ops, seconds, np.average(every, axis=0, weights=seconds))
+def _part(
+    name: str, timed: Sequence[tuple[Op, Term, Term]], count: int, arithmetic: Callable[[Op], Term] = lambda _: 1.0
+) -> PartTimes:
+    ops, *terms = zip(*timed, strict=True)
+    seconds, spreads, speeds = (
+        tuple(np.broadcast_to(each, (count,)) for each in values) for values in (*terms, map(arithmetic, ops))
+    )
+    return PartTimes(name, ops, seconds, speeds, np.average(spreads, axis=0, weights=seconds))
 
 
 def _prediction(

@@ -196,8 +196,11 @@ class EngineRates:
         """
         if op.kind == "grouped_linear" and shape.parallel.gpus > 1:
             return divided_expert_compute(shape)
-        faster = width_is(weight_bits(op, shape, step), HALF_BITS)
-        return self.linear_compute * where(faster, self.coded_speedup, 1.0)
+        return self.linear_compute * self.arithmetic(op, shape, step)
+
+    def arithmetic(self, op: Op, shape: ModelShape, step: EngineStep) -> Term:
+        """How much faster than in 16 bits the GPU computes an operation: products with 8-bit weights, if it can."""
+        return where(width_is(weight_bits(op, shape, step), HALF_BITS), self.coded_speedup, 1.0)
 
     def _inverse(self, op: Op, shape: ModelShape, step: EngineStep) -> Term:
         if op.category == "attention":

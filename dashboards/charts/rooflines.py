@@ -15,6 +15,7 @@ from ridgeplan.validate.papers.quantspec_ridge_plane import Plane
 
 PASS_COLORS = {"prefill": style.GREEN, "draft": style.ORANGE, "target": style.BLUE}
 PASS_SYMBOLS = {"prefill": "square", "draft": "triangle-up", "target": "circle"}
+ROOFS = ("roof", "roof of FP8")  # by the arithmetic's speed
 LABELS, APART = 8, 0.25  # operations that are named, and how far apart their dots are at least
 
 
@@ -28,8 +29,10 @@ def roofline(prediction: Prediction, hardware: Hardware) -> go.Figure:
     low = min(0.5, *(op.intensity for op in dots))
     high = max(10 * hardware.ridge_point, *(2 * op.intensity for op in dots))
     intensities = np.geomspace(low, high, 200)
-    roof = np.minimum(hardware.compute_flops, intensities * hardware.bandwidth_bytes_per_s)
-    figure.add_scatter(name="roof", x=intensities, y=roof, mode="lines", line_color=style.GREY, hoverinfo="skip")
+    for name, dash, speed in zip(ROOFS, style.DASHES, sorted({1.0, *(op.arithmetic for op in dots)}), strict=False):
+        roof = np.minimum(speed * hardware.compute_flops, intensities * hardware.bandwidth_bytes_per_s)
+        figure.add_scatter(name=name, x=intensities, y=roof, mode="lines", line={"color": style.GREY, "dash": dash},
+                           hoverinfo="skip")  # fmt: skip
     named = labelled(dots)
     for part in PASS_COLORS:
         ops = [op for op in dots if op.part == part]
@@ -39,7 +42,7 @@ def roofline(prediction: Prediction, hardware: Hardware) -> go.Figure:
                        marker={"color": style.RED, "size": 10, "symbol": "diamond"}, textposition="top center",
                        text=[f"ridge {hardware.ridge_point:.0f} FLOP/byte"], hoverinfo="skip")  # fmt: skip
     figure.update_xaxes(type="log", title_text="FLOP/byte")
-    figure.update_yaxes(type="log", title_text="FLOP/s", exponentformat="SI")
+    figure.update_yaxes(type="log", title_text="FLOP/s", tickformat="~s")
     return style.styled(figure, height=460, legend=style.below(-0.15))
 
 

@@ -26,6 +26,14 @@ def test_operations_say_what_bounds_them(invoke: Any, profile: Profile) -> None:
     assert "memory: linear" in invoke(*command).stdout
 
 
+def test_products_in_fp8_have_the_roof_of_8_bits(invoke: Any) -> None:
+    command = ("estimate", "Llama-3.1-70B", "--preset", "int8-weights", "--gpu", "h100", "--ctx", "32k", "--tp", "4")
+    rows = json.loads(invoke(*command, "--json").stdout)["predicted"]["breakdown"]
+    arithmetic = {row["op"]: row["arithmetic"] for row in rows}
+    assert (arithmetic["mlp down"], arithmetic["lm head"], arithmetic["prefill attention"]) == (2, 1, 1)
+    assert 0.5 < max(row["roof_share"] for row in rows) < 1
+
+
 def test_a_trace_holds_a_round_and_what_was_measured(invoke: Any, recommendation: Any, tmp_path: Path) -> None:
     predicted = recommendation.predicted
     events = chrome_trace(predicted, [("draft 1 of 1", 1e-3), ("verification", 2e-3)])["traceEvents"]
