@@ -41,11 +41,16 @@ def chat_text(tokenizer: Any, messages: Messages, process: TemplateProcess | Non
             raise ChatTemplateError(f"message {index} is wrong; allowed: a text, of the role {', '.join(ROLES)}")
     if not messages or messages[-1]["role"] == "assistant":
         raise ChatTemplateError("there is nothing to answer; allowed: messages of which the last is the user's")
-    if not getattr(tokenizer, "chat_template", None):
-        raise ChatTemplateError("the model has no chat template; allowed: prompts that are plain text")
+    require_template(tokenizer)
     allowed = "prompts that are plain text"
     render = rendered if process is None else process.rendered
     return render(*template_of(tokenizer, allowed), [list(messages)], allowed)[0]
+
+
+def require_template(tokenizer: Any) -> None:
+    """Raises ChatTemplateError where a tokenizer has no chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ChatTemplateError("the model has no chat template; allowed: prompts that are plain text")
 
 
 def template_of(tokenizer: Any, allowed: str) -> tuple[str, dict[str, Any]]:

@@ -45,7 +45,7 @@ def chat(
     from ridgeplan.runtime import SamplingParams
 
     params = SamplingParams(temperature, top_k, top_p, seed or 0)
-    Conversation(load_engine(**engine_arguments), params, system, vary_seed=seed is None).talk()
+    Conversation(load_engine(**engine_arguments, needs_template=True), params, system, vary_seed=seed is None).talk()
 
 
 class Conversation:

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, require_planned_model
+from ridgeplan.dashboards.cli.model_inputs import (
+    calibration_tokens,
+    embedded_or,
+    model_tokenizer,
+    require_planned_model,
+)
 from ridgeplan.dashboards.cli.run_inputs import PlanOrModel, model_id, plan_for_run
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.plan_file import SavedPlan
@@ -45,10 +50,12 @@ def load_engine(
     given: SavedPlan | str, model: str | None, ctx: int | None, max_new_tokens: int | None,
     quality: Quality | QualityFloor | None, calibration: str | None, retrieval_head: str | None,
     drafter_head: str | None, profile: str | None, memory_utilization: float, any_model: bool,
+    *, needs_template: bool = False,
 ) -> Engine:  # fmt: skip
     """The engine of `engine_options`, after all that can be checked before weights are read.
 
-    Raises UsageError, and what `recommend` and `runtime.load` raise.
+    needs_template: refuse a model without a chat template. Raises UsageError, ChatTemplateError, and what `recommend`
+    and `runtime.load` raise.
     """
     rates = None if profile is None else load_profile(profile)
     if isinstance(given, SavedPlan):
@@ -68,9 +75,12 @@ def load_engine(
         context = ctx or max(1, min(DEFAULT_CONTEXT, shape.max_context - new_tokens))
         plan, source = plan_for_run(given, context, search), model_id(given, shape)
     from ridgeplan import runtime  # torch takes seconds, so that all the above is checked first
+    from ridgeplan.runtime.chat_template import require_template
     from ridgeplan.runtime.loading import require_described
 
     require_described(plan, source, memory_utilization)
+    if needs_template:
+        require_template(model_tokenizer(source))
     return runtime.load(
         plan, source, calibration=calibration_tokens(source, calibration), memory_utilization=memory_utilization,
         retrieval_head=retrieval_head, drafter_head=drafter_head, profile=rates,

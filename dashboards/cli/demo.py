@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,10 +12,12 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.calibrate import calibrate_with_progress
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import EMBEDDED_MODEL, embedded_or, opening_tokens
-from ridgeplan.dashboards.cli.output import echo, print_json, progress_bars, wrapped
+from ridgeplan.dashboards.cli.output import echo, print_bars, print_json, progress_bars, wrapped
+from ridgeplan.dashboards.cli.plan import answer_lines
 from ridgeplan.dashboards.cli.run import statistics_dict
 from ridgeplan.dashboards.cli.validate import note_order, print_comparison
 from ridgeplan.planner import Plan, Recommendation
+from ridgeplan.planner.quantities import time_text
 from ridgeplan.roofline.catalog.files import existing_path
 from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 
@@ -28,8 +31,9 @@ MAX_MISFIT = 0.3  # relative error of plain decoding, which has no acceptance, b
 NEXT = f"""
 Next:
   ridgeplan chat {EMBEDDED_MODEL}   talk with this model
-  ridgeplan plan MODEL --gpu auto --ctx 8k -o plan.json        plan your own: a hub id, a folder or a GGUF file
-  ridgeplan dashboard                                          what if, as a page"""
+  ridgeplan plan MODEL --gpu auto --ctx 8k -o plan.json  plan your own: a hub id, a folder or a GGUF file
+  ridgeplan plan MODEL --gpu auto --ctx 8k --all         every plan, its band, and why it lost
+  ridgeplan dashboard                                    what if, as a page"""
 
 
 @command()
@@ -48,7 +52,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     profile = saved_or_quick_profile()
     recommendation = planner.recommend(EMBEDDED_MODEL, "auto", context, new_tokens=new_tokens, profile=profile)
     if not as_json:
-        echo(recommendation.explain() + "\n")
+        echo("\n".join(map(wrapped, answer_lines(recommendation))) + "\n")
     plans = plans_to_run(recommendation)
     with progress_bars() as bars:
         results = execute(plans, source, profile, bars)
@@ -61,6 +65,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
         echo(f"{title} continues the prompt:\n{run.texts[0].strip()}\n")
     for title, run in titled:
         print_comparison(title, run.comparison)
+    print_bars("Time per token", time_bars([(title, run.comparison) for title, run in titled]))
     note_order(results.in_turns)
     if note := misfit_note(results.runs[0].comparison, profile):
         echo(wrapped(f"note: {note}"))
@@ -81,9 +86,20 @@ def misfit_note(plain: Comparison, profile: Profile) -> str | None:
     if error is None or abs(error) <= MAX_MISFIT:
         return None
     taken = f"plain decoding took {1 / (1 + error):.2g}x the time that the calibration of {profile.date} predicts"
+    if error > 0:
+        return f"{taken}: the machine was busy then, or is another now; `ridgeplan calibrate --quick` measures it again"
     if plain.busy:
         return f"{taken}: other programs slow the machine now, so compare the plans with each other only"
-    return f"{taken}: the machine was busy then, or is another now; `ridgeplan calibrate` measures it again"
+    return f"{taken}: this is another machine now; `ridgeplan calibrate --quick` measures it again"
+
+
+def time_bars(compared: Iterable[tuple[str, Comparison]]) -> Iterator[tuple[str, str, float, str]]:
+    """A bar for the predicted and one for the measured time per token of each plan, as `print_bars` takes them."""
+    for title, comparison in compared:
+        tpot = comparison.row("tpot")
+        yield title, "predicted", tpot.predicted, time_text(tpot.predicted)
+        if tpot.measured is not None:
+            yield "", "measured", tpot.measured, time_text(tpot.measured)
 
 
 def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PIPE_COLUMNS = 140  # width of tables without a terminal
 TEXT_COLUMNS = 80  # width of paragraphs
+BAR_COLUMNS = 40  # of the longest bar of a chart
 OnProgress = Callable[[str, int, int], None]  # what is done now, steps done, steps in total
 
 
@@ -88,6 +89,21 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_row(*map(escape, row[:shown]))
     echo(title)
     screen.print(table)
+
+
+def print_bars(title: str, bars: Iterable[tuple[str, str, float, str]]) -> None:
+    """Prints a chart of horizontal bars: the name of a group, of a bar, its length, and its text."""
+    from rich.bar import Bar
+    from rich.markup import escape
+    from rich.table import Table
+
+    rows = list(bars)
+    longest = max(length for _, _, length, _ in rows)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for group, name, length, text in rows:
+        table.add_row(escape(printable(group)), name, Bar(longest, 0, length, width=BAR_COLUMNS), text)
+    echo(title)
+    console().print(table)
 
 
 def write_page(path: Path | None, page: str, *arguments: Any, hint: str = "") -> None:

@@ -64,6 +64,15 @@ def test_ctrl_c_stops_an_answer_but_not_the_chat(talk: Talk, capsys: Any, monkey
     assert pieces[2:] == ["\n(stopped)", ""]
 
 
+def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(
+    refuses: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ridgeplan.runtime.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    path = tmp_path / "plan.json"
+    path.write_text(preset("quantspec-kv", Workload("any", "here", 64, 8)).to_json())
+    assert "the model has no chat template" in refuses("chat", path, "--model", tiny_folder, "--any-model")
+
+
 def test_bad_questions_are_refused(refuses: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(preset("quantspec", Workload("any", "here", 64, 8)).to_json())

@@ -163,6 +163,11 @@ def test_demo_shows_texts_and_comparisons(
     shown = invoke("demo", "--context", 160, "--new-tokens", 6).stdout
     assert shown.count("continues the prompt") == shown.count("speed-up over plain decoding") >= 2
     assert "tokens per round" in shown
+    title, *bars = shown[shown.index("Time per token\n") : shown.index("\nNext:")].splitlines()
+    assert title == "Time per token"
+    assert bars[0].startswith("plain decoding")
+    assert all(line.count("\u2588") <= 40 for line in bars)
+    assert sum("measured" in line for line in bars) == shown.count("continues the prompt")
 
 
 @pytest.mark.parametrize("option", ["--context", "--new-tokens"])
@@ -366,9 +371,10 @@ def test_without_plotly_there_is_a_note_and_no_html(
     ("measured_ms", "spread", "words"),
     [
         (11.0, 0.05, None),
-        (25.0, 0.05, "took 2.5x the time that the calibration of 2026-11-21 predicts: the machine was busy then"),
+        (25.0, 0.05, "took 2.5x the time that the calibration of 2026-11-21 predicts: this is another machine now"),
         (25.0, 0.9, "other programs slow the machine now"),
-        (5.0, 0.05, "plain decoding took 0.5x the time"),
+        (5.0, 0.05, "took 0.5x the time that the calibration of 2026-11-21 predicts: the machine was busy then"),
+        (5.0, 0.9, "the machine was busy then"),
     ],
 )
 def test_a_demo_says_where_the_calibration_does_not_hold(
