@@ -195,7 +195,7 @@ def test_a_study_writes_json_and_plots_and_prints_tables(invoke: Any, tiny_folde
     same = next(row["mean"] for row in document["figures"] if row["figure"] == ["similarity", "other", "same", "after"])
     assert f"{same:.4f}" in printed
     page = html.read_text(encoding="utf-8")
-    assert page.count("Plotly.newPlot(") == 4
+    assert page.count("Plotly.newPlot(") == 5
     assert "Recall of the prompt tokens" in page
 
 

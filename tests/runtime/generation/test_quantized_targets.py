@@ -17,12 +17,13 @@ from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.memory import MemoryMeter
 from ridgeplan.runtime.model import checkpoint
+from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.linear import Dense, Int4, Int8
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.prefill_layer import prefill_layer
 from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization import calibration
-from ridgeplan.runtime.quantization.calibration import CalibrationText
+from ridgeplan.runtime.quantization.calibration import rounded_target
 
 FORMATS = ["bf16", "bf16+int4", "int8", "int4x2"]
 
@@ -143,17 +144,12 @@ def test_dense_layers_are_made_one_at_a_time_and_dropped(tiny_model, make_plan, 
     assert dicts[0].tensors == {}
 
 
-def test_a_text_of_the_models_own_is_written_with_4_bit_weights(tiny_model, make_plan, monkeypatch):
-    """So that a model whose dense weights do not fit a GPU can be quantized there."""
-    writers = []
-
-    def of_model(decoder, weights):
-        writers.append(weights)
-        return CalibrationText(torch.zeros(1, 40, dtype=torch.int64), natural=True)
-
-    monkeypatch.setattr(CalibrationText, "of_model", of_model)
-    runtime.load(make_plan(target_bits=4), tiny_model().folder, device="cpu")
-    [writer] = writers
+def test_a_text_of_the_models_own_is_written_with_4_bit_weights(tiny_model):
+    """On a GPU, so that a model whose dense weights do not fit there can be quantized there."""
+    folder = tiny_model().folder
+    config, cpu = decoder_config(checkpoint.load_config(folder), folder), torch.device("cpu")
+    dense = checkpoint.load_state_dict(folder, config, torch.float32)
+    writer = rounded_target(dense.ends(cpu), dense.layers(cpu), WeightFormat(4, 32))
     assert len(writer.layers) == 2
     assert {type(projection) for layer in writer.layers for projection in projections(layer)} == {Int4}
 
