@@ -198,8 +198,12 @@ def _rope(shape: ModelShape, rows: Term, element_bytes: Term) -> Iterator[Op]:
     rotary_dim = max((attention.rotary_dim for attention, _ in shape.projections), default=0, key=_size)
     yield Op("rotary tables", "elementwise", ops.rotary_tables(rows, rotary_dim), 1)
     for attention, layers in shape.projections:
-        width = attention.q_width + attention.cached_elements
-        normed_width = attention.q_width + attention.kv_width if shape.qk_norm else 0
+        if attention.is_latent:  # only channels with RoPE, and the latents' norm
+            width = attention.q_heads * attention.rotary_dim + attention.cached_elements
+            normed_width = attention.latent_rank or 0
+        else:
+            width = attention.q_width + attention.cached_elements
+            normed_width = attention.q_width + attention.kv_width if shape.qk_norm else 0
         append = ops.rope_append(rows, width, attention.rotary_dim, normed_width, element_bytes)
         yield Op("rope + append", "rope", append, layers)
 
@@ -218,19 +222,22 @@ def _attention_linears(shape: ModelShape, rows: Term, weight_bytes: Term, elemen
         params = params[0] - attention.factor_params, params[1]
         yield from _projections(MIXER_PRODUCTS[:2], layers, rows, *sizes, *params, weight_bytes, element_bytes)
         if attention.is_latent:
-            yield _latent_products(attention, layers, rows, element_bytes)
+            yield from _latent_products(attention, layers, rows, element_bytes)
         if attention.gate_width:
             gated = ops.elementwise(rows, 2 * attention.gate_width, attention.gate_width, element_bytes)
             yield Op("output gate", "elementwise", gated, layers)
 
 
-def _latent_products(attention: Attention, layers: Term, rows: Term, element_bytes: Term) -> Op:
+def _latent_products(attention: Attention, layers: Term, rows: Term, element_bytes: Term) -> Iterator[Op]:
     """Under MLA the products of queries with the projection to keys, and of outputs with that to values."""
-    plain, latent = attention.nope_head_dim or 0, attention.latent_rank or 0
-    inputs = attention.q_heads * (plain + latent)
-    outputs = attention.q_heads * (latent + attention.output_head_dim)
-    cost = ops.matmul(rows, inputs, outputs, attention.factor_params, element_bytes, element_bytes)
-    return Op("latent products", "linear", cost, layers, outputs, latent)
+    heads, latent = attention.q_heads, attention.latent_rank or 0
+    for name, inputs, outputs in (
+        ("latent products (keys)", attention.nope_head_dim or 0, latent),
+        ("latent products (values)", latent, attention.output_head_dim),
+    ):
+        sizes = heads * inputs, heads * outputs, heads * inputs * outputs
+        cost = ops.matmul(rows, *sizes, element_bytes, element_bytes)
+        yield Op(name, "linear", cost, layers, heads * outputs, inputs)
 
 
 def _projections(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ridgeplan.kernels.latent import latent_attention
+from ridgeplan.kernels.latent import absorb_append, latent_attention, project_heads
 from ridgeplan.kernels.layer import Tables, rotate
 from ridgeplan.runtime.model.linear import Linear
 from ridgeplan.runtime.model.norms import RMSNorm
@@ -52,32 +52,41 @@ class LatentAttentionWeights:
         up = None if self.up is None else change(self.up)
         return dataclasses.replace(self, down=change(self.down), up=up, output=change(self.output))
 
+    def projected(self, normed: Tensor, rope: int) -> tuple[Tensor, Tensor]:
+        """Queries [rows, queries, q_heads x head_dim], and latents with shared keys [rows, queries, latent + rope].
+
+        Neither has gone through RoPE, nor latents through their norm.
+        """
+        row, width = self.down(normed), self.keys.shape[-1] + rope
+        queries, latents = row.split([row.shape[-1] - width, width], dim=-1)
+        if self.up is not None and self.query_norm is not None:
+            queries = self.up(self.query_norm(queries.contiguous(), None)[1])
+        return queries, latents
+
     def project(self, normed: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         """Queries [rows, queries, q_heads, head_dim] and the tokens' latent rows [rows, queries, latent + rope]."""
         (heads, plain, latent), rope = self.keys.shape, 2 * tables[0].shape[-1]
-        row = self.down(normed)
-        queries, latents, shared = row.split([row.shape[-1] - latent - rope, latent, rope], dim=-1)
-        if self.up is not None and self.query_norm is not None:
-            queries = self.up(self.query_norm(queries.contiguous(), None)[1])
+        queries, latents = self.projected(normed, rope)
         q = queries.unflatten(-1, (heads, plain + rope))
         q = torch.cat([q[..., :plain], rotate(q[..., plain:], *tables)], dim=-1)
-        normed_latents = self.latent_norm(latents.contiguous(), None)[1]
-        return q, torch.cat([normed_latents, rotate(shared.unsqueeze(-2), *tables).squeeze(-2)], dim=-1)
+        normed_latents = self.latent_norm(latents[..., :latent].contiguous(), None)[1]
+        shared = rotate(latents[..., latent:].unsqueeze(-2), *tables).squeeze(-2)
+        return q, torch.cat([normed_latents, shared], dim=-1)
 
     def step(self, decoder: Decoder, index: int, normed: Tensor, step: Step) -> Tensor:
         """Attention of the step's tokens over the cached rows, which theirs enter."""
         place = decoder.config.layers[index].place
-        reads, (_, plain, latent) = step.metadata.layer_metadata(place), self.keys.shape
+        reads, (heads, plain, latent) = step.metadata.layer_metadata(place), self.keys.shape
         assert reads.attend is None, "drafts of latent attention read every row"
-        q, rows = self.project(normed, step.tables[decoder.config.layers[index].rotary])
-        stored = step.cache.full(place)[0][: len(rows), 0]
-        stored.scatter_(1, reads.slots[..., None].expand_as(rows), rows)
-        absorbed = torch.einsum("bthn,hnr->bthr", q[..., :plain], self.keys)
-        absorbed = torch.cat([absorbed, q[..., plain:]], dim=-1)
+        tables = step.tables[decoder.config.layers[index].rotary]
+        rope = 2 * tables[0].shape[-1]
+        queries, latents = self.projected(normed, rope)
+        norm, stored = self.latent_norm, step.cache.full(place)[0][:, 0]
+        q = absorb_append(queries, latents, tables, norm.weight, norm.eps, self.keys, stored, reads.slots)
         with step.cache.layer_kv(place, reads) as kv:
-            scale = q.shape[-1] ** -0.5
-            attended = latent_attention(absorbed, kv.keys[:, 0], kv.begin, kv.end, latent, scale)
-        return self.output(torch.einsum("bthr,hvr->bthv", attended, self.values).flatten(2))
+            attended = latent_attention(q, kv.keys[:, 0], kv.begin, kv.end, latent, (plain + rope) ** -0.5)
+        out = attended.new_empty(*attended.shape[:2], heads, self.values.shape[1])
+        return self.output(project_heads(attended, self.values.mT, out).flatten(2))
 
     def prefill(self, prompt: PromptPass, index: int, layer: LayerWeights, hidden: Tensor) -> Tensor:
         """Attention of a prompt's tokens by keys and values of each head; the pass keeps the latent rows."""

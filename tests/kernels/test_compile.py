@@ -77,7 +77,7 @@ def quantization(element: str, masked: bool) -> dict[str, Any]:
 def append() -> dict[str, Any]:
     types = {**dict.fromkeys(("keys", "values", "key_store", "value_store"), "*bf16"), **planes(8), "num_pages": "i32"}
     types |= {"slots": "*i32", "pages": "*i32", "key_strides": ["i32"] * 2, "value_strides": ["i32"] * 2}
-    constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": 128}
+    constants = {"KV_HEADS": 8, "CAPACITY": 160, "GROUP": 128, "HEAD_DIM": 128}
     return job("kv_cache.triton", "_append_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False})
 
 
@@ -218,6 +218,15 @@ def latent_attention() -> dict[str, Any]:
     return job("latent.triton", "_latent_attention_kernel", types, constants | {"ROWS": 16, "BLOCK": 32}, options)
 
 
+def rotate_append() -> dict[str, Any]:
+    """DeepSeek's rows with 16 heads, of which 3 tokens are appended."""
+    types = dict.fromkeys(("queries", "latents", "norm", "rows", "absorbed"), "*bf16") | {"slots": "*i64"}
+    types |= {"cos": "*fp32", "sin": "*fp32", "eps": "fp32"}
+    types |= dict.fromkeys(("query_stride", "latent_stride", "row_stride", "tokens", "capacity"), "i32")
+    constants = {"HEADS": 16, "PLAIN": 128, "LATENT": 512, "LATENTS": 512, "HALF": 32, "HALVES": 32, "BLOCK": 8}
+    return job("latent.triton", "_rotate_append_kernel", types, constants | {"PDL": True}, {"num_warps": 4})
+
+
 def job(
     module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]
 ) -> dict[str, Any]:
@@ -252,6 +261,7 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
         for bits, element, name in products + (more_products if every else [])
     }
     jobs |= {"split sum": split_sum(), "latent attention": latent_attention(), **routing_jobs()}
+    jobs["latent append"] = rotate_append()
     jobs |= {f"int{bits} weight copy": dense_copy(bits) for bits in (4, 8)}
     return jobs | {"gptq round": gptq_round(False), "bounded gptq round": gptq_round(True)}
 

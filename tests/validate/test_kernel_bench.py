@@ -91,6 +91,7 @@ ROTATED = (
     | {"experts_int4", "experts_int8", "experts_dense"}  # other experts at every call
     | {"delta_step"}
     | {
+        "latent_append",
         "latent_attention",
         "attention",
         "ragged",
@@ -171,6 +172,7 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         ("gated_int8", kernel_linear, "linear_quantized"),
         ("gated_dense", kernel_linear, "linear_dense"),
         ("latent_attention", kernel_latent, "latent_attention"),
+        ("latent_append", kernel_latent, "absorb_append"),
         ("experts_int4", kernel_experts, "routed_mlp"),
         ("experts_dense", kernel_experts, "routed_mlp"),
         ("quantize", kernel_quantize, "dequantize"),

@@ -200,6 +200,7 @@ SIZES: Mapping[str, Any] = {
     "attention": AttentionSize,
     "ragged": RaggedSize,
     "verification": VerificationSize,
+    "latent_append": LatentSize,
     "latent_attention": LatentSize,
     **{f"{kind}_{weights}": LinearSize for kind in ("linear", "gated") for weights in ("int4", "int8", "dense")},
     **{f"experts_{weights}": ExpertSize for weights in ("int4", "int8", "dense")},
