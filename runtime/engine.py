@@ -58,6 +58,7 @@ from ridgeplan.runtime.text import (
 GraphKey = tuple[int, int, tuple[float, int | None, float | None]]
 # Kinds of rounds whose graphs are kept. Each holds a round's workspace; a plan's predicted memory counts one.
 KEPT_GRAPHS = 8
+FIRST_USE_TOKENS = 512  # of the prompts of the pass in which a GPU compiles or loads kernels and libraries
 TEACHER_FORCED_TOKENS = 8  # of a pass; the attention kernels take them with up to 8 query heads a KV head
 # A pass that appends to the cache takes as long as a prefill of about so many: 14 on a CPU, 40 on an H200 (predicted).
 PREFILL_TOKENS_PER_PASS = 32
@@ -137,6 +138,7 @@ class Engine:
         self._meter = meter
         self._statistics: Statistics | None = None
         self._running = False
+        self._first_use_tokens = FIRST_USE_TOKENS if device.type == "cuda" else 0  # 0 once it was used
         self._templates = TemplateProcess()
         self._filled: FilledPrompts | None = None
         self._cached: tuple[int, ...] = ()  # the text that the last generation left in the cache, if of one sequence
@@ -432,6 +434,8 @@ class Engine:
             reused = self._reusable(request, cache) if reuse_prefix else 0
             schedule = self._schedule(request)
             loop = DecodeLoop(request, speculator, schedule, self._mover, self._rounds, stopwatch, reused)
+            if self._first_use_tokens:
+                self._use_first(request, speculator, stopwatch)
             try:
                 yield from loop.steps(self._first_tokens(request, speculator, stopwatch, reused))
             finally:
@@ -522,6 +526,17 @@ class Engine:
         if len(self._graphs) > KEPT_GRAPHS:
             del self._graphs[next(iter(self._graphs))]  # least recently used; the capture waited for its last replay
         return rounds
+
+    def _use_first(self, request: Request, speculator: Speculator, stopwatch: Stopwatch) -> None:
+        """Runs the beginning of the prompts once: kernels are compiled and libraries started before the prefill.
+
+        Whoever filled the cache before has used them.
+        """
+        tokens, self._first_use_tokens = max(1, self._first_use_tokens // len(request.prompts)), 0
+        if self._filled is None:
+            short = replace(request, prompts=tuple(prompt[:tokens] for prompt in request.prompts))
+            with stopwatch.measure_wall("first use"):
+                self._first_tokens(short, speculator, Stopwatch(self.device)).tolist()  # waits for the device
 
     @torch.inference_mode()
     def _first_tokens(self, request: Request, speculator: Speculator, stopwatch: Stopwatch, reused: int = 0) -> Tensor:

@@ -69,7 +69,8 @@ class Statistics:
     verified_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
     draft_s, verify_s: medians of a pass of the self-draft and of a verification; flush_s, decode_s, prefill_s: sums.
     idle_s: sum of the device's waits between rounds, 0 on a CPU.
-    capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused.
+    capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused. first_use_s: what an
+    engine's first generation took before its prefill to compile or load kernels and start libraries, 0 on a CPU.
     host_layers: on the host in the end. moved_at: tokens of the longest sequence when each layer left for it, of those
     that did so meanwhile. offload_s: sum of the time that this took. wanted_loads, loads: tokens or pages that steps
     chose of layers on the host, and those that had to be loaded, summed over layers and heads.
@@ -111,6 +112,7 @@ class Statistics:
     proposal_rounds: int = 0
     proposals_compared: int = 0
     proposals_matched: int = 0
+    first_use_s: float = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -174,7 +176,7 @@ class Statistics:
 
     @property
     def ttft_ms(self) -> float:
-        """Time until every sequence has its first token."""
+        """Time until every sequence has its first token, once kernels were used: without `first_use_s`."""
         return 1e3 * self.prefill_s
 
 
@@ -223,6 +225,7 @@ class StatsCollector:
             idle_s=sum(stopwatch.seconds("idle")),
             offload_s=sum(stopwatch.seconds("offload")),
             capture_s=sum(stopwatch.seconds("capture")),
+            first_use_s=sum(stopwatch.seconds("first use")),
             peak_memory_bytes=peak.allocated,
             peak_device_bytes=peak.device,
             outside_bytes=peak.outside,

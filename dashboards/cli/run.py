@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 STATISTICS = (
     "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
-    "prefill_s", "decode_s", "draft_s", "verify_s", "flush_s", "idle_s", "capture_s", "flushes",
-    "rounds_at", "ttft_ms", "tpot_ms", "peak_memory_bytes",
+    "prefill_s", "decode_s", "draft_s", "verify_s", "flush_s", "idle_s", "first_use_s", "capture_s",
+    "flushes", "rounds_at", "ttft_ms", "tpot_ms", "peak_memory_bytes",
     "host_layers", "moved_layers", "wanted_loads", "loads", "overlap",
 )  # fmt: skip
 ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose attribute has another name
@@ -207,6 +207,8 @@ def summary(statistics: Statistics) -> str:
         moved = f", {stats.moved_layers} of them moved during decoding" if stats.moved_layers else ""
         hits = f"; {stats.overlap:.0%} of the selected tokens were already on the device" if stats.wanted_loads else ""
         lines.append(f"{stats.host_layers} layers on the host{moved}{hits}")
+    if stats.first_use_s:
+        lines.append(f"first use of the kernels before the prefill took {stats.first_use_s:.3g} s")
     if stats.capture_s:
         lines.append(f"graph capture before the first round took {stats.capture_s:.3g} s")
     if stats.idle_s:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ridgeplan import runtime
+from ridgeplan import planner, runtime
 from ridgeplan.roofline.plan.plan import Speculation
 from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime.errors import ModelError, WorkloadError
@@ -165,6 +165,25 @@ def test_statistics_follow_their_definitions(engine, prompts):
     assert statistics.decode_s >= statistics.rounds * statistics.verify_s * 0.5
     assert 0 < statistics.draft_s < statistics.decode_s
     assert statistics.flush_s < statistics.decode_s
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["autoregressive", "quantspec-int8", "suffix", "cascade", "magicdec-snapkv", "specextend", "clusterkv", "snapkv",
+     "dapq", "streamingllm-target"],
+)  # fmt: skip
+def test_the_first_use_of_kernels_is_no_prefill_and_changes_nothing(tiny_model, prompts, name):
+    plan, (ids, other) = planner.preset(name, planner.Workload("any", "here", 192, 24)), prompts(150, 180)
+    engine, used = (runtime.load(plan, tiny_model().folder) for _ in range(2))
+    engine._first_use_tokens = 16  # a CPU compiles nothing
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    first = engine.generate([ids], 24, sampling)
+    assert first.tokens == used.generate([ids], 24, sampling).tokens
+    assert first.statistics.first_use_s > 0
+    assert first.statistics.rounds == used.statistics.rounds
+    later = engine.generate([other], 24, sampling)
+    assert (later.tokens, later.statistics.first_use_s) == (used.generate([other], 24, sampling).tokens, 0)
+    assert used.statistics.first_use_s == 0
 
 
 def test_a_perfect_draft_accepts_everything(tiny_model, make_plan, prompts):

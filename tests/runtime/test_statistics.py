@@ -22,7 +22,7 @@ def statistics() -> Statistics:
         collector.add(2, rows)
     stopwatch.add({"draft": 0.004, "verify": 0.010, "flush": 0.001, "round": 0.020})
     stopwatch.add({"draft": 0.008, "verify": 0.030, "flush": 0.002, "round": 0.028, "idle": 0.0005})
-    stopwatch.add({"prefill": 0.3, "capture": 0.7})
+    stopwatch.add({"prefill": 0.3, "capture": 0.7, "first use": 1.5})
     return collector.statistics(stopwatch, PeakMemory(12345, 23456, 789), generated=8, flushes=0)
 
 
@@ -49,7 +49,7 @@ def test_times(statistics):
     assert statistics.verify_s == pytest.approx(0.020)
     assert statistics.flush_s == pytest.approx(0.003)
     assert statistics.decode_s == pytest.approx(0.048)
-    assert (statistics.idle_s, statistics.capture_s) == (0.0005, 0.7)
+    assert (statistics.idle_s, statistics.capture_s, statistics.first_use_s) == (0.0005, 0.7, 1.5)
     # A round of 24 ms brings each unfinished sequence two tokens.
     assert statistics.tpot_ms == pytest.approx(12)
     assert statistics.ttft_ms == pytest.approx(300)

@@ -278,10 +278,11 @@ def test_what_graphs_cost_is_shown(graphs: bool) -> None:
     figures = Statistics(
         gamma=1, prompt_tokens=(8,), rounds=4, sequence_rounds=4, generated=8, decoded=7, verified_at=(4,),
         accepted_at=(3,), flushes=0, prefill_s=1.0, draft_s=1e-3, verify_s=2e-3, flush_s=0.0, decode_s=0.02,
-        idle_s=68e-6 * graphs, capture_s=0.25 * graphs, peak_memory_bytes=None,
+        idle_s=68e-6 * graphs, capture_s=0.25 * graphs, peak_memory_bytes=None, first_use_s=1.8 * graphs,
     )  # fmt: skip
     shown = summary(figures)
     assert "peak memory not measured" in shown
+    assert ("first use of the kernels before the prefill took 1.8 s" in shown) == graphs
     assert ("graph capture before the first round took 0.25 s" in shown) == graphs
     assert ("the device waits 17 us for the host between rounds" in shown) == graphs
 
