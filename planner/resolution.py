@@ -85,7 +85,8 @@ def _calibrated() -> Profile:
     name = detect_hardware()
     if name is None:
         raise NotCalibrated(
-            "this machine is neither calibrated nor in the catalog: run `ridgeplan calibrate --quick`, or name a GPU"
+            "this machine is neither calibrated nor in the catalog: run `ridgeplan calibrate --quick`, "
+            "or name a GPU or a profile"
         )
     return profile_for(load_hardware(name), shipped_profiles())
 

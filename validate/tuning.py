@@ -262,7 +262,7 @@ def tune(
     on_progress: Progress = silent,
     quick: bool = False,
 ) -> Tuning:
-    """The plan with the sparse ratio and the gamma that are fastest for a text.
+    """The plan with the sparse ratio and the gamma that the three steps choose for a text.
 
     Each ratio and gamma that the steps compare is a generation at temperature 1, whose time counts. quick: one per
     ratio; all gammas are costed at the profile's rates, which only this form needs, with its acceptance. model, device:

@@ -33,7 +33,7 @@ SECTIONS = {
         "chat": ("chat:chat", "Talk with a model in the terminal."),
         "serve": ("serve:serve", "Serve a model on localhost, OpenAI-compatible."),
         "validate": ("validate:validate", "Compare predictions with measurements on this machine."),
-        "tune": ("acceptance:tune", "Tune gamma and sparse ratio by acceptance on a text."),
+        "tune": ("acceptance:tune", "Tune gamma and sparse ratio by times measured on a text."),
         "demo": ("demo:demo", "Calibrate, plan, run and compare on this machine."),
         "dashboard": ("dashboard:dashboard", "Serve the what-if page on localhost."),
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,13 +146,13 @@ def import_head(checkpoint: str, model: str, output: Path, inputs: str) -> None:
     # Importing torch takes seconds.
     from ridgeplan.runtime.model.checkpoint import load_config, load_tensor
     from ridgeplan.runtime.model.config import decoder_config
-    from ridgeplan.runtime.model.source import fetch_weights, model_source
+    from ridgeplan.runtime.model.source import fetch_weights, model_name, model_source
     from ridgeplan.runtime.retrieval.eagle3 import import_eagle3
     from ridgeplan.runtime.retrieval.head import probe_of, save_head
 
     source = model_source(model)
     fetch_weights(model)
-    shape = decoder_config(load_config(source), source).shape
+    shape = replace(decoder_config(load_config(source), source).shape, name=model_name(model))
     head = import_eagle3(checkpoint, shape, probe_of(load_tensor(source, "model.embed_tokens.weight")), inputs)
     save_head(output, head)
     echo(f"{head.config.q_heads} query heads, {head.config.kv_heads} KV heads; saved to {output}")

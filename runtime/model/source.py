@@ -57,6 +57,12 @@ def model_source(model: str) -> str:
     return _hub_folder(model, SMALL_FILES)
 
 
+def model_name(model: str) -> str:
+    """What files call the model that a user gives: the last part of a path, without its ending, or a hub id."""
+    path = existing_path(str(expanded(model))) if model else None
+    return model if path is None else path.stem if path.is_file() else path.name
+
+
 def fetch_weights(model: str) -> None:
     """Downloads the weights of a hub id that are not cached yet; nothing for other models. Raises ModelError."""
     if existing_path(str(expanded(model))) is None and model.lower() not in EMBEDDED_NAMES:

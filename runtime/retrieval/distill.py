@@ -27,7 +27,7 @@ from ridgeplan.runtime.errors import WorkloadError, failures_as
 from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
 from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.decoder import Decoder
-from ridgeplan.runtime.model.source import fetch_weights, model_source
+from ridgeplan.runtime.model.source import fetch_weights, model_name, model_source
 from ridgeplan.runtime.retrieval.head import Head, is_probe_of, probe_of, read_tensors, write_tensors
 from ridgeplan.runtime.retrieval.student import (
     RECENT,
@@ -302,5 +302,5 @@ def distill(
     if checkpoint is not None and checkpoint.exists():
         run.resume(checkpoint)
     loss = run.run(on_step, checkpoint, every)
-    named = replace(config.shape, name=Path(model).stem if Path(model).exists() else model)
+    named = replace(config.shape, name=model_name(model))
     return Distilled(pruned(student, named, training.tokens), loss, run.step)

@@ -192,7 +192,8 @@ def claims(by_passage: Sequence[Figures]) -> list[Claim]:
     pairs = ((DAPQ, SNAPKV), (SNAPKV, STREAMING), (DAPQ_RANDOM, SNAPKV))
     recalls = [_everywhere("recall", better, worse, "Figure 3", mean) for better, worse in pairs]
     attention = _everywhere("attention", DAPQ, SNAPKV, "Table 8", mean)
-    choices = _first_choice(CONTENT, "Figure 4a", mean), _first_choice(POSITION, "Figure 4c", mean)
+    drawn, moved = "all that is drawn (Figure 4a)", "every other (Figure 4c)"
+    choices = _first_choice(CONTENT, drawn, mean), _first_choice(POSITION, moved, mean)
     return [*_similarity_claims(mean), *recalls, attention, *choices]
 
 
@@ -283,10 +284,10 @@ def _similarity_claims(mean: Figures) -> Iterator[Claim]:
     )
 
 
-def _first_choice(axis: str, where: str, mean: Figures) -> Claim:
+def _first_choice(axis: str, others: str, mean: Figures) -> Claim:
     """Whether an axis's first choice has a higher recall than others at every budget, and how much recall varies.
 
-    Other lengths of the prompt's ends are no rivals.
+    Other lengths of the prompt's ends count as the same kind.
     """
     by_budget: dict[int, dict[str, float]] = {}
     for kind, *key in mean:
@@ -297,7 +298,7 @@ def _first_choice(axis: str, where: str, mean: Figures) -> Claim:
     spread = max(statistics.pstdev(recalls.values()) / statistics.fmean(recalls.values())
                  for recalls in by_budget.values())  # fmt: skip
     detail = f"at {len(won)} of {len(by_budget)} budgets, coefficient of variation up to {spread:.1%}"
-    return Claim(f"recall: {axis} {first!r} above every other kind ({where})", len(won) == len(by_budget), detail)
+    return Claim(f"recall: {axis} {first!r} above {others}", len(won) == len(by_budget), detail)
 
 
 def _everywhere(kind: str, better: str, worse: str, where: str, mean: Figures) -> Claim:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import ClassVar
 
 from ridgeplan.roofline.catalog.validation import number, one_of, whole
@@ -44,8 +45,10 @@ def rounding_text(plan: Plan, layers: int) -> str | None:
     if rounded in (exact, (plan.workload.context,) * layers):
         return None
     kept = f"{rounded[0]} to {rounded[-1]}" if len(set(rounded)) > 1 else f"all {rounded[0]}"
+    mean, budget = round(fmean(rounded)), round(fmean(exact))
+    more = f", on average {mean} instead of {budget}" if mean != budget else ""
     groups = f"on {plan.kv.format.value} KV they differ by whole groups of {plan.kv.step}"
-    return f"{plan.eviction.policy}'s layers keep {kept} tokens instead of {exact[0]} to {exact[-1]}: {groups}"
+    return f"{plan.eviction.policy}'s layers keep {kept} tokens instead of {exact[0]} to {exact[-1]}{more}: {groups}"
 
 
 def kept_tokens(tokens: int, budgets: Sequence[int], group: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import pytest
 
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model import source
-from ridgeplan.runtime.model.source import embedded_model_path, fetch_weights, model_source
+from ridgeplan.runtime.model.source import embedded_model_path, fetch_weights, model_name, model_source
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +129,10 @@ def test_paths_need_no_download(tmp_path, hub):
     fetch_weights(str(tmp_path))
     fetch_weights("smollm2-135m")
     assert not question
+
+
+def test_a_model_is_named_by_what_the_user_gave(tmp_path):
+    file = tmp_path / "model-1.5b.gguf"
+    file.touch()
+    assert [model_name(str(path)) for path in (tmp_path, file)] == [tmp_path.name, "model-1.5b"]
+    assert model_name("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
