@@ -17,7 +17,7 @@ from ridgeplan.planner.engines.formats import ENGINES
 from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
 from ridgeplan.planner.quality import Quality, QualityFloor, losses, parse_quality
 from ridgeplan.planner.quantities import size_bytes, size_text, tokens
-from ridgeplan.planner.resolution import resolve, workload_for
+from ridgeplan.planner.resolution import resolve, with_drafter_rows, workload_for
 from ridgeplan.roofline.catalog.links import link_of
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
@@ -97,9 +97,10 @@ class SearchOptions(PlanPart):
         length, folder = self.acceptance_length, self.drafter_head or ""
         if folder:
             head_settings(folder)
-        return replace(
+        described = replace(
             workload, text=self.text or "", acceptance_length=length, drafter=self.drafter, drafter_head=folder
         )
+        return with_drafter_rows(described, self.acceptance) if self.text else described
 
     @classmethod
     def of(cls, options: SearchOptions | None, changes: Mapping[str, Any], **defaults: Any) -> SearchOptions:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
+from ridgeplan.planner.acceptance.drafter_rows import load_drafter_rows
 from ridgeplan.planner.acceptance.rows import AcceptanceRow, load_rows, merged
 from ridgeplan.roofline.catalog.files import NoHomeFolder, existing_path
 from ridgeplan.roofline.catalog.hardware import detect_hardware, load_hardware
@@ -22,6 +25,8 @@ from ridgeplan.roofline.catalog.profile import (
     user_profile_path,
 )
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, MAX_YARN_FACTOR, PlanError, Workload, require
+
+Row = TypeVar("Row")
 
 
 def resolve(
@@ -49,16 +54,26 @@ def with_rows(profile: Profile, path: str | Path | None = None) -> Profile:
 
     Raises PlanError for a damaged file; if it is the user's own, a warning names it.
     """
-    saved = load_rows(path) if path else _saved_rows()
+    saved = load_rows(path) if path else _saved_rows(load_rows)
     rows = merged(map(AcceptanceRow.read, profile.acceptance), saved)
     return replace(profile, acceptance=tuple(map(asdict, rows))) if saved else profile
 
 
-def _saved_rows() -> tuple[AcceptanceRow, ...]:
+def with_drafter_rows(workload: Workload, path: str | Path | None = None) -> Workload:
+    """The workload with the file of `ridgeplan acceptance`, by default the user's own, if it has rows of its text.
+
+    Raises PlanError for a damaged file; if it is the user's own, a warning names it.
+    """
+    rows = load_drafter_rows(path) if path else _saved_rows(load_drafter_rows)
+    known = any(row.text == workload.text for row in rows if row.text)
+    return replace(workload, drafter_rows=str(Path(path or user_acceptance_path()).absolute()) if known else "")
+
+
+def _saved_rows(load: Callable[[Path], tuple[Row, ...]]) -> tuple[Row, ...]:
     """The rows that `ridgeplan acceptance` saved, if there are any."""
     try:
         path = existing_path(str(user_acceptance_path()))
-        return load_rows(path) if path else ()
+        return load(path) if path else ()
     except NoHomeFolder:
         return ()
     except PlanError as error:

@@ -95,8 +95,8 @@ def families(workload: Workload, *, offload: bool, quality: Quality = Quality.NE
     drafts where only lower codes leave. How often drafts are accepted that read a few tokens of some layers is not
     known, so that such plans are run but not searched.
     """
-    # What is known of a head may change while the program runs.
-    make = _families.__wrapped__ if workload.drafter_head else _families
+    # What is known of a drafter may change while the program runs.
+    make = _families.__wrapped__ if workload.drafter_head or workload.drafter_rows else _families
     return make(workload, offload, quality)
 
 

@@ -23,7 +23,7 @@ from ridgeplan.validate.drafter_acceptance import CASCADE, HEAD, SUFFIX, case_pl
 from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.prompts import sample_text
 
-CONTEXT, NEW_TOKENS, BATCH = 1024, 512, 4
+CONTEXT, NEW_TOKENS = 1024, 512
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,20 +32,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--model", help="folder, GGUF file or hub id; by default the embedded SmolLM2-135M-Instruct")
     parser.add_argument("--drafter-head", default="")
+    parser.add_argument("--batch", type=int, default=4, help="ragged prompts of a generation")
     parser.add_argument("--rounds", type=int, default=20000, help="of every drafter")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which each drafter ends")
     chosen = parser.parse_args(arguments)
     source, results = embedded_or(chosen.model), {}
     shared = SharedWeights(source, dtype=torch.float32)
-    workload = Workload(named_shape(source).name, "this machine", CONTEXT, NEW_TOKENS, BATCH)
+    workload = Workload(named_shape(source).name, "this machine", CONTEXT, NEW_TOKENS, chosen.batch)
     plain = Plan(workload)
     with shared.engine(plain) as engine:
         ids = engine.tokenizer(sample_text())["input_ids"]
 
         def prompts(number: int) -> list[list[int]]:
             generator = torch.Generator().manual_seed(number)
-            lengths = torch.randint(1, CONTEXT, (BATCH,), generator=generator).tolist()
-            starts = torch.randint(len(ids) - CONTEXT, (BATCH,), generator=generator).tolist()
+            lengths = torch.randint(1, CONTEXT, (chosen.batch,), generator=generator).tolist()
+            starts = torch.randint(len(ids) - CONTEXT, (chosen.batch,), generator=generator).tolist()
             return [ids[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
         expected: dict[int, list[list[int]]] = {}

@@ -19,6 +19,7 @@ from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_o
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, progress
 from ridgeplan.dashboards.files import locked, require_lockable, write_atomically, write_json
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
+from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, load_drafter_rows, merged_drafters
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -40,15 +41,17 @@ def require_extensible(path: Path | None) -> Path:
     require_lockable(path)
     if path.exists():
         load_rows(path)
+        load_drafter_rows(path)
     return path
 
 
-def save_rows(path: Path, rows: Sequence[AcceptanceRow]) -> None:
-    """Adds `rows`, which replace rows of the same case, and the command line without its folders."""
+def save_rows(path: Path, rows: Sequence[AcceptanceRow], drafters: Sequence[DrafterRow] = ()) -> None:
+    """Adds rows, which replace rows of the same case, and the command line without its folders."""
     command = shlex.join(["ridgeplan", *(Path(word).name if os.sep in word else word for word in sys.argv[1:])])
     with locked(path):  # and read again: others may have added rows while these were measured
         known, commands = (load_rows(path), commands_of(path)) if path.exists() else ((), ())
-        write_atomically(path, rows_json(merged(known, rows), (*commands, command)))
+        of_drafters = merged_drafters(load_drafter_rows(path), drafters)
+        write_atomically(path, rows_json(merged(known, rows), (*commands, command), of_drafters))
 
 
 # What `acceptance` and `study drafts` take to measure drafters.
@@ -67,10 +70,14 @@ drafter_options = opt.combine(
 
 def measure_drafters(
     model: str | None, text: str, text_name: str | None, ctx: tuple[int, ...], tokens: int, *,
-    calibration: str | None, yarn: bool, output: Path | None, as_json: bool, drafter: tuple[str, ...],
+    calibration: str | None, yarn: bool, output: Path | None, rows: Path | None, as_json: bool,
+    drafter: tuple[str, ...],
     drafter_head: str | None, windows: tuple[int, ...], kind: str | None, depth: int, batch: int, temperature: float,
 ) -> None:  # fmt: skip
-    """Measures drafters in real rounds, prints the figures, and adds those of a head to its speculation profile."""
+    """Measures drafters in real rounds, prints the figures, and adds those of a head to its speculation profile.
+
+    output: for all figures. rows: that rows for the planner are added to, if any.
+    """
     # Importing torch takes seconds.
     from ridgeplan.validate.acceptance import Passage
     from ridgeplan.validate.drafter_acceptance import CASES, HEAD, head_profile, measure_drafters
@@ -95,6 +102,9 @@ def measure_drafters(
         write_json(path, profile)
     document = {**measured_here(), "text": name, "kind": kind, "rows": [each.document for each in measured]}
     write_json(output, document)
+    if rows is not None:
+        save_rows(rows, (), [each.row for each in measured if each.row is not None])
+        document["path"] = str(rows)
     if as_json:
         print_json(document)
         return
@@ -108,6 +118,9 @@ def measure_drafters(
     )  # fmt: skip
     if drafter_head and HEAD in drafter:
         echo(f"saved to {path}")
+    if rows is not None:
+        use = f"plan --text {kind}" if kind else "no plan: their kind of text is not stated (--kind)"
+        echo(f"saved to {rows}, for {use}")
 
 
 DRAFTS = ("kv8", "kv4", "w4", "w4kv4", "streamingllm:0.07")
@@ -134,8 +147,8 @@ def acceptance(
     The rows are saved, and `plan` and `estimate` use them. MODEL is a safetensors folder, a GGUF file or a hub id, by
     default the embedded SmolLM2-135M-Instruct. Rows of the same model, text, context and draft are replaced.
 
-    With --drafter, drafters are measured in real rounds instead. A head's figures are added to speculation_profile.json
-    in its folder, where `plan --drafter-head` finds them; --output then takes all of them.
+    With --drafter, drafters are measured in real rounds instead, and `plan --text KIND` uses the rows of those that
+    feed the target. A head's are also added to speculation_profile.json in its folder, for `plan --drafter-head`.
 
     Examples:
       ridgeplan acceptance --text book.txt
@@ -143,13 +156,13 @@ def acceptance(
       ridgeplan acceptance --text code.py --drafts w4 w4kv4 streamingllm:0.1 --json
       ridgeplan acceptance --text code.py --kind code --drafter suffix head cascade w4 --drafter-head head/
     """
+    path = require_extensible(output)
     if drafters["drafter"]:
         measure_drafters(
-            model, text, text_name, ctx, tokens, calibration=calibration, yarn=yarn, output=output, as_json=as_json,
-            **drafters,
+            model, text, text_name, ctx, tokens, calibration=calibration, yarn=yarn, output=None, rows=path,
+            as_json=as_json, **drafters,
         )  # fmt: skip
         return
-    path = require_extensible(output)
     # Importing torch takes seconds, so the files are checked first.
     from ridgeplan.validate.acceptance import Draft, Passage, measure_acceptance
     from ridgeplan.validate.prompts import read_prompt

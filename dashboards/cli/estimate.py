@@ -26,6 +26,7 @@ from ridgeplan.planner.question import Question
 from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, first_token_text, on_host_text, overhead_text
 from ridgeplan.planner.render.text import explain as meaning_of
 from ridgeplan.planner.render.trace import chrome_trace
+from ridgeplan.planner.resolution import with_drafter_rows
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.latency import Machine
@@ -90,6 +91,8 @@ def _of_plan(
             raise click.UsageError(f"{option} cannot be combined with --plan, which has its own workload")
     shape, profile = saved.resolve(model, rest["gpu"], rest["profile"], rest["acceptance"])
     plan = with_gamma(saved.on(shape, profile), gamma, adaptive=adaptive)
+    if rest["acceptance"]:
+        plan = replace(plan, workload=with_drafter_rows(plan.workload, rest["acceptance"]))
     options = SearchOptions(**{name: rest[name] for name in ("memory_utilization", "memory_limit", "host_memory")})
     return estimate_plan(plan, Question.of(shape, profile, plan.workload, options))
 

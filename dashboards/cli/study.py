@@ -80,7 +80,9 @@ def deliver(
 @opt.json_output
 @click.option("--resume", is_flag=True, help="Keep the rows of the output file and measure only the missing ones.")
 @click.option(
-    "--rows", type=opt.OutputFile(), help="Merge the acceptance of executable drafts into this file of `acceptance`."
+    "--rows",
+    type=opt.OutputFile(),
+    help="Merge the acceptance of executable drafts and of drafters into this file.",
 )
 @opt.html_output
 @opt.as_json
@@ -113,8 +115,8 @@ def drafts(
     """
     if drafters["drafter"]:
         measure_drafters(
-            model, text, None, ctx, tokens, calibration=calibration, yarn=yarn, output=output, as_json=as_json,
-            **drafters,
+            model, text, None, ctx, tokens, calibration=calibration, yarn=yarn, output=output,
+            rows=require_extensible(rows) if rows else None, as_json=as_json, **drafters,
         )  # fmt: skip
         return
     # Importing torch takes seconds.

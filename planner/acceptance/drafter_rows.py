@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
 
-from ridgeplan.planner.acceptance.rows import HERE
+from ridgeplan.planner.acceptance.rows import HERE, REMEASURE
+from ridgeplan.roofline.catalog.files import json_or, naming_file, read_document
 from ridgeplan.roofline.catalog.profile import SOURCES
-from ridgeplan.roofline.catalog.validation import Checked, name_text, number, one_of, text, whole
+from ridgeplan.roofline.catalog.validation import Checked, brief, build, name_text, number, one_of, text, whole
 from ridgeplan.roofline.drafters import pass_tokens
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DrafterKind, PlanError, TextKind
@@ -47,6 +51,11 @@ class DrafterRow(Checked):
         """Tokens of a pass, its own included."""
         return self.tokens or float(pass_tokens(self.hit, self.acceptance, self.depth))
 
+    @property
+    def replaces(self) -> tuple[Any, ...]:
+        """What a new measurement has in common with the one that it replaces."""
+        return self.kind, self.name, self.model, self.text, self.context, self.depth
+
     def __str__(self) -> str:
         """The drafter, its model and context, and where the figure is from."""
         at = f" at {self.context} tokens" if self.context else ""
@@ -58,6 +67,30 @@ def drafter_rows() -> tuple[DrafterRow, ...]:
     """The shipped rows of drafters.toml; fields that entries share are written once."""
     tables = tomllib.loads((HERE / "drafters.toml").read_text(encoding="utf-8"))["row"]
     return tuple(DrafterRow(**{**table, **entry}) for table in tables for entry in table.pop("entries"))
+
+
+def merged_drafters(rows: Iterable[DrafterRow], more: Iterable[DrafterRow]) -> tuple[DrafterRow, ...]:
+    """`rows` and `more`, which replace rows that they repeat."""
+    return tuple({row.replaces: row for row in (*rows, *more)}.values())
+
+
+def load_drafter_rows(path: str | Path) -> tuple[DrafterRow, ...]:
+    """The rows of drafters in a file of `ridgeplan acceptance`; none if there is no such file.
+
+    Raises PlanError naming the file for damaged rows.
+    """
+    path = Path(path)
+    return _rows_of(path, path.stat().st_mtime_ns) if path.exists() else ()
+
+
+@lru_cache(maxsize=8)
+def _rows_of(path: Path, written_ns: int) -> tuple[DrafterRow, ...]:
+    with naming_file("acceptance rows", path, PlanError):
+        document = json_or(PlanError, read_document(path))
+        rows = document.get("drafters", []) if isinstance(document, dict) else document
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise PlanError(f"drafters is {brief(rows)}; allowed: a list of rows of drafters; {REMEASURE}")
+        return tuple(build(DrafterRow, row, "drafter row: ") for row in rows)
 
 
 def acceptance_of(tokens: float, hit: float, depth: int) -> float:

@@ -7,11 +7,12 @@ are of one kind of text, and a drafter without a row of the workload's kind is n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, acceptance_of, drafter_rows
+from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, acceptance_of, drafter_rows, load_drafter_rows
 from ridgeplan.planner.acceptance.rows import variant_name
 from ridgeplan.planner.acceptance.speculation_profile import head_rows
 from ridgeplan.roofline.catalog.profile import SOURCES
@@ -46,8 +47,7 @@ class ProposalAcceptance:
 def proposal_acceptance(kind: DrafterKind, workload: Workload) -> ProposalAcceptance:
     """What is known of a drafter on a workload: the user's figure, else the nearest row of its kind of text.
 
-    A head that the workload names has its own measured rows; where its text is not known, all of them. Without any it
-    is a prior: the worst row of any text.
+    Without any row it is a prior: the worst row of any text.
     """
     if workload.acceptance_length and workload.drafter == kind:
         length = workload.acceptance_length
@@ -55,28 +55,47 @@ def proposal_acceptance(kind: DrafterKind, workload: Workload) -> ProposalAccept
         return ProposalAcceptance(
             1.0, acceptance, acceptance, acceptance, "measured", f"given: {length:g} tokens a pass", GIVEN_DEPTH
         )
-    rows = [row for row in drafter_rows() if row.kind is kind]
-    of_head = head_rows(workload.drafter_head) if workload.drafter_head and kind is DrafterKind.HEAD else ()
-    of_text = [row for row in of_head if not (row.text and workload.text) or row.text == workload.text]
-    of_text = of_text or [row for row in rows if workload.text and row.text == workload.text]
-    if not of_text:
-        worst = min(rows, key=lambda row: row.pass_tokens)
+    rows = _rows_about(kind, workload)
+    if not rows:
+        worst = min((row for row in drafter_rows() if row.kind is kind), key=lambda row: row.pass_tokens)
         what = f"{workload.text} texts" if workload.text else "a text of unknown kind (--text)"
         chance = worst.proposal_acceptance
         return ProposalAcceptance(worst.hit, 0.0, chance, chance, "prior", f"no rows of {kind} on {what}: {worst}", 1)
 
     def distance(row: DrafterRow) -> tuple[float, bool, int]:
-        factor = abs(math.log((row.context or workload.context) / workload.context))
-        return factor, variant_name(row.model) != variant_name(workload.model), SOURCES.index(row.source)
+        other_model = variant_name(row.model) != variant_name(workload.model)
+        return _context_factor(row, workload), other_model, SOURCES.index(row.source)
 
-    nearest = min(of_text, key=distance)
-    near = [row for row in of_text if distance(row)[0] <= math.log(NEAR_CONTEXT)] or [nearest]
+    nearest = min(rows, key=distance)
+    near = [row for row in rows if _context_factor(row, workload) <= NEAR_CONTEXT] or [nearest]
     acceptance = nearest.proposal_acceptance
     # The band is that of the tokens of a pass, at the nearest row's hits.
     ends = [acceptance_of(tokens(row.pass_tokens for row in near), nearest.hit, nearest.depth) for tokens in (min, max)]
     source = nearest.source if variant_name(nearest.model) == variant_name(workload.model) else "transferred"
     low, high = min(ends[0], acceptance), max(ends[1], acceptance)
     return ProposalAcceptance(nearest.hit, low, acceptance, high, source, str(nearest), nearest.depth)
+
+
+def _rows_about(kind: DrafterKind, workload: Workload) -> Sequence[DrafterRow]:
+    """Rows of the workload's kind of text: of the head that it names, else the user's near its context, else all.
+
+    Where the kind of text is not known, all of the head's rows, and none of a drafter that any text may have.
+    """
+    of_head = head_rows(workload.drafter_head) if workload.drafter_head and kind is DrafterKind.HEAD else ()
+    of_head = tuple(row for row in of_head if not (row.text and workload.text) or row.text == workload.text)
+    if of_head or not workload.text:
+        return of_head
+    users = load_drafter_rows(workload.drafter_rows) if workload.drafter_rows else ()
+    own, shipped = (
+        [row for row in rows if (row.kind, row.text) == (kind, workload.text)] for rows in (users, drafter_rows())
+    )
+    return [row for row in own if _context_factor(row, workload) <= NEAR_CONTEXT] or [*own, *shipped]
+
+
+def _context_factor(row: DrafterRow, workload: Workload) -> float:
+    """By how much the contexts of a row and of a workload differ, 1 or more; 1 where the row's is not known."""
+    context = row.context or workload.context
+    return max(context / workload.context, workload.context / context)
 
 
 EAGLE3 = "EAGLE-3"

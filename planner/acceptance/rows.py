@@ -134,9 +134,10 @@ def merged(rows: Iterable[AcceptanceRow], more: Iterable[AcceptanceRow]) -> tupl
     return tuple({row.replaces: row for row in (*rows, *more)}.values())
 
 
-def rows_json(rows: Sequence[AcceptanceRow], commands: Sequence[str]) -> str:
-    """JSON text that `read_rows` reads. commands: what made it, for its reader."""
+def rows_json(rows: Sequence[AcceptanceRow], commands: Sequence[str], drafters: Sequence[Any] = ()) -> str:
+    """JSON text that `read_rows` reads. commands: what made it, for its reader. drafters: rows of drafters."""
     document = {"schema": ROWS_SCHEMA, "commands": list(commands), "rows": [asdict(row) for row in rows]}
+    document |= {"drafters": [asdict(row) for row in drafters]} if drafters else {}
     return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
 

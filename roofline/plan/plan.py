@@ -122,7 +122,7 @@ class Workload(PlanPart):
 
     text: the kind of text; "" if it is not known. acceptance_length: tokens of a pass that verifies four proposals of
     `drafter`, its own token included, as the user measured them; 0 if not known. drafter_head: folder of a trained
-    head, for plans whose drafter is one.
+    head, for plans whose drafter is one. drafter_rows: file of the user's own rows of drafters on such a text, if any.
     """
 
     model: str = check.name_text()
@@ -136,6 +136,7 @@ class Workload(PlanPart):
     acceptance_length: float = check.number(0, MAX_ACCEPTANCE_LENGTH, default=0.0)
     drafter: DrafterKind = check.one_of(DrafterKind, default=DrafterKind.SUFFIX)
     drafter_head: str = check.text(default="")
+    drafter_rows: str = check.text(default="")
 
     def _contradiction(self) -> str | None:
         if 0 < self.acceptance_length < 1:
@@ -534,13 +535,14 @@ class Plan(PlanPart):
         """The plan as plain JSON values, with its schema version first.
 
         Plans for a single GPU have no degrees but `tensor_parallel`, which all plans have had beside their axes. Those
-        without a trained head do not name one.
+        without a trained head, or without rows of drafters, do not name one.
         """
         values = asdict(self)
         if self.parallel == SINGLE:
             del values["workload"]["parallel"]
-        if not self.workload.drafter_head:
-            del values["workload"]["drafter_head"]
+        for path in ("drafter_head", "drafter_rows"):
+            if not values["workload"][path]:
+                del values["workload"][path]
         return {"schema": SCHEMA, **values, "tensor_parallel": self.parallel.tensor}
 
     def to_json(self, indent: int | None = 2) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ridgeplan.planner.acceptance import load_rows
+from ridgeplan.planner.acceptance.drafter_rows import load_drafter_rows
 from ridgeplan.roofline.plan.plan import Drafter, Plan, Speculation, TargetAttention, Workload
 from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 
@@ -280,11 +281,16 @@ def test_a_draft_head_is_trained_measured_planned_with_and_executed(
     drafters = ("--ctx", "64", "--tokens", "16", "--drafter", "head", "suffix", "--drafter-head", str(head))
     measured = invoke("acceptance", model, *text, "--kind", "prose", *drafters, "--output", str(output))
     assert measured.exit_code == 0, measured.output
-    rows = json.loads(output.read_text())["rows"]
-    assert [(row["case"], row["context"], row["window"]) for row in rows] == [("head", 64, 32), ("suffix", 64, 0)]
+    assert f"saved to {output}, for plan --text prose" in measured.output
+    rows = load_drafter_rows(output)
+    assert [(row.kind, row.context, row.depth) for row in rows] == [("head", 64, 4), ("suffix", 64, 4)]
+    assert load_rows(output) == ()
     profile = json.loads((head / "speculation_profile.json").read_text())
     assert profile["num_speculative_tokens"] == 4 and profile["measurement_conditions"]["rows"][0]["text"] == "prose"
-    assert invoke("study", "drafts", "--model", model, *text, *drafters, "--windows", "0").exit_code == 0
+    study = ("study", "drafts", "--model", model, *text, *drafters, "--windows", "0", "--rows", str(output), "--json")
+    cases = json.loads(invoke(*study).stdout)["rows"]
+    assert [(row["case"], row["context"], row["window"]) for row in cases] == [("head", 64, 0), ("suffix", 64, 0)]
+    assert [row.text for row in load_drafter_rows(output)] == ["prose", "prose", "", ""]
     assert len(json.loads((head / "speculation_profile.json").read_text())["measurement_conditions"]["rows"]) == 2
     assert "allowed: suffix, head, cascade, w4" in refuses("acceptance", model, *text, "--drafter", "medusa")
     assert "no head to measure" in refuses("acceptance", model, *text, "--ctx", "64", "--drafter", "head")

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from ridgeplan import planner
-from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, drafter_rows
+from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, drafter_rows, load_drafter_rows
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
+from ridgeplan.planner.acceptance.rows import rows_json
 from ridgeplan.planner.acceptance.speculation_profile import NAME, head_rows, profile_document
 from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.prediction import predict
@@ -42,6 +43,38 @@ def test_the_nearest_row_by_context_and_model_is_taken():
     row = next(row for row in drafter_rows() if row.text == "code" and row.context == 30720)
     of_text = proposal_acceptance(SUFFIX, Workload(row.model, "h200", 32768, text="code"))
     assert (of_text.hit, of_text.best, of_text.source) == (row.hit, row.acceptance, "measured")
+
+
+def test_rows_that_a_user_measured_come_before_shipped_ones(h200_profile, tmp_path):
+    path, own = (
+        tmp_path / "rows.json",
+        DrafterRow(SUFFIX, "suffix lookup", "m", 4, "measured", "my code", 8192, 0.9, 0.8),
+    )
+    own = replace(own, text="code")
+    path.write_text(rows_json((), ["ridgeplan acceptance"], [own]))
+    ask = {"gpu": "h200", "profile": h200_profile, "text": "code"}
+    plan = planner.recommend("Llama-3.1-8B", ctx=4096, acceptance=path, **ask).plan
+    known = proposal_acceptance(SUFFIX, plan.workload)
+    assert (known.hit, known.best, known.depth, known.source) == (0.9, 0.8, 4, "transferred")
+    assert "my code" in known.where and plan.workload.drafter_rows == str(path) and plan.speculation.gamma <= 4
+    assert Plan.from_json(plan.to_json()) == plan
+    of_model = replace(plan.workload, model="owner/m")
+    assert proposal_acceptance(SUFFIX, of_model).source == "measured"
+    far = replace(plan.workload, context=122880)  # for which a shipped row is nearer
+    assert "my code" not in proposal_acceptance(SUFFIX, far).where
+    for other in ({"text": "docs"}, {}):  # of which the file says nothing
+        asked = planner.recommend("Llama-3.1-8B", ctx=4096, acceptance=path, **{**ask, "text": None, **other})
+        assert not asked.plan.workload.drafter_rows
+    path.write_text(rows_json((), [], [replace(own, hit=0.1, acceptance=0.1)]))
+    assert not planner.recommend("Llama-3.1-8B", ctx=4096, acceptance=path, **ask).plan.speculation.drafter.active
+    path.unlink()
+    assert proposal_acceptance(SUFFIX, plan.workload) == proposal_acceptance(
+        SUFFIX, replace(DOCS, context=4096, text="code")
+    )
+    for content, words in (("[1]", r"drafters is \[1\]"), ('{"drafters": [{}]}', "drafter row: ")):
+        path.write_text(content)
+        with pytest.raises(PlanError, match=words):
+            load_drafter_rows(path)
 
 
 def test_a_users_figure_is_of_one_drafter():
