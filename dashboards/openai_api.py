@@ -1,6 +1,6 @@
 """The documents of OpenAI's completions and chat completions: requests that are checked, answers, and errors.
 
-Reference: https://platform.openai.com/docs/api-reference. `top_k` is vLLM's.
+Reference: https://platform.openai.com/docs/api-reference. `top_k` and `ignore_eos` are vLLM's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IGNORED = {
     "tool_choice",
 }  # fmt: skip
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
-COMMON = {*SAMPLING, "model", "max_tokens", "stop", "stream", "stream_options"}
+COMMON = {*SAMPLING, "model", "max_tokens", "stop", "stream", "stream_options", "ignore_eos"}
 ROLES = {"developer": "system"}  # newer names of roles
 
 
@@ -60,13 +60,17 @@ def refused_as(parameter: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """A checked request. prompts: texts or token ids, of a completion; messages: of a chat."""
+    """A checked request. prompts: texts or token ids, of a completion; messages: of a chat.
+
+    ignore_eos: tokens that end a text are tokens like any other, as benchmarks ask for.
+    """
 
     sampling: SamplingParams
     max_tokens: int
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    ignore_eos: bool = False
     prompts: tuple[str | list[int], ...] = ()
     messages: tuple[dict[str, str], ...] = ()
 
@@ -99,6 +103,7 @@ class ApiRequest:
             _stop_words(fields.get("stop")),
             bool(_typed(fields, "stream", bool, "true or false")),
             bool(_typed(options, "include_usage", bool, "true or false")),
+            bool(_typed(fields, "ignore_eos", bool, "true or false")),
             () if chat else _prompts(fields.get("prompt")),
             _messages(fields.get("messages")) if chat else (),
         )  # fmt: skip

@@ -150,7 +150,7 @@ class EngineServer:
     ) -> Iterator[Piece]:
         """The pieces as the engine generates them, in its thread."""
         engine = self.engine
-        sampling = replace(asked.sampling, stop_token_ids=engine.stop_token_ids)
+        sampling = replace(asked.sampling, stop_token_ids=() if asked.ignore_eos else engine.stop_token_ids)
         for index, ids in enumerate(prompts):
             before = usage.completion
             usage.prompt += len(ids)

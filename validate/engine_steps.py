@@ -26,6 +26,7 @@ NEW_TOKENS = 96  # of every sequence
 SKIPPED_STEPS = 8  # at the start and, together with the last ones, at the end
 MIN_STEPS = 16  # in which all sequences of a batch decode
 MAX_NEW_TOKENS = 1536
+MAX_REFUSAL = 300  # characters of a server's message
 TIMEOUT_S = 600.0
 OnCase = Callable[[str, int, int], None]
 
@@ -136,7 +137,12 @@ class CompletionsServer:
         self._run(prompts, 1)  # to the prefix cache, where there is one
         new_tokens = NEW_TOKENS
         while new_tokens <= MAX_NEW_TOKENS:
-            streams = self._run(prompts, new_tokens)
+            try:
+                streams = self._run(prompts, new_tokens)
+            except EngineFailed:
+                if new_tokens == NEW_TOKENS:
+                    raise
+                break  # more than the server allows
             first = max(stream.stamps[min(SKIPPED_STEPS, len(stream.stamps) - 1)] for stream in streams)
             last = min(stream.stamps[-1] for stream in streams)
             times = [stream.step_s(first, last) for stream in streams]
@@ -206,6 +212,16 @@ class CompletionsServer:
         return _Response(self.url, method, path, body, self.key)
 
 
+def _refusal(body: bytes) -> str:
+    """The message of OpenAI's error object, or what there is in its place, on one line."""
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return brief(body)
+    message = error.get("message") if isinstance(error, dict) else error
+    return " ".join(message.split())[:MAX_REFUSAL] if isinstance(message, str) else brief(error)
+
+
 @dataclass
 class _Response:
     """One request, whose lines can be read as they arrive within a `with` block. Raises EngineFailed."""
@@ -227,7 +243,9 @@ class _Response:
             self.connection.request(self.method, parts.path + self.path, content, headers)
             response = self.connection.getresponse()
             if response.status != http.client.OK:
-                raise EngineFailed(f"{self.url}{self.path} answers status {response.status}: {brief(response.read())}")
+                raise EngineFailed(
+                    f"{self.url}{self.path} answers status {response.status}: {_refusal(response.read())}"
+                )
         except (OSError, http.client.HTTPException) as error:
             self.connection.close()
             raise EngineFailed(f"{self.url} cannot be reached: {error or type(error).__name__}") from None

@@ -29,6 +29,7 @@ from ridgeplan.validate.engine_steps import (
 
 CONTEXTS, BATCHES = (2048, 8192, 32768), (1, 2, 4, 6, 8, 12, 16)
 SPARE_TOKENS = 2048  # of a sequence beyond its prompt
+UNLIKELY = 0.3  # relative error of fitted rates beyond which the steps are hardly those of the GPU
 
 
 def calibrate_engine(
@@ -111,11 +112,14 @@ def _key(row: MeasuredStep) -> tuple[object, ...]:
 def _print(measured: EngineMeasurements, rows: Sequence[MeasuredStep], target: Path) -> None:
     """The measured steps beside those of the rates that were fitted to the file."""
     profile = engine_profile(measured.engine, measured.hardware, target)
+    errors = [error(profile.rates, profile.measured, row) for row in rows]
     cells = []
-    for row in rows:
-        off = error(profile.rates, profile.measured, row)
+    for row, off in zip(rows, errors, strict=True):
         cells.append((tokens_text(row.context), str(row.batch), row.weights, row.kv, number(row.tpot_ms),
                       number(row.tpot_ms * (1 + off)), f"{off:+.1%}"))  # fmt: skip
     echo(f"{profile.title} {measured.version} on {measured.hardware.name}: {rows[0].model}")
     print_table("Decode steps", ("context", "batch", "weights", "KV", "measured ms", "fitted ms", "error"), cells)
+    if (largest := max(map(abs, errors))) > UNLIKELY:
+        name = measured.hardware.name
+        echo(f"note: fitted rates miss steps by up to {largest:.0%}: was it {name}, and otherwise idle?", err=True)
     echo(f"saved to {target}; `--backend {measured.engine}` and `export` use it on {measured.hardware.name}")

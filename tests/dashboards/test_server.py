@@ -91,6 +91,16 @@ def test_the_finish_reason_is_what_ended_the_text(client: TestClient, engine: An
         assert ("".join(answer), answer.finish_reason) == (engine.tokenizer.decode(first[:4]), reason)
 
 
+def test_the_end_of_a_text_may_be_ignored(client: TestClient, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As servers' benchmarks ask for."""
+    prompt = list(b"The capital")
+    (tokens,) = engine.generate([prompt], 12).tokens
+    monkeypatch.setitem(vars(engine), "stop_token_ids", (tokens[3],))
+    for fields, expected in (({}, tokens.index(tokens[3]) + 1), ({"ignore_eos": True}, 12)):
+        answer = completion(client, prompt=prompt, max_tokens=12, **fields).json()
+        assert answer["usage"]["completion_tokens"] == expected
+
+
 def test_a_chat_is_answered_in_the_models_template(client: TestClient, engine: Any) -> None:
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
