@@ -153,7 +153,8 @@ def _report(options: QualityOptions, rows: Sequence[QualityRow], path: Path, as_
         print_json({"path": str(path), "rows": [asdict(row) for row in requested]})
         return
     first = requested[0]
-    sizes = f"{options.passages} passages, {options.samples} prompts per task"
+    passages = f"{options.passages} passage{'s' * (options.passages > 1)}"
+    sizes = f"{passages}, {options.samples} prompts per task" if options.tasks else passages
     print_table(f"Quality of {first.model} on {first.text}: {sizes}, {first.where}", COLUMNS, table_rows(requested))
     echo(
         f"RULER: mean over the tasks that plain decoding solves at {100 * SOLVED:.0f}% or more; plain decoding's mean "

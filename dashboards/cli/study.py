@@ -201,7 +201,7 @@ def retrieval(
 
     "hit" is the share of the model's own top tokens of each layer that are selected, "distant" the same for tokens that
     are neither first nor recent, "mass" the attention on the selected tokens, and "overlap" the share of a step's
-    selection that the step before had selected too.
+    selection that the step before had selected too. "shadowkv" reads its outlier chunks, 384 tokens, beside the budget.
 
     Examples:
       ridgeplan study retrieval --text book.txt --ctx 4k
