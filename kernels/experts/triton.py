@@ -9,27 +9,28 @@ from torch import Tensor
 
 from ridgeplan.kernels.device.triton_helpers import INTERPRETED
 from ridgeplan.kernels.experts import BLOCK_ROWS, SWIGLU, Activation, Blocks, ExpertWeight, expert_sizes, max_blocks
-from ridgeplan.kernels.linear.triton import _plane_product
+from ridgeplan.kernels.linear.triton import FEW_ROWS as FEW_ROWS_SPLIT
+from ridgeplan.kernels.linear.triton import FLOAT32 as FLOAT32_SPLIT
+from ridgeplan.kernels.linear.triton import SplitKConfig, _plane_product
 from ridgeplan.kernels.linear.weights import CHUNK, MXFP4_GROUP, Mxfp4Weight
 from ridgeplan.roofline.catalog.layers import Routing
 from ridgeplan.roofline.execution import TILE_OUTPUTS
 
 COUNTED_PAIRS = 64  # pairs that a program compares at once
-SUM_BLOCK = 512  # outputs of a program that sums experts
+SUM_ELEMENTS, MIN_SUM_BLOCK = 4096, 64  # that a program adds up at once, and outputs of it
 
 
 @dataclass(frozen=True)
 class ProductConfig:
-    """Launch parameters of a product: output tiles of 16 and inputs of a step per program. Not tuned on a GPU yet."""
+    """Launch parameters of a product: output tiles of 16 per program. Not tuned on a GPU yet."""
 
     tiles: int
-    chunk: int
     warps: int
     stages: int
 
 
-FEW_ROWS = ProductConfig(tiles=2, chunk=64, warps=2, stages=4)
-MANY_ROWS = ProductConfig(tiles=4, chunk=64, warps=4, stages=3)
+FEW_ROWS = ProductConfig(tiles=2, warps=2, stages=4)
+MANY_ROWS = ProductConfig(tiles=4, warps=4, stages=3)
 
 
 @triton.jit
@@ -210,7 +211,7 @@ def _experts_kernel(
     weight,  # dense [experts, outputs, inputs], or int32 tiles of codes of all experts, or rows of MXFP4's codes
     lower,  # the second plane of 8-bit weights, or MXFP4's scales, or None
     bias,  # [experts, outputs] or None
-    out,  # [pairs, outputs], or [pairs, outputs / 2] if GATED
+    out,  # [SPLITS, pairs, outputs], or [SPLITS, pairs, outputs / 2] if GATED
     block_experts,  # int32 [blocks]
     block_pairs,  # int32 [blocks, ROWS]
     pairs,
@@ -225,10 +226,14 @@ def _experts_kernel(
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
     MXFP4: tl.constexpr,
 ):
-    """A block of pairs times TILES output tiles of its expert; if GATED, also times those of up, and the activation."""
-    block = tl.program_id(1)
+    """A block of pairs times TILES output tiles of its expert, over one of SPLITS ranges of inputs.
+
+    If GATED, also times the tiles of up, and the activation.
+    """
+    block, split = tl.program_id(1), tl.program_id(2)
     expert = tl.load(block_experts + block).to(tl.int64)
     if expert >= 0:
         pair = tl.load(block_pairs + block * ROWS + tl.arange(0, ROWS))
@@ -238,7 +243,8 @@ def _experts_kernel(
         tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
         tiles = expert * tiles_per_expert + tl.minimum(tile, out_tiles - 1)
         acc, up = tl.zeros((ROWS, 16 * TILES), tl.float32), tl.zeros((ROWS, 16 * TILES), tl.float32)
-        for step in range(tl.cdiv(inputs, CHUNK)):
+        steps = tl.cdiv(inputs, CHUNK)
+        for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
             columns = step * CHUNK + tl.arange(0, CHUNK)
             inside = valid[:, None] & (columns < inputs)[None, :]
             x_tile = tl.load(x + row[:, None] * inputs + columns[None, :], mask=inside, other=0.0)
@@ -251,7 +257,7 @@ def _experts_kernel(
                 up += _tile_product(x_tile, sums, weight, lower, above, step, inputs, GROUP, CHUNK, TILES, MXFP4)
         output = tl.program_id(0) * TILES * 16 + tl.arange(0, 16 * TILES)
         outputs = 16 * out_tiles
-        if bias is not None:
+        if bias is not None and split == 0:
             at = bias + expert * tiles_per_expert * 16 + output
             acc += tl.load(at, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
             if GATED:
@@ -259,21 +265,57 @@ def _experts_kernel(
         if GATED:
             acc, up = tl.minimum(acc, limit), tl.minimum(tl.maximum(up, -limit), limit)
             acc = acc * tl.sigmoid(alpha * acc) * (up + offset)
-        place = out + pair[:, None].to(tl.int64) * outputs + output[None, :]
+        place = out + (split.to(tl.int64) * pairs + pair[:, None]) * outputs + output[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=valid[:, None] & (output < outputs)[None, :])
 
 
-@triton.jit
-def _sum_kernel(parts, weights, addend, out, width, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
-    """The weighted sum of a row's parts [PER_ROW, width], and the addend."""
+@triton.jit(do_not_specialize=["pairs"])
+def _activation_kernel(
+    parts,  # float32 [SPLITS, pairs, 2 WIDTH]: gates first, then up
+    out,  # [pairs, WIDTH]
+    pairs,
+    alpha,
+    limit,
+    offset,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Adds up the splits of gate and up, and applies the activation."""
+    pair, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.arange(0, SPLITS).to(tl.int64) * pairs + pair) * (2 * WIDTH)
+    place, inside = parts + first[:, None] + at[None, :], at[None, :] < WIDTH
+    gate = tl.sum(tl.load(place, mask=inside, other=0.0), 0)
+    up = tl.sum(tl.load(place + WIDTH, mask=inside, other=0.0), 0)
+    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    result = gate * tl.sigmoid(alpha * gate) * (up + offset)
+    tl.store(out + pair * WIDTH + at, result.to(out.dtype.element_ty), mask=at < WIDTH)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _sum_kernel(
+    parts,  # [SPLITS, pairs, width]
+    weights,  # float32 [pairs]
+    addend,  # [pairs / PER_ROW, width] or None
+    out,  # as addend
+    pairs,
+    width,
+    PER_ROW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two that holds PER_ROW x SPLITS
+    BLOCK: tl.constexpr,
+):
+    """The weighted sum of a row's experts over all splits, and the addend: one load of all parts, as each waits."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    acc = tl.zeros((BLOCK,), tl.float32)
+    inside, part = at < width, tl.arange(0, PARTS)
+    pair = row * PER_ROW + part // SPLITS
+    known = part < PER_ROW * SPLITS
+    weight = tl.load(weights + pair, mask=known, other=0.0)
+    place = parts + ((part % SPLITS).to(tl.int64) * pairs + pair)[:, None] * width + at[None, :]
+    each = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    acc = tl.sum(each * weight[:, None], 0)
     if addend is not None:
         acc += tl.load(addend + row * width + at, mask=inside, other=0.0).to(tl.float32)
-    for i in range(PER_ROW):
-        weight = tl.load(weights + row * PER_ROW + i)
-        acc += weight * tl.load(parts + (row * PER_ROW + i) * width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
@@ -290,18 +332,22 @@ def routed_mlp_triton(
     """See `ridgeplan.kernels.experts.routed_mlp`; stacks and biases: of gate and up, and of down."""
     (rows, per_token), x = weights.shape, x.contiguous()
     pairs = rows * per_token
-    gated = _product(x, blocks, stacks[0], biases[0], count, pairs, activation)
+    (gated,) = _product(x, blocks, stacks[0], biases[0], count, pairs, activation)
     parts = _product(gated, blocks, stacks[1], biases[1], count, pairs, None)
-    out = torch.empty_like(x)
-    grid = (rows, triton.cdiv(x.shape[1], SUM_BLOCK))
-    _sum_kernel[grid](
+    out, width = torch.empty_like(x), x.shape[1]
+    added = triton.next_power_of_2(per_token * len(parts))
+    block = max(MIN_SUM_BLOCK, SUM_ELEMENTS // added)
+    _sum_kernel[(rows, triton.cdiv(width, block))](
         parts,
         weights.contiguous(),
         None if addend is None else addend.contiguous(),
         out,
-        x.shape[1],
+        pairs,
+        width,
         PER_ROW=per_token,
-        BLOCK=SUM_BLOCK,
+        SPLITS=len(parts),
+        PARTS=added,
+        BLOCK=block,
         num_warps=4,
     )
     return out
@@ -316,7 +362,10 @@ def _product(
     pairs: int,
     activation: Activation | None,
 ) -> Tensor:
-    """The products of all pairs; with an activation, those of gate and up. Raises ValueError for odd widths."""
+    """Products of all pairs, [splits, pairs, outputs] to be added up; with an activation, of gate and up: one split.
+
+    Few rows of codes leave a GPU idle unless inputs are split, as in dense products. Raises ValueError for odd widths.
+    """
     outputs, inputs = expert_sizes(weight, count)
     gated, rows, is_mxfp4 = activation is not None, blocks.pairs.shape[1], isinstance(weight, Mxfp4Weight)
     activation = activation or SWIGLU
@@ -328,10 +377,18 @@ def _product(
         planes, group = [weight.codes, weight.scales], MXFP4_GROUP
     else:
         planes, group = [plane.packed.view(torch.int32) for plane in weight.planes], weight.group
-    config = FEW_ROWS if rows == BLOCK_ROWS else MANY_ROWS
-    width = outputs // 2 if gated else outputs
-    out = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(width, TILE_OUTPUTS * config.tiles), len(blocks.experts))
+    chunk = CHUNK if group == 0 or is_mxfp4 else min(group, CHUNK)
+    config: ProductConfig | SplitKConfig = FEW_ROWS if rows == BLOCK_ROWS else MANY_ROWS
+    splits = 1
+    if group and rows == BLOCK_ROWS:
+        split = FLOAT32_SPLIT if x.dtype == torch.float32 else FEW_ROWS_SPLIT
+        tile_programs = triton.cdiv(outputs, TILE_OUTPUTS * split.tiles) * len(blocks.experts)
+        splits = split.splits(tile_programs, triton.cdiv(inputs, chunk))
+        config = split if splits > 1 else config
+    fused = gated and splits == 1
+    width = outputs // 2 if fused else outputs
+    out = torch.empty(splits, pairs, width, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
+    grid = (triton.cdiv(width, TILE_OUTPUTS * config.tiles), len(blocks.experts), splits)
     _experts_kernel[grid](
         x,
         planes[0],
@@ -346,13 +403,30 @@ def _product(
         activation.limit,
         activation.offset,
         PER_ROW=pairs // len(x),
-        GATED=gated,
+        GATED=fused,
         GROUP=group,
-        CHUNK=config.chunk if group == 0 or is_mxfp4 else min(group, CHUNK),
+        CHUNK=chunk,
         TILES=config.tiles,
         ROWS=rows,
+        SPLITS=splits,
         MXFP4=is_mxfp4,
         num_warps=config.warps,
         num_stages=config.stages,
     )
-    return out
+    if fused == gated:
+        return out
+    activated = torch.empty(1, pairs, outputs // 2, dtype=x.dtype, device=x.device)
+    block = max(MIN_SUM_BLOCK, SUM_ELEMENTS // splits // 4)
+    _activation_kernel[(pairs, triton.cdiv(outputs // 2, block))](
+        out,
+        activated,
+        pairs,
+        activation.alpha,
+        activation.limit,
+        activation.offset,
+        WIDTH=outputs // 2,
+        SPLITS=splits,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return activated

@@ -175,14 +175,15 @@ def gptq_round(bounded: bool) -> dict[str, Any]:
 def routed_experts(bits: int, gated: bool, config_name: str, mxfp4: bool = False) -> dict[str, Any]:
     from ridgeplan.kernels.experts import triton as kernels
 
-    config = getattr(kernels, config_name)
-    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | dict.fromkeys(("weight", "lower"), "*i32")
+    config, split = getattr(kernels, config_name), config_name == "FEW_ROWS_SPLIT"
+    types = dict.fromkeys(("x", "bias", "out"), "*bf16") | ({"out": "*fp32"} if split else {})
+    types |= dict.fromkeys(("weight", "lower"), "*i32")
     types |= {"weight": "*bf16"} if bits == 16 else {}
     types |= dict.fromkeys(("block_experts", "block_pairs"), "*i32")
     types |= dict.fromkeys(("pairs", "inputs", "tiles_per_expert"), "i32")
     types |= dict.fromkeys(("alpha", "limit", "offset"), "fp32")
     constants = {"PER_ROW": 8 if gated else 1, "GATED": gated, "GROUP": 0 if bits == 16 else 128, "CHUNK": 64}
-    constants |= {"TILES": config.tiles, "ROWS": 16 if config_name == "FEW_ROWS" else 64}
+    constants |= {"TILES": config.tiles, "ROWS": 64 if config_name == "MANY_ROWS" else 16, "SPLITS": 8 if split else 1}
     constants |= {"MXFP4": mxfp4} | ({} if bits == 8 or mxfp4 else {"lower": None})
     if mxfp4:
         types, constants = types | dict.fromkeys(("weight", "lower"), "*u8"), constants | {"GROUP": 32}
@@ -196,16 +197,34 @@ def routing_jobs() -> dict[str, dict[str, Any]]:
     route |= {"scale": "fp32", "min_sum": "fp32"}
     chosen = {"PER_TOKEN": 8, "SLOTS": 8, "EXPERTS": 256, "SIGMOID": True, "NORMALIZED": True}
     blocks = {"ids": "*i64", "block_experts": "*i32", "block_pairs": "*i32", "pairs": "i32", "experts": "i32"}
-    summed = {**dict.fromkeys(("parts", "addend", "out"), "*bf16"), "weights": "*fp32", "width": "i32"}
+    summed = {**dict.fromkeys(("parts", "addend", "out"), "*bf16"), "weights": "*fp32"}
+    summed |= dict.fromkeys(("pairs", "width"), "i32")
+    added = {"PER_ROW": 8, "SPLITS": 1, "PARTS": 8, "BLOCK": 512}
+    split = {"parts": "*fp32", "out": "*bf16", "pairs": "i32"} | dict.fromkeys(("alpha", "limit", "offset"), "fp32")
+    activated = {"WIDTH": 768, "SPLITS": 16, "BLOCK": 64}
     jobs = {
         "route": job("experts.triton", "_route_kernel", route, chosen, {"num_warps": 1}),
         "blocks": job(
             "experts.triton", "_blocks_kernel", blocks, {"EXPERTS": 128, "ROWS": 16, "STEP": 64}, {"num_warps": 4}
         ),
-        "expert sum": job("experts.triton", "_sum_kernel", summed, {"PER_ROW": 8, "BLOCK": 512}, {"num_warps": 4}),
+        "expert sum": job("experts.triton", "_sum_kernel", summed, added, {"num_warps": 4}),
+        "expert sum of splits": job(
+            "experts.triton",
+            "_sum_kernel",
+            summed | {"parts": "*fp32"},
+            {"PER_ROW": 10, "SPLITS": 16, "PARTS": 256, "BLOCK": 64},
+            {"num_warps": 4},
+        ),
+        "expert activation": job("experts.triton", "_activation_kernel", split, activated, {"num_warps": 4}),
     }
-    variants = [(16, True, "FEW_ROWS"), (4, True, "FEW_ROWS"), (8, False, "MANY_ROWS")]
-    jobs["MXFP4 experts"] = routed_experts(4, True, "FEW_ROWS", mxfp4=True)
+    variants = [
+        (16, True, "FEW_ROWS"), (4, True, "FEW_ROWS"), (4, False, "FEW_ROWS_SPLIT"), (8, False, "FEW_ROWS_SPLIT"),
+        (8, False, "MANY_ROWS"),
+    ]  # fmt: skip
+    jobs |= {
+        f"MXFP4 experts {name}": routed_experts(4, name == "FEW_ROWS", name, True)
+        for name in ("FEW_ROWS", "FEW_ROWS_SPLIT")
+    }
     return jobs | {f"int{bits} experts {name}": routed_experts(bits, gated, name) for bits, gated, name in variants}
 
 

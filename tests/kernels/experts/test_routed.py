@@ -148,9 +148,10 @@ def test_products_of_the_experts_hit(backend: str, kind: str, device: str) -> No
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_rows_of_one_expert_with_biases_and_a_clamped_activation(backend: str, device: str) -> None:
-    """gpt-oss's activation; 70 rows need several blocks, one of which is partly filled."""
-    case, activation = weights_of("float32", device), Activation(1.702, 0.5, 1.0)
+@pytest.mark.parametrize("kind", ["float32", "int4"])
+def test_many_rows_of_one_expert_with_biases_and_a_clamped_activation(backend: str, kind: str, device: str) -> None:
+    """gpt-oss's activation; 70 rows need several blocks, one of which is partly filled. Inputs of codes are split."""
+    case, activation = weights_of(kind, device), Activation(1.702, 0.5, 1.0)
     biases = [drawn(EXPERTS, width, seed=7).to(device) for width in (2 * MIDDLE, HIDDEN)]
     x = drawn(70, HIDDEN, seed=3).to(device)
     chosen, weights = torch.full((70, 1), 4, device=device), torch.ones(70, 1, device=device)
