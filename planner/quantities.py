@@ -112,8 +112,8 @@ def tokens_text(number: int) -> str:
 
 
 def time_text(milliseconds: float) -> str:
-    """Three digits of milliseconds below 10 s, of seconds from there on."""
-    if milliseconds >= 10_000:
+    """Three digits of milliseconds below 1 s, of seconds from there on."""
+    if milliseconds >= 999.5:
         return f"{_three_digits(milliseconds / 1e3)} s"
     return f"{_three_digits(milliseconds)} ms"
 

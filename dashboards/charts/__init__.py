@@ -9,9 +9,9 @@ from ridgeplan.dashboards.charts.plans import alternatives, times_over_context, 
 from ridgeplan.dashboards.charts.rooflines import ridge_plane, roofline
 from ridgeplan.dashboards.charts.rounds import round_parts, speculation, waterfall
 from ridgeplan.dashboards.charts.style import PLAIN
-from ridgeplan.dashboards.charts.traffic import capacity_figure, front_figure
+from ridgeplan.dashboards.charts.traffic import front_figure, latency_figure
 
 __all__ = [
-    "PLAIN", "alternatives", "capacity_figure", "capacity_map", "front_figure", "memory_over_context", "ridge_plane",
+    "PLAIN", "alternatives", "capacity_map", "front_figure", "latency_figure", "memory_over_context", "ridge_plane",
     "roofline", "round_parts", "speculation", "times_over_context", "trade_offs", "waterfall",
 ]  # fmt: skip

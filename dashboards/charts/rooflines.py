@@ -56,12 +56,12 @@ def labelled(ops: Sequence[OpTime]) -> set[OpTime]:
 
 
 def _distance(op: OpTime, other: OpTime) -> float:
-    """In powers of ten, along the axis in which two dots are further apart; names are wide, so x counts less."""
+    """In powers of ten, along the axis in which two dots are further apart; names are ten times as wide as high."""
     wide, high = (
         abs(np.log10(first / second))
         for first, second in ((op.intensity, other.intensity), (op.flops / op.seconds, other.flops / other.seconds))
     )
-    return float(max(wide / 4, high))
+    return float(max(wide / 10, high))
 
 
 def _dots(part: str, ops: Sequence[OpTime], named: set[OpTime], ridge_point: float) -> go.Scatter:

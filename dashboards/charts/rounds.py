@@ -72,15 +72,17 @@ def part_ms(prediction: Prediction) -> dict[str, float]:
 
 def operation_ms(prediction: Prediction) -> dict[str, float]:
     """Milliseconds per token of each kind of operation; the last is the rest of the round."""
-    spent = dict.fromkeys(OPERATION_COLORS, 0.0)
-    times = {"draft": prediction.gamma, "target": 1}
-    for op in prediction.breakdown:
-        if op.part in times:
-            spent[_operation(op.kind)] += times[op.part] * 1e3 * op.seconds / prediction.tokens_per_round
-    total = prediction.round_ms / prediction.tokens_per_round
+    spent, whole = dict.fromkeys(OPERATION_COLORS, 0.0), part_ms(prediction)
     *_, rest = OPERATION_COLORS
-    # Operations are evaluated halfway through the generation, the round is its average, so the rest may be negative.
-    return {**spent, rest: max(0.0, total - sum(spent.values()))}
+    for part, of_round in (("draft", "draft"), ("target", "verification")):
+        ops = [op for op in prediction.breakdown if op.part == part]
+        steps = prediction.gamma if part == "draft" else 1
+        each_ms = {op: 1e3 * steps * op.seconds / prediction.tokens_per_round for op in ops}
+        # Operations are evaluated halfway through the generation, the round is its average, which may be shorter.
+        scale = min(1.0, whole[of_round] / (sum(each_ms.values()) or 1.0))
+        for op, op_ms in each_ms.items():
+            spent[_operation(op.kind)] += scale * op_ms
+    return {**spent, rest: max(0.0, sum(whole.values()) - sum(spent.values()))}
 
 
 def _operation(kind: str) -> str:

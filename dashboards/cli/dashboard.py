@@ -30,7 +30,8 @@ SERVER = {
     "server.trustedUserHeaders": "{}",
     "browser.gatherUsageStats": "false",
     "browser.serverAddress": ADDRESS,  # which Streamlit takes for an allowed origin
-    "secrets.files": os.devnull,  # Streamlit sets environment variables from such files
+    "secrets.files": f"{os.devnull}.toml",  # none: Streamlit sets environment variables from such files
+    "logger.level": "warning",
     "client.toolbarMode": "minimal",
     "client.showErrorDetails": "full",
     "global.disableWidgetStateDuplicationWarning": "true",  # fix cards and sliders set texts that have defaults

@@ -19,7 +19,7 @@ from ridgeplan.planner.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.queries.curves import contexts_of, memory_over_contexts, offload_staircase
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.recommendation import Fix
-from ridgeplan.planner.render.text import SOURCE_WORDS
+from ridgeplan.planner.render.text import SOURCE_WORDS, plain_words
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.roofline.catalog.models import load_shape
 
@@ -111,6 +111,7 @@ def show_head(answer: Answer) -> None:
     """The verdict with its confidence, a command, five figures, and memory over the context."""
     recommendation = answer.recommendation
     st.markdown(f"### {escaped(verdict(recommendation))}")
+    st.markdown(escaped(plan_sentence(recommendation)))
     st.caption(escaped(f"{subject(recommendation)} {best_of_all(recommendation)}"), help=SOURCES_HELP)
     if recommendation.on_device:
         show_fixes(recommendation.on_device, "Questions whose plans fit the GPU alone")
@@ -126,23 +127,32 @@ def show_head(answer: Answer) -> None:
 
 
 def verdict(recommendation: Recommendation) -> str:
-    """One sentence: which plan, how fast, how much faster than plain decoding, and how sure that is.
+    """One sentence in plain words: which model on which GPU, how fast, and in how much memory.
 
     A warning comes first where the plan does not fit the GPU alone or is slow.
     """
-    predicted = recommendation.predicted
-    each = f"{time_text(predicted.best.tpot_ms)} per token"
-    if recommendation.warning:
-        return f"{recommendation.warning}. {recommendation.verdict.capitalize()}: {recommendation.name}, {each}."
+    workload, predicted = recommendation.plan.workload, recommendation.predicted
+    warning = f"{recommendation.warning}. " if recommendation.warning else ""
+    gain = f", {predicted.speedup:.2f}x as fast as {recommendation.baseline_text}" if predicted.beats_plain else ""
+    memory = f"{size_text(predicted.best.peak_memory_bytes)} of {size_text(recommendation.memory_limit_bytes)}"
+    return (
+        f"{warning}{workload.model.rpartition('/')[2]} on {workload.hardware}: {time_text(predicted.best.tpot_ms)} per "
+        f"token{gain}, in {memory}."
+    )
+
+
+def plan_sentence(recommendation: Recommendation) -> str:
+    """The plan's name and what it does, in plain words, and how sure it is that it is faster."""
+    predicted, name = recommendation.predicted, recommendation.name
+    kind = "Recommended" if recommendation.verdict == "recommended" else recommendation.verdict.capitalize()
     if not predicted.beats_plain:
-        return f"Recommended: plain decoding ({recommendation.name}), {each}. No plan that runs is reliably faster."
-    chance = f"faster with {probability(predicted.beats_plain)} probability"
-    speedup = f"{predicted.speedup:.2f}x {recommendation.baseline_text}"
-    return f"Recommended: {recommendation.name}, {each}, {speedup}, {chance}."
+        return f"{kind}: plain decoding ({name}). No plan that runs is reliably faster."
+    chance = f"Faster than plain decoding with {probability(predicted.beats_plain)} probability."
+    return f"{kind}: {plain_words(recommendation.plan)} ({name}). {chance}"
 
 
 def subject(recommendation: Recommendation) -> str:
-    """What the verdict is about, and what its figures rest on."""
+    """The workload, and what the figures rest on."""
     workload, predicted = recommendation.plan.workload, recommendation.predicted
     limit = "" if recommendation.model_runs else " (ridgeplan cannot execute this model yet; all figures are estimates)"
     return (

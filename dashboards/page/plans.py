@@ -22,8 +22,10 @@ from ridgeplan.planner.question import Objective, Question
 from ridgeplan.planner.recommendation import Alternative
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.hardware import list_hardware
+from ridgeplan.roofline.catalog.model_shape import sizes_of
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.plan.policies.dense import autoregressive
+from ridgeplan.roofline.plan.presets import preset_name
 
 POINTS = 17  # contexts of a curve
 GPUS, MODELS, PLANS, ALL = "GPUs", "Models", "Plans", "All plans here"
@@ -76,7 +78,7 @@ def _models(answer: Answer) -> Mapping[str, Curve]:
     """Each chosen model with its own best plan for the question; a message for those that have none."""
     own, final = answer.question.shape, answer.question.workload.final_context
     others = [shape for shape in list_models() if shape.name != own.name]
-    fitting = [shape for shape in others if shape.max_context >= final]
+    fitting = [shape for shape in others if shape.max_context >= final and sizes_of(shape) != sizes_of(own)]
     nearest = sorted(
         fitting, key=lambda shape: max(shape.parameters / own.parameters, own.parameters / shape.parameters)
     )
@@ -118,7 +120,8 @@ def _show_curves(question: Question, curves: Mapping[str, Curve]) -> None:
 def _row(name: str, plan: Plan, question: Question) -> dict[str, str | float]:
     """The figures at the question's context."""
     (prediction,) = predict_question([plan], question)
-    return _cells(name, prediction, question.memory_limit_bytes)
+    cells = _cells(name, prediction, question.memory_limit_bytes)
+    return {**cells, "plan": preset_name(plan)} if name == question.shape.name else cells  # a model's own
 
 
 def _cells(name: str, prediction: Prediction, limit_bytes: float) -> dict[str, str | float]:

@@ -8,6 +8,7 @@ from typing import Any
 import streamlit as st
 
 from ridgeplan.dashboards import charts
+from ridgeplan.dashboards.charts.traffic import LATENCIES
 from ridgeplan.dashboards.page.inputs import IN_URL, PageQuestion, escaped
 from ridgeplan.planner.quantities import duration_s
 from ridgeplan.planner.queries.cost import LatencyLimits
@@ -29,7 +30,11 @@ def show_traffic(page: PageQuestion) -> None:
     tpot_limit = tpot.text_input("p99 of time per token", key="tpot_p99", bind=IN_URL, placeholder="such as 30ms")
     limits = LatencyLimits(_seconds(ttft_limit), _seconds(tpot_limit))
     result, by_degrees = simulated(page, parse_rates(rates), prompts, outputs, limits)
-    st.plotly_chart(charts.capacity_figure(result), key="traffic", alt="Percentiles of latency over the rate")
+    st.markdown(escaped(result.summary()))
+    for column, (name, title) in zip(st.columns(2), LATENCIES.items(), strict=True):
+        with column:
+            st.markdown(f"**{title.capitalize()}**")
+            st.plotly_chart(charts.latency_figure(result, name), key=name, alt=f"Percentiles of the {title} by rate")
     st.markdown("**Throughput of a GPU against the time per token**, one replica of each degree of parallelism")
     st.plotly_chart(charts.front_figure(by_degrees), key="front", alt="Pareto front of throughput and time per token")
     for note in result.notes:

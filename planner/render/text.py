@@ -15,7 +15,7 @@ from ridgeplan.planner.search import named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.passes import WINDOWED_ATTENTION, category
-from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload
+from ridgeplan.roofline.plan.plan import DraftCodes, Plan, PlanError, Workload
 from ridgeplan.roofline.plan.policy import AllTokens, TokenEviction, TokenSelection
 from ridgeplan.roofline.plan.presets import PRESETS, describe
 
@@ -104,6 +104,31 @@ def _step(plain: Prediction) -> list[OpTime]:
 def _rounded(tokens: float) -> str:
     """A whole number, rounded to three significant digits."""
     return f"{float(f'{tokens:.3g}'):,.0f}"
+
+
+def plain_words(plan: Plan) -> str:
+    """What a plan changes of plain decoding, for those who do not know its name."""
+    weights, speculation = plan.weights, plan.speculation
+    clauses = [
+        f"weights in {weights.target_bits} bits" if weights.target_bits < 16 else "",
+        "the KV cache in 8 bits" if plan.kv.format.buffered else "",
+        "a part of the prompt dropped from the KV cache" if plan.eviction.active else "",
+        "the KV cache of some layers in the host's memory" if plan.placement.offload else "",
+        "a part of the context read at every step" if plan.attention.active else "",
+    ]
+    if speculation.self_drafts:
+        reading = [
+            f"{weights.draft_bits}-bit weights" if weights.draft_differs else "",
+            "a 4-bit KV cache" if speculation.codes is DraftCodes.UPPER else "",
+            "a part of the context" if speculation.sparse else "",
+        ]
+        *most, last = filter(None, reading) if any(reading) else ["the whole model"]
+        read = f"{', '.join(most)} and {last}" if most else last
+        tokens = "1 token" if speculation.gamma == 1 else f"{speculation.gamma} tokens"
+        clauses.append(f"{tokens} drafted at a time from {read}, then checked in one pass")
+    elif speculation.active:
+        clauses.append("tokens proposed by a drafter, then checked in one pass")
+    return "; ".join(filter(None, clauses)) or "plain decoding"
 
 
 SOURCE_WORDS = {

@@ -104,9 +104,10 @@ def test_what_is_no_quantity_is_refused(parse: Callable[[Any], Any], text: Any, 
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "text"), [(0.0123, "0.0123 ms"), (4.154, "4.15 ms"), (9123.4, "9,123 ms"), (13_250, "13.2 s")]
+    ("milliseconds", "text"),
+    [(0.0123, "0.0123 ms"), (4.154, "4.15 ms"), (999.4, "999 ms"), (9123.4, "9.12 s"), (13_250, "13.2 s")],
 )
-def test_times_are_milliseconds_below_ten_seconds(milliseconds: float, text: str) -> None:
+def test_times_are_milliseconds_below_a_second(milliseconds: float, text: str) -> None:
     assert time_text(milliseconds) == text
 
 

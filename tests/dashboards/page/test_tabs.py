@@ -31,7 +31,7 @@ def charts_of(page: AppTest) -> int:
 @pytest.mark.parametrize(
     ("name", "charts"),
     [("Capacity", 1), ("Compare", 1), ("Trade-offs", 1), ("Breakdown", 4), ("Speculation", 1), ("Papers", 1),
-     ("Validation", 0), ("Traffic", 2)],
+     ("Validation", 0), ("Traffic", 3)],
 )  # fmt: skip
 def test_only_the_open_tab_is_computed(name: str, charts: int) -> None:
     page = tab(name)

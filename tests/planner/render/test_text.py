@@ -2,9 +2,9 @@
 
 import pytest
 
-from ridgeplan.planner import PRESETS, PlanError
+from ridgeplan.planner import PRESETS, PlanError, Workload, preset
 from ridgeplan.planner.quality import Quality
-from ridgeplan.planner.render.text import SOURCE_WORDS, explain, terms
+from ridgeplan.planner.render.text import SOURCE_WORDS, explain, plain_words, terms
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.plan.support import Backend
 
@@ -22,6 +22,22 @@ def test_every_preset_is_explained(name: str) -> None:
 @pytest.mark.parametrize(("term", "kind"), [("quality", Quality), ("backend", Backend)])
 def test_every_value_of_an_option_is_in_its_term(term: str, kind: type[Quality] | type[Backend]) -> None:
     assert [value for value in kind if f"{value}" not in explain(term)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("autoregressive", "plain decoding"),
+        ("int8-weights-int8", "weights in 8 bits; the KV cache in 8 bits"),
+        ("quantspec-weights", "4 tokens drafted at a time from 4-bit weights, then checked in one pass"),
+        ("progressive-exact", "4 tokens drafted at a time from 4-bit weights, a 4-bit KV cache and a part of the "
+         "context, then checked in one pass"),
+        ("suffix", "tokens proposed by a drafter, then checked in one pass"),
+        ("snapkv", "a part of the prompt dropped from the KV cache"),
+    ],
+)  # fmt: skip
+def test_plain_words_name_what_a_plan_changes(name: str, words: str) -> None:
+    assert plain_words(preset(name, Workload("any", "here", 8192, 64))) == words
 
 
 def test_case_does_not_matter_and_near_words_are_named() -> None:
