@@ -20,7 +20,8 @@ class Family:
     attention, the others a state. routing: fields of `layers.Routing` beside those that keys give. traits: of
     `model_shape.TRAITS`.
 
-    What only the runtime reads: executed: whether it runs these models. norms: where the norms of a layer stand, of
+    What only the runtime reads: executed: whether it runs these models. hub_type: the `model_type` of the class in
+    transformers that has this structure, where transformers has none of the family's name. norms: where the norms of a layer stand, of
     NORM_NAMES. norm_offset: added to their weights. layer_norm: they are LayerNorms. interleaved_rope: RoPE turns each
     channel with the next one, not with the one half a head away. full_rope: layers of full attention have RoPE.
     scaled_embedding: embeddings are multiplied by the root of the hidden size."""
@@ -36,6 +37,7 @@ class Family:
     routing: Mapping[str, Any] = field(default_factory=dict)
     traits: tuple[str, ...] = ()
     executed: bool = False
+    hub_type: str = ""
     norms: str = "before"
     norm_offset: float = 0.0
     layer_norm: bool = False
@@ -104,7 +106,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v32": _INDEXED,
     "glm_moe_dsa": _INDEXED,
     "glm4_moe_lite": replace(_DEEPSEEK, executed=True),
-    "kimi_k2": _DEEPSEEK,
+    "kimi_k2": Family(routing=_SIGMOID, executed=True, hub_type="deepseek_v3"),
     "kimi_linear": _DEEPSEEK,
     "glm4_moe": Family(qk_norm=None, routing=_SIGMOID, traits=("partial rotary", "scaled experts"), executed=True),
     "minimax_m2": Family(
@@ -122,7 +124,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5": Family(attention_bias=False, executed=True, interleaved_rope=True),
     "ernie4_5_moe": Family(attention_bias=False, executed=True, interleaved_rope=True),
-    "internlm3": Family(),
+    "internlm3": Family(executed=True),
     "solar_open": replace(_DEEPSEEK, executed=True),
     "gemma2": Family(
         {"tie_word_embeddings": True, "head_dim": 256, "sliding_window": 4096}, sliding="even", executed=True, **_GEMMA,

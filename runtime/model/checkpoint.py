@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ridgeplan.kernels.linear.weights import Mxfp4Weight
 from ridgeplan.kernels.state import DeltaVectors
-from ridgeplan.roofline.catalog.families import INNER_TYPES, NORM_NAMES, PARALLEL
+from ridgeplan.roofline.catalog.families import FAMILIES, INNER_TYPES, NORM_NAMES, PARALLEL
 from ridgeplan.roofline.catalog.files import read_document
 from ridgeplan.roofline.catalog.layers import Attention, State
 from ridgeplan.roofline.catalog.model_shape import MAX_LAYERS, PACKED_FORMATS, ModelShape
@@ -416,7 +416,11 @@ MAX_LABELS = 100_000
 def load_config(source: str) -> Any:
     """The transformers configuration in the folder `source`. Raises ModelError."""
     with _reading(source):
-        _require_decoder(read_document(Path(source) / "config.json"))
+        keys = _decoder_keys(read_document(Path(source) / "config.json"))
+        hub_type = FAMILIES[keys["model_type"]].hub_type
+        if hub_type:  # what `auto_map` names is code of the checkpoint's, which is not needed
+            keys = {name: value for name, value in keys.items() if name != "auto_map"} | {"model_type": hub_type}
+            return transformers.CONFIG_MAPPING[hub_type].from_dict(keys)
         return transformers.AutoConfig.from_pretrained(source, **UNTRUSTED)
 
 
@@ -543,8 +547,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _require_decoder(config: bytes) -> None:
-    """Raises ValueError for what transformers would turn into lists of any length before it is known to be wrong."""
+def _decoder_keys(config: bytes) -> dict[str, Any]:
+    """The keys of a decoder that is executed, with its own `model_type`.
+
+    Raises ValueError for others, and for what transformers would turn into lists of any length before it is known to
+    be wrong.
+    """
     keys = json.loads(config)
     kind = keys.get("model_type") if isinstance(keys, dict) else None
     if isinstance(kind, str) and kind in INNER_TYPES:
@@ -555,6 +563,7 @@ def _require_decoder(config: bytes) -> None:
         count = keys.get(name)
         if isinstance(count, (int, float)) and count > limit:
             raise ValueError(f"{name} is {brief(count)}; allowed: up to {limit}")
+    return keys | {"model_type": kind}
 
 
 def _require_plain_files(folder: Path) -> None:

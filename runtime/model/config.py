@@ -26,7 +26,8 @@ from ridgeplan.runtime.model.decoder import DecoderConfig, Rotary, frequencies_o
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # as rope_parameters name types of layers
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-ROTARY_TYPES = ("default", "linear", "yarn", "llama3")  # other types depend on the sequence length
+# "dynamic" stretches sequences beyond the trained context alone; other types depend on their length within it, too.
+ROTARY_TYPES = ("default", "linear", "yarn", "llama3", "dynamic")
 
 
 def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderConfig:

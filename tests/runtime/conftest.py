@@ -1,5 +1,6 @@
 """Tiny random models saved as transformers would, plans for them, and the embedded real model."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from tiny_families import FAMILY_SIZES
 
 from ridgeplan.planner.capacity import offloaded_layers, predicted_memory
 from ridgeplan.roofline import execution
+from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import (
@@ -94,7 +96,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
         name = f"{family}-{agreeable}-{sorted(changes.items())}"
         if name not in results:
             torch.manual_seed(0)
-            config = transformers.AutoConfig.for_model(family, **(TINY | FAMILY_SIZES.get(family, {}) | changes))
+            hub_type = FAMILIES[family].hub_type or family
+            sizes = TINY | FAMILY_SIZES.get(family, {}) | changes
+            config = transformers.AutoConfig.for_model(hub_type, **sizes)
             model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith(("bias", "sinks")):
@@ -110,6 +114,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TinyMo
                     torch.nn.init.normal_(buffer, std=0.1)
             folder = str(tmp_path_factory.mktemp(family))
             model.save_pretrained(folder)
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": family}))
             results[name] = TinyModel(folder, model)
         return results[name]
 

@@ -59,6 +59,14 @@ LATENT_SIZES: dict[str, dict[str, Any]] = {
     | {"q_lora_rank": None, "n_shared_experts": 2, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
     "deepseek_v3": _LATENT
     | {"q_lora_rank": 64, "n_shared_experts": 1, "first_k_dense_replace": 1, "rope_parameters": _YARN},
+    "kimi_k2": _LATENT
+    | {
+        "q_lora_rank": 64,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "rope_parameters": _YARN,
+    },
     "glm4_moe_lite": _LATENT | {"q_lora_rank": 64, "n_shared_experts": 1},
 }
 FAMILY_SIZES = MOE_SIZES | HYBRIDS | LATENT_SIZES

@@ -1,11 +1,14 @@
 """Configurations of transformers become decoders: shapes as the roofline reads them, windows, rotary frequencies."""
 
 import dataclasses
+import json
+import math
 
 import pytest
 import torch
 import transformers
 
+from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.roofline.plan.support import as_loaded
@@ -20,7 +23,8 @@ from ridgeplan.validate.random_model import llama_like_shape
 def test_the_shape_is_the_one_that_the_planner_reads(family, tiny_model):
     folder = tiny_model(family, num_hidden_layers=4, tie_word_embeddings=family == "qwen2").folder
     shape, expected = decoder_config(load_config(folder), folder).shape, as_loaded(load_shape(folder))
-    assert shape == dataclasses.replace(expected, name=shape.name, source=shape.source)
+    named = {"name": shape.name, "source": shape.source, "architecture": FAMILIES[family].hub_type or family}
+    assert shape == dataclasses.replace(expected, **named)
     kv_heads = 4 if shape.is_mla else 2
     assert (shape.layers, shape.q_heads, shape.kv_heads, shape.vocab) == (4, 4, kv_heads, 128)
 
@@ -47,6 +51,30 @@ def test_the_shape_is_the_one_that_the_planner_reads(family, tiny_model):
 def test_each_layer_has_its_window(family, changes, windows):
     hub = transformers.AutoConfig.for_model(family, num_hidden_layers=3, **changes)
     assert decoder_config(hub, "model").windows == windows
+
+
+def test_kimi_k2_is_read_without_its_code(tmp_path):
+    """YaRN of factor 32 with `mscale_all_dim` 1 scales scores by (1 + 0.1 ln 32)^2, and cosines by their quotient, 1."""
+    yarn = {
+        "type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+    }
+    published = {
+        "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "rope_theta": 50000.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "max_position_embeddings": 131072,
+        "rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}, "n_routed_experts": 384, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "num_attention_heads": 64, "num_key_value_heads": 64,
+        "routed_scaling_factor": 2.827,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    config = decoder_config(load_config(str(tmp_path)), "model")
+    assert config.score_scale == pytest.approx((1 + 0.1 * math.log(32)) ** 2)
+    assert (config.rotary_scale, config.rotary_frequencies[-1]) == (1.0, pytest.approx(50000 ** (-62 / 64) / 32))
+    assert (config.shape.experts, config.routing.scale, config.routing.sigmoid) == (384, 2.827, True)
 
 
 def test_plain_rotary_frequencies_are_powers_of_theta():
@@ -104,7 +132,8 @@ def test_what_the_decoder_does_not_compute_is_refused():
     hybrid = {"family": "qwen3_5_text", "num_hidden_layers": 4}
     refused("hidden_act with recurrent states is 'gelu_pytorch_tanh'", hidden_act="gelu_pytorch_tanh", **hybrid)
     refused("convolution's width is 5; supported: 1, 2, 3, 4", linear_conv_kernel_dim=5, **hybrid)
-    refused("rope_type is 'dynamic'", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    longrope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
+    refused("rope_type is 'longrope'", rope_parameters={"rope_theta": 1e4, "factor": 2.0, **longrope})
     refused("cannot load the model model: .*vocab_size must be a whole number", vocab_size=10**10)
 
 

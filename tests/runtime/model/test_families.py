@@ -52,6 +52,10 @@ FAMILIES = {
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "seed_oss": {"attention_out_bias": True},
     "ernie4_5": {"use_bias": False},
+    "internlm3": {
+        "attention_bias": True, "mlp_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 1e4},
+    },
 }  # fmt: skip
 
 
