@@ -11,7 +11,13 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.plan.plan import Placement, Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.roofline.plan.support import layer_needs, missing_architecture, missing_cost_model, missing_execution
+from ridgeplan.roofline.plan.support import (
+    as_loaded,
+    layer_needs,
+    missing_architecture,
+    missing_cost_model,
+    missing_execution,
+)
 
 COLUMNS = ("autoregressive", "quantspec", "progressive", "snapkv", "int8-weights", "int4-weights")
 CONTEXT = 4096  # within the trained context and the window of all models that are executed
@@ -29,18 +35,9 @@ def supported_families() -> str:
         workload = Workload(shape.name, "h200", CONTEXT - 1024, new_tokens=1024)
         plans = [preset(plan, workload) for plan in COLUMNS]
         plans.insert(4, replace(plans[0], placement=Placement(offload=True, budget=1024)))
-        rows.append((f"`{name}`", *(_status(plan, shape) for plan in plans), ", ".join(layer_needs(shape)) or "-"))
-    headers = (
-        "family",
-        "plain",
-        "quantspec",
-        "progressive",
-        "eviction",
-        "offload",
-        "8-bit",
-        "4-bit",
-        "its layers need",
-    )
+        held = as_loaded(shape)
+        rows.append((f"`{name}`", *(_status(plan, held) for plan in plans), _missing(plans, held)))
+    headers = ("family", "plain", "quantspec", "progressive", "eviction", "offload", "8-bit", "4-bit", "not executed")
     without = ", ".join(f"`{name}`" for name in FAMILIES if name not in models)
     return f"{table(headers, rows)}\n\nWithout a model in the catalog, described and priced as well: {without}."
 
@@ -49,6 +46,14 @@ def _status(plan: Plan, shape: ModelShape) -> str:
     if missing_cost_model(plan, shape):
         return "refused"
     return "priced" if missing_architecture(shape) or missing_execution(plan, shape) else "executed"
+
+
+def _missing(plans: list[Plan], shape: ModelShape) -> str:
+    """What the runtime lacks for the model, or else for those of the plans that it does not execute."""
+    if missing_architecture(shape):
+        return ", ".join(layer_needs(shape)) or f"the architecture {shape.architecture!r}"
+    plans = [plan for plan in plans if not missing_cost_model(plan, shape)]
+    return ", ".join(dict.fromkeys(reason for plan in plans for reason in missing_execution(plan, shape))) or "-"
 
 
 def described_models() -> str:

@@ -21,10 +21,10 @@ class Family:
     `model_shape.TRAITS`.
 
     What only the runtime reads: executed: whether it runs these models. hub_type: the `model_type` of the class in
-    transformers that has this structure, where transformers has none of the family's name. norms: where the norms of a layer stand, of
-    NORM_NAMES. norm_offset: added to their weights. layer_norm: they are LayerNorms. interleaved_rope: RoPE turns each
-    channel with the next one, not with the one half a head away. full_rope: layers of full attention have RoPE.
-    scaled_embedding: embeddings are multiplied by the root of the hidden size."""
+    transformers that has this structure, where transformers has none of the family's name. norms: where the norms of a
+    layer stand, of NORM_NAMES. norm_offset: added to their weights. layer_norm: they are LayerNorms. interleaved_rope:
+    RoPE turns each channel with the next one, not with the one half a head away. full_rope: layers of full attention
+    have RoPE. scaled_embedding: embeddings are multiplied by the root of the hidden size."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attention_bias: bool | None = None

@@ -3,8 +3,10 @@
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ridgeplan.roofline.catalog.config_json import fetched_config, shape_from_config, shape_from_config_file
+from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.catalog.files import (
     Catalog,
     NoHomeFolder,
@@ -95,6 +97,11 @@ def _catalog() -> Catalog[ModelShape]:
         names = [name, *table.pop("aliases", [])]
         short = [full.partition("/")[2] for full in names]
         config = table.pop("config", None)  # the keys of its config.json, in place of fields
-        shape = shape_from_config(config, name, **table) if config else ModelShape(name=name, **table)
+        shape = shape_from_config(config, name, **table) if config else _from_fields(name, table)
         named.append((shape, (*names, *short)))
     return build_catalog(named, str.casefold)
+
+
+def _from_fields(name: str, table: dict[str, Any]) -> ModelShape:
+    """The shape of a table of `ModelShape`'s fields, with its family's traits."""
+    return ModelShape(name=name, traits=FAMILIES[table["architecture"]].traits, **table)

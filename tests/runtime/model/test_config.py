@@ -54,7 +54,7 @@ def test_each_layer_has_its_window(family, changes, windows):
 
 
 def test_kimi_k2_is_read_without_its_code(tmp_path):
-    """YaRN of factor 32 with `mscale_all_dim` 1 scales scores by (1 + 0.1 ln 32)^2, and cosines by their quotient, 1."""
+    """YaRN of factor 32 with `mscale_all_dim` 1 scales scores by (1 + 0.1 ln 32)^2, and cosines by 1."""
     yarn = {
         "type": "yarn",
         "factor": 32.0,
