@@ -30,16 +30,17 @@ ModelReference = str | ModelShape
 
 
 def usable_bytes(
-    memory_bytes: float, memory_utilization: float = MEMORY_UTILIZATION, memory_limit: float | None = None
-) -> float:
+    memory_bytes: float, memory_utilization: float = MEMORY_UTILIZATION, memory_limit: float | None = None,
+    device: str = "the GPU",
+) -> float:  # fmt: skip
     """Bytes of a device that plans may use: a share of its memory, or the limit if that is less.
 
-    Raises PlanError for values out of range, and for a limit above what the device has.
+    Raises PlanError, with the device's name, for values out of range and for a limit above what the device has.
     """
     check_memory_options(memory_utilization, memory_limit)
     usable = memory_utilization * memory_bytes
     limit = 0 if memory_limit is None else memory_limit
-    allowed = f"allowed: up to {size_text(memory_bytes)}, the memory of the GPU"
+    allowed = f"allowed: up to {size_text(memory_bytes)}, the memory of {device}"
     require(limit <= NOMINAL * memory_bytes, f"memory_limit is {size_text(limit)}; {allowed}")
     return usable if memory_limit is None else min(usable, float(memory_limit))
 

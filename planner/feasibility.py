@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from operator import itemgetter
 
 import numpy as np
@@ -19,9 +18,8 @@ from ridgeplan.planner.recommendation import READING_TPOT_MS, Fix
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search import Candidate, Family, families, named_plan, search
 from ridgeplan.roofline.catalog.hardware import Hardware, list_hardware
-from ridgeplan.roofline.catalog.parallel import SINGLE
+from ridgeplan.roofline.catalog.profile import profile_for, shipped_profiles
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, QUANTIZATION_GROUPS
-from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Plan, PlanError
 from ridgeplan.roofline.plan.presets import autoregressive, describe, preset_name
 from ridgeplan.roofline.plan.support import Backend, allows_chunks, exceeds_window, missing_cost_model
@@ -52,7 +50,10 @@ def executable_families(question: Question, *, regroup: bool = False) -> list[Fa
     allowed = _executable_families(question)
     if not allowed:
         raise _contradiction(question)
-    return [variant for family in allowed for variant in regrouped(family)] if regroup else allowed
+    if not regroup:
+        return allowed
+    variants = (variant for family in allowed for variant in regrouped(family))
+    return [variant for variant in variants if is_executable(variant.template, question)]
 
 
 def _executable_families(question: Question) -> list[Family]:
@@ -65,8 +66,13 @@ def _contradiction(question: Question) -> NothingFits:
     """The error for a KV format that no plan of the quality and backend has."""
     options = question.options
     if options.backend is Backend.VLLM_PLUGIN and (reason := question.unsupported(autoregressive(question.workload))):
-        fix = Fix({"backend": "vllm"}, "--backend vllm")
-        return NothingFits(f"{question.shape.name}: {reason}; allowed: {fix.text}", (fix,))
+        fixes = list(_without_plugin(question))
+        allowed = (
+            f"; allowed: {', or '.join(fix.text for fix in fixes)}"
+            if fixes
+            else f", and nothing fits vLLM on {question.workload.hardware}"
+        )
+        return NothingFits(f"{question.shape.name}: {reason}{allowed}", fixes)
     others = _executable_families(question.with_options(kv_format=None))
     formats = dict.fromkeys(str(family.template.kv.format) for family in others)
     fixes = [Fix({"kv_format": name}, f"KV format {name}") for name in formats]
@@ -75,6 +81,19 @@ def _contradiction(question: Question) -> NothingFits:
     executed = "" if options.backend is Backend.ANY else f" that {options.backend} executes"
     missing = f"no plan of quality {options.quality}{executed} has KV format {options.kv_format}"
     return NothingFits(f"{missing}; allowed: {', or '.join(fix.text for fix in fixes)}", fixes)
+
+
+def _without_plugin(question: Question) -> Iterator[Fix]:
+    """vLLM itself, with whatever else it needs to fit."""
+    changes: dict[str, float | str | None] = {"backend": "vllm"}
+    plain = question.with_options(backend=Backend.VLLM)
+    if not _executable_families(plain):
+        plain, changes = plain.with_options(kv_format=None), {**changes, "kv_format": None}
+    text = "--backend vllm" if "kv_format" not in changes else "--backend vllm with another KV format"
+    if _any_fits(plain):
+        yield Fix(changes, text)
+        return
+    yield from (Fix({**changes, **fix.changes}, f"{text} and {fix.text}") for fix in on_device(plain))
 
 
 def regrouped(family: Family) -> Iterator[Family]:
@@ -125,10 +144,10 @@ def search_regrouped(question: Question) -> list[Candidate]:
     return [candidate for candidate in candidates if candidate.rejection(question) is None]
 
 
-def infeasible(question: Question, as_stored: Question | None = None) -> NothingFits:
+def infeasible(question: Question, asked: Question | None = None) -> NothingFits:
     """The error, one line: the executable plan that needs the least memory, and what would make one fit.
 
-    as_stored: the question for the checkpoint's weights, which engines hold.
+    asked: the question for the whole model with the checkpoint's weights, which engines hold.
     """
     plans, workload = _smallest_executable(question), question.workload
     capacity = _capacity(question, plans)
@@ -137,35 +156,36 @@ def infeasible(question: Question, as_stored: Question | None = None) -> Nothing
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
         f"{size_text(capacity.peaks()[smallest])} ({preset_name(plans[smallest])}) of {limit} on {workload.hardware}"
     )
-    fixes = [*on_device(question, as_stored), *_more_host_memory(question)]
+    fixes = [*on_device(question, asked), *_more_host_memory(question)]
     texts = [fix.text for fix in fixes]
     if not any({"gpu", "gpus"} & fix.changes.keys() for fix in fixes):
         texts.append("a GPU with more memory than any in the catalog")
     return NothingFits(f"{needs}; allowed: {', or '.join(texts)}", fixes)
 
 
-def on_device(question: Question, as_stored: Question | None = None) -> tuple[Fix, ...]:
+def on_device(question: Question, asked: Question | None = None) -> tuple[Fix, ...]:
     """What would make a plan fit the device alone, where none does without layers on the host."""
-    gpus = fewest_gpus(as_stored or question)
+    gpus = fewest_gpus(asked or question)
     several = Fix({"gpus": gpus}, f"--gpus {gpus}") if gpus else None
     return tuple(_fixes(question.with_options(offload=False), several))
 
 
 def fewest_gpus(question: Question, preset: str | None = None) -> int | None:
-    """The fewest GPUs of the question's kind that hold its size in an engine; None where none of `GPU_COUNTS` does.
+    """The fewest GPUs of the question's kind, more than it names, that hold its size in an engine.
 
-    preset: the only plan that counts. The GPUs share the model by tensor and pipeline parallelism.
+    None where none of `GPU_COUNTS` does. question: of the whole model, which the GPUs share by tensor and pipeline
+    parallelism. preset: the only plan that counts.
     """
-    options, profile = question.options, question.profile
+    options, hardware = question.options, question.profile.hardware
     served = options.backend in (Backend.RIDGEPLAN, Backend.VLLM, Backend.SGLANG)
-    several = question.workload.parallel != SINGLE or profile.hardware.unified_memory
-    evicts = preset is not None and named_plan(preset, question.workload).eviction.active  # which no engine does
-    if not served or several or evicts or profile.hardware.kind != "gpu":
+    if not served or hardware.unified_memory or hardware.kind != "gpu":
         return None
     for gpus in GPU_COUNTS:
-        shared = executed_by_engine(replace(options, gpus=gpus, data_parallel=1, expert_parallel=None))
+        if gpus <= options.least_gpus:
+            continue
+        shared = replace(options, gpus=gpus, data_parallel=options.data_parallel or 1)
         try:
-            sharded = divided(replace(question, options=shared))[0].values()
+            sharded = divided(replace(question, options=executed_by_engine(shared)))[0].values()
         except PlanError:  # that no degrees divide
             continue
         if any(_any_fits(each, preset) for each in sharded):
@@ -173,36 +193,33 @@ def fewest_gpus(question: Question, preset: str | None = None) -> int | None:
     return None
 
 
-def _any_fits(question: Question, preset: str | None) -> bool:
-    named = [named_plan(preset, question.workload)] if preset else None
-    plans = named or smallest_plans(_executable_families(question))
+def _any_fits(question: Question, preset: str | None = None) -> bool:
+    if preset:
+        plans = [plan for plan in (named_plan(preset, question.workload),) if not question.unsupported(plan)]
+    else:
+        plans = smallest_plans(_executable_families(question))
     return bool(plans) and bool(_capacity(question, plans).fits().any())
 
 
 def smallest_gpu(question: Question, plans: Sequence[Plan], min_bytes: float = 0) -> Hardware | None:
     """The GPU of the catalog with the least memory on which any of the plans fits; None if none is enough.
 
-    Its memory is about as fast as that of the question's GPU, and no CPU shares it unless one does there.
-    min_bytes: the least memory that it may have.
+    Its memory is about as fast as that of the question's GPU, what runs the plans there runs them on it, too, and no
+    CPU shares it unless one does there. min_bytes: the least memory that it may have.
     """
-    current_hardware = question.profile.hardware
+    current = question.profile.hardware
 
     def replaces(hardware: Hardware) -> bool:
-        as_fast = hardware.bandwidth_bytes_per_s >= MIN_BANDWIDTH_SHARE * current_hardware.bandwidth_bytes_per_s
-        return as_fast and hardware.unified_memory <= current_hardware.unified_memory
-
-    @cache
-    def capacity(element_bytes: int) -> Capacity:
-        machine = replace(question.machine, element_bytes=element_bytes)
-        return Capacity(plans, question.shape, machine, question.host_limit_bytes)
+        as_fast = hardware.bandwidth_bytes_per_s >= MIN_BANDWIDTH_SHARE * current.bandwidth_bytes_per_s
+        runs = question.engine is not None or hardware.is_amd <= current.is_amd
+        return as_fast and runs and hardware.unified_memory <= current.unified_memory
 
     for hardware in sorted(list_hardware(), key=lambda hardware: hardware.memory_bytes):
-        if hardware.memory_bytes < min_bytes or not replaces(hardware):
-            continue
-        usable = usable_bytes(hardware.memory_bytes, question.options.memory_utilization)
-        device = Device(memory_bytes=usable, element_bytes=hardware.element_bytes, num_sms=hardware.num_sms)
-        if capacity(hardware.element_bytes).fits(device=device).any():
-            return hardware
+        if hardware.memory_bytes >= min_bytes and replaces(hardware):
+            usable = usable_bytes(hardware.memory_bytes, question.options.memory_utilization)
+            profile = profile_for(hardware, shipped_profiles())
+            if _capacity(replace(question, profile=profile, memory_limit_bytes=usable), plans).fits().any():
+                return hardware
     return None
 
 

@@ -62,7 +62,7 @@ def possible_degrees(options: SearchOptions, shape: ModelShape) -> tuple[Paralle
     parallelism within a replica is for models with experts: others run as replicas. Raises PlanError where none is.
     """
     named = options.tensor_parallel, options.pipeline_parallel, options.data_parallel
-    gpus = options.gpus or math.prod(degree or 1 for degree in named)
+    gpus = options.least_gpus
     divisors = [degree for degree in range(1, min(gpus, MAX_DEVICES) + 1) if gpus % degree == 0]
     free = divisors if options.gpus else [1]
     axes = [[degree] if degree else free for degree in named]
@@ -149,7 +149,8 @@ def _why_slower(
     """The time against the winner's, or what else is minimized, and which part of a step it is lost in."""
     best, objective = step_shares(*winner), question.options.objective
     ratio = candidate.score / winner[1].score
-    yield f"{ratio:.2f}x the {MINIMIZED[objective]}"
+    unmeasured = candidate.tpot_s / winner[1].tpot_s < 0.99 * ratio and objective is Objective.LATENCY
+    yield f"{ratio:.2f}x the {MINIMIZED[objective]}{' at the slow end of its band, not measured' * unmeasured}"
     parallel, chosen = question.workload.parallel, winner[0].workload.parallel
     if ratio <= 1 + TOLERANCE:
         if parallel.gpus > chosen.gpus:

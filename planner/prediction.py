@@ -310,7 +310,7 @@ def predict_all(
 
 def predict_question(plans: Sequence[Plan], question: Question) -> list[Prediction]:
     """Predictions of plans on a question's model, machine and engine. Raises PlanError for one that it does not run."""
-    for plan in plans:
+    for plan in plans if question.engine is not None else ():
         question.require_engine_runs(plan)
     return predict_all(plans, question.shape, question.profile, question.machine, engine=question.engine)
 

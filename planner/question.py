@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -29,9 +30,17 @@ from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, DrafterKind, KVFormat, Plan, TextKind, Workload, require
 from ridgeplan.roofline.plan.policy import PlanPart
 from ridgeplan.roofline.plan.presets import preset_name
-from ridgeplan.roofline.plan.support import Backend, as_loaded, is_converted, missing_architecture, unsupported
+from ridgeplan.roofline.plan.support import (
+    Backend,
+    as_loaded,
+    is_converted,
+    missing_architecture,
+    not_carried,
+    unsupported,
+)
 
 MAX_GPUS = 1024
+USUAL_YARN = 4.0  # factor that Qwen2.5's and Qwen3's cards name
 SLOW_SHARE = 0.5  # of the bandwidth; products with low-bit weights below it hardly beat those with 16 bits
 
 
@@ -82,6 +91,12 @@ class SearchOptions(PlanPart):
         vars(self)["quality"] = parse_quality(self.quality)
         super().__post_init__()
         check_memory_options(self.memory_utilization, self.memory_limit, self.host_memory)
+
+    @property
+    def least_gpus(self) -> int:
+        """How many GPUs are named, or as many as the degrees take."""
+        degrees = (self.tensor_parallel, self.pipeline_parallel, self.data_parallel)
+        return self.gpus or math.prod(degree or 1 for degree in degrees)
 
     @property
     def several_gpus(self) -> bool:
@@ -141,7 +156,7 @@ class Question:
         if profile.hardware.unified_memory:
             require(not options.host_memory, f"host_memory is set; allowed: none, as {_unified(profile)}")
             options = replace(options, offload=False, host_memory=0.0)
-        usable = usable_bytes(profile.hardware.memory_bytes, share, limit)
+        usable = usable_bytes(profile.hardware.memory_bytes, share, limit, profile.hardware.name)
         host_usable = usable_host_bytes(options.host_memory, share, this_machine=this_machine)
         return cls(shape, profile, workload, options, usable, host_usable)
 
@@ -188,7 +203,11 @@ class Question:
 
     def require_engine_runs(self, plan: Plan) -> None:
         """Raises PlanError where the question names an engine that does not run the plan, and so has no times of it."""
-        missing = self.unsupported(plan) if self.engine is not None else None
+        missing = None
+        if self.options.backend is Backend.VLLM_PLUGIN:
+            missing = not_carried(plan, self.shape)
+        elif self.engine is not None:
+            missing = self.unsupported(plan)
         allowed = "--backend ridgeplan, or a plan that the engine runs"
         require(missing is None, f"{preset_name(plan)}: {missing}; allowed: {allowed}")
 
@@ -228,8 +247,6 @@ class Question:
         shape, workload, hardware = self.shape, self.workload, self.profile.hardware
         if shape.note:
             yield shape.note
-        if shape.states and "state" not in self.profile.classes:
-            yield f"the recurrent states of {shape.state_layers:g} layers are priced as streams, and not calibrated"
         if self.engine is not None:
             yield from self.engine.notes()
         elif self.options.backend is Backend.VLLM_PLUGIN:
@@ -241,6 +258,10 @@ class Question:
             yield missing
         elif is_converted(shape):
             yield f"weights stored as {shape.weight_bits.format} are decoded and held in the plan's format"
+        if self.engine is None and hardware.is_amd:
+            yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"
+        if shape.states and "state" not in self.profile.classes:
+            yield f"the recurrent states of {shape.state_layers:g} layers are priced as streams, and not calibrated"
         backend = self.options.backend
         if (workload.text or workload.acceptance_length) and backend not in (Backend.RIDGEPLAN, Backend.ANY):
             yield f"--text and --acceptance-length are ignored: they are for drafters, and {backend} has none"
@@ -250,15 +271,15 @@ class Question:
         elif self.options.several_gpus:
             yield f"plans on several GPUs over {link_of(hardware).title}: {self.engine_title} executes them"
         if workload.yarn_factor > 1:
-            yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN"
+            far = f"; models that are not trained for it are released with up to {USUAL_YARN:g}x"
+            beyond_usual = far if workload.yarn_factor > USUAL_YARN else ""
+            yield f"rotary embeddings are stretched {workload.yarn_factor:g}x by YaRN{beyond_usual}"
         elif workload.final_context > shape.max_context:
             beyond = workload.final_context - shape.max_context
             yield (
                 f"the last {beyond} new tokens lie beyond the model's limit of {shape.max_context} tokens, "
                 "where engines stop; --yarn stretches it"
             )
-        if self.engine is None and hardware.is_amd:
-            yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"
         if self.engine is None and self.profile.transferred_from:
             yield f"{hardware.name} is not calibrated: utilizations are those of {self.profile.transferred_from}"
             yield from instruction_bound_notes(self.profile)
@@ -303,9 +324,15 @@ def ask(
 
 
 def executed_by_engine(options: SearchOptions) -> SearchOptions:
-    """The options for what spans several GPUs: vLLM executes it, unless SGLang is to. Raises PlanError for `any`."""
+    """The options for what spans several GPUs: vLLM executes it, unless SGLang is to.
+
+    Raises PlanError for `any`, and for the plugin, of whose kernels no step was measured there.
+    """
     executing = [Backend.VLLM, Backend.SGLANG]
     backend = Backend.VLLM if options.backend is Backend.RIDGEPLAN else options.backend
     allowed = f"allowed on several GPUs: {', '.join(executing)}"
+    if backend is Backend.VLLM_PLUGIN:
+        require(False, f"{backend} shards tensors, but no step of it was measured on several GPUs, so it is not priced "
+                f"there; {allowed}, or a one-GPU plan whose exported --tensor-parallel-size you raise")  # fmt: skip
     require(backend in executing, f"backend is {backend}; {allowed}")
     return replace(options, backend=backend, offload=False, host_memory=None)

@@ -1,7 +1,8 @@
 """The best plan for a question: candidates are searched, filtered and ranked, and the choice is explained.
 
 A faster plan must be faster beyond the noise of the predictions: in 84% of the sampled errors, which is one standard
-deviation (the one-standard-error rule of Breiman et al. 1984), or by more than 3%.
+deviation (the one-standard-error rule of Breiman et al. 1984), or by more than 3%. One of a looser quality must be
+faster by more than 3%.
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ def recommend(
 
     Raises PlanError, UnknownModel, UnknownHardware or ProfileError (all ValueError) for bad input, and NothingFits.
     """
-    as_stored, degrees = choose_degrees(ask(model, gpu, ctx, options, **changes), best_plan)
+    asked = ask(model, gpu, ctx, options, **changes)
+    as_stored, degrees = choose_degrees(asked, best_plan)
     question = as_stored.as_executed
 
     candidates = ranked(penalize_unmeasured_rates(search(question), question))
     executable = _executable(candidates, question)
     if not executable:
-        raise infeasible(question, as_stored)
+        raise infeasible(question, asked)
     fits_device = any(not candidate.host_bytes for candidate in executable)
     if fits_device:
         executable = _worth_offloading(executable, candidates)
@@ -80,7 +82,7 @@ def recommend(
         memory_limit_bytes=question.memory_limit_bytes,
         host_limit_bytes=question.host_limit_bytes,
         fits_device=fits_device,
-        on_device=() if fits_device else on_device(question, as_stored),
+        on_device=() if fits_device else on_device(question, asked),
         model_runs=question.engine is not None
         or (missing_architecture(as_stored.shape, hardware) is None and not hardware.is_amd),
         backend=question.options.backend,
@@ -123,12 +125,12 @@ def penalize_unmeasured_rates(candidates: Iterable[Candidate], question: Questio
     if question.options.objective is Objective.MEMORY:
         return list(candidates)
     return [
-        replace(candidate, score=candidate.score * (1 + _unmeasured_spread(candidate.plan, question)))
+        replace(candidate, score=candidate.score * (1 + unmeasured_spread(candidate.plan, question)))
         for candidate in candidates
     ]
 
 
-def _unmeasured_spread(plan: Plan, question: Question) -> float:
+def unmeasured_spread(plan: Plan, question: Question) -> float:
     """The largest relative spread of the kernel classes that a plan uses and whose rates are a prior; 0 if none is.
 
     Of an engine's plan, that of its step.
@@ -195,11 +197,22 @@ def sampled_scores(predictions: Sequence[Prediction], question: Question) -> np.
 def choose(candidates: Sequence[Candidate], scores: np.ndarray) -> Candidate:
     """The most exact and then the simplest of the contenders that the first, the fastest, does not surely beat.
 
-    scores: sampled, [plans, samples].
+    A contender of a stricter quality need not be unbeaten. None is chosen that is both slower and less preferred than
+    another. scores: sampled, [plans, samples].
     """
     probability = (scores[0] < scores).mean(axis=1)
-    unbeaten = [candidate for candidate, beaten in zip(candidates, probability, strict=True) if beaten < CONFIDENCE]
-    return min(unbeaten, key=lambda candidate: preference(candidate.plan))
+    chosen = candidates[0]
+    best = preference(chosen.plan)
+    for candidate, beaten in zip(candidates, probability, strict=True):  # from the fastest
+        if preference(candidate.plan) < best:
+            best = preference(candidate.plan)
+            stricter = _strictness(candidate.plan) < _strictness(chosen.plan)
+            chosen = candidate if beaten < CONFIDENCE or stricter else chosen
+    return chosen
+
+
+def _strictness(plan: Plan) -> int:
+    return list(Quality).index(quality_of(plan))
 
 
 def preference(plan: Plan) -> tuple[float, ...]:
@@ -211,7 +224,7 @@ def preference(plan: Plan) -> tuple[float, ...]:
     """
     formats = (plan.weights.target_bits != 16) + plan.weights.draft_copy + plan.kv.format.quantized
     lost = len(losses(plan)), published_loss(plan), int(plan.eviction.chunk > 0)
-    exactness = list(Quality).index(quality_of(plan)), *lost
+    exactness = _strictness(plan), *lost
     simplicity = (
         int(plan.speculation.active) + int(plan.speculation.drafter.cascades),
         int(plan.speculation.sparse),

@@ -135,10 +135,10 @@ class Recommendation(Table):
 
     @property
     def verdict(self) -> str:
-        """What kind of answer the plan is; one that needs the host or is slow is not recommended."""
+        """What kind of answer the plan is; one that needs the host, is slow or does not run is not recommended."""
         if self.warning:
             return "fits, but is slow" if self.fits_device else "fits only with offloading"
-        return "recommended"
+        return "recommended" if self.model_runs else "best estimate"
 
     @property
     def baseline_fits(self) -> bool:
@@ -165,7 +165,7 @@ class Recommendation(Table):
     def _where(self) -> str:
         if self.backend is not Backend.RIDGEPLAN:
             return f"for {self.backend}"
-        return self.verdict if self.model_runs else "estimated, as this model does not run here"
+        return self.verdict if self.model_runs else "best estimate, as this package does not run it"
 
     def _headline(self, name: str, predicted: Prediction) -> str:
         sure = predicted.beats_plain

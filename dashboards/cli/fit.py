@@ -14,9 +14,9 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, print_answer, print_notes, print_table
 from ridgeplan.dashboards.cli.table_file import write_table
 from ridgeplan.planner import NothingFits, SearchOptions
-from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import GB, size_text, tokens_text
-from ridgeplan.planner.queries.fit import BATCHES, FitResult, GpuFit, fit_gpus
+from ridgeplan.planner.queries.fit import BATCHES, FitResult, GpuFit, fit_gpus, remedies
+from ridgeplan.planner.recommendation import Fix
 from ridgeplan.roofline.latency import GIB
 
 
@@ -68,15 +68,12 @@ def _on_gpu(
     print_answer(result.to_dict(), as_json, lambda: _print_fits(result))
     rows = (*(result.contexts if batches or not contexts else ()), *(result.batches if contexts else ()))
     if not any(row.plan for row in rows):
-        raise NothingFits(f"nothing fits: {result.model} on {gpu} at the sizes asked for{_hint(options, result.gpus)}")
+        raise NothingFits(f"nothing fits: {result.model} on {gpu} at the sizes asked for{_hint(result.fixes)}")
 
 
-def _hint(options: SearchOptions, gpus: int | None = None) -> str:
-    """How many GPUs are enough, and which qualities need less memory."""
-    looser = [quality for quality in Quality if not options.quality.loosest.allows(quality)][:2]
-    several = [f"--gpus {gpus}"] if gpus else []
-    fixes = [*several, *([f"--quality {' or '.join(looser)}", "smaller sizes or another GPU"] if looser else [])]
-    return f"; allowed: {', '.join(fixes)}" if fixes else ""
+def _hint(fixes: Sequence[Fix], where: str = "") -> str:
+    """What would make the smallest size fit."""
+    return f"; allowed{where}: {', or '.join(fix.text for fix in fixes)}" if fixes else ""
 
 
 def _print_fits(result: FitResult) -> None:
@@ -101,7 +98,10 @@ def _on_all_gpus(
     gpus = fit_gpus(model, contexts[0], batches[0], preset=preset, options=options)
     print_answer([gpu.to_dict() for gpu in gpus], as_json, lambda: _print_gpus(model, batches[0], contexts[0], gpus))
     if not any(gpu.fits for gpu in gpus):
-        raise NothingFits(f"no GPU in the catalog fits {model}, {contexts[0]} tokens x {batches[0]}{_hint(options)}")
+        largest = gpus[-1].gpu
+        fixes = remedies(model, largest, contexts[0], batches[0], preset=preset, options=options)
+        where = _hint(fixes, f" on {largest}")
+        raise NothingFits(f"no GPU in the catalog fits {model}, {contexts[0]} tokens x {batches[0]}{where}")
 
 
 def _print_gpus(model: str, batch: int, context_tokens: int, gpus: Sequence[GpuFit]) -> None:

@@ -271,6 +271,12 @@ class EngineProfile:
         kv, bits = self.kv_dtype(plan), FULL_BITS if plan.weights.target_bits == 16 else HALF_BITS
         return self.certainty(self.step(plan.workload, bits, kv), DTYPES[kv].kind, shape)
 
+    def is_measured(self, plan: Plan, shape: ModelShape) -> bool:
+        """Whether some measured step depends on every rate of a plan that decodes plainly, at whatever size."""
+        kv, bits = self.kv_dtype(plan), FULL_BITS if plan.weights.target_bits == 16 else HALF_BITS
+        step = self.step(plan.workload, bits, kv)
+        return self._measured_rates.issuperset(terms(step, DTYPES[kv].kind, shape, self.hardware))
+
     def kv_dtype(self, plan: Plan) -> str:
         """The engine's cache dtype that is nearest to a plan's format."""
         return ENGINES[self.engine].kv_dtypes.get(plan.kv.format, "auto")
@@ -325,9 +331,17 @@ class EngineProfile:
 
     @cached_property
     def _measured_rates(self) -> frozenset[str]:
-        """The names of the rates that any fitted row depends on, as far as the same kernels run on the machine."""
+        """The names of the rates that any fitted row depends on, as far as the same kernels run on the machine.
+
+        SGLang quantizes an fp8 cache in kernels of its own, which are slow at small batches (sgl-project/sglang#30815).
+        """
         names = frozenset().union(*(names for row, names in self._rates_of_rows if not row.held_out))
-        return names if _has_fp8(self.hardware) else names - FP8_RATES
+        other_kernels = frozenset({"kv fp8"}) if self.is_stand_in else frozenset()
+        return names - other_kernels - (frozenset() if _has_fp8(self.hardware) else FP8_RATES)
+
+    @cached_property
+    def _row_of_each_model(self) -> tuple[MeasuredStep, ...]:
+        return tuple({row.model: row for row in self.measured.rows}.values())
 
     def _shares(self, step: EngineStep, kind: str, shape: ModelShape) -> dict[str, float]:
         """Each rate's share of a step's time."""
@@ -338,8 +352,7 @@ class EngineProfile:
 
     def _model_deviation(self, shape: ModelShape) -> float:
         """By which a model differs from the measured ones: the same, another, or experts unlike any measured."""
-        shapes = {row.model: self.measured.shape_of(row) for row in self.measured.rows}.values()
-        if any(_sizes(shape) == _sizes(other) for other in shapes):
+        if any(_sizes(shape) == _sizes(self.measured.shape_of(row)) for row in self._row_of_each_model):
             return 0.0
         return OTHER_EXPERTS if shape.is_moe else OTHER_MODEL
 

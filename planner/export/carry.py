@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, require
 
 MAX_OFFLOAD_SHARE = 0.9  # of the weights; the rest is embeddings, norms and what engines never offload
+MIN_GAIN = 0.03  # over plain decoding, for which a second copy of the model is worth its memory
 UNQUANTIZED = ("bf16", "float32")
 
 
@@ -127,6 +129,8 @@ def _drafts(placed: Served) -> tuple[DraftModel | None, tuple[Carried, ...]]:
     drafts = requested if problem else _at_best_gammas(placed, requested)
     if not drafts.gamma:
         problem = f"{options.engine.title} would be slower with them{_ends(placed, requested)}"
+    elif not problem and drafts.method == "draft_model" and (gain := _gain(placed, drafts)) < MIN_GAIN:
+        problem = f"{options.engine.title} would be only {gain:.1%} faster with them"
     if problem:
         return None, (Carried("drafts", _draft_text(options), f"none: {problem}", False),)
     model = f"{drafts.model} once more in {drafts.quantization}" if drafts.quantization else drafts.model
@@ -137,6 +141,15 @@ def _drafts(placed: Served) -> tuple[DraftModel | None, tuple[Carried, ...]]:
         )
     nearest += _ends(placed, drafts)
     return drafts, (Carried("drafts", _draft_text(options), nearest, False),)
+
+
+def _gain(placed: Served, drafts: DraftModel) -> float:
+    """How much faster drafts make the batch at which they help most, relatively; infinite where that is not known."""
+    rounds = rounds_of(placed, drafts)
+    if rounds is None:
+        return math.inf
+    batches = range(1, placed.options.plan.workload.rank_batch + 1)
+    return max(float(rounds.tpot_s(batch, 0) / rounds.tpot_s(batch, drafts.gamma_at(batch))) - 1 for batch in batches)
 
 
 def _ends(placed: Served, drafts: DraftModel) -> str:

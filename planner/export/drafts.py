@@ -59,6 +59,10 @@ class DraftModel:
         """Bits per weight of its linear layers."""
         return 8 if self.quantization else 16
 
+    def gamma_at(self, batch: int) -> int:
+        """Drafts of a round at a batch."""
+        return next((gamma for first, last, gamma in self.schedule if first <= batch <= last), self.gamma)
+
     @property
     def scheduled(self) -> bool:
         """Whether gamma depends on the batch."""

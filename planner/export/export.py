@@ -201,7 +201,7 @@ def _times(running: Served) -> tuple[EngineTimes | None, str]:
     rounds, batch = rounds_of(running, running.drafts), options.plan.workload.rank_batch
     if rounds is None:
         return None, UNPREDICTED_DRAFTS
-    tpot_s = float(rounds.tpot_s(batch, rounds.best_gammas(batch)[-1] or running.drafts.gamma))
+    tpot_s = float(rounds.tpot_s(batch, running.drafts.gamma_at(batch)))
     return _banded(running, [running.kv, running.drafts.kv], tpot_s, plain_s), ""
 
 

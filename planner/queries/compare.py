@@ -15,6 +15,7 @@ from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.recommend import recommend
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
+from ridgeplan.planner.render.text import on_host_text
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.plan.plan import Plan
@@ -135,6 +136,8 @@ def _compared(plan: Plan, question: Question) -> ComparedPlan:
     baseline, predicted = predict_question([autoregressive(plan.workload), plan], executed)
     oom_reason = executed.oom_reason(predicted.best.peak_memory_bytes, predicted.host_bytes) or ""
     note = oom_reason.partition(":")[0] or executed.constraint_violation(plan) or executed.unsupported(plan) or ""
+    if not note and predicted.offloaded_layers:
+        note = f"offloaded: {on_host_text(predicted, executed.host_limit_bytes)}"
     caveats = tuple(executed.notes())
     name, limit = divided_name(preset_name(plan), plan), executed.memory_limit_bytes
     return ComparedPlan(plan, name, predicted.against(baseline), limit, note, caveats)

@@ -26,6 +26,11 @@ class LatencyLimits:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
+    def excess(self, row: CostRow) -> float:
+        """How many times the limits the row's latencies are, at worst; 1 where it meets them."""
+        pairs = ((row.ttft_request_ms, self.ttft_s), (row.tpot_ms, self.tpot_s))
+        return max(1.0, *(taken_ms / 1e3 / limit_s for taken_ms, limit_s in pairs if limit_s is not None), 1.0)
+
 
 @dataclass(frozen=True)
 class CostRow:
@@ -128,10 +133,12 @@ def serving_cost(
         name = question.profile.hardware.name
         smallest = question.resized(prompt_tokens, min(batches, default=1))
         if not any(sizes.fits.any() for sizes in by_degrees) and (several := fewest_gpus(smallest, preset)):
-            notes[f"one {name} fits none; --gpus {several} fits batch {smallest.workload.batch}"] = None
+            fewer = options.least_gpus
+            fewer_text = f"{fewer} {name} fit" if fewer > 1 else f"one {name} fits"
+            notes[f"{fewer_text} none; --gpus {several} fits batch {smallest.workload.batch}"] = None
         for column in range(len(batches) or max(fitting, 1)):
             choices = [_row(sizes, column, name, prices[gpu], limits) for sizes in by_degrees]
-            rows.append(min(choices, key=lambda row: (not row.serves, not row.fits, row.dollars_per_million)))
+            rows.append(min(choices, key=lambda row: (not row.fits, limits.excess(row), row.dollars_per_million)))
     model = next(iter(questions.values())).shape.name
     return ServingCost(model, prompt_tokens, options.new_tokens, limits, tuple(rows), tuple(notes))
 

@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.capacity import Capacity
-from ridgeplan.planner.feasibility import context_limits, executable_families, fewest_gpus, smallest_plans
+from ridgeplan.planner.feasibility import (
+    NothingFits,
+    context_limits,
+    executable_families,
+    fewest_gpus,
+    smallest_plans,
+)
 from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question, SearchOptions, ask
-from ridgeplan.planner.recommend import preference
+from ridgeplan.planner.recommend import preference, recommend
+from ridgeplan.planner.recommendation import Fix
 from ridgeplan.planner.render.tables import Lines, Table
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search import named_plan
@@ -46,7 +53,7 @@ class FitRow:
 class FitResult(Table):
     """What fits a machine: the largest context for each batch, and the largest batch for each context.
 
-    gpus: the fewest GPUs that hold the smallest size, where a single one does not.
+    fixes: what would make the smallest size fit, where it does not.
     """
 
     model: str
@@ -55,7 +62,7 @@ class FitResult(Table):
     batches: tuple[FitRow, ...]
     notes: tuple[str, ...]
     memory_limit_bytes: float
-    gpus: int | None = None
+    fixes: tuple[Fix, ...] = ()
 
     chart = Lines(("batch",), "context", "tokens of context")
 
@@ -70,8 +77,8 @@ class FitResult(Table):
         return f"{self.model} on {self.hardware}, {limit}: {first.context} tokens at batch {first.batch}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; the number of GPUs where one is not enough."""
-        return {name: value for name, value in asdict(self).items() if name != "gpus" or value}
+        """Plain JSON values; what would help where the smallest size does not fit."""
+        return {name: value for name, value in asdict(self).items() if name != "fixes" or value}
 
 
 def fit(
@@ -99,7 +106,7 @@ def fit(
     reached = [_largest(_largest_context, question, (longest, batch), preset) for batch in batches]
     possible = [_largest(_largest_batch, question, (context, 1), preset) for context in sizes]
     smallest = min(contexts, default=1), min(batches, default=1)
-    enough = options.several_gpus or any(row.plan for row in (reached if not contexts else possible))
+    enough = any(row.plan for row in (reached if not contexts else possible))
     return FitResult(
         model=question.shape.name,
         hardware=question.profile.hardware.name,
@@ -107,8 +114,22 @@ def fit(
         batches=tuple(possible),
         notes=(*question.notes(), *question.limit_notes()),
         memory_limit_bytes=question.memory_limit_bytes,
-        gpus=None if enough else fewest_gpus(question.resized(*smallest), preset),
+        fixes=() if enough else remedies(model, gpu, *smallest, preset=preset, options=options),
     )
+
+
+def remedies(
+    model: str | ModelShape, gpu: str, context: int, batch: int, *, preset: str | None, options: SearchOptions
+) -> tuple[Fix, ...]:
+    """What would make a size fit that does not: more GPUs for a preset, else all that `recommend` offers."""
+    if preset:
+        gpus = fewest_gpus(ask(model, gpu, context, options, batch=batch), preset)
+        return (Fix({"gpus": gpus}, f"--gpus {gpus}"),) if gpus else ()
+    try:
+        recommend(model, gpu, context, options, batch=batch)
+    except NothingFits as error:
+        return error.fixes
+    return ()
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ridgeplan.planner.feasibility import executable_families, regrouped
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
 from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.question import Question
-from ridgeplan.planner.recommend import preference
+from ridgeplan.planner.recommend import preference, unmeasured_spread
 from ridgeplan.planner.search import Family, families, family_of, named_plan, within_limit
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.plan.plan import Plan, Workload, require
@@ -123,7 +123,9 @@ def degree_map(
     result = _fastest(grid, _narrowed(grid, _points(searched)))
     if preset:
         return result
-    smaller = [variant for family in searched for variant in regrouped(family)]
+    shortest = min(workloads, key=lambda workload: workload.context)
+    smaller = [variant for family in searched for variant in regrouped(family)
+               if not executed.unsupported(at_workload(variant.template, shortest))]  # fmt: skip
     device_only = [variant for variant in smaller if not variant.template.placement.offload]
     result = _replaced(result, *_fitting(result.fits & (result.host_bytes > 0), grid, device_only))
     return _replaced(result, ~result.fits, grid, smaller)
@@ -208,9 +210,13 @@ class _Points:
 
 @dataclass(frozen=True)
 class _PlanFigures:
-    """Figures of every plan at every size: [contexts, plans, batches]. fits is False for plans ruled out at a size."""
+    """Figures of every plan at every size: [contexts, plans, batches]. fits is False for plans ruled out at a size.
+
+    score: what is minimized, the time per token, at the slow end of its band where rates are a prior.
+    """
 
     tpot_s: np.ndarray
+    score: np.ndarray
     ttft_s: np.ndarray
     request_ttft_s: np.ndarray
     peak_bytes: np.ndarray
@@ -243,7 +249,7 @@ def _narrowed(grid: _SizeGrid, points: _Points) -> _Points:
     if len(points.gamma) * grid.sizes <= DIRECT:
         return points
     figures = _figures(grid.coarse, points)
-    score = np.where(figures.fits, figures.tpot_s, np.inf)
+    score = np.where(figures.fits, figures.score, np.inf)
     near = (score <= NEAR_FASTEST * score.min(axis=1, keepdims=True)) & np.isfinite(score)
     smallest = figures.peak_bytes == figures.peak_bytes.min(axis=1, keepdims=True)
     return points.kept((near | smallest).any(axis=(0, 2)))
@@ -258,7 +264,7 @@ def _fastest(grid: _SizeGrid, points: _Points) -> PlanMap:
     plain_family = family_of("autoregressive", autoregressive(grid.workloads[-1]))
     figures, plain = _figures(grid, points), _figures(grid, _points([plain_family]))
     fits = np.asarray(figures.fits.any(axis=1))
-    score = np.where(fits[:, None], np.where(figures.fits, figures.tpot_s, np.inf), figures.peak_bytes)
+    score = np.where(fits[:, None], np.where(figures.fits, figures.score, np.inf), figures.peak_bytes)
     best = score.argmin(axis=1)
 
     def at_best(values: np.ndarray) -> np.ndarray:
@@ -328,7 +334,27 @@ def _figures(grid: _SizeGrid, points: _Points) -> _PlanFigures:
         )
     )  # fmt: skip
     allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
-    return _PlanFigures(tpot_s, ttft_s, request_ttft_s, peak, host, allowed & question.fits(peak, host))
+    score = tpot_s * (1 + _spreads(grid, templates)[:, points.family])
+    return _PlanFigures(tpot_s, score, ttft_s, request_ttft_s, peak, host, allowed & question.fits(peak, host))
+
+
+def _spreads(grid: _SizeGrid, templates: Sequence[Sequence[Plan]]) -> np.ndarray:
+    """The spread of each family's rates where they are a prior, else 0: [contexts, families, batches].
+
+    That of an engine's step depends on its size; that of kernels does not.
+    """
+    question = grid.question
+    engine, shape = question.engine, question.shape
+
+    def of_plan(plan: Plan) -> list[float]:
+        if engine is None or engine.is_measured(plan, shape):
+            return [unmeasured_spread(plan, question) if engine is None else 0.0] * len(grid.batches)
+        sized = (replace(plan, workload=replace(plan.workload, batch=batch)) for batch in grid.batches)
+        return [unmeasured_spread(each, question) for each in sized]
+
+    rows = templates[:1] if engine is None else templates
+    spreads = np.array([[of_plan(plan) for plan in row] for row in rows])
+    return np.broadcast_to(spreads, (len(templates), *spreads.shape[1:]))
 
 
 def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:

@@ -30,8 +30,7 @@ class Backend(StrEnum):
     SGLANG = "sglang"
 
 
-# Cache formats that other engines have a counterpart of: vLLM's int8_per_token_head; SGLang has none of 8-bit integers.
-ENGINE_FORMATS = {Backend.VLLM: (KVFormat.FULL, KVFormat.INT8), Backend.SGLANG: (KVFormat.FULL,)}
+ENGINE_FORMATS = (KVFormat.FULL, KVFormat.INT8)  # caches that other engines have a counterpart of: fp8 for INT8
 
 
 def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profile) -> str | None:
@@ -42,7 +41,7 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
         return only_estimated(plan, shape) or uncalibrated(plan, profile)
     if backend is Backend.VLLM_PLUGIN:
         return not_carried(plan, shape) or uncalibrated(plan, profile) or _unmeasured_in_plugin(plan)
-    missing = _missing_in(plan, backend, shape)
+    missing = _missing_in(plan, shape)
     return f"{backend} has no {', '.join(missing)}" if missing else None
 
 
@@ -86,7 +85,7 @@ def _unmeasured_in_plugin(plan: Plan) -> str | None:
     return f"drafts in {Backend.VLLM_PLUGIN} have not been measured" if plan.speculation.active else None
 
 
-def _missing_in(plan: Plan, engine: Backend, shape: ModelShape) -> list[str]:
+def _missing_in(plan: Plan, shape: ModelShape) -> list[str]:
     """The plan's values that another engine does not support, one phrase each."""
     bits, held = plan.weights.target_bits, shape.weight_bits
     checks = {
@@ -95,7 +94,7 @@ def _missing_in(plan: Plan, engine: Backend, shape: ModelShape) -> list[str]:
         "offload of a running sequence's KV": plan.placement.offload,
         f"target selection {plan.attention.selection.name!r}": plan.attention.active,
         "self-speculation that shares its cache": plan.speculation.active,
-        f"{plan.kv.format.value} KV": plan.kv.format not in ENGINE_FORMATS[engine],
+        f"{plan.kv.format.value} KV": plan.kv.format not in ENGINE_FORMATS,
     }
     return [name for name, missing in checks.items() if missing]
 

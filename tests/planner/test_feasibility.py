@@ -267,7 +267,7 @@ def test_the_smallest_gpu_is_that_with_the_least_memory():
     ("options", "allowed"),
     [
         ({"quality": "exact"}, "KV format bf16, or KV format bf16+int4, or quality near-lossless"),
-        ({"backend": "sglang"}, "KV format bf16"),
+        ({"backend": "sglang", "quality": "exact"}, "KV format bf16, or quality near-lossless"),
     ],
 )
 def test_a_kv_format_that_no_allowed_plan_has_is_refused_with_those_that_are(options, allowed):

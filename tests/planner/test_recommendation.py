@@ -220,7 +220,7 @@ def test_a_reserve_is_kept_and_limits_only_lower_it(h200_profile):
     clamped = ask(h200_profile, memory_limit=150e9)
     assert clamped.memory_limit_bytes == 0.9 * total
     assert any("the memory limit of 150 GB is more than h200 may use, 136 GB of 151 GB" in x for x in clamped.notes)
-    with pytest.raises(planner.PlanError, match="memory_limit is 900 GB; allowed: up to 151 GB, the memory of the GPU"):
+    with pytest.raises(planner.PlanError, match="memory_limit is 900 GB; allowed: up to 151 GB, the memory of h200"):
         ask(h200_profile, memory_limit=900e9)
 
 
