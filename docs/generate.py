@@ -361,6 +361,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         mechanism_tables.contributions,
         model_tables.supported_families,
         model_tables.described_models,
+        model_tables.experts_and_drafts,
         offload_tables.streamed_rounds,
         parallel_tables.parallel_published,
         parallel_tables.parallel_others,
