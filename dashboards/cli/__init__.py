@@ -56,7 +56,7 @@ SECTIONS = {
         "gpus": ("lists:gpus", "List GPUs, or print a template for your own."),
         "presets": ("lists:presets", ""),
         "papers": ("papers:papers", "Compare published times and memory with predictions."),
-        "figures": ("papers:figures", "Draw the papers' figures from the model."),
+        "figures": ("papers:figures", "Draw figures of the papers from the model."),
         "completion": ("groups:completion", "Print a completion script for bash, zsh or fish."),
     },
 }

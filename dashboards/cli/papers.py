@@ -131,7 +131,7 @@ def figures(
     names: tuple[str, ...], output: Path | None, formats: tuple[str, ...], overrides: tuple[tuple[str, str], ...],
     measured: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Draw the figures of QuantSpec, SpeContext, SpecAttn and DapQ from the model.
+    """Draw figures of QuantSpec, SpeContext, SpecAttn and DapQ from the model.
 
     NAMES are figures or papers, by default all. Without --output the figures and their settings are listed.
 
