@@ -78,7 +78,7 @@ def strategy_of(plan: Plan, shape: ModelShape, device: Device, acceptance: float
         eviction=_eviction(plan, shape),
         stores_full_kv=int(target_code_bits(plan) == 0),
         code_planes=CODE_PLANES[plan.kv.format],
-        kv_group=plan.kv.group,
+        kv_group=plan.kv.group if device.engine is None else UNLIMITED_TOKENS,  # no engine's rounds end with groups
         held_keys=draft_cost.held_keys * draft_cost.selections_per_step(layers)
         + target_cost.held_keys * target_cost.selections_per_step(layers),
         held_plane_bits=DRAFT_PLANE_BITS * layers * plan.gathers_codes,

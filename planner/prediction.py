@@ -339,6 +339,7 @@ def _certainty(
     prefill_spread = float(prefill.spread[index])
     if engine is not None:
         source, spread = engine.plan_certainty(plan, shape)
+        source = max(source, acceptance.source, key=SOURCES.index) if plan.speculation.active else source
         return Certainty(source, BAND_DEVIATIONS * spread, transferred_spread(prefill_spread))
     drafted = float(_at(best.round.passes * best.round.draft_s, index) / _at(best.round.total_s, index))
     spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])

@@ -263,8 +263,8 @@ class Question:
         if shape.states and "state" not in self.profile.classes:
             yield f"the recurrent states of {shape.state_layers:g} layers are priced as streams, and not calibrated"
         backend = self.options.backend
-        if (workload.text or workload.acceptance_length) and backend not in (Backend.RIDGEPLAN, Backend.ANY):
-            yield f"--text and --acceptance-length are ignored: they are for drafters, and {backend} has none"
+        if (workload.text or workload.acceptance_length) and backend in (Backend.SGLANG, Backend.VLLM_PLUGIN):
+            yield f"--text and --acceptance-length are ignored: of drafters in {backend} nothing was measured"
         if workload.parallel != SINGLE:
             link, gpus = link_of(hardware).title, workload.parallel.gpus
             yield f"{gpus} GPUs ({workload.parallel}) over {link}: {self.engine_title} executes the plan"

@@ -19,6 +19,7 @@ from ridgeplan.planner.lowering import used_classes
 from ridgeplan.planner.parallelism import choose_degrees
 from ridgeplan.planner.prediction import Prediction, predict_question, sampled_tpot_ms, sampled_ttft_ms
 from ridgeplan.planner.quality import Quality, losses, published_loss, quality_of, saved_rows, stated_losses
+from ridgeplan.planner.queries.drafter_range import drafter_range
 from ridgeplan.planner.question import Objective, Question, SearchOptions, ask
 from ridgeplan.planner.recommendation import Alternative, Recommendation
 from ridgeplan.planner.render.text import on_host_text, one_by_one_notes
@@ -86,6 +87,7 @@ def recommend(
         model_runs=question.engine is not None
         or (missing_architecture(as_stored.shape, hardware) is None and not hardware.is_amd),
         backend=question.options.backend,
+        drafter_range=drafter_range(winner.plan, question.shape, question.profile, question.machine),
         adaptive=_adaptive(winner.plan, question),
         degrees=degrees,
     )
@@ -347,8 +349,11 @@ def _notes(
 
 
 def _adaptive(plan: Plan, question: Question) -> Plan | None:
-    """The plan with an adaptive gamma: up to the next larger one if that fits into memory, else up to its own."""
-    if not plan.speculation.active or question.options.objective is Objective.MEMORY:
+    """The plan with an adaptive gamma: up to the next larger one if that fits into memory, else up to its own.
+
+    None for engines, which lack it.
+    """
+    if not plan.speculation.active or question.engine or question.options.objective is Objective.MEMORY:
         return None
     largest = plan.speculation.gamma
     for gamma in (largest,) if plan.speculation.drafter.active else (next_gamma(largest), largest):

@@ -9,6 +9,7 @@ from typing import Any
 from ridgeplan.planner.parallelism import DegreeChoice, degree_lines
 from ridgeplan.planner.prediction import Prediction
 from ridgeplan.planner.quantities import size_text, time_text
+from ridgeplan.planner.queries.drafter_range import DrafterRange
 from ridgeplan.planner.render.tables import Bars, Table, plan_row, plan_text
 from ridgeplan.planner.render.text import bottleneck, on_host_text
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -57,11 +58,12 @@ class Alternative:
 class Recommendation(Table):
     """The best plan that runs here with its prediction, plain decoding for comparison, and the ranked alternatives.
 
-    best_estimated: the fastest plan that is only estimated; None where that is the plan itself, or one that runs
-    as fast. adaptive: the plan with a gamma that adapts to what drafts are accepted; None where it drafts nothing or
-    more memory does not fit. model_runs: whether the runtime executes the model at all; if not, every plan is only
-    estimated. backend: what is to execute the plan. fits_device: whether any plan fits the device alone; on_device:
-    where none does, what would. degrees: of several GPUs, the chosen ones first.
+    best_estimated: the fastest plan that is only estimated; None where that is the plan itself, or one that runs as
+    fast. drafter_range: contexts at which the plan's drafter pays, if it has one. adaptive: the plan with a gamma
+    that adapts to what drafts are accepted; None where it drafts nothing or more memory does not fit. model_runs:
+    whether the runtime executes the model at all; if not, every plan is only estimated. backend: what is to execute
+    the plan. fits_device: whether any plan fits the device alone; on_device: where none does, what would. degrees:
+    of several GPUs, the chosen ones first.
     """
 
     shape: ModelShape
@@ -77,6 +79,7 @@ class Recommendation(Table):
     host_limit_bytes: float
     model_runs: bool
     backend: Backend = Backend.RIDGEPLAN
+    drafter_range: DrafterRange | None = None
     adaptive: Plan | None = None
     fits_device: bool = True
     on_device: tuple[Fix, ...] = ()
@@ -116,6 +119,7 @@ class Recommendation(Table):
             "on_device": [asdict(fix) for fix in self.on_device],
             "model_runs": self.model_runs,
             "backend": self.backend,
+            "drafter_loses_from": self.drafter_range and self.drafter_range.loses_from,
             "adaptive": self.adaptive.to_dict() if self.adaptive else None,
             **({"degrees": [choice.to_dict() for choice in self.degrees]} if self.degrees else {}),
         }
@@ -197,8 +201,16 @@ class Recommendation(Table):
             f"{time_text(predicted.verify_ms)} and yields {predicted.tokens_per_round:.2f} tokens",
             f"  acceptance {acceptance.best:.3f} ({acceptance.low:.3f} to {acceptance.high:.3f}), "
             f"{acceptance.source}: {acceptance.where}",
+            *([f"  {self.drafter_text}"] if self.drafter_range else []),
             *self._adaptive(),
         ]
+
+    @property
+    def drafter_text(self) -> str:
+        """The drafter, how many tokens it proposes at a time, and where it pays."""
+        drafter = self.plan.speculation.drafter
+        count = f"{drafter.depth} token{'s' if drafter.depth > 1 else ''} at a time"
+        return f"{drafter.kind}, {count}: {self.drafter_range}"
 
     def _adaptive(self) -> list[str]:
         if self.adaptive is None:

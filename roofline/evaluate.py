@@ -10,7 +10,8 @@ import numpy as np
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, is_symbolic, maximum, minimum, where
-from ridgeplan.roofline.engine import SAMPLED_KINDS, EngineRates, of_sequences, repeated
+from ridgeplan.roofline.drafters import proposes
+from ridgeplan.roofline.engine import SAMPLED_KINDS, EngineRates, eagle3_draft_seconds, of_sequences, repeated
 from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
@@ -63,15 +64,16 @@ class Estimate:
 def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: StrategyRates) -> Estimate:
     """Latency, tokens per round and memory of `strategy` for `shape` on `machine` at `rates`.
 
-    An engine's decode steps are those of plain decoding halfway through the generation, at its own rates.
+    An engine's rounds are those halfway through the generation, at its own rates.
     """
     offloading = offload_layers(shape, machine, strategy)
     if machine.engine is not None:
         batched, alone = strategy, replace(strategy, batch=1)
         ttft_s, request_s = (engine_prefill_seconds(shape, machine, machine.engine, each) for each in (batched, alone))
-        step = machine.engine.step_of(strategy, strategy.context + strategy.new_tokens / 2)
-        step_s = machine.engine.step_s(shape, machine, step)
-        return Estimate(ttft_s, request_s, Round(0, 0.0, step_s, 0.0, 0.0, 0.0), 1.0, offloading.memory, 0, 0.0)
+        tokens = round_tokens(strategy) if proposes(strategy) else 1.0
+        return Estimate(
+            ttft_s, request_s, engine_round(shape, machine, machine.engine, strategy), tokens, offloading.memory, 0, 0.0
+        )
     prefill_s = prefill_seconds(shape, machine, strategy, rates.target.linear)
     passes = round_rates(shape, machine, strategy, rates)
 
@@ -104,6 +106,22 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
         offloaded_layers=offloading.host.layers,
         host_bytes=offloading.host_bytes,
     )
+
+
+def engine_round(shape: ModelShape, machine: Machine, engine: EngineRates, strategy: Strategy) -> Round:
+    """A round of an engine, halfway through the generation: a plain step, or a pass that verifies proposals.
+
+    A lookup is not priced, which engines do on the host. A head is priced as `eagle3_draft_seconds`.
+    """
+    context = strategy.context + strategy.new_tokens / 2
+    step = engine.step_of(strategy, context)
+    plain_s = engine.step_s(shape, machine, step)
+    if not proposes(strategy):
+        return Round(0, 0.0, plain_s, 0.0, 0.0, 0.0)
+    verify_s = engine.step_s(shape, machine, replace(step, queries=1 + strategy.proposals))
+    head_s = plain_s + strategy.proposals * eagle3_draft_seconds(strategy.batch, context) - verify_s
+    propose_s = strategy.proposing * strategy.uses_head * maximum(head_s, 0)
+    return Round(0, 0.0, verify_s, 0.0, 0.0, 0.0, propose_s=propose_s)
 
 
 def engine_prompts(shape: ModelShape, machine: Machine, engine: EngineRates, strategy: Strategy) -> list[TimedOp]:

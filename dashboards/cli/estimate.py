@@ -21,6 +21,7 @@ from ridgeplan.planner.plan_file import SavedPlan, plan_json
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.quality import saved_rows, stated_losses
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
+from ridgeplan.planner.queries.drafter_range import DrafterRange, drafter_range
 from ridgeplan.planner.queries.estimate import PlanEstimate, estimate_plan, with_gamma
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, first_token_text, on_host_text, overhead_text
@@ -194,11 +195,18 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
         print_json({"plan": plan.to_dict(), "predicted": compared.to_dict(), "baseline": plain.to_dict()})
         return
     missing = unsupported(plan, Backend.RIDGEPLAN, loaded, profile)
-    echo("\n".join(map(wrapped, _lines(plan, compared, plain, loaded, usable, missing))))
+    pays = drafter_range(plan, loaded, profile, machine) if plan.workload.parallel == SINGLE else None
+    echo("\n".join(map(wrapped, _lines(plan, compared, plain, loaded, usable, missing, pays))))
 
 
 def _lines(
-    plan: Plan, predicted: Prediction, plain: Prediction, shape: ModelShape, usable_bytes: float, missing: str | None
+    plan: Plan,
+    predicted: Prediction,
+    plain: Prediction,
+    shape: ModelShape,
+    usable_bytes: float,
+    missing: str | None,
+    pays: DrafterRange | None,
 ) -> Iterator[str]:
     workload = plan.workload
     yield (
@@ -207,7 +215,7 @@ def _lines(
     )
     name, meaning = preset_name(plan), describe(plan)
     yield "  " + (f"{meaning}; " if name != meaning else "") + (missing or "runs here")
-    yield from _time(plan, predicted, plain)
+    yield from _time(plan, predicted, plain, pays)
     yield from (f"  {line}" for line in bottleneck(plain, shape, workload))
     yield from _memory(predicted, usable_bytes)
     for loss in stated_losses(plan, saved_rows()):
@@ -215,7 +223,7 @@ def _lines(
     yield f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}"
 
 
-def _time(plan: Plan, predicted: Prediction, plain: Prediction) -> Iterator[str]:
+def _time(plan: Plan, predicted: Prediction, plain: Prediction, pays: DrafterRange | None) -> Iterator[str]:
     """The arithmetic of a round, its parts, and its longest operations."""
     best, low, high = predicted.best, predicted.low, predicted.high
     yield (
@@ -230,6 +238,8 @@ def _time(plan: Plan, predicted: Prediction, plain: Prediction) -> Iterator[str]
     if plan.speculation.active:
         rate = predicted.acceptance
         yield f"  acceptance {rate.best:.3f} ({rate.low:.3f} to {rate.high:.3f}), {rate.source}: {rate.where}"
+    if pays is not None:
+        yield f"  the drafter {pays}"
     target = sorted((op for op in predicted.breakdown if op.part == "target"), key=lambda op: -op.seconds)
     longest = ", ".join(f"{op.op} {time_text(1e3 * op.seconds)}" for op in target[:LONGEST_OPERATIONS])
     overhead = overhead_text(plan, predicted)

@@ -23,6 +23,7 @@ from ridgeplan.planner.export import (
     schema_for,
 )
 from ridgeplan.planner.export.carry import Carried
+from ridgeplan.planner.export.drafts import METHODS
 from ridgeplan.planner.export.plugin import VERSION as PLUGIN_VERSION
 from ridgeplan.planner.export.rules import Rule
 from ridgeplan.planner.plan_file import SavedPlan
@@ -41,8 +42,8 @@ COLUMNS = 78
 @click.option("--model", help="Path or hub id to load, such as a fine-tune.  [default: the plan's model]")
 @click.option("--draft-model", metavar="MODEL", help="A draft of your own, such as a 4-bit copy or a small model.")
 @click.option(
-    "--draft-method", type=click.Choice(["draft_model", "eagle3"]), default="draft_model",
-    help="Kind of --draft-model: a whole model or an EAGLE-3 head.",
+    "--draft-method", type=click.Choice(METHODS), default="draft_model",
+    help="A whole model, an EAGLE-3 head, the model's own layers, or a lookup.  [default: as the plan drafts]",
 )  # fmt: skip
 @click.option("--kv-cache-dtype", metavar="DTYPE", help="The engine's KV format.  [default: the plan's nearest]")
 @click.option("--host-cache", type=opt.SIZE, help="Host memory for the KV of prefixes, such as 64GiB.")

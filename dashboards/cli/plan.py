@@ -73,6 +73,7 @@ def answer_lines(recommendation: Recommendation) -> list[str]:
         f"Memory{' of each GPU' if gpus else ''}: {size_text(best.peak_memory_bytes)} of "
         f"{size_text(recommendation.memory_limit_bytes)} "
         f"({best.peak_memory_bytes / GIB:.1f} of {recommendation.memory_limit_bytes / GIB:.1f} GiB)",
+        *([f"Drafter: {recommendation.drafter_text}"] if recommendation.drafter_range else []),
         _quality_cost(recommendation.losses),
         *_caveats(recommendation),
     ]

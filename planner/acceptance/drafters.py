@@ -98,7 +98,7 @@ def _context_factor(row: DrafterRow, workload: Workload) -> float:
     return max(context / workload.context, workload.context / context)
 
 
-EAGLE3 = "EAGLE-3"
+EAGLE3, MTP = "EAGLE-3", "MTP"
 
 
 @dataclass(frozen=True)

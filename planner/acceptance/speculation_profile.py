@@ -26,16 +26,20 @@ METHOD, ROWS = "eagle3", "rows"
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """What of a head's config.json the cost model takes. draft_vocab: 0 for the model's own; window: 0 for none."""
+    """What of a head's config.json the planner takes. draft_vocab: 0 for the model's own; window: 0 for none.
+
+    max_context: tokens of the longest sequence; 0 if it does not say.
+    """
 
     draft_vocab: int
     window: int
+    max_context: int
 
 
 def head_settings(folder: str) -> HeadSettings:
     """Of a head's folder. Raises PlanError, one line that names it."""
     keys = _object(Path(folder), CONFIG)
-    sizes = [keys.get(name) or 0 for name in ("draft_vocab_size", "sliding_window")]
+    sizes = [keys.get(name) or 0 for name in ("draft_vocab_size", "sliding_window", "max_position_embeddings")]
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise PlanError(f"{CONFIG} of {brief(folder)} has sizes {brief(sizes)}; allowed: whole numbers")
     return HeadSettings(*sizes)

@@ -39,7 +39,7 @@ from ridgeplan.roofline.engine import (
     width_is,
 )
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.plan import Plan, PlanError, Workload, require
+from ridgeplan.roofline.plan.plan import DrafterKind, Plan, PlanError, Workload, require
 
 BAND = 1.645  # deviations on either side that hold 90%
 NOISE = 0.02  # relative, of a measured step
@@ -267,9 +267,12 @@ class EngineProfile:
         return replace(machine, round_s=machine.round_s + overhead_s, unmeasured_s=overhead_s)
 
     def plan_certainty(self, plan: Plan, shape: ModelShape) -> tuple[str, float]:
-        """`certainty` of a plan that decodes plainly."""
+        """`certainty` of a plan's round, which is an assumption with lookups: nobody measured their passes."""
         kv, bits = self.kv_dtype(plan), FULL_BITS if plan.weights.target_bits == 16 else HALF_BITS
-        return self.certainty(self.step(plan.workload, bits, kv), DTYPES[kv].kind, shape)
+        source, spread = self.certainty(self.step(plan.workload, bits, kv), DTYPES[kv].kind, shape)
+        if plan.speculation.drafter.kind is DrafterKind.SUFFIX:
+            return "prior", math.hypot(spread, TRANSFER_SPREAD)
+        return source, math.hypot(spread, OTHER_MODEL * plan.speculation.active)
 
     def is_measured(self, plan: Plan, shape: ModelShape) -> bool:
         """Whether some measured step depends on every rate of a plan that decodes plainly, at whatever size."""
@@ -287,7 +290,10 @@ class EngineProfile:
         quantization = engine.weights.get(plan.weights.target_bits)
         arguments = [f"{engine.quantization} {quantization}"] if quantization else []
         arguments += [f"{engine.kv_cache_dtype} {kv}"] if kv != "auto" else []
-        return f"in {self.title}: {' '.join(arguments) or 'weights and KV cache as in the checkpoint'}"
+        formats = f"in {self.title}: {' '.join(arguments) or 'weights and KV cache as in the checkpoint'}"
+        if plan.speculation.drafter.kind is DrafterKind.SUFFIX:
+            formats += ", and ngram by `ridgeplan export`, whose passes nobody measured: its lookup is not priced"
+        return formats
 
     def certainty(self, step: EngineStep, kind: str, shape: ModelShape) -> tuple[str, float]:
         """The source of a prediction, and its relative deviation by how like the step is to those that were measured.

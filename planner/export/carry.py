@@ -6,15 +6,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ridgeplan.planner.acceptance.drafters import EAGLE3, ContextDecay, proposal_acceptance
-from ridgeplan.planner.export.drafts import EAGLE3_GPU, EAGLE3_HIDDEN, LOOKUP, DraftModel, EngineRounds, ranges
+from ridgeplan.planner.acceptance.drafters import EAGLE3, MTP, ContextDecay, proposal_acceptance
+from ridgeplan.planner.acceptance.speculation_profile import head_settings
+from ridgeplan.planner.export.drafts import LOOKUPS, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.drafters import pass_tokens
+from ridgeplan.roofline.engine import EAGLE3_GPU, EAGLE3_HIDDEN
 from ridgeplan.roofline.latency import GIB
-from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, require
+from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Workload, require
 
 MAX_OFFLOAD_SHARE = 0.9  # of the weights; the rest is embeddings, norms and what engines never offload
 MIN_GAIN = 0.03  # over plain decoding, for which a second copy of the model is worth its memory
@@ -126,7 +128,7 @@ def _drafts(placed: Served) -> tuple[DraftModel | None, tuple[Carried, ...]]:
     requested = _drafting(placed)
     shortfall_gib = replace(placed, drafts=requested).missing_gib - placed.offload_gib
     problem = f"a second model and its cache lack {shortfall_gib} GiB" if shortfall_gib > 0 else None
-    drafts = requested if problem else _at_best_gammas(placed, requested)
+    drafts = requested if problem else _where_they_pay(placed, _at_best_gammas(placed, requested))
     if not drafts.gamma:
         problem = f"{options.engine.title} would be slower with them{_ends(placed, requested)}"
     elif not problem and drafts.method == "draft_model" and (gain := _gain(placed, drafts)) < MIN_GAIN:
@@ -134,11 +136,11 @@ def _drafts(placed: Served) -> tuple[DraftModel | None, tuple[Carried, ...]]:
     if problem:
         return None, (Carried("drafts", _draft_text(options), f"none: {problem}", False),)
     model = f"{drafts.model} once more in {drafts.quantization}" if drafts.quantization else drafts.model
+    model = model or "the model's own layers"
     nearest = f"{drafts.method}: {model}, gamma {drafts.gamma}, with a KV cache of its own that it reads whole"
-    if drafts.method == LOOKUP:
-        nearest = (
-            f"{LOOKUP}: up to {drafts.gamma} tokens after a match of {drafts.min_match} or more; not priced: the lookup"
-        )
+    if drafts.method in LOOKUPS:
+        match = f"{drafts.gamma} tokens after a match of {drafts.min_match} or more"
+        nearest = f"{drafts.method}: up to {match}; not priced: the lookup"
     nearest += _ends(placed, drafts)
     return drafts, (Carried("drafts", _draft_text(options), nearest, False),)
 
@@ -153,46 +155,105 @@ def _gain(placed: Served, drafts: DraftModel) -> float:
 
 
 def _ends(placed: Served, drafts: DraftModel) -> str:
-    """From which context on an EAGLE-3 head loses, by published tokens of a pass; "" where that is not known."""
+    """From which context on an EAGLE-3 head loses, and whether the engine then stops it; "" where it is not known."""
     rounds = rounds_of(placed, drafts)
     if rounds is None or drafts.method != "eagle3":
         return ""
-    batch, gamma, published = placed.options.plan.workload.rank_batch, drafts.gamma, ContextDecay.of(EAGLE3)
-    end = rounds.loses_from(batch, gamma, published.tokens)
+    workload, gamma = placed.options.plan.workload, drafts.gamma
+    batch, end = workload.rank_batch, _end(placed, drafts, rounds)
     steps = float(rounds.tpot_s(batch, gamma) * pass_tokens(1.0, drafts.acceptance, gamma) / rounds.tpot_s(batch, 0))
+    source = "measured rows" if _has_rows(workload) else str(ContextDecay.of(EAGLE3))
     loses = "" if end is None else f", and loses from about {end} tokens of context on"
-    return f"; a pass takes {steps:.2f} plain steps{loses} ({published})"
+    if drafts.longest:
+        loses += ", where max_model_len switches it off, which may be at most the head's own limit"
+    elif end is not None:
+        loses += f"; {placed.options.engine.title} has no switch for that"
+    return f"; a pass takes {steps:.2f} plain steps{loses} ({source})"
+
+
+def _end(placed: Served, drafts: DraftModel, rounds: EngineRounds) -> int | None:
+    """The context from which on an EAGLE-3 head loses at its acceptance there; None if it always wins."""
+    workload = placed.options.plan.workload
+
+    def tokens(context: float) -> float:
+        return float(pass_tokens(1.0, _head_acceptance(workload, context), drafts.gamma))
+
+    return rounds.loses_from(workload.rank_batch, drafts.gamma, tokens)
+
+
+def _where_they_pay(placed: Served, drafts: DraftModel) -> DraftModel:
+    """The drafts with the longest sequence for which an EAGLE-3 head pays, where the engine has a switch for that.
+
+    vLLM drafts nothing in steps whose longest sequence is beyond the draft's max_model_len (`_input_fits_in_drafter` of
+    its model runner), and refuses one beyond the head's own (`SpeculativeConfig._maybe_override_draft_max_model_len`).
+    """
+    options, rounds = placed.options, rounds_of(placed, drafts)
+    switch = options.engine.name == "vllm" and options.schema.has_field("--speculative-config", "max_model_len")
+    if rounds is None or drafts.method != "eagle3" or not drafts.gamma or not switch:
+        return drafts
+    end = _end(placed, drafts, rounds)
+    if end is None or end >= options.max_model_len:
+        return drafts
+    folder = options.plan.workload.drafter_head
+    limit = head_settings(folder).max_context if folder and drafts.model == folder else 0
+    return replace(drafts, longest=min(end, limit or end), gamma=drafts.gamma * (end > 0))
+
+
+def _has_rows(workload: Workload) -> bool:
+    """Whether acceptance of a head was measured on the workload's kind of text, other than at its context alone."""
+    own = workload.drafter_head or workload.drafter_rows
+    return bool(own) and proposal_acceptance(DrafterKind.HEAD, replace(workload, acceptance_length=0.0)).known
+
+
+def _head_acceptance(workload: Workload, context: float) -> float:
+    """Conditional acceptance of an EAGLE-3 head at a context: by the user's rows, else by the published ones."""
+    here = replace(workload, context=int(context), acceptance_length=0.0)
+    if _has_rows(workload):
+        return proposal_acceptance(DrafterKind.HEAD, here).best
+    return ContextDecay.of(EAGLE3).acceptance(context)
+
+
+def _measured(workload: Workload) -> bool:
+    """Whether the user measured a head."""
+    return bool(workload.acceptance_length and workload.drafter is DrafterKind.HEAD) or _has_rows(workload)
 
 
 def _lookup(placed: Served) -> DraftModel:
     """Suffix lookup, which the plan's drafter is, or feeds self-drafts that engines lack."""
     drafter, workload = placed.options.plan.speculation.drafter, placed.options.plan.workload
     known = proposal_acceptance(DrafterKind.SUFFIX, workload)
+    method = "suffix" if placed.options.draft_method == "suffix" else "ngram"
     return DraftModel(
-        model="", method=LOOKUP, quantization="", kv=placed.kv, gamma=drafter.depth, acceptance=known.best, shape=None,
+        model="", method=method, quantization="", kv=placed.kv, gamma=drafter.depth, acceptance=known.best, shape=None,
         hit=known.hit, min_match=drafter.min_match,
     )  # fmt: skip
 
 
 def _drafting(placed: Served) -> DraftModel:
     options, draft_model = placed.options, placed.options.draft_model
-    if options.plan.speculation.drafter.kind is DrafterKind.SUFFIX and draft_model is None:
+    acceptance, workload, kind = options.acceptance, options.plan.workload, options.plan.speculation.drafter.kind
+    method, own_layers = options.draft_method, options.draft_method == "mtp"
+    if draft_model is None and (method in LOOKUPS or (kind is DrafterKind.SUFFIX and method == "draft_model")):
+        require(kind is DrafterKind.SUFFIX, f"the plan's drafter is {kind}; allowed with {method}: suffix")
         return _lookup(placed)
-    acceptance, workload = options.acceptance, options.plan.workload
-    if options.draft_method == "eagle3":
-        known = proposal_acceptance(DrafterKind.HEAD, workload)
-        measured = workload.acceptance_length or workload.drafter_head
-        acceptance = known.best if measured else ContextDecay.of(EAGLE3).acceptance(workload.context)
+    require(
+        draft_model is not None or own_layers or kind is not DrafterKind.HEAD,
+        "the plan's drafter is a head, and none is named; allowed: --draft-model with its id or path, or "
+        "--draft-method mtp for layers of the model's own",
+    )
+    if method in ("eagle3", "mtp"):
+        published = ContextDecay.of(MTP if own_layers else EAGLE3).acceptance(workload.context)
+        acceptance = proposal_acceptance(DrafterKind.HEAD, workload).best if _measured(workload) else published
     shadow = options.plan.kv.format is KVFormat.SHADOW
     other_dtype = options.schema.has_field("--speculative-config", "kv_cache_dtype")
     return DraftModel(
-        model=draft_model or options.model,
-        method=options.draft_method,
-        quantization="" if draft_model or is_quantized(options.shape) else options.engine.weights[8],
+        model=draft_model or ("" if own_layers else options.model),
+        method=method,
+        quantization="" if draft_model or own_layers or is_quantized(options.shape) else options.engine.weights[8],
         kv=options.engine.kv_dtypes[KVFormat.INT8] if shadow and other_dtype else placed.kv,
         gamma=options.plan.speculation.gamma,
         acceptance=acceptance,
-        shape=options.draft_shape if draft_model else options.shape,
+        shape=options.draft_shape if draft_model or own_layers else options.shape,
     )
 
 
@@ -202,7 +263,7 @@ def _at_best_gammas(placed: Served, drafts: DraftModel) -> DraftModel:
     Without predicted times the plan's gamma stays, and that of a head whose acceptance the user has not measured.
     """
     rounds, workload = rounds_of(placed, drafts), placed.options.plan.workload
-    if rounds is None or (drafts.method == "eagle3" and not workload.acceptance_length):
+    if rounds is None or (drafts.method == "eagle3" and not _measured(workload)):
         return drafts
     gammas = rounds.best_gammas(placed.options.plan.workload.rank_batch)
     if not placed.options.engine.schedules_gamma:
@@ -215,7 +276,8 @@ def rounds_of(placed: Served, drafts: DraftModel) -> EngineRounds | None:
     options = placed.options
     known = {
         "draft_model": drafts.shape is not None,
-        LOOKUP: True,
+        **dict.fromkeys(LOOKUPS, True),
+        "mtp": False,
         "eagle3": options.sharded.hidden == EAGLE3_HIDDEN
         and options.hardware.name == EAGLE3_GPU
         and options.plan.parallel == SINGLE,

@@ -19,19 +19,13 @@ from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.drafters import pass_tokens
-from ridgeplan.roofline.engine import EngineStep
+from ridgeplan.roofline.engine import EngineStep, eagle3_draft_seconds
 from ridgeplan.roofline.execution import MAX_SUFFIX_TOKENS
 from ridgeplan.roofline.round import tokens_per_round
 
-METHODS = ("draft_model", "eagle3")  # of a user's draft model
-LOOKUP = "ngram"  # suffix lookup, which needs none
+METHODS = ("draft_model", "eagle3", "mtp", "ngram", "suffix")
+LOOKUPS = ("ngram", "suffix")  # which need no draft model, as layers for multi-token prediction need none
 
-# Milliseconds that a pass of an EAGLE-3 head (one layer, 32k draft vocabulary) and its verification take beyond a plain
-# step, for each draft: at least, for each token in the caches, and for each sequence but the first. Fitted to six
-# passes of vLLM 0.24 on an H200, Llama-3.1-8B in fp8 with fp8 KV, November 2026: 3 drafts at 4k 1.45, 32k 1.51, 120k
-# 1.81 and 32k x 8 2.62; 5 drafts at 4k 2.42 and 120k 2.90. No term is off by more than 3%.
-EAGLE3_MS = (0.478, 0.95e-6, 0.021)
-EAGLE3_HIDDEN, EAGLE3_GPU = 4096, "h200"  # of the model and machine that was measured
 CONTEXTS = tuple(1024 * step for step in range(1, 129))  # at which a drafter's end is looked for
 
 
@@ -40,7 +34,8 @@ class DraftModel:
     """The draft model in the engine. model: its id or path. quantization: "" for the checkpoint's own format.
 
     shape: None if it is unknown, as for an EAGLE-3 head. schedule: gamma by batch, as (first, last, gamma). hit: share
-    of the passes with proposals. min_match: fewest tokens of a suffix that is looked up.
+    of the passes with proposals. min_match: fewest tokens of a suffix that is looked up. longest: sequence for which it
+    drafts, as it loses beyond; 0 for any.
     """
 
     model: str
@@ -53,6 +48,7 @@ class DraftModel:
     schedule: tuple[tuple[int, int, int], ...] = ()
     hit: float = 1.0
     min_match: int = 2
+    longest: int = 0
 
     @property
     def weight_bits(self) -> float:
@@ -87,10 +83,10 @@ class EngineRounds:
         if not gamma:
             return verify_s
         tokens = float(pass_tokens(self.drafts.hit, self.drafts.acceptance, gamma))
-        if self.drafts.method == LOOKUP:
+        if self.drafts.method in LOOKUPS:
             return verify_s / tokens
         if self.drafts.method == "eagle3":
-            return (self.tpot_s(batch, 0) + gamma * self._eagle3_draft_s(batch)) / tokens
+            return (self.tpot_s(batch, 0) + gamma * eagle3_draft_seconds(batch, self.target.context)) / tokens
         dtype, rates = DTYPES[self.drafts.kv], self.profile.rates
         draft = replace(
             self.target, batch=batch, weight_bits=self.drafts.weight_bits, kv_bits=dtype.bits,
@@ -98,10 +94,6 @@ class EngineRounds:
         )  # fmt: skip
         draft_s = rates.step_s(self.drafts.shape or self.shape, self.hardware, draft)
         return (gamma * draft_s + verify_s) / float(tokens_per_round(self.drafts.acceptance, gamma))
-
-    def _eagle3_draft_s(self, batch: Term) -> Term:
-        fewest, per_token, per_sequence = EAGLE3_MS
-        return 1e-3 * (fewest + per_token * batch * self.target.context + per_sequence * (batch - 1))
 
     def loses_from(self, batch: int, gamma: int, tokens_at: Callable[[float], float]) -> int | None:
         """The shortest of CONTEXTS from which on rounds of gamma drafts lose against plain decoding; None if they win.
@@ -140,25 +132,18 @@ def arguments(
 
 
 def _vllm(schema: Schema, drafts: DraftModel, tensor_parallel: int) -> Iterator[tuple[str, Any]]:
-    if drafts.method == LOOKUP:
-        config: dict[str, Any] = {
-            "method": LOOKUP, "num_speculative_tokens": drafts.gamma, "prompt_lookup_min": drafts.min_match,
-            "prompt_lookup_max": MAX_SUFFIX_TOKENS,
-        }  # fmt: skip
-        if drafts.scheduled and schema.has_field("--speculative-config", "num_speculative_tokens_per_batch_size"):
-            config["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in drafts.schedule]
-        yield "--speculative-config", config
-        return
-    config = {
-        "method": drafts.method,
-        "model": drafts.model,
-        "num_speculative_tokens": drafts.gamma,
-        "draft_tensor_parallel_size": tensor_parallel,
-        "draft_sample_method": "probabilistic",  # greedy drafts are accepted less often at a temperature
-    }
+    config: dict[str, Any] = {"method": drafts.method, "num_speculative_tokens": drafts.gamma}
+    if drafts.method == "ngram":
+        config |= {"prompt_lookup_min": drafts.min_match, "prompt_lookup_max": MAX_SUFFIX_TOKENS}
+    if drafts.model:
+        config |= {"model": drafts.model, "draft_tensor_parallel_size": tensor_parallel}
+    if drafts.method not in LOOKUPS:
+        config["draft_sample_method"] = "probabilistic"  # greedy drafts are accepted less often at a temperature
+    if drafts.longest:
+        config["max_model_len"] = drafts.longest
     if drafts.quantization:
         config["quantization"] = drafts.quantization
-    if drafts.kv != "auto":
+    if drafts.kv != "auto" and drafts.method not in LOOKUPS:
         config["kv_cache_dtype"] = drafts.kv
     if drafts.scheduled:
         config["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in drafts.schedule]
@@ -167,12 +152,14 @@ def _vllm(schema: Schema, drafts: DraftModel, tensor_parallel: int) -> Iterator[
 
 
 def _sglang(schema: Schema, drafts: DraftModel, tensor_parallel: int) -> Iterator[tuple[str, Any]]:
-    if drafts.method == LOOKUP:
+    if drafts.method in LOOKUPS:
         yield "--speculative-algorithm", "NGRAM"
         yield "--speculative-num-draft-tokens", drafts.gamma + 1
         return
-    yield "--speculative-algorithm", {"draft_model": "STANDALONE", "eagle3": "EAGLE3"}[drafts.method]
-    yield "--speculative-draft-model-path", drafts.model
+    names = {"draft_model": "STANDALONE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
+    yield "--speculative-algorithm", names[drafts.method]
+    if drafts.model:
+        yield "--speculative-draft-model-path", drafts.model
     yield "--speculative-num-steps", drafts.gamma
     yield "--speculative-eagle-topk", 1
     yield "--speculative-num-draft-tokens", drafts.gamma + 1

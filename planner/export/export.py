@@ -76,7 +76,7 @@ def _json_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict) else value
 
 
-UNPREDICTED_DRAFTS = "the draft model is not known, so its times are not predicted"
+UNPREDICTED_DRAFTS = "the time of such drafts is not known, so times are not predicted"
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def export(options: ServeCommandOptions) -> Exported:
     incompatibility would make its output wrong. A plan's own head is the draft model unless the user names one.
     """
     folder, drafter = options.plan.workload.drafter_head, options.plan.speculation.drafter
-    if folder and drafter.kind is DrafterKind.HEAD and options.draft_model is None:
+    if folder and drafter.kind is DrafterKind.HEAD and options.draft_model is None and options.draft_method != "mtp":
         options = replace(options, draft_model=folder, draft_method="eagle3")
     check_models(options)
     _check_choices(options)
@@ -158,6 +158,8 @@ def _check_choices(options: ServeCommandOptions) -> None:
     require(kv is None or kv in known, f"kv_cache_dtype is {kv!r}; allowed in {name}: {', '.join(known)}")
     methods = drafting.METHODS
     require(options.draft_method in methods, f"draft method is {options.draft_method!r}; allowed: {', '.join(methods)}")
+    without_layers = options.draft_method == "mtp" and not options.shape.mtp_layers
+    require(not without_layers, f"{options.shape.name} has no layers for mtp; allowed: another draft method")
 
 
 def _arguments(running: Served) -> Iterator[tuple[str, Any]]:

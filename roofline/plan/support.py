@@ -10,6 +10,7 @@ from ridgeplan.roofline.catalog.layers import DELTA_RULE, LayerGroup
 from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, loaded_formats
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.engine import EAGLE3_GPU, EAGLE3_HIDDEN
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, TILE_OUTPUTS, padded_head_dim, uses_draft_swap
 from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Plan
 from ridgeplan.roofline.plan.policies.evictions import layer_budgets
@@ -41,7 +42,7 @@ def unsupported(plan: Plan, backend: Backend, shape: ModelShape, profile: Profil
         return only_estimated(plan, shape) or uncalibrated(plan, profile)
     if backend is Backend.VLLM_PLUGIN:
         return not_carried(plan, shape) or uncalibrated(plan, profile) or _unmeasured_in_plugin(plan)
-    missing = _missing_in(plan, shape)
+    missing = _missing_in(plan, backend, shape)
     return f"{backend} has no {', '.join(missing)}" if missing else None
 
 
@@ -85,7 +86,7 @@ def _unmeasured_in_plugin(plan: Plan) -> str | None:
     return f"drafts in {Backend.VLLM_PLUGIN} have not been measured" if plan.speculation.active else None
 
 
-def _missing_in(plan: Plan, shape: ModelShape) -> list[str]:
+def _missing_in(plan: Plan, engine: Backend, shape: ModelShape) -> list[str]:
     """The plan's values that another engine does not support, one phrase each."""
     bits, held = plan.weights.target_bits, shape.weight_bits
     checks = {
@@ -93,10 +94,26 @@ def _missing_in(plan: Plan, shape: ModelShape) -> list[str]:
         f"eviction {plan.eviction.policy!r}": plan.eviction.active,
         "offload of a running sequence's KV": plan.placement.offload,
         f"target selection {plan.attention.selection.name!r}": plan.attention.active,
-        "self-speculation that shares its cache": plan.speculation.active,
+        "self-speculation that shares its cache": plan.speculation.self_drafts,
+        **_missing_drafter(plan, engine, shape),
         f"{plan.kv.format.value} KV": plan.kv.format not in ENGINE_FORMATS,
     }
     return [name for name, missing in checks.items() if missing]
+
+
+def _missing_drafter(plan: Plan, engine: Backend, shape: ModelShape) -> dict[str, bool]:
+    """What another engine lacks for a plan's drafter: passes that were measured, above all."""
+    drafter = plan.speculation.drafter
+    measured = shape.hidden == EAGLE3_HIDDEN and plan.workload.hardware == EAGLE3_GPU and plan.parallel == SINGLE
+    return {
+        f"measured pass of drafter {drafter.kind.value!r}": drafter.active
+        and (
+            engine is not Backend.VLLM
+            or drafter.kind is DrafterKind.BLOCK
+            or (drafter.kind is DrafterKind.HEAD and not measured)
+        ),
+        "adaptive gamma": plan.speculation.adaptive,
+    }
 
 
 def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:

@@ -12,9 +12,11 @@ from ridgeplan.planner.acceptance.rows import rows_json
 from ridgeplan.planner.acceptance.speculation_profile import NAME, head_rows, profile_document
 from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.prediction import predict
+from ridgeplan.planner.queries.drafter_range import drafter_range
 from ridgeplan.planner.search import families
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import RoundShape, round_shape
+from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan, PlanError, Speculation, Workload
 from ridgeplan.roofline.plan.presets import describe, short_name
 from ridgeplan.roofline.plan.support import only_estimated
@@ -127,6 +129,61 @@ def test_answers_for_documentation_draft_by_suffix_and_those_for_prose_do_not(h2
     chosen = predict(docs.plan, LLAMA, h200_profile)
     assert chosen.best.tpot_ms == pytest.approx(docs.predicted.best.tpot_ms)
     assert chosen.tokens_per_round > 1.3
+
+
+HEAD_OF_2_8 = {"drafter": "head", "acceptance_length": 2.8}
+
+
+@pytest.mark.parametrize(
+    "context, asked, kind",
+    [
+        (4096, {"text": "code"}, SUFFIX),
+        (4096, {"text": "prose"}, DrafterKind.NONE),  # beyond the noise of passes that nobody measured
+        (4096, HEAD_OF_2_8, HEAD),
+        (4096, HEAD_OF_2_8 | {"acceptance_length": 1.1}, DrafterKind.NONE),
+    ],
+)
+def test_vllm_drafts_where_that_pays(context, asked, kind):
+    chosen = planner.recommend("Llama-3.1-8B", "h200", context, backend="vllm", **asked)
+    assert chosen.plan.speculation.drafter.kind is kind and chosen.adaptive is None
+    assert (chosen.drafter_range is None) == (kind is DrafterKind.NONE)
+    if kind is HEAD:  # passes with 4 drafts take 1.2 to 1.7 plain steps (the issue's table: 3.70, 5.15 and 6.12 ms)
+        assert chosen.predicted.best.tpot_ms == pytest.approx(5.63 / 2.8, rel=0.03)
+        assert chosen.predicted.memory_bytes["draft_weights"] > 5e8
+    if kind is SUFFIX:
+        low, high = chosen.predicted.low.tpot_ms, chosen.predicted.high.tpot_ms
+        assert low < 0.8 * chosen.predicted.best.tpot_ms < 1.2 * chosen.predicted.best.tpot_ms < high
+
+
+def test_engines_run_no_drafter_whose_passes_were_not_measured():
+    for question in ({"gpu": "h100"}, {"gpu": "h200", "backend": "sglang"}, {"gpu": "h200", "model": "Qwen2.5-0.5B"}):
+        asked = {"model": "Llama-3.1-8B", "backend": "vllm", "ctx": 4096, **HEAD_OF_2_8, **question}
+        assert not planner.recommend(**asked).plan.speculation.active
+
+
+def test_a_drafter_loses_from_some_context_on(h200_profile, tmp_path):
+    """A cascade whose suffixes are accepted at 4k, and hardly at 64k."""
+    row = DrafterRow(SUFFIX, "suffix lookup", "m", 4, "measured", "w", 4096, 0.7, 0.8, text="code")
+    rows = row, replace(row, context=65536, hit=0.1, acceptance=0.05)
+    (tmp_path / "rows.json").write_text(rows_json((), [], rows))
+    ask = {"profile": h200_profile, "text": "code", "acceptance": tmp_path / "rows.json"}
+    plan = planner.estimate("Llama-3.1-8B", "h200", 4096, preset="cascade", **ask).plan
+    machine = Machine.of(h200_profile)
+    pays = drafter_range(plan, LLAMA, h200_profile, machine)
+    assert pays.last == LLAMA.max_context and not pays.constant and 4096 < pays.loses_from < 65536
+    for context, faster in ((4096, True), (pays.loses_from, False)):
+        here = replace(plan, workload=replace(plan.workload, context=context))
+        alone = [replace(here.speculation, gamma=gamma, drafter=Drafter()) for gamma in range(1, 9)]
+        drafted, *without = (
+            predict(replace(here, speculation=each), LLAMA, h200_profile).best.tpot_ms
+            for each in (here.speculation, *alone)
+        )
+        assert (drafted < min(without)) == faster
+    self_drafts = replace(plan.speculation, gamma=4, drafter=Drafter())
+    assert drafter_range(replace(plan, speculation=self_drafts), LLAMA, h200_profile, machine) is None
+    for length, words in ((4.5, "pays up to 128k tokens of context"), (1.0, "loses at all contexts")):
+        given = replace(plan, workload=replace(plan.workload, acceptance_length=length))
+        assert str(drafter_range(given, LLAMA, h200_profile, machine)) == f"{words}, at the same acceptance"
 
 
 def test_an_adaptive_plan_has_the_costs_of_all_tiers(h200_profile):

@@ -180,6 +180,60 @@ def test_a_plan_that_drafts_by_suffix_becomes_the_engines_lookup(
     assert exported.times.tpot_ms < 0.7 * of_prose.tpot_ms < of_prose.plain_ms
 
 
+def test_lookups_and_own_layers_are_written_by_name(request_for: Callable[..., ServeCommandOptions]) -> None:
+    def config(request: ServeCommandOptions) -> dict[str, Any]:
+        exported = export(request)
+        request.schema.parse(exported.command.options)
+        return dict(exported.command.arguments)["--speculative-config"]
+
+    request = request_for("suffix", context=4096, draft_method="suffix")
+    docs = replace(request.plan, workload=replace(request.plan.workload, text="docs"))
+    assert config(replace(request, plan=docs)) == {"method": "suffix", "num_speculative_tokens": 4}
+    head = replace(request.plan, speculation=Speculation(3, drafter=Drafter(DrafterKind.HEAD, 3)))
+    with_layers = replace(request, plan=head, draft_method="mtp", shape=replace(request.shape, mtp_layers=1))
+    assert config(with_layers) == {
+        "method": "mtp", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic",
+    }  # fmt: skip
+    assert export(with_layers).times is None
+    for other, words in (
+        ({"draft_method": "mtp"}, "has no layers for mtp"),
+        ({"draft_method": "ngram"}, "the plan's drafter is head; allowed with ngram: suffix"),
+        ({"draft_method": "draft_model"}, "the plan's drafter is a head, and none is named"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            export(replace(request, plan=head, **other))
+
+
+def test_vllm_stops_a_head_where_it_loses(request_for: Callable[..., ServeCommandOptions], tmp_path: Path) -> None:
+    """By published acceptance at about 11k tokens; by a head's own rows, which say that it always pays, nowhere."""
+
+    def exported(request: ServeCommandOptions) -> tuple[dict[str, Any], str]:
+        answer = export(request)
+        return dict(answer.command.arguments)["--speculative-config"], axis(answer, "drafts").engine
+
+    plan = {"speculation": Speculation(3, drafter=Drafter(DrafterKind.HEAD, 3))}
+    request = request_for("int8-weights-int8", context=8192, plan=plan, draft_method="eagle3", draft_model="x/head")
+    longer = replace(request.plan, workload=replace(request.plan.workload, new_tokens=8192))
+    config, text = exported(replace(request, plan=longer))
+    assert 8192 < config["max_model_len"] < 14336 and "max_model_len switches it off" in text
+    assert "max_model_len" not in exported(request)[0]  # whose sequences end before
+    rows = [{"kind": "head", "name": "EAGLE-3", "model": "m", "depth": 3, "source": "measured", "where": "w",
+             "context": context, "acceptance": 0.8} for context in (4096, 65536)]  # fmt: skip
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    profile = tmp_path / "speculation_profile.json"
+    workload = replace(request.plan.workload, context=32768, new_tokens=8192, drafter_head=str(tmp_path))
+    own = replace(request, plan=replace(request.plan, workload=workload), draft_model=None)
+    profile.write_text(json.dumps({"measurement_conditions": {"rows": rows}}))
+    config, text = exported(own)
+    assert "max_model_len" not in config and "loses" not in text and "measured rows" in text
+    rows[1]["acceptance"] = 0.1
+    profile.write_text(json.dumps({"measurement_conditions": {"rows": rows}}))
+    shorter = replace(own, plan=replace(own.plan, workload=replace(workload, context=4096, new_tokens=32768)))
+    assert exported(shorter)[0]["max_model_len"] == 2048  # the head's own limit
+    of_sglang = replace(shorter, engine=ENGINES["sglang"], schema=schema_for("sglang"))
+    assert "SGLang has no switch for that" in axis(export(of_sglang), "drafts").engine
+
+
 @pytest.mark.parametrize(
     ("context", "batch", "drafts", "pass_ms"),
     [(4096, 1, 3, 5.15), (32768, 1, 3, 5.84), (120_000, 1, 3, 8.13), (32768, 8, 3, 11.84), (4096, 1, 5, 6.12)],
