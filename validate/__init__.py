@@ -5,13 +5,14 @@ Not here: predictions (planner), and what is measured (kernels, runtime).
 
 from typing import TYPE_CHECKING, Any
 
+from ridgeplan.roofline.catalog.profile import save_profile
 from ridgeplan.validate.calibration.noise import NoiseCheck, NoisyMachine
 from ridgeplan.validate.comparison import Comparison, ComparisonRow, compare
 from ridgeplan.validate.measure import Measured, measure
 from ridgeplan.validate.validation import PlanRuns, RunOptions, Validation, run_plans, validate_plan
 
 if TYPE_CHECKING:
-    from ridgeplan.validate.calibration.calibrate import calibrate, recalibrate, save_profile
+    from ridgeplan.validate.calibration.calibrate import calibrate, recalibrate
 
 __all__ = [
     "Comparison",
@@ -34,7 +35,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports calibration when it is first used, as it imports torch, which takes seconds."""
-    if name in ("calibrate", "recalibrate", "save_profile"):
+    if name in ("calibrate", "recalibrate"):
         from ridgeplan.validate.calibration import calibrate as module
 
         return getattr(module, name)

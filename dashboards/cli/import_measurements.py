@@ -14,7 +14,7 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, print_table
 from ridgeplan.dashboards.files import FileProblem, locked, require_lockable
 from ridgeplan.roofline.catalog.files import read_document
-from ridgeplan.roofline.catalog.profile import load_profile, user_profile_path
+from ridgeplan.roofline.catalog.profile import load_profile, save_profile, user_profile_path
 from ridgeplan.roofline.catalog.validation import build
 from ridgeplan.roofline.latency import KERNEL_CLASSES
 
@@ -43,7 +43,6 @@ def import_measurements(path: Path, profile: str | None, output: Path | None) ->
     target = output or user_profile_path()
     require_lockable(target)
     base = load_profile(profile or user_profile_path())
-    from ridgeplan.validate.calibration.calibrate import save_profile
     from ridgeplan.validate.calibration.fit import KernelSample, Samples
     from ridgeplan.validate.calibration.imported import corrected
 

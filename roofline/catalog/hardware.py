@@ -96,7 +96,10 @@ def load_hardware(reference: str) -> Hardware:
     if hardware is None:
         names = ", ".join(item.name for item in list_hardware())
         hint = _catalog().suggestion(reference)
-        raise UnknownHardware(f"unknown GPU {brief(reference)}.{hint} Known: {names}, or a path to a TOML file")
+        raise UnknownHardware(
+            f"unknown GPU {brief(reference)}.{hint} Known: {names}, or a TOML file, which `ridgeplan gpus --template` "
+            "begins"
+        )
     return hardware
 
 

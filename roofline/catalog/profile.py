@@ -22,6 +22,7 @@ from ridgeplan.roofline.catalog.files import (
     json_or,
     naming_file,
     read_document,
+    replacing,
 )
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.validation import Checked, build
@@ -216,6 +217,15 @@ def load_profile(path: str | Path) -> Profile:
     """A profile from a file. Raises ProfileError naming the file."""
     with naming_file("profile", path, ProfileError):
         return Profile.from_json(read_document(Path(path)))
+
+
+def save_profile(profile: Profile, path: str | Path | None = None) -> Path:
+    """Writes `profile` as JSON, completely or not at all; by default to the path that `gpu="auto"` reads."""
+    target = Path(path) if path is not None else user_profile_path()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(target) as staging:
+        staging.write_text(profile.to_json() + "\n", encoding="utf-8")
+    return target
 
 
 def transferred_spread(spread: float) -> float:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ridgeplan.roofline.catalog.files import replacing
 from ridgeplan.roofline.catalog.hardware import Hardware
-from ridgeplan.roofline.catalog.profile import Profile, Rates, user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile, Rates
 from ridgeplan.roofline.execution import rate_rows
 from ridgeplan.validate import machine
 from ridgeplan.validate.calibration.calls import bench_for, class_calls, portable_calls
@@ -239,12 +238,3 @@ def _portable(bench: Bench, suite: Suite, num_sms: int, ceilings: Ceilings) -> d
     for call in portable_calls(bench, suite, num_sms):
         samples.setdefault(call.kind, []).append(replace(untimed(call), seconds=bench.seconds(call)))
     return {kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in samples.items()}
-
-
-def save_profile(profile: Profile, path: str | Path | None = None) -> Path:
-    """Writes `profile` as JSON, completely or not at all; by default to the path that `gpu="auto"` reads."""
-    target = Path(path) if path is not None else user_profile_path()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as staging:
-        staging.write_text(profile.to_json() + "\n", encoding="utf-8")
-    return target

@@ -19,6 +19,7 @@ from ridgeplan.validate.calibration.noise import SHORTEST_LAUNCH_S
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
 
 SLOWEST = 1e-6  # utilization
+NEGLIGIBLE_LOSS = 5e-5  # of a sample: half the square of 1%
 OUTLIER = 0.3  # log residual beyond which a sample counts linearly instead of squared
 
 
@@ -54,7 +55,8 @@ def fit_rates(samples: Sequence[KernelTiming], ceilings: Ceilings) -> Rates:
 
     A rate that never limits any sample cannot be fitted, as any value that is fast enough fits equally well. It is then
     the ceiling, what memory or a large matmul reaches, so that predictions beyond the samples have a measured limit.
-    Both rates are fitted only if that explains clearly more than one of them alone.
+    Both rates are fitted only if that explains clearly more than one of them alone. Where either explains the samples,
+    as it does two of them, the one that is nearer to its peak does: 4.5 TB/s is a likelier limit than 1 TFLOP/s.
 
     Raises ValueError without samples.
     """
@@ -65,11 +67,13 @@ def fit_rates(samples: Sequence[KernelTiming], ceilings: Ceilings) -> Rates:
     computing = np.array([float(sample.cost.flops) for sample in samples]) / ceilings.compute_flops
     times = _Times(seconds, moving, computing)
     fastest = (ceilings.read_utilization, ceilings.matmul_utilization)
-    simple = min((_fit(times, fastest, free) for free in ((0, 1), (0, 2))), key=lambda fit: fit.loss)
+    count, alone = len(samples), {rate: _fit(times, fastest, (0, rate)) for rate in (1, 2)}
+    alike = NEGLIGIBLE_LOSS * count + min(fit.loss for fit in alone.values())
+    simple = max((rate for rate in alone if alone[rate].loss <= alike), key=lambda rate: alone[rate].logs[rate])
     both = _fit(times, fastest, (0, 1, 2))
-    count = len(samples)
     # Bayesian information criterion: another parameter must lower the loss by more than noise would.
-    best = both if both.loss < simple.loss * count ** (-1 / count) else simple
+    clearly = both.loss + NEGLIGIBLE_LOSS * count < alone[simple].loss * count ** (-1 / count)
+    best = both if clearly else alone[simple]
     launch_s, bandwidth, compute = np.exp(best.logs)
     # In logs, so a stray sample that took a hundred times as long does not dominate.
     spread = min(float(times.residuals(best.logs).std()), MAX_SPREAD)

@@ -45,7 +45,7 @@ def corrected(base: Profile, samples: Samples) -> Profile:
         off = float(np.median((rates.launch_s + np.maximum(moving, computing)) / seconds))
         if not 1 / MAX_OFF <= off <= MAX_OFF:  # the fit ended at a limit of its rates
             raise ProfileError(
-                f"the timings of {kind!r} are {off:.2g}x as fast as any rates of {hardware.name} explain; allowed: up "
+                f"the timings of {kind!r} are {off:,.3g}x as fast as any rates of {hardware.name} explain; allowed: up "
                 f"to {MAX_OFF:g}x; are bytes, FLOPs and seconds of one call on this GPU each?"
             )
         fitted[kind] = replace(rates, source="measured")

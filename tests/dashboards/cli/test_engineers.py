@@ -100,6 +100,21 @@ def test_timings_replace_the_rates_of_their_class(invoke: Any, profile: Profile,
     assert load_profile(output).classes["elementwise"] == profile.classes["elementwise"]
 
 
+def test_two_timings_are_explained_by_the_likelier_limit(invoke: Any, profile: Profile, profile_path: Path) -> None:
+    """Bytes and FLOPs grow alike, so that either explains the time: of attention the bytes, of a prefill the FLOPs."""
+    rows, output = profile_path.with_name("rows.csv"), profile_path.with_name("corrected.json")
+    lines = ["attention,2.4e-4,3e8,1.07e9,8192", "attention,1.3e-4,1.5e8,5.4e8,8192"]
+    lines += ["prefill_linear,1e-2,6e12,1e9,0", "prefill_linear,2e-2,1.2e13,2e9,0"]
+    rows.write_text(HEAD + "\n".join(lines))
+    assert invoke("import-measurements", rows, "--profile", profile_path, "--output", output).exit_code == 0
+    classes = load_profile(output).classes
+    assert classes["attention"].bandwidth_utilization > 0.9
+    assert classes["attention"].compute_utilization > 0.5  # a large matmul's
+    assert classes["prefill_linear"].compute_utilization == pytest.approx(
+        6e14 / profile.hardware.compute_flops, rel=0.05
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -110,7 +125,10 @@ def test_timings_replace_the_rates_of_their_class(invoke: Any, profile: Profile,
         (f"{HEAD}linear,fast,1,1,1", "could not convert string to float: 'fast'; allowed: numbers"),
         (f"{HEAD}linear,-1,1,1,1", "seconds is -1.0; allowed"),
         (f"{HEAD}linear,1e-6,0,1e6,0\nlinear,1e-1,0,1e6,0", "no rates explain the timings of 'linear'"),
-        (f"{HEAD}linear,1e-5,0,1e9,0\nlinear,1e-4,0,1e10,0", "the timings of 'linear' are 21x as fast as any rates of"),
+        (
+            f"{HEAD}linear,1e-5,0,1e9,0\nlinear,1e-4,0,1e10,0",
+            "the timings of 'linear' are 20.9x as fast as any rates",
+        ),
     ],
 )
 def test_bad_timings_are_refused(refuses: Any, profile_path: Path, text: str, words: str) -> None:

@@ -101,7 +101,14 @@ def test_names_are_tolerant(reference: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "near"), [("h201", "h200"), ("rtx4099", "rtx4090"), ("a100-40gb", "a100-80gb"), ("b20", "b200")]
+    ("wrong", "near"),
+    [
+        ("h201", "h200"),
+        ("rtx4099", "rtx4090"),
+        ("a100-40gb", "a100-80gb"),
+        ("b20", "b200"),
+        ("rtx4060-l", "rtx4060-laptop"),
+    ],
 )
 def test_unknown_names_suggest_near_ones(wrong: str, near: str) -> None:
     with pytest.raises(UnknownHardware, match=f"Did you mean [^?]*{near}") as caught:
