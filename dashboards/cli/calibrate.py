@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--engine", type=click.Choice(["vllm", "sglang"]), help="Measure this serving engine's steps instead.")
 @click.option("--url", help="Its running server, such as http://localhost:8000.  [default: vLLM in this process]")
 @click.option("--model", help="The model that the engine serves, as `ridgeplan plan` takes it.")
-@click.option("--served-model", help="The engine's name or path of that model.  [default: the first that it serves]")
+@click.option("--served-model", help="The engine's name or path of that model.  [default: the first one it serves]")
 @click.option("--gpu", help="The engine's GPU.  [default: this machine's]")
 @opt.context_list("Prompts to measure the engine at.  [default: 2k,8k,32k]")
 @opt.batch_list("Batches to measure the engine at.  [default: 1,2,4,6,8,12,16]")

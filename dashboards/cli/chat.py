@@ -18,7 +18,7 @@ from ridgeplan.planner.quantities import time_text
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, SamplingParams
 
-RESET, HELP = "/reset", "/reset starts anew, Ctrl-C stops an answer, Ctrl-D ends the chat."
+RESET, HELP = "/reset", "/reset starts a new chat, Ctrl-C stops an answer, Ctrl-D ends the chat."
 
 
 @command()
@@ -34,7 +34,7 @@ def chat(
 ) -> None:  # fmt: skip
     """Talk with a model that has a chat template. The KV cache is kept between turns.
 
-    /reset starts anew, Ctrl-C stops an answer, and Ctrl-D ends the chat. Without a terminal, each line of standard
+    /reset starts a new chat, Ctrl-C stops an answer, and Ctrl-D ends it. Without a terminal, each line of standard
     input is a message.
 
     Examples:
@@ -93,7 +93,7 @@ class Conversation:
         except KeyboardInterrupt:
             echo("\n(stopped)", err=True)
         except (WorkloadError, ChatTemplateError) as error:
-            echo(f"error: {error}; {RESET} starts anew", err=True)
+            echo(f"error: {error}; {RESET} starts a new chat", err=True)
             return
         else:
             echo("")

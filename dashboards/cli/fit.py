@@ -68,7 +68,7 @@ def _on_gpu(
     print_answer(result.to_dict(), as_json, lambda: _print_fits(result))
     rows = (*(result.contexts if batches or not contexts else ()), *(result.batches if contexts else ()))
     if not any(row.plan for row in rows):
-        raise NothingFits(f"nothing fits: {result.model} on {gpu} at the sizes asked for{_hint(result.fixes)}")
+        raise NothingFits(f"nothing fits: {result.model} on {gpu} at these sizes{_hint(result.fixes)}")
 
 
 def _hint(fixes: Sequence[Fix], where: str = "") -> str:

@@ -50,7 +50,7 @@ def serve(host: str, port: int, name: str | None, **engine_arguments: Any) -> No
         address = f"[{host}]" if ":" in host else host
         echo(f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1, one request at a time", err=True)
         if host != LOCALHOST and not host.startswith("127."):
-            echo("note: whoever reaches this address can use the model; there are no keys", err=True)
+            echo("note: anyone who can reach this address can use the model; no key is asked for", err=True)
         uvicorn.Server(config).run(sockets=[listener])
         engine.close()
 

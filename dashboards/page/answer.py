@@ -114,7 +114,7 @@ def show_head(answer: Answer) -> None:
     st.markdown(escaped(plan_sentence(recommendation)))
     st.caption(escaped(f"{subject(recommendation)} {best_of_all(recommendation)}"), help=SOURCES_HELP)
     if recommendation.on_device:
-        show_fixes(recommendation.on_device, "Questions whose plans fit the GPU alone")
+        show_fixes(recommendation.on_device, "Changes with which a plan fits the GPU alone")
     _show_tiles(recommendation)
     for note in recommendation.notes:
         st.warning(escaped(note))

@@ -292,7 +292,7 @@ class EngineProfile:
         arguments += [f"{engine.kv_cache_dtype} {kv}"] if kv != "auto" else []
         formats = f"in {self.title}: {' '.join(arguments) or 'weights and KV cache as in the checkpoint'}"
         if plan.speculation.drafter.kind is DrafterKind.SUFFIX:
-            formats += ", and ngram by `ridgeplan export`, whose passes nobody measured: its lookup is not priced"
+            formats += ", and ngram by `ridgeplan export`, whose passes were not measured: its lookup is not priced"
         return formats
 
     def certainty(self, step: EngineStep, kind: str, shape: ModelShape) -> tuple[str, float]:

@@ -28,7 +28,7 @@ from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.validation import Checked, build
 
 PROFILE_SCHEMA = 3
-# From strongest to weakest. "extrapolated" is a prediction beyond all data that it was fitted to.
+# From strongest to weakest. "extrapolated" is a prediction outside the data that it was fitted to.
 SOURCES = ("measured", "calibrated", "transferred", "published", "extrapolated", "prior")
 RECALIBRATE = "make it again with `ridgeplan calibrate`"
 
