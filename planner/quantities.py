@@ -70,11 +70,12 @@ def duration_s(value: str) -> float:
 
 
 def values(text: str, parse: Callable[[str], int] = tokens) -> tuple[int, ...]:
-    """Several numbers: "8k", "4k,32k", "4k..1M" (doubling), or "4k..1M:64" (64 of them, evenly spaced in their logs).
+    """Several numbers: "8k", "4k,32k", "4k 32k", "4k..1M" (doubling), or "4k..1M:64" (64, evenly spaced in their logs).
 
     Each once and ascending. Raises PlanError.
     """
-    numbers = sorted({number for piece in text.split(",") for number in _range(piece, parse)})
+    pieces = re.split(r",|(?<=\w)\s+(?=\d)", text)
+    numbers = sorted({number for piece in pieces for number in _range(piece, parse)})
     require(0 < len(numbers) <= MAX_VALUES, f"{brief(text)} holds {len(numbers)} values; allowed: 1 to {MAX_VALUES}")
     return tuple(numbers)
 

@@ -262,6 +262,8 @@ class Question:
             yield f"{hardware.name} is an AMD GPU, on which this package's kernels have not run"
         if shape.states and "state" not in self.profile.classes:
             yield f"the recurrent states of {shape.state_layers:g} layers are priced as streams, and not calibrated"
+        if self.engine is None and shape.is_moe and "grouped_linear" not in self.profile.classes:
+            yield "products of routed experts are priced at rates of related kernels: theirs are not calibrated"
         backend = self.options.backend
         if (workload.text or workload.acceptance_length) and backend in (Backend.SGLANG, Backend.VLLM_PLUGIN):
             yield f"--text and --acceptance-length are ignored: of drafters in {backend} nothing was measured"

@@ -79,8 +79,11 @@ def _print_comparison(result: PlanComparison) -> None:
         predicted, best = compared_plan.predicted, compared_plan.predicted.best
         sizes = best.tpot_ms, best.ttft_ms, best.tokens_per_s, best.peak_memory_bytes / GB
         note = compared_plan.note.partition(":")[0]
-        rows.append((name, str(predicted.gamma), *map(number, sizes), f"{predicted.speedup:.2f}x", note))
+        speedup = opt.speedup_text(predicted.speedup, compared_plan.plain_fits)
+        rows.append((name, str(predicted.gamma), *map(number, sizes), speedup, note))
     print_table(f"Plans ({opt.FIGURES_NOTE})", COMPARE_COLUMNS, rows)
+    if not all(compared_plan.plain_fits for compared_plan in result.plans):
+        echo(opt.PLAIN_DOES_NOT_FIT)
     for subject, reason in result.missing:
         echo(f"{subject}: {reason}")
 

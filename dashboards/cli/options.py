@@ -66,7 +66,7 @@ TIME = Quantity("time", quantities.duration_s)
 
 
 class Names(click.ParamType):
-    """A comma-separated list of names."""
+    """A list of names, separated by commas or spaces; the name of a file may have spaces."""
 
     name = "names"
 
@@ -74,7 +74,8 @@ class Names(click.ParamType):
         """The distinct names in order."""
         if not isinstance(value, str):
             return tuple(value)
-        names = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
+        apart = value if "," in value or Path(value).exists() else ",".join(value.split())
+        names = tuple(dict.fromkeys(name.strip() for name in apart.split(",") if name.strip()))
         return names or self.fail(f"{value!r} holds no name; allowed: one name, or several with commas", param, ctx)
 
 
@@ -411,6 +412,14 @@ def gpu_of(argument: str | None, option: str | None) -> str | None:
 
 FIGURES_NOTE = "last TTFT: ms, of the batch's last request; tokens/s: of the batch"
 FIGURES = ("gamma", "TPOT ms", "low", "high", "last TTFT", "tokens/s", "GB", "speed-up")
+
+
+PLAIN_DOES_NOT_FIT = "*: over plain decoding, which does not fit"
+
+
+def speedup_text(speedup: float, plain_fits: bool) -> str:
+    """A speed-up over plain decoding, marked where that does not fit."""
+    return f"{speedup:.2f}x{'' if plain_fits else '*'}"
 
 
 def figures(prediction: Prediction) -> tuple[str, ...]:

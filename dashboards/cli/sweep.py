@@ -81,6 +81,8 @@ def _print(result: GridSweep, output: Path | None) -> None:
     varying = [name for name in TURNS if len({row.get(name) for row in rows}) > 1]
     cells = (_cells(row, varying) for row in rows[::step])
     print_table("Fastest plans (tokens/s of the whole batch)", COLUMNS, cells)
+    if any(row["plan"] and not row["plain_fits"] for row in rows[::step]):
+        echo(opt.PLAIN_DOES_NOT_FIT)
     shown = len(rows[::step])
     part = f", {shown} of them shown" if shown < len(rows) else ""
     echo(f"{len(rows)} points{part}" + (f"; all are in {output}" if output else ""))
@@ -95,7 +97,7 @@ def _cells(row: dict[str, Any], varying: Sequence[str]) -> tuple[str, ...]:
         return (*size, *[""] * (len(COLUMNS) - len(size)))
     return (
         *size, str(row["gamma"]), number(row["tpot_ms"]), number(row["tokens_per_s"]),
-        number(row["peak_memory_bytes"] / GB), f"{row['speedup']:.2f}x", row["why_not"],
+        number(row["peak_memory_bytes"] / GB), opt.speedup_text(row["speedup"], row["plain_fits"]), row["why_not"],
     )  # fmt: skip
 
 

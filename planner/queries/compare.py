@@ -28,7 +28,8 @@ ModelReference = str | ModelShape
 class ComparedPlan:
     """One column: the plan with its prediction, and what it is short of. note: "" where it runs and fits.
 
-    caveats: of any prediction for its model and machine.
+    plain_fits: whether plain decoding does, with which speed-ups compare. caveats: of any prediction for its model and
+    machine.
     """
 
     plan: Plan
@@ -36,11 +37,13 @@ class ComparedPlan:
     predicted: Prediction
     memory_limit_bytes: float
     note: str
+    plain_fits: bool = True
     caveats: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
         """Flat values, for tables and CSV."""
-        return {**plan_row(self.plan, self.name, self.predicted), "note": self.note}
+        row = plan_row(self.plan, self.name, self.predicted)
+        return {**row, "plain_fits": self.plain_fits, "note": self.note}
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,4 +143,5 @@ def _compared(plan: Plan, question: Question) -> ComparedPlan:
         note = f"offloaded: {on_host_text(predicted, executed.host_limit_bytes)}"
     caveats = tuple(executed.notes())
     name, limit = divided_name(preset_name(plan), plan), executed.memory_limit_bytes
-    return ComparedPlan(plan, name, predicted.against(baseline), limit, note, caveats)
+    plain_fits = baseline.best.peak_memory_bytes <= limit
+    return ComparedPlan(plan, name, predicted.against(baseline), limit, note, plain_fits, caveats)

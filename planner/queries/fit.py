@@ -98,6 +98,17 @@ def fit(
     to False here, as plans with layers on the host are slow. Other options, and errors, are those of `recommend`.
     """
     options = SearchOptions.of(options, changes, offload=False)
+    sizes = _sizes(model, gpu, batches, contexts, preset, options)
+    if any(row.plan for row in (sizes.batches if contexts else sizes.contexts)):
+        return sizes
+    context, batch = min(contexts, default=1), min(batches, default=1)
+    return replace(sizes, fixes=remedies(model, gpu, context, batch, preset=preset, options=options))
+
+
+def _sizes(
+    model: str | ModelShape, gpu: str, batches: Sequence[int], contexts: Sequence[int], preset: str | None,
+    options: SearchOptions,
+) -> FitResult:  # fmt: skip
     question = ask(model, gpu, 1, options)
     refused = f"offload is set; allowed: without it, as CPU and GPU of {gpu} share one memory"
     require(question.options.offload or not options.offload or options.several_gpus, refused)
@@ -105,16 +116,14 @@ def fit(
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
     reached = [_largest(_largest_context, question, (longest, batch), preset) for batch in batches]
     possible = [_largest(_largest_batch, question, (context, 1), preset) for context in sizes]
-    smallest = min(contexts, default=1), min(batches, default=1)
-    enough = any(row.plan for row in (reached if not contexts else possible))
+    stretched = f"contexts are stretched by YaRN, without which they end at {question.shape.max_context}"
     return FitResult(
         model=question.shape.name,
         hardware=question.profile.hardware.name,
         contexts=tuple(reached),
         batches=tuple(possible),
-        notes=(*question.notes(), *question.limit_notes()),
+        notes=(*question.notes(), *question.limit_notes(), *([stretched] if options.yarn else [])),
         memory_limit_bytes=question.memory_limit_bytes,
-        fixes=() if enough else remedies(model, gpu, *smallest, preset=preset, options=options),
     )
 
 
@@ -192,7 +201,7 @@ def _gpu_fit(
     model: str | ModelShape, gpu: Hardware, context: int, batch: int, preset: str | None, options: SearchOptions
 ) -> GpuFit:
     limited = _limited(options, gpu)
-    fits = fit(model, gpu.name, batches=(batch,), contexts=(context,), preset=preset, options=limited)
+    fits = _sizes(model, gpu.name, (batch,), (context,), preset, limited)
     longest, largest = fits.contexts[0], fits.batches[0]
     return GpuFit(gpu.name, options.gpus or 1, gpu.memory_bytes, largest.batch >= batch, longest, largest)
 
