@@ -88,6 +88,11 @@ CROWDED = [  # model, GPU, context and options of questions that no plan answers
     (LLAMA, "rtx4090", 2048, {"batch": 64, "new_tokens": 4096}),
     (LLAMA, "h200", 131_072, {"memory_limit": 17e9}),
     (LLAMA, "rtx4060-laptop", 131_072, {"batch": 8, "host_memory": 0}),
+    ("microsoft/Phi-4-mini-instruct", "rtx3090", 65_536, {"batch": 16, "backend": "vllm+plugin"}),
+    ("mistralai/Mixtral-8x7B-v0.1", "l4", 2048, {"backend": "vllm+plugin"}),
+    ("Qwen/Qwen2.5-72B", "l4", 1024, {"backend": "vllm"}),
+    (LLAMA, "h200", 65_536, {"batch": 64, "backend": "sglang"}),
+    ("moonshotai/Kimi-K2-Instruct", "gh200", 1024, {"gpus": 2}),
 ]
 
 
@@ -104,6 +109,13 @@ def test_every_remedy_fits_the_device_and_is_usable(model, gpu, context, options
         answer = planner.recommend(**changed)
         assert answer.fits_device or "host_memory" in fix.changes
         assert answer.predicted.best.tpot_ms <= READING_TPOT_MS
+
+
+def test_no_gpu_is_offered_on_which_the_kernels_have_not_run():
+    for model, context in (("zai-org/GLM-4.5-Air", 131_000), ("meta-llama/Llama-3.1-70B", 131_000)):
+        question = ask(model, "h200", context, quality="exact", batch=4)
+        gpus = [load_hardware(fix.changes["gpu"]) for fix in on_device(question) if "gpu" in fix.changes]
+        assert not any(gpu.is_amd for gpu in gpus)
 
 
 def test_small_changes_are_offered_first_and_gpus_of_the_same_size_never():

@@ -57,6 +57,7 @@ def test_times(text: str, seconds: float) -> None:
         ("4k..32k", tokens, (4096, 8192, 16384, 32768)),
         ("4k..20k", tokens, (4096, 8192, 16384, 20480)),  # the last value is always among them
         ("32k,4k,4k", tokens, (4096, 32768)),
+        ("4k 8k, 16 k", tokens, (4096, 8192, 16384)),
         ("1..6", count, (1, 2, 4, 6)),
         ("1k..4k:3", tokens, (1024, 2048, 4096)),
         ("7..7", count, (7,)),

@@ -451,12 +451,20 @@ def test_drafts_that_read_every_token_are_simpler_than_those_that_choose():
     assert why_preferred(simple.plan, fast.plan) == "simpler"
 
 
-def test_an_exact_plan_wins_inside_the_noise():
-    fast, exact = candidate("quantspec"), candidate("quantspec-exact", 1.02)
+def test_a_simpler_plan_wins_inside_the_noise_and_a_stricter_quality_inside_the_tolerance():
+    fast, simple, exact = candidate("progressive"), candidate("quantspec", 1.01), candidate("quantspec-exact", 1.02)
     even = samples([1, 1, 1, 1, 2], [1.1, 1.1, 1.1, 1.1, 1])  # faster in 80%
-    assert choose([fast, exact], even) is exact
     surely = samples([1, 1, 1, 1, 1, 1, 2], [1.1, 1.1, 1.1, 1.1, 1.1, 1.1, 1])  # in 86%
-    assert choose([fast, exact], surely) is fast
+    assert choose([fast, simple], even) is simple
+    assert choose([fast, simple], surely) is fast
+    assert choose([fast, exact], surely) is exact
+
+
+def test_no_plan_is_chosen_that_another_beats_in_time_and_preference():
+    """INT8 is within the noise of the fastest, but plain decoding is faster than it, and exact."""
+    fast, plain, int8 = candidate("dapq"), candidate("autoregressive", 1.005), candidate("int8", 1.01)
+    scores = samples([1.0, 1.0, 1.0, 1.0], [1.005, 1.005, 1.005, 1.005], [0.9, 1.1, 0.9, 1.1])
+    assert choose([fast, plain, int8], scores) is plain
 
 
 def test_a_preferred_plan_as_fast_in_every_sample_wins():

@@ -113,6 +113,33 @@ def test_what_an_engine_does_not_run_has_no_times_there(question: Callable[[Sear
         question(SearchOptions(backend="vllm"))
 
 
+@pytest.mark.parametrize("preset", ["snapkv", "quantspec", "specattn"])
+def test_what_the_plugin_does_not_carry_has_no_times_there(preset: str) -> None:
+    with pytest.raises(PlanError, match=r": vllm\+plugin carries no .*; allowed: --backend ridgeplan, or"):
+        compare("Llama-3.1-8B", "h200", 8192, presets=preset, backend="vllm+plugin")
+
+
+def test_an_fp8_cache_in_sglang_is_unmeasured_and_wins_where_nothing_else_fits() -> None:
+    """Its kernels are not vLLM's, on which times are transferred from."""
+    answers = [recommend("Llama-3.1-8B", "h200", context, batch=batch, backend="sglang")
+               for context, batch in ((122_880, 1), (65_536, 28))]  # fmt: skip
+    assert [answer.name for answer in answers] == ["int8-weights", "int8-weights-int8"]
+    assert answers[1].predicted.source == "prior"
+
+
+@pytest.mark.parametrize(("model", "gpu", "context", "batch", "backend"), [
+    ("Qwen/Qwen3-4B", "a6000", 16_384, 4, "vllm"),
+    ("deepseek-ai/DeepSeek-V2-Lite", "h20", 8192, 64, "sglang"),
+    ("Qwen/Qwen3-8B", "h200", 16_384, 2, "sglang"),
+])  # fmt: skip
+def test_rates_that_nobody_measured_win_in_no_verb(
+    model: str, gpu: str, context: int, batch: int, backend: str
+) -> None:
+    answer = recommend(model, gpu, context, batch=batch, backend=backend)
+    (row,) = serving_cost(model, {gpu: 2.5}, context, batches=(batch,), backend=backend).rows
+    assert row.name == answer.name
+
+
 def test_the_pages_curves_are_the_engines() -> None:
     question = ask("Llama-3.1-8B", "h200", 32_768, batch=4, backend="vllm")
     plan = recommend("Llama-3.1-8B", "h200", 32_768, batch=4, backend="vllm").plan
