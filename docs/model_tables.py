@@ -9,6 +9,7 @@ from readme_tables import table
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.resolution import resolve
 from ridgeplan.roofline.catalog.families import FAMILIES
+from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.profile import Profile
@@ -49,13 +50,15 @@ def supported_families() -> str:
 def _status(plan: Plan, shape: ModelShape) -> str:
     if missing_cost_model(plan, shape):
         return "refused"
-    return "priced" if missing_architecture(shape) or missing_execution(plan, shape) else "executed"
+    missing = missing_architecture(shape, load_hardware("h200")) or missing_execution(plan, shape)
+    return "priced" if missing else "executed"
 
 
 def _missing(plans: list[Plan], shape: ModelShape) -> str:
     """What the runtime lacks for the model, or else for those of the plans that it does not execute."""
-    if missing_architecture(shape):
-        return ", ".join(layer_needs(shape)) or f"the architecture {shape.architecture!r}"
+    missing = missing_architecture(shape, load_hardware("h200"))
+    if missing:
+        return ", ".join(layer_needs(shape)) or missing.partition(", yet")[0]
     plans = [plan for plan in plans if not missing_cost_model(plan, shape)]
     return ", ".join(dict.fromkeys(reason for plan in plans for reason in missing_execution(plan, shape))) or "-"
 

@@ -225,7 +225,12 @@ def prompt_buffers(shape: ModelShape, tokens: Term, element_bytes: Term, held: T
 
 def _prompt_kv_width(shape: ModelShape) -> Term:
     """Width of a prompt's keys, and of its values; under MLA of all heads, which prompts make of the latents."""
-    return shape.kv_width if shape.is_mla else shape.kv_elements_per_token_per_layer / 2
+    return shape.kv_width if shape.is_mla else _widest_kv(shape) / 2
+
+
+def _widest_kv(shape: ModelShape) -> Term:
+    """Numbers of a token's keys and values in the layers that have the most."""
+    return max({attention.attended_elements for attention, _ in shape.attentions})
 
 
 def arena_bytes(capacity_bytes: Term, buffers: Sequence[Term]) -> Term:
@@ -280,7 +285,7 @@ def prefill_workspace(
     copy_bytes: `dense_copy` if the weights are quantized. scored_bytes: an eviction's, while it scores the tokens.
     """
     chunk = minimum(tokens, execution.PREFILL_CHUNK_TOKENS)
-    kv_width = shape.kv_elements_per_token_per_layer
+    kv_width = _widest_kv(shape)
     # Rows before and after RoPE, or the product's copy of its weight; gate and up with what they become, or that copy.
     projected = chunk * (shape.hidden + shape.q_width + kv_width) * element_bytes
     projected = projected + maximum(chunk * shape.q_width * element_bytes, copy_bytes)

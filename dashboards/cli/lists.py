@@ -139,6 +139,14 @@ for _command in (models, gpus, presets):
     lists.add_command(_command)
 
 
+def _runs(shape: ModelShape) -> str:
+    """Whether the runtime runs a model, on GPUs or on CPUs alone."""
+    if missing_architecture(shape):
+        return "no"
+    gpu = next(machine for machine in list_hardware() if machine.kind == "gpu")
+    return "on CPUs" if missing_architecture(shape, gpu) else "yes"
+
+
 def _model_row(shape: ModelShape) -> tuple[str, ...]:
     notes = {
         "MLA": shape.is_mla,
@@ -149,6 +157,6 @@ def _model_row(shape: ModelShape) -> tuple[str, ...]:
     return (
         shape.name.rpartition("/")[2], f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}",
         f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context),
-        "yes" if missing_architecture(shape) is None else "no",
+        _runs(shape),
         ", ".join(note for note, true in notes.items() if true),
     )  # fmt: skip

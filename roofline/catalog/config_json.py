@@ -178,7 +178,23 @@ def _family_keys(config: Config) -> tuple[_Keys, Family]:
     if not isinstance(model_type, str) or not model_type:
         raise ValueError(f"model_type is {brief(model_type)}; allowed: the name of a family, such as 'llama'")
     family = FAMILIES.get(model_type, Family())
-    return _Keys(config, family.defaults), family
+    return _Keys({**config, **_global_heads(config)}, family.defaults), family
+
+
+def _global_heads(config: Config) -> Fields:
+    """Sizes of heads in layers of full attention where these have others, as transformers 5 saves them, by layer.
+
+    Raises ValueError for sizes that differ otherwise.
+    """
+    overrides = _object(config, "per_layer_config")
+    if not overrides:
+        return {}
+    kinds = _list(config, "layer_types")
+    full = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
+    first, *others = overrides.values()
+    if not isinstance(first, dict) or any(other != first for other in others) or set(map(str, overrides)) != full:
+        raise ValueError("per_layer_config must hold the same sizes for all layers of full attention, and no others")
+    return {"global_head_dim": first.get("head_dim"), "num_global_key_value_heads": first.get("num_key_value_heads")}
 
 
 def _whole(config: Config, key: str, default: int | None = None) -> int:

@@ -24,7 +24,8 @@ class Family:
     transformers that has this structure, where transformers has none of the family's name. norms: where the norms of a
     layer stand, of NORM_NAMES. norm_offset: added to their weights. layer_norm: they are LayerNorms. interleaved_rope:
     RoPE turns each channel with the next one, not with the one half a head away. full_rope: layers of full attention
-    have RoPE. scaled_embedding: embeddings are multiplied by the root of the hidden size."""
+    have RoPE. scaled_embedding: embeddings are multiplied by the root of the hidden size. value_norm: each head's
+    values are normalized, without a weight."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attention_bias: bool | None = None
@@ -44,6 +45,7 @@ class Family:
     interleaved_rope: bool = False
     full_rope: bool = True
     scaled_embedding: bool = False
+    value_norm: bool = False
 
     @property
     def sandwich_norms(self) -> bool:
@@ -75,8 +77,9 @@ _GEMMA3 = {  # of transformers' Gemma3TextConfig
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
     "max_position_embeddings": 131072, "rope_theta": 1e6, "tie_word_embeddings": True, "sliding_window_pattern": 6,
 }  # fmt: skip
-_GEMMA4 = {
-    "vocab_size": 262144, "head_dim": 256, "global_head_dim": 512, "sliding_window": 512, "rope_theta": 1e6,
+_GEMMA4 = {  # of transformers' Gemma4TextConfig; scores are not scaled
+    "attention_multiplier": 1.0, "vocab_size": 262144, "head_dim": 256,
+    "global_head_dim": 512, "sliding_window": 512, "rope_theta": 1e6,
     "max_position_embeddings": 131072, "tie_word_embeddings": True, "sliding_window_pattern": 6,
 }  # fmt: skip
 _GEMMA_TRAITS = ("scaled embeddings", "rope by layer type", "other norms", "other activation")
@@ -116,7 +119,10 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": Family(gated_mlp=False, traits=("other activation", "scaled experts")),
     "phi3": Family(attention_bias=False, sliding="all", executed=True),
     "gemma3_text": Family(_GEMMA3, qk_norm=True, sliding="pattern", traits=_GEMMA_TRAITS, executed=True, **_GEMMA),
-    "gemma4_text": Family(_GEMMA4, qk_norm=True, sliding="pattern", traits=_GEMMA_TRAITS, norms="sandwich"),
+    "gemma4_text": Family(
+        _GEMMA4, qk_norm=True, sliding="pattern", traits=_GEMMA_TRAITS, executed=True, norms="sandwich",
+        scaled_embedding=True, value_norm=True,
+    ),
     "cohere2": Family(
         {"tie_word_embeddings": True, **_SLIDING_BY_FOUR}, sliding="pattern",
         traits=("parallel blocks", "scaled embeddings", "rope by layer type", "other norms"),

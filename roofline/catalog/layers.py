@@ -50,6 +50,11 @@ class Attention(Checked):
         return self.latent_rank is not None
 
     @property
+    def heads(self) -> tuple[int, int, int]:
+        """Heads of queries, of keys, and their channels."""
+        return self.q_heads, self.kv_heads, self.head_dim
+
+    @property
     def q_width(self) -> int:
         """Width of all query heads together."""
         return self.q_heads * self.head_dim

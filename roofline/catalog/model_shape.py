@@ -350,6 +350,12 @@ class ModelShape(Checked):
         return tuple(group for group in self.layer_groups for _ in range(group.count))
 
     @property
+    def heads_of_each(self) -> tuple[tuple[int, int, int], ...]:
+        """Heads of queries, of keys, and their channels, of each layer with attention."""
+        attentions = (group.attention for group in self.group_of_each)
+        return tuple(each.heads for each in attentions if each)
+
+    @property
     def projections(self) -> tuple[tuple[Attention, int], ...]:
         """Every kind of attention by its projections: windows do not tell them apart."""
         return self._projections
@@ -399,7 +405,8 @@ class ModelShape(Checked):
     @property
     def mixer_width(self) -> int:
         """Width of the widest output of attention or a recurrent state."""
-        return max([self.q_width, *(state.value_width for state, _ in self.states)])
+        widths = {attention.q_width for attention, _ in self.attentions}
+        return max(widths | {state.value_width for state, _ in self.states})
 
     @property
     def kv_width(self) -> int:

@@ -126,6 +126,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     window, drafter = shape.window_tokens if shape else None, plan.speculation.drafter
     held = shape.weight_bits.format if shape and is_converted(shape) else None
     placed = window is not None and window < plan.workload.final_context  # layers hold windows alone
+    mixed = shape is not None and len({attention.heads for attention, _ in shape.attentions}) > 1
     softmax = next((need for need in OTHER_SOFTMAX if shape and need in shape.traits), None)
     checks = {
         f"eviction {plan.eviction.policy!r}": evicting and not evicting.executable,
@@ -152,11 +153,20 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         f"{held} weights as they are stored": held,
         f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape
         and exceeds_window(plan, shape),
+        "anything but plain KV in heads of several sizes within a sliding window": mixed
+        and not placed
+        and not _keeps_plain_kv(plan),
         "offloaded KV beside layers that hold a sliding window": placed and plan.placement.offload,
         "evictions from chunks of a prompt beside layers that hold a sliding window": placed
         and plan.eviction.chunk_at(plan.workload.context),
     }
     return [name for name, missing in checks.items() if missing]
+
+
+def _keeps_plain_kv(plan: Plan) -> bool:
+    """Whether target and drafts read all tokens in full precision, on the device."""
+    chosen = plan.eviction.active or plan.attention.active or plan.speculation.sparse
+    return not (plan.kv.format.quantized or chosen or plan.placement.offload)
 
 
 def _missing_over_latents(plan: Plan) -> dict[str, object]:
@@ -249,14 +259,17 @@ def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
 
 # What the kernels that read chosen tokens lack.
 OTHER_SOFTMAX = ("attention sinks", "attention soft cap")
-MIN_HEAD_DIM = 32  # of the attention kernels for GPUs, whose tiles are powers of two
+MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256  # of the attention kernels for GPUs, whose tiles are powers of two
 
 
 def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) -> str | None:
     """Why the runtime cannot run this model, on `hardware` if it is given; None if it can."""
+    needs = ", ".join(layer_needs(shape))
+    if shape.architecture in EXECUTABLE_ARCHITECTURES and needs:
+        return f"the runtime does not execute layers with {needs} yet"
     if shape.architecture not in EXECUTABLE_ARCHITECTURES:
         known = ", ".join(EXECUTABLE_ARCHITECTURES)
-        needed = f", whose layers need {', '.join(layer_needs(shape))}" if layer_needs(shape) else ""
+        needed = f", whose layers need {needs}" if needs else ""
         return f"the runtime does not execute architecture {shape.architecture!r}{needed}, yet (it does {known})"
     held = shape.weight_bits.format
     if held not in LOADED_FORMATS:
@@ -266,6 +279,9 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
         head_dim = shape.latent_rank or 0  # the kernel's, of which the latent is the value
     if on_gpu and (head_dim < MIN_HEAD_DIM or head_dim & (head_dim - 1)):
         return f"no GPU kernel takes heads of {head_dim} values; they take powers of two from {MIN_HEAD_DIM}"
+    widest = max(attention.head_dim for attention, _ in shape.attentions)
+    if on_gpu and widest > MAX_HEAD_DIM and not shape.is_mla:
+        return f"no GPU kernel takes heads of {widest} values yet; they take up to {MAX_HEAD_DIM}"
     widths = [width for mlp, _ in shape.mlps if mlp.experts for width in (shape.hidden, mlp.expert_intermediate)]
     odd = next((width for width in widths if width % TILE_OUTPUTS), None)
     if on_gpu and odd:
@@ -277,7 +293,7 @@ def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) ->
 EXECUTED_NEEDS = (
     "sliding windows in some layers", "norms after blocks", "attention sinks", "attention soft cap", "logit soft cap",
     "parallel blocks", "scaled embeddings", "partial rotary", "rope by layer type", "other norms", "other activation",
-    "scaled experts",
+    "scaled experts", "heads of several sizes",
 )  # fmt: skip
 
 
@@ -293,6 +309,7 @@ def layer_needs(shape: ModelShape) -> list[str]:
         "a cache that layers share": any(attention.shares_cache for attention in attentions),
         "heads of several sizes": len({(attention.kv_heads, attention.head_dim) for attention in attentions}) > 1,
         "norms after blocks": shape.sandwich_norms,
+        "per-layer embeddings": shape.layer_embedding_width > 0,
     }
     needs = [*(name for name, needed in checks.items() if needed), *shape.traits]
     return [need for need in needs if need not in EXECUTED_NEEDS]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -47,13 +48,14 @@ class Cache:
         self.rows = config.batch
         self.layers, self.q_heads, self.kv_heads = model.kv_layers, model.q_heads, model.cache_sizes[0]
         self.first_on_host = self.layers - config.host_layers
+        self._heads = model.heads_of_each
         self.movable = movable_layers(model, config, device, dtype)
         self.stores: list[KVStore | HostKVStore]
         if self.movable:
             self.stores = self.movable.stores(self.first_on_host)
             self._places = _places(self.stores)
         else:
-            # With windows, layers that are alike share a store wherever they are; those without a window come first.
+            # Layers that are alike share a store. With windows they do so wherever they are; those without come first.
             layers = sorted(range(self.layers), key=self._kind) if config.windows else range(self.layers)
             parts = [(kind, list(same)) for kind, same in groupby(layers, self._kind)]
             self.stores = [self._allocated(model, *part, device, dtype) for part in parts]
@@ -301,7 +303,8 @@ class Cache:
         keys = [self._oldest(store, first) for store in self.stores]
         if not self.config.windows:
             return torch.cat(keys) if len(keys) > 1 else keys[0]
-        return torch.stack([keys[store][at] for store, at in self._places])
+        places = [(0, 0) if self.config.window(layer) else place for layer, place in enumerate(self._places)]
+        return torch.stack([keys[store][at] for store, at in places])
 
     def _oldest(self, store: KVStore | HostKVStore, first: Tensor) -> Tensor:
         keys = store.keys
@@ -361,20 +364,22 @@ class Cache:
                 store.drop_oldest(crossed)
                 self.fewer[index] += crossed.int() * self.config.group
 
-    def _kind(self, layer: int) -> tuple[int, int, bool]:
-        """What stores differ by: a layer's window, tokens that it holds, and whether all of it lies on the host."""
+    def _kind(self, layer: int) -> tuple[int, int, bool, tuple[int, int]]:
+        """What stores differ by: a layer's window, tokens that it holds, whether all of it lies on the host, and its
+        heads with their channels."""
         on_host = layer >= self.first_on_host and not self.config.buffered
-        return self.config.window(layer), self.config.capacity(layer), on_host
+        return self.config.window(layer), self.config.capacity(layer), on_host, self._heads[layer][1:]
 
     def _allocated(
         self,
         model: ModelShape,
-        kind: tuple[int, int, bool],
+        kind: tuple[int, int, bool, tuple[int, int]],
         layers: Sequence[int],
         device: torch.device,
         dtype: torch.dtype,
     ) -> KVStore | HostKVStore:
-        window, tokens, on_host = kind
+        window, tokens, on_host, (kv_heads, head_dim) = kind
+        model = replace(model, kv_heads=kv_heads, head_dim=head_dim)
         config, store = self.config.of_windows if window else self.config, HostKVStore if on_host else KVStore
         return store.allocate(model, config, len(layers), tokens, device, dtype)
 

@@ -99,10 +99,14 @@ def _layer(config: DecoderConfig, take: Take, index: int, device: torch.device) 
     def norm_of(name: str) -> RMSNorm | LayerNorm:
         return _stream_norm(layout, take, f"{prefix}{name}", device)
 
+    scalar = take(f"{prefix}layer_scalar", None)
+    scale = 1.0 if scalar is None else float(scalar)
+    assert scale == 1 or layout.norms == "sandwich", "norms of outputs hold the layer's scale"
+
     def output_norm(name: str) -> RMSNorm | None:
         if not name:
             return None
-        weight = layout.norm_weight(take(f"{prefix}{name}.weight"), layout.block_scale)
+        weight = layout.norm_weight(take(f"{prefix}{name}.weight"), layout.block_scale * scale)
         return RMSNorm(_copied(weight, device), layout.eps)
 
     def output(linear: Linear, norm: str) -> Linear:
@@ -115,6 +119,8 @@ def _layer(config: DecoderConfig, take: Take, index: int, device: torch.device) 
 
     first: Norm = norm_of(mixer_norm) if mixer_norm else NoNorm()
     second: Norm = norm_of(mlp_norm) if mlp_norm else NoNorm()
+    if isinstance(second, RMSNorm):
+        second = dataclasses.replace(second, eps=second.eps * scale**2)
     if layout.norms == PARALLEL and isinstance(first, (RMSNorm, LayerNorm)):
         second = ParallelNorm(first)
     mixer = _mixer(config, index, take, prefix, device)
@@ -125,6 +131,7 @@ def _layer(config: DecoderConfig, take: Take, index: int, device: torch.device) 
         mlp=_mlp(config, take, prefix, device, lambda linear: output(linear, mlp_output_norm)),
         mixer_output_norm=output_norm(mixer_output_norm),
         mlp_output_norm=output_norm(mlp_output_norm),
+        scale=scale,
     )
 
 
@@ -242,10 +249,10 @@ def _state(config: DecoderConfig, index: int, take: Take, prefix: str, device: t
 
 def _attention(config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device) -> AttentionWeights:
     """Attention's weights, with the channels of each head in the decoder's order."""
-    shape, heads, prefix = config.shape, config.checkpoint.heads, f"{prefix}self_attn."
-    attention, gate = config.layers[index].attention, None
+    layout, prefix = config.checkpoint, f"{prefix}self_attn."
+    attention, gate, heads = config.layers[index].attention, None, layout.heads
     assert attention is not None, "the layer has attention"
-    names = [f"{prefix}{name}_proj" for name in "qkv"]
+    names = [f"{prefix}{name}_proj" for name in ("qk" if attention.shares_values else "qkv")]
     if attention.gate_width:
         queries, gate = _split_gate(_fused(take, device, names[0]), attention)
         qkv = _joined(queries, _fused(take, device, *names[1:]))
@@ -254,7 +261,8 @@ def _attention(config: DecoderConfig, index: int, take: Take, prefix: str, devic
     output = _fused(take, device, f"{prefix}o_proj")
     sinks = take(f"{prefix}sinks", None)
     if heads is not None:
-        qkv, output = _placed(qkv, shape, heads), Dense(heads.padded(output.weight.t()).t().contiguous(), output.bias)
+        qkv = _placed(qkv, attention, heads)
+        output = Dense(heads.padded(output.weight.t()).t().contiguous(), output.bias)
         gate = (
             None
             if gate is None
@@ -264,8 +272,9 @@ def _attention(config: DecoderConfig, index: int, take: Take, prefix: str, devic
     return AttentionWeights(
         qkv=qkv,
         output=output,
-        qk_norm=None if shape.wide_qk_norm else _stacked(norms, shape),
-        wide_norms=norms if shape.wide_qk_norm else None,
+        qk_norm=None if config.shape.wide_qk_norm else _stacked(norms, attention),
+        wide_norms=norms if config.shape.wide_qk_norm else None,
+        value_norm=RMSNorm(torch.ones(attention.head_dim, device=device), layout.eps) if layout.value_norm else None,
         sinks=None if sinks is None else sinks.float().to(device),
         gate=gate,
     )
@@ -334,11 +343,11 @@ def _fused(take: Take, device: torch.device, *names: str, whole: str = "") -> De
     return Dense(weight.to(device), torch.cat(present).to(device) if present else None)
 
 
-def _placed(qkv: Dense, shape: ModelShape, heads: HeadLayout) -> Dense:
+def _placed(qkv: Dense, attention: Attention, heads: HeadLayout) -> Dense:
     """Projections to queries, keys and values with the channels of each head where the decoder has them."""
 
     def placed(rows: Tensor) -> Tensor:
-        rotated, values = rows.tensor_split([(shape.q_heads + shape.kv_heads) * heads.head_dim])
+        rotated, values = rows.tensor_split([(attention.q_heads + attention.kv_heads) * heads.head_dim])
         return torch.cat([heads.rotated(rotated), heads.padded(values)])
 
     return Dense(placed(qkv.weight), None if qkv.bias is None else placed(qkv.bias))
@@ -358,11 +367,12 @@ def _qk_norms(config: DecoderConfig, take: Take, prefix: str, device: torch.devi
     return norms[0], norms[1]
 
 
-def _stacked(norms: tuple[RMSNorm, RMSNorm] | None, shape: ModelShape) -> RMSNorm | None:
+def _stacked(norms: tuple[RMSNorm, RMSNorm] | None, attention: Attention) -> RMSNorm | None:
     """Norms of each head, one row per query head and KV head, so that one operation applies both."""
     if norms is None:
         return None
-    rows = [norm.weight.expand(count, -1) for norm, count in zip(norms, (shape.q_heads, shape.kv_heads), strict=True)]
+    heads = attention.q_heads, attention.kv_heads
+    rows = [norm.weight.expand(count, -1) for norm, count in zip(norms, heads, strict=True)]
     return RMSNorm(torch.cat(rows), norms[0].eps)
 
 

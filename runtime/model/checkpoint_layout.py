@@ -76,7 +76,7 @@ class CheckpointLayout:
     stream_scale: s, by which the model multiplies embeddings. The decoder does not, its stream is 1 / s as large: block
     outputs are divided by s, and norms of the stream, which do not see a scale, have eps / s^2. output_scale,
     logit_scale: factors on the blocks' outputs and on the logits. heads: order of a head's channels; None: as it is.
-    activation: of the MLP. logit_cap: of the head's soft cap.
+    activation: of the MLP. logit_cap: of the head's soft cap. value_norm: as in `Family`.
     """
 
     eps: float = 1e-5
@@ -89,6 +89,7 @@ class CheckpointLayout:
     heads: HeadLayout | None = None
     activation: str = "silu"
     logit_cap: float | None = None
+    value_norm: bool = False
 
     @property
     def stream_eps(self) -> float:

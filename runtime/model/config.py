@@ -16,10 +16,10 @@ from ridgeplan.kernels.state import MAX_TAPS
 from ridgeplan.roofline.catalog.config_json import routing_of, shape_from_config
 from ridgeplan.roofline.catalog.families import FAMILIES, Family
 from ridgeplan.roofline.catalog.layers import Attention
-from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, loaded_formats, trained_context
+from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, loaded_formats, trained_context
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
-from ridgeplan.roofline.plan.support import as_loaded
+from ridgeplan.roofline.plan.support import as_loaded, missing_architecture
 from ridgeplan.runtime.errors import ModelError, failures_as
 from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout, HeadLayout
 from ridgeplan.runtime.model.decoder import DecoderConfig, Rotary, frequencies_of, layer_settings
@@ -27,7 +27,7 @@ from ridgeplan.runtime.model.decoder import DecoderConfig, Rotary, frequencies_o
 FULL, SLIDING = "full_attention", "sliding_attention"  # as rope_parameters name types of layers
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # "dynamic" stretches sequences beyond the trained context alone; other types depend on their length within it, too.
-ROTARY_TYPES = ("default", "linear", "yarn", "llama3", "dynamic")
+ROTARY_TYPES = ("default", "linear", "yarn", "llama3", "dynamic", "proportional")
 
 
 def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderConfig:
@@ -39,9 +39,12 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     hub = hub.get_text_config()
     _require(hub.model_type in EXECUTABLE_ARCHITECTURES, "model_type", hub.model_type, EXECUTABLE_ARCHITECTURES)
     hub = _stretched(hub, yarn_factor)
-    keys, family = hub.to_dict(), FAMILIES[hub.model_type]
+    family = FAMILIES[hub.model_type]
+    keys = {**family.defaults, **hub.to_dict()}
     activation = keys.get("hidden_activation") or keys.get("hidden_act")
     _require(activation in ACTIVATIONS, "hidden_act", activation, tuple(ACTIVATIONS))
+    causal = keys.get("use_bidirectional_attention") != "all"  # of embedding models
+    _require(causal, "use_bidirectional_attention", "all", ("null", "'vision'"))
     eps_key = "layer_norm_eps" if family.layer_norm else "rms_norm_eps"
     eps = keys.get(eps_key)
     if not isinstance(eps, float) or not 0 < eps <= 1:
@@ -53,20 +56,28 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     shape = as_loaded(stored)
     held = shape.weight_bits.format
     _require(held in LOADED_FORMATS, "weight format", held, loaded_formats())
+    missing = missing_architecture(shape)
+    if missing:
+        raise ModelError(f"cannot load the model {source}: {missing}")
     for state, _ in shape.states:
         _require(activation == "silu", "hidden_act with recurrent states", activation, ("silu",))
         allowed = tuple(map(str, range(1, MAX_TAPS + 1)))
         _require(state.conv_width <= MAX_TAPS, "convolution's width", state.conv_width, allowed)
-    head_dim, width = (each.rope_head_dim or each.head_dim for each in (stored, shape))
-    heads = HeadLayout(head_dim, width, _rotary_dim(hub, head_dim), family.interleaved_rope)
     layers = list(layer_settings(map(shape.group_of, range(shape.layers))))
     cap = _factor(keys, "attn_logit_softcapping", 0.0)
     rotaries: dict[Rotary, int] = {}  # each with its number
+    layouts: set[HeadLayout] = set()
     for index, settings in enumerate(layers):
         if settings.attention is not None:
+            head_dim, width = (_rotary_width(each, index) for each in (stored, shape))
+            heads = HeadLayout(head_dim, width, _rotary_dim(hub, head_dim), family.interleaved_rope)
+            layouts.add(heads)
             rotary = _rotary(hub, keys, family, settings.attention, heads, index)
             number = rotaries.setdefault(rotary, len(rotaries))
             layers[index] = replace(settings, rotary=number, soft_cap=cap)
+    changing = [heads for heads in layouts if heads.changes]
+    sizes = ", ".join(str(heads.head_dim) for heads in layouts)
+    _require(not changing or len(layouts) == 1, "sizes of heads", sizes, ("one", "several of a power of two from 64"))
     layout = CheckpointLayout(
         eps=eps,
         norms=family.norms,
@@ -75,7 +86,8 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
         stream_scale=shape.hidden**0.5 if family.scaled_embedding else _factor(keys, "embedding_multiplier"),
         output_scale=_factor(keys, "residual_multiplier"),
         logit_scale=_factor(keys, "logit_scale") / _factor(keys, "logits_scaling"),
-        heads=heads if heads.changes else None,
+        heads=changing[0] if changing else None,
+        value_norm=family.value_norm,
         activation=ACTIVATIONS[activation],
         logit_cap=_factor(keys, "final_logit_softcapping", 0.0) or None,
     )
@@ -149,10 +161,19 @@ def _layer_parameters(hub: Any, layer_type: str) -> tuple[dict[str, Any], dict[s
     return parameters, {}
 
 
+def _rotary_width(shape: ModelShape, index: int) -> int:
+    """Channels of a head that RoPE may turn in a layer with attention."""
+    attention = shape.group_of(index).attention
+    assert attention is not None, "the layer has attention"
+    return attention.rotary_dim
+
+
 def _rotary_dim(hub: Any, head_dim: int) -> int:
     """Channels of a head that RoPE turns. Raises ModelError for a share of them that is none."""
     parameters, _ = _layer_parameters(hub, FULL)
     share = parameters.get("partial_rotary_factor") or getattr(hub, "partial_rotary_factor", None) or 1.0
+    if parameters.get("rope_type") == "proportional":  # the others have a frequency of 0
+        share = 1.0
     dim = int(head_dim * share) if isinstance(share, (int, float)) and 0 < share <= 1 else 0
     if dim < 2 or dim % 2:
         raise ModelError(f"{dim} of {head_dim} channels turn; allowed: an even number from 2 on")
@@ -182,7 +203,9 @@ def _rotary(
     with failures_as(what):
         inverse, scale = ROPE_INIT_FUNCTIONS[kind](hub, torch.device("cpu"), **layer_type)
         frequencies = (*inverse.tolist(), float(scale))
-    if inverse.numel() != heads.rotary_dim // 2 or not all(0 < frequency < math.inf for frequency in frequencies):
+    if inverse.numel() != heads.rotary_dim // 2 or not all(
+        0 < frequency < math.inf or (frequency == 0 and kind == "proportional") for frequency in frequencies
+    ):
         raise ModelError(f"{what}; allowed: those that give {heads.rotary_dim // 2} finite frequencies above 0")
     if heads.rotary_dim < heads.head_dim and scale != 1:
         raise ModelError(

@@ -206,7 +206,7 @@ class Decoder:
         settings, norm = self.config.layers[index], weights.qk_norm
         assert settings.attention is not None, "the layer has attention"
         qk_norm, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        qkv, q_heads = weights.projected(normed), settings.attention.q_heads
+        qkv, q_heads = weights.projected(normed, settings.attention), settings.attention.q_heads
         q = rope_append(qkv, tables, keys, values, slots, q_heads, qk_norm=qk_norm, eps=eps)
         growth = self.config.rotaries[settings.rotary].growth
         return q if growth is None else grown(q, positions, *growth)

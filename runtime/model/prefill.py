@@ -160,7 +160,8 @@ class _ChunkPass:
 
     def attend(self, index: int, layer: LayerWeights, attention: AttentionWeights, hidden: Tensor) -> Tensor:
         """Attention's output [tokens, q_heads, head_dim] of layer `index`, whose keys and values are stored."""
-        parts, buffers, settings = self.parts, self.buffers, self.decoder.config.layers[index]
+        parts, settings = self.parts, self.decoder.config.layers[index]
+        buffers = self.buffers.of(settings.attention)
         if self.kept_layers:
             buffers = self.kept_layers[settings.place].ahead_of(buffers)
         project_layer(self.decoder, index, layer, attention, hidden, buffers, parts, self.start)

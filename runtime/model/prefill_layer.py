@@ -7,7 +7,7 @@ of which may lie in a scratch arena, and either one chunk of the MLP or the atte
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ridgeplan.kernels.attention import MAX_QUERIES, decode_attention
 from ridgeplan.kernels.state.reference import delta_chunks
+from ridgeplan.roofline.catalog.layers import Attention
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import (
     EVICTION_SCORE_ELEMENTS,
@@ -67,34 +68,55 @@ class Padded(NamedTuple):
     keys: Tensor
     values: Tensor
 
+    @classmethod
+    def of(
+        cls, outputs: Tensor, keys: Tensor, values: Tensor, padded: int, room: int, heads: tuple[int, int, int]
+    ) -> Padded:
+        """Views of flat memory for `room` earlier tokens; heads: of queries, of keys, and their channels."""
+        q_heads, kv_heads, head_dim = heads
+        q_sizes, kv_sizes = (padded, q_heads, head_dim), (1, kv_heads, room + padded, head_dim)
+        parts = ((outputs, q_sizes), (keys, kv_sizes), (values, kv_sizes))
+        return cls(*(memory[: math.prod(sizes)].view(sizes) for memory, sizes in parts))
+
 
 @dataclass(frozen=True, eq=False)
 class LayerBuffers:
     """Queries, keys and values of `tokens` tokens, then padding. Every layer of the prompt reuses the buffers.
 
-    The padding is 0, as masked values still enter a product and must be finite. outputs: the queries' memory, flat,
-    which recurrent states use for what they output. held: number of earlier tokens; their keys and values come first,
-    and they have no queries.
+    The padding is finite, as masked values still enter a product. outputs: the queries' memory, flat,
+    which recurrent states use for what they output. memory: that of keys and of values, flat. held: number of earlier
+    tokens; their keys and values come first, and they have no queries.
     """
 
     tokens: int
     padded: Padded
     outputs: Tensor
+    memory: tuple[Tensor, Tensor]
     held: int = 0
 
     @classmethod
     def take(cls, arena: Arena, shape: ModelShape, hidden: Tensor, room: int = 0) -> LayerBuffers:
         """Buffers for tokens with these hidden states [tokens, hidden], and up to `room` earlier ones."""
         tokens, padded = len(hidden), int(padded_prompt(len(hidden)))
-        kv_sizes = (1, shape.kv_heads, room + padded, shape.head_dim)
-        q_sizes = (padded, shape.q_heads, shape.head_dim)
+        sizes = {attention.heads for attention, _ in shape.attentions}
+        widest = max(kv_heads * head_dim for _, kv_heads, head_dim in sizes)
         outputs = arena.empty((padded * shape.mixer_width,), hidden.dtype)
-        queries = outputs[: math.prod(q_sizes)].view(q_sizes)
-        buffers = Padded(queries, *(arena.empty(kv_sizes, hidden.dtype) for _ in "kv"))
+        keys, values = (arena.empty(((room + padded) * widest,), hidden.dtype) for _ in "kv")
+        if len(sizes) > 1:  # the padding of one layer is where another one's tokens were
+            for memory in (outputs, keys, values):
+                memory.zero_()
+        buffers = Padded.of(outputs, keys, values, padded, room, (shape.q_heads, shape.kv_heads, shape.head_dim))
         buffers.queries[tokens:] = 0
         buffers.keys[:, :, tokens:] = 0
         buffers.values[:, :, tokens:] = 0
-        return cls(tokens, buffers, outputs)
+        return cls(tokens, buffers, outputs, (keys, values))
+
+    def of(self, attention: Attention | None) -> LayerBuffers:
+        """The same memory with the sizes of a layer's heads."""
+        (padded, q_heads, head_dim), (_, kv_heads, rows, _) = (each.shape for each in self.padded[:2])
+        if attention is None or (q_heads, kv_heads, head_dim) == attention.heads:
+            return self
+        return replace(self, padded=Padded.of(self.outputs, *self.memory, padded, rows - padded, attention.heads))
 
     @property
     def queries(self) -> Tensor:
@@ -122,10 +144,12 @@ class TextPass:
 
     def attend(self, index: int, layer: LayerWeights, attention: AttentionWeights, hidden: Tensor) -> Tensor:
         """Attention's output [tokens, q_heads, head_dim] of layer `index` for hidden [tokens, hidden]."""
-        project_layer(self.decoder, index, layer, attention, hidden, self.buffers, self.parts)
-        attend_layer(self.buffers, self.parts, self.decoder.config.layers[index], attention.sinks)
-        gate_layer(self.decoder, layer, attention, hidden, self.buffers, self.parts)
-        return self.buffers.queries
+        settings = self.decoder.config.layers[index]
+        buffers = self.buffers.of(settings.attention)
+        project_layer(self.decoder, index, layer, attention, hidden, buffers, self.parts)
+        attend_layer(buffers, self.parts, settings, attention.sinks)
+        gate_layer(self.decoder, layer, attention, hidden, buffers, self.parts)
+        return buffers.queries
 
     def recur(self, index: int, layer: LayerWeights, state: DeltaWeights, hidden: Tensor) -> Tensor:
         """The state's output [tokens, value heads, value_dim] of layer `index` for hidden [tokens, hidden]."""
@@ -156,6 +180,7 @@ def prefill_layer(
     These are views of `buffers`, which are allocated unless given.
     """
     buffers = buffers or LayerBuffers.take(Arena.without_memory(hidden.device), decoder.config.shape, hidden)
+    buffers = buffers.of(decoder.config.layers[index].attention)
     parts = Parts(len(hidden), len(hidden), chunk_tokens)
     mixed = layer.mixer.prefill(TextPass(decoder, buffers, parts), index, layer, hidden)
     finish_layer(decoder, layer, hidden, mixed, parts)
@@ -261,7 +286,7 @@ def plan_attention(decoder: Decoder, weights: DecoderWeights, arena: Arena, toke
     hidden = weights.embedding.new_empty(parts.total, 0)
     buffers = LayerBuffers.take(arena, decoder.config.shape, hidden)
     for settings in {layer.window: layer for layer in decoder.config.layers if layer.attention}.values():
-        attend_layer(buffers, parts, settings)
+        attend_layer(buffers.of(settings.attention), parts, settings)
 
 
 def gate_layer(

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ridgeplan.kernels.state import DeltaVectors, delta_step, gated_rms_norm
+from ridgeplan.roofline.catalog.layers import Attention
 from ridgeplan.runtime.model.linear import Int4, Int8, Linear
 from ridgeplan.runtime.model.norms import Norm, RMSNorm
 
@@ -74,7 +76,8 @@ class AttentionWeights:
 
     qk_norm: of [q_heads + kv_heads, head_dim], for families that normalize each head's queries and keys. wide_norms: of
     all heads' queries and of all heads' keys together, in other families. sinks: [q_heads], a logit of each head that
-    joins its softmax and has no value. gate: to [q_heads head_dim], for families whose output is gated.
+    joins its softmax and has no value. value_norm: of each head's values, which are keys ahead of their norm where qkv
+    ends with these. gate: to [q_heads head_dim], for families whose output is gated.
     """
 
     qkv: Linear
@@ -83,6 +86,7 @@ class AttentionWeights:
     gate: Linear | None = None
     wide_norms: tuple[RMSNorm, RMSNorm] | None = None
     sinks: Tensor | None = None
+    value_norm: RMSNorm | None = None
 
     @property
     def projections(self) -> tuple[Linear, ...]:
@@ -107,9 +111,14 @@ class AttentionWeights:
         attended = decoder.attend(index, self, step.cache, reads, q)
         return self.output(self.gated(attended, normed).flatten(2))
 
-    def projected(self, normed: Tensor) -> Tensor:
-        """Queries, keys and values before their rotation, [..., all heads], normalized in families with wide norms."""
+    def projected(self, normed: Tensor, attention: Attention) -> Tensor:
+        """Queries, keys and values before their rotation, [..., all heads]; values normalized, and queries and keys in
+        families with wide norms."""
         qkv = self.qkv(normed)
+        if self.value_norm is not None:
+            values = qkv[..., -attention.kv_width :].unflatten(-1, (attention.kv_heads, -1)).contiguous()
+            values = self.value_norm(values, None)[1].flatten(-2)
+            qkv = torch.cat([qkv[..., : attention.q_width + attention.kv_width], values], dim=-1)
         if self.wide_norms is None:
             return qkv
         start = 0
@@ -166,7 +175,10 @@ class DeltaWeights:
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One layer: a token mixer and an MLP, each with a norm of what it reads and, in some families, of its output."""
+    """One layer: a token mixer and an MLP, each with a norm of what it reads and, in some families, of its output.
+
+    scale: of the stream behind the layer; norms of outputs hold it, too.
+    """
 
     mixer_norm: Norm
     mixer: TokenMixer
@@ -174,6 +186,7 @@ class LayerWeights:
     mlp: MLP
     mixer_output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
+    scale: float = 1.0
 
     @property
     def projections(self) -> tuple[Linear, ...]:
@@ -188,7 +201,8 @@ class LayerWeights:
 
     def after_mixer(self, hidden: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         """The stream with the mixer's output added, and the MLP's input."""
-        return self.mlp_norm(hidden, _normed(self.mixer_output_norm, update))
+        stream = hidden if self.scale == 1 else hidden * self.scale
+        return self.mlp_norm(stream, _normed(self.mixer_output_norm, update))
 
     def after_mlp(self, normed: Tensor) -> Tensor:
         """The MLP's update of its input."""

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import rotate_half
 
 from ridgeplan.roofline.catalog.validation import Checked, brief, flag, number, whole
-from ridgeplan.runtime.errors import WorkloadError, failures_as
+from ridgeplan.runtime.errors import ModelError, WorkloadError, failures_as
 from ridgeplan.runtime.model.checkpoint import load_config, load_state_dict
 from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.decoder import Decoder
@@ -293,6 +293,8 @@ def distill(
     place, source = torch.device(name), model_source(model)
     hub = load_config(source)
     config = decoder_config(hub, source)
+    if len(set(config.shape.heads_of_each)) > 1:
+        raise ModelError(f"layers of {source} have heads of several sizes; allowed for a retrieval head: one")
     ids = tokenize(source)
     fetch_weights(model)
     state = load_state_dict(source, config, torch.bfloat16 if name == "cuda" else torch.float32)

@@ -69,4 +69,7 @@ LATENT_SIZES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": _LATENT | {"q_lora_rank": 64, "n_shared_experts": 1},
 }
-FAMILY_SIZES = MOE_SIZES | HYBRIDS | LATENT_SIZES
+DENSE_SIZES: dict[str, dict[str, Any]] = {  # without per-layer embeddings
+    "gemma4_text": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128, "global_head_dim": 64},
+}
+FAMILY_SIZES = MOE_SIZES | HYBRIDS | LATENT_SIZES | DENSE_SIZES

@@ -6,14 +6,16 @@ import transformers
 from tiny_families import HYBRIDS, LATENT_SIZES, MOE_SIZES
 
 from ridgeplan import runtime
+from ridgeplan.planner.capacity import predicted_memory
 from ridgeplan.planner.recommend import recommend
 from ridgeplan.roofline.catalog.hardware import load_hardware
 from ridgeplan.roofline.catalog.model_shape import sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
+from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Placement
 from ridgeplan.roofline.plan.support import as_loaded, missing_architecture, missing_execution
-from ridgeplan.runtime.errors import UnsupportedPlan
+from ridgeplan.runtime.errors import ModelError, UnsupportedPlan
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.checkpoint import load_config
 from ridgeplan.runtime.model.config import decoder_config
@@ -52,6 +54,10 @@ FAMILIES = {
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "seed_oss": {"attention_out_bias": True},
     "ernie4_5": {"use_bias": False},
+    "gemma4_text": {
+        "layer_types": TYPES, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128, "final_logit_softcapping": 3.0,
+    },
     "internlm3": {
         "attention_bias": True, "mlp_bias": True,
         "rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 1e4},
@@ -73,7 +79,10 @@ def model_of(tmp_path_factory):
                 torch.nn.init.normal_(parameter, std=0.2)
             if "norm" in name:  # ones, as transformers has them, would hide norms that are mixed up
                 torch.nn.init.uniform_(parameter, -0.5, 0.5)
-                parameter.data += 0 if family.startswith("gemma") else 1
+                parameter.data += 0 if family in ("gemma2", "gemma3_text") else 1
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                torch.nn.init.uniform_(buffer, 0.5, 1.5)
         folder = str(tmp_path_factory.mktemp(family))
         model.save_pretrained(folder)
         return folder, model
@@ -124,13 +133,14 @@ def test_no_family_is_executed_untested():
 
 
 WINDOW, CONTEXT, NEW = 40, 100, 50
+DEVICE = Device(memory_bytes=10**12, element_bytes=4, num_sms=1, asynchronous=0)
 
 
-@pytest.fixture(scope="module")
-def windowed(model_of):
-    """A tiny Gemma 3 of two windows to a layer that sees all, and its greedy continuation by transformers."""
+@pytest.fixture(scope="module", params=["gemma3_text", "gemma4_text"])
+def windowed(model_of, request):
+    """A tiny Gemma of two windows to a layer that sees all, and its greedy continuation by transformers."""
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
-    folder, model = model_of("gemma3_text", sliding_window=WINDOW, layer_types=kinds, num_hidden_layers=3)
+    folder, model = model_of(request.param, sliding_window=WINDOW, layer_types=kinds, num_hidden_layers=3)
     prompt = torch.randint(1, 128, (CONTEXT,), generator=torch.Generator().manual_seed(1))
     tokens = model.generate(prompt[None], max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     return folder, prompt.tolist(), tokens[0, CONTEXT:].tolist()
@@ -165,6 +175,39 @@ def test_codes_and_evictions_leave_windows_alone(windowed, make_plan):
     evicting = runtime.load(make_plan(evict="snapkv", budget=64, context=CONTEXT, new_tokens=NEW), folder)
     evicting.generate([prompt], 1)
     assert [int(evicting.cache.stored(layer)[0]) for layer in range(3)] == [WINDOW, WINDOW, 64]
+
+
+@pytest.mark.parametrize(("kv", "gamma"), [("bf16", 0), ("int8", 0), ("int4x2", 3)])
+def test_the_cache_takes_what_is_predicted(kv, gamma, windowed, make_plan):
+    folder, _, _ = windowed
+    plan = make_plan(kv, gamma, context=CONTEXT, new_tokens=NEW)
+    engine = runtime.load(plan, folder, device="cpu")
+    predicted = predicted_memory(plan, engine.config.shape, DEVICE)
+    group_bytes = 2 * 32 * 2 * 16 * 4  # keys and values of 32 tokens
+    assert 0 <= predicted.kv + predicted.buffers - engine.cache.bytes <= group_bytes
+
+
+def test_what_gemma_4_has_beside_its_dense_layers_is_refused(model_of, make_plan):
+    """Per-layer embeddings, caches that layers share, and codes where no window hides a token."""
+    shape = load_shape("google/gemma-4-E2B-it")
+    assert missing_architecture(shape) == (
+        "the runtime does not execute layers with a cache that layers share, per-layer embeddings yet"
+    )
+    assert missing_architecture(load_shape("google/gemma-4-31B-it")) is None
+    assert "no GPU kernel takes heads of 512" in missing_architecture(
+        load_shape("google/gemma-4-31B-it"), load_hardware("h200")
+    )
+    folder, _ = model_of("gemma4_text", sliding_window=WINDOW)
+    with pytest.raises(
+        UnsupportedPlan, match="anything but plain KV in heads of several sizes within a sliding window"
+    ):
+        runtime.load(make_plan("int8", context=20, new_tokens=10), folder, device="cpu")
+    engine = runtime.load(make_plan(context=20, new_tokens=10), folder, device="cpu")
+    assert len(engine.generate([1] * 20, 10).tokens[0]) == 10
+    folder, _ = model_of("gemma4_text", hidden_size_per_layer_input=8)
+    with pytest.raises(ModelError, match="does not execute layers with per-layer embeddings") as error:
+        runtime.load(make_plan(), folder, device="cpu")
+    assert "\n" not in str(error.value)
 
 
 def test_offloaded_layers_beside_windows_are_refused(windowed, make_plan):
