@@ -38,8 +38,9 @@ from ridgeplan.runtime.quantization.saved import saved_weights
 from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams, all_finite, require_finite
-from ridgeplan.runtime.speculation.draft_head import DraftHead, HeadCheckpoint
+from ridgeplan.runtime.speculation.draft_head import HeadCheckpoint
 from ridgeplan.runtime.speculation.gamma_control import AdaptiveGamma, FixedGamma, GammaSchedule
+from ridgeplan.runtime.speculation.mtp_head import MTPCheckpoint
 from ridgeplan.runtime.speculation.proposer import make_proposer
 from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphedStep, GraphRounds, Rounds
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
@@ -102,7 +103,7 @@ class Engine:
         host_layers: int = 0,
         spare_bytes: int = 0,
         draft_path: Path | None = None,
-        draft_head: HeadCheckpoint | None = None,
+        draft_head: HeadCheckpoint | MTPCheckpoint | None = None,
     ) -> None:
         """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
         their own, by default quantized from `weights` and `text`, by default one of the model's own. profile: the
@@ -133,7 +134,7 @@ class Engine:
         self._selector: TokenSelector | None = token_selector(plan.speculation.selection.among_all, builder, head)
         self._sparse_target = SparseTargetAttention.of(plan.attention.chosen, self.cache, head)
         drafter = plan.speculation.drafter
-        trained = None if draft_head is None else DraftHead.of(draft_head, embedding, drafter.window)
+        trained = None if draft_head is None else draft_head.head(weights, drafter.window)
         self._proposer = make_proposer(drafter, self.cache, trained)
         self._meter = meter
         self._statistics: Statistics | None = None

@@ -37,6 +37,8 @@ from ridgeplan.runtime.quantization.calibration import CalibrationText, fitting_
 from ridgeplan.runtime.quantization.saved import saved_weights, weights_path
 from ridgeplan.runtime.retrieval.head import Head, is_probe_of, load_head, shipped_heads
 from ridgeplan.runtime.speculation.draft_head import HeadCheckpoint
+from ridgeplan.runtime.speculation.mtp_head import MTPCheckpoint
+from ridgeplan.runtime.speculation.mtp_head import load_head as load_draft_head
 
 HOST = torch.device("cpu")
 EMBEDDING = "model.embed_tokens.weight"
@@ -88,7 +90,7 @@ def load(
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
     if config.shape.states or config.shape.is_mla:
         require_executable(plan, config.shape)
-    trained = _draft_head(plan, drafter_head, config.shape)
+    trained = _draft_head(plan, drafter_head, config)
     head = _head(plan, retrieval_head, config.shape, model, source)
     plan = plan if head is None else _chosen_by(plan, head)
     if weights is not None and weights.format != _format(plan, config.shape):
@@ -184,7 +186,7 @@ def _head(plan: Plan, path: str | Path | None, shape: ModelShape, model: str, so
     return head
 
 
-def _draft_head(plan: Plan, path: str | Path | None, shape: ModelShape) -> HeadCheckpoint | None:
+def _draft_head(plan: Plan, path: str | Path | None, config: DecoderConfig) -> HeadCheckpoint | MTPCheckpoint | None:
     """The head of the plan's drafter, where that is one. Raises ModelError, and WorkloadError without one."""
     if plan.speculation.drafter.kind is not DrafterKind.HEAD:
         if path is not None:
@@ -192,9 +194,9 @@ def _draft_head(plan: Plan, path: str | Path | None, shape: ModelShape) -> HeadC
         return None
     folder = path or plan.workload.drafter_head
     if not folder:
-        allowed = "a folder of `ridgeplan distill --drafter` or an EAGLE-3 checkpoint as drafter_head"
+        allowed = "a folder of `ridgeplan distill --drafter`, an EAGLE-3 checkpoint, or a model's own MTP layer"
         raise WorkloadError(f"the plan's drafter is a head and none was given; allowed: {allowed}")
-    return HeadCheckpoint.load(folder, shape)
+    return load_draft_head(folder, config)
 
 
 def _shipped_head(shape: ModelShape, model: str, source: str) -> Head:

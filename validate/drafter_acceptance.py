@@ -21,7 +21,6 @@ from ridgeplan.validate.prompts import prompt_batch
 SUFFIX, HEAD, CASCADE, SELF = "suffix", "head", "cascade", "w4"
 CASES = (SUFFIX, HEAD, CASCADE, SELF)  # a cascade feeds 4-bit drafts, which "w4" measures alone
 PASSES = 2  # of a cascade's round
-NAMES = {SUFFIX: "suffix lookup", HEAD: "EAGLE-3"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,9 @@ def measure_drafters(
     if HEAD in cases and not head:
         raise PlanError("no head to measure; allowed: a folder of `ridgeplan distill --drafter` (--drafter-head)")
     shape = named_shape(model)
-    own = (head_settings(head).window,) if head else (0,)
+    settings = head_settings(head) if head else None
+    own = (settings.window,) if settings else (0,)
+    names = {SUFFIX: "suffix lookup", HEAD: settings.name if settings else ""}
     shared, draft_weights = SharedWeights(model, device), None
     plans = list(passage.plans(shape))
     for plain in plans:
@@ -101,8 +102,8 @@ def measure_drafters(
                         f"{device_name(engine.device)}"
                     )
                 row = None
-                if case in NAMES:
-                    name = f"{NAMES[case]} with a window of {window}" if window else NAMES[case]
+                if case in names:
+                    name = f"{names[case]} with a window of {window}" if window else names[case]
                     row = DrafterRow(
                         kind=plan.speculation.drafter.kind, name=name, model=shape.name, depth=depth,
                         source="measured", where=where, context=workload.context, text=kind_of_text,
@@ -122,4 +123,4 @@ def head_profile(folder: str, measured: Sequence[DrafterMeasurement]) -> tuple[P
     kept = [row for row in head_rows(folder) if (row.text, row.context, row.name) not in keys]
     figures = of_head[-1].statistics
     counts = figures.sequence_rounds, figures.verified_at, figures.accepted_at
-    return Path(folder) / NAME, profile_document([*kept, *new], *counts)
+    return Path(folder) / NAME, profile_document([*kept, *new], *counts, head_settings(folder).method)

@@ -300,7 +300,7 @@ measured_drafter = click.option(
 )  # fmt: skip
 drafter_head = click.option(
     "--drafter-head", type=PlainText(), metavar="FOLDER",
-    help="Draft head of `ridgeplan distill --drafter`, or an EAGLE-3 checkpoint, that plans may draft with.",
+    help="Draft head that plans may use: of `ridgeplan distill --drafter`, EAGLE-3's, or a model with an MTP layer.",
 )  # fmt: skip
 priced_by = combine(
     memory_utilization,

@@ -15,30 +15,40 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.planner.acceptance.drafter_rows import DrafterRow
+from ridgeplan.roofline.catalog.families import mtp_layers_of
 from ridgeplan.roofline.catalog.files import json_or, read_document
 from ridgeplan.roofline.catalog.validation import brief, build
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.plan import DrafterKind, PlanError
 
 NAME, CONFIG = "speculation_profile.json", "config.json"
-METHOD, ROWS = "eagle3", "rows"
+ROWS = "rows"
 
 
 @dataclass(frozen=True)
 class HeadSettings:
     """What of a head's config.json the planner takes. draft_vocab: 0 for the model's own; window: 0 for none.
 
-    max_context: tokens of the longest sequence; 0 if it does not say.
+    max_context: tokens of the longest sequence; 0 if it does not say. method: "eagle3", or "mtp" for a model's own
+    layer for multi-token prediction.
     """
 
     draft_vocab: int
     window: int
     max_context: int
+    method: str = "eagle3"
+
+    @property
+    def name(self) -> str:
+        """Of the drafter, as rows have it."""
+        return {"eagle3": "EAGLE-3", "mtp": "MTP"}[self.method]
 
 
 def head_settings(folder: str) -> HeadSettings:
     """Of a head's folder. Raises PlanError, one line that names it."""
     keys = _object(Path(folder), CONFIG)
+    if mtp_layers_of(keys):
+        return HeadSettings(0, 0, 0, "mtp")
     sizes = [keys.get(name) or 0 for name in ("draft_vocab_size", "sliding_window", "max_position_embeddings")]
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise PlanError(f"{CONFIG} of {brief(folder)} has sizes {brief(sizes)}; allowed: whole numbers")
@@ -65,7 +75,7 @@ def head_rows(folder: str) -> tuple[DrafterRow, ...]:
     if not valid or not isinstance(depth, int) or not 0 < len(rates) <= MAX_GAMMA:
         raise PlanError(f"conditional_accept_rates of {brief(folder)} are {brief(rates)}; allowed: shares of 0 to 1")
     row = DrafterRow(
-        kind=DrafterKind.HEAD, name=str(keys.get("method") or METHOD), model="not stated", depth=len(rates),
+        kind=DrafterKind.HEAD, name=str(keys.get("method") or "eagle3"), model="not stated", depth=len(rates),
         source="measured", where=f"{NAME}: {brief(conditions.get('dataset', 'dataset not stated'))}",
         tokens=1 + sum(accumulate(map(float, rates), mul)),
     )  # fmt: skip
@@ -73,7 +83,11 @@ def head_rows(folder: str) -> tuple[DrafterRow, ...]:
 
 
 def profile_document(
-    rows: Sequence[DrafterRow], rounds: int, verified_at: Sequence[float], accepted_at: Sequence[float]
+    rows: Sequence[DrafterRow],
+    rounds: int,
+    verified_at: Sequence[float],
+    accepted_at: Sequence[float],
+    method: str = "eagle3",
 ) -> dict[str, Any]:
     """The document of a folder with these rows. rounds, verified_at, accepted_at: the counts of the last row's passes.
 
@@ -83,7 +97,7 @@ def profile_document(
     reached = [rounds, *accepted_at, 0]
     last = rows[-1]
     return {
-        "method": METHOD,
+        "method": method,
         "num_speculative_tokens": len(conditional),
         "conditional_accept_rates": conditional,
         "marginal_accept_rates": [accepted / rounds for accepted in accepted_at],

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.engines.formats import DTYPES
 from ridgeplan.planner.engines.rates import BAND
 from ridgeplan.planner.export import drafts as drafting
@@ -128,7 +129,8 @@ def export(options: ServeCommandOptions) -> Exported:
     """
     folder, drafter = options.plan.workload.drafter_head, options.plan.speculation.drafter
     if folder and drafter.kind is DrafterKind.HEAD and options.draft_model is None and options.draft_method != "mtp":
-        options = replace(options, draft_model=folder, draft_method="eagle3")
+        method = head_settings(folder).method
+        options = replace(options, draft_model=None if method == "mtp" else folder, draft_method=method)
     check_models(options)
     _check_choices(options)
     problem = uneven(options.shape, options.plan.parallel)

@@ -165,6 +165,15 @@ SHARED_WIDTH = (
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 LEADING_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
+
+
+def mtp_layers_of(keys: Mapping[str, Any]) -> int:
+    """Layers of multi-token prediction that a config.json has."""
+    parts = keys, keys.get("text_config")
+    counts = (part.get(name) for part in parts if isinstance(part, dict) for name in MTP_LAYERS)
+    return next((count for count in counts if isinstance(count, int) and count > 0), 0)
+
+
 MAMBA_HEADS = ("mamba_num_heads", "mamba_n_heads")
 MAMBA_HEAD_DIM = ("mamba_head_dim", "mamba_d_head")
 MAMBA_GROUPS = ("n_groups", "mamba_n_groups")

@@ -68,14 +68,14 @@ class StateDict:
         head = self.tensors.pop("lm_head.weight", None)
         head_weight = embedding if self.config.shape.tied_embeddings or head is None else _copied(head, device)
         layout = self.config.checkpoint
-        norm = _stream_norm(layout, self.tensors.pop, "model.norm", device, layout.logit_scale)
+        norm = stream_norm(layout, self.tensors.pop, "model.norm", device, layout.logit_scale)
         return self._finite(DecoderWeights(embedding, (), norm, Dense(head_weight), layout.logit_cap))
 
     def layers(self, device: torch.device, keep: bool = False) -> Iterator[LayerWeights]:
         """The layers on `device`, one after another; unless `keep`, each is dropped here."""
         take = self.tensors.get if keep else self.tensors.pop
         for index in range(self.config.shape.layers):
-            yield self._finite(_layer(self.config, take, index, device))
+            yield self._finite(read_layer(self.config, take, index, device))
 
     def _finite(self, part: Part) -> Part:
         for tensor in tensors_of(part):
@@ -92,12 +92,13 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, copy=True)
 
 
-def _layer(config: DecoderConfig, take: Take, index: int, device: torch.device) -> LayerWeights:
+def read_layer(config: DecoderConfig, take: Take, index: int, device: torch.device) -> LayerWeights:
+    """A layer on `device`. take: the tensor of a name, or a default, if one is given."""
     layout, prefix = config.checkpoint, f"model.layers.{index}."
     mixer_norm, mlp_norm, mixer_output_norm, mlp_output_norm = NORM_NAMES[layout.norms]
 
     def norm_of(name: str) -> RMSNorm | LayerNorm:
-        return _stream_norm(layout, take, f"{prefix}{name}", device)
+        return stream_norm(layout, take, f"{prefix}{name}", device)
 
     scalar = take(f"{prefix}layer_scalar", None)
     scale = 1.0 if scalar is None else float(scalar)
@@ -376,7 +377,7 @@ def _stacked(norms: tuple[RMSNorm, RMSNorm] | None, attention: Attention) -> RMS
     return RMSNorm(torch.cat(rows), norms[0].eps)
 
 
-def _stream_norm(
+def stream_norm(
     layout: CheckpointLayout, take: Take, name: str, device: torch.device, scale: float = 1.0
 ) -> RMSNorm | LayerNorm:
     """A norm of the stream, whose output is times `scale`."""
@@ -503,6 +504,17 @@ def load_tensor(source: str, name: str) -> Tensor:
                     tensor: Tensor = file.get_tensor(name)
                     return tensor
         raise ValueError(f"it has no tensor {name}")
+
+
+def load_tensors(source: str, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors of the folder's safetensors files whose names begin so, on the host. Raises ModelError."""
+    tensors = {}
+    with _reading(source):
+        for path in _weight_files(Path(source)):
+            with safe_open(path, framework="pt") as file:
+                names = [name for name in list(file.keys()) if name.startswith(prefixes)]
+                tensors |= {name: file.get_tensor(name) for name in names}
+    return tensors
 
 
 def checkpoint_elements(source: str) -> int:

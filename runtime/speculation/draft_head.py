@@ -150,6 +150,10 @@ class HeadCheckpoint:
                 raise ValueError(f"it has no {WEIGHTS}; pickles are not opened")
             return cls.of(keys, read_tensors(folder / WEIGHTS)[1], target, str(path))
 
+    def head(self, target: DecoderWeights, window: int = 0) -> DraftHead:
+        """On the device and in the dtype of the target's embedding. window: as for `DraftHead.of`."""
+        return DraftHead.of(self, target.embedding, window)
+
     def save(self, folder: Path) -> None:
         """Writes the folder's two files, each completely or not at all. Raises ModelError."""
         targets = self.targets.cpu()

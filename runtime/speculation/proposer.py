@@ -19,7 +19,8 @@ from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.model.decoder import StreamObserver
 from ridgeplan.runtime.policies.base import PromptObserver
 from ridgeplan.runtime.sampling import SamplingParams
-from ridgeplan.runtime.speculation.draft_head import STREAMS, DraftHead
+from ridgeplan.runtime.speculation.draft_head import DraftHead
+from ridgeplan.runtime.speculation.mtp_head import MTPHead
 
 
 class Proposed(NamedTuple):
@@ -87,7 +88,7 @@ class SuffixProposer(Proposer):
 
 
 class HeadProposer(Proposer):
-    """Proposes tokens by a draft head, which reads the target's stream at three depths.
+    """Proposes tokens by a draft head, which reads the target's stream at some depths.
 
     Position p of the head's cache belongs to the target's stream at p and the token at p + 1. A pass leaves its
     streams in a ring of the latest positions, where they cost nothing but a copy; the next proposals bring the head's
@@ -95,13 +96,14 @@ class HeadProposer(Proposer):
     Positions that no proposals followed in time are lost: the head then reads from the next one on.
     """
 
-    def __init__(self, drafter: Drafter, cache: Cache, head: DraftHead) -> None:
+    def __init__(self, drafter: Drafter, cache: Cache, head: DraftHead | MTPHead) -> None:
         super().__init__(cache)
         self._head, self._window, config = head, drafter.window, cache.config
         # The positions that a pass of the target or of the self-draft adds.
         self._recent = max(config.gamma, drafter.depth) + 1
         shape, embedding = head.config.layer.shape, head.weights.embedding
-        self._streams = embedding.new_zeros(STREAMS, config.batch, self._recent + 1, shape.hidden)  # the last: unused
+        # The last place takes what is not to be kept.
+        self._streams = embedding.new_zeros(len(head.config.depths), config.batch, self._recent + 1, shape.hidden)
         # Slots ahead of the first position take what is not to be written.
         sizes = config.batch, shape.kv_heads, self._recent + self._capacity + drafter.depth, shape.head_dim
         self._keys, self._values = embedding.new_zeros(sizes), embedding.new_zeros(sizes)
@@ -187,7 +189,7 @@ class HeadProposer(Proposer):
         # Made before any other kernel: attention may read them before the kernel ahead of it has ended.
         begin, ends = (self._in_cache[:rows] + recent).int(), [(last + recent + step).int() for step in range(depth)]
         ring = self._streams[:, :rows]
-        places = (positions % recent)[None, ..., None].expand(STREAMS, -1, -1, ring.shape[-1])
+        places = (positions % recent)[None, ..., None].expand(len(ring), -1, -1, ring.shape[-1])
         features = head.fused(ring.gather(2, places))
         inputs = self._text[:rows].gather(1, (positions + 1).clamp_min(0)).long()
         tokens: list[Tensor] = []
@@ -204,7 +206,7 @@ class HeadProposer(Proposer):
 
 
 class _RingWriter:
-    """Copies the streams of a pass to a ring [STREAMS, rows, places, hidden]. places: int64 [rows, queries, 1]."""
+    """Copies the streams of a pass to a ring [depths, rows, places, hidden]. places: int64 [rows, queries, 1]."""
 
     def __init__(self, depths: Sequence[int], streams: Tensor, places: Tensor) -> None:
         self._depths, self._streams, self._places = depths, streams, places
@@ -215,7 +217,7 @@ class _RingWriter:
             self._streams[index].scatter_(1, self._places.expand(stream.shape), stream)
 
 
-def make_proposer(drafter: Drafter, cache: Cache, head: DraftHead | None = None) -> Proposer | None:
+def make_proposer(drafter: Drafter, cache: Cache, head: DraftHead | MTPHead | None = None) -> Proposer | None:
     """The proposer of a plan's drafter over one cache; None without one. head: of plans that have one."""
     if drafter.kind is DrafterKind.SUFFIX:
         return SuffixProposer(drafter, cache)

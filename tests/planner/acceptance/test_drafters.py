@@ -9,7 +9,7 @@ from ridgeplan import planner
 from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, drafter_rows, load_drafter_rows
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.acceptance.rows import rows_json
-from ridgeplan.planner.acceptance.speculation_profile import NAME, head_rows, profile_document
+from ridgeplan.planner.acceptance.speculation_profile import NAME, head_rows, head_settings, profile_document
 from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.queries.drafter_range import drafter_range
@@ -231,3 +231,17 @@ def test_plans_draft_with_a_head_as_its_speculation_profile_says(h200_profile, t
             head_rows(str(tmp_path))
     with pytest.raises(PlanError, match=r"cannot read config\.json of the draft head 'nowhere'"):
         planner.recommend("Llama-3.1-8B", **ask | {"drafter_head": "nowhere"})
+
+
+def test_the_folder_of_a_model_with_an_mtp_layer_is_a_head(h200_profile, tmp_path):
+    keys = {"text_config": {"mtp_num_hidden_layers": 1, "sliding_window": 4096}}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    settings = head_settings(str(tmp_path))
+    assert (settings.method, settings.name, settings.window) == ("mtp", "MTP", 0)
+    row = DrafterRow(HEAD, settings.name, "m", 3, "measured", "here", 4096, acceptance=0.8, text="code")
+    document = profile_document([row], 100, [100, 60, 30, 0], [60, 30, 20, 0], settings.method)
+    assert document["method"] == "mtp"
+    (tmp_path / NAME).write_text(json.dumps(document))
+    ask = {"gpu": "h200", "ctx": 4096, "profile": h200_profile, "drafter_head": str(tmp_path), "text": "code"}
+    plan = planner.recommend("Llama-3.1-8B", **ask).plan
+    assert plan.speculation.drafter.kind is HEAD and plan.speculation.drafter.window == 0
