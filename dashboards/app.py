@@ -25,6 +25,7 @@ ANSWERED: dict[str, Callable[[Answer], None]] = {
 # what is beyond the edge of a table, and behind the arrow above the page.
 STYLE = """<style>
 .stMainBlockContainer { padding-top: 3.5rem; padding-bottom: 2rem; }
+.st-key-tiles > * { flex: 1 1 7.5rem; }
 .st-key-tiles [data-testid="stMetricValue"] { font-size: 1.6rem; }
 @media (max-width: 640px) {
   [data-testid="stDataFrame"]::after { content: "Swipe the table for more columns."; opacity: 0.6; font-size: 0.8rem; }

@@ -90,6 +90,8 @@ def dumbbells(rows: Sequence[Row], title: str, x: str, **x_axis: Any) -> go.Figu
             marker={"symbol": symbol, "size": 10, "color": [colors[row["method"]] for row in rows]},
             hovertemplate=f"%{{y}}<br>{side} %{{x:.3g}}<extra></extra>",
         )  # fmt: skip
+    for method, color in colors.items() if len(colors) > 1 else ():
+        figure.add_scatter(name=method, x=[None], y=[None], mode="markers", marker={"symbol": "square", "color": color})
     figure.update_yaxes(autorange="reversed", automargin=True, tickfont_size=10)
     figure.update_xaxes(**x_axis)
     return titled(figure, title.format(**rows[0]), x, height=160 + ROW_HEIGHT * len(rows))

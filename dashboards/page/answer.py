@@ -188,7 +188,7 @@ def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_
         ("Tokens/s", f"{best.tokens_per_s:,.0f}", f"{whose}; {low.tokens_per_s:,.0f} to {high.tokens_per_s:,.0f}"),
         _gain_tile(recommendation),
         ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that plans may use"),
-        ("Million new tokens", f"${gpus * dollars_per_hour * 1e6 / 3600 / best.tokens_per_s:,.2f}",
+        ("1M new tokens", f"${gpus * dollars_per_hour * 1e6 / 3600 / best.tokens_per_s:,.2f}",
          f"at ${dollars_per_hour:g} a GPU-hour, without prompts"),
     ]  # fmt: skip
 

@@ -270,7 +270,9 @@ ROWS = [
 
 def test_dumbbells_join_what_both_sides_have() -> None:
     figure = dumbbells(ROWS, "title", "unit")
-    joined, published, predicted = figure.data
+    joined, published, predicted, *methods = figure.data
+    assert [method.name for method in methods] == ["x", "y"]  # for the legend
+    assert [method.marker.color for method in methods] == list(predicted.marker.color[:2])
     assert list(joined.x) == [2.0, 3.0]
     assert list(published.x) == [2.0, None, None]
     assert list(predicted.x) == [3.0, 4.0, None]

@@ -19,7 +19,7 @@ from ridgeplan.planner.render.text import plain_words
 from ridgeplan.roofline.catalog.profile import Profile
 
 pytestmark = pytest.mark.usefixtures("only_profile")
-TILES = ["Time per token", "First token", "Tokens/s", "Speed-up", "Peak memory", "Million new tokens"]
+TILES = ["Time per token", "First token", "Tokens/s", "Speed-up", "Peak memory", "1M new tokens"]
 
 
 @pytest.fixture
