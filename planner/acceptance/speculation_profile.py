@@ -52,7 +52,8 @@ def head_settings(folder: str) -> HeadSettings:
     sizes = [keys.get(name) or 0 for name in ("draft_vocab_size", "sliding_window", "max_position_embeddings")]
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise PlanError(f"{CONFIG} of {brief(folder)} has sizes {brief(sizes)}; allowed: whole numbers")
-    return HeadSettings(*sizes)
+    draft_vocab, window, max_context = sizes
+    return HeadSettings(draft_vocab, window, max_context)
 
 
 def head_rows(folder: str) -> tuple[DrafterRow, ...]:

@@ -508,7 +508,7 @@ def load_tensor(source: str, name: str) -> Tensor:
 
 def load_tensors(source: str, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
     """The tensors of the folder's safetensors files whose names begin so, on the host. Raises ModelError."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     with _reading(source):
         for path in _weight_files(Path(source)):
             with safe_open(path, framework="pt") as file:

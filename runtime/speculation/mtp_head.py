@@ -7,7 +7,7 @@ output of the model's last norm, later ones are the layer's. Embedding and outpu
 Names of tensors, beside those of a layer: Qwen3.5 and Qwen3-Next have mtp.{fc, pre_fc_norm_embedding,
 pre_fc_norm_hidden, norm} and mtp.layers.0, and feed back what `norm` puts out; GLM-4.5 and DeepSeek-V3 have
 model.layers.N.{eh_proj, enorm, hnorm, shared_head.norm} beside the layer after their last one, N, and feed back what
-enters the norm (vLLM, models/qwen3_next_mtp.py, glm4_moe_mtp.py and deepseek_mtp.py).
+enters the norm (vLLM's classes Qwen3NextMTP, Glm4MoeMTP and DeepSeekMTP).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ridgeplan.runtime.kv.attention_metadata import AttentionMetadata, KVAccess
 from ridgeplan.runtime.model.checkpoint import load_tensors, read_layer, stream_norm
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.linear import Dense
-from ridgeplan.runtime.model.norms import LayerNorm, RMSNorm
+from ridgeplan.runtime.model.norms import Norm
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights
 from ridgeplan.runtime.retrieval.head import DTYPES, require_tensor
 from ridgeplan.runtime.speculation.draft_head import CONFIG, HeadCheckpoint
@@ -126,7 +126,7 @@ class MTPCheckpoint:
         config = replace(self.config, layer=replace(self.config.layer, layers=(read,)))
         decoder, fc = Decoder(config.layer, embedding.device), Dense(take("fc.weight").to(embedding.device))
         weights = replace(target, layers=(layer,), norm=norms[2])
-        return MTPHead(config, decoder, weights, fc, *norms[:2], target_norm=target.norm)
+        return MTPHead(config, decoder, weights, fc, norms[0], norms[1], target.norm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +137,9 @@ class MTPHead:
     decoder: Decoder
     weights: DecoderWeights
     fc: Dense
-    embedding_norm: RMSNorm | LayerNorm
-    hidden_norm: RMSNorm | LayerNorm
-    target_norm: RMSNorm | LayerNorm
+    embedding_norm: Norm
+    hidden_norm: Norm
+    target_norm: Norm
 
     def fused(self, streams: Tensor) -> Tensor:
         """Features [..., hidden] of the target's stream [1, ..., hidden]."""
