@@ -175,11 +175,14 @@ def cache_bytes(plan: Plan, shape: ModelShape, rows: int, element_bytes: int) ->
 
 
 def label(plan: Plan) -> str:
-    """A plan's name, with its budget, the chunks of its prompts and gamma."""
+    """A plan's name, with its budget, what its preset has otherwise, the chunks of its prompts and gamma."""
     context = plan.workload.context
     budgets, chunk = (plan.eviction.tokens(context), plan.attention.budget), plan.eviction.chunk_at(context)
     at_once = replace(plan, eviction=replace(plan.eviction, chunk=0))
-    words = [preset_name(at_once), *(str(budget) for budget in budgets if budget)]
+    name = preset_name(at_once)
+    words = [name, *(str(budget) for budget in budgets if budget)]
+    if name in PRESETS or name in EVICTIONS:
+        words += _unusual_settings(plan, _plan(name, plan.workload))
     if isinstance(plan.attention.selection, PromptSelection) and not plan.attention.keeps_generated:
         words.append("with generated tokens selected")
     if chunk:
@@ -187,6 +190,17 @@ def label(plan: Plan) -> str:
     if plan.speculation.active:
         words.append(f"gamma {plan.speculation.gamma}")
     return " ".join(words)
+
+
+def _unusual_settings(plan: Plan, usual: Plan) -> list[str]:
+    """The settings of a plan's eviction and of its target's selection that differ from the usual ones, in brackets."""
+    pairs = (plan.eviction.method, usual.eviction.method), (plan.attention.selection, usual.attention.selection)
+    settings = [
+        f"{name} {value}"
+        for own, other in pairs if own is not None and type(own) is type(other)
+        for name, value in vars(own).items() if vars(other)[name] != value and name != "keep_generated"
+    ]  # fmt: skip
+    return [f"({', '.join(settings)})"] if settings else []
 
 
 def _plan(name: str, workload: Workload) -> Plan:

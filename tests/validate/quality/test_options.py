@@ -99,7 +99,7 @@ def test_plans_share_prompts_unless_weights_or_settings_of_an_eviction_differ(ti
     makers = [*with_budgets(["dapq", "int8", "int8-weights", "quest"], [64, 128]), own_prefix]
     families = question(tiny_folder, *makers, tokens=16).families_at(512)
     assert [[label(plan) for plan in family] for family in families] == [
-        ["autoregressive"], ["dapq 64", "dapq 128", "int8", "quest 64", "quest 128"], ["int8-weights"], ["dapq 64"],
+        ["autoregressive"], ["dapq 64", "dapq 128", "int8", "quest 64", "quest 128"], ["int8-weights"], ["dapq 64 (prefix 2)"],
     ]  # fmt: skip
 
 
@@ -141,3 +141,14 @@ def test_only_tasks_that_plain_decoding_does_not_solve_are_left_out(tiny_folder)
     assert [options.leaves_out(oracle, name, {}) for name in ("vt", "ttft", "fidelity")] == [True, True, False]
     assert not question(tiny_folder, tasks=(TASKS["vt"],)).leaves_out(plan, "vt", plain)
     assert not options.leaves_out(plan, "vt", {})  # plain decoding itself
+
+
+def test_settings_that_a_preset_has_otherwise_are_in_the_name():
+    """Plans that differ in them alone would share a row of the table."""
+    dapq, head = (preset(name, WORKLOAD) for name in ("dapq", "specontext-resident"))
+    pooled = replace(dapq, eviction=replace(dapq.eviction, settings={"pooling": 7, "recent": 32, "prefix": 4}))
+    selection = replace(head.attention.selection, recent=256)
+    latest = replace(head, attention=replace(head.attention, selection=selection))
+    assert [label(plan) for plan in (dapq, pooled, latest)] == [
+        "dapq 1024", "dapq 1024 (recent 32, pooling 7)", "specontext-resident 2048 (recent 256)",
+    ]  # fmt: skip
