@@ -88,8 +88,12 @@ def sweep_page(sweep: GridSweep) -> str:
     return html_page("ridgeplan sweep", parts)
 
 
-BRIEF_COLUMNS = ("plan", "gamma", "tpot_ms", "tpot_low_ms", "tpot_high_ms", "ttft_ms", "tokens_per_s",
-                 "peak_memory_bytes", "speedup", "quality", "verdict")  # fmt: skip
+BRIEF_PLANS = 12  # in the table; the chart has all
+BRIEF_COLUMNS = {
+    "gamma": "gamma", "ms per token": "tpot_ms", "low": "tpot_low_ms", "high": "tpot_high_ms",
+    "first token, ms": "ttft_ms", "tokens/s": "tokens_per_s", "speed-up": "speedup", "quality": "quality",
+    "why": "verdict",
+}  # fmt: skip
 
 
 def brief_page(lines: Sequence[str], recommendation: Recommendation, hardware: Hardware) -> str:
@@ -99,7 +103,6 @@ def brief_page(lines: Sequence[str], recommendation: Recommendation, hardware: H
     """
     predicted, name = recommendation.predicted, recommendation.name
     question, verdict, *more = map(escape, lines)
-    rows = recommendation.table()
     charts = (
         alternatives(recommendation), waterfall(predicted, recommendation.baseline, short_name(name)),
         roofline(predicted, hardware),
@@ -107,8 +110,13 @@ def brief_page(lines: Sequence[str], recommendation: Recommendation, hardware: H
     titles = ("All plans", "Where a token's time goes", "Each operation under the roof")
     drawn = [f"<h2>{title}</h2>{figure_html(chart)}" for title, chart in zip(titles, charts, strict=True)]
     head = f"<h1>{question}</h1><h2>{verdict}</h2><p>{'<br>'.join(more)}</p>"
-    body = table(BRIEF_COLUMNS, [[_shown(row[column]) for column in BRIEF_COLUMNS] for row in rows])
-    return html_page(f"ridgeplan: {recommendation.plan.workload.model}", [head, *drawn, "<h2>Plans</h2>", body])
+    keys, listed = BRIEF_COLUMNS.values(), f"<h2>The first {BRIEF_PLANS} plans</h2>"
+    cells = (
+        (short_name(row["plan"]), f"{row['peak_memory_bytes'] / 1e9:.1f}", *(_shown(row[key]) for key in keys))
+        for row in recommendation.table()[:BRIEF_PLANS]
+    )
+    body = table(("plan", "peak GB", *BRIEF_COLUMNS), cells)
+    return html_page(f"ridgeplan: {recommendation.plan.workload.model}", [head, *drawn, listed, body])
 
 
 def capacity_page(result: ServingCapacity, figure: go.Figure) -> str:
