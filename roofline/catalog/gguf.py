@@ -19,7 +19,7 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.config_json import shape_from_config
 from ridgeplan.roofline.catalog.families import FAMILIES
-from ridgeplan.roofline.catalog.model_shape import BadModelFile, ModelShape, WeightBits, mean_bits
+from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, BadModelFile, ModelShape, WeightBits, mean_bits
 from ridgeplan.roofline.catalog.validation import brief
 
 # Weights and bytes of a block by the type's number in the file (ggml/include/ggml.h, ggml/src/ggml-common.h).
@@ -215,7 +215,9 @@ def _code(kind: int) -> str:
 # Families by the architectures that GGUF files name; Mistral models are stored as "llama".
 _SUPPORTED = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe",
+    "gpt-oss": "gpt_oss",
 }  # fmt: skip
+KEPT_TYPE = 39  # MXFP4
 # Keys of a config.json by those of a GGUF file.
 _CONFIG_KEYS = {
     "num_hidden_layers": "block_count",
@@ -231,6 +233,9 @@ _CONFIG_KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
+_ROPE_KEYS = {
+    "rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_context_length",
+}  # fmt: skip
 _MATRICES = (
     (re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.weight"), "attention"),
     (re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.weight"), "mlp"),
@@ -267,12 +272,10 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
     if experts and architecture == family:
         raise ValueError(f"mixtures of experts of {brief(architecture)} are read from their config.json only")
     if FAMILIES[family].traits or experts:  # its layers are not all alike, or have what the fields below cannot say
-        present = {key: header.metadata.get(f"{architecture}.{name}") for key, name in _CONFIG_KEYS.items()}
-        keys = {key: entry for key, entry in present.items() if entry is not None}
-        keys |= {"model_type": family, "vocab_size": _tensor(header, "token_embd.weight")[-1]}
-        keys |= {"tie_word_embeddings": "output.weight" not in header.tensors}
-        shape = shape_from_config(keys, path.stem, str(path))
+        shape = shape_from_config(config_of_header(header), path.stem, str(path))
         bits = weight_bits_of(header)
+        if keeps_experts(header):
+            bits = WeightBits(experts=gguf_bits(KEPT_TYPE), format=KEPT_FORMAT)
         return replace(shape, weight_bits=bits.tied() if shape.tied_embeddings else bits)
     heads = value("attention.head_count")
     q_width = _tensor(header, "blk.0.attn_q.weight")[-1]
@@ -300,6 +303,24 @@ def shape_of_header(header: GGUFHeader, path: Path) -> ModelShape:
         weight_bits=bits.tied() if tied else bits,
         source=str(path),
     )
+
+
+def config_of_header(header: GGUFHeader) -> dict[str, Any]:
+    """The keys of a config.json that a header with a supported architecture says. Raises ValueError."""
+    architecture = str(header.metadata["general.architecture"])
+    present = {key: header.metadata.get(f"{architecture}.{name}") for key, name in _CONFIG_KEYS.items()}
+    keys: dict[str, Any] = {key: entry for key, entry in present.items() if entry is not None}
+    keys |= {"model_type": _SUPPORTED[architecture], "vocab_size": _tensor(header, "token_embd.weight")[-1]}
+    scaling = {key: header.metadata.get(f"{architecture}.rope.scaling.{name}") for key, name in _ROPE_KEYS.items()}
+    if scaling["rope_type"] == "yarn":
+        keys["rope_parameters"] = {**scaling, "rope_theta": keys.get("rope_theta"), "truncate": False}
+    return keys | {"tie_word_embeddings": "output.weight" not in header.tensors}
+
+
+def keeps_experts(header: GGUFHeader) -> bool:
+    """Whether the runtime keeps the experts as they are stored: gpt-oss's, all in MXFP4."""
+    kinds = {kind for name, kind in header.types.items() if name.endswith("_exps.weight")}
+    return header.metadata.get("general.architecture") == "gpt-oss" and kinds == {KEPT_TYPE}
 
 
 def weight_bits_of(header: GGUFHeader) -> WeightBits:

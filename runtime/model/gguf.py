@@ -22,10 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ridgeplan.roofline.catalog.files import cache_folder
-from ridgeplan.roofline.catalog.gguf import read_gguf_header, shape_of_header
+from ridgeplan.roofline.catalog.gguf import KEPT_TYPE, gguf_bits, keeps_experts, read_gguf_header, shape_of_header
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_rust, quiet_transformers
 from ridgeplan.runtime.heap import call_with_separate_heap
+from ridgeplan.runtime.model.gguf_gpt_oss import hub_config, hub_tensors
 
 CONVERSION = "3"  # part of the folder's name: a change of what is written makes a new folder
 MANIFEST = "conversion.json"  # sizes and CRC-32 of the files that a finished conversion wrote
@@ -115,7 +116,7 @@ def _checksum_of(path: Path, size: int, modified_ns: int, inode: int) -> int:
 
 def _require_room(path: Path, cache: Path) -> None:
     """Raises ModelError where the decoded weights fit neither memory nor disk, before any of them is read."""
-    needed_bytes = FLOAT32_BYTES * sum(map(math.prod, _checked_tensors(path)))
+    needed_bytes = _decoded_bytes(path)
     for what, free_bytes in (("memory", available_bytes()), ("disk", shutil.disk_usage(cache).free)):
         if free_bytes is not None and needed_bytes > free_bytes:
             raise ModelError(
@@ -124,8 +125,8 @@ def _require_room(path: Path, cache: Path) -> None:
             )
 
 
-def _checked_tensors(path: Path) -> list[tuple[int, ...]]:
-    """The dimensions of all tensors, once the file's sizes are in range. Raises ModelError."""
+def _decoded_bytes(path: Path) -> float:
+    """Bytes of all tensors as they are written, once the file's sizes are in range. Raises ModelError."""
     try:
         header = read_gguf_header(path)
         shape, tensors = shape_of_header(header, path), header.tensors
@@ -133,7 +134,11 @@ def _checked_tensors(path: Path) -> list[tuple[int, ...]]:
         raise ModelError(f"cannot read the GGUF file {path}: {one_line(error)}") from error
     if shape.layers > len(tensors):  # transformers would build them all
         raise ModelError(f"cannot read the GGUF file {path}: it has {len(tensors)} tensors for {shape.layers} layers")
-    return list(tensors.values())
+    kept_bytes = gguf_bits(KEPT_TYPE) / 8 if keeps_experts(header) else FLOAT32_BYTES
+    return sum(
+        math.prod(sizes) * (kept_bytes if header.types[name] == KEPT_TYPE else FLOAT32_BYTES)
+        for name, sizes in tensors.items()
+    )
 
 
 def _convert_into(path: Path, folder: Path) -> None:
@@ -163,11 +168,15 @@ def _convert(path: Path, staging: Path) -> None:
         "trust_remote_code": False,  # left out, transformers asks on stdin
     }
     with failures_as(f"cannot read the GGUF file {path}"), _header_read_once():
-        config = transformers.AutoConfig.from_pretrained(**where)
-        if config.model_type == "qwen3_moe":  # what transformers leaves at its defaults, which llama.cpp does not read
-            experts = read_gguf_header(path).metadata["qwen3moe.expert_feed_forward_length"]
-            config.update({"moe_intermediate_size": experts, "norm_topk_prob": True})
-        tensors = _tensors(link, config)
+        header = read_gguf_header(path)
+        if header.metadata["general.architecture"] == "gpt-oss":
+            config, tensors = transformers.GptOssConfig(**hub_config(header)), hub_tensors(link, header)
+        else:
+            config = transformers.AutoConfig.from_pretrained(**where)
+            if config.model_type == "qwen3_moe":  # what transformers leaves at defaults, which llama.cpp does not read
+                experts = header.metadata["qwen3moe.expert_feed_forward_length"]
+                config.update({"moe_intermediate_size": experts, "norm_topk_prob": True})
+            tensors = _tensors(link, config)
         with quiet_rust():
             tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     shutil.rmtree(folder)
@@ -181,7 +190,16 @@ def _convert(path: Path, staging: Path) -> None:
 def _header_read_once() -> Iterator[None]:
     """transformers reads a file's header for its config, weights and tokenizer: 13 s each for a vocabulary of 262k."""
     reader_class = gguf.GGUFReader
-    gguf.GGUFReader = cache(reader_class)
+
+    @cache
+    def reader(*arguments: Any) -> gguf.GGUFReader:
+        """Without gpt-oss's RoPE, of which transformers takes the lengths of names for values."""
+        header = reader_class(*arguments)
+        for name in [name for name in header.fields if name.startswith("gpt-oss.rope.scaling.")]:
+            del header.fields[name]
+        return header
+
+    gguf.GGUFReader = reader
     try:
         yield
     finally:

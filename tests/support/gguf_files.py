@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import torch
 from gguf_blocks import random_blocks
 from tokenizers import pre_tokenizers
 from torch import Tensor
@@ -45,25 +46,7 @@ def write_gguf(path: Path, model: Any, merge: str = "+ -", kinds: Sequence[str] 
     """
     config, state = model.config, model.state_dict()
     routed = config.model_type == "qwen3_moe"
-    writer = gguf.GGUFWriter(path, "qwen3moe" if routed else "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: config.vocab_size - 1]
-    writer.add_token_list([*letters, "+-"])
-    writer.add_token_types([1] * config.vocab_size)
-    writer.add_token_merges([merge])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
+    writer = _writer(path, "qwen3moe" if routed else "llama", config, merge)
     names = {f"{name}.weight": f"{ours}.weight" for name, ours in REST.items()}
     for layer in range(config.num_hidden_layers):
         names |= {f"blk.{layer}.{name}.weight": f"model.layers.{layer}.{ours}.weight" for name, ours in LAYER.items()}
@@ -91,7 +74,78 @@ def write_gguf(path: Path, model: Any, merge: str = "+ -", kinds: Sequence[str] 
         content, values = random_blocks(kind, *tensor.shape)
         writer.add_tensor(name, content, raw_dtype=gguf.GGMLQuantizationType[kind])
         state[ours].copy_(values if count is None else neighboured(values, count))
+    _close(writer)
+
+
+def _writer(path: Path, architecture: str, config: Any, merge: str = "+ -") -> gguf.GGUFWriter:
+    """A file with the sizes and the tokenizer of a model, and no tensors yet."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: config.vocab_size - 1]
+    writer.add_token_list([*letters, "+-"])
+    writer.add_token_types([1] * config.vocab_size)
+    writer.add_token_merges([merge])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    return writer
+
+
+def _close(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+GPT_OSS = {
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate_inp": "mlp.router",
+}  # fmt: skip
+
+
+def write_gpt_oss(path: Path, model: Any, kind: str) -> None:
+    """A transformers gpt-oss as llama.cpp's converter writes it, in float32 but for its experts.
+
+    kind: the type of these; the model then has their values, too.
+    """
+    config, state, experts = model.config, model.state_dict(), gguf.GGMLQuantizationType[kind]
+    writer = _writer(path, "gpt-oss", config)
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+    writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+    names = {f"{name}.weight": f"{ours}.weight" for name, ours in REST.items()}
+    for layer in range(config.num_hidden_layers):
+        place, prefix = f"blk.{layer}", f"model.layers.{layer}."
+        names |= {f"{place}.{name}.weight": f"{prefix}{ours}.weight" for name, ours in GPT_OSS.items()}
+        names |= {
+            f"{place}.{name}.bias": f"{prefix}{ours}.bias" for name, ours in GPT_OSS.items() if "norm" not in name
+        }
+        names[f"{place}.attn_sinks.weight"] = f"{prefix}self_attn.sinks"
+        gate_up, down = (state[f"{prefix}mlp.experts.{part}_proj"].mT for part in ("gate_up", "down"))
+        biases = [state[f"{prefix}mlp.experts.{part}_proj_bias"] for part in ("gate_up", "down")]
+        stacks = {"gate": gate_up[:, ::2], "up": gate_up[:, 1::2], "down": down}
+        for (part, stack), bias in zip(stacks.items(), (biases[0][:, ::2], biases[0][:, 1::2], biases[1]), strict=True):
+            content = gguf.quantize(stack.contiguous().numpy(), experts)
+            stack.copy_(torch.from_numpy(gguf.dequantize(content, experts)))
+            writer.add_tensor(f"{place}.ffn_{part}_exps.weight", content, raw_dtype=experts)
+            writer.add_tensor(f"{place}.ffn_{part}_exps.bias", bias.contiguous().numpy())
+    for name, ours in names.items():
+        writer.add_tensor(name, state[ours].numpy())
+    _close(writer)

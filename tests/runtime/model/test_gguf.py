@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from filelock import FileLock
-from gguf_files import write_gguf
+from gguf_files import write_gguf, write_gpt_oss
 from gguf_values import METADATA, TENSORS, gguf_bytes
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -28,6 +28,7 @@ from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model import gguf as gguf_convert
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
 from ridgeplan.runtime.model.gguf import converted
+from ridgeplan.runtime.model.linear import Mxfp4
 from ridgeplan.runtime.model.source import model_source
 
 
@@ -75,6 +76,25 @@ def test_experts_are_read_from_a_gguf_file(tiny_model, tmp_path, make_plan):
     described, loaded = load_shape(str(tmp_path / "experts.gguf")), load_shape(model.folder)
     assert sizes_of(described) == sizes_of(loaded) and described.parameters == loaded.parameters
     assert described.weight_bits.experts == 32 and described.moe_layers == loaded.moe_layers > 0
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("MXFP4", 4.25), ("Q8_0", 8.5)])
+def test_gpt_oss_keeps_its_experts_as_they_are_stored(kind, bits, tiny_model, tmp_path, make_plan):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
+            "truncate": False}  # fmt: skip
+    model = copy.deepcopy(tiny_model("gpt_oss", rope_parameters=yarn).reference)
+    path = tmp_path / "gpt-oss.gguf"
+    write_gpt_oss(path, model, kind)
+    engine = runtime.load(make_plan(), str(path), device="cpu")
+    tokens = list(range(40))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0, -1]
+    assert (engine.teacher_forced_logits([tokens], [[]])[0, -1] - expected).abs().max() < 1e-4
+    assert isinstance(engine.weights.layers[0].mlp.gate_up.layer, Mxfp4) == (kind == "MXFP4")
+    described, loaded = load_shape(str(path)), load_shape(model_source(str(path)))
+    assert sizes_of(described) == sizes_of(loaded) and described.parameters == loaded.parameters
+    assert described.weight_bits.experts == bits and described.traits == loaded.traits
+    assert described.weight_bits == loaded.weight_bits or kind != "MXFP4"
 
 
 @pytest.mark.parametrize("kinds", [["Q8_0"], ["Q4_0"], ["Q4_K"], ["Q6_K"], ["Q4_K", "Q6_K"]], ids="+".join)
