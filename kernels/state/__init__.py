@@ -27,7 +27,7 @@ class DeltaVectors:
     """What a layer has beside its projections.
 
     taps: [channels, W] of the convolution, the last for the token itself. log_decay, step_bias: float32 [Hv], A_log and
-    dt_bias. key_heads: Hk, of `key_dim` K; each serves Hv / Hk consecutive value heads.
+    dt_bias. key_heads: Hk, of `key_dim` K; each serves Hv / Hk consecutive value heads. step_limit: largest step size.
     """
 
     taps: Tensor
@@ -35,6 +35,7 @@ class DeltaVectors:
     step_bias: Tensor
     key_heads: int
     key_dim: int
+    step_limit: int = 1
 
     @property
     def inputs(self) -> int:

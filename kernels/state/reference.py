@@ -71,7 +71,7 @@ def _inputs(rows: Tensor, vectors: DeltaVectors, sizes: torch.Size) -> _Inputs:
     step, decay = steering.split(value_heads, dim=-1)
     log_decay = -vectors.log_decay.exp() * functional.softplus(decay.float() + vectors.step_bias)
     values = values.unflatten(-1, (value_heads, value_dim)).float()
-    return _Inputs(q * key_dim**-0.5, k, values, step.sigmoid().float(), log_decay)
+    return _Inputs(q * key_dim**-0.5, k, values, step.sigmoid().float() * vectors.step_limit, log_decay)
 
 
 def _normalized(heads: Tensor, value_heads: int) -> Tensor:

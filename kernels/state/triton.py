@@ -84,6 +84,7 @@ def _delta_step_kernel(
     RING: tl.constexpr,
     KEYS: tl.constexpr,  # KEY_DIM, rounded up to a power of two
     BLOCK: tl.constexpr,
+    STEP_LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_launch_dependents_and_wait(PDL)
@@ -154,7 +155,7 @@ def _delta_step_kernel(
         biased = decay + bias
         softplus = tl.where(biased > 20, biased, tl.log(1 + tl.exp(tl.minimum(biased, 20.0))))
         current *= tl.exp(-decay_rate * softplus)
-        strength = tl.sigmoid(step).to(element).to(tl.float32)
+        strength = tl.sigmoid(step).to(element).to(tl.float32) * STEP_LIMIT
         update = (v - tl.sum(current * k[:, None], 0)) * strength
         current += k[:, None] * update[None, :]
         read = tl.sum(current * q[:, None], 0)
@@ -200,6 +201,7 @@ def delta_step_triton(
         RING=ring.shape[1],
         KEYS=triton.next_power_of_2(key_dim),
         BLOCK=block,
+        STEP_LIMIT=vectors.step_limit,
         num_warps=2,
         **pdl_options(projected),
     )

@@ -406,7 +406,8 @@ def _state(config: Config) -> State:
         "conv_width": "linear_conv_kernel_dim",
     }
     sizes = {name: _whole(config, key) for name, key in names.items()}
-    return State(rule=DELTA_RULE, **sizes, bytes_per_element=bytes_per_element)
+    limit = 2 if config.get("linear_allow_neg_eigval") else 1
+    return State(rule=DELTA_RULE, **sizes, bytes_per_element=bytes_per_element, step_limit=limit)
 
 
 def _routed_layers(config: Config, layers: int) -> list[bool]:

@@ -25,7 +25,8 @@ class Family:
     layer stand, of NORM_NAMES. norm_offset: added to their weights. layer_norm: they are LayerNorms. interleaved_rope:
     RoPE turns each channel with the next one, not with the one half a head away. full_rope: layers of full attention
     have RoPE. scaled_embedding: embeddings are multiplied by the root of the hidden size. value_norm: each head's
-    values are normalized, without a weight."""
+    values are normalized, without a weight. state_norms: where norms of layers with a state stand; "": as elsewhere.
+    state_eps: of norms of a state's output; 0: as elsewhere."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     attention_bias: bool | None = None
@@ -46,6 +47,8 @@ class Family:
     full_rope: bool = True
     scaled_embedding: bool = False
     value_norm: bool = False
+    state_norms: str = ""
+    state_eps: float = 0.0
 
     @property
     def sandwich_norms(self) -> bool:
@@ -144,7 +147,10 @@ FAMILIES: dict[str, Family] = {
         _SLIDING_BY_FOUR, qk_norm=True, wide_qk_norm=True, sliding="pattern",
         traits=("other norms", "rope by layer type"), executed=True, norms="after",
     ),
-    "olmo_hybrid": Family(qk_norm=True, wide_qk_norm=True, full_every=4, traits=("other norms",)),
+    "olmo_hybrid": Family(
+        {"linear_allow_neg_eigval": True}, qk_norm=True, wide_qk_norm=True, full_every=4, traits=("other norms",),
+        executed=True, norms="after", state_norms="before", state_eps=1e-5,
+    ),
     "seed_oss": Family(attention_bias=True, executed=True),
     "smollm3": Family(traits=("rope by layer type",), executed=True),
 }  # fmt: skip

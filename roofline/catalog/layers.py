@@ -155,7 +155,8 @@ class State(Checked):
 
     Mamba-2's heads are value heads of `value_dim`, its groups key heads, and its state size is `key_dim`.
     gate_rank: rank of the output gate and of a decay by key channel (Kimi Delta Attention); 0 where the gate is a full
-    projection and the decay one number a head.
+    projection and the decay one number a head. step_limit: largest step size; 2 lets eigenvalues be negative (Grazzi et
+    al. 2024).
     """
 
     rule: str = one_of(STATE_FLOPS)
@@ -166,6 +167,7 @@ class State(Checked):
     conv_width: int = whole(1, 1024, default=4)  # taps of the short convolution
     gate_rank: int = whole(0, 10**6, default=0)
     bytes_per_element: int = one_of((2, 4), default=4)  # of the state; the convolution's is in full precision
+    step_limit: int = one_of((1, 2), default=1)
 
     @property
     def value_width(self) -> int:

@@ -43,6 +43,10 @@ from ridgeplan.runtime.model.weights import (
 
 Part = TypeVar("Part")
 Take = Callable[..., Any]  # the tensor of a name, or a default
+APART = (
+    ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"),
+    ("q_proj", "k_proj", "v_proj", "b_proj", "a_proj", "g_proj"),
+)
 ALTERNATING = ("in_proj_qkvz", "in_proj_ba")  # Qwen3-Next's projections of a gated delta rule
 
 
@@ -95,7 +99,8 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 def read_layer(config: DecoderConfig, take: Take, index: int, device: torch.device) -> LayerWeights:
     """A layer on `device`. take: the tensor of a name, or a default, if one is given."""
     layout, prefix = config.checkpoint, f"model.layers.{index}."
-    mixer_norm, mlp_norm, mixer_output_norm, mlp_output_norm = NORM_NAMES[layout.norms]
+    place = layout.state_norms if config.layers[index].state else layout.norms
+    mixer_norm, mlp_norm, mixer_output_norm, mlp_output_norm = NORM_NAMES[place]
 
     def norm_of(name: str) -> RMSNorm | LayerNorm:
         return stream_norm(layout, take, f"{prefix}{name}", device)
@@ -243,9 +248,11 @@ def _state(config: DecoderConfig, index: int, take: Take, prefix: str, device: t
     state, prefix = config.layers[index].state, f"{prefix}linear_attn."
     assert state is not None, "the layer has a state"
     vectors = _delta_vectors(state, take, prefix, device)
-    norm = RMSNorm(_copied(take(f"{prefix}norm.weight"), device), config.checkpoint.eps)
+    olmo = take(f"{prefix}o_norm.weight", None)
+    weight, output = (take(f"{prefix}norm.weight"), "out_proj") if olmo is None else (olmo, "o_proj")
+    norm = RMSNorm(_copied(weight, device), config.checkpoint.state_eps)
     inputs = Dense(_delta_inputs(state, take, prefix).to(device))
-    return DeltaWeights(inputs, vectors, norm, _fused(take, device, f"{prefix}out_proj"))
+    return DeltaWeights(inputs, vectors, norm, _fused(take, device, f"{prefix}{output}"))
 
 
 def _attention(config: DecoderConfig, index: int, take: Take, prefix: str, device: torch.device) -> AttentionWeights:
@@ -394,13 +401,13 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
 def _delta_inputs(state: State, take: Take, prefix: str) -> Tensor:
     """Rows of a gated delta rule's projections in the order of `DeltaWeights.inputs`.
 
-    Qwen3.5 stores them apart. Qwen3-Next stores those of each key head together: its query, key, values and gates, and
-    its step sizes and decays.
+    Qwen3.5 and OLMo store them apart. Qwen3-Next stores those of each key head together: its query, key, values and
+    gates, and its step sizes and decays.
     """
-    names = ("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z")
-    apart = [take(f"{prefix}{name}.weight", None) for name in names]
-    if apart[0] is not None:
-        return torch.cat(apart)
+    for names in APART:
+        apart = [take(f"{prefix}{name}.weight", None) for name in names]
+        if apart[0] is not None:
+            return torch.cat(apart)
     values = state.value_heads // state.key_heads
     mixed, steering = (take(f"{prefix}{name}.weight").unflatten(0, (state.key_heads, -1)) for name in ALTERNATING)
     widths = (state.key_dim, state.key_dim, values * state.value_dim, values * state.value_dim)
@@ -412,7 +419,7 @@ def _delta_inputs(state: State, take: Take, prefix: str) -> Tensor:
 def _delta_vectors(state: State, take: Take, prefix: str, device: torch.device) -> DeltaVectors:
     taps = _copied(take(f"{prefix}conv1d.weight")[:, 0], device)
     log_decay, step_bias = (_copied(take(f"{prefix}{name}").float(), device) for name in ("A_log", "dt_bias"))
-    return DeltaVectors(taps, log_decay, step_bias, state.key_heads, state.key_dim)
+    return DeltaVectors(taps, log_decay, step_bias, state.key_heads, state.key_dim, state.step_limit)
 
 
 # Left out, transformers asks on stdin whether a checkpoint's own Python may run.

@@ -72,7 +72,8 @@ class HeadLayout:
 class CheckpointLayout:
     """What loading does to a family's checkpoint.
 
-    norms: where norms stand (`families.NORM_NAMES`). norm_offset, layer_norm: as in `Family`. eps: of all norms.
+    norms, state_norms: where norms stand (`families.NORM_NAMES`), and in layers with a state. norm_offset, layer_norm:
+    as in `Family`. eps, state_eps: of all norms, and of those of a state's output.
     stream_scale: s, by which the model multiplies embeddings. The decoder does not, its stream is 1 / s as large: block
     outputs are divided by s, and norms of the stream, which do not see a scale, have eps / s^2. output_scale,
     logit_scale: factors on the blocks' outputs and on the logits. heads: order of a head's channels; None: as it is.
@@ -90,6 +91,8 @@ class CheckpointLayout:
     activation: str = "silu"
     logit_cap: float | None = None
     value_norm: bool = False
+    state_norms: str = "before"
+    state_eps: float = 1e-5
 
     @property
     def stream_eps(self) -> float:

@@ -40,8 +40,8 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     _require(hub.model_type in EXECUTABLE_ARCHITECTURES, "model_type", hub.model_type, EXECUTABLE_ARCHITECTURES)
     hub = _stretched(hub, yarn_factor)
     family = FAMILIES[hub.model_type]
-    keys = {**family.defaults, **hub.to_dict()}
-    activation = keys.get("hidden_activation") or keys.get("hidden_act")
+    keys: dict[str, Any] = {**family.defaults, **hub.to_dict()}
+    activation: Any = keys.get("hidden_activation") or keys.get("hidden_act")
     _require(activation in ACTIVATIONS, "hidden_act", activation, tuple(ACTIVATIONS))
     causal = keys.get("use_bidirectional_attention") != "all"  # of embedding models
     _require(causal, "use_bidirectional_attention", "all", ("null", "'vision'"))
@@ -88,6 +88,8 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
         logit_scale=_factor(keys, "logit_scale") / _factor(keys, "logits_scaling"),
         heads=changing[0] if changing else None,
         value_norm=family.value_norm,
+        state_norms=family.state_norms or family.norms,
+        state_eps=family.state_eps or eps,
         activation=ACTIVATIONS[activation],
         logit_cap=_factor(keys, "final_logit_softcapping", 0.0) or None,
     )
@@ -155,7 +157,7 @@ def _stretched(hub: Any, yarn_factor: float) -> Any:
 
 def _layer_parameters(hub: Any, layer_type: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The RoPE parameters of layers of a type, and what names the type where types differ."""
-    parameters = hub.rope_parameters
+    parameters = hub.rope_parameters or {}
     if layer_type in parameters:
         return parameters[layer_type], {"layer_type": layer_type}
     return parameters, {}
@@ -193,6 +195,8 @@ def _rotary(
     if (switches and not switches[index]) or not (attention.window_tokens or family.full_rope):
         return Rotary(heads.frequencies([]), softmax)
     parameters, layer_type = _layer_parameters(hub, SLIDING if attention.window_tokens else FULL)
+    if parameters.get("rope_theta") is None:  # of families that may have no RoPE at all
+        return Rotary(heads.frequencies([]), softmax)
     kind = parameters["rope_type"]
     _require(kind in ROTARY_TYPES, "rope_type", kind, ROTARY_TYPES)
     growth = _factor(parameters, "llama_4_scaling_beta", 0.0)

@@ -121,7 +121,8 @@ def delta_step() -> dict[str, Any]:
     types |= dict.fromkeys(("state", "log_decay", "step_bias"), "*fp32")
     types |= dict.fromkeys(("committed", "accepted"), "*i32") | {"tokens": "i32", "stride": "i32"}
     constants = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "TAPS": 4, "RING": 13}
-    return job("state.triton", "_delta_step_kernel", types, constants | {"KEYS": 128, "BLOCK": 16, "PDL": True}, WARPS2)
+    constants |= {"KEYS": 128, "BLOCK": 16, "STEP_LIMIT": 1, "PDL": True}
+    return job("state.triton", "_delta_step_kernel", types, constants, WARPS2)
 
 
 def gated_norm() -> dict[str, Any]:

@@ -43,6 +43,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID | _ROUTED,
     "qwen3_next": HYBRID | _ROUTED,
+    "olmo_hybrid": {name: size for name, size in HYBRID.items() if name != "full_attention_interval"},
 }
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 16, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,

@@ -23,7 +23,7 @@ def vectors(device: str, dtype: torch.dtype) -> DeltaVectors:
     generator = torch.Generator().manual_seed(1)
     taps = torch.randn(CHANNELS, TAPS, generator=generator).to(device, dtype)
     decay, bias = (torch.rand(VALUE_HEADS, generator=generator).to(device) for _ in "ab")
-    return DeltaVectors(taps, decay, bias, KEY_HEADS, KEY_DIM)
+    return DeltaVectors(taps, decay, bias, KEY_HEADS, KEY_DIM, step_limit=2)
 
 
 def texts(count: int, device: str, dtype: torch.dtype) -> Tensor:
@@ -41,7 +41,9 @@ def expected(inputs: Tensor, given: DeltaVectors) -> tuple[Tensor, Tensor]:
     log_decay = -given.log_decay.exp() * functional.softplus(decay.float() + given.step_bias)
     heads = (part.unflatten(-1, (-1, size)) for part, size in ((q, KEY_DIM), (k, KEY_DIM), (v, VALUE_DIM)))
     rule = torch_recurrent_gated_delta_rule
-    out, state = rule(*heads, log_decay, step.sigmoid(), output_final_state=True, use_qk_l2norm_in_kernel=True)
+    out, state = rule(
+        *heads, log_decay, given.step_limit * step.sigmoid(), output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
     assert state is not None
     return out, state
 

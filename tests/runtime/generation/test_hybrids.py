@@ -50,10 +50,16 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(hybrid, generate, ma
         assert expected[:-1].argmax(-1).tolist() == more
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
-def test_hybrids_with_experts(family, tiny_model, make_plan, prompts):
-    """Qwen3-Next stores the projections of each key head together."""
-    model, [prompt] = tiny_model(family, **CHANGES), prompts(33)
+NO_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3_next", {}), ("qwen3_5_moe_text", {}), ("olmo_hybrid", {}), ("olmo_hybrid", NO_ROPE)],
+)
+def test_other_hybrids(family, changes, tiny_model, make_plan, prompts):
+    """Qwen3-Next stores the projections of each key head together; OLMo's steps reach 2, and it may have no RoPE."""
+    model, [prompt] = tiny_model(family, **CHANGES, **changes), prompts(33)
     plain, drafted = make_plan(), make_plan(gamma=3, draft_bits=4)
     tokens = [runtime.load(plan, model.folder).generate(prompt, 12).tokens[0] for plan in (plain, drafted)]
     assert tokens[0] == tokens[1]
