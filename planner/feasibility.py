@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -75,25 +77,32 @@ def _contradiction(question: Question) -> NothingFits:
         return NothingFits(f"{question.shape.name}: {reason}{allowed}", fixes)
     others = _executable_families(question.with_options(kv_format=None))
     formats = dict.fromkeys(str(family.template.kv.format) for family in others)
-    fixes = [Fix({"kv_format": name}, f"KV format {name}") for name in formats]
     qualities = (quality for quality in Quality if _executable_families(question.with_options(quality=quality)))
-    fixes += [Fix({"quality": str(quality)}, f"quality {quality}") for quality in list(qualities)[:1]]
+    changes = [{"kv_format": name} for name in formats]
+    changes += [{"quality": str(quality)} for quality in islice(qualities, 1)]
+    fixes = [fix for change in changes for fix in islice(_with_what_fits(question, change), 1)]
     executed = "" if options.backend is Backend.ANY else f" that {options.backend} executes"
     missing = f"no plan of quality {options.quality}{executed} has KV format {options.kv_format}"
+    if not fixes:
+        return NothingFits(f"{missing}, and with {', '.join(formats)} nothing fits {question.workload.hardware}")
     return NothingFits(f"{missing}; allowed: {', or '.join(fix.text for fix in fixes)}", fixes)
 
 
 def _without_plugin(question: Question) -> Iterator[Fix]:
     """vLLM itself, with whatever else it needs to fit."""
-    changes: dict[str, float | str | None] = {"backend": "vllm"}
-    plain = question.with_options(backend=Backend.VLLM)
-    if not _executable_families(plain):
-        plain, changes = plain.with_options(kv_format=None), {**changes, "kv_format": None}
-    text = "--backend vllm" if "kv_format" not in changes else "--backend vllm with another KV format"
-    if _any_fits(plain):
-        yield Fix(changes, text)
-        return
-    yield from (Fix({**changes, **fix.changes}, f"{text} and {fix.text}") for fix in on_device(plain))
+    changes: dict[str, Any] = {"backend": "vllm"}
+    if _executable_families(question.with_options(**changes)):
+        return _with_what_fits(question, changes, "--backend vllm")
+    return _with_what_fits(question, {**changes, "kv_format": None}, "--backend vllm with another KV format")
+
+
+def _with_what_fits(question: Question, changes: Mapping[str, Any], text: str = "") -> Iterator[Fix]:
+    """Changes of options, with whatever else the question then needs to fit. text: them in words."""
+    changed = question.with_options(**changes)
+    text = text or " and ".join(f"{name.replace('kv_format', 'KV format')} {value}" for name, value in changes.items())
+    if _any_fits(changed):
+        return iter([Fix(changes, text)])
+    return (Fix({**changes, **fix.changes}, f"{text} and {fix.text}") for fix in on_device(changed))
 
 
 def regrouped(family: Family) -> Iterator[Family]:

@@ -107,14 +107,20 @@ def _families(workload: Workload, offload: bool, quality: Quality) -> tuple[Fami
     joint = list(_joint(workload, quality))
     described = workload.text or workload.acceptance_length or workload.drafter_head
     drafted = filter(is_searched, _with_drafters(joint, workload)) if described else ()
-    for plan in (*joint, *drafted, *(_offloaded(workload, quality) if offload else ())):
+    offloaded = filter(is_searched, _offloaded(workload, quality)) if offload else ()
+    for plan in (*filter(is_searched, joint), *drafted, *offloaded):
         named.setdefault(family_key(plan), (describe(plan), plan))
     return tuple(family_of(name, plan) for name, plan in named.values())
 
 
 def is_searched(plan: Plan) -> bool:
-    """Whether a search considers a plan: not where nothing is known of its drafts, or of its drafter on such a text."""
+    """Whether a search considers a plan: not where nothing is known of its drafts, or of its drafter on such a text.
+
+    A single new token follows the prompt, so that there is none to draft.
+    """
     drafter = plan.speculation.drafter
+    if plan.speculation.active and plan.workload.new_tokens == 1:
+        return False
     known = not drafter.active or proposal_acceptance(drafter.kind, plan.workload).known
     return known and plan.speculation.selection.searched
 
@@ -192,6 +198,7 @@ def family_of(name: str, template: Plan) -> Family:
     drafter = speculation.drafter
     if drafter.active and not drafter.cascades:  # no more proposals than were measured
         gammas = GAMMAS[: proposal_acceptance(drafter.kind, template.workload).depth]
+    gammas = gammas[: max(template.workload.new_tokens - 1, 1)]
     return Family(
         name,
         template,

@@ -114,6 +114,7 @@ def _sizes(
     require(question.options.offload or not options.offload or options.several_gpus, refused)
     longest = longest_context(question.shape, question.options.new_tokens, yarn=question.options.yarn)
     sizes = contexts or tuple(context for context in CONTEXTS if context <= longest) or (longest,)
+    question.resized(max(sizes), max(batches, default=1))  # refuses sizes out of range before any is searched for
     reached = [_largest(_largest_context, question, (longest, batch), preset) for batch in batches]
     possible = [_largest(_largest_batch, question, (context, 1), preset) for context in sizes]
     stretched = f"contexts are stretched by YaRN, without which they end at {question.shape.max_context}"

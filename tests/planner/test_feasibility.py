@@ -93,6 +93,7 @@ CROWDED = [  # model, GPU, context and options of questions that no plan answers
     ("Qwen/Qwen2.5-72B", "l4", 1024, {"backend": "vllm"}),
     (LLAMA, "h200", 65_536, {"batch": 64, "backend": "sglang"}),
     ("moonshotai/Kimi-K2-Instruct", "gh200", 1024, {"gpus": 2}),
+    ("zai-org/GLM-4.5-Air", "h200", 4096, {"batch": 64, "backend": "sglang", "kv_format": "int4x2"}),
 ]
 
 

@@ -343,3 +343,10 @@ def test_a_preset_without_drafts_is_refused():
         planner.best_gamma(LLAMA, "h200", preset="int8")
     with pytest.raises(planner.PlanError, match="unknown preset"):
         planner.best_gamma(LLAMA, "h200", preset="int9")
+
+
+def test_no_more_is_drafted_than_is_generated_after_the_prompts_token() -> None:
+    """The first new token follows the prompt, so that of one nothing is left to draft."""
+    for new_tokens, most in ((1, 0), (2, 1), (4, 3)):
+        workload = Workload("meta-llama/Llama-3.1-8B", "h200", 8192, new_tokens)
+        assert max(max(family.gammas) for family in families(workload, offload=True)) == most
