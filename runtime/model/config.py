@@ -41,7 +41,7 @@ def decoder_config(hub: Any, source: str, yarn_factor: float = 1.0) -> DecoderCo
     hub = _stretched(hub, yarn_factor)
     family = FAMILIES[hub.model_type]
     keys: dict[str, Any] = {**family.defaults, **hub.to_dict()}
-    activation: Any = keys.get("hidden_activation") or keys.get("hidden_act")
+    activation = str(keys.get("hidden_activation") or keys.get("hidden_act"))
     _require(activation in ACTIVATIONS, "hidden_act", activation, tuple(ACTIVATIONS))
     causal = keys.get("use_bidirectional_attention") != "all"  # of embedding models
     _require(causal, "use_bidirectional_attention", "all", ("null", "'vision'"))

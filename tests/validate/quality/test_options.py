@@ -99,7 +99,8 @@ def test_plans_share_prompts_unless_weights_or_settings_of_an_eviction_differ(ti
     makers = [*with_budgets(["dapq", "int8", "int8-weights", "quest"], [64, 128]), own_prefix]
     families = question(tiny_folder, *makers, tokens=16).families_at(512)
     assert [[label(plan) for plan in family] for family in families] == [
-        ["autoregressive"], ["dapq 64", "dapq 128", "int8", "quest 64", "quest 128"], ["int8-weights"], ["dapq 64 (prefix 2)"],
+        ["autoregressive"], ["dapq 64", "dapq 128", "int8", "quest 64", "quest 128"], ["int8-weights"],
+        ["dapq 64 (prefix 2)"],
     ]  # fmt: skip
 
 
