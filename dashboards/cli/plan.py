@@ -207,8 +207,8 @@ def plan(
     """Find the fastest plan for MODEL that fits a GPU and runs.
 
     The answer also names the fastest plan that nothing runs yet. Where a faster plan is not faster beyond the noise of
-    the predictions, the more exact or simpler one is recommended. MODEL is a name from `ridgeplan list models`, a
-    config.json, a GGUF file or a hub id.
+    the predictions, the simpler one is recommended; where it is less than 3% faster, the one that gives up less. MODEL
+    is a name from `ridgeplan list models`, a config.json, a GGUF file or a hub id.
 
     Examples:
       ridgeplan plan Llama-3.1-8B --gpu h200 --ctx 128k --batch 4
