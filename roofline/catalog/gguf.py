@@ -215,7 +215,7 @@ def _code(kind: int) -> str:
 # Families by the architectures that GGUF files name; Mistral models are stored as "llama".
 _SUPPORTED = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe",
-    "gpt-oss": "gpt_oss",
+    "gpt-oss": "gpt_oss", "qwen35": "qwen3_5_text",
 }  # fmt: skip
 KEPT_TYPE = 39  # MXFP4
 # Keys of a config.json by those of a GGUF file.
@@ -232,12 +232,17 @@ _CONFIG_KEYS = {
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "full_attention_interval": "full_attention_interval",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
 }
 _ROPE_KEYS = {
     "rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_context_length",
 }  # fmt: skip
 _MATRICES = (
-    (re.compile(r"blk\.\d+\.attn_(q|k|v|output)\.weight"), "attention"),
+    (re.compile(r"blk\.\d+\.(attn_(q|k|v|output|qkv|gate)|ssm_(out|alpha|beta))\.weight"), "attention"),
     (re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.weight"), "mlp"),
     (re.compile(r"blk\.\d+\.ffn_(gate|up|down)_exps\.weight"), "experts"),
     (re.compile(r"token_embd\.weight"), "embedding"),
@@ -311,6 +316,12 @@ def config_of_header(header: GGUFHeader) -> dict[str, Any]:
     present = {key: header.metadata.get(f"{architecture}.{name}") for key, name in _CONFIG_KEYS.items()}
     keys: dict[str, Any] = {key: entry for key, entry in present.items() if entry is not None}
     keys |= {"model_type": _SUPPORTED[architecture], "vocab_size": _tensor(header, "token_embd.weight")[-1]}
+    width, heads = header.metadata.get(f"{architecture}.ssm.inner_size"), keys.get("linear_num_value_heads")
+    if isinstance(width, int) and isinstance(heads, int) and heads:
+        keys["linear_value_head_dim"] = width // heads
+    blocks, predicting = keys.get("num_hidden_layers"), header.metadata.get(f"{architecture}.nextn_predict_layers")
+    if isinstance(blocks, int) and isinstance(predicting, int):
+        keys["num_hidden_layers"] = blocks - predicting  # layers of multi-token prediction are blocks, too
     scaling = {key: header.metadata.get(f"{architecture}.rope.scaling.{name}") for key, name in _ROPE_KEYS.items()}
     if scaling["rope_type"] == "yarn":
         keys["rope_parameters"] = {**scaling, "rope_theta": keys.get("rope_theta"), "truncate": False}

@@ -26,7 +26,7 @@ from ridgeplan.roofline.catalog.gguf import KEPT_TYPE, gguf_bits, keeps_experts,
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_rust, quiet_transformers
 from ridgeplan.runtime.heap import call_with_separate_heap
-from ridgeplan.runtime.model.gguf_gpt_oss import hub_config, hub_tensors
+from ridgeplan.runtime.model.gguf_tensors import hub_config, hub_tensors, hybrid_tensors
 
 CONVERSION = "3"  # part of the folder's name: a change of what is written makes a new folder
 MANIFEST = "conversion.json"  # sizes and CRC-32 of the files that a finished conversion wrote
@@ -171,6 +171,9 @@ def _convert(path: Path, staging: Path) -> None:
         header = read_gguf_header(path)
         if header.metadata["general.architecture"] == "gpt-oss":
             config, tensors = transformers.GptOssConfig(**hub_config(header)), hub_tensors(link, header)
+        elif header.metadata["general.architecture"] == "qwen35":
+            config, shape = transformers.AutoConfig.from_pretrained(**where), shape_of_header(header, path)
+            tensors = hybrid_tensors(link, shape.states[0][0], shape.layers)
         else:
             config = transformers.AutoConfig.from_pretrained(**where)
             if config.model_type == "qwen3_moe":  # what transformers leaves at defaults, which llama.cpp does not read

@@ -86,7 +86,8 @@ def _writer(path: Path, architecture: str, config: Any, merge: str = "+ -") -> g
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(config.head_dim * share))
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -148,4 +149,59 @@ def write_gpt_oss(path: Path, model: Any, kind: str) -> None:
             writer.add_tensor(f"{place}.ffn_{part}_exps.bias", bias.contiguous().numpy())
     for name, ours in names.items():
         writer.add_tensor(name, state[ours].numpy())
+    _close(writer)
+
+
+DELTA = {
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
+HYBRID_LAYER = {name: ours for name, ours in LAYER.items() if name != "ffn_norm"} | DELTA | {
+    "post_attention_norm": "post_attention_layernorm", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}  # fmt: skip
+
+
+def tiled(weight: Tensor, key_heads: int, value_heads: int) -> Tensor:
+    """The order of GGUF's value heads along dimension 0: those of a key head are far from each other there."""
+    return weight.unflatten(0, (key_heads, value_heads // key_heads, -1)).transpose(0, 1).reshape(weight.shape)
+
+
+def write_qwen35(path: Path, model: Any) -> None:
+    """A transformers Qwen3.5 in float32, as llama.cpp's converter writes it."""
+    config, state = model.config, model.state_dict()
+    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    channels = 2 * key_heads * config.linear_key_head_dim
+    writer = _writer(path, "qwen35", config)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(key_heads)
+    writer.add_ssm_time_step_rank(value_heads)
+    writer.add_ssm_inner_size(value_heads * config.linear_value_head_dim)
+    writer.add_full_attention_interval(config.num_hidden_layers)
+
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_sections([2, 1, 1, 0])  # of the pairs that turn
+    names = {f"{name}.weight": f"{ours}.weight" for name, ours in REST.items()}
+    for layer in range(config.num_hidden_layers):
+        place, prefix = f"blk.{layer}.", f"model.layers.{layer}."
+        names |= {f"{place}{name}.weight": f"{prefix}{ours}.weight" for name, ours in HYBRID_LAYER.items()}
+        names |= {f"{place}ssm_a": f"{prefix}linear_attn.A_log", f"{place}ssm_dt.bias": f"{prefix}linear_attn.dt_bias"}
+    for name, ours in names.items():
+        if ours not in state:  # of the other kind of layer
+            continue
+        tensor = state[ours]
+        if name.endswith("norm.weight") and "ssm" not in name:
+            tensor = tensor + 1
+        if any(part in name for part in ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")):
+            tensor = tiled(tensor, key_heads, value_heads)
+        if name.endswith("ssm_a"):
+            tensor = -tensor.exp()
+        if "ssm_out" in name:
+            tensor = tiled(tensor.T, key_heads, value_heads).T
+        if "attn_qkv" in name or "ssm_conv1d" in name:
+            tensor = tensor.squeeze(1)
+            tensor = torch.cat([tensor[:channels], tiled(tensor[channels:], key_heads, value_heads)])
+        writer.add_tensor(name, tensor.contiguous().numpy())
     _close(writer)

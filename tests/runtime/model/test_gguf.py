@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from filelock import FileLock
-from gguf_files import write_gguf, write_gpt_oss
+from gguf_files import write_gguf, write_gpt_oss, write_qwen35
 from gguf_values import METADATA, TENSORS, gguf_bytes
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -95,6 +95,19 @@ def test_gpt_oss_keeps_its_experts_as_they_are_stored(kind, bits, tiny_model, tm
     assert sizes_of(described) == sizes_of(loaded) and described.parameters == loaded.parameters
     assert described.weight_bits.experts == bits and described.traits == loaded.traits
     assert described.weight_bits == loaded.weight_bits or kind != "MXFP4"
+
+
+def test_hybrids_are_read_from_a_gguf_file(tiny_model, tmp_path, make_plan):
+    model, path = tiny_model("qwen3_5_text"), tmp_path / "hybrid.gguf"
+    write_qwen35(path, model.reference)
+    engine = runtime.load(make_plan(), str(path), device="cpu")
+    tokens = list(range(40))
+    with torch.inference_mode():
+        expected = model.reference(torch.tensor([tokens])).logits[0, -1]
+    assert (engine.teacher_forced_logits([tokens], [[]])[0, -1] - expected).abs().max() < 1e-4
+    described, loaded = load_shape(str(path)), load_shape(model.folder)
+    assert sizes_of(described) == sizes_of(loaded) and described.parameters == loaded.parameters
+    assert described.states == loaded.states
 
 
 @pytest.mark.parametrize("kinds", [["Q8_0"], ["Q4_0"], ["Q4_K"], ["Q6_K"], ["Q4_K", "Q6_K"]], ids="+".join)

@@ -1,13 +1,17 @@
-"""gpt-oss in GGUF files: configuration and tensors under transformers' names, experts in MXFP4 as they are stored.
+"""gpt-oss and Qwen3.5 in GGUF files: tensors under transformers' names, experts in MXFP4 as they are stored.
 
-transformers knows neither the names of the experts' tensors that llama.cpp writes nor their blocks. A block of a GGUF
-file has its power of two ahead of 16 bytes, each of a number and the one 16 after it (block_mxfp4 of
+Of gpt-oss transformers knows neither the names of the experts' tensors that llama.cpp writes nor their blocks. A block
+of a GGUF file has its power of two ahead of 16 bytes, each of a number and the one 16 after it (block_mxfp4 of
 ggml/src/ggml-common.h); transformers' `blocks` have neighbours in a byte, and `scales` apart.
+
+Qwen3.5 it reads only with another package, accelerate. llama.cpp's converter adds 1 to weights of norms, stores
+-exp(A_log), and has the value heads of a key head far from each other, as transformers' reader says.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +20,26 @@ import torch
 from torch import Tensor
 
 from ridgeplan.roofline.catalog.gguf import KEPT_TYPE, GGUFHeader, config_of_header, keeps_experts
+from ridgeplan.roofline.catalog.layers import State
 
 BLOCK_BYTES = 17
 REST = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
     "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_inp": "mlp.router", "attn_sinks": "self_attn.sinks",
 }  # fmt: skip
+
+
+DELTA = {
+    "attn_qkv": "in_proj_qkv", "attn_gate": "in_proj_z", "ssm_alpha": "in_proj_a", "ssm_beta": "in_proj_b",
+    "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj", "ssm_dt": "dt_bias", "ssm_a": "A_log",
+}  # fmt: skip
+HYBRID = LAYER | {name: f"linear_attn.{ours}" for name, ours in DELTA.items()} | {
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+BARE = ("attn_sinks", "ssm_dt", "ssm_a")  # tensors that transformers' names call neither weight nor bias
 
 
 def hub_config(header: GGUFHeader) -> dict[str, Any]:
@@ -38,7 +54,7 @@ def hub_tensors(path: Path, header: GGUFHeader) -> dict[str, Tensor]:
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     tensors: dict[str, Tensor] = {}
     for name in [name for name in stored if "_exps." not in name]:
-        tensors[_hub_name(name)] = _dequantized(stored[name])
+        tensors[_hub_name(name, LAYER)] = _dequantized(stored[name])
     layers = {match[0] for name in stored if (match := re.match(r"blk\.\d+\.", name))}
     for prefix in layers:
         gate, up, down = (stored[f"{prefix}ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
@@ -57,14 +73,44 @@ def hub_tensors(path: Path, header: GGUFHeader) -> dict[str, Tensor]:
     return tensors
 
 
-def _hub_name(name: str) -> str:
+def hybrid_tensors(path: Path, state: State, layers: int) -> dict[str, Tensor]:
+    """All tensors of a Qwen3.5 file in float32, without layers of multi-token prediction behind the first `layers`."""
+    tensors: dict[str, Tensor] = {}
+    for stored in gguf.GGUFReader(path).tensors:
+        if stored.name.startswith("blk.") and int(stored.name.split(".")[1]) >= layers:
+            continue
+        name, tensor = _hub_name(stored.name, HYBRID), _dequantized(stored)
+        if name.endswith("norm.weight") and "linear_attn" not in name:
+            tensor -= 1
+        part = name.partition("linear_attn.")[2].removesuffix(".weight")
+        if part in ("in_proj_z", "in_proj_a", "in_proj_b", "dt_bias", "A_log"):
+            tensor = _grouped(tensor, state)
+        elif part == "out_proj":
+            tensor = _grouped(tensor.T, state).T.contiguous()
+        elif part in ("in_proj_qkv", "conv1d"):
+            kept = 2 * state.key_width
+            tensor = torch.cat([tensor[:kept], _grouped(tensor[kept:], state)])
+        if part == "A_log":
+            tensor = (-tensor).log()
+        tensors[name] = tensor[:, None] if part == "conv1d" else tensor
+    return tensors
+
+
+def _grouped(rows: Tensor, state: State) -> Tensor:
+    """Rows of value heads, [heads x rows of one, ...], with those of each key head together."""
+    parts = rows.unflatten(0, (state.value_heads // state.key_heads, state.key_heads, -1))
+    return parts.transpose(0, 1).flatten(0, 2)
+
+
+def _hub_name(name: str, layer: Mapping[str, str]) -> str:
     """transformers' name of a tensor. Raises ValueError for one that the family does not have."""
-    *place, part, last = name.split(".")
-    if not place and part in REST:
-        return f"{REST[part]}.{last}"
-    if place[:1] != ["blk"] or (part not in LAYER and part != "attn_sinks"):
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)(?:\.(weight|bias))?", name)
+    index, part, last = match.groups() if match else (None, name, None)
+    known = REST if index is None else layer
+    if part not in known:
         raise ValueError(f"tensor {name} has no known meaning")
-    return f"model.layers.{place[1]}." + ("self_attn.sinks" if part == "attn_sinks" else f"{LAYER[part]}.{last}")
+    hub_name = known[part] if index is None else f"model.layers.{index}.{known[part]}"
+    return hub_name if part in BARE else f"{hub_name}.{last}"
 
 
 def _dequantized(tensor: Any) -> Tensor:
