@@ -144,3 +144,13 @@ def test_latent_layers_are_refused(tiny_model, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(keys))
     with pytest.raises(ModelError, match="its multi-token prediction has latent attention; allowed: 1 layer with keys"):
         load_head(tmp_path, decoder_config(load_config(folder), folder, 1.0))
+
+
+@pytest.mark.gpu
+def test_graphs_generate_what_plain_decoding_does(model, make_plan, prompts):
+    folder, *_ = model
+    options, ids = {"device": "cuda", "dtype": torch.float32}, prompts(25, 2, 40, vocab=VOCAB)
+    expected = runtime.load(make_plan("int4x2", batch=3), folder, **options).generate(ids, 100).tokens
+    engine = runtime.load(make_plan("int4x2", 3, batch=3, drafter=HEAD, drafter_head=folder), folder, **options)
+    for _ in range(2):
+        assert engine.generate(ids, 100).tokens == expected
