@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ridgeplan.planner.acceptance.drafters import EAGLE3, MTP, ContextDecay, proposal_acceptance
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
-from ridgeplan.planner.export.drafts import LOOKUPS, DraftModel, EngineRounds, ranges
+from ridgeplan.planner.export.drafts import HEADS, LOOKUPS, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
@@ -241,7 +241,7 @@ def _drafting(placed: Served) -> DraftModel:
         "the plan's drafter is a head, and none is named; allowed: --draft-model with its id or path, or "
         "--draft-method mtp for layers of the model's own",
     )
-    if method in ("eagle3", "mtp"):
+    if method in HEADS:
         published = ContextDecay.of(MTP if own_layers else EAGLE3).acceptance(workload.context)
         acceptance = proposal_acceptance(DrafterKind.HEAD, workload).best if _measured(workload) else published
     shadow = options.plan.kv.format is KVFormat.SHADOW

@@ -24,6 +24,7 @@ from ridgeplan.roofline.execution import MAX_SUFFIX_TOKENS
 from ridgeplan.roofline.round import tokens_per_round
 
 METHODS = ("draft_model", "eagle3", "mtp", "ngram", "suffix")
+HEADS = ("eagle3", "mtp")
 LOOKUPS = ("ngram", "suffix")  # which need no draft model, as layers for multi-token prediction need none
 
 CONTEXTS = tuple(1024 * step for step in range(1, 129))  # at which a drafter's end is looked for

@@ -11,7 +11,7 @@ from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.engines.formats import DTYPES, ServingEngine
 from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
-from ridgeplan.planner.export.drafts import DraftModel
+from ridgeplan.planner.export.drafts import HEADS, LOOKUPS, DraftModel
 from ridgeplan.planner.export.schema import Schema
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -110,10 +110,15 @@ class Served:
 
     @property
     def needed_bytes(self) -> float:
-        """Weights, KV of every sequence at its end, activations and graphs of a GPU; those of drafts included."""
+        """Weights, KV of every sequence at its end, activations and graphs of a GPU; those of drafts included.
+
+        A lookup has none, and a head is one layer more.
+        """
         target_bytes = float(self.memory.peak)
-        if self.drafts is None:
+        if self.drafts is None or self.drafts.method in LOOKUPS:
             return target_bytes
+        if self.drafts.method in HEADS:
+            return target_bytes + float(self.memory.weights + self.memory.kv) / self.options.shape.layers
         shape = shard(self.drafts.shape or self.options.shape, self.options.plan.parallel)
         drafts = self._memory(shape, self.drafts.weight_bits, self.drafts.kv)
         return target_bytes + float(drafts.weights + drafts.kv)

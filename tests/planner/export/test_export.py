@@ -290,6 +290,12 @@ def test_drafts_that_do_not_fit_are_left_out(request_for: Callable[..., ServeCom
     exported = export(request_for("quantspec-exact", gpu="rtx4090"))
     assert "--speculative-config" not in dict(exported.command.arguments)
     assert "lack" in axis(exported, "drafts").engine
+    lookup = request_for("suffix", gpu="rtx4090")  # which needs no second model
+    docs = replace(lookup.plan, workload=replace(lookup.plan.workload, text="docs"))
+    assert dict(export(replace(lookup, plan=docs)).command.arguments)["--speculative-config"]["method"] == "ngram"
+    head = {"speculation": Speculation(3, drafter=Drafter(DrafterKind.HEAD, 3))}
+    of_head = request_for("autoregressive", gpu="rtx4090", plan=head, draft_method="eagle3", draft_model="x/head")
+    assert dict(export(of_head).command.arguments)["--speculative-config"]["method"] == "eagle3"
 
 
 def test_what_no_engine_has_is_said(request_for: Callable[..., ServeCommandOptions]) -> None:
