@@ -15,24 +15,18 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_json, print_table, wrapped
 from ridgeplan.dashboards.cli.table_file import write_plan
 from ridgeplan.dashboards.files import write_json
-from ridgeplan.planner import Plan, Prediction, SearchOptions
-from ridgeplan.planner.capacity import usable_bytes
+from ridgeplan.planner import Prediction, SearchOptions
 from ridgeplan.planner.plan_file import SavedPlan, plan_json
-from ridgeplan.planner.prediction import predict_all
-from ridgeplan.planner.quality import saved_rows, stated_losses
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
-from ridgeplan.planner.queries.drafter_range import DrafterRange, drafter_range
+from ridgeplan.planner.queries.drafter_range import drafter_range
 from ridgeplan.planner.queries.estimate import PlanEstimate, estimate_plan, with_gamma
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.render.text import SOURCE_WORDS, bottleneck, first_token_text, on_host_text, overhead_text
 from ridgeplan.planner.render.text import explain as meaning_of
 from ridgeplan.planner.render.trace import chrome_trace
 from ridgeplan.planner.resolution import with_drafter_rows
-from ridgeplan.roofline.catalog.model_shape import ModelShape
-from ridgeplan.roofline.catalog.parallel import SINGLE
-from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.presets import describe, preset_name, short_name
-from ridgeplan.roofline.plan.support import Backend, as_loaded, only_estimated, unsupported
+from ridgeplan.roofline.plan.presets import describe, short_name
+from ridgeplan.roofline.plan.support import Backend, only_estimated, unsupported
 
 
 @command()
@@ -179,56 +173,39 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
         return
     saved = opt.SavedPlanFile().convert(term, None, None)
     shape, profile = saved.resolve()
-    plan, loaded = saved.on(shape, profile), as_loaded(shape)
-    usable = usable_bytes(profile.hardware.memory_bytes, memory_utilization, memory_limit)
-    machine = replace(Machine.of(profile), memory_bytes=usable)
-    if plan.workload.parallel != SINGLE:
-        options = SearchOptions(memory_utilization=memory_utilization, memory_limit=memory_limit)
-        result = estimate_plan(plan, Question.of(shape, profile, plan.workload, options))
-        plain, compared = result.baseline, result.predicted
-    else:
-        plain, predicted = predict_all(
-            [planner.preset("autoregressive", plan.workload), plan], loaded, profile, machine
-        )
-        compared = predicted.against(plain)
+    plan = saved.on(shape, profile)
+    options = SearchOptions(memory_utilization=memory_utilization, memory_limit=memory_limit)
+    result = estimate_plan(plan, Question.of(shape, profile, plan.workload, options))
     if as_json:
-        print_json({"plan": plan.to_dict(), "predicted": compared.to_dict(), "baseline": plain.to_dict()})
+        predictions = {"predicted": result.predicted.to_dict(), "baseline": result.baseline.to_dict()}
+        print_json({"plan": plan.to_dict(), **predictions})
         return
-    missing = unsupported(plan, Backend.RIDGEPLAN, loaded, profile)
-    pays = drafter_range(plan, loaded, profile, machine) if plan.workload.parallel == SINGLE else None
-    echo("\n".join(map(wrapped, _lines(plan, compared, plain, loaded, usable, missing, pays))))
+    echo("\n".join(map(wrapped, _lines(result))))
 
 
-def _lines(
-    plan: Plan,
-    predicted: Prediction,
-    plain: Prediction,
-    shape: ModelShape,
-    usable_bytes: float,
-    missing: str | None,
-    pays: DrafterRange | None,
-) -> Iterator[str]:
-    workload = plan.workload
+def _lines(result: PlanEstimate) -> Iterator[str]:
+    plan, shape, profile, workload = result.plan, result.shape, result.question.profile, result.plan.workload
     yield (
-        f"{preset_name(plan)} for {workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens, "
+        f"{result.name} for {workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens, "
         f"batch {workload.batch}, {tokens_text(workload.new_tokens)} new tokens"
     )
-    name, meaning = preset_name(plan), describe(plan)
-    yield "  " + (f"{meaning}; " if name != meaning else "") + (missing or "runs here")
-    yield from _time(plan, predicted, plain, pays)
-    yield from (f"  {line}" for line in bottleneck(plain, shape, workload))
-    yield from _memory(predicted, usable_bytes)
-    for loss in stated_losses(plan, saved_rows()):
+    meaning, missing = describe(plan), unsupported(plan, Backend.RIDGEPLAN, shape, profile)
+    yield "  " + (f"{meaning}; " if result.name != meaning else "") + (missing or "runs here")
+    yield from _time(result)
+    yield from (f"  {line}" for line in bottleneck(result.baseline, shape, workload))
+    yield from _memory(result.predicted, result.question.memory_limit_bytes)
+    for loss in result.losses:
         yield f"  quality cost: {loss}"
-    yield f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}"
+    yield f"  [{result.predicted.source}]: {SOURCE_WORDS[result.predicted.source]}"
 
 
-def _time(plan: Plan, predicted: Prediction, plain: Prediction, pays: DrafterRange | None) -> Iterator[str]:
+def _time(result: PlanEstimate) -> Iterator[str]:
     """The arithmetic of a round, its parts, and its longest operations."""
-    best, low, high = predicted.best, predicted.low, predicted.high
+    plan, predicted, question = result.plan, result.predicted, result.question
+    best, low, high, plain_ms = predicted.best, predicted.low, predicted.high, result.baseline.best.tpot_ms
     yield (
         f"Time: {time_text(best.tpot_ms)} per token of a request ({time_text(low.tpot_ms)} to "
-        f"{time_text(high.tpot_ms)}), {predicted.speedup:.2f}x plain decoding's {time_text(plain.best.tpot_ms)}"
+        f"{time_text(high.tpot_ms)}), {predicted.speedup:.2f}x plain decoding's {time_text(plain_ms)}"
     )
     yield f"  a round takes {time_text(predicted.round_ms)} and yields {predicted.tokens_per_round:.2f} tokens:"
     for part, seconds in predicted.round_s.items():
@@ -238,6 +215,7 @@ def _time(plan: Plan, predicted: Prediction, plain: Prediction, pays: DrafterRan
     if plan.speculation.active:
         rate = predicted.acceptance
         yield f"  acceptance {rate.best:.3f} ({rate.low:.3f} to {rate.high:.3f}), {rate.source}: {rate.where}"
+    pays = drafter_range(plan, result.shape, question.profile, question.machine) if question.engine is None else None
     if pays is not None:
         yield f"  the drafter {pays}"
     target = sorted((op for op in predicted.breakdown if op.part == "target"), key=lambda op: -op.seconds)
