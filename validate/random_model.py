@@ -22,7 +22,6 @@ from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.linear.weights import MXFP4_GROUP, Mxfp4Weight
 from ridgeplan.kernels.state import DeltaVectors
 from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
-from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.catalog.layers import MLP, LayerGroup, Routing, State
 from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.execution import TILE_OUTPUTS, RoundKind, round_shape
@@ -114,7 +113,7 @@ class RandomDecoder:
     def _mlp(self, mlp: MLP | None) -> GatedMLP | RoutedMLP:
         """A dense MLP, or experts with a random router, which spreads tokens evenly; experts are copies of one."""
         assert mlp is not None, "the runtime executes layers with attention and an MLP"
-        hidden, other = self.shape.hidden, "other activation" in self._traits
+        hidden, other = self.shape.hidden, "other activation" in self.shape.traits
 
         def gated(width: int) -> GatedMLP:
             activation = "gelu_tanh" if other else "silu"
@@ -137,11 +136,6 @@ class RandomDecoder:
         scales = bytes_of(118, 122, (count * outputs, inputs // MXFP4_GROUP))
         return StackedExperts(Mxfp4(Mxfp4Weight(codes, scales)), count)
 
-    @property
-    def _traits(self) -> tuple[str, ...]:
-        family = FAMILIES.get(self.shape.architecture)
-        return (*self.shape.traits, *(family.traits if family else ()))
-
     def _norm(self, *sizes: int) -> RMSNorm:
         return RMSNorm(self.bench.random(*sizes), self.decoder.config.norm_eps)
 
@@ -154,7 +148,7 @@ class RandomDecoder:
             output=dense(shape.hidden, shape.q_width),
             qk_norm=self._norm(heads, shape.head_dim) if shape.qk_norm else None,
             gate=dense(gate_width, shape.hidden) if gate_width else None,
-            sinks=self.bench.random(shape.q_heads).float() if "attention sinks" in self._traits else None,
+            sinks=self.bench.random(shape.q_heads).float() if "attention sinks" in self.shape.traits else None,
         )
 
     def _latent_attention(self) -> LatentAttentionWeights:

@@ -97,6 +97,7 @@ def test_rounds_with_windows_sinks_and_shared_layers_run(h200_profile: Any, monk
     monkeypatch.setattr(module, "is_busy", lambda spread: False)
     sizes = {"experts": 6, "experts_per_token": 2, "expert_intermediate": 32}
     sizes |= {"weight_bits": WeightBits(experts=4.25, format="mxfp4")}
+    sizes |= {"traits": ("attention sinks", "other activation")}
     shape = replace(SHAPE, architecture="gpt_oss", layers=3, window_tokens=128, window_layers=2, **sizes)
     small = replace(Machine.of(h200_profile), memory_bytes=4 * shape.parameters - 1)
     model = RandomModel.build(shape, CPU, small)
