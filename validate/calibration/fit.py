@@ -62,18 +62,15 @@ def fit_rates(samples: Sequence[KernelTiming], ceilings: Ceilings) -> Rates:
     """
     if not samples:
         raise ValueError("a fit needs at least one sample")
-    seconds = np.array([sample.seconds for sample in samples])
-    moving = np.array([float(sample.cost.bytes) for sample in samples]) / ceilings.bandwidth_bytes_per_s
-    computing = np.array([float(sample.cost.flops) for sample in samples]) / ceilings.compute_flops
-    times = _Times(seconds, moving, computing)
+    times = Times.of(samples, ceilings)
     fastest = (ceilings.read_utilization, ceilings.matmul_utilization)
-    count, alone = len(samples), {rate: _fit(times, fastest, (0, rate)) for rate in (1, 2)}
-    alike = NEGLIGIBLE_LOSS * count + min(fit.loss for fit in alone.values())
-    simple = max((rate for rate in alone if alone[rate].loss <= alike), key=lambda rate: alone[rate].logs[rate])
+    count, fits = len(samples), {rate: _fit(times, fastest, (0, rate)) for rate in (1, 2)}
+    alike = NEGLIGIBLE_LOSS * count + min(fit.loss for fit in fits.values())
+    simple = max((rate for rate in fits if fits[rate].loss <= alike), key=lambda rate: fits[rate].logs[rate])
     both = _fit(times, fastest, (0, 1, 2))
     # Bayesian information criterion: another parameter must lower the loss by more than noise would.
-    clearly = both.loss + NEGLIGIBLE_LOSS * count < alone[simple].loss * count ** (-1 / count)
-    best = both if clearly else alone[simple]
+    clearly = both.loss + NEGLIGIBLE_LOSS * count < fits[simple].loss * count ** (-1 / count)
+    best = both if clearly else fits[simple]
     launch_s, bandwidth, compute = np.exp(best.logs)
     # In logs, so a stray sample that took a hundred times as long does not dominate.
     spread = min(float(times.residuals(best.logs).std()), MAX_SPREAD)
@@ -81,12 +78,20 @@ def fit_rates(samples: Sequence[KernelTiming], ceilings: Ceilings) -> Rates:
 
 
 @dataclass(frozen=True)
-class _Times:
+class Times:
     """Measured seconds of the samples [n], and the times of their bytes and FLOPs at the ceilings."""
 
     seconds: np.ndarray
     moving: np.ndarray
     computing: np.ndarray
+
+    @classmethod
+    def of(cls, samples: Sequence[KernelTiming], ceilings: Ceilings) -> Times:
+        """Of samples with these peaks."""
+        seconds = np.array([sample.seconds for sample in samples])
+        moving = np.array([float(sample.cost.bytes) for sample in samples]) / ceilings.bandwidth_bytes_per_s
+        computing = np.array([float(sample.cost.flops) for sample in samples]) / ceilings.compute_flops
+        return cls(seconds, moving, computing)
 
     def residuals(self, logs: np.ndarray) -> np.ndarray:
         """Log of predicted over measured time; `logs` holds the logs of launch, u and v."""
@@ -100,7 +105,7 @@ class _Fit:
     loss: float
 
 
-def _fit(times: _Times, fastest: tuple[float, float], free: tuple[int, ...]) -> _Fit:
+def _fit(times: Times, fastest: tuple[float, float], free: tuple[int, ...]) -> _Fit:
     """The best fit of the `free` ones of (launch, u, v), with the others at their ceilings.
 
     It starts from the fastest sample's rates. The residuals do not depend on the rate of the smaller term, so if the

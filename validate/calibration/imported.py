@@ -8,7 +8,7 @@ import numpy as np
 
 from ridgeplan.roofline.catalog.profile import Profile, ProfileError
 from ridgeplan.roofline.execution import rate_rows
-from ridgeplan.validate.calibration.fit import Ceilings, Samples, fit_rates
+from ridgeplan.validate.calibration.fit import Ceilings, Samples, Times, fit_rates
 from ridgeplan.validate.calibration.noise import MAX_FIT_SPREAD
 
 MAX_OFF = 1.25  # times that a class's timings may be faster than its fitted rates: caches serve some of the bytes
@@ -35,14 +35,8 @@ def corrected(base: Profile, samples: Samples) -> Profile:
                 f"no rates explain the timings of {kind!r}: they differ by {rates.spread:.0%}; "
                 f"allowed: {MAX_FIT_SPREAD:.0%}; are bytes, FLOPs and seconds of one call each?"
             )
-        moving, computing = (
-            np.array([float(value) for value in values]) for values in (
-                [each.cost.bytes / (ceilings.bandwidth_bytes_per_s * rates.bandwidth_utilization) for each in timings],
-                [each.cost.flops / (ceilings.compute_flops * rates.compute_utilization) for each in timings],
-            )
-        )  # fmt: skip
-        seconds = np.array([each.seconds for each in timings])
-        off = float(np.median((rates.launch_s + np.maximum(moving, computing)) / seconds))
+        logs = np.log([rates.launch_s, rates.bandwidth_utilization, rates.compute_utilization])
+        off = float(np.median(np.exp(Times.of(timings, ceilings).residuals(logs))))
         if not 1 / MAX_OFF <= off <= MAX_OFF:  # the fit ended at a limit of its rates
             raise ProfileError(
                 f"the timings of {kind!r} are {off:,.3g}x as fast as any rates of {hardware.name} explain; allowed: up "
