@@ -153,10 +153,10 @@ def search_regrouped(question: Question) -> list[Candidate]:
     return [candidate for candidate in candidates if candidate.rejection(question) is None]
 
 
-def infeasible(question: Question, asked: Question | None = None) -> NothingFits:
+def infeasible(question: Question, whole_model: Question | None = None) -> NothingFits:
     """The error, one line: the executable plan that needs the least memory, and what would make one fit.
 
-    asked: the question for the whole model with the checkpoint's weights, which engines hold.
+    whole_model: the question for the whole model with the checkpoint's weights, which engines hold.
     """
     plans, workload = _smallest_executable(question), question.workload
     capacity = _capacity(question, plans)
@@ -165,16 +165,16 @@ def infeasible(question: Question, asked: Question | None = None) -> NothingFits
         f"nothing fits: {workload.model} at context {workload.context}, batch {workload.batch} needs at least "
         f"{size_text(capacity.peaks()[smallest])} ({preset_name(plans[smallest])}) of {limit} on {workload.hardware}"
     )
-    fixes = [*on_device(question, asked), *_more_host_memory(question)]
+    fixes = [*on_device(question, whole_model), *_more_host_memory(question)]
     texts = [fix.text for fix in fixes]
     if not any({"gpu", "gpus"} & fix.changes.keys() for fix in fixes):
         texts.append("a GPU with more memory than any in the catalog")
     return NothingFits(f"{needs}; allowed: {', or '.join(texts)}", fixes)
 
 
-def on_device(question: Question, asked: Question | None = None) -> tuple[Fix, ...]:
+def on_device(question: Question, whole_model: Question | None = None) -> tuple[Fix, ...]:
     """What would make a plan fit the device alone, where none does without layers on the host."""
-    gpus = fewest_gpus(asked or question)
+    gpus = fewest_gpus(whole_model or question)
     several = Fix({"gpus": gpus}, f"--gpus {gpus}") if gpus else None
     return tuple(_fixes(question.with_options(offload=False), several))
 

@@ -27,7 +27,17 @@ from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.catalog.validation import flag, number, one_of, whole
 from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH
 from ridgeplan.roofline.latency import Machine
-from ridgeplan.roofline.plan.plan import MAX_BATCH, MAX_TOKENS, DrafterKind, KVFormat, Plan, TextKind, Workload, require
+from ridgeplan.roofline.plan.plan import (
+    MAX_BATCH,
+    MAX_TOKENS,
+    DrafterKind,
+    KVFormat,
+    Plan,
+    PlanError,
+    TextKind,
+    Workload,
+    require,
+)
 from ridgeplan.roofline.plan.policy import PlanPart
 from ridgeplan.roofline.plan.presets import preset_name
 from ridgeplan.roofline.plan.support import (
@@ -334,7 +344,9 @@ def executed_by_engine(options: SearchOptions) -> SearchOptions:
     backend = Backend.VLLM if options.backend is Backend.RIDGEPLAN else options.backend
     allowed = f"allowed on several GPUs: {', '.join(executing)}"
     if backend is Backend.VLLM_PLUGIN:
-        require(False, f"{backend} shards tensors, but no step of it was measured on several GPUs, so it is not priced "
-                f"there; {allowed}, or a one-GPU plan whose exported --tensor-parallel-size you raise")  # fmt: skip
+        raise PlanError(
+            f"{backend} shards tensors, but no step of it was measured on several GPUs, so it is not priced there; "
+            f"{allowed}, or a one-GPU plan whose exported --tensor-parallel-size you raise"
+        )
     require(backend in executing, f"backend is {backend}; {allowed}")
     return replace(options, backend=backend, offload=False, host_memory=None)

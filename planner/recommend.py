@@ -53,14 +53,14 @@ def recommend(
 
     Raises PlanError, UnknownModel, UnknownHardware or ProfileError (all ValueError) for bad input, and NothingFits.
     """
-    asked = ask(model, gpu, ctx, options, **changes)
-    as_stored, degrees = choose_degrees(asked, best_plan)
+    whole_model = ask(model, gpu, ctx, options, **changes)
+    as_stored, degrees = choose_degrees(whole_model, best_plan)
     question = as_stored.as_executed
 
     candidates = ranked(penalize_unmeasured_rates(search(question), question))
     executable = _executable(candidates, question)
     if not executable:
-        raise infeasible(question, asked)
+        raise infeasible(question, whole_model)
     fits_device = any(not candidate.host_bytes for candidate in executable)
     if fits_device:
         executable = _worth_offloading(executable, candidates)
@@ -83,7 +83,7 @@ def recommend(
         memory_limit_bytes=question.memory_limit_bytes,
         host_limit_bytes=question.host_limit_bytes,
         fits_device=fits_device,
-        on_device=() if fits_device else on_device(question, asked),
+        on_device=() if fits_device else on_device(question, whole_model),
         model_runs=question.engine is not None
         or (missing_architecture(as_stored.shape, hardware) is None and not hardware.is_amd),
         backend=question.options.backend,

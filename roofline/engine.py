@@ -47,7 +47,7 @@ BLOCK_TOKENS, SPLIT_MARGIN, MAX_SPLITS = 128, 1.1, 32
 # passes of vLLM 0.24 on an H200, Llama-3.1-8B in fp8 with fp8 KV, November 2026: 3 drafts at 4k 1.45, 32k 1.51, 120k
 # 1.81 and 32k x 8 2.62; 5 drafts at 4k 2.42 and 120k 2.90. No term is off by more than 3%.
 EAGLE3_MS = (0.478, 0.95e-6, 0.021)
-EAGLE3_HIDDEN, EAGLE3_GPU = 4096, "h200"  # of the model and machine that was measured
+EAGLE3_MEASURED = 4096, "h200", 1  # the hidden size, the GPU, and how many of it
 
 
 def eagle3_draft_seconds(batch: Term, context: Term) -> Term:

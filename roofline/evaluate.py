@@ -68,8 +68,8 @@ def evaluate(shape: ModelShape, machine: Machine, strategy: Strategy, rates: Str
     """
     offloading = offload_layers(shape, machine, strategy)
     if machine.engine is not None:
-        batched, alone = strategy, replace(strategy, batch=1)
-        ttft_s, request_s = (engine_prefill_seconds(shape, machine, machine.engine, each) for each in (batched, alone))
+        batched, single = strategy, replace(strategy, batch=1)
+        ttft_s, request_s = (engine_prefill_seconds(shape, machine, machine.engine, each) for each in (batched, single))
         tokens = round_tokens(strategy) if proposes(strategy) else 1.0
         return Estimate(
             ttft_s, request_s, engine_round(shape, machine, machine.engine, strategy), tokens, offloading.memory, 0, 0.0

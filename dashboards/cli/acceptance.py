@@ -19,7 +19,7 @@ from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_o
 from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, progress
 from ridgeplan.dashboards.files import locked, require_lockable, write_atomically, write_json
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
-from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, load_drafter_rows, merged_drafters
+from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, load_drafter_rows
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -50,7 +50,7 @@ def save_rows(path: Path, rows: Sequence[AcceptanceRow], drafters: Sequence[Draf
     command = shlex.join(["ridgeplan", *(Path(word).name if os.sep in word else word for word in sys.argv[1:])])
     with locked(path):  # and read again: others may have added rows while these were measured
         known, commands = (load_rows(path), commands_of(path)) if path.exists() else ((), ())
-        of_drafters = merged_drafters(load_drafter_rows(path), drafters)
+        of_drafters = merged(load_drafter_rows(path), drafters)
         write_atomically(path, rows_json(merged(known, rows), (*commands, command), of_drafters))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -17,6 +16,8 @@ from ridgeplan.roofline.drafters import pass_tokens
 from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.plan import MAX_TOKENS, DrafterKind, PlanError, TextKind
 from ridgeplan.roofline.round import conditional_acceptance
+
+EAGLE3, MTP = "EAGLE-3", "MTP"  # names of rows
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,6 @@ def drafter_rows() -> tuple[DrafterRow, ...]:
     """The shipped rows of drafters.toml; fields that entries share are written once."""
     tables = tomllib.loads((HERE / "drafters.toml").read_text(encoding="utf-8"))["row"]
     return tuple(DrafterRow(**{**table, **entry}) for table in tables for entry in table.pop("entries"))
-
-
-def merged_drafters(rows: Iterable[DrafterRow], more: Iterable[DrafterRow]) -> tuple[DrafterRow, ...]:
-    """`rows` and `more`, which replace rows that they repeat."""
-    return tuple({row.replaces: row for row in (*rows, *more)}.values())
 
 
 def load_drafter_rows(path: str | Path) -> tuple[DrafterRow, ...]:

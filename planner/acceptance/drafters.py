@@ -86,19 +86,16 @@ def _rows_about(kind: DrafterKind, workload: Workload) -> Sequence[DrafterRow]:
     if of_head or not workload.text:
         return of_head
     users = load_drafter_rows(workload.drafter_rows) if workload.drafter_rows else ()
-    own, shipped = (
+    of_user, shipped = (
         [row for row in rows if (row.kind, row.text) == (kind, workload.text)] for rows in (users, drafter_rows())
     )
-    return [row for row in own if _context_factor(row, workload) <= NEAR_CONTEXT] or [*own, *shipped]
+    return [row for row in of_user if _context_factor(row, workload) <= NEAR_CONTEXT] or [*of_user, *shipped]
 
 
 def _context_factor(row: DrafterRow, workload: Workload) -> float:
     """By how much the contexts of a row and of a workload differ, 1 or more; 1 where the row's is not known."""
     context = row.context or workload.context
     return max(context / workload.context, workload.context / context)
-
-
-EAGLE3, MTP = "EAGLE-3", "MTP"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ridgeplan.roofline.catalog.files import fields_of_schema, json_or, naming_file, parse_json, read_document
 from ridgeplan.roofline.catalog.profile import SOURCES
@@ -129,7 +129,15 @@ class AcceptanceRow(Checked):
         return f"{self.model}{labels} at {self.context} tokens: {self.where}"
 
 
-def merged(rows: Iterable[AcceptanceRow], more: Iterable[AcceptanceRow]) -> tuple[AcceptanceRow, ...]:
+class _Replacing(Protocol):
+    @property
+    def replaces(self) -> tuple[Any, ...]: ...
+
+
+Row = TypeVar("Row", bound=_Replacing)
+
+
+def merged(rows: Iterable[Row], more: Iterable[Row]) -> tuple[Row, ...]:
     """`rows` and `more`, which replace rows that they repeat."""
     return tuple({row.replaces: row for row in (*rows, *more)}.values())
 

@@ -14,7 +14,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from ridgeplan.planner.acceptance.drafter_rows import DrafterRow
+from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, MTP, DrafterRow
 from ridgeplan.roofline.catalog.families import mtp_layers_of
 from ridgeplan.roofline.catalog.files import json_or, read_document
 from ridgeplan.roofline.catalog.validation import brief, build
@@ -41,7 +41,7 @@ class HeadSettings:
     @property
     def name(self) -> str:
         """Of the drafter, as rows have it."""
-        return {"eagle3": "EAGLE-3", "mtp": "MTP"}[self.method]
+        return MTP if self.method == "mtp" else EAGLE3
 
 
 def head_settings(folder: str) -> HeadSettings:

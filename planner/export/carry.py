@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ridgeplan.planner.acceptance.drafters import EAGLE3, MTP, ContextDecay, proposal_acceptance
+from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, MTP
+from ridgeplan.planner.acceptance.drafters import ContextDecay, proposal_acceptance
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.export.drafts import HEADS, LOOKUPS, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
@@ -14,7 +15,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.drafters import pass_tokens
-from ridgeplan.roofline.engine import EAGLE3_GPU, EAGLE3_HIDDEN
+from ridgeplan.roofline.engine import EAGLE3_MEASURED
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Workload, require
 
@@ -201,8 +202,8 @@ def _where_they_pay(placed: Served, drafts: DraftModel) -> DraftModel:
 
 def _has_rows(workload: Workload) -> bool:
     """Whether acceptance of a head was measured on the workload's kind of text, other than at its context alone."""
-    own = workload.drafter_head or workload.drafter_rows
-    return bool(own) and proposal_acceptance(DrafterKind.HEAD, replace(workload, acceptance_length=0.0)).known
+    named = workload.drafter_head or workload.drafter_rows
+    return bool(named) and proposal_acceptance(DrafterKind.HEAD, replace(workload, acceptance_length=0.0)).known
 
 
 def _head_acceptance(workload: Workload, context: float) -> float:
@@ -278,9 +279,7 @@ def rounds_of(placed: Served, drafts: DraftModel) -> EngineRounds | None:
         "draft_model": drafts.shape is not None,
         **dict.fromkeys(LOOKUPS, True),
         "mtp": False,
-        "eagle3": options.sharded.hidden == EAGLE3_HIDDEN
-        and options.hardware.name == EAGLE3_GPU
-        and options.plan.parallel == SINGLE,
+        "eagle3": (options.sharded.hidden, options.hardware.name, options.plan.parallel.gpus) == EAGLE3_MEASURED,
     }
     if not known[drafts.method]:
         return None

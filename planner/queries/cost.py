@@ -29,7 +29,7 @@ class LatencyLimits:
     def excess(self, row: CostRow) -> float:
         """How many times the limits the row's latencies are, at worst; 1 where it meets them."""
         pairs = ((row.ttft_request_ms, self.ttft_s), (row.tpot_ms, self.tpot_s))
-        return max(1.0, *(taken_ms / 1e3 / limit_s for taken_ms, limit_s in pairs if limit_s is not None), 1.0)
+        return max([1.0, *(taken_ms / 1e3 / limit_s for taken_ms, limit_s in pairs if limit_s is not None)])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ridgeplan.roofline.catalog.layers import DELTA_RULE, LayerGroup
 from ridgeplan.roofline.catalog.model_shape import LOADED_FORMATS, ModelShape, loaded_formats
 from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.engine import EAGLE3_GPU, EAGLE3_HIDDEN
+from ridgeplan.roofline.engine import EAGLE3_MEASURED
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES, TILE_OUTPUTS, padded_head_dim, uses_draft_swap
 from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Plan
 from ridgeplan.roofline.plan.policies.evictions import layer_budgets
@@ -104,7 +104,7 @@ def _missing_in(plan: Plan, engine: Backend, shape: ModelShape) -> list[str]:
 def _missing_drafter(plan: Plan, engine: Backend, shape: ModelShape) -> dict[str, bool]:
     """What another engine lacks for a plan's drafter: passes that were measured, above all."""
     drafter = plan.speculation.drafter
-    measured = shape.hidden == EAGLE3_HIDDEN and plan.workload.hardware == EAGLE3_GPU and plan.parallel == SINGLE
+    measured = (shape.hidden, plan.workload.hardware, plan.parallel.gpus) == EAGLE3_MEASURED
     return {
         f"measured pass of drafter {drafter.kind.value!r}": drafter.active
         and (
