@@ -110,9 +110,10 @@ STAMP = "_record_timestamp_kernel"
 KERNELS = {
     "attention": r"attend|progressive|index_list|_((sparse|latent)_)?attention_kernel|merge|_merge_kernel",
     SELECTION: r"_(head_logits|(head_|page_)?scores|two_bit|histogram|count|write)_kernel|two_bit_(scan|choose)",
-    LINEAR: r"linear|_(product|sum|copy|route|blocks|experts)_kernel|.*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
+    LINEAR: r"linear|_(product|sum|copy|route|blocks|experts|activation)_kernel|"
+    r".*(nvjet|gemm|gemv|cutlass|xmma|splitKreduce).*",
     "norm": r"_add_rms_norm_kernel",
-    "rope + append": r"_(rope_append|append|tables)_kernel",
+    "rope + append": r"_((rope|rotate)_append|append|tables)_kernel",
     "swiglu": r"_swiglu_kernel",
     "state": r"_(delta_step|gated_norm)_kernel",
     SAMPLING: r"filter|_(best|join_best|agree|softmax|join|accept|weigh|pick|row_uniform|match|propose)_kernel",
