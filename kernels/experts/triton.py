@@ -205,6 +205,13 @@ def _tile_product(
     return product
 
 
+@triton.jit
+def _activated(gate, up, alpha, limit, offset):
+    """See `ridgeplan.kernels.experts.Activation`."""
+    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    return gate * tl.sigmoid(alpha * gate) * (up + offset)
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def _experts_kernel(
     x,  # [rows of x, inputs]: of pair p the row p // PER_ROW
@@ -263,8 +270,7 @@ def _experts_kernel(
             if GATED:
                 up += tl.load(at + outputs, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            acc, up = tl.minimum(acc, limit), tl.minimum(tl.maximum(up, -limit), limit)
-            acc = acc * tl.sigmoid(alpha * acc) * (up + offset)
+            acc = _activated(acc, up, alpha, limit, offset)
         place = out + (split.to(tl.int64) * pairs + pair[:, None]) * outputs + output[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=valid[:, None] & (output < outputs)[None, :])
 
@@ -287,8 +293,7 @@ def _activation_kernel(
     place, inside = parts + first[:, None] + at[None, :], at[None, :] < WIDTH
     gate = tl.sum(tl.load(place, mask=inside, other=0.0), 0)
     up = tl.sum(tl.load(place + WIDTH, mask=inside, other=0.0), 0)
-    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-    result = gate * tl.sigmoid(alpha * gate) * (up + offset)
+    result = _activated(gate, up, alpha, limit, offset)
     tl.store(out + pair * WIDTH + at, result.to(out.dtype.element_ty), mask=at < WIDTH)
 
 
