@@ -42,7 +42,8 @@ def export_with_plugin(options: ServeCommandOptions) -> Exported:
     names = [name for name, value in given.items() if value]
     require(not names, f"{', '.join(names)} with --plugin; allowed: none of them, as the plan is carried as it is")
     reason = not_carried(plan, shape)
-    require(reason is None, f"{preset_name(plan)}: {reason}; allowed: export without --plugin")
+    allowed = "export without --plugin, or a plan that `plan --backend vllm+plugin` recommends"
+    require(reason is None, f"{preset_name(plan)}: {reason}; allowed: {allowed}")
     serve = ("env", RUNNER, *options.engine.serve, options.model)
     command = Command(serve, tuple(_arguments(options)))
     times, unpredicted = _times(options)
