@@ -81,14 +81,14 @@ def measure_drafters(
         raise PlanError("no head to measure; allowed: a folder of `ridgeplan distill --drafter` (--drafter-head)")
     shape = named_shape(model)
     settings = head_settings(head) if head else None
-    own = (settings.window,) if settings else (0,)
+    default_windows = (settings.window,) if settings else (0,)
     names = {SUFFIX: "suffix lookup", HEAD: settings.name if settings else ""}
     shared, draft_weights = SharedWeights(model, device), None
     plans = list(passage.plans(shape))
     for plain in plans:
         workload = replace(plain.workload, batch=passages, text=kind_of_text, drafter_head=head)
         for case in cases:
-            for window in windows or own if case in (HEAD, CASCADE) else (0,):
+            for window in windows or default_windows if case in (HEAD, CASCADE) else (0,):
                 plan = case_plan(replace(plain, workload=workload), case, depth, window)
                 on_progress(f"{case} at {workload.context} tokens", 0, 1)
                 with shared.engine(plan, draft_weights if plan.weights.draft_copy else None) as engine:

@@ -68,7 +68,7 @@ drafter_options = opt.combine(
 )  # fmt: skip
 
 
-def measure_drafters(
+def report_drafters(
     model: str | None, text: str, text_name: str | None, ctx: tuple[int, ...], tokens: int, *,
     calibration: str | None, yarn: bool, output: Path | None, rows: Path | None, as_json: bool,
     drafter: tuple[str, ...],
@@ -158,7 +158,7 @@ def acceptance(
     """
     path = require_extensible(output)
     if drafters["drafter"]:
-        measure_drafters(
+        report_drafters(
             model, text, text_name, ctx, tokens, calibration=calibration, yarn=yarn, output=None, rows=path,
             as_json=as_json, **drafters,
         )  # fmt: skip

@@ -81,12 +81,12 @@ def distill(
         raise click.UsageError(f"--checkpoint is {str(checkpoint)!r}, as --output is; allowed: another file")
     content = read_prompt(text)
     if drafter:
-        own = {"draft_vocab": draft_vocab, "unroll": unroll, "window": window, "own_tokens": own_tokens}
         kept = {name: sizes[name] for name in ("steps", "batch", "seed")}
-        kept |= {"tokens": tokens or 512, "rate": rate or 1e-3, "seconds": 60 * minutes}
-        _distill_drafter(model, content, output, device, {**kept, **own})
+        kept |= {"tokens": 512 if tokens is None else tokens, "rate": 1e-3 if rate is None else rate}
+        kept |= {"draft_vocab": draft_vocab, "unroll": unroll, "window": window, "own_tokens": own_tokens}
+        _distill_drafter(model, content, output, device, {**kept, "seconds": 60 * minutes})
         return
-    training = Training(**sizes, tokens=tokens or 4096, rate=rate or 3e-3)
+    training = Training(**sizes, tokens=4096 if tokens is None else tokens, rate=3e-3 if rate is None else rate)
     with progress("loading") as on_progress:
 
         def show(step: int, loss: float) -> None:

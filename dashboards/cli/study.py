@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
-from ridgeplan.dashboards.cli.acceptance import drafter_options, measure_drafters, require_extensible, save_rows
+from ridgeplan.dashboards.cli.acceptance import drafter_options, report_drafters, require_extensible, save_rows
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, sample_or_file
 from ridgeplan.dashboards.cli.output import echo, print_json, print_table, progress, write_page
@@ -114,7 +114,7 @@ def drafts(
       ridgeplan study drafts --text book.txt --ctx 4k 32k --drafter suffix head w4 --drafter-head head/
     """
     if drafters["drafter"]:
-        measure_drafters(
+        report_drafters(
             model, text, None, ctx, tokens, calibration=calibration, yarn=yarn, output=output,
             rows=require_extensible(rows) if rows else None, as_json=as_json, **drafters,
         )  # fmt: skip

@@ -197,8 +197,8 @@ def _unusual_settings(plan: Plan, usual: Plan) -> list[str]:
     pairs = (plan.eviction.method, usual.eviction.method), (plan.attention.selection, usual.attention.selection)
     settings = [
         f"{name} {value}"
-        for own, other in pairs if own is not None and type(own) is type(other)
-        for name, value in vars(own).items() if vars(other)[name] != value and name != "keep_generated"
+        for policy, usual_policy in pairs if policy is not None and type(policy) is type(usual_policy)
+        for name, value in vars(policy).items() if vars(usual_policy)[name] != value and name != "keep_generated"
     ]  # fmt: skip
     return [f"({', '.join(settings)})"] if settings else []
 
