@@ -110,8 +110,10 @@ def load(
         target = weights or _target(plan, source, config, place, dtype, text, meter)
         form = WeightFormat(4, plan.weights.group)
         path = weights_path(source, dtype, place, form, text, drafts=True) if plan.weights.draft_copy else None
-        parts = head, *offloading, path, trained
-        return Engine(plan, source, config, target, place, meter, draft_weights, text, profile, *parts)
+        return Engine(
+            plan, source, config, target, place, meter, draft_weights, text, profile, head, *offloading,
+            draft_path=path, draft_head=trained,
+        )  # fmt: skip
 
 
 def require_described(plan: Plan, model: str, memory_utilization: float = MEMORY_UTILIZATION) -> None:

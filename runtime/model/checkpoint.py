@@ -271,11 +271,8 @@ def _attention(config: DecoderConfig, index: int, take: Take, prefix: str, devic
     if heads is not None:
         qkv = _placed(qkv, attention, heads)
         output = Dense(heads.padded(output.weight.t()).t().contiguous(), output.bias)
-        gate = (
-            None
-            if gate is None
-            else Dense(heads.padded(gate.weight), gate.bias if gate.bias is None else heads.padded(gate.bias))
-        )
+        if gate is not None:
+            gate = Dense(heads.padded(gate.weight), None if gate.bias is None else heads.padded(gate.bias))
     norms = _qk_norms(config, take, prefix, device)
     return AttentionWeights(
         qkv=qkv,

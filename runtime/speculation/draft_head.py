@@ -37,6 +37,7 @@ from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, La
 from ridgeplan.runtime.retrieval.head import read_tensors, require_tensor
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+EMBEDDING = "embed_tokens.weight"  # of heads that do not read the target's
 UNKNOWN_LOGIT = -1e4  # of tokens that a head does not predict: far below all others, and finite
 STREAMS = 3  # depths of the target that are fused
 
@@ -44,6 +45,14 @@ STREAMS = 3  # depths of the target that are fused
 def default_depths(layers: int) -> tuple[int, ...]:
     """The depths that heads fuse unless they say otherwise: 2, the middle, and 3 before the last (SGLang, vLLM)."""
     return (2, layers // 2, layers - 3) if layers > 5 else (0, layers // 2, layers)
+
+
+def windowed(config: DecoderConfig, window: int) -> DecoderConfig:
+    """A head's decoder of one layer, which reads the latest `window` tokens; 0 for all."""
+    (settings,) = config.layers
+    assert settings.attention is not None, "a head has attention"
+    attention = replace(settings.attention, window_tokens=window or None)
+    return replace(config, layers=(replace(settings, attention=attention),))
 
 
 @dataclass(frozen=True)
@@ -125,10 +134,10 @@ class HeadCheckpoint:
             if name not in named:
                 raise ValueError(f"it lacks {name}")
             require_tensor(name, named[name], size)
-        own, biases = "embed_tokens.weight", {f"midlayer.self_attn.{name}_proj.bias" for name in "qkv"}
-        if own in named:
-            require_tensor(own, named[own], [target.vocab, target.hidden])
-        for name in named.keys() - config.sizes.keys() - biases - {own, "d2t", "t2d"}:
+        biases = {f"midlayer.self_attn.{name}_proj.bias" for name in "qkv"}
+        if EMBEDDING in named:
+            require_tensor(EMBEDDING, named[EMBEDDING], [target.vocab, target.hidden])
+        for name in named.keys() - config.sizes.keys() - biases - {EMBEDDING, "d2t", "t2d"}:
             raise ValueError(f"it holds {brief(name)}, which heads here do not have")
         distances = named.get("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
         if list(distances.shape) != [config.draft_vocab]:
@@ -208,12 +217,9 @@ class DraftHead:
             norm("midlayer.post_attention_layernorm"),
             GatedMLP(stacked("mlp", "gate", "up"), stacked("mlp", "down")),
         )
-        own = tensors.get("embed_tokens.weight", embedding)
-        weights = DecoderWeights(own, (layer,), norm("norm"), Dense(taken("lm_head")))
-        (settings,) = config.layer.layers
-        assert settings.attention is not None, "a head has attention"
-        read = replace(settings, attention=replace(settings.attention, window_tokens=window or None))
-        decoder = Decoder(replace(config.layer, layers=(read,)), embedding.device)
+        table = tensors.get(EMBEDDING, embedding)
+        weights = DecoderWeights(table, (layer,), norm("norm"), Dense(taken("lm_head")))
+        decoder = Decoder(windowed(config.layer, window), embedding.device)
         norms = tuple(norm(f"fc_norm.{index}") for index in range(STREAMS * config.fc_norm))
         targets = checkpoint.targets.to(embedding.device)
         return cls(config, decoder, weights, Dense(taken("fc")), norm("midlayer.hidden_norm"), norms, targets)

@@ -32,7 +32,7 @@ from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.norms import Norm
 from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights
 from ridgeplan.runtime.retrieval.head import DTYPES, require_tensor
-from ridgeplan.runtime.speculation.draft_head import CONFIG, HeadCheckpoint
+from ridgeplan.runtime.speculation.draft_head import CONFIG, HeadCheckpoint, windowed
 
 LAYER = "model.layers.0."
 OWN = "mtp."  # what begins names of Qwen's
@@ -96,8 +96,8 @@ class MTPCheckpoint:
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"{name} is {tensor.dtype}; allowed: floating numbers of 16 or 32 bits")
-        one = replace(target, layers=(replace(settings, place=0),))
-        return cls(str(path), MTPConfig(one, (target.shape.layers,), norm_output=qwen), tensors)
+        layer = replace(target, layers=(replace(settings, place=0),))
+        return cls(str(path), MTPConfig(layer, (target.shape.layers,), norm_output=qwen), tensors)
 
     def head(self, target: DecoderWeights, window: int = 0) -> MTPHead:
         """On the device and in the dtype of the target's embedding. window: latest tokens that it reads; 0 for all.
@@ -120,10 +120,7 @@ class MTPCheckpoint:
             if mixer.output.weight.shape != (shape.hidden, shape.q_width):
                 raise ValueError(f"its attention is another than that of {shape.name}")
             norms = [stream_norm(layout, take, name, embedding.device) for name in PARTS[1:]]
-        (settings,) = self.config.layer.layers
-        assert settings.attention is not None, "a head has attention"
-        read = replace(settings, attention=replace(settings.attention, window_tokens=window or None))
-        config = replace(self.config, layer=replace(self.config.layer, layers=(read,)))
+        config = replace(self.config, layer=windowed(self.config.layer, window))
         decoder, fc = Decoder(config.layer, embedding.device), Dense(take("fc.weight").to(embedding.device))
         weights = replace(target, layers=(layer,), norm=norms[2])
         return MTPHead(config, decoder, weights, fc, norms[0], norms[1], target.norm)

@@ -83,8 +83,8 @@ class SuffixProposer(Proposer):
     ) -> Proposed:
         self._write(drafted)
         text, lengths = self._text[: self._cache.rows], (self._cache.accepted + 1 + counts).int()
-        tokens, found = suffix_lookup(text, lengths, depth, self._min_match)
-        return Proposed(tokens, found, [Greedy(token) for token in tokens.unbind(1)])
+        tokens, matched = suffix_lookup(text, lengths, depth, self._min_match)
+        return Proposed(tokens, matched, [Greedy(token) for token in tokens.unbind(1)])
 
 
 class HeadProposer(Proposer):

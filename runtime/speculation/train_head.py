@@ -160,8 +160,8 @@ class Student:
         chain = [
             tuple(each.roll(step - index, dims=0) for each in cached[index]) for index in range(1, step + 1)
         ]  # of the place so many before this one
-        own = torch.stack([(q * keys).sum(-1).t() for keys, _ in chain], dim=-1) if chain else scores[..., :0]
-        shares = torch.cat([scores, own], dim=-1).softmax(-1)
+        chained = torch.stack([(q * keys).sum(-1).t() for keys, _ in chain], dim=-1) if chain else scores[..., :0]
+        shares = torch.cat([scores, chained], dim=-1).softmax(-1)
         shares = shares.nan_to_num()  # a place ahead of the first one's chain sees nothing
         mixed = torch.einsum("hqk,khd->qhd", shares[..., : len(first_keys)], first_values)
         for index, (_, values) in enumerate(chain):
@@ -198,8 +198,8 @@ def initial_parameters(
     names = {"midlayer.hidden_norm.weight": "input_layernorm.weight"}
     initial = {}
     for name, size in config.sizes.items():
-        own = f"model.layers.{last}.{names.get(name, name.removeprefix('midlayer.'))}"
-        known = state.tensors.get("model.norm.weight" if name == "norm.weight" else own, None)
+        source = f"model.layers.{last}.{names.get(name, name.removeprefix('midlayer.'))}"
+        known = state.tensors.get("model.norm.weight" if name == "norm.weight" else source, None)
         if name == "lm_head.weight":
             known = output.cpu()
         start = torch.randn(size, generator=generator) * 0.02 if len(size) > 1 else torch.ones(size)

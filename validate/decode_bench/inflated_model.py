@@ -110,8 +110,10 @@ class InflatedModel:
             weights = self.targets[kind]
             meter, config = MemoryMeter(self.device, weights.bytes), self.config(plan.workload.yarn_factor)
             head = make_head(self.shape, weights.embedding) if make_head and missing_head(plan) else None
-            parts = head, *offloading, None, self._draft_head(plan)
-            return Engine(plan, self.source, config, weights, self.device, meter, draft_weights, text, profile, *parts)
+            return Engine(
+                plan, self.source, config, weights, self.device, meter, draft_weights, text, profile, head, *offloading,
+                draft_head=self._draft_head(plan),
+            )  # fmt: skip
 
     def _draft_head(self, plan: Plan) -> HeadCheckpoint | None:
         """The small model's head in the shape, of a plan whose drafter is one."""

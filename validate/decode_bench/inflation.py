@@ -302,9 +302,9 @@ class Inflater:
         }  # fmt: skip
         large |= {name: norm(name) for name in (each.removesuffix(".weight") for each in tensors) if "norm" in name}
         layer = inflated_config(small.config.layer, shape)
-        one = replace(layer, shape=replace(layer.shape, layers=1), layers=layer.layers[:1])
+        single = replace(layer, shape=replace(layer.shape, layers=1), layers=layer.layers[:1])
         named = {f"{name}.weight": weight for name, weight in large.items()}
-        return replace(small, config=replace(small.config, layer=one), tensors=named)
+        return replace(small, config=replace(small.config, layer=single), tensors=named)
 
     def norm(self, small: Norm, lift: float = 0.0) -> RMSNorm:
         """A norm, rescaled as zero padding makes the mean square hidden / width of the small model's."""
