@@ -132,7 +132,7 @@ class EngineServer:
         def generate() -> None:
             for piece in self._generated(asked, prompts, usage, ended):
                 if unread.qsize() >= MAX_UNREAD_PIECES:
-                    raise ApiError(f"{MAX_UNREAD_PIECES} pieces are unread; allowed: clients that read them in time")
+                    raise ApiError(f"the client left {MAX_UNREAD_PIECES} pieces unread; allowed: reading them in time")
                 deliver(piece)
 
         job = self._submit(self._thread, generate)

@@ -192,7 +192,7 @@ def _draft_head(plan: Plan, path: str | Path | None, config: DecoderConfig) -> H
     """The head of the plan's drafter, where that is one. Raises ModelError, and WorkloadError without one."""
     if plan.speculation.drafter.kind is not DrafterKind.HEAD:
         if path is not None:
-            warnings.warn("the drafter's head changes nothing: the plan's drafter is no head", stacklevel=3)
+            warnings.warn("the draft head changes nothing: the plan's drafter is not a head", stacklevel=3)
         return None
     folder = path or plan.workload.drafter_head
     if not folder:

@@ -87,7 +87,7 @@ def misfit_note(plain: Comparison, profile: Profile) -> str | None:
         return None
     taken = f"plain decoding took {1 / (1 + error):.2g}x the time that the calibration of {profile.date} predicts"
     if error > 0:
-        return f"{taken}: the machine was busy then, or is another now; `ridgeplan calibrate --quick` measures it again"
+        return f"{taken}: it was busy then, or this is another machine; `ridgeplan calibrate --quick` measures it again"
     if plain.busy:
         return f"{taken}: other programs slow the machine now, so compare the plans with each other only"
     return f"{taken}: this is another machine now; `ridgeplan calibrate --quick` measures it again"

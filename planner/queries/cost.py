@@ -133,9 +133,8 @@ def serving_cost(
         name = question.profile.hardware.name
         smallest = question.resized(prompt_tokens, min(batches, default=1))
         if not any(sizes.fits.any() for sizes in by_degrees) and (several := fewest_gpus(smallest, preset)):
-            fewer = options.least_gpus
-            fewer_text = f"{fewer} {name} fit" if fewer > 1 else f"one {name} fits"
-            notes[f"{fewer_text} none; --gpus {several} fits batch {smallest.workload.batch}"] = None
+            gpus = options.least_gpus if options.least_gpus > 1 else "one"
+            notes[f"no batch fits {gpus} {name}; --gpus {several} fits batch {smallest.workload.batch}"] = None
         for column in range(len(batches) or max(fitting, 1)):
             choices = [_row(sizes, column, name, prices[gpu], limits) for sizes in by_degrees]
             rows.append(min(choices, key=lambda row: (not row.fits, limits.excess(row), row.dollars_per_million)))

@@ -161,7 +161,7 @@ class Catalog(Generic[Entry]):
         return self.by_name.get(self.normalize(reference))
 
     def suggestion(self, reference: str) -> str:
-        """' Did you mean a, b?' with up to three entries whose names go on so or are similar, else ''."""
+        """' Did you mean a, b?' with up to three entries whose names begin so or are similar, else ''."""
         normalized = self.normalize(reference)[:200]  # matching takes time quadratic in the length
         longer = [name for name in self.by_name if normalized and name.startswith(normalized)]
         near = [*longer, *get_close_matches(normalized, list(self.by_name), n=8, cutoff=0.6)]

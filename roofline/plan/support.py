@@ -225,7 +225,7 @@ def only_estimated(plan: Plan, shape: ModelShape | None = None, *, has_head: boo
     if missing:
         return f"estimated only, the runtime cannot execute {', '.join(missing)} yet"
     if plan.speculation.drafter.kind is DrafterKind.HEAD and not plan.workload.drafter_head:
-        return "estimated only: it needs a draft head for this model (--drafter-head), as `distill --drafter` trains"
+        return "estimated only: it needs a draft head of this model (--drafter-head); `distill --drafter` trains one"
     has_head = has_head or (shape is not None and shape.name in SHIPPED_HEADS)
     return None if has_head else missing_head(plan)
 

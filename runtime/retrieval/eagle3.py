@@ -37,7 +37,7 @@ def import_eagle3(path: str | Path, shape: ModelShape, probe: Tensor, inputs: st
         described = file.with_name(CONFIG)
         keys = parse_json(read_document(described)) if described.exists() else {}
         if not isinstance(keys, dict):
-            raise ValueError(f"{CONFIG} is no object")
+            raise ValueError(f"{CONFIG} is not a JSON object")
         _, tensors = read_tensors(file)
         return _head(keys, tensors, shape, probe, inputs)
 

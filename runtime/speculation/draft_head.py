@@ -138,7 +138,7 @@ class HeadCheckpoint:
         if EMBEDDING in named:
             require_tensor(EMBEDDING, named[EMBEDDING], [target.vocab, target.hidden])
         for name in named.keys() - config.sizes.keys() - biases - {EMBEDDING, "d2t", "t2d"}:
-            raise ValueError(f"it holds {brief(name)}, which heads here do not have")
+            raise ValueError(f"it has the unknown tensor {brief(name)}")
         distances = named.get("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
         if list(distances.shape) != [config.draft_vocab]:
             raise ValueError(f"d2t is {list(distances.shape)}; allowed: {[config.draft_vocab]}")
@@ -154,7 +154,7 @@ class HeadCheckpoint:
         with failures_as(f"cannot load the draft head {brief(str(path))}"):
             keys = parse_json(read_document(folder / CONFIG))
             if not isinstance(keys, dict):
-                raise ValueError(f"{CONFIG} is no object")
+                raise ValueError(f"{CONFIG} is not a JSON object")
             if not (folder / WEIGHTS).exists():
                 raise ValueError(f"it has no {WEIGHTS}; pickles are not opened")
             return cls.of(keys, read_tensors(folder / WEIGHTS)[1], target, str(path))

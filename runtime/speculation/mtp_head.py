@@ -118,7 +118,7 @@ class MTPCheckpoint:
             shape, mixer = self.config.layer.shape, layer.mixer
             assert isinstance(mixer, AttentionWeights) and isinstance(mixer.output, Dense), "of a checkpoint"
             if mixer.output.weight.shape != (shape.hidden, shape.q_width):
-                raise ValueError(f"its attention is another than that of {shape.name}")
+                raise ValueError(f"its attention has other sizes than that of {shape.name}")
             norms = [stream_norm(layout, take, name, embedding.device) for name in PARTS[1:]]
         config = replace(self.config, layer=windowed(self.config.layer, window))
         decoder, fc = Decoder(config.layer, embedding.device), Dense(take("fc.weight").to(embedding.device))

@@ -87,7 +87,7 @@ def test_more_gpus_are_offered_where_one_is_too_small():
     with pytest.raises(NothingFits, match=r"without any KV cache; allowed: --gpus 2$"):
         serving_capacity(LLAMA, "h100", [1.0], backend="vllm")
     assert (
-        "one h100-sxm fits none; --gpus 4 fits batch 1"
+        "no batch fits one h100-sxm; --gpus 4 fits batch 1"
         in serving_cost(LLAMA, {"h100": 2.0}, 65_536, preset="autoregressive", backend="vllm").notes
     )
 

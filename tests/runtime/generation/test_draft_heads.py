@@ -141,7 +141,7 @@ def test_another_heads_files_are_refused_in_one_line(model, draft_head, shape_of
     refused(r"layer_ids are \[2, 3, 9\]; allowed: 3 of the layers", {"eagle_config": other})
     refused("it lacks fc.weight", (), {"fc.weight": None})
     refused("hidden_act is 'gelu'", {"hidden_act": "gelu"})
-    refused("it holds 'midlayer.self_attn.q_norm.weight'", (), {"midlayer.self_attn.q_norm.weight": torch.ones(32)})
+    refused("the unknown tensor 'midlayer.self_attn.q_", (), {"midlayer.self_attn.q_norm.weight": torch.ones(32)})
     refused("it lacks fc_norm.0.weight", {"fc_norm": True})
     refused("d2t maps draft tokens outside 0 to 15, or two to one", (), {"d2t": torch.zeros_like(tensors["d2t"]) - 1})
     refused("lm_head.weight is .*allowed: floating numbers", {"draft_vocab_size": 5})
