@@ -108,7 +108,7 @@ class Answer:
 
 
 def show_head(answer: Answer) -> None:
-    """The verdict with its confidence, a command, five figures, and memory over the context."""
+    """The verdict with its confidence, a command, six figures, and memory over the context."""
     recommendation = answer.recommendation
     st.markdown(f"### {escaped(verdict(recommendation))}")
     st.markdown(escaped(plan_sentence(recommendation)))
