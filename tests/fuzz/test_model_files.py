@@ -18,6 +18,7 @@ from tiny_families import FAMILY_SIZES
 
 from ridgeplan import runtime
 from ridgeplan.planner import Workload, preset
+from ridgeplan.roofline.catalog.families import FAMILIES
 from ridgeplan.roofline.execution import EXECUTABLE_ARCHITECTURES
 from ridgeplan.runtime.errors import ModelError, UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.model.checkpoint import load_tokenizer
@@ -42,7 +43,10 @@ def configs(tiny_folder: Path) -> list[dict[str, Any]]:
     tiny_config = json.loads((tiny_folder / "config.json").read_text())
     del tiny_config["model_type"]
     plain = [
-        transformers.AutoConfig.for_model(family, **(tiny_config | FAMILY_SIZES.get(family, {}))).to_dict()
+        transformers.AutoConfig.for_model(
+            FAMILIES[family].hub_type or family, **(tiny_config | FAMILY_SIZES.get(family, {}))
+        ).to_dict()
+        | {"model_type": family}
         for family in EXECUTABLE_ARCHITECTURES
     ]
     return [{**value, "rope_parameters": {"rope_theta": 1e4, **rope}} for value in plain for rope in ROPES]

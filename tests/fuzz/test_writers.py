@@ -20,8 +20,8 @@ from ridgeplan.dashboards.files import locked
 from ridgeplan.planner.acceptance import AcceptanceRow, load_rows
 from ridgeplan.planner.quality import QualityRow
 from ridgeplan.planner.quality import load_rows as load_quality
-from ridgeplan.roofline.catalog.profile import Profile, Rates, load_profile
-from ridgeplan.validate.calibration.calibrate import CalibrationError, merge_recalibrated, save_profile
+from ridgeplan.roofline.catalog.profile import Profile, Rates, load_profile, save_profile
+from ridgeplan.validate.calibration.calibrate import CalibrationError, merge_recalibrated
 
 LIMIT_S = 300  # far beyond what a writer takes, also on a busy machine
 # By writer, the numbers of what it saves in turn; writers may save the same.

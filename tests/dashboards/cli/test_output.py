@@ -69,12 +69,12 @@ def test_what_does_not_fit_the_gpu_alone_is_no_plain_success(invoke: Any) -> Non
 
 
 @pytest.mark.parametrize("batch", [1, 16])
-def test_times_are_milliseconds_below_ten_seconds(invoke: Any, batch: int) -> None:
+def test_times_are_milliseconds_below_a_second(invoke: Any, batch: int) -> None:
     question = (LLAMA, "--gpu", "h200", "--ctx", "32k", "--batch", batch)
     ttft_ms = json.loads(invoke("plan", *question, "--json").stdout)["predicted"]["ttft_ms"]
     first = invoke("plan", *question).stdout.splitlines()[3].partition(" after ")[2].partition(";")[0]
     number, unit = first.rstrip(")").split()[-2:]  # in a batch, of the last request
-    assert unit == ("ms" if ttft_ms < 10_000 else "s")
+    assert unit == ("ms" if ttft_ms < 1000 else "s")
     assert float(number.replace(",", "")) == pytest.approx(ttft_ms / (1 if unit == "ms" else 1e3), rel=5e-3)
 
 

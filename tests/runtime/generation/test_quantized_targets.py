@@ -121,7 +121,7 @@ def test_int4_memory_is_what_the_plan_says(group, tied, exact, tiny_model, make_
 
 def test_dense_layers_are_made_one_at_a_time_and_dropped(tiny_model, make_plan, prompts, monkeypatch):
     results, alive, dicts = [], [], []
-    full, layer_of = loading.load_state_dict, checkpoint._layer
+    full, layer_of = loading.load_state_dict, checkpoint.read_layer
 
     def layer(*arguments):
         alive.append(sum(ref() is not None for ref in results))
@@ -133,7 +133,7 @@ def test_dense_layers_are_made_one_at_a_time_and_dropped(tiny_model, make_plan, 
         dicts.append(full(*arguments))
         return dicts[-1]
 
-    monkeypatch.setattr(checkpoint, "_layer", layer)
+    monkeypatch.setattr(checkpoint, "read_layer", layer)
     monkeypatch.setattr(loading, "load_state_dict", state)
     engine = runtime.load(
         make_plan(target_bits=4), tiny_model(num_hidden_layers=5).folder, device="cpu", calibration=prompts(50)[0]
