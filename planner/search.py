@@ -291,10 +291,11 @@ def _acceptance(searched: Sequence[Family], grid: _GammaRatioGrid, question: Que
 
 
 def named_plan(name: str, workload: Workload) -> Plan:
-    """The preset, or the plan of the joint space with this name in its long or short form. Raises PlanError."""
+    """The preset, or the plan of the space with these axes in their long or short form. Raises PlanError."""
     if name not in PRESETS:
         for family in families(workload, offload=True, quality=Quality.LOSSY):
-            if name.casefold() in (family.name.casefold(), short_name(family.name)):
+            described = describe(family.template)
+            if name.casefold() in (family.name.casefold(), described.casefold(), short_name(described)):
                 return family.template
     return preset_of(name, workload)
 

@@ -15,7 +15,7 @@ from ridgeplan.planner.search import named_plan
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.roofline.passes import WINDOWED_ATTENTION, category
-from ridgeplan.roofline.plan.plan import DraftCodes, Plan, PlanError, Workload
+from ridgeplan.roofline.plan.plan import DraftCodes, Plan, PlanError, TextKind, Workload
 from ridgeplan.roofline.plan.policy import AllTokens, TokenEviction, TokenSelection
 from ridgeplan.roofline.plan.presets import PRESETS, describe
 
@@ -168,7 +168,7 @@ def explain_plan(name: str) -> str:
 
     Raises PlanError for an unknown name.
     """
-    plan = named_plan(name, Workload("any", "any", 32_768))
+    plan = named_plan(name, Workload("any", "any", 32_768, text=TextKind.CODE))  # of which drafters have rows
     is_preset = name in PRESETS
     sentences = [f"{'A preset' if is_preset else 'A plan'}: {describe(plan)}.", *_policy_texts(plan)]
     if is_preset and plan.speculation.active:

@@ -141,7 +141,7 @@ def test_every_searched_plan_has_one_long_and_one_short_name_that_find_it():
     assert len(set(names)) == len(set(map(short_name, names))) == len(names) > 150
     for family in known:
         assert not set(" ,") & set(short_name(family.name))
-        for name in (family.name, short_name(family.name)):
+        for name in (family.name, short_name(family.name), short_name(describe(family.template))):
             assert family_key(named_plan(name, WORKLOAD)) == family_key(family.template)
     name = "8-bit weights + INT4x2 KV + 4-bit drafts on upper codes of tokens chosen by specextend"
     assert (name in names, short_name(name)) == (True, "w8+int4x2+upper:specextend/w4")

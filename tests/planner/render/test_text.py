@@ -57,3 +57,8 @@ def test_words_of_answers_and_profiles_are_explained() -> None:
 def test_a_preset_says_which_tokens_its_policy_keeps(name: str, text: str) -> None:
     assert text in explain(name)
     assert text not in explain("quantspec")
+
+
+@pytest.mark.parametrize("name", ["w8", "w8+int8", "int4x2+upper/w4", "w8+suffix", "w8+bf16+int4+upper+suffix/w4"])
+def test_plans_are_explained_by_the_names_in_tables(name: str) -> None:
+    assert explain(name).startswith("A plan: ")
