@@ -30,6 +30,7 @@ from ridgeplan.roofline.latency import (
     scan_kind,
     sparse_attention_kind,
 )
+from ridgeplan.roofline.memory import mtp_params
 from ridgeplan.roofline.ops import TWO_BITS, UPPER_BITS
 from ridgeplan.roofline.passes import weight_bytes
 from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, HostPart, KVFormat, Plan, require
@@ -96,7 +97,7 @@ def _drafter(plan: Plan, shape: ModelShape) -> dict[str, float]:
     if not drafter.active:
         return {}
     known, folder = proposal_acceptance(drafter.kind, plan.workload), plan.workload.drafter_head
-    draft_vocab = head_settings(folder).draft_vocab if folder and drafter.trained else HEAD_VOCAB
+    settings = head_settings(folder) if folder and drafter.trained else None
     return {
         "proposals": drafter.depth,
         "cascade_passes": drafter.passes,
@@ -105,7 +106,8 @@ def _drafter(plan: Plan, shape: ModelShape) -> dict[str, float]:
         "uses_head": int(drafter.trained),
         "proposes_block": int(drafter.kind is DrafterKind.BLOCK),
         "head_window": drafter.window or UNLIMITED_TOKENS,
-        "head_vocab": draft_vocab or shape.vocab,
+        "head_vocab": settings.draft_vocab or shape.vocab if settings else HEAD_VOCAB,
+        "own_layer_params": mtp_params(shape) if settings and settings.method == "mtp" else 0,
     }
 
 

@@ -105,9 +105,19 @@ def fuse_params(shape: ModelShape) -> Term:
     return 3 * shape.hidden**2
 
 
+def mtp_params(shape: ModelShape) -> Term:
+    """Parameters of a model's own layer for multi-token prediction; embedding and output head are the model's.
+
+    Its attention and MLP are those of the model's largest layers, and a product joins its two inputs.
+    """
+    kinds = (shape.attentions, shape.mlps)
+    return 2 * shape.hidden**2 + sum(max(part.params(shape.hidden) for part, _ in parts) for parts in kinds)
+
+
 def head_memory(shape: ModelShape, strategy: Strategy, element_bytes: Term, tokens: Term) -> Term:
     """Bytes of a head's weights and of its keys and values for sequences of `tokens` tokens; 0 without one."""
-    params = head_step_params(shape, strategy.head_vocab) + fuse_params(shape)
+    eagle3, own_layer = head_step_params(shape, strategy.head_vocab) + fuse_params(shape), strategy.own_layer_params
+    params = where(minimum(own_layer, 1), own_layer, eagle3)
     kv = strategy.batch * tokens * 2 * shape.kv_width
     return strategy.uses_head * (params + kv) * element_bytes
 

@@ -10,13 +10,15 @@ from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, drafter_rows, 
 from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.acceptance.rows import rows_json
 from ridgeplan.planner.acceptance.speculation_profile import NAME, head_rows, head_settings, profile_document
-from ridgeplan.planner.lowering import round_costs
+from ridgeplan.planner.lowering import round_costs, strategy_of
 from ridgeplan.planner.prediction import predict
 from ridgeplan.planner.queries.drafter_range import drafter_range
+from ridgeplan.planner.resolution import resolve
 from ridgeplan.planner.search import families
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.execution import RoundShape, round_shape
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.memory import head_memory
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan, PlanError, Speculation, Workload
 from ridgeplan.roofline.plan.presets import describe, short_name
 from ridgeplan.roofline.plan.support import only_estimated
@@ -245,3 +247,13 @@ def test_the_folder_of_a_model_with_an_mtp_layer_is_a_head(h200_profile, tmp_pat
     ask = {"gpu": "h200", "ctx": 4096, "profile": h200_profile, "drafter_head": str(tmp_path), "text": "code"}
     plan = planner.recommend("Llama-3.1-8B", **ask).plan
     assert plan.speculation.drafter.kind is HEAD and plan.speculation.drafter.window == 0
+
+
+@pytest.mark.parametrize(("model", "gigabytes"), [("zai-org/GLM-4.5-Air", 4.8), ("Qwen/Qwen3.5-35B-A3B", 1.7)])
+def test_a_models_own_layer_is_held_with_all_its_experts(model, gigabytes, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_nextn_predict_layers": 1}))
+    shape, machine = load_shape(model), Machine.of(resolve(model, "h200")[1])
+    plan = Plan(Workload(model, "h200", 1, new_tokens=1, drafter_head=str(tmp_path)))
+    headed = replace(plan, speculation=Speculation(1, drafter=Drafter(HEAD, 1)))
+    held = head_memory(shape, strategy_of(headed, shape, machine, 0.5), 2, 2)
+    assert held == pytest.approx(1e9 * gigabytes, rel=0.1)
