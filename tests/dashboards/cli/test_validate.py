@@ -373,8 +373,8 @@ def test_without_plotly_there_is_a_note_and_no_html(
         (11.0, 0.05, None),
         (25.0, 0.05, "took 2.5x the time that the calibration of 2026-11-21 predicts: this is another machine now"),
         (25.0, 0.9, "other programs slow the machine now"),
-        (5.0, 0.05, "took 0.5x the time that the calibration of 2026-11-21 predicts: the machine was busy then"),
-        (5.0, 0.9, "the machine was busy then"),
+        (5.0, 0.05, "took 0.5x the time that the calibration of 2026-11-21 predicts: it was busy then"),
+        (5.0, 0.9, "it was busy then"),
     ],
 )
 def test_a_demo_says_where_the_calibration_does_not_hold(
