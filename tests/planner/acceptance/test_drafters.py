@@ -50,12 +50,9 @@ def test_the_nearest_row_by_context_and_model_is_taken():
 
 
 def test_rows_that_a_user_measured_come_before_shipped_ones(h200_profile, tmp_path):
-    path, own = (
-        tmp_path / "rows.json",
-        DrafterRow(SUFFIX, "suffix lookup", "m", 4, "measured", "my code", 8192, 0.9, 0.8),
-    )
-    own = replace(own, text="code")
-    path.write_text(rows_json((), ["ridgeplan acceptance"], [own]))
+    path = tmp_path / "rows.json"
+    row = DrafterRow(SUFFIX, "suffix lookup", "m", 4, "measured", "my code", 8192, 0.9, 0.8, text="code")
+    path.write_text(rows_json((), ["ridgeplan acceptance"], [row]))
     ask = {"gpu": "h200", "profile": h200_profile, "text": "code"}
     plan = planner.recommend("Llama-3.1-8B", ctx=4096, acceptance=path, **ask).plan
     known = proposal_acceptance(SUFFIX, plan.workload)
@@ -67,9 +64,9 @@ def test_rows_that_a_user_measured_come_before_shipped_ones(h200_profile, tmp_pa
     far = replace(plan.workload, context=122880)  # for which a shipped row is nearer
     assert "my code" not in proposal_acceptance(SUFFIX, far).where
     for other in ({"text": "docs"}, {}):  # of which the file says nothing
-        asked = planner.recommend("Llama-3.1-8B", ctx=4096, acceptance=path, **{**ask, "text": None, **other})
-        assert not asked.plan.workload.drafter_rows
-    path.write_text(rows_json((), [], [replace(own, hit=0.1, acceptance=0.1)]))
+        answer = planner.recommend("Llama-3.1-8B", ctx=4096, acceptance=path, **{**ask, "text": None, **other})
+        assert not answer.plan.workload.drafter_rows
+    path.write_text(rows_json((), [], [replace(row, hit=0.1, acceptance=0.1)]))
     assert not planner.recommend("Llama-3.1-8B", ctx=4096, acceptance=path, **ask).plan.speculation.drafter.active
     path.unlink()
     assert proposal_acceptance(SUFFIX, plan.workload) == proposal_acceptance(
@@ -159,8 +156,8 @@ def test_vllm_drafts_where_that_pays(context, asked, kind):
 
 def test_engines_run_no_drafter_whose_passes_were_not_measured():
     for question in ({"gpu": "h100"}, {"gpu": "h200", "backend": "sglang"}, {"gpu": "h200", "model": "Qwen2.5-0.5B"}):
-        asked = {"model": "Llama-3.1-8B", "backend": "vllm", "ctx": 4096, **HEAD_OF_2_8, **question}
-        assert not planner.recommend(**asked).plan.speculation.active
+        whole_question = {"model": "Llama-3.1-8B", "backend": "vllm", "ctx": 4096, **HEAD_OF_2_8, **question}
+        assert not planner.recommend(**whole_question).plan.speculation.active
 
 
 def test_a_drafter_loses_from_some_context_on(h200_profile, tmp_path):
@@ -175,14 +172,14 @@ def test_a_drafter_loses_from_some_context_on(h200_profile, tmp_path):
     assert pays.last == LLAMA.max_context and not pays.constant and 4096 < pays.loses_from < 65536
     for context, faster in ((4096, True), (pays.loses_from, False)):
         here = replace(plan, workload=replace(plan.workload, context=context))
-        alone = [replace(here.speculation, gamma=gamma, drafter=Drafter()) for gamma in range(1, 9)]
+        self_drafts = [replace(here.speculation, gamma=gamma, drafter=Drafter()) for gamma in range(1, 9)]
         drafted, *without = (
             predict(replace(here, speculation=each), LLAMA, h200_profile).best.tpot_ms
-            for each in (here.speculation, *alone)
+            for each in (here.speculation, *self_drafts)
         )
         assert (drafted < min(without)) == faster
-    self_drafts = replace(plan.speculation, gamma=4, drafter=Drafter())
-    assert drafter_range(replace(plan, speculation=self_drafts), LLAMA, h200_profile, machine) is None
+    without_drafter = replace(plan.speculation, gamma=4, drafter=Drafter())
+    assert drafter_range(replace(plan, speculation=without_drafter), LLAMA, h200_profile, machine) is None
     for length, words in ((4.5, "pays up to 128k tokens of context"), (1.0, "loses at all contexts")):
         given = replace(plan, workload=replace(plan.workload, acceptance_length=length))
         assert str(drafter_range(given, LLAMA, h200_profile, machine)) == f"{words}, at the same acceptance"
