@@ -222,13 +222,15 @@ def test_vllm_stops_a_head_where_it_loses(request_for: Callable[..., ServeComman
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
     profile = tmp_path / "speculation_profile.json"
     workload = replace(request.plan.workload, context=32768, new_tokens=8192, drafter_head=str(tmp_path))
-    own = replace(request, plan=replace(request.plan, workload=workload), draft_model=None)
+    with_head = replace(request, plan=replace(request.plan, workload=workload), draft_model=None)
     profile.write_text(json.dumps({"measurement_conditions": {"rows": rows}}))
-    config, text = exported(own)
+    config, text = exported(with_head)
     assert "max_model_len" not in config and "loses" not in text and "measured rows" in text
     rows[1]["acceptance"] = 0.1
     profile.write_text(json.dumps({"measurement_conditions": {"rows": rows}}))
-    shorter = replace(own, plan=replace(own.plan, workload=replace(workload, context=4096, new_tokens=32768)))
+    shorter = replace(
+        with_head, plan=replace(with_head.plan, workload=replace(workload, context=4096, new_tokens=32768))
+    )
     assert exported(shorter)[0]["max_model_len"] == 2048  # the head's own limit
     of_sglang = replace(shorter, engine=ENGINES["sglang"], schema=schema_for("sglang"))
     assert "SGLang has no switch for that" in axis(export(of_sglang), "drafts").engine
