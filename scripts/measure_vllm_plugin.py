@@ -453,8 +453,17 @@ def child(name: str, output: Path, rows: Path) -> None:
 def write(output: Path, rows: Path) -> None:
     """The document of all rows so far."""
     lines = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
-    document = {"date": time.strftime("%Y-%m-%d"), "rows": lines}
+    document = {"date": time.strftime("%Y-%m-%d"), **next(iter(lines[:1]), {}), "rows": lines[1:]}
     output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def where_measured(version: str) -> dict[str, Any]:
+    """The GPU and the software. The GPU's name is nvidia-smi's: CUDA must not start in the process that forks."""
+    import torch
+
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    name = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    return {"device": name, "software": {"vllm": version, "torch": str(torch.__version__)}}
 
 
 def main() -> None:
@@ -466,9 +475,9 @@ def main() -> None:
     options = parser.parse_args()
     deadline, rows = time.monotonic() + options.seconds, options.output.with_suffix(".jsonl")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    rows.write_text("", encoding="utf-8")
     import vllm
 
+    rows.write_text(json.dumps(where_measured(vllm.__version__)) + "\n", encoding="utf-8")
     print(f"vLLM {vllm.__version__}, {deadline - time.monotonic():.0f} s left", flush=True)
     for name in options.only:
         left = deadline - time.monotonic()
