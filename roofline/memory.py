@@ -182,18 +182,18 @@ def code_memory(
 
     final: as for `full_kv`.
     """
-    codes = sum(
-        ops.quantized_bytes(
-            batch,
-            attention.cached_heads,
-            attention.head_dim,
-            _stored_tokens(attention, layers, tokens, final),
-            4 * planes,
-            group,
-        )
-        for attention, layers in shape.attentions
-    )
+    codes: Term = 0
+    for attention, layers in shape.attentions:
+        heads, width, values = attention.coded_sizes
+        stored = _stored_tokens(attention, layers, tokens, final)
+        codes = codes + ops.quantized_bytes(batch, heads, width, stored, 4 * planes, group, values)
     return minimum(planes, 1) * codes
+
+
+def rotated_keys(shape: ModelShape, strategy: Strategy, element_bytes: Term, tokens: Term) -> Term:
+    """Full-precision keys with RoPE beside the latents of `tokens` tokens that are codes alone; 0 without latents."""
+    elements = sum(layers * (attention.rope_head_dim or 0) for attention, layers in shape.attentions)
+    return (1 - strategy.stores_full_kv) * strategy.batch * elements * tokens * element_bytes if shape.is_mla else 0
 
 
 def coded_layers(shape: ModelShape, strategy: Strategy) -> Term:
@@ -516,6 +516,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
         kv=full_kv(shape, batch, slots, element_bytes, final)
         + window_kv(shape, strategy, element_bytes, final)
         + codes
+        + rotated_keys(shape, strategy, element_bytes, tokens + strategy.max_queries - buffered)
         + index_memory(shape, batch, tokens),
         buffers=full_kv(shape, batch, buffered, element_bytes, final)
         + _selection_state(shape, device, strategy, tokens)

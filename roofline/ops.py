@@ -223,17 +223,21 @@ def code_bytes(batch: Term, kv_elements: Term, tokens: Term, bits: Term) -> Term
     return batch * kv_elements * tokens * bits / 8
 
 
-def metadata_bytes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, group: Term) -> Term:
-    """Scales and minima: one per channel and group of tokens for keys, one per token for values (QuantSpec, 4.3)."""
-    keys = tokens / group * head_dim * 2 * METADATA_BYTES
-    values = tokens * 2 * METADATA_BYTES
-    return batch * kv_heads * (keys + values)
+def metadata_bytes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, group: Term, values: Term = 1) -> Term:
+    """Scales and minima: one per channel and group of tokens for keys, one per token for values (QuantSpec, 4.3).
+
+    values: 1, or 0 for keys alone.
+    """
+    key_pairs = tokens / group * head_dim
+    return batch * kv_heads * (key_pairs + values * tokens) * 2 * METADATA_BYTES
 
 
-def quantized_bytes(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, bits: Term, group: Term) -> Term:
-    """Codes of `tokens` tokens with their scales and minima."""
-    codes = code_bytes(batch, 2 * kv_heads * head_dim, tokens, bits)
-    return codes + metadata_bytes(batch, kv_heads, head_dim, tokens, group)
+def quantized_bytes(
+    batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, bits: Term, group: Term, values: Term = 1
+) -> Term:
+    """Codes of `tokens` tokens with their scales and minima. values: 1, or 0 for keys alone."""
+    codes = code_bytes(batch, (1 + values) * kv_heads * head_dim, tokens, bits)
+    return codes + metadata_bytes(batch, kv_heads, head_dim, tokens, group, values)
 
 
 class KVRead(NamedTuple):
@@ -276,16 +280,15 @@ def split_attention(batch: Term, queries: Term, q_heads: Term, kv_heads: Term, h
     )
 
 
-def latent_attention(
-    batch: Term, queries: Term, q_heads: Term, latent: Term, rope_dim: Term, head_dim: Term, kv: KVRead
-) -> Cost:
+def latent_attention(batch: Term, queries: Term, q_heads: Term, latent: Term, rope_dim: Term, kv: KVRead) -> Cost:
     """`attention` under MLA with absorbed projections: all heads read one latent row per token.
 
-    A quantized row has the scales and minima of row / (2 x head_dim) heads of keys and values.
+    Latents may be codes, as keys alone; the rotated key beside each is in full precision.
     """
     row = latent + rope_dim
-    quantized = quantized_bytes(batch, row / (2 * head_dim), head_dim, kv.quantized_tokens, kv.bits, kv.group)
-    full = (batch * row * kv.full_tokens + batch * queries * q_heads * row) * kv.element_bytes
+    quantized = quantized_bytes(batch, 1, latent, kv.quantized_tokens, kv.bits, kv.group, 0)
+    full_elements = latent * kv.full_tokens + rope_dim * kv.tokens + queries * q_heads * row
+    full = batch * full_elements * kv.element_bytes
     attending = Cost(
         flops=2 * batch * queries * q_heads * (row + latent) * kv.tokens,
         read_bytes=quantized + full,
@@ -336,14 +339,24 @@ def causal_attention(
 
 
 def quantize(
-    batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, element_bytes: Term, group: Term, planes: Term
+    batch: Term,
+    kv_heads: Term,
+    head_dim: Term,
+    tokens: Term,
+    element_bytes: Term,
+    group: Term,
+    planes: Term,
+    values: Term = 1,
 ) -> Cost:
-    """Full-precision keys and values into `planes` planes of 4-bit codes, with scales and minima."""
-    elements = 2 * kv_heads * head_dim
+    """Full-precision keys and values into `planes` planes of 4-bit codes, with scales and minima.
+
+    values: 1, or 0 for keys alone.
+    """
+    elements = (1 + values) * kv_heads * head_dim
     return Cost(
         flops=6 * batch * elements * tokens,
         read_bytes=batch * elements * tokens * element_bytes,
-        write_bytes=quantized_bytes(batch, kv_heads, head_dim, tokens, 4 * planes, group),
+        write_bytes=quantized_bytes(batch, kv_heads, head_dim, tokens, 4 * planes, group, values),
     )
 
 
@@ -361,9 +374,11 @@ def copy(elements: Term, element_bytes: Term) -> Cost:
     return Cost(read_bytes=moved_bytes, write_bytes=moved_bytes)
 
 
-def shift_slots(batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, element_bytes: Term) -> Cost:
-    """Move of the `tokens` most recent tokens' keys and values to the front of the buffer."""
-    return copy(batch * 2 * kv_heads * head_dim * tokens, element_bytes)
+def shift_slots(
+    batch: Term, kv_heads: Term, head_dim: Term, tokens: Term, element_bytes: Term, values: Term = 1
+) -> Cost:
+    """Move of the `tokens` most recent tokens' keys and values, or keys alone, to the front of the buffer."""
+    return copy(batch * (1 + values) * kv_heads * head_dim * tokens, element_bytes)
 
 
 def elementwise(rows: Term, read_width: Term, write_width: Term, element_bytes: Term) -> Cost:

@@ -393,7 +393,7 @@ def _attention_cost(attention: Attention, terms: PassTerms, reads: Term) -> Cost
     kv = ops.KVRead(*tokens, terms.bits, terms.element_bytes, terms.group, terms.splits)
     if attention.is_latent:
         rope_dim = attention.score_dim - attention.value_dim
-        return ops.latent_attention(*query_sizes, attention.value_dim, rope_dim, attention.head_dim, kv)
+        return ops.latent_attention(*query_sizes, attention.value_dim, rope_dim, kv)
     # Keys and values of unequal width cost what those of their mean width do.
     head_dim: Term = attention.head_dim
     if attention.v_head_dim not in (None, head_dim):

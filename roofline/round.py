@@ -399,14 +399,20 @@ def _pass_rates(
     rows = batch * queries
     beyond = where(part.dense, library_rows(rows), rows)
     query_rows = queries * shape.q_heads / shape.cached_rows
+    attention_rates, latent_rates = (
+        rates.at_rows(query_rows) for rates in (formats.attention, machine.rates["attention_mla"])
+    )
+    if shape.is_mla:  # codes of latents were not timed: they are read no faster than those of keys and values
+        slower = slower_rates(latent_rates, attention_rates)
+        latent_rates = select_rates(minimum(part.bits, 1), slower, latent_rates)
     by_row = {kind: machine.rates[kind].at_rows(rows) for kind in ("elementwise", "state", "rope", "gap")}
     return by_row | {
         "linear": machine.gemm_rates(rows, part.dense, formats.linear),
         MANY_CHANNELS: machine.gemm_rates(beyond, part.dense, formats.linear),
         "grouped_linear": formats.experts.at_rows(rows),
         "head": machine.gemm_rates(rows, part.head_dense, formats.head),
-        "attention": formats.attention.at_rows(query_rows),
-        "attention_mla": machine.rates["attention_mla"].at_rows(query_rows),
+        "attention": attention_rates,
+        "attention_mla": latent_rates,
     }
 
 
@@ -461,7 +467,8 @@ def rejection_sampling_seconds(shape: ModelShape, machine: Machine, strategy: St
 def quantize_cost(shape: ModelShape, machine: Machine, strategy: Strategy, batch: Term, tokens: Term) -> Cost:
     """Quantization of `tokens` tokens of one layer into the planes that the strategy stores."""
     group, planes = strategy.kv_group, strategy.code_planes
-    return ops.quantize(batch, shape.cached_heads, shape.head_dim, tokens, machine.element_bytes, group, planes)
+    heads, width, values = shape.coded_sizes
+    return ops.quantize(batch, heads, width, tokens, machine.element_bytes, group, planes, values)
 
 
 def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Term:
@@ -472,7 +479,8 @@ def flush_seconds(shape: ModelShape, machine: Machine, strategy: Strategy) -> Te
     rows, group = coded_layers(shape, strategy) * strategy.batch, strategy.kv_group
     quantize_s = machine.seconds(quantize_cost(shape, machine, strategy, rows, group), machine.rates["quantize"])
     kept = group + strategy.queries
-    shift = ops.shift_slots(rows, shape.cached_heads, shape.head_dim, kept, machine.element_bytes)
+    heads, width, values = shape.coded_sizes
+    shift = ops.shift_slots(rows, heads, width, kept, machine.element_bytes, values)
     shift_s = (1 - strategy.stores_full_kv) * machine.seconds(shift, machine.rates["elementwise"])
     return minimum(strategy.code_planes, 1) * (quantize_s + shift_s)
 

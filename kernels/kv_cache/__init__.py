@@ -17,7 +17,7 @@ from ridgeplan.roofline.cost import Cost
 
 def quantize(
     keys: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     out: QuantizedKV,
     group_index: Tensor,
     mask: Tensor | None = None,
@@ -28,10 +28,10 @@ def quantize(
     """Writes whole groups of tokens as codes into `out` (QuantSpec sec. 4.2; the format is in reference.py).
 
     keys, values: [B, Hkv, n * G, D], any strides with contiguous channels. Keys get one (scale, minimum) per channel
-    and group, values one per token. group_index: int32 [B] on the device, the first of the n groups to write in each
-    row. mask: bool [B] or None; rows that are False stay as they are, so that a captured CUDA graph can flush
-    conditionally. first_slot: int32 [B] on the device, or None; with it keys and values may have any length, and
-    one group of each row is written, starting at that slot.
+    and group, values one per token; values are None where `out` holds keys alone. group_index: int32 [B] on the
+    device, the first of the n groups to write in each row. mask: bool [B] or None; rows that are False stay as they
+    are, so that a captured CUDA graph can flush conditionally. first_slot: int32 [B] on the device, or None; with it
+    keys and values may have any length, and one group of each row is written, starting at that slot.
 
     Raises ValueError when the tokens are not whole groups, when shapes disagree with `out`, and for a wrong dtype or
     shape of group_index, mask or first_slot.
@@ -42,7 +42,7 @@ def quantize(
     _write(keys, values, GroupWrite(out, group_index, mask, first_slot), backend)
 
 
-def _write(keys: Tensor, values: Tensor, target: GroupWrite, backend: Backend) -> None:
+def _write(keys: Tensor, values: Tensor | None, target: GroupWrite, backend: Backend) -> None:
     if not uses_gpu_kernel(backend, keys):
         quantize_reference(keys, values, target)
         return
@@ -136,9 +136,11 @@ def dequantize(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [B, Hkv, groups * G, D] of `codes` in `dtype`: INT8 when `lower`, else INT4.
 
-    Raises ValueError when `lower` is set for codes that hold the upper plane only.
+    Raises ValueError when `lower` is set for codes that hold the upper plane only, and for codes of keys alone.
     """
     require_lower(codes, lower)
+    if not codes.has_values:
+        raise ValueError("codes are of keys alone; allowed: of keys and values")
     if not uses_gpu_kernel(backend, codes.key_upper):
         return dequantize_reference(codes, lower, dtype)
     from ridgeplan.kernels.kv_cache.triton import dequantize_triton
@@ -159,9 +161,11 @@ def require_rows(batch: int, dtype: torch.dtype, **tensors: Tensor | None) -> No
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; allowed: {dtype} [{batch}]")
 
 
-def _check(keys: Tensor, values: Tensor, out: QuantizedKV, whole_groups: bool) -> None:
+def _check(keys: Tensor, values: Tensor | None, out: QuantizedKV, whole_groups: bool) -> None:
     batch, kv_heads, tokens, head_dim = keys.shape
-    if values.shape != keys.shape:
+    if (values is not None) != out.has_values:
+        raise ValueError(f"values are {'missing' if values is None else 'given'}; allowed: as `out` holds them")
+    if values is not None and values.shape != keys.shape:
         raise ValueError(f"keys {list(keys.shape)} and values {list(values.shape)} must have one shape")
     if (batch, kv_heads, head_dim) != (out.batch, out.kv_heads, out.head_dim):
         raise ValueError(
@@ -170,20 +174,22 @@ def _check(keys: Tensor, values: Tensor, out: QuantizedKV, whole_groups: bool) -
         )
     if whole_groups and tokens % out.group:
         raise ValueError(f"{tokens} tokens are not whole groups of {out.group}")
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
+    if keys.stride(-1) != 1 or (values is not None and values.stride(-1) != 1):
         raise ValueError("keys and values need contiguous channels (stride 1 in the last dimension)")
 
 
-def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backend: Backend = "auto") -> None:
+def shift_slots(keys: Tensor, values: Tensor | None, group: int, mask: Tensor, *, backend: Backend = "auto") -> None:
     """Moves slots `group`, `group` + 1, ... of rows where `mask` is True to slots 0, 1, ..., in place.
 
-    keys, values: [B, Hkv, slots, D], any strides with contiguous channels. mask: bool [B] on the device, so that a
-    captured CUDA graph can flush conditionally (QuantSpec sec. 4.3.2). The last `group` slots keep their contents.
+    keys, values: [B, Hkv, slots, D], any strides with contiguous channels; values may be None. mask: bool [B] on the
+    device, so that a captured CUDA graph can flush conditionally (QuantSpec sec. 4.3.2). The last `group` slots keep
+    their contents.
     Raises ValueError when shapes disagree, and for a group of 0 slots or of more than the buffer has.
     """
-    if keys.shape != values.shape or mask.shape != keys.shape[:1]:
+    value_shape = keys.shape if values is None else values.shape
+    if keys.shape != value_shape or mask.shape != keys.shape[:1]:
         raise ValueError(
-            f"keys {list(keys.shape)}, values {list(values.shape)} and mask {list(mask.shape)} must have the same rows "
+            f"keys {list(keys.shape)}, values {list(value_shape)} and mask {list(mask.shape)} must have the same rows "
             "and keys and values one shape"
         )
     if not 0 < group <= keys.shape[2]:
@@ -196,16 +202,16 @@ def shift_slots(keys: Tensor, values: Tensor, group: int, mask: Tensor, *, backe
     shift_slots_triton(keys, values, group, mask)
 
 
-def shift_slots_reference(keys: Tensor, values: Tensor, group: int, mask: Tensor) -> None:
+def shift_slots_reference(keys: Tensor, values: Tensor | None, group: int, mask: Tensor) -> None:
     """The same in plain torch. Only rows that move are read, which are few in most rounds."""
     rows = mask.nonzero().squeeze(1)
-    for store in (keys, values):
+    for store in (keys,) if values is None else (keys, values):
         store[rows, :, : store.shape[2] - group] = store[rows, :, group:]
 
 
-def quantize_cost(keys: Tensor, group: int, planes: int) -> Cost:
-    """Cost of `quantize` for all of keys [B, Hkv, n * G, D] and as many values, into `planes` planes."""
-    return ops.quantize(*_sizes(keys), keys.element_size(), group, planes)
+def quantize_cost(keys: Tensor, group: int, planes: int, values: int = 1) -> Cost:
+    """Cost of `quantize` for all of keys [B, Hkv, n * G, D] and as many values, or none, into `planes` planes."""
+    return ops.quantize(*_sizes(keys), keys.element_size(), group, planes, values)
 
 
 def dequantize_cost(keys: Tensor, group: int, planes: int) -> Cost:

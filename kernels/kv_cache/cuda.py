@@ -67,9 +67,11 @@ class QuantizeKernel:
 
     compiled: Any
 
-    def run(self, keys: Tensor, values: Tensor, target: GroupWrite) -> None:
+    def run(self, keys: Tensor, values: Tensor | None, target: GroupWrite) -> None:
         """See `ridgeplan.kernels.kv_cache.quantize`."""
         batch, kv_heads, tokens, _ = keys.shape
+        parts = 1 if values is None else 2
+        values = keys if values is None else values  # which no CTA then reads
         out, rows = target.out, {name: getattr(target, name) for name in ("group_index", "mask", "first_slot")}
         rows = {name: None if row is None else row.contiguous() for name, row in rows.items()}
         params = QuantizeParams(
@@ -83,17 +85,18 @@ class QuantizeKernel:
             **dict(zip(STRIDES, pack_strides(keys, values), strict=True)),
             paged=int(target.paged),
         )
-        grid = (batch * kv_heads, tokens // GROUP if target.first_slot is None else 1, 2)
+        grid = (batch * kv_heads, tokens // GROUP if target.first_slot is None else 1, parts)
         with torch.cuda.device(keys.device):
             launch_with_pdl(self.compiled, grid, (STREAMS * out.head_dim // 8, 1, 1), params)
 
 
-def find_quantize_kernel(keys: Tensor, values: Tensor, out: QuantizedKV) -> QuantizeKernel | None:
+def find_quantize_kernel(keys: Tensor, values: Tensor | None, out: QuantizedKV) -> QuantizeKernel | None:
     """The kernel for this call, or None if Triton's must run.
 
     It needs Hopper or newer (where it was measured), groups of 128, head_dim 64 or 128, one 16-bit dtype, and rows
     aligned to 16 bytes.
     """
+    values = keys if values is None else values
     if not is_on_hopper(keys) or not is_packed(keys) or not is_packed(values):
         return None
     if out.group != GROUP or out.head_dim not in HEAD_DIMS or keys.shape[2] > MAX_GROUPS * GROUP:

@@ -10,6 +10,8 @@ B batch rows, Hkv KV heads, G tokens per group, D head_dim:
 A byte pairs the two halves of the packed axis, so unpacking never interleaves. Values are stored transposed, so that
 both dot products of attention read codes contiguously along the contraction. The planes are separate, so a draft that
 reads upper codes never touches the lower ones.
+
+Latent rows (MLA) are keys alone: values are the same latents. Their heads are parts of a latent.
 """
 
 from dataclasses import dataclass, fields
@@ -26,6 +28,7 @@ NO_PLANES: Planes = (None, None, None, None)
 class QuantizedKV:
     """Codes, scales and minima of one layer (shapes above). The lower planes are None if only drafts read the codes.
 
+    Of keys alone, the values' tensors are empty.
     Source: QuantSpec sec. 4.2 (upper codes asymmetric, lower codes the residual in steps of scale / 16).
     Raises ValueError for tensors that are not contiguous, as the kernels compute flat offsets.
     """
@@ -57,8 +60,11 @@ class QuantizedKV:
         head_dim: int,
         device: torch.device | str,
         lower: bool,
+        values: bool = True,
     ) -> "QuantizedKV":
         """Zero-filled storage for `groups` groups of `group` tokens per row; `lower` adds the lower planes.
+
+        values: whether there are values beside the keys.
 
         Raises ValueError for an odd `group` or `head_dim`: two codes share a byte.
         """
@@ -71,15 +77,16 @@ class QuantizedKV:
         def pairs(count: int) -> Tensor:
             return torch.zeros(batch, kv_heads, groups, count, dtype=torch.float16, device=device)
 
+        value_dim, value_tokens = (head_dim, group) if values else (0, 0)
         return cls(
             key_upper=codes(group, head_dim),
             key_lower=codes(group, head_dim) if lower else None,
             key_scale=pairs(head_dim),
             key_min=pairs(head_dim),
-            value_upper=codes(head_dim, group),
-            value_lower=codes(head_dim, group) if lower else None,
-            value_scale=pairs(group),
-            value_min=pairs(group),
+            value_upper=codes(value_dim, group),
+            value_lower=codes(value_dim, group) if lower else None,
+            value_scale=pairs(value_tokens),
+            value_min=pairs(value_tokens),
         )
 
     def rows(self, rows: slice) -> "QuantizedKV":
@@ -129,6 +136,11 @@ class QuantizedKV:
     def head_dim(self) -> int:
         """Channels per head."""
         return self.key_scale.shape[3]
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there are values beside the keys."""
+        return self.value_scale.shape[3] > 0
 
     @property
     def planes(self) -> int:

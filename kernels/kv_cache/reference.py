@@ -49,24 +49,25 @@ def affine(scale: Tensor, minimum: Tensor, lower: bool) -> tuple[Tensor, Tensor]
     return (scale / 16, minimum - scale / 2) if lower else (scale, minimum)
 
 
-def quantize_reference(keys: Tensor, values: Tensor, target: GroupWrite) -> None:
+def quantize_reference(keys: Tensor, values: Tensor | None, target: GroupWrite) -> None:
     """See `ridgeplan.kernels.kv_cache.quantize`."""
     out, group_index, mask, first_slot, paged = target
+    parts = (keys,) if values is None else (keys, values)
     if paged:  # a row of its own for every group that is written
-        keys, values = (x.unflatten(2, (-1, out.group)).transpose(1, 2).flatten(0, 1) for x in (keys, values))
+        parts = tuple(x.unflatten(2, (-1, out.group)).transpose(1, 2).flatten(0, 1) for x in parts)
         group_index = group_index.flatten()
         mask = group_index >= 0
     if mask is None:
-        rows = torch.arange(keys.shape[0], device=keys.device)
+        rows = torch.arange(parts[0].shape[0], device=keys.device)
     else:
         rows = mask.nonzero().squeeze(1)
-        keys, values = keys[rows], values[rows]  # most rounds flush few rows; only those are encoded
+        parts = tuple(x[rows] for x in parts)  # most rounds flush few rows; only those are encoded
     if first_slot is not None:
         slots = first_slot.long()[rows, None] + torch.arange(out.group, device=keys.device)
         slots = slots[:, None, :, None].expand(-1, out.kv_heads, -1, out.head_dim)
-        keys, values = keys.gather(2, slots), values.gather(2, slots)
+        parts = tuple(x.gather(2, slots) for x in parts)
     blocks = (-1, out.group)
-    written = group_index.long()[rows, None] + torch.arange(keys.shape[2] // out.group, device=keys.device)
+    written = group_index.long()[rows, None] + torch.arange(parts[0].shape[2] // out.group, device=keys.device)
     if paged:
         rows, written = written[:, 0], torch.zeros_like(written)
 
@@ -74,12 +75,14 @@ def quantize_reference(keys: Tensor, values: Tensor, target: GroupWrite) -> None
         if plane is not None:  # indexing with two lists puts [rows, groups] before the KV heads
             plane[rows[:, None], :, written] = codes.transpose(1, 2)
 
-    upper, lower, scale, minimum = encode(keys.unflatten(2, blocks), dim=3)
+    upper, lower, scale, minimum = encode(parts[0].unflatten(2, blocks), dim=3)
     write(out.key_upper, pack(upper))
     write(out.key_lower, pack(lower))
     write(out.key_scale, scale)
     write(out.key_min, minimum)
-    upper, lower, scale, minimum = encode(values.unflatten(2, blocks), dim=4)
+    if values is None:
+        return
+    upper, lower, scale, minimum = encode(parts[1].unflatten(2, blocks), dim=4)
     write(out.value_upper, pack(upper.mT))
     write(out.value_lower, pack(lower.mT))
     write(out.value_scale, scale)
@@ -88,11 +91,15 @@ def quantize_reference(keys: Tensor, values: Tensor, target: GroupWrite) -> None
 
 def dequantize_reference(codes: QuantizedKV, lower: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `ridgeplan.kernels.kv_cache.dequantize`."""
-    shape = (codes.batch, codes.kv_heads, codes.groups * codes.group, codes.head_dim)
-    halves = unpack(codes.key_upper, codes.key_lower if lower else None)
-    step, zero = affine(codes.key_scale, codes.key_min, lower)
-    keys = torch.cat(halves, dim=-1) * step[..., None, :] + zero[..., None, :]
+    keys = dequantize_keys(codes, lower)
     halves = unpack(codes.value_upper, codes.value_lower if lower else None)
     step, zero = affine(codes.value_scale, codes.value_min, lower)
     values = torch.cat(halves, dim=-1) * step[..., None, :] + zero[..., None, :]
-    return keys.to(dtype).reshape(shape), values.mT.to(dtype).reshape(shape)
+    return keys.to(dtype), values.mT.to(dtype).reshape(keys.shape)
+
+
+def dequantize_keys(codes: QuantizedKV, lower: bool) -> Tensor:
+    """Keys [B, Hkv, groups * G, D] in float32."""
+    halves = unpack(codes.key_upper, codes.key_lower if lower else None)
+    step, zero = affine(codes.key_scale, codes.key_min, lower)
+    return (torch.cat(halves, dim=-1) * step[..., None, :] + zero[..., None, :]).flatten(2, 3)

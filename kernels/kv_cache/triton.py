@@ -98,7 +98,8 @@ def _quantize_values(x, stride, at, planes, GROUP: tl.constexpr, HEAD_DIM: tl.co
 def _quantize_metadata(grid: tuple[int, ...], metadata: Any, args: Mapping[str, Any]) -> dict[str, Any]:
     """The kernel's cost as if no row were masked."""
     keys, planes = args["keys"], 1 if args["key_planes"][1] is None else 2
-    return launch_metadata("quantize", quantize_cost(keys, args["GROUP"], planes), keys.element_size())
+    cost = quantize_cost(keys, args["GROUP"], planes, int(args["value_planes"][2].numel() > 0))
+    return launch_metadata("quantize", cost, keys.element_size())
 
 
 @triton.jit(launch_metadata=_quantize_metadata)
@@ -145,12 +146,13 @@ def _quantize_kernel(
             _quantize_values(values, value_stride, at, value_planes, GROUP, HEAD_DIM)
 
 
-def quantize_triton(keys: Tensor, values: Tensor, target: GroupWrite) -> None:
+def quantize_triton(keys: Tensor, values: Tensor | None, target: GroupWrite) -> None:
     """See `ridgeplan.kernels.kv_cache.quantize`; group and head_dim must be powers of two."""
     out, group_index, mask, first_slot, paged = target
     batch, kv_heads, tokens, head_dim = keys.shape
-    groups = tokens // out.group if first_slot is None else 1
-    _quantize_kernel[(batch * kv_heads, groups, 2)](
+    groups, parts = tokens // out.group if first_slot is None else 1, 1 if values is None else 2
+    values = keys if values is None else values  # which no program then reads
+    _quantize_kernel[(batch * kv_heads, groups, parts)](
         keys,
         values,
         group_index.contiguous(),
@@ -353,10 +355,12 @@ def _shift_kernel(
             _shift(values, value_stride, capacity, GROUP, BLOCK, HEAD_DIM, PADDED)
 
 
-def shift_slots_triton(keys: Tensor, values: Tensor, group: int, mask: Tensor) -> None:
+def shift_slots_triton(keys: Tensor, values: Tensor | None, group: int, mask: Tensor) -> None:
     """See `ridgeplan.kernels.kv_cache.shift_slots`."""
     batch, kv_heads, capacity, head_dim = keys.shape
-    _shift_kernel[(batch * kv_heads, triton.cdiv(group, SHIFT_BLOCK), 2)](
+    parts = 1 if values is None else 2
+    values = keys if values is None else values  # which no program then moves
+    _shift_kernel[(batch * kv_heads, triton.cdiv(group, SHIFT_BLOCK), parts)](
         keys,
         values,
         mask.contiguous(),

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from ridgeplan.kernels.attention.triton import LN_2, LOG2_E, _num_sms, merge_triton
 from ridgeplan.kernels.device.cuda import pdl_options
-from ridgeplan.kernels.device.triton_helpers import INTERPRETED, dot, pdl_launch_dependents_and_wait
+from ridgeplan.kernels.device.triton_helpers import (
+    INTERPRETED,
+    centred_affine,
+    centred_codes,
+    dot,
+    pdl_launch_dependents_and_wait,
+)
+from ridgeplan.kernels.kv_cache.layout import NO_PLANES, QuantizedKV
 from ridgeplan.kernels.layer import Tables
 from ridgeplan.roofline.execution import choose_splits
 
@@ -27,21 +34,25 @@ def _rotated(pointer, at, inside, cos, sin, HALF: tl.constexpr):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit(do_not_specialize=["query_stride", "latent_stride", "tokens", "capacity"])
+@triton.jit(do_not_specialize=["query_stride", "latent_stride", "tokens", "capacity", "rotated_capacity"])
 def _rotate_append_kernel(
     queries,  # [batch x tokens, HEADS x (PLAIN + 2 HALF)]
     latents,  # [batch x tokens, LATENT + 2 HALF]
     cos,  # float32 [batch x tokens, HALF]
     sin,  # as cos
     norm,  # [LATENT]
-    slots,  # int64 [batch x tokens]
-    rows,  # out: [batch, capacity, LATENT + 2 HALF]
+    slots,  # int64 [batch x tokens], of latents
+    positions,  # as slots, of rotated keys
+    stored,  # out: [batch, capacity, LATENT]
+    rotated,  # out: [batch, rotated_capacity, 2 HALF]
     absorbed,  # out: [batch x tokens, HEADS, LATENT + 2 HALF], of which this kernel writes the last 2 HALF channels
     query_stride,
     latent_stride,
-    row_stride,
+    stored_stride,
+    rotated_stride,
     tokens,
     capacity,
+    rotated_capacity,
     eps,
     HEADS: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -65,14 +76,16 @@ def _rotate_append_kernel(
         latent = tl.load(latents + token * latent_stride + channel, mask=known, other=0.0).to(tl.float32)
         weight = tl.load(norm + channel, mask=known, other=0.0).to(tl.float32)
         first, second = _rotated(latents, token * latent_stride + LATENT + turned, inside, c, s, HALF)
-        slot = tl.load(slots + token)
+        slot, position = tl.load(slots + token), tl.load(positions + token)
         inverse = tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps)
-        to = rows + token // tokens * row_stride + slot * (LATENT + 2 * HALF)
         # Slots are only known on the device; one past the end must not be written into the next sequence's.
         if slot < capacity:
-            tl.store(to + channel, (latent * inverse * weight).to(rows.dtype.element_ty), mask=known)
-            tl.store(to + LATENT + turned, first.to(rows.dtype.element_ty), mask=inside)
-            tl.store(to + LATENT + HALF + turned, second.to(rows.dtype.element_ty), mask=inside)
+            to = stored + token // tokens * stored_stride + slot * LATENT
+            tl.store(to + channel, (latent * inverse * weight).to(stored.dtype.element_ty), mask=known)
+        if position < rotated_capacity:
+            to = rotated + token // tokens * rotated_stride + position * 2 * HALF
+            tl.store(to + turned, first.to(rotated.dtype.element_ty), mask=inside)
+            tl.store(to + HALF + turned, second.to(rotated.dtype.element_ty), mask=inside)
     else:
         head = (part - 1) * BLOCK + tl.arange(0, BLOCK)[:, None]
         valid = (head < HEADS) & inside[None, :]
@@ -89,8 +102,8 @@ def rotate_append_triton(
     tables: Tables,
     norm: Tensor,
     eps: float,
-    rows: Tensor,
-    slots: Tensor,
+    stores: tuple[Tensor, Tensor],
+    slots: tuple[Tensor, Tensor],
     absorbed: Tensor,
 ) -> None:
     """What `ridgeplan.kernels.latent.absorb_append` does beside its product."""
@@ -102,14 +115,14 @@ def rotate_append_triton(
         latents,
         *(table.contiguous() for table in tables),
         norm.contiguous(),
-        slots.contiguous(),
-        rows,
+        *(places.contiguous() for places in slots),
+        *stores,
         absorbed,
         queries.stride(0),
         latents.stride(0),
-        rows.stride(0),
-        slots.shape[1],
-        rows.shape[1],
+        *(store.stride(0) for store in stores),
+        slots[0].shape[1],
+        *(store.shape[1] for store in stores),
         eps,
         HEADS=heads,
         PLAIN=queries.shape[1] // heads - 2 * half,
@@ -123,23 +136,46 @@ def rotate_append_triton(
     )
 
 
-@triton.jit(do_not_specialize=["splits", "scale"])
+@triton.jit
+def _attend(row_max, row_sum, acc_first, acc_second, q_first, q_second, q_rope, first, second, keys, seen, scale):
+    """Adds a block of tokens to the online softmax. Halves of the latents [tokens, LATENT / 2] are also the values."""
+    scores = dot(q_first, tl.trans(first), tl.zeros(seen.shape, tl.float32))
+    scores = dot(q_second, tl.trans(second), scores)
+    scores = tl.where(seen, dot(q_rope, tl.trans(keys), scores) * scale, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights, rescale = tl.exp2(scores - new_max[:, None]), tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    if not INTERPRETED:  # whose products are in float32 anyway
+        weights = weights.to(first.dtype)
+    acc_first = dot(weights, first, acc_first * rescale[:, None])
+    acc_second = dot(weights, second, acc_second * rescale[:, None])
+    return new_max, row_sum, acc_first, acc_second
+
+
+@triton.jit(do_not_specialize=["splits", "scale", "group_capacity"])
 def _latent_attention_kernel(
     q,  # [batch, QUERIES, HEADS, LATENT + ROPE]
-    rows,  # [batch, slots, LATENT + ROPE]
+    latents,  # [batch, slots, LATENT]
+    rotated,  # [batch, positions, ROPE]
     begin,  # int32 [batch]
     end,  # int32 [batch]
+    groups,  # int32 [batch], or None without codes
+    planes,  # `QuantizedKV.key_planes`, or four times None
     partial,  # out: float32 [batch, QUERIES, HEADS, splits, LATENT]
     lse,  # out: float32 [batch, QUERIES, HEADS, splits]
     splits,
     scale,
-    row_stride,
+    latent_stride,
+    rotated_stride,
+    group_capacity,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
-    LATENTS: tl.constexpr,  # powers of two that hold them
-    ROPES: tl.constexpr,
+    ROPES: tl.constexpr,  # a power of two that holds it
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,  # channels of a head of the codes, which packs its halves; all without codes
+    BITS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -147,67 +183,114 @@ def _latent_attention_kernel(
     batch, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     valid, query = row < QUERIES * HEADS, row // HEADS
-    channel, turned = tl.arange(0, LATENTS), tl.arange(0, ROPES)
+    column, turned = tl.arange(0, LATENT // 2), tl.arange(0, ROPES)
+    part = column // (WIDTH // 2)
+    channel = part * WIDTH + column % (WIDTH // 2)  # of the first halves of all heads
     q_at = q + (batch * QUERIES * HEADS + row[:, None]) * (LATENT + ROPE)
-    q_latent = tl.load(q_at + channel[None, :], mask=valid[:, None] & (channel < LATENT)[None, :], other=0.0)
+    q_first = tl.load(q_at + channel[None, :], mask=valid[:, None], other=0.0)
+    q_second = tl.load(q_at + channel[None, :] + WIDTH // 2, mask=valid[:, None], other=0.0)
     q_rope = tl.load(q_at + LATENT + turned[None, :], mask=valid[:, None] & (turned < ROPE)[None, :], other=0.0)
     first, seen = tl.load(begin + batch), tl.load(end + batch)
     last = seen + QUERIES - 1
-    blocks = tl.cdiv(tl.maximum(last - first, 0), BLOCK)
-    acc = tl.zeros((ROWS, LATENTS), tl.float32)
+    visible = tl.minimum(tl.load(groups + batch), group_capacity) if BITS > 0 else 0
+    coded = visible * (GROUP // BLOCK)
+    ahead = visible * GROUP - first if BITS > 0 else 0  # how much further rotated keys are than latents
+    blocks = coded + tl.cdiv(tl.maximum(last - first, 0), BLOCK)
+    start, stop = blocks * split // splits, blocks * (split + 1) // splits
+    rotated += batch * rotated_stride
+    acc_first, acc_second = tl.zeros((ROWS, LATENT // 2), tl.float32), tl.zeros((ROWS, LATENT // 2), tl.float32)
     row_max, row_sum = tl.full((ROWS,), -3.0e38, tl.float32), tl.zeros((ROWS,), tl.float32)
-    for block in range(blocks * split // splits, blocks * (split + 1) // splits):
-        token = first + block * BLOCK + tl.arange(0, BLOCK)
-        at = rows + batch * row_stride + token[:, None].to(tl.int64) * (LATENT + ROPE)
+    if BITS > 0:
+        upper, lower, step, minimum = planes
+        for block in range(start, tl.minimum(stop, coded)):
+            token = block * BLOCK + tl.arange(0, BLOCK)
+            at = (batch * (LATENT // WIDTH) + part) * group_capacity + block * BLOCK // GROUP
+            pair = at * WIDTH + column % (WIDTH // 2)
+            byte = (at[None, :] * GROUP + token[:, None] % GROUP) * (WIDTH // 2) + column[None, :] % (WIDTH // 2)
+            text0, text1 = centred_codes(upper, lower, byte, BITS, q.dtype.element_ty)
+            scale0, zero0 = centred_affine(tl.load(step + pair), tl.load(minimum + pair), BITS)
+            pair += WIDTH // 2
+            scale1, zero1 = centred_affine(tl.load(step + pair), tl.load(minimum + pair), BITS)
+            text0 = (text0.to(tl.float32) * scale0[None, :] + zero0[None, :]).to(q.dtype.element_ty)
+            text1 = (text1.to(tl.float32) * scale1[None, :] + zero1[None, :]).to(q.dtype.element_ty)
+            at = rotated + token[:, None].to(tl.int64) * ROPE + turned[None, :]
+            keys = tl.load(at, mask=(turned < ROPE)[None, :], other=0.0)
+            row_max, row_sum, acc_first, acc_second = _attend(
+                row_max, row_sum, acc_first, acc_second, q_first, q_second, q_rope, text0, text1, keys,
+                valid[:, None] & (token >= 0)[None, :], scale,
+            )  # fmt: skip
+    for block in range(tl.maximum(start, coded), stop):
+        token = first + (block - coded) * BLOCK + tl.arange(0, BLOCK)
         known = (token < last)[:, None]
-        text = tl.load(at + channel[None, :], mask=known & (channel < LATENT)[None, :], other=0.0)
-        keys = tl.load(at + LATENT + turned[None, :], mask=known & (turned < ROPE)[None, :], other=0.0)
-        scores = dot(q_latent, tl.trans(text), tl.zeros((ROWS, BLOCK), tl.float32))
-        scores = dot(q_rope, tl.trans(keys), scores) * scale
-        scores = tl.where(token[None, :] < (seen + query)[:, None], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        weights, rescale = tl.exp2(scores - new_max[:, None]), tl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        if not INTERPRETED:  # whose products are in float32 anyway
-            weights = weights.to(text.dtype)
-        acc = dot(weights, text, acc * rescale[:, None])
-        row_max = new_max
+        at = latents + batch * latent_stride + token[:, None].to(tl.int64) * LATENT + channel[None, :]
+        text0, text1 = tl.load(at, mask=known, other=0.0), tl.load(at + WIDTH // 2, mask=known, other=0.0)
+        at = rotated + (token + ahead)[:, None].to(tl.int64) * ROPE + turned[None, :]
+        keys = tl.load(at, mask=known & (turned < ROPE)[None, :], other=0.0)
+        row_max, row_sum, acc_first, acc_second = _attend(
+            row_max, row_sum, acc_first, acc_second, q_first, q_second, q_rope, text0, text1, keys,
+            token[None, :] < (seen + query)[:, None], scale,
+        )  # fmt: skip
     result = (batch * QUERIES * HEADS + row) * splits + split
     some = row_sum > 0
     divisor = tl.where(some, row_sum, 1.0)
     tl.store(lse + result, tl.where(some, (row_max + tl.log2(divisor)) * LN_2, float("-inf")), mask=valid)
-    acc = acc / divisor[:, None]
     to = partial + result[:, None] * LATENT + channel[None, :]
-    tl.store(to, acc, mask=valid[:, None] & (channel < LATENT)[None, :])
+    tl.store(to, acc_first / divisor[:, None], mask=valid[:, None])
+    tl.store(to + WIDTH // 2, acc_second / divisor[:, None], mask=valid[:, None])
 
 
-def latent_attention_triton(q: Tensor, rows: Tensor, begin: Tensor, end: Tensor, latent: int, scale: float) -> Tensor:
-    """See `ridgeplan.kernels.latent.latent_attention`. Raises ValueError unless latents are a power of two."""
-    batch, queries, heads, width = q.shape
-    if latent & (latent - 1) or latent < 16:
-        raise ValueError(f"latents are {latent} wide; allowed on a GPU: powers of two from 16")
-    q = q.contiguous()
-    splits = int(choose_splits(batch, triton.cdiv(queries * heads, QUERY_ROWS), rows.shape[1], _num_sms(q.device)))
+def latent_attention_triton(
+    q: Tensor,
+    latents: Tensor,
+    rotated: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    scale: float,
+    codes: QuantizedKV | None = None,
+    groups: Tensor | None = None,
+    lower: bool = False,
+) -> Tensor:
+    """See `ridgeplan.kernels.latent.latent_attention`.
+
+    Raises ValueError unless latents are a power of two, groups one from 16, and a sequence's rows contiguous.
+    """
+    batch, queries, heads, _ = q.shape
+    latent, rope = latents.shape[2], rotated.shape[2]
+    group, capacity = (codes.group, codes.groups) if codes is not None else (BLOCK, 0)
+    for name, size, least in (("latents", latent, 32), ("groups", group, 16)):
+        if size & (size - 1) or size < least:
+            raise ValueError(f"{name} are of {size}; allowed on a GPU: powers of two from {least}")
+    if (latents.stride(1), rotated.stride(1)) != (latent, rope):
+        raise ValueError(f"latents {latents.stride()} and rotated {rotated.stride()} need contiguous rows")
+    q, tiles = q.contiguous(), triton.cdiv(queries * heads, QUERY_ROWS)
+    splits = int(choose_splits(batch, tiles, capacity * group + latents.shape[1], _num_sms(q.device)))
     partial = torch.empty(batch, queries, heads, splits, latent, dtype=torch.float32, device=q.device)
     lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
-    _latent_attention_kernel[batch, splits, triton.cdiv(queries * heads, QUERY_ROWS)](
+    _latent_attention_kernel[batch, splits, tiles](
         q,
-        rows,
+        latents,
+        rotated,
         begin.contiguous(),
         end.contiguous(),
+        None if groups is None else groups.contiguous(),
+        NO_PLANES if codes is None else codes.key_planes,
         partial,
         lse,
         splits,
         scale * LOG2_E,
-        rows.stride(0),
+        latents.stride(0),
+        rotated.stride(0),
+        capacity,
         QUERIES=queries,
         HEADS=heads,
         LATENT=latent,
-        ROPE=width - latent,
-        LATENTS=latent,
-        ROPES=max(16, triton.next_power_of_2(width - latent)),
+        ROPE=rope,
+        ROPES=max(16, triton.next_power_of_2(rope)),
+        GROUP=group,
+        WIDTH=latent if codes is None else codes.head_dim,
+        BITS=0 if codes is None else (8 if lower else 4),
         ROWS=QUERY_ROWS,
-        BLOCK=BLOCK,
+        BLOCK=min(BLOCK, group),
         num_warps=4,
         num_stages=2,
     )

@@ -94,6 +94,14 @@ class Attention(Checked):
         return self.cached_elements / (2 * self.head_dim)
 
     @property
+    def coded_sizes(self) -> tuple[float, int, int]:
+        """What a plan may hold of a token as codes: heads, their channels, and 1 if values go with keys, else 0.
+
+        A latent is both: keys alone. The rotated key beside it stays in full precision.
+        """
+        return (1, self.latent_rank or 0, 0) if self.is_latent else (self.cached_heads, self.head_dim, 1)
+
+    @property
     def cached_rows(self) -> int:
         """Rows that attention reads per token: one per KV head, or a single latent row."""
         return 1 if self.is_latent else self.kv_heads

@@ -424,15 +424,20 @@ class ModelShape(Checked):
         return self._cached_attention.cached_heads
 
     @property
+    def coded_sizes(self) -> tuple[float, int, int]:
+        """What a plan may hold of a token as codes: heads, their channels, and 1 if values go with keys, else 0."""
+        return self._cached_attention.coded_sizes
+
+    @property
     def cached_rows(self) -> int:
         """Rows of keys and values that attention reads per token: one per KV head, or MLA's single latent row."""
         return self._cached_attention.cached_rows
 
     @property
     def cache_sizes(self) -> tuple[int, int, int]:
-        """Heads of the cache, and channels of their keys and values: one latent row without values under MLA."""
+        """Heads of the cache, and channels of keys and values: of latents and of rotated keys under MLA."""
         if self.is_mla:
-            return 1, self.kv_elements_per_token_per_layer, 0
+            return 1, self.latent_rank or 0, self.rope_head_dim or 0
         return self.kv_heads, self.head_dim, self.head_dim
 
     @property

@@ -172,7 +172,6 @@ def _keeps_plain_kv(plan: Plan) -> bool:
 def _missing_over_latents(plan: Plan) -> dict[str, object]:
     """What needs keys and values of each head, and so cannot be executed over latent rows."""
     return {
-        f"latent rows as {plan.kv.format.value} KV": plan.kv.format is not KVFormat.FULL,
         "offloaded latent rows": plan.placement.offload,
         f"draft selection {plan.speculation.selection.name!r} among latent rows": plan.speculation.sparse,
         f"target selection {plan.attention.selection.name!r} among latent rows": plan.attention.active,

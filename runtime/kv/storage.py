@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -19,6 +20,7 @@ from ridgeplan.runtime.offload.host_codes import HostCodes
 from ridgeplan.runtime.offload.streaming import Window
 
 LOWER = ("key_lower", "value_lower")
+LATENT_CHANNELS = 128  # at most, of a head of a latent's codes: what the kernels that quantize take
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,8 @@ class CodedLayers:
         cls, model: ModelShape, config: KVCacheConfig, layers: int, tokens: int, device: torch.device
     ) -> CodedLayers:
         """Zero-filled codes of `layers` layers for rows of up to `tokens` tokens."""
-        codes = QuantizedKV.allocate(*_sizes(model, config, layers, tokens), device, lower=config.buffered)
+        sizes = _sizes(model, config, layers, tokens)
+        codes = QuantizedKV.allocate(*sizes, device, lower=config.buffered, values=not model.is_mla)
         return cls(config, layers, codes, DraftPlanes.allocate(codes) if config.draft_planes else None)
 
     @classmethod
@@ -80,7 +83,7 @@ class CodedLayers:
         """Quantizes whole groups of a row's prompt, [kv_heads, tokens, head_dim], from its first token on."""
         rows, first = self.rows(layer, row, 1), torch.zeros(1, dtype=torch.int32, device=keys.device)
         codes = self.codes.rows(rows)
-        quantize(keys[None], values[None], codes, first)
+        quantize(*self._coded_parts(keys[None], values[None]), codes, first)
         if self.planes:
             pack_draft_planes(codes, self.planes.rows(rows), first, keys.shape[1] // self.config.group)
         if self.window:
@@ -93,11 +96,23 @@ class CodedLayers:
         """
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         rows_index, rows_slot, rows_mask = (x.repeat(self.layers) for x in (index, first_slot, mask))
-        quantize(keys, values, self.codes, rows_index, rows_mask, first_slot=rows_slot)
+        parts = self._coded_parts(keys, values)
+        quantize(*parts, self.codes, rows_index, rows_mask, first_slot=rows_slot)
         if self.planes:
             pack_draft_planes(self.codes, self.planes, rows_index, mask=rows_mask)
         if self.window:
             self.window.flush(keys, values, index, first_slot, mask)
+
+    def _coded_parts(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What becomes codes: keys and values, or latents [rows, 1, tokens, latent] alone, as the codes' heads.
+
+        Latents get a scale per channel and group, as keys do. RMSNorm leaves tokens alike and channels not, so a
+        range over tokens is narrower than one over channels, and as sums over a group share its scales, they serve
+        scores and values. Rotated keys, whose values spread widely (SnapMLA, arXiv:2602.10718), stay as they are.
+        """
+        if self.codes.has_values:
+            return keys, values
+        return keys.squeeze(1).unflatten(-1, (self.codes.kv_heads, -1)).transpose(1, 2), None
 
     def staged(self, layer: int, rows: int, parts: Sequence[Tensor]) -> QuantizedKV:
         """Codes of a layer's first rows; `parts` replaces the tensors on the host by their copies."""
@@ -107,17 +122,22 @@ class CodedLayers:
 
 def _sizes(model: ModelShape, config: KVCacheConfig, layers: int, tokens: int) -> tuple[int, int, int, int, int]:
     """rows, kv_heads, groups, group and head_dim of a QuantizedKV."""
-    return layers * config.batch, model.kv_heads, config.groups(tokens), config.group, model.head_dim
+    heads, channels = model.kv_heads, model.head_dim
+    if model.is_mla:
+        latent = model.cache_sizes[1]
+        channels = math.gcd(latent, LATENT_CHANNELS)
+        heads = latent // channels
+    return layers * config.batch, heads, config.groups(tokens), config.group, channels
 
 
 @dataclass(frozen=True, eq=False)
 class KVStore:
     """KV of layers whose full-precision part is on the device.
 
-    keys, values: [layers, batch, kv_heads, slots, head_dim]; under MLA keys are latent rows of a single head, and
-    values have no channels. coded: codes of all its layers, in order; empty if nothing
-    is quantized. Each offloaded layer has its own entry. loaded: the last layers instead, if steps load what they
-    choose of their codes.
+    keys, values: [layers, batch, kv_heads, slots, head_dim]. Under MLA keys are latents of a single head, and values
+    are the rotated keys beside them, in the slots of their positions, as these are never codes. coded: codes of all its
+    layers, in order; empty if nothing is quantized. Each offloaded layer has its own entry. loaded: the last layers
+    instead, if steps load what they choose of their codes.
     """
 
     config: KVCacheConfig
@@ -138,8 +158,11 @@ class KVStore:
     ) -> KVStore:
         """Zero-filled storage of `layers` layers for rows of up to `tokens` tokens."""
         heads, *widths = model.cache_sizes
-        sizes = (layers, config.batch, heads, config.slots(tokens))
-        keys, values = (torch.zeros(*sizes, width, dtype=dtype, device=device) for width in widths)
+        slots = config.slots(tokens), tokens + config.round_slots if model.is_mla else config.slots(tokens)
+        keys, values = (
+            torch.zeros(layers, config.batch, heads, *sizes, dtype=dtype, device=device)
+            for sizes in zip(slots, widths, strict=True)
+        )
         if not config.format.quantized:
             return cls(config, keys, values)
         # Full-precision layers on the host are elsewhere (offload/host_store.py).
@@ -161,6 +184,11 @@ class KVStore:
         """Storage on the device of keys, values, codes and planes."""
         loaded_bytes = self.loaded.bytes if self.loaded else 0
         return self.keys.nbytes + self.values.nbytes + sum(coded.bytes for coded in self.coded) + loaded_bytes
+
+    @property
+    def _values_leave(self) -> bool:
+        """Whether values leave the buffer with the keys: not rotated keys of latents."""
+        return not self.coded or self.coded[0].codes.has_values
 
     @property
     def flushes(self) -> bool:
@@ -198,6 +226,7 @@ class KVStore:
             coded.store_prompt(index, row, keys[:, :quantized], values[:, :quantized])
         start = quantized if self.config.buffered else 0
         self.keys[layer, row, :, : tokens - start] = keys[:, start:]
+        start = start if self._values_leave else 0
         self.values[layer, row, :, : tokens - start] = values[:, start:]
 
     def flush(self, before: Tensor, crossed: Tensor) -> None:
@@ -215,5 +244,5 @@ class KVStore:
         if self.loaded:
             self.loaded.flush(self.keys[start:], self.values[start:], before, crossed)
         if self.config.buffered:
-            keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
-            shift_slots(keys, values, self.config.group, crossed.repeat(self.layers))
+            values = self.values.flatten(0, 1) if self._values_leave else None
+            shift_slots(self.keys.flatten(0, 1), values, self.config.group, crossed.repeat(self.layers))

@@ -76,15 +76,17 @@ class LatentAttentionWeights:
     def step(self, decoder: Decoder, index: int, normed: Tensor, step: Step) -> Tensor:
         """Attention of the step's tokens over the cached rows, which theirs enter."""
         place = decoder.config.layers[index].place
-        reads, (heads, plain, latent) = step.metadata.layer_metadata(place), self.keys.shape
+        reads, (heads, plain, _) = step.metadata.layer_metadata(place), self.keys.shape
         assert reads.attend is None, "drafts of latent attention read every row"
         tables = step.tables[decoder.config.layers[index].rotary]
         rope = 2 * tables[0].shape[-1]
         queries, latents = self.projected(normed, rope)
-        norm, stored = self.latent_norm, step.cache.full(place)[0][:, 0]
-        q = absorb_append(queries, latents, tables, norm.weight, norm.eps, self.keys, stored, reads.slots)
+        norm, (stored, rotated) = self.latent_norm, step.cache.full(place)
+        stores, slots = (stored[:, 0], rotated[:, 0]), (reads.slots, reads.positions)
+        q = absorb_append(queries, latents, tables, norm.weight, norm.eps, self.keys, stores, slots)
         with step.cache.layer_kv(place, reads) as kv:
-            attended = latent_attention(q, kv.keys[:, 0], kv.begin, kv.end, latent, (plain + rope) ** -0.5)
+            rows, scale = (kv.keys[:, 0], kv.values[:, 0], kv.begin, kv.end), (plain + rope) ** -0.5
+            attended = latent_attention(q, *rows, scale, kv.codes, kv.groups, lower=reads.lower)
         out = attended.new_empty(*attended.shape[:2], heads, self.values.shape[1])
         return self.output(project_heads(attended, self.values.mT, out).flatten(2))
 

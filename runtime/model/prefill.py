@@ -196,7 +196,7 @@ class _ChunkPass:
         rows = project_latent(decoder, index, layer, attention, hidden, buffers, self.parts)
         attend_layer(buffers, self.parts, decoder.config.layers[index])
         for fill in self.fills:
-            fill.store_rows(decoder.config.layers[index].place, rows)
+            fill.store_rows(decoder.config.layers[index].place, rows, attention.keys.shape[-1])
         return buffers.queries[..., : attention.values.shape[1]]
 
 
@@ -295,9 +295,10 @@ class _PromptFill:
                 index, destination.row, self._queries, keys, positions.long() - len(self._prompt)
             )
 
-    def store_rows(self, index: int, rows: Tensor) -> None:
-        """Stores a layer's latent rows [tokens, latent + rope], in the place of keys; there are no values."""
-        self._destination.cache.store_prompt(index, self._destination.row, rows[None], rows[None, :, :0])
+    def store_rows(self, index: int, rows: Tensor, latent: int) -> None:
+        """Stores a layer's latent rows [tokens, latent + rope]: latents as keys, and rotated keys as values."""
+        keys, values = rows[None, :, :latent], rows[None, :, latent:]
+        self._destination.cache.store_prompt(index, self._destination.row, keys, values)
 
 
 def _longest(appended: Sequence[Tensor]) -> Tensor:

@@ -229,20 +229,23 @@ def routing_jobs() -> dict[str, dict[str, Any]]:
     return jobs | {f"int{bits} experts {name}": routed_experts(bits, gated, name) for bits, gated, name in variants}
 
 
-def latent_attention() -> dict[str, Any]:
-    """DeepSeek's rows, and 16 heads with one query."""
-    types = dict.fromkeys(("q", "rows"), "*bf16") | dict.fromkeys(("begin", "end"), "*i32")
-    types |= {**dict.fromkeys(("partial", "lse"), "*fp32"), "splits": "i32", "scale": "fp32", "row_stride": "i32"}
-    constants = {"QUERIES": 1, "HEADS": 16, "LATENT": 512, "ROPE": 64, "LATENTS": 512, "ROPES": 64}
-    options = {"num_warps": 4, "num_stages": 2}
-    return job("latent.triton", "_latent_attention_kernel", types, constants | {"ROWS": 16, "BLOCK": 32}, options)
+def latent_attention(bits: int, heads: int) -> dict[str, Any]:
+    """DeepSeek's rows, of V2-Lite's 16 heads or of V3's 128, with one query; `bits` of the latents' codes."""
+    types = dict.fromkeys(("q", "latents", "rotated"), "*bf16") | dict.fromkeys(("begin", "end", "groups"), "*i32")
+    types |= {**dict.fromkeys(("partial", "lse"), "*fp32"), "scale": "fp32", "planes": planes(bits)["key_planes"]}
+    types |= dict.fromkeys(("splits", "latent_stride", "rotated_stride", "group_capacity"), "i32")
+    constants = {"QUERIES": 1, "HEADS": heads, "LATENT": 512, "ROPE": 64, "ROPES": 64, "ROWS": 16, "BLOCK": 32}
+    constants |= {"GROUP": 128, "WIDTH": 128, "BITS": bits} if bits else {"GROUP": 32, "WIDTH": 512, "BITS": 0}
+    constants |= {} if bits else {"groups": None}
+    return job("latent.triton", "_latent_attention_kernel", types, constants, {"num_warps": 4, "num_stages": 2})
 
 
 def rotate_append() -> dict[str, Any]:
     """DeepSeek's rows with 16 heads, of which 3 tokens are appended."""
-    types = dict.fromkeys(("queries", "latents", "norm", "rows", "absorbed"), "*bf16") | {"slots": "*i64"}
-    types |= {"cos": "*fp32", "sin": "*fp32", "eps": "fp32"}
-    types |= dict.fromkeys(("query_stride", "latent_stride", "row_stride", "tokens", "capacity"), "i32")
+    types = dict.fromkeys(("queries", "latents", "norm", "stored", "rotated", "absorbed"), "*bf16")
+    types |= {"cos": "*fp32", "sin": "*fp32", "eps": "fp32", "slots": "*i64", "positions": "*i64"}
+    sizes = ("query_stride", "latent_stride", "stored_stride", "rotated_stride", "tokens", "capacity")
+    types |= dict.fromkeys((*sizes, "rotated_capacity"), "i32")
     constants = {"HEADS": 16, "PLAIN": 128, "LATENT": 512, "LATENTS": 512, "HALF": 32, "HALVES": 32, "BLOCK": 8}
     return job("latent.triton", "_rotate_append_kernel", types, constants | {"PDL": True}, {"num_warps": 4})
 
@@ -280,7 +283,8 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
         f"int{bits} linear {name}": quantized_product(bits, element, name)
         for bits, element, name in products + (more_products if every else [])
     }
-    jobs |= {"split sum": split_sum(), "latent attention": latent_attention(), **routing_jobs()}
+    jobs |= {"split sum": split_sum(), **routing_jobs()}
+    jobs |= {f"latent attention {bits}bit": latent_attention(bits, 128 if bits == 8 else 16) for bits in (0, 4, 8)}
     jobs["latent append"] = rotate_append()
     jobs |= {f"int{bits} weight copy": dense_copy(bits) for bits in (4, 8)}
     return jobs | {"gptq round": gptq_round(False), "bounded gptq round": gptq_round(True)}

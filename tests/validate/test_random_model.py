@@ -90,7 +90,10 @@ def test_rounds_over_latent_rows_run(h200_profile: Any, monkeypatch: pytest.Monk
     plan = preset("int8-weights", Workload("random", "h200", 700, 256, batch=2))
     drafting = replace(plan, kv=replace(plan.kv, format=KVFormat.FULL), speculation=Speculation(2))
     assert measured_round(model, drafting).draft_s > 0
-    assert module.random_cache(model, drafting).keys.shape[2:] == (1, 700 + 256 + 3, 48)
+    cache = module.random_cache(model, drafting)
+    assert (cache.keys.shape[2:], cache.values.shape[2:]) == ((1, 700 + 256 + 3, 32), (1, 700 + 256 + 3, 16))
+    coded = preset("quantspec", Workload("random", "h200", 700, 256, batch=2))
+    assert measured_round(model, coded).draft_s > 0
 
 
 def test_rounds_with_windows_sinks_and_shared_layers_run(h200_profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ class VerificationSize(CacheSize):
 
 @dataclass(frozen=True)
 class LatentSize:
-    """Decode attention of `queries` queries over latent rows of `latent` + `rope` channels."""
+    """Decode attention of `queries` queries over latent rows of `latent` + `rope` channels, or `bits`-bit codes."""
 
     q_heads: int
     latent: int
@@ -69,6 +69,7 @@ class LatentSize:
     batch: int
     tokens: int
     queries: int = 1
+    bits: int = 0
 
 
 @dataclass(frozen=True)

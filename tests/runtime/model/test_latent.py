@@ -5,8 +5,10 @@ import torch
 from tiny_families import LATENT_SIZES
 
 from ridgeplan import runtime
+from ridgeplan.kernels.kv_cache.reference import dequantize_keys
 from ridgeplan.planner.capacity import predicted_memory
 from ridgeplan.roofline.latency import Device
+from ridgeplan.roofline.memory import code_memory
 from ridgeplan.runtime.errors import UnsupportedPlan
 from ridgeplan.runtime.model.experts import RoutedMLP
 
@@ -49,10 +51,54 @@ def test_weights_and_cache_take_what_is_predicted(bits, tiny_model, make_plan, p
     assert len(engine.generate([prompt], NEW).tokens[0]) == NEW
 
 
+@pytest.mark.parametrize("kv", ["int8", "int4x2", "bf16+int4"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_latents_as_codes_take_what_is_predicted(kv, batch, tiny_model, make_plan):
+    """To the byte, but that all tokens are priced as codes; the last ones, of up to two groups, are not allocated."""
+    plan = make_plan(kv, gamma=2, batch=batch, context=300)
+    engine = runtime.load(plan, tiny_model("deepseek_v2").folder)
+    predicted, codes = predicted_memory(plan, engine.config.shape, DEVICE), engine.cache.codes(0)
+    assert (codes.kv_heads, codes.head_dim, codes.has_values) == (1, 32, False)
+    recent = 300 + 128 - codes.groups * 32
+    spare = code_memory(engine.config.shape, batch, recent, codes.planes, 32)
+    assert 0 < recent < 64 and engine.cache.bytes + spare == predicted.kv + predicted.buffers
+
+
+@pytest.mark.parametrize(("kv", "plain"), [("int4x2", "int8"), ("bf16+int4", "bf16")])
+@pytest.mark.parametrize("family", LATENT_SIZES)
+def test_drafts_over_codes_change_no_token(family, kv, plain, tiny_model, make_plan, prompts):
+    """Greedy tokens of 4-bit drafts that read upper codes, of one prompt and of several lengths, beyond two flushes."""
+    folder, texts = tiny_model(family).folder, prompts(70, 33, 111)
+    drafting, alone = make_plan(kv, gamma=3, draft_bits=4, batch=3), make_plan(plain, batch=3)
+    expected = runtime.load(alone, folder).generate(texts, 70).tokens
+    engine = runtime.load(drafting, folder)
+    assert engine.generate(texts, 70).tokens == expected
+    assert engine.generate(texts[:1], 70).tokens == expected[:1]
+
+
+def test_old_latents_are_codes_and_rotated_keys_stay(tiny_model, make_plan, prompt):
+    """Of the first layer, which reads no cache: after a prompt of one group of codes and flushes of two more."""
+    caches, tokens = [], list(prompt) + list(prompt)[:40]
+    for kv in ("bf16", "int8"):
+        engine = runtime.load(make_plan(kv), tiny_model("deepseek_v2").folder)
+        engine.teacher_forced_logits([prompt], [tokens[len(prompt) :]])
+        caches.append(engine.cache)
+    full, coded = caches
+    assert int(coded.lengths[0]) >= 100
+    (latents, rotated), (recent, same), codes = full.full(0), coded.full(0), coded.codes(0)
+    torch.testing.assert_close(same[0, 0, :100], rotated[0, 0, :100], rtol=0, atol=1e-5)
+    old = int(coded.quantized(coded.lengths)[0])
+    assert old == 64
+    torch.testing.assert_close(recent[0, 0, : 100 - old], latents[0, 0, old:100], rtol=0, atol=1e-5)
+    step = codes.key_scale[0, 0, : old // 32].float().repeat_interleave(32, dim=0)
+    for lower, share in ((False, 0.5), (True, 1 / 16)):  # residuals of half an upper step are clamped by one more
+        error = (dequantize_keys(codes, lower)[0, 0, :old] - latents[0, 0, :old]).abs()
+        assert bool((error <= step * share + 1e-2).all())
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"kv": "int8"}, "latent rows as int8 KV"),
         ({"evict": "streamingllm", "budget": 64}, "eviction 'streamingllm' of latent rows"),
         ({"gamma": 2, "selection": "streamingllm"}, "draft selection 'streamingllm' among latent rows"),
     ],
