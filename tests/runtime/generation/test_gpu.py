@@ -20,9 +20,10 @@ from ridgeplan.runtime.quantization.gptq import quantize_weight
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
 @pytest.mark.parametrize("kv, gamma", [("int4x2", 0), ("int4x2", 4), ("bf16+int4", 3), ("bf16", 0)])
-def test_tiny_models_generate_the_same_tokens(kv, gamma, tiny_model, make_plan, prompts):
-    folder = tiny_model(agreeable=True).folder
+def test_tiny_models_generate_the_same_tokens(family, kv, gamma, tiny_model, make_plan, prompts):
+    folder = tiny_model(family, agreeable=True).folder
     ids = prompts(100, 37, 65)
     plan = make_plan(kv, gamma, batch=3)
     results = [
