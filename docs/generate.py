@@ -384,6 +384,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         study_tables.study_axes,
         study_tables.study_claims,
         study_tables.study_choices,
+        study_tables.study_losses,
         published,
         published_cells,
         not_predicted,

@@ -76,5 +76,27 @@ def study_choices(name: str) -> str:
     )
 
 
+def study_losses(name: str) -> str:
+    """What heads of each loss find and how many drafts they get accepted, at each budget, beside StreamingLLM."""
+    sections = result(name)
+    losses = [section.removeprefix("training ") for section in sections if section.startswith("training ")]
+    first = losses[0]
+    budgets = list(dict.fromkeys(row["budget"] for row in sections[f"hits {first}"]))
+
+    def cell(loss: str, section: str, key: str, method: str, column: str) -> str:
+        means = {row["budget"]: row[column] for row in sections[f"{section} {loss}"] if row[key] == method}
+        return " / ".join(f"{means[budget]:.3f}" for budget in budgets)
+
+    def line(label: str, loss: str, method: str) -> tuple[str, ...]:
+        hits = (cell(loss, "hits", "method", method, column) for column in ("hit", "mass", "overlap"))
+        return label, *hits, cell(loss, "acceptance", "policy", method, "mean")
+
+    steps = {loss: sections[f"training {loss}"]["steps_done"] for loss in losses}
+    lines = [line(f"loss of {loss}, {steps[loss]} steps", loss, "retrieval-head") for loss in losses]
+    columns = ("hit", "mass of the attention", "overlap of adjacent steps", "acceptance")
+    sizes = " / ".join(map(str, budgets))
+    return table((f"read: {sizes} tokens", *columns), [*lines, line("StreamingLLM", first, "streamingllm")])
+
+
 def _means(name: str) -> dict[tuple[Any, ...], float]:
     return {tuple(row["figure"]): row["mean"] for row in result(name)["figures"]}
