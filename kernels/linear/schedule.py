@@ -5,7 +5,7 @@ docs/kernels/linear.md has the measurements behind the numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from ridgeplan.kernels.device.cuda import config_options
@@ -24,6 +24,7 @@ X_PARTS = 4  # parts in which many rows of x arrive
 FEW_ROWS = 1  # up to this many rows, x arrives in one part, and each CTA fetches its own copy
 FEW_TILES = 4  # output tiles per CTA: a short product, which gains nothing from more copies in flight
 MAX_STAGES = 16  # pipeline stages
+PACKED_ROWS = 4  # rows of x whose two planes are the columns of one product
 # With more rows, fusing SwiGLU may need shorter pipelines or several passes, only to save a small kernel.
 MAX_GATED_ROWS = CUDA_FUSED_SWIGLU_ROWS
 RESERVED_BYTES = 2 * 1024  # bytes of shared memory reserved per CTA, for the driver and static variables
@@ -74,7 +75,7 @@ class LinearSchedule:
     """A product's launch: concurrent passes over the weight, with at most `rows_per_pass` rows of x each.
 
     gated: the first half of the outputs are gates. A CTA alternates between tiles of gates and the tiles that these
-    multiply, and y is half as wide.
+    multiply, and y is half as wide. x_planes: 0, or how x becomes planes of integers (csrc/config.cuh).
     """
 
     weights: WeightPipeline
@@ -86,6 +87,7 @@ class LinearSchedule:
     inputs: int
     rows_per_pass: int
     gated: bool = False
+    x_planes: int = 0
 
     @cached_property
     def x_tiles(self) -> int:
@@ -99,7 +101,7 @@ class LinearSchedule:
     @cached_property
     def x_multicast(self) -> int:
         """CTAs of a cluster that fetch x together."""
-        return 2 if self.split_k.ways == 1 and self.rows_per_pass > FEW_ROWS else 1
+        return 2 if self.split_k.ways == 1 and self.rows_per_pass > FEW_ROWS and not self.x_planes else 1
 
     @cached_property
     def workers(self) -> int:
@@ -151,7 +153,7 @@ class LinearSchedule:
         """Shared memory beside the pipeline: sums of warps, of x and of the cluster, and rows of x."""
         columns, ways = 8 * self.x_tiles, self.split_k.ways
         cluster_tiles = -(-self.max_tiles // ways) * ways if ways > 1 else 0
-        x_bytes = self.rows_per_pass * (2 * self.k_tiles * self.weights.k_tile_inputs + 64)
+        x_bytes = 0 if self.x_planes else self.rows_per_pass * (2 * self.k_tiles * self.weights.k_tile_inputs + 64)
         x_sum_bytes = self.k_tiles * self.weights.x_sum_bytes * columns
         return (SUM_BUFFERS * self.mma_warps + cluster_tiles) * 4 * TILE_OUTPUTS * columns + x_sum_bytes + x_bytes
 
@@ -198,6 +200,8 @@ class LinearSchedule:
     def options(self) -> tuple[str, ...]:
         """The compiled variant: `LinearConfig` in csrc/config.cuh."""
         cta_inputs = self.k_tiles * self.weights.k_tile_inputs
+        x_stages = -(-cta_inputs // self.stage_inputs)
+        in_parts = self.rows_per_pass > FEW_ROWS and not self.x_planes
         return tuple(
             config_options(
                 WEIGHT_BITS=self.weights.bits,
@@ -206,11 +210,15 @@ class LinearSchedule:
                 X_TILES=self.x_tiles,
                 SPLIT_K=self.split_k.ways,
                 X_MULTICAST=self.x_multicast,
-                X_PARTS=min(X_PARTS, -(-cta_inputs // self.stage_inputs)) if self.rows_per_pass > FEW_ROWS else 1,
+                X_PARTS=min(X_PARTS, x_stages) if in_parts else 1,
                 MMA_WARPS=self.mma_warps,
                 STAGE_INPUTS=self.stage_inputs,
                 MAX_STAGES=MAX_STAGES,
                 FUSE_SWIGLU=self.gated,
+                X_PLANES=self.x_planes,
+                X_PACKED=not self.x_planes or self.rows_per_pass <= PACKED_ROWS,
+                TILE_STAGES=x_stages if self.x_planes else 1,
+                WHOLE_STAGES=self.inputs % (self.stage_inputs * self.split_k.ways) == 0,
             )
         )
 
@@ -300,3 +308,35 @@ def make_quantized_schedule(
             if schedule.fits:
                 return schedule
     return None
+
+
+INTEGER_GROUP = 128  # inputs that share a scale
+INTEGER_STAGE_INPUTS = (2048, 1024)  # a multiple of a group per MMA warp
+
+
+def make_integer_schedule(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    bf16: bool,
+    gated: bool,
+    device: DeviceLimits,
+    bits: int = 4,
+    *,
+    from_planes: bool = False,
+    ways: int = 1,
+    stage_inputs: int = 2048,
+    in_flight_bytes: int = 1 << 20,
+) -> LinearSchedule | None:
+    """A product of integers (csrc/integer.cuh) of up to 8 rows, or None if it does not fit.
+
+    from_planes: x comes quantized. ways: CTAs that split the inputs. stage_inputs: of a stage, 1024 a multiple of.
+    in_flight_bytes: of the weight, from the start on.
+    """
+    sizes = dict.fromkeys(("before_x_bytes", "after_x_bytes", "long_after_x_bytes"), in_flight_bytes)
+    weights = replace(weight_format(INTEGER_GROUP, bits), x_sum_bytes=4 if rows <= PACKED_ROWS else 8, max_equal_stages=0, **sizes)
+    split = SplitK(ways=ways, stage_inputs=stage_inputs, min_stages=2)
+    schedule = LinearSchedule(
+        weights, split, device, bf16, rows, outputs, inputs, rows, gated, 2 if from_planes else 1
+    )
+    return schedule if schedule.fits else None

@@ -29,6 +29,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // (x & mask) | bits in one instruction; the compiler needs two where both constants are immediates.
 __device__ __forceinline__ u32 lop3_and_or(u32 x, u32 mask, u32 bits) {
     u32 d;

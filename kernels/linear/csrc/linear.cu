@@ -13,6 +13,7 @@
 
 #include "consumer.cuh"
 #include "epilogue.cuh"
+#include "integer.cuh"
 #include "producer.cuh"
 
 using Config = LinearConfig;
@@ -74,7 +75,7 @@ linear(const __grid_constant__ LinearParams p) {
     } else {
         cta_barrier();
         if (warp == Config::EPILOGUE_WARP && leads) {
-            expect_x(work, barriers);
+            if (!Config::X_PLANES) expect_x(work, barriers);
             if (Config::SPLIT_K > 1) expect_cluster_sums(work, barriers, rank);
         }
         __syncwarp();
@@ -85,9 +86,17 @@ linear(const __grid_constant__ LinearParams p) {
         pdl_wait();  // MMA warps too: polling for x, they would slow down small kernels beside this one
         if (warp == Config::EPILOGUE_WARP) {
             const u8* const from = p.x + 2 * (i64(first_row) * p.inputs + k_begin * Weights<Config>::K_TILE);
-            if (leads) load_x_rows(at.x, pitch, from, 2 * i64(p.inputs), work, barriers);
+            if (leads && !Config::X_PLANES) load_x_rows(at.x, pitch, from, 2 * i64(p.inputs), work, barriers);
             __syncwarp();
             add_tiles(work, barriers, output, at.sums, at.cluster_sums, rank, lane);
+        } else if constexpr (Config::X_PLANES != 0) {
+            IntegerProduct<Config> product;
+            product.pairs = at.x_sums;
+            if (Config::X_PLANES == 1) product.quantize(p.x, p, k_begin, work.k_tiles, at.sums);
+            else product.load_planes(p.x, p, k_begin, work.k_tiles);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(barriers.x);
+            product.multiply(work, barriers, at.buffers, p.stages, at.sums);
         } else {
             multiply(work, barriers, at.buffers, p.stages, at.x, pitch, at.x_sums, at.sums, lane);
             if (Config::X_MULTICAST > 1 && !work.num_tiles())  // what other CTAs send must still find this one
