@@ -30,8 +30,8 @@ from ridgeplan.kernels.linear.schedule import (
     RESERVED_BYTES,
     DeviceLimits,
     LinearSchedule,
+    choose_quantized_schedule,
     make_dense_schedule,
-    make_quantized_schedule,
 )
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 
@@ -59,11 +59,12 @@ class LinearKernel:
     def run(self, x: Tensor, weight: Tensor, lower: Tensor | None = None, *, bias: Tensor | None) -> Tensor:
         """x W^T + bias -> [rows, outputs], or of gated outputs half as many; weight as the kernel reads it.
 
-        lower: the second plane of 8-bit weights.
+        x: rows, or their `RowPlanes.data`; lower: the second plane of 8-bit weights.
         """
         schedule = self.schedule
         width = schedule.outputs // (2 if schedule.gated else 1)
-        y = torch.empty(schedule.rows, width, dtype=x.dtype, device=x.device)
+        dtype = torch.bfloat16 if schedule.bf16 else torch.float16
+        y = torch.empty(schedule.rows, width, dtype=dtype, device=x.device)
         params = LinearParams(
             x=x,
             weight=weight,
@@ -166,5 +167,5 @@ def find_quantized_kernel(x: Tensor, weight: Int4Weight | Int8Weight, gated: boo
     shape, bits = (len(x), weight.outputs, weight.inputs, weight.group), 4 * len(weight.planes)
     if bits == 8 and weight.group > 128 and x.dtype == torch.float16:
         return None  # codes enter as 1024 + code: what tensor cores truncate of 256 such terms exceeds fp16's precision
-    schedule = make_quantized_schedule(*shape, x.dtype == torch.bfloat16, gated, device_limits(x.device), bits)
+    schedule = choose_quantized_schedule(*shape, x.dtype == torch.bfloat16, gated, device_limits(x.device), bits)
     return compiled_for(schedule, x.device, QUANTIZED_FALLBACK)

@@ -14,11 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ridgeplan.kernels.device.backend import Backend, uses_gpu_kernel
+from ridgeplan.kernels.layer import add_rms_norm_reference
+
 GROUP = 128  # inputs that share a scale
 LARGEST = 256 * 127 + 127
 SMALLEST = 1e-30  # a group whose largest magnitude is not above counts as zero
 ROW_BYTES = 2 * GROUP  # planes of a row of a group
 PAIR_BYTES = 8  # scale and sum
+SPLIT = (ROW_BYTES, PAIR_BYTES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +61,30 @@ class RowPlanes:
     def dequantize(self) -> Tensor:
         """x, float32 [rows, inputs]."""
         groups = self.inputs // GROUP
-        planes, pairs = self.data.split([groups * self.rows * ROW_BYTES, groups * self.rows * PAIR_BYTES])
-        both = planes.view(torch.int8).view(groups, self.rows, 2, 4, 4, 2, 2, 2).permute(2, 1, 0, 4, 3, 5, 7, 6)
+        planes, pairs = self.views()
+        both = planes.view(groups, self.rows, 2, 4, 4, 2, 2, 2).permute(2, 1, 0, 4, 3, 5, 7, 6)
         integers = (256 * both[0].int() + both[1].int()).reshape(self.rows, groups, GROUP)
-        scale = pairs.clone().view(torch.float32).view(groups, self.rows, 2)[:, :, :1].transpose(0, 1)
+        scale = pairs.view(groups, self.rows, 2)[:, :, :1].transpose(0, 1)
         return (integers * scale).flatten(1)
+
+    def views(self) -> tuple[Tensor, Tensor]:
+        """Planes as int8, and pairs as float32, both flat."""
+        planes, pairs = self.data.split([self.data.numel() // (ROW_BYTES + PAIR_BYTES) * part for part in SPLIT])
+        return planes.view(torch.int8), pairs.view(torch.float32)
+
+
+def add_rms_norm_planes(
+    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float, *, backend: Backend = "auto"
+) -> tuple[Tensor, RowPlanes]:
+    """`add_rms_norm` of hidden [rows, H], whose norm, rounded to hidden's dtype, is quantized in the same kernel.
+
+    Raises ValueError for an H that is no multiple of 128.
+    """
+    if not uses_gpu_kernel(backend, hidden):
+        total, normed = add_rms_norm_reference(hidden, update, weight, eps)
+        return total, RowPlanes.quantize(normed)
+    from ridgeplan.kernels.layer.triton import add_rms_norm_triton
+
+    planes = RowPlanes.empty(*hidden.shape, hidden.dtype, hidden.device)
+    total, _ = add_rms_norm_triton(hidden, update, weight, eps, planes.views())
+    return total, planes

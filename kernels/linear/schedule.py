@@ -5,8 +5,10 @@ docs/kernels/linear.md has the measurements behind the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from types import MappingProxyType
 
 from ridgeplan.kernels.device.cuda import config_options
 from ridgeplan.kernels.linear.weights import PAIR_BYTES
@@ -75,7 +77,8 @@ class LinearSchedule:
     """A product's launch: concurrent passes over the weight, with at most `rows_per_pass` rows of x each.
 
     gated: the first half of the outputs are gates. A CTA alternates between tiles of gates and the tiles that these
-    multiply, and y is half as wide. x_planes: 0, or how x becomes planes of integers (csrc/config.cuh).
+    multiply, and y is half as wide. x_planes: 0, or how x becomes planes of integers, and
+    x_shared: whether they lie in shared memory (csrc/config.cuh). sm_ctas: CTAs per SM.
     """
 
     weights: WeightPipeline
@@ -88,6 +91,8 @@ class LinearSchedule:
     rows_per_pass: int
     gated: bool = False
     x_planes: int = 0
+    x_shared: bool = False
+    sm_ctas: int = 1
 
     @cached_property
     def x_tiles(self) -> int:
@@ -153,14 +158,18 @@ class LinearSchedule:
         """Shared memory beside the pipeline: sums of warps, of x and of the cluster, and rows of x."""
         columns, ways = 8 * self.x_tiles, self.split_k.ways
         cluster_tiles = -(-self.max_tiles // ways) * ways if ways > 1 else 0
-        x_bytes = 0 if self.x_planes else self.rows_per_pass * (2 * self.k_tiles * self.weights.k_tile_inputs + 64)
+        x_row_bytes = 2 * self.k_tiles * self.weights.k_tile_inputs
+        x_bytes = 0
+        if not self.x_planes or self.x_shared:
+            x_bytes = self.rows_per_pass * (x_row_bytes if self.x_planes else x_row_bytes + 64)
         x_sum_bytes = self.k_tiles * self.weights.x_sum_bytes * columns
         return (SUM_BUFFERS * self.mma_warps + cluster_tiles) * 4 * TILE_OUTPUTS * columns + x_sum_bytes + x_bytes
 
     @cached_property
     def stages(self) -> int:
         """Pipeline stages that fit."""
-        available_bytes = self.device.sm_bytes - BESIDE_BYTES - RESERVED_BYTES - self.other_bytes
+        share_bytes = (self.device.sm_bytes - BESIDE_BYTES) // self.sm_ctas
+        available_bytes = share_bytes - RESERVED_BYTES - self.other_bytes
         return min(MAX_STAGES, available_bytes // self.stage_bytes)
 
     @cached_property
@@ -169,6 +178,13 @@ class LinearSchedule:
         whole_pairs = self.outputs % (2 * TILE_OUTPUTS) == 0
         can_gate = self.split_k.ways == 1 and whole_pairs and self.rows <= MAX_GATED_ROWS
         return has_room and (can_gate or not self.gated) and self.inputs <= self.split_k.max_inputs
+
+    @cached_property
+    def x_fits(self) -> bool:
+        """Whether planes of x fit the registers of the MMA warps, or lie in shared memory."""
+        x_stages = -(-self.k_tiles * self.weights.k_tile_inputs // self.stage_inputs)
+        groups = x_stages * self.stage_inputs // self.weights.k_tile_inputs // self.mma_warps
+        return self.x_shared or groups * (8 if self.rows <= PACKED_ROWS else 16) <= X_REGISTERS[self.sm_ctas]
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -218,6 +234,8 @@ class LinearSchedule:
                 X_PLANES=self.x_planes,
                 X_PACKED=not self.x_planes or self.rows_per_pass <= PACKED_ROWS,
                 TILE_STAGES=x_stages if self.x_planes else 1,
+                X_SHARED=self.x_shared,
+                SM_CTAS=self.sm_ctas,
                 WHOLE_STAGES=self.inputs % (self.stage_inputs * self.split_k.ways) == 0,
             )
         )
@@ -310,10 +328,30 @@ def make_quantized_schedule(
     return None
 
 
-INTEGER_GROUP = 128  # inputs that share a scale
-INTEGER_STAGE_INPUTS = (2048, 1024)  # a multiple of a group per MMA warp
+INTEGER_GROUP = 128  # inputs that share a scale, of products of integers
+MAX_INTEGER_ROWS = 8
+# Registers of a thread that may hold x, by CTAs of an SM: what others leave of 168, and of 80.
+X_REGISTERS = MappingProxyType({1: 112, 2: 32})
 
 
+@dataclass(frozen=True)
+class IntegerVariant:
+    """How products of integers (csrc/integer.cuh) run.
+
+    from_planes: x comes quantized, as planes.RowPlanes. sm_ctas: CTAs per SM; with 2, the next product's CTA fills its
+    pipeline beside this one's. early: the next kernel may start as soon as x has arrived, not when the last stage is
+    copied. stage_inputs: most inputs of a stage. before_x_bytes, after_x_bytes: of the weight in flight at once.
+    """
+
+    from_planes: bool = False
+    sm_ctas: int = 1
+    early: bool = False
+    stage_inputs: int = 2048
+    before_x_bytes: int = 1 << 20
+    after_x_bytes: int = 1 << 20
+
+
+@cache
 def make_integer_schedule(
     rows: int,
     outputs: int,
@@ -321,22 +359,40 @@ def make_integer_schedule(
     bf16: bool,
     gated: bool,
     device: DeviceLimits,
-    bits: int = 4,
-    *,
-    from_planes: bool = False,
-    ways: int = 1,
-    stage_inputs: int = 2048,
-    in_flight_bytes: int = 1 << 20,
+    bits: int,
+    variant: IntegerVariant,
 ) -> LinearSchedule | None:
-    """A product of integers (csrc/integer.cuh) of up to 8 rows, or None if it does not fit.
+    """A product of integers of weights in groups of 128. None if rows or outputs do not fit.
 
-    from_planes: x comes quantized. ways: CTAs that split the inputs. stage_inputs: of a stage, 1024 a multiple of.
-    in_flight_bytes: of the weight, from the start on.
+    x lies in registers or in shared memory, and inputs are split between two CTAs where it fits neither.
     """
-    sizes = dict.fromkeys(("before_x_bytes", "after_x_bytes", "long_after_x_bytes"), in_flight_bytes)
-    weights = replace(weight_format(INTEGER_GROUP, bits), x_sum_bytes=4 if rows <= PACKED_ROWS else 8, max_equal_stages=0, **sizes)
-    split = SplitK(ways=ways, stage_inputs=stage_inputs, min_stages=2)
-    schedule = LinearSchedule(
-        weights, split, device, bf16, rows, outputs, inputs, rows, gated, 2 if from_planes else 1
+    weights = replace(
+        weight_format(INTEGER_GROUP, bits),
+        x_sum_bytes=4 if rows <= PACKED_ROWS else 8,
+        max_equal_stages=0,
+        trigger_stages=-1 if variant.early else 0,
+        before_x_bytes=variant.before_x_bytes,
+        after_x_bytes=variant.after_x_bytes,
+        long_after_x_bytes=variant.after_x_bytes,
     )
-    return schedule if schedule.fits else None
+    source = 2 if variant.from_planes else 1
+    for ways, x_shared in ((1, False), (1, True), (2, False), (2, True)):
+        split = SplitK(ways, variant.stage_inputs, min_stages=4)
+        shape = bf16, rows, outputs, inputs, rows, gated
+        schedule = LinearSchedule(weights, split, device, *shape, source, x_shared, variant.sm_ctas)
+        if rows <= MAX_INTEGER_ROWS and schedule.fits and schedule.x_fits:
+            return schedule
+    return None
+
+
+# Where products of integers are faster as measured, by bits and rows: all others multiply in 16-bit floats.
+INTEGER_PRODUCTS: Mapping[tuple[int, int], IntegerVariant] = MappingProxyType({})
+
+
+def choose_quantized_schedule(
+    rows: int, outputs: int, inputs: int, group: int, bf16: bool, gated: bool, device: DeviceLimits, bits: int = 4
+) -> LinearSchedule | None:
+    """The faster of `make_integer_schedule` and `make_quantized_schedule`."""
+    variant = INTEGER_PRODUCTS.get((bits, rows)) if group == INTEGER_GROUP else None
+    schedule = variant and make_integer_schedule(rows, outputs, inputs, bf16, gated, device, bits, variant)
+    return schedule or make_quantized_schedule(rows, outputs, inputs, group, bf16, gated, device, bits)

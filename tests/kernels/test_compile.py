@@ -87,10 +87,12 @@ def shift() -> dict[str, Any]:
     return job("kv_cache.triton", "_shift_kernel", types, constants, {"num_warps": 4})
 
 
-def norm(updated: bool) -> dict[str, Any]:
+def norm(updated: bool, quantized: bool = False) -> dict[str, Any]:
     types = dict.fromkeys(("hidden", "update", "weight", "total", "normed"), "*bf16") | {"eps": "fp32"}
     constants: dict[str, Any] = {"HIDDEN": 5120, "BLOCK": 8192, "PARTS": 8 if updated else 0, "PDL": True}
     constants |= {} if updated else {"update": None}
+    types |= {"planes": "*i8", "pairs": "*fp32"} if quantized else {}
+    constants |= {"normed": None} if quantized else {"planes": None, "pairs": None}
     return job("layer.triton", "_add_rms_norm_kernel", types, constants, {"num_warps": 16})
 
 
@@ -276,7 +278,7 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
     jobs["attention with probabilities of each query"] = attention("bf16", 128, 4, 32, "probabilities", each=True)
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
-    jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
+    jobs |= {"norm": norm(False), "add norm": norm(True), "quantized norm": norm(True, True), "tables": tables()}
     jobs |= {"delta step": delta_step(), "gated norm": gated_norm()}
     jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
     jobs |= {

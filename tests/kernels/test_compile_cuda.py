@@ -6,7 +6,7 @@ NVRTC is what torch compiles kernels with at run time; its wheel `nvidia-cuda-nv
 import ctypes
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
@@ -22,8 +22,10 @@ from ridgeplan.kernels.kv_cache import cuda as quantize_cuda
 from ridgeplan.kernels.linear import cuda as linear
 from ridgeplan.kernels.linear.schedule import (
     DeviceLimits,
+    IntegerVariant,
     LinearSchedule,
     make_dense_schedule,
+    make_integer_schedule,
     make_quantized_schedule,
 )
 from ridgeplan.kernels.sampling import cuda as top_k_top_p
@@ -31,6 +33,7 @@ from ridgeplan.kernels.sparse_attention import cuda as sparse
 
 WHEEL = "nvidia-cuda-nvrtc"
 REGISTERS = 65536  # of an SM
+SHARED_SM = IntegerVariant(sm_ctas=2, early=True, stage_inputs=1024)  # two products on an SM
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 # That a multicast copy would be slower on other GPUs if compiled for sm_90, which is what torch does.
 TOLERATED = "Advisory: '.multicast::cluster' modifier"
@@ -186,6 +189,27 @@ def test_dense_products(rows: int, inputs: int, gated: bool, compile_cuda: Compi
 def test_quantized_products(bits: int, group: int, rows: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
     schedule = make_quantized_schedule(rows, 4096, inputs, group, rows > 1, gated, H200, bits)
     assert linear_kernel(compile_cuda, schedule).spilled == 0
+
+
+@pytest.mark.parametrize(
+    ("bits", "rows", "inputs", "variant"),
+    fast_and_slow(
+        [(4, 1, 4096, IntegerVariant()), (4, 4, 4096, SHARED_SM), (4, 1, 14336, SHARED_SM), (8, 4, 4096, IntegerVariant())],
+        [
+            (4, 8, 4096, IntegerVariant()),
+            (4, 4, 14336, replace(IntegerVariant(), from_planes=True)),
+            (8, 1, 1152, SHARED_SM),
+        ],
+    ),
+    ids=str,
+)
+def test_products_of_integers(
+    bits: int, rows: int, inputs: int, variant: IntegerVariant, compile_cuda: Compile
+) -> None:
+    schedule = make_integer_schedule(rows, 4096, inputs, True, inputs == 4096, H200, bits, variant)
+    compiled = linear_kernel(compile_cuda, schedule)
+    assert compiled.spilled == 0
+    assert variant.sm_ctas * compiled.registers * (32 * 10) <= REGISTERS - (variant.sm_ctas - 1) * 8192  # a norm's
 
 
 @pytest.mark.parametrize(

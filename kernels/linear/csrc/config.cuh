@@ -19,6 +19,8 @@
 #define CONFIG_X_PACKED 1
 #define CONFIG_TILE_STAGES 1
 #define CONFIG_WHOLE_STAGES 1
+#define CONFIG_X_SHARED 0
+#define CONFIG_SM_CTAS 1
 #endif
 
 struct LinearConfig {
@@ -39,6 +41,8 @@ struct LinearConfig {
     static constexpr bool X_PACKED = CONFIG_X_PACKED != 0;  // both planes of up to 4 rows are columns of one product
     static constexpr int TILE_STAGES = CONFIG_TILE_STAGES;  // stages of an output tile, with X_PLANES
     static constexpr bool WHOLE_STAGES = CONFIG_WHOLE_STAGES != 0;  // none of them is shorter
+    static constexpr bool X_SHARED = CONFIG_X_SHARED != 0;  // planes lie in shared memory instead of registers
+    static constexpr int SM_CTAS = CONFIG_SM_CTAS;  // CTAs of an SM: with 2, the next kernel's beside this one's
 
     using Elem = Element<BF16>;
     static constexpr int CLUSTER = SPLIT_K * X_MULTICAST;
@@ -48,6 +52,7 @@ struct LinearConfig {
     static constexpr int SUM_BUFFERS = 2;  // output tiles whose sums are on their way to the epilogue warp
     static constexpr int PRODUCER_WARP = MMA_WARPS, EPILOGUE_WARP = MMA_WARPS + 1;
     static constexpr int WARPS = MMA_WARPS + 2, THREADS = 32 * WARPS;
+    static constexpr int BOUND_THREADS = THREADS + (SM_CTAS - 1) * 64;  // leaves a small kernel registers
 
     static_assert(!FUSE_SWIGLU || SPLIT_K == 1, "a gate and what it multiplies must be in one CTA");
     static_assert(!X_PLANES || X_MULTICAST == 1, "x goes to registers");
@@ -63,7 +68,7 @@ struct LinearParams {
     int rows_per_pass;     // rows of x of a CTA; blockIdx.y counts passes over the weight
     int max_tiles;         // output tiles of a CTA, at most
     int stages;            // pipeline stages
-    int trigger_stages;    // stages left to be copied when the next kernel may start
+    int trigger_stages;    // stages left to be copied when the next kernel may start; -1 for when x has arrived
     int stages_before_x, stages_after_x;  // in flight at once before and after x has arrived
 };
 

@@ -29,7 +29,11 @@ template <class Config> struct IntegerProduct {
     static_assert(Config::WEIGHT_BITS < 16 && Config::WEIGHT_GROUP == GROUP && Config::X_TILES == 1, "see above");
     static_assert(W::STAGE_K_TILES % Config::MMA_WARPS == 0, "a warp has the same groups of every output tile");
 
-    u32 words[GROUPS][SETS][LANE_WORDS];  // x: column g of the B operands
+    static constexpr bool SHARED = Config::X_SHARED;
+    static constexpr int HELD = SHARED ? 1 : GROUPS;  // groups of x in registers
+
+    u32 words[HELD][SETS][LANE_WORDS];    // x: column g of the B operands
+    u8* planes;                           // x with SHARED: [groups of the CTA, rows, ROW_BYTES]
     float* pairs;                         // [groups of the CTA, ROWS, 2]: scale, and sum of q; a warp has its groups'
 
     // Group `i` of this warp, among those of the CTA.
@@ -43,24 +47,36 @@ template <class Config> struct IntegerProduct {
     __device__ static __forceinline__ int row_of_column(int g) { return Config::X_PACKED ? g / 2 : g; }
     __device__ static __forceinline__ int plane_of_column(int g, int set) { return Config::X_PACKED ? g % 2 : set; }
 
-    // `planes`: [groups, rows, ROW_BYTES], then (scale, sum of q) as floats [groups, rows] (linear/planes.py).
-    __device__ __forceinline__ void load_planes(const u8* planes, const LinearParams& p, int k_begin, int k_tiles) {
+    // From x of the parameters: [groups, rows, ROW_BYTES], then (scale, sum of q) as floats [groups, rows].
+    __device__ __forceinline__ void load_planes(const LinearParams& p, int k_begin, int k_tiles) {
+        const u8* const x = p.x;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-        const u8* const from_pairs = planes + i64(p.inputs / GROUP) * p.rows * ROW_BYTES;
+        const u8* const from_pairs = x + i64(p.inputs / GROUP) * p.rows * ROW_BYTES;
+        if (SHARED) {
+#pragma unroll 8
+            for (int n = 0; n < (GROUPS * p.rows + 1) / 2; n++) {  // two rows of groups at once
+                const int at = 2 * n + lane / 16, i = at / p.rows, group = group_of(i, warp);
+                if (i >= GROUPS || !exists(i, warp, k_tiles)) continue;
+                u32 part[4];
+                const int offset = at % p.rows * ROW_BYTES + lane % 16 * 16;
+                load_words_l2(part, x + (k_begin + group) * p.rows * ROW_BYTES + offset);
+                st_shared(planes + group * p.rows * ROW_BYTES + offset, part);
+            }
+        }
 #pragma unroll
-        for (int i = 0; i < GROUPS; i++) {
+        for (int i = 0; i < GROUPS && !SHARED; i++) {
             const int group = group_of(i, warp);
             const int first_row = (k_begin + group) * p.rows;
 #pragma unroll
             for (int set = 0; set < SETS; set++) {
                 u32 upper[4] = {}, lower[4] = {};
                 if (exists(i, warp, k_tiles) && row_of_column(g) < p.rows) {
-                    const u8* const from = planes + (first_row + row_of_column(g)) * ROW_BYTES +
+                    const u8* const from = x + (first_row + row_of_column(g)) * ROW_BYTES +
                                            plane_of_column(g, set) * (ROW_BYTES / 2) + c * (4 * LANE_WORDS);
                     load_words_l2(upper, from), load_words_l2(lower, from + 16);
                 }
 #pragma unroll
-                for (int j = 0; j < 4; j++) words[i][set][j] = upper[j], words[i][set][4 + j] = lower[j];
+                for (int j = 0; j < 4; j++) words[i % HELD][set][j] = upper[j], words[i % HELD][set][4 + j] = lower[j];
             }
         }
 #pragma unroll
@@ -76,12 +92,10 @@ template <class Config> struct IntegerProduct {
 
     // Quantizes x itself: the warp takes a row of a group at once, 4 inputs per lane, and passes the planes on to the
     // lanes that multiply them through its `slots`.
-    __device__ __forceinline__ void quantize(
-        const u8* x, const LinearParams& p, int k_begin, int k_tiles, float* sums
-    ) {
+    __device__ __forceinline__ void quantize(const LinearParams& p, int k_begin, int k_tiles, float* sums) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
 #pragma unroll
-        for (int i = 0; i < GROUPS; i++)
+        for (int i = 0; i < HELD; i++)
 #pragma unroll
             for (int set = 0; set < SETS; set++)
 #pragma unroll
@@ -89,17 +103,17 @@ template <class Config> struct IntegerProduct {
         const int to = lane % 8 / 2 * LANE_WORDS + lane / 8 * 2 + lane % 2;
 #pragma unroll 1
         for (int row = 0; row < p.rows; row++) {
-            u32 pairs[GROUPS][2];
+            u32 from[GROUPS][2];
 #pragma unroll
             for (int i = 0; i < GROUPS; i++) {
-                pairs[i][0] = pairs[i][1] = 0;
+                from[i][0] = from[i][1] = 0;
                 const int group = group_of(i, warp);
                 if (exists(i, warp, k_tiles))
-                    load_words_l2(pairs[i], x + 2 * (i64(row) * p.inputs + (k_begin + group) * GROUP + 4 * lane));
+                    load_words_l2(from[i], p.x + 2 * (i64(row) * p.inputs + (k_begin + group) * GROUP + 4 * lane));
             }
 #pragma unroll
             for (int i = 0; i < GROUPS; i++) {
-                const u32 low = pairs[i][0], high = pairs[i][1];
+                const u32 low = from[i][0], high = from[i][1];
                 const u32 bits = __vmaxu2(low & 0x7FFF7FFFu, high & 0x7FFF7FFFu);  // ordered as their magnitudes are
                 const float largest =
                     Config::Elem::to_float(u16(__reduce_max_sync(FULL_MASK, max(bits & 0xFFFFu, bits >> 16))));
@@ -115,29 +129,35 @@ template <class Config> struct IntegerProduct {
                 const float row_sum = float(__reduce_add_sync(FULL_MASK, total));
                 if (lane == 0 && exists(i, warp, k_tiles))
                     *pair_of(group_of(i, warp), row) = make_float2(largest * (1.0f / LARGEST), row_sum);
-                u32* const slot = slot_of(sums, i % SLOTS, warp);
-                slot[to] = upper, slot[to + 32] = lower;
+                u32* const slot = SHARED ? reinterpret_cast<u32*>(planes_of(group_of(i, warp), row, p.rows))
+                                         : slot_of(sums, i % SLOTS, warp);
+                if (exists(i, warp, k_tiles)) slot[to] = upper, slot[to + 32] = lower;
+                if (SHARED) continue;
                 if (i % SLOTS < SLOTS - 1 && i < GROUPS - 1) continue;
                 __syncwarp();
                 if (row == row_of_column(g)) {
 #pragma unroll
-                    for (int from = i / SLOTS * SLOTS; from <= i; from++)
+                    for (int k = i / SLOTS * SLOTS; k <= i; k++)
 #pragma unroll
                         for (int set = 0; set < SETS; set++) {
                             const u8* const source = reinterpret_cast<const u8*>(
-                                slot_of(sums, from % SLOTS, warp) + plane_of_column(g, set) * 32 + c * LANE_WORDS);
+                                slot_of(sums, k % SLOTS, warp) + plane_of_column(g, set) * 32 + c * LANE_WORDS);
                             u32 half[4];
                             load_words(half, source);
 #pragma unroll
-                            for (int j = 0; j < 4; j++) words[from][set][j] = half[j];
+                            for (int j = 0; j < 4; j++) words[k % HELD][set][j] = half[j];
                             load_words(half, source + 16);
 #pragma unroll
-                            for (int j = 0; j < 4; j++) words[from][set][4 + j] = half[j];
+                            for (int j = 0; j < 4; j++) words[k % HELD][set][4 + j] = half[j];
                         }
                 }
                 __syncwarp();
             }
         }
+        __syncwarp();
+    }
+    __device__ __forceinline__ u8* planes_of(int group, int row, int rows) const {
+        return planes + (group * rows + row) * ROW_BYTES;
     }
     __device__ __forceinline__ float2* pair_of(int group, int row) const {
         return reinterpret_cast<float2*>(pairs + (group * ROWS + row) * 2);
@@ -150,8 +170,24 @@ template <class Config> struct IntegerProduct {
     // acc[row half][column] += sum over planes of scale * (codes - 8) x + zero * sum of x for group `i`, whose weights
     // are at `data`.
     __device__ __forceinline__ void multiply_group(
-        float (&acc)[2][SUMS], const u8* data, int i, int group, int lane
+        float (&acc)[2][SUMS], const u8* data, int i, int group, int rows, int lane
     ) const {
+        u32 x[SETS][LANE_WORDS];
+        const int g = lane / 4;
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            if (SHARED) {  // columns past the last row repeat it; their sums are dropped
+                const u8* const from = planes_of(group, min(row_of_column(g), rows - 1), rows) +
+                                       plane_of_column(g, set) * (ROW_BYTES / 2) + lane % 4 * (4 * LANE_WORDS);
+                u32 half[2][4];
+                load_words(half[0], from), load_words(half[1], from + 16);
+#pragma unroll
+                for (int j = 0; j < LANE_WORDS; j++) x[set][j] = half[j / 4][j % 4];
+            } else {
+#pragma unroll
+                for (int j = 0; j < LANE_WORDS; j++) x[set][j] = words[i % HELD][set][j];
+            }
+        }
         float of_x[2 * SUMS];  // scale, and sum of q, of this lane's rows
 #pragma unroll
         for (int j = 0; j < SUMS; j++) {
@@ -171,7 +207,7 @@ template <class Config> struct IntegerProduct {
                 for (int set = 0; set < SETS; set++)
                     mma_m16n8k32_u8_s8(
                         d[set], first & 0x0F0F0F0Fu, first & 0xF0F0F0F0u, second & 0x0F0F0F0Fu, second & 0xF0F0F0F0u,
-                        words[i][set][2 * step], words[i][set][2 * step + 1]
+                        x[set][2 * step], x[set][2 * step + 1]
                     );
             }
 #pragma unroll
@@ -200,7 +236,7 @@ template <class Config> struct IntegerProduct {
 #pragma unroll 1
         for (int left = work.num_tiles(); left; left--) {
             float acc[2][SUMS] = {};
-#pragma unroll
+#pragma unroll (SHARED ? 1 : Config::TILE_STAGES)
             for (int stage = 0; stage < Config::TILE_STAGES; stage++) {
                 mbarrier_wait(barriers.full + read.index, read.parity);
                 const u8* const data =
@@ -209,7 +245,7 @@ template <class Config> struct IntegerProduct {
                 for (int j = 0; j < STAGE_GROUPS; j++) {
                     const int i = stage * STAGE_GROUPS + j;
                     if (!exists(i, warp, work.k_tiles)) continue;
-                    multiply_group(acc, data + j * W::K_TILE_BYTES, i, group_of(i, warp), lane);
+                    multiply_group(acc, data + j * W::K_TILE_BYTES, i, group_of(i, warp), work.rows, lane);
                 }
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(barriers.empty + read.index);
@@ -227,3 +263,21 @@ template <class Config> struct IntegerProduct {
         }
     }
 };
+
+// The MMA warps with X_PLANES; `planes`, `pairs` and `sums` are theirs in shared memory.
+template <class Config> __device__ __forceinline__ void multiply_integers(
+    const CtaWork<Config>& work, Barriers<Config>& barriers, const u8* buffers, const LinearParams& p, u8* planes,
+    float* pairs, float* sums
+) {
+    if constexpr (Config::X_PLANES != 0) {
+        IntegerProduct<Config> product;
+        product.pairs = pairs, product.planes = planes;
+        if (Config::X_PLANES == 1) product.quantize(p, work.k_begin, work.k_tiles, sums);
+        else product.load_planes(p, work.k_begin, work.k_tiles);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(barriers.x);
+        if (p.trigger_stages < 0 && threadIdx.x == 0) pdl_launch_dependents();
+        __syncwarp();
+        product.multiply(work, barriers, buffers, p.stages, sums);
+    }
+}

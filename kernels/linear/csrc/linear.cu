@@ -44,7 +44,7 @@ __device__ __forceinline__ void cta_barrier() {
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(Config::THREADS, 1)
+extern "C" __global__ void __launch_bounds__(Config::BOUND_THREADS, Config::SM_CTAS)
 #if CONFIG_SPLIT_K * CONFIG_X_MULTICAST > 1  // a kernel without clusters must not have the attribute
 __cluster_dims__(Config::CLUSTER, 1, 1)
 #endif
@@ -89,14 +89,8 @@ linear(const __grid_constant__ LinearParams p) {
             if (leads && !Config::X_PLANES) load_x_rows(at.x, pitch, from, 2 * i64(p.inputs), work, barriers);
             __syncwarp();
             add_tiles(work, barriers, output, at.sums, at.cluster_sums, rank, lane);
-        } else if constexpr (Config::X_PLANES != 0) {
-            IntegerProduct<Config> product;
-            product.pairs = at.x_sums;
-            if (Config::X_PLANES == 1) product.quantize(p.x, p, k_begin, work.k_tiles, at.sums);
-            else product.load_planes(p.x, p, k_begin, work.k_tiles);
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(barriers.x);
-            product.multiply(work, barriers, at.buffers, p.stages, at.sums);
+        } else if (Config::X_PLANES) {
+            multiply_integers(work, barriers, at.buffers, p, at.x, at.x_sums, at.sums);
         } else {
             multiply(work, barriers, at.buffers, p.stages, at.x, pitch, at.x_sums, at.sums, lane);
             if (Config::X_MULTICAST > 1 && !work.num_tiles())  // what other CTAs send must still find this one
