@@ -19,7 +19,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch.nn import functional
 from ridgeplan.kernels.layer import add_rms_norm
 from ridgeplan.kernels.linear import cuda
 from ridgeplan.kernels.linear.cuda import LinearKernel, compiled_for, device_limits
-from ridgeplan.kernels.linear.planes import RowPlanes, add_rms_norm_planes
+from ridgeplan.kernels.linear.planes import add_rms_norm_planes, quantize_rows
 from ridgeplan.kernels.linear.schedule import (
     IntegerVariant,
     LinearSchedule,
@@ -116,13 +116,13 @@ class LayerBench:
     device: torch.device
     bits: int
     rows: int
-    layers: list[Weights]
+    layers: Sequence[Weights]
     hidden: Tensor
     norm: Tensor
     inputs: Mapping[int, Tensor]  # of single products, by width
 
     @classmethod
-    def draw(cls, bits: int, rows: int, layers: list[Weights], device: torch.device) -> LayerBench:
+    def draw(cls, bits: int, rows: int, layers: Sequence[Weights], device: torch.device) -> LayerBench:
         generator = torch.Generator(device).manual_seed(rows)
 
         def rand(*shape: int) -> Tensor:
@@ -151,9 +151,8 @@ class LayerBench:
             raise RuntimeError(f"{schedule.options} does not compile")
         return kernel
 
-    def product(self, schedule: LinearSchedule, x: Tensor | RowPlanes, weight: Weight) -> Tensor:
-        data = x.data if isinstance(x, RowPlanes) else x
-        return self.kernel(schedule).run(data, *(plane.packed for plane in weight.planes), bias=None)
+    def product(self, schedule: LinearSchedule, x: Tensor, weight: Weight) -> Tensor:
+        return self.kernel(schedule).run(x, *(plane.packed for plane in weight.planes), bias=None)
 
     def layer(self, plan: Plan, weights: Weights, hidden: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         """The stream after the layer's attention, and the MLP's update. QKV's first columns stand for attention."""
@@ -164,7 +163,7 @@ class LayerBench:
         hidden, x = self._norm(plan["gate_up"], hidden, update)
         return hidden, self.product(plan["down"], self.product(plan["gate_up"], x, weights["gate_up"]), weights["down"])
 
-    def _norm(self, schedule: LinearSchedule, hidden: Tensor, update: Tensor) -> tuple[Tensor, Tensor | RowPlanes]:
+    def _norm(self, schedule: LinearSchedule, hidden: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         if schedule.x_planes == 2:
             return add_rms_norm_planes(hidden, update, self.norm, EPS)
         return add_rms_norm(hidden, update, self.norm, EPS)
@@ -184,9 +183,9 @@ class LayerBench:
         weights += [copied(weights[0]) for _ in range(len(weights), ROTATE_BYTES // weights[0].bytes)]
         return graph_us(lambda: [self.product(schedule, x, weight) for weight in weights][-1]) / len(weights)
 
-    def x_of(self, name: str, schedule: LinearSchedule) -> Tensor | RowPlanes:
+    def x_of(self, name: str, schedule: LinearSchedule) -> Tensor:
         x = self.inputs[SHAPES[name].inputs]
-        return RowPlanes.quantize(x) if schedule.x_planes == 2 else x
+        return quantize_rows(x) if schedule.x_planes == 2 else x
 
     def error(self, name: str, schedule: LinearSchedule, expected: Tensor) -> float:
         return relative_error(self.product(schedule, self.x_of(name, schedule), self.layers[0][name]), expected)

@@ -80,7 +80,7 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _store_planes(x, planes, pairs, first_group, groups):
-    """Quantizes x [groups of this program, 128] of row program_id(0) as `RowPlanes.quantize` does."""
+    """Quantizes x [groups of this program, 128] of row program_id(0) as `quantize_rows` does."""
     group = first_group + tl.arange(0, x.shape[0])
     inside = group < groups
     largest = tl.max(tl.abs(x), 1)
@@ -100,11 +100,7 @@ def _store_planes(x, planes, pairs, first_group, groups):
 
 
 def add_rms_norm_triton(
-    hidden: Tensor,
-    update: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    planes: tuple[Tensor, Tensor] | None = None,
+    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float, planes: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor]:
     """See `ridgeplan.kernels.layer.add_rms_norm`. planes: written instead of the norm, as the kernel takes them."""
     hidden = hidden.contiguous()

@@ -59,12 +59,11 @@ class LinearKernel:
     def run(self, x: Tensor, weight: Tensor, lower: Tensor | None = None, *, bias: Tensor | None) -> Tensor:
         """x W^T + bias -> [rows, outputs], or of gated outputs half as many; weight as the kernel reads it.
 
-        x: rows, or their `RowPlanes.data`; lower: the second plane of 8-bit weights.
+        x: rows, or their planes (linear/planes.py); lower: the second plane of 8-bit weights.
         """
         schedule = self.schedule
         width = schedule.outputs // (2 if schedule.gated else 1)
-        dtype = torch.bfloat16 if schedule.bf16 else torch.float16
-        y = torch.empty(schedule.rows, width, dtype=dtype, device=x.device)
+        y = torch.empty(schedule.rows, width, dtype=torch.bfloat16 if schedule.bf16 else torch.float16, device=x.device)
         params = LinearParams(
             x=x,
             weight=weight,

@@ -158,10 +158,8 @@ class LinearSchedule:
         """Shared memory beside the pipeline: sums of warps, of x and of the cluster, and rows of x."""
         columns, ways = 8 * self.x_tiles, self.split_k.ways
         cluster_tiles = -(-self.max_tiles // ways) * ways if ways > 1 else 0
-        x_row_bytes = 2 * self.k_tiles * self.weights.k_tile_inputs
-        x_bytes = 0
-        if not self.x_planes or self.x_shared:
-            x_bytes = self.rows_per_pass * (x_row_bytes if self.x_planes else x_row_bytes + 64)
+        shared_rows = self.rows_per_pass if self.x_shared or not self.x_planes else 0
+        x_bytes = shared_rows * (2 * self.k_tiles * self.weights.k_tile_inputs + (0 if self.x_planes else 64))
         x_sum_bytes = self.k_tiles * self.weights.x_sum_bytes * columns
         return (SUM_BUFFERS * self.mma_warps + cluster_tiles) * 4 * TILE_OUTPUTS * columns + x_sum_bytes + x_bytes
 
@@ -183,8 +181,8 @@ class LinearSchedule:
     def x_fits(self) -> bool:
         """Whether planes of x fit the registers of the MMA warps, or lie in shared memory."""
         x_stages = -(-self.k_tiles * self.weights.k_tile_inputs // self.stage_inputs)
-        groups = x_stages * self.stage_inputs // self.weights.k_tile_inputs // self.mma_warps
-        return self.x_shared or groups * (8 if self.rows <= PACKED_ROWS else 16) <= X_REGISTERS[self.sm_ctas]
+        registers = x_stages * self.stage_inputs // 16 // self.mma_warps * (1 if self.rows <= PACKED_ROWS else 2)
+        return self.x_shared or registers <= X_REGISTERS[self.sm_ctas]
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -329,17 +327,16 @@ def make_quantized_schedule(
 
 
 INTEGER_GROUP = 128  # inputs that share a scale, of products of integers
-MAX_INTEGER_ROWS = 8
 # Registers of a thread that may hold x, by CTAs of an SM: what others leave of 168, and of 80.
-X_REGISTERS = MappingProxyType({1: 112, 2: 32})
+X_REGISTERS = (0, 112, 32)
 
 
 @dataclass(frozen=True)
 class IntegerVariant:
     """How products of integers (csrc/integer.cuh) run.
 
-    from_planes: x comes quantized, as planes.RowPlanes. sm_ctas: CTAs per SM; with 2, the next product's CTA fills its
-    pipeline beside this one's. early: the next kernel may start as soon as x has arrived, not when the last stage is
+    from_planes: x comes as planes (planes.py). sm_ctas: CTAs per SM; with 2, the next product's CTA fills its pipeline
+    beside this one's. early: the next kernel may start as soon as x has arrived, not when the last stage is
     copied. stage_inputs: most inputs of a stage. before_x_bytes, after_x_bytes: of the weight in flight at once.
     """
 
@@ -353,16 +350,9 @@ class IntegerVariant:
 
 @cache
 def make_integer_schedule(
-    rows: int,
-    outputs: int,
-    inputs: int,
-    bf16: bool,
-    gated: bool,
-    device: DeviceLimits,
-    bits: int,
-    variant: IntegerVariant,
+    rows: int, outputs: int, inputs: int, bf16: bool, gated: bool, device: DeviceLimits, bits: int, kind: IntegerVariant
 ) -> LinearSchedule | None:
-    """A product of integers of weights in groups of 128. None if rows or outputs do not fit.
+    """A product of integers of up to 8 rows, with weights in groups of 128. None if it does not fit.
 
     x lies in registers or in shared memory, and inputs are split between two CTAs where it fits neither.
     """
@@ -370,17 +360,16 @@ def make_integer_schedule(
         weight_format(INTEGER_GROUP, bits),
         x_sum_bytes=4 if rows <= PACKED_ROWS else 8,
         max_equal_stages=0,
-        trigger_stages=-1 if variant.early else 0,
-        before_x_bytes=variant.before_x_bytes,
-        after_x_bytes=variant.after_x_bytes,
-        long_after_x_bytes=variant.after_x_bytes,
+        trigger_stages=-1 if kind.early else 0,
+        before_x_bytes=kind.before_x_bytes,
+        after_x_bytes=kind.after_x_bytes,
+        long_after_x_bytes=kind.after_x_bytes,
     )
-    source = 2 if variant.from_planes else 1
     for ways, x_shared in ((1, False), (1, True), (2, False), (2, True)):
-        split = SplitK(ways, variant.stage_inputs, min_stages=4)
-        shape = bf16, rows, outputs, inputs, rows, gated
-        schedule = LinearSchedule(weights, split, device, *shape, source, x_shared, variant.sm_ctas)
-        if rows <= MAX_INTEGER_ROWS and schedule.fits and schedule.x_fits:
+        split = SplitK(ways, kind.stage_inputs, min_stages=4)
+        how = 1 + kind.from_planes, x_shared, kind.sm_ctas
+        schedule = LinearSchedule(weights, split, device, bf16, rows, outputs, inputs, rows, gated, *how)
+        if schedule.x_tiles == 1 and schedule.fits and schedule.x_fits:
             return schedule
     return None
 
@@ -394,5 +383,6 @@ def choose_quantized_schedule(
 ) -> LinearSchedule | None:
     """The faster of `make_integer_schedule` and `make_quantized_schedule`."""
     variant = INTEGER_PRODUCTS.get((bits, rows)) if group == INTEGER_GROUP else None
-    schedule = variant and make_integer_schedule(rows, outputs, inputs, bf16, gated, device, bits, variant)
+    shape = rows, outputs, inputs, bf16, gated, device, bits
+    schedule = None if variant is None else make_integer_schedule(*shape, variant)
     return schedule or make_quantized_schedule(rows, outputs, inputs, group, bf16, gated, device, bits)

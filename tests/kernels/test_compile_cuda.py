@@ -194,7 +194,12 @@ def test_quantized_products(bits: int, group: int, rows: int, inputs: int, gated
 @pytest.mark.parametrize(
     ("bits", "rows", "inputs", "variant"),
     fast_and_slow(
-        [(4, 1, 4096, IntegerVariant()), (4, 4, 4096, SHARED_SM), (4, 1, 14336, SHARED_SM), (8, 4, 4096, IntegerVariant())],
+        [
+            (4, 1, 4096, IntegerVariant()),
+            (4, 4, 4096, SHARED_SM),
+            (4, 1, 14336, SHARED_SM),
+            (8, 4, 4096, IntegerVariant()),
+        ],
         [
             (4, 8, 4096, IntegerVariant()),
             (4, 4, 14336, replace(IntegerVariant(), from_planes=True)),
