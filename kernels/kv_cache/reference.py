@@ -52,20 +52,20 @@ def affine(scale: Tensor, minimum: Tensor, lower: bool) -> tuple[Tensor, Tensor]
 def quantize_reference(keys: Tensor, values: Tensor | None, target: GroupWrite) -> None:
     """See `ridgeplan.kernels.kv_cache.quantize`."""
     out, group_index, mask, first_slot, paged = target
-    parts = (keys,) if values is None else (keys, values)
+    parts = [keys] if values is None else [keys, values]
     if paged:  # a row of its own for every group that is written
-        parts = tuple(x.unflatten(2, (-1, out.group)).transpose(1, 2).flatten(0, 1) for x in parts)
+        parts = [x.unflatten(2, (-1, out.group)).transpose(1, 2).flatten(0, 1) for x in parts]
         group_index = group_index.flatten()
         mask = group_index >= 0
     if mask is None:
         rows = torch.arange(parts[0].shape[0], device=keys.device)
     else:
         rows = mask.nonzero().squeeze(1)
-        parts = tuple(x[rows] for x in parts)  # most rounds flush few rows; only those are encoded
+        parts = [x[rows] for x in parts]  # most rounds flush few rows; only those are encoded
     if first_slot is not None:
         slots = first_slot.long()[rows, None] + torch.arange(out.group, device=keys.device)
         slots = slots[:, None, :, None].expand(-1, out.kv_heads, -1, out.head_dim)
-        parts = tuple(x.gather(2, slots) for x in parts)
+        parts = [x.gather(2, slots) for x in parts]
     blocks = (-1, out.group)
     written = group_index.long()[rows, None] + torch.arange(parts[0].shape[2] // out.group, device=keys.device)
     if paged:
