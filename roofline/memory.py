@@ -516,9 +516,10 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
         kv=full_kv(shape, batch, slots, element_bytes, final)
         + window_kv(shape, strategy, element_bytes, final)
         + codes
-        + rotated_keys(shape, strategy, element_bytes, tokens + strategy.max_queries - buffered)
+        + rotated_keys(shape, strategy, element_bytes, tokens + strategy.max_queries)
         + index_memory(shape, batch, tokens),
         buffers=full_kv(shape, batch, buffered, element_bytes, final)
+        - rotated_keys(shape, strategy, element_bytes, buffered)
         + _selection_state(shape, device, strategy, tokens)
         + head_memory(shape, strategy, element_bytes, tokens)
         + states,
