@@ -37,6 +37,7 @@ from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 
 SOURCE, ENTRY = "linear/csrc/linear.cu", "linear"
 PROBE_THREADS = 320
+PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # the driver's CUfunction_attribute, in percent
 
 
 class LinearParams(KernelParams):
@@ -95,10 +96,13 @@ def compiled_for(schedule: LinearSchedule | None, device: torch.device, fallback
 
 @cache
 def _compiled(options: tuple[str, ...], device: torch.device, fallback: str) -> Any | None:
-    """The kernel may use all of a CTA's shared memory."""
+    """The kernel may use all of an SM's shared memory, which is split that way even where a CTA needs half of it."""
     shared_bytes = _sm_bytes(device) - RESERVED_BYTES
     text = program(SOURCE, LinearParams)
-    return compile_kernel(text, ENTRY, options, device, shared_bytes=shared_bytes, fallback=fallback)
+    kernel = compile_kernel(text, ENTRY, options, device, shared_bytes=shared_bytes, fallback=fallback)
+    if kernel is not None:
+        driver().cuFuncSetAttribute(kernel.func, PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
+    return kernel
 
 
 def accepts(x: Tensor, max_rows: int) -> bool:
