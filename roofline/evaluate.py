@@ -12,7 +12,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, is_symbolic, maximum, minimum, where
 from ridgeplan.roofline.drafters import proposes
 from ridgeplan.roofline.engine import SAMPLED_KINDS, EngineRates, eagle3_draft_seconds, of_sequences, repeated
-from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
+from ridgeplan.roofline.execution import prefill_chunk_tokens
 from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import MemoryBreakdown, coded_layers, layer_parameters, offload_layers, swapped_bytes
@@ -202,7 +202,7 @@ def prefill_seconds(
     after the last prompt.
     """
     rates = prefill_rates(shape, machine, strategy, target_linear)
-    layer_launches = shape.layers * prefill_launches(strategy)
+    layer_launches = shape.layers * prefill_launches(machine, strategy)
     prompt_s = machine.prefill_seconds(prefill_ops(shape, machine, strategy), rates, layer_launches)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.kept_tokens)
     layers = minimum(strategy.code_planes, 1) * coded_layers(shape, strategy)
@@ -211,16 +211,16 @@ def prefill_seconds(
     return strategy.batch * (prompt_s + quantize_s + sampling_seconds(shape, machine, 1)) + swap_in_s
 
 
-def prefill_launches(strategy: Strategy) -> Term:
+def prefill_launches(machine: Machine, strategy: Strategy) -> Term:
     """How often a prompt launches every layer: once a piece, and once for the tokens that each eviction appends."""
     chunks = strategy.prompt_chunks
-    pieces = chunks.count * maximum(chunks.tokens / PREFILL_CHUNK_TOKENS, 1)
+    pieces = chunks.count * maximum(chunks.tokens / prefill_chunk_tokens(machine.asynchronous), 1)
     return pieces + chunks.evicting * minimum(strategy.appended_tokens, 1)
 
 
 def prefill_ops(shape: ModelShape, machine: Machine, strategy: Strategy) -> tuple[Op, ...]:
     """The operations of one prompt. On a GPU, quantized weights become dense copies, slab by slab, in every chunk."""
-    copies = machine.asynchronous * (1 - strategy.target.dense) * prefill_launches(strategy)
+    copies = machine.asynchronous * (1 - strategy.target.dense) * prefill_launches(machine, strategy)
     matrices, weights = layer_parameters(shape), (strategy.target.weight_bytes, strategy.target.head_bytes)
     copy = Cost(read_bytes=matrices * strategy.target.weight_bytes, write_bytes=matrices * machine.element_bytes)
     chunks = strategy.prompt_chunks

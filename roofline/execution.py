@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ridgeplan.roofline.catalog.families import FAMILIES
-from ridgeplan.roofline.cost import Term, indicator, maximum, minimum
+from ridgeplan.roofline.cost import Term, indicator, maximum, minimum, where
 
 MAX_TOKENS = 1 << 24  # the longest context that a plan may have
 MAX_ACCEPTANCE_LENGTH = 5  # tokens of a pass that verifies 4 proposals, which is how users state acceptance
@@ -21,6 +21,7 @@ EXECUTABLE_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if fa
 # Prefill runs layer by layer over a whole prompt: projections and MLPs in chunks of tokens, attention for as many KV
 # heads at once as PREFILL_ATTENDED_TOKENS / tokens allows.
 PREFILL_CHUNK_TOKENS = 4096  # enough rows for full speed, few enough for a small workspace
+CPU_PREFILL_CHUNK_TOKENS = 512  # the same on a CPU, whose caches hold the activations of so many
 PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
 STATE_PIECE_TOKENS = 512  # of a prompt that go through a recurrent state together, in float32
 
@@ -119,6 +120,11 @@ def padded_prompt(tokens: Term) -> Term:
     """Tokens at which a prompt of `tokens` tokens attends: itself, or its padded length."""
     padding = -tokens % PROMPT_STEP_TOKENS
     return tokens + padding * indicator(PADDED_PROMPT_TOKENS, tokens)
+
+
+def prefill_chunk_tokens(asynchronous: Term) -> Term:
+    """Tokens of a prompt that are projected together: on a GPU, which is `asynchronous`, or on a CPU."""
+    return where(asynchronous, PREFILL_CHUNK_TOKENS, CPU_PREFILL_CHUNK_TOKENS)
 
 
 def prompt_chunks(tokens: Term, chunk: Term) -> Term:

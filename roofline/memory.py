@@ -287,14 +287,16 @@ def prefill_workspace(
     copy_bytes: Term = 0,
     scored_bytes: Term = 0,
     buffers: Sequence[Term] | None = None,
+    chunk_tokens: Term = execution.PREFILL_CHUNK_TOKENS,
 ) -> Term:
     """Workspace of layer-major prefill, one sequence at a time, of which `tokens` go through the layers together.
 
     It holds the buffers, by default `prompt_buffers`, and either the attention output of a few heads or one chunk's
     activations. Buffers that fit the draft weights' memory, `arena_capacity_bytes`, are not counted.
     copy_bytes: `dense_copy` if the weights are quantized. scored_bytes: an eviction's, while it scores the tokens.
+    chunk_tokens: most tokens that are projected together.
     """
-    chunk = minimum(tokens, execution.PREFILL_CHUNK_TOKENS)
+    chunk = minimum(tokens, chunk_tokens)
     kv_width = _widest_kv(shape)
     # Rows before and after RoPE, or the product's copy of its weight; gate and up with what they become, or that copy.
     projected = chunk * (shape.hidden + shape.q_width + kv_width) * element_bytes
@@ -531,6 +533,7 @@ def resident_memory(shape: ModelShape, device: Device, strategy: Strategy) -> Me
             copy_bytes,
             eviction_workspace(shape, strategy, element_bytes),
             chunk_buffers(shape, strategy, element_bytes),
+            execution.prefill_chunk_tokens(device.asynchronous),
         ),
         decode_workspace=decode_workspace(shape, batch, strategy.max_queries, splits, element_bytes),
         libraries=device.asynchronous * streams * execution.CUBLAS_WORKSPACE_BYTES,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS, prompt_chunks
+from ridgeplan.roofline.execution import prefill_chunk_tokens, prompt_chunks
 from ridgeplan.runtime.buffers import Arena
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.states import StateStore
@@ -50,15 +50,16 @@ def prefill(
     cache: Cache,
     row: int,
     prompt: Tensor,
-    chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     arena: Arena | None = None,
     scorer: EvictionScorer | None = None,
     observer: PromptObserver | None = None,
 ) -> Tensor:
     """Fills `row` of the cache from prompt [tokens]; returns the logits [vocab] that follow its last token.
 
-    chunk_tokens: tokens that are projected together. arena: memory for the long buffers, cleared first; without one
-    they are allocated. scorer: selects the kept tokens if the cache has room for only a part of the prompt.
+    chunk_tokens: tokens that are projected together, by default as many as suit the device. arena: memory for the long
+    buffers, cleared first; without one they are allocated. scorer: selects the kept tokens if the cache has room for
+    only a part of the prompt.
     Raises ModelError for logits that are NaN or infinite.
     """
     logits = prefill_all(decoder, weights, [Destination(cache, row, scorer, observer)], prompt, chunk_tokens, arena)
@@ -93,7 +94,7 @@ def prefill_all(
     weights: DecoderWeights,
     destinations: Sequence[Destination],
     prompt: Tensor,
-    chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     arena: Arena | None = None,
     evict_every: int = 0,
 ) -> Tensor:
@@ -105,6 +106,7 @@ def prefill_all(
     """
     arena = arena or Arena.without_memory(prompt.device)
     arena.clear()
+    chunk_tokens = chunk_tokens or int(prefill_chunk_tokens(prompt.is_cuda))
     bounds = chunk_bounds(len(prompt), evict_every or len(prompt))
     whole = len(bounds) == 2
     assert whole or len(destinations) == 1, "later chunks read what one destination keeps of earlier ones"

@@ -54,7 +54,7 @@ def test_pairs_of_a_scoring_query_and_a_token(name, pairs, shape, ideal):
 def test_pseudo_tokens_are_one_more_chunk(shape, ideal):
     plain, dapq = lowered("snapkv", shape, ideal), lowered("dapq", shape, ideal)
     assert (plain.appended_tokens, dapq.appended_tokens) == (0, 32)
-    assert (prefill_launches(plain), prefill_launches(dapq)) == (8, 9)
+    assert (prefill_launches(ideal, plain), prefill_launches(ideal, dapq)) == (8, 9)
     products, attention = eviction_ops(shape, dapq, 2)[:2]
     matrices = memory.layer_parameters(shape)
     assert products.total.flops == pytest.approx(2 * 32 * matrices)
@@ -195,11 +195,11 @@ def test_chunks_that_attend_to_held_tokens_compute_slower(in_chunks, shape, idea
     assert utilization[0] / utilization[1] == pytest.approx((1 + 31 / HELD_ATTENTION_SHARE) / 32)
 
 
-def test_scores_and_pseudo_tokens_are_of_every_chunk_that_evicts(in_chunks, shape):
+def test_scores_and_pseudo_tokens_are_of_every_chunk_that_evicts(in_chunks, shape, ideal):
     strategy = in_chunks("dapq", budget=8192)
     tokens = 8192 + CHUNK + 32
     assert strategy.scored_pairs == 32 * tokens - 32**2 / 2
-    assert prefill_launches(strategy) == 32 + 30
+    assert prefill_launches(ideal, strategy) == 32 + 30
     products, attention, scores, _, copy, _ = eviction_ops(shape, strategy, 2)
     assert products.total.flops == pytest.approx(30 * 2 * 32 * memory.layer_parameters(shape))
     assert attention.total.read_bytes == pytest.approx(30 * 32 * tokens * TOKEN, rel=0.05)

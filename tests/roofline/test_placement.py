@@ -79,8 +79,11 @@ def test_prompts_multiply_by_a_dense_copy_of_4_bit_weights_on_a_gpu(shape, machi
     others = 2 * 128_256 * 4096 + 65 * 4096  # input table, head, norms
     assert quantized.weights == 0.53125 * (WEIGHTS / 2 - others) + 2 * others
     cpu = replace(machine, asynchronous=0)
-    on_cpu = resident_memory(shape, cpu, strategy("int4-weights", machine, shape, 4096))
-    assert on_cpu.prefill_workspace == dense.prefill_workspace
+    on_cpu, dense_on_cpu = (
+        resident_memory(shape, cpu, strategy(name, machine, shape, 4096)) for name in ("int4-weights", "autoregressive")
+    )
+    assert on_cpu.prefill_workspace == dense_on_cpu.prefill_workspace
+    assert on_cpu.prefill_workspace < dense.prefill_workspace  # chunks of fewer tokens
     assert on_cpu.libraries == 0
 
 

@@ -18,7 +18,7 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.execution import choose_splits
 from ridgeplan.roofline.latency import attention_kind, prefill_attention_kind
-from ridgeplan.runtime.model.prefill_layer import causal_attention
+from ridgeplan.runtime.model.prefill_layer import attend_in_place
 from ridgeplan.validate.kernel_calls.case import BenchCase, Peers, SpeedUp, attention_peers, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import GROUP, AttentionSize, CacheSize, RaggedSize, VerificationSize
 from ridgeplan.validate.random_model import fill_codes
@@ -186,14 +186,14 @@ def fill_with_noise(bench: Bench, plane: Tensor) -> None:
 
 
 def prefill_attention(bench: Bench, heads: Heads, tokens: int) -> KernelCall:
-    """Causal attention of a whole prompt, as in the runtime's prefill."""
-    q = bench.random(heads.q_heads, tokens, heads.head_dim)
+    """Causal attention of a whole prompt, as in the runtime's prefill: the output overwrites the queries."""
+    queries = bench.random(tokens, heads.q_heads, heads.head_dim).clone()
     keys, values = bench.random(2, heads.kv_heads, tokens, heads.head_dim)
     sizes = ops.PromptHeads(heads.q_heads, 2 * heads.kv_heads * heads.head_dim, heads.head_dim, heads.head_dim)
     cost = ops.causal_attention(1, sizes, tokens, bench.element_bytes)
     name = f"{heads.q_heads}/{heads.kv_heads} x {heads.head_dim}, {tokens} tokens"
     kind = prefill_attention_kind(heads.head_dim)
-    return KernelCall(kind, name, cost, lambda _: causal_attention(q, keys, values, None))
+    return KernelCall(kind, name, cost, lambda _: attend_in_place(queries, keys, values, None, tokens))
 
 
 @dataclass(frozen=True, eq=False)
