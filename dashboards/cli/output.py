@@ -6,6 +6,7 @@ import importlib.util
 import re
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 PIPE_COLUMNS = 140  # width of tables without a terminal
 TEXT_COLUMNS = 80  # width of paragraphs
 BAR_COLUMNS = 40  # of the longest bar of a chart
+LINE_S = 5.0  # between lines of progress where there is no terminal
 OnProgress = Callable[[str, int, int], None]  # what is done now, steps done, steps in total
 
 
@@ -149,12 +151,22 @@ def progress_bars() -> Iterator[Progress]:
 
 @contextmanager
 def progress(first: str) -> Iterator[OnProgress]:
-    """One progress bar. It says `first` until the function that the block gets is called."""
+    """One progress bar. It says `first` until the function that the block gets is called.
+
+    Where stderr is no terminal, long work prints a line on it every LINE_S seconds.
+    """
+    start = printed = time.monotonic()
     with progress_bars() as bars:
         bar = bars.add_task(first)
 
         def show(what: str, done: int, total: int) -> None:
+            nonlocal printed
             bars.update(bar, description=printable(what), completed=done, total=total)
+            now = time.monotonic()
+            if bars.disable and now - printed >= LINE_S:
+                printed, rest_s = now, (now - start) * (total - done) / done if done else None
+                left = "" if rest_s is None else f", about {rest_s:,.0f} s left"
+                echo(f"{printable(what)} ({done} of {total}{left})", err=True)
 
         yield show
 

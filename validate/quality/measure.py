@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import mean
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ from ridgeplan.validate.quality.ruler import Prompt, PromptMaker
 from ridgeplan.validate.quality.ruler_samples import Material, Task
 
 Values = dict[str, float]  # by measure
+Step = Callable[[str, int], None]  # called with what a group does now, and its inputs so far, each counted once a plan
 TaskPrompt = tuple[Task, Prompt]
 T = TypeVar("T")
 
@@ -52,8 +53,8 @@ T = TypeVar("T")
 class Group:
     """The measures that one pass over the inputs yields, and the number of samples.
 
-    tokens: of each sample, as rows state it. rows: sequences that its engines hold. run: returns each engine's values,
-    of the given measures at least.
+    tokens: of each sample, as rows state it. rows: sequences that its engines hold. inputs: passages and prompts of all
+    its measures. run: returns each engine's values, of the given measures at least.
     """
 
     name: str
@@ -61,7 +62,8 @@ class Group:
     samples: int
     tokens: int
     rows: int
-    run: Callable[[Sequence[Engine], Collection[str]], list[Values]]
+    inputs: int
+    run: Callable[[Sequence[Engine], Collection[str], Step], list[Values]]
 
 
 class Inputs:
@@ -100,27 +102,30 @@ class Inputs:
         options = self._options
         passages, tokens, rows = options.passages, options.tokens, options.rows
         groups = [
-            Group("text", TEXT_MEASURES, passages, tokens, rows, self._on_text),
-            Group("times", COST_MEASURES, 1, tokens, 1, self._times),
+            Group("text", TEXT_MEASURES, passages, tokens, rows, passages, self._on_text),
+            Group("times", COST_MEASURES, 1, tokens, 1, 1, self._times),
             *self._task_groups(),
         ]
         long_output = options.long_output
         if long_output:
-            groups.append(Group("long outputs", OUTPUT_MEASURES, passages, long_output, rows, self._on_outputs))
+            run = self._on_outputs
+            groups.append(Group("long outputs", OUTPUT_MEASURES, passages, long_output, rows, passages, run))
         return groups
 
     def _task_groups(self) -> Iterator[Group]:
         options = self._options
         for together in parts(options.tasks, max(1, options.batch // options.samples)):
             names = tuple(task.name for task in together)
-            yield Group(
-                " ".join(names), names, options.samples, options.tokens, options.rows, self._answering(together)
-            )
+            prompts = options.samples * len(names)
+            answering = self._answering(together)
+            yield Group(" ".join(names), names, options.samples, options.tokens, options.rows, prompts, answering)
 
-    def _on_text(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
+    def _on_text(self, engines: Sequence[Engine], _: Collection[str], step: Step) -> list[Values]:
         by_engine: list[list[tuple[float, float]]] = [[] for _ in engines]
+        step("text", 0)
         pairs = list(zip(self.passages, self.plain_logits, strict=True))
-        for part in parts(pairs, self._options.rows):
+        for start, part in numbered_parts(pairs, self._options.rows):
+            step(f"text, passage {start + 1} of {len(pairs)}", start * len(engines))
             passages = [passage for passage, _ in part]
             tell_oracles(engines, passages)
             share_prefill(engines, [passage.prompt for passage in passages], self._options.tokens + 1)
@@ -141,9 +146,11 @@ class Inputs:
             outputs += long_outputs(engine, [passage.prompt for passage in part], options.long_output, options.seed)
         return outputs
 
-    def _on_outputs(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
+    def _on_outputs(self, engines: Sequence[Engine], _: Collection[str], step: Step) -> list[Values]:
         by_engine: list[list[Values]] = [[] for _ in engines]
-        for part in parts(self.outputs, self._options.rows):
+        step("long outputs", 0)
+        for start, part in numbered_parts(self.outputs, self._options.rows):
+            step(f"long outputs, passage {start + 1} of {len(self.outputs)}", start * len(engines))
             prompts = [output.prompt for output in part]
             share_prefill(engines, prompts, len(part[0].forced) + 1)
             for engine, values in zip(engines, by_engine, strict=True):
@@ -151,18 +158,25 @@ class Inputs:
                 values += [output.scores(row) for output, row in zip(part, chosen, strict=True)]
         return [{name: mean(each[name] for each in values) for name in OUTPUT_MEASURES} for values in by_engine]
 
-    def _times(self, engines: Sequence[Engine], _: Collection[str]) -> list[Values]:
+    def _times(self, engines: Sequence[Engine], _: Collection[str], step: Step) -> list[Values]:
+        step("times", 0)
         prompt = self.passages[0].prompt
         if engines[0].device.type == "cuda":
             warm(engines, prompt)
         return [times(engine, prompt) for engine in engines]
 
-    def _answering(self, tasks: Sequence[Task]) -> Callable[[Sequence[Engine], Collection[str]], list[Values]]:
-        def run(engines: Sequence[Engine], names: Collection[str]) -> list[Values]:
-            prompts = [(task, prompt) for task in tasks if task.name in names for prompt in self.prompts(task)]
-            scores = [
-                answer_scores(engines, part, self._maker.tokenizer) for part in parts(prompts, self._options.rows)
-            ]
+    def _answering(self, tasks: Sequence[Task]) -> Callable[[Sequence[Engine], Collection[str], Step], list[Values]]:
+        def run(engines: Sequence[Engine], names: Collection[str], step: Step) -> list[Values]:
+            asked = [task for task in tasks if task.name in names]
+            step(f"prompts of {' '.join(task.name for task in asked)}", 0)
+            prompts = [(task, prompt) for task in asked for prompt in self.prompts(task)]
+            scores = []
+            for start, part in numbered_parts(prompts, self._options.rows):
+                (task, prompt), done = part[0], start * len(engines)
+                what = f"{task.name}, prompt {start % self._options.samples + 1} of {self._options.samples}"
+                on_answer = partial(_report_answer, step, f"{what}, {len(prompt.ids)} tokens", done, len(part))
+                on_answer(0, 0)
+                scores.append(answer_scores(engines, part, self._maker.tokenizer, on_answer))
             return [
                 mean_scores(prompts, [score for part in scores for score in part[at]]) for at in range(len(engines))
             ]
@@ -205,13 +219,29 @@ def share_prefill(engines: Sequence[Engine], prompts: Sequence[Sequence[int]], n
         first.prefill_with(others, prompts, new_tokens)
 
 
-def answer_scores(engines: Sequence[Engine], pairs: Sequence[TaskPrompt], tokenizer: Any) -> list[list[float]]:
-    """For each engine the score, from 0 to 1, of its greedy answer to each prompt; all answers in one batch."""
+def _report_answer(step: Step, what: str, done: int, prompts: int, plan: int, tokens: int) -> None:
+    """A step of the answers of plan number `plan`, which have `tokens` tokens so far; 0 while the prompts are read."""
+    step(f"{what}, answer token {tokens}" if tokens else what, done + plan * prompts)
+
+
+def answer_scores(
+    engines: Sequence[Engine],
+    pairs: Sequence[TaskPrompt],
+    tokenizer: Any,
+    on_answer: Callable[[int, int], None] = lambda plan, tokens: None,
+) -> list[list[float]]:
+    """For each engine the score, from 0 to 1, of its greedy answer to each prompt; all answers in one batch.
+
+    on_answer: is called with an engine's number and the tokens of its answers so far.
+    """
     prompts, new_tokens = [prompt.ids for _, prompt in pairs], max(task.new_tokens for task, _ in pairs)
     stop = tokenizer.eos_token_id
     sampling = SamplingParams(stop_token_ids=() if stop is None else (stop,))
     share_prefill(engines, prompts, new_tokens)
-    answers = [engine.generate(prompts, new_tokens, sampling).tokens for engine in engines]
+    answers = [
+        engine.generate(prompts, new_tokens, sampling, on_progress=partial(on_answer, at)).tokens
+        for at, engine in enumerate(engines)
+    ]
     return [
         [_score(task, prompt, tokens, tokenizer) for (task, prompt), tokens in zip(pairs, engine_answers, strict=True)]
         for engine_answers in answers
@@ -234,6 +264,11 @@ def mean_scores(pairs: Sequence[TaskPrompt], scores: Sequence[float]) -> Values:
 def parts(items: Sequence[T], max_items: int) -> Iterator[Sequence[T]]:
     """The items in order, up to `max_items` at a time."""
     return (items[start : start + max_items] for start in range(0, len(items), max_items))
+
+
+def numbered_parts(items: Sequence[T], max_items: int) -> Iterator[tuple[int, Sequence[T]]]:
+    """`parts`, each with the number of items before it."""
+    return ((start * max_items, part) for start, part in enumerate(parts(items, max_items)))
 
 
 CACHES_SHARE = 0.7  # of the free memory; the rest is for weights and workspaces
@@ -281,8 +316,10 @@ class _Run:
         figures: Values = {}
         for family in self._that_fit(families):
             for group in inputs.groups:
-                self._report(f"{context} tokens, {plan_names(family)}: {group.name}", len(family), inputs)
-                yield from self._of_group(family, context, group, figures)
+                step = partial(self._report, f"{context} tokens, {plan_names(family)}", inputs)
+                step(group.name, 0)
+                yield from self._of_group(family, context, group, figures, step)
+                self._done += len(family) * group.inputs
                 if family == (plain,):
                     figures.update(self._known(plain, context, group))
             self._close()
@@ -296,7 +333,7 @@ class _Run:
             yield from (tuple(part) for part in parts(family, together))
 
     def _of_group(
-        self, family: Sequence[Plan], context: int, group: Group, plain: Values
+        self, family: Sequence[Plan], context: int, group: Group, plain: Values, step: Step
     ) -> Iterator[list[QualityRow]]:
         """New rows of a family of plans. plain: the figures of plain decoding."""
         missing = {plan: self._missing(plan, context, group, plain) for plan in family}
@@ -304,7 +341,7 @@ class _Run:
         if not todo:
             return
         names = {name for names in missing.values() for name in names}
-        values_by_plan = group.run([self._engine(plan, group.rows) for plan in todo], names)
+        values_by_plan = group.run([self._engine(plan, group.rows) for plan in todo], names, step)
         rows = [
             self._row(plan, context, group, name, values[name], plain)
             for plan, values in zip(todo, values_by_plan, strict=True)
@@ -359,11 +396,11 @@ class _Run:
             engine.close()
         self._engines.clear()
 
-    def _report(self, what: str, plans: int, inputs: Inputs) -> None:
+    def _report(self, plans: str, inputs: Inputs, what: str, done: int) -> None:
         options = self._options
-        total = sum(len(options.plans_at(context)) for context in options.contexts) * len(inputs.groups)
-        self._on_progress(what, self._done, total)
-        self._done += plans
+        plan_inputs = sum(group.inputs for group in inputs.groups)
+        total = sum(len(options.plans_at(context)) for context in options.contexts) * plan_inputs
+        self._on_progress(f"{plans}: {what}", self._done + done, total)
 
 
 def plan_names(plans: Sequence[Plan]) -> str:

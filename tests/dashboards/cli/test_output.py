@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ridgeplan.dashboards.cli import output
 from ridgeplan.dashboards.cli.output import echo, number, print_table, progress, warnings_as_notes
 from ridgeplan.roofline.plan.presets import short_name
 
@@ -174,6 +175,21 @@ def test_labels_of_progress_bars_are_neither_markup_nor_commands(
         show(HOSTILE, 1, 2)
     err = capsys.readouterr().err
     assert SHOWN in err and "\x1b]" not in err and "\x07" not in err
+
+
+def test_long_work_prints_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "LINE_S", float("inf"))
+    with progress("loading") as show:
+        show("too early for a line", 1, 4)
+    monkeypatch.setattr(output, "LINE_S", 0.0)
+    with progress("loading") as show:
+        show("vt, prompt 1 of 4", 0, 4)
+        show("vt, prompt 2 of 4", 1, 4)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "vt, prompt 1 of 4 (0 of 4)"
+    assert second.startswith("vt, prompt 2 of 4 (1 of 4, about ")
 
 
 PRINTERS = ("print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write")

@@ -107,6 +107,14 @@ def test_prompts_run_once_for_all_engines(engines, tokenizer, filled):
     assert filled == [3]
 
 
+def test_answers_are_reported_token_by_token(engines, tokenizer):
+    answered = []
+    question = [(task("short", 4), Prompt(list(range(40, 80)), ("x",)))]
+    answer_scores(engines, question, tokenizer, lambda *plan_and_tokens: answered.append(plan_and_tokens))
+    assert {plan for plan, _ in answered} == {0, 1, 2}
+    assert answered == sorted(answered)
+
+
 def test_engines_are_warmed_by_one_prompt_and_timed_by_their_own(engines, filled):
     prompt = list(range(40, 80))
     warm(engines, prompt)
@@ -122,10 +130,12 @@ def test_only_the_tasks_that_are_wanted_are_asked(tiny_folder, monkeypatch):
                         tasks=chosen_tasks(["vt", "cwe", "fwe"]), batch=4)  # fmt: skip
     inputs = Inputs(question, 1024, PromptMaker(None, None), lambda: pytest.fail("nothing is measured"))
     monkeypatch.setattr(Inputs, "prompts", lambda _, task: [Prompt([1], ("a",))] * 2)
-    monkeypatch.setattr(measure, "answer_scores", lambda engines, calls, _: [[0.5] * len(calls) for _ in engines])
+    monkeypatch.setattr(measure, "answer_scores", lambda engines, calls, *_: [[0.5] * len(calls) for _ in engines])
     *_, both, last = inputs.groups
-    assert both.run(["engine", "another"], {"cwe", "fwe"}) == [{"cwe": 0.5}] * 2
-    assert last.run(["engine"], {"cwe", "fwe"}) == [{"fwe": 0.5}]
+    steps = []
+    assert both.run(["engine", "another"], {"cwe", "fwe"}, lambda *step: steps.append(step)) == [{"cwe": 0.5}] * 2
+    assert steps == [("prompts of cwe", 0), ("cwe, prompt 1 of 2, 1 tokens", 0)]
+    assert last.run(["engine"], {"cwe", "fwe"}, lambda *_: None) == [{"fwe": 0.5}]
 
 
 # A run: what its rows hold, that known figures are not measured again, and that weights are shared.
@@ -202,9 +212,13 @@ def test_weights_are_shared_and_progress_counts_the_cells(tiny_folder, monkeypat
     options = question(tiny_folder, contexts=(1200, 1300), tasks=())
     list(measure_quality(options, material(TEXT), (), lambda *what: seen.append(what)))
     assert shared.count(False) == 1
-    assert [done for _, done, _ in seen] == list(range(8))  # two contexts, two plans, text and times
-    assert {total for *_, total in seen} == {8}
+    done = [inputs for _, inputs, _ in seen]
+    per_context = 2 * (options.passages + 1)  # of two plans: passages, and the prompt that is timed
+    assert done == sorted(done)
+    assert (done[0], done[-1]) == (0, 2 * per_context - 1)
+    assert {total for *_, total in seen} == {2 * per_context}
     assert seen[0][0] == "1200 tokens, autoregressive: text"
+    assert f"1200 tokens, int8: text, passage {options.passages} of {options.passages}" in [what for what, *_ in seen]
 
 
 def test_rows_of_the_question_are_told_from_others(measured, tiny_folder):
