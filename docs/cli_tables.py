@@ -35,12 +35,13 @@ def commands() -> str:
 def command_options() -> str:
     """A section for each command: usage, description, options and examples."""
     root = click.Context(main, info_name="ridgeplan", show_default=True)
-    return "\n\n".join(part for context in _contexts(main, root) for part in _command(context))
+    return "\n\n".join(part for context in _contexts(main, root, []) for part in _command(context))
 
 
-def _contexts(group: LazyGroup | click.Group, parent: click.Context) -> Iterator[click.Context]:
-    """The context of every command below a group; aliases are left out."""
-    seen: list[click.Command] = []
+def _contexts(
+    group: LazyGroup | click.Group, parent: click.Context, seen: list[click.Command]
+) -> Iterator[click.Context]:
+    """The context of every command below a group; aliases of those that were `seen` are left out."""
     for name in group.list_commands(parent):
         command = group.get_command(parent, name)
         if command is None or command in seen:
@@ -49,7 +50,7 @@ def _contexts(group: LazyGroup | click.Group, parent: click.Context) -> Iterator
         context = click.Context(command, info_name=name, parent=parent)
         yield context
         if isinstance(command, click.Group):
-            yield from _contexts(command, context)
+            yield from _contexts(command, context, seen)
 
 
 def _command(context: click.Context) -> Iterator[str]:

@@ -30,7 +30,7 @@ from ridgeplan.runtime.speculation.gamma_control import Evidence
 from ridgeplan.validate.acceptance import Passage, named_shape, rows_by_position
 from ridgeplan.validate.engines import SharedWeights
 from ridgeplan.validate.machine import device_name
-from ridgeplan.validate.measure import Measured, Progress, measure, silent, widest
+from ridgeplan.validate.measure import Measured, Progress, is_busy, measure, silent, widest
 from ridgeplan.validate.prompts import prompt_batch
 
 STABLE = 0.97  # of the most tokens per round: with more tokens read, acceptance rises no further
@@ -187,9 +187,14 @@ class Tuning:
         return self.steps[-1].chosen
 
     @property
-    def speedup(self) -> float:
-        """Over a plain step of the same target."""
-        return self.plain_ms / self.chosen.tpot_ms
+    def speedup(self) -> float | None:
+        """Over a plain step of the same target; None where other work slowed the generations.
+
+        That shows by the spread of rounds, or by a gain beyond the tokens of a round, which takes a plain step or more.
+        """
+        ratio = self.plain_ms / self.chosen.tpot_ms
+        noisy = self.measured and (is_busy(self.spread) or ratio > self.chosen.tokens_per_round)
+        return None if noisy else ratio
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ SECTIONS = {
     "Look up": {
         "list": ("lists:lists", "List the models, GPUs and presets of the catalogs."),
         "models": ("lists:models", ""),
-        "gpus": ("lists:gpus", "List GPUs, or print a template for your own."),
+        "gpus": ("lists:gpus", ""),
         "presets": ("lists:presets", ""),
         "papers": ("papers:papers", "Compare published times and memory with predictions."),
         "figures": ("papers:figures", "Draw figures of the papers from the model."),

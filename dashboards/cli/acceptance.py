@@ -16,7 +16,7 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import calibration_tokens, embedded_or, require_planned_model
-from ridgeplan.dashboards.cli.output import echo, number, print_json, print_notes, print_table, progress
+from ridgeplan.dashboards.cli.output import echo, number, print_json, print_table, progress
 from ridgeplan.dashboards.files import locked, require_lockable, write_atomically, write_json
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
 from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, load_drafter_rows
@@ -290,20 +290,21 @@ def _announce(schedule: Schedule, shape: ModelShape, rates: Profile | None) -> N
     echo(f"{generations} of {schedule.tokens} tokens after {workload.context}{sequences}{about}", err=True)
 
 
-def _print(tuning: Tuning, path: Path) -> None:
-    from ridgeplan.validate.measure import is_busy
+def _gain(tuning: Tuning) -> str:
+    """The gain over plain decoding, or why it is not known."""
+    if tuning.speedup is not None:
+        slower = "; plain decoding is faster" if tuning.speedup < 1 else ""
+        return f"{tuning.speedup:.2f}x plain decoding with the same target{slower}"
+    spread = "" if tuning.spread is None else f" (times of rounds spread by {tuning.spread:.0%})"
+    return f"but other work slowed some generations{spread}, so this choice and its gain are noise; try again once idle"
 
+
+def _print(tuning: Tuning, path: Path) -> None:
     columns = ("ratio", "gamma", "tokens/round", "accepted, first to last", "round ms", "TPOT ms", "")
     for step in tuning.steps:
         print_table(f"Step: {step.name}", columns, _cells(step))
-    if tuning.spread is not None and is_busy(tuning.spread):
-        print_notes([f"times of rounds spread by {tuning.spread:.0%}: other work may have slowed some generations"])
     best, how = tuning.chosen, "measured" if tuning.measured else "predicted"
-    slower = "; plain decoding is faster" if tuning.speedup < 1 else ""
-    echo(
-        f"ratio {best.ratio:g}, gamma {best.gamma}: {number(best.tpot_ms)} ms per token ({how}), "
-        f"{tuning.speedup:.2f}x plain decoding with the same target{slower}"
-    )
+    echo(f"ratio {best.ratio:g}, gamma {best.gamma}: {number(best.tpot_ms)} ms per token ({how}), {_gain(tuning)}")
     few = "no acceptance saved, because too few drafts reached any position; increase --tokens"
     echo(f"saved {len(tuning.rows)} acceptance rows to {path}" if tuning.rows else few)
 

@@ -52,7 +52,8 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
     profile = saved_or_quick_profile()
     recommendation = planner.recommend(EMBEDDED_MODEL, "auto", context, new_tokens=new_tokens, profile=profile)
     if not as_json:
-        echo("\n".join(map(wrapped, answer_lines(recommendation))) + "\n")
+        how_much = f"`ridgeplan plan {EMBEDDED_MODEL} --gpu auto --ctx {context} --all` shows how much"
+        echo("\n".join(map(wrapped, answer_lines(recommendation, how_much))) + "\n")
     plans = plans_to_run(recommendation)
     with progress_bars() as bars:
         results = execute(plans, source, profile, bars)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_json, print_table, wrapped
 from ridgeplan.dashboards.cli.table_file import write_plan
 from ridgeplan.dashboards.files import write_json
-from ridgeplan.planner import Prediction, SearchOptions
+from ridgeplan.planner import PRESETS, Prediction, SearchOptions
 from ridgeplan.planner.plan_file import SavedPlan, plan_json
 from ridgeplan.planner.quantities import size_text, time_text, tokens_text
 from ridgeplan.planner.queries.drafter_range import drafter_range
@@ -29,7 +30,23 @@ from ridgeplan.roofline.plan.presets import describe, short_name
 from ridgeplan.roofline.plan.support import Backend, only_estimated, unsupported
 
 
-@command()
+class PresetCommand(click.Command):
+    """A command that names --preset where a preset follows MODEL without it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses as click does."""
+        words = list(args)  # click empties its own
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            presets = [word for before, word in pairwise(["", *words]) if word in PRESETS and before[:1] != "-"]
+            if not presets:
+                raise
+            allowed = f"--preset {presets[0]}"
+            raise click.UsageError(f"{presets[0]!r} is a preset, not a model; allowed: {allowed}", ctx) from error
+
+
+@command(cls=PresetCommand)
 @click.argument("model", required=False)
 @click.option("--preset", help="A preset from `ridgeplan list presets`.")
 @click.option("--plan", type=opt.SavedPlanFile(), help="A plan file instead, with its own model, GPU and workload.")

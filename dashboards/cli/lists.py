@@ -76,8 +76,8 @@ def gpus(template: bool, output: Path | None, as_json: bool) -> None:
     """List the GPUs of the catalog. Any other GPU is read from a TOML file.
 
     Examples:
-      ridgeplan gpus
-      ridgeplan gpus --template > mine.toml
+      ridgeplan list gpus
+      ridgeplan list gpus --template > mine.toml
       ridgeplan plan Llama-3.1-8B --gpu mine.toml --ctx 8k
     """
     if template and (as_json or output):

@@ -52,8 +52,11 @@ def answer_text(recommendation: Recommendation) -> str:
     return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
-def answer_lines(recommendation: Recommendation) -> list[str]:
-    """The question, the plan, its speed, its memory, its quality cost, and the most important caveat."""
+def answer_lines(recommendation: Recommendation, how_much: str = "--all shows how much") -> list[str]:
+    """The question, the plan, its speed, its memory, its quality cost, and the most important caveat.
+
+    how_much: what shows the sizes of the quality cost.
+    """
     workload, predicted, best = recommendation.plan.workload, recommendation.predicted, recommendation.predicted.best
     low, high = time_text(predicted.low.tpot_ms).removesuffix(" ms"), time_text(predicted.high.tpot_ms)
     batched = workload.batch > 1
@@ -74,7 +77,7 @@ def answer_lines(recommendation: Recommendation) -> list[str]:
         f"{size_text(recommendation.memory_limit_bytes)} "
         f"({best.peak_memory_bytes / GIB:.1f} of {recommendation.memory_limit_bytes / GIB:.1f} GiB)",
         *([f"Drafter: {recommendation.drafter_text}"] if recommendation.drafter_range else []),
-        _quality_cost(recommendation.losses),
+        _quality_cost(recommendation.losses, how_much),
         *_caveats(recommendation),
     ]
 
@@ -128,11 +131,11 @@ def serve_command(recommendation: Recommendation, profile: Profile) -> str:
     return export(options).command.shell()
 
 
-def _quality_cost(losses: Sequence[str]) -> str:
+def _quality_cost(losses: Sequence[str], how_much: str) -> str:
     """The losses by name; the text after each colon says how large it is."""
     if not losses:
         return "Quality cost: none; the output keeps the model's distribution"
-    return f"Quality cost: {', '.join(loss.partition(':')[0] for loss in losses)}; --all shows how much"
+    return f"Quality cost: {', '.join(loss.partition(':')[0] for loss in losses)}; {how_much}"
 
 
 def _caveats(recommendation: Recommendation) -> Iterator[str]:

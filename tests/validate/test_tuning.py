@@ -15,7 +15,17 @@ from ridgeplan.validate import acceptance as acceptance_module
 from ridgeplan.validate import engines as engines_module
 from ridgeplan.validate.acceptance import Passage
 from ridgeplan.validate.prompts import PromptError
-from ridgeplan.validate.tuning import STABLE, Landscape, MeasuredDrafts, Schedule, TuningPoint, tune, tune_steps
+from ridgeplan.validate.tuning import (
+    STABLE,
+    Landscape,
+    MeasuredDrafts,
+    Schedule,
+    Step,
+    Tuning,
+    TuningPoint,
+    tune,
+    tune_steps,
+)
 
 GAMMAS = range(1, 7)
 
@@ -109,6 +119,20 @@ def test_a_plan_gets_the_gamma_that_is_fastest(plan, tiny_folder, h200_profile):
     adaptive = replace(plan, speculation=replace(plan.speculation, adaptive=True))
     again = tune(adaptive, str(tiny_folder), TEXT, h200_profile, 5, "cpu", quick=True)
     assert again.plan.speculation == replace(tuning.plan.speculation, adaptive=True)
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "spread", "speedup"),
+    [
+        (10.0, 0.05, pytest.approx(2.0)),
+        (10.0, None, pytest.approx(2.0)),
+        (10.0, 0.5, None),  # rounds differ too much
+        (20.0, 0.05, None),  # 4x with 3 tokens per round, which takes a plain step at least
+    ],
+)
+def test_a_gain_that_other_work_may_have_made_is_not_known(plan, plain_ms, spread, speedup):
+    steps = (Step("gamma", (TuningPoint(1.0, 3, 3.0, 15.0),), 0),)
+    assert Tuning(plan, steps, plain_ms, (), spread=spread).speedup == speedup
 
 
 def test_rows_say_what_was_counted(plan, tiny_folder, h200_profile, monkeypatch):

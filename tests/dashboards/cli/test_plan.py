@@ -267,6 +267,7 @@ def test_estimate_says_what_ends_of_groups_cost(invoke: Any) -> None:
         ((LLAMA, "--gpu", "h200", "--ctx", 0, "--preset", "quantspec"), "context is 0; allowed"),
         ((*QUESTION, "--preset", "int8", "--batch", -2), "batch is -2; allowed"),
         (QUESTION, "estimate needs MODEL, --preset, --gpu and --ctx, or else --plan FILE"),
+        (("quantspec", *QUESTION), "'quantspec' is a preset, not a model; allowed: --preset quantspec"),
     ],
 )
 def test_estimate_refuses(refuses: Any, arguments: tuple[object, ...], words: str) -> None:

@@ -68,7 +68,7 @@ def test_errors_are_one_line(profile_path: Path, arguments: tuple[str | bytes, .
 def test_help_and_version() -> None:
     listed = ridgeplan("--help")
     assert listed.returncode == 0
-    for command in ("plan", "estimate", "run", "calibrate", "validate", "models", "gpus", "dashboard", "demo"):
+    for command in ("plan", "estimate", "run", "calibrate", "validate", "list", "dashboard", "demo"):
         assert command in listed.stdout
     assert ridgeplan("--version").stdout.startswith("ridgeplan, version ")
 
