@@ -94,14 +94,21 @@ def experts(
     skew: of the experts' loads, as `activated_experts` takes it. ranks: GPUs of which each holds `count` experts; the
     cost is that of the busiest.
     """
-    activated, routed = activated_experts(count, per_token, rows, skew), rows * per_token
+    routed = rows * per_token
     if ranks > 1:
-        activated, routed = busiest_rank(activated, ranks, count), busiest_rank(routed, ranks)
+        routed = busiest_rank(routed, ranks)
+    activated = read_experts(count, per_token, rows, skew, ranks)
     return Cost(
         flops=2 * routed * expert_params,
         read_bytes=activated * expert_params * weight_bytes + rows * hidden * element_bytes,
         write_bytes=rows * hidden * element_bytes,
     )
+
+
+def read_experts(count: Term, per_token: Term, rows: Term, skew: float = 0, ranks: int = 1) -> Term:
+    """Experts whose weights a GPU reads: those activated, of the busiest of `ranks`."""
+    activated = activated_experts(count, per_token, rows, skew)
+    return busiest_rank(activated, ranks, count) if ranks > 1 else activated
 
 
 def busiest_rank(mean: Term, ranks: int, limit: Term = math.inf) -> Term:

@@ -328,7 +328,8 @@ def _experts(
     ranks = shape.parallel.expert_ranks if shape.parallel.expert else 1
     routed_rows = rows * shape.parallel.data
     routed = ops.experts(routed_rows, width, *counts, weight_bytes, element_bytes, shape.routing_skew, ranks)
-    yield Op("routed experts", "grouped_linear", routed, layers)
+    read = ops.read_experts(mlp.experts, mlp.experts_per_token, routed_rows, shape.routing_skew, ranks)
+    yield Op("routed experts", "grouped_linear", routed, layers, read * mlp.expert_params(shape.hidden) / width, width)
     if mlp.expert_hidden:
         mlp_bytes = stored_bytes(shape.weight_bits.mlp, weight_bytes)
         projection = ops.linear(rows, shape.hidden, width, mlp_bytes, element_bytes)

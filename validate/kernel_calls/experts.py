@@ -21,6 +21,7 @@ from ridgeplan.kernels.experts import (
 from ridgeplan.kernels.layer import swiglu
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 from ridgeplan.roofline.catalog.layers import Routing
+from ridgeplan.roofline.ops import read_experts
 from ridgeplan.validate.kernel_calls.case import BenchCase, SpeedUp, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import GROUP, ExpertSize
 from ridgeplan.validate.timing import Bench, KernelCall
@@ -59,10 +60,11 @@ class RoutedExperts:
         size, rows = self.size, len(self.x)
         params = 3 * size.hidden * size.intermediate
         cost = routed_mlp_cost(self.x, size.per_token, size.experts, params, self.weight_bytes / size.experts / params)
+        outputs = float(read_experts(size.experts, size.per_token, rows)) * params / size.hidden  # as in a pass's costs
         name = f"{rows} x {size.hidden}, {size.per_token} of {size.experts} x {size.intermediate}"
         peers = {LOOP: self.loop} | ({GROUPED: self.grouped} if isinstance(self.gate_up, Tensor) else {})
         return KernelCall(
-            "grouped_linear", name, cost, self.run, ROUTINGS, rows, size.intermediate, size.hidden, self.error, peers
+            "grouped_linear", name, cost, self.run, ROUTINGS, rows, outputs, size.hidden, self.error, peers
         )
 
     @property
