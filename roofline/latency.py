@@ -251,7 +251,8 @@ def _combined(choose: Callable[[Term, Term], Term], first: RateTerms, second: Ra
 KERNEL_CLASSES = (
     "linear", "linear_int8", "linear_int4", "head", "grouped_linear", "grouped_linear_int8", "grouped_linear_int4",
     "attention", "attention_int4", "attention_int8",
-    "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_mla", "gap", "elementwise", "state", "rope",
+    "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_d256", "attention_int4_d256",
+    "attention_int8_d256", "attention_mla", "gap", "elementwise", "state", "rope",
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
     "two_bit_scan", "two_bit_scan_wide", "top_k", "sparse_attention", "sparse_attention_full", "progressive_attention",
     "progressive_attention_wide",
@@ -277,10 +278,10 @@ def attention_kind(bits: int, head_dim: int) -> str:
     """Kernel class of decode attention over codes of `bits` bits; 0 is full precision.
 
     Heads of up to 64 elements have classes of their own: each token costs the same overhead as with a head of 128, for
-    half the bytes.
+    half the bytes. So have those of more than 128, which other kernels read.
     """
     codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
-    return codes if head_dim > 64 else f"{codes}_d64"
+    return f"{codes}_d64" if head_dim <= 64 else codes if head_dim <= 128 else f"{codes}_d256"
 
 
 def sparse_attention_kind(bits: int) -> str:
