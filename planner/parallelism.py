@@ -119,13 +119,24 @@ def choose_degrees(
 
 
 def _chosen(best: dict[Parallel, tuple[Question, Candidate]]) -> Parallel:
-    """The fastest degrees, or within the tolerance those of fewer GPUs and fewer kinds; where none fits, the least."""
-    fitting = {key: candidate for key, (question, candidate) in best.items() if not candidate.rejection(question)}
-    if not fitting:
-        return min(best, key=lambda parallel: best[parallel][1].peak_bytes)
-    fastest = min(candidate.score for candidate in fitting.values())
-    near = [parallel for parallel, candidate in fitting.items() if candidate.score <= (1 + TOLERANCE) * fastest]
-    return min(near, key=lambda parallel: (parallel.gpus, _kinds(parallel), fitting[parallel].score))
+    fits = [candidate.rejection(question) is None for question, candidate in best.values()]
+    scores, peaks = zip(*((candidate.score, candidate.peak_bytes) for _, candidate in best.values()), strict=True)
+    return [*best][int(preferred_degrees([*best], *map(np.array, (scores, peaks, fits))))]
+
+
+def preferred_degrees(
+    degrees: Sequence[Parallel], scores: np.ndarray, peak_bytes: np.ndarray, fits: np.ndarray
+) -> np.ndarray:
+    """Index of the fastest degrees, or within the tolerance those of fewer GPUs and fewer kinds; else the least memory.
+
+    scores (lower is better), peak_bytes, fits: of each degree's plan, [degrees, ...].
+    """
+    scores = np.where(fits, scores, np.inf)
+    near = scores <= (1 + TOLERANCE) * scores.min(axis=0)
+    sizes = [(parallel.gpus, _kinds(parallel)) for parallel in degrees]
+    ranks = np.reshape([sorted(sizes).index(size) for size in sizes], (-1, *[1] * (scores.ndim - 1)))
+    keys = np.where(fits.any(axis=0), scores, peak_bytes), np.where(near & fits, ranks, len(sizes))
+    return np.lexsort(keys, axis=0)[0]
 
 
 def _kinds(parallel: Parallel) -> int:

@@ -120,17 +120,29 @@ class BreakdownSource:
     def op_times(self) -> Iterator[OpTime]:
         """The operations that the plan launches, part by part."""
         for times in self.parts:
-            if times.part == "draft" and not self.plan.speculation.self_drafts:
-                continue
             for op, seconds, arithmetic in zip(times.ops, times.seconds, times.arithmetic, strict=True):
-                total, kind = op.total, kernel_class(self.plan, self.shape, times.part, op.kind)
-                flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
-                launches = int(_at(op.launches, self.index))
-                if seconds[self.index]:  # none for operations without launches, and where a profile knows no gaps
+                if self._launches(times.part, seconds):
+                    total, kind = op.total, kernel_class(self.plan, self.shape, times.part, op.kind)
+                    flops, moved = _at(total.flops, self.index), _at(total.bytes, self.index)
+                    launches = int(_at(op.launches, self.index))
                     yield OpTime(
                         times.part, op.name, kind, launches, float(seconds[self.index]), flops, moved,
                         float(arithmetic[self.index]),
                     )  # fmt: skip
+
+    def seconds_by_class(self, part: str) -> dict[str, float]:
+        """Seconds of one part's operations by kernel class."""
+        (times,) = (times for times in self.parts if times.part == part)
+        by_class: dict[str, float] = {}
+        for op, seconds in zip(times.ops, times.seconds, strict=True):
+            if self._launches(part, seconds):
+                kind = kernel_class(self.plan, self.shape, part, op.kind)
+                by_class[kind] = by_class.get(kind, 0.0) + float(seconds[self.index])
+        return by_class
+
+    def _launches(self, part: str, seconds: np.ndarray) -> bool:
+        """Whether the plan has an operation; not one without launches, or gaps where a profile knows none."""
+        return bool(seconds[self.index]) and (part != "draft" or self.plan.speculation.self_drafts)
 
 
 @dataclass(frozen=True)
@@ -272,10 +284,14 @@ def predict_all(
         Drafting.of(plan, steady_state_kind(plan, shape, machine, models[plan.workload.context])) for plan in plans
     ]
     gammas = [round_shape(each.kind).gamma for each in rounds]
+    known_of = cache(lambda plan, gamma: models[plan.workload.context].of(plan, gamma))  # at whatever batch
     known = [
         acceptance_of_proposals(plan)
         if round_shape(each.kind).proposes_to_target
-        else models[plan.workload.context].of(plan, max(1, gamma) if plan.speculation.adaptive else None)
+        else known_of(
+            replace(plan, workload=replace(plan.workload, batch=1)),
+            max(1, gamma) if plan.speculation.adaptive else None,
+        )
         for plan, gamma, each in zip(plans, gammas, rounds, strict=True)
     ]
     # A single plan stays scalar; several are stacked into arrays.
@@ -536,7 +552,7 @@ def _round_s_by_class(predicted: Prediction) -> dict[str, float]:
 
 def _by_class(predicted: Prediction, part: str, seconds: float) -> dict[str, float]:
     """`seconds` of one part of the work, divided among kernel classes as its operations' times are."""
-    by_kind = _sum(*({op.kind: op.seconds} for op in predicted.breakdown if op.part == part))
+    by_kind = predicted.breakdown_source.seconds_by_class(part)
     scale = seconds / sum(by_kind.values())
     return {kind: op_s * scale for kind, op_s in by_kind.items()}
 

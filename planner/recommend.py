@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ridgeplan.planner.recommendation import Alternative, Recommendation
 from ridgeplan.planner.render.text import on_host_text, one_by_one_notes
 from ridgeplan.planner.search import Candidate, search
 from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.cost import Term
 from ridgeplan.roofline.execution import next_gamma
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.roofline.plan.presets import PRESETS, autoregressive
@@ -99,10 +101,7 @@ def best_plan(question: Question) -> Candidate:
     fitting = [candidate for candidate in candidates if candidate.rejection(question) is None]
     if not fitting:
         return min(candidates, key=lambda candidate: candidate.peak_bytes)
-    finalists = contenders(fitting, question)
-    if len(finalists) == 1:
-        return finalists[0]
-    return choose(finalists, sampled_scores(predict_question([each.plan for each in finalists], question), question))
+    return chosen_of_each([contenders(fitting, question)], question)[0]
 
 
 # Candidates: which may be recommended, from the best to the worst.
@@ -122,10 +121,8 @@ def penalize_unmeasured_rates(candidates: Iterable[Candidate], question: Questio
     """Moves the score of each plan whose rates are a prior to the slow end of their band.
 
     So no plan wins by what nobody measured. An acceptance that is a prior is already at its low end
-    (`AcceptanceModel.competing`). Scores in bytes of memory do not depend on rates and stay.
+    (`AcceptanceModel.competing`).
     """
-    if question.options.objective is Objective.MEMORY:
-        return list(candidates)
     return [
         replace(candidate, score=candidate.score * (1 + unmeasured_spread(candidate.plan, question)))
         for candidate in candidates
@@ -135,8 +132,10 @@ def penalize_unmeasured_rates(candidates: Iterable[Candidate], question: Questio
 def unmeasured_spread(plan: Plan, question: Question) -> float:
     """The largest relative spread of the kernel classes that a plan uses and whose rates are a prior; 0 if none is.
 
-    Of an engine's plan, that of its step.
+    Of an engine's plan, that of its step. 0 where memory is minimized, which does not depend on rates.
     """
+    if question.options.objective is Objective.MEMORY:
+        return 0.0
     if question.engine is not None:
         source, spread = question.engine.plan_certainty(plan, question.shape)
         return spread if source == "prior" else 0.0
@@ -154,8 +153,9 @@ def _executable(candidates: Sequence[Candidate], question: Question) -> list[Can
     if fitting and not fitting[0].host_bytes:
         return fitting
     on_device_only = search_regrouped(question.with_options(offload=False))
+    regrouped = on_device_only if fitting or on_device_only else search_regrouped(question)
     best: dict[object, Candidate] = {}  # of plans that differ in group sizes alone, which share a name
-    for candidate in ranked([*fitting, *on_device_only]) or ranked(search_regrouped(question)):
+    for candidate in ranked([*fitting, *penalize_unmeasured_rates(regrouped, question)]):
         best.setdefault((candidate.name, candidate.host_bytes > 0), candidate)
     return list(best.values())
 
@@ -163,8 +163,12 @@ def _executable(candidates: Sequence[Candidate], question: Question) -> list[Can
 def _worth_offloading(executable: Sequence[Candidate], candidates: Sequence[Candidate]) -> list[Candidate]:
     """Without the plans that need the host's memory and are much slower than plain decoding would be."""
     plain_s = next(candidate.tpot_s for candidate in candidates if candidate.name == "autoregressive")
-    return [candidate for candidate in executable
-            if not candidate.host_bytes or plain_s >= MIN_OFFLOADED_SPEEDUP * candidate.tpot_s]  # fmt: skip
+    return [each for each in executable if worth_offloading(each.host_bytes, each.tpot_s, plain_s)]
+
+
+def worth_offloading(host_bytes: Term, tpot_s: Term, plain_tpot_s: Term) -> Any:
+    """Whether a plan stays on the device, or is about as fast as plain decoding would be; numbers or arrays."""
+    return (host_bytes == 0) | (plain_tpot_s >= MIN_OFFLOADED_SPEEDUP * tpot_s)
 
 
 def _listed(candidates: Sequence[Candidate], executable: Sequence[Candidate]) -> list[Candidate]:
@@ -181,9 +185,49 @@ def _listed(candidates: Sequence[Candidate], executable: Sequence[Candidate]) ->
 
 
 def contenders(executable: Sequence[Candidate], question: Question) -> list[Candidate]:
-    """Those of the ranked candidates that are within the tolerance of the best; memory has no noise."""
-    tolerance = 0 if question.options.objective is Objective.MEMORY else TOLERANCE
-    return [candidate for candidate in executable if candidate.score <= executable[0].score * (1 + tolerance)]
+    """Those of the ranked candidates that `choose` decides between, from the fastest to the preferred.
+
+    Only the last one where its quality is stricter than that of all others.
+    """
+    near = [candidate for candidate in executable if candidate.score <= executable[0].score * _tolerated(question)]
+    ranks = preference_ranks([candidate.plan for candidate in near])
+    kept = undominated(np.array([candidate.score for candidate in near]), ranks, question)
+    finalists = [candidate for candidate, keep in zip(near, kept, strict=True) if keep]
+    *others, last = (_strictness(candidate.plan) for candidate in finalists)
+    return finalists[-1:] if last < min(others, default=0) else finalists
+
+
+def undominated(scores: np.ndarray, ranks: np.ndarray, question: Question) -> np.ndarray:
+    """Mask of the plans within the tolerance of the best that are preferred to all faster ones: [..., plans].
+
+    scores: infinite for plans that are out, [..., plans]; ranks: by preference, [plans].
+    """
+    order = np.lexsort((np.broadcast_to(ranks, scores.shape), scores), axis=-1)
+    by_score = ranks[order]
+    least = np.minimum.accumulate(by_score, axis=-1)
+    kept = np.empty(scores.shape, dtype=bool)
+    np.put_along_axis(kept, order[..., :1], True, axis=-1)
+    np.put_along_axis(kept, order[..., 1:], by_score[..., 1:] < least[..., :-1], axis=-1)
+    return kept & np.isfinite(scores) & (scores <= scores.min(axis=-1, keepdims=True) * _tolerated(question))
+
+
+def _tolerated(question: Question) -> float:
+    """The largest score of a contender, relative to the best; memory has no noise."""
+    return 1 if question.options.objective is Objective.MEMORY else 1 + TOLERANCE
+
+
+def preference_ranks(plans: Sequence[Plan]) -> np.ndarray:
+    """Places of the plans by preference, of equal ones the same: [plans]."""
+    keys = [preference(plan) for plan in plans]
+    places = {key: place for place, key in enumerate(sorted(set(keys)))}
+    return np.array([places[key] for key in keys])
+
+
+def chosen_of_each(finalists: Sequence[Sequence[Candidate]], question: Question) -> list[Candidate]:
+    """The choice among the contenders of each of several workloads, which are predicted in one evaluation."""
+    contested = [candidate.plan for each in finalists if len(each) > 1 for candidate in each]
+    scores = iter(sampled_scores(predict_question(contested, question), question) if contested else ())
+    return [choose(each, np.stack(list(islice(scores, len(each))))) if len(each) > 1 else each[0] for each in finalists]
 
 
 def sampled_scores(predictions: Sequence[Prediction], question: Question) -> np.ndarray:
@@ -199,17 +243,13 @@ def sampled_scores(predictions: Sequence[Prediction], question: Question) -> np.
 def choose(candidates: Sequence[Candidate], scores: np.ndarray) -> Candidate:
     """The most exact and then the simplest of the contenders that the first, the fastest, does not surely beat.
 
-    A contender of a stricter quality need not be unbeaten. None is chosen that is both slower and less preferred than
-    another. scores: sampled, [plans, samples].
+    A contender of a stricter quality need not be unbeaten. scores: sampled, [plans, samples].
     """
     probability = (scores[0] < scores).mean(axis=1)
     chosen = candidates[0]
-    best = preference(chosen.plan)
-    for candidate, beaten in zip(candidates, probability, strict=True):  # from the fastest
-        if preference(candidate.plan) < best:
-            best = preference(candidate.plan)
-            stricter = _strictness(candidate.plan) < _strictness(chosen.plan)
-            chosen = candidate if beaten < CONFIDENCE or stricter else chosen
+    for candidate, beaten in zip(candidates, probability, strict=True):  # from the fastest, to the preferred
+        if beaten < CONFIDENCE or _strictness(candidate.plan) < _strictness(chosen.plan):
+            chosen = candidate
     return chosen
 
 

@@ -323,7 +323,7 @@ def _best_of_each(
     Plans of the joint space that may offload but need not are skipped, as they are listed without offloading too.
     """
     figures = (
-        _score(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.host_bytes,
+        score_of(estimate, question), estimate.tpot_s, estimate.memory.peak, estimate.host_bytes,
         estimate.offloaded_layers,
     )  # fmt: skip
     score, tpot, peak, host, offloaded = (
@@ -345,7 +345,8 @@ def within_limit(plan: Plan, limit_bytes: float) -> Plan:
     return replace(plan, placement=replace(plan.placement, memory_bytes=int(limit_bytes)))
 
 
-def _score(estimate: Estimate, question: Question) -> Term:
+def score_of(estimate: Estimate, question: Question) -> Term:
+    """What the question minimizes."""
     return {
         Objective.LATENCY: estimate.tpot_s,
         Objective.TOTAL: estimate.ttft_s + question.workload.new_tokens * estimate.tpot_s,

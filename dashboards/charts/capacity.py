@@ -33,7 +33,7 @@ def capacity_map(
     tpot_limit_ms: float | None = None,
     ttft_limit_ms: float | None = None,
 ) -> go.Figure:
-    """The fastest plan's milliseconds per token at each context and batch, which are evenly spaced in their logs.
+    """The recommended plan's milliseconds per token at each context and batch, which are evenly spaced in their logs.
 
     Contours: where a limit on time is met, and what a million tokens cost at a price. workload: the context and batch
     that are marked.

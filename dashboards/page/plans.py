@@ -196,12 +196,12 @@ def show_capacity(page: PageQuestion) -> None:
         _milliseconds(ttft_limit)
     )  # fmt: skip
     st.plotly_chart(figure, key="map", alt="Time per token of the best plan over context and batch")
-    st.caption("Each cell shows the fastest plan that runs; nothing fits hatched cells. The ring marks your question.")
+    st.caption("Each cell shows the recommended plan; nothing fits hatched cells. The ring marks your question.")
 
 
 @st.cache_data(max_entries=KEPT, ttl=10 * MINUTE, show_spinner="Searching all sizes")
 def best_plans(page: PageQuestion) -> PlanMap:
-    """The fastest plans of a question at all sizes."""
+    """The recommended plans of a question at all sizes."""
     question = page.to_question()
     return plan_map(question, contexts_of(question, COLUMNS), BATCH_STEPS)
 

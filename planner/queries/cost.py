@@ -34,7 +34,7 @@ class LatencyLimits:
 
 @dataclass(frozen=True)
 class CostRow:
-    """One GPU and batch with its fastest plan.
+    """One GPU and batch with its recommended plan.
 
     ttft_request_ms, ttft_ms: as in `Figures`; limits hold for the former. tokens_per_s: output tokens of the whole
     batch, with the time of all its prompts. dollars_per_million: of output tokens, prompts included. misses: which

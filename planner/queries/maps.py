@@ -1,4 +1,4 @@
-"""Maps of the fastest plan over many contexts and batches at once.
+"""Maps of the recommended plan over many contexts and batches at once.
 
 All sizes are evaluated at once. A large search space is first narrowed to plans that are near the fastest at a few
 sizes.
@@ -6,9 +6,10 @@ sizes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -17,10 +18,21 @@ import numpy as np
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.feasibility import executable_families, regrouped
 from ridgeplan.planner.lowering import rates_of, reshaped, stack, strategy_of
-from ridgeplan.planner.parallelism import divided
+from ridgeplan.planner.parallelism import TOLERANCE as DEGREES_TOLERANCE
+from ridgeplan.planner.parallelism import divided, preferred_degrees
 from ridgeplan.planner.question import Question
-from ridgeplan.planner.recommend import preference, unmeasured_spread
-from ridgeplan.planner.search import Family, families, family_of, named_plan, within_limit
+from ridgeplan.planner.recommend import (
+    TOLERANCE,
+    chosen_of_each,
+    contenders,
+    preference,
+    preference_ranks,
+    ranked,
+    undominated,
+    unmeasured_spread,
+    worth_offloading,
+)
+from ridgeplan.planner.search import Candidate, Family, families, family_of, named_plan, score_of, within_limit
 from ridgeplan.roofline.evaluate import evaluate
 from ridgeplan.roofline.plan.plan import Plan, Workload, require
 from ridgeplan.roofline.plan.policies.dense import autoregressive
@@ -29,15 +41,16 @@ from ridgeplan.roofline.plan.support import exceeds_window
 MAX_SIZES = 65_536  # of a grid
 DIRECT = 1_000_000  # plans x sizes that are evaluated without narrowing
 COARSE = 4  # sizes along either axis at which plans are narrowed
-NEAR_FASTEST = 1.05  # times the fastest there
+NEAR_FASTEST = 1.06  # times the fastest there
+NEAR_BEST = 1.01  # times the best of a family
 
 
 @dataclass(frozen=True)
 class PlanMap:
-    """The fastest plans of a grid, beside plain decoding. Arrays are [contexts, batches]; seconds and bytes.
+    """The recommended plans of a grid, beside plain decoding. Arrays are [contexts, batches]; seconds and bytes.
 
-    workloads: one per context. index: the plan's place in `families`. fits: whether any plan does; where none does, the
-    figures are those of the plan that needs the least memory.
+    workloads: one per context. index: the plan's place in `families`. score: what is minimized. fits: whether any plan
+    does; where none does, the figures are those of the plan that needs the least memory.
     """
 
     workloads: tuple[Workload, ...]
@@ -47,6 +60,7 @@ class PlanMap:
     index: np.ndarray
     gamma: np.ndarray
     ratio: np.ndarray
+    score: np.ndarray
     tpot_s: np.ndarray
     ttft_s: np.ndarray
     request_ttft_s: np.ndarray
@@ -88,31 +102,50 @@ class PlanMap:
 
     def plan(self, row: int, column: int) -> Plan:
         """The plan of the context and the batch with these indices."""
-        family = self.families[self.index[row, column]]
+        family, at = self.families[self.index[row, column]], (row, column)
         parallel = family.template.workload.parallel
         workload = replace(self.workloads[row], batch=self.batches[column], parallel=parallel)
-        resized = replace(family, template=at_workload(family.template, workload))
-        plan = resized.plan(int(self.gamma[row, column]), float(self.ratio[row, column]))
-        return within_limit(plan, self.memory_limit_bytes)
+        return _plan_at(family, workload, self.gamma[at], self.ratio[at], self.memory_limit_bytes)
+
+    def replaced(self, other: PlanMap, where: np.ndarray) -> PlanMap:
+        """The map with the plans of another one, of the same sizes, at those of a mask."""
+        first, second = ({name: value for name, value in vars(each).items() if isinstance(value, np.ndarray)}
+                         for each in (self, replace(other, index=other.index + len(self.families))))  # fmt: skip
+        arrays: dict[str, Any] = {name: np.where(where, second[name], first[name]) for name in first}
+        return replace(self, families=(*self.families, *other.families), **arrays)
 
 
 def plan_map(question: Question, contexts: Sequence[int], batches: Sequence[int], preset: str | None = None) -> PlanMap:
-    """`degree_map` over all degrees of parallelism that the question allows."""
+    """`degree_map` at the degrees of parallelism that `recommend` chooses at each size."""
     questions, _ = divided(question)
-    maps = (degree_map(sharded, contexts, batches, preset) for sharded in questions.values())
-    place, everywhere = np.ix_(range(len(contexts)), range(len(batches))), np.ones((len(contexts), len(batches)), bool)
-    return reduce(lambda first, second: _merged(first, second, place, everywhere), maps)
+    searched = [_searched_sizes(sharded, contexts, batches, preset) for sharded in questions.values()]
+    fastest = np.stack([each.fastest_score for each in searched])
+    slowest = fastest.min(axis=0) * (1 + TOLERANCE) * (1 + DEGREES_TOLERANCE)  # whose choice may still be the best
+    maps = [each.plan_map(not preset and score <= slowest) for each, score in zip(searched, fastest, strict=True)]
+    stacked = (np.stack([getattr(each, name) for each in maps]) for name in ("score", "peak_bytes", "fits"))
+    chosen = preferred_degrees([*questions], *stacked)
+    merged = maps[0]
+    for index, other in enumerate(maps[1:], 1):
+        merged = merged.replaced(other, chosen == index)
+    return merged
 
 
 def degree_map(
     question: Question, contexts: Sequence[int], batches: Sequence[int], preset: str | None = None
 ) -> PlanMap:
-    """The fastest plan that runs, at every size; of a preset, its fastest gamma and ratio, whether it runs or not.
+    """The plan that `recommend` chooses, at every size; of a preset, its fastest gamma and ratio, if it runs or not.
 
     `question` says which model, machine, quality and memory; its own context and batch are not used. Where no plan
     fits, or the fastest leaves layers on the host, all sizes of quantization groups are tried, as by `recommend`.
     Raises PlanError for sizes out of range.
     """
+    return _searched_sizes(question, contexts, batches, preset).plan_map(not preset)
+
+
+def _searched_sizes(
+    question: Question, contexts: Sequence[int], batches: Sequence[int], preset: str | None
+) -> _BestOfFamilies:
+    """The best plan of every family that runs, or of the preset."""
     sizes = len(contexts) * len(batches)
     require(0 < sizes <= MAX_SIZES, f"{len(contexts)} contexts x {len(batches)} batches; allowed: 1 to {MAX_SIZES}")
     executed = question.as_executed
@@ -120,37 +153,36 @@ def degree_map(
     workloads = tuple(executed.resized(context, max(batches)).workload for context in contexts)
     grid = _SizeGrid(executed, workloads, tuple(batches))
     searched = _searched(grid, preset)
-    result = _fastest(grid, _narrowed(grid, _points(searched)))
     if preset:
-        return result
+        return _BestOfFamilies.of(grid, searched)
+    on_device = [family for family in searched if not family.template.placement.offload]
+    offloading = [family for family in searched if family.template.placement.offload]
+    best = _BestOfFamilies.of(grid, on_device).joined(~grid.plain.fits[:, 0], offloading)
     shortest = min(workloads, key=lambda workload: workload.context)
     smaller = [variant for family in searched for variant in regrouped(family)
                if not executed.unsupported(at_workload(variant.template, shortest))]  # fmt: skip
     device_only = [variant for variant in smaller if not variant.template.placement.offload]
-    result = _replaced(result, *_fitting(result.fits & (result.host_bytes > 0), grid, device_only))
-    return _replaced(result, ~result.fits, grid, smaller)
+    best = best.joined(*_fitting(best.offloads, grid, device_only))
+    return best.joined(~best.figures.fits.any(axis=1), smaller)
 
 
-def _fitting(
-    where: np.ndarray, grid: _SizeGrid, searched: Sequence[Family]
-) -> tuple[np.ndarray, _SizeGrid, list[Family]]:
-    """The masked sizes that any family fits with its fewest drafts (least memory), the grid, and those families."""
+def _fitting(where: np.ndarray, grid: _SizeGrid, searched: Sequence[Family]) -> tuple[np.ndarray, list[Family]]:
+    """The masked sizes that any family fits with its fewest drafts (least memory), and those families."""
     fits = np.zeros_like(where)
     if not where.any():
-        return fits, grid, []
-    part, place = grid.around(where)
+        return fits, []
+    part, (rows, columns) = grid.around(where)
+    place = np.ix_(rows, columns)
     smallest = [replace(family, gammas=family.gammas[:1], ratios=family.ratios[:1]) for family in searched]
     fitting = _figures(part, _points(smallest)).fits & where[place][:, None]
     fits[place] = fitting.any(axis=1)
-    return fits, grid, [family for family, fit in zip(searched, fitting.any(axis=(0, 2)), strict=True) if fit]
+    return fits, [family for family, fit in zip(searched, fitting.any(axis=(0, 2)), strict=True) if fit]
 
 
-def _replaced(result: PlanMap, where: np.ndarray, grid: _SizeGrid, searched: Sequence[Family]) -> PlanMap:
-    """The map with the plans of other families at the sizes of a mask, where they are faster or nothing fits."""
-    if not where.any():
-        return result
-    part, place = grid.around(where)
-    return _merged(result, _fastest(part, _narrowed(part, _points(searched))), place, where[place])
+def _plan_at(family: Family, workload: Workload, gamma: float, ratio: float, limit_bytes: float) -> Plan:
+    """The family's plan at a workload, within a limit of memory."""
+    resized = replace(family, template=at_workload(family.template, workload))
+    return within_limit(resized.plan(int(gamma), float(ratio)), limit_bytes)
 
 
 def at_workload(plan: Plan, workload: Workload) -> Plan:
@@ -183,10 +215,15 @@ class _SizeGrid:
         workloads = tuple(self.workloads[row] for row in rows)
         return replace(self, workloads=workloads, batches=tuple(self.batches[column] for column in columns))
 
-    def around(self, where: np.ndarray) -> tuple[_SizeGrid, tuple[np.ndarray, ...]]:
-        """The contexts and batches of a mask's sizes, and their places in arrays of this grid."""
+    def around(self, where: np.ndarray) -> tuple[_SizeGrid, tuple[list[int], list[int]]]:
+        """The contexts and batches of a mask's sizes, and their indices in this grid."""
         rows, columns = (np.flatnonzero(where.any(axis=axis)).tolist() for axis in (1, 0))
-        return self.part(rows, columns), np.ix_(rows, columns)
+        return self.part(rows, columns), (rows, columns)
+
+    @cached_property
+    def plain(self) -> _PlanFigures:
+        """Plain decoding at every size."""
+        return _figures(self, _points([family_of("autoregressive", autoregressive(self.workloads[-1]))]))
 
     @property
     def sizes(self) -> int:
@@ -202,6 +239,11 @@ class _Points:
     gamma: np.ndarray
     ratio: np.ndarray
 
+    @property
+    def spans(self) -> list[slice]:
+        """The places of each family's plans."""
+        return [slice(*ends) for ends in pairwise(np.flatnonzero(np.diff(self.family, prepend=-1, append=-1)))]
+
     def kept(self, mask: np.ndarray) -> _Points:
         """The plans of a mask [plans], with the families that remain."""
         left, family = np.unique(self.family[mask], return_inverse=True)
@@ -210,18 +252,34 @@ class _Points:
 
 @dataclass(frozen=True)
 class _PlanFigures:
-    """Figures of every plan at every size: [contexts, plans, batches]. fits is False for plans ruled out at a size.
+    """Every plan at every size: [contexts, plans, batches]. fits is False for plans ruled out at a size.
 
-    score: what is minimized, the time per token, at the slow end of its band where rates are a prior.
+    score: what is minimized, at the slow end of its band where rates are a prior.
     """
 
-    tpot_s: np.ndarray
+    gamma: np.ndarray
+    ratio: np.ndarray
     score: np.ndarray
+    tpot_s: np.ndarray
     ttft_s: np.ndarray
     request_ttft_s: np.ndarray
     peak_bytes: np.ndarray
     host_bytes: np.ndarray
     fits: np.ndarray
+
+    @property
+    def best(self) -> np.ndarray:
+        """Place of the best score among the plans that fit, else of the least memory: [contexts, batches]."""
+        score = np.where(self.fits, self.score, np.inf)
+        return np.asarray(np.where(self.fits.any(axis=1, keepdims=True), score, self.peak_bytes).argmin(axis=1))
+
+    def among(self, span: slice) -> _PlanFigures:
+        """Some adjacent plans."""
+        return _PlanFigures(*(values[:, span] for values in vars(self).values()))
+
+    def at(self, places: np.ndarray) -> _PlanFigures:
+        """The plans at these places: [contexts, any, batches]."""
+        return _PlanFigures(*(np.take_along_axis(values, places, axis=1) for values in vars(self).values()))
 
 
 def _searched(grid: _SizeGrid, preset: str | None) -> list[Family]:
@@ -245,12 +303,16 @@ def _points(searched: Sequence[Family]) -> _Points:
 
 
 def _narrowed(grid: _SizeGrid, points: _Points) -> _Points:
-    """The plans that are near the fastest, or need the least memory, at some size of a coarser grid."""
+    """The plans that need the least memory at some size of a coarser grid, or are near the fastest and the best of
+    their family there.
+    """
     if len(points.gamma) * grid.sizes <= DIRECT:
         return points
     figures = _figures(grid.coarse, points)
     score = np.where(figures.fits, figures.score, np.inf)
-    near = (score <= NEAR_FASTEST * score.min(axis=1, keepdims=True)) & np.isfinite(score)
+    best_of_family = np.stack([score[:, span].min(axis=1) for span in points.spans], axis=1)
+    near = (score <= NEAR_BEST * best_of_family[:, points.family]) & np.isfinite(score)
+    near &= score <= NEAR_FASTEST * score.min(axis=1, keepdims=True)
     smallest = figures.peak_bytes == figures.peak_bytes.min(axis=1, keepdims=True)
     return points.kept((near | smallest).any(axis=(0, 2)))
 
@@ -259,56 +321,80 @@ def _places(length: int) -> list[int]:
     return sorted({round(place) for place in np.linspace(0, length - 1, COARSE)})
 
 
-def _fastest(grid: _SizeGrid, points: _Points) -> PlanMap:
-    """The fastest plan that fits at each size, else the plan with the lowest peak memory."""
-    plain_family = family_of("autoregressive", autoregressive(grid.workloads[-1]))
-    figures, plain = _figures(grid, points), _figures(grid, _points([plain_family]))
-    fits = np.asarray(figures.fits.any(axis=1))
-    score = np.where(fits[:, None], np.where(figures.fits, figures.score, np.inf), figures.peak_bytes)
-    best = score.argmin(axis=1)
+@dataclass(frozen=True)
+class _BestOfFamilies:
+    """The best plan of each family at each size, as `search` finds it; figures: [contexts, families, batches]."""
 
-    def at_best(values: np.ndarray) -> np.ndarray:
-        return np.asarray(np.take_along_axis(values, best[:, None], axis=1)[:, 0])
+    grid: _SizeGrid
+    families: tuple[Family, ...]
+    figures: _PlanFigures
 
-    return PlanMap(
-        workloads=grid.workloads,
-        batches=grid.batches,
-        memory_limit_bytes=grid.question.memory_limit_bytes,
-        families=points.families,
-        index=points.family[best],
-        gamma=points.gamma[best],
-        ratio=points.ratio[best],
-        tpot_s=at_best(figures.tpot_s),
-        ttft_s=at_best(figures.ttft_s),
-        request_ttft_s=at_best(figures.request_ttft_s),
-        peak_bytes=at_best(figures.peak_bytes),
-        host_bytes=at_best(figures.host_bytes),
-        fits=fits,
-        plain_tpot_s=plain.tpot_s[:, 0],
-        plain_fits=plain.fits[:, 0],
-    )
+    @classmethod
+    def of(cls, grid: _SizeGrid, searched: Sequence[Family]) -> _BestOfFamilies:
+        """Those of some families; a large space is narrowed."""
+        points = _narrowed(grid, _points(searched))
+        figures = _figures(grid, points)
+        best = [span.start + figures.among(span).best for span in points.spans]
+        return cls(grid, points.families, figures.at(np.stack(best, axis=1)))
 
+    @property
+    def offloads(self) -> np.ndarray:
+        """Whether the fastest plan fits, but with layers on the host: [contexts, batches]."""
+        fastest = self.figures.at(self.figures.best[:, None])
+        return (fastest.fits & (fastest.host_bytes > 0))[:, 0]
 
-def _merged(first: PlanMap, second: PlanMap, place: tuple[np.ndarray, ...], where: np.ndarray) -> PlanMap:
-    """The first map with plans of the second where `where` allows it and the second is faster or the first fits none.
+    def joined(self, where: np.ndarray, searched: Sequence[Family]) -> _BestOfFamilies:
+        """With other families, at the sizes of a mask."""
+        if not where.any() or not searched:
+            return self
+        part, (rows, columns) = self.grid.around(where)
+        other = _BestOfFamilies.of(part, searched)
+        figures = {}
+        for name, values in vars(self.figures).items():
+            elsewhere = values.dtype.type(math.inf if name == "peak_bytes" else 0)
+            placed = np.full((len(where), len(other.families), where.shape[1]), elsewhere)
+            placed[np.ix_(rows, range(len(other.families)), columns)] = getattr(other.figures, name)
+            figures[name] = np.concatenate((values, np.where(where[:, None], placed, elsewhere)), axis=1)
+        return replace(self, families=(*self.families, *other.families), figures=_PlanFigures(**figures))
 
-    The second map covers the sizes `place` of the first.
-    """
-    faster = second.fits & (second.tpot_s < first.tpot_s[place])
-    changed = where & (faster | ~first.fits[place])
+    @property
+    def fastest_score(self) -> np.ndarray:
+        """What the best plan minimizes; infinite where none fits: [contexts, batches]."""
+        return np.where(self.figures.fits, self.figures.score, np.inf).min(axis=1)
 
-    def taken(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-        merged = ours.copy()
-        merged[place] = np.where(changed, theirs, ours[place])
-        return merged
+    def chosen(self, where: np.ndarray | bool) -> np.ndarray:
+        """The family that `recommend` chooses at the sizes of a mask, elsewhere the fastest: [contexts, batches]."""
+        figures, question = self.figures, self.grid.question
+        fits_device = (figures.fits & (figures.host_bytes == 0)).any(axis=1, keepdims=True)
+        worth = worth_offloading(figures.host_bytes, figures.tpot_s, self.grid.plain.tpot_s)
+        figures = replace(figures, fits=figures.fits & (worth | ~fits_device))
+        best, scores = figures.best, np.where(figures.fits, figures.score, np.inf).swapaxes(1, 2)
+        ranks = preference_ranks([family.template for family in self.families])
+        contested: dict[tuple[int, int], dict[Candidate, int]] = {}
+        kept = undominated(scores, ranks, question) & np.asarray(where)[..., None]
+        for row, column, place in np.argwhere(kept & (kept.sum(axis=2, keepdims=True) > 1)).tolist():
+            contested.setdefault((row, column), {})[self.candidate(row, place, column)] = place
+        winners = chosen_of_each([contenders(ranked(each), question) for each in contested.values()], question)
+        for (at, places), winner in zip(contested.items(), winners, strict=True):
+            best[at] = places[winner]
+        return best
 
-    names = (
-        "gamma", "ratio", "tpot_s", "ttft_s", "request_ttft_s", "peak_bytes", "host_bytes", "fits", "plain_tpot_s",
-        "plain_fits",
-    )  # fmt: skip
-    figures: dict[str, Any] = {name: taken(getattr(first, name), getattr(second, name)) for name in names}
-    index = taken(first.index, second.index + len(first.families))
-    return replace(first, families=(*first.families, *second.families), index=index, **figures)
+    def candidate(self, row: int, place: int, column: int) -> Candidate:
+        """The best plan of the family with an index, at the context and the batch with these indices."""
+        grid, family, at = self.grid, self.families[place], (row, place, column)
+        workload, figures = replace(grid.workloads[row], batch=grid.batches[column]), self.figures
+        plan = _plan_at(family, workload, figures.gamma[at], figures.ratio[at], grid.question.memory_limit_bytes)
+        values = figures.score, figures.tpot_s, figures.peak_bytes, figures.host_bytes
+        return Candidate(family.name, plan, *(float(each[at]) for each in values))
+
+    def plan_map(self, where: np.ndarray | bool) -> PlanMap:
+        """The map of the plans that are `chosen`."""
+        grid, index = self.grid, self.chosen(where)
+        figures = {name: values[:, 0] for name, values in vars(self.figures.at(index[:, None])).items()}
+        return PlanMap(
+            grid.workloads, grid.batches, grid.question.memory_limit_bytes, self.families, index,
+            plain_tpot_s=grid.plain.tpot_s[:, 0], plain_fits=grid.plain.fits[:, 0], **figures,
+        )  # fmt: skip
 
 
 def _figures(grid: _SizeGrid, points: _Points) -> _PlanFigures:
@@ -326,16 +412,14 @@ def _figures(grid: _SizeGrid, points: _Points) -> _PlanFigures:
     )
     rates = stack([rates_of(family.template, shape, machine) for family in points.families], list(counts))
     estimate = evaluate(shape, machine, strategy, reshaped(rates, shaped[1:]))
-    full = (*shaped[:2], len(grid.batches))
-    tpot_s, ttft_s, request_ttft_s, peak, host = (
-        np.broadcast_to(np.asarray(figure, dtype=float), full)
-        for figure in (
-            estimate.tpot_s, estimate.ttft_s, estimate.request_ttft_s, estimate.memory.peak, estimate.host_bytes,
-        )
-    )  # fmt: skip
     allowed = np.array([[not exceeds_window(plan, shape) for plan in row] for row in templates])[:, points.family, None]
-    score = tpot_s * (1 + _spreads(grid, templates)[:, points.family])
-    return _PlanFigures(tpot_s, score, ttft_s, request_ttft_s, peak, host, allowed & question.fits(peak, host))
+    memory, spreads = estimate.memory.peak, _spreads(grid, templates)[:, points.family]
+    figures = (
+        points.gamma[:, None], points.ratio[:, None], score_of(estimate, question) * (1 + spreads), estimate.tpot_s,
+        estimate.ttft_s, estimate.request_ttft_s, memory, estimate.host_bytes,
+        allowed & question.fits(memory, estimate.host_bytes),
+    )  # fmt: skip
+    return _PlanFigures(*(np.broadcast_to(figure, (*shaped[:2], len(grid.batches))) for figure in figures))
 
 
 def _spreads(grid: _SizeGrid, templates: Sequence[Sequence[Plan]]) -> np.ndarray:
@@ -360,8 +444,7 @@ def _spreads(grid: _SizeGrid, templates: Sequence[Sequence[Plan]]) -> np.ndarray
 def _acceptance(question: Question, templates: Sequence[Sequence[Plan]], points: _Points) -> np.ndarray:
     """Conditional acceptance of every plan's drafts: [contexts, plans]."""
     model = AcceptanceModel.of_profile(question.shape, 1, question.profile)
-    starts = np.flatnonzero(np.diff(points.family, prepend=-1, append=-1))
-    grids = [(points.gamma[first:last], points.ratio[first:last]) for first, last in pairwise(starts)]
+    grids = [(points.gamma[span], points.ratio[span]) for span in points.spans]
     at_contexts = (replace(model, context=row[0].workload.context) for row in templates)
     return np.array([
         np.concatenate(at_context.competing_of_all(row, grids))

@@ -1,4 +1,4 @@
-"""Sweeps: the fastest plan at every point of a grid, and figures of one plan as compiled functions."""
+"""Sweeps: the recommended plan at every point of a grid, and figures of one plan as compiled functions."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ UNANSWERED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """The fastest plans of one question at all contexts and batches. columns: its values on the other axes.
+    """The recommended plans of one question at all contexts and batches. columns: its values on the other axes.
 
     plans: at the contexts up to `longest`, beyond which the model cannot go; None if all are longer.
     """
@@ -188,11 +188,10 @@ def grid_sweep(
     options: SearchOptions | None = None,
     **changes: Any,
 ) -> GridSweep:
-    """The fastest plan that runs at every point; `over` names axes of `AXES` with their values.
+    """The recommended plan at every point; `over` names axes of `AXES` with their values.
 
     What does not vary is as given; options are those of `recommend`. Contexts beyond a model's limit have rows that say
-    so, and no figures. Where `recommend` prefers a plan that is more exact or simpler and as fast within the noise,
-    this still names the fastest. Raises PlanError, and as `recommend` does.
+    so, and no figures. Plans are chosen as by `recommend`. Raises PlanError, and as `recommend` does.
     """
     unknown = [name for name in over if name not in AXES]
     require(not unknown, f"unknown axis {', '.join(unknown)}; allowed: {', '.join(AXES)}")

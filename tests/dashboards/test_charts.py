@@ -50,7 +50,7 @@ def named(figure: Any) -> dict[str, Any]:
     return {trace.name: trace for trace in figure.data if trace.name}
 
 
-def test_every_cell_is_the_fastest_plan_s_time_or_hatched(plans_by_cell: PlanMap) -> None:
+def test_every_cell_is_its_plan_s_time_or_hatched(plans_by_cell: PlanMap) -> None:
     figure = charts.capacity_map(plans_by_cell, (65_536, 4))
     (heat,) = (trace for trace in figure.data if trace.type == "heatmap")
     assert heat.z.shape == (len(BATCHES), len(CONTEXTS))

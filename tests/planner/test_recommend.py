@@ -460,11 +460,10 @@ def test_a_simpler_plan_wins_inside_the_noise_and_a_stricter_quality_inside_the_
     assert choose([fast, exact], surely) is exact
 
 
-def test_no_plan_is_chosen_that_another_beats_in_time_and_preference():
-    """INT8 is within the noise of the fastest, but plain decoding is faster than it, and exact."""
-    fast, plain, int8 = candidate("dapq"), candidate("autoregressive", 1.005), candidate("int8", 1.01)
-    scores = samples([1.0, 1.0, 1.0, 1.0], [1.005, 1.005, 1.005, 1.005], [0.9, 1.1, 0.9, 1.1])
-    assert choose([fast, plain, int8], scores) is plain
+def test_no_plan_contends_that_another_beats_in_time_and_preference():
+    """INT8 is within the tolerance of the fastest, but plain decoding is faster than it, and exact."""
+    ranked = [candidate("dapq"), candidate("autoregressive", 1.005), candidate("int8", 1.01)]
+    assert contenders(ranked, ask(LLAMA, "h200", 32768)) == ranked[1:2]
 
 
 def test_a_preferred_plan_as_fast_in_every_sample_wins():
@@ -472,11 +471,11 @@ def test_a_preferred_plan_as_fast_in_every_sample_wins():
     assert choose([fast, plain], samples([1, 2], [1, 2])) is plain
 
 
-@pytest.mark.parametrize("objective, kept", [("latency", 3), ("total", 3), ("memory", 2)])
+@pytest.mark.parametrize("objective, kept", [("latency", 2), ("total", 2), ("memory", 1)])
 def test_only_plans_within_3_percent_contend_and_memory_has_no_noise(objective, kept):
     question = ask(LLAMA, "h200", 32768, objective=objective)
     ranked = [candidate(name, score) for name, score in
-             (("quantspec", 1.0), ("int8", 1.0), ("quantspec-kv", 1.03), ("autoregressive", 1.031))]  # fmt: skip
+             (("quantspec", 1.0), ("quantspec-kv", 1.03), ("int8", 1.031))]  # fmt: skip
     assert contenders(ranked, question) == ranked[:kept]
 
 

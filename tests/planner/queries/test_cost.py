@@ -2,7 +2,7 @@
 
 import pytest
 
-from ridgeplan.planner import PlanError, predict, preset, resolve, workload_for
+from ridgeplan.planner import PlanError, predict, preset, recommend, resolve, workload_for
 from ridgeplan.planner.queries.cost import LatencyLimits, serving_cost
 
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -20,6 +20,14 @@ def test_dollars_are_the_hours_of_a_batch_over_its_tokens() -> None:
     assert row.tokens_per_s == pytest.approx(8 * 512 / seconds)
     assert (row.ttft_ms, row.tpot_ms) == pytest.approx((figures.ttft_ms, figures.tpot_ms))
     assert row.ttft_request_ms == pytest.approx(figures.ttft_ms / 8) == pytest.approx(figures.ttft_request_ms)
+
+
+@pytest.mark.parametrize(("gpu", "context", "batches"), [("h200", 4096, (1, 16)), ("a100-80gb", 32_768, (4,))])
+def test_a_row_s_plan_is_the_recommended_one(gpu: str, context: int, batches: tuple[int, ...]) -> None:
+    for row in serving_cost(LLAMA, {gpu: 2.5}, context, batches=batches).rows:
+        answer = recommend(LLAMA, gpu, context, batch=row.batch)
+        assert (row.plan, row.name) == (answer.plan, answer.name)
+        assert row.tpot_ms == pytest.approx(answer.predicted.best.tpot_ms)
 
 
 def test_twice_the_price_costs_twice_as_much() -> None:
