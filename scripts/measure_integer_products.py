@@ -250,6 +250,7 @@ class Report:
     path: Path | None
     deadline: float
     started: float
+    variants: Mapping[str, IntegerVariant]
     sections: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -268,11 +269,14 @@ class Report:
             for name, us in sorted(rows.items(), key=lambda item: item[1])[:12]:
                 print(f"  {us:7.2f}  {name}")
             if "again" in section:
-                today, best = section["again"]["today"], section["again"]["best of each"]
-                verdict = "wire it" if best <= (1 - MIN_GAIN) * today else "keep today's"
-                print(
-                    f"  again in turn: today {today:.2f}, best of each {best:.2f}, {1 - best / today:+.1%}: {verdict}"
-                )
+                again = dict(section["again"])
+                today = again.pop("today")
+                for label, us in again.items():
+                    verdict = "wire it" if us <= (1 - MIN_GAIN) * today else "keep today's"
+                    print(f"  again in turn: today {today:.2f}, {label} {us:.2f}, {1 - us / today:+.1%}: {verdict}")
+                if "one variant" in section:
+                    variant = self.variants[section["one variant"]]
+                    print(f"  one variant: ({section['bits']}, {section['rows']}): {variant!r}")
             print("  best plan:", section.get("best plan"))
             for name, times in section.get("products", {}).items():
                 print(f"  {name:8}", ", ".join(f"{key} {us:.2f}" for key, us in times.items()))
@@ -369,9 +373,13 @@ def measure(bench: LayerBench, report: Report, plans: Mapping[str, Plan], until:
         report.write()
     plans = agreeing
     best = best_of_each(bench, limited, layers, plans)
-    pair = {"today": plans["today"], "best of each": best}
-    again = [{label: bench.layer_us(plan) for label, plan in pair.items()} for _ in range(5)]
-    section["again"] = {label: statistics.median(times[label] for times in again) for label in pair}
+    uniform = [label for label in layers if label in report.variants and not report.variants[label].from_planes]
+    final = {"today": plans["today"], "best of each": best}
+    if uniform:
+        section["one variant"] = min(uniform, key=layers.__getitem__)
+        final["one variant"] = plans[section["one variant"]]
+    again = [{label: bench.layer_us(plan) for label, plan in final.items()} for _ in range(7)]
+    section["again"] = {label: statistics.median(times[label] for times in again) for label in final}
     products: dict[str, dict[str, float]] = {}
     section["products"] = products
     for name, shape in SHAPES.items():
@@ -398,7 +406,8 @@ def main() -> None:
     gc.collect()
     gc.disable()  # no graph may be freed while another is captured
     started = time.monotonic()
-    report = Report(arguments.output, started + arguments.seconds, started)
+    named = {name_of(variant): variant for planes in (False, True) for variant in variants(planes)}
+    report = Report(arguments.output, started + arguments.seconds, started, named)
 
     def give_up() -> None:
         print("time is over", flush=True)
@@ -418,9 +427,9 @@ def main() -> None:
         layers = [first, *({name: copied(weight) for name, weight in first.items()} for _ in range(LAYERS - 1))]
         rows_list = arguments.rows if bits == 4 else [rows for rows in arguments.rows if rows in (1, 4)]
         benches += [LayerBench.draw(bits, rows, layers, device) for rows in rows_list]
-    all_variants = [variant for planes in (False, True) for variant in variants(planes)]
     plans = [
-        distinct({"today": bench.today()} | {name_of(v): bench.plan(v) for v in all_variants}) for bench in benches
+        distinct({"today": bench.today()} | {label: bench.plan(variant) for label, variant in named.items()})
+        for bench in benches
     ]
     warm(benches, [(bench, plan) for bench, each in zip(benches, plans, strict=True) for plan in each.values()])
     print(f"{time.monotonic() - started:.0f} s of preparation", flush=True)
