@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -155,14 +156,21 @@ def predicted_memory(plan: Plan, shape: ModelShape, device: Device) -> MemoryBre
     return resident_memory(shape, device, strategy_of(plan, shape, device, CERTAIN))
 
 
-def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> tuple[int, int]:
+class Offloaded(NamedTuple):
+    """The last layers, which are offloaded, and the bytes that the others leave to them, if they leave one by one."""
+
+    layers: int = 0
+    spare_bytes: int = 0
+
+
+def offloaded_layers(plan: Plan, shape: ModelShape, device: Device) -> Offloaded:
     """Layers to offload so that the workload fits until its generation ends, and the usable bytes that remain.
 
     The number of layers is 0 if the plan may not offload.
     """
     strategy = strategy_of(plan, shape, device, CERTAIN)
     layout = offload_layers(shape, device, strategy)
-    return int(layout.host.layers), int(layout.spare_bytes)
+    return Offloaded(int(layout.host.layers), int(layout.spare_bytes))
 
 
 def departure_lengths(plan: Plan, shape: ModelShape, device: Device) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from ridgeplan.planner.capacity import Offloaded
 from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
@@ -85,6 +86,22 @@ def longest_pass(cache: Cache) -> int:
     return TEACHER_FORCED_TOKENS if cache.states is None else min(TEACHER_FORCED_TOKENS, cache.states.queries)
 
 
+@dataclass(frozen=True, eq=False)
+class DraftParts:
+    """What a plan's drafts need beside the target's weights.
+
+    weights: of drafts that have a copy of their own, by default quantized from the target's and `text`, by default one
+    of the model's own. If prompts use their memory, swappable weights of another engine are shared, and others copied.
+    path: file that the quantized weights are read from, or saved to; by default they are not saved. checkpoint: of a
+    drafter with weights.
+    """
+
+    weights: DecoderWeights | None = None
+    text: CalibrationText | None = None
+    path: Path | None = None
+    checkpoint: HeadCheckpoint | MTPCheckpoint | None = None
+
+
 class Engine:
     """Executes one plan. The cache is allocated here, for `plan.workload`; one generation runs at a time."""
 
@@ -96,25 +113,18 @@ class Engine:
         weights: DecoderWeights,
         device: torch.device,
         meter: MemoryMeter,
-        draft_weights: DecoderWeights | None = None,
-        text: CalibrationText | None = None,
+        *,
+        drafts: DraftParts | None = None,
         profile: Profile | None = None,
         head: Head | None = None,
-        host_layers: int = 0,
-        spare_bytes: int = 0,
-        draft_path: Path | None = None,
-        draft_head: HeadCheckpoint | MTPCheckpoint | None = None,
+        offloaded: Offloaded | None = None,
     ) -> None:
-        """weights: the target's, in the plan's format. draft_weights: those of the plan's drafts if they have a copy of
-        their own, by default quantized from `weights` and `text`, by default one of the model's own. profile: the
-        device's rates, by default this machine's, from which an adaptive gamma knows what rounds take. head: a
-        retrieval head for plans that choose by one. draft_head: that of a drafter with weights. host_layers: the last
-        layers, which are offloaded. spare_bytes: memory that the others leave to them, if they leave one by one.
-        draft_path: file that the draft's quantized weights are read from, or saved to; by default they are not saved.
-        Raises ModelError for a head of another model, and WorkloadError without one.
+        """weights: the target's, in the plan's format. profile: the device's rates, by default this machine's, from
+        which an adaptive gamma knows what rounds take. head: a retrieval head for plans that choose by one.
 
-        If prompts use their memory, swappable weights of another engine are shared, and others copied.
+        Raises ModelError for a head of another model, and WorkloadError without one.
         """
+        drafts, offloaded = drafts or DraftParts(), offloaded or Offloaded()
         self.plan, self.source, self.config, self.device = plan, source, config, device
         self.weights = weights
         self.decoder = Decoder(config, device)
@@ -122,9 +132,9 @@ class Engine:
         if plan.weights.hierarchical:
             self.draft_weights = weights.upper
         elif plan.weights.draft_copy:
-            self.draft_weights = self._drafts(draft_weights, text, draft_path)
+            self.draft_weights = self._drafts(drafts)
         self.scorer = scorer_for(plan)
-        sizes = config.shape.kv_layers, host_layers, spare_bytes
+        sizes = config.shape.kv_layers, *offloaded
         cache_config = KVCacheConfig.of(plan, *sizes, config.attention_windows)
         embedding = weights.embedding
         head = head and head.for_model(config.shape, embedding)
@@ -134,7 +144,7 @@ class Engine:
         self._selector: TokenSelector | None = token_selector(plan.speculation.selection.among_all, builder, head)
         self._sparse_target = SparseTargetAttention.of(plan.attention.chosen, self.cache, head)
         drafter = plan.speculation.drafter
-        trained = None if draft_head is None else draft_head.head(weights, drafter.window)
+        trained = None if drafts.checkpoint is None else drafts.checkpoint.head(weights, drafter.window)
         self._proposer = make_proposer(drafter, self.cache, trained)
         self._meter = meter
         self._statistics: Statistics | None = None
@@ -391,20 +401,20 @@ class Engine:
         self.cache = self._selector = self._sparse_target = self._mover = self._filled = None
         self._graphs.clear()
 
-    def _drafts(
-        self, weights: DecoderWeights | None, text: CalibrationText | None, path: Path | None
-    ) -> DecoderWeights:
-        if isinstance(weights, SwappableWeights):
-            return weights
+    def _drafts(self, parts: DraftParts) -> DecoderWeights:
+        if isinstance(parts.weights, SwappableWeights):
+            return parts.weights
 
         def fit() -> DecoderWeights:
-            fitted = text or CalibrationText.of_model(self.decoder, self.weights)
+            fitted = parts.text or CalibrationText.of_model(self.decoder, self.weights)
             return quantized_draft(self.decoder, self.weights, self.plan.weights.group, fitted)
 
         def load() -> DecoderWeights:
-            if weights is not None:
-                return weights
-            return saved_weights(path, self.device, lambda: call_with_separate_heap(fit, self.device), self.weights)
+            if parts.weights is not None:
+                return parts.weights
+            return saved_weights(
+                parts.path, self.device, lambda: call_with_separate_heap(fit, self.device), self.weights
+            )
 
         return draft_weights_for(self.plan, self.weights, load)
 

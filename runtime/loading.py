@@ -18,7 +18,7 @@ from ridgeplan.roofline.plan.plan import DrafterKind, KVFormat, Plan
 from ridgeplan.roofline.plan.policies.selections import RetrievalHead
 from ridgeplan.roofline.plan.policy import TokenSelection
 from ridgeplan.roofline.plan.support import as_loaded, exceeds_window, missing_execution, missing_head
-from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.engine import DraftParts, Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.heap import call_with_separate_heap, return_freed_memory
 from ridgeplan.runtime.memory import (
@@ -111,8 +111,8 @@ def load(
         form = WeightFormat(4, plan.weights.group)
         path = weights_path(source, dtype, place, form, text, drafts=True) if plan.weights.draft_copy else None
         return Engine(
-            plan, source, config, target, place, meter, draft_weights, text, profile, head, *offloading,
-            draft_path=path, draft_head=trained,
+            plan, source, config, target, place, meter, drafts=DraftParts(draft_weights, text, path, trained),
+            profile=profile, head=head, offloaded=offloading,
         )  # fmt: skip
 
 

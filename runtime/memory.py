@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ridgeplan.planner.capacity import MEMORY_UTILIZATION, missing_memory, offloaded_layers, usable_bytes
+from ridgeplan.planner.capacity import MEMORY_UTILIZATION, Offloaded, missing_memory, offloaded_layers, usable_bytes
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Plan
@@ -97,7 +97,7 @@ def require_memory(
     dtype: torch.dtype,
     shared_bytes: int,
     memory_utilization: float = MEMORY_UTILIZATION,
-) -> tuple[int, int]:
+) -> Offloaded:
     """The number of layers to offload so that the plan's predicted peak fits into usable memory, and the bytes left.
 
     Usable memory is the free memory, at most `memory_utilization` of a GPU's memory, and at most the memory that the
@@ -107,7 +107,7 @@ def require_memory(
     """
     available = _available(device, dtype, shared_bytes, memory_utilization)
     if available is None:
-        return 0, 0
+        return Offloaded()
     limit = plan.placement.memory_bytes or available.memory_bytes
     available = replace(available, memory_bytes=min(available.memory_bytes, limit))
     missing = missing_memory(plan, shape, available)

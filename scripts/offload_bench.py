@@ -292,9 +292,9 @@ class OffloadBench:
         plan = _plan(self.shape.name, context, KVFormat.INT8, 0, placement, new_tokens)
         plan = replace(plan, placement=replace(plan.placement, memory_bytes=self._just_below(plan)))
         meter, config = MemoryMeter(self.device), DecoderConfig.plain(self.shape)
-        sizes = offloaded_layers(plan, self.shape, Machine.of(self.profile))
+        offloaded = offloaded_layers(plan, self.shape, Machine.of(self.profile))
         weights = self.random.weights
-        engine = Engine(plan, "", config, weights, self.device, meter, None, None, self.profile, None, *sizes)
+        engine = Engine(plan, "", config, weights, self.device, meter, profile=self.profile, offloaded=offloaded)
         prompts = [[1 + row] * context for row in range(BATCH)]
         gaps, placements, last = [], [], time.perf_counter()
         for _ in engine.stream_batch(prompts, new_tokens):
@@ -309,7 +309,7 @@ class OffloadBench:
         moved = [index for index in range(3, len(placements)) if placements[index] != placements[index - 1]]
         excess = {index: sum(gap - median for gap in gaps[max(2, index - 4) : index + 4]) for index in moved}
         return {
-            "host_layers_at_end": sizes[0],
+            "host_layers_at_end": offloaded.layers,
             "moved": engine.statistics.moved_layers,
             "median_step_ms": 1e3 * median,
             "crossings": [{"step": at, "steps_lost": lost / median} for at, lost in excess.items()],
@@ -343,9 +343,9 @@ class OffloadBench:
         plan = _plan(shape.name, 4096, KVFormat.HIERARCHICAL, 4, lower, 5 * SOAK_ROUNDS)
         needed = predict(replace(plan, placement=Placement()), shape, self.profile).best.peak_memory_bytes
         plan = replace(plan, placement=replace(plan.placement, memory_bytes=int(0.999 * needed)))
-        sizes = offloaded_layers(plan, shape, small.machine)
+        offloaded = offloaded_layers(plan, shape, small.machine)
         meter, config = MemoryMeter(self.device), DecoderConfig.plain(shape)
-        engine = Engine(plan, "", config, small.weights, self.device, meter, None, None, self.profile, None, *sizes)
+        engine = Engine(plan, "", config, small.weights, self.device, meter, profile=self.profile, offloaded=offloaded)
         marks = []
         for index, _ in enumerate(engine.stream_batch([[1] * 4000] * BATCH, plan.workload.new_tokens)):
             if index == SOAK_ROUNDS:
@@ -354,7 +354,7 @@ class OffloadBench:
                 rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 marks.append({"round": index, "allocated": torch.cuda.memory_allocated(), "rss_kb": rss})
         engine.close()
-        return {"host_layers": sizes[0], "marks": marks}
+        return {"host_layers": offloaded.layers, "marks": marks}
 
     def _just_below(self, plan: Plan) -> int:
         """Memory in which all layers have room for the prompt and a few groups, but not for what is generated."""

@@ -24,7 +24,7 @@ from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.memory import MemoryBreakdown
 from ridgeplan.roofline.plan.plan import Plan, Workload
 from ridgeplan.roofline.plan.presets import preset
-from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.engine import DraftParts, Engine
 from ridgeplan.runtime.memory import MemoryMeter, PeakMemory
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.linear import Dense, GatedMLP
@@ -223,7 +223,7 @@ def _engine(plan: Plan, shape: ModelShape, device: torch.device, meter: MemoryMe
             Decoder(config, device), ends, layers, WeightFormat(*plan.weights.target_format), text
         )
         del layers
-    return Engine(plan, "", config, weights, device, meter, text=text)
+    return Engine(plan, "", config, weights, device, meter, drafts=DraftParts(text=text))
 
 
 def main() -> None:

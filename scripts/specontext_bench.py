@@ -114,9 +114,11 @@ class Setting:
     def engine(self, plan: Plan) -> Engine:
         """An engine of the plan."""
         meter, config = MemoryMeter(self.device), DecoderConfig.plain(self.shape)
-        sizes, weights = offloaded_layers(plan, self.shape, self.machine), self.random.weights
+        offloaded, weights = offloaded_layers(plan, self.shape, self.machine), self.random.weights
         head = steady_head(self.shape, weights.embedding) if plan.attention.active else None
-        return Engine(plan, "", config, weights, self.device, meter, None, None, self.profile, head, *sizes)
+        return Engine(
+            plan, "", config, weights, self.device, meter, profile=self.profile, head=head, offloaded=offloaded
+        )
 
     def layers_at(self, plan: Plan, length: int) -> int:
         """Layers on the host over sequences of `length` tokens."""

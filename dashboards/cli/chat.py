@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ridgeplan.dashboards.cli.conversation import engine_options, load_engine
+from ridgeplan.dashboards.cli.engine_request import EngineRequest, conversation_options
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo
 from ridgeplan.planner.quantities import time_text
@@ -22,7 +22,7 @@ RESET, HELP = "/reset", "/reset starts a new chat, Ctrl-C stops an answer, Ctrl-
 
 
 @command()
-@engine_options
+@conversation_options
 @click.option("--system", metavar="TEXT", help="System message of the chat.")
 @click.option("--temperature", type=float, default=0.0, help="0 always takes the likeliest token.")
 @click.option("--top-k", type=int, help="Sample from the k likeliest tokens.")
@@ -30,7 +30,7 @@ RESET, HELP = "/reset", "/reset starts a new chat, Ctrl-C stops an answer, Ctrl-
 @click.option("--seed", type=int, help="Seed of the sampling.  [default: another one for each answer]")
 def chat(
     system: str | None, temperature: float, top_k: int | None, top_p: float | None, seed: int | None,
-    **engine_arguments: Any,
+    max_new_tokens: int | None, **engine_options: Any,
 ) -> None:  # fmt: skip
     """Talk with a model that has a chat template. The KV cache is kept between turns.
 
@@ -45,7 +45,8 @@ def chat(
     from ridgeplan.runtime import SamplingParams
 
     params = SamplingParams(temperature, top_k, top_p, seed or 0)
-    Conversation(load_engine(**engine_arguments, needs_template=True), params, system, vary_seed=seed is None).talk()
+    engine = EngineRequest(**engine_options, new_tokens=max_new_tokens).conversation(needs_template=True)
+    Conversation(engine, params, system, vary_seed=seed is None).talk()
 
 
 class Conversation:

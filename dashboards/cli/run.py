@@ -11,29 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ridgeplan.dashboards.cli import options as opt
+from ridgeplan.dashboards.cli.engine_request import EngineRequest, loading_options, plan_or_model
 from ridgeplan.dashboards.cli.groups import command
-from ridgeplan.dashboards.cli.model_inputs import (
-    calibration_tokens,
-    check_request,
-    embedded_or,
-    require_planned_model,
-)
+from ridgeplan.dashboards.cli.model_inputs import check_request
 from ridgeplan.dashboards.cli.output import echo, print_json
-from ridgeplan.dashboards.cli.run_inputs import (
-    CONTEXT_STEP,
-    PlanOrModel,
-    PromptInput,
-    model_id,
-    plan_for_run,
-    planned_context,
-    prompt_inputs,
-)
-from ridgeplan.planner import SearchOptions
-from ridgeplan.planner.plan_file import SavedPlan
-from ridgeplan.planner.quality import Quality, QualityFloor, parse_quality
+from ridgeplan.dashboards.cli.run_inputs import CONTEXT_STEP, PromptInput, planned_context, prompt_inputs
 from ridgeplan.planner.quantities import size_text, time_text
-from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import load_profile
 
 if TYPE_CHECKING:
     from ridgeplan.runtime import Engine, SamplingParams, Statistics
@@ -48,8 +31,7 @@ ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose att
 
 
 @command()
-@click.argument("given", metavar="PLAN|MODEL", type=PlanOrModel())
-@opt.model_to_run
+@plan_or_model
 @click.option("--prompt", metavar="TEXT", help="Text to continue.")
 @click.option(
     "--prompt-file", metavar="FILE",
@@ -70,23 +52,12 @@ ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose att
 @click.option("--seed", type=int, default=0, help="Seed of the sampling.")
 @click.option("--ctx", type=opt.POSITIVE_TOKENS, help="Context to plan MODEL for.  [default: that of the prompts]")
 @click.option("--batch", type=click.IntRange(1), help="Prompts that MODEL is planned to run together.  [default: 1]")
-@click.option(
-    "--quality", type=opt.QualityLimit("|".join(Quality), parse_quality),
-    help=f"What a plan for MODEL may give up, as for `ridgeplan plan`.  [default: {Quality.NEAR_LOSSLESS}]",
-)  # fmt: skip
-@opt.calibration_file
-@opt.retrieval_head
-@opt.drafter_head
-@opt.profile_file
-@opt.memory_utilization
-@opt.any_model
+@loading_options
 @opt.as_json
 def run(
-    given: SavedPlan | str, model: str | None, prompt: str | None, prompt_file: str | None, prompts: str | None,
-    chat: bool, system: str | None, stop: tuple[str, ...], truncate: bool, max_new_tokens: int | None,
-    ctx: int | None, batch: int | None, quality: Quality | QualityFloor | None,
-    calibration: str | None, retrieval_head: str | None, drafter_head: str | None, profile: str | None,
-    memory_utilization: float, any_model: bool, as_json: bool, **sampling: Any,
+    prompt: str | None, prompt_file: str | None, prompts: str | None, chat: bool, system: str | None,
+    stop: tuple[str, ...], truncate: bool, max_new_tokens: int | None, temperature: float, top_k: int | None,
+    top_p: float | None, seed: int, as_json: bool, **engine_options: Any,
 ) -> None:  # fmt: skip
     """Execute a plan, or the fastest plan for MODEL on this machine, and stream the text with its time and memory.
 
@@ -102,45 +73,23 @@ def run(
     if not all(stop):
         raise click.UsageError("--stop is empty; allowed: a text of one character or more")
     inputs = prompt_inputs(prompt, prompt_file, prompts, system, chat=chat)
-    rates = None if profile is None else load_profile(profile)
-    shape = None
-    if isinstance(given, str):
-        if model is not None:
-            raise click.UsageError("a model was given twice; allowed: PLAN with --model, or MODEL alone")
-        shape = load_shape(given)
-        search = SearchOptions(
-            batch=batch or 1, new_tokens=opt.DEFAULT_RUN_TOKENS if max_new_tokens is None else max_new_tokens,
-            quality=quality or Quality.NEAR_LOSSLESS, memory_utilization=memory_utilization, profile=rates,
-            drafter_head=drafter_head,
-        )  # fmt: skip
-    elif ctx is not None or batch is not None or quality is not None:
-        raise click.UsageError("--ctx, --batch and --quality plan a MODEL; allowed: without a PLAN")
-    elif not any_model:
-        require_planned_model(given, model, ", or any with --any-model")
+    request = EngineRequest(**engine_options)
     # Importing torch takes seconds, so that all the above is checked first.
-    from ridgeplan import runtime
-    from ridgeplan.runtime.loading import require_described
+    from ridgeplan.runtime import SamplingParams
     from ridgeplan.runtime.text import TextStream
 
-    params = runtime.SamplingParams(**sampling)
-    source = embedded_or(model) if shape is None else model_id(str(given), shape)
+    params = SamplingParams(temperature, top_k, top_p, seed)
     limit = opt.DEFAULT_RUN_TOKENS if max_new_tokens is None else max_new_tokens
-    if isinstance(given, SavedPlan):
-        plan = given.plan
-        require_described(plan, source, memory_utilization)
+    if request.saved is not None:
+        plan = request.plan()
         limit = min(limit, plan.workload.new_tokens) if max_new_tokens is None else limit
-        ids = [each.tokens(source, plan.workload.context, cut=truncate) for each in inputs]
+        ids = [each.tokens(request.source, plan.workload.context, cut=truncate) for each in inputs]
     else:
-        assert shape is not None, "the shape of a model"
-        room = ctx or (CONTEXT_STEP if inputs[0].opening else max(1, shape.max_context - limit))
-        ids = [each.tokens(source, room, cut=truncate) for each in inputs]
-        plan = plan_for_run(given, ctx or planned_context(ids, room), search)
-        require_described(plan, source, memory_utilization)
-    check_request(ids, plan.workload, source, limit)  # before weights, which take minutes to load
-    engine = runtime.load(
-        plan, source, calibration=calibration_tokens(source, calibration), memory_utilization=memory_utilization,
-        retrieval_head=retrieval_head, drafter_head=drafter_head, profile=rates,
-    )  # fmt: skip
+        room = request.ctx or (CONTEXT_STEP if inputs[0].opening else max(1, request.shape.max_context - limit))
+        ids = [each.tokens(request.source, room, cut=truncate) for each in inputs]
+        plan = request.plan(request.ctx or planned_context(ids, room), limit)
+    check_request(ids, plan.workload, request.source, limit)  # before weights, which take minutes to load
+    engine = request.load(plan)
     params = replace(params, stop_token_ids=engine.stop_token_ids)
     if prompts is not None:
         for line in answers(engine, inputs, ids, limit, params, stop):

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ridgeplan.dashboards.cli.conversation import engine_options, load_engine
+from ridgeplan.dashboards.cli.engine_request import EngineRequest, conversation_options
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo
 from ridgeplan.dashboards.extras import require_package
@@ -18,13 +18,13 @@ GRACE_S = 2  # for answers that run when the server ends
 
 
 @command()
-@engine_options
+@conversation_options
 @click.option("--host", default=LOCALHOST, help="Address to listen on. Any but this machine's own is open to others.")
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, help="Port; 0 takes a free one.")
 @click.option(
     "--served-model-name", "name", metavar="NAME", help="Name of the model in requests.  [default: the plan's]"
 )
-def serve(host: str, port: int, name: str | None, **engine_arguments: Any) -> None:
+def serve(host: str, port: int, name: str | None, max_new_tokens: int | None, **engine_options: Any) -> None:
     """Serve completions and chat completions on localhost, as OpenAI's API has them. Ctrl-C ends it.
 
     One request is answered at a time, the others wait: this is for one user's tools and tests. For traffic serve with
@@ -39,7 +39,7 @@ def serve(host: str, port: int, name: str | None, **engine_arguments: Any) -> No
     require_package("uvicorn")
     listener = _listener(host, port)  # before weights, which take minutes to load
     with listener:
-        engine = load_engine(**engine_arguments)
+        engine = EngineRequest(**engine_options, new_tokens=max_new_tokens).conversation()
         import uvicorn
 
         from ridgeplan.dashboards.server import server_app

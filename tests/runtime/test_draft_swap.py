@@ -18,6 +18,7 @@ from ridgeplan.roofline.plan.support import as_loaded, swaps_draft_weights
 from ridgeplan.runtime import draft_swap
 from ridgeplan.runtime.buffers import ALIGNMENT, Arena
 from ridgeplan.runtime.draft_swap import SwappableWeights, draft_weights_for
+from ridgeplan.runtime.engine import DraftParts
 from ridgeplan.runtime.errors import WorkloadError
 from ridgeplan.runtime.model.prefill import prefill, prefill_all
 
@@ -58,7 +59,7 @@ def load(tiny_model, plan, plain):
         if drafts is None:
             return engine
         return runtime.Engine(
-            plan, folder, engine.config, plain.weights, plain.device, engine._meter, draft_weights=drafts
+            plan, folder, engine.config, plain.weights, plain.device, engine._meter, drafts=DraftParts(drafts)
         )
 
     return make
@@ -271,7 +272,7 @@ def test_graphs_replay_over_drafts_that_were_swapped(tiny_model, make_plan, prom
     expected = [outcome(plain.generate(ids, 60)) for ids in mixes]
     monkeypatch.setattr(execution, "DRAFT_SWAP_PROMPT_TOKENS", 128)
     engine = runtime.Engine(
-        plan, folder, plain.config, plain.weights, plain.device, plain._meter, draft_weights=plain.draft_weights
+        plan, folder, plain.config, plain.weights, plain.device, plain._meter, drafts=DraftParts(plain.draft_weights)
     )
     assert isinstance(engine.draft_weights, SwappableWeights)
     places = [tensor.data_ptr() for tensor in engine.draft_weights.tensors()]

@@ -17,7 +17,7 @@ from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.memory import weight_memory
 from ridgeplan.roofline.plan.plan import DrafterKind, Plan
 from ridgeplan.roofline.plan.support import missing_head
-from ridgeplan.runtime.engine import Engine
+from ridgeplan.runtime.engine import DraftParts, Engine
 from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory
 from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer, load_weights
 from ridgeplan.runtime.model.config import decoder_config
@@ -111,8 +111,9 @@ class InflatedModel:
             meter, config = MemoryMeter(self.device, weights.bytes), self.config(plan.workload.yarn_factor)
             head = make_head(self.shape, weights.embedding) if make_head and missing_head(plan) else None
             return Engine(
-                plan, self.source, config, weights, self.device, meter, draft_weights, text, profile, head, *offloading,
-                draft_head=self._draft_head(plan),
+                plan, self.source, config, weights, self.device, meter,
+                drafts=DraftParts(draft_weights, text, checkpoint=self._draft_head(plan)), profile=profile, head=head,
+                offloaded=offloading,
             )  # fmt: skip
 
     def _draft_head(self, plan: Plan) -> HeadCheckpoint | None:

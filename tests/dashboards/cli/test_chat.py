@@ -76,7 +76,7 @@ def test_a_model_without_a_chat_template_is_refused_before_it_is_loaded(
 def test_bad_questions_are_refused(refuses: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(preset("quantspec", Workload("any", "here", 64, 8)).to_json())
-    assert "--ctx, --max-new-tokens and --quality plan a MODEL" in refuses("chat", path, "--ctx", 64)
+    assert "--ctx cannot be given with a PLAN; allowed: with a MODEL" in refuses("chat", path, "--ctx", 64)
     assert "a model was given twice" in refuses("serve", "Llama-3.1-8B", "--model", "x", "--port", 0)
     assert "cannot listen on 192.0.2.1 port 0: " in refuses("serve", path, "--host", "192.0.2.1", "--port", 0)
     assert "temperature is -1" in refuses("chat", path, "--temperature", -1)

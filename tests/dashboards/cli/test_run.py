@@ -201,7 +201,9 @@ def test_bad_questions_for_a_model_are_refused(refuses: Any, arguments: tuple[st
 
 
 def test_options_of_planning_are_refused_beside_a_plan(refuses: Any, plan_path: Path) -> None:
-    assert "--ctx, --batch and --quality plan a MODEL" in refuses("run", plan_path, "--prompt", "a", "--batch", 2)
+    assert "--batch cannot be given with a PLAN; allowed: with a MODEL" in refuses(
+        "run", plan_path, "--prompt", "a", "--batch", 2
+    )
 
 
 def test_a_prompt_comes_from_standard_input(
