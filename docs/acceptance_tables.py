@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from readme_tables import decoding_files, result, table
+from readme_tables import ABLATION, decoding_files, result, table
 
 from ridgeplan.planner.acceptance import AcceptanceModel, shipped_rows
 from ridgeplan.planner.acceptance.model import observation, spans_of
@@ -116,12 +116,46 @@ def decode_acceptance() -> str:
     return table(columns, lines)
 
 
-def _runs() -> Iterable[DecodeRun]:
+MIN_PLANS = 3  # of a workload that tells how well plans are ranked
+
+
+def decode_regret() -> str:
+    """Workloads of stored decode runs: the plan that is predicted to be the fastest there, and the fastest one.
+
+    Plans that keep all tokens; of one that ran more than once, the mean.
+    """
+    rows = tuple(row for row in shipped_rows() if "as the model continues it" not in row.text)
+    fitted = fit([observation(row) for row in rows])
+    by_workload: dict[tuple[int, int], dict[str, list[tuple[float, float]]]] = {}
+    for run in _runs(drafting=False):
+        workload, measured_ms = run.plan.workload, float(run.row["measured"]["tpot_ms"])
+        if run.plan.eviction.active or run.plan.attention.active:
+            continue
+        acceptance = run.predicted(rows, fitted) if run.row["gamma"] else 1.0
+        name = f"{run.row['preset']}, gamma {run.row['gamma']}" if run.row["gamma"] else run.row["preset"]
+        plans = by_workload.setdefault((workload.context, workload.batch), {})
+        plans.setdefault(name, []).append((measured_ms * (1 + run.error(acceptance)), measured_ms))
+    lines, regrets = [], []
+    for (context, batch), plans in sorted(by_workload.items()):
+        if len(plans) >= MIN_PLANS:
+            times = {name: tuple(map(fmean, zip(*runs, strict=True))) for name, runs in plans.items()}
+            chosen, fastest = (min(times, key=lambda name: times[name][place]) for place in (0, 1))
+            regrets.append(times[chosen][1] / times[fastest][1] - 1)
+            figures = (chosen, f"{times[chosen][1]:.2f}", fastest, f"{times[fastest][1]:.2f}", f"{regrets[-1]:.1%}")
+            lines.append((f"{context}x{batch}", str(len(plans)), *figures))
+    lines.append((f"mean of {len(lines)}", "", "", "", "", "", f"{fmean(regrets):.1%}"))
+    return table(("workload", "plans", "predicted fastest", "ms per token", "fastest", "ms per token", "regret"), lines)
+
+
+def _runs(*, drafting: bool = True) -> Iterable[DecodeRun]:
+    """Those of plans that draft, or all but the older version's."""
     for name in decoding_files():
+        if not drafting and name == ABLATION:
+            continue
         report = result(name)
         shape = replace(load_shape(report["shape"]), max_context=report["function"]["max_context"])
         for row in report["rows"]:
-            if row["gamma"]:
+            if row["gamma"] or not drafting:
                 fields = {field: row[field] for field in ("adaptive", "share", "chunk") if row.get(field)}
                 plan = Plan.from_dict(row["given"]) if row.get("given") else None
                 case = DecodeCase(row["preset"], row["context"], row["batch"], row["gamma"], **fields, saved_plan=plan)

@@ -353,6 +353,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         accuracy_tables.accuracy,
         acceptance_tables.acceptance_errors,
         acceptance_tables.decode_acceptance,
+        acceptance_tables.decode_regret,
         cli_tables.exit_codes,
         cli_tables.commands,
         cli_tables.command_options,

@@ -218,7 +218,8 @@ class Question:
             missing = not_carried(plan, self.shape)
         elif self.engine is not None:
             missing = self.unsupported(plan)
-        allowed = "--backend ridgeplan, or a plan that the engine runs"
+        alone = "one GPU with " if self.options.several_gpus else ""  # as engines execute what spans several
+        allowed = f"{alone}--backend ridgeplan, or a plan that the engine runs"
         require(missing is None, f"{preset_name(plan)}: {missing}; allowed: {allowed}")
 
     @cached_property

@@ -50,7 +50,7 @@ class Judged:
     def add(self, measured: dict[str, Any], date: str) -> None:
         """One run."""
         self.accepted += sum(measured["accepted_at"])
-        self.judged += sum(measured["judged_at"])
+        self.judged += sum(measured.get("verified_at") or measured["judged_at"])  # as version 0.1 named them
         self.runs += 1
         self.date = max(self.date, date)
 

@@ -119,6 +119,12 @@ def test_what_the_plugin_does_not_carry_has_no_times_there(preset: str) -> None:
         compare("Llama-3.1-8B", "h200", 8192, presets=preset, backend="vllm+plugin")
 
 
+def test_what_spans_several_gpus_is_refused_with_a_plan_for_one() -> None:
+    """--backend ridgeplan alone changes nothing there: engines execute it."""
+    with pytest.raises(PlanError, match=r": vllm has no .*; allowed: one GPU with --backend ridgeplan, or"):
+        fit("Llama-3.1-8B", "h200", preset="dapq", options=SearchOptions(gpus=2))
+
+
 def test_an_fp8_cache_in_sglang_is_unmeasured_and_wins_where_nothing_else_fits() -> None:
     """Its kernels are not vLLM's, on which times are transferred from."""
     answers = [recommend("Llama-3.1-8B", "h200", context, batch=batch, backend="sglang")
