@@ -15,26 +15,26 @@
 template <class Config> struct IntegerProduct {
     using W = Weights<Config>;
     static constexpr int GROUP = 128;
-    static constexpr int ROW_BYTES = 256;   // of a group of a row: planes of 128 bytes, each [c 4, 8 words]
-    static constexpr int LANE_WORDS = 8;    // of a plane: word 2 p + s holds inputs 32 p + 8 c + 4 s + {0, 2, 1, 3}
+    static constexpr int ROW_BYTES = 256;  // of a group of a row: planes of 128 bytes, each [c 4, 8 words]
+    static constexpr int LANE_WORDS = 8;   // of a plane: word 2 p + s holds inputs 32 p + 8 c + 4 s + {0, 2, 1, 3}
     static constexpr int SETS = Config::X_PACKED ? 1 : 2;  // products of a group
     static constexpr int SUMS = Config::X_PACKED ? 1 : 2;  // rows of x whose sums a lane holds: c, or 2 c and 2 c + 1
+    static constexpr int ROWS = 4 * SUMS;                  // of x, at most
     static constexpr int STAGE_GROUPS = W::STAGE_K_TILES / Config::MMA_WARPS;  // of a warp
     static constexpr int GROUPS = Config::TILE_STAGES * STAGE_GROUPS;
-    static constexpr int ROWS = 4 * SUMS;
-    static constexpr int SLOTS = 4;              // groups on their way between lanes
-    static constexpr float LARGEST = 32639.0f;   // q: 256 * 127 + 127
-    static constexpr float SMALLEST = 1e-30f;    // a group whose largest x is smaller counts as zero
-    static constexpr u32 ONES = 0x01010101u;
-    static_assert(Config::WEIGHT_BITS < 16 && Config::WEIGHT_GROUP == GROUP && Config::X_TILES == 1, "see above");
-    static_assert(W::STAGE_K_TILES % Config::MMA_WARPS == 0, "a warp has the same groups of every output tile");
-
     static constexpr bool SHARED = Config::X_SHARED;
     static constexpr int HELD = SHARED ? 1 : GROUPS;  // groups of x in registers
+    static constexpr int SLOTS = 4;                   // groups on their way between lanes
+    static constexpr float LARGEST = 32639.0f;        // q: 256 * 127 + 127
+    static constexpr float SMALLEST = 1e-30f;         // a group whose largest x is not above counts as zero
+    static constexpr u32 ONES = 0x01010101u;
+    static_assert(Config::WEIGHT_BITS < 16 && Config::WEIGHT_GROUP == GROUP, "4 or 8 bits in groups of 128");
+    static_assert(Config::X_TILES == 1, "up to 8 rows");
+    static_assert(W::STAGE_K_TILES % Config::MMA_WARPS == 0, "a warp has the same groups of every output tile");
 
-    u32 words[HELD][SETS][LANE_WORDS];    // x: column g of the B operands
-    u8* planes;                           // x with SHARED: [groups of the CTA, rows, ROW_BYTES]
-    float* pairs;                         // [groups of the CTA, ROWS, 2]: scale, and sum of q; a warp has its groups'
+    u32 words[HELD][SETS][LANE_WORDS];  // x: column g of the B operands
+    u8* planes;                         // x with SHARED: [groups of the CTA, rows, ROW_BYTES]
+    float* pairs;                       // [groups of the CTA, ROWS, 2]: scale, and sum of q; a warp has its groups'
 
     // Group `i` of this warp, among those of the CTA.
     __device__ static __forceinline__ int group_of(int i, int warp) {
@@ -91,7 +91,7 @@ template <class Config> struct IntegerProduct {
     }
 
     // Quantizes x itself: the warp takes a row of a group at once, 4 inputs per lane, and passes the planes on to the
-    // lanes that multiply them through its `slots`.
+    // lanes that multiply them.
     __device__ __forceinline__ void quantize(const LinearParams& p, int k_begin, int k_tiles, float* sums) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
 #pragma unroll
