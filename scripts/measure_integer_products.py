@@ -316,17 +316,21 @@ def warm(benches: list[LayerBench], plans: list[tuple[LayerBench, Plan]]) -> Non
 def check(bench: LayerBench, section: dict[str, Any], plans: Mapping[str, Plan], today: Plan) -> dict[str, Plan]:
     """The plans whose products and layer agree with float32."""
     errors: dict[str, float] = section.setdefault("errors", {})
-    refused: dict[str, list[float]] = section.setdefault("refused", {})
+    refused: dict[str, list[float] | str] = section.setdefault("refused", {})
     measured: dict[tuple[str, LinearSchedule], float] = {}
     expected = {name: bench.expected(name) for name in SHAPES}
     reference = bench.layer(today, bench.layers[0], bench.hidden, bench.hidden)
     agreeing: dict[str, Plan] = {}
     for label, plan in plans.items():
-        for name, schedule in plan.items():
-            if (name, schedule) not in measured:
-                measured[name, schedule] = bench.error(name, schedule, expected[name])
+        try:
+            for name, schedule in plan.items():
+                if (name, schedule) not in measured:
+                    measured[name, schedule] = bench.error(name, schedule, expected[name])
+            results = bench.layer(plan, bench.layers[0], bench.hidden, bench.hidden)
+        except RuntimeError as error:  # it does not compile, or the driver refuses its launch
+            refused[label] = str(error)[:300]
+            continue
         worst = max(measured[item] for item in plan.items())
-        results = bench.layer(plan, bench.layers[0], bench.hidden, bench.hidden)
         layer_error = max(relative_error(*pair) for pair in zip(results, reference, strict=True))
         if plan == today or (worst <= MAX_ERROR and layer_error <= MAX_LAYER_ERROR):
             agreeing[label] = plan
@@ -436,7 +440,10 @@ def main() -> None:
     try:
         for index, (bench, each) in enumerate(zip(benches, plans, strict=True)):
             now = time.monotonic()
-            measure(bench, report, each, now + (report.deadline - now) / (len(benches) - index))
+            try:
+                measure(bench, report, each, now + (report.deadline - now) / (len(benches) - index))
+            except RuntimeError as error:
+                print(f"W{bench.bits}, rows {bench.rows}: {error}", flush=True)
     finally:
         report.show()
         report.write()
