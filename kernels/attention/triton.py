@@ -52,22 +52,27 @@ def quantized_block(
     q_first,
     q_second,
     at,
+    first_token,
     scale,
     key_planes,
     value_planes,
     GROUP: tl.constexpr,
+    PART: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BITS: tl.constexpr,
     dtype: tl.constexpr,
     SOFT_CAP: tl.constexpr,
 ):
-    """Adds group `at` (flat over batch, head, group) to the online softmax; all its tokens are visible."""
+    """Adds tokens of group `at` (flat over batch, head, group) to the online softmax, all of which are visible.
+
+    They are PART tokens of each half of the group, from `first_token` of the half on.
+    """
     key_upper, key_lower, key_scale, key_min = key_planes
     value_upper, value_lower, value_scale, value_min = value_planes
     HALF_GROUP: tl.constexpr = GROUP // 2
     HALF_DIM: tl.constexpr = HEAD_DIM // 2
     channels = tl.arange(0, HALF_DIM)
-    tokens = tl.arange(0, HALF_GROUP)
+    tokens = first_token + tl.arange(0, PART)
     pair = at * HEAD_DIM + channels
     step0, zero0 = centred_affine(tl.load(key_scale + pair), tl.load(key_min + pair), BITS)
     pair += HALF_DIM
@@ -181,14 +186,19 @@ MAX_ROWS = 128  # query rows per tile; with more (wide MQA with many queries) fu
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Launch parameters: full-precision slots per block, warps per 16-row tile, pipeline stages."""
+    """Launch parameters: full-precision slots per block, warps per 16-row tile, pipeline stages.
+
+    rows: most query rows of a tile. part: most tokens of each half of a quantized group that are a block.
+    """
 
     block: int
     warps: int
     stages: int
+    rows: int = MAX_ROWS
+    part: int = 128
 
 
-# By (head_dim, bits of the codes). Quantized groups are their own blocks; `block` is for the buffer.
+# By (head_dim, bits of the codes). Quantized groups, or parts of them, are their own blocks; `block` is for the buffer.
 CONFIGS = {
     (64, 0): TileConfig(128, 4, 3),
     (64, 4): TileConfig(64, 4, 3),
@@ -199,8 +209,12 @@ CONFIGS = {
     (256, 0): TileConfig(32, 4, 2),
     (256, 4): TileConfig(32, 4, 2),
     (256, 8): TileConfig(32, 4, 2),
+    (512, 0): TileConfig(16, 4, 2, rows=64),
 }
 DEFAULT_CONFIG = TileConfig(32, 4, 1)  # also for float32, whose wide tiles leave no shared memory for a pipeline
+# Of heads of more than 256 channels. By the compiler for sm_90, 16 rows of 512 channels spill 0.4 KB a thread in INT8
+# and take 49 KiB of shared memory; 64 rows spill 9 KB, and with whole groups take 260 KiB. Not tuned on a GPU yet.
+WIDE_CONFIG = TileConfig(16, 4, 2, rows=16, part=16)
 
 
 @triton.jit
@@ -240,9 +254,9 @@ def _attention_kernel(
     buffers, page_stride,
     window,  # slots that a query sees, or None
     key_planes, value_planes,  # `QuantizedKV.key_planes`, or four times None
-    QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SUMMED: tl.constexpr, STEP: tl.constexpr,
-    EACH: tl.constexpr, SOFT_CAP: tl.constexpr,
+    QUERIES: tl.constexpr, RATIO: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SUMMED: tl.constexpr,
+    STEP: tl.constexpr, EACH: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     q_batch_stride, q_query_stride, q_head_stride = q_strides
     key_batch_stride, key_head_stride, key_stride = key_strides
@@ -257,7 +271,8 @@ def _attention_kernel(
 
     first, first_end = tl.load(begin + batch), tl.load(end + batch)  # first_end: of the first query's tokens
     last = tl.minimum(first_end + QUERIES - 1, capacity)
-    visible = tl.minimum(tl.load(groups + batch), group_capacity) if BITS > 0 else 0
+    PARTS: tl.constexpr = GROUP // 2 // PART
+    visible = tl.minimum(tl.load(groups + batch), group_capacity) * PARTS if BITS > 0 else 0
     start, stop = _split_range(visible + tl.cdiv(tl.maximum(last - first, 0), BLOCK), split, splits)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     if start >= stop:
@@ -274,15 +289,16 @@ def _attention_kernel(
         half = row[:, None] + tl.arange(0, HEAD_DIM // 2)[None, :]
         q_first = tl.load(q + half, mask=valid[:, None], other=0.0).to(tl.float32)
         q_second = tl.load(q + half + HEAD_DIM // 2, mask=valid[:, None], other=0.0).to(tl.float32)
-        for group in range(start, tl.minimum(stop, visible)):
+        for block in range(start, tl.minimum(stop, visible)):
+            group, first_token = block // PARTS, block % PARTS * PART
             at = flat * group_capacity + group
             if pages is not None:
                 at = tl.load(pages + batch * page_stride + group).to(tl.int64) * KV_HEADS + kv_head
             row_max, row_sum, acc, scores0, scores1 = quantized_block(
-                row_max, row_sum, acc, q_first, q_second, at, scale,
-                key_planes, value_planes, GROUP, HEAD_DIM, BITS, q.dtype.element_ty, SOFT_CAP,
+                row_max, row_sum, acc, q_first, q_second, at, first_token, scale,
+                key_planes, value_planes, GROUP, PART, HEAD_DIM, BITS, q.dtype.element_ty, SOFT_CAP,
             )  # fmt: skip
-            tokens = flat * score_rows * width + group * GROUP + tl.arange(0, GROUP // 2)
+            tokens = flat * score_rows * width + group * GROUP + first_token + tl.arange(0, PART)
             seen = tokens >= 0
             store_sums(scores, tokens, seen, scores0, counts, earlier, query, width, SUMMED, EACH)
             store_sums(scores, tokens + GROUP // 2, seen, scores1, counts, earlier, query, width, SUMMED, EACH)
@@ -326,10 +342,11 @@ def decode_attention_triton(inputs: AttentionInputs, splits: int | None, scores:
     kv_heads, capacity = keys.shape[1:3]
     group = codes.group if codes is not None else head_dim
     _check_tiles(head_dim, group, q, keys, inputs.values)
-    config = CONFIGS.get((head_dim, inputs.bits), DEFAULT_CONFIG) if q.element_size() == 2 else DEFAULT_CONFIG
+    default = WIDE_CONFIG if head_dim > 256 else DEFAULT_CONFIG
+    config = CONFIGS.get((head_dim, inputs.bits), default) if q.element_size() == 2 else default
     tokens = inputs.group_capacity * group + capacity
     splits = splits or int(choose_splits(batch, kv_heads, tokens, _num_sms(q.device)))
-    rows = _tile_rows(queries * inputs.ratio, scores is not None)
+    rows = _tile_rows(queries * inputs.ratio, None if scores is not None else config.rows)
     partial = torch.empty(batch, queries, q_heads, splits, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
     _attention_kernel[batch * kv_heads, splits, triton.cdiv(queries * inputs.ratio, rows)](
@@ -356,6 +373,7 @@ def decode_attention_triton(inputs: AttentionInputs, splits: int | None, scores:
         RATIO=inputs.ratio,
         KV_HEADS=kv_heads,
         GROUP=group,
+        PART=min(config.part, group // 2),
         HEAD_DIM=head_dim,
         BITS=inputs.bits,
         ROWS=rows,
@@ -370,10 +388,10 @@ def decode_attention_triton(inputs: AttentionInputs, splits: int | None, scores:
     return merge(partial, lse, q.dtype, sinks=inputs.sinks, backend="triton")
 
 
-def _tile_rows(rows: int, scored: bool) -> int:
-    """Query rows per tile, of `rows` in all; one tile where a program sums over them for scores."""
+def _tile_rows(rows: int, limit: int | None) -> int:
+    """Query rows per tile, of `rows` in all; one tile, without a limit, where a program sums over them for scores."""
     padded = max(16, triton.next_power_of_2(rows))
-    return padded if scored else min(MAX_ROWS, padded)
+    return padded if limit is None else min(limit, padded)
 
 
 def _score_arguments(request: ScoreRequest | None, queries: int) -> dict[str, object]:

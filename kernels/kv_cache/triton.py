@@ -16,7 +16,7 @@ from ridgeplan.kernels.device.triton_helpers import centred_affine, centred_code
 from ridgeplan.kernels.kv_cache import dequantize_cost, quantize_cost
 from ridgeplan.kernels.kv_cache.layout import GroupWrite, QuantizedKV
 
-QUANTIZE_WARPS = 4
+QUANTIZE_CHANNELS = 32  # of a warp, whose registers hold them of all tokens of a group; at least 4 warps
 # Adding 1.5 * 2 ** 23 leaves the nearest integer (ties to even) in the low bits of a float32. Two additions replace
 # conversions between floats and integers, which have an eighth of their throughput.
 ROUNDER = tl.constexpr(12582912.0)
@@ -167,7 +167,7 @@ def quantize_triton(keys: Tensor, values: Tensor | None, target: GroupWrite) -> 
         GROUP=out.group,
         HEAD_DIM=head_dim,
         PAGED=paged,
-        num_warps=QUANTIZE_WARPS,
+        num_warps=max(4, head_dim // QUANTIZE_CHANNELS),
         enable_fp_fusion=False,  # a fused multiply-add would round differently from the reference
     )
 
@@ -235,7 +235,7 @@ def append_triton(
         CAPACITY=key_store.shape[2],
         GROUP=out.group,
         HEAD_DIM=head_dim,
-        num_warps=QUANTIZE_WARPS,
+        num_warps=max(4, head_dim // QUANTIZE_CHANNELS),
         enable_fp_fusion=False,  # as in `quantize_triton`
     )
 

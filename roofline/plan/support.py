@@ -127,6 +127,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
     held = shape.weight_bits.format if shape and is_converted(shape) else None
     placed = window is not None and window < plan.workload.final_context  # layers hold windows alone
     mixed = shape is not None and len({attention.heads for attention, _ in shape.attentions}) > 1
+    widest = 0 if shape is None or shape.is_mla else max((each.head_dim for each, _ in shape.attentions), default=0)
     softmax = next((need for need in OTHER_SOFTMAX if shape and need in shape.traits), None)
     checks = {
         f"eviction {plan.eviction.policy!r}": evicting and not evicting.executable,
@@ -150,6 +151,8 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         **(_missing_over_latents(plan) if shape and shape.is_mla else {}),
         f"{plan.parallel} ({plan.parallel.gpus} GPUs), which vLLM executes,": plan.parallel != SINGLE,
         f"selections of tokens for {softmax}": softmax and (target or plan.speculation.sparse),
+        f"selections of tokens in heads of {widest} channels": widest > MAX_CHOSEN_HEAD_DIM
+        and (target or plan.speculation.sparse),
         f"{held} weights as they are stored": held,
         f"codes, drafts, selections or evictions beyond a sliding window of {window} tokens": shape
         and exceeds_window(plan, shape),
@@ -258,7 +261,8 @@ def exceeds_window(plan: Plan, shape: ModelShape) -> bool:
 
 # What the kernels that read chosen tokens lack.
 OTHER_SOFTMAX = ("attention sinks", "attention soft cap")
-MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256  # of the attention kernels for GPUs, whose tiles are powers of two
+MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 512  # of the attention kernels for GPUs, whose tiles are powers of two
+MAX_CHOSEN_HEAD_DIM = 256  # of those that read chosen tokens
 
 
 def missing_architecture(shape: ModelShape, hardware: Hardware | None = None) -> str | None:

@@ -35,6 +35,7 @@ from ridgeplan.runtime.model.weights import AttentionWeights, DecoderWeights, De
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # cuDNN is about twice as fast as FlashAttention-2 on long prompts (H200, 8k to 128k tokens).
 LONG_PROMPT_BACKENDS = [SDPBackend.CUDNN_ATTENTION, *BACKENDS]
+MAX_GROUPED_HEAD_DIM = 256  # of libraries' attention in which several query heads share a key
 
 
 @dataclass(frozen=True)
@@ -449,6 +450,12 @@ def _attend(
 ) -> Tensor:
     backends = LONG_PROMPT_BACKENDS if q.shape[1] >= PADDED_PROMPT_TOKENS else BACKENDS
     with sdpa_kernel(backends, set_priority=True):
+        if q.shape[-1] > MAX_GROUPED_HEAD_DIM:  # only EFFICIENT_ATTENTION takes them, with a key for each query
+            grouped = q.unflatten(0, (len(keys), -1))
+            keys, values = (x[:, None].expand(-1, grouped.shape[1], -1, -1) for x in (keys, values))
+            return functional.scaled_dot_product_attention(
+                grouped, keys, values, attn_mask=attn_mask, is_causal=is_causal
+            ).flatten(0, 1)
         return functional.scaled_dot_product_attention(
             q[None],
             keys[None],

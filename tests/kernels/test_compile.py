@@ -27,9 +27,9 @@ def planes(bits: int) -> dict[str, list[str]]:
 def attention(
     element: str, head_dim: int, bits: int, rows: int, summed: str | None = None, each: bool = False
 ) -> dict[str, Any]:
-    from ridgeplan.kernels.attention.triton import CONFIGS, DEFAULT_CONFIG
+    from ridgeplan.kernels.attention.triton import CONFIGS, DEFAULT_CONFIG, WIDE_CONFIG
 
-    config = DEFAULT_CONFIG if element == "fp32" else CONFIGS[head_dim, bits]
+    config = DEFAULT_CONFIG if element == "fp32" else CONFIGS.get((head_dim, bits), WIDE_CONFIG)
     sizes = ("capacity", "group_capacity", "splits", "score_rows", "width", "page_stride")
     types = {**dict.fromkeys(("q", "keys", "values"), "*" + element), **dict.fromkeys(sizes, "i32")}
     types |= {"q_strides": ["i32"] * 3, **STRIDES, **planes(bits), **dict.fromkeys(("begin", "end", "groups"), "*i32")}
@@ -39,9 +39,10 @@ def attention(
         "RATIO": 4,
         "KV_HEADS": 8,
         "GROUP": 128,
+        "PART": min(64, config.part),
         "HEAD_DIM": head_dim,
         "BITS": bits,
-        "ROWS": rows,
+        "ROWS": min(rows, config.rows),
         "BLOCK": config.block,
         "SUMMED": summed,
         "STEP": 1 if each else rows // 4 - 1,
@@ -50,7 +51,7 @@ def attention(
         **({} if bits else {"groups": None}),
     }
     types |= {"scores": "*fp32", "score_lse": "*fp32"} if summed else {}
-    options = {"num_warps": config.warps * (2 if rows >= 64 else 1), "num_stages": config.stages}
+    options = {"num_warps": config.warps * (2 if min(rows, config.rows) >= 64 else 1), "num_stages": config.stages}
     return job("attention.triton", "_attention_kernel", types, constants, options)
 
 
@@ -66,12 +67,13 @@ def paged_attention() -> dict[str, Any]:
     return {**paged, "types": {**paged["types"], "pages": "*i32", "buffers": "*i32"}}
 
 
-def quantization(element: str, masked: bool) -> dict[str, Any]:
+def quantization(element: str, masked: bool, head_dim: int = 128) -> dict[str, Any]:
     types = {"keys": "*" + element, "values": "*" + element, "group_index": "*i32", "group_capacity": "i32"}
     types |= {"mask": "*i1", "first_slot": "*i32", **STRIDES, **planes(8 if masked else 4)}
     absent = [] if masked else ["mask", "first_slot"]
-    constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": 128, "PAGED": not masked, **dict.fromkeys(absent)}
-    return job("kv_cache.triton", "_quantize_kernel", types, constants, {"num_warps": 4, "enable_fp_fusion": False})
+    constants = {"KV_HEADS": 8, "GROUP": 128, "HEAD_DIM": head_dim, "PAGED": not masked, **dict.fromkeys(absent)}
+    options = {"num_warps": head_dim // 32, "enable_fp_fusion": False}
+    return job("kv_cache.triton", "_quantize_kernel", types, constants, options)
 
 
 def append() -> dict[str, Any]:
@@ -277,6 +279,9 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
     jobs |= {"capped attention": capped_attention(), "paged attention": paged_attention(), "append": append()}
     jobs["attention with probabilities of each query"] = attention("bf16", 128, 4, 32, "probabilities", each=True)
     jobs |= {"quantize": quantization("bf16", True), "quantize upper": quantization("fp32", False)}
+    # Heads of 512 channels (Gemma 4). Codes take tiles of 16 rows at most.
+    wide = {f"attention d512 {bits}bit 64 rows": attention("bf16", 512, bits, 64) for bits in (0, 4, 8)}
+    jobs |= {**wide, "quantize d512": quantization("bf16", True, 512)}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
     jobs |= {"norm": norm(False), "add norm": norm(True), "quantized norm": norm(True, True), "tables": tables()}
     jobs |= {"delta step": delta_step(), "gated norm": gated_norm()}

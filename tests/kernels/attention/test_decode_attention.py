@@ -108,6 +108,8 @@ SWEEP = [
     Case(4, 1, 64, 2, RAGGED, 0, torch.bfloat16, splits=3),
     Case(8, 1, 64, 16, ((2, 0, 9),), 4, torch.bfloat16, splits=2),  # 128 rows: the widest tile
     Case(12, 1, 32, 16, ((1, 0, 9),), 8, splits=2),  # 192 rows: two tiles
+    *(Case(8, 1, 512, 3, RAGGED[:2], bits, torch.bfloat16, group=64, splits=2) for bits in (0, 8)),  # parts of groups
+    Case(8, 1, 512, 1, RAGGED[:2], 4, group=32, splits=3),
 ]
 
 
@@ -243,6 +245,7 @@ GPU_CASES = (
     ]
     + [Case(32, 8, 128, queries, ((0, 0, 8192), (0, 3, 5001)), 0, torch.bfloat16) for queries in (1, 8)]
     + [Case(14, 2, 64, 5, ((64, 0, 200),), 8, torch.bfloat16, group=128)]
+    + [Case(32, 4, 512, 4, ((40, 0, 200), (0, 0, 71)), bits, torch.bfloat16, group=128) for bits in (0, 4, 8)]
 )
 
 

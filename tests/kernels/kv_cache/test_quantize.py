@@ -273,7 +273,7 @@ def test_triton_on_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("lower", [False, True], ids=["upper", "both"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_compiled_kernels_equal_the_cpu_reference_at_real_size(
     backend: str, head_dim: int, dtype: torch.dtype, lower: bool

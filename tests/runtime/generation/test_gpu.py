@@ -240,6 +240,24 @@ def test_a_chunks_attention_is_flash_attention_of_the_last_tokens(tokens, seen):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1000, 20000])
+def test_prompts_of_wide_heads_attend_in_no_more_memory_than_their_output(tokens):
+    """Heads of 512 channels, 8 of them to a key: no scores of tokens x tokens are formed."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, keys, values = (
+        torch.randn(heads, tokens, 512, device="cuda", dtype=torch.bfloat16, generator=generator) for heads in (8, 1, 1)
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    output = causal_attention(q, keys, values, None)
+    assert torch.cuda.max_memory_allocated() - before < 3 * output.nbytes + (8 << 20)
+    expected = q[:, -64:].float() @ keys.float().mT / 512**0.5
+    hidden = torch.ones(64, tokens, device="cuda").triu(tokens - 63).bool()
+    expected = expected.masked_fill(hidden, -torch.inf).softmax(-1) @ values.float()
+    torch.testing.assert_close(output[:, -64:].float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("policy, share", [("snapkv", 0.0), ("dapq-quantspec", 0.02)])
 def test_the_peak_is_predicted_within_3_percent_and_does_not_grow(policy, share):
     shape = load_shape("Qwen2.5-0.5B")

@@ -193,10 +193,11 @@ def test_what_gemma_4_has_beside_its_dense_layers_is_refused(model_of, make_plan
     assert missing_architecture(shape) == (
         "the runtime does not execute layers with a cache that layers share, per-layer embeddings yet"
     )
-    assert missing_architecture(load_shape("google/gemma-4-31B-it")) is None
-    assert "no GPU kernel takes heads of 512" in missing_architecture(
-        load_shape("google/gemma-4-31B-it"), load_hardware("h200")
-    )
+    shape = load_shape("google/gemma-4-31B-it")
+    assert missing_architecture(shape, load_hardware("h200")) is None
+    chosen = make_plan("int4x2", 3, selection="streamingllm", context=4096)
+    assert missing_execution(chosen, shape) == ["selections of tokens in heads of 512 channels"]
+    assert missing_execution(make_plan("int4x2", 3, context=4096), shape) == []
     folder, _ = model_of("gemma4_text", sliding_window=WINDOW)
     with pytest.raises(
         UnsupportedPlan, match="anything but plain KV in heads of several sizes within a sliding window"

@@ -8,9 +8,13 @@ from ridgeplan.runtime.model.prefill_layer import attend_in_place, causal_attent
 TOKENS = 50
 
 
-@pytest.fixture
-def qkv():
-    """Queries [6, tokens, 16] of two query heads a KV head; keys and values [3, tokens, 16]."""
+@pytest.fixture(params=[16, 8], ids=["grouped", "wide"])
+def qkv(request, monkeypatch):
+    """Queries [6, tokens, 16] of two query heads a KV head; keys and values [3, tokens, 16].
+
+    Their heads are as wide as a library takes in groups, or wider.
+    """
+    monkeypatch.setattr("ridgeplan.runtime.model.prefill_layer.MAX_GROUPED_HEAD_DIM", request.param)
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(heads, TOKENS, 16, generator=generator) for heads in (6, 3, 3)]
 
