@@ -327,7 +327,7 @@ def make_quantized_schedule(
 
 
 INTEGER_GROUP = 128  # inputs that share a scale, of products of integers
-# Registers of a thread that may hold x, by CTAs of an SM: what others leave of 168, and of 80.
+# Registers of a thread that may hold x, by CTAs of an SM: what others leave of 168, and of 72.
 X_REGISTERS = (0, 112, 32)
 
 

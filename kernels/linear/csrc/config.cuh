@@ -52,7 +52,7 @@ struct LinearConfig {
     static constexpr int SUM_BUFFERS = 2;  // output tiles whose sums are on their way to the epilogue warp
     static constexpr int PRODUCER_WARP = MMA_WARPS, EPILOGUE_WARP = MMA_WARPS + 1;
     static constexpr int WARPS = MMA_WARPS + 2, THREADS = 32 * WARPS;
-    static constexpr int BOUND_THREADS = THREADS + (SM_CTAS - 1) * 64;  // leaves a small kernel registers
+    static constexpr int BOUND_THREADS = THREADS + (SM_CTAS - 1) * 128;  // leaves a norm's kernel registers
 
     static_assert(!FUSE_SWIGLU || SPLIT_K == 1, "a gate and what it multiplies must be in one CTA");
     static_assert(!X_PLANES || X_MULTICAST == 1, "x goes to registers");
