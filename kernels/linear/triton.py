@@ -20,6 +20,26 @@ from ridgeplan.roofline.execution import DENSE_COPY_BYTES, TILE_OUTPUTS
 COPY_TILES = 4
 SUM_OUTPUTS = 512  # outputs per program that adds up splits
 
+# A word's eight codes as four pairs of bf16, minus 8: pairs of row g and row g + 8 of slot 0, then of slot 1.
+# 0x4300 | n is the bf16 number 128 + n; adding -136 (0xC308) centres it exactly.
+WORD_TO_BF16 = tl.constexpr("""{
+.reg .b32 one, centre, mask, word;
+mov.b32 one, 0x3F803F80;
+mov.b32 centre, 0xC308C308;
+mov.b32 mask, 0x000F000F;
+lop3.b32 $0, $4, mask, 0x43004300, 0xEA;
+shr.u32 word, $4, 4;
+lop3.b32 $1, word, mask, 0x43004300, 0xEA;
+shr.u32 word, $4, 8;
+lop3.b32 $2, word, mask, 0x43004300, 0xEA;
+shr.u32 word, $4, 12;
+lop3.b32 $3, word, mask, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, $0, one, centre;
+fma.rn.bf16x2 $1, $1, one, centre;
+fma.rn.bf16x2 $2, $2, one, centre;
+fma.rn.bf16x2 $3, $3, one, centre;
+}""")
+
 
 @dataclass(frozen=True)
 class SplitKConfig:
@@ -49,15 +69,52 @@ FLOAT32 = SplitKConfig(tiles=2, rows=16, max_splits=16, programs=512, warps=4, s
 
 
 @triton.jit
+def _words(packed, tiles, k_tile, tile_words, chunk, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """Words of a chunk of a K tile, int32 [TILES, 2 * CHUNK]."""
+    first = k_tile * (2 * GROUP + 16) + chunk * 2 * CHUNK
+    return tl.load(packed + tiles[:, None] * tile_words + first + tl.arange(0, 2 * CHUNK)[None, :])
+
+
+@triton.jit
 def _codes(packed, tiles, k_tile, tile_words, chunk, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
     """Codes of a chunk of a K tile as int32 [16 * TILES, CHUNK], in the order of rows and inputs."""
-    WORDS: tl.constexpr = 2 * CHUNK
-    first = k_tile * (2 * GROUP + 16) + chunk * WORDS
-    words = tl.load(packed + tiles[:, None] * tile_words + first + tl.arange(0, WORDS)[None, :])
+    words = _words(packed, tiles, k_tile, tile_words, chunk, GROUP, CHUNK)
     nibbles = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
     # From the order of weights.py: [tile, g, c, piece, step, half, slot, row half]
     split = tl.reshape(nibbles, (TILES, 8, 4, CHUNK // 32, 2, 2, 2, 2))
     return tl.reshape(tl.permute(split, (0, 7, 1, 3, 2, 4, 6, 5)), (16 * TILES, CHUNK))
+
+
+@triton.jit
+def bf16_pairs(words):
+    """[..., 2] of 32-bit words of two bf16 numbers, the lower one first."""
+    return tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _operand_inputs(x, CHUNK: tl.constexpr):
+    """Columns of x [ROWS, CHUNK] in the order of `_operand_codes`."""
+    # From [piece, c, step, slot, half] to [piece, step, slot, c, half]
+    split = tl.reshape(x, (x.shape[0], CHUNK // 32, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(split, (0, 1, 3, 4, 2, 5)), (x.shape[0], CHUNK))
+
+
+@triton.jit
+def _operand_codes(
+    packed, tiles, k_tile, tile_words, chunk, GROUP: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr
+):
+    """Codes of a chunk of a K tile minus 8, bf16 [16 * TILES, CHUNK], each where the tensor core's lane holds it.
+
+    Inputs are in the order [piece, step, slot, c, half], so that no code moves between threads (weights.py).
+    """
+    words = _words(packed, tiles, k_tile, tile_words, chunk, GROUP, CHUNK)
+    a, b, c, d = tl.inline_asm_elementwise(
+        WORD_TO_BF16, "=r,=r,=r,=r,r", [words], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+    )
+    # [tile, word, half, row half, slot]
+    both = tl.join(tl.join(bf16_pairs(a), bf16_pairs(b)), tl.join(bf16_pairs(c), bf16_pairs(d)))
+    split = tl.reshape(both, (TILES, 8, 4, CHUNK // 32, 2, 2, 2, 2))  # [tile, g, c, piece, step, half, row half, slot]
+    return tl.reshape(tl.permute(split, (0, 6, 1, 3, 4, 7, 2, 5)), (16 * TILES, CHUNK))
 
 
 @triton.jit
@@ -75,8 +132,12 @@ def _plane_product(
 ):
     """x [ROWS, CHUNK] times a chunk of one plane's tiles. x times codes is exact; scales and zeros multiply sums."""
     k_tile = step * CHUNK // GROUP
-    codes = _codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
-    codes = codes.to(tl.float32).to(x.dtype)
+    if x.dtype == tl.bfloat16:
+        x = _operand_inputs(x, CHUNK)
+        codes = _operand_codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES)
+    else:
+        codes = _codes(packed, tiles, k_tile, tile_words, step % (GROUP // CHUNK), GROUP, CHUNK, TILES) - 8
+        codes = codes.to(tl.float32).to(x.dtype)
     scale, zero = _pairs(packed, tiles, k_tile, tile_words, GROUP, TILES)
     product = tl.dot(x, tl.trans(codes), input_precision="ieee")
     return product * scale[None, :] + sums[:, None] * zero[None, :]
@@ -203,7 +264,7 @@ def _product(
     x: Tensor, weight: Int4Weight | Int8Weight, bias: Tensor | None, out: Tensor, config: SplitKConfig
 ) -> None:
     """Writes the sums of each split of the inputs into out [splits, rows, outputs]."""
-    packed, lower = _words(weight)
+    packed, lower = _plane_words(weight)
     grid = (triton.cdiv(len(packed), config.tiles), triton.cdiv(len(x), config.rows), len(out))
     _product_kernel[grid](
         x.contiguous(),
@@ -227,7 +288,7 @@ def _product(
 
 def dequantize_tiles(weight: Int4Weight | Int8Weight, first_tile: int, out: Tensor) -> None:
     """Writes the weight's rows from tile `first_tile` on into `out` [rows, inputs], as many as it has."""
-    chunk, (packed, lower) = min(weight.group, CHUNK), _words(weight)
+    chunk, (packed, lower) = min(weight.group, CHUNK), _plane_words(weight)
     grid = (triton.cdiv(len(out), TILE_OUTPUTS * COPY_TILES), weight.inputs // chunk)
     _copy_kernel[grid](
         packed,
@@ -244,7 +305,7 @@ def dequantize_tiles(weight: Int4Weight | Int8Weight, first_tile: int, out: Tens
     )
 
 
-def _words(weight: Int4Weight | Int8Weight) -> tuple[Tensor, Tensor | None]:
+def _plane_words(weight: Int4Weight | Int8Weight) -> tuple[Tensor, Tensor | None]:
     """The planes as 32-bit words; 4-bit weights have no second one."""
     words = [plane.packed.view(torch.int32) for plane in weight.planes]
     return words[0], words[1] if len(words) > 1 else None

@@ -180,7 +180,7 @@ def gptq_round(bounded: bool) -> dict[str, Any]:
 def routed_experts(bits: int, gated: bool, config_name: str, mxfp4: bool = False) -> dict[str, Any]:
     from ridgeplan.kernels.experts import triton as kernels
 
-    config, split = getattr(kernels, config_name), config_name == "FEW_ROWS_SPLIT"
+    config, split = getattr(kernels, config_name), config_name.endswith("SPLIT")
     types = dict.fromkeys(("x", "bias", "out"), "*bf16") | ({"out": "*fp32"} if split else {})
     types |= dict.fromkeys(("weight", "lower"), "*i32")
     types |= {"weight": "*bf16"} if bits == 16 else {}
@@ -191,7 +191,7 @@ def routed_experts(bits: int, gated: bool, config_name: str, mxfp4: bool = False
     constants |= {"TILES": config.tiles, "ROWS": 64 if config_name == "MANY_ROWS" else 16, "SPLITS": 8 if split else 1}
     constants |= {"MXFP4": mxfp4} | ({} if bits == 8 or mxfp4 else {"lower": None})
     if mxfp4:
-        types, constants = types | dict.fromkeys(("weight", "lower"), "*u8"), constants | {"GROUP": 32}
+        types, constants = types | {"weight": "*i32", "lower": "*u8"}, constants | {"GROUP": 32, "CHUNK": 128}
     options = {"num_warps": config.warps, "num_stages": config.stages}
     return job("experts.triton", "_experts_kernel", types, constants, options)
 
@@ -223,13 +223,10 @@ def routing_jobs() -> dict[str, dict[str, Any]]:
         "expert activation": job("experts.triton", "_activation_kernel", split, activated, {"num_warps": 4}),
     }
     variants = [
-        (16, True, "FEW_ROWS"), (4, True, "FEW_ROWS"), (4, False, "FEW_ROWS_SPLIT"), (8, False, "FEW_ROWS_SPLIT"),
+        (16, True, "FEW_ROWS"), (4, True, "FEW_ROWS"), (4, False, "INT4_SPLIT"), (8, False, "FEW_ROWS_SPLIT"),
         (8, False, "MANY_ROWS"),
     ]  # fmt: skip
-    jobs |= {
-        f"MXFP4 experts {name}": routed_experts(4, name == "FEW_ROWS", name, True)
-        for name in ("FEW_ROWS", "FEW_ROWS_SPLIT")
-    }
+    jobs |= {f"MXFP4 experts {gated}": routed_experts(4, gated, "FEW_ROWS", True) for gated in (True, False)}
     return jobs | {f"int{bits} experts {name}": routed_experts(bits, gated, name) for bits, gated, name in variants}
 
 
