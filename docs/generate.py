@@ -363,6 +363,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         model_tables.supported_families,
         model_tables.described_models,
         model_tables.experts_and_drafts,
+        model_tables.measured_models,
         offload_tables.streamed_rounds,
         parallel_tables.parallel_published,
         parallel_tables.parallel_others,

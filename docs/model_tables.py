@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from readme_tables import table
+from readme_tables import result, table
 
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.resolution import resolve
@@ -87,6 +88,24 @@ def described_models() -> str:
 
 
 EXPERTS, DENSE, SKEW, GAMMAS, BATCHES = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B", 1.0, range(1, 8), (1, 2, 4, 8)
+
+
+def measured_models(name: str) -> str:
+    """Plain decoding and the best plans of models of true size: measured times, and errors of their predictions."""
+    lines = []
+    for model, rows in result(name).items():
+        if "/" not in model:
+            continue  # where and when
+        measured = {row["row"]: row for row in rows if "round_ms" in row}
+        for size in dict.fromkeys(row.partition(",")[0] for row in measured):
+            plain, best = (measured.get(f"{size}, {case}") for case in ("plain", "best"))
+            if plain or best:
+                lines.append((model.partition("/")[2], size, _cell(plain), _cell(best), best["plan"] if best else ""))
+    return table(("model", "context x batch", "plain ms", "best ms", "best plan"), lines)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    return f"{row['tpot_ms']:.2f} ({row['predicted_tpot_ms'] / row['tpot_ms'] - 1:+.0%})" if row else ""
 
 
 def experts_and_drafts() -> str:

@@ -5,11 +5,14 @@ Caches are filled with random values: no prompt is read. Every case is saved whe
 its error. A run continues a file that is there. One command on a GPU:
 
     python scripts/measure_models.py results.json --seconds 300
+
+With --predict --profile PROFILE it predicts the rows of such a file again, which needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -23,7 +26,8 @@ from typing import Any
 import torch
 from results_file import ResultsFile, free
 
-from ridgeplan.planner.prediction import predict
+from ridgeplan.dashboards.files import write_json
+from ridgeplan.planner.prediction import Prediction, predict
 from ridgeplan.planner.recommend import recommend
 from ridgeplan.planner.resolution import this_machine, workload_for
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -81,8 +85,6 @@ def measured(model: RandomModel, plan: Plan, profile: Profile) -> dict[str, Any]
         times = measured_round(model, plan, steady=False)
     except Exception:  # noqa: BLE001 - every other case shall still run
         return {"error": traceback.format_exc(limit=-4)}
-    prediction = predict(plan, model.shape, profile)
-    tokens = prediction.tokens_per_round
     return {
         "plan": case_text(plan),
         "parts": {
@@ -91,9 +93,7 @@ def measured(model: RandomModel, plan: Plan, profile: Profile) -> dict[str, Any]
         },
         "round_ms": 1e3 * times.total_s,
         "spread": times.spread,
-        "tokens_per_round": tokens,  # as predicted
-        "tpot_ms": 1e3 * times.total_s / tokens,
-        "predicted_tpot_ms": prediction.best.tpot_ms,
+        **_predicted(predict(plan, model.shape, profile), 1e3 * times.total_s),
     }  # fmt: skip
 
 
@@ -114,15 +114,41 @@ def measure(name: str, file: ResultsFile, profile: Profile, deadline: float) -> 
         free()  # raises if an error of the device has ended this process's use of it
 
 
+def predict_again(path: Path, profile: Profile) -> None:
+    """Predicts the saved rounds anew, as cost model and profile are today; but a best plan of another day as it was."""
+    results = json.loads(path.read_text(encoding="utf-8"))
+    for name, rows in results.items():
+        if name not in MODELS:
+            continue
+        shape = load_shape(name)
+        for row in rows:
+            size, case = row["row"].split(", ")
+            context, batch = map(int, size.split(" x "))
+            plan = _plan(case, workload_for(shape, profile, context, NEW_TOKENS, batch, yarn=True), shape, profile)
+            if "round_ms" in row and case_text(plan) == row["plan"]:
+                row.update(_predicted(predict(plan, shape, profile), row["round_ms"]))
+    write_json(path, results)
+
+
+def _predicted(prediction: Prediction, round_ms: float) -> dict[str, float]:
+    tokens = prediction.tokens_per_round
+    times = {"tpot_ms": round_ms / tokens, "predicted_tpot_ms": prediction.best.tpot_ms}
+    return {"tokens_per_round": tokens, **times}  # tokens as predicted
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--predict", action="store_true", help="only predict the rows of OUTPUT again")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     profile = load_profile(options.profile) if options.profile else this_machine()
+    if options.predict:
+        predict_again(options.output, profile)
+        return
     file = ResultsFile.at(options.output)
     for done, name in enumerate(options.models):
         now, saved = time.monotonic(), len(file.results.get(name, []))

@@ -76,8 +76,8 @@ RELATIVES = {
 # that run on every machine as well, not those of Hopper's.
 TRITON_CLASSES = ("grouped_linear", "grouped_linear_int8", "grouped_linear_int4", "attention_mla")
 
-# What routed experts in 16 bits take beyond a dense product of their bytes, as they are several kernels: plain steps of
-# Qwen3-30B-A3B on an H200 took 13 to 16 us more per layer. Rates of narrower products are slow enough without.
+# What routed experts take beyond a dense product of their bytes, as they are several kernels: in steps of Qwen3-30B-A3B
+# in 16 bits 13 to 16 us per layer on an H200, in 4 and 8 bits 6 to 19 us at one row (docs/kernels/experts.md).
 ROUTED_S = 15e-6
 
 # How much the band widens, in relative time, for rates of another class or machine. A prior.
@@ -193,7 +193,7 @@ class Profile(Checked):
         if name == kind:
             return self.classes[name]
         rates = portable.get(name, self.classes[name])
-        launch_s = min(rates.launch_s + (ROUTED_S if kind == "grouped_linear" else 0), MAX_PART_S)
+        launch_s = min(rates.launch_s + (ROUTED_S if kind.startswith("grouped") else 0), MAX_PART_S)
         return replace(rates, launch_s=launch_s, spread=transferred_spread(rates.spread), source="prior")
 
     def to_json(self) -> str:
