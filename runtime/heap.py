@@ -11,8 +11,10 @@ from typing import TypeVar
 import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-OWN_MAPPING_BYTES = 1 << 25  # an allocation of this size has pages of its own, which go back when it is freed
-KEPT_HEAP_BYTES = 1 << 26  # that are free at its end, which the next operation uses: new pages cost more than it does
+OWN_MAPPING_BYTES = 1 << 20  # an allocation of this size has pages of its own, which go back when it is freed
+TRIM_BYTES = 1 << 17  # of the heap's end that are free go back; glibc's default
+RESULT_BYTES = 1 << 25  # the most that glibc takes from its heap
+KEPT_BYTES = 1 << 26
 WAKE_S = 0.2  # between looks at signals
 Result = TypeVar("Result")
 
@@ -20,14 +22,29 @@ Result = TypeVar("Result")
 def return_freed_memory() -> None:
     """Returns what the C library's allocator holds free to the system, at once and from now on.
 
-    What is smaller than OWN_MAPPING_BYTES lies on the heap, whose end is kept: with new pages for every result, which
-    the system zeroes, a small model's prompt takes up to a fifth longer. What is larger would leave gaps there.
+    By default glibc takes allocations of up to 32 MB from its heap, where conversions and fitting leave gaps.
     """
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):  # glibc
-        library.mallopt(M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
-        library.mallopt(M_TRIM_THRESHOLD, KEPT_HEAP_BYTES)
+    library = _thresholds(OWN_MAPPING_BYTES, TRIM_BYTES)
+    if library is not None:
         library.malloc_trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Keeps what operations allocate on the heap, and its free end, from now until `return_freed_memory`.
+
+    With new pages for every result, which the system zeroes, a small model's prompt takes up to a fifth longer.
+    """
+    _thresholds(RESULT_BYTES, KEPT_BYTES)
+
+
+def _thresholds(mapped: int, trimmed: int) -> ctypes.CDLL | None:
+    """Sizes from which on glibc maps an allocation, and gives the heap's free end back; None for another library."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "malloc_trim"):
+        return None
+    library.mallopt(M_MMAP_THRESHOLD, mapped)
+    library.mallopt(M_TRIM_THRESHOLD, trimmed)
+    return library
 
 
 def call_with_separate_heap(function: Callable[[], Result], device: torch.device) -> Result:

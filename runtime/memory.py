@@ -16,7 +16,7 @@ from ridgeplan.roofline.latency import Device
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import WorkloadError
-from ridgeplan.runtime.heap import return_freed_memory
+from ridgeplan.runtime.heap import keep_freed_memory, return_freed_memory
 from ridgeplan.runtime.model.checkpoint import decoded_elements
 
 _STATUS = Path("/proc/self/status")
@@ -54,7 +54,7 @@ class MemoryMeter:
             return_freed_memory()
         self._library_bytes = _library_bytes()
         self._before_bytes = max(0, (_status_bytes("VmRSS") or 0) - shared_bytes)
-        self.restart()
+        self._reset()
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -64,7 +64,12 @@ class MemoryMeter:
         self._before_bytes += max(0, (_status_bytes("VmRSS") or 0) - _library_bytes() - before_bytes)
 
     def restart(self) -> None:
-        """Resets the peak."""
+        """Resets the peak, as a generation begins, whose operations then use the memory of those before."""
+        self._reset()
+        if self._device.type != "cuda":
+            keep_freed_memory()
+
+    def _reset(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif _CLEAR.exists():

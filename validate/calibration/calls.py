@@ -19,7 +19,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.execution import GATHER_ROW_BYTES
 from ridgeplan.roofline.latency import SCANS, WIDE, WIDE_SCANS, experts_kind, linear_kind
 from ridgeplan.roofline.passes import weight_bytes
-from ridgeplan.runtime.heap import return_freed_memory
+from ridgeplan.runtime.heap import keep_freed_memory
 from ridgeplan.runtime.model.linear import Dense
 from ridgeplan.runtime.model.weights import WeightFormat
 from ridgeplan.runtime.quantization.calibration import fitting_group, quantized_linear
@@ -45,7 +45,7 @@ SPARSE_CLASSES = (*SCANS, *WIDE_SCANS, "sparse_attention", "sparse_attention_ful
 def bench_for(device: torch.device, suite: Suite) -> Bench:
     """A bench whose data exceeds the device's caches. A CPU's calls allocate as those of the runtime do."""
     if device.type == "cpu":
-        return_freed_memory()
+        keep_freed_memory()
     cold_bytes = CUDA_ROTATE_BYTES if device.type == "cuda" else 2 * last_cache_bytes()
     bench = Bench.build(device, suite.pool_bytes, min(suite.pool_bytes, cold_bytes), suite.trial_s)
     return replace(bench, max_variants=MAX_VARIANTS)
