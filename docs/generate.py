@@ -256,6 +256,19 @@ def kernel_targets(name: str) -> str:
     return f"{met}\n\n{table(('kernel', 'longer than the target by'), missed)}"
 
 
+def integer_products(name: str) -> str:
+    """Products on integer tensor cores beside today's: a line for each number of bits and rows."""
+    shapes = {"qkv": "6144 x 4096", "out": "4096 x 4096", "gate_up": "28672 x 4096", "down": "4096 x 14336"}
+    lines = []
+    for section in sorted(result(name)["sections"], key=lambda section: (section["bits"], section["rows"])):
+        cells = [section["products"][product] for product in shapes]
+        layer = section["again"]["today"], section["again"]["best of each"]
+        times = [(cell["today"], cell["best"]) for cell in cells] + [layer]
+        sizes = str(section["bits"]), str(section["rows"])
+        lines.append((*sizes, *(f"{today:.1f} -> {best:.1f}" for today, best in times)))
+    return table(("bits", "rows", *shapes.values(), "a layer"), lines)
+
+
 def verdict_svg(model: str, gpu: str, context: str) -> str:
     """What `ridgeplan plan` prints, as a picture of a terminal."""
     screen = Console(record=True, width=82, file=io.StringIO(), highlight=False, legacy_windows=False)
@@ -350,6 +363,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         breakdown,
         kernels,
         kernel_targets,
+        integer_products,
         accuracy_tables.accuracy,
         acceptance_tables.acceptance_errors,
         acceptance_tables.decode_acceptance,

@@ -41,6 +41,7 @@ from ridgeplan.kernels.linear.schedule import (
     make_quantized_schedule,
 )
 from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.validate.machine import measured_here
 
 HIDDEN, GROUP, EPS = 4096, 128, 1e-5
 LAYERS = 5  # with distinct weights: 0.58 GB of 4 bits
@@ -259,7 +260,9 @@ class Report:
 
     def write(self) -> None:
         if self.path is not None:
-            self.path.write_text(json.dumps({"sections": self.sections}, indent=1) + "\n", encoding="utf-8")
+            self.path.write_text(
+                json.dumps({**measured_here(), "sections": self.sections}, indent=1) + "\n", encoding="utf-8"
+            )
 
     def show(self) -> None:
         """One table: layers, then single products."""
