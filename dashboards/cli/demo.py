@@ -1,4 +1,7 @@
-"""`ridgeplan demo`: calibrates this machine, recommends a plan for the embedded model, runs it and checks it."""
+"""`ridgeplan demo`: recommends a plan for the embedded model, runs it and checks it.
+
+A machine that is neither calibrated nor in the catalog is calibrated first.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from ridgeplan.dashboards.cli.run import statistics_dict
 from ridgeplan.dashboards.cli.validate import note_order, print_comparison
 from ridgeplan.planner import Plan, Recommendation
 from ridgeplan.planner.quantities import time_text
-from ridgeplan.roofline.catalog.files import existing_path
-from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
+from ridgeplan.planner.resolution import NotCalibrated, this_machine
+from ridgeplan.roofline.catalog.profile import Profile
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -74,11 +77,12 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
 
 
 def saved_or_quick_profile() -> Profile:
-    """This machine's saved profile. Without one it is measured now, with a note of the noisy kernel classes."""
-    path = existing_path(str(user_profile_path()))
-    if path:
-        return load_profile(path)
-    return calibrate_with_progress(quick=True, output=None, allow_noisy=True)[0]
+    """This machine's saved profile, or its GPU's in the catalog. Without either it is measured now, with a note of the
+    noisy kernel classes."""
+    try:
+        return this_machine()
+    except NotCalibrated:
+        return calibrate_with_progress(quick=True, output=None, allow_noisy=True)[0]
 
 
 def misfit_note(plain: Comparison, profile: Profile) -> str | None:

@@ -194,6 +194,14 @@ def test_demo_calibrates_only_once_and_notes_noise(
     assert demo.saved_or_quick_profile() == measured_profile
 
 
+def test_demo_takes_the_profile_of_a_gpu_in_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrating a GPU compiles kernels of every class, which takes minutes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: "h100")
+    monkeypatch.setattr("ridgeplan.validate.calibrate", None)
+    assert demo.saved_or_quick_profile().hardware.name == "h100"
+
+
 def test_calibrate_saves_and_prints_the_profile(invoke: Any, measured_profile: Profile, tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     result = invoke("calibrate", "--quick", "--allow-noisy", "--output", path)
