@@ -141,7 +141,7 @@ def test_validate_refuses_damaged_profiles(refuses: Any, plan_path: Path, tmp_pa
 def test_demo_runs_the_recommended_plan_and_quantspec(
     real: bool, invoke: Any, profile_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ridgeplan.dashboards.cli.demo.user_profile_path", lambda: profile_path)
+    monkeypatch.setattr("ridgeplan.planner.resolution.user_profile_path", lambda: profile_path)
     folder = request.getfixturevalue("smollm2" if real else "tiny_folder")
     monkeypatch.setattr("ridgeplan.runtime.embedded_model_path", lambda: folder)
     arguments = ("demo", "--context", 160, "--new-tokens", 6)
@@ -158,7 +158,7 @@ def test_demo_runs_the_recommended_plan_and_quantspec(
 def test_demo_shows_texts_and_comparisons(
     invoke: Any, profile_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ridgeplan.dashboards.cli.demo.user_profile_path", lambda: profile_path)
+    monkeypatch.setattr("ridgeplan.planner.resolution.user_profile_path", lambda: profile_path)
     monkeypatch.setattr("ridgeplan.runtime.embedded_model_path", lambda: tiny_folder)
     shown = invoke("demo", "--context", 160, "--new-tokens", 6).stdout
     assert shown.count("continues the prompt") == shown.count("speed-up over plain decoding") >= 2
@@ -197,9 +197,9 @@ def test_demo_calibrates_only_once_and_notes_noise(
 def test_demo_takes_the_profile_of_a_gpu_in_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrating a GPU compiles kernels of every class, which takes minutes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: "h100")
+    monkeypatch.setattr("ridgeplan.planner.resolution.detect_hardware", lambda: "h100-sxm")
     monkeypatch.setattr("ridgeplan.validate.calibrate", None)
-    assert demo.saved_or_quick_profile().hardware.name == "h100"
+    assert demo.saved_or_quick_profile().hardware.name == "h100-sxm"
 
 
 def test_calibrate_saves_and_prints_the_profile(invoke: Any, measured_profile: Profile, tmp_path: Path) -> None:
