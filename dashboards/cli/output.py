@@ -163,7 +163,7 @@ def progress(first: str) -> Iterator[OnProgress]:
             nonlocal printed
             bars.update(bar, description=printable(what), completed=done, total=total)
             now = time.monotonic()
-            if bars.disable and now - printed >= LINE_S:
+            if bars.disable and done < total and now - printed >= LINE_S:
                 printed, rest_s = now, (now - start) * (total - done) / done if done else None
                 left = "" if rest_s is None else f", about {rest_s:,.0f} s left"
                 echo(f"{printable(what)} ({done} of {total}{left})", err=True)
