@@ -163,7 +163,7 @@ def _searched_sizes(
                if not executed.unsupported(at_workload(variant.template, shortest))]  # fmt: skip
     device_only = [variant for variant in smaller if not variant.template.placement.offload]
     best = best.joined(*_fitting(best.offloads, grid, device_only))
-    return best.joined(~best.figures.fits.any(axis=1), smaller)
+    return best.joined(np.logical_not(best.figures.fits.any(axis=1)), smaller)
 
 
 def _fitting(where: np.ndarray, grid: _SizeGrid, searched: Sequence[Family]) -> tuple[np.ndarray, list[Family]]:
