@@ -38,9 +38,7 @@ def _add_rms_norm_kernel(
     update,  # as hidden, or None
     weight,  # [HIDDEN]
     total,  # out, as hidden
-    normed,  # out, as hidden; None with planes
-    planes,  # out, or None: int8 [HIDDEN / 128, rows, 256], in the order of linear/planes.py
-    pairs,  # out, or None: float32 [HIDDEN / 128, rows, 2]
+    normed,  # out, as hidden
     eps,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,41 +68,13 @@ def _add_rms_norm_kernel(
     inverse = tl.rsqrt(tl.sum(all_x * all_x, 0) / HIDDEN + eps)
     if update is not None:
         tl.store(total + row + channel, x, mask=written)
-    y = (x.to(tl.float32) * inverse * scale).to(hidden.dtype.element_ty)
-    if planes is None:
-        tl.store(normed + row + channel, y, mask=written)
-    else:
-        first = tl.program_id(1) * (WIDTH // 128) if ORDERED else 0
-        _store_planes(tl.reshape(y.to(tl.float32), WIDTH // 128, 128), planes, pairs, first, HIDDEN // 128)
+    tl.store(normed + row + channel, (x.to(tl.float32) * inverse * scale).to(normed.dtype.element_ty), mask=written)
 
 
-@triton.jit
-def _store_planes(x, planes, pairs, first_group, groups):
-    """Quantizes x [groups of this program, 128] of row program_id(0) as `quantize_rows` does."""
-    group = first_group + tl.arange(0, x.shape[0])
-    inside = group < groups
-    largest = tl.max(tl.abs(x), 1)
-    inverse = tl.where(largest > 1e-30, 32639.0 / largest, 0.0)
-    # Adding and subtracting 1.5 * 2^23 rounds, ties to even.
-    integers = ((x * inverse[:, None] + 12582912.0) - 12582912.0).to(tl.int32)
-    upper = (integers + 128) >> 8
-    at = (group * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
-    i = tl.arange(0, 128)
-    # Of an input 32 p + 8 c + 4 s + 2 h + l, h and l change places in its word, which is word 2 p + s of c.
-    byte = i % 32 // 8 * 32 + i // 32 * 8 + i % 8 // 4 * 4 + i % 2 * 2 + i % 4 // 2
-    to = planes + at[:, None] * 256 + byte[None, :]
-    tl.store(to, upper.to(tl.int8), mask=inside[:, None])
-    tl.store(to + 128, (integers - 256 * upper).to(tl.int8), mask=inside[:, None])
-    tl.store(pairs + 2 * at, largest / 32639.0, mask=inside)
-    tl.store(pairs + 2 * at + 1, tl.sum(integers, 1).to(tl.float32), mask=inside)
-
-
-def add_rms_norm_triton(
-    hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float, planes: tuple[Tensor, ...] = ()
-) -> tuple[Tensor, Tensor]:
-    """See `ridgeplan.kernels.layer.add_rms_norm`. planes: written instead of the norm, as the kernel takes them."""
+def add_rms_norm_triton(hidden: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `ridgeplan.kernels.layer.add_rms_norm`."""
     hidden = hidden.contiguous()
-    normed = hidden if planes else torch.empty_like(hidden)
+    normed = torch.empty_like(hidden)
     total = hidden if update is None else torch.empty_like(hidden)
     width = len(weight)
     rows, block = hidden.numel() // width, triton.next_power_of_2(width)
@@ -117,8 +87,7 @@ def add_rms_norm_triton(
         None if update is None else update.contiguous(),
         weight.contiguous(),
         total,
-        None if planes else normed,
-        *(planes or (None, None)),
+        normed,
         eps,
         HIDDEN=width,
         BLOCK=block,

@@ -37,7 +37,6 @@ from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
 
 SOURCE, ENTRY = "linear/csrc/linear.cu", "linear"
 PROBE_THREADS = 320
-PREFERRED_SHARED_MEMORY_CARVEOUT = 9  # the driver's CUfunction_attribute, in percent
 
 
 class LinearParams(KernelParams):
@@ -60,11 +59,11 @@ class LinearKernel:
     def run(self, x: Tensor, weight: Tensor, lower: Tensor | None = None, *, bias: Tensor | None) -> Tensor:
         """x W^T + bias -> [rows, outputs], or of gated outputs half as many; weight as the kernel reads it.
 
-        x: rows, or their planes (linear/planes.py); lower: the second plane of 8-bit weights.
+        lower: the second plane of 8-bit weights.
         """
         schedule = self.schedule
         width = schedule.outputs // (2 if schedule.gated else 1)
-        y = torch.empty(schedule.rows, width, dtype=torch.bfloat16 if schedule.bf16 else torch.float16, device=x.device)
+        y = torch.empty(schedule.rows, width, dtype=x.dtype, device=x.device)
         params = LinearParams(
             x=x,
             weight=weight,
@@ -96,13 +95,10 @@ def compiled_for(schedule: LinearSchedule | None, device: torch.device, fallback
 
 @cache
 def _compiled(options: tuple[str, ...], device: torch.device, fallback: str) -> Any | None:
-    """The kernel may use all of an SM's shared memory, which is split that way even where a CTA needs half of it."""
+    """The kernel may use all of a CTA's shared memory."""
     shared_bytes = _sm_bytes(device) - RESERVED_BYTES
     text = program(SOURCE, LinearParams)
-    kernel = compile_kernel(text, ENTRY, options, device, shared_bytes=shared_bytes, fallback=fallback)
-    if kernel is not None:
-        driver().cuFuncSetAttribute(kernel.func, PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
-    return kernel
+    return compile_kernel(text, ENTRY, options, device, shared_bytes=shared_bytes, fallback=fallback)
 
 
 def accepts(x: Tensor, max_rows: int) -> bool:

@@ -26,7 +26,6 @@ X_PARTS = 4  # parts in which many rows of x arrive
 FEW_ROWS = 1  # up to this many rows, x arrives in one part, and each CTA fetches its own copy
 FEW_TILES = 4  # output tiles per CTA: a short product, which gains nothing from more copies in flight
 MAX_STAGES = 16  # pipeline stages
-PACKED_ROWS = 4  # rows of x whose two planes are the columns of one product
 # With more rows, fusing SwiGLU may need shorter pipelines or several passes, only to save a small kernel.
 MAX_GATED_ROWS = CUDA_FUSED_SWIGLU_ROWS
 RESERVED_BYTES = 2 * 1024  # bytes of shared memory reserved per CTA, for the driver and static variables
@@ -77,8 +76,7 @@ class LinearSchedule:
     """A product's launch: concurrent passes over the weight, with at most `rows_per_pass` rows of x each.
 
     gated: the first half of the outputs are gates. A CTA alternates between tiles of gates and the tiles that these
-    multiply, and y is half as wide. x_planes: 0, or how x becomes planes of integers, and
-    x_shared: whether they lie in shared memory (csrc/config.cuh). sm_ctas: CTAs per SM.
+    multiply, and y is half as wide. integer: products of integers (csrc/integer.cuh), of x in registers.
     """
 
     weights: WeightPipeline
@@ -90,9 +88,7 @@ class LinearSchedule:
     inputs: int
     rows_per_pass: int
     gated: bool = False
-    x_planes: int = 0
-    x_shared: bool = False
-    sm_ctas: int = 1
+    integer: bool = False
 
     @cached_property
     def x_tiles(self) -> int:
@@ -106,7 +102,7 @@ class LinearSchedule:
     @cached_property
     def x_multicast(self) -> int:
         """CTAs of a cluster that fetch x together."""
-        return 2 if self.split_k.ways == 1 and self.rows_per_pass > FEW_ROWS and not self.x_planes else 1
+        return 2 if self.split_k.ways == 1 and self.rows_per_pass > FEW_ROWS and not self.integer else 1
 
     @cached_property
     def workers(self) -> int:
@@ -158,16 +154,15 @@ class LinearSchedule:
         """Shared memory beside the pipeline: sums of warps, of x and of the cluster, and rows of x."""
         columns, ways = 8 * self.x_tiles, self.split_k.ways
         cluster_tiles = -(-self.max_tiles // ways) * ways if ways > 1 else 0
-        shared_rows = self.rows_per_pass if self.x_shared or not self.x_planes else 0
-        x_bytes = shared_rows * (2 * self.k_tiles * self.weights.k_tile_inputs + (0 if self.x_planes else 64))
+        x_row_bytes = 0 if self.integer else 2 * self.k_tiles * self.weights.k_tile_inputs + 64
+        x_bytes = self.rows_per_pass * x_row_bytes
         x_sum_bytes = self.k_tiles * self.weights.x_sum_bytes * columns
         return (SUM_BUFFERS * self.mma_warps + cluster_tiles) * 4 * TILE_OUTPUTS * columns + x_sum_bytes + x_bytes
 
     @cached_property
     def stages(self) -> int:
         """Pipeline stages that fit."""
-        share_bytes = (self.device.sm_bytes - BESIDE_BYTES) // self.sm_ctas
-        available_bytes = share_bytes - RESERVED_BYTES - self.other_bytes
+        available_bytes = self.device.sm_bytes - BESIDE_BYTES - RESERVED_BYTES - self.other_bytes
         return min(MAX_STAGES, available_bytes // self.stage_bytes)
 
     @cached_property
@@ -176,13 +171,6 @@ class LinearSchedule:
         whole_pairs = self.outputs % (2 * TILE_OUTPUTS) == 0
         can_gate = self.split_k.ways == 1 and whole_pairs and self.rows <= MAX_GATED_ROWS
         return has_room and (can_gate or not self.gated) and self.inputs <= self.split_k.max_inputs
-
-    @cached_property
-    def x_fits(self) -> bool:
-        """Whether planes of x fit the registers of the MMA warps, or lie in shared memory."""
-        x_stages = -(-self.k_tiles * self.weights.k_tile_inputs // self.stage_inputs)
-        registers = x_stages * self.stage_inputs // 16 // self.mma_warps * (1 if self.rows <= PACKED_ROWS else 2)
-        return self.x_shared or registers <= X_REGISTERS[self.sm_ctas]
 
     @cached_property
     def shared_bytes(self) -> int:
@@ -215,7 +203,7 @@ class LinearSchedule:
         """The compiled variant: `LinearConfig` in csrc/config.cuh."""
         cta_inputs = self.k_tiles * self.weights.k_tile_inputs
         x_stages = -(-cta_inputs // self.stage_inputs)
-        in_parts = self.rows_per_pass > FEW_ROWS and not self.x_planes
+        in_parts = self.rows_per_pass > FEW_ROWS and not self.integer
         return tuple(
             config_options(
                 WEIGHT_BITS=self.weights.bits,
@@ -229,12 +217,9 @@ class LinearSchedule:
                 STAGE_INPUTS=self.stage_inputs,
                 MAX_STAGES=MAX_STAGES,
                 FUSE_SWIGLU=self.gated,
-                X_PLANES=self.x_planes,
-                X_PACKED=not self.x_planes or self.rows_per_pass <= PACKED_ROWS,
-                TILE_STAGES=x_stages if self.x_planes else 1,
-                X_SHARED=self.x_shared,
-                SM_CTAS=self.sm_ctas,
-                WHOLE_STAGES=self.inputs % (self.stage_inputs * self.split_k.ways) == 0,
+                INTEGER=self.integer,
+                TILE_STAGES=x_stages if self.integer else 1,
+                WHOLE_STAGES=self.inputs % self.stage_inputs == 0,
             )
         )
 
@@ -327,62 +312,39 @@ def make_quantized_schedule(
 
 
 INTEGER_GROUP = 128  # inputs that share a scale, of products of integers
-# Registers of a thread that may hold x, by CTAs of an SM: what others leave of 168, and of 72.
-X_REGISTERS = (0, 112, 32)
-
-
-@dataclass(frozen=True)
-class IntegerVariant:
-    """How products of integers (csrc/integer.cuh) run.
-
-    from_planes: x comes as planes (planes.py). sm_ctas: CTAs per SM; with 2, the next product's CTA fills its pipeline
-    beside this one's. early: the next kernel may start as soon as x has arrived, not when the last stage is
-    copied. stage_inputs: most inputs of a stage. before_x_bytes, after_x_bytes: of the weight in flight at once.
-    """
-
-    from_planes: bool = False
-    sm_ctas: int = 1
-    early: bool = False
-    stage_inputs: int = 2048
-    before_x_bytes: int = 1 << 20
-    after_x_bytes: int = 1 << 20
+MAX_INTEGER_ROWS = 4
+MAX_INTEGER_INPUTS = 14 * 1024  # of which 8 MMA warps hold x in 112 registers a thread
+# Most elements of x for which products of integers are chosen, by bits. None as yet: in layers they are faster with one
+# and two rows of 4 bits (28672 elements) and one and four of 8 bits (57344), but rounds are not measured.
+INTEGER_ELEMENTS: Mapping[int, int] = MappingProxyType({})
 
 
 @cache
 def make_integer_schedule(
-    rows: int, outputs: int, inputs: int, bf16: bool, gated: bool, device: DeviceLimits, bits: int, kind: IntegerVariant
+    rows: int, outputs: int, inputs: int, bf16: bool, gated: bool, device: DeviceLimits, bits: int
 ) -> LinearSchedule | None:
-    """A product of integers of up to 8 rows, with weights in groups of 128. None if it does not fit.
+    """Products of integers with weights in groups of 128: the next kernel may start as soon as x has arrived.
 
-    x lies in registers or in shared memory, and inputs are split between two CTAs where it fits neither.
+    None for more than 4 rows or 14336 inputs.
     """
     weights = replace(
         weight_format(INTEGER_GROUP, bits),
-        x_sum_bytes=4 if rows <= PACKED_ROWS else 8,
         max_equal_stages=0,
-        trigger_stages=-1 if kind.early else 0,
-        before_x_bytes=kind.before_x_bytes,
-        after_x_bytes=kind.after_x_bytes,
-        long_after_x_bytes=kind.after_x_bytes,
+        trigger_stages=-1,
+        before_x_bytes=35 * 1024,
+        after_x_bytes=69 * 1024,
+        long_after_x_bytes=69 * 1024,
     )
-    for ways, x_shared in ((1, False), (1, True), (2, False), (2, True)):
-        split = SplitK(ways, kind.stage_inputs, min_stages=4)
-        how = 1 + kind.from_planes, x_shared, kind.sm_ctas
-        schedule = LinearSchedule(weights, split, device, bf16, rows, outputs, inputs, rows, gated, *how)
-        if schedule.x_tiles == 1 and schedule.fits and schedule.x_fits:
-            return schedule
-    return None
-
-
-# Where products of integers are faster as measured, by bits and rows: all others multiply in 16-bit floats.
-INTEGER_PRODUCTS: Mapping[tuple[int, int], IntegerVariant] = MappingProxyType({})
+    split = SplitK(ways=1, stage_inputs=2048, min_stages=4)
+    schedule = LinearSchedule(weights, split, device, bf16, rows, outputs, inputs, rows, gated, integer=True)
+    return schedule if schedule.fits and rows <= MAX_INTEGER_ROWS and inputs <= MAX_INTEGER_INPUTS else None
 
 
 def choose_quantized_schedule(
     rows: int, outputs: int, inputs: int, group: int, bf16: bool, gated: bool, device: DeviceLimits, bits: int = 4
 ) -> LinearSchedule | None:
     """The faster of `make_integer_schedule` and `make_quantized_schedule`."""
-    variant = INTEGER_PRODUCTS.get((bits, rows)) if group == INTEGER_GROUP else None
-    shape = rows, outputs, inputs, bf16, gated, device, bits
-    schedule = None if variant is None else make_integer_schedule(*shape, variant)
+    schedule = None
+    if group == INTEGER_GROUP and rows * inputs <= INTEGER_ELEMENTS.get(bits, 0):
+        schedule = make_integer_schedule(rows, outputs, inputs, bf16, gated, device, bits)
     return schedule or make_quantized_schedule(rows, outputs, inputs, group, bf16, gated, device, bits)

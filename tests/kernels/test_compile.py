@@ -89,12 +89,10 @@ def shift() -> dict[str, Any]:
     return job("kv_cache.triton", "_shift_kernel", types, constants, {"num_warps": 4})
 
 
-def norm(updated: bool, quantized: bool = False) -> dict[str, Any]:
+def norm(updated: bool) -> dict[str, Any]:
     types = dict.fromkeys(("hidden", "update", "weight", "total", "normed"), "*bf16") | {"eps": "fp32"}
     constants: dict[str, Any] = {"HIDDEN": 5120, "BLOCK": 8192, "PARTS": 8 if updated else 0, "PDL": True}
     constants |= {} if updated else {"update": None}
-    types |= {"planes": "*i8", "pairs": "*fp32"} if quantized else {}
-    constants |= {"normed": None} if quantized else {"planes": None, "pairs": None}
     return job("layer.triton", "_add_rms_norm_kernel", types, constants, {"num_warps": 16})
 
 
@@ -280,7 +278,7 @@ def dense_jobs(every: bool) -> dict[str, dict[str, Any]]:
     wide = {f"attention d512 {bits}bit 64 rows": attention("bf16", 512, bits, 64) for bits in (0, 4, 8)}
     jobs |= {**wide, "quantize d512": quantization("bf16", True, 512)}
     jobs |= {"dequantize": dequantization(8), "merge": merging(), "shift": shift(), "swiglu": swiglu()}
-    jobs |= {"norm": norm(False), "add norm": norm(True), "quantized norm": norm(True, True), "tables": tables()}
+    jobs |= {"norm": norm(False), "add norm": norm(True), "tables": tables()}
     jobs |= {"delta step": delta_step(), "gated norm": gated_norm()}
     jobs |= {"rope": rope(128, False), "rope with norms": rope(96, True)}
     jobs |= {

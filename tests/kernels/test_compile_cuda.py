@@ -6,7 +6,7 @@ NVRTC is what torch compiles kernels with at run time; its wheel `nvidia-cuda-nv
 import ctypes
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
@@ -22,7 +22,6 @@ from ridgeplan.kernels.kv_cache import cuda as quantize_cuda
 from ridgeplan.kernels.linear import cuda as linear
 from ridgeplan.kernels.linear.schedule import (
     DeviceLimits,
-    IntegerVariant,
     LinearSchedule,
     make_dense_schedule,
     make_integer_schedule,
@@ -33,7 +32,6 @@ from ridgeplan.kernels.sparse_attention import cuda as sparse
 
 WHEEL = "nvidia-cuda-nvrtc"
 REGISTERS = 65536  # of an SM
-SHARED_SM = IntegerVariant(sm_ctas=2, early=True, stage_inputs=1024)  # two products on an SM
 H200 = DeviceLimits(sm_bytes=228 * 1024, clusters=(132, 66, 30, 15))
 # That a multicast copy would be slower on other GPUs if compiled for sm_90, which is what torch does.
 TOLERATED = "Advisory: '.multicast::cluster' modifier"
@@ -192,29 +190,11 @@ def test_quantized_products(bits: int, group: int, rows: int, inputs: int, gated
 
 
 @pytest.mark.parametrize(
-    ("bits", "rows", "inputs", "variant"),
-    fast_and_slow(
-        [
-            (4, 1, 4096, IntegerVariant()),
-            (4, 4, 4096, SHARED_SM),
-            (4, 1, 14336, SHARED_SM),
-            (8, 4, 4096, IntegerVariant()),
-        ],
-        [
-            (4, 8, 4096, IntegerVariant()),
-            (4, 4, 14336, replace(IntegerVariant(), from_planes=True)),
-            (8, 1, 1152, SHARED_SM),
-        ],
-    ),
-    ids=str,
+    ("bits", "inputs"), fast_and_slow([(4, 4096), (4, 14336), (8, 4096)], [(4, 1152), (8, 14336), (8, 1152)])
 )
-def test_products_of_integers(
-    bits: int, rows: int, inputs: int, variant: IntegerVariant, compile_cuda: Compile
-) -> None:
-    schedule = make_integer_schedule(rows, 4096, inputs, True, inputs == 4096, H200, bits, variant)
-    compiled = linear_kernel(compile_cuda, schedule)
-    assert compiled.spilled <= (0 if variant.sm_ctas == 1 else 12)  # addresses, read once per output tile
-    assert variant.sm_ctas * compiled.registers * (32 * 10) <= REGISTERS - (variant.sm_ctas - 1) * 8192  # a norm's
+def test_products_of_integers(bits: int, inputs: int, compile_cuda: Compile) -> None:
+    compiled = linear_kernel(compile_cuda, make_integer_schedule(4, 4096, inputs, True, inputs == 4096, H200, bits))
+    assert compiled.spilled <= (8 if inputs == 14336 else 0)  # addresses, beside 112 registers of x
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,9 @@
 #define CONFIG_STAGE_INPUTS 4096
 #define CONFIG_MAX_STAGES 16
 #define CONFIG_FUSE_SWIGLU 0
-#define CONFIG_X_PLANES 0
-#define CONFIG_X_PACKED 1
+#define CONFIG_INTEGER 0
 #define CONFIG_TILE_STAGES 1
 #define CONFIG_WHOLE_STAGES 1
-#define CONFIG_X_SHARED 0
-#define CONFIG_SM_CTAS 1
 #endif
 
 struct LinearConfig {
@@ -36,13 +33,9 @@ struct LinearConfig {
     static constexpr int STAGE_INPUTS = CONFIG_STAGE_INPUTS;  // inputs of an output tile in a stage of the pipeline
     static constexpr int MAX_STAGES = CONFIG_MAX_STAGES;      // of the pipeline
     static constexpr bool FUSE_SWIGLU = CONFIG_FUSE_SWIGLU != 0;  // the first half of the outputs gates the second
-    // Products of integers (integer.cuh), of x as planes of bytes: 0 no, 1 each CTA makes the planes, 2 they are in `x`.
-    static constexpr int X_PLANES = CONFIG_X_PLANES;
-    static constexpr bool X_PACKED = CONFIG_X_PACKED != 0;  // both planes of up to 4 rows are columns of one product
-    static constexpr int TILE_STAGES = CONFIG_TILE_STAGES;  // stages of an output tile, with X_PLANES
+    static constexpr bool INTEGER = CONFIG_INTEGER != 0;  // products of integers (integer.cuh)
+    static constexpr int TILE_STAGES = CONFIG_TILE_STAGES;  // stages of an output tile, with INTEGER
     static constexpr bool WHOLE_STAGES = CONFIG_WHOLE_STAGES != 0;  // none of them is shorter
-    static constexpr bool X_SHARED = CONFIG_X_SHARED != 0;  // planes lie in shared memory instead of registers
-    static constexpr int SM_CTAS = CONFIG_SM_CTAS;  // CTAs of an SM: with 2, the next kernel's beside this one's
 
     using Elem = Element<BF16>;
     static constexpr int CLUSTER = SPLIT_K * X_MULTICAST;
@@ -52,15 +45,13 @@ struct LinearConfig {
     static constexpr int SUM_BUFFERS = 2;  // output tiles whose sums are on their way to the epilogue warp
     static constexpr int PRODUCER_WARP = MMA_WARPS, EPILOGUE_WARP = MMA_WARPS + 1;
     static constexpr int WARPS = MMA_WARPS + 2, THREADS = 32 * WARPS;
-    static constexpr int BOUND_THREADS = THREADS + (SM_CTAS - 1) * 128;  // leaves a norm's kernel registers
 
     static_assert(!FUSE_SWIGLU || SPLIT_K == 1, "a gate and what it multiplies must be in one CTA");
-    static_assert(!X_PLANES || X_MULTICAST == 1, "x goes to registers");
 };
 
 // LinearParams in linear/cuda.py has the same layout.
 struct LinearParams {
-    const u8 *x, *weight;  // [rows, inputs], or planes (integer.cuh); as dense.cuh or quantized.cuh takes it
+    const u8 *x, *weight;  // [rows, inputs]; as dense.cuh or quantized.cuh takes it
     const u8* lower;       // the second plane of 8-bit weights, or null
     const u16* bias;       // [outputs], or null
     u16* y;                // [rows, outputs], with FUSE_SWIGLU [rows, outputs / 2]

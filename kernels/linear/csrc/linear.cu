@@ -44,7 +44,7 @@ __device__ __forceinline__ void cta_barrier() {
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(Config::BOUND_THREADS, Config::SM_CTAS)
+extern "C" __global__ void __launch_bounds__(Config::THREADS, 1)
 #if CONFIG_SPLIT_K * CONFIG_X_MULTICAST > 1  // a kernel without clusters must not have the attribute
 __cluster_dims__(Config::CLUSTER, 1, 1)
 #endif
@@ -75,7 +75,7 @@ linear(const __grid_constant__ LinearParams p) {
     } else {
         cta_barrier();
         if (warp == Config::EPILOGUE_WARP && leads) {
-            if (!Config::X_PLANES) expect_x(work, barriers);
+            if (!Config::INTEGER) expect_x(work, barriers);
             if (Config::SPLIT_K > 1) expect_cluster_sums(work, barriers, rank);
         }
         __syncwarp();
@@ -86,11 +86,11 @@ linear(const __grid_constant__ LinearParams p) {
         pdl_wait();  // MMA warps too: polling for x, they would slow down small kernels beside this one
         if (warp == Config::EPILOGUE_WARP) {
             const u8* const from = p.x + 2 * (i64(first_row) * p.inputs + k_begin * Weights<Config>::K_TILE);
-            if (leads && !Config::X_PLANES) load_x_rows(at.x, pitch, from, 2 * i64(p.inputs), work, barriers);
+            if (leads && !Config::INTEGER) load_x_rows(at.x, pitch, from, 2 * i64(p.inputs), work, barriers);
             __syncwarp();
             add_tiles(work, barriers, output, at.sums, at.cluster_sums, rank, lane);
-        } else if (Config::X_PLANES) {
-            multiply_integers(work, barriers, at.buffers, p, at.x, at.x_sums, at.sums);
+        } else if (Config::INTEGER) {
+            multiply_integers(work, barriers, at.buffers, p, at.x_sums, at.sums);
         } else {
             multiply(work, barriers, at.buffers, p.stages, at.x, pitch, at.x_sums, at.sums, lane);
             if (Config::X_MULTICAST > 1 && !work.num_tiles())  // what other CTAs send must still find this one

@@ -23,7 +23,7 @@ template <class Config> struct Weights<Config, false> {
     static constexpr int PLANES = Config::WEIGHT_BITS / 4;
     static constexpr int PLANE_BYTES = STAGE_K_TILES * K_TILE_BYTES;  // of a stage
     static constexpr int STAGE_BYTES = PLANES * PLANE_BYTES;
-    static constexpr int X_SUM_COLUMNS = Config::X_PACKED ? COLUMNS : 2 * COLUMNS;  // numbers about x that a K tile needs
+    static constexpr int X_SUM_COLUMNS = COLUMNS;  // columns of the sums of x that a K tile needs
     static constexpr int AT_ONCE = STAGE_K_TILES % (2 * MMA_WARPS) ? 1 : 2;  // K tiles that a warp multiplies together
     // Unpacked codes are P + code (dequant.cuh), and code 8 stands for zero.
     static constexpr int ZERO_VALUE = CODE_BASE_VALUE<Config::BF16> + 8;
