@@ -365,7 +365,7 @@ def _why_it_lost(loser: Candidate, winner: Candidate, predicted: Prediction, que
     if ratio <= 1 and preferred:
         return f"within the noise: {times}, and the recommended plan is {why_preferred(winner.plan, loser.plan)}"
     slower = "larger" if memory else "slower"
-    if predicted.source == "prior" and not memory:
+    if unmeasured_spread(loser.plan, question) > unmeasured_spread(winner.plan, question):
         slower = "not measured, and slower at the slow end of its band"
     return f"{slower}: {times}"
 

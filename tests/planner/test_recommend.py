@@ -493,6 +493,17 @@ def test_rates_that_are_a_prior_compete_at_their_slow_end(h200_profile):
     assert penalize_unmeasured_rates(pair, measured) == pair
 
 
+def test_a_plan_lost_by_what_is_unmeasured_only_if_that_is_more_than_the_winners():
+    """No rates of FP8 experts were measured, so both plans of 8-bit weights are priors; the loser is just slower."""
+    answer = planner.recommend("Qwen/Qwen3-30B-A3B", "h200", 4096, backend="vllm")
+    assert (answer.preset, answer.predicted.source) == ("int8-weights", "prior")
+    reasons = {other.preset: other.rejected for other in answer.alternatives}
+    assert reasons["int8-weights-int8"].startswith("slower: ")
+    unmeasured = planner.recommend("Llama-3.1-8B", "h200", 32768, backend="sglang")
+    reasons = {other.preset: other.rejected for other in unmeasured.alternatives}
+    assert reasons["int8-weights-int8"].startswith("not measured, and slower at the slow end of its band: ")
+
+
 def test_what_a_preferred_plan_has_ahead_is_named():
     plans = [preset(name, WORKLOAD) for name in ("quantspec-exact", "quantspec", "int8")]
     assert why_preferred(plans[0], plans[1]) == "more exact"
