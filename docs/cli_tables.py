@@ -12,6 +12,7 @@ from readme_tables import table
 from ridgeplan.dashboards.cli import main
 from ridgeplan.dashboards.cli.errors import EXIT_CODES
 from ridgeplan.dashboards.cli.groups import LazyGroup
+from ridgeplan.dashboards.cli.options import one_name
 
 STATED_DEFAULT = re.compile(r"\s*\[default: (.*)\]$")  # of an option whose default depends on other options
 
@@ -75,7 +76,8 @@ def _option(option: click.Option, context: click.Context) -> tuple[str, ...]:
     names = ", ".join(f"`{name}`" for name in option.opts)
     choices = option.type.choices if isinstance(option.type, click.Choice) else ()
     value = ", ".join(f"`{choice}`" for choice in choices) or _text(option.make_metavar(context))
-    many = " Repeat it for several values." if option.multiple and not re.search("repeat|a list", text, re.I) else ""
+    several = option.multiple and option.callback is not one_name and not re.search("repeat|a list", text, re.I)
+    many = " Repeat it for several values." if several else ""
     return names, "" if option.is_flag else value, _text(default), _text(STATED_DEFAULT.sub("", text) + many)
 
 

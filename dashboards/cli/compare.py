@@ -27,7 +27,7 @@ COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "last TTFT", "tokens/s", "GB", "
 @click.argument("subjects", metavar="MODEL...|PLAN.json...", nargs=-1, required=True)
 @opt.gpu_names
 @click.option(
-    "--preset", "presets", type=opt.Names(), default=(),
+    "--preset", "presets", type=opt.Names(), multiple=True, callback=opt.distinct,
     help="Presets, separated by commas, each at its fastest gamma.  [default: the recommended plan]",
 )  # fmt: skip
 @opt.workload

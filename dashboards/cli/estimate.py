@@ -50,7 +50,7 @@ class PresetCommand(click.Command):
 @click.argument("model", required=False)
 @click.option("--preset", help="A preset from `ridgeplan list presets`.")
 @click.option("--plan", type=opt.SavedPlanFile(), help="A plan file instead, with its own model, GPU and workload.")
-@click.option("--gpu", help=opt.GPU_HELP)
+@opt.one_gpu(help=opt.GPU_HELP)
 @opt.ctx
 @opt.max_model_len
 @click.option(*opt.BATCH, "batch", type=int, help="Sequences that run together.  [default: 1]")

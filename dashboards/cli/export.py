@@ -51,7 +51,7 @@ COLUMNS = 78
     "--host-cache-backend", type=click.Choice(["native", "lmcache"]), default="native", help="vLLM's store for them."
 )
 @click.option("--plugin", is_flag=True, help="Serve the plan as it is, with ridgeplan's plugin of vLLM.")
-@click.option("--gpu", help=f"{opt.GPU_HELP}  [default: the plan's]")
+@opt.one_gpu(help=f"{opt.GPU_HELP}  [default: the plan's]")
 @opt.engine_profile
 @opt.memory_utilization
 @opt.profile_file

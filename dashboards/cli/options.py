@@ -204,15 +204,19 @@ KV_NAMES = {
 } | {form.value: form for form in KVFormat}  # fmt: skip
 
 
-def _one_name(ctx: click.Context, param: click.Parameter, names: Sequence[str]) -> str:
-    if len(names) > 1 or "," in names[0]:
-        several = ",".join(names)
+def one_name(ctx: click.Context, param: click.Parameter, names: Sequence[str]) -> str | None:
+    """The only name of an option that takes one; None without a name."""
+    several = ",".join(names)
+    if "," in several:
         raise click.UsageError(f"--gpu is {several}; allowed: one GPU; `ridgeplan compare` takes --gpu {several}")
-    return names[0]
+    return several if names else None
+
+
+one_gpu = partial(click.option, "--gpu", multiple=True, callback=one_name)
 
 
 # The workload.
-gpu = click.option("--gpu", required=True, multiple=True, callback=_one_name, help=GPU_HELP)
+gpu = one_gpu(required=True, help=GPU_HELP)
 ctx = click.option(*CTX, "ctx", type=TOKENS, help="Prompt length in tokens, such as 128k.")
 max_model_len = click.option("--max-model-len", type=TOKENS, help="Prompt and new tokens together; replaces --ctx.")
 batch = click.option(*BATCH, "batch", type=int, default=1, help="Sequences that run together.")
@@ -220,24 +224,27 @@ new_tokens = click.option(
     *NEW_TOKENS, "new_tokens", type=TOKENS, default=DEFAULT_NEW_TOKENS, help="Tokens to generate per sequence."
 )
 workload = combine(ctx, max_model_len, batch, new_tokens)
-gpu_argument = combine(click.argument("gpu", required=False), click.option("--gpu", "gpu_option", help=GPU_HELP))
+gpu_argument = combine(click.argument("gpu", required=False), one_gpu("gpu_option", help=GPU_HELP))
 
 
-def _distinct(ctx: click.Context, param: click.Parameter, lists: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def distinct(ctx: click.Context, param: click.Parameter, lists: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The distinct values of an option that takes a list and may be repeated."""
     return tuple(dict.fromkeys(value for values in lists for value in values))
 
 
 def context_list(text: str) -> Callable[[Command], Command]:
     """The option --ctx of a command that takes several contexts."""
-    return click.option(*CTX, "contexts", type=TOKEN_LIST, multiple=True, callback=_distinct, help=text)
+    return click.option(*CTX, "contexts", type=TOKEN_LIST, multiple=True, callback=distinct, help=text)
 
 
 def batch_list(text: str) -> Callable[[Command], Command]:
     """The option --batch of a command that takes several batches."""
-    return click.option(*BATCH, "batches", type=COUNT_LIST, multiple=True, callback=_distinct, help=text)
+    return click.option(*BATCH, "batches", type=COUNT_LIST, multiple=True, callback=distinct, help=text)
 
 
-gpu_names = click.option("--gpu", "gpu_names", type=Names(), default=(), help="GPUs, separated by commas.")
+gpu_names = click.option(
+    "--gpu", "gpu_names", type=Names(), multiple=True, callback=distinct, help="GPUs, separated by commas."
+)
 
 # Which plans are allowed.
 quality = click.option(

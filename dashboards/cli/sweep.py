@@ -32,9 +32,9 @@ COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "s
 
 @command()
 @click.argument("model")
-@click.option("--gpu", help=f"{opt.GPU_HELP} It can be an axis instead.")
+@opt.one_gpu(help=f"{opt.GPU_HELP} It can be an axis instead.")
 @click.option(
-    "--over", "axes", required=True, metavar="AXES",
+    "--over", "axes", required=True, metavar="AXES", multiple=True, callback=lambda ctx, param, value: ",".join(value),
     help=f"Axes of the grid: {', '.join(AXES)}. 4k..1M doubles at each step; 4k..1M:64 has 64 values.",
 )  # fmt: skip
 @click.option(*opt.CTX, "ctx", type=opt.TOKENS, default=8192, help="Prompt length in tokens, if that is no axis.")

@@ -38,6 +38,29 @@ def test_compare_prints_what_its_json_holds(invoke: Any) -> None:
         assert f"{plan['speedup']:.2f}x" in text
 
 
+@pytest.mark.parametrize(
+    ("repeated", "at_once"),
+    [
+        (("compare", "--gpu", "h100", "--gpu", "h200"), ("compare", "--gpu", "h100,h200")),
+        (("compare", "--gpu", "h200", "--preset", "int8", "--preset", "quantspec"),
+         ("compare", "--gpu", "h200", "--preset", "int8,quantspec")),
+        (("cost", "--gpu", "h100", "--gpu", "h200", "--batch", "1"), ("cost", "--gpu", "h100,h200", "--batch", "1")),
+        (("sweep", "--gpu", "h200", "--over", "new_tokens=64,128", "--over", "batch=1,2"),
+         ("sweep", "--gpu", "h200", "--over", "new_tokens=64,128,batch=1,2")),
+    ],
+)  # fmt: skip
+def test_a_repeated_option_adds_values(invoke: Any, repeated: tuple[str, ...], at_once: tuple[str, ...]) -> None:
+    answers = [as_json(invoke(*line, LLAMA, "--ctx", "8k", "--json")) for line in (repeated, at_once)]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("line", [("fit", LLAMA), ("gamma", LLAMA), ("sweep", LLAMA, "--over", "batch=1")])
+def test_one_gpu_is_allowed_where_the_answer_is_of_one(invoke: Any, line: tuple[str, ...]) -> None:
+    result = invoke(*line, "--gpu", "h100", "--gpu", "h200")
+    assert result.exit_code == 2
+    assert "--gpu is h100,h200; allowed: one GPU" in result.stderr
+
+
 def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path) -> None:
     for name, context in (("a.json", "8k"), ("b.json", "64k")):
         result = invoke("estimate", LLAMA, "--preset", "int8", "--gpu", "h200", "--ctx", context, "-o", tmp_path / name)
