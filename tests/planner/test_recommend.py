@@ -496,7 +496,7 @@ def test_rates_that_are_a_prior_compete_at_their_slow_end(h200_profile):
 def test_a_plan_lost_by_what_is_unmeasured_only_if_that_is_more_than_the_winners():
     """No rates of FP8 experts were measured, so both plans of 8-bit weights are priors; the loser is just slower."""
     answer = planner.recommend("Qwen/Qwen3-30B-A3B", "h200", 4096, backend="vllm")
-    assert (answer.preset, answer.predicted.source) == ("int8-weights", "prior")
+    assert (answer.plan.weights.target_bits, answer.plan.kv.target_bits, answer.predicted.source) == (8, 16, "prior")
     reasons = {other.preset: other.rejected for other in answer.alternatives}
     assert reasons["int8-weights-int8"].startswith("slower: ")
     unmeasured = planner.recommend("Llama-3.1-8B", "h200", 32768, backend="sglang")
