@@ -85,14 +85,16 @@ def study_losses(name: str) -> str:
 
     def cell(loss: str, section: str, key: str, method: str, column: str) -> str:
         means = {row["budget"]: row[column] for row in sections[f"{section} {loss}"] if row[key] == method}
-        return " / ".join(f"{means[budget]:.3f}" for budget in budgets)
+        return " / ".join(f"{means[budget]:.3f}" for budget in budgets) if means else ""
 
     def line(label: str, loss: str, method: str) -> tuple[str, ...]:
         hits = (cell(loss, "hits", "method", method, column) for column in ("hit", "mass", "overlap"))
         return label, *hits, cell(loss, "acceptance", "policy", method, "mean")
 
     steps = {loss: sections[f"training {loss}"]["steps_done"] for loss in losses}
-    lines = [line(f"loss of {loss}, {steps[loss]} steps", loss, "retrieval-head") for loss in losses]
+    methods = {"a set for each KV head": "retrieval-head", "one set for all": "retrieval-batch"}
+    lines = [line(f"loss of {loss}, {steps[loss]} steps, {label}", loss, method)
+             for loss in losses for label, method in methods.items()]  # fmt: skip
     columns = ("hit", "mass of the attention", "overlap of adjacent steps", "acceptance")
     sizes = " / ".join(map(str, budgets))
     return table((f"read: {sizes} tokens", *columns), [*lines, line("StreamingLLM", first, "streamingllm")])
