@@ -109,6 +109,10 @@ def decode_acceptance() -> str:
         (f"mean of {len(lines)}", "", "", "", f"{fmean(differences):+.3f}", "", f"{fmean(errors):+.1%}",
          f"{fmean(at_measured):+.1%}")
     )  # fmt: skip
+    sizes = [[abs(each) for each in values] for values in (differences, errors, at_measured)]
+    lines.append(
+        ("mean without signs", "", "", "", f"{fmean(sizes[0]):.3f}", "", *(f"{fmean(each):.1%}" for each in sizes[1:]))
+    )
     columns = (
         "plan", "workload", "gamma", "acceptance", "predicted", "ms per token", "error of the prediction",
         "at the measured acceptance",
