@@ -336,7 +336,10 @@ def predict_question(plans: Sequence[Plan], question: Question) -> list[Predicti
 
 @dataclass(frozen=True)
 class Certainty:
-    """The weakest source of a prediction, and the relative half-width of the bands of its decode steps and prefill."""
+    """The weakest source of a prediction, and the log-symmetric spreads of its decode steps and prefill.
+
+    The ends of a band are the best estimate times and divided by 1 + spread.
+    """
 
     source: str
     spread: float
@@ -429,12 +432,12 @@ def _prediction(
     def figures(near: Estimate, far: Estimate, deviations: int, workspace: float) -> Figures:
         """One end of the band, with `workspace` times the workspace. Throughput, inverse to time, is of the other."""
         resident = _at(near.memory.resident, index)
-        prefill_ms = 1e3 * max(1 + deviations * prefill_spread, 0.1)
+        prefill_ms = 1e3 * (1 + prefill_spread) ** deviations
         return Figures(
-            tpot_ms=1e3 * (_at(near.tpot_s, index) * max(1 + deviations * spread, 0.1)),
+            tpot_ms=1e3 * (_at(near.tpot_s, index) * (1 + spread) ** deviations),
             ttft_request_ms=prefill_ms * _at(near.request_ttft_s, index),
             ttft_ms=prefill_ms * _at(near.ttft_s, index),
-            tokens_per_s=plan.workload.batch / (_at(far.tpot_s, index) * max(1 - deviations * spread, 0.1)),
+            tokens_per_s=plan.workload.batch / (_at(far.tpot_s, index) * (1 + spread) ** -deviations),
             peak_memory_bytes=resident + workspace * (_at(near.memory.peak, index) - resident),
         )
 

@@ -214,5 +214,5 @@ def _banded(running: Served, kvs: Sequence[str], tpot_s: float, plain_s: float) 
     options, step = running.options, running.step()
     certainties = [options.speed.certainty(step, DTYPES[kv].kind, options.sharded) for kv in kvs]
     source, spread = max(certainties, key=lambda certainty: certainty[1])
-    below, above = max(1 - BAND * spread, 0.1), 1 + BAND * spread
-    return EngineTimes(1e3 * tpot_s * below, 1e3 * tpot_s, 1e3 * tpot_s * above, 1e3 * plain_s, source)
+    factor = 1 + BAND * spread
+    return EngineTimes(1e3 * tpot_s / factor, 1e3 * tpot_s, 1e3 * tpot_s * factor, 1e3 * plain_s, source)
