@@ -380,7 +380,7 @@ table_output = click.option(
     "-o", "--output", type=TableFile(), help=f"Write the table to this file: {', '.join(TABLE_SUFFIXES)}."
 )
 plan_output = click.option(
-    "-o", "--output", type=OutputFile(), help="Write the plan to this file, or the table as .csv, .md or .png."
+    "-o", "--output", type=TableFile(), help="Write the plan to this .json file, or the table as .csv, .md or .png."
 )
 trace_output = click.option(
     "--trace", type=OutputFile(), help="Write a round to this file as a Chrome trace, for Perfetto or chrome://tracing."

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 PNG_HEIGHT = 480  # pixels, at least
-TABLES_OF_PLANS = (".csv", ".md", ".png")  # suffixes of files that hold a table where any other holds a plan
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,11 +66,11 @@ def write_table(path: Path | None, result: Table, document: Any) -> None:
 
 
 def write_plan(path: Path | None, result: Table, plan_text: Callable[[], str]) -> None:
-    """Writes the table of an answer where the path's suffix is of `TABLES_OF_PLANS`, else the text of its plan file."""
-    if path is not None and path.suffix in TABLES_OF_PLANS:
-        write_table(path, result, None)
-    elif path is not None:
+    """Writes the text of a plan file where the path's suffix is .json, else the table of its answer."""
+    if path is not None and path.suffix == ".json":
         write_atomically(path, plan_text())
+    else:
+        write_table(path, result, None)
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
