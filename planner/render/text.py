@@ -35,10 +35,11 @@ def one_by_one_notes(predicted: Prediction, batch: int) -> Iterator[str]:
 
 
 def on_host_text(predicted: Prediction, limit_bytes: float | None = None) -> str:
-    """The number of layers on the host and their memory there."""
+    """The number of layers on the host, at the end where layers leave as the text grows, and their memory there."""
     layers = "1 layer" if predicted.offloaded_layers == 1 else f"{predicted.offloaded_layers} layers"
     limit = f" of {size_text(limit_bytes)} there" if limit_bytes is not None else " there"
-    return f"KV of {layers} is on the host, {size_text(predicted.host_bytes)}{limit}"
+    when = " in the end" if predicted.breakdown_source.plan.placement.adaptive else ""
+    return f"KV of {layers} is on the host{when}, {size_text(predicted.host_bytes)}{limit}"
 
 
 def first_token_text(figures: Figures, batch: int) -> str:
