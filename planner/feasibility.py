@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -242,7 +241,8 @@ def _smallest_executable(question: Question) -> list[Plan]:
 
 MIN_BANDWIDTH_SHARE = 0.75  # of the question's GPU, which another GPU needs to take its place
 SAME_CLASS = 1.15  # a GPU with less than this times the memory is of the same size class
-NEAR_SIZE = 4.0  # a context or a batch that is smaller by more than this is a last resort
+NEAR_SIZE = 4.0  # a context that is smaller by more than this is of no use
+MIN_CONTEXT = 1024  # tokens, of which fewer are of no use
 SHARES_OF_NEW_TOKENS = (2, 4)  # that are tried
 HIGH_UTILIZATION = 0.95  # of the memory, which a GPU without other processes allows
 
@@ -250,19 +250,24 @@ HIGH_UTILIZATION = 0.95  # of the memory, which a GPU without other processes al
 def _fixes(question: Question, several: Fix | None) -> Iterator[Fix]:
     """Changes with which a plan fits the device alone, or `several` of it.
 
-    First what changes little (new tokens, low precision, memory limits), then sizes, dropped tokens and other GPUs.
+    In the order of what they give up: 8-bit formats, new tokens, 4-bit formats, memory for others, the batch, this GPU,
+    context, and last, unless exact plans are wanted, dropped tokens.
     """
     plans = _smallest_executable(question)
     capacity = _capacity(question, plans)
-    sizes, quality, more_memory = _sizes(question, capacity), _lower_quality(question), _more_memory(question, capacity)
+    quality, more_memory = _lower_quality(question), _more_memory(question, capacity)
+    batches, contexts = _largest_batch(question, capacity), _nearest_context(question, capacity)
+    step = quality.changes["quality"] if quality else Quality.LOSSY
 
+    if quality and step in (Quality.EXACT, Quality.NEAR_LOSSLESS):
+        yield quality
     yield from _fewer_new_tokens(question)
-    yield from (fix for fix in quality if fix.changes["quality"] != Quality.LOSSY)
+    if quality and step == Quality.FOUR_BIT:
+        yield quality
     yield from more_memory
-    yield from (fix for factor, fix in sizes if factor <= NEAR_SIZE)
-    if [fix.changes["quality"] for fix in quality] == [Quality.LOSSY]:
-        yield from _four_bits_and_smaller(question)
-        yield from quality
+    yield from batches
+    if step == Quality.LOSSY:
+        yield from _fewer_bits_and_smaller(question)
     if several is not None:
         yield several
     if not any("memory_limit" in fix.changes for fix in more_memory):
@@ -270,32 +275,47 @@ def _fixes(question: Question, several: Fix | None) -> Iterator[Fix]:
         if gpu:
             changes = {"gpu": gpu.name, "memory_limit": None}
             yield Fix(changes, f"a GPU such as {gpu.name} ({size_text(gpu.memory_bytes)})")
-    yield from (fix for factor, fix in sizes if factor > NEAR_SIZE)
-    if not sizes and question.workload.batch > 1:
-        yield from _single_sequence(question)
+    yield from contexts
+    if not batches and not contexts and question.workload.batch > 1:
+        single = replace(question, workload=replace(question.workload, batch=1))
+        for fix in _nearest_context(single, _capacity(single, _smallest_executable(single))):
+            yield Fix({**fix.changes, "batch": 1}, fix.text)
+    if quality and step == Quality.LOSSY:
+        yield quality
 
 
-def _sizes(question: Question, capacity: Capacity) -> list[tuple[float, Fix]]:
-    """The largest context and the largest batch that fit, each with how many times smaller it is than asked for."""
-    workload, sizes = question.workload, []
-    longest, batch = _longest_context(question, capacity), int(capacity.largest_batches().max())
-    if longest:
-        fix = Fix({"context": longest}, described_contexts(longest, workload, workload.batch))
-        sizes.append((workload.context / longest, fix))
-    if batch:
-        fix = Fix({"batch": batch}, f"batch up to {batch} with context {workload.context}")
-        sizes.append((workload.batch / batch, fix))
-    return sorted(sizes, key=itemgetter(0))
+def _largest_batch(question: Question, capacity: Capacity) -> list[Fix]:
+    batch = int(capacity.largest_batches().max())
+    return [Fix({"batch": batch}, f"batch up to {batch} with context {question.workload.context}")] if batch else []
 
 
-def _four_bits_and_smaller(question: Question) -> Iterator[Fix]:
-    """4-bit weights with the nearest size that fits, where they are not enough alone but keep every token."""
-    if question.options.quality.loosest.allows(Quality.FOUR_BIT):
-        return
-    looser = question.with_options(quality=Quality.FOUR_BIT)
-    for factor, fix in _sizes(looser, _capacity(looser, _smallest_executable(looser)))[:1]:
-        if factor <= NEAR_SIZE:
-            yield Fix({"quality": str(Quality.FOUR_BIT), **fix.changes}, f"quality {Quality.FOUR_BIT} with {fix.text}")
+def _nearest_context(question: Question, capacity: Capacity) -> list[Fix]:
+    """The longest context that fits, if it is of use for prompts of the length that was asked for."""
+    workload = question.workload
+    longest = int(capacity.largest_contexts(context_limits(capacity.plans, question)).max())
+    if longest < max(MIN_CONTEXT, workload.context / NEAR_SIZE):
+        return []
+    return [Fix({"context": longest}, described_contexts(longest, workload, workload.batch))]
+
+
+def _looser_steps(question: Question) -> Iterator[Quality]:
+    """The steps of quality that admit what the question's does not; for exact plans those that keep every token."""
+    wanted = question.options.quality
+    for step in Quality:
+        admitted = isinstance(wanted, Quality) and wanted.allows(step)
+        if not admitted and (wanted, step) != (Quality.EXACT, Quality.LOSSY):
+            yield step
+
+
+def _fewer_bits_and_smaller(question: Question) -> Iterator[Fix]:
+    """The most bits that with a smaller batch or context fit, where no step that keeps every token is enough alone."""
+    for step in _looser_steps(question):
+        looser = question.with_options(quality=step)
+        capacity = _capacity(looser, _smallest_executable(looser))
+        sizes = [*_largest_batch(looser, capacity), *_nearest_context(looser, capacity)]
+        if sizes and step is not Quality.LOSSY:
+            yield Fix({"quality": str(step), **sizes[0].changes}, f"quality {step} with {sizes[0].text}")
+            return
 
 
 def _fewer_new_tokens(question: Question) -> Iterator[Fix]:
@@ -322,17 +342,15 @@ def _more_memory(question: Question, capacity: Capacity) -> list[Fix]:
     return [Fix({"memory_utilization": HIGH_UTILIZATION}, f"memory utilization {HIGH_UTILIZATION}")]
 
 
-def _lower_quality(question: Question) -> list[Fix]:
+def _lower_quality(question: Question) -> Fix | None:
     """The strictest quality at which a plan fits."""
-    for quality in Quality:
-        if question.options.quality.loosest.allows(quality):
-            continue
-        plans = _smallest_executable(question.with_options(quality=quality))
+    for step in _looser_steps(question):
+        plans = _smallest_executable(question.with_options(quality=step))
         capacity = _capacity(question, plans)
         if capacity.fits().any():
             smallest = preset_name(plans[capacity.smallest()])
-            return [Fix({"quality": str(quality)}, f"quality {quality}, such as {smallest}")]
-    return []
+            return Fix({"quality": str(step)}, f"quality {step}, such as {smallest}")
+    return None
 
 
 def _more_host_memory(question: Question) -> Iterator[Fix]:
@@ -346,15 +364,3 @@ def _more_host_memory(question: Question) -> Iterator[Fix]:
         yield Fix(
             {"host_memory": f"{math.ceil(needed / GB)}GB"}, f"{size_text(needed)} of the host's memory for layers"
         )
-
-
-def _longest_context(question: Question, capacity: Capacity) -> int:
-    return int(capacity.largest_contexts(context_limits(capacity.plans, question)).max())
-
-
-def _single_sequence(question: Question) -> Iterator[Fix]:
-    """The contexts that fit a batch of 1."""
-    single = replace(question, workload=replace(question.workload, batch=1))
-    longest = _longest_context(single, _capacity(single, _smallest_executable(single)))
-    if longest:
-        yield Fix({"context": longest, "batch": 1}, described_contexts(longest, single.workload, 1))

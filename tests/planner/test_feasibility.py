@@ -70,9 +70,8 @@ def test_the_sizes_that_it_offers_fit_to_the_token():
 def test_what_it_offers_is_the_most_that_fits_the_device(offload):
     """With or without layers on the host, which would fit more, and `fit` says the same."""
     recommend = partial(planner.recommend, SMALL, "rtx4060-laptop", batch=8, yarn=True, offload=offload)
-    with pytest.raises(planner.NothingFits) as refused:
-        recommend(2_000_000)
-    (context,) = (fix.changes["context"] for fix in refused.value.fixes if list(fix.changes) == ["context"])
+    fixes = on_device(ask(SMALL, "rtx4060-laptop", 400_000, batch=8, yarn=True, offload=offload))
+    (context,) = (fix.changes["context"] for fix in fixes if list(fix.changes) == ["context"])
     assert recommend(context).predicted.best.peak_memory_bytes <= recommend(context).memory_limit_bytes
     assert recommend(context).fits_device
     with pytest.raises(planner.NothingFits):
@@ -126,6 +125,31 @@ def test_small_changes_are_offered_first_and_gpus_of_the_same_size_never():
     question = ask(LLAMA, "rtx4090", 130_000, batch=4)
     (gpu,) = (fix.changes["gpu"] for fix in on_device(question) if "gpu" in fix.changes)
     assert load_hardware(gpu).memory_bytes >= 1.15 * load_hardware("rtx4090").memory_bytes
+
+
+def remedies(model, gpu, context, **options):
+    return [dict(fix.changes) for fix in on_device(ask(model, gpu, context, **options))]
+
+
+def test_dropped_tokens_are_offered_last_and_never_for_exact_plans():
+    changes = remedies("Qwen/Qwen2.5-14B", "l4", 65_536, batch=32)
+    assert [list(change) for change in changes[:3]] == [["quality", "batch"], ["gpus"], ["gpu", "memory_limit"]]
+    assert changes[0]["quality"] == "4-bit"
+    assert changes[-1] == {"quality": "lossy"}
+    exact = remedies(LLAMA, "rtx3090", 100_000, batch=16, quality="exact")
+    assert exact[0] == {"quality": "near-lossless", "batch": 1}
+    assert {"quality": "lossy"} not in exact
+
+
+def test_contexts_of_no_use_are_not_offered():
+    for model, gpu, context, batch in (("Qwen/Qwen2.5-14B", "l4", 65_536, 32), (LLAMA, "rtx3090", 8192, 64)):
+        offered = [change["context"] for change in remedies(model, gpu, context, batch=batch) if "context" in change]
+        assert all(size >= max(1024, context / 4) for size in offered)
+
+
+def test_a_floor_of_quality_that_rules_out_what_fits_is_answered_with_a_step():
+    changes = remedies("Qwen/Qwen3-30B-A3B", "a6000", 4096, batch=2, quality="RULER>=80")
+    assert changes[0] == {"quality": "near-lossless"}
 
 
 def test_a_few_tokens_less_or_a_higher_utilization_are_offered_where_little_is_missing():
