@@ -24,7 +24,9 @@ COMPARE_COLUMNS = ("plan", "gamma", "ms/token", "last TTFT", "tokens/s", "GB", "
 
 
 @command()
-@click.argument("subjects", metavar="MODEL...|PLAN.json...", nargs=-1, required=True)
+@click.argument(
+    "subjects", metavar="MODEL...|PLAN.json...", nargs=-1, required=True, type=opt.Names(), callback=opt.distinct
+)
 @opt.gpu_names
 @click.option(
     "--preset", "presets", type=opt.Names(), multiple=True, callback=opt.distinct,
@@ -174,7 +176,8 @@ def _print_costs(result: ServingCost) -> None:
         echo("no batch fits and meets the limits; try larger limits, a shorter --ctx or another --gpu")
         return
     price = f"${best.dollars_per_million:.3g} per million tokens"
-    echo(wrapped(f"cheapest: {price} on {best.gpu} at batch {best.batch} with {best.name}"))
+    slow = "; slower than reading speed" if "slow" in best.caveats else ""
+    echo(wrapped(f"cheapest: {price} on {best.gpu} at batch {best.batch} with {best.name}{slow}"))
 
 
 COST_COLUMNS = ("plan", "batch", "TTFT ms", "last TTFT", "TPOT ms", "tokens/s", "GB", "$/M", "verdict")
@@ -184,7 +187,7 @@ def _cells(row: CostRow, several: bool, limited: bool) -> tuple[str, ...]:
     """The cells under `COST_COLUMNS`. several: whether other rows have other GPUs; limited: whether limits are set."""
     name = f"{row.gpu} {short_name(row.name)}" if several else short_name(row.name)
     verdict = (
-        ("meets" if limited else "fits")
+        ", ".join((*["meets"] * limited, *row.caveats)) or "fits"
         if row.serves
         else "does not fit"
         if not row.fits

@@ -34,11 +34,11 @@ COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "s
 @click.argument("model")
 @opt.one_gpu(help=f"{opt.GPU_HELP} It can be an axis instead.")
 @click.option(
-    "--over", "axes", required=True, metavar="AXES", multiple=True, callback=lambda ctx, param, value: ",".join(value),
+    "--over", "axes", metavar="AXES", multiple=True, callback=lambda ctx, param, value: ",".join(value),
     help=f"Axes of the grid: {', '.join(AXES)}. 4k..1M doubles at each step; 4k..1M:64 has 64 values.",
 )  # fmt: skip
-@click.option(*opt.CTX, "ctx", type=opt.TOKENS, default=8192, help="Prompt length in tokens, if that is no axis.")
-@click.option(*opt.BATCH, "batch", type=int, default=1, help="Sequences that run together, if that is no axis.")
+@opt.context_list("Prompt lengths in tokens, if they are no axis.  [default: 8k]")
+@opt.batch_list("Sequences that run together, if they are no axis.  [default: 1]")
 @opt.only_preset
 @opt.new_tokens
 @opt.limits
@@ -48,8 +48,8 @@ COLUMNS = ("plan", "context", "batch", "gamma", "ms/token", "tokens/s", "GB", "s
 )
 @opt.as_json
 def sweep(
-    model: str, gpu: str | None, axes: str, ctx: int, preset: str | None, output: Path | None, as_json: bool,
-    **search: Any,
+    model: str, gpu: str | None, axes: str, contexts: Sequence[int], batches: Sequence[int], preset: str | None,
+    output: Path | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """Find the fastest plan for MODEL at every point of a grid.
 
@@ -58,12 +58,15 @@ def sweep(
       ridgeplan sweep Llama-3.1-8B --over gpu=h100,h200,ctx=4k..128k:32 -o sweep.html
       ridgeplan sweep Qwen3-8B --gpu h200 --ctx 32k --over quality=exact,near-lossless,batch=1..16 --json
     """
-    over = parse_axes(axes)
+    sizes = {name: given for name, given in {"ctx": contexts, "batch": batches}.items() if given}
+    if not axes and not sizes:
+        raise click.UsageError("sweep needs an axis; allowed: such as --over ctx=4k..128k,batch=1..64, or --ctx 8k,32k")
+    over = sizes | (parse_axes(axes) if axes else {})
     if gpu is None and "gpu" not in over:
         raise click.UsageError("sweep needs --gpu, or gpu=h100,h200 in --over")
     if output is not None and output.suffix == ".html":
         require_package("plotly")  # before the sweep
-    result = grid_sweep(model, gpu or "", over, context=ctx, preset=preset, options=SearchOptions(**search))
+    result = grid_sweep(model, gpu or "", over, preset=preset, options=SearchOptions(**search))
     if output is not None and output.suffix == ".html":
         from ridgeplan.dashboards.html_pages import sweep_page  # imports plotly
 

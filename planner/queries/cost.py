@@ -11,6 +11,7 @@ from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quantities import tokens
 from ridgeplan.planner.queries.maps import PlanMap, degree_map
 from ridgeplan.planner.question import SearchOptions, ask
+from ridgeplan.planner.recommendation import READING_TPOT_MS
 from ridgeplan.planner.render.tables import Lines, Table
 from ridgeplan.roofline.plan.plan import Plan, require
 from ridgeplan.roofline.plan.presets import divided_name
@@ -53,12 +54,18 @@ class CostRow:
     tokens_per_s: float
     dollars_per_million: float
     peak_memory_bytes: float
+    host_bytes: float
     misses: tuple[str, ...]
 
     @property
     def serves(self) -> bool:
         """Whether it fits and meets every limit."""
         return self.fits and not self.misses
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What keeps `recommend` from recommending a plan that fits: layers on the host, or more than reading takes."""
+        return ("offloaded",) * (self.host_bytes > 0) + ("slow",) * (self.tpot_ms > READING_TPOT_MS)
 
     def to_dict(self) -> dict[str, Any]:
         """Flat JSON values, without the plan; the number of GPUs where it is not 1."""
@@ -160,5 +167,6 @@ def _row(sizes: PlanMap, column: int, gpu: str, price: float, limits: LatencyLim
         tokens_per_s=tokens_per_s,
         dollars_per_million=sizes.gpus(*at) * price / HOUR_S / tokens_per_s * 1e6,
         peak_memory_bytes=float(sizes.peak_bytes[at]),
+        host_bytes=float(sizes.host_bytes[at]),
         misses=tuple(name for name, (seconds, limit) in checks.items() if limit is not None and seconds > limit),
     )

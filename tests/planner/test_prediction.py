@@ -58,7 +58,7 @@ def test_the_band_of_plain_decoding_is_the_spread_of_its_classes(h200_profile):
     """Every class of the test profile has a spread of 5%; only linear layers of 30% count by their time."""
     prediction = predict(plan_of("autoregressive"), LLAMA, h200_profile)
     assert prediction.high.tpot_ms / prediction.best.tpot_ms == pytest.approx(1.05)
-    assert prediction.low.ttft_ms / prediction.best.ttft_ms == pytest.approx(0.95)
+    assert prediction.best.ttft_ms / prediction.low.ttft_ms == pytest.approx(1.05)
     uneven = with_classes(h200_profile, linear=replace(h200_profile.classes["linear"], spread=0.3))
     prediction = predict(plan_of("autoregressive"), LLAMA, uneven)
     target = [op for op in prediction.breakdown if op.part == "target"]

@@ -146,6 +146,7 @@ def test_recommend_refuses_bad_questions(refuses: Any, change: dict[int, object]
         ("--profile", "missing.json", "cannot read profile 'missing.json': No such file"),
         ("--output", "/nowhere/plan.json", "cannot write '/nowhere/plan.json'; allowed: a file in an existing"),
         ("--output", "/", "cannot write '/'"),
+        ("--output", "x.svg", "'x.svg' ends in '.svg'; allowed: .csv, .md, .json, .png"),
         ("--colour", "red", "No such option '--colour'"),
     ],
 )
@@ -362,7 +363,7 @@ def test_a_pipe_is_not_replaced_by_a_file(refuses: Any, tmp_path: Path) -> None:
 
 
 def test_the_longest_file_name_is_written(invoke: Any, tmp_path: Path) -> None:
-    path = tmp_path / ("x" * 255)
+    path = tmp_path / f"{'x' * 250}.json"
     assert invoke("recommend", *QUESTION, "--output", path).exit_code == 0
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 

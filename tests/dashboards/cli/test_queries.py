@@ -42,11 +42,14 @@ def test_compare_prints_what_its_json_holds(invoke: Any) -> None:
     ("repeated", "at_once"),
     [
         (("compare", "--gpu", "h100", "--gpu", "h200"), ("compare", "--gpu", "h100,h200")),
+        (("compare", "Qwen/Qwen3-8B", "--gpu", "h200"), ("compare", f"Qwen/Qwen3-8B, {LLAMA}", "--gpu", "h200")),
         (("compare", "--gpu", "h200", "--preset", "int8", "--preset", "quantspec"),
          ("compare", "--gpu", "h200", "--preset", "int8,quantspec")),
         (("cost", "--gpu", "h100", "--gpu", "h200", "--batch", "1"), ("cost", "--gpu", "h100,h200", "--batch", "1")),
         (("sweep", "--gpu", "h200", "--over", "new_tokens=64,128", "--over", "batch=1,2"),
          ("sweep", "--gpu", "h200", "--over", "new_tokens=64,128,batch=1,2")),
+        (("sweep", "--gpu", "h200", "--ctx", "8k,32k", "--batch", "1,2"),
+         ("sweep", "--gpu", "h200", "--over", "ctx=8k,32k,batch=1,2")),
     ],
 )  # fmt: skip
 def test_a_repeated_option_adds_values(invoke: Any, repeated: tuple[str, ...], at_once: tuple[str, ...]) -> None:
@@ -77,6 +80,7 @@ def test_plan_files_are_compared_at_their_own_sizes(invoke: Any, tmp_path: Path)
         (("compare", LLAMA, "--gpu", "h200,h20o", "--ctx", "8k"), "unknown GPU 'h20o'. Did you mean h20"),
         (("compare", "nothing.json"), "cannot read plan 'nothing.json'"),
         (("compare",), "Missing argument"),
+        (("sweep", LLAMA, "--gpu", "h200"), "sweep needs an axis; allowed: such as --over ctx=4k"),
         (("sweep", LLAMA, "--over", "ctx=4k"), "sweep needs --gpu, or gpu=h100,h200 in --over"),
         (("sweep", LLAMA, "--gpu", "h200", "--over", "width=4k"), "axis 'width'; allowed: each of ctx, batch"),
         (
@@ -149,6 +153,14 @@ def test_cost_prints_what_its_json_holds(invoke: Any) -> None:
     assert answer["limits"] == {"ttft_s": None, "tpot_s": 0.015}
     assert "misses TPOT" in text
     assert "no batch fits and meets the limits" in invoke(*line, "--ttft-max", "1us").stdout
+
+
+def test_cost_says_what_plan_says_of_plans_on_the_host_and_slow_ones(invoke: Any) -> None:
+    line = ("cost", LLAMA, "--gpu", "rtx4090", "--ctx", "128k", "--batch", "16", "--host-memory", "1TB")
+    text = invoke(*line).stdout
+    assert text.count("offloaded, slow") == 1
+    assert "slower than reading speed" in " ".join(text.split())
+    assert " fits" not in text.partition("verdict")[2]
 
 
 def test_only_limits_that_are_given_are_met(invoke: Any) -> None:
