@@ -1,9 +1,10 @@
 """Fidelity of FP8 weights and KV as vLLM rounds them, beside that of this package's 8-bit formats, on the same text.
 
-FP8 is emulated in float32 with transformers: weights of all projections in E4M3 with a scale per tensor, their inputs
-with a scale per token (vLLM 0.24, `--quantization fp8`), keys behind RoPE and values in E4M3 with a scale of 1
-(`--kv-cache-dtype fp8`). Queries and probabilities, which vLLM rounds too, are not. Fidelity is mean sum(min(p, q)) of
-next-token distributions p in full precision and q, after each token of the continuations.
+FP8 is emulated in float32 with transformers: weights of all projections in E4M3 with a scale per tensor (vLLM 0.24,
+`--quantization fp8`) or per output channel (`fp8_per_channel`), their inputs with a scale per token, keys behind RoPE
+and values in E4M3 with a scale of 1 (`--kv-cache-dtype fp8`). Queries and probabilities, which vLLM rounds too, are
+not. Fidelity is mean sum(min(p, q)) of next-token distributions p in full precision and q, after each token of the
+continuations.
 
     python scripts/compare_fp8_fidelity.py --text news_from_nowhere.txt --output fp8.json
 """
@@ -47,8 +48,8 @@ class Fp8Cache(DynamicCache):
         return super().update(rounded(key_states, 1.0), rounded(value_states, 1.0), layer_idx, *args, **kwargs)
 
 
-def in_fp8(model: nn.Module) -> None:
-    """Rounds the projections of a model in place, and their inputs as they arrive."""
+def in_fp8(model: nn.Module, *, per_channel: bool) -> None:
+    """Rounds the projections of a model in place, with a scale per output channel or per tensor, and their inputs."""
 
     def per_token(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         scale = inputs[0].abs().amax(-1, keepdim=True).clamp_min(1e-12) / TOP
@@ -56,7 +57,9 @@ def in_fp8(model: nn.Module) -> None:
 
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and not name.endswith("lm_head"):
-            layer.weight.data = rounded(layer.weight.data, layer.weight.data.abs().max() / TOP)
+            magnitudes = layer.weight.data.abs()
+            scale = magnitudes.amax(-1, keepdim=True) if per_channel else magnitudes.max()
+            layer.weight.data = rounded(layer.weight.data, scale / TOP)
             layer.register_forward_pre_hook(per_token)
 
 
@@ -73,12 +76,15 @@ def logits(model: Any, passages: Sequence[ForcedPassage], cache: type[DynamicCac
 
 
 def fidelities(source: str, passages: Sequence[ForcedPassage], plans: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """Of FP8 weights, of FP8 weights and KV, and of plans."""
+    """Of FP8 KV, of FP8 weights without and with it, and of plans."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     exact = logits(model, passages, DynamicCache)
-    in_fp8(model)
-    for name, cache in (("fp8 weights", DynamicCache), ("fp8 weights and KV", Fp8Cache)):
-        yield name, mean_overlap(exact, logits(model, passages, cache))
+    yield "fp8 KV", mean_overlap(exact, logits(model, passages, Fp8Cache))
+    for weights, per_channel in (("fp8 weights", False), ("fp8_per_channel weights", True)):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        in_fp8(model, per_channel=per_channel)
+        for name, cache in ((weights, DynamicCache), (f"{weights} and KV", Fp8Cache)):
+            yield name, mean_overlap(exact, logits(model, passages, cache))
     del model
     context = len(passages[0].prompt)
     new_tokens = len(passages[0].continuation)
