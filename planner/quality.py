@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.planner.acceptance.rows import DTYPES, variant_name
+from ridgeplan.planner.engines.formats import ENGINES, FIDELITY_SOURCE, ServingEngine
 from ridgeplan.roofline.catalog import validation as check
 from ridgeplan.roofline.catalog.files import (
     NoHomeFolder,
@@ -229,8 +230,8 @@ class Quality(StrEnum):
         order = list(Quality)
         return order.index(other) <= order.index(self)
 
-    def admits(self, plan: Plan) -> bool:
-        """Whether this constraint admits the plan."""
+    def admits(self, plan: Plan, backend: str = "") -> bool:
+        """Whether this constraint admits the plan, on whatever backend."""
         return self.allows(quality_of(plan))
 
     @property
@@ -247,11 +248,32 @@ WEIGHT_FIDELITY = {
 FITTED = "fitted to a text, in float32 (docs/kernels/gptq.md)"
 
 
-def losses(plan: Plan) -> list[str]:
+def losses(plan: Plan, backend: str = "") -> list[str]:
     """The plan's deviations from the model, each with its published loss if there is one; empty for an exact plan.
 
-    Speculation is never a loss: the output keeps the target's distribution.
+    Speculation is never a loss: the output keeps the target's distribution. On an engine, formats are those that it
+    executes the plan's with.
     """
+    engine = ENGINES.get(backend)
+    lost = _format_losses(plan) if engine is None else _engine_losses(plan, engine)
+    if plan.eviction.active:
+        lost.append(_eviction_loss(plan))
+    if plan.attention.active:
+        whole = " of the prompt" if plan.attention.keeps_generated else ""
+        lost.append(f"{plan.attention.selection.name} reads {plan.attention.budget} tokens{whole} a step")
+    return lost
+
+
+def _engine_losses(plan: Plan, engine: ServingEngine) -> list[str]:
+    quantization, kv = engine.formats(plan)
+    named = [f"{quantization} weights"] if quantization else []
+    named += [f"{kv} KV"] if kv != "auto" else []
+    fidelity = engine.fidelity(plan)
+    figure = "no figure is known" if fidelity is None else f"fidelity {fidelity:.3f}, {FIDELITY_SOURCE}"
+    return [f"{' and '.join(named)}: {figure}"] if named else []
+
+
+def _format_losses(plan: Plan) -> list[str]:
     lost = []
     if plan.kv.target_bits == 8:
         lost.append("INT8 KV: perplexity +0.16% on WikiText-2, +0.004% on C4 (QuantSpec, Table 2)")
@@ -260,11 +282,6 @@ def losses(plan: Plan) -> list[str]:
         lost.append(f"INT8 weights ({kind}): {WEIGHT_FIDELITY[kind]}, {FITTED}")
     if plan.weights.target_bits == 4:
         lost.append("INT4 weights: perplexity 5.47 to 5.73 for Llama-2-7B, rounded to nearest (AWQ, Table 4)")
-    if plan.eviction.active:
-        lost.append(_eviction_loss(plan))
-    if plan.attention.active:
-        whole = " of the prompt" if plan.attention.keeps_generated else ""
-        lost.append(f"{plan.attention.selection.name} reads {plan.attention.budget} tokens{whole} a step")
     return lost
 
 
@@ -278,10 +295,13 @@ def _eviction_loss(plan: Plan) -> str:
     return f"{kept}: RULER {ruler:g} of {FULL_RULER:g} with {EVICTION_BUDGET} tokens{how} (DapQ, Table 11)"
 
 
-def stated_losses(plan: Plan, rows: Sequence[QualityRow]) -> list[str]:
-    """The plan's losses with measured figures if there are rows, otherwise with published figures."""
-    published = losses(plan)
-    measured = measured_quality(plan, rows)
+def stated_losses(plan: Plan, rows: Sequence[QualityRow], backend: str = "") -> list[str]:
+    """The plan's losses with measured figures if there are rows, otherwise with published figures.
+
+    Rows are of this package's formats, and so say nothing of engines.
+    """
+    published = losses(plan, backend)
+    measured = None if backend in ENGINES else measured_quality(plan, rows)
     if measured is None:
         return [f"{loss} [not measured here]" for loss in published]
     return [f"{', '.join(loss.partition(':')[0] for loss in published)}: {measured}"]
@@ -307,9 +327,10 @@ def quality_of(plan: Plan) -> Quality:
 
 
 # What a target in low precision keeps, as measured on Qwen2.5-Coder-0.5B at 32k tokens (docs/quality.md): fidelity, and
-# the share of RULER's score where it was measured.
+# the share of RULER's score, which of 8-bit weights was not measured: they keep at least what 4-bit ones do.
 KEPT_BY_KV = {16: (1.0, 1.0), 8: (0.987, 1.0)}
-KEPT_BY_WEIGHTS = {"16": (1.0, 1.0), "8": (0.980, None), "hierarchical": (0.975, None), "4": (0.827, 0.726)}
+KEPT_BY_WEIGHTS = {"16": (1.0, 1.0), "8": (0.980, 0.726), "hierarchical": (0.975, 0.726), "4": (0.827, 0.726)}
+KEPT_SOURCE = "on Qwen2.5-Coder-0.5B (docs/quality.md)"
 FLOOR = re.compile(r"(fidelity|ruler)\s*>=\s*(\d+(?:\.\d+)?|\.\d+)", re.IGNORECASE)
 RULER = "RULER"
 QUALITIES = f"{', '.join(Quality)}, or a floor such as 'fidelity>=0.95' or 'RULER>=80'"
@@ -320,7 +341,7 @@ class QualityFloor:
     """The least fidelity (0 to 1) or RULER score (0 to 100) that a plan may have.
 
     A plan counts with the figures that `ridgeplan quality` measured for it, else with those of docs/quality.md and
-    DapQ's Table 11. One without a figure is not admitted.
+    DapQ's Table 11; on an engine, with those of the formats that it executes. One without a figure is not admitted.
     """
 
     measure: str
@@ -338,19 +359,37 @@ class QualityFloor:
     def _rows(self) -> tuple[QualityRow, ...]:
         return saved_rows()
 
-    def admits(self, plan: Plan) -> bool:
+    def admits(self, plan: Plan, backend: str = "") -> bool:
         """Whether the plan's figure is known and reaches the floor."""
-        figure = self.figure(plan)
+        figure, _ = self.figure(plan, backend)
         return figure is not None and figure >= self.minimum
 
-    def figure(self, plan: Plan) -> float | None:
-        """The plan's fidelity or RULER score, measured or published; None where neither is known."""
-        rows = _nearest_rows(plan, self._rows)
-        if self.measure == FIDELITY:
-            measured = next((row.value for row in rows if row.measure == FIDELITY), None)
-            return _kept_fidelity(plan) if measured is None else measured
+    def verdict(self, plan: Plan, backend: str = "") -> str:
+        """The floor, and the figure that counts, with its source."""
+        figure, source = self.figure(plan, backend)
+        if figure is None:
+            return f"{self}: no figure of the plan's formats or policies is known"
+        digits = 3 if self.measure == FIDELITY else 1
+        return f"{self}: {figure:.{digits}f} {source}"
+
+    def figure(self, plan: Plan, backend: str = "") -> tuple[float | None, str]:
+        """The plan's fidelity or RULER score, measured or published, None where neither is known; and its source."""
+        engine, kind, is_fidelity = ENGINES.get(backend), quality_of(plan), self.measure == FIDELITY
+        rows = [] if engine else _nearest_rows(plan, self._rows)
         average = ruler_average(rows)
-        return 100 * average[0] if average else _kept_ruler(plan)
+        score = 100 * average[0] if average else None
+        measured = next((row.value for row in rows if row.measure == FIDELITY), None) if is_fidelity else score
+        if measured is not None:
+            return measured, "(measured)"
+        if kind is Quality.EXACT:
+            return 1.0 if is_fidelity else FULL_RULER, "(exact)"
+        if engine:
+            return engine.fidelity(plan) if is_fidelity and kind is not Quality.LOSSY else None, FIDELITY_SOURCE
+        if is_fidelity:
+            return _kept_fidelity(plan), KEPT_SOURCE
+        bound = " or more, as kept by 4-bit weights" if plan.weights.target_bits == 8 else ", as kept"
+        evicted = " and by DapQ's Table 11" if plan.eviction.active else ""
+        return _kept_ruler(plan), f"of {FULL_RULER:g}{bound} {KEPT_SOURCE}{evicted}"
 
 
 def _kept(plan: Plan, measure: int) -> list[Any]:

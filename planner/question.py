@@ -201,8 +201,12 @@ class Question:
 
     def constraint_violation(self, plan: Plan) -> str | None:
         """Why the options rule a plan out on any backend; None if they allow it."""
-        if not self.options.quality.admits(plan):
-            return f"quality: {'; '.join(losses(plan))}"
+        quality, backend = self.options.quality, self.options.backend
+        if not quality.admits(plan, backend):
+            lost = losses(plan, backend)
+            if isinstance(quality, QualityFloor):
+                lost = [quality.verdict(plan, backend), *(loss.partition(":")[0] for loss in lost)]
+            return f"quality: {'; '.join(lost)}"
         if self.options.kv_format not in (None, plan.kv.format):
             return f"KV format: {plan.kv.format.value}, not {self.options.kv_format.value}"
         return None

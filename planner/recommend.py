@@ -19,7 +19,15 @@ from ridgeplan.planner.feasibility import infeasible, on_device, search_regroupe
 from ridgeplan.planner.lowering import used_classes
 from ridgeplan.planner.parallelism import choose_degrees
 from ridgeplan.planner.prediction import Prediction, predict_question, sampled_tpot_ms, sampled_ttft_ms
-from ridgeplan.planner.quality import Quality, losses, published_loss, quality_of, saved_rows, stated_losses
+from ridgeplan.planner.quality import (
+    Quality,
+    QualityFloor,
+    losses,
+    published_loss,
+    quality_of,
+    saved_rows,
+    stated_losses,
+)
 from ridgeplan.planner.queries.drafter_range import drafter_range
 from ridgeplan.planner.question import Objective, Question, SearchOptions, ask
 from ridgeplan.planner.recommendation import Alternative, Recommendation
@@ -80,7 +88,7 @@ def recommend(
         baseline=baseline,
         best_estimated=_best_estimated(as_stored, candidates, executable[0], predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
-        losses=tuple(stated_losses(winner.plan, saved_rows())),
+        losses=tuple(stated_losses(winner.plan, saved_rows(), question.options.backend)),
         notes=tuple(_notes(winner.plan, predictions[winner], fits_device, question, as_stored)),
         memory_limit_bytes=question.memory_limit_bytes,
         host_limit_bytes=question.host_limit_bytes,
@@ -383,6 +391,8 @@ def _notes(
         yield question.engine.formats_text(plan)
     else:
         yield from one_by_one_notes(predicted, question.workload.batch)
+    if isinstance(question.options.quality, QualityFloor):
+        yield question.options.quality.verdict(plan, question.options.backend)
     stated = (question.shape.note, *(question.engine.notes() if question.engine else ()))
     yield from (note for note in as_stored.notes() if note not in stated)
     yield from as_stored.limit_notes()

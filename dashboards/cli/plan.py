@@ -19,6 +19,7 @@ from ridgeplan.planner import Prediction, Recommendation, SearchOptions
 from ridgeplan.planner.engines.formats import ENGINES
 from ridgeplan.planner.parallelism import degree_lines
 from ridgeplan.planner.plan_file import plan_json
+from ridgeplan.planner.quality import FIDELITY, RULER
 from ridgeplan.planner.quantities import GB, size_text, time_text, tokens_text
 from ridgeplan.planner.question import Objective
 from ridgeplan.planner.recommendation import Alternative
@@ -139,12 +140,15 @@ def _quality_cost(losses: Sequence[str], how_much: str) -> str:
 
 
 def _caveats(recommendation: Recommendation) -> Iterator[str]:
-    """For an engine, where its figures come from and how it is told the formats; else the most important caveat."""
+    """For an engine, where its figures come from, how it is told the formats, and what counts for a floor of quality;
+    else the most important caveat.
+    """
     if recommendation.backend not in ENGINES:
         yield _caveat(recommendation)
         return
-    executed = [note for note in recommendation.notes[2:] if note.endswith("executes the plan")]
-    for note in (*recommendation.notes[:2], *executed):
+    floors = f"{FIDELITY}>=", f"{RULER}>="
+    shown = [note for note in recommendation.notes[2:] if note.endswith("executes the plan") or note.startswith(floors)]
+    for note in (*recommendation.notes[:2], *shown):
         yield from wrapped(f"Note: {note}").splitlines()
 
 

@@ -152,7 +152,7 @@ def show_trade_offs(answer: Answer) -> None:
     curves = {name: over_batches(plan, question, BATCHES) for name, plan in plans.items()}
     curves = {name: curve for name, curve in curves.items() if len(curve.batches)}
     running = [name for name, curve in curves.items() if not question.unsupported(curve.plan)]
-    allowed = [name for name, plan in plans.items() if question.options.quality.admits(plan)]
+    allowed = [name for name, plan in plans.items() if question.options.quality.admits(plan, question.options.backend)]
     figure = charts.trade_offs(curves, running, allowed)
     st.plotly_chart(figure, key="trade_offs", alt="Tokens per second of the GPU over those of one request")
     st.caption("Each line is one plan over the batches that fit. Points further up and to the right are better.")
@@ -163,14 +163,15 @@ def compared(recommendation: Recommendation, quality: Quality | QualityFloor) ->
     plans = {recommendation.name: recommendation.plan, PLAIN: autoregressive(recommendation.plan.workload)}
     if recommendation.best_estimated:
         plans[recommendation.best_estimated.preset] = recommendation.best_estimated.plan
-    for alternative in sorted(recommendation.alternatives, key=lambda alternative: _place(alternative, quality)):
+    backend = recommendation.backend
+    for alternative in sorted(recommendation.alternatives, key=lambda other: _place(other, quality, backend)):
         if len(plans) < MAX_PLANS:
             plans.setdefault(alternative.preset, alternative.plan)
     return plans
 
 
-def _place(alternative: Alternative, quality: Quality | QualityFloor) -> tuple[bool, float]:
-    return not quality.admits(alternative.plan), alternative.predicted.best.tpot_ms
+def _place(alternative: Alternative, quality: Quality | QualityFloor, backend: str) -> tuple[bool, float]:
+    return not quality.admits(alternative.plan, backend), alternative.predicted.best.tpot_ms
 
 
 COLUMNS = 22  # contexts of the map: a third of an octave apart for a model of 128k tokens

@@ -11,7 +11,7 @@ from typing import Any
 
 from ridgeplan.roofline.catalog.parallel import Parallel
 from ridgeplan.roofline.catalog.validation import brief
-from ridgeplan.roofline.plan.plan import KVFormat, require
+from ridgeplan.roofline.plan.plan import KVFormat, Plan, require
 
 # One fp16 or fp32 scale (and a zero in 4 bits) per token and head, of heads of 128: what a head of another size adds
 # differs by a few percent at most.
@@ -55,6 +55,18 @@ DTYPES = {
     )
 }
 
+# Fidelity of formats by what `quantization` is told and the kind of KV cache, on one small model: SmolLM2-135M, 2,048
+# tokens, vLLM's rounding emulated (scripts/compare_fp8_fidelity.py, validate/results/fidelity_fp8_smollm2.json).
+FIDELITIES = {
+    ("", "bf16"): 1.0,
+    ("", "fp8"): 0.935,
+    ("fp8", "bf16"): 0.927,
+    ("fp8", "fp8"): 0.882,
+    ("fp8_per_channel", "bf16"): 0.922,
+    ("fp8_per_channel", "fp8"): 0.900,
+}
+FIDELITY_SOURCE = "with vLLM's rounding emulated on one small model, SmolLM2-135M (docs/vllm.md)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingEngine:
@@ -82,6 +94,15 @@ class ServingEngine:
     schedules_gamma: bool
     host_cache: Callable[[int, str], tuple[tuple[str, Any], ...]]
     parallel: Callable[[Parallel, bool], Iterator[tuple[str, Any]]]
+
+    def formats(self, plan: Plan) -> tuple[str, str]:
+        """What executes a plan's formats: `quantization`, "" for weights as stored, and the cache dtype."""
+        return self.weights.get(plan.weights.target_bits, ""), self.kv_dtypes.get(plan.kv.format, "auto")
+
+    def fidelity(self, plan: Plan) -> float | None:
+        """That of the formats that execute a plan's, by `FIDELITIES`; None where none was measured."""
+        quantization, kv = self.formats(plan)
+        return FIDELITIES.get((quantization, DTYPES[kv].kind))
 
 
 def _vllm_parallel(parallel: Parallel, moe: bool) -> Iterator[tuple[str, Any]]:

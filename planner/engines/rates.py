@@ -282,12 +282,12 @@ class EngineProfile:
 
     def kv_dtype(self, plan: Plan) -> str:
         """The engine's cache dtype that is nearest to a plan's format."""
-        return ENGINES[self.engine].kv_dtypes.get(plan.kv.format, "auto")
+        return ENGINES[self.engine].formats(plan)[1]
 
     def formats_text(self, plan: Plan) -> str:
         """How the engine is told a plan's formats."""
-        engine, kv = ENGINES[self.engine], self.kv_dtype(plan)
-        quantization = engine.weights.get(plan.weights.target_bits)
+        engine = ENGINES[self.engine]
+        quantization, kv = engine.formats(plan)
         arguments = [f"{engine.quantization} {quantization}"] if quantization else []
         arguments += [f"{engine.kv_cache_dtype} {kv}"] if kv != "auto" else []
         formats = f"in {self.title}: {' '.join(arguments) or 'weights and KV cache as in the checkpoint'}"

@@ -56,7 +56,7 @@ class PlanEstimate(Table):
     @property
     def losses(self) -> list[str]:
         """What the plan gives up, measured where `ridgeplan quality` was run on it."""
-        return stated_losses(self.plan, saved_rows())
+        return stated_losses(self.plan, saved_rows(), self.question.options.backend)
 
     def table(self) -> list[dict[str, Any]]:
         """Two flat rows: the plan and plain decoding."""

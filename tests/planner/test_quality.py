@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from ridgeplan import planner
 from ridgeplan.planner import quality as module
+from ridgeplan.planner.engines.formats import FIDELITIES
 from ridgeplan.planner.quality import (
     HEAD,
     Quality,
@@ -84,6 +86,7 @@ def test_a_constraint_admits_its_own_quality_and_stricter_ones():
         ("fidelity>=0.99", {"autoregressive", "quantspec-exact"}),
         ("fidelity >= 0.98", {"autoregressive", "quantspec-exact", "int8", "int8-weights"}),
         ("Fidelity>=.8", {"autoregressive", "quantspec-exact", "int8", "int8-weights", "int4-weights"}),
+        ("ruler>=70", {"autoregressive", "quantspec-exact", "int8", "int8-weights", "int4-weights", "dapq"}),
         ("ruler>=77", {"autoregressive", "quantspec-exact", "int8", "dapq"}),
         ("RULER>=80", {"autoregressive", "quantspec-exact", "int8"}),
     ],
@@ -102,6 +105,40 @@ def test_published_scores_are_of_evictions_at_once(monkeypatch):
     chunked = dataclasses.replace(plan, eviction=dataclasses.replace(plan.eviction, chunk=4096))
     assert limit.admits(plan)
     assert not limit.admits(chunked)
+
+
+def test_a_score_of_8_bit_weights_is_a_lower_bound(monkeypatch):
+    """They keep more than 4-bit ones, whose score was measured."""
+    monkeypatch.setattr(module, "saved_rows", lambda: ())
+    limit = parse_quality("RULER>=80")
+    eight, four = (limit.verdict(preset(name, WORKLOAD)) for name in ("int8-weights", "int4-weights"))
+    assert eight.startswith("RULER>=80: 70.2 of 96.65 or more, as kept by 4-bit weights on Qwen2.5-Coder-0.5B")
+    assert four.startswith("RULER>=80: 70.2 of 96.65, as kept on Qwen2.5-Coder-0.5B")
+
+
+def test_the_quality_of_an_engines_plan_is_that_of_the_formats_that_it_executes(monkeypatch):
+    """Rows of this package's INT8 codes say nothing of fp8."""
+    rows = (row("fidelity", 0.99, "int8-weights"), row("niah", 0.99, "int8-weights"))
+    monkeypatch.setattr(module, "saved_rows", lambda: rows)
+    plan, exact = preset("int8-weights", MEASURED), preset("autoregressive", MEASURED)
+    for floor, admitted in (("fidelity>=0.92", True), ("fidelity>=0.95", False), ("RULER>=60", False)):
+        limit = parse_quality(floor)
+        assert limit.admits(plan) and limit.admits(exact, "vllm")
+        assert limit.admits(plan, "vllm") is admitted
+    (loss,) = stated_losses(plan, rows, "vllm")
+    assert loss.startswith("fp8_per_channel weights: fidelity 0.922, with vLLM's rounding emulated on one small model")
+    assert parse_quality("near-lossless").admits(plan, "vllm")
+
+
+def test_fidelities_of_engines_are_those_of_the_stored_measurement():
+    """Each to three digits."""
+    results = Path(__file__).parents[2] / "validate" / "results" / "fidelity_fp8_smollm2.json"
+    (measured,) = (value for value in json.loads(results.read_text()).values() if "rows" in value)
+    stored = {"": 1.0, **{entry["format"]: round(entry["fidelity"], 3) for entry in measured["rows"]}}
+    names = {("", "bf16"): "", ("", "fp8"): "fp8 KV"}
+    for weights in ("fp8", "fp8_per_channel"):
+        names |= {(weights, "bf16"): f"{weights} weights", (weights, "fp8"): f"{weights} weights and KV"}
+    assert {key: stored[name] for key, name in names.items()} == FIDELITIES
 
 
 def test_a_floor_prefers_what_was_measured(monkeypatch):
