@@ -107,7 +107,7 @@ def _drafter(plan: Plan, shape: ModelShape) -> dict[str, float]:
         "proposes_block": int(drafter.kind is DrafterKind.BLOCK),
         "head_window": drafter.window or UNLIMITED_TOKENS,
         "head_vocab": settings.draft_vocab or shape.vocab if settings else HEAD_VOCAB,
-        "own_layer_params": mtp_params(shape) if settings and settings.method == "mtp" else 0,
+        "mtp_layer_params": mtp_params(shape) if settings and settings.method == "mtp" else 0,
     }
 
 

@@ -222,8 +222,8 @@ class Question:
             missing = not_carried(plan, self.shape)
         elif self.engine is not None:
             missing = self.unsupported(plan)
-        alone = "one GPU with " if self.options.several_gpus else ""  # as engines execute what spans several
-        allowed = f"{alone}--backend ridgeplan, or a plan that the engine runs"
+        device_note = "one GPU with " if self.options.several_gpus else ""  # as engines execute what spans several
+        allowed = f"{device_note}--backend ridgeplan, or a plan that the engine runs"
         require(missing is None, f"{preset_name(plan)}: {missing}; allowed: {allowed}")
 
     @cached_property

@@ -167,9 +167,9 @@ class Inputs:
 
     def _answering(self, tasks: Sequence[Task]) -> Callable[[Sequence[Engine], Collection[str], Step], list[Values]]:
         def run(engines: Sequence[Engine], names: Collection[str], step: Step) -> list[Values]:
-            asked = [task for task in tasks if task.name in names]
-            step(f"prompts of {' '.join(task.name for task in asked)}", 0)
-            prompts = [(task, prompt) for task in asked for prompt in self.prompts(task)]
+            chosen_tasks = [task for task in tasks if task.name in names]
+            step(f"prompts of {' '.join(task.name for task in chosen_tasks)}", 0)
+            prompts = [(task, prompt) for task in chosen_tasks for prompt in self.prompts(task)]
             scores = []
             for start, part in numbered_parts(prompts, self._options.rows):
                 (task, prompt), done = part[0], start * len(engines)

@@ -122,19 +122,19 @@ def test_keys_alone_have_the_codes_that_keys_beside_values_have(backend: str, de
     latents, _ = random_kv((2, 300, 256), torch.bfloat16, device)
     heads = latents.unflatten(-1, (2, 128)).transpose(1, 2)
     slots, mask = (torch.tensor(each, device=device) for each in ([8, 172], [True, True]))
-    alone = QuantizedKV.allocate(2, 2, 3, 128, 128, device, lower=True, values=False)
+    key_codes = QuantizedKV.allocate(2, 2, 3, 128, 128, device, lower=True, values=False)
     both = QuantizedKV.allocate(2, 2, 3, 128, 128, device, lower=True)
     index = torch.tensor([2, 0], dtype=torch.int32, device=device)
-    quantize(heads, None, alone, index, mask, first_slot=slots.int(), backend=backend)
+    quantize(heads, None, key_codes, index, mask, first_slot=slots.int(), backend=backend)
     quantize(heads, heads, both, index, mask, first_slot=slots.int(), backend="reference")
-    assert all(torch.equal(x, y) for x, y in zip(alone.key_planes, both.key_planes, strict=True))
-    assert alone.bytes == sum(x.nbytes for x in both.key_planes) and not alone.has_values
+    assert all(torch.equal(x, y) for x, y in zip(key_codes.key_planes, both.key_planes, strict=True))
+    assert key_codes.bytes == sum(x.nbytes for x in both.key_planes) and not key_codes.has_values
     with pytest.raises(ValueError, match="values are given"):
-        quantize(heads, heads, alone, index)
+        quantize(heads, heads, key_codes, index)
     with pytest.raises(ValueError, match="values are missing"):
         quantize(heads, None, both, index)
     with pytest.raises(ValueError, match="codes are of keys alone"):
-        dequantize(alone, lower=True)
+        dequantize(key_codes, lower=True)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["every row", "one row"])

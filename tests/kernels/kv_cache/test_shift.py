@@ -29,10 +29,10 @@ def test_masked_rows_move_up(
     expected = [store.clone() for store in (keys, values)]
     for store in expected:
         store[mask] = torch.cat([store[mask][:, :, group:], store[mask][:, :, slots - group :]], dim=2)
-    alone = keys.clone()
+    shifted_keys = keys.clone()
     shift_slots(keys, values, group, mask, backend=backend)
-    shift_slots(alone, None, group, mask, backend=backend)
-    assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1]) and torch.equal(alone, keys)
+    shift_slots(shifted_keys, None, group, mask, backend=backend)
+    assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1]) and torch.equal(shifted_keys, keys)
 
 
 @BACKENDS

@@ -69,8 +69,8 @@ def test_latents_as_codes_take_what_is_predicted(kv, batch, tiny_model, make_pla
 def test_drafts_over_codes_change_no_token(family, kv, plain, tiny_model, make_plan, prompts):
     """Greedy tokens of 4-bit drafts that read upper codes, of one prompt and of several lengths, beyond two flushes."""
     folder, texts = tiny_model(family).folder, prompts(70, 33, 111)
-    drafting, alone = make_plan(kv, gamma=3, draft_bits=4, batch=3), make_plan(plain, batch=3)
-    expected = runtime.load(alone, folder).generate(texts, 70).tokens
+    drafting, undrafted = make_plan(kv, gamma=3, draft_bits=4, batch=3), make_plan(plain, batch=3)
+    expected = runtime.load(undrafted, folder).generate(texts, 70).tokens
     engine = runtime.load(drafting, folder)
     assert engine.generate(texts, 70).tokens == expected
     assert engine.generate(texts[:1], 70).tokens == expected[:1]
