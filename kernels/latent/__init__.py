@@ -6,6 +6,8 @@ is `absorb_append`, `latent_attention` and `project_heads`. Latents may be codes
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -84,6 +86,20 @@ def absorb_append_cost(queries: Tensor, tables: Tables, factors: Tensor) -> tupl
     return product, ops.rope_append(tokens, heads * rope + latent + rope, rope, latent, size)
 
 
+class LatentInputs(NamedTuple):
+    """Arguments of `latent_attention`, which checks them."""
+
+    q: Tensor
+    latents: Tensor
+    rotated: Tensor
+    begin: Tensor
+    end: Tensor
+    scale: float
+    codes: QuantizedKV | None
+    groups: Tensor | None
+    lower: bool
+
+
 def latent_attention(
     q: Tensor,
     latents: Tensor,
@@ -121,25 +137,17 @@ def latent_attention(
             raise ValueError(
                 f"codes of {codes.kv_heads} x {codes.head_dim} channels do not fit latents of {latent}, as keys alone"
             )
+    inputs = LatentInputs(q, latents, rotated, begin, end, scale, codes, groups, lower)
     if not uses_gpu_kernel(backend, q):
-        return latent_attention_reference(q, latents, rotated, begin, end, scale, codes, groups, lower)
+        return latent_attention_reference(inputs)
     from ridgeplan.kernels.latent.triton import latent_attention_triton
 
-    return latent_attention_triton(q, latents, rotated, begin, end, scale, codes, groups, lower)
+    return latent_attention_triton(inputs)
 
 
-def latent_attention_reference(
-    q: Tensor,
-    latents: Tensor,
-    rotated: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    scale: float,
-    codes: QuantizedKV | None = None,
-    groups: Tensor | None = None,
-    lower: bool = False,
-) -> Tensor:
+def latent_attention_reference(inputs: LatentInputs) -> Tensor:
     """The same in plain torch, one sequence at a time, in float32."""
+    q, latents, rotated, begin, end, scale, codes, groups, lower = inputs
     queries, out = q.shape[1], q.new_empty(*q.shape[:3], latents.shape[2])
     later = torch.arange(queries, device=q.device)
     decoded = [0] * len(q) if groups is None or codes is None else (groups * codes.group).tolist()

@@ -17,7 +17,8 @@ from ridgeplan.kernels.device.triton_helpers import (
     dot,
     pdl_launch_dependents_and_wait,
 )
-from ridgeplan.kernels.kv_cache.layout import NO_PLANES, QuantizedKV
+from ridgeplan.kernels.kv_cache.layout import NO_PLANES
+from ridgeplan.kernels.latent import LatentInputs
 from ridgeplan.kernels.layer import Tables
 from ridgeplan.roofline.execution import choose_splits
 
@@ -239,21 +240,12 @@ def _latent_attention_kernel(
     tl.store(to + WIDTH // 2, acc_second / divisor[:, None], mask=valid[:, None])
 
 
-def latent_attention_triton(
-    q: Tensor,
-    latents: Tensor,
-    rotated: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    scale: float,
-    codes: QuantizedKV | None = None,
-    groups: Tensor | None = None,
-    lower: bool = False,
-) -> Tensor:
+def latent_attention_triton(inputs: LatentInputs) -> Tensor:
     """See `ridgeplan.kernels.latent.latent_attention`.
 
     Raises ValueError unless latents are a power of two, groups one from 16, and a sequence's rows contiguous.
     """
+    q, latents, rotated, begin, end, scale, codes, groups, lower = inputs
     batch, queries, heads, _ = q.shape
     latent, rope = latents.shape[2], rotated.shape[2]
     group, capacity = (codes.group, codes.groups) if codes is not None else (BLOCK, 0)
