@@ -152,7 +152,7 @@ def refit(base: Profile, path: Path, suite: Suite | None = None) -> Profile:
     ceilings = Ceilings(hardware.bandwidth_bytes_per_s, hardware.compute_flops, *reached, hardware.num_sms)
     stepped = {kind: of_kind for kind, of_kind in samples.by_kind().items() if suite.steps_of(kind) is not None}
     fitted = {kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in stepped.items()}
-    profile = replace(base, classes={**base.classes, **fitted}, date=samples.date)
+    profile = replace(base, classes={**base.classes, **fitted}, date=max(base.date, samples.date))
     return with_fitted_gaps(profile, suite.gap_shapes, samples.rounds) if samples.rounds else profile
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares, lsq_linear, minimize
+from scipy.optimize import least_squares
 
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, MAX_UTILIZATION, Rates, RowStep
 from ridgeplan.roofline.catalog.validation import Checked, number, parts, text, whole
@@ -132,7 +132,8 @@ def _fit(times: Times, fastest: tuple[float, float], free: tuple[int, ...]) -> _
 
 
 MAX_TRIALS = 1000
-CONVERGED = 1e-12  # change of the loss, in units of an outlier's
+CONVERGED = {"xtol": 1e-12, "ftol": 1e-15, "gtol": None}  # relative changes of the parts and of the loss
+PULL = 0.01  # of each part towards its least value: that of a sample with this share of a sample's weight
 NEGLIGIBLE = 1e-4  # largest share of any sample's time
 PARTS = ("launch_s", "inverse_utilization", "tile_s", "fill_s", "width_s", "depth_s")
 READING, TILES = PARTS.index("inverse_utilization"), PARTS.index("tile_s")
@@ -190,7 +191,8 @@ def _shares(terms: np.ndarray) -> np.ndarray:
 def _coefficients(relative: np.ndarray, index: np.ndarray, read_utilization: float, count: int) -> np.ndarray:
     """What each of `count` steps adds to the parts: [count, parts]. relative: sizes per second [samples, parts].
 
-    It starts from the best sum of the parts, without hypot.
+    Parts that the samples do not tell apart, such as those of a step that none reaches first, share their time evenly
+    (ridge regression): of the many optima this is the one that does not depend on rounding.
     """
     reached = index[:, None] >= np.arange(count)
     matrix = _by_step(reached, relative)
@@ -201,19 +203,17 @@ def _coefficients(relative: np.ndarray, index: np.ndarray, read_utilization: flo
     def terms(scaled: np.ndarray) -> np.ndarray:
         return relative * np.cumsum((scaled / scale).reshape(count, -1), axis=0)[index]
 
-    def loss(scaled: np.ndarray) -> tuple[float, np.ndarray]:
-        """The sum of soft L1 losses, and its gradient."""
+    def errors(scaled: np.ndarray) -> np.ndarray:
         parts_s = terms(scaled)
-        errors = ((parts_s * _shares(parts_s)).sum(1) - 1) / OUTLIER
-        roots = np.sqrt(1 + errors**2)
-        slopes = _by_step(reached, relative * _shares(parts_s)) / scale
-        return float((roots - 1).sum()), errors / roots / OUTLIER @ slopes
+        return np.concatenate([(parts_s * _shares(parts_s)).sum(1) - 1, PULL * (scaled - lowest)])
 
-    start = lsq_linear(matrix / scale, np.ones(len(matrix)), bounds=(lowest, np.inf)).x
-    # scipy's least_squares does not converge: it keeps its distance from bounds, and most parts of most steps are 0.
-    options = {"maxiter": MAX_TRIALS, "ftol": CONVERGED}
-    fit = minimize(loss, np.maximum(start, lowest), jac=True, bounds=[(low, None) for low in lowest], method="SLSQP",
-                   options=options)  # fmt: skip
+    def slopes(scaled: np.ndarray) -> np.ndarray:
+        by_step = _by_step(reached, relative * _shares(terms(scaled))) / scale
+        return np.concatenate([by_step, PULL * np.eye(len(scaled))])
+
+    fit = least_squares(errors, lowest, slopes, bounds=(lowest, np.inf), loss="soft_l1", f_scale=OUTLIER,
+                        max_nfev=MAX_TRIALS, **CONVERGED)  # fmt: skip
+    # The solver keeps its distance from bounds, where most parts of most steps belong.
     return np.where(matrix.any(0) & (fit.x > NEGLIGIBLE), fit.x / scale, 0.0).reshape(count, -1)
 
 

@@ -152,6 +152,20 @@ def test_no_time_shrinks_as_rows_grow() -> None:
     assert (many.width_s, many.depth_s) >= (few.width_s, few.depth_s)
 
 
+def test_parts_that_samples_do_not_tell_apart_share_evenly() -> None:
+    """Steps of 2 to 8 and of 9 to 16 rows, of which only 12 are measured; in any order of the samples."""
+    few_rows = list(step_samples(TRUE, rows=(1, 12)))
+    rates, reversed_rates = (fit_steps(samples, STEP_CEILINGS, ABOVE) for samples in (few_rows, few_rows[::-1]))
+    unmeasured, measured = rates.steps
+    assert (unmeasured.above_rows, measured.above_rows) == ABOVE[:2]
+    assert unmeasured.width_s == pytest.approx(1e-10, rel=1e-3)
+    for step, other in zip(rates.steps, reversed_rates.steps, strict=True):
+        assert (step.launch_s, step.inverse_utilization, step.width_s) == pytest.approx(
+            (measured.launch_s, measured.inverse_utilization, measured.width_s), rel=1e-4
+        )
+        assert vars(other) == pytest.approx(vars(step), rel=1e-4)
+
+
 def test_nothing_is_read_faster_than_memory_is() -> None:
     rates = fit_steps(list(step_samples(Rates(1.5, 0.4, 2e-6, 0.0))), STEP_CEILINGS, ABOVE)
     assert rates.bandwidth_utilization == pytest.approx(0.9)
