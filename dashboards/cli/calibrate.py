@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @command()
-@click.option("--quick", is_flag=True, help="Take under a minute and widen the bands.")
+@click.option("--quick", is_flag=True, help="Take a minute or two and widen the bands.")
 @click.option("--allow-noisy", is_flag=True, help="Keep kernel classes whose readings differ, with wider bands.")
 @opt.repeated("--only", "only", str, "Measure only this kernel class again in the saved profile", metavar="CLASS")
 @click.option("--samples", type=opt.OutputFile(), help="Also save the measurements for a later --refit.")
@@ -53,7 +53,8 @@ def calibrate(
     """Measure this machine's bandwidth, compute and kernels, and save the profile that predictions use.
 
     Every size is measured until two readings agree. If they never do, nothing is saved and the exit code is 4; --quick
-    takes the quieter half of the readings instead, if these differ by at most half, and widens the bands.
+    takes the quieter half of the readings instead, if these differ by at most half, and widens the bands. On a CPU, all
+    kernel classes are read again after the others, as other programs may slow all readings of a class alike.
 
     With --engine, the decode steps of vLLM (in this process) or of any running OpenAI-compatible server are measured in
     minutes: their profile is what `plan`, `cost`, `compare`, `sweep`, `fit` and `export` then use for that engine.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from ridgeplan.validate import machine
 from ridgeplan.validate.calibration.calls import bench_for, class_calls, portable_calls
 from ridgeplan.validate.calibration.fit import Ceilings, KernelTiming, Samples, SamplesError, fit_rates, fit_steps
 from ridgeplan.validate.calibration.link import link_classes
-from ridgeplan.validate.calibration.noise import NoiseCheck
+from ridgeplan.validate.calibration.noise import CPU_PASSES, NoiseCheck, slowdown
 from ridgeplan.validate.calibration.overheads import measured_rounds, with_dispatch, with_fitted_gaps
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.measure import Progress, silent
@@ -40,7 +41,7 @@ def calibrate(
     noise: NoiseCheck | None = None,
     keep: Callable[[Samples], object] | None = None,
 ) -> Profile:
-    """Measures this machine's profile. It takes a few minutes, with `quick` well under one.
+    """Measures this machine's profile. It takes a few minutes, with `quick` one or two.
 
     device: by default "cuda" if available, else "cpu". suite: replaces the device's sizes. noise: decides whether noisy
     classes are refused, as by default; it holds every class's spread afterwards. keep: is called with the samples
@@ -72,7 +73,8 @@ def calibrate(
     )
     if cuda:
         profile = _with_link(bench, profile)
-    on_progress("whole rounds", len(samples), len(samples) + 1)
+    read = CPU_PASSES * len(samples)
+    on_progress("whole rounds", read, read + 1)
     dispatched = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
     rounds = measured_rounds(dispatched, suite.gap_shapes, place)
     if keep is not None:
@@ -188,14 +190,12 @@ def _measured(
     kinds: Sequence[str] | None = None,
 ) -> dict[str, list[KernelTiming]]:
     """Samples of all classes, or of `kinds`."""
-    classes = class_calls(bench, suite, num_sms)
-    chosen = {kind: calls for kind, calls in classes.items() if kinds is None or kind in kinds}
-    samples = {}
-    for done, (kind, calls) in enumerate(chosen.items()):
-        on_progress(kind, done, len(chosen))
-        readings = noise.readings(kind, bench, calls, untimed)
-        samples[kind] = [replace(sample, seconds=seconds) for sample, seconds in readings]
-    return samples
+    classes = partial(class_calls, bench, suite, num_sms)
+    chosen = [kind for kind in classes() if kinds is None or kind in kinds]
+    readings = noise.by_kind(bench, chosen, classes, untimed, on_progress)
+    return {
+        kind: [replace(sample, seconds=seconds) for sample, seconds in of_kind] for kind, of_kind in readings.items()
+    }
 
 
 def _fitted_classes(
@@ -214,7 +214,10 @@ def _fitted_classes(
     (copied, matmul), peaks = reached, (hardware.bandwidth_bytes_per_s, hardware.compute_flops)
     read_utilization = min(1.0, max(copied, *large, 0.0) / peaks[0])
     ceilings = Ceilings(*peaks, matmul / peaks[1], read_utilization, hardware.num_sms)
-    fitted = noise.fitting({kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in by_kind.items()})
+    fitted = noise.fitting(
+        {kind: _fitted(kind, of_kind, ceilings, suite) for kind, of_kind in by_kind.items()},
+        {kind: slowdown(of_kind, ceilings) for kind, of_kind in by_kind.items()},
+    )
     return ceilings, {kind: noise.widened(kind, rates) for kind, rates in fitted.items()}
 
 

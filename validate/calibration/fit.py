@@ -132,7 +132,11 @@ def _fit(times: Times, fastest: tuple[float, float], free: tuple[int, ...]) -> _
 
 
 MAX_TRIALS = 1000
-CONVERGED = {"xtol": 1e-12, "ftol": 1e-15, "gtol": None}  # relative changes of the parts and of the loss
+CONVERGED: dict[str, Any] = {
+    "xtol": 1e-12,
+    "ftol": 1e-15,
+    "gtol": None,
+}  # relative changes of the parts and of the loss
 PULL = 0.01  # of each part towards its least value: that of a sample with this share of a sample's weight
 NEGLIGIBLE = 1e-4  # largest share of any sample's time
 PARTS = ("launch_s", "inverse_utilization", "tile_s", "fill_s", "width_s", "depth_s")

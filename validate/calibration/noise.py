@@ -2,12 +2,15 @@
 
 Other work on the machine only adds time, so the fastest readings are the true ones, once two of them agree. A quick
 calibration goes on where they never do: it takes the quieter half of the readings, and the class's band widens.
+
+On a CPU, other programs may slow all readings of a class alike, and these agree although they are many times too slow.
+All classes are therefore read a second time after the others, and a third time those whose two passes disagree.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 from ridgeplan.roofline.catalog.profile import MAX_SPREAD, RELATIVES, Profile, Rates
 
 if TYPE_CHECKING:
+    from ridgeplan.validate.calibration.fit import Ceilings, KernelTiming
+    from ridgeplan.validate.measure import Progress
     from ridgeplan.validate.timing import Bench, KernelCall
 
 Kept = TypeVar("Kept")
@@ -23,6 +28,11 @@ QUICK_AGREEMENT = 0.5  # of a quick calibration, whose bands widen by what is be
 MAX_READINGS, QUICK_READINGS = 6, 12
 SHORTEST_LAUNCH_S = 5e-7  # that any call takes; the quickest class of an H200 takes 0.7 us
 MAX_FIT_SPREAD = 0.75  # relative error of a class's fit beyond which its rates say nothing
+CPU_PASSES = 3  # over the classes of a CPU, at most
+# Of the time at this machine's bandwidth and FLOP/s, with a launch of LONG_LAUNCH_S. The best call of an undisturbed
+# CPU's slowest class, progressive attention, takes 6 times as long; other programs made some take 100 times as long.
+MAX_SLOWDOWN = 20.0
+LONG_LAUNCH_S = 1e-4
 HIGHEST_COMPUTE = 2.0  # of the FLOP/s of a large matmul; more than that, the matmul was slowed by other programs
 
 
@@ -54,6 +64,16 @@ def steady_reading(read: Callable[[], Iterable[float]], *, quick: bool = False) 
     return Reading(min(readings), distance(readings))
 
 
+def fastest_pass(passes: Sequence[Reading]) -> Reading:
+    """The fastest of readings at different times. Its spread is at least its distance to the second fastest.
+
+    No more of that than QUICK_AGREEMENT counts: a pass many times as slow was disturbed and says little of the fastest.
+    """
+    fastest = min(passes, key=lambda reading: reading.seconds)
+    between = distance(reading.seconds for reading in passes) if len(passes) > 1 else 0.0
+    return replace(fastest, spread=max(fastest.spread, min(between, QUICK_AGREEMENT)))
+
+
 def distance(readings: Iterable[float]) -> float:
     """How much slower the second fastest is than the fastest, relative to it."""
     fastest, second, *_ = sorted(readings)
@@ -70,34 +90,68 @@ class NoiseCheck:
     """Reads the calls of each class until they agree, and refuses noisy classes unless they are allowed.
 
     quick: accept classes up to QUICK_AGREEMENT, with wider bands. spreads: by class, the spread of readings that three
-    quarters of its calls stay below. left_out: classes whose fits say nothing, and how far these are off.
+    quarters of its calls stay below. left_out: classes whose fits say nothing, and how far these are off. too_slow:
+    classes whose best calls exceed MAX_SLOWDOWN, and by how much they are slower than the machine.
     """
 
     allowed: bool = False
     quick: bool = False
     spreads: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, float] = field(default_factory=dict)
+    too_slow: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> float:
+        """Largest spread of a class that is accepted where noise is not allowed."""
+        return QUICK_AGREEMENT if self.quick else AGREEMENT
+
+    def by_kind(
+        self,
+        bench: Bench,
+        kinds: Sequence[str],
+        classes: Callable[[], Mapping[str, Iterable[KernelCall]]],
+        keep: Callable[[KernelCall], Kept],
+        on_progress: Progress,
+    ) -> dict[str, list[tuple[Kept, float]]]:
+        """Of each class of `kinds`, what `keep` returns for each call, and the call's seconds in its fastest pass.
+
+        classes: the calls of all classes, made anew for each pass. Raises NoisyMachine for a class whose passes, or the
+        readings of whose fastest pass, still disagree after the last pass.
+        """
+        passes: dict[str, list[list[tuple[Kept, Reading]]]] = {kind: [] for kind in kinds}
+        samples: dict[str, list[tuple[Kept, float]]] = {}
+        count = 1 if bench.device.type == "cuda" else CPU_PASSES
+        for number in range(1, count + 1):
+            calls, total = classes(), max(number, min(count, 2)) * len(kinds)
+            for done, kind in enumerate([kind for kind in kinds if kind not in samples], (number - 1) * len(kinds)):
+                on_progress(kind if number == 1 else f"{kind}, pass {number}", done, total)
+                passes[kind].append(self.readings(bench, calls[kind], keep))
+                fastest = [
+                    (row[0][0], fastest_pass([each for _, each in row])) for row in zip(*passes[kind], strict=True)
+                ]
+                spreads = [reading.spread for _, reading in fastest]
+                if number == count or (number > 1 and upper_quartile(spreads) < self.limit):
+                    self.record(kind, spreads)
+                    samples[kind] = [(kept, reading.seconds) for kept, reading in fastest]
+        return {kind: samples[kind] for kind in kinds}
 
     def readings(
-        self, kind: str, bench: Bench, calls: Iterable[KernelCall], keep: Callable[[KernelCall], Kept]
-    ) -> list[tuple[Kept, float]]:
+        self, bench: Bench, calls: Iterable[KernelCall], keep: Callable[[KernelCall], Kept]
+    ) -> list[tuple[Kept, Reading]]:
         """What `keep` returns for each call of a class, and the call's seconds, measured again while readings disagree.
 
-        The calls themselves are not kept: each holds its inputs, which may fill a GPU. Raises NoisyMachine.
+        The calls themselves are not kept: each holds its inputs, which may fill a GPU.
         """
-        readings = [(keep(call), steady_reading(partial(bench.readings, call), quick=self.quick)) for call in calls]
-        self.record(kind, [reading.spread for _, reading in readings])
-        return [(kept, reading.seconds) for kept, reading in readings]
+        return [(keep(call), steady_reading(partial(bench.readings, call), quick=self.quick)) for call in calls]
 
     def record(self, kind: str, spreads: list[float]) -> None:
         """Keeps the spread of a class. Raises NoisyMachine if it is too wide and that is not allowed."""
         self.spreads[kind] = upper_quartile(spreads)
-        limit, count = (QUICK_AGREEMENT, QUICK_READINGS) if self.quick else (AGREEMENT, MAX_READINGS)
-        if self.spreads[kind] > limit and not self.allowed:
+        if self.spreads[kind] > self.limit and not self.allowed:
             otherwise = "" if self.quick else f", {QUICK_AGREEMENT:.0%} with --quick"
             raise NoisyMachine(
-                f"the machine is too busy: {count} readings of {kind!r} differ by {self.spreads[kind]:.0%}; "
-                f"allowed: {limit:.0%}{otherwise}, or any with --allow-noisy; try again once other programs have ended"
+                f"the machine is too busy: readings of {kind!r} differ by {self.spreads[kind]:.0%}; allowed: "
+                f"{self.limit:.0%}{otherwise}, or any with --allow-noisy; try again once other programs have ended"
             )
 
     def widened(self, kind: str, rates: Rates) -> Rates:
@@ -105,20 +159,31 @@ class NoiseCheck:
         both = (rates.spread**2 + self.spreads[kind] ** 2) ** 0.5
         return replace(rates, spread=min(both, MAX_SPREAD)) if self.noisy(kind) else rates
 
-    def fitting(self, classes: Mapping[str, Rates]) -> dict[str, Rates]:
+    def fitting(self, classes: Mapping[str, Rates], slowdowns: Mapping[str, float]) -> dict[str, Rates]:
         """The classes whose fits hold. Rates of related ones stand for the others, with wider bands, as priors.
 
-        One that no other can stand for stays, with its wide band, if noise is allowed; else it raises NoisyMachine.
+        slowdowns: of the classes' best calls. A class that no other can stand for stays, with its wide band, if noise
+        is allowed; else it raises NoisyMachine.
         """
         misfits = {kind: rates.spread for kind, rates in classes.items() if rates.spread > MAX_FIT_SPREAD}
-        self.left_out.update({kind: spread for kind, spread in misfits.items() if kind in RELATIVES})
-        for kind, spread in misfits.items():
+        slow = {kind: times for kind, times in slowdowns.items() if times > MAX_SLOWDOWN and kind not in misfits}
+        said = {
+            kind: f"the fit of {kind!r} is off by {off:.0%}; allowed: {MAX_FIT_SPREAD:.0%}"
+            for kind, off in misfits.items()
+        }
+        said |= {
+            kind: f"{kind!r} is {times:.0f} times slower than the machine; allowed: {MAX_SLOWDOWN:.0f} times"
+            for kind, times in slow.items()
+        }
+        for kind, problem in said.items():
             if kind not in RELATIVES and not self.allowed:
                 raise NoisyMachine(
-                    f"the machine is too busy: the fit of {kind!r} is off by {spread:.0%}; allowed: "
-                    f"{MAX_FIT_SPREAD:.0%}, or any with --allow-noisy; try again once other programs have ended"
+                    f"the machine is too busy: {problem}, or any with --allow-noisy; try again once other programs "
+                    "have ended"
                 )
-        return {kind: rates for kind, rates in classes.items() if kind not in self.left_out}
+        self.left_out.update({kind: spread for kind, spread in misfits.items() if kind in RELATIVES})
+        self.too_slow.update({kind: times for kind, times in slow.items() if kind in RELATIVES})
+        return {kind: rates for kind, rates in classes.items() if kind not in {*self.left_out, *self.too_slow}}
 
     def noisy(self, kind: str) -> bool:
         """Whether the readings of a class did not agree."""
@@ -128,9 +193,11 @@ class NoiseCheck:
         """What a busy machine did to the profile, as a line; None if it did nothing."""
         noisy = [f"{kind} {spread:.0%}" for kind, spread in self.spreads.items() if self.noisy(kind)]
         misfits = [f"{kind} {spread:.0%}" for kind, spread in self.left_out.items()]
+        slow = [f"{kind} {times:.0f}x" for kind, times in self.too_slow.items()]
         parts = [
             *([f"bands are wider; readings differ: {', '.join(noisy)}"] if noisy else []),
             *([f"related classes stand for those whose fits are off: {', '.join(misfits)}"] if misfits else []),
+            *([f"related classes stand for those that are slower than it can be: {', '.join(slow)}"] if slow else []),
         ]
         return f"the machine was busy, so {'; '.join(parts)}" if parts else None
 
@@ -144,6 +211,15 @@ def require_plausible(profile: Profile) -> None:
                 f"matmul's speed, launched in {1e6 * rates.launch_s:.2g} us; "
                 f"allowed: {HIGHEST_COMPUTE:.0%}; try again once other programs have ended"
             )
+
+
+def slowdown(samples: Sequence[KernelTiming], ceilings: Ceilings) -> float:
+    """How many times longer a class's best call takes than the ceilings and a long launch allow."""
+    peaks = ceilings.bandwidth_bytes_per_s, ceilings.compute_flops
+    return min(
+        sample.seconds / (LONG_LAUNCH_S + max(sample.cost.bytes / peaks[0], sample.cost.flops / peaks[1]))
+        for sample in samples
+    )
 
 
 def upper_quartile(values: list[float]) -> float:

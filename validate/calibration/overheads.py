@@ -27,6 +27,7 @@ from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.validate.calibration.fit import RoundSample
+from ridgeplan.validate.calibration.noise import CPU_PASSES
 from ridgeplan.validate.random_model import RandomDecoder, RandomModel, measured_round
 from ridgeplan.validate.timing import Bench, KernelCall, captured
 
@@ -40,7 +41,7 @@ def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_count
     On an asynchronous device, a captured step is one launch, but prefill is launched kernel by kernel, so a short
     prompt takes the host's time. On a CPU, launches are included in the kernels' rates, and the rest of a step's time
     is the host's other work, in prefill as in decoding. There the layers must be as large as a real model's, so that
-    the caches are cold between operations.
+    the caches are cold between operations. The fastest of several passes over the decoders counts, as for kernels.
     """
     models = [RandomDecoder.build(bench, replace(shape, layers=layers), CONTEXT, 1) for layers in layer_counts]
     if profile.asynchronous:
@@ -48,7 +49,8 @@ def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_count
         _, prefill_layer_s = _line(layer_counts, [_prefill_seconds(model) for model in models])
     else:
         kernels = Machine.of(replace(profile, pass_dispatch_s=0.0, layer_dispatch_s=0.0))
-        pass_s, layer_s = _line(layer_counts, [_unexplained_seconds(model, kernels) for model in models])
+        passes = [[_unexplained_seconds(model, kernels) for model in models] for _ in range(CPU_PASSES)]
+        pass_s, layer_s = _line(layer_counts, [min(seconds) for seconds in zip(*passes, strict=True)])
         prefill_layer_s = layer_s
     return replace(profile, pass_dispatch_s=pass_s, layer_dispatch_s=layer_s, prefill_layer_dispatch_s=prefill_layer_s)
 
