@@ -27,12 +27,12 @@ from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.validate.calibration.fit import RoundSample
-from ridgeplan.validate.calibration.noise import CPU_PASSES
 from ridgeplan.validate.random_model import RandomDecoder, RandomModel, measured_round
 from ridgeplan.validate.timing import Bench, KernelCall, captured
 
 CONTEXT = 64
 HOST_CALLS = 20
+STEP_PASSES = 8  # over the decoders on a CPU: a step is many times longer than a kernel, so few are undisturbed
 
 
 def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_counts: tuple[int, ...]) -> Profile:
@@ -49,7 +49,7 @@ def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_count
         _, prefill_layer_s = _line(layer_counts, [_prefill_seconds(model) for model in models])
     else:
         kernels = Machine.of(replace(profile, pass_dispatch_s=0.0, layer_dispatch_s=0.0))
-        passes = [[_unexplained_seconds(model, kernels) for model in models] for _ in range(CPU_PASSES)]
+        passes = [[_unexplained_seconds(model, kernels) for model in models] for _ in range(STEP_PASSES)]
         pass_s, layer_s = _line(layer_counts, [min(seconds) for seconds in zip(*passes, strict=True)])
         prefill_layer_s = layer_s
     return replace(profile, pass_dispatch_s=pass_s, layer_dispatch_s=layer_s, prefill_layer_dispatch_s=prefill_layer_s)
