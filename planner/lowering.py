@@ -189,7 +189,7 @@ def _score_bytes(shape: ModelShape, cost: SelectionCost) -> float:
 def _offload(plan: Plan, shape: ModelShape, draft_cost: SelectionCost, target_cost: SelectionCost) -> OffloadStrategy:
     placement, context, speculation = plan.placement, plan.workload.context, plan.speculation
     if plan.attention.active:
-        overlap = target_cost.overlap_at(plan.attention.budget)
+        overlap = target_cost.overlap_at(plan.attention.budget, plan.attention.selection.unbudgeted_tokens)
     else:
         overlap = draft_cost.overlap_at(float(speculation.selection.share_of(context, speculation.ratio)) * context)
     # Layers that share a selection share a table

@@ -57,8 +57,8 @@ class SelectionCost:
     unlimited if the selected tokens form one run.
     shared_by_kv_heads: all KV heads of a layer share one set, and their keys of a token are contiguous on the host.
     scored_by_query: each query of a verification writes a score for every token, and one of these scores is read later.
-    overlap: share of KV_BUDGET selected tokens that the previous step selected too (SpeContext, Fig 6b), measured at
-    16k tokens (docs/quality.md). The default is the overlap of the models' own attention.
+    overlap: share of KV_BUDGET selected tokens, without those read beside the budget, that the previous step selected
+    too (SpeContext, Fig 6b), measured at 16k tokens (docs/quality.md). The default is that of models' own attention.
     """
 
     scored_keys: float = 0.0
@@ -74,9 +74,13 @@ class SelectionCost:
     small_kernels: int = 0
     overlap: float = 0.74
 
-    def overlap_at(self, budget: float) -> float:
-        """The overlap of `budget` tokens: of more tokens fewer are new, as the fourth root of the budget."""
-        return 1 - min(1.0, (1 - self.overlap) * (KV_BUDGET / budget) ** 0.25)
+    def overlap_at(self, budget: float, unbudgeted: float = 0.0) -> float:
+        """The overlap of `budget` tokens, of which fewer are new the more they are, as the fourth root of the budget.
+
+        unbudgeted: tokens that are read beside them, at every step the same.
+        """
+        new = min(1.0, (1 - self.overlap) * (KV_BUDGET / budget) ** 0.25)
+        return 1 - new * budget / (budget + unbudgeted)
 
     def contiguous_on_host(self, kv_heads: int) -> float:
         """Tokens of one KV head that are contiguous on the host, or as many tokens' keys of several heads."""

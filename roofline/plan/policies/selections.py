@@ -397,7 +397,7 @@ class ShadowKV(PromptSelection):
             held_keys=landmarks + FLAGS * chunks,
             scores_per_token=chunks,
             page_tokens=self.chunk,
-            overlap=0.79,
+            overlap=0.75,
         )
 
     @classmethod
