@@ -186,7 +186,7 @@ def fewest_gpus(question: Question, preset: str | None = None) -> int | None:
     """
     options, hardware = question.options, question.profile.hardware
     served = options.backend in (Backend.RIDGEPLAN, Backend.VLLM, Backend.SGLANG)
-    if not served or hardware.unified_memory or hardware.kind != "gpu":
+    if not served or hardware.shares_host_memory:
         return None
     for gpus in GPU_COUNTS:
         if gpus <= options.least_gpus:

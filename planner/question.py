@@ -19,6 +19,7 @@ from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
 from ridgeplan.planner.quality import Quality, QualityFloor, losses, parse_quality
 from ridgeplan.planner.quantities import size_bytes, size_text, tokens
 from ridgeplan.planner.resolution import resolve, with_drafter_rows, workload_for
+from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.links import link_of
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
@@ -158,13 +159,13 @@ class Question:
     ) -> Question:  # fmt: skip
         """The question with the limits that the options set. this_machine: whether the host is this one.
 
-        A GPU that shares the CPU's memory offloads nothing. Raises PlanError where options name host memory there.
+        A CPU and a GPU that shares a CPU's memory offload nothing. Raises PlanError for options of host memory there.
         """
         share, limit = options.memory_utilization, options.memory_limit
         if workload.parallel != SINGLE:
             shape, options = shard(shape, workload.parallel), executed_by_engine(options)
-        if profile.hardware.unified_memory:
-            require(not options.host_memory, f"host_memory is set; allowed: none, as {_unified(profile)}")
+        if profile.hardware.shares_host_memory:
+            require(not options.host_memory, f"host_memory is set; allowed: none, as {_one_memory(profile.hardware)}")
             options = replace(options, offload=False, host_memory=0.0)
         usable = usable_bytes(profile.hardware.memory_bytes, share, limit, profile.hardware.name)
         host_usable = usable_host_bytes(options.host_memory, share, this_machine=this_machine)
@@ -189,8 +190,8 @@ class Question:
         """Which memory is too small for these bytes of the device and of the host; None if both are enough."""
         if peak_bytes > self.memory_limit_bytes:
             return f"does not fit: needs {size_text(peak_bytes)} of {size_text(self.memory_limit_bytes)}"
-        if host_bytes and self.profile.hardware.unified_memory:
-            return f"does not fit: {_unified(self.profile)}, so no layer can be offloaded"
+        if host_bytes and self.profile.hardware.shares_host_memory:
+            return f"does not fit: {_one_memory(self.profile.hardware)}, so no layer can be offloaded"
         if host_bytes > self.host_limit_bytes:
             return f"does not fit the host: needs {size_text(host_bytes)} of {size_text(self.host_limit_bytes)} there"
         return None
@@ -311,8 +312,9 @@ class Question:
             )
 
 
-def _unified(profile: Profile) -> str:
-    return f"CPU and GPU of {profile.hardware.name} share one memory"
+def _one_memory(hardware: Hardware) -> str:
+    name = hardware.name
+    return f"{name} is a CPU" if hardware.kind == "cpu" else f"CPU and GPU of {name} share one memory"
 
 
 def instruction_bound_notes(profile: Profile) -> Iterator[str]:

@@ -195,7 +195,7 @@ def _several_fit(
 def _limited(options: SearchOptions, gpu: Hardware) -> SearchOptions:
     """The options with at most a GPU's memory as their limit."""
     limit = None if options.memory_limit is None else min(options.memory_limit, gpu.memory_bytes)
-    return replace(options, memory_limit=limit, offload=options.offload and not gpu.unified_memory)
+    return replace(options, memory_limit=limit, offload=options.offload and not gpu.shares_host_memory)
 
 
 def _gpu_fit(

@@ -44,7 +44,7 @@ class Hardware(Checked):
     element_bytes: int = check.whole(1, 8, default=2)
     dollars_per_hour: float = check.number(0, 1e6, default=0.0)  # of renting it; 0 where no price is listed
     board_watts: float = check.number(0, 1e6, default=0.0)  # the board's limit of power; 0 where it is not listed
-    unified_memory: bool = check.flag(False)  # CPU and GPU share one memory, so a layer on the host frees nothing
+    unified_memory: bool = check.flag(False)  # CPU and GPU share one memory
     aliases: tuple[str, ...] = check.texts()
     note: str = check.text("")
     sources: dict[str, str] = check.texts_by_name(dict)
@@ -61,6 +61,11 @@ class Hardware(Checked):
     def ridge_point(self) -> float:
         """Intensity (FLOP/byte) above which this device is compute-bound (Williams et al., 2009)."""
         return self.compute_flops / self.bandwidth_bytes_per_s
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether a layer on the host frees nothing: on a CPU, and where CPU and GPU share one memory."""
+        return self.unified_memory or self.kind == "cpu"
 
     @property
     def issue_rate(self) -> float:

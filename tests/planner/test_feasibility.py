@@ -18,7 +18,7 @@ from ridgeplan.planner.feasibility import (
     smallest_plans,
 )
 from ridgeplan.planner.quality import Quality, quality_of
-from ridgeplan.planner.question import ask
+from ridgeplan.planner.question import Question, ask
 from ridgeplan.planner.recommendation import READING_TPOT_MS
 from ridgeplan.roofline.catalog.hardware import list_hardware, load_hardware
 from ridgeplan.roofline.execution import QUANTIZATION_GROUPS
@@ -332,6 +332,16 @@ def test_a_gpu_that_takes_anothers_place_has_memory_about_as_fast(gpu: str) -> N
     assert other is not None
     assert other.bandwidth_bytes_per_s >= 0.75 * listed.bandwidth_bytes_per_s
     assert not other.unified_memory
+
+
+def test_a_cpu_offloads_nothing() -> None:
+    """Its memory is the host's, which would count twice."""
+    gpu = ask("meta-llama/Llama-3.1-8B", "rtx4090", "128k", batch=4)
+    hardware = replace(gpu.profile.hardware, name="cpu", kind="cpu")
+    question = Question.of(gpu.shape, replace(gpu.profile, hardware=hardware), gpu.workload, gpu.options)
+    assert gpu.options.offload and gpu.host_limit_bytes
+    assert not question.options.offload and not question.host_limit_bytes
+    assert question.oom_reason(1.0, 1.0) == "does not fit: cpu is a CPU, so no layer can be offloaded"
 
 
 def test_unified_memory_offloads_nothing() -> None:
