@@ -115,15 +115,20 @@ def tokens_text(number: int) -> str:
 def time_text(milliseconds: float) -> str:
     """Three digits of milliseconds below 1 s, of seconds from there on."""
     if milliseconds >= 999.5:
-        return f"{_three_digits(milliseconds / 1e3)} s"
-    return f"{_three_digits(milliseconds)} ms"
+        return f"{three_digits(milliseconds / 1e3)} s"
+    return f"{three_digits(milliseconds)} ms"
 
 
 def size_text(number: float) -> str:
     """GB of 10^9 bytes, as vendors count."""
-    return f"{_three_digits(number / GB)} GB"
+    return f"{three_digits(number / GB)} GB"
 
 
-def _three_digits(number: float) -> str:
+def parameters_text(number: int) -> str:
+    """Billions of parameters, such as `8.03B`."""
+    return f"{three_digits(number / 1e9)}B"
+
+
+def three_digits(number: float) -> str:
     """Never in scientific notation."""
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"

@@ -13,7 +13,7 @@ from ridgeplan.dashboards.cli.output import echo, print_json, print_table, wrapp
 from ridgeplan.dashboards.cli.table_file import RowTable, write_table
 from ridgeplan.planner import PRESETS, Workload
 from ridgeplan.planner.quality import quality_of
-from ridgeplan.planner.quantities import GB, tokens_text
+from ridgeplan.planner.quantities import GB, parameters_text, tokens_text
 from ridgeplan.planner.render.tables import Bars
 from ridgeplan.roofline.catalog.hardware import list_hardware
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -155,7 +155,7 @@ def _model_row(shape: ModelShape) -> tuple[str, ...]:
         f"{shape.experts} experts": shape.is_moe,
     }
     return (
-        shape.name.rpartition("/")[2], f"{shape.parameters / 1e9:.3g}B", f"{shape.layers}",
+        shape.name.rpartition("/")[2], parameters_text(shape.parameters), f"{shape.layers}",
         f"{shape.q_heads}/{shape.kv_heads}", tokens_text(shape.max_context),
         _runs(shape),
         ", ".join(note for note, true in notes.items() if true),

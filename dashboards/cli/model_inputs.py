@@ -10,6 +10,7 @@ import click
 
 from ridgeplan.dashboards.cli.output import echo
 from ridgeplan.planner.plan_file import SavedPlan
+from ridgeplan.planner.quantities import parameters_text
 from ridgeplan.roofline.catalog.model_shape import sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import Workload
@@ -46,11 +47,11 @@ def require_planned_model(saved: SavedPlan, model: str | None, otherwise: str = 
     except ValueError:
         return
     if sizes_of(planned) != sizes_of(running):
-        other = f"{running.name} ({running.parameters / 1e9:.3g}B)"
+        other = f"{running.name} ({parameters_text(running.parameters)})"
         actual = f"--model is {other}" if model else f"without --model the embedded {other} would run"
         raise click.UsageError(
-            f"the plan is for {planned.name} ({planned.parameters / 1e9:.3g}B), but {actual}; allowed: the plan's "
-            f"model as --model{otherwise}"
+            f"the plan is for {planned.name} ({parameters_text(planned.parameters)}), but {actual}; allowed: the "
+            f"plan's model as --model{otherwise}"
         )
 
 

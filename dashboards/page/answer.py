@@ -15,7 +15,7 @@ from ridgeplan.dashboards.page.inputs import PageQuestion, change, escaped
 from ridgeplan.planner import NothingFits, Prediction, Recommendation
 from ridgeplan.planner.engines.formats import engine_named
 from ridgeplan.planner.plan_file import plan_json
-from ridgeplan.planner.quantities import size_text, time_text, tokens_text
+from ridgeplan.planner.quantities import size_text, three_digits, time_text, tokens_text
 from ridgeplan.planner.queries.curves import contexts_of, memory_over_contexts, offload_staircase
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.recommendation import Fix
@@ -171,7 +171,7 @@ def best_of_all(recommendation: Recommendation) -> str:
     """The best plan that is only estimated, beside the one that runs."""
     other = recommendation.best_estimated
     if other is None:
-        return "No plan that ridgeplan cannot execute yet is faster."
+        return "No plan that is only estimated is faster."
     each = time_text(other.predicted.best.tpot_ms)
     return f"Best plan that ridgeplan cannot execute yet: {other.preset}, {each} per token ({other.rejected})."
 
@@ -185,7 +185,8 @@ def tiles(recommendation: Recommendation, dollars_per_hour: float = DOLLARS_PER_
     return [
         ("Time per token", time_text(best.tpot_ms), f"{time_text(low.tpot_ms)} to {time_text(high.tpot_ms)}"),
         ("First token", time_text(best.ttft_request_ms), _first_tokens(recommendation)),
-        ("Tokens/s", f"{best.tokens_per_s:,.0f}", f"{whose}; {low.tokens_per_s:,.0f} to {high.tokens_per_s:,.0f}"),
+        ("Tokens/s", three_digits(best.tokens_per_s),
+         f"{whose}; {three_digits(low.tokens_per_s)} to {three_digits(high.tokens_per_s)}"),
         _gain_tile(recommendation),
         ("Peak memory", size_text(best.peak_memory_bytes), f"of {size_text(limit)} that plans may use"),
         ("1M new tokens", f"${gpus * dollars_per_hour * 1e6 / 3600 / best.tokens_per_s:,.2f}",

@@ -80,7 +80,7 @@ def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None
         r"Best plan that ridgeplan cannot execute yet: .* \((estimated only[,:]|not calibrated on) ", shown(page)
     )
     page.selectbox(key="objective").set_value("memory").run()
-    assert "No plan that ridgeplan cannot execute yet is faster." in shown(page)
+    assert "No plan that is only estimated is faster." in shown(page)
 
 
 def test_the_share_of_the_memory_is_an_input(page: AppTest) -> None:
