@@ -15,6 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ridgeplan.dashboards.cli.output import number
+from ridgeplan.dashboards.extras import require_package
 from ridgeplan.dashboards.files import FileProblem, is_writable
 from ridgeplan.planner import Plan, Prediction, quantities
 from ridgeplan.planner.capacity import HOST_MEMORY_BYTES, MEMORY_UTILIZATION
@@ -105,6 +106,7 @@ class OutputFile(click.ParamType):
 
 
 TABLE_SUFFIXES = (".csv", ".md", ".json", ".png")
+DRAWN_SUFFIXES = (".png", ".html")
 
 
 class TableFile(OutputFile):
@@ -118,6 +120,8 @@ class TableFile(OutputFile):
         path = super().convert(value, param, ctx)
         if path.suffix not in self.suffixes:
             self.fail(f"{value!r} ends in {path.suffix!r}; allowed: {', '.join(self.suffixes)}", param, ctx)
+        if path.suffix in DRAWN_SUFFIXES:
+            require_package("plotly")  # before the work, which may take minutes
         return path
 
 

@@ -15,7 +15,6 @@ from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, number, print_answer, print_json, print_notes, print_table
 from ridgeplan.dashboards.cli.table_file import RowTable, write_table
-from ridgeplan.dashboards.extras import require_package
 from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import SearchOptions
 from ridgeplan.planner.quantities import GB, tokens_text
@@ -64,8 +63,6 @@ def sweep(
     over = sizes | (parse_axes(axes) if axes else {})
     if gpu is None and "gpu" not in over:
         raise click.UsageError("sweep needs --gpu, or gpu=h100,h200 in --over")
-    if output is not None and output.suffix == ".html":
-        require_package("plotly")  # before the sweep
     result = grid_sweep(model, gpu or "", over, preset=preset, options=SearchOptions(**search))
     if output is not None and output.suffix == ".html":
         from ridgeplan.dashboards.html_pages import sweep_page  # imports plotly
