@@ -111,6 +111,8 @@ def run(
         })  # fmt: skip
     else:
         echo("\n\n" + summary(engine.statistics))
+        if not answer.text and not inputs[0].messages:
+            echo("note: the model ended the text at once; with --chat it answers the prompt as a message", err=True)
 
 
 def answers(
@@ -141,11 +143,13 @@ def statistics_dict(statistics: Statistics) -> dict[str, Any]:
 def summary(statistics: Statistics) -> str:
     """The figures of a generation in a few lines."""
     stats, memory = statistics, statistics.peak_memory_bytes
+    count = f"{stats.generated} token{'' if stats.generated == 1 else 's'}"
+    each = f", {time_text(stats.tpot_ms)} each" if stats.rounds else ""
     lines = [
-        f"{stats.generated} tokens, {time_text(stats.tpot_ms)} each after {time_text(stats.ttft_ms)} of prefill, "
+        f"{count}{each} after {time_text(stats.ttft_ms)} of prefill, "
         f"peak memory {'not measured' if memory is None else size_text(memory)}"
     ]
-    if stats.gamma:
+    if stats.gamma and stats.rounds:
         flushes = f"{stats.flushes} flush{'' if stats.flushes == 1 else 'es'}"
         lines += [
             f"{stats.rounds} rounds of {_drafts_text(stats)} ({1e3 * stats.draft_s:.3g} ms each) and a verification "
