@@ -132,7 +132,7 @@ def within_context(workload: Workload, shape: ModelShape) -> Workload:
     require(
         workload.context <= limit,
         f"context {workload.context} is beyond the limit of {shape.name}{stretched}; allowed: up to {limit}, or more "
-        "with --yarn, which stretches its rotary embedding",
+        "with --yarn of `ridgeplan plan`, which stretches its rotary embedding",
     )
     return workload
 

@@ -207,7 +207,8 @@ def _lines(result: PlanEstimate) -> Iterator[str]:
         f"batch {workload.batch}, {tokens_text(workload.new_tokens)} new tokens"
     )
     meaning, missing = describe(plan), unsupported(plan, Backend.RIDGEPLAN, shape, profile)
-    yield "  " + (f"{meaning}; " if result.name != meaning else "") + (missing or "runs here")
+    executed = missing or "times are those of ridgeplan's own runtime"
+    yield "  " + (f"{meaning}; " if result.name != meaning else "") + executed
     yield from _time(result)
     yield from (f"  {line}" for line in bottleneck(result.baseline, shape, workload))
     yield from _memory(result.predicted, result.question.memory_limit_bytes)

@@ -29,6 +29,7 @@ from ridgeplan.planner.export.rules import Rule
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.roofline.catalog.model_shape import ModelShape, UnknownModel
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.presets import preset_name
 
@@ -103,7 +104,8 @@ def report(plan: Plan, exported: Exported) -> list[str]:
     """The answer: times, the command, how each axis is carried, and known problems."""
     workload = plan.workload
     size = f"{workload.context} tokens of context, batch {workload.batch}"
-    where = f"{exported.engine} {exported.version}: {workload.model} on {workload.hardware}"
+    gpus = f"{workload.parallel.gpus} x " if workload.parallel != SINGLE else ""
+    where = f"{exported.engine} {exported.version}: {workload.model} on {gpus}{workload.hardware}"
     lines = [
         wrapped(f"{preset_name(plan)} in {where}"),
         wrapped(f"  {size}: {_times(exported)}"),
