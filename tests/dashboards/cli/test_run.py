@@ -283,6 +283,7 @@ def test_what_graphs_cost_is_shown(graphs: bool) -> None:
         idle_s=68e-6 * graphs, capture_s=0.25 * graphs, peak_memory_bytes=None, first_use_s=1.8 * graphs,
     )  # fmt: skip
     shown = summary(figures)
+    assert summary(replace(figures, rounds=0, generated=1, idle_s=0.0)).startswith("1 token after 1 s of prefill, ")
     assert "peak memory not measured" in shown
     assert ("first use of the kernels before the prefill took 1.8 s" in shown) == graphs
     assert ("graph capture before the first round took 0.25 s" in shown) == graphs
