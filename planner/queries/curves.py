@@ -98,13 +98,16 @@ class OffloadStep:
 def offload_staircase(plan: Plan, question: Question, budget: int = KV_BUDGET) -> list[OffloadStep]:
     """The number of offloaded layers by context (SpeContext, Algorithm 1); each keeps `budget` tokens on the GPU.
 
-    Empty steps are left out. The last step ends where offloading every layer is no longer enough.
+    Empty steps are left out. The last step ends where offloading every layer is no longer enough. A device that shares
+    the host's memory has the first step only.
     """
     shape, workload = question.shape, plan.workload
     allowed = replace(plan, placement=Placement(True, plan.placement.budget or budget))
     strategy = strategy_of(allowed, shape, question.machine, CERTAIN)
     reserved = workload.new_tokens + plan.speculation.gamma + 1
     lengths = offload_thresholds(shape, question.machine, strategy, reserved)
+    if question.profile.hardware.shares_host_memory:
+        lengths = lengths[:1]
     steps = [OffloadStep(0, 0, lengths[0])]
     steps += [OffloadStep(layers, *ends) for layers, ends in enumerate(pairwise(lengths), start=1)]
     return [step for step in steps if step.last > step.first]

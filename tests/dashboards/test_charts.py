@@ -157,7 +157,8 @@ def test_the_staircase_climbs_beside_the_memory() -> None:
     ("steps", "words"),
     [
         ([OffloadStep(0, 0, 200_000)], "up to the model's longest context, 128k tokens"),
-        ([OffloadStep(0, 0, 102_400), OffloadStep(1, 102_400, 1 << 20)], "up to 100k tokens; with 1 layers"),
+        ([OffloadStep(0, 0, 102_400), OffloadStep(1, 102_400, 1 << 20)], "up to 100k tokens; with 1 layer on the host"),
+        ([OffloadStep(0, 0, 102_400)], "A KV cache of up to 100k tokens fits."),
         ([OffloadStep(4, 0, 2048)], "No size fits; with 4 layers on the host, 2k tokens fit"),
     ],
 )

@@ -85,6 +85,11 @@ def test_the_staircase_says_how_many_layers_a_plan_offloads(limit: str) -> None:
         assert prediction.best.peak_memory_bytes <= question.memory_limit_bytes
 
 
+def test_one_memory_has_no_staircase() -> None:
+    question = ask("meta-llama/Llama-3.1-8B", "dgx-spark", 40_000)
+    assert [step.layers for step in offload_staircase(preset("autoregressive", question.workload), question)] == [0]
+
+
 def test_the_staircase_leaves_room_for_new_tokens() -> None:
     ends = []
     for new_tokens in (1, 4000):
