@@ -62,4 +62,6 @@ def _listener(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise click.UsageError(f"cannot listen on {host} port {port}: {reason}; allowed: a free port") from error
+        raise click.UsageError(
+            f"cannot listen on {host} port {port}: {reason}; allowed: a free port, at an address of this machine"
+        ) from error

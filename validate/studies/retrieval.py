@@ -54,7 +54,7 @@ class RetrievalSizes:
         smallest, shortest = 2 * RECENT, min(self.contexts)
         require(shortest > smallest, f"context is {shortest}; allowed: more than {smallest}, the smallest budget")
         for budget in self.budgets:
-            require_within("budget", budget, smallest, shortest - 1)
+            require_within(f"budget at a context of {shortest}", budget, smallest, shortest - 1)
         require_within("tokens", self.tokens, 2, 1 << 16)
         require_within("passages", self.passages, 1, 1 << 12)
 

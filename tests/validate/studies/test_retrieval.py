@@ -66,7 +66,7 @@ def test_what_holds_for_any_model(rows):
 def test_what_cannot_be_studied_is_named(tiny_folder, long_text):
     with pytest.raises(PlanError, match="context is 256; allowed: more than 256, the smallest budget"):
         RetrievalSizes((256, 600))
-    with pytest.raises(PlanError, match="budget is 255; allowed: 256 to 599"):
+    with pytest.raises(PlanError, match="budget at a context of 600 is 255; allowed: 256 to 599"):
         RetrievalSizes((600,), (2 * RECENT - 1,))
     with pytest.raises(PlanError, match="method is 'guess'; allowed: retrieval-head, retrieval-batch"):
         RetrievalSizes(methods=("guess",))
