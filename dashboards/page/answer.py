@@ -22,6 +22,7 @@ from ridgeplan.planner.recommendation import Fix
 from ridgeplan.planner.render.text import SOURCE_WORDS, plain_words
 from ridgeplan.planner.resolution import longest_context
 from ridgeplan.roofline.catalog.models import load_shape
+from ridgeplan.roofline.plan.presets import short_name
 
 LABELS = {"context": "Context {}", "batch": "Batch {}", "gpu": "Use {}", "gpus": "Use {} GPUs",
           "quality": "Allow {}", "yarn": "Use YaRN", "memory_limit": "No memory limit",
@@ -284,7 +285,7 @@ def show_alternatives(answer: Answer) -> None:
 def alternative_row(name: str, predicted: Prediction, why: str) -> dict[str, str | float]:
     """A row of the table of plans."""
     return {
-        "plan": name,
+        "plan": short_name(name),
         "ms per token": round(predicted.best.tpot_ms, 3),
         "speed-up": round(predicted.speedup, 2),
         "peak GB": round(predicted.best.peak_memory_bytes / 1e9, 2),
