@@ -1,6 +1,6 @@
 """Decode steps and memory of a serving engine, such as vLLM, at rates that are fitted to measured steps.
 
-step = launches x launch_s + MoE layers x expert_launch_s + sum over operations of
+step = launches x launch_s + MoE layers x expert_launch_s (packed_expert_launch_s with 4 bits) + sum over operations of
 max(bytes / (bandwidth x u), FLOPs / (peak x v))
 
 The bytes, FLOPs and launches are those of `ridgeplan.roofline.passes`. u is fitted for the weights of linear layers and
@@ -135,13 +135,15 @@ class EngineReserve:
 class EngineRates:
     """An engine's rates on one machine. Inverse utilizations: by bits of weights, and by kind of KV cache.
 
-    launch_s: of products and attention; small_launch_s: of what compilers fuse. coded_speedup: of prompts' products
-    with 8-bit weights over those with 16 bits. network: of plans that span GPUs.
+    launch_s: of products and attention; small_launch_s: of what compilers fuse; packed_expert_launch_s: of experts in 4
+    bits, which run in other kernels. coded_speedup: of prompts' products with 8-bit weights over those with 16 bits.
+    network: of plans that span GPUs.
     """
 
     launch_s: float
     small_launch_s: float
     expert_launch_s: float
+    packed_expert_launch_s: float
     linear_inverse: Mapping[int, float]
     expert_inverse: Mapping[int, float]
     kv: Mapping[str, KVRate]
@@ -196,7 +198,9 @@ class EngineRates:
     def _op_seconds(self, op: Op, shape: ModelShape, machine: MachinePeaks, step: EngineStep) -> Term:
         if op.kind in COLLECTIVES:
             return self.message_seconds(op)
-        launch_s = op.launches * getattr(self, f"{launch_kind(op)}_s")
+        packed = width_is(weight_bits(op, shape, step), WIDTHS[-1])
+        packed_s, plain_s = (getattr(self, f"{launch_kind(op, is_packed)}_s") for is_packed in (True, False))
+        launch_s = op.launches * where(packed, packed_s, plain_s)
         peak = self.attention_compute if op.category == "attention" else self._product_compute(op, shape, step)
         compute_s = op.total.flops / (machine.compute_flops * peak)
         memory_s = read_seconds(op, shape, machine, step) * self._inverse(op, shape, step)
@@ -247,10 +251,10 @@ def divided_expert_compute(shape: ModelShape) -> float:
     return DIVIDED_EXPERT_SHARE * shape.expert_intermediate / (shape.expert_intermediate + DIVIDED_EXPERT_WIDTH)
 
 
-def launch_kind(op: Op) -> str:
-    """Which of the rates' launch times an operation takes."""
+def launch_kind(op: Op, packed: bool) -> str:
+    """Which of the rates' launch times an operation takes. packed: its weights have 4 bits."""
     if op.kind == "grouped_linear":
-        return "expert_launch"
+        return "packed_expert_launch" if packed else "expert_launch"
     return "launch" if op.category == "attention" or op.kind in ("linear", "head") else "small_launch"
 
 

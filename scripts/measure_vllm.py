@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_turns import gpu_turn
+
 from ridgeplan.validate.engine_steps import NEW_TOKENS, InProcessVllm
 
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -102,13 +104,18 @@ SETUPS = (
           ((120000, 1), (120000, 2), *_grid((32768, 8192), (1, 4, 6)))),
     Setup("llama-fp8", "meta-llama/Llama-3.1-8B", LLAMA_8B, "fp8", "fp8",
           (*_grid((32768,), (1, 2, 4, 6, 8, 12)), *_grid((4096,), (1, 4, 8, 16)))),
+    Setup("qwen3-moe-fp8", "Qwen/Qwen3-30B-A3B", QWEN3_30B_A3B, "fp8", "fp8",
+          (*_grid((32768,), (1, 2, 4, 8)), *_grid((4096,), (1, 4, 8, 16)))),
     Setup("llama-fp8-per-channel", "meta-llama/Llama-3.1-8B", LLAMA_8B, "fp8_per_channel", "fp8",
           _grid((4096,), (1, 8))),
 )  # fmt: skip
 
 
-def measure(setup: Setup, send: Any) -> None:
-    """Starts the engine of a setup, and sends a dictionary for the engine and one for every case."""
+def measure(setup: Setup, send: Any, kv_gb: float | None = None) -> None:
+    """Starts the engine of a setup, and sends a dictionary for the engine and one for every case.
+
+    kv_gb: as `beside_others` takes it.
+    """
     import torch
 
     folder = Path(f"/tmp/measure-vllm/{setup.name}")
@@ -116,20 +123,29 @@ def measure(setup: Setup, send: Any) -> None:
     (folder / "config.json").write_text(json.dumps(setup.config), encoding="utf-8")
     (folder / "generation_config.json").write_text("{}", encoding="utf-8")
     longest = max(context for context, _ in setup.cases)
-    engine = InProcessVllm.start(
-        str(folder), setup.config["vocab_size"], longest + 2 * NEW_TOKENS, load_format="dummy",
-        quantization=setup.quantization, kv=setup.kv_cache_dtype, max_num_seqs=32, max_num_batched_tokens=16384,
-        dtype="bfloat16", compilation_config=GRAPHS,
-    )  # fmt: skip
-    routers = engine.llm.apply_model(spread_routers)[0]
+    with gpu_turn(timed=False):
+        engine = InProcessVllm.start(
+            str(folder), setup.config["vocab_size"], longest + 2 * NEW_TOKENS, load_format="dummy",
+            quantization=setup.quantization, kv=setup.kv_cache_dtype, max_num_seqs=32, max_num_batched_tokens=16384,
+            dtype="bfloat16", compilation_config=GRAPHS, **beside_others(kv_gb),
+        )  # fmt: skip
+        routers = engine.llm.apply_model(spread_routers)[0]
     send({
         "setup": setup.name, "version": engine.version, "torch": torch.__version__,
         "device": torch.cuda.get_device_name(), "routers": routers, "memory": engine_memory(engine.llm),
     })  # fmt: skip
-    for context, batch in setup.cases:
-        tpot_ms, _ = engine.step(context, batch)
-        send({"setup": setup.name, "model": setup.model, "weights": setup.weights, "kv": setup.kv,
-              "context": context, "batch": batch, "tpot_ms": round(tpot_ms, 4)})  # fmt: skip
+    with gpu_turn(timed=True):
+        for context, batch in setup.cases:
+            tpot_ms, _ = engine.step(context, batch)
+            send({"setup": setup.name, "model": setup.model, "weights": setup.weights, "kv": setup.kv,
+                  "context": context, "batch": batch, "tpot_ms": round(tpot_ms, 4)})  # fmt: skip
+
+
+def beside_others(kv_gb: float | None) -> dict[str, Any]:
+    """vLLM's arguments for an engine that shares the GPU, with so many GB for its cache; None: it has the GPU."""
+    if kv_gb is None:
+        return {}
+    return {"kv_cache_memory_bytes": int(1e9 * kv_gb), "gpu_memory_utilization": 0.1}
 
 
 def spread_routers(model: Any) -> int:
@@ -167,7 +183,7 @@ def engine_memory(llm: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _child(name: str, output: Path, rows: Path) -> None:
+def _child(name: str, output: Path, rows: Path, kv_gb: float | None) -> None:
     """Measures one setup; each case is written as it ends."""
     setup = next(setup for setup in SETUPS if setup.name == name)
 
@@ -177,7 +193,7 @@ def _child(name: str, output: Path, rows: Path) -> None:
         _write(output, rows)
         print(json.dumps(row)[:1500], flush=True)
 
-    measure(setup, send)
+    measure(setup, send, kv_gb)
 
 
 def main() -> None:
@@ -186,11 +202,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--only", nargs="*", default=[setup.name for setup in SETUPS])
+    parser.add_argument("--kv-gb", type=float, help="of the cache of an engine that shares the GPU (GPU_TURNS)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows = options.output.with_suffix(".jsonl")
     if options.child:
-        _child(options.child, options.output, rows)
+        _child(options.child, options.output, rows, options.kv_gb)
         return
     deadline = time.monotonic() + options.seconds
     rows.write_text("", encoding="utf-8")
@@ -207,18 +224,19 @@ def main() -> None:
             continue
         before = rows.stat().st_size
         if forks:
-            forks = _forked(name, options.output, rows, left) or rows.stat().st_size > before
+            forks = _forked(name, options.output, rows, options.kv_gb, left) or rows.stat().st_size > before
         if not forks and rows.stat().st_size == before:
             command = [sys.executable, __file__, "--output", str(options.output), "--child", name]
+            command += ["--kv-gb", str(options.kv_gb)] if options.kv_gb else []
             try:
                 subprocess.run(command, timeout=max(deadline - time.monotonic(), 1), check=False)
             except subprocess.TimeoutExpired:
                 print(f"{name}: time is up", flush=True)
 
 
-def _forked(name: str, output: Path, rows: Path, seconds: float) -> bool:
+def _forked(name: str, output: Path, rows: Path, kv_gb: float | None, seconds: float) -> bool:
     """Measures a setup in a forked process; whether it ended well."""
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, output, rows))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, output, rows, kv_gb))
     process.start()
     process.join(seconds)
     if process.is_alive():

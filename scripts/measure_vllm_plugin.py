@@ -15,6 +15,7 @@ this package's runtime (runtime).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -33,8 +34,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+from gpu_turns import gpu_turn
 from measure_traffic import write_tokenizer
-from measure_vllm import GRAPHS, LLAMA_8B
+from measure_vllm import GRAPHS, LLAMA_8B, beside_others
 
 from ridgeplan.planner import resolve
 from ridgeplan.planner.export import ServeCommandOptions, engine_named, export_with_plugin, schema_for
@@ -53,6 +55,7 @@ SMALL = {
 LENGTHS, GENERATED = (5, 127, 128, 129, 300, 700, 1100), 200  # of the checks' prompts
 CASES = ((32768, 1), (4096, 8), (131072, 1), (32768, 8), (4096, 16), (131072, 4))  # the table in docs/vllm.md
 PORT = 8124
+MOST_RUNNING, REQUESTS, ARRIVALS_PER_S, SERVED_TOKENS = 32, 48, 4.0, 256  # of the measured throughput
 SCHEDULED = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 24}  # 3,072 tokens for 3,889 and what they add
 Send = Callable[[dict[str, Any]], None]
 
@@ -198,7 +201,7 @@ def checked(*, drafts: bool = False, **arguments: Any) -> Any:
     plan = plan_of(str(folder), "quantspec-int8", 1100, GENERATED, len(LENGTHS))
     engine_arguments = exported_arguments(str(folder), plan, folder) | {
         "max_model_len": 2048,
-        "gpu_memory_utilization": 0.2,
+        "gpu_memory_utilization": 0.05,
     }
     if not drafts:
         engine_arguments.pop("speculative_config")
@@ -251,7 +254,7 @@ def run_server(send: Send) -> None:
     """The exported command as it is, with drafts, in processes of its own: tokens that OpenAI clients get."""
     folder = small_model()
     plan = plan_of(str(folder), "quantspec-int8", 1100, GENERATED, len(LENGTHS))
-    arguments = exported_arguments(str(folder), plan, folder) | {"gpu_memory_utilization": 0.2, "port": PORT}
+    arguments = exported_arguments(str(folder), plan, folder) | {"gpu_memory_utilization": 0.05, "port": PORT}
     words = [
         sys.executable,
         "-P",
@@ -317,8 +320,8 @@ def run_compare(send: Send) -> None:
 
 
 def plain_graphs(gamma: int) -> dict[str, Any]:
-    """Full graphs of up to 16 steps or rounds without torch.compile: the plugin starts faster without it."""
-    sizes = [(1 + gamma) * rows for rows in (1, 2, 4, 8, 16)]
+    """Full graphs of up to 32 steps or rounds without torch.compile: the plugin starts faster without it."""
+    sizes = [(1 + gamma) * rows for rows in (1, 2, 4, 8, 16, 32)]
     return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
 
 
@@ -361,17 +364,16 @@ def profiled_steps(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -
 
 
 def run_times(name: str, plan_name: str | None, send: Send, profiled: int = 0, **arguments: Any) -> None:
-    """Milliseconds of a step, or of a round with drafts, of the 8B shape with dummy weights.
+    """Milliseconds of a step, or of a round with drafts, of the 8B shape with dummy weights; then throughput.
 
-    profiled: how many of the cases are profiled too.
+    profiled: how many of the cases are profiled too. KV_GB, of the environment: memory of the cache beside others.
     """
-    from ridgeplan.validate.engine_steps import InProcessVllm, random_prompts
-
     folder, model = dummy_model(), "meta-llama/Llama-3.1-8B"
     engine_arguments: dict[str, Any] = {
         "max_model_len": 131_072 + 384,
         "gpu_memory_utilization": 0.92,
-        "max_num_seqs": 16,
+        "max_num_seqs": MOST_RUNNING,
+        **beside_others(float(os.environ["KV_GB"]) if "KV_GB" in os.environ else None),
     }
     if plan_name is not None:
         engine_arguments = (
@@ -380,8 +382,17 @@ def run_times(name: str, plan_name: str | None, send: Send, profiled: int = 0, *
     gamma = engine_arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
     graphs = GRAPHS if plan_name is None else plain_graphs(gamma)
     hf_overrides = {**engine_arguments.pop("hf_overrides", {}), "max_position_embeddings": 140_000}
-    llm = start(folder, load_format="dummy", enable_prefix_caching=True, max_num_batched_tokens=16384,
-                compilation_config=graphs, hf_overrides=hf_overrides, **(engine_arguments | arguments))  # fmt: skip
+    with gpu_turn(timed=False):
+        llm = start(folder, load_format="dummy", enable_prefix_caching=True, max_num_batched_tokens=16384,
+                    compilation_config=graphs, hf_overrides=hf_overrides, **(engine_arguments | arguments))  # fmt: skip
+    with gpu_turn(timed=True):
+        measure_times(name, llm, gamma, send, profiled)
+
+
+def measure_times(name: str, llm: Any, gamma: int, send: Send, profiled: int) -> None:
+    """The rows of `run_times` for an engine that has started."""
+    from ridgeplan.validate.engine_steps import InProcessVllm, random_prompts
+
     engine = InProcessVllm(llm, "", LLAMA_8B["vocab_size"])
     for number, (context, batch) in enumerate(CASES):
         try:
@@ -394,6 +405,33 @@ def run_times(name: str, plan_name: str | None, send: Send, profiled: int = 0, *
         if number < profiled:
             texts = random_prompts(LLAMA_8B["vocab_size"], context, batch)
             send({**row, "case": f"{name} profile", **profiled_steps(llm, texts)})
+    if not gamma:  # random tokens say nothing of how many drafts are accepted
+        send({"case": f"{name} throughput", **throughput(llm)})
+
+
+def throughput(llm: Any) -> dict[str, Any]:
+    """Tokens per second of requests of 8k tokens that arrive at random, of which so many run at once."""
+    import random
+
+    from vllm import SamplingParams
+
+    draw = random.Random(11)
+    sampling = SamplingParams(temperature=0, max_tokens=SERVED_TOKENS, ignore_eos=True, detokenize=False)
+    texts = [[draw.randrange(1000, 100_000) for _ in range(8192)] for _ in range(REQUESTS)]
+    arrivals = list(itertools.accumulate(draw.expovariate(ARRIVALS_PER_S) for _ in texts))
+    engine, added, running, steps, running_steps = llm.llm_engine, 0, 0, 0, 0
+    started = time.perf_counter()
+    while added < REQUESTS or running:
+        while added < REQUESTS and running < MOST_RUNNING and arrivals[added] <= time.perf_counter() - started:
+            engine.add_request(f"served-{added}", {"prompt_token_ids": texts[added]}, sampling)
+            added, running = added + 1, running + 1
+        if running:
+            running -= sum(output.finished for output in engine.step())
+            steps, running_steps = steps + 1, running_steps + running
+    seconds = time.perf_counter() - started
+    return {"requests": REQUESTS, "prompt": 8192, "arrivals_per_s": ARRIVALS_PER_S, "seconds": round(seconds, 3),
+            "output_tokens_per_s": round(REQUESTS * SERVED_TOKENS / seconds, 1),
+            "mean_running": round(running_steps / steps, 1)}  # fmt: skip
 
 
 def run_runtime(send: Send) -> None:
@@ -405,13 +443,14 @@ def run_runtime(send: Send) -> None:
 
     name = "meta-llama/Llama-3.1-8B"
     shape, profile = resolve(name, "h200")
-    model = RandomModel.build(shape, torch.device("cuda"), Machine.of(profile))
-    for plan_name in ("int8-weights-int8", "quantspec-int8"):
-        for context, batch in CASES:
-            plan = plan_of(name, plan_name, context, 256, batch)
-            seconds = measured_round(model, plan).total_s
-            row = {"case": f"runtime {plan_name}", "context": context, "batch": batch}
-            send({**row, "step_ms": round(1e3 * seconds, 4), "gamma": plan.speculation.gamma})
+    with gpu_turn(timed=True):
+        model = RandomModel.build(shape, torch.device("cuda"), Machine.of(profile))
+        for plan_name in ("int8-weights-int8", "quantspec-int8"):
+            for context, batch in CASES:
+                plan = plan_of(name, plan_name, context, 256, batch)
+                seconds = measured_round(model, plan).total_s
+                row = {"case": f"runtime {plan_name}", "context": context, "batch": batch}
+                send({**row, "step_ms": round(1e3 * seconds, 4), "gamma": plan.speculation.gamma})
 
 
 FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
@@ -472,6 +511,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--only", nargs="*", choices=[*STEPS], default=[*STEPS])
+    parser.add_argument("--together", action="store_true", help="start all at once; see GPU_TURNS and KV_GB")
     options = parser.parse_args()
     deadline, rows = time.monotonic() + options.seconds, options.output.with_suffix(".jsonl")
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -479,18 +519,20 @@ def main() -> None:
 
     rows.write_text(json.dumps(where_measured(vllm.__version__)) + "\n", encoding="utf-8")
     print(f"vLLM {vllm.__version__}, {deadline - time.monotonic():.0f} s left", flush=True)
-    for name in options.only:
-        left = deadline - time.monotonic()
-        if left < 20:
-            print(f"no time left for {name}", flush=True)
+    for names in [options.only] if options.together else [[name] for name in options.only]:
+        if deadline - time.monotonic() < 20:
+            print(f"no time left for {', '.join(names)}", flush=True)
             continue
-        process = multiprocessing.get_context("fork").Process(target=child, args=(name, options.output, rows))
-        process.start()
-        process.join(left)
-        if process.is_alive():
-            print(f"{name}: time is up", flush=True)
-            process.kill()
-            process.join()
+        context = multiprocessing.get_context("fork")
+        processes = {name: context.Process(target=child, args=(name, options.output, rows)) for name in names}
+        for process in processes.values():
+            process.start()
+        for name, process in processes.items():
+            process.join(max(deadline - time.monotonic(), 0))
+            if process.is_alive():
+                print(f"{name}: time is up", flush=True)
+                process.kill()
+                process.join()
 
 
 if __name__ == "__main__":

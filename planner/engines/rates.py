@@ -46,10 +46,12 @@ NOISE = 0.02  # relative, of a measured step
 # Before any measurement: inverse utilizations and seconds, and by how much a rate may depart from them, relatively.
 # 16-bit products stream 4.3 of an H200's 4.8 TB/s beyond their launch; 4-bit ones are Marlin's, timed there.
 ASSUMED = {
-    "launch": (4e-6, 1.0), "small_launch": (2e-6, 1.0), "expert_launch": (4e-5, 1.0), "linear 16": (1.12, 0.05),
-    "linear 8": (1.2, 0.2), "linear 4": (1.8, 0.3), "expert 16": (1.2, 0.5), "expert 8": (1.4, 0.5),
-    "expert 4": (2.0, 0.5), "kv bf16": (1.1, 0.5), "kv fp8": (1.5, 0.5),
+    "launch": (4e-6, 1.0), "small_launch": (2e-6, 1.0), "expert_launch": (4e-5, 1.0),
+    "packed_expert_launch": (4e-5, 1.0), "linear 16": (1.12, 0.05), "linear 8": (1.2, 0.2), "linear 4": (1.8, 0.3),
+    "expert 16": (1.2, 0.5), "expert 8": (1.4, 0.5), "expert 4": (2.0, 0.5), "kv bf16": (1.1, 0.5),
+    "kv fp8": (1.5, 0.5),
 }  # fmt: skip
+LAUNCHES = ("launch", "small_launch", "expert_launch", "packed_expert_launch")
 UNKNOWN_KV = (1.5, 100.0)  # of kinds that ASSUMED does not have
 TRANSFERRED = 0.2  # by how much a user's rate may depart from the shipped one, relatively
 SM_SHARES = (1.0, 2.5)  # between which the fit looks
@@ -71,8 +73,8 @@ def terms(step: EngineStep, kind: str, shape: ModelShape, hardware: Hardware) ->
     for op in step.of_stage(shape).operations(shape):
         if op.kind in COLLECTIVES:
             continue
-        totals[launch_kind(op)] += float(op.launches)
         width = next(width for width in WIDTHS if width_is(weight_bits(op, shape, step), width))
+        totals[launch_kind(op, width == WIDTHS[-1])] += float(op.launches)
         part = "expert" if op.kind == "grouped_linear" else "linear"
         name = f"kv {kind}" if op.category == "attention" else f"{part} {width}"
         totals[name] += float(read_seconds(op, shape, hardware, step))
@@ -132,7 +134,7 @@ def _least_squares(
 def named_rates(rates: EngineRates) -> dict[str, float]:
     """Rates by their names in ASSUMED."""
     return {
-        **{name: getattr(rates, f"{name}_s") for name in ("launch", "small_launch", "expert_launch")},
+        **{name: getattr(rates, f"{name}_s") for name in LAUNCHES},
         **{f"linear {width}": rates.linear_inverse[width] for width in WIDTHS},
         **{f"expert {width}": rates.expert_inverse[width] for width in WIDTHS},
         **{f"kv {kind}": rate.inverse for kind, rate in rates.kv.items()},
@@ -148,7 +150,7 @@ def _rates(named: Mapping[str, float], hardware: Hardware, sm_shares: Mapping[st
     library = _library(hardware)
     kinds = [name.removeprefix("kv ") for name in named if name.startswith("kv ")]
     return EngineRates(
-        **{f"{name}_s": named[name] for name in ("launch", "small_launch", "expert_launch")},
+        **{f"{name}_s": named[name] for name in LAUNCHES},
         linear_inverse={width: named[f"linear {width}"] for width in WIDTHS},
         expert_inverse={width: named[f"expert {width}"] for width in WIDTHS},
         kv={kind: KVRate(named[f"kv {kind}"], sm_shares.get(kind, 0.0)) for kind in kinds},
@@ -257,7 +259,8 @@ class EngineProfile:
         With this package's kernels in vLLM, `PLUGIN_LAUNCHES` of it is left.
         """
         operations = list(self.step(workload, FULL_BITS, "auto").operations(shape))
-        engine_s = sum(float(op.launches) * getattr(self.rates, f"{launch_kind(op)}_s") for op in operations)
+        launches = [(float(op.launches), launch_kind(op, packed=False)) for op in operations]
+        engine_s = sum(count * getattr(self.rates, f"{kind}_s") for count, kind in launches)
         own_s = sum(float(op.launches) * float(machine.rates[op.kind].launch_s) for op in operations)
         return PLUGIN_LAUNCHES * max(0.0, engine_s - own_s)
 
