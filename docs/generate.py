@@ -112,7 +112,8 @@ def engine_times() -> str:
     shares += [f"{kind} KV {1 / rate.inverse:.0%}" for kind, rate in rates.kv.items()]
     fit = (
         f"{1e6 * rates.launch_s:.1f} us a launch, {1e6 * rates.expert_launch_s:.0f} us more for the experts of a "
-        f"layer, {1e6 * rates.packed_expert_launch_s:.0f} us with 4 bits; of the bandwidth, {', '.join(shares)}. {measured.source[0].upper()}{measured.source[1:]}."
+        f"layer, {1e6 * rates.packed_expert_launch_s:.0f} us with 4 bits; of the bandwidth, {', '.join(shares)}. "
+        f"{measured.source[0].upper()}{measured.source[1:]}."
     )
     return f"{table(columns, rows)}\n\n{fit}"
 
