@@ -11,12 +11,11 @@ from ridgeplan.kernels.device.triton_helpers import INTERPRETED
 from ridgeplan.kernels.experts import BLOCK_ROWS, SWIGLU, Activation, Blocks, ExpertWeight, expert_sizes, max_blocks
 from ridgeplan.kernels.linear.triton import FEW_ROWS as FEW_ROWS_SPLIT
 from ridgeplan.kernels.linear.triton import FLOAT32 as FLOAT32_SPLIT
-from ridgeplan.kernels.linear.triton import SplitKConfig, _plane_product, bf16_pairs
+from ridgeplan.kernels.linear.triton import SplitKConfig, _plane_product
 from ridgeplan.kernels.linear.weights import CHUNK, MXFP4_GROUP, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline.catalog.layers import Routing
 from ridgeplan.roofline.execution import TILE_OUTPUTS
 
-MXFP4_CHUNK = 128  # inputs of a step: four lanes of a tensor core hold a group each
 COUNTED_PAIRS = 64  # pairs that a program compares at once
 SUM_ELEMENTS, MIN_SUM_BLOCK = 4096, 64  # that a program adds up at once, and outputs of it
 
@@ -157,39 +156,6 @@ def expert_blocks_triton(experts: Tensor, count: int, rows: int) -> Blocks:
     return Blocks(block_experts, block_pairs)
 
 
-# A word's eight E2M1 numbers times a pair of scales as four pairs of bf16: numbers n and n + 4 for n from 0 to 3.
-# Shifted into place, exponent and mantissa make a bf16 number, subnormal ones too, that is 2^126 (0x7E80) times too
-# small.
-E2M1_TO_BF16 = tl.constexpr("""{
-.reg .b32 large, none, magnitude, sign;
-mov.b32 large, 0x7E807E80;
-mov.b32 none, 0x80008000;
-shl.b32 magnitude, $4, 6;
-shl.b32 sign, $4, 12;
-and.b32 magnitude, magnitude, 0x01C001C0;
-lop3.b32 $0, sign, 0x80008000, magnitude, 0xEA;
-shl.b32 magnitude, $4, 2;
-shl.b32 sign, $4, 8;
-and.b32 magnitude, magnitude, 0x01C001C0;
-lop3.b32 $1, sign, 0x80008000, magnitude, 0xEA;
-shr.u32 magnitude, $4, 2;
-shl.b32 sign, $4, 4;
-and.b32 magnitude, magnitude, 0x01C001C0;
-lop3.b32 $2, sign, 0x80008000, magnitude, 0xEA;
-shr.u32 magnitude, $4, 6;
-and.b32 magnitude, magnitude, 0x01C001C0;
-lop3.b32 $3, $4, 0x80008000, magnitude, 0xEA;
-fma.rn.bf16x2 $0, $0, large, none;
-fma.rn.bf16x2 $1, $1, large, none;
-fma.rn.bf16x2 $2, $2, large, none;
-fma.rn.bf16x2 $3, $3, large, none;
-fma.rn.bf16x2 $0, $0, $5, none;
-fma.rn.bf16x2 $1, $1, $5, none;
-fma.rn.bf16x2 $2, $2, $5, none;
-fma.rn.bf16x2 $3, $3, $5, none;
-}""")
-
-
 @triton.jit
 def _e2m1(code):
     """Numbers of 4 bits in float32: an exponent of bias 1 and a bit of mantissa, 0 and 0.5 below it, and a sign."""
@@ -200,32 +166,17 @@ def _e2m1(code):
 
 
 @triton.jit
-def _mxfp4_product(x, words, scales, output, step, inputs, CHUNK: tl.constexpr, OUTPUTS: tl.constexpr):
-    """x [ROWS, CHUNK] times a chunk of the rows `output` of a weight in MXFP4; words: eight numbers each."""
-    at, row_words = step * (CHUNK // 8) + tl.arange(0, CHUNK // 8), tl.multiple_of(inputs // 8, 4)
-    word = tl.load(words + output[:, None] * row_words + at[None, :], mask=(at < row_words)[None, :], other=0)
+def _mxfp4_tile(codes, scales, output, step, inputs, CHUNK: tl.constexpr, OUTPUTS: tl.constexpr):
+    """A chunk of the rows `output` of a weight in MXFP4, float32 [OUTPUTS, CHUNK]; codes: two numbers a byte."""
+    pairs = step * CHUNK // 2 + tl.arange(0, CHUNK // 2)
+    at = codes + output[:, None] * (inputs // 2) + pairs[None, :]
+    both = tl.load(at, mask=(pairs < inputs // 2)[None, :], other=0)
+    numbers = tl.reshape(tl.join(_e2m1(both & 15), _e2m1(both >> 4)), (OUTPUTS, CHUNK // 32, 32))
     groups = step * CHUNK // 32 + tl.arange(0, CHUNK // 32)
-    inside = (groups < inputs // 32)[None, :]
-    exponent = tl.load(scales + output[:, None] * (inputs // 32) + groups[None, :], mask=inside, other=0).to(tl.int32)
-    exponent = tl.broadcast_to(exponent[:, :, None], (OUTPUTS, CHUNK // 32, 4))
-    exponent = tl.reshape(exponent, (OUTPUTS, CHUNK // 8))
-    if x.dtype == tl.bfloat16:
-        scale = tl.maximum(exponent << 7, 64)  # 2^-127 is subnormal
-        a, b, c, d = tl.inline_asm_elementwise(
-            E2M1_TO_BF16, "=&r,=&r,=&r,=&r,r,r", [word, scale | scale << 16],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-        )  # fmt: skip
-        # [output, word, half, slot, piece]
-        both = tl.join(tl.join(bf16_pairs(a), bf16_pairs(b)), tl.join(bf16_pairs(c), bf16_pairs(d)))
-        split = tl.reshape(both, (OUTPUTS, CHUNK // 32, 4, 2, 2, 2))
-        weight = tl.reshape(tl.permute(split, (0, 2, 5, 1, 4, 3)), (OUTPUTS, CHUNK))
-        split = tl.reshape(x, (x.shape[0], CHUNK // 32, 4, 2, 2, 2))  # [group, word, half, piece, slot]
-        x = tl.reshape(tl.permute(split, (0, 2, 4, 1, 5, 3)), (x.shape[0], CHUNK))
-    else:
-        scale = tl.maximum(exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
-        numbers = _e2m1(word[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) * scale[:, :, None]
-        weight = tl.reshape(numbers, (OUTPUTS, CHUNK)).to(x.dtype)
-    return tl.dot(x, tl.trans(weight), input_precision="ieee")
+    at = scales + output[:, None] * (inputs // 32) + groups[None, :]
+    exponent = tl.load(at, mask=(groups < inputs // 32)[None, :], other=0).to(tl.int32)
+    scale = tl.maximum(exponent << 23, 1 << 22).to(tl.float32, bitcast=True)  # 2^-127 is subnormal
+    return tl.reshape(numbers * scale[:, :, None], (OUTPUTS, CHUNK))
 
 
 @triton.jit
@@ -239,7 +190,8 @@ def _tile_product(
     """
     output = tl.reshape(tiles[:, None] * 16 + tl.arange(0, 16)[None, :], (16 * TILES,))
     if MXFP4:
-        product = _mxfp4_product(x, weight, lower, output, step, inputs, CHUNK, 16 * TILES)
+        dense = _mxfp4_tile(weight, lower, output, step, inputs, CHUNK, 16 * TILES).to(x.dtype)
+        product = tl.dot(x, tl.trans(dense), input_precision="ieee")
     elif GROUP == 0:
         columns = step * CHUNK + tl.arange(0, CHUNK)
         dense = tl.load(
@@ -266,7 +218,7 @@ def _activated(gate, up, alpha, limit, offset):
 @triton.jit(do_not_specialize=["pairs"])
 def _experts_kernel(
     x,  # [rows of x, inputs]: of pair p the row p // PER_ROW
-    weight,  # dense [experts, outputs, inputs], or int32 tiles of codes of all experts, or rows of MXFP4's words
+    weight,  # dense [experts, outputs, inputs], or int32 tiles of codes of all experts, or rows of MXFP4's codes
     lower,  # the second plane of 8-bit weights, or MXFP4's scales, or None
     bias,  # [experts, outputs] or None
     out,  # [SPLITS, pairs, outputs], or [SPLITS, pairs, outputs / 2] if GATED
@@ -420,8 +372,8 @@ def _product(
 ) -> Tensor:
     """Products of all pairs, [splits, pairs, outputs] to be added up; with an activation, of gate and up: one split.
 
-    Few rows of codes leave a GPU idle unless inputs are split, as in dense products; MXFP4 is slower if they are
-    (docs/kernels/experts.md). Raises ValueError for odd widths.
+    Few rows of codes leave a GPU idle unless inputs are split, as in dense products. MXFP4 is fastest with whole inputs
+    and numbers decoded in float32 (docs/kernels/experts.md). Raises ValueError for odd widths.
     """
     outputs, inputs = expert_sizes(weight, count)
     gated, rows, is_mxfp4 = activation is not None, blocks.pairs.shape[1], isinstance(weight, Mxfp4Weight)
@@ -431,10 +383,10 @@ def _product(
     if isinstance(weight, Tensor):
         planes, group = [weight.contiguous()], 0
     elif isinstance(weight, Mxfp4Weight):
-        planes, group = [weight.codes.view(torch.int32), weight.scales], MXFP4_GROUP
+        planes, group = [weight.codes, weight.scales], MXFP4_GROUP
     else:
         planes, group = [plane.packed.view(torch.int32) for plane in weight.planes], weight.group
-    chunk = CHUNK if group == 0 else MXFP4_CHUNK if is_mxfp4 else min(group, CHUNK)
+    chunk = CHUNK if group == 0 or is_mxfp4 else min(group, CHUNK)
     config: ProductConfig | SplitKConfig = FEW_ROWS if rows == BLOCK_ROWS else MANY_ROWS
     splits = 1
     if group and rows == BLOCK_ROWS and not is_mxfp4:
