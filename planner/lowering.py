@@ -255,7 +255,7 @@ def selection_classes(plan: Plan, shape: ModelShape, part: str) -> Iterator[str]
     if cost.scores_per_token:
         yield "top_k"
     if selection.needs_codes and part == "target":
-        yield scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads)
+        yield scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads, shape.head_dim)
     if cost.scored_keys:
         yield "key_scan"
 
@@ -275,7 +275,8 @@ def _chosen_class(plan: Plan, shape: ModelShape, part: str) -> str | None:
             return None
         fused_class = plan.speculation.selection.attention_class
         listed = sparse_attention_kind(draft_code_bits(plan))
-        return scan_kind(fused_class, shape.q_heads, shape.kv_heads) if fused_class else listed
+        heads = shape.q_heads, shape.kv_heads, shape.head_dim
+        return scan_kind(fused_class, *heads) if fused_class else listed
     return sparse_attention_kind(target_code_bits(plan)) if plan.attention.active else None
 
 

@@ -47,8 +47,9 @@ CPU_SKINNY_GEMM_ROWS = 64
 CUDA_LIBRARY_GEMM_ROWS = 128  # from here on a library's products are bound by arithmetic, as in prefill
 CUDA_FUSED_SWIGLU_ROWS = 8  # most rows for which the gate and up product also applies SwiGLU, dense or 4-bit
 
-# Most query heads of a KV head for which the CUDA C++ kernels scan 2-bit keys; those of more are scanned by Triton's.
-CUDA_SCAN_HEADS = 8
+# Most query heads of a KV head, and channels of a head, for which the CUDA C++ kernels scan 2-bit keys; Triton's scan
+# all others.
+CUDA_SCAN_HEADS, CUDA_SCAN_HEAD_DIM = 8, 128
 
 QUANTIZATION_GROUPS = (32, 64, 128, 256)  # weights, or tokens of the KV cache, per scale and minimum
 

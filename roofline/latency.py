@@ -12,6 +12,7 @@ from ridgeplan.roofline.execution import (
     CPU_SKINNY_GEMM_ROWS,
     CUDA_FUSED_SWIGLU_ROWS,
     CUDA_LIBRARY_GEMM_ROWS,
+    CUDA_SCAN_HEAD_DIM,
     CUDA_SCAN_HEADS,
     filled,
 )
@@ -258,7 +259,7 @@ KERNEL_CLASSES = (
     "progressive_attention_wide",
 )  # fmt: skip
 
-# Of these, those that scan 2-bit keys, and the same for more query heads of a KV head than the CUDA C++ kernels take.
+# Of these, those that scan 2-bit keys, and the same for heads that the CUDA C++ kernels do not take.
 WIDE = "_wide"
 SCANS = ("two_bit_scan", "progressive_attention")
 WIDE_SCANS = tuple(kind + WIDE for kind in SCANS)
@@ -289,9 +290,9 @@ def sparse_attention_kind(bits: int) -> str:
     return "sparse_attention" if bits else "sparse_attention_full"
 
 
-def scan_kind(kind: str, q_heads: int, kv_heads: int) -> str:
-    """Kernel class of one of `SCANS` by the query heads of a KV head: other kernels scan for many."""
-    return kind + WIDE if q_heads > CUDA_SCAN_HEADS * kv_heads else kind
+def scan_kind(kind: str, q_heads: int, kv_heads: int, head_dim: int) -> str:
+    """Kernel class of one of `SCANS`: other kernels scan for many query heads of a KV head, and for large heads."""
+    return kind + WIDE if q_heads > CUDA_SCAN_HEADS * kv_heads or head_dim > CUDA_SCAN_HEAD_DIM else kind
 
 
 def prefill_attention_kind(head_dim: int) -> str:

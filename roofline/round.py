@@ -87,7 +87,7 @@ def target_choice_seconds(shape: ModelShape, machine: Machine, strategy: Strateg
     tokens = strategy.target_candidates(tokens)
     chosen = strategy.target_selected(tokens)
     choice = two_bit_top_k(strategy.batch, *heads, tokens, strategy.kv_group, chosen)
-    scanning = scan_kind("two_bit_scan", shape.q_heads, shape.kv_heads)
+    scanning = scan_kind("two_bit_scan", *heads)
     key_bytes = strategy.target.scored_keys * _key_bytes(shape, machine, strategy, tokens)
     key_bytes = key_bytes + 2 * strategy.batch * tokens * strategy.target.logit_bytes
     two_bit_s = strategy.target.top_k_launches * machine.seconds(choice, machine.rates[scanning])

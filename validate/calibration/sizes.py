@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -70,7 +70,7 @@ class Suite:
             return self.draft_sizes
         sizes = self._draft_sizes if kind in WIDE_SCANS else self.draft_sizes
         scan = kind.removesuffix(WIDE)
-        return [size for size in sizes if scan_kind(scan, size.heads.q_heads, size.heads.kv_heads) == kind]
+        return [size for size in sizes if scan_kind(scan, *astuple(size.heads)) == kind]
 
     @property
     def _draft_sizes(self) -> list[DecodeSize]:

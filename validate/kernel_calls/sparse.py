@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -155,7 +155,7 @@ class SparseDraft:
         """
         size, heads = self.size, self.size.heads
         cost = selection.two_bit_top_k_cost(self.q, TwoBitKeys.of(*self.cache(0)), size.quantized_tokens, self.chosen)
-        kind = scan_kind("two_bit_scan", heads.q_heads, heads.kv_heads)
+        kind = scan_kind("two_bit_scan", *astuple(heads))
         return KernelCall(kind, size.name, cost, self.choose, self.variants, error=self._lost_scores)
 
     def progressive_call(self, splits: int, peers: Peers | None = None) -> KernelCall:
@@ -166,7 +166,7 @@ class SparseDraft:
         size, heads = self.size, self.size.heads
         tokens = size.quantized_tokens, self.chosen, size.full_tokens
         cost = progressive_cost(self.q, self.cache(0)[0], *tokens, splits)
-        kind = scan_kind("progressive_attention", heads.q_heads, heads.kv_heads)
+        kind = scan_kind("progressive_attention", *astuple(heads))
 
         def error() -> float:
             draft = self.with_clear_choice()
