@@ -287,7 +287,7 @@ class RandomModel:
         return self._quantized(WeightFormat(4, plan.weights.group)) if plan.weights.draft_copy else self.target(plan)
 
     def _quantized(self, kind: WeightFormat) -> DecoderWeights:
-        """Weights as codes, of one tile of outputs repeated. Layers are copies of the first one of their kind."""
+        """Weights as codes. Layers are copies of the first one of their kind."""
         if kind not in self.quantized:
             self.quantized[kind] = self._packed(kind)
         return self.quantized[kind]
@@ -296,13 +296,22 @@ class RandomModel:
         tiles: dict[int, tuple[Parts, ...]] = {}  # by inputs
 
         def packed(linear: Linear) -> Linear:
+            """A layer that draws each group of inputs from the groups of one quantized tile, which is fast.
+
+            Repeating the tile's outputs would make all rows alike, and experts would be hit as by a single row.
+            """
             if not isinstance(linear, Dense):  # as it is stored
                 return linear
             outputs, inputs = linear.weight.shape
             if inputs not in tiles:
                 tiles[inputs] = plane_parts(linear.weight[:TILE_OUTPUTS], kind)
-            row = torch.arange(outputs, device=linear.weight.device) % TILE_OUTPUTS
-            planes = [(codes[row], scale[row], zero[row]) for codes, scale, zero in tiles[inputs]]
+            groups = tiles[inputs][0][1].shape[1]
+            drawn = torch.randint(TILE_OUTPUTS * groups, (outputs, groups), device=linear.weight.device)
+            planes = [
+                (codes.unflatten(1, (groups, -1)).flatten(0, 1)[drawn].flatten(1), scale.flatten()[drawn],
+                 zero.flatten()[drawn])
+                for codes, scale, zero in tiles[inputs]
+            ]  # fmt: skip
             return linear_of(planes, linear.bias, kind.hierarchical)
 
         def parts(layer: LayerWeights) -> tuple[type, type]:

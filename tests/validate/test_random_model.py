@@ -11,6 +11,7 @@ from ridgeplan.roofline.catalog.layers import MLP, Attention, LayerGroup, State
 from ridgeplan.roofline.catalog.model_shape import WeightBits
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.ops import activated_experts
 from ridgeplan.roofline.plan.plan import KVFormat, Speculation, Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.runtime.kv.cache import Cache
@@ -80,6 +81,29 @@ def test_rounds_of_routed_experts_run_behind_a_dense_layer(h200_profile: Any, mo
     assert matrices + routers == 4 * (
         shape.mixer_params + shape.dense_params + shape.expert_params + shape.router_params
     )
+
+
+def test_rows_with_random_codes_hit_as_many_experts_as_trained_ones_would(
+    h200_profile: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes whose outputs repeat make the rows of later layers alike, so that they choose the same experts."""
+    monkeypatch.setattr(module, "is_busy", lambda spread: False)
+    shape = replace(
+        llama_like_shape(6, 256, 512, 4, 2, 64, 1024), experts=64, experts_per_token=4, expert_intermediate=64
+    )
+    model = RandomModel.build(shape, CPU, Machine.of(h200_profile))
+    hits, route = [], module.RoutedMLP.route
+
+    def recorded(self: Any, rows: torch.Tensor) -> Any:
+        chosen, weights = route(self, rows)
+        hits.append(len(chosen.unique()))
+        return chosen, weights
+
+    monkeypatch.setattr(module.RoutedMLP, "route", recorded)
+    measured_round(model, preset("int4-weights", Workload("random", "h200", 256, 256, batch=8)))
+    last_steps = hits[-3 * shape.layers :]
+    expected = float(activated_experts(64, 4, 8))
+    assert sum(last_steps) / len(last_steps) > 0.8 * expected
 
 
 def test_rounds_over_latent_rows_run(h200_profile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
