@@ -28,6 +28,7 @@ from ridgeplan.runtime.errors import ModelError, failures_as, quiet_rust
 from ridgeplan.runtime.model.checkpoint_layout import CheckpointLayout, HeadLayout
 from ridgeplan.runtime.model.decoder import DecoderConfig
 from ridgeplan.runtime.model.experts import RoutedMLP, StackedExperts
+from ridgeplan.runtime.model.gguf import MANIFEST
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear, Mxfp4
 from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, Norm, ParallelNorm, RMSNorm
@@ -440,8 +441,8 @@ def load_config(source: str) -> Any:
 
 
 def import_model_code(source: str, shape: ModelShape) -> None:
-    """Imports transformers' modules of the model in `source`, which `load_state_dict` needs. Raises ModelError."""
-    if shape.weight_bits.format in PACKED_FORMATS:
+    """Imports transformers' modules of the model in `source`, if `load_state_dict` needs them. Raises ModelError."""
+    if _is_read_directly(source, shape):
         return
     config = load_config(source).get_text_config()
     with _reading(source), torch.device("meta"):
@@ -460,7 +461,7 @@ def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype) -> 
     Raises ModelError when any is missing or misshapen.
     """
     shape = decoder.shape
-    if shape.weight_bits.format in PACKED_FORMATS:
+    if _is_read_directly(source, shape):
         heads = decoder.checkpoint.heads
         shape = shape if heads is None else dataclasses.replace(shape, head_dim=heads.head_dim)
         return StateDict(source, decoder, open_packed(source, shape, dtype))
@@ -483,11 +484,17 @@ def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype) -> 
     return StateDict(source, decoder, dict(model.state_dict()))
 
 
+def _is_read_directly(source: str, shape: ModelShape) -> bool:
+    """Whether tensors have the names and sizes that the decoder takes: importing transformers' models takes seconds."""
+    is_dense = not shape.is_moe and not shape.states
+    return shape.weight_bits.format in PACKED_FORMATS or (is_dense and (Path(source) / MANIFEST).is_file())
+
+
 def open_packed(source: str, shape: ModelShape, dtype: torch.dtype) -> PackedTensors:
-    """A quantized checkpoint's tensors, none of which is read yet. Raises ModelError."""
+    """A checkpoint's tensors, none of which is read yet. Raises ModelError."""
     with _reading(source):
         _require_layers(source, shape.layers)
-        settings = json.loads(read_document(Path(source) / "config.json"))["quantization_config"]
+        settings = json.loads(read_document(Path(source) / "config.json")).get("quantization_config", {})
         return PackedTensors.open(source, shape, dtype, settings, _weight_files(Path(source)))
 
 

@@ -28,7 +28,7 @@ from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_ru
 from ridgeplan.runtime.heap import call_with_separate_heap
 from ridgeplan.runtime.model.gguf_tensors import hub_config, hub_tensors, hybrid_tensors
 
-CONVERSION = "3"  # part of the folder's name: a change of what is written makes a new folder
+CONVERSION = "4"  # part of the folder's name: a change of what is written makes a new folder
 MANIFEST = "conversion.json"  # sizes and CRC-32 of the files that a finished conversion wrote
 LOCK = ".lock"
 STAGING = ".converting-"  # the names of folders that are not complete begin with it
@@ -217,4 +217,8 @@ def _tensors(path: Path, config: Any) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
-    return {name: tensor.contiguous() for name, tensor in read["tensors"].items()}
+    tensors = {name: tensor.contiguous() for name, tensor in read["tensors"].items()}
+    tied = set() if not config.tie_word_embeddings else {"lm_head.weight"}
+    if missing := sorted({name for name, _ in model.named_parameters()} - set(tensors) - tied):
+        raise ModelError(f"the GGUF file lacks {len(missing)} weights, the first is {missing[0]}")
+    return tensors

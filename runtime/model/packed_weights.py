@@ -1,4 +1,4 @@
-"""Checkpoints with packed weights (GPTQ, AWQ, compressed-tensors, FP8), decoded to full precision.
+"""Checkpoints that are read tensor by tensor; packed weights (GPTQ, AWQ, compressed-tensors, FP8) are decoded.
 
 Every function takes the tensors of a linear layer by the suffix of their names, and returns [outputs, inputs]. Models
 in other layouts and sizes are refused by their configuration (`DECODED_BITS` of roofline/catalog/model_shape.py).
@@ -160,7 +160,8 @@ class PackedTensors:
 
     def _tensor(self, name: str) -> Tensor | None:
         module, _, last = name.rpartition(".")
-        decode, marks = DECODERS.get(self.settings["quant_method"], (decode_fp8, ()))  # MXFP4 stays as it is stored
+        method = self.settings.get("quant_method", "")
+        decode, marks = DECODERS.get(method, (decode_fp8, ()))  # others stay as they are stored
         if last == "weight" and any(f"{module}.{mark}" in self.files for mark in marks):
             stored = [part for part in self.files if part.rpartition(".")[0] == module]
             parts = {part.rpartition(".")[2]: self._read(part) for part in stored}

@@ -20,6 +20,7 @@ from gguf_files import write_gguf, write_gpt_oss, write_qwen35
 from gguf_values import METADATA, TENSORS, gguf_bytes
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import modeling_gguf_pytorch_utils as gguf_utils
 
 from ridgeplan import runtime
 from ridgeplan.roofline.catalog.model_shape import sizes_of
@@ -62,6 +63,29 @@ def test_weights_come_out_bit_by_bit(path, tiny_model, make_plan):
         reference = model(torch.tensor([tokens])).logits[0, -1]
     assert engine.generate(tokens, 1).tokens[0] == [int(reference.argmax())]
     assert engine.config.shape.q_heads == 4
+
+
+def test_a_converted_dense_model_loads_without_transformers_models(path, make_plan, monkeypatch):
+    """Importing these takes seconds at every start."""
+    folder = model_source(str(path))
+    expected = runtime.load(make_plan(), folder, device="cpu").generate(list(range(40)), 4).tokens
+    for name in ("from_config", "from_pretrained"):
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, name, lambda *_, **__: pytest.fail("imported"))
+    assert runtime.load(make_plan(), folder, device="cpu").generate(list(range(40)), 4).tokens == expected
+
+
+def test_a_file_that_lacks_a_weight_is_not_converted(path, cache_home, monkeypatch):
+    read = gguf_utils.load_gguf_checkpoint
+
+    def without_norm(*arguments, **options):
+        document = read(*arguments, **options)
+        document.get("tensors", {}).pop("model.layers.1.input_layernorm.weight", None)  # configurations have none
+        return document
+
+    monkeypatch.setattr(gguf_utils, "load_gguf_checkpoint", without_norm)
+    with pytest.raises(ModelError, match=r"lacks 1 weights, the first is model\.layers\.1\.input_layernorm\.weight"):
+        converted(path)
+    assert kept(cache_home) == []
 
 
 def test_experts_are_read_from_a_gguf_file(tiny_model, tmp_path, make_plan):
