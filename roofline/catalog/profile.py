@@ -77,8 +77,9 @@ RELATIVES = {
 TRITON_CLASSES = ("grouped_linear", "grouped_linear_int8", "grouped_linear_int4", "attention_mla")
 
 # What routed experts take beyond a dense product of their bytes, as they are several kernels: in steps of Qwen3-30B-A3B
-# in 16 bits 13 to 16 us per layer on an H200, in 4 and 8 bits 6 to 19 us at one row (docs/kernels/experts.md).
-ROUTED_S = 15e-6
+# in 16 bits 13 to 16 us per layer on an H200, in 4 and 8 bits 6 to 19 us at one row (docs/kernels/experts.md). Of it,
+# the router's product in float32 and the choice, which calibration does not time with the experts.
+ROUTED_S, ROUTER_S = 15e-6, 7e-6
 
 # How much the band widens, in relative time, for rates of another class or machine. A prior.
 TRANSFER_SPREAD = 0.2
@@ -190,10 +191,11 @@ class Profile(Checked):
             if name not in RELATIVES:
                 raise ProfileError(f"profile of {self.device} has no rates for {kind!r} or a related class")
             name = RELATIVES[name]
+        rates, routes = self.classes[name], kind.startswith("grouped")
         if name == kind:
-            return self.classes[name]
-        rates = portable.get(name, self.classes[name])
-        launch_s = min(rates.launch_s + (ROUTED_S if kind.startswith("grouped") else 0), MAX_PART_S)
+            return replace(rates, launch_s=min(rates.launch_s + ROUTER_S, MAX_PART_S)) if routes else rates
+        rates = portable.get(name, rates)
+        launch_s = min(rates.launch_s + (ROUTED_S if routes else 0), MAX_PART_S)
         return replace(rates, launch_s=launch_s, spread=transferred_spread(rates.spread), source="prior")
 
     def to_json(self) -> str:
