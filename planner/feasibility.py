@@ -314,7 +314,7 @@ def _fewer_bits_and_smaller(question: Question) -> Iterator[Fix]:
         capacity = _capacity(looser, _smallest_executable(looser))
         sizes = [*_largest_batch(looser, capacity), *_nearest_context(looser, capacity)]
         if sizes and step is not Quality.LOSSY:
-            yield Fix({"quality": str(step), **sizes[0].changes}, f"quality {step} with {sizes[0].text}")
+            yield Fix({"quality": str(step), **sizes[0].changes}, f"quality {step} and {sizes[0].text}")
             return
 
 

@@ -369,7 +369,7 @@ class QualityFloor:
         figure, source = self.figure(plan, backend)
         if figure is None:
             return f"{self}: no figure of the plan's formats or policies is known"
-        digits = 3 if self.measure == FIDELITY else 1
+        digits = 3 if self.measure == FIDELITY else 2
         return f"{self}: {figure:.{digits}f} {source}"
 
     def figure(self, plan: Plan, backend: str = "") -> tuple[float | None, str]:

@@ -21,13 +21,13 @@ from ridgeplan.planner.quantities import size_bytes, size_text, tokens
 from ridgeplan.planner.resolution import resolve, with_drafter_rows, workload_for
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.links import link_of
-from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.catalog.validation import flag, number, one_of, whole
 from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH
-from ridgeplan.roofline.latency import Machine
+from ridgeplan.roofline.latency import Machine, experts_kind
 from ridgeplan.roofline.plan.plan import (
     MAX_BATCH,
     MAX_TOKENS,
@@ -326,6 +326,18 @@ def instruction_bound_notes(profile: Profile) -> Iterator[str]:
             f"{' and '.join(slow)} weights run through PyTorch's kernels on {profile.hardware.name}, which reach "
             f"{' and '.join(f'{share:.0%}' for share in slow.values())} of its bandwidth, because instructions bind "
             f"them: measured on {profile.transferred_from}, scaled by SMs x clock"
+        )
+
+
+def expert_notes(plan: Plan, question: Question) -> Iterator[str]:
+    """That routed experts of few bits are read slowly, where a plan of this package's runtime has them."""
+    shape, profile = question.shape, question.profile
+    bits = 4 if shape.weight_bits.format == KEPT_FORMAT else plan.weights.target_bits
+    share, full_share = (profile.rates(experts_kind(each)).bandwidth_utilization for each in (bits, 16))
+    if shape.is_moe and share < SLOW_SHARE:
+        yield (
+            f"experts of {bits} bits are read at {share:.0%} of the bandwidth, those of 16 bits at {full_share:.0%}; "
+            "--backend vllm has that engine's times"
         )
 
 

@@ -612,3 +612,16 @@ def test_a_kind_of_text_is_said_to_be_ignored_where_no_drafter_runs():
     of_sglang = "--text and --acceptance-length are ignored: of drafters in sglang nothing was measured"
     assert noted("sglang") == [of_sglang]
     assert not noted("vllm") and not noted("ridgeplan")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "noted"),
+    [
+        ("Mixtral-8x22B-v0.1", {}, True),
+        ("Mixtral-8x22B-v0.1", {"backend": "vllm"}, False),
+        ("Qwen3-30B-A3B", {"quality": "exact"}, False),
+    ],
+)
+def test_slow_experts_are_named(model: str, options: dict[str, str], noted: bool) -> None:
+    answer = planner.recommend(model, "b200", 9000, **options)
+    assert any(note.startswith("experts of 8 bits are read at ") for note in answer.notes) == noted
