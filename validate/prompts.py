@@ -47,7 +47,8 @@ def first_tokens(tokenizer: Any, tokens: int, text: str) -> list[int]:
 def prompt_batch(tokenizer: Any, tokens: int, batch: int, text: str | None = None) -> list[list[int]]:
     """`batch` prompts of `tokens` token ids, from positions spread over `text`, by default the sample text.
 
-    Raises PromptError when the text is too short for that many different prompts.
+    Each begins with the token that begins texts, if the tokenizer writes one: Gemma predicts badly without it. Raises
+    PromptError when the text is too short for that many different prompts.
     """
     ids = _encoded(tokenizer, sample_text() if text is None else text)
     last = len(ids) - tokens
@@ -55,7 +56,8 @@ def prompt_batch(tokenizer: Any, tokens: int, batch: int, text: str | None = Non
         parts = f"{batch} part{'s' * (batch > 1)} of {tokens}"
         raise PromptError(f"the text has {len(ids)} tokens; needed: {tokens + batch - 1}, for {parts}")
     starts = [last * index // max(batch - 1, 1) for index in range(batch)]
-    return [ids[start : start + tokens] for start in starts]
+    begin = ids[:1] if ids[0] == getattr(tokenizer, "bos_token_id", None) else []
+    return [[*begin, *ids[start + len(begin) : start + tokens]] for start in starts]
 
 
 def random_batch(vocab: int, tokens: int, batch: int) -> list[list[int]]:

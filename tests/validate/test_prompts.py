@@ -116,6 +116,17 @@ def test_a_batch_is_spread_over_the_whole_text() -> None:
         prompt_batch(WordTokenizer(), 100, 3, text)
 
 
+def test_each_prompt_of_a_batch_begins_as_texts_do() -> None:
+    class WithStart(WordTokenizer):
+        bos_token_id = 900
+
+        def encode(self, text: str) -> list[int]:
+            return [self.bos_token_id, *super().encode(text)]
+
+    text = " ".join("a" * length for length in range(1, 102))
+    assert prompt_batch(WithStart(), 5, 2, text) == [[900, 1, 2, 3, 4], [900, 98, 99, 100, 101]]
+
+
 def test_the_last_token_is_whole_although_the_text_is_cut() -> None:
     """Six characters a token are read first; the last word among them would be a shorter one."""
     assert first_tokens(WordTokenizer(), 2, "abcdef ghijklmnop qr") == [6, 10]
