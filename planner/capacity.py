@@ -197,8 +197,13 @@ def _options(plan: Plan, shape: ModelShape, device: Device) -> list[str]:
     options = contexts(workload.batch)
     batch = int(Capacity([plan], shape, device).largest_batches()[0])
     if batch:
-        options.append(f"batch up to {batch} with context {workload.context}")
+        options.append(described_batches(batch, workload))
     return options or contexts(1)
+
+
+def described_batches(largest: int, workload: Workload) -> str:
+    """The batches that would fit, in words."""
+    return f"batch {'up to ' * (largest > 1)}{largest} with context {workload.context}"
 
 
 def described_contexts(longest: int, workload: Workload, batch: int) -> str:

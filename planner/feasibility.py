@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ridgeplan.planner.capacity import Capacity, described_contexts, usable_bytes
+from ridgeplan.planner.capacity import Capacity, described_batches, described_contexts, usable_bytes
 from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quality import Quality
 from ridgeplan.planner.quantities import GB, size_text
@@ -267,7 +267,7 @@ def _fixes(question: Question, several: Fix | None) -> Iterator[Fix]:
     yield from more_memory
     yield from batches
     if step == Quality.LOSSY:
-        yield from _fewer_bits_and_smaller(question)
+        yield from _fewer_bits_and_smaller(question, batches)
     if several is not None:
         yield several
     if not any("memory_limit" in fix.changes for fix in more_memory):
@@ -286,7 +286,7 @@ def _fixes(question: Question, several: Fix | None) -> Iterator[Fix]:
 
 def _largest_batch(question: Question, capacity: Capacity) -> list[Fix]:
     batch = int(capacity.largest_batches().max())
-    return [Fix({"batch": batch}, f"batch up to {batch} with context {question.workload.context}")] if batch else []
+    return [Fix({"batch": batch}, described_batches(batch, question.workload))] if batch else []
 
 
 def _nearest_context(question: Question, capacity: Capacity) -> list[Fix]:
@@ -307,13 +307,16 @@ def _looser_steps(question: Question) -> Iterator[Quality]:
             yield step
 
 
-def _fewer_bits_and_smaller(question: Question) -> Iterator[Fix]:
-    """The most bits that with a smaller batch or context fit, where no step that keeps every token is enough alone."""
+def _fewer_bits_and_smaller(question: Question, batches: Sequence[Fix]) -> Iterator[Fix]:
+    """The most bits that with a smaller batch or context fit, where no step that keeps every token is enough alone.
+
+    batches: the largest batch that fits with the question's bits, if any; fewer bits must allow another.
+    """
     for step in _looser_steps(question):
         looser = question.with_options(quality=step)
         capacity = _capacity(looser, _smallest_executable(looser))
         sizes = [*_largest_batch(looser, capacity), *_nearest_context(looser, capacity)]
-        if sizes and step is not Quality.LOSSY:
+        if sizes and sizes[0].changes not in [fix.changes for fix in batches] and step is not Quality.LOSSY:
             yield Fix({"quality": str(step), **sizes[0].changes}, f"quality {step} and {sizes[0].text}")
             return
 

@@ -299,8 +299,8 @@ class Question:
                 "where engines stop; --yarn stretches it"
             )
         if self.engine is None and self.profile.transferred_from:
-            yield f"{hardware.name} is not calibrated: utilizations are those of {self.profile.transferred_from}"
             yield from instruction_bound_notes(self.profile)
+            yield f"{hardware.name} is not calibrated: utilizations are those of {self.profile.transferred_from}"
 
     def limit_notes(self) -> Iterator[str]:
         """That the memory limit is more than may be used anyway."""
