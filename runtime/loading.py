@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION
 from ridgeplan.planner.resolution import this_machine
@@ -35,7 +36,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.policies.retrieval_head import NO_HEAD
 from ridgeplan.runtime.quantization.calibration import CalibrationText, fitting_group, quantized_target, rounded_target
 from ridgeplan.runtime.quantization.saved import saved_weights, weights_path
-from ridgeplan.runtime.retrieval.head import Head, is_probe_of, load_head, shipped_heads
+from ridgeplan.runtime.retrieval.head import Head, load_head, shipped_head
 from ridgeplan.runtime.speculation.draft_head import HeadCheckpoint
 from ridgeplan.runtime.speculation.mtp_head import MTPCheckpoint
 from ridgeplan.runtime.speculation.mtp_head import load_head as load_draft_head
@@ -202,13 +203,16 @@ def _draft_head(plan: Plan, path: str | Path | None, config: DecoderConfig) -> H
 
 
 def _shipped_head(shape: ModelShape, model: str, source: str) -> Head:
-    """This package's head for the model, which is recognized by its embedding. Raises WorkloadError without one."""
-    for head in map(load_head, shipped_heads()):
-        if head.fits(shape):
-            fetch_weights(model)
-            if is_probe_of(head.weights.probe, load_tensor(source, EMBEDDING)):
-                return head
-    raise WorkloadError(NO_HEAD)
+    """This package's head for the model. Raises WorkloadError without one."""
+
+    def embedding() -> Tensor:
+        fetch_weights(model)
+        return load_tensor(source, EMBEDDING)
+
+    head = shipped_head(shape, embedding)
+    if head is None:
+        raise WorkloadError(NO_HEAD)
+    return head
 
 
 def _chosen_by(plan: Plan, head: Head) -> Plan:

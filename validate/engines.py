@@ -12,6 +12,7 @@ from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime import load
 from ridgeplan.runtime.engine import Engine
 from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.runtime.retrieval.head import Head, load_head, shipped_head
 
 
 @dataclass(eq=False)
@@ -46,3 +47,13 @@ class SharedWeights:
             yield engine
         finally:
             engine.close()
+
+
+def bound_head(engine: Engine, path: str | None) -> Head | None:
+    """The retrieval head of a file, else the one that ships for the engine's model; None without one.
+
+    Raises ModelError for a file that holds no head of this model.
+    """
+    shape, embedding = engine.config.shape, engine.weights.embedding
+    head = shipped_head(shape, lambda: embedding) if path is None else load_head(path)
+    return None if head is None else head.for_model(shape, embedding)

@@ -344,7 +344,7 @@ retrieval_head = click.option(
     "--retrieval-head",
     type=PlainText(),
     metavar="FILE",
-    help="Head from `ridgeplan distill`, for plans that select tokens with one.",
+    help="Head from `ridgeplan distill`, for plans that select with one.  [default: the one that ships for the model]",
 )
 calibration_file = click.option(
     "--calibration",

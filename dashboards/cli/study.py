@@ -127,7 +127,8 @@ def drafts(
 
     if resume and output is None:
         raise click.UsageError("--resume needs --output; allowed: with the file to resume")
-    chosen = policies or tuple(name for name in POLICIES if retrieval_head or name != "retrieval-head")
+    has_head = retrieval_head is not None or model is None  # one ships for the embedded model
+    chosen = policies or tuple(name for name in POLICIES if has_head or name != "retrieval-head")
     cases, content = drafts_of(chosen, ratios, formats), read_prompt(text)
     if rows and verification == GREEDY:
         raise click.UsageError("--rows cannot be combined with --verification greedy; allowed: sampled, teacher-forced")
@@ -186,7 +187,7 @@ FIGURES = ("hit", "distant", "mass", "overlap")
 @opt.retrieval_head
 @opt.contexts
 @opt.listed("--budgets", opt.TOKENS, "Tokens that each method reads, a list.", (512, 1024, 2048))
-@opt.listed("--methods", str, f"A list of {', '.join(METHODS)}.  [default: all; the first two need a head]")
+@opt.listed("--methods", str, f"A list of {', '.join(METHODS)}.  [default: all, the first two if there is a head]")
 @click.option("--tokens", type=int, default=32, help="Decode steps after each context.")
 @click.option("--passages", type=int, default=1, help="Passages, spread over the text.")
 @opt.yarn
@@ -211,7 +212,8 @@ def retrieval(
     from ridgeplan.validate.studies.retrieval import RetrievalSizes, study  # imports torch, which takes seconds
 
     needs_head = {name for name, (selection, _) in METHODS.items() if selection == "retrieval-head"}
-    chosen = methods or tuple(name for name in METHODS if retrieval_head or name not in needs_head)
+    has_head = retrieval_head is not None or model is None  # one ships for the embedded model
+    chosen = methods or tuple(name for name in METHODS if has_head or name not in needs_head)
     question = RetrievalSizes(contexts=ctx, methods=chosen, **sizes)
     document, rows = run_study(study, model, text, question, head=retrieval_head, yarn=yarn)
     document["rows"] = [asdict(row) for row in rows]

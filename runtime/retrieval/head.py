@@ -6,7 +6,7 @@ A head needs only the tokens, so its selection is known before the model's first
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -213,6 +213,18 @@ def load_head(path: str | Path) -> Head:
 def shipped_heads() -> list[Path]:
     """The files of the heads that come with this package (docs/quality.md says how they were trained)."""
     return sorted(Path(__file__).with_name("heads").glob("*.safetensors"))
+
+
+def shipped_file(shape: ModelShape) -> Path | None:
+    """The file of the head that comes with this package for a model of these sizes; None without one."""
+    return next((path for path in shipped_heads() if load_head(path).fits(shape)), None)
+
+
+def shipped_head(shape: ModelShape, embedding: Callable[[], Tensor]) -> Head | None:
+    """This package's head for a model, which is recognized by its embedding [vocab, hidden]; None without one."""
+    path = shipped_file(shape)
+    head = None if path is None else load_head(path)
+    return head if head is not None and is_probe_of(head.weights.probe, embedding()) else None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -17,7 +17,7 @@ from ridgeplan.roofline.plan.policy import EVICTIONS, PromptSelection
 from ridgeplan.roofline.plan.presets import PRESETS, autoregressive, preset, preset_name
 from ridgeplan.roofline.plan.support import allows_chunks, missing_head, only_estimated
 from ridgeplan.runtime.errors import UnsupportedPlan
-from ridgeplan.runtime.retrieval.head import load_head
+from ridgeplan.runtime.retrieval.head import load_head, shipped_file
 from ridgeplan.validate.quality.long_output import MIN_LONG_OUTPUT, QUESTION_TOKENS
 from ridgeplan.validate.quality.ruler_samples import Task
 
@@ -127,11 +127,17 @@ class QualityOptions:
 
     def head_named(self, plan: Plan) -> dict[str, str]:
         """The entry of rows for a plan's retrieval head: the name of its file and a digest; empty without a head."""
-        return {HEAD: self._head_name} if self.head_of(plan) else {}
+        return {HEAD: self._head_name} if missing_head(plan) else {}
+
+    @cached_property
+    def _head_file(self) -> Path | None:
+        """The file of `retrieval_head`, else the one that ships for a model of these sizes; None without one."""
+        return shipped_file(self.shape) if self.retrieval_head is None else Path(self.retrieval_head)
 
     @cached_property
     def _head_name(self) -> str:
-        path = Path(self.retrieval_head or "")
+        path = self._head_file
+        assert path is not None, "plans without a head are left out"
         return f"{path.stem} {hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
 
     def require_head(self) -> None:
@@ -150,7 +156,7 @@ class QualityOptions:
 
     def _missing(self, plan: Plan) -> str | None:
         """Why the plan cannot be executed here; None if it can."""
-        return only_estimated(plan, has_head=self.retrieval_head is not None)
+        return only_estimated(plan, has_head=self._head_file is not None)
 
 
 def _family(plan: Plan) -> object:

@@ -41,7 +41,7 @@ from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, TokenSelector
 from ridgeplan.runtime.policies.ranked import VerificationSelector
 from ridgeplan.runtime.request import Request
-from ridgeplan.runtime.retrieval.head import Head, load_head
+from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.runtime.sampling import SamplingParams, require_finite
 from ridgeplan.validate.acceptance import (
     MAX_TOKENS_MEASURED,
@@ -51,7 +51,7 @@ from ridgeplan.validate.acceptance import (
     named_shape,
     rows_by_position,
 )
-from ridgeplan.validate.engines import SharedWeights
+from ridgeplan.validate.engines import SharedWeights, bound_head
 from ridgeplan.validate.measure import Progress, clamp_share, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.result_file import SCHEMA, ResultFile
@@ -197,7 +197,7 @@ def study(
 
     device: as for `ridgeplan.runtime.load`. known: contexts and drafts that are left out. verification: how rounds go
     on, one of `methods.VERIFICATIONS`. passages: prompts, spread over the text. head: the file of a retrieval head, for
-    the policies that choose by one. A warning names drafts that are left
+    the policies that choose by one; by default the one that ships for the model. A warning names drafts that are left
     out because their ratio leaves the policy nothing to choose, or because no real round has them.
     Raises what `load` raises, PlanError for lengths, WorkloadError for fewer tokens than are counted or where no draft
     is left, and PromptError for a text that is too short.
@@ -222,7 +222,7 @@ def study(
             continue
         on_progress(what, 0, 1)
         with shared.engine(plan) as engine:
-            bound = load_head(head).for_model(engine.config.shape, engine.weights.embedding) if head else None
+            bound = bound_head(engine, head)
             length = plan.workload.final_context if forced else context
             prompts = prompt_batch(engine.tokenizer, length, passages, passage.text)
             if draft_weights is None and any(draft.quantized_weights for draft in missing):
@@ -424,7 +424,7 @@ class SavedStudy(ResultFile):
     """The conditions that all rows share, and the rows. calibration: the text of 4-bit weights; "" for the model's own.
 
     verification: how rounds went on, by default as in files that do not say it. passages: prompts, of `tokens` each.
-    head: the retrieval head that chose; "" for none.
+    head: the file of the retrieval head that chose; "" for none, and for the one that ships.
     device, date and software are those of the run that wrote the file last.
     """
 

@@ -26,9 +26,9 @@ from ridgeplan.runtime.kv.metadata_builder import AttentionMetadataBuilder
 from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.policies import token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, SparseSelector, TokenIndex, TokenSelector
-from ridgeplan.runtime.retrieval.head import Head, load_head
+from ridgeplan.runtime.retrieval.head import Head
 from ridgeplan.validate.acceptance import Passage, named_shape
-from ridgeplan.validate.engines import SharedWeights
+from ridgeplan.validate.engines import SharedWeights, bound_head
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.prompts import prompt_batch
 from ridgeplan.validate.studies.methods import METHODS, RANDOM
@@ -94,19 +94,21 @@ def study(
     device: str | None = None,
     on_progress: Progress = silent,
 ) -> Iterator[RetrievalRow]:
-    """Rows of each context. head: the file of a retrieval head, for the methods that choose by one.
+    """Rows of each context.
 
+    head: the file of a retrieval head, for the methods that choose by one; by default the one that ships for the model.
     Raises what `ridgeplan.runtime.load` raises, and PromptError for a text that is too short.
     """
     methods = sizes.methods
-    if head is None and any(METHODS[name][0] == "retrieval-head" for name in methods):
-        raise WorkloadError("methods of a retrieval head need one: give its file, or leave them out")
+    needs_head = any(METHODS[name][0] == "retrieval-head" for name in methods)
     passage = Passage(text, "text", sizes.contexts, -(-sizes.tokens // 8) * 8, yarn=yarn)
     shared = SharedWeights(model, device)
     for plan in map(plan_of, passage.plans(named_shape(model))):
         context, figures = plan.workload.context, _Figures()
         with shared.engine(plan) as engine:
-            bound = load_head(head).for_model(engine.config.shape, engine.weights.embedding) if head else None
+            bound = bound_head(engine, head)
+            if needs_head and bound is None:
+                raise WorkloadError("methods of a retrieval head need one: give its file, or leave them out")
             batch = prompt_batch(engine.tokenizer, context + sizes.tokens, sizes.passages, text)
             for number, ids in enumerate(batch):
                 on_progress(f"{context} tokens", number, sizes.passages)

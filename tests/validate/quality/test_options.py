@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from ridgeplan.planner.quality import HEAD
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.plan.plan import Eviction, Plan, PlanError, Workload
 from ridgeplan.roofline.plan.presets import preset
@@ -153,3 +154,12 @@ def test_settings_that_a_preset_has_otherwise_are_in_the_name():
     assert [label(plan) for plan in (dapq, pooled, latest)] == [
         "dapq 1024", "dapq 1024 (recent 32, pooling 7)", "specontext-resident 2048 (recent 256)",
     ]  # fmt: skip
+
+
+@pytest.mark.model
+def test_plans_by_a_head_run_with_the_one_that_ships_and_name_it(smollm2):
+    options = question(smollm2, named_plan("specontext-resident"))
+    assert list(options.refused()) == []
+    (plan,) = options.plans_at(512)[1:]
+    assert options.head_of(plan) is None  # `load` recognizes the model
+    assert options.head_named(plan)[HEAD].startswith("smollm2-135m-instruct ")

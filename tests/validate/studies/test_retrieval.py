@@ -74,6 +74,12 @@ def test_what_cannot_be_studied_is_named(tiny_folder, long_text):
         next(study(str(tiny_folder), long_text, RetrievalSizes((600,), (256,))))
 
 
+@pytest.mark.model
+def test_the_head_that_ships_is_studied_where_no_other_is_given(smollm2, long_text):
+    row, _ = study(str(smollm2), long_text, RetrievalSizes((600,), (300,), ("retrieval-batch",), tokens=2))
+    assert row.method == "retrieval-batch" and 0 < row.hit < 1
+
+
 # Heads of full width in the study: the target's features of the token before, and what is chosen by them.
 
 
