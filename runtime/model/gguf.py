@@ -218,7 +218,10 @@ def _tensors(path: Path, config: Any) -> dict[str, torch.Tensor]:
         model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
     tensors = {name: tensor.contiguous() for name, tensor in read["tensors"].items()}
-    tied = set() if not config.tie_word_embeddings else {"lm_head.weight"}
-    if missing := sorted({name for name, _ in model.named_parameters()} - set(tensors) - tied):
-        raise ModelError(f"the GGUF file lacks {len(missing)} weights, the first is {missing[0]}")
+    for name, parameter in model.named_parameters():  # what reads the folder does not check it again
+        if name in tensors and tensors[name].shape != parameter.shape:
+            sizes = f"{list(tensors[name].shape)}; its configuration needs {list(parameter.shape)}"
+            raise ModelError(f"in the GGUF file the weight {name} is {sizes}")
+        if name not in tensors and not (name == "lm_head.weight" and config.tie_word_embeddings):
+            raise ModelError(f"the GGUF file lacks the weight {name}")
     return tensors

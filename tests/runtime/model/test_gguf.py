@@ -74,16 +74,22 @@ def test_a_converted_dense_model_loads_without_transformers_models(path, make_pl
     assert runtime.load(make_plan(), folder, device="cpu").generate(list(range(40)), 4).tokens == expected
 
 
-def test_a_file_that_lacks_a_weight_is_not_converted(path, cache_home, monkeypatch):
-    read = gguf_utils.load_gguf_checkpoint
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [(None, "lacks the weight NORM"), (torch.zeros(0), r"NORM is \[0\]; its configuration needs \[64\]")],
+)
+def test_a_file_without_a_weight_of_the_right_size_is_not_converted(changed, said, path, cache_home, monkeypatch):
+    read, name = gguf_utils.load_gguf_checkpoint, "model.layers.1.input_layernorm.weight"
 
-    def without_norm(*arguments, **options):
+    def damaged(*arguments, **options):
         document = read(*arguments, **options)
-        document.get("tensors", {}).pop("model.layers.1.input_layernorm.weight", None)  # configurations have none
+        if "tensors" in document:  # configurations have none
+            document["tensors"] |= {name: changed}
+            document["tensors"] = {name: tensor for name, tensor in document["tensors"].items() if tensor is not None}
         return document
 
-    monkeypatch.setattr(gguf_utils, "load_gguf_checkpoint", without_norm)
-    with pytest.raises(ModelError, match=r"lacks 1 weights, the first is model\.layers\.1\.input_layernorm\.weight"):
+    monkeypatch.setattr(gguf_utils, "load_gguf_checkpoint", damaged)
+    with pytest.raises(ModelError, match=said.replace("NORM", name)):
         converted(path)
     assert kept(cache_home) == []
 
