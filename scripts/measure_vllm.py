@@ -2,6 +2,10 @@
 
     python scripts/measure_vllm.py --output vllm.json [--seconds 460] [--only llama-bf16 ...]
 
+Several such scripts may start engines on one GPU together, which is mostly the host's work, and measure them one at a
+time: GPU_TURNS, of the environment, names a file that they lock, and KV_GB is the memory of each engine's cache. A
+shell takes the same turns with `flock --shared FILE` for what is not timed and `flock FILE` for what is.
+
 Needs one GPU, an installed vLLM and this package; writes the file anew after every measured case. It produced the rows
 of planner/engines/measured.toml; users measure their own engine with `ridgeplan calibrate --engine vllm`.
 
@@ -11,17 +15,18 @@ Routers get normally distributed weights, as dummy ones send all rows to the sam
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from gpu_turns import gpu_turn
 
 from ridgeplan.validate.engine_steps import NEW_TOKENS, InProcessVllm
 
@@ -111,11 +116,8 @@ SETUPS = (
 )  # fmt: skip
 
 
-def measure(setup: Setup, send: Any, kv_gb: float | None = None) -> None:
-    """Starts the engine of a setup, and sends a dictionary for the engine and one for every case.
-
-    kv_gb: as `beside_others` takes it.
-    """
+def measure(setup: Setup, send: Any) -> None:
+    """Starts the engine of a setup, and sends a dictionary for the engine and one for every case."""
     import torch
 
     folder = Path(f"/tmp/measure-vllm/{setup.name}")
@@ -127,7 +129,7 @@ def measure(setup: Setup, send: Any, kv_gb: float | None = None) -> None:
         engine = InProcessVllm.start(
             str(folder), setup.config["vocab_size"], longest + 2 * NEW_TOKENS, load_format="dummy",
             quantization=setup.quantization, kv=setup.kv_cache_dtype, max_num_seqs=32, max_num_batched_tokens=16384,
-            dtype="bfloat16", compilation_config=GRAPHS, **beside_others(kv_gb),
+            dtype="bfloat16", compilation_config=GRAPHS, **beside_others(),
         )  # fmt: skip
         routers = engine.llm.apply_model(spread_routers)[0]
     send({
@@ -141,11 +143,24 @@ def measure(setup: Setup, send: Any, kv_gb: float | None = None) -> None:
                   "context": context, "batch": batch, "tpot_ms": round(tpot_ms, 4)})  # fmt: skip
 
 
-def beside_others(kv_gb: float | None) -> dict[str, Any]:
-    """vLLM's arguments for an engine that shares the GPU, with so many GB for its cache; None: it has the GPU."""
+@contextmanager
+def gpu_turn(*, timed: bool) -> Iterator[None]:
+    """A turn on the GPU: the only one if `timed`, else shared with all others that are not timed."""
+    path = os.environ.get("GPU_TURNS")
+    if path is None:
+        yield
+        return
+    with Path(path).open("a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if timed else fcntl.LOCK_SH)
+        yield
+
+
+def beside_others(kv_gb: str | None = None) -> dict[str, Any]:
+    """vLLM's arguments for an engine beside others, with so many GB for its cache (by default KV_GB, if it is set)."""
+    kv_gb = kv_gb or os.environ.get("KV_GB")
     if kv_gb is None:
         return {}
-    return {"kv_cache_memory_bytes": int(1e9 * kv_gb), "gpu_memory_utilization": 0.1}
+    return {"kv_cache_memory_bytes": int(1e9 * float(kv_gb)), "gpu_memory_utilization": 0.1}
 
 
 def spread_routers(model: Any) -> int:
@@ -183,7 +198,7 @@ def engine_memory(llm: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _child(name: str, output: Path, rows: Path, kv_gb: float | None) -> None:
+def _child(name: str, output: Path, rows: Path) -> None:
     """Measures one setup; each case is written as it ends."""
     setup = next(setup for setup in SETUPS if setup.name == name)
 
@@ -193,7 +208,7 @@ def _child(name: str, output: Path, rows: Path, kv_gb: float | None) -> None:
         _write(output, rows)
         print(json.dumps(row)[:1500], flush=True)
 
-    measure(setup, send, kv_gb)
+    measure(setup, send)
 
 
 def main() -> None:
@@ -202,12 +217,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--only", nargs="*", default=[setup.name for setup in SETUPS])
-    parser.add_argument("--kv-gb", type=float, help="of the cache of an engine that shares the GPU (GPU_TURNS)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows = options.output.with_suffix(".jsonl")
     if options.child:
-        _child(options.child, options.output, rows, options.kv_gb)
+        _child(options.child, options.output, rows)
         return
     deadline = time.monotonic() + options.seconds
     rows.write_text("", encoding="utf-8")
@@ -224,19 +238,18 @@ def main() -> None:
             continue
         before = rows.stat().st_size
         if forks:
-            forks = _forked(name, options.output, rows, options.kv_gb, left) or rows.stat().st_size > before
+            forks = _forked(name, options.output, rows, left) or rows.stat().st_size > before
         if not forks and rows.stat().st_size == before:
             command = [sys.executable, __file__, "--output", str(options.output), "--child", name]
-            command += ["--kv-gb", str(options.kv_gb)] if options.kv_gb else []
             try:
                 subprocess.run(command, timeout=max(deadline - time.monotonic(), 1), check=False)
             except subprocess.TimeoutExpired:
                 print(f"{name}: time is up", flush=True)
 
 
-def _forked(name: str, output: Path, rows: Path, kv_gb: float | None, seconds: float) -> bool:
+def _forked(name: str, output: Path, rows: Path, seconds: float) -> bool:
     """Measures a setup in a forked process; whether it ended well."""
-    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, output, rows, kv_gb))
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, output, rows))
     process.start()
     process.join(seconds)
     if process.is_alive():

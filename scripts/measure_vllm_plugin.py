@@ -34,9 +34,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
-from gpu_turns import gpu_turn
 from measure_traffic import write_tokenizer
-from measure_vllm import GRAPHS, LLAMA_8B, beside_others
+from measure_vllm import GRAPHS, LLAMA_8B, beside_others, gpu_turn
 
 from ridgeplan.planner import resolve
 from ridgeplan.planner.export import ServeCommandOptions, engine_named, export_with_plugin, schema_for
@@ -55,7 +54,7 @@ SMALL = {
 LENGTHS, GENERATED = (5, 127, 128, 129, 300, 700, 1100), 200  # of the checks' prompts
 CASES = ((32768, 1), (4096, 8), (131072, 1), (32768, 8), (4096, 16), (131072, 4))  # the table in docs/vllm.md
 PORT = 8124
-CHECKS_KV_GB = 2.0  # vLLM's own measurement fails where other processes free memory meanwhile
+CHECKS_KV_GB = "2"  # vLLM's own measurement fails where other processes free memory meanwhile
 MOST_RUNNING, REQUESTS, ARRIVALS_PER_S, SERVED_TOKENS = 32, 48, 4.0, 256  # of the measured throughput
 SCHEDULED = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 24}  # 3,072 tokens for 3,889 and what they add
 Send = Callable[[dict[str, Any]], None]
@@ -367,14 +366,14 @@ def profiled_steps(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -
 def run_times(name: str, plan_name: str | None, send: Send, profiled: int = 0, **arguments: Any) -> None:
     """Milliseconds of a step, or of a round with drafts, of the 8B shape with dummy weights; then throughput.
 
-    profiled: how many of the cases are profiled too. KV_GB, of the environment: memory of the cache beside others.
+    profiled: how many of the cases are profiled too.
     """
     folder, model = dummy_model(), "meta-llama/Llama-3.1-8B"
     engine_arguments: dict[str, Any] = {
         "max_model_len": 131_072 + 384,
         "gpu_memory_utilization": 0.92,
         "max_num_seqs": MOST_RUNNING,
-        **beside_others(float(os.environ["KV_GB"]) if "KV_GB" in os.environ else None),
+        **beside_others(),
     }
     if plan_name is not None:
         engine_arguments = (
@@ -512,7 +511,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--only", nargs="*", choices=[*STEPS], default=[*STEPS])
-    parser.add_argument("--together", action="store_true", help="start all at once; see GPU_TURNS and KV_GB")
+    parser.add_argument("--together", action="store_true", help="start all at once; see measure_vllm.py")
     options = parser.parse_args()
     deadline, rows = time.monotonic() + options.seconds, options.output.with_suffix(".jsonl")
     FOLDER.mkdir(parents=True, exist_ok=True)
