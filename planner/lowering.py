@@ -107,7 +107,7 @@ def _drafter(plan: Plan, shape: ModelShape) -> dict[str, float]:
         "proposes_block": int(drafter.kind is DrafterKind.BLOCK),
         "head_window": drafter.window or UNLIMITED_TOKENS,
         "head_vocab": settings.draft_vocab or shape.vocab if settings else HEAD_VOCAB,
-        "mtp_layer_params": mtp_params(shape) if settings and settings.method == "mtp" else 0,
+        "mtp_head_params": mtp_params(shape) if settings and settings.method == "mtp" else 0,
     }
 
 
@@ -280,6 +280,13 @@ def _chosen_class(plan: Plan, shape: ModelShape, part: str) -> str | None:
     return sparse_attention_kind(target_code_bits(plan)) if plan.attention.active else None
 
 
+def expert_bits(plan: Plan, shape: ModelShape, *, drafting: bool = False) -> int:
+    """Bits of the experts' weights that a plan's target or drafts read: those of MXFP4 stay as they are stored."""
+    if shape.weight_bits.format == KEPT_FORMAT:
+        return 4
+    return plan.weights.draft_bits if drafting else plan.weights.target_bits
+
+
 def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
     drafting = part == "draft"
     if kind == "head":
@@ -289,9 +296,7 @@ def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
         bits = plan.weights.draft_bits if drafting else plan.weights.target_bits
         return "prefill_linear" if part == "prefill" else linear_kind(bits)
     if kind == "grouped_linear" and part != "prefill":
-        if shape.weight_bits.format == KEPT_FORMAT:
-            return experts_kind(4)
-        return experts_kind(plan.weights.draft_bits if drafting else plan.weights.target_bits)
+        return experts_kind(expert_bits(plan, shape, drafting=drafting))
     if kind == "prefill_attention":
         return prefill_attention_kind(shape.head_dim)
     if kind == "attention":

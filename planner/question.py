@@ -16,12 +16,13 @@ from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.capacity import MEMORY_UTILIZATION, check_memory_options, usable_bytes, usable_host_bytes
 from ridgeplan.planner.engines.formats import ENGINES
 from ridgeplan.planner.engines.rates import EngineProfile, engine_profile
+from ridgeplan.planner.lowering import expert_bits
 from ridgeplan.planner.quality import Quality, QualityFloor, losses, parse_quality
 from ridgeplan.planner.quantities import size_bytes, size_text, tokens
 from ridgeplan.planner.resolution import resolve, with_drafter_rows, workload_for
 from ridgeplan.roofline.catalog.hardware import Hardware
 from ridgeplan.roofline.catalog.links import link_of
-from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
+from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.catalog.sharding import shard
@@ -332,7 +333,7 @@ def instruction_bound_notes(profile: Profile) -> Iterator[str]:
 def expert_notes(plan: Plan, question: Question) -> Iterator[str]:
     """That routed experts of few bits are read slowly, where a plan of this package's runtime has them."""
     shape, profile = question.shape, question.profile
-    bits = 4 if shape.weight_bits.format == KEPT_FORMAT else plan.weights.target_bits
+    bits = expert_bits(plan, shape)
     share, full_share = (profile.rates(experts_kind(each)).bandwidth_utilization for each in (bits, 16))
     if shape.is_moe and share < SLOW_SHARE:
         yield (

@@ -116,8 +116,8 @@ def mtp_params(shape: ModelShape) -> Term:
 
 def head_memory(shape: ModelShape, strategy: Strategy, element_bytes: Term, tokens: Term) -> Term:
     """Bytes of a head's weights and of its keys and values for sequences of `tokens` tokens; 0 without one."""
-    eagle3, mtp_layer = head_step_params(shape, strategy.head_vocab) + fuse_params(shape), strategy.mtp_layer_params
-    params = where(minimum(mtp_layer, 1), mtp_layer, eagle3)
+    eagle3, mtp_head = head_step_params(shape, strategy.head_vocab) + fuse_params(shape), strategy.mtp_head_params
+    params = where(minimum(mtp_head, 1), mtp_head, eagle3)
     kv = strategy.batch * tokens * 2 * shape.kv_width
     return strategy.uses_head * (params + kv) * element_bytes
 

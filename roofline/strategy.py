@@ -149,7 +149,7 @@ class Strategy:
     proposes_block: Term = 0  # it proposes all tokens in one step
     head_window: Term = UNLIMITED_TOKENS  # latest tokens that a head reads
     head_vocab: Term = HEAD_VOCAB  # tokens that it predicts
-    mtp_layer_params: Term = 0  # of a head that is the model's own layer; 0 for one in EAGLE-3's form
+    mtp_head_params: Term = 0  # parameters of an MTP head, a layer of the model; 0 for an EAGLE-3 head
 
     def with_terms(self, **terms: Term) -> Strategy:
         """The strategy with other terms. A part's terms have its name before theirs: `draft_ratio`, `offload_budget`.

@@ -32,7 +32,7 @@ from ridgeplan.runtime.model.gguf import MANIFEST
 from ridgeplan.runtime.model.latent import LatentAttentionWeights
 from ridgeplan.runtime.model.linear import Dense, GatedMLP, Linear, Mxfp4
 from ridgeplan.runtime.model.norms import LayerNorm, NoNorm, Norm, ParallelNorm, RMSNorm
-from ridgeplan.runtime.model.packed_weights import PackedTensors
+from ridgeplan.runtime.model.packed_weights import StoredTensors
 from ridgeplan.runtime.model.weights import (
     MLP,
     AttentionWeights,
@@ -60,7 +60,7 @@ class StateDict:
 
     source: str
     config: DecoderConfig
-    tensors: dict[str, Tensor] | PackedTensors
+    tensors: dict[str, Tensor] | StoredTensors
 
     def decoder_weights(self, device: torch.device) -> DecoderWeights:
         """All weights on `device`; they are dropped here layer by layer, so that they are not held twice."""
@@ -464,7 +464,7 @@ def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype) -> 
     if _is_read_directly(source, shape):
         heads = decoder.checkpoint.heads
         shape = shape if heads is None else dataclasses.replace(shape, head_dim=heads.head_dim)
-        return StateDict(source, decoder, open_packed(source, shape, dtype))
+        return StateDict(source, decoder, open_tensors(source, shape, dtype))
     config = load_config(source).get_text_config()
     vars(config).pop("transformers_weights", None)  # it may name a pickle
     options = {
@@ -490,12 +490,12 @@ def _is_read_directly(source: str, shape: ModelShape) -> bool:
     return shape.weight_bits.format in PACKED_FORMATS or (is_dense and (Path(source) / MANIFEST).is_file())
 
 
-def open_packed(source: str, shape: ModelShape, dtype: torch.dtype) -> PackedTensors:
+def open_tensors(source: str, shape: ModelShape, dtype: torch.dtype) -> StoredTensors:
     """A checkpoint's tensors, none of which is read yet. Raises ModelError."""
     with _reading(source):
         _require_layers(source, shape.layers)
         settings = json.loads(read_document(Path(source) / "config.json")).get("quantization_config", {})
-        return PackedTensors.open(source, shape, dtype, settings, _weight_files(Path(source)))
+        return StoredTensors.open(source, shape, dtype, settings, _weight_files(Path(source)))
 
 
 def load_tokenizer(source: str) -> Any:

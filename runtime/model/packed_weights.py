@@ -117,7 +117,7 @@ def _over_blocks(scale: Tensor, block: Sequence[int], weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedTensors:
+class StoredTensors:
     """A checkpoint's tensors by name, read and decoded on each access. Nothing is cached, to save memory.
 
     files: the file of every stored tensor.
@@ -132,7 +132,7 @@ class PackedTensors:
     @classmethod
     def open(
         cls, source: str, shape: ModelShape, dtype: torch.dtype, settings: Settings, files: Sequence[Path]
-    ) -> PackedTensors:
+    ) -> StoredTensors:
         """The tensors in safetensors `files`. Raises ModelError for one that cannot be read."""
         paths: dict[str, Path] = {}
         with failures_as(f"cannot load the model {source}"):

@@ -20,7 +20,7 @@ from ridgeplan.runtime import memory
 from ridgeplan.runtime.errors import ModelError, WorkloadError
 from ridgeplan.runtime.model import packed_weights
 from ridgeplan.runtime.model.linear import Mxfp4
-from ridgeplan.runtime.model.packed_weights import PackedTensors
+from ridgeplan.runtime.model.packed_weights import StoredTensors
 
 GROUP = 32
 Written = tuple[dict[str, Tensor], Tensor]  # the tensors of a module, and the weight that they stand for
@@ -317,9 +317,9 @@ def test_damaged_checkpoints_are_refused_in_one_line(spoil: Any, message: str, p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_have_the_dtype_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(PackedTensors, "_tensor", lambda self, name: torch.ones(4, dtype=torch.float16))
+    monkeypatch.setattr(StoredTensors, "_tensor", lambda self, name: torch.ones(4, dtype=torch.float16))
     monkeypatch.setattr(packed_weights, "expected_sizes", lambda *_: {})
-    held = object.__new__(PackedTensors)
+    held = object.__new__(StoredTensors)
     object.__setattr__(held, "dtype", dtype)
     object.__setattr__(held, "shape", None)
     assert held.get("model.norm.weight").dtype is dtype
