@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,8 +127,7 @@ def drafts(
 
     if resume and output is None:
         raise click.UsageError("--resume needs --output; allowed: with the file to resume")
-    has_head = retrieval_head is not None or model is None  # one ships for the embedded model
-    chosen = policies or tuple(name for name in POLICIES if has_head or name != "retrieval-head")
+    chosen = policies or _usable(POLICIES, {"retrieval-head"}, retrieval_head, model)
     cases, content = drafts_of(chosen, ratios, formats), read_prompt(text)
     if rows and verification == GREEDY:
         raise click.UsageError("--rows cannot be combined with --verification greedy; allowed: sampled, teacher-forced")
@@ -178,6 +177,14 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], Iterator[
     return ("policy", "ratio", *formats, ""), lines
 
 
+def _usable(
+    names: Iterable[str], needing_head: Collection[str], head: str | None, model: str | None
+) -> tuple[str, ...]:
+    """The names without those that need a retrieval head, if there is none: one ships for the embedded model."""
+    has_head = head is not None or model is None
+    return tuple(name for name in names if has_head or name not in needing_head)
+
+
 FIGURES = ("hit", "distant", "mass", "overlap")
 
 
@@ -212,8 +219,7 @@ def retrieval(
     from ridgeplan.validate.studies.retrieval import RetrievalSizes, study  # imports torch, which takes seconds
 
     needs_head = {name for name, (selection, _) in METHODS.items() if selection == "retrieval-head"}
-    has_head = retrieval_head is not None or model is None  # one ships for the embedded model
-    chosen = methods or tuple(name for name in METHODS if has_head or name not in needs_head)
+    chosen = methods or _usable(METHODS, needs_head, retrieval_head, model)
     question = RetrievalSizes(contexts=ctx, methods=chosen, **sizes)
     document, rows = run_study(study, model, text, question, head=retrieval_head, yarn=yarn)
     document["rows"] = [asdict(row) for row in rows]
