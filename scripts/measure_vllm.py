@@ -39,6 +39,7 @@ BATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 # vLLM's own sizes, up to the largest batch.
 GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]}
 EXPERT_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
+MODEL_CELLS = ((120_000, 1), (32_768, 1), (32_768, 8))  # those of measure_models.py
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
     "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -72,6 +73,49 @@ QWEN3_30B_A3B = {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1000000.0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}, "attention_bias": False,
     "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+
+PHI_4 = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 100352, "hidden_size": 5120,
+    "intermediate_size": 17920, "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10,
+    "max_position_embeddings": 140000, "original_max_position_embeddings": 140000, "rms_norm_eps": 1e-5,
+    "hidden_act": "silu", "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0},
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+GEMMA_3_27B = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 5376,
+    "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+    "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 168,
+    "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 1024, "tie_word_embeddings": True,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10 + ["sliding_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK_V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102400,
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "n_shared_experts": 2, "n_routed_experts": 64,
+    "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False,
+    "scoring_func": "softmax", "topk_method": "greedy", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "attention_bias": False,
+    "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+# The text model of Qwen3.5-9B, which vLLM 0.24 has with a vision tower only, as Qwen3-Next's class. That wants a layer
+# of experts, so the last layer's MLP is two experts of half its size, both hit by every token.
+QWEN3_5_9B = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 248320, "hidden_size": 4096,
+    "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4,
+    "mlp_only_layers": [*range(31)], "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 6144,
+    "shared_expert_intermediate_size": 0, "decoder_sparse_step": 1, "norm_topk_prob": True,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "hidden_act": "silu", "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000.0, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -111,6 +155,15 @@ SETUPS = (
           (*_grid((32768,), (1, 2, 4, 6, 8, 12)), *_grid((4096,), (1, 4, 8, 16)))),
     Setup("qwen3-moe-fp8", "Qwen/Qwen3-30B-A3B", QWEN3_30B_A3B, "fp8", "fp8",
           (*_grid((32768,), (1, 2, 4, 8)), *_grid((4096,), (1, 4, 8, 16)))),
+    *(
+        Setup(name, model, config, "auto", "auto", MODEL_CELLS)
+        for name, model, config in (
+            ("gemma", "google/gemma-3-27b-it", GEMMA_3_27B),
+            ("deepseek", "deepseek-ai/DeepSeek-V2-Lite", DEEPSEEK_V2_LITE),
+            ("phi", "microsoft/phi-4", PHI_4),
+            ("hybrid", "Qwen/Qwen3.5-9B", QWEN3_5_9B),
+        )
+    ),
     Setup("llama-fp8-per-channel", "meta-llama/Llama-3.1-8B", LLAMA_8B, "fp8_per_channel", "fp8",
           _grid((4096,), (1, 8))),
 )  # fmt: skip
