@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import acceptance_tables
 import accuracy_tables
@@ -136,6 +137,37 @@ def _thread(url: str) -> str:
 def decode(name: str) -> str:
     """End-to-end decoding, measured and, in brackets, predicted."""
     return table(bench_decode.COLUMNS, map(bench_decode.row_texts, result(name)["rows"]))
+
+
+def speeds_by_gamma(name: str) -> str:
+    """Tokens per second over gamma, with the share of drafts that were accepted (QuantSpec, Fig 9)."""
+    if not (RESULTS / f"{name}.json").exists():
+        return "Not measured yet; `sh scripts/measure_decode_gpu.sh MODEL.gguf TEXT CALIBRATION_TEXT OUT gammas` does."
+    plain, *rows = sorted(result(name)["rows"], key=lambda row: row["gamma"])
+    gammas = dict.fromkeys(row["gamma"] for row in rows)
+    cells = {
+        (row["preset"], row["gamma"]): (
+            f"{_tokens_per_s(row):.0f} ({_predicted_tokens_per_s(row):.0f}), {row['measured']['accepted_share']:.0%}"
+        )
+        for row in rows
+    }
+    lines = [
+        (preset, *(cells.get((preset, gamma), "") for gamma in gammas))
+        for preset in dict.fromkeys(row["preset"] for row in rows)
+    ]
+    head = f"{measured_with(name)}; plain decoding: {_tokens_per_s(plain):.0f} ({_predicted_tokens_per_s(plain):.0f})"
+    return f"{head}\n\n{table(('drafts', *(f'gamma {gamma}' for gamma in gammas)), lines)}"
+
+
+def _tokens_per_s(row: dict[str, Any]) -> float:
+    """Of a run of decoding, without its prompts."""
+    return 1e3 * row["batch"] / row["measured"]["tpot_ms"]
+
+
+def _predicted_tokens_per_s(row: dict[str, Any]) -> float:
+    """At the measured acceptance."""
+    figures = {figure["name"]: figure["predicted"] for figure in row["comparison"]}
+    return 1e3 * row["batch"] / figures["tpot at the measured acceptance" if row["gamma"] else "tpot"]
 
 
 def more_decoding(*shown: str) -> str:
@@ -355,6 +387,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         classes,
         decode,
         decode_errors,
+        speeds_by_gamma,
         more_decoding,
         validation,
         worst,

@@ -125,12 +125,13 @@ def specontext_steps(section: str) -> str:
 
 def _steps(measured: list[dict[str, Any]], section: str) -> str:
     bench, rows = _specontext(), []
+    setting = bench.setting(section)
     for row in measured:
         plan = bench.plans(section)[row["row"]]
         for window in row["windows"]:
             length = plan.workload.context + window["first"] + window["steps"] // 2
             layers, overlap = window["layers_on_host"], window["overlap"]
-            predicted_ms = bench.small.predicted_step_ms(plan, length, layers, overlap or 0.0)
+            predicted_ms = setting.predicted_step_ms(plan, length, layers, overlap or 0.0)
             rows.append(_beside(row["row"], str(length), str(layers), _share(overlap), window["step_ms"], predicted_ms))
     return table(("generation", "tokens", "layers on the host", "overlap", "a step, ms", "predicted", "error"), rows)
 
@@ -142,18 +143,20 @@ def specontext_generation(section: str) -> str:
 
 def _generation(measured: list[dict[str, Any]], section: str) -> str:
     bench, rows = _specontext(), []
+    setting = bench.setting(section)
     for row in measured:
         plan = bench.plans(section)[row["row"]]
         plan = replace(plan, placement=replace(plan.placement, memory_bytes=row["limit"]))
-        prediction = predict(plan, bench.small.shape, bench.small.profile, row["overlap"] or None)
+        prediction = predict(plan, setting.shape, setting.profile, row["overlap"] or None)
         moved = ", ".join(map(str, row["moved_at"])) or "none"
+        layers = str(row["layers_on_host"])
         equal = {None: "", True: "yes", False: "no"}[row["tokens_equal"]]
         times = _beside(f"{row['overlap']:.0%}", row["tpot_ms"], prediction.best.tpot_ms)
         memory = (f"{held / 1e9:.1f}" for held in (row["peak_memory_bytes"], prediction.best.peak_memory_bytes))
-        rows.append((row["row"], moved, *times, *memory, equal))
+        rows.append((row["row"], moved, layers, *times, *memory, equal))
     columns = (
-        "generation", "layers left at", "overlap", "ms per token", "predicted", "error", "peak, GB", "predicted",
-        "tokens equal",
+        "generation", "layers left at", "on the host at the end", "overlap", "ms per token", "predicted", "error",
+        "peak, GB", "predicted", "tokens equal",
     )  # fmt: skip
     return table(columns, rows)
 

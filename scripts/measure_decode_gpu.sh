@@ -1,11 +1,11 @@
 #!/bin/sh
 # Decodes at the size of Llama-3.1-8B on a GPU: a run of `ridgeplan bench suite` for each file of results, with plain
 # decoding in every one. A file that is in OUT already is not made again; an interrupted run leaves its rows in part_*.
-# usage: measure_gpu.sh MODEL.gguf TEXT CALIBRATION_TEXT OUT [NAME ...]
+# usage: measure_decode_gpu.sh MODEL.gguf TEXT CALIBRATION_TEXT OUT [NAME ...]
 set -eu
 model=$1 text=$2 calibration=$3 out=$4
 shift 4
-names=${*:-"drafts specattn weights evictions batches lossy random"}
+names=${*:-"drafts gammas specattn weights evictions batches lossy random"}
 
 suite() { # name, its options
     name=$1
@@ -25,6 +25,11 @@ cases() { # presets with a share or a gamma, workloads
 for name in $names; do
     case $name in
     drafts) suite "$name" --prompt-file "$text" $(cases "quantspec:3 progressive:3 specattn-int4:3" "32768x8 131072x1 131072x4") ;;
+    # QuantSpec, Fig 9: its drafts and two baselines over gamma.
+    gammas)
+        gammas=$(for gamma in 1 2 3 4 5 6; do echo quantspec:$gamma magicdec-streaming:$gamma magicdec-snapkv:$gamma; done)
+        suite "$name" --prompt-file "$text" $(cases "$gammas" 32768x1)
+        ;;
     specattn) suite "$name" --prompt-file "$text" $(cases "specattn:4" "32768x8 131072x4") ;;
     weights) suite "$name" --prompt-file "$text" $(cases "quantspec-int8:3 progressive-int8:3" "32768x8 131072x1 131072x4") ;;
     evictions) suite "$name" --prompt-file "$text" $(cases "dapq@0.25 snapkv@0.25 dapq-quantspec@0.25:3" "32768x8 131072x4") ;;
@@ -35,6 +40,6 @@ for name in $names; do
         suite "$name" --prompt-file "$text" --plan "$out/lossy.json"
         ;;
     random) suite "$name" --random-tokens $(cases "quantspec-kv:0-4 specattn:0-4" "4096x1 131072x1") ;;
-    *) echo "unknown: $name; allowed: drafts specattn weights evictions batches lossy random" >&2 && exit 2 ;;
+    *) echo "unknown: $name; allowed: drafts gammas specattn weights evictions batches lossy random" >&2 && exit 2 ;;
     esac
 done

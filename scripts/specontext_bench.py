@@ -6,18 +6,20 @@ With `--tiny` small shapes and lengths, which also run without a GPU: to see tha
 
 Sections (`--only` names some; minutes of an H200 in brackets):
 
-generation [3.5]: 32 sequences of 2048 tokens generate 32768 more with room for 70% of the cache, so that layers leave
-on the way, and again without a limit. The tokens must be equal. Median times of every 2048 steps, or fewer where a
-layer leaves, beside predictions at their overlap; tpot_ms has the time in which layers leave, as its prediction does.
-codes [0.5]: the same of 4096 new tokens with INT8 codes.
+generation [3.5]: 32 sequences of 2048 tokens generate 32768 more without a limit, and with room for 70% of the cache,
+so that layers leave on the way. The tokens must be equal. Median times of every 2048 steps, or fewer where a layer
+leaves, beside predictions at their overlap; tpot_ms has the time in which layers leave, as its prediction does.
+placed [4.8]: the same with 4 of the 16 layers, and two placements decided before the generation: the layers that must
+be on the host at its end are there from its beginning (static), or all layers are.
+codes [0.5]: the first two with 4096 new tokens and INT8 codes.
 placements [1.5]: a step of the same plan over the length, with as many layers on the host as must be, with those of the
 end from the beginning (static), and with all of them; and of full attention that streams layers.
-table3 [3]: the settings of SpeContext's Table 3 in 80 GB, against full attention, which has the batch that fits there.
+table3 [1]: the settings of SpeContext's Table 3 in 80 GB, against full attention, which has the batch that fits there.
 
-The first two have the shape of Llama-3.2-1B, whose cache of 37 GB fits the host's memory, the last that of Llama-3.1-8B
-(DeepSeek-R1-Distill-Llama-8B's), of which up to 80 GB are on the host. Weights are random. The retrieval head's queries
-have a common part, so that adjacent steps choose about 80% alike, as trained heads do; rounds outside of generations
-have the overlap set (elastic_rounds.py).
+All but the last have the shape of Llama-3.2-1B, whose cache of 37 GB fits the host's memory, the last that of
+Llama-3.1-8B (DeepSeek-R1-Distill-Llama-8B's), of which up to 80 GB are on the host. Weights are random. The retrieval
+head's queries have a common part, so that adjacent steps choose about 80% alike, as trained heads do; rounds outside of
+generations have the overlap set (elastic_rounds.py).
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.validate.random_model import RandomModel, llama_like_shape, measured_round, random_head
 
 KEPT_SHARE = 0.7  # of the cache, for which the limit has room
+SLOTS_SHARE = 0.1  # of the cache, in which no layer has room, but what steps choose of all layers has
 OVERLAP = 0.8  # of a set for each KV head; see planner's policy
 STEADY = 9.0  # scale of the common part of a head's queries, beside 1 of each token's own
 THIRDS = (1 / 6, 1 / 2, 5 / 6)  # of the generated tokens
@@ -73,7 +76,7 @@ def steady_head(shape: ModelShape, embedding: Tensor) -> Head:
 class Sizes:
     """Lengths and batches. window: steps of which a time is the median. budget: tokens that a step reads, 0 for the
     preset's. table3: prompt and new tokens, sequences of SpeContext and of FlashInfer's full attention, in table3_bytes
-    (DeepSeek-Distill-Llama-8B).
+    (DeepSeek-Distill-Llama-8B). placed_layers: of the model whose placements generate side by side.
     """
 
     context: int = 2048
@@ -87,9 +90,10 @@ class Sizes:
     table3: tuple[tuple[int, int, int, int], ...] = (
         (2048, 16384, 32, 16), (2048, 32768, 32, 8), (16384, 2048, 16, 8), (32768, 2048, 16, 8)
     )  # fmt: skip
+    placed_layers: int = 4
 
 
-TINY = Sizes(512, 256, 2, 64, 320, 256, (704,), 30_000_000, ((640, 32, 2, 1),))
+TINY = Sizes(512, 256, 2, 64, 320, 256, (704,), 30_000_000, ((640, 32, 2, 1),), 3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,8 +170,17 @@ class SpeContextBench:
     @cached_property
     def plan(self) -> Plan:
         """2048 tokens in, 32768 out, batch 32, in memory that has room for most of the cache."""
+        return self._whole(self.small)
+
+    def setting(self, section: str) -> Setting:
+        """The model of a section's generations."""
+        small = self.small
+        shape = replace(small.shape, layers=self.sizes.placed_layers)
+        return replace(small, shape=shape) if section == "placed" else small
+
+    def _whole(self, setting: Setting) -> Plan:
         sizes = self.sizes
-        return self.limited(self.selecting(self.small, sizes.context, sizes.new_tokens, sizes.batch))
+        return limited(setting, self.selecting(setting, sizes.context, sizes.new_tokens, sizes.batch))
 
     def selecting(self, setting: Setting, context: int, new_tokens: int, batch: int) -> Plan:
         """SpeContext's plan."""
@@ -177,44 +190,46 @@ class SpeContextBench:
         attention = replace(plan.attention, budget=self.sizes.budget)
         return replace(plan, attention=attention, placement=replace(plan.placement, budget=self.sizes.budget))
 
-    def limited(self, plan: Plan) -> Plan:
-        """The plan in memory that has room for most of its cache."""
-        whole = predict(replace(plan, placement=Placement()), self.small.shape, self.small.profile)
-        limit = whole.best.peak_memory_bytes - (1 - KEPT_SHARE) * whole.memory_bytes["kv"]
-        return replace(plan, placement=replace(plan.placement, memory_bytes=int(limit)))
-
     def plans(self, section: str) -> dict[str, Plan]:
-        """The plans of a generation and of a shorter one with INT8 codes, by row: with the limit, and without."""
-        plan = self.plan
+        """The plans of a section's generations, by row, the one without a limit first."""
+        setting = self.setting(section)
+        plan = self._whole(setting)
         if section == "codes":
             workload = replace(plan.workload, new_tokens=self.sizes.codes_tokens)
-            plan = self.limited(replace(plan, workload=workload, kv=KVCache(KVFormat.INT8)))
-        unlimited = replace(plan, placement=replace(plan.placement, memory_bytes=0))
-        return {"adaptive": plan, "without a limit": unlimited}
+            plan = limited(setting, replace(plan, workload=workload, kv=KVCache(KVFormat.INT8)))
+        static = _placed(plan, adaptive=False)
+        decided = {"static": static, "all on the host": limited(setting, static, SLOTS_SHARE)}
+        leaving = {"without a limit": _placed(plan, memory_bytes=0), "adaptive": plan}
+        return leaving | (decided if section == "placed" else {})
 
     def generation(self) -> Rows:
-        """The generation with the limit and without; the second says whether its tokens are those of the first."""
-        return self._pair("generation")
+        """The generation without the limit and with it; the second says whether its tokens are those of the first."""
+        return self._generations("generation")
+
+    def placed(self) -> Rows:
+        """The same of fewer layers, also with layers on the host from the beginning."""
+        return self._generations("placed")
 
     def codes(self) -> Rows:
         """A shorter one with INT8 codes."""
-        return self._pair("codes")
+        return self._generations("codes")
 
-    def _pair(self, section: str) -> Rows:
-        tokens: dict[str, list[list[int]]] = {}
-        return {name: partial(self._generated, name, plan, tokens) for name, plan in self.plans(section).items()}
+    def _generations(self, section: str) -> Rows:
+        setting, tokens = self.setting(section), dict[str, list[list[int]]]()
+        return {
+            name: partial(self._generated, setting, name, plan, tokens) for name, plan in self.plans(section).items()
+        }
 
-    def _generated(self, name: str, plan: Plan, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
-        small = self.small
+    def _generated(self, setting: Setting, name: str, plan: Plan, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(2)
         sizes = self.sizes
-        prompts = torch.randint(small.shape.vocab, (sizes.batch, sizes.context), generator=generator).tolist()
-        engine = small.engine(plan)
+        prompts = torch.randint(setting.shape.vocab, (sizes.batch, sizes.context), generator=generator).tolist()
+        engine = setting.engine(plan)
         assert engine.cache is not None, "it is open"
         windows, rows = [], [[] for _ in prompts]  # type: ignore[var-annotated]
         for window in _windows(engine, prompts, rows, sizes.window):
             length = sizes.context + window["first"] + window["steps"] // 2
-            predicted_ms = small.predicted_step_ms(plan, length, window["layers_on_host"], window["overlap"] or 0.0)
+            predicted_ms = setting.predicted_step_ms(plan, length, window["layers_on_host"], window["overlap"] or 0.0)
             windows.append({**window, "predicted_step_ms": predicted_ms, "error": window["step_ms"] / predicted_ms - 1})
         counts = engine.statistics
         tokens[name] = rows
@@ -222,17 +237,18 @@ class SpeContextBench:
         first, *others = tokens.values()
         return {
             "limit": plan.placement.memory_bytes,
-            "thresholds": departure_lengths(plan, small.shape, small.machine),
+            "layers": setting.shape.layers,
+            "thresholds": departure_lengths(plan, setting.shape, setting.machine),
             "moved_at": counts.moved_at,
             "layers_on_host": counts.host_layers,
-            "tokens_equal": first == others[0] if others else None,
+            "tokens_equal": first == others[-1] if others else None,
             "tpot_ms": counts.tpot_ms,
-            "predicted_tpot_ms": predict(plan, small.shape, small.profile, counts.overlap or None).best.tpot_ms,
+            "predicted_tpot_ms": predict(plan, setting.shape, setting.profile, counts.overlap or None).best.tpot_ms,
             "overlap": counts.overlap,
             "offload_s": counts.offload_s,
             "capture_s": counts.capture_s,
             "peak_memory_bytes": counts.peak_memory_bytes,
-            "predicted_peak_bytes": predict(plan, small.shape, small.profile).best.peak_memory_bytes,
+            "predicted_peak_bytes": predict(plan, setting.shape, setting.profile).best.peak_memory_bytes,
             "windows": windows,
         }
 
@@ -305,6 +321,17 @@ class SpeContextBench:
         }
 
 
+def limited(setting: Setting, plan: Plan, kept_share: float = KEPT_SHARE) -> Plan:
+    """The plan in memory that has room for a share of its cache."""
+    whole = predict(_placed(plan, memory_bytes=0), setting.shape, setting.profile)
+    limit = whole.best.peak_memory_bytes - (1 - kept_share) * whole.memory_bytes["kv"]
+    return _placed(plan, memory_bytes=int(limit))
+
+
+def _placed(plan: Plan, **placement: Any) -> Plan:
+    return replace(plan, placement=replace(plan.placement, **placement))
+
+
 def _lengths(setting: tuple[int, int, int, int]) -> str:
     """The name of a setting of the paper's Table 3."""
     context, new_tokens, *_ = setting
@@ -364,7 +391,7 @@ def main() -> None:
     """Runs the sections and saves each row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    sections = ("generation", "codes", "placements", "table3")
+    sections = ("generation", "placed", "codes", "placements", "table3")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
     parser.add_argument("--rows", nargs="+", default=(), help="Names of rows.")
     parser.add_argument("--tiny", action="store_true", help="Small sizes, which also run without a GPU.")
