@@ -128,14 +128,18 @@ class _Run:
 
     def random_models(self) -> None:
         """Measures steps and regret model by model, so that each model's weights are made once."""
+        every = {"steps", "regret"} & set(self.options.sections)
         for shape in self.sizes.models:
+            with_outputs = "outputs" in self.options.sections and shape.name == self.sizes.outputs_shape
+            if not (every or with_outputs):
+                continue
             self.on_progress(f"random weights of {shape.name}", 0, 1)
             memory_bytes = MEMORY_SHARE * free_bytes(self.device)
             machine = replace(Machine.of(self.options.profile), memory_bytes=memory_bytes)
             model = RandomModel.build(shape, self.device, machine)
             if "steps" in self.options.sections:
                 self._steps(model)
-            if "outputs" in self.options.sections and shape.name == self.sizes.outputs_shape:
+            if with_outputs:
                 self._outputs(model)
             if "regret" in self.options.sections:
                 self._regret(model)
