@@ -2,8 +2,9 @@
 
 The scheduler is vLLM's (V1, first come first served). A step decodes every sequence whose prompt is done, and gives
 what remains of its token budget to prompts, in chunks. A request is admitted when the blocks of its whole prompt are
-free. When sequences grow beyond the KV cache, the latest admitted one is preempted: it returns to the head of the
-queue, and its prompt and output so far are computed again.
+free. By default vLLM schedules a step while the one before runs, so a request that arrives meanwhile waits for both.
+When sequences grow beyond the KV cache, the latest admitted one is preempted: it returns to the head of the queue, and
+its prompt and output so far are computed again.
 
 Between two events the batch does not change, so that all steps until the next event are simulated at once, at the time
 of the middle one. Events are arrivals, ends of prompts and of outputs, and a full KV cache. A run of steps also ends
@@ -45,7 +46,7 @@ class Server:
     kv_tokens: that the KV cache holds. sequence_tokens: what a sequence takes of them beside its own tokens, such as
     the unused part of its last block. batched_tokens: budget of a step. decode_queries: tokens of the budget that a
     decoding sequence takes. max_chunks: prompts of a step. stages: of a pipeline, which the last chunk of a prompt
-    passes in turn.
+    passes in turn. ahead: steps are scheduled while the one before runs.
     """
 
     steps: StepTimes
@@ -56,6 +57,7 @@ class Server:
     decode_queries: int = 1
     max_chunks: int = 1 << 30
     stages: int = 1
+    ahead: bool = False
 
     def fits(self, requests: Requests) -> np.ndarray:
         """Which requests the KV cache can hold until their end, alone: [requests]."""
@@ -115,6 +117,7 @@ class _Replica:
         self.partial: list[int] = []  # a prompt that is not done: request, tokens done, tokens in all
         self.ends: list[tuple[int, int]] = []  # heap of (end in rounds, request)
         self.now_s, self.round, self.batch = 0.0, 0, 0
+        self.scheduled_s = 0.0  # when the next step was decided on
         self.context = 0.0  # tokens of all decoding sequences
         self.growth = 0.0  # tokens that they emit in a round
         self.kv = 0.0  # tokens that the cache holds
@@ -155,6 +158,8 @@ class _Replica:
     def _schedule(self) -> list[tuple[int, int, int, bool]]:
         """The prompts of the next step: request, tokens, tokens before them, and whether the prompt is done then."""
         server, chunks = self.server, []
+        if not (server.ahead and (self.batch or self.partial)):
+            self.scheduled_s = self.now_s
         budget = server.batched_tokens - self.batch * server.decode_queries
         if self.partial and budget > 0:
             index, done, target = self.partial
@@ -167,7 +172,7 @@ class _Replica:
                 break
             if self.returned:
                 index = self.returned[0]
-            elif self.arrived < self.count and self.arrival_s[self.arrived] <= self.now_s:
+            elif self.arrived < self.count and self.arrival_s[self.arrived] <= self.scheduled_s:
                 index = self.arrived
             else:
                 break
@@ -242,6 +247,7 @@ class _Replica:
     def _advance(self, rounds: int, seconds: float) -> None:
         """All decoding sequences run some rounds; those that are done leave."""
         self.now_s += seconds
+        self.scheduled_s = self.now_s - seconds / rounds
         self.kv_token_s += seconds * (self.kv + rounds * self.growth / 2)
         self.round += rounds
         self.decoded_rounds += rounds * self.batch
@@ -305,9 +311,10 @@ class _Replica:
             steps = max(int(room / self.growth), 1)
         step_s = server.steps.decode_s(self.batch, self.context + self.growth * (steps - 1) / 2)
         if self.arrived < self.count and not self.returned and len(self.admitted) < server.max_num_seqs:
-            wait_s = self.arrival_s[self.arrived] - self.now_s
-            if 0 < wait_s < steps * step_s:
-                steps = math.ceil(wait_s / step_s)
+            arrival_s = self.arrival_s[self.arrived]
+            until = max(math.ceil((arrival_s - self.now_s) / step_s), 0) + server.ahead
+            if arrival_s > self.scheduled_s and until < steps:
+                steps = until
                 step_s = server.steps.decode_s(self.batch, self.context + self.growth * (steps - 1) / 2)
         seconds = steps * step_s
         self.decode_s += seconds

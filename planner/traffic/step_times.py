@@ -163,7 +163,9 @@ class Replica:
         # The last block of a sequence is half full on average.
         sequence_tokens = sizes.sequence / sizes.token + (PAGE_TOKENS - 1) / 2
         stages = question.workload.parallel.pipeline
-        return Server(steps, room / sizes.token, sequence_tokens, batched_tokens, seqs, queries, max_chunks, stages)
+        capacity = room / sizes.token, sequence_tokens
+        ahead = engine is not None
+        return Server(steps, *capacity, batched_tokens, seqs, queries, max_chunks, stages, ahead)
 
     @cached_property
     def kv_sizes(self) -> KVSizes:

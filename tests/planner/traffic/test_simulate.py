@@ -29,7 +29,7 @@ class LinearSteps:
 
 def serve_step_by_step(requests: Requests, server: Server) -> tuple[list[float], list[float], int]:
     """The same scheduler without skipping a step, and with every sequence's tokens counted for itself."""
-    waiting, now_s, preemptions = list(range(len(requests))), 0.0, 0
+    waiting, now_s, preemptions, scheduled_s = list(range(len(requests))), 0.0, 0, 0.0
     first_s, finish_s = [np.nan] * len(requests), [np.nan] * len(requests)
     emitted = [0] * len(requests)
     running: list[dict[str, int]] = []  # in the order of admission: index, done, target, held
@@ -46,6 +46,8 @@ def serve_step_by_step(requests: Requests, server: Server) -> tuple[list[float],
             waiting.insert(0, running.pop()["index"])
             preemptions, preempted = preemptions + 1, True
         decodes, chunks = decoding(), []
+        if not (server.ahead and running):
+            scheduled_s = now_s
         budget = 0 if preempted else server.batched_tokens - len(decodes)
         for each in running:
             if each["done"] < each["target"] and budget > 0:
@@ -54,7 +56,7 @@ def serve_step_by_step(requests: Requests, server: Server) -> tuple[list[float],
         while budget > 0 and waiting and len(running) < server.max_num_seqs:
             index = waiting[0]
             target = int(requests.prompt_tokens[index]) + emitted[index]
-            arrived = requests.arrival_s[index] <= now_s
+            arrived = requests.arrival_s[index] <= scheduled_s
             if not arrived or target + server.sequence_tokens > server.kv_tokens - kv() - len(decodes):
                 break
             each = {"index": waiting.pop(0), "done": 0, "target": target, "held": target}
@@ -68,7 +70,7 @@ def serve_step_by_step(requests: Requests, server: Server) -> tuple[list[float],
             continue
         held = sum(each["held"] for each in decodes)
         sizes = [(size, each["done"]) for each, size in chunks]
-        steps = server.steps
+        steps, scheduled_s = server.steps, now_s
         now_s += steps.mixed_s(len(decodes), held, sizes) if sizes else steps.decode_s(len(decodes), held)
         for each, size in chunks:
             each["done"] += size
@@ -99,9 +101,12 @@ SERVER = Server(LinearSteps(), kv_tokens=1e6, sequence_tokens=7.5, batched_token
     [
         (5.0, SERVER),
         (40.0, SERVER),
+        (5.0, replace(SERVER, ahead=True)),
+        (40.0, replace(SERVER, ahead=True)),
         (40.0, replace(SERVER, max_num_seqs=3)),
         (40.0, replace(SERVER, batched_tokens=64, max_num_seqs=64)),
         (40.0, replace(SERVER, kv_tokens=6000.0)),
+        (40.0, replace(SERVER, kv_tokens=6000.0, ahead=True)),
         (100.0, replace(SERVER, kv_tokens=4600.0, sequence_tokens=0.0)),
     ],
 )
