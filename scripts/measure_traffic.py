@@ -1,101 +1,300 @@
-"""Serves simulated traffic on a real vLLM, and puts what it took beside what was predicted before it ran.
+"""Serves simulated traffic on vLLM, and puts what it took beside what was predicted before it ran.
 
-    python scripts/measure_traffic.py --output traffic.json [--gpu h200] [--rates 0.5,1.5,2.2] [--requests 300]
-    python scripts/measure_traffic.py --output traffic.json --url http://localhost:8000
+    python scripts/measure_traffic.py --output traffic.json [--seconds 270] [--only mixed lognormal uniform]
 
-Without --url it starts `vllm serve` with dummy weights of Llama-3.1-8B and a tokenizer of words, so that nothing is
-downloaded. Prompts are random tokens; arrivals and lengths are those of `ridgeplan capacity` with the same seed. The
-predictions are written first, the measurements of each rate as they end: `rows`, one for each rate. `knees` have all
-requests at once, so that their throughput is the most that the engine reaches. `mixed` are single steps: prompts that
-arrive while others decode, and the decodes' gap between two tokens meanwhile. Watts are those of nvidia-smi, if any.
+Needs a GPU and vLLM, which runs in this process with dummy weights of Llama-3.1-8B, so that each of its steps is seen.
+Prompts are random tokens; arrivals and lengths are those of `ridgeplan capacity` with the same seed. Predictions are
+written first, then each measurement as it ends:
+
+- `mixed`: chosen prompts beside 0 to 64 decoding sequences, the median of repeated steps;
+- `rows`: percentiles and throughput at three rates of each distribution of lengths, and the watts of nvidia-smi;
+- `knees`: all requests at once, so that their throughput is the most that the engine reaches;
+- `steps`: every step that processed a prompt while these were served; `decode_steps`: the others, by batch.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure_vllm import LLAMA_8B
+from measure_vllm import LLAMA_8B, beside_others, engine_memory, gpu_turn
 
+from ridgeplan.dashboards.files import write_atomically
 from ridgeplan.planner import SearchOptions, Traffic, serving_capacity
 from ridgeplan.planner.question import ask
 from ridgeplan.planner.search import best_of_preset
-from ridgeplan.planner.traffic.requests import Requests, generate_requests, parse_lengths, parse_rates
+from ridgeplan.planner.traffic.requests import Requests, generate_requests, parse_lengths
 from ridgeplan.planner.traffic.serving import DEFAULT_PRESET, PERCENTILES
+from ridgeplan.planner.traffic.simulate import Chunk, StepTimes
 from ridgeplan.planner.traffic.step_times import Replica
-from ridgeplan.validate.engine_steps import CompletionsServer, EngineFailed, Stream, random_prompts
+from ridgeplan.validate.engine_steps import InProcessVllm
 
-MODEL, PORT, START_S, MAX_TOKENS = "meta-llama/Llama-3.1-8B", 8123, 400.0, 131_072
-DISTRIBUTIONS = {"lognormal": ("lognormal:4k", "lognormal:256"), "constant": ("8k", "256")}
+MODEL, MAX_TOKENS, MODEL_LEN = "meta-llama/Llama-3.1-8B", 131_072, 40_000
+BATCHED_TOKENS, MAX_NUM_SEQS = 8192, 128
+GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, *range(8, MAX_NUM_SEQS + 1, 8)]}
 ALL_AT_ONCE = 1000.0  # requests per second
-DECODES, CONTEXT, NEW_TOKENS, PAUSE_S = (1, 16, 64), 4096, 512, 0.2  # of a mixed step
-PROMPTS = (512, 2048, 8000)  # with 64 decodes, the last is just within vLLM's 8192 tokens per step
-Send = Callable[[list[int], int], Stream]
+SPAN_S = 14.0  # in which the requests of a rate arrive
+DECODES, CONTEXT, HELD_TOKENS, REPEATS = (0, 1, 16, 64), 4096, 4000, 3  # of mixed steps
+# With 64 decodes, 8000 tokens are just within a step's budget; the last prompt takes two.
+PROMPTS = ((512,), (2048,), (8000,), (1024,) * 4, (16_000,))
 
 
-def serve(requests: Requests, prompts: Sequence[list[int]], send: Send) -> list[tuple[float, float, int]]:
-    """Sends each request at its time: seconds to its first and to its last token, and how many tokens it got."""
-    started = time.perf_counter() + 0.5
+@dataclass(frozen=True)
+class Load:
+    """Lengths, rates below the knee in requests per second, and how many requests come at once at the knee."""
 
-    def run(index: int) -> tuple[float, float, int]:
-        due = started + float(requests.arrival_s[index])
-        time.sleep(max(due - time.perf_counter(), 0.0))
-        stream = send(prompts[index], int(requests.output_tokens[index]))
-        return stream.stamps[0] - due, stream.stamps[-1] - due, stream.tokens
+    isl: str
+    osl: str
+    rates: tuple[float, ...]
+    at_once: int
 
-    with ThreadPoolExecutor(len(requests)) as pool:
-        return list(pool.map(run, range(len(requests))))
+    def requests(self, rate: float) -> int:
+        """How many requests are served at a rate."""
+        return self.at_once if rate == ALL_AT_ONCE else round(rate * SPAN_S)
 
 
-def mixed_step_s(decodes: Sequence[list[int]], prompts: Iterator[list[int]], send: Send) -> float | None:
-    """Seconds of a step that processes a prompt while all `decodes` decode: the median gap between two of their tokens.
+LOADS = {
+    "lognormal": Load("lognormal:1k", "lognormal:256", (6.0, 12.0, 18.0), 300),
+    "uniform": Load("uniform:1k..7k", "128", (2.0, 4.0, 7.0), 128),
+}
 
-    Prompts are sent one after another until the decodes end; None where none of them met all decodes.
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the engine: decoding sequences, their tokens together, chunks of prompts, and its seconds."""
+
+    decodes: int
+    tokens: int
+    chunks: tuple[Chunk, ...]
+    seconds: float
+
+
+class StepLog:
+    """Every step of an engine in this process, in order.
+
+    A step begins when the one before ends, or, where it was scheduled later than that, when it is scheduled.
     """
-    met: list[tuple[float, float]] = []
-    with ThreadPoolExecutor(len(decodes)) as pool:
-        running = [pool.submit(send, prompt, NEW_TOKENS) for prompt in decodes]
-        while not all(each.done() for each in running):
-            sent = time.perf_counter()
-            met.append((sent, send(next(prompts), 1).stamps[0]))
-            time.sleep(PAUSE_S)
-        stamps = [np.array(each.result().stamps) for each in running]
-    first, last = max(each[0] for each in stamps), min(each[-1] for each in stamps)
-    gaps = [
-        float(np.diff(each)[(each[1:] > sent) & (each[:-1] < answered)].max())
-        for sent, answered in met
-        if first < sent and answered < last
-        for each in stamps
-    ]
-    return statistics.median(gaps) if gaps else None
+
+    def __init__(self, scheduler: Any) -> None:
+        self.steps: list[Step] = []
+        self._prompts: dict[str, int] = {}
+        self._scheduled_s: dict[int, float] = {}
+        self._ended_s = 0.0
+        self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
+        scheduler.schedule, scheduler.update_from_output = self._scheduled, self._ended
+
+    def _scheduled(self, *arguments: Any, **named: Any) -> Any:
+        output = self._schedule(*arguments, **named)
+        self._scheduled_s[id(output)] = time.perf_counter()
+        return output
+
+    def _ended(self, output: Any, *rest: Any) -> Any:
+        now_s = time.perf_counter()
+        started_s = max(self._scheduled_s.pop(id(output)), self._ended_s)
+        if output.num_scheduled_tokens:
+            self.steps.append(Step(*self._contents(output), now_s - started_s))
+            self._ended_s = now_s
+        return self._update(output, *rest)
+
+    def _contents(self, output: Any) -> tuple[int, int, tuple[Chunk, ...]]:
+        """Decoding sequences, their tokens, and the chunks of prompts."""
+        cached = output.scheduled_cached_reqs
+        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request in output.scheduled_new_reqs:
+            self._prompts[request.req_id] = len(request.prompt_token_ids)
+            before[request.req_id] = request.num_computed_tokens
+        decoding = [done for name, done in before.items() if done >= self._prompts[name]]
+        chunks = [
+            (output.num_scheduled_tokens[name], done) for name, done in before.items() if done < self._prompts[name]
+        ]
+        return len(decoding), sum(decoding), tuple(chunks)
 
 
-def predicted_mixed_steps(gpu: str) -> list[dict[str, Any]]:
-    """Milliseconds of every mixed step, and of the decodes alone."""
-    question = ask(MODEL, gpu, CONTEXT, SearchOptions(backend="vllm", new_tokens=NEW_TOKENS))
-    steps = Replica(best_of_preset(DEFAULT_PRESET, question).plan, question, MAX_TOKENS).server().steps
-    mean = CONTEXT + NEW_TOKENS / 2
-    return [
-        {
-            "decodes": count, "context": CONTEXT, "prompt": size,
-            "decode_ms": 1e3 * steps.decode_s(count, count * mean),
-            "predicted_ms": 1e3 * steps.mixed_s(count, count * mean, [(size, 0)]),
-        }
-        for count in DECODES
-        for size in PROMPTS
-    ]  # fmt: skip
+@dataclass(frozen=True)
+class Client:
+    """Sends requests to an engine in this process."""
+
+    engine: Any
+    names: Iterator[int]
+
+    def add(self, prompt: list[int], tokens: int) -> str:
+        """Adds a request for so many tokens; returns its name."""
+        vllm, name = import_module("vllm"), str(next(self.names))
+        delta = import_module("vllm.sampling_params").RequestOutputKind.DELTA
+        params = vllm.SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=delta
+        )
+        self.engine.add_request(name, {"type": "token", "prompt_token_ids": prompt}, params)
+        return name
+
+    def finish(self, names: Sequence[str]) -> None:
+        """Runs steps until all these requests have ended."""
+        left = set(names)
+        while left:
+            left -= {output.request_id for output in self.engine.step() if output.finished}
+
+    def run(self, steps: int) -> None:
+        """Runs steps of the engine."""
+        for _ in range(steps):
+            self.engine.step()
+
+    def serve(
+        self, requests: Requests, prompts: Sequence[list[int]], until_s: float
+    ) -> list[tuple[float, float, int]] | None:
+        """Sends each request at its time: seconds to its first and to its last token, and how many tokens it got.
+
+        None where they have not all ended at the time `until_s`; the engine then drops the others.
+        """
+        names: dict[str, int] = {}
+        first_s, last_s, tokens = [0.0] * len(requests), [0.0] * len(requests), [0] * len(requests)
+        started_s, ended = time.perf_counter(), 0
+        while ended < len(requests):
+            now_s = time.perf_counter() - started_s
+            while len(names) < len(requests) and requests.arrival_s[len(names)] <= now_s:
+                index = len(names)
+                names[self.add(prompts[index], int(requests.output_tokens[index]))] = index
+            if not self.engine.has_unfinished_requests():
+                time.sleep(max(float(requests.arrival_s[len(names)]) - now_s, 0.0))
+                continue
+            outputs = self.engine.step()
+            now_s = time.perf_counter() - started_s
+            if started_s + now_s > until_s:
+                self.engine.abort_request(list(names))
+                return None
+            for output in outputs:
+                index, new = names[output.request_id], len(output.outputs[0].token_ids)
+                if new:
+                    first_s[index] = first_s[index] or now_s - requests.arrival_s[index]
+                    last_s[index], tokens[index] = now_s - requests.arrival_s[index], tokens[index] + new
+                ended += output.finished
+        return list(zip(first_s, last_s, tokens, strict=True))
+
+
+def run_mixed_steps(client: Client, draw: np.random.Generator) -> None:
+    """Processes every group of prompts beside each number of decoding sequences, several times."""
+    held: list[str] = []
+    for count in DECODES:
+        held += [client.add(random_tokens(draw, CONTEXT), HELD_TOKENS) for _ in range(count - len(held))]
+        client.run(len(held) and 4 + len(held) * CONTEXT // BATCHED_TOKENS)
+        for sizes, _ in itertools.product(PROMPTS, range(REPEATS)):
+            client.finish([client.add(random_tokens(draw, size), 1) for size in sizes])
+            client.run(3 if held else 0)
+    client.engine.abort_request(held)
+    client.run(2)  # what was scheduled with them
+
+
+def mixed_rows(log: Sequence[Step], steps: StepTimes) -> list[dict[str, Any]]:
+    """Steps with equal prompts beside as many decodes that ran at least twice: their median, and what is predicted."""
+    groups: dict[tuple[int, tuple[Chunk, ...]], list[Step]] = defaultdict(list)
+    for step in log:
+        groups[step.decodes, step.chunks].append(step)
+    rows = []
+    for (decodes, chunks), same in groups.items():
+        if chunks and len(same) > 1:
+            measured_s = statistics.median(step.seconds for step in same)
+            tokens = statistics.mean(step.tokens for step in same)
+            predicted_s = steps.mixed_s(decodes, tokens, chunks)
+            row = {"decodes": decodes, "tokens": round(tokens), "chunks": chunks, "count": len(same)}
+            rows.append({**row, "predicted_ms": 1e3 * predicted_s, **error_of(predicted_s, measured_s)})
+    return rows
+
+
+def decode_rows(log: Sequence[Step], steps: StepTimes) -> list[dict[str, Any]]:
+    """Steps without prompts, by the number of sequences."""
+    groups: dict[int, list[Step]] = defaultdict(list)
+    for step in log:
+        if not step.chunks:
+            groups[step.decodes].append(step)
+    rows = []
+    for decodes, same in sorted(groups.items()):
+        measured_s = statistics.median(step.seconds for step in same)
+        tokens = statistics.median(step.tokens for step in same)
+        predicted_s = steps.decode_s(decodes, tokens)
+        row = {"decodes": decodes, "tokens": round(tokens), "count": len(same), "predicted_ms": 1e3 * predicted_s}
+        rows.append({**row, **error_of(predicted_s, measured_s)})
+    return rows
+
+
+def error_of(predicted_s: float, measured_s: float) -> dict[str, float]:
+    """Milliseconds that were measured, and the relative error of the prediction."""
+    return {"measured_ms": round(1e3 * measured_s, 4), "error": predicted_s / measured_s - 1}
+
+
+def predicted_steps(gpu: str) -> StepTimes:
+    """Step times of the simulation."""
+    question = ask(MODEL, gpu, CONTEXT, SearchOptions(backend="vllm"))
+    replica = Replica(best_of_preset(DEFAULT_PRESET, question).plan, question, MAX_TOKENS)
+    return replica.server(BATCHED_TOKENS, MAX_NUM_SEQS).steps
+
+
+def predicted_rows(gpu: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each rate of each load, and one for all requests at once."""
+    rows = []
+    for name, load in ((name, load) for name, load in LOADS.items() if name in names):
+        for rate in (*load.rates, ALL_AT_ONCE):
+            answer = serving_capacity(
+                MODEL, gpu, (rate,), isl=load.isl, osl=load.osl, traffic=traffic_of(load, rate), backend="vllm"
+            )
+            rows.append({"lengths": name, "rate": rate, "predicted": asdict(answer.rows[0])})
+    return rows
+
+
+def traffic_of(load: Load, rate: float) -> Traffic:
+    """The simulation's options, which are those of the engine too."""
+    return Traffic(requests=load.requests(rate), replicas=1, batched_tokens=BATCHED_TOKENS, max_num_seqs=MAX_NUM_SEQS)
+
+
+def measure_row(row: dict[str, Any], client: Client, until_s: float) -> None:
+    """Serves the requests of a row and adds what was measured."""
+    load = LOADS[row["lengths"]]
+    traffic = traffic_of(load, row["rate"])
+    lengths = parse_lengths(load.isl), parse_lengths(load.osl)
+    rng = np.random.default_rng(traffic.seed)
+    requests = generate_requests(row["rate"], traffic.requests, *lengths, MAX_TOKENS, traffic.burstiness, rng)
+    prompts = [random_tokens(rng, size) for size in requests.prompt_tokens]
+    with measured_watts() as watts:
+        served = client.serve(requests, prompts, until_s)
+    if served is None:
+        row["unfinished"] = True
+        return
+    row["measured"] = summary(requests, served)
+    row["errors"] = {name: row["predicted"][name] / value - 1 for name, value in row["measured"].items()}
+    if watts:
+        row["watts"] = statistics.mean(watts)
+        row["joules_per_output_token"] = row["watts"] / row["measured"]["output_tokens_per_s"]
+
+
+def random_tokens(draw: np.random.Generator, count: int) -> list[int]:
+    """A prompt that no cache has."""
+    return [int(token) for token in draw.integers(1000, 100_000, count)]
+
+
+def summary(requests: Requests, served: Sequence[tuple[float, float, int]]) -> dict[str, float]:
+    """Percentiles and throughput under the names of `LoadRow`."""
+    first_s, last_s, tokens = (np.array(column) for column in zip(*served, strict=True))
+    several = tokens > 1
+    tpot_s = (last_s - first_s)[several] / (tokens[several] - 1)
+    span_s = float((requests.arrival_s + last_s).max())
+    times = {
+        f"{name}_p{percentile}_ms": 1e3 * float(np.percentile(seconds, percentile))
+        for name, seconds in (("ttft", first_s), ("tpot", tpot_s))
+        for percentile in PERCENTILES
+    }
+    return {**times, "output_tokens_per_s": float(tokens.sum()) / span_s, "requests_per_s": len(served) / span_s}
 
 
 @contextmanager
@@ -116,64 +315,23 @@ def measured_watts() -> Iterator[list[float]]:
             watts += [float(line)] if line.strip().replace(".", "", 1).isdigit() else []
 
 
-def summary(requests: Requests, served: Sequence[tuple[float, float, int]]) -> dict[str, float]:
-    """Percentiles and throughput under the names of `LoadRow`."""
-    first_s, last_s, tokens = (np.array(column) for column in zip(*served, strict=True))
-    several = tokens > 1
-    tpot_s = (last_s - first_s)[several] / (tokens[several] - 1)
-    span_s = float((requests.arrival_s + last_s).max())
-    times = {
-        f"{name}_p{percentile}_ms": 1e3 * float(np.percentile(seconds, percentile))
-        for name, seconds in (("ttft", first_s), ("tpot", tpot_s))
-        for percentile in PERCENTILES
-    }
-    return {**times, "output_tokens_per_s": float(tokens.sum()) / span_s, "requests_per_s": len(served) / span_s}
-
-
-def write_dummy_model(folder: Path) -> None:
-    """The config.json of Llama-3.1-8B and a tokenizer of as many words."""
+def started_engine(folder: Path) -> InProcessVllm:
+    """vLLM with dummy weights of the shape of Llama-3.1-8B."""
     (folder / "config.json").write_text(json.dumps(LLAMA_8B), encoding="utf-8")
-    write_tokenizer(folder, LLAMA_8B["vocab_size"])
+    (folder / "generation_config.json").write_text("{}", encoding="utf-8")
+    return InProcessVllm.start(
+        str(folder), LLAMA_8B["vocab_size"], MODEL_LEN, load_format="dummy", dtype="bfloat16",
+        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=BATCHED_TOKENS, compilation_config=GRAPHS, **beside_others(),
+    )  # fmt: skip
 
 
-def write_tokenizer(folder: Path, words: int) -> None:
-    """A tokenizer of the words w0, w1, ..."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocab = {f"w{index}": index for index in range(words)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "model_max_length": MAX_TOKENS}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-
-
-@contextmanager
-def running_server(url: str | None) -> Iterator[CompletionsServer]:
-    """The server of a URL, or a vLLM that is started, and ends with the block."""
-    if url is not None:
-        yield CompletionsServer.connect(url, LLAMA_8B["vocab_size"])
-        return
-    with tempfile.TemporaryDirectory() as name:
-        write_dummy_model(Path(name))
-        command = ["vllm", "serve", name, "--load-format", "dummy", "--port", str(PORT), "--max-model-len", "131072"]
-        process = subprocess.Popen([*command, "--no-enable-prefix-caching"])
-        try:
-            yield _connected(process, f"http://127.0.0.1:{PORT}")
-        finally:
-            process.terminate()
-            process.wait(60)
-
-
-def _connected(process: subprocess.Popen[bytes], url: str) -> CompletionsServer:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            return CompletionsServer.connect(url, LLAMA_8B["vocab_size"])
-        except EngineFailed:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise
-            time.sleep(2)
+def to_text(document: dict[str, Any]) -> str:
+    """JSON with a line for each row."""
+    parts = []
+    for key, value in document.items():
+        rows = ",\n".join(json.dumps(row) for row in value) if isinstance(value, list) else ""
+        parts.append(f"{json.dumps(key)}: " + (f"[\n{rows}\n]" if rows else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def main() -> None:
@@ -181,54 +339,52 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--gpu", default="h200")
-    parser.add_argument("--url")
-    parser.add_argument("--rates", type=parse_rates, default=parse_rates("1,3,5"))
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--lengths", choices=[*DISTRIBUTIONS], nargs="*", default=[*DISTRIBUTIONS])
+    parser.add_argument("--seconds", type=float, default=270.0, help="in all, start of the engine included")
+    parser.add_argument("--only", choices=["mixed", *LOADS], nargs="*", default=["mixed", *LOADS])
     options = parser.parse_args()
-    traffic = Traffic(requests=options.requests, replicas=1)
-    rows: list[dict[str, Any]] = []
-    for name in options.lengths:
-        rates, (isl, osl) = (*options.rates, ALL_AT_ONCE), DISTRIBUTIONS[name]
-        answer = serving_capacity(MODEL, options.gpu, rates, isl=isl, osl=osl, traffic=traffic, backend="vllm")
-        rows += [{"lengths": name, "rate": row.rate, "predicted": asdict(row)} for row in answer.rows]
+    until_s = time.perf_counter() + options.seconds
+    rows, steps = predicted_rows(options.gpu, options.only), predicted_steps(options.gpu)
     document = {
-        "date": time.strftime("%Y-%m-%d"), "gpu": options.gpu, "requests": options.requests,
+        "date": time.strftime("%Y-%m-%d"), "gpu": options.gpu, "mixed": [],
         "rows": [row for row in rows if row["rate"] != ALL_AT_ONCE],
         "knees": [row for row in rows if row["rate"] == ALL_AT_ONCE],
-        "mixed": predicted_mixed_steps(options.gpu),
     }  # fmt: skip
 
-    def save(row: dict[str, Any] | None = None) -> None:
-        if row is not None:
+    def save(*printed: dict[str, Any]) -> None:
+        for row in printed:
             print(json.dumps({key: value for key, value in row.items() if key != "predicted"}), flush=True)
-        options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(f"{until_s - time.perf_counter():.0f} s left", flush=True)
+        write_atomically(options.output, to_text(document))
 
     save()
-    with running_server(options.url) as server:
-        document["vllm"] = server.version
-        server.stream(random_prompts(server.vocab, 4096, 1)[0], 32)  # compiles what the first request needs
-        draw = np.random.default_rng(2)
-        for step in document["mixed"]:
-            decodes = draw.integers(1000, 100_000, (step["decodes"], CONTEXT)).tolist()
-            prompts = iter(lambda size=step["prompt"]: draw.integers(1000, 100_000, size).tolist(), None)
-            seconds = mixed_step_s(decodes, prompts, server.stream)
-            if seconds is not None:
-                step |= {"measured_ms": 1e3 * seconds, "error": step["predicted_ms"] / (1e3 * seconds) - 1}
-            save(step)
-        for place, row in enumerate(rows):
-            lengths = (parse_lengths(text) for text in DISTRIBUTIONS[row["lengths"]])
-            rng = np.random.default_rng(traffic.seed)
-            requests = generate_requests(row["rate"], traffic.requests, *lengths, MAX_TOKENS, traffic.burstiness, rng)
-            draw = np.random.default_rng([1, place])
-            texts = [draw.integers(1000, 100_000, size).tolist() for size in requests.prompt_tokens]
-            with measured_watts() as watts:
-                row["measured"] = summary(requests, serve(requests, texts, server.stream))
-            row["errors"] = {name: row["predicted"][name] / value - 1 for name, value in row["measured"].items()}
-            if watts:
-                row["watts"] = statistics.mean(watts)
-                row["joules_per_output_token"] = row["watts"] / row["measured"]["output_tokens_per_s"]
-            save(row)
+    with tempfile.TemporaryDirectory() as name:
+        with gpu_turn(timed=False):
+            vllm = started_engine(Path(name))
+        document |= {"vllm": vllm.version, "engine": engine_memory(vllm.llm)}
+        with gpu_turn(timed=True):
+            measure(document, vllm.llm.llm_engine, steps, until_s, options.only, save)
+
+
+def measure(
+    document: dict[str, Any], engine: Any, steps: StepTimes, until_s: float, only: Sequence[str], save: Any
+) -> None:
+    """Adds measurements to the document, as long as there is time; `save` is called with each."""
+    log, client = StepLog(engine.engine_core.engine_core.scheduler), Client(engine, itertools.count())
+    draw = np.random.default_rng(2)
+    client.finish([client.add(random_tokens(draw, size), 8) for size in (64, 2048, CONTEXT, 16_000)])  # a warm-up
+    if "mixed" in only:
+        log.steps.clear()
+        run_mixed_steps(client, draw)
+        document["mixed"] = mixed_rows(log.steps, steps)
+        save(*document["mixed"])
+    log.steps.clear()
+    for row in (*document["rows"], *document["knees"]):
+        measure_row(row, client, until_s)
+        document["steps"] = [
+            [step.decodes, step.tokens, step.chunks, round(1e3 * step.seconds, 3)] for step in log.steps if step.chunks
+        ]
+        document["decode_steps"] = decode_rows(log.steps, steps)
+        save(row)
 
 
 if __name__ == "__main__":

@@ -216,6 +216,18 @@ def beside_others(kv_gb: str | None = None) -> dict[str, Any]:
     return {"kv_cache_memory_bytes": int(1e9 * float(kv_gb)), "gpu_memory_utilization": 0.1}
 
 
+def write_tokenizer(folder: Path, words: int) -> None:
+    """A tokenizer of the words w0, w1, ..., for dummy models of servers that want text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {f"w{index}": index for index in range(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "model_max_length": 131_072}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
 def spread_routers(model: Any) -> int:
     """Gives every router normal weights of its own; how many there are."""
     import torch
