@@ -1,97 +1,213 @@
 r"""Times plans with drafters on a GPU beside the best plan without: code, documentation and prose, four workloads.
 
-For every kind of text and workload it plans Llama-3.1-8B with and without drafters, and runs `ridgeplan bench suite`
-with a small real model inflated to that shape: acceptance is real, time is the large model's. One command makes the
-results file, which has the suite's documents by kind of text and workload:
+A small real model is inflated to a large shape: acceptance is real, time is the large model's. All plans of a workload
+have the weights of the planner's best plan without drafters, so that one prefill of a text fills the caches of all of
+them. Every plan then continues the text once. Rows are saved one by one; a run continues a file that is there:
 
-    python scripts/measure_drafters.py drafters_h200.json --code code.py --docs manual.md --prose novel.txt \
-        --drafter-head head/
+    python scripts/measure_drafters.py drafters_h200.json --model MODEL.gguf --drafter-head head/ \
+        --code code.txt --docs docs.txt --prose novel.txt --seconds 280
 
 A head of the small model (`ridgeplan distill --drafter --draft-vocab 32000`) is placed in the large shape as the small
 model is: its products, its cache and its 32,000 draft tokens have the sizes of a head for Llama-3.1-8B, and its
 proposals are the small head's (`Inflater.draft_head` in validate/decode_bench/inflation.py).
-
-The texts need 130k tokens for all workloads; shorter ones leave the long workloads out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
+
+import torch
+from results_file import ResultsFile, free
 
 from ridgeplan import planner
+from ridgeplan.dashboards.cli.bench_decode import WorkloadParam
+from ridgeplan.dashboards.cli.model_inputs import embedded_or
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
-from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan, Speculation, TextKind, Workload
+from ridgeplan.planner.resolution import resolve
+from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, KVCache, KVFormat, Plan, Speculation, TextKind, Weights
+from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.runtime import Engine, SamplingParams, WorkloadError
+from ridgeplan.runtime.model.weights import DecoderWeights
+from ridgeplan.validate.comparison import compare_measured
+from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
+from ridgeplan.validate.decode_bench.report import DecodeCase, DecodeRow
+from ridgeplan.validate.measure import WARM_TOKENS, measure
+from ridgeplan.validate.prompts import LIKELY_CHARACTERS_PER_TOKEN, prompt_batch, read_prompt
 
-RUN = "from ridgeplan.dashboards.cli import main; main()"
 SHAPE = "Llama-3.1-8B"
-WORKLOADS = ((4096, 1), (32768, 1), (32768, 8), (122880, 1))
-NEW_TOKENS, DEPTH = 512, 4
+WORKLOADS = ("4096x1", "122880x1", "32768x1", "32768x8")  # the first three share their weights
+NEW_TOKENS = 256
+DEPTH, PASSES = 4, 3  # of suffix proposals, and of the largest round that adapts
+HEAD_DEPTH = 3  # as of the passes that were measured in vLLM
+NOT_MEASURED = ("prefill", "peak memory", "speed-up over plain decoding")  # of plans that share a prefill
 
 
-def plans(context: int, batch: int, kind: str, gpu: str, head: str, folder: Path) -> list[Path]:
-    """Files of the best plan with any drafter, its adaptive form, those of each drafter, and the best plan without."""
-    ask = {"batch": batch, "new_tokens": NEW_TOKENS, "yarn": True}
-    best = planner.recommend(SHAPE, gpu, context, text=kind, drafter_head=head or None, **ask)
-    cascade = planner.estimate(SHAPE, gpu, context, preset="cascade", text=kind, **ask)
-    without = planner.recommend(SHAPE, gpu, context, **ask).plan
-    chosen = {"best": best.plan, "adaptive": best.adaptive, "suffix cascade": cascade.plan, "without": without}
-    for name, passes in (("head", 0), ("head cascade", 1)) if head else ():
-        chosen[name] = with_head(best.plan.workload, cascade.plan, passes, head_settings(head).window)
-    paths = []
-    for name, plan in chosen.items():
-        if plan is not None:
-            paths.append(folder / f"{kind}_{context}x{batch}_{name.replace(' ', '_')}.json")
-            paths[-1].write_text(plan.to_json())
-    return paths
+def name_of(plan: Plan) -> str:
+    """The row of a plan, by its drafter and the tier that this feeds."""
+    drafter = plan.speculation.drafter
+    kind = f"{drafter.kind}, adaptive" if plan.speculation.adaptive else str(drafter.kind)
+    return f"{kind} cascade" if drafter.cascades else kind
 
 
-def with_head(workload: Workload, cascade: Plan, passes: int, window: int) -> Plan:
-    """The cascade's formats with a head of depth 4: to the target, or to `passes` passes of the self-draft."""
-    drafter = Drafter(DrafterKind.HEAD, DEPTH, passes, window=window)
-    if passes:
-        speculation = replace(cascade.speculation, gamma=DEPTH, drafter=drafter)
-        return replace(cascade, workload=workload, speculation=speculation)
-    weights = replace(cascade.weights, draft_bits=cascade.weights.target_bits)
-    return replace(cascade, workload=workload, weights=weights, speculation=Speculation(DEPTH, drafter=drafter))
+def weights_of(plan: Plan, without: Plan) -> Weights:
+    """Those of the plan without drafters; drafters that feed the target need no second copy."""
+    speculation, weights = plan.speculation, without.weights
+    if speculation.drafter.active and not speculation.drafter.cascades and weights.draft_copy:
+        return replace(weights, draft_bits=weights.target_bits)
+    return weights
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module's docstring; the exit code."""
+def plans_for(model: InflatedModel, ask: dict[str, Any], kind: str, head: str) -> tuple[str, dict[str, Plan]]:
+    """The recommended row, and the plans of all rows; those without drafters are "none" and "self-drafts"."""
+    text = {"text": kind, "drafter_head": head or None}
+    best = planner.recommend(model.shape, options=None, **ask, **text).plan
+    without = planner.recommend(model.shape, options=None, **ask).plan
+    workload = best.workload
+    cascade = preset("cascade", workload)
+
+    def to_target(drafter: DrafterKind, depth: int, window: int = 0) -> Plan:
+        speculation = Speculation(depth, drafter=Drafter(drafter, depth, window=window))
+        return replace(cascade, kv=KVCache(KVFormat.INT8), speculation=speculation)
+
+    def through_drafts(drafter: Drafter, adaptive: bool = False) -> Plan:
+        changes = {"gamma": drafter.passes * (1 + drafter.depth), "drafter": drafter, "adaptive": adaptive}
+        return replace(cascade, speculation=replace(cascade.speculation, **changes))
+
+    self_drafts = replace(cascade, speculation=replace(cascade.speculation, gamma=PASSES, drafter=Drafter()))
+    plans = {"none": without, "self-drafts": self_drafts}
+    window = head_settings(head).window if head else 0
+    others = [to_target(DrafterKind.SUFFIX, DEPTH), cascade]
+    others += [to_target(DrafterKind.HEAD, HEAD_DEPTH, window)] if head else []
+    others += [through_drafts(Drafter(DrafterKind.SUFFIX, DEPTH, PASSES), adaptive=True)]
+    others += [through_drafts(Drafter(DrafterKind.HEAD, HEAD_DEPTH, 2, window=window))] if head else []
+    plans |= {name_of(plan): plan for plan in (*others, best)}
+    plans = {name: replace(plan, workload=workload, weights=weights_of(plan, without)) for name, plan in plans.items()}
+    if plans["self-drafts"] == plans["none"]:
+        del plans["self-drafts"]
+    return name_of(best), plans
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """The inflated model, what cells have in common, and the engines of the last cell.
+
+    drafts: 4-bit weights by group. engines: by plans that do not name a kind of text, unless they adapt by it.
+    """
+
+    model: InflatedModel
+    profile: Profile
+    file: ResultsFile
+    head: str
+    new_tokens: int
+    sampling: SamplingParams
+    drafts: dict[int, DecoderWeights] = field(default_factory=dict)
+    engines: dict[Plan, Engine] = field(default_factory=dict)
+
+    def cell(self, kind: str, text: str, context: int, batch: int) -> None:
+        """Measures the missing rows of a kind of text at a context and batch."""
+        section, begin = f"{kind} {context}x{batch}", time.monotonic()
+        ask = {"gpu": self.profile.hardware.name, "ctx": context, "batch": batch, "new_tokens": self.new_tokens}
+        recommended, plans = plans_for(self.model, {**ask, "yarn": True}, kind, self.head)
+        known = {row["row"] for row in self.file.results.get(section, [])}
+        plans = {name: plan for name, plan in plans.items() if name not in known}
+        if not plans:
+            return
+        needed = text[: LIKELY_CHARACTERS_PER_TOKEN * context * batch]  # to encode the rest takes seconds
+        prompts = prompt_batch(self.model.tokenizer, context, batch, needed)
+        engines = self._engines(plans, prompts)
+        filled = [engine for engine in engines.values() if isinstance(engine, Engine)]
+        if filled:
+            filled[0].prefill_with(filled[1:], prompts, self.new_tokens)
+        print(f"{section}: ready after {time.monotonic() - begin:.1f} s", flush=True)
+        rows = {name: partial(self._row, plan, engines[name], prompts) for name, plan in plans.items()}
+        self.file.measure(section, rows)
+        self.file.save(f"recommended, {section}", recommended)
+
+    def _engines(self, plans: dict[str, Plan], prompts: list[list[int]]) -> dict[str, Engine | str]:
+        """The plans' engines, ready to be measured, or why they cannot run; the engines of other plans are closed."""
+        keys = {name: self._key(plan) for name, plan in plans.items()}
+        for key in self.engines.keys() - set(keys.values()):
+            self.engines.pop(key).close()
+        free()
+        engines: dict[str, Engine | str] = {}
+        for name, key in keys.items():
+            try:
+                engines[name] = self.engines[key] if key in self.engines else self._new_engine(key, prompts)
+            except WorkloadError as error:  # such as too little memory beside the others
+                engines[name] = str(error)
+                free()
+        return engines
+
+    def _key(self, plan: Plan) -> Plan:
+        if plan.speculation.adaptive:
+            return plan
+        return replace(plan, workload=replace(plan.workload, text="", drafter_rows=""))
+
+    def _new_engine(self, plan: Plan, prompts: list[list[int]]) -> Engine:
+        group, copied = plan.weights.group, plan.weights.draft_copy
+        engine = self.model.engine(plan, self.drafts.get(group) if copied else None, profile=self.profile)
+        if copied:
+            self.drafts[group] = engine.draft_weights
+        if engine.device.type == "cuda":  # kernels are compiled and graphs captured
+            engine.generate([prompt[:WARM_TOKENS] for prompt in prompts], 2, self.sampling)
+        self.engines[plan] = engine
+        return engine
+
+    def _row(self, plan: Plan, engine: Engine | str, prompts: list[list[int]]) -> dict[str, Any]:
+        if isinstance(engine, str):
+            return {"error": engine}
+        measured = measure(engine, prompts, self.new_tokens, self.sampling, filled=True)
+        compared = compare_measured(plan, self.model.shape, self.profile, measured, function=self.model.function)
+        row = DecodeRow(DecodeCase.of(plan), plan.speculation.gamma, measured, compared, None).to_dict()
+        row["comparison"] = [each for each in row["comparison"] if each["name"] not in NOT_MEASURED]
+        return row
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--gpu", default="h200")
-    parser.add_argument("--model", help="small model that computes the tokens")
+    parser.add_argument("--gpu", default="h200", help="whose calibration predicts")
+    parser.add_argument("--shape", default=SHAPE, help="large model: a catalog name or a folder with a config.json")
+    parser.add_argument("--model", help="small model that computes the tokens; by default the embedded one")
     parser.add_argument("--drafter-head", default="", help="folder of its draft head")
-    parser.add_argument("--workloads", nargs="*", help="such as 4096x1, of those that are known")
+    parser.add_argument("--workloads", nargs="*", default=WORKLOADS, help="CONTEXTxBATCH")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="after which no further cell begins")
     for kind in TextKind:
-        parser.add_argument(f"--{kind}", type=Path)
-    chosen, document, failed = parser.parse_args(arguments), {}, 0
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in TextKind:
-            text = getattr(chosen, kind)
-            for context, batch in WORKLOADS if text else ():
-                if chosen.workloads and f"{context}x{batch}" not in chosen.workloads:
-                    continue
-                result = Path(folder) / "rows.json"
-                files = plans(context, batch, kind, chosen.gpu, chosen.drafter_head, Path(folder))
-                command = [sys.executable, "-c", RUN, "bench", "suite", "--model-shape", SHAPE]
-                command += ["--prompt-file", str(text), "--new-tokens", str(NEW_TOKENS), "--output", str(result)]
-                command += ["--model", chosen.model] if chosen.model else []
-                command += [word for path in files for word in ("--plan", str(path))]
-                if subprocess.run(command, check=False).returncode == 0:
-                    document[f"{kind} {context}x{batch}"] = json.loads(result.read_text())
-                    chosen.output.write_text(json.dumps(document, indent=1) + "\n")
-                else:
-                    failed += 1
-    return int(failed > 0)
+        parser.add_argument(f"--{kind}", type=Path, help="text file")
+    chosen, end = parser.parse_args(arguments), time.monotonic()
+    end += chosen.seconds
+    shape, profile = resolve(chosen.shape, chosen.gpu)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = InflatedModel.load(embedded_or(chosen.model), shape, device)
+    texts = {kind: read_prompt(path) for kind in TextKind if (path := getattr(chosen, kind))}
+    file, sampling = ResultsFile.at(chosen.output), SamplingParams(temperature=chosen.temperature)
+    file.save("settings", {
+        "shape": shape.name, "function": model.function.name, "head": Path(chosen.drafter_head).name,
+        "new tokens": chosen.new_tokens, "temperature": chosen.temperature,
+        "texts": {
+            kind: {"characters": len(text), "sha256": sha256(text.encode()).hexdigest()[:16]}
+            for kind, text in texts.items()
+        },
+    })  # fmt: skip
+    bench = Bench(model, profile, file, chosen.drafter_head, chosen.new_tokens, sampling)
+    for size in chosen.workloads:
+        for kind, text in texts.items():
+            if time.monotonic() > end:
+                print(f"no time for {kind} {size}", flush=True)
+                continue
+            bench.cell(kind, text, *WorkloadParam().convert(size, None, None))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

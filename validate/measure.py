@@ -129,12 +129,13 @@ def measure(
     sampling: SamplingParams | None = None,
     *,
     on_progress: Advanced | None = None,
+    filled: bool = False,
 ) -> Measured:
     """Generates, greedily without `sampling`, and returns the measurement.
 
-    Stop tokens are ignored, so that all sequences have the same length.
+    Stop tokens are ignored, so that all sequences have the same length. filled: as for `Run`.
     """
-    run = Run(engine, prompts, max_new_tokens, sampling, on_progress)
+    run = Run(engine, prompts, max_new_tokens, sampling, on_progress, filled=filled)
     take_turns([run])
     return run.measured(exclusive=True)
 
@@ -154,7 +155,8 @@ def last_run(engine: Engine) -> Measured:
 class Run:
     """A generation that advances segment by segment. Prefill and the first round are not part of any segment.
 
-    others_bytes: weights of other formats that other runs hold, which the peak on a GPU leaves out.
+    others_bytes: weights of other formats that other runs hold, which the peak on a GPU leaves out. filled: whether the
+    engine's cache holds the prompts (`Engine.prefill_with`), and it has generated as many sequences before.
     """
 
     def __init__(
@@ -165,9 +167,10 @@ class Run:
         sampling: SamplingParams | None = None,
         on_progress: Advanced | None = None,
         others_bytes: int = 0,
+        filled: bool = False,
     ) -> None:
         sampling = None if sampling is None else replace(sampling, stop_token_ids=())
-        if engine.device.type == "cuda":
+        if engine.device.type == "cuda" and not filled:
             # Compiles kernels and captures graphs, which no figure should include; neither depends on the prompt's
             # length.
             short = [prompt[:WARM_TOKENS] for prompt in prompts]

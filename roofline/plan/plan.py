@@ -527,7 +527,7 @@ class Plan(PlanPart):
             return "part is 'lower'; allowed: with kv format 'int4x2', and drafts that read upper codes"
         if not self.speculation.active and (upper or self.weights.draft_differs):
             return "gamma is 0 with draft codes or draft weights set; allowed: gamma of 1 or more"
-        if self.speculation.drafter.active and not self.speculation.drafter.cascades and self.weights.draft_differs:
+        if self.speculation.drafter.active and not self.speculation.drafter.cascades and self.weights.draft_copy:
             return "draft weights are set with a drafter that feeds the target; allowed: the target's, or passes"
         return None
 

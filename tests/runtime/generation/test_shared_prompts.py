@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ridgeplan import runtime
+from ridgeplan.roofline.plan.plan import Drafter, DrafterKind
 from ridgeplan.roofline.plan.policies.evictions import OracleEviction
 from ridgeplan.runtime.kv.cache import Cache
 from ridgeplan.runtime.kv.config import KVCacheConfig
@@ -15,8 +16,13 @@ LENGTHS, BUDGETS, NEW = [128, 70, 37], (45, 20), 40
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model):
-    return tiny_model(agreeable=True, num_hidden_layers=3).folder
+def model_of(tiny_model):
+    return tiny_model(agreeable=True, num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def model(model_of):
+    return model_of.folder
 
 
 @pytest.fixture
@@ -69,6 +75,20 @@ def test_different_selections_and_formats_learn_from_the_same_prompts(opened, pr
     together[0].prefill_with(together[1:], ids, NEW)
     for separate, shared in zip(engine, together, strict=True):
         assert shared.generate(ids, NEW).tokens == separate.generate(ids, NEW).tokens
+
+
+def test_drafters_learn_from_shared_prompts(opened, model_of, draft_head, prompts):
+    ids, head = [text * 2 for text in prompts(64, 35, 18)], draft_head(model_of)
+    drafters = Drafter(DrafterKind.SUFFIX, depth=4, min_match=1), Drafter(DrafterKind.HEAD, depth=4)
+    to_target = [{"kv": "int8", "gamma": 4, "drafter": drafter, "drafter_head": head} for drafter in drafters]
+    cascade = {"kv": "int4x2", "gamma": 6, "drafter": Drafter(DrafterKind.HEAD, 2, 2), "drafter_head": head}
+    plans = [{}, *to_target, cascade]
+    engine, together = opened(*plans), opened(*plans)
+    together[0].prefill_with(together[1:], ids, NEW)
+    for separate, shared in zip(engine, together, strict=True):
+        assert shared.generate(ids, NEW).tokens == separate.generate(ids, NEW).tokens
+        assert shared.statistics.proposals_matched == separate.statistics.proposals_matched
+    assert all(each.statistics.proposals_matched for each in together[1:])
 
 
 def test_teacher_forced_logits_go_on_from_shared_prompts(opened, prompts):
