@@ -4,8 +4,11 @@ A small real model is inflated to a large shape: acceptance is real, time is the
 have the weights of the planner's best plan without drafters, so that one prefill of a text fills the caches of all of
 them. Every plan then continues the text once. Rows are saved one by one; a run continues a file that is there:
 
-    python scripts/measure_drafters.py drafters_h200.json --model MODEL.gguf --drafter-head head/ \
-        --code code.txt --docs docs.txt --prose novel.txt --seconds 280
+    python scripts/make_texts.py texts --novels news_from_nowhere.txt american_adventures.txt
+    python scripts/measure_drafters.py drafters_h200.json --model MODEL.gguf --drafter-head head/ --seconds 280 \
+        --code texts/code.txt --docs texts/docs.txt --prose texts/prose.txt --random 4096x1 32768x1
+
+With --random, plain decoding and rounds that adapt continue random tokens, on which drafts are seldom accepted.
 
 A head of the small model (`ridgeplan distill --drafter --draft-vocab 32000`) is placed in the large shape as the small
 model is: its products, its cache and its 32,000 draft tokens have the sizes of a head for Llama-3.1-8B, and its
@@ -30,17 +33,27 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli.bench_decode import WorkloadParam
 from ridgeplan.dashboards.cli.model_inputs import embedded_or
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
-from ridgeplan.planner.resolution import resolve
+from ridgeplan.planner.resolution import resolve, workload_for
 from ridgeplan.roofline.catalog.profile import Profile
-from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, KVCache, KVFormat, Plan, Speculation, TextKind, Weights
-from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.plan.plan import (
+    Drafter,
+    DrafterKind,
+    KVCache,
+    KVFormat,
+    Plan,
+    Speculation,
+    TextKind,
+    Weights,
+    Workload,
+)
+from ridgeplan.roofline.plan.presets import autoregressive, preset
 from ridgeplan.runtime import Engine, SamplingParams, WorkloadError
 from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.validate.comparison import compare_measured
 from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
 from ridgeplan.validate.decode_bench.report import DecodeCase, DecodeRow
 from ridgeplan.validate.measure import WARM_TOKENS, measure
-from ridgeplan.validate.prompts import LIKELY_CHARACTERS_PER_TOKEN, prompt_batch, read_prompt
+from ridgeplan.validate.prompts import LIKELY_CHARACTERS_PER_TOKEN, prompt_batch, random_batch, read_prompt
 
 SHAPE = "Llama-3.1-8B"
 WORKLOADS = ("4096x1", "122880x1", "32768x1", "32768x8")  # the first three share their weights
@@ -50,11 +63,23 @@ HEAD_DEPTH = 3  # as of the passes that were measured in vLLM
 NOT_MEASURED = ("prefill", "peak memory", "speed-up over plain decoding")  # of plans that share a prefill
 
 
+def size_of(workload: str) -> tuple[int, int]:
+    """Context and batch of a word such as 32768x8."""
+    return WorkloadParam().convert(workload, None, None)
+
+
 def name_of(plan: Plan) -> str:
     """The row of a plan, by its drafter and the tier that this feeds."""
     drafter = plan.speculation.drafter
     kind = f"{drafter.kind}, adaptive" if plan.speculation.adaptive else str(drafter.kind)
     return f"{kind} cascade" if drafter.cascades else kind
+
+
+def adaptive_cascade(workload: Workload) -> Plan:
+    """Rounds that adapt: plain steps, self-drafts, suffix proposals to the target, and cascades."""
+    drafter, plan = Drafter(DrafterKind.SUFFIX, DEPTH, PASSES), preset("cascade", workload)
+    changes = {"gamma": PASSES * (1 + DEPTH), "drafter": drafter, "adaptive": True}
+    return replace(plan, speculation=replace(plan.speculation, **changes))
 
 
 def weights_of(plan: Plan, without: Plan) -> Weights:
@@ -77,17 +102,15 @@ def plans_for(model: InflatedModel, ask: dict[str, Any], kind: str, head: str) -
         speculation = Speculation(depth, drafter=Drafter(drafter, depth, window=window))
         return replace(cascade, kv=KVCache(KVFormat.INT8), speculation=speculation)
 
-    def through_drafts(drafter: Drafter, adaptive: bool = False) -> Plan:
-        changes = {"gamma": drafter.passes * (1 + drafter.depth), "drafter": drafter, "adaptive": adaptive}
-        return replace(cascade, speculation=replace(cascade.speculation, **changes))
-
     self_drafts = replace(cascade, speculation=replace(cascade.speculation, gamma=PASSES, drafter=Drafter()))
     plans = {"none": without, "self-drafts": self_drafts}
     window = head_settings(head).window if head else 0
     others = [to_target(DrafterKind.SUFFIX, DEPTH), cascade]
     others += [to_target(DrafterKind.HEAD, HEAD_DEPTH, window)] if head else []
-    others += [through_drafts(Drafter(DrafterKind.SUFFIX, DEPTH, PASSES), adaptive=True)]
-    others += [through_drafts(Drafter(DrafterKind.HEAD, HEAD_DEPTH, 2, window=window))] if head else []
+    others += [adaptive_cascade(workload)]
+    if head:
+        drafter = Drafter(DrafterKind.HEAD, HEAD_DEPTH, 2, window=window)
+        others += [replace(cascade, speculation=replace(cascade.speculation, drafter=drafter))]
     plans |= {name_of(plan): plan for plan in (*others, best)}
     plans = {name: replace(plan, workload=workload, weights=weights_of(plan, without)) for name, plan in plans.items()}
     if plans["self-drafts"] == plans["none"]:
@@ -111,25 +134,36 @@ class Bench:
     drafts: dict[int, DecoderWeights] = field(default_factory=dict)
     engines: dict[Plan, Engine] = field(default_factory=dict)
 
-    def cell(self, kind: str, text: str, context: int, batch: int) -> None:
+    def text_cell(self, kind: str, text: str, context: int, batch: int) -> None:
         """Measures the missing rows of a kind of text at a context and batch."""
-        section, begin = f"{kind} {context}x{batch}", time.monotonic()
         ask = {"gpu": self.profile.hardware.name, "ctx": context, "batch": batch, "new_tokens": self.new_tokens}
         recommended, plans = plans_for(self.model, {**ask, "yarn": True}, kind, self.head)
-        known = {row["row"] for row in self.file.results.get(section, [])}
+        needed = text[: LIKELY_CHARACTERS_PER_TOKEN * context * batch]  # to encode the rest takes seconds
+        section = f"{kind} {context}x{batch}"
+        self._cell(section, plans, prompt_batch(self.model.tokenizer, context, batch, needed))
+        self.file.save(f"recommended, {section}", recommended)
+
+    def random_cell(self, context: int, batch: int) -> None:
+        """Measures the missing rows on random tokens."""
+        workload = workload_for(self.model.shape, self.profile, context, self.new_tokens, batch, yarn=True)
+        adaptive = replace(adaptive_cascade(workload), weights=Weights(draft_bits=4))
+        plans = {"plain": autoregressive(workload), "adaptive": adaptive}
+        prompts = random_batch(len(self.model.tokenizer), context, batch)
+        self._cell(f"random {context}x{batch}", plans, prompts)
+
+    def _cell(self, section: str, plans: dict[str, Plan], prompts: list[list[int]]) -> None:
+        begin, known = time.monotonic(), {row["row"] for row in self.file.results.get(section, [])}
         plans = {name: plan for name, plan in plans.items() if name not in known}
         if not plans:
             return
-        needed = text[: LIKELY_CHARACTERS_PER_TOKEN * context * batch]  # to encode the rest takes seconds
-        prompts = prompt_batch(self.model.tokenizer, context, batch, needed)
         engines = self._engines(plans, prompts)
-        filled = [engine for engine in engines.values() if isinstance(engine, Engine)]
+        filled = list(dict.fromkeys(engine for engine in engines.values() if isinstance(engine, Engine)))
         if filled:
             filled[0].prefill_with(filled[1:], prompts, self.new_tokens)
         print(f"{section}: ready after {time.monotonic() - begin:.1f} s", flush=True)
-        rows = {name: partial(self._row, plan, engines[name], prompts) for name, plan in plans.items()}
-        self.file.measure(section, rows)
-        self.file.save(f"recommended, {section}", recommended)
+        self.file.measure(
+            section, {name: partial(self._row, plan, engines[name], prompts) for name, plan in plans.items()}
+        )
 
     def _engines(self, plans: dict[str, Plan], prompts: list[list[int]]) -> dict[str, Engine | str]:
         """The plans' engines, ready to be measured, or why they cannot run; the engines of other plans are closed."""
@@ -180,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", help="small model that computes the tokens; by default the embedded one")
     parser.add_argument("--drafter-head", default="", help="folder of its draft head")
     parser.add_argument("--workloads", nargs="*", default=WORKLOADS, help="CONTEXTxBATCH")
+    parser.add_argument("--random", nargs="*", default=(), help="CONTEXTxBATCH on random tokens, measured last")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no further cell begins")
@@ -201,12 +236,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
     })  # fmt: skip
     bench = Bench(model, profile, file, chosen.drafter_head, chosen.new_tokens, sampling)
-    for size in chosen.workloads:
-        for kind, text in texts.items():
-            if time.monotonic() > end:
-                print(f"no time for {kind} {size}", flush=True)
-                continue
-            bench.cell(kind, text, *WorkloadParam().convert(size, None, None))
+    cells = [(f"{kind} {size}", partial(bench.text_cell, kind, texts[kind], *size_of(size)))
+             for size in chosen.workloads for kind in texts]  # fmt: skip
+    cells += [(f"random {size}", partial(bench.random_cell, *size_of(size))) for size in chosen.random]
+    for name, measure_cell in cells:
+        if time.monotonic() > end:
+            print(f"no time for {name}", flush=True)
+        else:
+            measure_cell()
 
 
 if __name__ == "__main__":

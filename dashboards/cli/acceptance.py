@@ -20,6 +20,7 @@ from ridgeplan.dashboards.cli.output import echo, number, print_json, print_tabl
 from ridgeplan.dashboards.files import locked, require_lockable, write_atomically, write_json
 from ridgeplan.planner.acceptance import AcceptanceRow, commands_of, load_rows, merged, rows_json
 from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, load_drafter_rows
+from ridgeplan.planner.acceptance.speculation_profile import NAME as PROFILE
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -79,7 +80,7 @@ def report_drafters(
     output: for all figures. rows: that rows for the planner are added to, if any.
     """
     # Importing torch takes seconds.
-    from ridgeplan.validate.acceptance import Passage
+    from ridgeplan.validate.acceptance import Passage, named_shape
     from ridgeplan.validate.drafter_acceptance import CASES, HEAD, head_profile, measure_drafters
     from ridgeplan.validate.machine import measured_here
     from ridgeplan.validate.prompts import read_prompt
@@ -91,17 +92,20 @@ def report_drafters(
     with progress("loading") as on_progress:
         source = embedded_or(model)
         passage = Passage(content, name, ctx, tokens, calibration_tokens(source, calibration), yarn)
-        measured = list(
-            measure_drafters(
-                source, passage, drafter, kind or "", head=drafter_head or "", windows=windows, depth=depth,
-                passages=batch, temperature=temperature, on_progress=on_progress,
-            )
-        )  # fmt: skip
+        how: dict[str, Any] = {"depth": depth, "temperature": temperature, "passages": batch}
+        document = {**measured_here(), "model": named_shape(source).name, "text": name, "kind": kind, "tokens": tokens}
+        measured = []
+        for each in measure_drafters(
+            source, passage, drafter, kind or "", head=drafter_head or "", windows=windows, on_progress=on_progress,
+            **how,
+        ):  # fmt: skip
+            measured.append(each)
+            document |= {**how, "rows": [each.document for each in measured]}
+            write_json(output, document)
     if drafter_head and HEAD in drafter:
-        path, profile = head_profile(drafter_head, measured)
-        write_json(path, profile)
-    document = {**measured_here(), "text": name, "kind": kind, "rows": [each.document for each in measured]}
-    write_json(output, document)
+        with locked(Path(drafter_head) / PROFILE):  # others may measure the head on other texts
+            path, profile = head_profile(drafter_head, measured)
+            write_json(path, profile)
     if rows is not None:
         save_rows(rows, (), [each.row for each in measured if each.row is not None])
         document["path"] = str(rows)

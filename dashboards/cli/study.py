@@ -114,6 +114,8 @@ def drafts(
       ridgeplan study drafts --text book.txt --ctx 4k 32k --drafter suffix head w4 --drafter-head head/
     """
     if drafters["drafter"]:
+        if resume or html:
+            raise click.UsageError("--drafter cannot be combined with --resume or --html; allowed: with --output")
         report_drafters(
             model, text, None, ctx, tokens, calibration=calibration, yarn=yarn, output=output,
             rows=require_extensible(rows) if rows else None, as_json=as_json, **drafters,

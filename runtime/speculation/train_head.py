@@ -38,7 +38,7 @@ from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.speculation.draft_head import DraftHeadConfig, HeadCheckpoint, default_depths
 
 STEP_WEIGHT = 0.8  # of a step's loss, against the one before (EAGLE-3's published training code)
-OWN_ROWS = 32  # texts that the model continues at once
+OWN_ROWS = 64  # texts that the model continues at once
 OWN_SHARE = 4  # one part in so many of such a passage is the given text that it continues
 
 

@@ -96,8 +96,10 @@ class DecodeRow:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         statistics = self.measured.statistics
-        derived = "ttft_ms", "tokens_per_round", "acceptance", "acceptance_at", "accepted_share"
-        derived += ("hit_rate", "proposal_acceptance", "drafts_per_pass")
+        derived = (
+            "ttft_ms", "tokens_per_round", "acceptance", "acceptance_at", "accepted_share", "hit_rate",
+            "proposal_acceptance", "drafts_per_pass",
+        )  # fmt: skip
         figures = {**asdict(statistics), **{name: getattr(statistics, name) for name in derived}}
         figures |= {"tpot_ms": self.measured.tpot_ms, "spread": self.measured.spread}
         del figures["prompt_tokens"]
