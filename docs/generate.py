@@ -429,6 +429,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         readme_tables.evictions,
         readme_tables.errors,
         study_tables.study_positions,
+        study_tables.study_rounds,
         study_tables.study_recalls,
         study_tables.study_pseudo_queries,
         study_tables.study_axes,

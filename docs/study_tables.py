@@ -21,6 +21,20 @@ def study_positions(*names: str) -> str:
     return table(("queries", *(result(name)["model"] for name in names)), rows)
 
 
+def study_rounds(*names: str) -> str:
+    """Acceptance of drafts in rounds as they run, and tokens a round: a column for each study, a line a policy."""
+    studies = [result(name) for name in names]
+    cells = {
+        (row["policy"], column): f"{row['mean']:.3f}, {row['tokens_per_round']:.2f} ({row['rounds']})"
+        for column, study in enumerate(studies)
+        for row in study["rows"]
+    }
+    columns = (f"{study['rows'][0]['context']} tokens, {study['rows'][0]['ratio']:.0%}" for study in studies)
+    policies = dict.fromkeys(policy for policy, _ in cells)
+    lines = ((policy, *(cells.get((policy, column), "") for column in range(len(studies)))) for policy in policies)
+    return table(("acceptance, tokens a round (rounds)", *columns), lines)
+
+
 def study_recalls(name: str) -> str:
     """Recall of the prompt tokens that are read most: a column for each budget / window."""
     means = _means(name)

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ridgeplan.planner.acceptance import load_rows
 from ridgeplan.planner.acceptance.drafter_rows import load_drafter_rows
@@ -267,6 +269,27 @@ def test_a_head_is_trained_studied_and_executed(invoke, refuses, tiny_folder, re
     command = ["run", str(plan), "--model", model, "--prompt", "It was a bright cold day", "--max-new-tokens", "4"]
     assert invoke(*command, "--retrieval-head", str(head)).exit_code == 0
     assert "`ridgeplan distill` trains one" in refuses(*command)
+
+
+def test_an_eagle3_checkpoint_becomes_a_head(invoke, refuses, tiny_folder, retrieval_text, tmp_path):
+    config = json.loads((tiny_folder / "config.json").read_text())
+    hidden, heads, kv_heads = (config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    width = config.get("head_dim") or hidden // heads
+    sizes = {
+        "midlayer.self_attn.q_proj.weight": (heads * width, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv_heads * width, 2 * hidden),
+        "midlayer.input_layernorm.weight": (hidden,),
+    }
+    save_file({name: torch.ones(size) for name, size in sizes.items()}, tmp_path / "model.safetensors")
+    head, model = tmp_path / "head.safetensors", str(tiny_folder)
+    result = invoke("import-head", str(tmp_path), "--model", model, "--output", str(head))
+    assert result.exit_code == 0, result.output
+    assert f"{heads} query heads, {kv_heads} KV heads; saved to {head}" in result.output
+    study = ("study", "retrieval", "--model", model, "--text", retrieval_text, "--ctx", "600", "--budgets", "300")
+    result = invoke(*study, "--tokens", "2", "--retrieval-head", str(head), "--json")
+    assert json.loads(result.stdout)["rows"][0]["method"] == "retrieval-head"
+    full = ("import-head", str(tmp_path), "--model", model, "--inputs", "full", "--output", str(head))
+    assert "it lacks midlayer.hidden_norm.weight" in refuses(*full)
 
 
 def test_a_draft_head_is_trained_measured_planned_with_and_executed(
