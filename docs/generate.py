@@ -36,6 +36,7 @@ from ridgeplan.planner.acceptance.drafter_rows import drafter_rows
 from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.engines.rates import engine_profile, error
 from ridgeplan.planner.export.rules import RULES
+from ridgeplan.planner.quality import AGREEMENT, EARLY_RECALL, FIDELITY, LATE_RECALL
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.latency import RateTerms
 from ridgeplan.validate.papers.comparison import Cell, compare_all, targets_of
@@ -44,6 +45,7 @@ from ridgeplan.validate.suite.report import SuiteReport, summaries
 
 ROOT = Path(__file__).parents[1]
 PROFILES = ROOT / "roofline" / "catalog" / "profiles"
+LONG_OUTPUT_MEASURES = (FIDELITY, AGREEMENT, EARLY_RECALL, LATE_RECALL)
 BLOCK = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -142,7 +144,7 @@ def decode(name: str) -> str:
 def speeds_by_gamma(name: str) -> str:
     """Tokens per second over gamma, with the share of drafts that were accepted (QuantSpec, Fig 9)."""
     if not (RESULTS / f"{name}.json").exists():
-        return "Not measured yet; `sh scripts/measure_decode_gpu.sh MODEL.gguf TEXT CALIBRATION_TEXT OUT gammas` does."
+        return _unmeasured("sh scripts/measure_decode_gpu.sh MODEL.gguf TEXT CALIBRATION_TEXT OUT gammas")
     plain, *rows = sorted(result(name)["rows"], key=lambda row: row["gamma"])
     gammas = dict.fromkeys(row["gamma"] for row in rows)
     cells = {
@@ -157,6 +159,10 @@ def speeds_by_gamma(name: str) -> str:
     ]
     head = f"{measured_with(name)}; plain decoding: {_tokens_per_s(plain):.0f} ({_predicted_tokens_per_s(plain):.0f})"
     return f"{head}\n\n{table(('drafts', *(f'gamma {gamma}' for gamma in gammas)), lines)}"
+
+
+def _unmeasured(command: str) -> str:
+    return f"Not measured yet; `{command}` does."
 
 
 def _tokens_per_s(row: dict[str, Any]) -> float:
@@ -210,6 +216,21 @@ def validation(name: str) -> str:
     return table(("", "rows", "signed median", "median", "p90", "worst", "target", ""), rows)
 
 
+def outputs(name: str) -> str:
+    """Time per token over whole outputs: a line for each plan, a column for each prompt, output and batch."""
+    if not (RESULTS / f"{name}.json").exists():
+        return _unmeasured("ridgeplan validate --suite full --only outputs")
+    cells = {}
+    for row in SuiteReport.read(RESULTS / f"{name}.json").rows:
+        plan, _, size = row.case.partition(", ")
+        cells[plan, size] = f"{row.measured:.2f} ({row.predicted:.2f})"
+    sizes = dict.fromkeys(size for _, size in cells)
+    lines = (
+        (plan, *(cells.get((plan, size), "") for size in sizes)) for plan in dict.fromkeys(plan for plan, _ in cells)
+    )
+    return table(("ms a token", *sizes), lines)
+
+
 def worst(name: str, count: str) -> str:
     """The rows of a report with the largest errors."""
     rows = [
@@ -236,6 +257,20 @@ def quality_of(name: str, context: str) -> str:
     rows = [row for row in quality.load_rows(RESULTS / f"{name}.json") if row.context == int(context)]
     columns = ("plan", *quality.COLUMNS[2:-1])
     return table(columns, ((plan, *figures[:-1]) for plan, _, *figures in quality.table_rows(rows)))
+
+
+def long_outputs(name: str) -> str:
+    """What each plan's target keeps of the model's own output."""
+    if not (RESULTS / f"{name}.json").exists():
+        return _unmeasured("sh scripts/measure_long_outputs_gpu.sh MODEL TEXT HEAD OUT")
+    rows = quality.load_rows(RESULTS / f"{name}.json")
+    values = {(row.plan, row.context, row.measure): f"{row.value:.4f}" for row in rows}
+    lines = (
+        (plan, str(context), *(values.get((plan, context, measure), "") for measure in LONG_OUTPUT_MEASURES))
+        for plan, context in dict.fromkeys((row.plan, row.context) for row in rows)
+    )
+    columns = (measure.replace("_", " ") for measure in LONG_OUTPUT_MEASURES)
+    return table(("plan", "tokens", *columns), lines)
 
 
 def fidelities(name: str) -> str:
@@ -388,6 +423,8 @@ BLOCKS: dict[str, Callable[..., str]] = {
         decode,
         decode_errors,
         speeds_by_gamma,
+        outputs,
+        long_outputs,
         more_decoding,
         validation,
         worst,
