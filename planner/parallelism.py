@@ -211,7 +211,8 @@ def _step(question: Question, candidate: Candidate) -> EngineStep:
 
 
 def degree_lines(choices: Sequence[DegreeChoice]) -> Iterator[str]:
-    """A line per choice: degrees, time, memory of a GPU, and why it lost."""
+    """A line per choice, the chosen one first: degrees, time, memory of a GPU, why it lost, and a plan that differs."""
     for row in choices:
         figures = f"{time_text(row.tpot_ms)}, {size_text(row.peak_bytes)} a GPU, " if row.step else ""
-        yield f"{row.parallel}: {figures}{row.verdict or 'chosen'}"
+        plan = f"{row.plan}, " if row.plan not in ("", choices[0].plan) else ""
+        yield f"{row.parallel}: {plan}{figures}{row.verdict or 'chosen'}"

@@ -21,7 +21,7 @@ from ridgeplan.planner.quality import Quality, QualityFloor, losses, parse_quali
 from ridgeplan.planner.quantities import size_bytes, size_text, tokens
 from ridgeplan.planner.resolution import resolve, with_drafter_rows, workload_for
 from ridgeplan.roofline.catalog.hardware import Hardware
-from ridgeplan.roofline.catalog.links import link_of
+from ridgeplan.roofline.catalog.links import links_title
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import MAX_DEVICES, SINGLE, Parallel
 from ridgeplan.roofline.catalog.profile import Profile
@@ -285,10 +285,12 @@ class Question:
         if (workload.text or workload.acceptance_length) and backend in (Backend.SGLANG, Backend.VLLM_PLUGIN):
             yield f"--text and --acceptance-length are ignored: of drafters in {backend} nothing was measured"
         if workload.parallel != SINGLE:
-            link, gpus = link_of(hardware).title, workload.parallel.gpus
-            yield f"{gpus} GPUs ({workload.parallel}) over {link}: {self.engine_title} executes the plan"
+            gpus = workload.parallel.gpus
+            links = links_title(hardware, gpus)
+            yield f"{gpus} GPUs ({workload.parallel}) over {links}: {self.engine_title} executes the plan"
         elif self.options.several_gpus:
-            yield f"plans on several GPUs over {link_of(hardware).title}: {self.engine_title} executes them"
+            links = links_title(hardware, self.options.least_gpus)
+            yield f"plans on several GPUs over {links}: {self.engine_title} executes them"
         if workload.yarn_factor > 1:
             far = f"; models that are not trained for it are released with up to {USUAL_YARN:g}x"
             beyond_usual = far if workload.yarn_factor > USUAL_YARN else ""

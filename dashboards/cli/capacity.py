@@ -29,8 +29,8 @@ COLUMNS = ("rate", "GPUs", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "
 @click.argument("model")
 @opt.gpu
 @click.option("--rate", "rates", type=RATES, default=(), help="Requests per second: 4/s, 240/min, or several: 1,2,4/s.")
-@click.option(*opt.CTX, "isl", type=LENGTH, default="8k", help=f"Prompt lengths: {LENGTHS}.")
-@click.option(*opt.NEW_TOKENS, "osl", type=LENGTH, default="512", help="Output lengths, in the same way.")
+@click.option(*opt.CTX, "isl", type=LENGTH, help=f"Prompt lengths: {LENGTHS}.  [default: 8k]")
+@click.option(*opt.NEW_TOKENS, "osl", type=LENGTH, help="Output lengths, in the same way.  [default: 512]")
 @click.option(
     "--trace", type=click.Path(path_type=Path), metavar="FILE",
     help="Requests of a trace instead, at its own rate without --rate: Azure's .csv or Mooncake's .jsonl.",
@@ -123,7 +123,7 @@ def _write(output: Path | None, result: ServingCapacity) -> None:
 
 def _print(result: ServingCapacity) -> None:
     degrees = f", {result.degrees}" if result.degrees != str(SINGLE) else ""
-    kv_tokens = f"KV cache of {result.kv_tokens:,} tokens"
+    kv_tokens = f"KV cache of {result.kv_tokens:,} tokens{' in each rank' * ('dp' in result.degrees)}"
     echo(f"{result.model} on {result.gpu}{degrees}, {result.plan}, by {result.backend}; {kv_tokens}")
     echo(f"prompts {result.prompts}, outputs {result.outputs}; {result.traffic.requests} requests per rate")
     print_notes(result.notes)
@@ -135,7 +135,7 @@ def _print(result: ServingCapacity) -> None:
             energy = row.joules_per_output_token
             joules = "" if energy is None else f", {energy:.3g} J per output token"
             dollars = "${:.3g} per million prompt tokens, ${:.3g} per million output tokens".format(*prices)
-            echo(f"{row.rate:g}/s: {dollars}{joules}")
+            echo(f"{row.rate:.4g}/s: {dollars}{joules}")
 
 
 def _cells(row: LoadRow) -> tuple[str, ...]:
@@ -145,6 +145,6 @@ def _cells(row: LoadRow) -> tuple[str, ...]:
     remarks += [f"{row.preemptions} preemptions"] if row.preemptions else []
     remarks += [f"{row.cached_share:.0%} cached"] if row.cached_share else []
     return (
-        f"{row.rate:g}/s", str(row.gpus), *map(number, times), number(row.output_tokens_per_s_per_gpu),
+        f"{row.rate:.4g}/s", str(row.gpus), *map(number, times), number(row.output_tokens_per_s_per_gpu),
         number(row.goodput_per_s), f"{row.kv_mean:.0%}", "; ".join(remarks),
     )  # fmt: skip

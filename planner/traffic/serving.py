@@ -13,11 +13,12 @@ import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
 from ridgeplan.planner.feasibility import NothingFits
-from ridgeplan.planner.parallelism import divided
+from ridgeplan.planner.parallelism import TOLERANCE, divided
 from ridgeplan.planner.quantities import time_text
 from ridgeplan.planner.queries.cost import HOUR_S, LatencyLimits
 from ridgeplan.planner.question import Question, SearchOptions, ask
 from ridgeplan.planner.render.tables import Lines, Table
+from ridgeplan.planner.resolution import longest_context
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.planner.traffic.requests import Lengths, Requests, generate_requests, parse_lengths
 from ridgeplan.planner.traffic.simulate import Served, Server, simulate
@@ -32,7 +33,7 @@ from ridgeplan.roofline.plan.plan import MAX_TOKENS, PlanError, require
 
 PERCENTILES = (50, 90, 99)
 MAX_REPLICAS, MAX_REQUESTS = 4096, 5_000_000
-DEFAULT_PRESET = "autoregressive"
+DEFAULT_PRESET, DEFAULT_ISL, DEFAULT_OSL = "autoregressive", "8k", "512"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +144,8 @@ def serving_capacity(
     gpu: str,
     rates: Sequence[float] = (),
     *,
-    isl: Lengths | str = "8k",
-    osl: Lengths | str = "512",
+    isl: Lengths | str | None = None,
+    osl: Lengths | str | None = None,
     trace: Path | None = None,
     traffic: Traffic | None = None,
     limits: LatencyLimits | None = None,
@@ -159,15 +160,20 @@ def serving_capacity(
 
     A replica is a GPU, or as many as the options' degrees of parallelism take; of several degrees, those are chosen
     that need the fewest GPUs at the highest rate, or without limits those with the most tokens of a GPU.
-    isl, osl: lengths of prompts and outputs, as `parse_lengths` reads them. trace: a file of requests instead, at its
-    own rate or compressed to each of `rates`. preset, gamma: the plan that every replica runs. price, watts: dollars
-    per hour, and power, of a GPU; by default those of the catalog, if it has any. Options and errors are those of
-    `recommend`; also BadTrace, and NothingFits where the model does not fit or no number of GPUs meets the limits.
+    isl, osl: lengths of prompts and outputs, as `parse_lengths` reads them; by default 8k and 512. trace: a file of
+    requests instead, at its own rate or compressed to each of `rates`. preset, gamma: the plan that every replica runs.
+    price, watts: dollars per hour, and power, of a GPU; by default those of the catalog, if it has any. Options and
+    errors are those of `recommend`; also BadTrace, and NothingFits where the model does not fit or no number of GPUs
+    meets the limits.
     """
     require(bool(rates) or trace is not None, "there is no rate; allowed: a rate of requests, or a trace")
     require(price is None or 0 < price < 1e6, f"the price is {price}; allowed: dollars per GPU-hour above 0")
     traffic, limits = traffic or Traffic(), limits or LatencyLimits()
-    prompts, outputs = (parse_lengths(each) if isinstance(each, str) else each for each in (isl, osl))
+    require(
+        trace is None or isl is osl is None, "a trace has lengths of its own; allowed: it alone, or isl and osl alone"
+    )
+    lengths = isl or DEFAULT_ISL, osl or DEFAULT_OSL
+    prompts, outputs = (parse_lengths(each) if isinstance(each, str) else each for each in lengths)
     recorded = read_trace(trace, traffic.requests) if trace else None
     traffic = traffic if recorded is None else replace(traffic, requests=len(recorded))
     context = int(prompts.mean if recorded is None else max(recorded.prompt_tokens.mean(), 1))
@@ -227,25 +233,29 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 def _at_best_degrees(study: _Study, rate: float | None) -> _Study:
     """The study at the degrees that meet the limits on the fewest GPUs; without limits, with most tokens of a GPU.
 
+    Of those with about as many tokens, as where each serves the whole rate, the ones with the least TPOT are taken.
     Raises NothingFits where none serves the rate, with the reason of the last.
     """
     questions, _ = divided(study.question)
     studies = [replace(study, question=question) for question in questions.values()]
     if len(studies) == 1:
         return studies[0]
-    rows: list[tuple[tuple[float, ...], int]] = []
-    for index, each in enumerate(studies):
+    rows: list[tuple[LoadRow, _Study]] = []
+    for each in studies:
         try:
-            row = each.row(rate)
+            rows.append((each.row(rate), each))
         except NothingFits as error:
             problem = error
-        else:
-            limited = study.limits != LatencyLimits()
-            fewest = (len(row.misses), row.gpus, row.tpot_p99_ms)
-            rows.append((fewest if limited else (-row.output_tokens_per_s_per_gpu,), index))
     if not rows:
         raise problem
-    return studies[min(rows)[1]]
+    most = (1 - TOLERANCE) * max(row.output_tokens_per_s_per_gpu for row, _ in rows)
+
+    def rank(row: LoadRow) -> tuple[float, ...]:
+        if study.limits == LatencyLimits():
+            return row.output_tokens_per_s_per_gpu < most, row.tpot_p99_ms
+        return len(row.misses), row.gpus, row.tpot_p99_ms
+
+    return min(rows, key=lambda each: rank(each[0]))[1]
 
 
 def _mean_text(tokens: np.ndarray) -> str:
@@ -303,6 +313,12 @@ class _Study:
         fixed = int(self.prompts.mean + self.outputs.mean)
         return max(fixed, limit if self.prompts.variation or self.outputs.variation else 0)
 
+    @property
+    def longest(self) -> int:
+        """The longest sequence that the engine takes: the model's limit binds the requests of a trace."""
+        options = self.question.options
+        return self.max_tokens if self.recorded is None else longest_context(self.question.shape, 0, yarn=options.yarn)
+
     def requests(self, rate: float | None) -> Requests:
         """The requests of a rate, the same for every number of replicas: seeds depend on nothing else."""
         rng, traffic = np.random.default_rng(self.traffic.seed), self.traffic
@@ -321,10 +337,10 @@ class _Study:
     def row(self, rate: float | None) -> LoadRow:
         """The row of a rate, with as few replicas as meet the limits. Raises NothingFits where no number does."""
         every = self.requests(rate)
-        fits = self.server.fits(every)
+        fits = self.server.fits(every) & (every.prompt_tokens + every.output_tokens <= self.longest)
         requests, rejected = every.selected(fits), int((~fits).sum())
         if not len(requests):
-            raise NothingFits(f"no request fits the KV cache of {int(self.server.kv_tokens)} tokens")
+            raise NothingFits(f"no request fits {self._limits}")
         offered = every.rate if rate is None else rate
         if self.traffic.replicas is not None:
             return self._on(self.traffic.replicas, requests, offered, rejected)
@@ -439,6 +455,13 @@ class _Study:
             joules_per_output_token=None if self.watts is None else self.watts * gpu_s / outputs,
         )
 
+    @property
+    def _limits(self) -> str:
+        """The limits of a sequence, in words."""
+        sizes = (self.server.kv_tokens, "the KV cache"), (self.longest, "the model's context")
+        tokens, name = min(sizes)
+        return f"{name} of {int(tokens)} tokens"
+
     def notes(self, rows: Sequence[LoadRow]) -> Iterator[str]:
         """Caveats of the predictions and of the simulation."""
         yield from self.question.notes()
@@ -450,7 +473,7 @@ class _Study:
         else:
             yield "mixed steps of prompts and decodes are predicted from their parts, and not measured"
         if rejected := max(row.rejected for row in rows):
-            yield f"{rejected} requests are longer than the KV cache of {int(self.server.kv_tokens)} tokens: rejected"
+            yield f"{rejected} requests do not fit {self._limits}: rejected"
         if any(row.requests_per_s < 0.9 * row.rate for row in rows):
             yield "where fewer requests are served than arrive, queues grow with the number of requests simulated"
 

@@ -65,3 +65,9 @@ def link_of(hardware: Hardware) -> Link:
 def link_between_nodes() -> Link:
     """The link between nodes."""
     return next(link for link in list_links() if link.name == BETWEEN_NODES)
+
+
+def links_title(hardware: Hardware, gpus: int) -> str:
+    """The links that join so many GPUs."""
+    link = link_of(hardware)
+    return link.title if gpus <= link.gpus_per_node else f"{link.title} and {link_between_nodes().title}"

@@ -16,7 +16,8 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 
 def served(*rates: float, limits: LatencyLimits | None = None, **others: Any) -> ServingCapacity:
     traffic = {name: others.pop(name) for name in (*Traffic.__dataclass_fields__,) if name in others}
-    options = {"isl": "lognormal:4k", "osl": "128", "backend": "vllm"} | others
+    lengths = {} if "trace" in others else {"isl": "lognormal:4k", "osl": "128"}
+    options = {"backend": "vllm", **lengths, **others}
     return serving_capacity(
         LLAMA, "h200", rates, traffic=Traffic(**{"requests": 800} | traffic), limits=limits, **options
     )
@@ -142,7 +143,30 @@ def test_requests_longer_than_the_cache_are_rejected_and_counted() -> None:
     (row,) = result.rows
     assert row.rejected > 0
     assert row.misses == ("rejected",)
-    assert any("longer than the KV cache" in note for note in result.notes)
+    assert any(f"{row.rejected} requests do not fit the KV cache of" in note for note in result.notes)
+
+
+def test_requests_of_a_trace_beyond_the_model_s_context_are_rejected(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = [f"2024-05-10 00:00:{second:02},{1000 if second % 10 else 140_000},100" for second in range(60)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n", encoding="utf-8")
+    result = served(trace=trace, replicas=1)
+    assert result.rows[0].rejected == 6
+    assert "6 requests do not fit the model's context of 131072 tokens: rejected" in result.notes
+    with pytest.raises(PlanError, match="a trace has lengths of its own; allowed: it alone"):
+        served(trace=trace, isl="4k")
+
+
+def test_of_degrees_that_serve_the_whole_rate_the_fastest_are_taken() -> None:
+    shared = {"isl": "2k", "osl": "256", "traffic": Traffic(requests=300), "backend": "vllm"}
+    model, rates = "deepseek-ai/DeepSeek-V3", (0.5,)  # which 8 GPUs hold, and not 4
+    (row,) = serving_capacity(model, "h200", rates, gpus=8, **shared).rows
+    for tensor in (8, 2):
+        degrees = {"tensor_parallel": tensor, "data_parallel": 8 // tensor}
+        (fixed,) = serving_capacity(model, "h200", rates, **degrees, **shared).rows
+        assert row.output_tokens_per_s_per_gpu >= 0.95 * fixed.output_tokens_per_s_per_gpu
+        assert row.tpot_p99_ms <= fixed.tpot_p99_ms
+    assert row.tpot_p99_ms < 0.9 * fixed.tpot_p99_ms
 
 
 def test_what_is_missing_or_out_of_range_is_named() -> None:
