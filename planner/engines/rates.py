@@ -382,11 +382,17 @@ def _sizes(shape: ModelShape) -> tuple[object, ...]:
 
 
 @cache
-def _shipped(hardware: Hardware) -> tuple[EngineMeasurements, EngineRates, float]:
-    """The shipped measurements, their rates on a machine, and the deviation of held-out rows."""
+def _fitted() -> tuple[EngineMeasurements, EngineRates, float]:
+    """The shipped measurements, their rates on the machine that was measured, and the deviation of held-out rows."""
     measured = shipped_measurements()
     rates = fit(measured, measured.fitted)
-    spread = deviation(rates, measured)
+    return measured, rates, deviation(rates, measured)
+
+
+@cache
+def _shipped(hardware: Hardware) -> tuple[EngineMeasurements, EngineRates, float]:
+    """The shipped measurements, their rates on a machine, and the deviation of held-out rows."""
+    measured, rates, spread = _fitted()
     same = measured.hardware.name == hardware.name
     return measured, rates if same else transferred(rates, measured.hardware, hardware), spread
 
