@@ -450,6 +450,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         model_tables.experts_and_drafts,
         model_tables.measured_models,
         offload_tables.streamed_rounds,
+        parallel_tables.parallel_plans,
         parallel_tables.parallel_published,
         parallel_tables.parallel_others,
         offload_tables.elastic_steps,

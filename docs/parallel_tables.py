@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
 
 from readme_tables import table
 
+from ridgeplan import planner
 from ridgeplan.dashboards.cli.output import number
+from ridgeplan.dashboards.cli.plan import serve_command
+from ridgeplan.planner.quantities import GB, time_text, tokens
 from ridgeplan.validate.papers.parallel import ServedRow, other_steps, served_rows, source_title
+
+ASKED = tuple((name, context) for name in ("Llama-3.1-70B", "Qwen3-235B-A22B", "DeepSeek-V3")
+              for context in ("32k", "128k"))  # fmt: skip
+LOST = 4  # degrees shown beside the chosen ones
+
+
+def parallel_plans() -> str:
+    """The plans for 8 H200, why the nearest other degrees lost, and the commands that serve them."""
+    rows, commands = [], []
+    for name, context in ASKED:
+        shape, profile = planner.resolve(name, "h200")
+        stretched = tokens(context) > shape.max_context
+        answer = planner.recommend(name, "h200", context, gpus=8, yarn=stretched)
+        rows += _degrees(name, context, answer)
+        commands.append(serve_command(answer, profile))
+    columns = ("model", "context", "degrees", "plan", "TPOT", "GB of a GPU", "why not")
+    return f"{table(columns, rows)}\n\n```\n" + "\n".join(commands) + "\n```"
+
+
+def _degrees(name: str, context: str, answer: planner.Recommendation) -> Iterator[tuple[str, ...]]:
+    """The chosen degrees and the nearest others."""
+    for place, row in enumerate(answer.degrees[: LOST + 1]):
+        first = (name, context) if not place else ("", "")
+        yield (*first, str(row.parallel), row.plan, time_text(row.tpot_ms), f"{row.peak_bytes / GB:.1f}",
+               row.verdict or "chosen")  # fmt: skip
 
 
 def parallel_published() -> str:
