@@ -1,23 +1,30 @@
 """Acceptance of drafters by kind of text and context: published and measured rows, and a user's own figure.
 
 A drafter's acceptance depends on the text more than on the model: a suffix repeats in code and hardly in prose. So rows
-are of one kind of text, and a drafter without a row of the workload's kind is not searched.
+are of one kind of text, and a drafter without a row of the workload's kind is not searched. Proposals of a head that
+reads the whole context decay with it; where no row says how, they do as EAGLE-3's were published to.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ridgeplan.planner.acceptance.drafter_rows import DrafterRow, acceptance_of, drafter_rows, load_drafter_rows
+from ridgeplan.planner.acceptance.drafter_rows import (
+    EAGLE3,
+    DrafterRow,
+    acceptance_of,
+    drafter_rows,
+    load_drafter_rows,
+)
 from ridgeplan.planner.acceptance.rows import variant_name
-from ridgeplan.planner.acceptance.speculation_profile import head_rows
+from ridgeplan.planner.acceptance.speculation_profile import head_rows, head_settings
 from ridgeplan.roofline.catalog.profile import SOURCES
 from ridgeplan.roofline.execution import MAX_ACCEPTANCE_LENGTH
-from ridgeplan.roofline.plan.plan import DrafterKind, Workload
+from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Workload
 
 GIVEN_DEPTH = MAX_ACCEPTANCE_LENGTH - 1  # proposals of the passes whose tokens a user states
 NEAR_CONTEXT = 4.0  # factor of context within which rows of a text make a band
@@ -68,12 +75,33 @@ def proposal_acceptance(kind: DrafterKind, workload: Workload) -> ProposalAccept
 
     nearest = min(rows, key=distance)
     near = [row for row in rows if _context_factor(row, workload) <= NEAR_CONTEXT] or [nearest]
-    acceptance = nearest.proposal_acceptance
+    acceptance, where = nearest.proposal_acceptance, str(nearest)
+    beyond = nearest.context and workload.context > max(row.context for row in rows)
+    if beyond and nearest.name == EAGLE3 and not _windowed(workload):
+        decay = ContextDecay.of(EAGLE3)
+        tokens_here = decay.tokens_at(workload.context, nearest.pass_tokens, nearest.context)
+        acceptance = acceptance_of(tokens_here, nearest.hit, nearest.depth)
+        where += f", which decays with the context as published: {decay}"
     # The band is that of the tokens of a pass, at the nearest row's hits.
     ends = [acceptance_of(tokens(row.pass_tokens for row in near), nearest.hit, nearest.depth) for tokens in (min, max)]
     source = nearest.source if variant_name(nearest.model) == variant_name(workload.model) else "transferred"
     low, high = min(ends[0], acceptance), max(ends[1], acceptance)
-    return ProposalAcceptance(nearest.hit, low, acceptance, high, source, str(nearest), nearest.depth)
+    return ProposalAcceptance(nearest.hit, low, acceptance, high, source, where, nearest.depth)
+
+
+def at_context(workload: Workload, context: int, drafter: Drafter) -> Workload:
+    """The workload at another context. A user's figure is of its own; that of a head which reads everything decays."""
+    here = replace(workload, context=context)
+    of_head = drafter.kind is workload.drafter is DrafterKind.HEAD and not drafter.window
+    if not (workload.acceptance_length and of_head):
+        return here
+    length = ContextDecay.of(EAGLE3).tokens_at(context, workload.acceptance_length, workload.context)
+    return replace(here, acceptance_length=min(length, float(MAX_ACCEPTANCE_LENGTH)))
+
+
+def _windowed(workload: Workload) -> bool:
+    """Whether the head that a workload names reads the latest tokens alone."""
+    return bool(workload.drafter_head) and head_settings(workload.drafter_head).window > 0
 
 
 def _rows_about(kind: DrafterKind, workload: Workload) -> Sequence[DrafterRow]:
@@ -106,13 +134,18 @@ class ContextDecay:
 
     @classmethod
     def of(cls, name: str) -> ContextDecay:
-        """Of the rows of a drafter whose contexts are known."""
-        return cls(tuple(sorted((row for row in drafter_rows() if row.name == name and row.context), key=_context)))
+        """Of the rows of a drafter whose contexts are known, and that are of no kind of text alone."""
+        rows = (row for row in drafter_rows() if row.name == name and row.context and not row.text)
+        return cls(tuple(sorted(rows, key=_context)))
 
     def tokens(self, context: float) -> float:
         """Tokens of a pass; beyond the rows' contexts those of the nearest."""
         logs = [math.log(row.context) for row in self.rows]
         return float(np.interp(math.log(context), logs, [row.pass_tokens for row in self.rows]))
+
+    def tokens_at(self, context: float, tokens: float, measured_at: float) -> float:
+        """Tokens of a pass of a drafter that had `tokens` at another context: as many at shorter ones, else fewer."""
+        return 1 + (tokens - 1) * min(1.0, (self.tokens(context) - 1) / (self.tokens(measured_at) - 1))
 
     def acceptance(self, context: float) -> float:
         """Conditional acceptance of a proposal."""

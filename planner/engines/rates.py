@@ -296,6 +296,8 @@ class EngineProfile:
         formats = f"in {self.title}: {' '.join(arguments) or 'weights and KV cache as in the checkpoint'}"
         if plan.speculation.drafter.kind is DrafterKind.SUFFIX:
             formats += ", and ngram by `ridgeplan export`, whose passes were not measured: its lookup is not priced"
+        if plan.speculation.drafter.kind is DrafterKind.HEAD:
+            formats += ", and a head, which `ridgeplan export --draft-method eagle3 --draft-model ID` names"
         return formats
 
     def certainty(self, step: EngineStep, kind: str, shape: ModelShape) -> tuple[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, MTP
-from ridgeplan.planner.acceptance.drafters import ContextDecay, proposal_acceptance
+from ridgeplan.planner.acceptance.drafters import ContextDecay, at_context, proposal_acceptance
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.planner.export.drafts import HEADS, LOOKUPS, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
@@ -17,7 +17,7 @@ from ridgeplan.roofline.catalog.sharding import shard
 from ridgeplan.roofline.drafters import pass_tokens
 from ridgeplan.roofline.engine import EAGLE3_MEASURED
 from ridgeplan.roofline.latency import GIB
-from ridgeplan.roofline.plan.plan import DraftCodes, DrafterKind, KVFormat, Workload, require
+from ridgeplan.roofline.plan.plan import DraftCodes, Drafter, DrafterKind, KVFormat, Workload, require
 
 MAX_OFFLOAD_SHARE = 0.9  # of the weights; the rest is embeddings, norms and what engines never offload
 MIN_GAIN = 0.03  # over plain decoding, for which a second copy of the model is worth its memory
@@ -163,7 +163,8 @@ def _ends(placed: Served, drafts: DraftModel) -> str:
     workload, gamma = placed.options.plan.workload, drafts.gamma
     batch, end = workload.rank_batch, _end(placed, drafts, rounds)
     steps = float(rounds.tpot_s(batch, gamma) * pass_tokens(1.0, drafts.acceptance, gamma) / rounds.tpot_s(batch, 0))
-    source = "measured rows" if _has_rows(workload) else str(ContextDecay.of(EAGLE3))
+    known = proposal_acceptance(DrafterKind.HEAD, replace(workload, acceptance_length=0.0))
+    source = known.where if known.known else str(ContextDecay.of(EAGLE3))
     loses = "" if end is None else f", and loses from about {end} tokens of context on"
     if drafts.longest:
         loses += ", where max_model_len switches it off, which may be at most the head's own limit"
@@ -200,23 +201,17 @@ def _where_they_pay(placed: Served, drafts: DraftModel) -> DraftModel:
     return replace(drafts, longest=min(end, limit or end), gamma=drafts.gamma * (end > 0))
 
 
-def _has_rows(workload: Workload) -> bool:
-    """Whether acceptance of a head was measured on the workload's kind of text, other than at its context alone."""
-    named = workload.drafter_head or workload.drafter_rows
-    return bool(named) and proposal_acceptance(DrafterKind.HEAD, replace(workload, acceptance_length=0.0)).known
-
-
 def _head_acceptance(workload: Workload, context: float) -> float:
-    """Conditional acceptance of an EAGLE-3 head at a context: by the user's rows, else by the published ones."""
-    here = replace(workload, context=int(context), acceptance_length=0.0)
-    if _has_rows(workload):
-        return proposal_acceptance(DrafterKind.HEAD, here).best
-    return ContextDecay.of(EAGLE3).acceptance(context)
+    """Conditional acceptance of an EAGLE-3 head at a context: the user's figure or rows, else as published."""
+    known = proposal_acceptance(DrafterKind.HEAD, at_context(workload, int(context), Drafter(DrafterKind.HEAD, 1)))
+    return known.best if known.known else ContextDecay.of(EAGLE3).acceptance(context)
 
 
 def _measured(workload: Workload) -> bool:
     """Whether the user measured a head."""
-    return bool(workload.acceptance_length and workload.drafter is DrafterKind.HEAD) or _has_rows(workload)
+    figure = workload.acceptance_length and workload.drafter is DrafterKind.HEAD
+    named = workload.drafter_head or workload.drafter_rows
+    return bool(figure or (named and proposal_acceptance(DrafterKind.HEAD, workload).known))
 
 
 def _lookup(placed: Served) -> DraftModel:
@@ -243,8 +238,9 @@ def _drafting(placed: Served) -> DraftModel:
         "--draft-method mtp for layers of the model's own",
     )
     if method in HEADS:
-        published = ContextDecay.of(MTP if own_layers else EAGLE3).acceptance(workload.context)
-        acceptance = proposal_acceptance(DrafterKind.HEAD, workload).best if _measured(workload) else published
+        acceptance = _head_acceptance(workload, workload.context)
+        if own_layers and not _measured(workload):
+            acceptance = ContextDecay.of(MTP).acceptance(workload.context)
     shadow = options.plan.kv.format is KVFormat.SHADOW
     other_dtype = options.schema.has_field("--speculative-config", "kv_cache_dtype")
     return DraftModel(

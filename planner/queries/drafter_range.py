@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeplan.planner.acceptance import AcceptanceModel
-from ridgeplan.planner.acceptance.drafters import proposal_acceptance
+from ridgeplan.planner.acceptance.drafters import at_context, proposal_acceptance
 from ridgeplan.planner.lowering import estimate_kinds
 from ridgeplan.planner.quantities import tokens_text
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -23,21 +23,21 @@ class DrafterRange:
     """Contexts at which a drafter pays. loses_from: tokens from which on it never does; None if it does up to `last`, 0
     if it does nowhere.
 
-    constant: whether nothing says that its acceptance depends on the context.
+    assumed: of its acceptance by context, in words, if no row says it; "" otherwise.
     """
 
     loses_from: int | None
     last: int
-    constant: bool
+    assumed: str
 
     def __str__(self) -> str:
         """In words."""
-        same = ", at the same acceptance" if self.constant else ""
+        assumed = self.assumed and f", {self.assumed}"
         if self.loses_from == 0:
-            return f"loses at all contexts{same}"
+            return f"loses at all contexts{assumed}"
         if self.loses_from is None:
-            return f"pays up to {tokens_text(self.last)} tokens of context{same}"
-        return f"loses from about {tokens_text(self.loses_from)} tokens of context on{same}"
+            return f"pays up to {tokens_text(self.last)} tokens of context{assumed}"
+        return f"loses from about {tokens_text(self.loses_from)} tokens of context on{assumed}"
 
 
 def drafter_range(plan: Plan, shape: ModelShape, profile: Profile, machine: Machine) -> DrafterRange | None:
@@ -51,11 +51,15 @@ def drafter_range(plan: Plan, shape: ModelShape, profile: Profile, machine: Mach
     last = max(int(workload.yarn_factor * shape.max_context), workload.context)
     steps = np.arange(0, max(np.log2(last / UNIT), 0), 1 / STEPS_PER_OCTAVE)
     contexts = sorted({*(UNIT * int(units) for units in np.round(2**steps)), last})
-    known = {proposal_acceptance(speculation.drafter.kind, replace(workload, context=each)).best for each in contexts}
+    at = {context: at_context(workload, context, speculation.drafter) for context in contexts}
+    known = {proposal_acceptance(speculation.drafter.kind, each).best for each in at.values()}
+    assumed = "at the same acceptance" if len(known) == 1 else ""
+    if len({each.acceptance_length for each in at.values()}) > 1:
+        assumed = "if it decays as EAGLE-3 was published to"
     without = range(speculation.gamma + 1) if speculation.drafter.cascades else (0,)
     end: int | None = None
     for context in reversed(contexts):
-        here = replace(plan, workload=replace(workload, context=context))
+        here = replace(plan, workload=at[context])
         model = AcceptanceModel.of_profile(shape, context, profile)
         *other, drafted = estimate_kinds(here, shape, machine, model, [*without, speculation.round_kind]).tpot_s
         if drafted < min(other):
@@ -63,4 +67,4 @@ def drafter_range(plan: Plan, shape: ModelShape, profile: Profile, machine: Mach
         end = context
     else:
         end = 0
-    return DrafterRange(end, last, len(known) == 1)
+    return DrafterRange(end, last, assumed)
