@@ -67,7 +67,8 @@ class Statistics:
     prompt_tokens: per sequence. rounds: forward passes of the target after prefill; sequence_rounds: their sum over
     unfinished sequences. generated: tokens delivered; decoded: tokens that rounds kept, some of them past a stop token.
     verified_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
-    draft_s, verify_s: medians of a pass of the self-draft and of a verification; flush_s, decode_s, prefill_s: sums.
+    draft_s, propose_s, verify_s: medians of a pass of the self-draft, of the proposals that a verification takes, of
+    that; flush_s, decode_s, prefill_s: sums.
     idle_s: sum of the device's waits between rounds, 0 on a CPU.
     capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused. first_use_s: what an
     engine's first generation took before its prefill to compile or load kernels and start libraries, 0 on a CPU.
@@ -113,6 +114,7 @@ class Statistics:
     proposals_compared: int = 0
     proposals_matched: int = 0
     first_use_s: float = 0.0
+    propose_s: float = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -208,7 +210,8 @@ class StatsCollector:
 
     def statistics(self, stopwatch: Stopwatch, peak: PeakMemory, **counts: Any) -> Statistics:
         """The figures so far. counts: those fields of `Statistics` that rounds do not tell."""
-        drafts_s = zip(stopwatch.seconds("draft"), self._shapes, strict=False)  # a round that failed was not added
+        # A round that failed was not added.
+        drafts_s = list(zip(stopwatch.seconds("draft"), self._shapes, strict=False))
         return Statistics(
             gamma=self._gamma,
             prompt_tokens=self._prompt_tokens,
@@ -219,6 +222,7 @@ class StatsCollector:
             accepted_at=tuple(self._accepted_at),
             prefill_s=sum(stopwatch.seconds("prefill")),
             draft_s=_median([seconds / shape.passes for seconds, shape in drafts_s if shape.passes]),
+            propose_s=_median([seconds for seconds, shape in drafts_s if shape.proposes_to_target]),
             verify_s=_median(stopwatch.seconds("verify")),
             flush_s=sum(stopwatch.seconds("flush")),
             decode_s=sum(stopwatch.seconds("round")),

@@ -154,8 +154,12 @@ def _rows(
 ) -> Iterator[ComparisonRow]:
     statistics, drafting = measured.statistics, plan.speculation.active
     yield ComparisonRow("prefill", "ms", predicted.best.ttft_ms, statistics.ttft_ms)
-    if drafting:
-        yield ComparisonRow("draft step", "ms", predicted.draft_step_ms, 1e3 * statistics.draft_s)
+    proposals_ms, passes = 1e3 * predicted.round_s.get("proposals", 0.0), plan.speculation.drafter.passes
+    if plan.speculation.self_drafts:  # whose passes follow proposals in a cascade
+        draft_ms = predicted.draft_step_ms + proposals_ms / max(passes, 1)
+        yield ComparisonRow("draft step", "ms", draft_ms, 1e3 * statistics.draft_s)
+    elif drafting:
+        yield ComparisonRow("proposals", "ms", proposals_ms, 1e3 * statistics.propose_s)
     step = "verification" if drafting else "decode step"
     yield ComparisonRow(step, "ms", predicted.target_step_ms, 1e3 * statistics.verify_s)
     if drafting:

@@ -26,6 +26,7 @@ STATISTICS = (
     "prefill_s", "decode_s", "draft_s", "verify_s", "flush_s", "idle_s", "first_use_s", "capture_s",
     "flushes", "rounds_at", "ttft_ms", "tpot_ms", "peak_memory_bytes",
     "host_layers", "moved_layers", "wanted_loads", "loads", "overlap",
+    "propose_s", "hit_rate", "proposal_acceptance", "drafts_per_pass",
 )  # fmt: skip
 ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose attribute has another name
 
@@ -151,11 +152,17 @@ def summary(statistics: Statistics) -> str:
     ]
     if stats.gamma and stats.rounds:
         flushes = f"{stats.flushes} flush{'' if stats.flushes == 1 else 'es'}"
+        by_pass = stats.draft_passes > 0
+        each = f"{1e3 * (stats.draft_s if by_pass else stats.propose_s):.3g} ms {'each' if by_pass else 'together'}"
         lines += [
-            f"{stats.rounds} rounds of {_drafts_text(stats)} ({1e3 * stats.draft_s:.3g} ms each) and a verification "
+            f"{stats.rounds} rounds of {_drafts_text(stats)} ({each}) and a verification "
             f"({1e3 * stats.verify_s:.3g} ms), {stats.tokens_per_round:.2f} tokens per round, {flushes}",
             f"acceptance {stats.acceptance:.3f} (conditional), {stats.accepted_share:.3f} of all drafts",
         ]
+        if stats.proposal_rounds:
+            drafted = f"; a pass drafts {stats.drafts_per_pass:.2f} tokens" if by_pass else ""
+            accepted = f"acceptance {stats.proposal_acceptance:.3f} (conditional){drafted}"
+            lines.append(f"the drafter had proposals in {stats.hit_rate:.0%} of the rounds, {accepted}")
     if stats.host_layers:
         moved = f", {stats.moved_layers} of them moved during decoding" if stats.moved_layers else ""
         hits = f"; {stats.overlap:.0%} of the selected tokens were already on the device" if stats.wanted_loads else ""

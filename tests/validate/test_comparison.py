@@ -53,6 +53,20 @@ def test_the_prediction_is_for_the_workload_that_ran(compared: Comparison) -> No
     assert compared.row("peak memory").predicted == expected.best.peak_memory_bytes
 
 
+def test_proposals_are_compared_beside_the_passes_that_verify_them(measured: Measured) -> None:
+    """To the target they are a row of their own; in a cascade they are part of the self-draft's passes."""
+    drafted = replace(measured, statistics=replace(measured.statistics, propose_s=0.001, proposal_rounds=30))
+    to_target, cascade = (
+        compare_measured(preset(name, PLAN.workload), SHAPE, PROFILE, drafted) for name in ("suffix", "cascade")
+    )
+    assert to_target.predicted is not None and cascade.predicted is not None
+    proposals, passes = to_target.row("proposals"), cascade.row("draft step")
+    assert (proposals.predicted, proposals.measured) == (1e3 * to_target.predicted.round_s["proposals"], 1)
+    assert passes.predicted == cascade.predicted.draft_step_ms + 1e3 * cascade.predicted.round_s["proposals"] / 2
+    assert "draft step" not in {row.name for row in to_target.rows}
+    assert "proposals" not in {row.name for row in cascade.rows}
+
+
 def test_measured_figures_are_the_engines(compared: Comparison, statistics: Statistics) -> None:
     measured = {row.name: row.measured for row in compared.rows}
     assert measured == {

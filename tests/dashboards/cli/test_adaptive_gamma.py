@@ -105,6 +105,20 @@ def test_a_summary_counts_the_rounds_of_each_gamma(rounds_at: tuple[int, ...], w
     assert summary(replace(statistics, flushes=1)).count(" 1 flush\n") == 1
 
 
+def test_a_summary_says_what_each_tier_did() -> None:
+    of_target = Statistics(
+        gamma=2, prompt_tokens=(10,), rounds=12, sequence_rounds=12, generated=30, decoded=30, verified_at=(9, 6),
+        accepted_at=(6, 3), flushes=0, prefill_s=0.1, draft_s=0.0, verify_s=0.004, flush_s=0.0, decode_s=0.1,
+        idle_s=0.0, capture_s=0.0, peak_memory_bytes=None, rounds_at=(0, 0, 12), drafted=18, proposal_rounds=9,
+        propose_s=0.001, proposals_compared=15, proposals_matched=9,
+    )  # fmt: skip
+    text = summary(of_target)
+    assert "2 drafts (1 ms together) and a verification (4 ms)" in text
+    assert "the drafter had proposals in 75% of the rounds, acceptance 0.600 (conditional)\n" in f"{text}\n"
+    cascade = summary(replace(of_target, draft_passes=12, draft_s=0.002))
+    assert "2 drafts (2 ms each)" in cascade and "0.600 (conditional); a pass drafts 1.50 tokens" in cascade
+
+
 @pytest.fixture
 def plan_path(invoke: Any, tiny_folder: Path, tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
