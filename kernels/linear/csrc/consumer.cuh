@@ -3,17 +3,6 @@
 
 #include "pipeline.cuh"
 
-// A warp's sums of an output tile as they lie in its registers: [X_TILES, row half, lane] pairs.
-template <class Config>
-__device__ __forceinline__ void store_sums(const float (&acc)[Config::X_TILES][4], float* sums, int lane) {
-#pragma unroll
-    for (int t = 0; t < Config::X_TILES; t++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            *reinterpret_cast<float2*>(sums + ((2 * t + half) * 32 + lane) * 2) =
-                make_float2(acc[t][2 * half], acc[t][2 * half + 1]);
-}
-
 // `x`: the CTA's rows of x, `pitch` bytes apart; `sums`: [SUM_BUFFERS, MMA_WARPS, TILE_SUMS].
 template <class Config> __device__ __forceinline__ void multiply(
     const CtaWork<Config>& work, Barriers<Config>& barriers, const u8* buffers, int stages, const u8* x, u32 pitch,

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "config.cuh"
+#include "weights.cuh"
 
 // A stage is 16 pieces of rows. Rows past the last output keep their old contents, whose products do not affect other
 // rows.

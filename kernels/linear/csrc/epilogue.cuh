@@ -3,23 +3,11 @@
 
 #include "pipeline.cuh"
 
-template <class Config, int COUNT> __device__ __forceinline__ float add_up(const float* sums) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) sum += sums[i * Config::TILE_SUMS];
-    return sum;
-}
-
 template <class Config> struct Output {
     u16* y;
     const u16* bias;     // may be null
     int outputs, width;  // outputs of the weight; columns of y, half as many with FUSE_SWIGLU
 
-    // Position of sum `i` of a tile, i = 16 * column + output, in the order that `store_sums` writes:
-    // [column / 8, output / 8, output % 8, column % 8], as lane 4 * (output % 8) + column % 8 / 2 holds two columns.
-    __device__ static __forceinline__ int sum_index(int i) {
-        return i / 128 * 128 + i / 8 % 2 * 64 + i % 8 * 8 + i / 16 % 8;
-    }
     // The bias of all of a thread's sums, whose indices differ by multiples of 32 and so have the same output.
     __device__ __forceinline__ float thread_bias(int tile) const {
         const int output = Config::TILE_OUTPUTS * tile + threadIdx.x % Config::TILE_OUTPUTS;
@@ -45,7 +33,7 @@ template <class Config> struct SwigluEpilogue {
         for (int j = 0; j < Config::COLUMNS / 2; j++) {
             const int i = 32 * j + lane;
             if (i >= Config::TILE_OUTPUTS * work.rows) continue;
-            const float sum = bias + add_up<Config, Config::MMA_WARPS>(sums + Output<Config>::sum_index(i));
+            const float sum = bias + add_up<Config, Config::MMA_WARPS>(sums + sum_index(i));
             if (tile < work.half()) gates[j] = sum / (1.0f + __expf(-sum));
             else output.put(tile - work.half(), i, gates[j] * sum);
         }
@@ -61,13 +49,13 @@ template <class Config, int COUNT> __device__ __forceinline__ void add_tile(
     float sum[COUNT];
 #pragma unroll
     for (int j = 0; j < COUNT; j++)
-        sum[j] = add_up<Config, Config::MMA_WARPS>(sums + Output<Config>::sum_index(32 * j + lane));
+        sum[j] = add_up<Config, Config::MMA_WARPS>(sums + sum_index(32 * j + lane));
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
         const int i = 32 * j + lane;
         if (i >= Config::TILE_OUTPUTS * work.rows) continue;
         float* const received =
-            cluster_sums + (local_tile - owner + rank) * Config::TILE_SUMS + Output<Config>::sum_index(i);
+            cluster_sums + (local_tile - owner + rank) * Config::TILE_SUMS + sum_index(i);
         if (Config::SPLIT_K == 1) output.store(tile, i, bias + sum[j]);
         else st_async(mapa(received, owner), sum[j], mapa(&barriers.cluster_sums, owner));
     }
@@ -120,7 +108,7 @@ template <class Config> __device__ __forceinline__ void store_cluster_sums(
         for (int i = threadIdx.x; i < Config::TILE_OUTPUTS * work.rows; i += Config::THREADS) {
             const float* const sums = cluster_sums +
                                       local_tile / Config::SPLIT_K * Config::SPLIT_K * Config::TILE_SUMS +
-                                      Output<Config>::sum_index(i);
+                                      sum_index(i);
             output.store(tile, i, bias + add_up<Config, Config::SPLIT_K>(sums));
         }
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dense.cuh"
+#include "handover.cuh"
 #include "quantized.cuh"
 
 // Output tiles first_tile, first_tile + stride, ... of the weight's `tiles`, `k_tiles` K tiles of the inputs from
@@ -52,15 +53,5 @@ template <class Config> struct Barriers {
     __device__ static __forceinline__ void wait_for_x(u64* part) {  // one of `x`
         if (Config::X_MULTICAST > 1) mbarrier_wait_cluster(part, 0);
         else mbarrier_wait(part, 0);
-    }
-};
-
-// An index into a ring of buffers, and the parity of its barrier's phase.
-struct PipelineState {
-    int index;
-    u32 parity;
-
-    __device__ __forceinline__ void advance(int count) {
-        if (++index == count) index = 0, parity ^= 1;
     }
 };

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "../../device/csrc/dequant.cuh"
-#include "config.cuh"
+#include "weights.cuh"
 
 // A stage holds K tiles of each plane, which are contiguous in memory.
 template <class Config> struct Weights<Config, false> {
@@ -33,7 +33,7 @@ template <class Config> struct Weights<Config, false> {
     const u8* planes[PLANES];
     i64 tile_bytes;
 
-    __device__ Weights(const LinearParams& p) : tile_bytes(i64(p.inputs / GROUP) * K_TILE_BYTES) {
+    template <class Params> __device__ Weights(const Params& p) : tile_bytes(i64(p.inputs / GROUP) * K_TILE_BYTES) {
         planes[0] = p.weight;
         if (PLANES > 1) planes[PLANES - 1] = p.lower;
     }
