@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ridgeplan.kernels.device.triton_helpers import INTERPRETED
+from ridgeplan.kernels.device.cuda import pdl_options
+from ridgeplan.kernels.device.triton_helpers import INTERPRETED, pdl_launch_dependents_and_wait
 from ridgeplan.kernels.experts import BLOCK_ROWS, SWIGLU, Activation, Blocks, ExpertWeight, expert_sizes, max_blocks
 from ridgeplan.kernels.linear.triton import FEW_ROWS as FEW_ROWS_SPLIT
 from ridgeplan.kernels.linear.triton import FLOAT32 as FLOAT32_SPLIT
@@ -49,7 +50,9 @@ def _route_kernel(
     EXPERTS: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl_launch_dependents_and_wait(PDL)
     row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS)
     inside = expert < experts
     logit = tl.load(logits + row * experts + expert, mask=inside, other=float("-inf")).to(tl.float32)
@@ -95,6 +98,7 @@ def route_triton(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple
         SIGMOID=routing.sigmoid,
         NORMALIZED=routing.normalized,
         num_warps=1 if experts <= 256 else 4,
+        **pdl_options(logits),
     )
     return chosen, weights
 
@@ -109,8 +113,10 @@ def _blocks_kernel(
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One block: every program counts all pairs by expert, finds the block's expert, and gathers its pairs."""
+    pdl_launch_dependents_and_wait(PDL)
     block, expert = tl.program_id(0), tl.arange(0, EXPERTS)
     hits = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, pairs, STEP):
@@ -152,6 +158,7 @@ def expert_blocks_triton(experts: Tensor, count: int, rows: int) -> Blocks:
         ROWS=rows,
         STEP=COUNTED_PAIRS,
         num_warps=4,
+        **pdl_options(experts),
     )
     return Blocks(block_experts, block_pairs)
 
@@ -312,8 +319,10 @@ def _sum_kernel(
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,  # a power of two that holds PER_ROW x SPLITS
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The weighted sum of a row's experts over all splits, and the addend: one load of all parts, as each waits."""
+    pdl_launch_dependents_and_wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, part = at < width, tl.arange(0, PARTS)
     pair = row * PER_ROW + part // SPLITS
@@ -327,22 +336,24 @@ def _sum_kernel(
     tl.store(out + row * width + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
-def routed_mlp_triton(
+def expert_products_triton(
     x: Tensor,
-    weights: Tensor,
     blocks: Blocks,
     stacks: tuple[ExpertWeight, ExpertWeight],
     biases: tuple[Tensor | None, Tensor | None],
     count: int,
+    pairs: int,
     activation: Activation,
-    addend: Tensor | None,
 ) -> Tensor:
-    """See `ridgeplan.kernels.experts.routed_mlp`; stacks and biases: of gate and up, and of down."""
-    (rows, per_token), x = weights.shape, x.contiguous()
-    pairs = rows * per_token
+    """Both products of all pairs, [splits, pairs, hidden] to be added up; stacks: of gate and up, and of down."""
     (gated,) = _product(x, blocks, stacks[0], biases[0], count, pairs, activation)
-    parts = _product(gated, blocks, stacks[1], biases[1], count, pairs, None)
-    out, width = torch.empty_like(x), x.shape[1]
+    return _product(gated, blocks, stacks[1], biases[1], count, pairs, None)
+
+
+def weighted_sum_triton(parts: Tensor, weights: Tensor, addend: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The sum of parts [splits, pairs, width] by weights [rows, per_token], plus `addend`: [rows, width]."""
+    (rows, per_token), (_, pairs, width) = weights.shape, parts.shape
+    out = torch.empty(rows, width, dtype=dtype, device=parts.device)
     added = triton.next_power_of_2(per_token * len(parts))
     block = max(MIN_SUM_BLOCK, SUM_ELEMENTS // added)
     _sum_kernel[(rows, triton.cdiv(width, block))](
@@ -357,6 +368,7 @@ def routed_mlp_triton(
         PARTS=added,
         BLOCK=block,
         num_warps=4,
+        **pdl_options(parts),
     )
     return out
 

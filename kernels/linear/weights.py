@@ -24,6 +24,7 @@ Hierarchical codes are QuantSpec's for keys and values (section 4.2), here for w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -188,6 +189,11 @@ class Mxfp4Weight:
     def outputs(self) -> int:
         """Rows of the weight."""
         return self.codes.shape[0]
+
+    @cached_property
+    def max_scale(self) -> int:
+        """The largest byte of the scales; its first use waits for the device."""
+        return int(self.scales.max())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [outputs, inputs], exact in bfloat16."""

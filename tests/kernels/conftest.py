@@ -89,7 +89,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Notes what a CUDA kernel would be launched with, without a GPU: tensors of the test lie on the CPU."""
     noted = Launches()
     for module in (
-        "attention", "kv_cache", "linear", "sampling", "selection", "sparse_attention",
+        "attention", "experts", "kv_cache", "linear", "sampling", "selection", "sparse_attention",
     ):  # fmt: skip
         monkeypatch.setattr(f"ridgeplan.kernels.{module}.cuda.launch_with_pdl", noted.launch)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)

@@ -18,6 +18,8 @@ from grids import pairs
 from ridgeplan.kernels.attention import cuda as attention
 from ridgeplan.kernels.attention.cuda import BY_QUERY, MERGE_PARTS, AttentionVariant, Occupancy
 from ridgeplan.kernels.device.cuda import KernelParams, include_options, program
+from ridgeplan.kernels.experts import cuda as experts
+from ridgeplan.kernels.experts.schedule import MXFP4, CodeFormat, make_experts_schedule, tiled_format
 from ridgeplan.kernels.kv_cache import cuda as quantize_cuda
 from ridgeplan.kernels.linear import cuda as linear
 from ridgeplan.kernels.linear.schedule import (
@@ -195,6 +197,31 @@ def test_quantized_products(bits: int, group: int, rows: int, inputs: int, gated
 def test_products_of_integers(bits: int, inputs: int, compile_cuda: Compile) -> None:
     compiled = linear_kernel(compile_cuda, make_integer_schedule(4, 4096, inputs, True, inputs == 4096, H200, bits))
     assert compiled.spilled <= (8 if inputs == 14336 else 0)  # addresses, beside 112 registers of x
+
+
+@pytest.mark.parametrize(
+    ("weights", "outputs", "inputs", "gated"),
+    fast_and_slow(
+        [
+            (tiled_format(4, 128), 1536, 2048, True), (tiled_format(8, 128), 2048, 1408, False),
+            (MXFP4, 5760, 2880, True),
+        ],
+        [
+            (tiled_format(4, 128), 2048, 768, False), (tiled_format(4, 64), 5760, 2880, True),
+            (tiled_format(4, 32), 96, 32, False), (tiled_format(8, 128), 1536, 2048, True),
+            (tiled_format(8, 64), 2880, 2880, False), (MXFP4, 2880, 2880, False),
+        ],
+    ),
+)  # fmt: skip
+def test_routed_experts(weights: CodeFormat, outputs: int, inputs: int, gated: bool, compile_cuda: Compile) -> None:
+    bf16 = weights == MXFP4 or gated
+    schedule = make_experts_schedule(weights, bf16, outputs, inputs, gated, 32, 8, 132, H200.sm_bytes)
+    assert schedule is not None
+    compiled = compile_cuda(program(experts.SOURCE, experts.ExpertsParams), experts.ENTRY, schedule.options)
+    assert compiled.warnings == []
+    assert compiled.spilled == 0
+    assert compiled.registers * schedule.threads <= REGISTERS
+    assert compiled.shared + schedule.shared_bytes <= H200.sm_bytes - 1024
 
 
 @pytest.mark.parametrize(

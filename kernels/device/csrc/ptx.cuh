@@ -47,6 +47,11 @@ __device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
     asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
 __device__ __forceinline__ u32 add_half2(u32 a, u32 b) {
     u32 d;
     asm("add.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
