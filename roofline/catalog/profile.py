@@ -74,7 +74,7 @@ RELATIVES = {
 }
 # Classes whose kernels are Triton's on every machine: without rates of their own they have those of related kernels
 # that run on every machine as well, not those of Hopper's.
-TRITON_CLASSES = ("grouped_linear", "grouped_linear_int8", "grouped_linear_int4", "attention_mla")
+TRITON_CLASSES = ("grouped_linear", "attention_mla")
 
 # What routed experts take beyond a dense product of their bytes, as they are several kernels: in steps of Qwen3-30B-A3B
 # in 16 bits 13 to 16 us per layer on an H200, in 4 and 8 bits 6 to 19 us at one row (docs/kernels/experts.md). Of it,
@@ -243,7 +243,10 @@ def transferred_spread(spread: float) -> float:
 BOUND_SHARE = 0.85
 # Classes whose rates on Hopper say nothing of other machines, where different kernels run. Without portable rates of
 # their own they have those of the nearest relative, as priors.
-HOPPER_CLASSES = ("linear_int8", "sparse_attention", "two_bit_scan", "progressive_attention")
+HOPPER_CLASSES = (
+    "linear_int8", "grouped_linear_int8", "grouped_linear_int4", "sparse_attention", "two_bit_scan",
+    "progressive_attention",
+)  # fmt: skip
 # Of these, those whose kernels on other machines run on Hopper too, for many query heads of a KV head: classes there.
 SAME_ON_HOPPER = {"two_bit_scan": "two_bit_scan_wide", "progressive_attention": "progressive_attention_wide"}
 

@@ -88,7 +88,7 @@ SPARSE = {"two_bit", "page_scores", "top_k", "sparse_attention", "progressive", 
 ROTATED = (
     LINEAR
     | SPARSE
-    | {"experts_int4", "experts_int8", "experts_dense"}  # other experts at every call
+    | {"experts_int4", "experts_int8", "experts_dense", "experts_mxfp4"}  # other experts at every call
     | {"delta_step"}
     | {
         "latent_append",
@@ -175,6 +175,7 @@ def scaled(kernel: Callable[..., Any]) -> Callable[..., Any]:
         ("latent_append", kernel_latent, "absorb_append"),
         ("experts_int4", kernel_experts, "routed_mlp"),
         ("experts_dense", kernel_experts, "routed_mlp"),
+        ("experts_mxfp4", kernel_experts, "routed_mlp"),
         ("quantize", kernel_quantize, "dequantize"),
         ("norm", kernel_fused.layer, "add_rms_norm"),
         ("rope", kernel_fused.layer, "rope_append"),

@@ -93,6 +93,8 @@ def portable_calls(bench: Bench, suite: Suite, num_sms: int) -> Iterator[KernelC
             yield linear_call("linear", bench.random(1, count, inputs), dense, outputs, bench.element_bytes)
         for bits in (4, 8):
             yield from quantized_calls(bench, bits, [(outputs, inputs)], rows, portable=True)
+    for bits in (8, 4):
+        yield from expert_calls(bench, bits, suite.expert_sizes[:1], rows, portable=True)
     for sizes in suite.decode_sizes().values():
         few = [size for size in sizes if size.batch != suite.batches[-1] and size.queries in suite.queries[::2]]
         yield from (random_decode(bench, size, num_sms, "triton") for size in few[::7])
@@ -125,10 +127,13 @@ def quantized_calls(
             yield linear_call(linear_kind(bits), bench.random(1, count, inputs), products, outputs, per_parameter)
 
 
-def expert_calls(bench: Bench, bits: int, sizes: Iterable[ExpertSize], rows: Iterable[int]) -> Iterator[KernelCall]:
-    """Routed experts of few rows, under uniform routing."""
+def expert_calls(
+    bench: Bench, bits: int, sizes: Iterable[ExpertSize], rows: Iterable[int], portable: bool = False
+) -> Iterator[KernelCall]:
+    """Routed experts of few rows, under uniform routing; of Triton's kernels if `portable`."""
     for size, count in product(sizes, rows):
-        yield RoutedExperts.draw(bench, bits, size, count).call()
+        experts = RoutedExperts.draw(bench, bits, size, count)
+        yield (replace(experts, backend="triton") if portable else experts).call()
 
 
 def latent_calls(bench: Bench, sizes: Iterable[LatentSize], num_sms: int) -> Iterator[KernelCall]:

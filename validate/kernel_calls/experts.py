@@ -1,4 +1,4 @@
-"""Calls of routed experts' products for few rows, with 4-bit, 8-bit and 16-bit weights."""
+"""Calls of routed experts' products for few rows, with 4-bit, 8-bit and 16-bit weights, and with those in MXFP4."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ridgeplan.kernels.device.backend import Backend
 from ridgeplan.kernels.experts import (
     ExpertWeight,
     expert_of,
@@ -19,8 +20,9 @@ from ridgeplan.kernels.experts import (
     routed_mlp_reference,
 )
 from ridgeplan.kernels.layer import swiglu
-from ridgeplan.kernels.linear.weights import Int4Weight, Int8Weight
+from ridgeplan.kernels.linear.weights import MXFP4_GROUP, Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline.catalog.layers import Routing
+from ridgeplan.roofline.execution import fitting_group
 from ridgeplan.roofline.ops import read_experts
 from ridgeplan.validate.kernel_calls.case import BenchCase, SpeedUp, fresh, relative_error
 from ridgeplan.validate.kernel_calls.sizes import GROUP, ExpertSize
@@ -44,12 +46,14 @@ class RoutedExperts:
     x: Tensor
     chosen: Tensor
     weights: Tensor
+    backend: Backend = "auto"
 
     @classmethod
-    def draw(cls, bench: Bench, bits: int, size: ExpertSize, rows: int) -> RoutedExperts:
+    def draw(cls, bench: Bench, bits: int, size: ExpertSize, rows: int, *, mxfp4: bool = False) -> RoutedExperts:
         """Random experts in a format, and uniform routing."""
         experts, sizes = size.experts, ((2 * size.intermediate, size.hidden), (size.hidden, size.intermediate))
-        gate_up, down = (_weight(bench, bits, experts, *each) for each in sizes)
+        draw_weight = _mxfp4 if mxfp4 else partial(_weight, bits=bits)
+        gate_up, down = (draw_weight(bench, experts, *each) for each in sizes)
         logits = torch.randn(ROUTINGS * rows, experts, device=bench.device)
         chosen, weights = route(logits, Routing(per_token=size.per_token))
         pairs = (each.unflatten(0, (ROUTINGS, rows)) for each in (chosen, weights))
@@ -74,7 +78,8 @@ class RoutedExperts:
 
     def run(self, i: int) -> Tensor:
         """The products of choice `i`."""
-        return routed_mlp(self.x, self.chosen[i], self.weights[i], self.gate_up, self.down, self.size.experts)
+        routed = self.x, self.chosen[i], self.weights[i], self.gate_up, self.down, self.size.experts
+        return routed_mlp(*routed, backend=self.backend)
 
     def error(self) -> float:
         """Against the reference in float32."""
@@ -113,13 +118,14 @@ class RoutedExperts:
         return torch.zeros_like(self.x).index_add_(0, rows, parts.to(self.x.dtype))
 
 
-def _weight(bench: Bench, bits: int, experts: int, outputs: int, inputs: int) -> ExpertWeight:
+def _weight(bench: Bench, experts: int, outputs: int, inputs: int, bits: int) -> ExpertWeight:
     """Random experts; codes of one expert, packed once, are repeated, as packing is slow."""
     if bits == 16:
         return STEP * fresh(bench, experts, outputs, inputs)
     levels = 1 << bits
     codes = torch.randint(levels, (outputs, inputs), dtype=torch.int32, device=bench.device)
-    group = min(GROUP, inputs)
+    group = fitting_group(inputs, GROUP)
+    assert group is not None, "inputs in groups of 32"
     scale, zero = STEP * 16 / levels * fresh(bench, 2, outputs, inputs // group)
     packed = (Int4Weight if bits == 4 else Int8Weight).pack(codes, scale, zero)
     stacks = [
@@ -129,13 +135,26 @@ def _weight(bench: Bench, bits: int, experts: int, outputs: int, inputs: int) ->
     return stacks[0] if bits == 4 else Int8Weight(*stacks)
 
 
-def _experts_cases(kernel: str, bits: int, bench: Bench, sizes: Iterable[ExpertSize]) -> Iterator[BenchCase]:
+def _mxfp4(bench: Bench, experts: int, outputs: int, inputs: int) -> Mxfp4Weight:
+    shapes = (experts * outputs, inputs // 2), (experts * outputs, inputs // MXFP4_GROUP)
+    ranges = (0, 256), (118, 122)  # numbers about as large as the steps of codes
+    parts = (
+        torch.randint(*each, shape, dtype=torch.uint8, device=bench.device)
+        for shape, each in zip(shapes, ranges, strict=True)
+    )
+    return Mxfp4Weight(*parts)
+
+
+def _experts_cases(
+    kernel: str, bits: int, bench: Bench, sizes: Iterable[ExpertSize], mxfp4: bool = False
+) -> Iterator[BenchCase]:
     for size in sizes:
         for rows, speedup in size.speedups:
-            call = RoutedExperts.draw(bench, bits, size, rows).call()
+            call = RoutedExperts.draw(bench, bits, size, rows, mxfp4=mxfp4).call()
             yield BenchCase(kernel, call, SpeedUp(speedup), GROUPED if bits == 16 else LOOP)
 
 
 experts_dense_cases = partial(_experts_cases, "experts_dense", 16)
 experts_int8_cases = partial(_experts_cases, "experts_int8", 8)
 experts_int4_cases = partial(_experts_cases, "experts_int4", 4)
+experts_mxfp4_cases = partial(_experts_cases, "experts_mxfp4", 4, mxfp4=True)

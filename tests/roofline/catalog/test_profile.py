@@ -131,12 +131,12 @@ def test_a_class_without_rates_takes_its_relatives_and_says_so(h200_profile):
 
 
 def test_experts_without_rates_are_as_fast_as_the_same_kernels_elsewhere(h200_profile):
-    """Their kernels are Triton's on Hopper, too, where products of 4-bit weights have faster ones."""
+    """Those of 16-bit experts are Triton's on Hopper, too, where dense products have faster ones."""
     fast, slow = (replace(h200_profile.classes["linear"], launch_s=launch_s) for launch_s in (1e-6, 2e-6))
-    profile = replace(h200_profile, classes={"linear": fast, "linear_int4": fast}, portable={"linear_int4": slow})
-    assert profile.rates("grouped_linear_int4").launch_s == pytest.approx(2e-6 + ROUTED_S)
+    profile = replace(h200_profile, classes={"linear": fast, "linear_int4": fast}, portable={"linear": slow})
+    assert profile.rates("grouped_linear").launch_s == pytest.approx(2e-6 + ROUTED_S)
     dense = profile.rates("linear_int4").launch_s
-    assert profile.rates("grouped_linear").launch_s == pytest.approx(dense + ROUTED_S) and dense == 1e-6
+    assert profile.rates("grouped_linear_int4").launch_s == pytest.approx(dense + ROUTED_S) and dense == 1e-6
     measured = replace(profile, classes={**profile.classes, "grouped_linear_int4": fast})
     assert measured.rates("grouped_linear_int4") == replace(fast, launch_s=1e-6 + ROUTER_S)
 
