@@ -198,18 +198,17 @@ def routing_jobs() -> dict[str, dict[str, Any]]:
     """The choice of experts, blocks of pairs by expert, the weighted sum of experts, and products."""
     route = {"logits": "*fp32", "bias": "*fp32", "chosen": "*i64", "weights": "*fp32", "experts": "i32"}
     route |= {"scale": "fp32", "min_sum": "fp32"}
-    chosen = {"PER_TOKEN": 8, "SLOTS": 8, "EXPERTS": 256, "SIGMOID": True, "NORMALIZED": True}
+    chosen = {"PER_TOKEN": 8, "SLOTS": 8, "EXPERTS": 256, "SIGMOID": True, "NORMALIZED": True, "PDL": True}
     blocks = {"ids": "*i64", "block_experts": "*i32", "block_pairs": "*i32", "pairs": "i32", "experts": "i32"}
     summed = {**dict.fromkeys(("parts", "addend", "out"), "*bf16"), "weights": "*fp32"}
     summed |= dict.fromkeys(("pairs", "width"), "i32")
-    added = {"PER_ROW": 8, "SPLITS": 1, "PARTS": 8, "BLOCK": 512}
+    counted = {"EXPERTS": 128, "ROWS": 8, "STEP": 64, "PDL": True}
+    added = {"PER_ROW": 8, "SPLITS": 1, "PARTS": 8, "BLOCK": 512, "PDL": True}
     split = {"parts": "*fp32", "out": "*bf16", "pairs": "i32"} | dict.fromkeys(("alpha", "limit", "offset"), "fp32")
     activated = {"WIDTH": 768, "SPLITS": 16, "BLOCK": 64}
     jobs = {
         "route": job("experts.triton", "_route_kernel", route, chosen, {"num_warps": 1}),
-        "blocks": job(
-            "experts.triton", "_blocks_kernel", blocks, {"EXPERTS": 128, "ROWS": 16, "STEP": 64}, {"num_warps": 4}
-        ),
+        "blocks": job("experts.triton", "_blocks_kernel", blocks, counted, {"num_warps": 4}),
         "expert sum": job("experts.triton", "_sum_kernel", summed, added, {"num_warps": 4}),
         "expert sum of splits": job(
             "experts.triton",
