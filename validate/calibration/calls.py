@@ -133,7 +133,8 @@ def expert_calls(
     """Routed experts of few rows, under uniform routing; of Triton's kernels if `portable`."""
     for size, count in product(sizes, rows):
         experts = RoutedExperts.draw(bench, bits, size, count)
-        yield (replace(experts, backend="triton") if portable else experts).call()
+        call = (replace(experts, backend="triton") if portable else experts).call()
+        yield replace(call, kind=experts_kind(bits))
 
 
 def latent_calls(bench: Bench, sizes: Iterable[LatentSize], num_sms: int) -> Iterator[KernelCall]:

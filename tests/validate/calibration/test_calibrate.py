@@ -18,9 +18,10 @@ from ridgeplan.roofline.latency import KERNEL_CLASSES, WIDE_SCANS, attention_kin
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate import timing
-from ridgeplan.validate.calibration.calls import class_calls, quantized_calls
+from ridgeplan.validate.calibration.calls import class_calls, expert_calls, quantized_calls
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads, random_decode
+from ridgeplan.validate.kernel_calls.sizes import ExpertSize
 from ridgeplan.validate.random_model import llama_like_shape
 from ridgeplan.validate.timing import Bench, KernelCall
 
@@ -152,6 +153,15 @@ def test_calls_compute_finite_numbers(bench: Bench) -> None:
             result = call.run(call.variants - 1)
             if isinstance(result, torch.Tensor):
                 assert result.isfinite().all(), (kind, call.name)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_calls_of_experts_are_of_the_class_of_their_bits(bench: Bench, portable: bool) -> None:
+    """Portable calls are sorted by their own class, those of a suite by the suite's."""
+    for bits in (4, 8):
+        (call,) = expert_calls(bench, bits, [ExpertSize(4, 2, 128, 64)], [3], portable)
+        assert (call.kind, call.rows) == (f"grouped_linear_int{bits}", 3)
+        assert call.error() < 0.01
 
 
 def test_a_reading_is_priced_by_what_it_reads(bench: Bench) -> None:
