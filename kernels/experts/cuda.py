@@ -19,10 +19,8 @@ from ridgeplan.kernels.experts.schedule import (
     COLUMNS,
     MXFP4,
     PAIRS_PER_EXPERT,
-    TUNING,
     CodeFormat,
     ExpertsSchedule,
-    Tuning,
     make_experts_schedule,
     tiled_format,
 )
@@ -73,28 +71,13 @@ class ExpertsKernel:
         width = schedule.outputs // (2 if schedule.gated else 1)
         y = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
         params = ExpertsParams(
-            x=x,
-            weight=parts[0],
-            lower=parts[1] if len(parts) > 1 else None,
-            bias=bias,
-            y=y,
-            experts=blocks.experts,
-            block_pairs=blocks.pairs,
-            pairs=pairs,
-            per_row=pairs // len(x),
-            blocks=schedule.blocks,
-            block_rows=schedule.block_rows,
-            inputs=schedule.inputs,
-            tiles=schedule.expert_tiles,
-            stages=schedule.stages,
-            x_buffers=schedule.x_buffers,
-            stages_before_x=schedule.stages_before_x,
-            stages_after_x=schedule.stages_after_x,
-            early_blocks=early_blocks,
-            alpha=activation.alpha,
-            limit=activation.limit,
-            offset=activation.offset,
-        )
+            x=x, weight=parts[0], lower=parts[1] if len(parts) > 1 else None, bias=bias, y=y,
+            experts=blocks.experts, block_pairs=blocks.pairs, pairs=pairs, per_row=pairs // len(x),
+            blocks=schedule.blocks, block_rows=schedule.block_rows, inputs=schedule.inputs, tiles=schedule.expert_tiles,
+            stages=schedule.stages, x_buffers=schedule.x_buffers, stages_before_x=schedule.stages_before_x,
+            stages_after_x=schedule.stages_after_x, early_blocks=early_blocks,
+            alpha=activation.alpha, limit=activation.limit, offset=activation.offset,
+        )  # fmt: skip
         with torch.cuda.device(x.device):
             launch_with_pdl(
                 self.compiled, (schedule.ctas, 1, 1), (schedule.threads, 1, 1), params, schedule.shared_bytes
@@ -129,7 +112,7 @@ def code_format(weight: ExpertWeight, bf16: bool) -> CodeFormat | None:
 
 
 def find_experts_kernels(
-    x: Tensor, stacks: tuple[ExpertWeight, ExpertWeight], per_token: int, count: int, tuning: Tuning = TUNING
+    x: Tensor, stacks: tuple[ExpertWeight, ExpertWeight], per_token: int, count: int
 ) -> Kernels | None:
     """The kernels for both products of x [rows, hidden], or None if Triton's must run.
 
@@ -147,7 +130,7 @@ def find_experts_kernels(
             return None
         schedule = make_experts_schedule(
             weights, is_bf16, *expert_sizes(weight, count), gated, max_blocks(pairs, count, rows), rows, num_sms,
-            device_limits(device).sm_bytes, tuning,
+            device_limits(device).sm_bytes,
         )  # fmt: skip
         compiled = schedule and _compiled(schedule.options, device)
         if schedule is None or compiled is None:

@@ -15,21 +15,10 @@ BLOCK_BYTES = 4 * (2 + COLUMNS)  # of a block in shared memory: its expert, its 
 MAX_BLOCKS = 512
 MAX_TILES = 4  # output tiles of an item
 MIN_STAGES = 3  # fewest for which the next block's x waits in shared memory, too
+# Of an SM: most bytes of a stage, unless an item's least tiles take more, and bytes in flight before x has arrived;
+# after it twice as many. By measurement (docs/kernels/experts.md).
+STAGE_BYTES = 36 * 1024
 PAIRS_PER_EXPERT = 4  # with more on average, blocks of 16 pairs read the weights less often
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What was chosen by measurement; not measured yet."""
-
-    ctas_per_sm: int = 1
-    mma_warps: int = 8  # of a CTA, at most
-    stage_bytes: int = 36 * 1024  # most of a stage, unless an item's least tiles take more
-    before_x_bytes: int = 36 * 1024  # in flight before x has arrived
-    after_x_bytes: int = 72 * 1024  # and after
-
-
-TUNING = Tuning()
 
 
 @dataclass(frozen=True)
@@ -37,7 +26,7 @@ class CodeFormat:
     """How weights are stored. A K tile is what a warp multiplies at once of an output tile's inputs.
 
     whole_tiles: rows are contiguous, so a stage holds whole output tiles. has_x_sums: products need the sum of x over
-    each K tile.
+    each K tile. mma_warps: of a CTA, at most; ctas_per_sm: unless shared memory holds one only. Both by measurement.
     """
 
     bits: int
@@ -47,16 +36,20 @@ class CodeFormat:
     x_padding_bytes: int
     whole_tiles: bool = False
     has_x_sums: bool = True
+    mma_warps: int = 8
+    ctas_per_sm: int = 1
 
 
 def tiled_format(bits: int, group: int) -> CodeFormat:
     """Codes in the order of `ridgeplan.kernels.linear.weights`."""
-    return CodeFormat(bits, group, group, bits // 4 * (8 * group + PAIR_BYTES), x_padding_bytes=64)
+    k_tile_bytes = bits // 4 * (8 * group + PAIR_BYTES)
+    return CodeFormat(bits, group, group, k_tile_bytes, x_padding_bytes=64, ctas_per_sm=2 if bits == 4 else 1)
 
 
 MXFP4 = CodeFormat(
-    4, MXFP4_GROUP, 64, TILE_OUTPUTS * (32 + 64 // MXFP4_GROUP), x_padding_bytes=16, whole_tiles=True, has_x_sums=False
-)
+    4, MXFP4_GROUP, 64, TILE_OUTPUTS * (32 + 64 // MXFP4_GROUP), x_padding_bytes=16, whole_tiles=True,
+    has_x_sums=False, mma_warps=12,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class ExpertsSchedule:
     block_rows: int
     num_sms: int
     sm_bytes: int
-    tuning: Tuning = TUNING
+    ctas_per_sm: int
 
     @cached_property
     def k_tiles(self) -> int:
@@ -94,7 +87,7 @@ class ExpertsSchedule:
         more = [
             tiles
             for tiles in range(2 * least, MAX_TILES + 1, least)
-            if self.expert_tiles % tiles == 0 and tiles * tile_bytes <= self.tuning.stage_bytes
+            if self.expert_tiles % tiles == 0 and tiles * tile_bytes <= self.cta_bytes(STAGE_BYTES)
         ]
         return min((least, *more), key=lambda tiles: (self._most_tiles(tiles), -tiles))
 
@@ -106,14 +99,14 @@ class ExpertsSchedule:
     @cached_property
     def warps_per_tile(self) -> int:
         """MMA warps that split the inputs of each of an item's tiles."""
-        return max(1, min(self.tuning.mma_warps // self.tiles, self.k_tiles))
+        return max(1, min(self.weights.mma_warps // self.tiles, self.k_tiles))
 
     @cached_property
     def stage_k_tiles(self) -> int:
         """K tiles of each tile in a stage; all but an item's last stage have as many."""
         if self.weights.whole_tiles:
             return self.k_tiles
-        most = max(1, self.tuning.stage_bytes // (self.tiles * self.weights.k_tile_bytes))
+        most = max(1, self.cta_bytes(STAGE_BYTES) // (self.tiles * self.weights.k_tile_bytes))
         return -(-self.k_tiles // -(-self.k_tiles // most))
 
     @cached_property
@@ -122,7 +115,11 @@ class ExpertsSchedule:
 
     @cached_property
     def ctas(self) -> int:
-        return self.num_sms * self.tuning.ctas_per_sm
+        return self.num_sms * self.ctas_per_sm
+
+    def cta_bytes(self, sm_bytes: int) -> int:
+        """A CTA's part of bytes of an SM."""
+        return sm_bytes // self.ctas_per_sm
 
     @cached_property
     def x_buffers(self) -> int:
@@ -135,7 +132,7 @@ class ExpertsSchedule:
         return self._stages(self.x_buffers)
 
     def _stages(self, x_buffers: int) -> int:
-        cta_bytes = (self.sm_bytes - BESIDE_BYTES) // self.tuning.ctas_per_sm - RESERVED_BYTES
+        cta_bytes = self.cta_bytes(self.sm_bytes - BESIDE_BYTES) - RESERVED_BYTES
         return min(MAX_STAGES, (cta_bytes - self._other_bytes(x_buffers)) // self.stage_bytes)
 
     def _other_bytes(self, x_buffers: int) -> int:
@@ -158,12 +155,12 @@ class ExpertsSchedule:
     @cached_property
     def stages_before_x(self) -> int:
         """Stages in flight at once before the first block's x has arrived."""
-        return min(self.stages, max(1, self.tuning.before_x_bytes // self.stage_bytes))
+        return min(self.stages, max(1, self.cta_bytes(STAGE_BYTES) // self.stage_bytes))
 
     @cached_property
     def stages_after_x(self) -> int:
         """Stages in flight at once after that; with one, each copy would wait for the one before."""
-        return min(self.stages, max(2, self.tuning.after_x_bytes // self.stage_bytes))
+        return min(self.stages, max(2, self.cta_bytes(2 * STAGE_BYTES) // self.stage_bytes))
 
     @property
     def threads(self) -> int:
@@ -185,7 +182,7 @@ class ExpertsSchedule:
                 MMA_WARPS=self.warps_per_tile,
                 MAX_STAGES=MAX_STAGES,
                 GATED=self.gated,
-                CTAS_PER_SM=self.tuning.ctas_per_sm,
+                CTAS_PER_SM=self.ctas_per_sm,
             )
         )
 
@@ -201,8 +198,8 @@ def make_experts_schedule(
     block_rows: int,
     num_sms: int,
     sm_bytes: int,
-    tuning: Tuning = TUNING,
 ) -> ExpertsSchedule | None:
     """The schedule of one product; None if its sizes or its rows of x do not fit."""
-    schedule = ExpertsSchedule(weights, bf16, outputs, inputs, gated, blocks, block_rows, num_sms, sm_bytes, tuning)
-    return schedule if schedule.fits else None
+    sizes = weights, bf16, outputs, inputs, gated, blocks, block_rows, num_sms, sm_bytes
+    by_ctas = (ExpertsSchedule(*sizes, ctas_per_sm) for ctas_per_sm in range(weights.ctas_per_sm, 0, -1))
+    return next((schedule for schedule in by_ctas if schedule.fits), None)
