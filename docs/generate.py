@@ -10,7 +10,7 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -324,6 +324,19 @@ def kernel_targets(name: str) -> str:
     return f"{met}\n\n{table(('kernel', 'longer than the target by'), missed)}"
 
 
+def expert_products(name: str) -> str:
+    """Routed experts of few rows: microseconds of Triton's kernels and of ours, and our share of the roof."""
+    measured = {(row["shape"], row["kernel"]): row for row in result(name)["rows"]}
+    formats = {"experts_int4": "4-bit codes", "experts_int8": "8-bit codes", "experts_mxfp4": "MXFP4"}
+
+    def cell(row: Mapping[str, Any] | None) -> str:
+        return f"{row['peer_us']:.1f} -> {row['ours_us']:.1f} ({row['roof']:.0%})" if row else ""
+
+    shapes = dict.fromkeys(shape for shape, _ in measured)
+    lines = ((shape, *(cell(measured.get((shape, kernel))) for kernel in formats)) for shape in shapes)
+    return table(("rows x hidden, experts of a token x width", *formats.values()), lines)
+
+
 def integer_products(name: str) -> str:
     """Products on integer tensor cores beside today's: a line for each number of bits and rows."""
     shapes = {"qkv": "6144 x 4096", "out": "4096 x 4096", "gate_up": "28672 x 4096", "down": "4096 x 14336"}
@@ -434,6 +447,7 @@ BLOCKS: dict[str, Callable[..., str]] = {
         breakdown,
         kernels,
         kernel_targets,
+        expert_products,
         integer_products,
         accuracy_tables.accuracy,
         acceptance_tables.acceptance_errors,

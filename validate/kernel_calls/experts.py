@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -28,7 +28,7 @@ from ridgeplan.validate.kernel_calls.case import BenchCase, SpeedUp, fresh, rela
 from ridgeplan.validate.kernel_calls.sizes import GROUP, ExpertSize
 from ridgeplan.validate.timing import Bench, KernelCall
 
-GROUPED, LOOP = "torch grouped_mm", "loop over experts"
+GROUPED, LOOP, TRITON = "torch grouped_mm", "loop over experts", "Triton"
 ROUTINGS = 16  # different choices of experts that calls rotate over
 STEP = 0.01  # size of a code's step, so that weights are about as large as a model's
 
@@ -60,13 +60,14 @@ class RoutedExperts:
         return cls(size, gate_up, down, fresh(bench, rows, size.hidden), *pairs)
 
     def call(self) -> KernelCall:
-        """The experts' products, with grouped products and a loop over experts as peers."""
+        """The experts' products. Peers are a loop over experts, and of 16 bits grouped products, of codes Triton's."""
         size, rows = self.size, len(self.x)
         params = 3 * size.hidden * size.intermediate
         cost = routed_mlp_cost(self.x, size.per_token, size.experts, params, self.weight_bytes / size.experts / params)
         outputs = float(read_experts(size.experts, size.per_token, rows)) * params / size.hidden  # as in a pass's costs
         name = f"{rows} x {size.hidden}, {size.per_token} of {size.experts} x {size.intermediate}"
-        peers = {LOOP: self.loop} | ({GROUPED: self.grouped} if isinstance(self.gate_up, Tensor) else {})
+        dense, triton = isinstance(self.gate_up, Tensor), replace(self, backend="triton")
+        peers = {LOOP: self.loop, **({GROUPED: self.grouped} if dense else {TRITON: triton.run})}
         return KernelCall(
             "grouped_linear", name, cost, self.run, ROUTINGS, rows, outputs, size.hidden, self.error, peers
         )
