@@ -18,6 +18,7 @@ from typing import Any
 import acceptance_tables
 import accuracy_tables
 import cli_tables
+import drafter_tables
 import mechanism_tables
 import model_tables
 import offload_tables
@@ -454,6 +455,9 @@ BLOCKS: dict[str, Callable[..., str]] = {
         acceptance_tables.decode_acceptance,
         acceptance_tables.decode_regret,
         cli_tables.exit_codes,
+        drafter_tables.drafter_times,
+        drafter_tables.drafter_summary,
+        drafter_tables.drafters_by_context,
         cli_tables.commands,
         cli_tables.command_options,
         mechanism_tables.mechanisms,

@@ -119,9 +119,19 @@ QWEN3_5_9B = {
 }  # fmt: skip
 
 
+# An EAGLE-3 head of Llama-3.1-8B: one layer with a vocabulary of its own.
+EAGLE3_HEAD = LLAMA_8B | {
+    "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29], "use_aux_hidden_state": True},
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Setup:
-    """One engine: a model's config.json, vLLM's formats, and the cases (context, batch), longest context first."""
+    """One engine: a model's config.json, vLLM's formats, and the cases (context, batch), longest context first.
+
+    drafts: proposals of an EAGLE-3 head that a pass verifies; what is measured is the pass, whatever it accepts.
+    """
 
     name: str
     model: str
@@ -129,6 +139,7 @@ class Setup:
     weights: str
     kv: str
     cases: tuple[tuple[int, int], ...]
+    drafts: int = 0
 
     @property
     def quantization(self) -> str | None:
@@ -164,6 +175,10 @@ SETUPS = (
             ("hybrid", "Qwen/Qwen3.5-9B", QWEN3_5_9B),
         )
     ),
+    *(
+        Setup(f"llama-fp8-eagle3-{drafts}", "meta-llama/Llama-3.1-8B", LLAMA_8B, "fp8", "fp8", cases, drafts)
+        for drafts, cases in ((3, ((120000, 1), *_grid((32768,), (1, 8)), (4096, 1))), (5, ((120000, 1), (4096, 1))))
+    ),
     Setup("llama-fp8-per-channel", "meta-llama/Llama-3.1-8B", LLAMA_8B, "fp8_per_channel", "fp8",
           _grid((4096,), (1, 8))),
 )  # fmt: skip
@@ -177,12 +192,19 @@ def measure(setup: Setup, send: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(setup.config), encoding="utf-8")
     (folder / "generation_config.json").write_text("{}", encoding="utf-8")
+    drafting: dict[str, Any] = {}
+    if setup.drafts:
+        head = folder / "head"
+        head.mkdir(exist_ok=True)
+        (head / "config.json").write_text(json.dumps(EAGLE3_HEAD), encoding="utf-8")
+        drafting = {"method": "eagle3", "model": str(head), "num_speculative_tokens": setup.drafts}
     longest = max(context for context, _ in setup.cases)
     with gpu_turn(timed=False):
         engine = InProcessVllm.start(
             str(folder), setup.config["vocab_size"], longest + 2 * NEW_TOKENS, load_format="dummy",
             quantization=setup.quantization, kv=setup.kv_cache_dtype, max_num_seqs=32, max_num_batched_tokens=16384,
             dtype="bfloat16", compilation_config=GRAPHS, **beside_others(),
+            **({"speculative_config": drafting} if drafting else {}),
         )  # fmt: skip
         routers = engine.llm.apply_model(spread_routers)[0]
     send({
@@ -193,7 +215,8 @@ def measure(setup: Setup, send: Any) -> None:
         for context, batch in setup.cases:
             tpot_ms, _ = engine.step(context, batch)
             send({"setup": setup.name, "model": setup.model, "weights": setup.weights, "kv": setup.kv,
-                  "context": context, "batch": batch, "tpot_ms": round(tpot_ms, 4)})  # fmt: skip
+                  "context": context, "batch": batch, **({"drafts": setup.drafts} if setup.drafts else {}),
+                  "pass_ms" if setup.drafts else "tpot_ms": round(tpot_ms, 4)})  # fmt: skip
 
 
 @contextmanager
@@ -332,6 +355,7 @@ def _write(path: Path, rows: Path) -> None:
         "date": time.strftime("%Y-%m-%d"),
         "engines": [row for row in measured if "version" in row],
         "rows": [row for row in measured if "tpot_ms" in row],
+        "passes": [row for row in measured if "pass_ms" in row],
     }
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
