@@ -82,7 +82,6 @@ def measure_drafters(
     shape = named_shape(model)
     settings = head_settings(head) if head else None
     default_windows = (settings.window,) if settings else (0,)
-    names = {SUFFIX: "suffix lookup", HEAD: settings.name if settings else ""}
     shared, draft_weights = SharedWeights(model, device), None
     plans = list(passage.plans(shape))
     for plain in plans:
@@ -102,8 +101,8 @@ def measure_drafters(
                         f"{device_name(engine.device)}"
                     )
                 row = None
-                if case in names:
-                    name = f"{names[case]} with a window of {window}" if window else names[case]
+                if case in (SUFFIX, HEAD):
+                    name = settings.row_name(window) if settings and case == HEAD else "suffix lookup"
                     row = DrafterRow(
                         kind=plan.speculation.drafter.kind, name=name, model=shape.name, depth=depth,
                         source="measured", where=where, context=workload.context, text=kind_of_text,

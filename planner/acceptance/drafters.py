@@ -77,7 +77,7 @@ def proposal_acceptance(kind: DrafterKind, workload: Workload) -> ProposalAccept
     near = [row for row in rows if _context_factor(row, workload) <= NEAR_CONTEXT] or [nearest]
     acceptance, where = nearest.proposal_acceptance, str(nearest)
     beyond = nearest.context and workload.context > max(row.context for row in rows)
-    if beyond and nearest.name == EAGLE3 and not _windowed(workload):
+    if beyond and nearest.name == EAGLE3:
         decay = ContextDecay.of(EAGLE3)
         tokens_here = decay.tokens_at(workload.context, nearest.pass_tokens, nearest.context)
         acceptance = acceptance_of(tokens_here, nearest.hit, nearest.depth)
@@ -99,11 +99,6 @@ def at_context(workload: Workload, context: int, drafter: Drafter) -> Workload:
     return replace(here, acceptance_length=min(length, float(MAX_ACCEPTANCE_LENGTH)))
 
 
-def _windowed(workload: Workload) -> bool:
-    """Whether the head that a workload names reads the latest tokens alone."""
-    return bool(workload.drafter_head) and head_settings(workload.drafter_head).window > 0
-
-
 def _rows_about(kind: DrafterKind, workload: Workload) -> Sequence[DrafterRow]:
     """Rows of the workload's kind of text: of the head that it names, else the user's near its context, else all.
 
@@ -111,6 +106,9 @@ def _rows_about(kind: DrafterKind, workload: Workload) -> Sequence[DrafterRow]:
     """
     of_head = head_rows(workload.drafter_head) if workload.drafter_head and kind is DrafterKind.HEAD else ()
     of_head = tuple(row for row in of_head if not (row.text and workload.text) or row.text == workload.text)
+    if of_head:  # with the window that plans have
+        own_name = head_settings(workload.drafter_head).row_name()
+        of_head = tuple(row for row in of_head if row.name == own_name) or of_head
     if of_head or not workload.text:
         return of_head
     users = load_drafter_rows(workload.drafter_rows) if workload.drafter_rows else ()

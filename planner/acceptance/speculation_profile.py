@@ -38,10 +38,10 @@ class HeadSettings:
     max_context: int
     method: str = "eagle3"
 
-    @property
-    def name(self) -> str:
-        """Of the drafter, as rows have it."""
-        return MTP if self.method == "mtp" else EAGLE3
+    def row_name(self, window: int | None = None) -> str:
+        """The drafter's in rows, with a window that it reads; by default its own, 0 for none."""
+        name, window = MTP if self.method == "mtp" else EAGLE3, self.window if window is None else window
+        return f"{name} with a window of {window}" if window else name
 
 
 def head_settings(folder: str) -> HeadSettings:

@@ -247,6 +247,9 @@ def test_plans_draft_with_a_head_as_its_speculation_profile_says(h200_profile, t
     for text, sure in (("code", True), ("", True), ("prose", False)):
         workload = replace(plan.workload, text=text)
         assert (proposal_acceptance(HEAD, workload).best == 0.5) == sure
+    windowed = replace(row, name="EAGLE-3 with a window of 512", acceptance=0.7)  # the window that plans have
+    (tmp_path / NAME).write_text(json.dumps(profile_document([row, windowed], 100, [100], [60])))
+    assert proposal_acceptance(HEAD, replace(plan.workload, text="code")).best == pytest.approx(0.7)
     for content, words in (("[]", "is ..; allowed: an object"), ('{"measurement_conditions": 3}', "are 3; allowed")):
         (tmp_path / NAME).write_text(content)
         with pytest.raises(PlanError, match=words):
@@ -259,8 +262,8 @@ def test_the_folder_of_a_model_with_an_mtp_layer_is_a_head(h200_profile, tmp_pat
     keys = {"text_config": {"mtp_num_hidden_layers": 1, "sliding_window": 4096}}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     settings = head_settings(str(tmp_path))
-    assert (settings.method, settings.name, settings.window) == ("mtp", "MTP", 0)
-    row = DrafterRow(HEAD, settings.name, "m", 3, "measured", "here", 4096, acceptance=0.8, text="code")
+    assert (settings.method, settings.row_name(), settings.window) == ("mtp", "MTP", 0)
+    row = DrafterRow(HEAD, settings.row_name(), "m", 3, "measured", "here", 4096, acceptance=0.8, text="code")
     document = profile_document([row], 100, [100, 60, 30, 0], [60, 30, 20, 0], settings.method)
     assert document["method"] == "mtp"
     (tmp_path / NAME).write_text(json.dumps(document))
