@@ -11,7 +11,7 @@ from ridgeplan import planner
 from ridgeplan.dashboards.cli.output import number
 from ridgeplan.dashboards.cli.plan import serve_command
 from ridgeplan.planner.quantities import GB, time_text, tokens
-from ridgeplan.validate.papers.parallel import ServedRow, other_steps, served_rows, source_title
+from ridgeplan.validate.papers.parallel import ServedRow, other_prompts, other_steps, served_rows, source_title
 
 ASKED = tuple((name, context) for name in ("Llama-3.1-70B", "Qwen3-235B-A22B", "DeepSeek-V3")
               for context in ("32k", "128k"))  # fmt: skip
@@ -76,13 +76,17 @@ def _figures(row: ServedRow, predicted: float) -> tuple[str, str]:
 
 
 def parallel_others() -> str:
-    """Every step that aiconfigurator estimated, with ours and the difference."""
-    rows = [
-        (case.model, f"{case.gpu}, {case.degrees}", "FP8" if case.weights == 8 else "checkpoint", str(case.batch),
-         number(theirs), number(ours), f"{ours / theirs - 1:+.0%}")
-        for case, theirs, ours in other_steps()
-    ]  # fmt: skip
-    differences = [abs(ours / theirs - 1) for _, theirs, ours in other_steps()]
-    summary = f"{len(rows)} steps; the median difference is {median(differences):.1%}."
-    columns = ("model", "GPUs", "weights", "batch", "aiconfigurator ms", "ours ms", "difference")
-    return f"{summary}\n\n{table(columns, rows)}"
+    """Every step and every prompt that aiconfigurator estimated, with ours and the difference."""
+    parts = []
+    for what, cases in (("steps", other_steps()), ("prompts of 8192 tokens", other_prompts())):
+        rows = [
+            (case.model, f"{case.gpu}, {case.degrees}", "FP8" if case.weights == 8 else "checkpoint",
+             *([str(case.batch)] if what == "steps" else []), number(theirs), number(ours), f"{ours / theirs - 1:+.0%}")
+            for case, theirs, ours in cases
+        ]  # fmt: skip
+        differences = [abs(ours / theirs - 1) for _, theirs, ours in cases]
+        batch = ("batch",) if what == "steps" else ()
+        columns = ("model", "GPUs", "weights", *batch, "aiconfigurator ms", "ours ms", "difference")
+        summary = f"{len(rows)} {what}; the median difference is {median(differences):.1%}."
+        parts += [summary, table(columns, rows)]
+    return "\n\n".join(parts)

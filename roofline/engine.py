@@ -33,10 +33,6 @@ BF16_BYTES = 2
 FULL_BITS, HALF_BITS = 16, 8
 WIDTHS = (16, 8, 4)  # bits per weight that have rates of their own; formats between two of them have the narrower's
 PAGE_TOKENS = 16  # of a page of the KV cache
-# Share of the 16-bit peak that fused products of experts reach with many rows, whatever their bits, by the width w that
-# a GPU has of each: SHARE x w / (w + WIDTH). Fitted to 16384 tokens on slices of 96 to 2048 by vLLM 0.24 on H200
-# (aiconfigurator 0.12.0, h200_sxm/moe/vllm/0.24.0): 12 of 15 within 10%.
-DIVIDED_EXPERT_SHARE, DIVIDED_EXPERT_WIDTH = 0.65, 270
 SAMPLED_KINDS = ("head", GATHER_LOGITS)  # of operations on sampled rows alone
 NCCL_BYTES = 0.4e9  # of buffers for messages; aiconfigurator 0.12.0 counts 0.34 to 0.39 GiB on 2 to 8 GPUs
 # FlashAttention-3 (flash_prepare_scheduler, for Hopper): blocks of a tile aim at 1.1 times an SM's even share.
@@ -54,6 +50,32 @@ def eagle3_draft_seconds(batch: Term, context: Term) -> Term:
     """What a draft of an EAGLE-3 head and its verification add to a plain step, where that was measured."""
     fewest, per_token, per_sequence = EAGLE3_MS
     return 1e-3 * (fewest + per_token * batch * context + per_sequence * (batch - 1))
+
+
+@dataclass(frozen=True)
+class ExpertKernels:
+    """Fused products of routed experts: what they take beyond reading the experts' weights.
+
+    With many rows they reach share x w / (w + width) of the 16-bit peak, of a width w of each expert on the GPU, and
+    compute `padding` rows in vain for each expert that is read. passes: how often the activations of all tokens and
+    their experts, those of other GPUs too, are read or written beside the products.
+    """
+
+    share: float
+    width: float
+    padding: float
+    passes: float
+
+
+# By bits of the weights. Fitted to 5562 times of vLLM 0.24 on H200 by NVIDIA (aiconfigurator 0.12.0, Apache-2.0,
+# h200_sxm/moe/vllm/0.24.0: bf16, fp8 by block and MXFP4, balanced, 1 to 8 slices, 1 to 16 ranks of whole experts) at
+# the launch times and shares of the bandwidth of planner/engines: the median error is 7%, 9% and 11%, and 8%, 8% and
+# 10% from 512 to 4096 tokens.
+EXPERT_KERNELS = {
+    16: ExpertKernels(share=1.0, width=125, padding=139, passes=1.86),
+    8: ExpertKernels(share=0.79, width=299, padding=49, passes=0.51),
+    4: ExpertKernels(share=0.62, width=93, padding=40, passes=0.43),
+}
 
 
 class MachinePeaks(Protocol):
@@ -201,19 +223,13 @@ class EngineRates:
         packed = width_is(weight_bits(op, shape, step), WIDTHS[-1])
         packed_s, plain_s = (getattr(self, f"{launch_kind(op, is_packed)}_s") for is_packed in (True, False))
         launch_s = op.launches * where(packed, packed_s, plain_s)
-        peak = self.attention_compute if op.category == "attention" else self._product_compute(op, shape, step)
-        compute_s = op.total.flops / (machine.compute_flops * peak)
         memory_s = read_seconds(op, shape, machine, step) * self._inverse(op, shape, step)
-        return launch_s + maximum(memory_s, compute_s)
-
-    def _product_compute(self, op: Op, shape: ModelShape, step: EngineStep) -> Term:
-        """The share of the 16-bit peak that a product reaches, more with 8-bit weights where the GPU computes so.
-
-        Experts that several GPUs share have a rate of their own; those of a single GPU that of other products.
-        """
-        if op.kind == "grouped_linear" and shape.parallel.gpus > 1:
-            return divided_expert_compute(shape)
-        return self.linear_compute * self.arithmetic(op, shape, step)
+        if op.kind == "grouped_linear":
+            compute_s, moved_s = expert_seconds(op, shape, machine, step)
+            return launch_s + maximum(memory_s, compute_s) + moved_s
+        products = self.linear_compute * self.arithmetic(op, shape, step)
+        peak = self.attention_compute if op.category == "attention" else products
+        return launch_s + maximum(memory_s, op.total.flops / (machine.compute_flops * peak))
 
     def arithmetic(self, op: Op, shape: ModelShape, step: EngineStep) -> Term:
         """How much faster than in 16 bits the GPU computes an operation: products with 8-bit weights, if it can."""
@@ -246,9 +262,20 @@ def of_sequences(op: Op) -> bool:
     return other or op.category == "attention"
 
 
-def divided_expert_compute(shape: ModelShape) -> float:
-    """The share of the 16-bit peak that products of experts reach which several GPUs share."""
-    return DIVIDED_EXPERT_SHARE * shape.expert_intermediate / (shape.expert_intermediate + DIVIDED_EXPERT_WIDTH)
+def expert_seconds(op: Op, shape: ModelShape, machine: MachinePeaks, step: EngineStep) -> tuple[Term, Term]:
+    """Seconds in which routed experts are computed, and in which activations move beside that (`ExpertKernels`)."""
+    bits, kernels = weight_bits(op, shape, step), [EXPERT_KERNELS[width] for width in WIDTHS]
+    share, width, padding, passes = (
+        np.select([width_is(bits, each) for each in WIDTHS], [getattr(kernel, name) for kernel in kernels])
+        for name in ("share", "width", "padding", "passes")
+    )
+    held, pairs = shape.expert_intermediate, padded_rows(step.batch) * step.queries * shape.parallel.data
+    pairs = pairs * getattr(shape, "whole", shape).experts_per_token
+    peak = machine.compute_flops * share * held / (held + width)
+    compute_s = (op.cost.flops + 2 * padding * op.width * op.depth) / peak
+    # Gate, up and their product are written and read, and so are the streams that the experts' outputs are added to.
+    row_bytes = (5 * held + 2 * op.depth) * BF16_BYTES
+    return op.launches * compute_s, op.launches * passes * pairs * row_bytes / machine.bandwidth_bytes_per_s
 
 
 def launch_kind(op: Op, packed: bool) -> str:

@@ -1,10 +1,10 @@
-"""Puts aiconfigurator's decode steps beside ours, and writes them to validate/papers/parallel.toml's table.
+"""Puts aiconfigurator's decode steps and prompts beside ours, and writes them to validate/papers/aiconfigurator.toml.
 
     python -m venv aic && aic/bin/pip install aiconfigurator
     python scripts/compare_aiconfigurator.py aic/bin/aiconfigurator
 
 aiconfigurator runs in an environment of its own; it is no dependency. Its static generation of 256 tokens behind a
-prompt is compared with our step halfway through them, both for vLLM 0.24.
+prompt is compared with our step halfway through them, and its static prompt with ours, both for vLLM 0.24.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import starmap
 
-from ridgeplan.validate.papers.parallel import STEPS, StepCase, step_ms
+from ridgeplan.validate.papers.parallel import STEPS, StepCase, prompt_ms, step_ms
 
 PROMPT, NEW_TOKENS = 8192, 256
 NAMES = {
@@ -40,12 +41,13 @@ CASES = tuple(starmap(StepCase, (
 )))  # fmt: skip
 
 
-def their_ms(command: str, case: StepCase) -> float:
-    """Milliseconds per token that aiconfigurator estimates. Raises ValueError where it prints none."""
+def their_ms(command: str, case: StepCase, *, prompt: bool = False) -> float:
+    """Milliseconds per token, or of a prompt, that aiconfigurator estimates. Raises ValueError where it prints none."""
     model = FP8[case.model] if case.weights == 8 else NAMES[case.model]
     ranks = case.tensor * case.data
     arguments = {
-        "model-path": model, "system": SYSTEMS[case.gpu], "backend": "vllm", "estimate-mode": "static_gen",
+        "model-path": model, "system": SYSTEMS[case.gpu], "backend": "vllm",
+        "estimate-mode": "static_ctx" if prompt else "static_gen",
         "tp-size": case.tensor, "pp-size": case.pipeline, "attention-dp-size": case.data, "isl": PROMPT,
         "osl": NEW_TOKENS, "batch-size": case.batch // case.data, "log-level": "ERROR",
     }  # fmt: skip
@@ -53,10 +55,18 @@ def their_ms(command: str, case: StepCase) -> float:
         arguments |= {"moe-ep-size": ranks if case.expert else 1, "moe-tp-size": 1 if case.expert else ranks}
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     run = subprocess.run([command, "cli", "estimate", *words], capture_output=True, text=True, check=False)
-    match = re.search(r"TPOT:\s+([\d.]+) ms", run.stdout)
+    name = "TTFT" if prompt else "TPOT"
+    match = re.search(rf"{name}:\s+([\d.]+) ms", run.stdout)
     if match is None:
-        raise ValueError(f"no TPOT for {case}: {(run.stdout + run.stderr)[-300:]}")
+        raise ValueError(f"no {name} for {case}: {(run.stdout + run.stderr)[-300:]}")
     return float(match[1])
+
+
+def table(name: str, case: StepCase, values: dict[str, float]) -> str:
+    """A table of TOML."""
+    fields = (f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}".replace("'", '"')
+              for key, value in {**vars(case), **values}.items())  # fmt: skip
+    return f"[[{name}]]\n" + "\n".join(fields) + "\n"
 
 
 def main() -> None:
@@ -65,16 +75,13 @@ def main() -> None:
     version = subprocess.run([command, "version"], capture_output=True, text=True, check=True).stdout.split()[-1]
     lines = [f"# Written by scripts/compare_aiconfigurator.py: {version}.\n"]
     for case in CASES:
-        try:
-            ms = their_ms(command, case)
-        except ValueError as error:
-            print(error)
-            continue
-        fields = {**vars(case), "context": PROMPT, "new_tokens": NEW_TOKENS, "tpot_ms": ms}
-        values = (f"{name} = {str(value).lower() if isinstance(value, bool) else repr(value)}".replace("'", '"')
-                  for name, value in fields.items())  # fmt: skip
-        lines.append("[[steps]]\n" + "\n".join(values) + "\n")
+        ms = their_ms(command, case)
+        lines.append(table("steps", case, {"context": PROMPT, "new_tokens": NEW_TOKENS, "tpot_ms": ms}))
         print(case, f"{ms:.2f} ms, ours {step_ms(case, PROMPT, NEW_TOKENS) / ms - 1:+.1%}", flush=True)
+    for case in dict.fromkeys(replace(case, batch=1) for case in CASES if case.pipeline == case.data == 1):
+        ms = their_ms(command, case, prompt=True)
+        lines.append(table("prompts", case, {"tokens": PROMPT, "ttft_ms": ms}))
+        print("prompt", case, f"{ms:.2f} ms, ours {prompt_ms(case, PROMPT) / ms - 1:+.1%}", flush=True)
     STEPS.write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 
 from ridgeplan.planner.engines.rates import engine_profile
@@ -80,6 +81,29 @@ def test_all_reduces_take_what_was_measured():
         for size, us in row.items()
     )
     assert errors[-1] < 0.45 and errors[len(errors) // 2] < 0.1
+
+
+# Milliseconds of a layer's experts of Qwen3-235B-A22B by vLLM 0.24 on H200, by bits, degrees and tokens (aiconfigurator
+# 0.12.0, h200_sxm/moe/vllm/0.24.0: balanced, bf16 and fp8 by block).
+MEASURED_EXPERTS = {
+    (16, SINGLE): {1024: 1.377, 4096: 2.348, 16384: 9.027},
+    (16, Parallel(8)): {512: 0.215, 1024: 0.283, 4096: 0.571, 16384: 2.063},
+    (16, Parallel(8, expert=True)): {1024: 0.307, 4096: 0.644, 16384: 2.359},
+    (8, SINGLE): {1024: 0.828, 4096: 2.359, 16384: 8.796},
+    (8, Parallel(4)): {1024: 0.299, 4096: 0.907, 16384: 3.347},
+    (8, Parallel(8, expert=True)): {4096: 0.357, 16384: 1.356},
+}
+
+
+def test_experts_take_what_was_measured():
+    errors = []
+    for (bits, parallel), measured in MEASURED_EXPERTS.items():
+        for tokens, milliseconds in measured.items():
+            step = EngineStep(tokens, 1, bits, 16, RATES.kv_rate("bf16"))
+            timed = RATES.stage_timed(shard(QWEN, parallel), H200, step)
+            ((op, seconds),) = [each for each in timed if each[0].kind == "grouped_linear"]
+            errors.append(abs(1e3 * float(seconds) / op.launches / milliseconds - 1))
+    assert float(np.median(errors)) < 0.1 and max(errors) < 0.35, errors
 
 
 def test_messages_grow_with_size_and_ranks_and_cost_more_between_nodes():

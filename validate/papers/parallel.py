@@ -120,6 +120,25 @@ def step_ms(case: StepCase, context: int, new_tokens: int) -> float:
     return 1e3 * float(profile.rates.step_s(shard(shape, case.degrees), profile.hardware, step))
 
 
+def prompt_ms(case: StepCase, tokens: int) -> float:
+    """Milliseconds until our first token of a prompt that is processed in one pass."""
+    preset = "autoregressive" if case.weights == 16 else "int8-weights"
+    answer = serving_capacity(
+        case.model, case.gpu, (1.0,), isl=str(tokens), osl="1", preset=preset, backend="vllm",
+        traffic=Traffic(requests=1, replicas=1, batched_tokens=tokens), tensor_parallel=case.tensor,
+        expert_parallel=case.expert,
+    )  # fmt: skip
+    return answer.rows[0].ttft_p50_ms
+
+
+@cache
+def other_prompts() -> tuple[tuple[StepCase, float, float], ...]:
+    """Prompts of aiconfigurator.toml, with its milliseconds and ours."""
+    rows = [dict(row) for row in _tables(STEPS)["prompts"]]
+    cases = [(row.pop("tokens"), row.pop("ttft_ms"), StepCase(**row)) for row in rows]
+    return tuple((case, theirs, prompt_ms(case, tokens)) for tokens, theirs, case in cases)
+
+
 @cache
 def other_steps() -> tuple[tuple[StepCase, float, float], ...]:
     """Cases of aiconfigurator.toml, with its milliseconds per token and ours."""
