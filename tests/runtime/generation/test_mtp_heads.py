@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy import stats
 
 from ridgeplan import runtime
 from ridgeplan.roofline.execution import RoundShape
@@ -97,6 +98,27 @@ def test_greedy_output_is_the_targets(kv, passes, batch, model, make_plan, promp
         drafted = engine.generate(ids, NEW)
         assert drafted.tokens == expected
     assert drafted.statistics.hit_rate == 1 and drafted.statistics.proposal_acceptance > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passes", [0, 2], ids=["target", "cascade"])
+def test_sampled_output_has_the_distribution_of_plain_decoding(passes, model, make_plan, prompts):
+    """Triples of tokens that 600 rows draw with drafts and without, as two samples of one distribution."""
+    (folder, *_), (prompt,), rows = model, prompts(30, vocab=VOCAB), 600
+    drafter = Drafter(DrafterKind.HEAD, 2, passes)
+    options = {"batch": rows, "drafter": drafter, "drafter_head": folder} | ({"draft_bits": 4} if passes else {})
+    plans = make_plan(batch=rows), make_plan("bf16", 4 if passes else 2, **options)
+    counts = torch.zeros(2, VOCAB**3)
+    for index, plan in enumerate(plans):
+        sampling = SamplingParams(temperature=1.3, top_k=9, seed=7 + index)
+        generation = runtime.load(plan, folder).generate([prompt] * rows, 3, sampling)
+        triples = torch.tensor(generation.tokens) @ torch.tensor([VOCAB**2, VOCAB, 1])
+        counts[index] = torch.bincount(triples, minlength=VOCAB**3)
+    assert 0.05 < generation.statistics.acceptance < 1 and 0.05 < generation.statistics.proposal_acceptance < 1
+    rare = counts.sum(0) < 10
+    table = torch.cat([counts[:, ~rare], counts[:, rare].sum(1, keepdim=True)], dim=1)
+    assert table.shape[1] > 10
+    assert stats.chi2_contingency(table.numpy()).pvalue > 1e-3
 
 
 def test_proposals_are_those_of_transformers_layer(model, make_plan, prompts):
