@@ -9,6 +9,7 @@ from typing import Any
 
 from ridgeplan.planner.acceptance.drafter_rows import DrafterRow
 from ridgeplan.planner.acceptance.speculation_profile import NAME, head_rows, head_settings, profile_document
+from ridgeplan.roofline.execution import MAX_GAMMA
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan, PlanError, Speculation, Weights
 from ridgeplan.runtime.sampling import SamplingParams
 from ridgeplan.runtime.statistics import Statistics
@@ -54,7 +55,7 @@ def case_plan(plain: Plan, case: str, depth: int, window: int) -> Plan:
     passes = PASSES if case == CASCADE else 0
     drafter = Drafter(kind, depth, passes, window=window if kind is DrafterKind.HEAD else 0)
     weights = Weights(16, 4) if passes else Weights()
-    speculation = Speculation(depth * max(1, passes), drafter=drafter)
+    speculation = Speculation(min(depth * max(1, passes), MAX_GAMMA), drafter=drafter)
     return replace(plain, weights=weights, speculation=speculation)
 
 

@@ -65,9 +65,10 @@ class DrafterRow(Checked):
 
 @cache
 def drafter_rows() -> tuple[DrafterRow, ...]:
-    """The shipped rows of drafters.toml; fields that entries share are written once."""
+    """The rows of measured/*drafters*.json, then those of drafters.toml; fields that entries share are written once."""
     tables = tomllib.loads((HERE / "drafters.toml").read_text(encoding="utf-8"))["row"]
-    return tuple(DrafterRow(**{**table, **entry}) for table in tables for entry in table.pop("entries"))
+    measured = (row for path in sorted((HERE / "measured").glob("*drafters*.json")) for row in load_drafter_rows(path))
+    return (*measured, *(DrafterRow(**{**table, **entry}) for table in tables for entry in table.pop("entries")))
 
 
 def load_drafter_rows(path: str | Path) -> tuple[DrafterRow, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, MTP
 from ridgeplan.planner.acceptance.drafters import ContextDecay, at_context, proposal_acceptance
 from ridgeplan.planner.acceptance.speculation_profile import head_settings
-from ridgeplan.planner.export.drafts import HEADS, LOOKUPS, DraftModel, EngineRounds, ranges
+from ridgeplan.planner.export.drafts import CONTEXTS, HEADS, LOOKUPS, DraftModel, EngineRounds, ranges
 from ridgeplan.planner.export.options import ServeCommandOptions, Served
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE
@@ -175,12 +175,9 @@ def _ends(placed: Served, drafts: DraftModel) -> str:
 
 def _end(placed: Served, drafts: DraftModel, rounds: EngineRounds) -> int | None:
     """The context from which on an EAGLE-3 head loses at its acceptance there; None if it always wins."""
-    workload = placed.options.plan.workload
-
-    def tokens(context: float) -> float:
-        return float(pass_tokens(1.0, _head_acceptance(workload, context), drafts.gamma))
-
-    return rounds.loses_from(workload.rank_batch, drafts.gamma, tokens)
+    workload, gamma = placed.options.plan.workload, drafts.gamma
+    tokens = (float(pass_tokens(1.0, _head_acceptance(workload, context), gamma)) for context in CONTEXTS)
+    return rounds.loses_from(workload.rank_batch, gamma, list(tokens))
 
 
 def _where_they_pay(placed: Served, drafts: DraftModel) -> DraftModel:

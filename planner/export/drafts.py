@@ -5,7 +5,7 @@ The nearest to a plan's self-drafts is the same model once more with 8-bit weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -96,16 +96,16 @@ class EngineRounds:
         draft_s = rates.step_s(self.drafts.shape or self.shape, self.hardware, draft)
         return (gamma * draft_s + verify_s) / float(tokens_per_round(self.drafts.acceptance, gamma))
 
-    def loses_from(self, batch: int, gamma: int, tokens_at: Callable[[float], float]) -> int | None:
+    def loses_from(self, batch: int, gamma: int, tokens: Sequence[float]) -> int | None:
         """The shortest of CONTEXTS from which on rounds of gamma drafts lose against plain decoding; None if they win.
 
-        tokens_at: tokens of a pass by context.
+        tokens: of a pass at each of CONTEXTS.
         """
         longest_win = 0
-        for context in CONTEXTS:
+        for context, tokens_here in zip(CONTEXTS, tokens, strict=True):
             here = replace(self, target=replace(self.target, context=float(context)))
             pass_s = here.tpot_s(batch, gamma) * pass_tokens(self.drafts.hit, self.drafts.acceptance, gamma)
-            if pass_s < tokens_at(context) * here.tpot_s(batch, 0):
+            if pass_s < tokens_here * here.tpot_s(batch, 0):
                 longest_win = context
         return None if longest_win == CONTEXTS[-1] else longest_win
 

@@ -53,9 +53,8 @@ def drafter_range(plan: Plan, shape: ModelShape, profile: Profile, machine: Mach
     contexts = sorted({*(UNIT * int(units) for units in np.round(2**steps)), last})
     at = {context: at_context(workload, context, speculation.drafter) for context in contexts}
     known = {proposal_acceptance(speculation.drafter.kind, each).best for each in at.values()}
-    assumed = "at the same acceptance" if len(known) == 1 else ""
-    if len({each.acceptance_length for each in at.values()}) > 1:
-        assumed = "if it decays as EAGLE-3 was published to"
+    decays = len({each.acceptance_length for each in at.values()}) > 1
+    assumed = "if it decays as EAGLE-3 was published to" if decays else "at the same acceptance" * (len(known) == 1)
     without = range(speculation.gamma + 1) if speculation.drafter.cascades else (0,)
     end: int | None = None
     for context in reversed(contexts):
