@@ -31,18 +31,12 @@ COLUMNS = ("rate", "GPUs", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "
 @click.option("--rate", "rates", type=RATES, default=(), help="Requests per second: 4/s, 240/min, or several: 1,2,4/s.")
 @click.option(*opt.CTX, "isl", type=LENGTH, help=f"Prompt lengths: {LENGTHS}.  [default: 8k]")
 @click.option(*opt.NEW_TOKENS, "osl", type=LENGTH, help="Output lengths, in the same way.  [default: 512]")
-@click.option(
-    "--trace", type=click.Path(path_type=Path), metavar="FILE",
-    help="Requests of a trace instead, at its own rate without --rate: Azure's .csv or Mooncake's .jsonl.",
-)  # fmt: skip
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE", help="Requests of a trace instead, at its "
+              "own rate without --rate: Azure's .csv or Mooncake's .jsonl.")  # fmt: skip
 @click.option("--ttft-p99", type=opt.TIME, help="Limit on the 99th percentile of TTFT, such as 2s.")
 @click.option("--tpot-p99", type=opt.TIME, help="Limit on the 99th percentile of TPOT, such as 30ms.")
-@click.option(
-    "--replicas",
-    type=int,
-    help="Copies of the model, each on a GPU, or on as many as its degrees of "
-    "parallelism take.  [default: the fewest within the limits]",
-)
+@click.option("--replicas", type=int, help="Copies of the model, each on a GPU, or on as many as its degrees of "
+              "parallelism take.  [default: the fewest within the limits]")  # fmt: skip
 @click.option("--prefill-replicas", type=int, help="Copies that process prompts alone, beside --replicas that decode.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="vllm", help="Engine whose steps are simulated.")
 @click.option("--preset", default=DEFAULT_PRESET, help="The plan that every GPU runs.")
@@ -52,14 +46,11 @@ COLUMNS = ("rate", "GPUs", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "
 @opt.parallel
 @click.option("--requests", type=int, default=Traffic.requests, help="Requests to simulate at each rate.")
 @click.option("--seed", type=int, default=Traffic.seed, help="Seed of arrivals, lengths and acceptance.")
-@click.option(
-    "--burstiness", type=float, default=Traffic.burstiness,
-    help="Shape of the gamma distribution of gaps between arrivals: 1 is a Poisson process, less is burstier.",
-)  # fmt: skip
+@click.option("--burstiness", type=float, default=Traffic.burstiness, help="Shape of the gamma distribution of gaps "
+              "between arrivals: 1 is a Poisson process, less is burstier.")  # fmt: skip
 @click.option("--prefix-share", type=float, default=Traffic.prefix_share, help="Share of prompts in the prefix cache.")
-@click.option(
-    "--max-num-batched-tokens", "batched_tokens", type=opt.POSITIVE_TOKENS, help="Tokens of a step.  [default: vLLM's]"
-)
+@click.option("--max-num-batched-tokens", "batched_tokens", type=opt.POSITIVE_TOKENS,
+              help="Tokens of a step.  [default: vLLM's]")  # fmt: skip
 @click.option("--max-num-seqs", type=int, help="Sequences that run together.  [default: vLLM's, or 256]")
 @opt.engine_profile
 @opt.memory_utilization
@@ -73,8 +64,7 @@ def capacity(
     model: str, gpu: str, rates: Sequence[float], isl: Any, osl: Any, trace: Path | None, ttft_p99: float | None,
     tpot_p99: float | None, replicas: int | None, prefill_replicas: int | None, preset: str, gamma: int | None,
     price: float | None, watts: float | None, requests: int, seed: int, burstiness: float, prefix_share: float,
-    batched_tokens: int | None,
-    max_num_seqs: int | None, output: Path | None, as_json: bool, **search: Any,
+    batched_tokens: int | None, max_num_seqs: int | None, output: Path | None, as_json: bool, **search: Any,
 ) -> None:  # fmt: skip
     """Simulate requests to MODEL that arrive over time, and find how many GPUs they need.
 

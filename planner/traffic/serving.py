@@ -131,12 +131,7 @@ class ServingCapacity(Table):
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         rows = [asdict(row) | {"misses": list(row.misses), "meets": row.meets} for row in self.rows]
-        return {
-            "model": self.model, "gpu": self.gpu, "backend": self.backend, "plan": self.plan,
-            "prompts": self.prompts, "outputs": self.outputs, "limits": asdict(self.limits),
-            "traffic": asdict(self.traffic), "kv_tokens": self.kv_tokens, "rows": rows, "notes": list(self.notes),
-            "degrees": self.degrees,
-        }  # fmt: skip
+        return asdict(self) | {"rows": rows, "notes": list(self.notes)}
 
 
 def serving_capacity(
@@ -356,8 +351,8 @@ class _Study:
             too_few, enough = enough, 2 * enough
             if too_few >= min(MAX_REPLICAS, len(requests)):
                 raise NothingFits(
-                    f"{too_few} GPUs miss {' and '.join(_missed(row))} at {rate:g}/s; allowed: looser limits, a faster "
-                    "GPU or another --preset"
+                    f"{too_few} replicas miss {' and '.join(_missed(row))} at {rate:g}/s; allowed: looser limits, a "
+                    "faster GPU or another --preset"
                 )
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
@@ -370,9 +365,8 @@ class _Study:
         sample = requests.selected(slice(0, 1000))
         spaced = replace(sample, arrival_s=np.arange(len(sample)) * 1e6)
         latencies = _latencies(spaced, simulate(spaced, self.server))
-        for name, seconds, limit in zip(
-            ("TTFT", "TPOT"), latencies, (self.limits.ttft_s, self.limits.tpot_s), strict=True
-        ):
+        limits = self.limits.ttft_s, self.limits.tpot_s
+        for name, seconds, limit in zip(("TTFT", "TPOT"), latencies, limits, strict=True):
             reached = float(np.percentile(seconds, 99)) if len(seconds) else 0.0
             if limit is not None and reached > limit:
                 raise NothingFits(
@@ -425,35 +419,25 @@ class _Study:
             for name, seconds in (("ttft", ttft_s), ("tpot", tpot_s))
             for percentile in PERCENTILES
         }
-        reached = {
-            "TTFT": (times["ttft_p99_ms"], self.limits.ttft_s),
-            "TPOT": (times["tpot_p99_ms"], self.limits.tpot_s),
-        }
-        misses = [name for name, (ms, limit) in reached.items() if limit is not None and ms > 1e3 * limit]
+        bounds = ("ttft", self.limits.ttft_s), ("tpot", self.limits.tpot_s)
+        misses = [name.upper() for name, limit in bounds if limit is not None and times[f"{name}_p99_ms"] > 1e3 * limit]
         spent = None if self.price is None else self.price / HOUR_S * gpus * span_s
         share = prompt_s / (prompt_s + decode_s)
         gpu_s = (prompt_s + decode_s) * self.parallel.gpus / self.parallel.data  # in which steps run
+        held = sum(result.kv_token_s for result in served) / (span_s * servers * self.server.kv_tokens)
         return LoadRow(
-            rate=rate,
-            replicas=replicas,
-            gpus=gpus,
-            **times,
-            requests_per_s=len(requests) / span_s,
-            output_tokens_per_s=outputs / span_s,
-            output_tokens_per_s_per_gpu=outputs / span_s / gpus,
-            prompt_tokens_per_s=tokens / span_s,
-            goodput_per_s=within / span_s,
-            busy=(prompt_s + decode_s) / (span_s * servers),
-            kv_mean=sum(result.kv_token_s for result in served) / (span_s * servers * self.server.kv_tokens),
+            rate=rate, replicas=replicas, gpus=gpus, **times, requests_per_s=len(requests) / span_s,
+            output_tokens_per_s=outputs / span_s, output_tokens_per_s_per_gpu=outputs / span_s / gpus,
+            prompt_tokens_per_s=tokens / span_s, goodput_per_s=within / span_s,
+            busy=(prompt_s + decode_s) / (span_s * servers), kv_mean=held,
             kv_peak=max(result.kv_peak_tokens for result in served) / self.server.kv_tokens,
             cached_share=outcome.cached_tokens / tokens,
-            preemptions=sum(result.preemptions for result in served),
-            rejected=rejected,
+            preemptions=sum(result.preemptions for result in served), rejected=rejected,
             misses=(*misses, *(("rejected",) if rejected else ())),
             dollars_per_million_prompt=None if spent is None else 1e6 * spent * share / tokens,
             dollars_per_million_output=None if spent is None else 1e6 * spent * (1 - share) / outputs,
             joules_per_output_token=None if self.watts is None else self.watts * gpu_s / outputs,
-        )
+        )  # fmt: skip
 
     @property
     def _limits(self) -> str:
@@ -507,7 +491,5 @@ def _within(requests: Requests, served: _Outcome, limits: LatencyLimits) -> int:
     """How many requests meet both limits themselves."""
     ttft_s = served.first_s - requests.arrival_s
     tpot_s = (served.finish_s - served.first_s) / np.maximum(requests.output_tokens - 1, 1)
-    bounds = (math.inf if limit is None else limit for limit in (limits.ttft_s, limits.tpot_s))
-    return int(
-        np.logical_and(*(seconds <= bound for seconds, bound in zip((ttft_s, tpot_s), bounds, strict=True))).sum()
-    )
+    ttft_limit, tpot_limit = (math.inf if limit is None else limit for limit in (limits.ttft_s, limits.tpot_s))
+    return int(((ttft_s <= ttft_limit) & (tpot_s <= tpot_limit)).sum())

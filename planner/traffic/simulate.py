@@ -140,20 +140,11 @@ class _Replica:
             elif not preempted:
                 self.now_s = max(self.now_s, self.arrival_s[self.arrived])
         return Served(
-            first_s=np.array(self.first_s),
-            finish_s=np.array(self.finish_s),
-            end_s=self.now_s,
-            prompt_s=self.prompt_s,
-            decode_s=self.decode_s,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            decoded_rounds=self.decoded_rounds,
-            emitted_tokens=self.total_emitted,
-            preemptions=self.preemptions,
-            kv_token_s=self.kv_token_s,
-            kv_peak_tokens=self.kv_peak,
-            kv_left_tokens=self.kv,
-        )
+            first_s=np.array(self.first_s), finish_s=np.array(self.finish_s), end_s=self.now_s, prompt_s=self.prompt_s,
+            decode_s=self.decode_s, prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens,
+            decoded_rounds=self.decoded_rounds, emitted_tokens=self.total_emitted, preemptions=self.preemptions,
+            kv_token_s=self.kv_token_s, kv_peak_tokens=self.kv_peak, kv_left_tokens=self.kv,
+        )  # fmt: skip
 
     def _schedule(self) -> list[tuple[int, int, int, bool]]:
         """The prompts of the next step: request, tokens, tokens before them, and whether the prompt is done then."""
