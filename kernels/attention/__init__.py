@@ -19,24 +19,11 @@ MAX_QUERIES = 16  # of a row in one call
 
 
 def decode_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    codes: QuantizedKV | None = None,
-    groups: Tensor | None = None,
-    *,
-    lower: bool = False,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    soft_cap: float = 0.0,
-    window: int | None = None,
-    splits: int | None = None,
-    scores: ScoreRequest | None = None,
-    pages: PageTable | None = None,
-    backend: Backend = "auto",
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, begin: Tensor, end: Tensor, codes: QuantizedKV | None = None,
+    groups: Tensor | None = None, *, lower: bool = False, scale: float | None = None, sinks: Tensor | None = None,
+    soft_cap: float = 0.0, window: int | None = None, splits: int | None = None, scores: ScoreRequest | None = None,
+    pages: PageTable | None = None, out: Tensor | None = None, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
     """Attention of a few queries per row -> [B, T, Hq, D] in q's dtype; rows without visible tokens give zeros.
 
     q: [B, T, Hq, D], T of 1..16. keys, values: [B, Hkv, C, D] in full precision, on CUDA in q's dtype. begin, end:
@@ -48,7 +35,7 @@ def decode_attention(
     splits: number of splits of a row's
     tokens on CUDA, by default enough to fill the GPU. scores: where to leave the earlier tokens' scores, if anywhere.
     pages: of a paged cache, the page of each group of a row and the row's place in keys and values, which then have
-    any number of rows; not with scores.
+    any number of rows; not with scores. out: what to write and return, contiguous, of q's shape and dtype.
 
     Query heads of one KV head and all T queries share a tile, so KV is read once. On CUDA the kernel may start before
     earlier kernels of the stream have ended, if those allow it (see `ridgeplan.kernels.device.cuda`). It waits for
@@ -56,24 +43,27 @@ def decode_attention(
     latter must not let the next kernel start early, and at least one other kernel should run in between.
 
     Raises ValueError when heads do not divide, shapes disagree, lengths are not int32 [B], or `lower` is set for codes
-    that hold the upper plane only, the scores' tensors do not fit, or scores are requested of a paged cache.
+    that hold the upper plane only, the scores' tensors or `out` do not fit, or scores are requested of a paged cache.
     """
     inputs = AttentionInputs(q, keys, values, begin, end, codes, groups, lower, scale, pages, sinks, soft_cap, window)
     if scores is not None and pages is not None:
         raise ValueError("scores: allowed without pages")
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous()):
+        raise ValueError(f"out is {out.dtype} {list(out.shape)}; allowed: {q.dtype} {list(q.shape)}, contiguous")
     if scores is not None:
         tokens = keys.shape[2] if codes is None else codes.groups * codes.group
         scores.require(q.shape[0], q.shape[1], q.shape[2], keys.shape[1], tokens)
     if not uses_gpu_kernel(backend, q):
         if scores is not None:
             collect_scores_reference(scores, inputs)
-        return decode_attention_reference(inputs)
-    kernel = find_attention_kernel(inputs, scores) if backend == "auto" else None
-    if kernel is None:
+        result = decode_attention_reference(inputs)
+    elif kernel := find_attention_kernel(inputs, scores) if backend == "auto" else None:
+        return kernel.run(inputs, splits, scores, out)
+    else:
         from ridgeplan.kernels.attention.triton import decode_attention_triton
 
-        return decode_attention_triton(inputs, splits, scores)
-    return kernel.run(inputs, splits, scores)
+        result = decode_attention_triton(inputs, splits, scores)
+    return result if out is None else out.copy_(result)
 
 
 def merge(

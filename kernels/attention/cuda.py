@@ -179,20 +179,8 @@ SOURCES = {"attend": "attention/csrc/attention.cu", "merge": "attention/csrc/mer
 MAX_ROWS = 64  # query rows (query heads of a KV head times queries) of one CTA
 THREADS = 128
 TENSORS = (
-    "q",
-    "keys",
-    "values",
-    "begin",
-    "end",
-    "groups",
-    "partial",
-    "lse",
-    "row_ctas",
-    "out",
-    "arrivals",
-    "pages",
-    "buffers",
-)
+    "q", "keys", "values", "begin", "end", "groups", "partial", "lse", "row_ctas", "out", "arrivals", "pages", "buffers"
+)  # fmt: skip
 SCORE_TENSORS = ("scores", "score_lse")
 SIZES = ("batch", "kv_heads", "q_heads_per_kv", "queries", "capacity", "group_capacity")
 SCORE_SIZES = ("score_queries", "score_capacity", "score_step")
@@ -231,7 +219,9 @@ class AttentionKernel:
     occupancy: Occupancy
     arrivals: Tensor
 
-    def run(self, inputs: AttentionInputs, splits: int | None, scores: ScoreRequest | None = None) -> Tensor:
+    def run(
+        self, inputs: AttentionInputs, splits: int | None, scores: ScoreRequest | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """See `ridgeplan.kernels.attention.decode_attention`."""
         q, keys, values = inputs.q, inputs.keys, inputs.values
         batch, queries, _, head_dim = q.shape
@@ -240,7 +230,8 @@ class AttentionKernel:
         ctas, shared_bytes = self._grid(kv_rows, sizes, splits)
         fused = fuses_reduction(ctas, kv_rows, rows * head_dim)
         lengths = {"begin": inputs.begin, "end": inputs.end, "groups": inputs.groups}
-        outputs = self._outputs(q, kv_rows, rows, ctas)
+        written = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        outputs = self._outputs(written, kv_rows, rows, ctas)
         params = AttentionParams(
             q=q,
             keys=keys,
@@ -264,7 +255,7 @@ class AttentionKernel:
                 parts = merge_parts(ctas, kv_rows)
                 grid = -(-rows * parts // MERGE_GROUPS), kv_rows, 1
                 launch_with_pdl(self.merges[parts], grid, (MERGE_GROUPS * head_dim // 4, 1, 1), params)
-        return outputs["out"]
+        return written
 
     def _grid(self, kv_rows: int, sizes: tuple[int, ...], splits: int | None) -> tuple[int, int]:
         """CTAs and the dynamic shared memory of each."""
@@ -273,14 +264,14 @@ class AttentionKernel:
         ctas, shared_bytes = self.occupancy.grid(kv_rows, row_tiles)
         return ctas if splits is None else min(MAX_CTAS, splits * kv_rows), shared_bytes
 
-    def _outputs(self, q: Tensor, kv_rows: int, rows: int, ctas: int) -> dict[str, Tensor]:
+    def _outputs(self, out: Tensor, kv_rows: int, rows: int, ctas: int) -> dict[str, Tensor]:
         """What the kernels write."""
         splits = ctas + kv_rows  # a CTA goes on to a new row at most once per row
         return {
-            "partial": torch.empty(splits, rows, q.shape[3], dtype=torch.float32, device=q.device),
-            "lse": torch.empty(splits, rows, dtype=torch.float32, device=q.device),
-            "row_ctas": torch.empty(kv_rows, 2, dtype=torch.int32, device=q.device),
-            "out": torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            "partial": torch.empty(splits, rows, out.shape[3], dtype=torch.float32, device=out.device),
+            "lse": torch.empty(splits, rows, dtype=torch.float32, device=out.device),
+            "row_ctas": torch.empty(kv_rows, 2, dtype=torch.int32, device=out.device),
+            "out": out,
             "arrivals": self.arrivals,
         }
 

@@ -356,3 +356,15 @@ def test_what_a_paged_cache_refuses() -> None:
         replace(problem, codes=problem.codes.gathered(problem.pages.pages[0])).run()
     with pytest.raises(ValueError, match="scores: allowed without pages"):
         problem.run(scores=ScoreRequest(torch.zeros(3, 1, 128), "last"))
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_out_is_written_and_returned(backend: Backend, device: str) -> None:
+    problem = build(Case(4, 2, 32, 2, ((2, 0, 9), (1, 3, 12)), 8), device)
+    given = torch.full_like(problem.q, torch.nan)
+    out = problem.run(backend=backend, out=given)
+    assert out is given
+    torch.testing.assert_close(out, problem.run(backend=backend))
+    for wrong in (given[:1], given.double(), given.transpose(1, 2).contiguous().transpose(1, 2)):
+        with pytest.raises(ValueError, match=r"out is torch.* allowed: torch.float32 \[2, 2, 4, 32\], contiguous"):
+            problem.run(backend=backend, out=wrong)
