@@ -49,7 +49,13 @@ MEMBERS = {
 SOURCES = {
     "v1/kv_cache_interface": ["AttentionSpec.page_size_bytes", "FullAttentionSpec.real_page_size_bytes"],
     "config/cache": ["CacheDType"],
-}
+    "v1/worker/gpu_model_runner": ["GPUModelRunner._copy_draft_token_ids_to_cpu"],
+    "v1/core/sched/scheduler": ["Scheduler.update_draft_token_ids"],
+    "model_executor/models/llama": [
+        "LlamaMLP.forward", "LlamaAttention.forward", "LlamaDecoderLayer.forward", "LlamaModel.embed_input_ids",
+    ],
+    "model_executor/layers/rotary_embedding/base": ["RotaryEmbeddingBase._compute_cos_sin_cache"],
+}  # fmt: skip
 # Calls that vLLM makes of the plugin's objects, by the end of the called expression.
 CALLS = {
     "v1/worker/gpu_model_runner": [

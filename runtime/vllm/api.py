@@ -68,29 +68,3 @@ else:
     get_current_vllm_config = get_forward_context = set_forward_context = graph_capture = absent
     get_tensor_model_parallel_rank = get_tensor_model_parallel_world_size = absent
     flash_attn_varlen_func = get_flash_attn_version = merge_attn_states = absent
-
-__all__ = [
-    "INSTALLED",
-    "AttentionBackend",
-    "AttentionCGSupport",
-    "AttentionImpl",
-    "AttentionMetadataBuilder",
-    "AttentionType",
-    "LinearBase",
-    "LinearMethodBase",
-    "ParallelLMHead",
-    "QuantizationConfig",
-    "UnquantizedEmbeddingMethod",
-    "UnquantizedLinearMethod",
-    "flash_attn_varlen_func",
-    "get_current_vllm_config",
-    "get_flash_attn_version",
-    "get_forward_context",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_world_size",
-    "graph_capture",
-    "is_forward_context_available",
-    "merge_attn_states",
-    "register_weight_loader_v2_supported_method",
-    "set_forward_context",
-]

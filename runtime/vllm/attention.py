@@ -393,19 +393,11 @@ class CodesAttention(api.AttentionImpl):
     """The attention of a layer; see vLLM's `AttentionImpl`. Raises ValueError for kinds of attention it lacks."""
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = api.AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        **others: Any,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = api.AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, **others: Any,
+    ) -> None:  # fmt: skip
         decoder = attn_type == api.AttentionType.DECODER
         reason = refused(
             alibi_slopes=alibi_slopes,
@@ -437,17 +429,10 @@ class CodesAttention(api.AttentionImpl):
         return known
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: CodesMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: CodesMetadata | None, output: Tensor, output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Stores keys and values [tokens, kv_heads, head_dim] and writes the attention of `query` to `output`."""
         if attn_metadata is None:  # vLLM measures the memory that a pass takes
             self._reserve(query)
@@ -476,14 +461,21 @@ class CodesAttention(api.AttentionImpl):
         for dtype, copies in ((query.dtype, 2 * GROUP * self.head_size), (torch.uint8, width)):
             torch.empty(-(-self.max_tokens // GROUP) * self.num_kv_heads, copies, dtype=dtype, device=query.device)
 
+    def attend(
+        self, pages: LayerPages, rows: StepRows, query: Tensor, draft: bool, out: Tensor | None = None
+    ) -> Tensor:
+        """Attention of steps' queries [rows, queries, heads, head_dim] over codes, of drafts over upper ones."""
+        return decode_attention(
+            query, pages.keys, pages.values, rows.begins, rows.ends, pages.codes, rows.groups,
+            lower=not draft, scale=self.scale, pages=rows.table, out=out,
+        )  # fmt: skip
+
     def _step(self, pages: LayerPages, rows: StepRows, query: Tensor, out: Tensor, draft: bool) -> None:
-        result = decode_attention(
-            rows.gathered(query), pages.keys, pages.values, rows.begins, rows.ends, pages.codes, rows.groups,
-            lower=not draft, scale=self.scale, pages=rows.table,
-        ).flatten(0, 1)  # fmt: skip
+        queries = rows.gathered(query)
         if rows.results is None:
-            out[: len(result)] = result
+            self.attend(pages, rows, queries, draft, out[: queries.shape[:2].numel()].view(queries.shape))
         else:
+            result = self.attend(pages, rows, queries, draft).flatten(0, 1)
             out.index_copy_(0, rows.results[1], result[rows.results[0]])
 
     def _store_prompt(

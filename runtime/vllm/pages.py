@@ -70,6 +70,14 @@ class LayerPages:
         """Writes tokens [n, kv_heads, head_dim] to their slots, and buffers that one fills to its page in `closing`."""
         append_to_pages(keys, values, self.keys, self.values, self.codes, slots, closing)
 
+    def slots_of_all(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Keys and values in which each of `rows` rows has the slots of all buffers: slot i of buffer b, of C slots, is
+        b * kv_heads * C + i. A view, for kernels that write a row's token without knowing of buffers."""
+        buffers, kv_heads, slots, head_dim = self.keys.shape
+        shape = rows, kv_heads, (buffers - 1) * kv_heads * slots + slots, head_dim
+        strides = 0, slots * head_dim, head_dim, 1
+        return self.keys.as_strided(shape, strides), self.values.as_strided(shape, strides)
+
     def turn(self, turned: Tensor) -> None:
         """Moves tokens behind the page's end to the start of the next page, in buffers where `turned` [buffers + 1]."""
         shift_slots(self.keys, self.values, GROUP, turned)

@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ridgeplan.kernels.kv_cache.cuda import GROUP
 from ridgeplan.kernels.kv_cache.layout import PageTable
+from ridgeplan.kernels.sampling import greedy
 from ridgeplan.runtime.vllm import api
 from ridgeplan.runtime.vllm.attention import (
     CodesAttention,
@@ -30,6 +32,7 @@ from ridgeplan.runtime.vllm.attention import (
     buffer_slots,
     draft_count,
 )
+from ridgeplan.runtime.vllm.fused import fused_pass, is_fused
 
 
 def round_sizes(capture_sizes: Sequence[int], gamma: int, sequences: int) -> list[int]:
@@ -54,13 +57,14 @@ class DraftProposer:
         speculative.draft_model_config = copy(speculative.draft_model_config)
         speculative.draft_model_config.max_model_len = longest + self.gamma + 1
         self.target: Any = None
+        self.fused = False  # whether passes run in this package's kernels alone
         self.layers: dict[str, CodesAttention] = {}
         self.rounds: dict[int, DraftRound] = {}
         self.pool: Any = None  # the memory that the rounds' graphs share
 
     def load_model(self, target: Any) -> None:
         """Called by vLLM with the loaded model. Raises ValueError where its attention is not the plugin's."""
-        self.target = target
+        self.target, self.fused = target, is_fused(target)
         context = self.config.compilation_config.static_forward_context
         implementations = {name: layer.impl for name, layer in context.items() if hasattr(layer, "impl")}
         others = {name for name, impl in implementations.items() if not isinstance(impl, CodesAttention)}
@@ -74,8 +78,9 @@ class DraftProposer:
         num_tokens_no_spec: np.ndarray[Any, Any],
         token_ids_cpu: np.ndarray[Any, Any],
         slot_mappings: Any = None,
-    ) -> list[list[int]]:
-        """Drafts of each row of the latest pass; none of rows that sampled nothing."""
+    ) -> Tensor | list[list[int]]:
+        """Drafts int64 [rows, gamma] of the latest pass, on the device: vLLM copies them while the scheduler takes the
+        sampled tokens, and ignores those of rows that sampled nothing, as these have prompts to go on with."""
         rows = len(sampled_token_ids)
         lengths = num_tokens_no_spec[:rows]
         latest = next((impl.latest for impl in self.layers.values() if impl.latest is not None), None)
@@ -83,8 +88,7 @@ class DraftProposer:
             return [[] for _ in sampled_token_ids]
         last = token_ids_cpu[np.arange(rows), lengths - 1].tolist()
         positions = [n - 1 if sampled else -1 for n, sampled in zip(lengths.tolist(), sampled_token_ids, strict=True)]
-        drafts = self._round(rows, latest).run(last, positions, latest)
-        return [row if sampled else [] for row, sampled in zip(drafts, sampled_token_ids, strict=True)]
+        return self._round(rows, latest).run(last, positions, latest)
 
     def _round(self, rows: int, latest: LatestRows) -> DraftRound:
         """The smallest captured round that holds so many rows; of more than any holds, one that is not captured."""
@@ -99,6 +103,15 @@ class DraftProposer:
         if captured or not latest.pages.is_cuda:
             self.rounds[size] = created
         return created
+
+    def logits(self, tokens: Tensor, positions: Tensor, metadata: CodesMetadata) -> Tensor:
+        """Logits [rows, vocab] of a draft's pass over tokens [rows] at positions [rows], in `pass_context`."""
+        if self.fused:
+            hidden = fused_pass(self.target, tokens, positions, metadata)
+        else:
+            hidden = self.target(input_ids=tokens, positions=positions)
+        logits: Tensor = self.target.compute_logits(hidden)
+        return logits
 
     def pass_context(self, metadata: CodesMetadata, rows: int) -> AbstractContextManager[None]:
         """Inside it a forward pass of the target reads upper planes."""
@@ -119,11 +132,12 @@ class DraftRound:
         self.inputs = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self.host = torch.zeros(3, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.pages = torch.zeros(rows, latest.pages.shape[1], dtype=torch.int32, device=device)
-        self.drafts = torch.zeros(proposer.gamma, rows, dtype=torch.int64, device=device)
+        self.drafts = torch.zeros(rows, proposer.gamma, dtype=torch.int64, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def run(self, last: Sequence[int], positions: Sequence[int], latest: LatestRows) -> list[list[int]]:
-        """Drafts of each row, after the tokens `last` at `positions`, -1 for rows without drafts."""
+    def run(self, last: Sequence[int], positions: Sequence[int], latest: LatestRows) -> Tensor:
+        """Drafts [rows, gamma] after the tokens `last` at `positions`, -1 for rows without any; the next round's
+        overwrite them."""
         rows = len(last)
         self.host.numpy()[:, :rows] = last, positions, latest.bases[:rows]
         self.host[1, rows:] = -1
@@ -136,7 +150,7 @@ class DraftRound:
             self._compute()  # compiles kernels, and gives this round's drafts
             if self.captured and self.inputs.is_cuda:
                 self._capture()
-        return self.drafts[:, :rows].T.tolist()
+        return self.drafts[:rows]
 
     def _capture(self) -> None:
         drafts, proposer = self.drafts.clone(), self.proposer
@@ -166,6 +180,5 @@ class DraftRound:
             with self.proposer.pass_context(metadata, self.rows):
                 # The last drafts of a sequence at the greatest length are not verified.
                 places = (positions + number).clamp(0, self.proposer.longest - 1)
-                hidden = self.proposer.target(input_ids=tokens.int(), positions=places)
-                tokens = self.proposer.target.compute_logits(hidden).argmax(-1)
-            self.drafts[number].copy_(tokens)
+                tokens = greedy(self.proposer.logits(tokens.int(), places, metadata)).best
+            self.drafts[:, number].copy_(tokens)

@@ -77,6 +77,30 @@ ATTRIBUTES = {
     "forward_context:ForwardContext": {"attn_metadata"},
 }  # fmt: skip
 
+# What drafts in fused kernels (fused.py) run in place of vLLM's methods, and how vLLM takes drafts on the device.
+ASSUMED = {
+    "v1/worker/gpu_model_runner:GPUModelRunner._copy_draft_token_ids_to_cpu": [
+        "if not torch.is_tensor(draft_token_ids):\n        return", "wait_stream(default_stream)",
+    ],
+    "v1/core/sched/scheduler:Scheduler.update_draft_token_ids": ["if request.is_prefill_chunk:"],
+    "model_executor/models/llama:LlamaMLP.forward": [
+        "x, _ = self.gate_up_proj(x)\n    x = self.act_fn(x)\n    x, _ = self.down_proj(x)\n    return x",
+    ],
+    "model_executor/models/llama:LlamaAttention.forward": [
+        "q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)", "q, k = self.rotary_emb(positions,",
+        "attn_output = self.attn(q, k, v)\n    output, _ = self.o_proj(attn_output)\n    return output",
+    ],
+    "model_executor/models/llama:LlamaDecoderLayer.forward": [
+        "hidden_states, residual = self.input_layernorm(hidden_states, residual)", "hidden_states = self.self_attn(",
+        "hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)\n"
+        "    hidden_states = self.mlp(hidden_states)\n    return (hidden_states, residual)",
+    ],
+    "model_executor/models/llama:LlamaModel.embed_input_ids": ["return self.embed_tokens(input_ids)"],
+    "model_executor/layers/rotary_embedding/base:RotaryEmbeddingBase._compute_cos_sin_cache": [
+        "torch.cat((cos, sin), dim=-1)",
+    ],
+}  # fmt: skip
+
 
 def signature(parameters: list[str]) -> inspect.Signature:
     """A recorded list of parameters."""
@@ -146,6 +170,10 @@ def problems(recorded: dict[str, Any]) -> Iterator[str]:
         yield from (f"{name} has no {attribute}" for attribute in attributes - set(members[name] or ()))
     if CACHE_DTYPE not in (recorded["sources"]["config/cache:CacheDType"] or ""):
         yield f"there is no cache dtype {CACHE_DTYPE}"
+    sources = recorded["sources"]
+    for name, lines in ASSUMED.items():
+        if name in sources and any(line not in (sources[name] or "") for line in lines):
+            yield f"{name} does something else"
     if not _counts_scales(recorded["sources"]):
         yield "pages of codes have another size"
 
@@ -243,6 +271,9 @@ def test_the_checks_find_a_hook_that_moves() -> None:
     ]
     sources = "v1/kv_cache_interface:AttentionSpec.page_size_bytes"
     assert broken(lambda r: r["sources"].update({sources: "return 0"})) == ["pages of codes have another size"]
+    mlp = "model_executor/models/llama:LlamaMLP.forward"
+    moved = broken(lambda r: r["sources"].update({mlp: "return self.fused(x)"}))
+    assert moved == [f"{mlp} does something else"]
 
 
 def test_every_name_that_the_plugin_takes_is_recorded() -> None:

@@ -94,8 +94,11 @@ def test_drafts_are_what_the_target_finds_likely_in_upper_planes() -> None:
     b.context = 125
     compute([(a, 1), (b, 1), (c, 1)])
     lengths = np.array([302, 127, 42])  # each with a token that was sampled
-    drafts = proposer.propose([[1], [1], []], lengths, texts, slot_mappings=None)
-    assert [len(row) for row in drafts] == [3, 3, 0]  # b's pass the end of its page; c sampled none
+    assert proposer.propose([[], [], []], lengths, texts, slot_mappings=None) == [[], [], []]
+    proposed = proposer.propose([[1], [1], []], lengths, texts, slot_mappings=None)
+    assert isinstance(proposed, Tensor) and proposed.is_contiguous() and proposed.dtype == torch.int64
+    drafts = proposed.tolist()  # b's pass the end of its page; c sampled none, and vLLM leaves its drafts
+    assert [len(row) for row in drafts] == [3, 3, 3]
     assert list(proposer.rounds) == [3]
     for number, row in enumerate([a, b]):
         texts[number, row.context + 1 : row.context + 4] = drafts[number]
