@@ -26,6 +26,8 @@ import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,27 @@ SMALL = {
 LENGTHS, GENERATED = (5, 127, 128, 129, 300, 700, 1100), 200  # of the checks' prompts
 CASES = ((32768, 1), (4096, 8), (131072, 1), (32768, 8), (4096, 16), (131072, 4))  # the table in docs/vllm.md
 PORT = 8124
+SERVED_S = 15.0  # that are left to the server's clients
 CHECKS_KV_GB = "2"  # vLLM's own measurement fails where other processes free memory meanwhile
 MOST_RUNNING, REQUESTS, ARRIVALS_PER_S, SERVED_TOKENS = 32, 48, 4.0, 256  # of the measured throughput
 SCHEDULED = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 24}  # 3,072 tokens for 3,889 and what they add
-Send = Callable[[dict[str, Any]], None]
+PROFILED = {(32768, 1), (131072, 1), (4096, 16)}  # the cases of which a round with drafts is profiled
+
+
+@dataclass(frozen=True)
+class Send:
+    """Writes a row of a step to the file of lines and to the document. deadline: in `time.monotonic`'s seconds."""
+
+    step: str
+    output: Path
+    rows: Path
+    deadline: float
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        with self.rows.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"step": self.step, **row}) + "\n")
+        write(self.output, self.rows)
+        print(json.dumps(row), flush=True)
 
 
 def small_model() -> Path:
@@ -266,7 +285,7 @@ def run_server(send: Send) -> None:
         words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
     process = subprocess.Popen(words, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     try:
-        wait_for_server(process)
+        wait_for_server(process, send.deadline)
         with ThreadPoolExecutor(len(LENGTHS)) as pool:
             tokens = list(pool.map(lambda text: completed(str(folder), text), prompts()))
     finally:
@@ -277,9 +296,10 @@ def run_server(send: Send) -> None:
     send({"case": "server", **({} if reference is None else agreement(tokens, reference))})
 
 
-def wait_for_server(process: subprocess.Popen[bytes]) -> None:
-    """Returns when it answers. Raises RuntimeError if it ends before, or takes two minutes."""
-    for _ in range(120):
+def wait_for_server(process: subprocess.Popen[bytes], deadline: float) -> None:
+    """Returns when it answers. Raises RuntimeError if it ends before, or if the time is up: beside other engines that
+    start on the same cores it took more than two minutes."""
+    while time.monotonic() < deadline - SERVED_S:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v1/models", timeout=5).close()
             return
@@ -332,9 +352,9 @@ def profiled_steps(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -
 
     engine = llm.llm_engine
     sampling = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True, detokenize=False)
-    names = [
-        engine.add_request(f"profiled-{i}", {"prompt_token_ids": list(p)}, sampling) for i, p in enumerate(prompts)
-    ]
+    names = [f"profiled-{i}" for i in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
     for _ in range(len(prompts) + 6):
         engine.step()
     torch.cuda.synchronize()
@@ -344,7 +364,8 @@ def profiled_steps(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -
             engine.step()
         torch.cuda.synchronize()
         wall_s = time.perf_counter() - started
-    engine.abort_request([str(name) for name in names])
+    engine.abort_request(names)  # by these names, as `add_request` returns others
+    assert not engine.has_unfinished_requests(), "LLM.generate would wait for what is profiled"
     device = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
     averages = profile.key_averages()
     launches = {e.key: e.count / count for e in averages if e.key.startswith("cuda") or e.key.startswith("cuLaunch")}
@@ -354,7 +375,8 @@ def profiled_steps(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -
         kernels[event.name[:60]] = kernels.get(event.name[:60], 0.0) + event.time_range.elapsed_us()
     return {
         "profiled_wall_ms": round(1e3 * wall_s / count, 3),
-        "device_ms": round(sum(kernels.values()) / 1e3 / count, 3),
+        "device_ms": round(sum(kernels.values()) / 1e3 / count, 3),  # kernels that wait for earlier ones count, too
+        "busy_ms": round(busy_us([(e.time_range.start, e.time_range.end) for e in device]) / 1e3 / count, 3),
         "device_launches": len(device) / count,
         "host_calls": launches,
         "host_ms": {e.key[:60]: round(e.self_cpu_time_total / 1e3 / count, 3) for e in host},
@@ -362,11 +384,17 @@ def profiled_steps(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -
     }
 
 
-def run_times(name: str, plan_name: str | None, send: Send, profiled: int = 0, **arguments: Any) -> None:
-    """Milliseconds of a step, or of a round with drafts, of the 8B shape with dummy weights; then throughput.
+def busy_us(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of spans (start, end): kernels that start early overlap those before them."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
-    profiled: how many of the cases are profiled too.
-    """
+
+def run_times(name: str, plan_name: str | None, send: Send, **arguments: Any) -> None:
+    """Milliseconds of a step, or of a round with drafts, of the 8B shape with dummy weights; then throughput."""
     folder, model = dummy_model(), "meta-llama/Llama-3.1-8B"
     engine_arguments: dict[str, Any] = {
         "max_model_len": 131_072 + 384,
@@ -385,15 +413,15 @@ def run_times(name: str, plan_name: str | None, send: Send, profiled: int = 0, *
         llm = start(folder, load_format="dummy", enable_prefix_caching=True, max_num_batched_tokens=16384,
                     compilation_config=graphs, hf_overrides=hf_overrides, **(engine_arguments | arguments))  # fmt: skip
     with gpu_turn(timed=True):
-        measure_times(name, llm, gamma, send, profiled)
+        measure_times(name, llm, gamma, send)
 
 
-def measure_times(name: str, llm: Any, gamma: int, send: Send, profiled: int) -> None:
+def measure_times(name: str, llm: Any, gamma: int, send: Send) -> None:
     """The rows of `run_times` for an engine that has started."""
     from ridgeplan.validate.engine_steps import InProcessVllm, random_prompts
 
     engine = InProcessVllm(llm, "", LLAMA_8B["vocab_size"])
-    for number, (context, batch) in enumerate(CASES):
+    for context, batch in CASES:
         try:
             step_ms, _ = engine.step(context, batch)
         except (ValueError, RuntimeError) as error:
@@ -401,7 +429,7 @@ def measure_times(name: str, llm: Any, gamma: int, send: Send, profiled: int) ->
             continue
         row = {"case": name, "context": context, "batch": batch}
         send({**row, "step_ms": round(step_ms, 4), "gamma": gamma})
-        if number < profiled:
+        if gamma and (context, batch) in PROFILED:
             texts = random_prompts(LLAMA_8B["vocab_size"], context, batch)
             send({**row, "case": f"{name} profile", **profiled_steps(llm, texts)})
     if not gamma:  # random tokens say nothing of how many drafts are accepted
@@ -452,6 +480,7 @@ def run_runtime(send: Send) -> None:
                 send({**row, "step_ms": round(1e3 * seconds, 4), "gamma": plan.speculation.gamma})
 
 
+CHECKS = ("fit", "plain", "scheduled", "drafts", "server", "compare")
 FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 STEPS: dict[str, Callable[[Send], None]] = {
     "fit": run_fit,
@@ -462,24 +491,18 @@ STEPS: dict[str, Callable[[Send], None]] = {
     "compare": run_compare,
     "stage1": lambda send: run_times("stage1", "int8-weights-int8", send),
     "fp8": lambda send: run_times("fp8", None, send, **FP8),
-    "stage2": lambda send: run_times("stage2", "quantspec-int8", send, profiled=2),
+    "stage2": lambda send: run_times("stage2", "quantspec-int8", send),
     "runtime": run_runtime,
     "bf16": lambda send: run_times("bf16", None, send),
 }
 
 
-def child(name: str, output: Path, rows: Path) -> None:
-    """Runs one step; each of its rows is written as it ends, and an error too."""
-
-    def send(row: dict[str, Any]) -> None:
-        with rows.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"step": name, **row}) + "\n")
-        write(output, rows)
-        print(json.dumps(row), flush=True)
-
+def child(send: Send) -> None:
+    """Runs one step; each of its rows is written as it ends, and an error too. What checks run is timed by nobody."""
     started = time.perf_counter()
     try:
-        STEPS[name](send)
+        with gpu_turn(timed=False) if send.step in CHECKS else nullcontext():
+            STEPS[send.step](send)
     except BaseException as error:
         traceback.print_exc()
         send({"error": f"{type(error).__name__}: {error}"[:600]})
@@ -523,7 +546,9 @@ def main() -> None:
             print(f"no time left for {', '.join(names)}", flush=True)
             continue
         context = multiprocessing.get_context("fork")
-        processes = {name: context.Process(target=child, args=(name, options.output, rows)) for name in names}
+        processes = {
+            name: context.Process(target=child, args=(Send(name, options.output, rows, deadline),)) for name in names
+        }
         for process in processes.values():
             process.start()
         for name, process in processes.items():

@@ -309,19 +309,22 @@ class InProcessVllm:
         return cls(llm, vllm.__version__, vocab)
 
     def step(self, context: int, batch: int) -> tuple[float, int]:
-        """As `ServingEngine.step`: the median time between two steps of the engine."""
+        """As `ServingEngine.step`: the median time between two steps of the engine, until a sequence ends: with drafts
+        they end one after another."""
         requests = [{"prompt_token_ids": prompt} for prompt in random_prompts(self.vocab, context, batch)]
         first, many = (
             import_module("vllm").SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
             for tokens in (1, NEW_TOKENS)
         )
         self.llm.generate(requests, first, use_tqdm=False)  # to the prefix cache
-        engine, stamps = self.llm.llm_engine, [time.perf_counter()]
+        engine, stamps, ends = self.llm.llm_engine, [time.perf_counter()], []
         run_step = type(engine).step
 
         def timed() -> Any:
             outputs = run_step(engine)
             stamps.append(time.perf_counter())
+            if any(output.finished for output in outputs):
+                ends.append(len(stamps))
             return outputs
 
         engine.step = timed
@@ -329,7 +332,7 @@ class InProcessVllm:
             self.llm.generate(requests, many, use_tqdm=False)
         finally:
             del engine.step
-        gaps = [later - sooner for sooner, later in itertools.pairwise(stamps)][SKIPPED_STEPS:-2]
+        gaps = [later - sooner for sooner, later in itertools.pairwise(stamps[: ends[0]])][SKIPPED_STEPS:-2]
         steps = len(stamps) - 1
         if steps > NEW_TOKENS + SKIPPED_STEPS:  # some sequences waited for others
             raise BatchTooLarge(f"{batch} requests of {context} tokens took {steps} steps for {NEW_TOKENS} tokens each")

@@ -99,11 +99,14 @@ def test_prompts_share_no_beginning_and_stay_the_same() -> None:
 
 
 class FakeEngine:
-    now_s = 0.0
+    """A step takes 10 ms, and less once a sequence has ended, `ending` steps before the others."""
+
+    now_s, left, ending = 0.0, 0, 0
 
     def step(self) -> list[Any]:
-        FakeEngine.now_s += 0.01
-        return []
+        FakeEngine.now_s += 0.01 if self.left > self.ending else 0.004
+        self.left -= 1
+        return [SimpleNamespace(finished=True)] if self.left in (self.ending, 0) else []
 
 
 class FakeLLM:
@@ -116,7 +119,8 @@ class FakeLLM:
 
     def generate(self, requests: list[Any], params: Any, *, use_tqdm: bool) -> None:
         assert not use_tqdm and requests
-        for _ in range(self.waves * params.max_tokens):  # sequences that do not fit wait for others
+        self.llm_engine.left = self.waves * params.max_tokens  # sequences that do not fit wait for others
+        while self.llm_engine.left:
             self.llm_engine.step()
 
 
@@ -135,6 +139,9 @@ def test_vllm_in_this_process_is_timed_step_by_step() -> None:
     assert engine.llm.arguments["quantization"] == "fp8" and "kv_cache_dtype" not in engine.llm.arguments
     assert engine.step(128, 2) == (pytest.approx(10.0), 128)
     assert "step" not in vars(engine.llm.llm_engine)
+    engine.llm.llm_engine.ending = 12  # of 24 steps, as with drafts
+    assert engine.step(128, 2) == (pytest.approx(10.0), 128)
+    engine.llm.llm_engine.ending = 0
     engine.llm.waves = 2
     with pytest.raises(BatchTooLarge, match="2 requests of 128 tokens took 48 steps for 24 tokens each"):
         engine.step(128, 2)
