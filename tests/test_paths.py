@@ -24,6 +24,7 @@ ELSEWHERE = {
     "modeling_flash_attention_utils.py", "vllm/config/cache.py", "ggml/docs/gguf.md", "config/vllm.py",
     "gpu_model_runner.py", "model_executor/layers/attention/attention.py", "v1/worker/gpu_model_runner.py", "manual.md",
     "a.py", "b.py", "v1/cudagraph_dispatcher.py", "models/llama_eagle3.py", "integrations/mxfp4.py",
+    "v1/engine/core.py", "model_executor/custom_op.py",
 }  # fmt: skip
 
 
