@@ -78,16 +78,9 @@ def quantize_to_pages(
 
 
 def append_to_pages(
-    keys: Tensor,
-    values: Tensor,
-    key_store: Tensor,
-    value_store: Tensor,
-    out: QuantizedKV,
-    slots: Tensor,
-    pages: Tensor,
-    *,
-    backend: Backend = "auto",
-) -> None:
+    keys: Tensor, values: Tensor, key_store: Tensor, value_store: Tensor, out: QuantizedKV, slots: Tensor,
+    pages: Tensor, *, backend: Backend = "auto",
+) -> None:  # fmt: skip
     """Writes tokens to the buffers of open pages, and a buffer that a token fills to its page, as codes.
 
     keys, values: [N, Hkv, D], any strides with contiguous channels. key_store, value_store: [buffers, Hkv, C, D],

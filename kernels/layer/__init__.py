@@ -64,17 +64,9 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, scale: float, *, backe
 
 
 def rope_append(
-    qkv: Tensor,
-    tables: Tables,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    q_heads: int,
-    *,
-    qk_norm: Tensor | None = None,
-    eps: float = 0.0,
-    backend: Backend = "auto",
-) -> Tensor:
+    qkv: Tensor, tables: Tables, keys: Tensor, values: Tensor, slots: Tensor, q_heads: int, *,
+    qk_norm: Tensor | None = None, eps: float = 0.0, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
     """Rotated queries [B, T, Hq, D]; the new tokens' rotated keys and their values go to each row's `slots`.
 
     qkv: [B, T, (Hq + 2 Hkv) D], queries, then keys, then values. tables: of the tokens' positions, [B, T, D/2].
