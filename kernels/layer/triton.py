@@ -223,15 +223,9 @@ def rotary_tables_triton(positions: Tensor, frequencies: Tensor, scale: float) -
 
 
 def rope_append_triton(
-    qkv: Tensor,
-    tables: tuple[Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    q_heads: int,
-    qk_norm: Tensor | None,
-    eps: float,
-) -> Tensor:
+    qkv: Tensor, tables: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor, q_heads: int,
+    qk_norm: Tensor | None, eps: float,
+) -> Tensor:  # fmt: skip
     """See `ridgeplan.kernels.layer.rope_append`."""
     batch, tokens, _ = qkv.shape
     _, kv_heads, capacity, head_dim = keys.shape
