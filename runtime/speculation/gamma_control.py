@@ -160,7 +160,7 @@ class AdaptiveGamma:
         longest = max(round_shape(kind).gamma for kind in costs.gammas)
         self._evidence, self._expected = Evidence.none(longest), costs.acceptance
         self._proposals: dict[int, ProposalEvidence] = {}  # by sequence
-        self._interval = self._wait = FIRST_WAIT
+        self._interval, self._wait, self._probes = FIRST_WAIT, FIRST_WAIT, 0
         self.gamma: RoundKind = max(costs.gammas, key=self._speeds().__getitem__)
 
     def next(self) -> RoundKind:
@@ -219,12 +219,18 @@ class AdaptiveGamma:
         return max([0, *allowed], key=self._speeds().__getitem__)
 
     def _probe(self) -> RoundKind:
-        """The cheapest drafting round if it is time for a probe that the budget allows, else 0."""
-        smallest = min(self._costs.gammas[1:], key=self._costs.seconds.__getitem__)
+        """The cheapest drafting round if it is time for a probe that the budget allows, else 0.
+
+        Proposals that are compared anyway need no probe, and those of a head take turns with self-drafts.
+        """
+        of_head = bool(self._probes % 2) and not self._costs.always_proposed
+        drafting = self._costs.gammas[1:]
+        tiers = [kind for kind in drafting if round_shape(kind).proposes_to_target == of_head] or drafting
+        smallest = min(tiers, key=self._costs.seconds.__getitem__)
         if self._wait > 0 or not self._budget.allows(self._costs.seconds[smallest]):
             self._wait -= 1
             return 0
-        self._wait = self._interval
+        self._wait, self._probes = self._interval, self._probes + 1
         return smallest
 
 

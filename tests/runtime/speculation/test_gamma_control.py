@@ -287,3 +287,17 @@ def test_it_finds_the_tiers_that_draft_best(hit, proposed, drafted, best, free):
     assert seconds / tokens < 1.05 * fastest_s
     if best == 0:
         assert seconds < 1.03 * tokens * PLAIN_S
+
+
+@pytest.mark.parametrize("free", [True, False], ids=["suffix", "a head"])
+def test_probes_find_self_drafts_again_though_a_drafters_rounds_are_cheaper(free):
+    """Drafts of the first 60 tokens are rejected, those after them accepted; no proposal ever matches."""
+    costs = RoundCosts({kind: PLAIN_S * cost for kind, cost in TIERS.items()}, 0.9, always_proposed=free)
+    schedule, tokens, used = AdaptiveGamma(costs, 4000), 0, Counter()
+    while tokens < 4000:
+        kind = schedule.next()
+        shape = round_shape(kind)
+        accepted = shape.passes if tokens >= 60 else 0  # a pass without proposals drafts one token
+        schedule.add(kind, [RowResult([0] * (accepted + 1), accepted, min(accepted + 1, shape.passes))])
+        tokens, used[kind] = tokens + accepted + 1, used[kind] + 1
+    assert used.most_common(1)[0][0] == 4
