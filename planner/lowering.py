@@ -274,10 +274,10 @@ def _chosen_class(plan: Plan, shape: ModelShape, part: str) -> str | None:
         if not plan.speculation.sparse:
             return None
         fused_class = plan.speculation.selection.attention_class
-        listed = sparse_attention_kind(draft_code_bits(plan))
+        listed = sparse_attention_kind(draft_code_bits(plan), shape.head_dim)
         heads = shape.q_heads, shape.kv_heads, shape.head_dim
         return scan_kind(fused_class, *heads) if fused_class else listed
-    return sparse_attention_kind(target_code_bits(plan)) if plan.attention.active else None
+    return sparse_attention_kind(target_code_bits(plan), shape.head_dim) if plan.attention.active else None
 
 
 def expert_bits(plan: Plan, shape: ModelShape, *, drafting: bool = False) -> int:
@@ -300,7 +300,8 @@ def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
     if kind == "prefill_attention":
         return prefill_attention_kind(shape.head_dim)
     if kind == "attention":
-        return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan), shape.head_dim)
+        bits = draft_code_bits(plan) if drafting else target_code_bits(plan)
+        return attention_kind(bits, shape.head_dim, sinks="attention sinks" in shape.traits)
     return kind
 
 

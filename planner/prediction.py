@@ -19,7 +19,7 @@ from ridgeplan.planner.acceptance.drafters import proposal_acceptance
 from ridgeplan.planner.acceptance.model import acceptance_of_proposals
 from ridgeplan.planner.engines.rates import EngineProfile
 from ridgeplan.planner.lowering import kernel_class, rates_of, stack, steady_state_kind, strategy_of, used_classes
-from ridgeplan.roofline.catalog.model_shape import ModelShape
+from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.catalog.profile import LINK_CLASSES, SOURCES, Profile, transferred_spread
 from ridgeplan.roofline.collectives import COLLECTIVES
 from ridgeplan.roofline.cost import Cost, Term
@@ -365,7 +365,7 @@ def _certainty(
         return Certainty(source, BAND_DEVIATIONS * spread, transferred_spread(prefill_spread))
     drafted = float(_at(best.round.passes * best.round.draft_s, index) / _at(best.round.total_s, index))
     spread = float(drafted * draft.spread[index] + (1 - drafted) * target.spread[index])
-    if not shape.weight_bits.full:
+    if not shape.weight_bits.full and shape.weight_bits.format != KEPT_FORMAT:
         spread, prefill_spread = transferred_spread(spread), transferred_spread(prefill_spread)
     if plan.speculation.active and np.any(unmeasured_s):
         share = float(_at(unmeasured_s / best.round.total_s, index))

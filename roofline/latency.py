@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_ROW_STEPS, Profile, Rates
+from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_ROW_STEPS, PORTABLE_SUFFIX, Profile, Rates
 from ridgeplan.roofline.cost import Cost, Term, hypot, indicator, maximum, minimum, where
 from ridgeplan.roofline.execution import (
     CPU_SKINNY_GEMM_ROWS,
@@ -255,8 +255,10 @@ KERNEL_CLASSES = (
     "attention_d64", "attention_int4_d64", "attention_int8_d64", "attention_d256", "attention_int4_d256",
     "attention_int8_d256", "attention_mla", "gap", "elementwise", "state", "rope",
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
-    "two_bit_scan", "two_bit_scan_wide", "top_k", "sparse_attention", "sparse_attention_full", "progressive_attention",
-    "progressive_attention_wide",
+    "two_bit_scan", "two_bit_scan_wide", "top_k", "sparse_attention", "sparse_attention_full", "sparse_attention_wide",
+    "progressive_attention", "progressive_attention_wide",
+    *(f"{kind}{head_dim}{PORTABLE_SUFFIX}"
+      for kind in ("attention_int4", "attention_int8") for head_dim in ("", "_d64")),
 )  # fmt: skip
 
 # Of these, those that scan 2-bit keys, and the same for heads that the CUDA C++ kernels do not take.
@@ -275,18 +277,22 @@ def experts_kind(bits: int) -> str:
     return f"grouped_{linear_kind(bits)}"
 
 
-def attention_kind(bits: int, head_dim: int) -> str:
+def attention_kind(bits: int, head_dim: int, *, sinks: bool = False) -> str:
     """Kernel class of decode attention over codes of `bits` bits; 0 is full precision.
 
     Heads of up to 64 elements have classes of their own: each token costs the same overhead as with a head of 128, for
-    half the bytes. So have those of more than 128, which other kernels read.
+    half the bytes. So have those of more than 128, which other kernels read. Beside sinks, portable kernels read codes.
     """
     codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
-    return f"{codes}_d64" if head_dim <= 64 else codes if head_dim <= 128 else f"{codes}_d256"
+    if head_dim > 128:
+        return f"{codes}_d256"
+    return f"{codes}{'_d64' if head_dim <= 64 else ''}{PORTABLE_SUFFIX if sinks and bits else ''}"
 
 
-def sparse_attention_kind(bits: int) -> str:
+def sparse_attention_kind(bits: int, head_dim: int) -> str:
     """Kernel class of decode attention to chosen tokens, read as codes of `bits` bits; 0 is full precision."""
+    if head_dim > CUDA_SCAN_HEAD_DIM:
+        return f"sparse_attention{WIDE}"
     return "sparse_attention" if bits else "sparse_attention_full"
 
 
