@@ -4,12 +4,14 @@ Other work on the machine only adds time, so the fastest readings are the true o
 calibration goes on where they never do: it takes the quieter half of the readings, and the class's band widens.
 
 On a CPU, other programs may slow all readings of a class alike, and these agree although they are many times too slow.
-All classes are therefore read a second time after the others, and a third time those whose two passes disagree.
+All classes are therefore read a second time after the others, and a third time those whose two passes disagree. A
+quick calibration reads only what it still lacks, and that once, when QUICK_LIMIT_S have passed.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,10 +25,13 @@ if TYPE_CHECKING:
     from ridgeplan.validate.timing import Bench, KernelCall
 
 Kept = TypeVar("Kept")
+Late = Callable[[], bool]  # whether there is no time to read again
 AGREEMENT = 0.1  # largest relative distance of two readings that agree
 QUICK_AGREEMENT = 0.5  # of a quick calibration, whose bands widen by what is beyond AGREEMENT
 MAX_READINGS, QUICK_READINGS = 6, 12
+QUICK_LIMIT_S = 90.0  # of a quick calibration's passes; an undisturbed CPU takes 15 to 20 s
 SHORTEST_LAUNCH_S = 5e-7  # that any call takes; the quickest class of an H200 takes 0.7 us
+ONE_PASS_SPREAD = 1.0  # at least, of a class that was read once: other programs may have slowed all of its readings
 MAX_FIT_SPREAD = 0.75  # relative error of a class's fit beyond which its rates say nothing
 CPU_PASSES = 3  # over the classes of a CPU, at most
 # Of the time at this machine's bandwidth and FLOP/s, with a launch of LONG_LAUNCH_S. The best call of an undisturbed
@@ -48,16 +53,22 @@ class Reading:
     spread: float
 
 
-def steady_reading(read: Callable[[], Iterable[float]], *, quick: bool = False) -> Reading:
+def in_time() -> bool:
+    """Never late."""
+    return False
+
+
+def steady_reading(read: Callable[[], Iterable[float]], *, quick: bool = False, late: Late = in_time) -> Reading:
     """Reads, a few readings at once, until the two fastest agree or there are MAX_READINGS. The fastest counts.
 
     The spread is the relative distance of the two fastest. quick: there are up to QUICK_READINGS, and if no two agree,
-    the median of the quieter half counts, with the half's relative standard deviation as its spread.
+    the median of the quieter half counts, with the half's relative standard deviation as its spread. late: whether
+    there is no time to read again.
     """
     readings = list(read())
-    while not agree(readings) and len(readings) < (QUICK_READINGS if quick else MAX_READINGS):
+    while not late() and not agree(readings) and len(readings) < (QUICK_READINGS if quick else MAX_READINGS):
         readings.extend(read())
-    if quick and not agree(readings):
+    if quick and not agree(readings) and len(readings) >= QUICK_READINGS:
         quieter = sorted(readings)[: len(readings) // 2]
         middle = statistics.median(quieter)
         return Reading(middle, statistics.stdev(quieter) / middle)
@@ -91,7 +102,8 @@ class NoiseCheck:
 
     quick: accept classes up to QUICK_AGREEMENT, with wider bands. spreads: by class, the spread of readings that three
     quarters of its calls stay below. left_out: classes whose fits say nothing, and how far these are off. too_slow:
-    classes whose best calls exceed MAX_SLOWDOWN, and by how much they are slower than the machine.
+    classes whose best calls exceed MAX_SLOWDOWN, and by how much they are slower than the machine. read_once: classes
+    for whose second pass a quick calibration had no time. clock: seconds since any moment.
     """
 
     allowed: bool = False
@@ -99,6 +111,8 @@ class NoiseCheck:
     spreads: dict[str, float] = field(default_factory=dict)
     left_out: dict[str, float] = field(default_factory=dict)
     too_slow: dict[str, float] = field(default_factory=dict)
+    read_once: list[str] = field(default_factory=list)
+    clock: Callable[[], float] = time.monotonic
 
     @property
     def limit(self) -> float:
@@ -120,29 +134,40 @@ class NoiseCheck:
         """
         passes: dict[str, list[list[tuple[Kept, Reading]]]] = {kind: [] for kind in kinds}
         samples: dict[str, list[tuple[Kept, float]]] = {}
-        count = 1 if bench.device.type == "cuda" else CPU_PASSES
+        count, start = 1 if bench.device.type == "cuda" else CPU_PASSES, self.clock()
+
+        def late() -> bool:
+            return self.quick and self.clock() - start > QUICK_LIMIT_S
+
         for number in range(1, count + 1):
             calls, total = classes(), max(number, min(count, 2)) * len(kinds)
             for done, kind in enumerate([kind for kind in kinds if kind not in samples], (number - 1) * len(kinds)):
-                on_progress(kind if number == 1 else f"{kind}, pass {number}", done, total)
-                passes[kind].append(self.readings(bench, calls[kind], keep))
+                if number == 1 or not late():
+                    on_progress(kind if number == 1 else f"{kind}, pass {number}", done, total)
+                    passes[kind].append(self.readings(bench, calls[kind], keep, late))
                 fastest = [
                     (row[0][0], fastest_pass([each for _, each in row])) for row in zip(*passes[kind], strict=True)
                 ]
                 spreads = [reading.spread for _, reading in fastest]
-                if number == count or (number > 1 and upper_quartile(spreads) < self.limit):
+                agreed = len(passes[kind]) > 1 and upper_quartile(spreads) < self.limit
+                if agreed or number == count or late():
+                    if len(passes[kind]) < min(count, 2):
+                        self.read_once.append(kind)
                     self.record(kind, spreads)
                     samples[kind] = [(kept, reading.seconds) for kept, reading in fastest]
         return {kind: samples[kind] for kind in kinds}
 
     def readings(
-        self, bench: Bench, calls: Iterable[KernelCall], keep: Callable[[KernelCall], Kept]
+        self, bench: Bench, calls: Iterable[KernelCall], keep: Callable[[KernelCall], Kept], late: Late = in_time
     ) -> list[tuple[Kept, Reading]]:
         """What `keep` returns for each call of a class, and the call's seconds, measured again while readings disagree.
 
-        The calls themselves are not kept: each holds its inputs, which may fill a GPU.
+        late: whether there is no time to measure again. The calls themselves are not kept: each holds its inputs, which
+        may fill a GPU.
         """
-        return [(keep(call), steady_reading(partial(bench.readings, call), quick=self.quick)) for call in calls]
+        return [
+            (keep(call), steady_reading(partial(bench.readings, call), quick=self.quick, late=late)) for call in calls
+        ]
 
     def record(self, kind: str, spreads: list[float]) -> None:
         """Keeps the spread of a class. Raises NoisyMachine if it is too wide and that is not allowed."""
@@ -156,8 +181,10 @@ class NoiseCheck:
 
     def widened(self, kind: str, rates: Rates) -> Rates:
         """`rates` with a spread that holds the readings' too: both are independent, so their squares add up."""
-        both = (rates.spread**2 + self.spreads[kind] ** 2) ** 0.5
-        return replace(rates, spread=min(both, MAX_SPREAD)) if self.noisy(kind) else rates
+        if not self.noisy(kind):
+            return rates
+        noise = max(self.spreads[kind], ONE_PASS_SPREAD if kind in self.read_once else 0.0)
+        return replace(rates, spread=min((rates.spread**2 + noise**2) ** 0.5, MAX_SPREAD))
 
     def fitting(self, classes: Mapping[str, Rates], slowdowns: Mapping[str, float]) -> dict[str, Rates]:
         """The classes whose fits hold. Rates of related ones stand for the others, with wider bands, as priors.
@@ -186,16 +213,18 @@ class NoiseCheck:
         return {kind: rates for kind, rates in classes.items() if kind not in {*self.left_out, *self.too_slow}}
 
     def noisy(self, kind: str) -> bool:
-        """Whether the readings of a class did not agree."""
-        return self.spreads[kind] > AGREEMENT
+        """Whether the readings of a class did not agree, or were not repeated."""
+        return self.spreads[kind] > AGREEMENT or kind in self.read_once
 
     def note(self) -> str | None:
         """What a busy machine did to the profile, as a line; None if it did nothing."""
-        noisy = [f"{kind} {spread:.0%}" for kind, spread in self.spreads.items() if self.noisy(kind)]
+        noisy = [f"{kind} {spread:.0%}" for kind, spread in self.spreads.items() if spread > AGREEMENT]
         misfits = [f"{kind} {spread:.0%}" for kind, spread in self.left_out.items()]
         slow = [f"{kind} {times:.0f}x" for kind, times in self.too_slow.items()]
+        once = f"{len(self.read_once)} of {len(self.spreads)} classes were read only once in {QUICK_LIMIT_S:.0f} s"
         parts = [
             *([f"bands are wider; readings differ: {', '.join(noisy)}"] if noisy else []),
+            *([once] if self.read_once else []),
             *([f"related classes stand for those whose fits are off: {', '.join(misfits)}"] if misfits else []),
             *([f"related classes stand for those that are slower than it can be: {', '.join(slow)}"] if slow else []),
         ]

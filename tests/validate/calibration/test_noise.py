@@ -191,6 +191,43 @@ def test_of_passes_that_never_agree_a_quick_calibration_keeps_the_fastest(monkey
     assert check.note() == "the machine was busy, so bands are wider; readings differ: attention 50%"
 
 
+def test_a_quick_calibration_reads_no_class_again_once_it_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reading takes 35 s: the second pass over attention ends after 105 s, and no two passes agree."""
+    now = 0.0
+
+    def read(_: Bench, call: KernelCall) -> list[float]:
+        nonlocal now
+        now += 35.0
+        return [now, now]
+
+    monkeypatch.setattr(Bench, "readings", read)
+    calls = {kind: [KernelCall(kind, "a call", Cost(), lambda _: None)] for kind in ("attention", "rope")}
+
+    def names(check: NoiseCheck) -> list[str]:
+        nonlocal now
+        now, named = 0.0, list[str]()
+        check.by_kind(CPU, [*calls], lambda: calls, lambda call: call.name, lambda what, *_: named.append(what))
+        return named
+
+    quick = NoiseCheck(quick=True, allowed=True, clock=lambda: now)
+    assert names(quick) == ["attention", "rope", "attention, pass 2"]
+    assert quick.read_once == ["rope"]
+    assert quick.note() == (
+        "the machine was busy, so bands are wider; readings differ: attention 50%; "
+        "1 of 2 classes were read only once in 90 s"
+    )
+    assert quick.widened("rope", RATES).spread == pytest.approx((0.03**2 + 1.0**2) ** 0.5)  # one pass says little
+    assert quick.widened("attention", RATES).spread == pytest.approx((0.03**2 + 0.5**2) ** 0.5)
+    whole = NoiseCheck(allowed=True, clock=lambda: now)
+    assert len(names(whole)) == 2 * CPU_PASSES and not whole.read_once
+
+
+def test_a_reading_is_not_repeated_where_it_is_late() -> None:
+    left = [1.0, 9.0, 1.0, 1.0]
+    late = steady_reading(lambda: [left.pop(0), left.pop(0)], quick=True, late=lambda: True)
+    assert (late, len(left)) == (Reading(1.0, 8.0), 2)
+
+
 def test_calls_are_dropped_once_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds its inputs, which may be gigabytes on a GPU."""
     monkeypatch.setattr(Bench, "readings", lambda *_: [1.0, 1.0])
