@@ -26,6 +26,7 @@ PIPE_COLUMNS = 140  # width of tables without a terminal
 TEXT_COLUMNS = 80  # width of paragraphs
 BAR_COLUMNS = 40  # of the longest bar of a chart
 LINE_S = 5.0  # between lines of progress where there is no terminal
+ESTIMATED_FROM = 0.25  # of the steps; the first ones also load, compile and allocate, and say little of the others
 OnProgress = Callable[[str, int, int], None]  # what is done now, steps done, steps in total
 
 
@@ -140,11 +141,16 @@ def console(*, stderr: bool = False) -> Console:
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
     """Progress bars on stderr if it is a terminal, erased at the end."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class TimeLeft(TimeRemainingColumn):
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.percentage >= 100 * ESTIMATED_FROM else Text()
 
     shown = sys.stderr.isatty()
     label = TextColumn("{task.description}", markup=False)  # names of models are no markup
-    columns = (label, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())  # rich's own, but for the label
+    columns = (label, BarColumn(), TaskProgressColumn(), TimeLeft())  # rich's own, but for the label and early times
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not shown) as bars:
         yield bars
 
@@ -155,17 +161,19 @@ def progress(first: str) -> Iterator[OnProgress]:
 
     Where stderr is no terminal, long work prints a line on it every LINE_S seconds.
     """
-    start = printed = time.monotonic()
+    begun: tuple[float, int] | None = None  # the time of the first call and the steps done then
+    printed = time.monotonic()
     with progress_bars() as bars:
         bar = bars.add_task(first)
 
         def show(what: str, done: int, total: int) -> None:
-            nonlocal printed
+            nonlocal printed, begun
             bars.update(bar, description=printable(what), completed=done, total=total)
             now = time.monotonic()
+            start, before = begun = begun or (now, done)
             if bars.disable and done < total and now - printed >= LINE_S:
-                printed, rest_s = now, (now - start) * (total - done) / done if done else None
-                left = "" if rest_s is None else f", about {rest_s:,.0f} s left"
+                printed, known = now, done > before and done >= ESTIMATED_FROM * total
+                left = f", about {(now - start) * (total - done) / (done - before):,.0f} s left" if known else ""
                 echo(f"{printable(what)} ({done} of {total}{left})", err=True)
 
         yield show

@@ -184,12 +184,29 @@ def test_long_work_prints_lines_where_there_is_no_terminal(
     with progress("loading") as show:
         show("too early for a line", 1, 4)
     monkeypatch.setattr(output, "LINE_S", 0.0)
+    # The first call comes after 100 s of loading, and the steps take 10, 2 and 4 s.
+    clock = iter([0.0, 100.0, 110.0, 112.0, 116.0])
+    monkeypatch.setattr(output.time, "monotonic", lambda: next(clock))
     with progress("loading") as show:
-        show("vt, prompt 1 of 4", 0, 4)
-        show("vt, prompt 2 of 4", 1, 4)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "vt, prompt 1 of 4 (0 of 4)"
-    assert second.startswith("vt, prompt 2 of 4 (1 of 4, about ")
+        for done in (0, 1, 2, 3):
+            show(f"vt, prompt {done + 1} of 8", done, 8)
+    assert capsys.readouterr().err.splitlines() == [
+        "vt, prompt 1 of 8 (0 of 8)",
+        "vt, prompt 2 of 8 (1 of 8)",  # less than a quarter is done
+        "vt, prompt 3 of 8 (2 of 8, about 36 s left)",
+        "vt, prompt 4 of 8 (3 of 8, about 27 s left)",
+    ]
+
+
+def test_bars_tell_no_time_left_before_a_quarter_is_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    for done, told in ((1, False), (2, True)):
+        with progress("loading") as show:
+            show("step", done, 8)
+        assert ("-:--:--" in capsys.readouterr().err) == told
 
 
 PRINTERS = ("print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write")
