@@ -200,7 +200,7 @@ class Prediction:
     breakdown_source: BreakdownSource = field(repr=False, compare=False)
     drafting: Drafting = field(default_factory=Drafting, repr=False)
     speedup: float = 1.0
-    beats_plain: float | None = None  # probability; None where it was not sampled
+    beats_plain: float | None = None  # probability; None where it was not sampled or the calibration cannot tell
 
     def __repr__(self) -> str:
         best, low, high = (f"{figures.tpot_ms:.3g}" for figures in (self.best, self.low, self.high))
@@ -231,6 +231,13 @@ class Prediction:
     def group_end_loss(self) -> float:
         """Share of a round's tokens that is lost where rounds end with a group (`roofline.round.flush_capped`)."""
         return 1 - self.tokens_per_round / float(self.drafting.tokens(self.acceptance.best))
+
+    @property
+    def kernel_spread(self) -> float:
+        """Relative spread of the kernels' times in a draft or a target step, whichever is larger."""
+        source = self.breakdown_source
+        parts = ("draft", "target") if source.plan.speculation.self_drafts else ("target",)
+        return max(float(times.spread[source.index]) for times in source.parts if times.part in parts)
 
     def against(self, baseline: Prediction) -> Prediction:
         """A copy with the speed-up in time per token over `baseline`."""

@@ -44,6 +44,7 @@ CONFIDENCE = 0.84  # that the faster plan is faster
 TOLERANCE = 0.03  # how much slower, by the best estimates, the preferred plan may be
 MIN_OFFLOADED_SPEEDUP = 0.7  # over plain decoding, of plans with layers on the host where others fit without
 MAX_UNNAMED = 8  # listed plans that are no presets
+MAX_TELLING_SPREAD = 0.9  # of calibrated times; beyond it, which plan is faster is a guess
 
 
 def recommend(
@@ -79,17 +80,19 @@ def recommend(
     listed = _listed(candidates, [*executable[:MAX_UNNAMED], *finalists])
     baseline, predictions = _predicted(listed, question)
     winner = choose(finalists, sampled_scores([predictions[candidate] for candidate in finalists], question))
+    noise = noise_note(predictions[winner], baseline, question)
+    caveats = _notes(winner.plan, predictions[winner], fits_device, question, as_stored)
 
     return Recommendation(
         shape=question.shape,
         plan=winner.plan,
         name=winner.name,
-        predicted=_with_speedup(predictions[winner], baseline, question),
+        predicted=_with_speedup(predictions[winner], baseline, None if noise else question),
         baseline=baseline,
         best_estimated=_best_estimated(as_stored, candidates, executable[0], predictions, baseline),
         alternatives=tuple(_alternatives(listed, winner, predictions, baseline, question)),
         losses=tuple(stated_losses(winner.plan, saved_rows(), question.options.backend)),
-        notes=tuple(_notes(winner.plan, predictions[winner], fits_device, question, as_stored)),
+        notes=(*([noise] if noise else []), *caveats),
         memory_limit_bytes=question.memory_limit_bytes,
         host_limit_bytes=question.host_limit_bytes,
         fits_device=fits_device,
@@ -301,10 +304,24 @@ def _predicted(listed: Sequence[Candidate], question: Question) -> tuple[Predict
     return baseline, dict(zip(listed, predictions, strict=True))
 
 
-def _with_speedup(predicted: Prediction, baseline: Prediction, question: Question) -> Prediction:
-    """With the speed-up over plain decoding, and the probability that there is one."""
+def _with_speedup(predicted: Prediction, baseline: Prediction, question: Question | None) -> Prediction:
+    """With the speed-up over plain decoding and, given the question, the probability that there is one."""
+    compared = predicted.against(baseline)
+    if question is None:
+        return compared
     tpot_ms, plain_ms = sampled_tpot_ms([predicted, baseline], question.profile, question.engine)
-    return replace(predicted.against(baseline), beats_plain=float((tpot_ms < plain_ms).mean()))
+    return replace(compared, beats_plain=float((tpot_ms < plain_ms).mean()))
+
+
+def noise_note(predicted: Prediction, baseline: Prediction, question: Question) -> str | None:
+    """That the machine was too busy during its calibration to tell whether a plan is faster; None where it was not."""
+    spread = max(predicted.kernel_spread, baseline.kernel_spread)
+    if question.engine is not None or spread <= MAX_TELLING_SPREAD:
+        return None
+    return (
+        f"this machine was too busy to tell which plan is faster: its calibration of {question.profile.date} knows "
+        f"times within {spread:.0%} only; run `ridgeplan calibrate --quick` once other programs have ended"
+    )
 
 
 def _best_estimated(

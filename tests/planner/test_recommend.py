@@ -544,6 +544,22 @@ def test_the_recommended_plan_says_how_likely_it_is_faster(h200_profile):
     assert (plain.name, plain.predicted.beats_plain) == ("autoregressive", 0)
 
 
+def test_a_calibration_on_a_busy_machine_cannot_tell_what_is_faster(h200_profile):
+    def answer(spread: float) -> planner.Recommendation:
+        classes = {kind: replace(rates, spread=spread) for kind, rates in h200_profile.classes.items()}
+        profile = replace(h200_profile, classes=classes, date="2026-11-28")
+        return planner.recommend(LLAMA, "h200", 32768, profile=profile)
+
+    telling, noisy = answer(0.85), answer(0.95)
+    assert telling.predicted.beats_plain is not None and not any("too busy" in note for note in telling.notes)
+    assert noisy.predicted.beats_plain is None
+    assert noisy.notes[0] == (
+        "this machine was too busy to tell which plan is faster: its calibration of 2026-11-28 knows times within 95% "
+        "only; run `ridgeplan calibrate --quick` once other programs have ended"
+    )
+    assert "probability" not in noisy.explain()
+
+
 def test_plans_that_lost_inside_the_noise_say_so(h200_profile):
     count = 0
     for context, batch, quality in ((2048, 16, "lossy"), (2048, 8, "near-lossless"), (8192, 2, "near-lossless")):
