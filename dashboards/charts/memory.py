@@ -16,6 +16,7 @@ MEMORY_COLORS = {
     "weights": style.BLUE, "draft weights": style.PURPLE, "kv": style.ORANGE, "buffers": style.GREEN,
     "libraries": style.GOLD, "workspace": style.GREY,
 }  # fmt: skip
+LABELS = {"kv": "KV cache"}  # where a purpose's name is not its field's
 
 
 def by_purpose(memory_bytes: Mapping[str, float]) -> dict[str, np.ndarray]:
@@ -40,10 +41,11 @@ def memory_over_context(
     parts = by_purpose(vars(memory))
     for name, color in MEMORY_COLORS.items():
         if parts[name].any():
+            label = LABELS.get(name, name)
             figure.add_scatter(
-                name=name, x=contexts, y=parts[name] / GB, stackgroup="memory", mode="lines",
+                name=label, x=contexts, y=parts[name] / GB, stackgroup="memory", mode="lines",
                 line={"color": color, "width": 0.5}, fillcolor=style.faded(color, 0.75),
-                hovertemplate=f"{name}: %{{y:.3g}} GB<extra></extra>",
+                hovertemplate=f"{label}: %{{y:.3g}} GB<extra></extra>",
             )  # fmt: skip
     capacity = capacity_bytes / GB
     figure.add_hline(capacity, line_dash="dash", line_color=style.RED, annotation_position="top left",

@@ -124,6 +124,7 @@ def show_head(answer: Answer) -> None:
         _show_memory(answer)
     with right:
         _show_actions(answer)
+    _show_engine(answer)
     _show_why(answer)
 
 
@@ -146,6 +147,8 @@ def plan_sentence(recommendation: Recommendation) -> str:
     """The plan's name and what it does, in plain words, and how sure it is that it is faster."""
     predicted, name = recommendation.predicted, recommendation.name
     kind = "Recommended" if recommendation.verdict == "recommended" else recommendation.verdict.capitalize()
+    if predicted.beats_plain is None:  # a note says why
+        return f"{kind}: {plain_words(recommendation.plan)} ({name})."
     if not predicted.beats_plain:
         return f"{kind}: plain decoding ({name}). No plan that runs is reliably faster."
     chance = f"Faster than plain decoding with {probability(predicted.beats_plain)} probability."
@@ -237,6 +240,10 @@ def _show_actions(answer: Answer) -> None:
     st.code(answer.page.command(), language="bash", wrap_lines=True)
     st.download_button("Download the plan", plan_file, "plan.json", "application/json", type="primary",
                        icon=":material/download:", on_click="ignore")  # fmt: skip
+
+
+def _show_engine(answer: Answer) -> None:
+    """vLLM's form of the plan, across the page."""
     engine = st.expander("For vLLM", key="vllm", on_change="rerun")
     if engine.open:
         with engine, problems_shown():

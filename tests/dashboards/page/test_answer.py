@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from streamlit.testing.v1 import AppTest
 
 from ridgeplan import planner
 from ridgeplan.dashboards import app
-from ridgeplan.dashboards.page.answer import length_fixes
+from ridgeplan.dashboards.page.answer import length_fixes, plan_sentence
 from ridgeplan.dashboards.page.inputs import PageQuestion
 from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.plan_file import read_plan
@@ -72,6 +73,14 @@ def test_where_nothing_is_surely_faster_plain_decoding_is_the_verdict(page: AppT
     assert best.name == "autoregressive"
     assert re.fullmatch(r"### Llama-3.1-8B on h200: [\d.]+ ms per token, in [\d.]+ GB of 136 GB\.", verdict(page))
     assert "Recommended: plain decoding (autoregressive). No plan that runs is reliably faster." in shown(page)
+
+
+def test_without_a_probability_the_plan_is_still_named() -> None:
+    answer = planner.recommend("meta-llama/Llama-3.1-8B", "h200", 120000)
+    assert "Faster than plain decoding with over 99% probability." in plan_sentence(answer)
+    unknown = plan_sentence(replace(answer, predicted=replace(answer.predicted, beats_plain=None)))
+    assert unknown.startswith("Recommended: ") and answer.name in unknown
+    assert "plain decoding" not in unknown
 
 
 def test_the_best_of_all_stands_beside_the_plan_that_runs(page: AppTest) -> None:
