@@ -34,7 +34,7 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.offload.layer_mover import layer_mover
 from ridgeplan.runtime.policies import scorer_for, token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, SparseSelector, TokenSelector
-from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
+from ridgeplan.runtime.quantization.calibration import CalibrationText, OnProgress, quantized_draft, silent
 from ridgeplan.runtime.quantization.saved import saved_weights
 from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head
@@ -93,13 +93,14 @@ class DraftParts:
     weights: of drafts that have a copy of their own, by default quantized from the target's and `text`, by default one
     of the model's own. If prompts use their memory, swappable weights of another engine are shared, and others copied.
     path: file that the quantized weights are read from, or saved to; by default they are not saved. checkpoint: of a
-    drafter with weights.
+    drafter with weights. on_progress: as for `load`.
     """
 
     weights: DecoderWeights | None = None
     text: CalibrationText | None = None
     path: Path | None = None
     checkpoint: HeadCheckpoint | MTPCheckpoint | None = None
+    on_progress: OnProgress = silent
 
 
 class Engine:
@@ -407,7 +408,7 @@ class Engine:
 
         def fit() -> DecoderWeights:
             fitted = parts.text or CalibrationText.of_model(self.decoder, self.weights)
-            return quantized_draft(self.decoder, self.weights, self.plan.weights.group, fitted)
+            return quantized_draft(self.decoder, self.weights, self.plan.weights.group, fitted, parts.on_progress)
 
         def load() -> DecoderWeights:
             if parts.weights is not None:

@@ -34,7 +34,15 @@ from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.source import fetch_weights, model_source
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.policies.retrieval_head import NO_HEAD
-from ridgeplan.runtime.quantization.calibration import CalibrationText, fitting_group, quantized_target, rounded_target
+from ridgeplan.runtime.quantization.calibration import (
+    CalibrationText,
+    OnProgress,
+    counted,
+    fitting_group,
+    quantized_target,
+    rounded_target,
+    silent,
+)
 from ridgeplan.runtime.quantization.saved import saved_weights, weights_path
 from ridgeplan.runtime.retrieval.head import Head, load_head, shipped_head
 from ridgeplan.runtime.speculation.draft_head import HeadCheckpoint
@@ -58,6 +66,7 @@ def load(
     profile: Profile | None = None,
     retrieval_head: str | Path | None = None,
     drafter_head: str | Path | None = None,
+    on_progress: OnProgress = silent,
 ) -> Engine:
     """An engine that executes `plan` with `model`: a safetensors folder, a GGUF file or a hub id.
 
@@ -69,7 +78,8 @@ def load(
     memory that may be used. profile: the device's rates, by default those of this machine, from which an adaptive gamma
     knows what rounds take. retrieval_head: a file of `ridgeplan distill`, for plans that choose tokens by one;
     by default the one that ships for the model, if any does. drafter_head: a folder of `ridgeplan distill --drafter` or
-    an EAGLE-3 checkpoint, for plans whose drafter is a head; by default the one that the plan names.
+    an EAGLE-3 checkpoint, for plans whose drafter is a head; by default the one that the plan names. on_progress: is
+    called with what is done while weights are quantized, the layers done, and their total.
     Raises UnsupportedPlan; ModelError, also for a head of another model; or WorkloadError for a calibration with tokens
     outside the vocabulary, for a missing head, and for a device that does not exist, is not that of `weights` or has
     too little memory. The last names the largest context and batch that would fit, and is raised before anything is
@@ -108,11 +118,12 @@ def load(
     shared_bytes = weights.bytes if weights else 0
     offloading = require_memory(plan, config.shape, place, dtype, shared_bytes, memory_utilization)
     with readable_out_of_memory(place):
-        target = weights or _target(plan, source, config, place, dtype, text, meter)
+        target = weights or _target(plan, source, config, place, dtype, text, meter, on_progress)
         form = WeightFormat(4, plan.weights.group)
         path = weights_path(source, dtype, place, form, text, drafts=True) if plan.weights.draft_copy else None
+        drafts = DraftParts(draft_weights, text, path, trained, on_progress)
         return Engine(
-            plan, source, config, target, place, meter, drafts=DraftParts(draft_weights, text, path, trained),
+            plan, source, config, target, place, meter, drafts=drafts,
             profile=profile, head=head, offloaded=offloading,
         )  # fmt: skip
 
@@ -145,6 +156,7 @@ def _target(
     dtype: torch.dtype,
     text: CalibrationText | None,
     meter: MemoryMeter,
+    on_progress: OnProgress,
 ) -> DecoderWeights:
     """The target's weights on `device`. Those that become codes are fitted once, and then read as they were saved."""
 
@@ -167,7 +179,8 @@ def _target(
                 fit_to = CalibrationText.sampled(decoder, ends, layers)
             else:  # the dense model may not fit the device, so a copy rounded to nearest writes the text
                 fit_to = CalibrationText.of_model(decoder, rounded_target(ends, layers, weight_format))
-        return quantized_target(decoder, ends, dense.layers(device), weight_format, fit_to)
+        layers = counted(dense.layers(device), config.shape.layers, on_progress)
+        return quantized_target(decoder, ends, layers, weight_format, fit_to)
 
     path = weights_path(source, dtype, device, weight_format, text)
     return saved_weights(path, device, lambda: call_with_separate_heap(fitted, device))

@@ -17,7 +17,7 @@ from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.model_inputs import EMBEDDED_MODEL, embedded_or, opening_tokens
 from ridgeplan.dashboards.cli.output import echo, print_bars, print_json, progress_bars, wrapped
 from ridgeplan.dashboards.cli.plan import answer_lines
-from ridgeplan.dashboards.cli.run import statistics_dict
+from ridgeplan.dashboards.cli.run import misfit_note, statistics_dict
 from ridgeplan.dashboards.cli.validate import note_order, print_comparison
 from ridgeplan.planner import Plan, Recommendation
 from ridgeplan.planner.quantities import time_text
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ridgeplan.validate.comparison import Comparison
     from ridgeplan.validate.validation import PlanRun, PlanRuns
 
-MAX_MISFIT = 0.3  # relative error of plain decoding, which has no acceptance, beyond which the calibration is doubted
 NEXT = f"""
 Next:
   ridgeplan chat {EMBEDDED_MODEL}   talk with this model
@@ -83,19 +82,6 @@ def saved_or_quick_profile() -> Profile:
         return this_machine()
     except NotCalibrated:
         return calibrate_with_progress(quick=True, output=None, allow_noisy=True)[0]
-
-
-def misfit_note(plain: Comparison, profile: Profile) -> str | None:
-    """What it means where plain decoding takes another time than the profile says; None where it does not."""
-    error = plain.row("tpot").error
-    if error is None or abs(error) <= MAX_MISFIT:
-        return None
-    taken = f"plain decoding took {1 / (1 + error):.2g}x the time that the calibration of {profile.date} predicts"
-    if error > 0:
-        return f"{taken}: it was busy then, or this is another machine; `ridgeplan calibrate --quick` measures it again"
-    if plain.busy:
-        return f"{taken}: other programs slow the machine now, so compare the plans with each other only"
-    return f"{taken}: this is another machine now; `ridgeplan calibrate --quick` measures it again"
 
 
 def time_bars(compared: Iterable[tuple[str, Comparison]]) -> Iterator[tuple[str, str, float, str]]:

@@ -15,6 +15,7 @@ from ridgeplan.dashboards.cli.model_inputs import (
     model_tokenizer,
     require_planned_model,
 )
+from ridgeplan.dashboards.cli.output import progress
 from ridgeplan.dashboards.cli.run_inputs import PlanOrModel, model_id, plan_for_run
 from ridgeplan.planner import Plan, SearchOptions
 from ridgeplan.planner.plan_file import SavedPlan
@@ -129,11 +130,12 @@ class EngineRequest:
         """The engine, whose weights are read now. Raises what `runtime.load` raises."""
         from ridgeplan import runtime
 
-        return runtime.load(
-            plan, self.source, calibration=calibration_tokens(self.source, self.calibration),
-            memory_utilization=self.memory_utilization, retrieval_head=self.retrieval_head,
-            drafter_head=self.drafter_head, profile=self.rates,
-        )  # fmt: skip
+        with progress("reading weights") as on_progress:
+            return runtime.load(
+                plan, self.source, calibration=calibration_tokens(self.source, self.calibration),
+                memory_utilization=self.memory_utilization, retrieval_head=self.retrieval_head,
+                drafter_head=self.drafter_head, profile=self.rates, on_progress=on_progress,
+            )  # fmt: skip
 
     def conversation(self, *, needs_template: bool = False) -> Engine:
         """The engine of `conversation_options`, after all that can be checked before weights are read.

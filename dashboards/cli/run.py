@@ -17,9 +17,12 @@ from ridgeplan.dashboards.cli.model_inputs import check_request
 from ridgeplan.dashboards.cli.output import echo, print_json
 from ridgeplan.dashboards.cli.run_inputs import CONTEXT_STEP, PromptInput, planned_context, prompt_inputs
 from ridgeplan.planner.quantities import size_text, time_text
+from ridgeplan.planner.resolution import this_machine
 
 if TYPE_CHECKING:
+    from ridgeplan.roofline.catalog.profile import Profile
     from ridgeplan.runtime import Engine, SamplingParams, Statistics
+    from ridgeplan.validate.comparison import Comparison
 
 STATISTICS = (
     "gamma", "rounds", "generated", "drafted", "judged", "accepted", "tokens_per_round", "acceptance", "accepted_share",
@@ -28,6 +31,9 @@ STATISTICS = (
     "host_layers", "moved_layers", "wanted_loads", "loads", "overlap",
     "propose_s", "hit_rate", "proposal_acceptance", "drafts_per_pass",
 )  # fmt: skip
+MAX_MISFIT = 0.3  # relative error of decoding, at its acceptance, beyond which the calibration is doubted
+TELLING_ROUNDS = 16  # fewest whose times say something, as the first ones allocate
+AT_MEASURED = "tpot at the measured acceptance"  # the row of a plan that drafts, where its acceptance is no error
 ATTRIBUTES = {"judged": "num_draft_tokens_verified"}  # keys of --json whose attribute has another name
 
 
@@ -78,6 +84,7 @@ def run(
     # Importing torch takes seconds, so that all the above is checked first.
     from ridgeplan.runtime import SamplingParams
     from ridgeplan.runtime.text import TextStream
+    from ridgeplan.validate.comparison import compare
 
     params = SamplingParams(temperature, top_k, top_p, seed)
     limit = opt.DEFAULT_RUN_TOKENS if max_new_tokens is None else max_new_tokens
@@ -112,6 +119,10 @@ def run(
         })  # fmt: skip
     else:
         echo("\n\n" + summary(engine.statistics))
+        if request.saved is None and engine.statistics.rounds >= TELLING_ROUNDS:
+            profile = request.rates or this_machine()
+            if note := misfit_note(compare(engine.plan, engine, profile=profile), profile):
+                echo(f"note: {note}", err=True)
         if not answer.text and not inputs[0].messages:
             echo("note: the model ended the text at once; with --chat it answers the prompt as a message", err=True)
 
@@ -134,6 +145,21 @@ def answers(
                 "index": index, **name, "text": text, "finish_reason": answer.finish_reason,
                 "prompt_tokens": len(ids[index]), "tokens": tokens,
             }  # fmt: skip
+
+
+def misfit_note(compared: Comparison, profile: Profile) -> str | None:
+    """What it means where decoding takes another time than the profile says; None where it does not."""
+    drafting = any(row.name == AT_MEASURED for row in compared.rows)
+    error = compared.row(AT_MEASURED if drafting else "tpot").error
+    if error is None or abs(error) <= MAX_MISFIT:
+        return None
+    what = "decoding" if drafting else "plain decoding"
+    taken = f"{what} took {1 / (1 + error):.2g}x the time that the calibration of {profile.date} predicts"
+    if error > 0:
+        return f"{taken}: it was busy then, or this is another machine; `ridgeplan calibrate --quick` measures it again"
+    if compared.busy:
+        return f"{taken}: other programs slow the machine now, so compare the plans with each other only"
+    return f"{taken}: this is another machine now, or it is busy; `ridgeplan calibrate --quick` measures it again"
 
 
 def statistics_dict(statistics: Statistics) -> dict[str, Any]:

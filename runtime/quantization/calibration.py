@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -27,6 +27,7 @@ from ridgeplan.runtime.quantization.gptq import Parts, quantize_planes, quantize
 from ridgeplan.runtime.sampling import SamplingParams, all_finite, require_finite
 from ridgeplan.runtime.speculation.speculator import Speculator
 
+OnProgress = Callable[[str, int, int], None]  # called with what is done now, parts done, and their total
 SEQUENCES = 64
 TOKENS = 128  # per sequence
 
@@ -163,10 +164,24 @@ def fitting_group(inputs: int, group: int) -> int:
     return fitting
 
 
+def silent(what: str, done: int, total: int) -> None:
+    """Ignores progress."""
+
+
+def counted(layers: Iterable[LayerWeights], total: int, on_progress: OnProgress) -> Iterator[LayerWeights]:
+    """The layers. `on_progress` hears of each before it is quantized."""
+    for done, layer in enumerate(layers):
+        on_progress("quantizing weights, once", done, total)
+        yield layer
+
+
 @torch.no_grad()
-def quantized_draft(decoder: Decoder, weights: DecoderWeights, group: int, text: CalibrationText) -> DecoderWeights:
+def quantized_draft(
+    decoder: Decoder, weights: DecoderWeights, group: int, text: CalibrationText, on_progress: OnProgress = silent
+) -> DecoderWeights:
     """4-bit projections and head for drafts; the embedding and the norms are shared with the target."""
-    return _with_head(decoder, weights, weights.layers, WeightFormat(4, group), text)
+    layers = counted(weights.layers, len(weights.layers), on_progress)
+    return _with_head(decoder, weights, layers, WeightFormat(4, group), text)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """`run` on tiny models and on the embedded one, and the streaming of text."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,19 @@ def test_a_model_is_planned_for_its_prompt(invoke: Any, cpu_profile: Path, tiny_
     assert "note: planned for 64 tokens of prompt and 4 new tokens: " in result.stderr
 
 
+def test_a_run_far_slower_than_predicted_says_so(invoke: Any, cpu_profile: Path, tiny_folder: Path) -> None:
+    """The profile's CPU reads and computes thousands of times as fast as any."""
+    document = json.loads(cpu_profile.read_text())
+    document["hardware"] |= {"bandwidth_bytes_per_s": 1e15, "compute_flops": 1e18}
+    for rates in document["classes"].values():
+        rates["launch_s"] = 0.0
+    cpu_profile.write_text(json.dumps(document))
+    arguments = ("run", tiny_folder, "--prompt", "The capital", "--profile", cpu_profile, "--quality", "exact")
+    note = re.compile(r"note: (plain )?decoding took [\d.e+]+x the time that the calibration of .* predicts: ")
+    assert note.search(invoke(*arguments, "--max-new-tokens", 100).stderr)
+    assert not note.search(invoke(*arguments, "--max-new-tokens", 4).stderr)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -305,7 +319,7 @@ def test_drafts_are_fitted_to_the_calibration_file(
 ) -> None:
     seen: list[int] = []
 
-    def quantized(decoder: Any, weights: Any, group: int, text: CalibrationText) -> Any:
+    def quantized(decoder: Any, weights: Any, group: int, text: CalibrationText, _: Any) -> Any:
         seen.append(text.tokens.numel())
         short = CalibrationText(text.tokens[:, :64], natural=False)  # the fit itself has tests of its own
         return quantized_draft(decoder, weights, group, short)

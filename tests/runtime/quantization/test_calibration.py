@@ -168,7 +168,7 @@ def test_every_projection_and_the_head_are_quantized(tiny_model, make_plan, prom
 def test_a_given_text_is_fitted_to_and_a_cpu_samples_one(tiny_model, make_plan, prompts, monkeypatch):
     folder, plan, fitted = tiny_model().folder, make_plan("int4x2", 3, draft_bits=4), []
 
-    def quantized(decoder, weights, group, text):
+    def quantized(decoder, weights, group, text, _):
         fitted.append(text)
         return quantized_draft(decoder, weights, group, text)
 
