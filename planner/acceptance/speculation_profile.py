@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, MTP, DrafterRow
-from ridgeplan.roofline.catalog.families import mtp_layers_of
+from ridgeplan.roofline.catalog.families import draft_head_keys, mtp_layers_of
 from ridgeplan.roofline.catalog.files import json_or, read_document
 from ridgeplan.roofline.catalog.validation import brief, build
 from ridgeplan.roofline.execution import MAX_GAMMA
@@ -46,7 +46,7 @@ class HeadSettings:
 
 def head_settings(folder: str) -> HeadSettings:
     """Of a head's folder. Raises PlanError, one line that names it."""
-    keys = _object(Path(folder), CONFIG)
+    keys = draft_head_keys(_object(Path(folder), CONFIG))
     if mtp_layers_of(keys):
         return HeadSettings(0, 0, 0, "mtp")
     sizes = [keys.get(name) or 0 for name in ("draft_vocab_size", "sliding_window", "max_position_embeddings")]

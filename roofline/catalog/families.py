@@ -173,6 +173,12 @@ LEADING_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_i
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "num_mtp_modules")
 
 
+def draft_head_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A draft head's config.json with its layer's keys among the others, which vllm-project/speculators nests."""
+    layer = keys.get("transformer_layer_config")
+    return {**keys, **layer} if isinstance(layer, dict) else dict(keys)
+
+
 def mtp_layers_of(keys: Mapping[str, Any]) -> int:
     """Layers of multi-token prediction that a config.json has."""
     parts = keys, keys.get("text_config")

@@ -7,7 +7,8 @@ feeds back the last norm's output (`norm_output`).
 
 A folder has config.json and model.safetensors as SGLang, AngelSlim and vLLM read them. Names of tensors: fc.weight,
 midlayer.{input_layernorm, hidden_norm, post_attention_layernorm, self_attn.*_proj, mlp.*_proj}.weight, norm.weight,
-lm_head.weight and d2t, the distance from each draft token's id to the target's (vLLM, models/llama_eagle3.py).
+lm_head.weight and d2t, the distance from each draft token's id to the target's (vLLM, models/llama_eagle3.py). Those of
+vllm-project/speculators have layers.0 for midlayer, and the layer's configuration apart.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 
+from ridgeplan.roofline.catalog.families import draft_head_keys
 from ridgeplan.roofline.catalog.files import parse_json, read_document, replacing
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.validation import brief
@@ -38,6 +40,7 @@ from ridgeplan.runtime.retrieval.head import read_tensors, require_tensor
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING = "embed_tokens.weight"  # of heads that do not read the target's
+OF_TARGET = "verifier_norm.weight", "verifier_lm_head.weight"  # which some trainers leave in a head's file
 UNKNOWN_LOGIT = -1e4  # of tokens that a head does not predict: far below all others, and finite
 STREAMS = 3  # depths of the target that are fused
 
@@ -75,6 +78,7 @@ class DraftHeadConfig:
     @classmethod
     def of(cls, keys: Mapping[str, Any], target: ModelShape, source: str) -> DraftHeadConfig:
         """From config.json. Raises ValueError for values that do not fit the target or that are not executed."""
+        keys = draft_head_keys(keys)
         executed = {"num_hidden_layers": 1, "hidden_act": "silu", "norm_before_fc": False}
         required = {"hidden_size": target.hidden, "vocab_size": target.vocab}
         for name, allowed in (executed | required).items():
@@ -137,7 +141,7 @@ class HeadCheckpoint:
         biases = {f"midlayer.self_attn.{name}_proj.bias" for name in "qkv"}
         if EMBEDDING in named:
             require_tensor(EMBEDDING, named[EMBEDDING], [target.vocab, target.hidden])
-        for name in named.keys() - config.sizes.keys() - biases - {EMBEDDING, "d2t", "t2d"}:
+        for name in named.keys() - config.sizes.keys() - biases - {EMBEDDING, "d2t", "t2d", *OF_TARGET}:
             raise ValueError(f"it has the unknown tensor {brief(name)}")
         distances = named.get("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64))
         if list(distances.shape) != [config.draft_vocab]:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ridgeplan import runtime
+from ridgeplan.planner.acceptance.speculation_profile import head_settings
 from ridgeplan.roofline.execution import RoundShape
 from ridgeplan.roofline.memory import fuse_params, head_step_params
 from ridgeplan.roofline.plan.plan import Drafter, DrafterKind, Plan
@@ -154,16 +155,23 @@ def test_another_heads_files_are_refused_in_one_line(model, draft_head, shape_of
     assert Plan.from_json(named.to_json()) == named and "drafter_head" not in plan.to_dict()["workload"]
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["SGLang", "speculators"])
 @pytest.mark.parametrize("changes", [{"norm_output": True, "fc_norm": True}, {"norm_before_residual": True}])
-def test_variants_of_eagle_draft_exactly(changes, model, draft_head, make_plan, ids, plain, tmp_path):
-    """EAGLE-3.1's norms, and names with the prefixes that other tools write."""
+def test_variants_of_eagle_draft_exactly(changes, nested, model, draft_head, make_plan, ids, plain, tmp_path):
+    """EAGLE-3.1's norms, names with the prefixes that other tools write, and a layer's configuration apart."""
     folder = Path(draft_head(model))
     keys, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     named = {f"model.{name}".replace("midlayer", "layers.0"): x for name, x in tensors.items() if name != "t2d"}
     named |= {f"model.fc_norm.{index}.weight": torch.ones(64) for index in range(3) if "fc_norm" in changes}
     named["d2t"] = named.pop("model.d2t")
+    if nested:
+        ids_of_layers = [index + 1 for index in keys.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]]
+        whole = {"draft_vocab_size": keys.pop("draft_vocab_size"), "eagle_aux_hidden_state_layer_ids": ids_of_layers}
+        keys = {"speculators_model_type": "eagle3", "transformer_layer_config": keys, **whole}
+        named["verifier_norm.weight"] = torch.ones(64)
     (tmp_path / "config.json").write_text(json.dumps(keys | changes))
     save_file(named, tmp_path / "model.safetensors")
+    assert head_settings(str(tmp_path)).draft_vocab == len(tensors["d2t"])
     engine = runtime.load(make_plan(gamma=4, batch=3, drafter=TO_TARGET, drafter_head=str(tmp_path)), model.folder)
     assert engine.generate(ids, 24).tokens == [row[:24] for row in plain["bf16"]]
 
