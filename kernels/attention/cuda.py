@@ -101,10 +101,17 @@ class AttentionVariant:
     def options(self, stages: int, merge_parts: int = MERGE_GROUPS) -> list[str]:
         """The compiled variant of either kernel: `AttentionConfig` in csrc/config.cuh."""
         return config_options(
-            HEAD_DIM=self.head_dim, BITS=self.bits, BF16=self.bf16, Q_TILES=self.rows // 8,
-            CTAS_PER_SM=self.ctas_per_sm, STAGES=stages, DENSE_TILE=self.dense_tile, SCORES=self.scores,
-            PAGED=self.paged, MERGE_PARTS=merge_parts,
-        )  # fmt: skip
+            HEAD_DIM=self.head_dim,
+            BITS=self.bits,
+            BF16=self.bf16,
+            Q_TILES=self.rows // 8,
+            CTAS_PER_SM=self.ctas_per_sm,
+            STAGES=stages,
+            DENSE_TILE=self.dense_tile,
+            SCORES=self.scores,
+            PAGED=self.paged,
+            MERGE_PARTS=merge_parts,
+        )
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,15 @@ def rope_append(
 
 
 def rope_append_reference(
-    qkv: Tensor, tables: Tables, keys: Tensor, values: Tensor, slots: Tensor, q_heads: int, qk_norm: Tensor | None,
+    qkv: Tensor,
+    tables: Tables,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    q_heads: int,
+    qk_norm: Tensor | None,
     eps: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The same in plain torch."""
     kv_heads, head_dim = keys.shape[1], keys.shape[3]
     heads = qkv.unflatten(-1, (-1, head_dim))

@@ -223,9 +223,15 @@ def rotary_tables_triton(positions: Tensor, frequencies: Tensor, scale: float) -
 
 
 def rope_append_triton(
-    qkv: Tensor, tables: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor, q_heads: int,
-    qk_norm: Tensor | None, eps: float,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    tables: tuple[Tensor, Tensor],
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    q_heads: int,
+    qk_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
     """See `ridgeplan.kernels.layer.rope_append`."""
     batch, tokens, _ = qkv.shape
     _, kv_heads, capacity, head_dim = keys.shape
