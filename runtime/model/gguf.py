@@ -28,8 +28,8 @@ from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_ru
 from ridgeplan.runtime.heap import call_with_separate_heap
 from ridgeplan.runtime.model.gguf_tensors import hub_config, hub_tensors, hybrid_tensors
 
-CONVERSION = "4"  # part of the folder's name: a change of what is written makes a new folder
-MANIFEST = "conversion.json"  # sizes and CRC-32 of the files that a finished conversion wrote
+CONVERSION = "5"  # part of the folder's name: a change of what is written makes a new folder
+MANIFEST = "conversion.json"  # sizes, times and CRC-32 of the files that a finished conversion wrote
 LOCK = ".lock"
 STAGING = ".converting-"  # the names of folders that are not complete begin with it
 FLOAT32_BYTES = 4
@@ -90,13 +90,20 @@ def _remove_staging(cache: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether every file that its conversion wrote is there with its size and its content."""
+    """Whether every file that its conversion wrote is there: of its size and time, or of its size and content.
+
+    Reading gigabytes for their checksums at every start takes seconds, so files that nobody wrote since are not read.
+    """
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        same = all((folder / name).stat().st_size == size for name, (size, _) in files.items())
-        return bool(files) and same and all(_checksum(folder / name) == crc for name, (_, crc) in files.items())
+        return bool(files) and all(_is_as_written(folder / name, *expected) for name, expected in files.items())
     except (OSError, ValueError, AttributeError, TypeError):
         return False
+
+
+def _is_as_written(path: Path, size: int, modified_ns: int, crc: int) -> bool:
+    status = path.stat()
+    return status.st_size == size and (status.st_mtime_ns == modified_ns or _checksum(path) == crc)
 
 
 def _checksum(path: Path) -> int:
@@ -147,7 +154,9 @@ def _convert_into(path: Path, folder: Path) -> None:
     staging.mkdir()
     try:
         _convert(path, staging)
-        files = {file.name: (file.stat().st_size, _checksum(file)) for file in staging.iterdir()}
+        files = {
+            file.name: (file.stat().st_size, file.stat().st_mtime_ns, _checksum(file)) for file in staging.iterdir()
+        }
         (staging / MANIFEST).write_text(json.dumps(files), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         staging.rename(folder)

@@ -258,6 +258,21 @@ def test_a_damaged_folder_is_made_again(path, conversions, damage):
     assert config.read_text() == "{}"
 
 
+def test_files_that_nobody_wrote_since_are_not_read_again(path, conversions, monkeypatch):
+    folder = converted(path)
+    monkeypatch.setattr(gguf_convert, "_checksum", lambda file: pytest.fail(f"{file} was read"))
+    assert converted(path) == folder
+    assert len(conversions) == 1
+
+
+def test_a_copied_folder_is_whole_if_its_content_is(path, conversions):
+    folder = converted(path)
+    for file in folder.iterdir():
+        os.utime(file, ns=(0, 0))
+    assert converted(path) == folder
+    assert len(conversions) == 1
+
+
 def test_what_a_killed_conversion_left_goes(path, conversions, cache_home):
     folder = converted(path)
     folder.rename(folder.with_name(f".converting-{folder.name}"))
@@ -421,3 +436,15 @@ def test_counts_that_the_file_cannot_hold_reach_no_other_reader(tmp_path, monkey
     with pytest.raises(ModelError, match=r"cannot read the GGUF file .*: it announces 1099511627776 items"):
         converted(path)
     assert kept(cache_home) == []
+
+
+def test_the_tokenizer_of_a_converted_file_is_read_alike_by_its_familys_class(smollm2: Path) -> None:
+    folder = str(converted(smollm2))
+    tokenizer, by_family = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    text = "<|im_start|>user\nAn émigré's 12,345 words\t\n\n  😀<|im_end|>"
+    assert tokenizer.encode(text) == by_family.encode(text)
+    messages = [{"role": "user", "content": "Hello"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == by_family.apply_chat_template(
+        messages, tokenize=False
+    )
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (by_family.bos_token_id, by_family.eos_token_id)
