@@ -60,6 +60,7 @@ WORKLOADS = ("4096x1", "122880x1", "32768x1", "32768x8")  # the first three shar
 NEW_TOKENS = 256
 DEPTH, PASSES = 4, 3  # of suffix proposals, and of the largest round that adapts
 HEAD_DEPTH = 3  # as of the passes that were measured in vLLM
+PROMPT_BYTES = 8 << 30  # that a prefill may take
 NOT_MEASURED = ("prefill", "peak memory", "speed-up over plain decoding")  # of plans that share a prefill
 
 
@@ -192,6 +193,10 @@ class Bench:
             self.drafts[group] = engine.draft_weights
         if engine.device.type == "cuda":  # kernels are compiled and graphs captured
             engine.generate([prompt[:WARM_TOKENS] for prompt in prompts], 2, self.sampling)
+            free()
+            if torch.cuda.mem_get_info()[0] < PROMPT_BYTES:
+                engine.close()
+                raise WorkloadError("the other plans of the cell leave too little memory")
         self.engines[plan] = engine
         return engine
 
