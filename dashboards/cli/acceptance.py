@@ -70,9 +70,8 @@ drafter_options = opt.combine(
 
 
 def report_drafters(
-    model: str | None, text: str, text_name: str | None, ctx: tuple[int, ...], tokens: int, *,
-    calibration: str | None, yarn: bool, output: Path | None, rows: Path | None, as_json: bool,
-    drafter: tuple[str, ...],
+    model: str | None, text: str, text_name: str | None, ctx: tuple[int, ...], tokens: int, *, calibration: str | None,
+    yarn: bool, output: Path | None, rows: Path | None, as_json: bool, drafter: tuple[str, ...],
     drafter_head: str | None, windows: tuple[int, ...], kind: str | None, depth: int, batch: int, temperature: float,
 ) -> None:  # fmt: skip
     """Measures drafters in real rounds, prints the figures, and adds those of a head to its speculation profile.

@@ -93,14 +93,15 @@ class PlainText(click.ParamType):
 
 
 class OutputFile(click.ParamType):
-    """A file to write, checked before any work starts."""
+    """A file to write, checked before any work starts. folders: whether it may be a folder that exists."""
 
     name = "file"
+    folders = False
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """The path, if its folder exists and may be written to."""
         path = Path(value)
-        if not is_writable(path):
+        if not is_writable(path) and not (self.folders and path.is_dir()):
             self.fail(f"cannot write {value!r}; allowed: a file in an existing, writable folder", param, ctx)
         return path
 

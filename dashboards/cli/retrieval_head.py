@@ -12,14 +12,21 @@ import click
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
 from ridgeplan.dashboards.cli.output import echo, progress
+from ridgeplan.planner.acceptance.speculation_profile import NAME as PROFILE
 
 MAX_TEXT_TOKENS = 1 << 22
+
+
+class HeadOutput(opt.OutputFile):
+    """A retrieval head's file, or a draft head's folder."""
+
+    folders = True
 
 
 @command()
 @click.argument("model")
 @click.option("--text", metavar="FILE", required=True, help="UTF-8 text to train on.")
-@click.option("--output", type=opt.OutputFile(), required=True, help="Write the head to this file, or folder.")
+@click.option("--output", type=HeadOutput(), required=True, help="Write the head to this file, or folder.")
 @click.option("--drafter", is_flag=True, help="Train a draft head in EAGLE-3's form instead, and save its folder.")
 @click.option("--draft-vocab", type=int, default=8192, help="Most frequent tokens, which a draft head predicts.")
 @click.option("--unroll", type=int, default=5, help="Steps that a draft head is unrolled: training-time test.")
@@ -79,6 +86,9 @@ def distill(
 
     if checkpoint is not None and checkpoint.resolve() == output.resolve():
         raise click.UsageError(f"--checkpoint is {str(checkpoint)!r}, as --output is; allowed: another file")
+    if output.is_file() if drafter else output.is_dir():
+        allowed = "a folder" if drafter else "a file, or a folder with --drafter"
+        raise click.UsageError(f"--output is {str(output)!r}; allowed: {allowed}")
     content = read_prompt(text)
     if drafter:
         kept = {name: sizes[name] for name in ("steps", "batch", "seed")}
@@ -105,9 +115,8 @@ def _distill_drafter(model: str, content: str, output: Path, device: str | None,
     from ridgeplan.runtime.speculation.train_head import HeadTraining, train_head
 
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if sizes["own_tokens"] is None:
-        sizes["own_tokens"] = (1 << 16) * (place == "cuda")
-    training = HeadTraining(**sizes)
+    given = {name: size for name, size in sizes.items() if size is not None}
+    training = HeadTraining(**{"own_tokens": (1 << 16) * (place == "cuda")} | given)
     with progress("loading") as on_progress:
 
         def show(step: int, loss: float) -> None:
@@ -115,6 +124,7 @@ def _distill_drafter(model: str, content: str, output: Path, device: str | None,
 
         result = train_head(model, partial(_tokens, text=content), training, show, place)
     result.checkpoint.save(output)
+    (output / PROFILE).unlink(missing_ok=True)  # of the head that this one replaces
     echo(f"{result.steps} steps, loss {result.loss:.3f} nats per token over the last tenth; saved to {output}")
 
 

@@ -298,9 +298,18 @@ def test_a_draft_head_is_trained_measured_planned_with_and_executed(
     head, model, output = tmp_path / "head", str(tiny_folder), tmp_path / "rows.json"
     sizes = ("--steps", "2", "--tokens", "64", "--draft-vocab", "100", "--unroll", "2", "--window", "32")
     text = ("--text", retrieval_text)
-    result = invoke("distill", model, *text, "--drafter", "--output", str(head), *sizes, "--device", "cpu")
+    train = ("distill", model, *text, "--output")
+    output.write_text("")
+    assert f"'{output}'; allowed: a folder" in refuses(*train, str(output), "--drafter")
+    output.unlink()
+    for _ in range(2):  # the second head replaces the first, and what was measured of it
+        if head.exists():
+            (head / "speculation_profile.json").write_text("[]")
+        result = invoke(*train, str(head), "--drafter", *sizes, "--device", "cpu")
+    assert f"'{head}'; allowed: a file, or a folder with --drafter" in refuses(*train, str(head))
     assert result.exit_code == 0, result.output
     assert json.loads((head / "config.json").read_text())["sliding_window"] == 32
+    assert not (head / "speculation_profile.json").exists()
     drafters = ("--ctx", "64", "--tokens", "16", "--drafter", "head", "suffix", "--drafter-head", str(head))
     measured = invoke("acceptance", model, *text, "--kind", "prose", *drafters, "--output", str(output))
     assert measured.exit_code == 0, measured.output
