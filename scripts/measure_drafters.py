@@ -70,9 +70,11 @@ def size_of(workload: str) -> tuple[int, int]:
 
 
 def name_of(plan: Plan) -> str:
-    """The row of a plan, by its drafter and the tier that this feeds."""
+    """The row of a plan, by its drafter and the tier that this feeds; heads of other depths than vLLM's say theirs."""
     drafter = plan.speculation.drafter
     kind = f"{drafter.kind}, adaptive" if plan.speculation.adaptive else str(drafter.kind)
+    if drafter.kind is DrafterKind.HEAD and drafter.depth != HEAD_DEPTH:
+        kind += f", {drafter.depth} proposals"
     return f"{kind} cascade" if drafter.cascades else kind
 
 
