@@ -301,12 +301,9 @@ def test_quests_published_gain_over_streamingllm_lies_in_the_bands(model):
 
 
 def test_later_drafts_of_a_round_are_predicted_to_agree_less_where_the_rows_say_so():
-    """SpecAttn's set ages within a round: measured 0.90 at the first draft, 0.74 at the fifth.
-
-    Real rounds of Qwen2.5-Coder-0.5B hardly show it below 120k tokens, so the slope over all rows is small.
-    """
+    """SpecAttn's set ages within a round: measured 0.90 at the first draft, 0.74 at the fifth."""
     few, many = (known("Qwen3-8B", "specattn", 110592, gamma=gamma).best for gamma in (2, 12))
-    assert many < few - 0.005
+    assert many < few - 0.01
     assert known(LLAMA, "quantspec", gamma=12).best == pytest.approx(known(LLAMA, "quantspec", gamma=2).best, abs=0.01)
 
 
