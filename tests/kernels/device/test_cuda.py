@@ -101,6 +101,7 @@ def test_cuda_sources_that_let_the_next_kernel_start_wait_for_the_last() -> None
     kernels = {path.name: path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.cu")}
     assert kernels.keys() == {
         "attention.cu",
+        "experts.cu",
         "linear.cu",
         "merge.cu",
         "index_list.cu",

@@ -112,7 +112,7 @@ def test_cases_are_compared_with_plain_decoding_of_their_workload_or_with_nothin
 def test_draft_weights_are_made_once_and_not_before_other_plans_ran(model, h200_profile, monkeypatch):
     model, events = copy.copy(model), []  # its method is replaced
 
-    def quantizing(decoder, weights, group, text):
+    def quantizing(decoder, weights, group, text, on_progress):
         assert text is model.text
         events.append("quantized")
         return dataclasses.replace(weights)
@@ -136,7 +136,7 @@ def test_draft_weights_are_made_once_and_not_before_other_plans_ran(model, h200_
 def test_a_calibration_text_is_what_draft_weights_are_fitted_to(model, h200_profile, monkeypatch):
     seen = []
 
-    def quantizing(decoder, weights, group, text):
+    def quantizing(decoder, weights, group, text, on_progress):
         seen.append((group, text.tokens.tolist(), text.natural))
         return dataclasses.replace(weights)
 
