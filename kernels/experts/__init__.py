@@ -26,7 +26,7 @@ from ridgeplan.roofline.cost import Cost
 
 ExpertStack = QuantizedWeight | Mxfp4Weight  # the rows of all experts
 ExpertWeight = Tensor | ExpertStack  # [experts, outputs, inputs], or a stack of codes
-BLOCK_ROWS = 16  # pairs of a block; larger ones from MANY_PAIRS pairs per expert on
+BLOCK_ROWS = 16  # pairs of a block; MANY_BLOCK_ROWS from as many pairs per expert on
 MANY_BLOCK_ROWS = 64
 MAX_COUNTED_PAIRS = 1024  # with more, sorting them is faster than every block counting them
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from ridgeplan.runtime.vllm import api
 
 PAGE = 128
 
@@ -84,3 +89,26 @@ def config_of(sequences: int, tokens: int = 4096, speculative: Any = None) -> Si
         speculative_config=speculative,
         compilation_config=SimpleNamespace(static_forward_context={}, cudagraph_capture_sizes=[4, 8, 16]),
     )
+
+
+FORWARD_CONTEXT: dict[str, Any] = {}  # of the pass that runs
+
+
+@contextmanager
+def set_forward_context(metadata: Any, config: Any, num_tokens: int, slot_mapping: Any) -> Iterator[None]:
+    """What vLLM's own sets, for the attention of a fake model."""
+    assert slot_mapping == {}  # vLLM asserts that there is one
+    FORWARD_CONTEXT["attn_metadata"] = metadata
+    yield
+    FORWARD_CONTEXT.clear()
+
+
+def use_fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts these functions in the place of vLLM's, as far as a proposer calls them."""
+    monkeypatch.setattr(api, "flash_attn_varlen_func", flash_attn_varlen_func)
+    monkeypatch.setattr(api, "merge_attn_states", merge_attn_states)
+    monkeypatch.setattr(api, "get_flash_attn_version", lambda head_size: 3)
+    monkeypatch.setattr(api, "get_current_vllm_config", None)  # restores what a target sets
+    monkeypatch.setattr(api, "set_forward_context", set_forward_context)
+    builder = api.AttentionMetadataBuilder
+    monkeypatch.setattr(builder, "_init_reorder_batch_threshold", lambda *_, **__: None, raising=False)

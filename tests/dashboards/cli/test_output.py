@@ -203,10 +203,10 @@ def test_bars_tell_no_time_left_before_a_quarter_is_done(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    for done, told in ((1, False), (2, True)):
+    for done, has_estimate in ((1, False), (2, True)):
         with progress("loading") as show:
             show("step", done, 8)
-        assert ("-:--:--" in capsys.readouterr().err) == told
+        assert ("-:--:--" in capsys.readouterr().err) == has_estimate
 
 
 PRINTERS = ("print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write")

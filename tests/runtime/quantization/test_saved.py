@@ -33,12 +33,12 @@ def fitted(monkeypatch):
 
 @pytest.mark.parametrize("options", [{"target_bits": 8}, {"gamma": 2, "draft_bits": 4}])
 def test_progress_is_told_while_weights_are_fitted_and_only_then(options, tiny_model, make_plan, saved_weights_folder):
-    folder, plan, told = tiny_model().folder, make_plan(**options), []
+    folder, plan, steps = tiny_model().folder, make_plan(**options), []
     for _ in range(2):
-        engine = runtime.load(plan, folder, device="cpu", on_progress=lambda *step: told.append(step))
+        engine = runtime.load(plan, folder, device="cpu", on_progress=lambda *step: steps.append(step))
     layers = engine.config.shape.layers
     assert layers > 1
-    assert told == [("quantizing weights, once", done, layers) for done in range(layers)]
+    assert steps == [("quantizing weights, once", done, layers) for done in range(layers)]
 
 
 def files(folder: Path) -> list[Path]:

@@ -1,7 +1,6 @@
 """Drafts in this package's fused kernels, against the modules of a Llama as vLLM runs them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from vllm_batches import PAGE, Sequence, batch_of, config_of, flash_attn_varlen_func, merge_attn_states
+from vllm_batches import FORWARD_CONTEXT, PAGE, Sequence, batch_of, config_of, set_forward_context, use_fake_vllm
 
 from ridgeplan.kernels.layer import swiglu
 from ridgeplan.kernels.linear import linear_quantized
@@ -23,25 +22,11 @@ from ridgeplan.runtime.vllm.fused import is_fused
 from ridgeplan.runtime.vllm.proposer import DraftProposer
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, MLP, VOCAB, LAYERS, WIDTH, GAMMA = 4, 2, 64, 128, 192, 60, 2, 6, 3
-CONTEXT: dict[str, Any] = {}
-
-
-@contextmanager
-def set_forward_context(metadata: Any, config: Any, num_tokens: int, slot_mapping: Any) -> Iterator[None]:
-    CONTEXT["attn_metadata"] = metadata
-    yield
-    CONTEXT.clear()
 
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "flash_attn_varlen_func", flash_attn_varlen_func)
-    monkeypatch.setattr(api, "merge_attn_states", merge_attn_states)
-    monkeypatch.setattr(api, "get_flash_attn_version", lambda head_size: 3)
-    monkeypatch.setattr(api, "get_current_vllm_config", None)  # restores what the target sets
-    monkeypatch.setattr(api, "set_forward_context", set_forward_context)
-    builder = api.AttentionMetadataBuilder
-    monkeypatch.setattr(builder, "_init_reorder_batch_threshold", lambda *_, **__: None, raising=False)
+    use_fake_vllm(monkeypatch)
 
 
 def random(*shape: int) -> Tensor:
@@ -111,7 +96,7 @@ class Attention:
         q, k, v = self.qkv_proj(x)[0].split([n * HEAD_DIM for n in (HEADS, KV_HEADS, KV_HEADS)], -1)
         q, k = self.rotary_emb(positions, q, k)
         parts = [part.reshape(len(x), -1, HEAD_DIM) for part in (q, k, v)]
-        metadata = CONTEXT["attn_metadata"][self.name]
+        metadata = FORWARD_CONTEXT["attn_metadata"][self.name]
         out = torch.empty(len(x), HEADS * HEAD_DIM)
         return self.o_proj(self.attn.impl.forward(None, *parts, self.attn.kv_cache, metadata, out))[0]
 

@@ -1,7 +1,5 @@
 """Drafts by the target itself, against a step by step computation with the same model."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,33 +7,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from vllm_batches import PAGE, Sequence, batch_of, config_of, flash_attn_varlen_func, merge_attn_states
+from vllm_batches import FORWARD_CONTEXT, PAGE, Sequence, batch_of, config_of, set_forward_context, use_fake_vllm
 
 from ridgeplan.runtime.vllm import api
 from ridgeplan.runtime.vllm.attention import CodesAttention, CodesBackend, CodesMetadataBuilder
 from ridgeplan.runtime.vllm.proposer import DraftProposer, round_sizes
 
 HEADS, KV_HEADS, HEAD_DIM, VOCAB, WIDTH, GAMMA = 4, 2, 64, 50, 6, 3
-CONTEXT: dict[str, Any] = {}
-
-
-@contextmanager
-def set_forward_context(metadata: Any, config: Any, num_tokens: int, slot_mapping: Any) -> Iterator[None]:
-    assert slot_mapping == {}  # vLLM asserts that there is one
-    CONTEXT["attn_metadata"] = metadata
-    yield
-    CONTEXT.clear()
 
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "flash_attn_varlen_func", flash_attn_varlen_func)
-    monkeypatch.setattr(api, "merge_attn_states", merge_attn_states)
-    monkeypatch.setattr(api, "get_flash_attn_version", lambda head_size: 3)
-    monkeypatch.setattr(api, "get_current_vllm_config", None)  # restores what `Target` sets
-    monkeypatch.setattr(api, "set_forward_context", set_forward_context)
-    builder = api.AttentionMetadataBuilder
-    monkeypatch.setattr(builder, "_init_reorder_batch_threshold", lambda *_, **__: None, raising=False)
+    use_fake_vllm(monkeypatch)
 
 
 class Target:
@@ -54,7 +37,9 @@ class Target:
         turned = 1 + 0.3 * torch.sin(positions)[:, None]  # so that a wrong position shows
         q, k, v = (table[input_ids.long()] * turned for table in self.tables)
         parts = [x.view(len(x), -1, HEAD_DIM) for x in (q, k, v)]
-        return self.impl.forward(None, *parts, self.memory, CONTEXT["attn_metadata"]["layer"], torch.empty_like(q))
+        return self.impl.forward(
+            None, *parts, self.memory, FORWARD_CONTEXT["attn_metadata"]["layer"], torch.empty_like(q)
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head
