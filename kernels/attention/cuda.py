@@ -53,7 +53,7 @@ class AttentionVariant:
     """What a compiled kernel is specialized for.
 
     bits: 0 without codes. rows: query rows, a key of CTAS_PER_SM. scores: left of each token, see csrc/scores.cuh.
-    paged: whether a table has the pages of groups, `PageTable`.
+    paged: whether a table has the pages of groups, `PageTable`. sinks: whether a logit of each head joins its softmax.
     """
 
     head_dim: int
@@ -62,6 +62,7 @@ class AttentionVariant:
     rows: int
     scores: int = 0
     paged: bool = False
+    sinks: bool = False
 
     @property
     def ctas_per_sm(self) -> int:
@@ -110,6 +111,7 @@ class AttentionVariant:
             DENSE_TILE=self.dense_tile,
             SCORES=self.scores,
             PAGED=self.paged,
+            SINKS=self.sinks,
             MERGE_PARTS=merge_parts,
         )
 
@@ -196,7 +198,7 @@ class AttentionParams(KernelParams):
     constants = MappingProxyType({"GROUP": GROUP, "THREADS": THREADS, "MERGE_GROUPS": MERGE_GROUPS})
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (*TENSORS, *SCORE_TENSORS)),
+        *((name, ctypes.c_void_p) for name in (*TENSORS, *SCORE_TENSORS, "sinks")),
         ("key_codes", QuantizedPlanes),
         ("value_codes", QuantizedPlanes),
         *((name, ctypes.c_int) for name in (*SIZES, *STRIDES, "fuse_reduction")),
@@ -240,6 +242,7 @@ class AttentionKernel:
             **outputs,
             **_score_fields(scores, queries),
             **_page_fields(inputs.pages),
+            sinks=None if inputs.sinks is None else inputs.sinks.float().contiguous(),
             key_codes=QuantizedPlanes.of(inputs.key_planes),
             value_codes=QuantizedPlanes.of(inputs.value_planes),
             **dict(zip(SIZES, sizes, strict=True)),
@@ -280,12 +283,12 @@ def find_attention_kernel(inputs: AttentionInputs, scores: ScoreRequest | None =
     """The kernel that computes this call, or None: then Triton's does.
 
     It needs Hopper or newer, codes in groups of 128, head_dim 64 or 128, at most 64 query rows per KV head, one 16-bit
-    dtype, rows of the buffers that 16-byte copies can move, a positive scale, and no sinks, cap or window. Scores of
-    each query must be probabilities of at most MAX_SCORED_QUERIES queries.
+    dtype, rows of the buffers that 16-byte copies can move, a positive scale, and no cap or window. Scores of each
+    query must be probabilities of at most MAX_SCORED_QUERIES queries.
     """
     q, codes, rows = inputs.q, inputs.codes, inputs.q.shape[1] * inputs.ratio
     tensors = q, inputs.keys, inputs.values
-    if inputs.sinks is not None or inputs.soft_cap or inputs.window is not None:
+    if inputs.soft_cap or inputs.window is not None:
         return None
     if not is_on_hopper(q) or inputs.scale <= 0 or (codes is not None and codes.group != GROUP):
         return None
@@ -301,7 +304,8 @@ def find_attention_kernel(inputs: AttentionInputs, scores: ScoreRequest | None =
     else:
         summed = 0 if scores is None else SUMMED[scores.what]
     paged = inputs.pages is not None
-    variant = AttentionVariant(q.shape[3], inputs.bits, q.dtype == torch.bfloat16, padded_rows, summed, paged)
+    sinks, bf16 = inputs.sinks is not None, q.dtype == torch.bfloat16
+    variant = AttentionVariant(q.shape[3], inputs.bits, bf16, padded_rows, summed, paged, sinks)
     return _compiled(variant, q.device)
 
 

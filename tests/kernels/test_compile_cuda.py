@@ -124,8 +124,9 @@ SCORED += [AttentionVariant(128, bits, True, rows, BY_QUERY) for bits in (0, 8) 
 PAGED = [
     AttentionVariant(d, bits, True, rows, paged=True) for d in (64, 128) for bits in (4, 8) for rows in (8, 24, 32)
 ]
+SINKS = [AttentionVariant(d, bits, True, rows, sinks=True) for d in (64, 128) for bits in (0, 4, 8) for rows in (8, 24)]
 FAST = [AttentionVariant(64, 0, True, 8), AttentionVariant(128, 4, True, 8), AttentionVariant(128, 8, True, 8)]
-FAST += [AttentionVariant(128, 8, True, 8, paged=True)]
+FAST += [AttentionVariant(128, 8, True, 8, paged=True), AttentionVariant(64, 8, True, 8, sinks=True)]
 
 
 def fast_and_slow(fast: Sequence[Any], variants: Sequence[Any]) -> list[Any]:
@@ -137,7 +138,7 @@ def fast_and_slow(fast: Sequence[Any], variants: Sequence[Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("variant", fast_and_slow(FAST, MAIN + MORE + HALF + SCORED + PAGED), ids=str)
+@pytest.mark.parametrize("variant", fast_and_slow(FAST, MAIN + MORE + HALF + SCORED + PAGED + SINKS), ids=str)
 def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
     compiled = attention_kernel(compile_cuda, variant)
     assert compiled.warnings == []
@@ -148,9 +149,11 @@ def test_attention(variant: AttentionVariant, compile_cuda: Compile) -> None:
     assert compiled.shared <= variant.static_bytes(Occupancy(variant, 132, H200.sm_bytes).stages)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("head_dim", "parts"), pairs([64, 128], MERGE_PARTS, 0))
-def test_the_reduction_of_many_splits(head_dim: int, parts: int, compile_cuda: Compile) -> None:
-    compiled = attention_kernel(compile_cuda, AttentionVariant(head_dim, 4, True, 8), "merge", parts)
+def test_the_reduction_of_many_splits(head_dim: int, parts: int, sinks: bool, compile_cuda: Compile) -> None:
+    variant = AttentionVariant(head_dim, 4, True, 8, sinks=sinks)
+    compiled = attention_kernel(compile_cuda, variant, "merge", parts)
     assert compiled.warnings == []
     assert compiled.spilled == 0
 

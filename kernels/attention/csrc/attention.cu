@@ -125,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(Config::THREADS, Config::CTAS_PER_S
 
         // Splits are visited in the order of (CTA, row), of which one grows at each step, so indices are unique.
         u16* const out = p.out + (i64(b) * p.queries * p.kv_heads + kv_head) * p.q_heads_per_kv * Config::HEAD_DIM;
-        const Results<Config> results{p.partial, p.lse, out, num_rows, p.queries, p.row_score_lse(row)};
+        const Results<Config> results{p.partial, p.lse, out, num_rows, p.queries, p.row_score_lse(row),
+                                      p.sinks + kv_head * p.q_heads_per_kv};
         const int count = fuse_reduction ? row_ctas.y - row_ctas.x + 1 : 0;
         store_split(sums, rows, results, count == 1 ? -1 : int(blockIdx.x) + row, thread);
         if (!fuse_reduction && threadIdx.x == 0) {

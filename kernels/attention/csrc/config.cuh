@@ -13,6 +13,7 @@
 #define CONFIG_DENSE_TILE 64
 #define CONFIG_SCORES 0
 #define CONFIG_PAGED 0
+#define CONFIG_SINKS 0
 #define CONFIG_MERGE_PARTS 16
 #endif
 
@@ -28,6 +29,7 @@ struct AttentionConfig {
     static constexpr int SCORES = CONFIG_SCORES;            // per token: 0 none, 1 a sum of logits, 2 of probabilities,
                                                             // 3 a sum of probabilities for each query
     static constexpr bool PAGED = CONFIG_PAGED != 0;        // whether a table has the page of each group
+    static constexpr bool SINKS = CONFIG_SINKS != 0;        // whether a logit of each head joins its softmax
     static constexpr int MERGE_PARTS = CONFIG_MERGE_PARTS;  // groups of threads of `merge` per query row: 1, 4 or 16
 
     using Elem = Element<BF16>;
@@ -86,6 +88,7 @@ struct AttentionParams {
     const int* buffers;    // [batch]: of a paged cache, the row of `keys` and `values` that a batch row has
     float* scores;         // [batch, kv_heads, score_queries, score_capacity], if the variant writes any
     float* score_lse;      // [batch, q_heads]: log-sum-exps of the last query: of the call before, then of this one
+    const float* sinks;    // [q_heads], if the variant has any
     QuantizedPlanes key_codes, value_codes;
     int batch, kv_heads, q_heads_per_kv, queries, capacity, group_capacity;
     // Strides in units of 8 elements, so that they fit 32 bits.

@@ -9,11 +9,19 @@ template <class Config> struct Results {
     u16* out;              // output of the KV head's first query head and the first query
     int num_rows, queries;
     float* score_lse;      // [q_heads_per_kv], of the KV head
+    const float* sinks;    // the same
 
     // Leaves a row's log-sum-exp, given in base 2, for the next call's scores, if it is the last query's.
     __device__ __forceinline__ void keep_lse(int row, float lse) const {
         if (!Config::SUMS_PROBABILITIES || row % queries != queries - 1) return;
         if (lse > negative_infinity()) score_lse[row / queries] = lse * LN_2;
+    }
+    // What a row's sum of 2^(base-2 score - reference) is divided by: with its sink, which has no value. A sink far above
+    // the reference makes it infinite, and the result zero.
+    __device__ __forceinline__ float inverse(int row, float row_sum, float reference) const {
+        if (!(row_sum > 0)) return 0;
+        if constexpr (Config::SINKS) row_sum += exp2_approx(__ldcg(sinks + row / queries) * LOG2_E - reference);
+        return 1 / row_sum;
     }
 };
 
@@ -41,7 +49,8 @@ template <class Config> __device__ __forceinline__ void store_split(
 #pragma unroll
         for (int w = 0; w < Config::WARPS; w++)
             row_sum += rows.exchange[0][w][row], zero_sum += rows.exchange[1][w][row];
-        const float inverse = row_sum > 0 ? 1 / row_sum : 0;
+        const float inverse = split < 0 ? results.inverse(row, row_sum, rows.row_max[row] - Config::LOG2_P_SCALE)
+                              : row_sum > 0 ? 1 / row_sum : 0;
         const int channel = 16 * Config::OUT_TILES * thread.warp + thread.lane / 4;
         float* partial = results.partial + (split * results.num_rows + row) * Config::HEAD_DIM + channel;
         u16* out = results.out + rows.out_offset[row] + channel;
@@ -97,7 +106,7 @@ template <class Config> struct SplitReduction : SoftmaxState<Config::LANE_CHANNE
     __device__ __forceinline__ void store(const Results<Config>& results, u16* to, int row, int lane) const {
         using Elem = typename Config::Elem;
         if (lane == 0) results.keep_lse(row, this->row_max + log2f(this->row_sum));
-        const float inverse = this->row_sum > 0 ? 1 / this->row_sum : 0;
+        const float inverse = results.inverse(row, this->row_sum, this->row_max);
         const float(&x)[CHANNELS] = this->out;
         *reinterpret_cast<uint2*>(to + CHANNELS * lane) =
             make_uint2(Elem::pair_from_floats(x[0] * inverse, x[1] * inverse),

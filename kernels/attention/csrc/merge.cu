@@ -25,7 +25,8 @@ extern "C" __global__ void __launch_bounds__(Config::MERGE_GROUPS * Config::ROW_
     const SequenceLengths<Config> lengths(p);
     const int2 ctas = p.row_ctas[row];  // unwritten where the row sees nothing
     const int count = lengths.num_tiles(b) ? ctas.y - ctas.x + 1 : 0, first = count ? ctas.x : 0;
-    const Results<Config> results{p.partial, p.lse, p.out, num_rows, p.queries, p.row_score_lse(row)};
+    const Results<Config> results{p.partial, p.lse, p.out, num_rows, p.queries, p.row_score_lse(row),
+                                  p.sinks + kv_head * p.q_heads_per_kv};
     const int read_row = ROWS_PER_CTA == 1 ? query_row : min(query_row, num_rows - 1);
     SplitReduction<Config> state(results, first + row, read_row, part, Config::MERGE_PARTS, count, lane);
     reductions[group][lane] = state;

@@ -131,8 +131,8 @@ class Case:
         return f"{name}-b{len(self.rows)}-s{self.splits or 'auto'}-x{self.magnitude:g}"
 
 
-def runs_cuda(problem: Problem) -> bool:
-    return find_attention_kernel(problem.inputs) is not None
+def runs_cuda(problem: Problem, **softmax: Any) -> bool:
+    return find_attention_kernel(replace(problem.inputs, **softmax)) is not None
 
 
 def build(case: Case, device: str) -> Problem:
@@ -163,8 +163,8 @@ def build(case: Case, device: str) -> Problem:
     return Problem(q, keys, values, begin.contiguous(), end.contiguous(), codes, groups.contiguous(), case.bits == 8)
 
 
-def naive(problem: Problem) -> Tensor:
-    """In float64, over concatenated dequantized and full-precision tokens."""
+def naive(problem: Problem, sinks: Tensor | None = None) -> Tensor:
+    """In float64, over concatenated dequantized and full-precision tokens; sinks: [q_heads], logits without values."""
     batch, queries, q_heads, head_dim = problem.q.shape
     kv_heads = problem.keys.shape[1]
     buffers = (problem.keys, problem.values)
@@ -182,8 +182,10 @@ def naive(problem: Problem) -> Tensor:
             )
             if keys.shape[1]:
                 q = problem.q[b, t].double().view(kv_heads, -1, head_dim)
-                weights = (q @ keys.transpose(1, 2) * head_dim**-0.5).softmax(-1)
-                out[b, t] = (weights @ values).view(q_heads, head_dim)
+                scores = q @ keys.transpose(1, 2) * head_dim**-0.5
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks.double().view(kv_heads, -1, 1)], dim=-1)
+                out[b, t] = (scores.softmax(-1)[..., : keys.shape[1]] @ values).view(q_heads, head_dim)
     return out
 
 
@@ -217,6 +219,31 @@ def test_against_naive(case: Case) -> None:
     assert out.dtype == case.dtype and out.shape == problem.q.shape
     assert relative_error(out, naive(problem)) < 5e-3
     assert relative_error(out, problem.run(backend="reference").double()) < 8e-3  # the reference multiplies in bf16
+
+
+# A row in one split, in a few, which its last CTA reduces, and in many, which the kernel `merge` does.
+SINKS = [
+    *(Case(8, 2, d, t, RAGGED, bits, splits=splits)
+      for d in (64, 128) for t in (1, 5) for bits in (0, 4, 8) for splits in (1, 7, 80)),
+    *(Case(64, 8, 64, 1, RAGGED, bits) for bits in (0, 4, 8)),
+    Case(9, 3, 64, 4, RAGGED, 8, torch.float16),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case", SINKS, ids=str)
+def test_sinks_join_the_softmax(case: Case) -> None:
+    """Of usual size, above every score, and far below and far above: the last leaves nothing of its head's values."""
+    problem = build(case, "cuda")
+    sinks = torch.linspace(-2, 12, case.q_heads, device="cuda")
+    sinks[:2] = torch.tensor([-1e4, 1e4])
+    assert runs_cuda(problem, sinks=sinks)
+    out = problem.run(case.splits, sinks=sinks)
+    assert (out[:, :, 1] == 0).all()
+    assert relative_error(out, naive(problem, sinks)) < 5e-3
+    empty = replace(problem, groups=None if problem.groups is None else 0 * problem.groups, end=0 * problem.end - 8)
+    assert (empty.run(case.splits, sinks=sinks) == 0).all()
 
 
 @pytest.mark.gpu
@@ -327,14 +354,19 @@ def test_misaligned_buffers_are_left_to_triton() -> None:
 
 
 def launched(
-    launches: Any, q: Tensor, keys: Tensor, lengths: tuple[Tensor, Tensor, Tensor], splits: int | None
+    launches: Any,
+    q: Tensor,
+    keys: Tensor,
+    lengths: tuple[Tensor, Tensor, Tensor],
+    splits: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """Runs 12 query heads of 4 KV heads over INT4 codes of 5 groups, as on an H200."""
     variant = AttentionVariant(64, 4, True, 8)
     kernel = AttentionKernel("attend", MERGES, hopper(variant), torch.zeros(4096, dtype=torch.int32))
     codes = QuantizedKV.allocate(2, 4, 5, 128, 64, "cpu", lower=False)
     begin, end, groups = lengths
-    inputs = AttentionInputs(q, keys, keys + 1, begin, end, codes, groups, softmax_scale=0.25)
+    inputs = AttentionInputs(q, keys, keys + 1, begin, end, codes, groups, softmax_scale=0.25, sinks=sinks)
     out = kernel.run(inputs, splits)
     return out, launches.asked
 
@@ -349,11 +381,13 @@ def cpu_case() -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
 def test_the_launch_passes_pointers_strides_and_sizes(launches: Any) -> None:
     """Eight (batch row, KV head) pairs of 5 groups and 4 tiles of 32 tokens: short rows, so three CTAs per SM."""
     q, keys, lengths = cpu_case()
-    out, calls = launched(launches, q, keys, lengths, None)
+    sinks = torch.zeros(12)
+    out, calls = launched(launches, q, keys, lengths, None, sinks)
     kernel, grid, threads, params, shared_bytes, early = calls[0]
     assert (kernel, grid, threads, early) == ("attend", (3 * HOPPER_SMS // 8 * 8, 1, 1), 128, True)
     assert HOPPER_BYTES // (shared_bytes + RESERVED_BYTES) == 3
     assert (params.q, params.keys, params.out) == (q.data_ptr(), keys.data_ptr(), out.data_ptr())
+    assert params.sinks == sinks.data_ptr()
     assert [params.begin, params.end, params.groups] == [length.data_ptr() for length in lengths]
     sizes = (
         params.batch,

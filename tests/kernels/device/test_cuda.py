@@ -164,11 +164,11 @@ def test_every_field_is_given() -> None:
 
 
 def test_layouts_are_checked_down_to_nested_fields() -> None:
-    """Fifteen pointers, two times four, then integers: 8 bytes each, as a 64-bit C++ compiler lays them out."""
+    """Sixteen pointers, two times four, then integers: 8 bytes each, as a 64-bit C++ compiler lays them out."""
     lines = assertions(AttentionParams).splitlines()
-    assert "static_assert(__INTADDR__(&(((AttentionParams*)0)->value_codes)) == 152," in "\n".join(lines)
-    assert "static_assert(__INTADDR__(&(((AttentionParams*)0)->value_codes.scale)) == 168," in "\n".join(lines)
-    assert "static_assert(__INTADDR__(&(((AttentionParams*)0)->batch)) == 184," in "\n".join(lines)
+    assert "static_assert(__INTADDR__(&(((AttentionParams*)0)->value_codes)) == 160," in "\n".join(lines)
+    assert "static_assert(__INTADDR__(&(((AttentionParams*)0)->value_codes.scale)) == 176," in "\n".join(lines)
+    assert "static_assert(__INTADDR__(&(((AttentionParams*)0)->batch)) == 192," in "\n".join(lines)
     nested = 2 * len(QuantizedPlanes._fields_)
     assert len(lines) == len(AttentionParams.constants) + 1 + len(AttentionParams._fields_) + nested
 
