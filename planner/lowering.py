@@ -300,8 +300,7 @@ def _dense_class(plan: Plan, shape: ModelShape, part: str, kind: str) -> str:
     if kind == "prefill_attention":
         return prefill_attention_kind(shape.head_dim)
     if kind == "attention":
-        bits = draft_code_bits(plan) if drafting else target_code_bits(plan)
-        return attention_kind(bits, shape.head_dim, sinks="attention sinks" in shape.traits)
+        return attention_kind(draft_code_bits(plan) if drafting else target_code_bits(plan), shape.head_dim)
     return kind
 
 

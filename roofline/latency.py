@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_ROW_STEPS, PORTABLE_SUFFIX, Profile, Rates
+from ridgeplan.roofline.catalog.profile import LINK_CLASSES, MAX_ROW_STEPS, Profile, Rates
 from ridgeplan.roofline.cost import Cost, Term, hypot, indicator, maximum, minimum, where
 from ridgeplan.roofline.execution import (
     CPU_SKINNY_GEMM_ROWS,
@@ -257,8 +257,6 @@ KERNEL_CLASSES = (
     "quantize", "sampling", "gather", "prefill_attention", "prefill_attention_d64", "prefill_linear",
     "two_bit_scan", "two_bit_scan_wide", "top_k", "sparse_attention", "sparse_attention_full", "sparse_attention_wide",
     "progressive_attention", "progressive_attention_wide",
-    *(f"{kind}{head_dim}{PORTABLE_SUFFIX}"
-      for kind in ("attention_int4", "attention_int8") for head_dim in ("", "_d64")),
 )  # fmt: skip
 
 # Of these, those that scan 2-bit keys, and the same for heads that the CUDA C++ kernels do not take.
@@ -277,16 +275,14 @@ def experts_kind(bits: int) -> str:
     return f"grouped_{linear_kind(bits)}"
 
 
-def attention_kind(bits: int, head_dim: int, *, sinks: bool = False) -> str:
+def attention_kind(bits: int, head_dim: int) -> str:
     """Kernel class of decode attention over codes of `bits` bits; 0 is full precision.
 
     Heads of up to 64 elements have classes of their own: each token costs the same overhead as with a head of 128, for
-    half the bytes. So have those of more than 128, which other kernels read. Beside sinks, portable kernels read codes.
+    half the bytes. So have those of more than 128, which other kernels read.
     """
     codes = {0: "attention", 8: "attention_int8", 4: "attention_int4"}[bits]
-    if head_dim > 128:
-        return f"{codes}_d256"
-    return f"{codes}{'_d64' if head_dim <= 64 else ''}{PORTABLE_SUFFIX if sinks and bits else ''}"
+    return f"{codes}_d64" if head_dim <= 64 else codes if head_dim <= 128 else f"{codes}_d256"
 
 
 def sparse_attention_kind(bits: int, head_dim: int) -> str:

@@ -76,7 +76,6 @@ RELATIVES = {
 # Classes whose kernels are Triton's on every machine: without rates of their own they have those of related kernels
 # that run on every machine as well, not those of Hopper's.
 TRITON_CLASSES = ("grouped_linear", "attention_mla")
-PORTABLE_SUFFIX = "_portable"  # of classes of calls that the portable kernels serve on Hopper, too
 
 # What routed experts take beyond a dense product of their bytes, as they are several kernels: in steps of Qwen3-30B-A3B
 # in 16 bits 13 to 16 us per layer on an H200, in 4 and 8 bits 6 to 19 us at one row (docs/kernels/experts.md). Of it,
@@ -188,8 +187,6 @@ class Profile(Checked):
         """Rates of a kernel class, or of its nearest relative that has any. Raises ProfileError if none has."""
         if kind == "gap" and kind not in self.classes:
             return NO_GAP
-        if (base := kind.removesuffix(PORTABLE_SUFFIX)) != kind:
-            return self.portable.get(base) or self.rates(base)
         name, portable = kind, self.portable if kind in TRITON_CLASSES else {}
         while name not in self.classes:
             if name not in RELATIVES:

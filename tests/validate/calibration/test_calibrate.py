@@ -12,7 +12,7 @@ from ridgeplan import validate
 from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.profile import PORTABLE_SUFFIX, Profile, load_profile, user_profile_path
+from ridgeplan.roofline.catalog.profile import Profile, load_profile, user_profile_path
 from ridgeplan.roofline.cost import Cost
 from ridgeplan.roofline.latency import KERNEL_CLASSES, WIDE_SCANS, attention_kind, experts_kind
 from ridgeplan.roofline.plan.plan import Workload
@@ -55,10 +55,8 @@ def profile(calibrated: tuple[Profile, list[tuple[str, int, int]]]) -> Profile:
 def test_every_class_is_measured(profile: Profile) -> None:
     experts = {experts_kind(bits) for bits in (16, 8, 4)}  # a GPU's alone
     large = {attention_kind(bits, 256) for bits in (0, 4, 8)}  # heads that the quick suite lacks
-    # No model of the suite has as many query heads as wide scans, and portable kernels have classes of their own only
-    # where others run beside them.
-    portable = {kind for kind in KERNEL_CLASSES if kind.endswith(PORTABLE_SUFFIX)}
-    not_executed = {*experts, *large, *portable, "state", "attention_mla", *WIDE_SCANS, "sparse_attention_wide"}
+    # No model of the suite has as many query heads as wide scans.
+    not_executed = {*experts, *large, "state", "attention_mla", *WIDE_SCANS, "sparse_attention_wide"}
     assert set(KERNEL_CLASSES) - set(profile.classes) == {*not_executed, "gap"}  # a CPU's rounds have no such gaps
     assert profile.source == "calibrated"
     assert not profile.asynchronous
