@@ -106,8 +106,8 @@ def measure_drafters(
                     name = settings.row_name(window) if settings and case == HEAD else "suffix lookup"
                     row = DrafterRow(
                         kind=plan.speculation.drafter.kind, name=name, model=shape.name, depth=depth,
-                        source="measured", where=where, context=workload.context, text=kind_of_text,
-                        hit=figures.hit_rate, acceptance=figures.acceptance,
+                        source="measured", where=where, parameters=shape.parameters / 1e9, context=workload.context,
+                        text=kind_of_text, hit=figures.hit_rate, acceptance=figures.acceptance,
                     )  # fmt: skip
                 yield DrafterMeasurement(case, workload.context, window, figures, row)
 

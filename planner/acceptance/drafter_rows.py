@@ -24,9 +24,9 @@ EAGLE3, MTP = "EAGLE-3", "MTP"  # names of rows
 class DrafterRow(Checked):
     """How often a drafter's proposals were accepted. Raises PlanError for values out of range.
 
-    name: of the drafter. text: the kind of text; "" if it is not known. context: tokens; 0 if it is not known. depth:
-    proposals of a pass. hit: share of the passes before which it had proposals. tokens: of a pass, its own included, of
-    which the conditional acceptance follows, if that is not known.
+    name: of the drafter. parameters: of the model, in billions; 0 if not known. text: the kind of text; "" if it is not
+    known. context: tokens; 0 if it is not known. depth: proposals of a pass. hit: share of the passes before which it
+    had proposals. tokens: of a pass, its own included, of which the conditional acceptance follows, if that is not known.
     """
 
     error = PlanError
@@ -40,6 +40,7 @@ class DrafterRow(Checked):
     hit: float = number(0, 1, default=1.0)
     acceptance: float = number(0, 1, default=0.0)
     tokens: float = number(0, MAX_GAMMA + 1, default=0.0)
+    parameters: float = number(0, 1e5, default=0.0)
     text: str = one_of(("", *TextKind), default="")  # last, as it hides the function of that name
 
     @property

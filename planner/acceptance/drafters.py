@@ -54,7 +54,8 @@ class ProposalAcceptance:
 def proposal_acceptance(kind: DrafterKind, workload: Workload) -> ProposalAcceptance:
     """What is known of a drafter on a workload: the user's figure, else the nearest row of its kind of text.
 
-    Without any row it is a prior: the worst row of any text.
+    Of other models' rows at one context, that of the largest model: small ones repeat their context less, and are
+    smaller than any that is served. Without any row it is a prior: the worst row of any text.
     """
     if workload.acceptance_length and workload.drafter == kind:
         length = workload.acceptance_length
@@ -69,9 +70,9 @@ def proposal_acceptance(kind: DrafterKind, workload: Workload) -> ProposalAccept
         chance = worst.proposal_acceptance
         return ProposalAcceptance(worst.hit, 0.0, chance, chance, "prior", f"no rows of {kind} on {what}: {worst}", 1)
 
-    def distance(row: DrafterRow) -> tuple[float, bool, int]:
+    def distance(row: DrafterRow) -> tuple[float, bool, float, int]:
         other_model = variant_name(row.model) != variant_name(workload.model)
-        return _context_factor(row, workload), other_model, SOURCES.index(row.source)
+        return _context_factor(row, workload), other_model, -row.parameters, SOURCES.index(row.source)
 
     nearest = min(rows, key=distance)
     near = [row for row in rows if _context_factor(row, workload) <= NEAR_CONTEXT] or [nearest]

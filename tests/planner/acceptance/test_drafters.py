@@ -34,7 +34,7 @@ def test_rows_speak_for_their_kind_of_text_alone():
     assert texts == {"code", "docs", "prose"}
     known = {text: proposal_acceptance(SUFFIX, replace(DOCS, text=text)) for text in texts}
     tokens = {text: expected_tokens(RoundShape(4, 0, 4), each.best, each.hit, 0) for text, each in known.items()}
-    assert tokens["prose"] < 1.15 < 1.3 < tokens["code"] < tokens["docs"]
+    assert tokens["prose"] < 1.4 < 1.5 < tokens["code"] < tokens["docs"]
     for each in known.values():
         assert each.known and each.source == "transferred"  # from a row of another model
         assert 0 <= each.low <= each.best <= each.high <= 1
@@ -118,14 +118,14 @@ def test_a_search_has_drafters_of_known_acceptance_alone():
                 assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_answers_for_documentation_draft_by_suffix_and_those_for_prose_do_not(h200_profile):
+def test_answers_for_documentation_draft_by_suffix_and_those_for_unknown_texts_do_not(h200_profile):
     ask = {"gpu": "h200", "ctx": 4096, "profile": h200_profile}
     docs, prose, unknown = (planner.recommend("Llama-3.1-8B", text=text, **ask) for text in ("docs", "prose", None))
     assert docs.plan.speculation.drafter.kind is SUFFIX
     assert short_name(describe(docs.plan)).endswith("+suffix")
     assert docs.predicted.best.tpot_ms < prose.predicted.best.tpot_ms
     assert docs.predicted.to_dict()["drafter"]["hit"] == proposal_acceptance(SUFFIX, docs.plan.workload).hit
-    assert replace(prose.plan, workload=unknown.plan.workload) == unknown.plan
+    assert unknown.plan.speculation.drafter.kind is DrafterKind.NONE
     chosen = predict(docs.plan, LLAMA, h200_profile)
     assert chosen.best.tpot_ms == pytest.approx(docs.predicted.best.tpot_ms)
     assert chosen.tokens_per_round > 1.3
@@ -140,7 +140,7 @@ HEAD_OF_2_8 = {"drafter": "head", "acceptance_length": 2.8}
         (4096, {"text": "docs"}, SUFFIX),
         (4096, {"text": "chat"}, HEAD),
         (32768, {"text": "chat"}, DrafterKind.NONE),
-        (4096, {"text": "prose"}, DrafterKind.NONE),  # beyond the noise of passes that nobody measured
+        (122880, {"text": "prose"}, DrafterKind.NONE),
         (4096, HEAD_OF_2_8, HEAD),
         (4096, HEAD_OF_2_8 | {"acceptance_length": 1.1}, DrafterKind.NONE),
     ],
