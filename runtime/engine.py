@@ -34,7 +34,8 @@ from ridgeplan.runtime.model.weights import DecoderWeights
 from ridgeplan.runtime.offload.layer_mover import layer_mover
 from ridgeplan.runtime.policies import scorer_for, token_selector
 from ridgeplan.runtime.policies.base import PromptObservers, SparseSelector, TokenSelector
-from ridgeplan.runtime.quantization.calibration import CalibrationText, OnProgress, quantized_draft, silent
+from ridgeplan.runtime.progress import OnProgress, silent
+from ridgeplan.runtime.quantization.calibration import CalibrationText, quantized_draft
 from ridgeplan.runtime.quantization.saved import saved_weights
 from ridgeplan.runtime.request import Prompts, Request
 from ridgeplan.runtime.retrieval.head import Head

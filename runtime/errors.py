@@ -57,14 +57,11 @@ def failures_as(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silences transformers' progress bars and reports inside the body.
-
-    The bar of its GGUF reader has no switch. As a conversion takes long, that bar stays where stderr is a terminal.
-    """
+    """Silences transformers' progress bars and reports inside the body. The bar of its GGUF reader has no switch."""
     bars, verbosity, begin_bar = logging.is_progress_bar_enabled(), logging.get_verbosity(), tqdm.__init__
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    tqdm.__init__ = partialmethod(begin_bar, disable=None)  # None: shown on terminals only
+    tqdm.__init__ = partialmethod(begin_bar, disable=True)
     try:
         yield
     finally:

@@ -34,14 +34,13 @@ from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig
 from ridgeplan.runtime.model.source import fetch_weights, model_source
 from ridgeplan.runtime.model.weights import DecoderWeights, WeightFormat
 from ridgeplan.runtime.policies.retrieval_head import NO_HEAD
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.runtime.quantization.calibration import (
     CalibrationText,
-    OnProgress,
     counted,
     fitting_group,
     quantized_target,
     rounded_target,
-    silent,
 )
 from ridgeplan.runtime.quantization.saved import saved_weights, weights_path
 from ridgeplan.runtime.retrieval.head import Head, load_head, shipped_head
@@ -79,7 +78,7 @@ def load(
     knows what rounds take. retrieval_head: a file of `ridgeplan distill`, for plans that choose tokens by one;
     by default the one that ships for the model, if any does. drafter_head: a folder of `ridgeplan distill --drafter` or
     an EAGLE-3 checkpoint, for plans whose drafter is a head; by default the one that the plan names. on_progress: is
-    called with what is done while weights are quantized, the layers done, and their total.
+    called with what is done while a GGUF file is converted or weights are quantized, the parts done, and their total.
     Raises UnsupportedPlan; ModelError, also for a head of another model; or WorkloadError for a calibration with tokens
     outside the vocabulary, for a missing head, and for a device that does not exist, is not that of `weights` or has
     too little memory. The last names the largest context and batch that would fit, and is raised before anything is
@@ -97,7 +96,7 @@ def load(
     _require_described_memory(plan, model, place, dtype, weights, memory_utilization)
     if place.type == "cpu":
         return_freed_memory()  # from now on, so that large activations leave no gaps in the heap
-    source = model_source(model)
+    source = model_source(model, on_progress)
     config = decoder_config(load_config(source), source, plan.workload.yarn_factor)
     if config.shape.states or config.shape.is_mla:
         require_executable(plan, config.shape)

@@ -25,8 +25,6 @@ from ridgeplan.planner.resolution import NotCalibrated, this_machine
 from ridgeplan.roofline.catalog.profile import Profile
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from ridgeplan.validate.comparison import Comparison
     from ridgeplan.validate.validation import PlanRun, PlanRuns
 
@@ -57,8 +55,7 @@ def demo(context: int, new_tokens: int, as_json: bool) -> None:
         how_much = f"`ridgeplan plan {EMBEDDED_MODEL} --gpu auto --ctx {context} --all` shows how much"
         echo("\n".join(map(wrapped, answer_lines(recommendation, how_much))) + "\n")
     plans = plans_to_run(recommendation)
-    with progress_bars() as bars:
-        results = execute(plans, source, profile, bars)
+    results = execute(plans, source, profile)
     titled = list(zip(plans.values(), results.runs, strict=True))
     if as_json:
         runs = [run_dict(title, run) for title, run in titled]
@@ -107,18 +104,19 @@ def plans_to_run(recommendation: Recommendation) -> dict[Plan, str]:
     return titles
 
 
-def execute(plans: dict[Plan, str], source: str, profile: Profile, bars: Progress) -> PlanRuns:
+def execute(plans: dict[Plan, str], source: str, profile: Profile) -> PlanRuns:
     """Runs the plans on the same prompt and weights. The first one is the baseline of speed-ups."""
     from ridgeplan.validate import RunOptions, run_plans
 
     workload = next(iter(plans)).workload
-    tasks = [bars.add_task(f"running {title}", total=workload.new_tokens) for title in plans.values()]
     prompt = opening_tokens(source, None, workload.context)
-    options = RunOptions(
-        source, [prompt], workload.new_tokens, profile=profile,
-        on_progress=lambda index, tokens: bars.update(tasks[index], completed=tokens),
-    )  # fmt: skip
-    return run_plans(list(plans), options)
+    with progress_bars() as bars:
+        tasks = [bars.add_task(f"running {title}", total=workload.new_tokens) for title in plans.values()]
+        options = RunOptions(
+            source, [prompt], workload.new_tokens, profile=profile,
+            on_progress=lambda index, tokens: bars.update(tasks[index], completed=tokens),
+        )  # fmt: skip
+        return run_plans(list(plans), options)
 
 
 def run_dict(title: str, run: PlanRun) -> dict[str, Any]:

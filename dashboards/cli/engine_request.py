@@ -130,9 +130,10 @@ class EngineRequest:
         """The engine, whose weights are read now. Raises what `runtime.load` raises."""
         from ridgeplan import runtime
 
+        calibration = calibration_tokens(self.source, self.calibration)
         with progress("reading weights") as on_progress:
             return runtime.load(
-                plan, self.source, calibration=calibration_tokens(self.source, self.calibration),
+                plan, self.source, calibration=calibration,
                 memory_utilization=self.memory_utilization, retrieval_head=self.retrieval_head,
                 drafter_head=self.drafter_head, profile=self.rates, on_progress=on_progress,
             )  # fmt: skip

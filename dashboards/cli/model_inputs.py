@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ridgeplan.dashboards.cli.output import echo
+from ridgeplan.dashboards.cli.output import echo, progress
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.planner.quantities import parameters_text
 from ridgeplan.roofline.catalog.model_shape import sizes_of
@@ -71,10 +73,9 @@ def prompt_text(text: str | None, path: str | None) -> str | None:
 def check_request(prompts: Sequence[Sequence[int]], workload: Workload, source: str, new_tokens: int) -> None:
     """Raises WorkloadError for what the plan's workload or the model's vocabulary does not allow. Reads no weights."""
     from ridgeplan.runtime.model.checkpoint import load_config
-    from ridgeplan.runtime.model.source import model_source
     from ridgeplan.runtime.request import Request
 
-    vocab = load_config(model_source(source)).vocab_size
+    vocab = load_config(model_folder(source)).vocab_size
     for prompt in prompts:
         Request.build(prompt, new_tokens, None).check(workload, vocab)
 
@@ -88,12 +89,20 @@ def opening_tokens(source: str, path: str | None, tokens: int) -> list[int]:
     return prompts.prompt_tokens(tokenizer, tokens) if text is None else prompts.first_tokens(tokenizer, tokens, text)
 
 
+def model_folder(source: str) -> str:
+    """The folder of a model, with a progress bar while a GGUF file is converted. Raises ModelError."""
+    from ridgeplan.runtime.model.source import model_source
+
+    with ExitStack() as shown:
+        bar = cache(lambda: shown.enter_context(progress("opening the model")))
+        return model_source(source, lambda *state: bar()(*state))
+
+
 def model_tokenizer(source: str) -> Any:
     """The model's tokenizer. Raises ModelError."""
     from ridgeplan.runtime.model.checkpoint import load_tokenizer
-    from ridgeplan.runtime.model.source import model_source
 
-    return load_tokenizer(model_source(source))
+    return load_tokenizer(model_folder(source))
 
 
 def calibration_tokens(source: str, path: str | None) -> list[int] | None:

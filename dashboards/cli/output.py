@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+    from ridgeplan.runtime.progress import OnProgress
+
 PIPE_COLUMNS = 140  # width of tables without a terminal
 TEXT_COLUMNS = 80  # width of paragraphs
 BAR_COLUMNS = 40  # of the longest bar of a chart
 LINE_S = 5.0  # between lines of progress where there is no terminal
 ESTIMATED_FROM = 0.25  # of the steps; the first ones also load, compile and allocate, and say little of the others
-OnProgress = Callable[[str, int, int], None]  # what is done now, steps done, steps in total
 
 
 @cache

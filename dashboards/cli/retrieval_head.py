@@ -11,6 +11,7 @@ import click
 
 from ridgeplan.dashboards.cli import options as opt
 from ridgeplan.dashboards.cli.groups import command
+from ridgeplan.dashboards.cli.model_inputs import model_folder
 from ridgeplan.dashboards.cli.output import echo, progress
 from ridgeplan.planner.acceptance.speculation_profile import NAME as PROFILE
 
@@ -156,11 +157,11 @@ def import_head(checkpoint: str, model: str, output: Path, inputs: str) -> None:
     # Importing torch takes seconds.
     from ridgeplan.runtime.model.checkpoint import load_config, load_tensor
     from ridgeplan.runtime.model.config import decoder_config
-    from ridgeplan.runtime.model.source import fetch_weights, model_name, model_source
+    from ridgeplan.runtime.model.source import fetch_weights, model_name
     from ridgeplan.runtime.retrieval.eagle3 import import_eagle3
     from ridgeplan.runtime.retrieval.head import probe_of, save_head
 
-    source = model_source(model)
+    source = model_folder(model)
     fetch_weights(model)
     shape = replace(decoder_config(load_config(source), source).shape, name=model_name(model))
     head = import_eagle3(checkpoint, shape, probe_of(load_tensor(source, "model.embed_tokens.weight")), inputs)

@@ -11,6 +11,7 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,51 +22,86 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ridgeplan.roofline.catalog.files import cache_folder
-from ridgeplan.roofline.catalog.gguf import KEPT_TYPE, gguf_bits, keeps_experts, read_gguf_header, shape_of_header
+from ridgeplan.roofline.catalog.files import cache_folder, replacing
+from ridgeplan.roofline.catalog.gguf import (
+    KEPT_TYPE,
+    GGUFHeader,
+    gguf_bits,
+    keeps_experts,
+    read_gguf_header,
+    shape_of_header,
+)
 from ridgeplan.runtime.buffers import available_bytes
 from ridgeplan.runtime.errors import ModelError, failures_as, one_line, quiet_rust, quiet_transformers
 from ridgeplan.runtime.heap import call_with_separate_heap
 from ridgeplan.runtime.model.gguf_tensors import hub_config, hub_tensors, hybrid_tensors
+from ridgeplan.runtime.progress import OnProgress, silent
 
 CONVERSION = "5"  # part of the folder's name: a change of what is written makes a new folder
 MANIFEST = "conversion.json"  # sizes, times and CRC-32 of the files that a finished conversion wrote
+CONTENTS = ".contents"  # the folder of the names that the contents of files have
+NAME = re.compile(r"\w[\w.-]*-[0-9a-f]{16}", flags=re.ASCII)
 LOCK = ".lock"
 STAGING = ".converting-"  # the names of folders that are not complete begin with it
 FLOAT32_BYTES = 4
 BLOCK_BYTES = 1 << 20  # read at once for a checksum
 
 
-def converted(path: Path) -> Path:
+def converted(path: Path, on_progress: OnProgress = silent) -> Path:
     """The safetensors folder of the GGUF file `path`, converted now unless it is cached whole.
 
-    A folder appears under its name only when it is complete; one of which a file was lost or changed is made again. Two
-    processes that want the same file convert it once, and what a killed one left is removed by the next. Raises
-    ModelError for a file that is truncated, corrupt or of an architecture that transformers cannot read, for too
-    little memory or disk, and for a cache that cannot be written.
+    Files of the same content share a folder. It appears under its name only when it is complete; one of which a file
+    was lost or changed is made again. Two processes that want the same file convert it once, and what a killed one left
+    is removed by the next. on_progress: is called with the stage, and the parts of it that are done. Raises ModelError
+    for a file that is truncated, corrupt, a pipe or a device, or of an architecture that transformers cannot read, for
+    too little memory or disk, and for a cache that cannot be written.
     """
-    folder = cache_folder() / "models" / _key(path)
-    if _is_whole(folder):
-        _remove_leftovers(folder.parent)
-    else:
-        where = f"{folder.parent}, under $XDG_CACHE_HOME or ~/.cache"
-        try:
-            with _locked(folder):
-                if not _is_whole(folder):  # another process may have finished meanwhile
-                    _require_room(path, folder.parent)
-                    call_with_separate_heap(lambda: _convert_into(path, folder), torch.device("cpu"))
-        except (OSError, SafetensorError) as error:  # a full disk is the latter
-            reason = getattr(error, "strerror", None) or one_line(error)
-            raise ModelError(f"cannot write the converted model to {where}: {reason}") from error
+    models = cache_folder() / "models"
+    try:
+        folder = models / _name(path, models / CONTENTS, on_progress)
+        if _is_whole(folder):
+            _remove_leftovers(models)
+            return folder
+        with _locked(folder):
+            if not _is_whole(folder):  # another process may have finished meanwhile
+                _require_room(path, models)
+                call_with_separate_heap(lambda: _convert_into(path, folder, on_progress), torch.device("cpu"))
+    except (OSError, SafetensorError) as error:  # a full disk is the latter
+        where, reason = f"{models}, under $XDG_CACHE_HOME or ~/.cache", getattr(error, "strerror", None)
+        raise ModelError(f"cannot write the converted model to {where}: {reason or one_line(error)}") from error
     return folder
 
 
-def _key(path: Path) -> str:
-    """A file's identity without reading it: path, size and modification time."""
-    status = path.stat()
-    text = f"{CONVERSION}\n{path.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
-    name = re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)[:100]  # not every reader takes every file name
-    return f"{name}-{hashlib.sha256(text.encode('utf-8', 'surrogateescape')).hexdigest()[:16]}"
+def _name(path: Path, names: Path, on_progress: OnProgress) -> str:
+    """The name of the folder for a file's content, by which identical files share it.
+
+    The content is hashed once for a path, size and modification time; the folder `names` remembers what its name was.
+    """
+    with failures_as(f"cannot read the GGUF file {path}"):
+        status, source = path.stat(), path.resolve()
+        seen = f"{CONVERSION}\n{source}\n{status.st_size}\n{status.st_mtime_ns}"
+        remembered = names / hashlib.sha256(seen.encode("utf-8", "surrogateescape")).hexdigest()
+        with contextlib.suppress(OSError, ValueError):
+            if NAME.fullmatch(name := remembered.read_text(encoding="ascii")):
+                return name
+        title = read_gguf_header(path).metadata.get("general.name", "model")  # a pipe would be read without end
+        digest = hashlib.sha256(CONVERSION.encode())
+        for block in _blocks(path, on_progress, f"reading {path.name}, once"):
+            digest.update(block)
+    name = f"{re.sub(r'[^a-zA-Z0-9]+', '-', f'gguf-{title}')[:100]}-{digest.hexdigest()[:16]}"
+    names.mkdir(parents=True, exist_ok=True)
+    with replacing(remembered) as staging:
+        staging.write_text(name, encoding="ascii")
+    return name
+
+
+def _blocks(path: Path, on_progress: OnProgress = silent, what: str = "") -> Iterator[bytes]:
+    """The content of a file, of which little is in memory at a time."""
+    total = -(-path.stat().st_size // BLOCK_BYTES)
+    with path.open("rb") as file:
+        for done, block in enumerate(iter(lambda: file.read(BLOCK_BYTES), b"")):
+            on_progress(what, done, total)
+            yield block
 
 
 @contextlib.contextmanager
@@ -115,9 +151,8 @@ def _checksum(path: Path) -> int:
 @cache
 def _checksum_of(path: Path, size: int, modified_ns: int, inode: int) -> int:
     checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            checksum = zlib.crc32(block, checksum)
+    for block in _blocks(path):
+        checksum = zlib.crc32(block, checksum)
     return checksum
 
 
@@ -148,12 +183,12 @@ def _decoded_bytes(path: Path) -> float:
     )
 
 
-def _convert_into(path: Path, folder: Path) -> None:
+def _convert_into(path: Path, folder: Path, on_progress: OnProgress) -> None:
     """Writes to a staging folder and renames it over any damaged one."""
     staging = folder.with_name(f"{STAGING}{folder.name}")
     staging.mkdir()
     try:
-        _convert(path, staging)
+        _convert(path, staging, on_progress)
         files = {
             file.name: (file.stat().st_size, file.stat().st_mtime_ns, _checksum(file)) for file in staging.iterdir()
         }
@@ -164,7 +199,7 @@ def _convert_into(path: Path, folder: Path) -> None:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _convert(path: Path, staging: Path) -> None:
+def _convert(path: Path, staging: Path, on_progress: OnProgress) -> None:
     """Writes config, weights and tokenizer; in float32, since dequantized 4-bit values need more than 16 bits."""
     # transformers would also read configurations beside the file, which may not be its own and may name Python to run.
     folder = staging / "alone"
@@ -176,8 +211,7 @@ def _convert(path: Path, staging: Path) -> None:
         "gguf_file": link.name,
         "trust_remote_code": False,  # left out, transformers asks on stdin
     }
-    with failures_as(f"cannot read the GGUF file {path}"), _header_read_once():
-        header = read_gguf_header(path)
+    with failures_as(f"cannot read the GGUF file {path}"), _read_once(path, on_progress) as header:
         if header.metadata["general.architecture"] == "gpt-oss":
             config, tensors = transformers.GptOssConfig(**hub_config(header)), hub_tensors(link, header)
         elif header.metadata["general.architecture"] == "qwen35":
@@ -191,6 +225,7 @@ def _convert(path: Path, staging: Path) -> None:
             tensors = _tensors(link, config)
         with quiet_rust():
             tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    on_progress("writing the decoded weights, once", len(tensors), len(tensors))
     shutil.rmtree(folder)
     with quiet_transformers():
         config.save_pretrained(staging)
@@ -199,23 +234,30 @@ def _convert(path: Path, staging: Path) -> None:
 
 
 @contextlib.contextmanager
-def _header_read_once() -> Iterator[None]:
-    """transformers reads a file's header for its config, weights and tokenizer: 13 s each for a vocabulary of 262k."""
-    reader_class = gguf.GGUFReader
+def _read_once(path: Path, on_progress: OnProgress) -> Iterator[GGUFHeader]:
+    """The header. Inside the body all readers share one of gguf's, and `on_progress` hears of tensors they dequantize.
+
+    transformers reads a header for its config, weights and tokenizer: 13 s each for a vocabulary of 262k.
+    """
+    header, reader_class, dequantize, done = read_gguf_header(path), gguf.GGUFReader, gguf.dequantize, count()
+
+    def counted(*arguments: Any) -> Any:
+        on_progress("decoding weights, once", next(done), len(header.tensors))
+        return dequantize(*arguments)
 
     @cache
     def reader(*arguments: Any) -> gguf.GGUFReader:
         """Without gpt-oss's RoPE, of which transformers takes the lengths of names for values."""
-        header = reader_class(*arguments)
-        for name in [name for name in header.fields if name.startswith("gpt-oss.rope.scaling.")]:
-            del header.fields[name]
-        return header
+        read = reader_class(*arguments)
+        for name in [name for name in read.fields if name.startswith("gpt-oss.rope.scaling.")]:
+            del read.fields[name]
+        return read
 
-    gguf.GGUFReader = reader
+    gguf.GGUFReader, gguf.dequantize = reader, counted
     try:
-        yield
+        yield header
     finally:
-        gguf.GGUFReader = reader_class
+        gguf.GGUFReader, gguf.dequantize = reader_class, dequantize
 
 
 def _tensors(path: Path, config: Any) -> dict[str, torch.Tensor]:

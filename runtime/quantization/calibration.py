@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -23,11 +23,11 @@ from ridgeplan.runtime.model.linear import Dense, Int4, Int8, LibraryInt4Weight,
 from ridgeplan.runtime.model.prefill_layer import prefill_layer
 from ridgeplan.runtime.model.weights import DecoderWeights, LayerWeights, WeightFormat
 from ridgeplan.runtime.policies import token_selector
+from ridgeplan.runtime.progress import OnProgress, silent
 from ridgeplan.runtime.quantization.gptq import Parts, quantize_planes, quantize_weight
 from ridgeplan.runtime.sampling import SamplingParams, all_finite, require_finite
 from ridgeplan.runtime.speculation.speculator import Speculator
 
-OnProgress = Callable[[str, int, int], None]  # called with what is done now, parts done, and their total
 SEQUENCES = 64
 TOKENS = 128  # per sequence
 
@@ -162,10 +162,6 @@ def fitting_group(inputs: int, group: int) -> int:
     if fitting is None:
         raise ModelError(f"a linear layer has {inputs} inputs; allowed for 4-bit weights: multiples of 32")
     return fitting
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Ignores progress."""
 
 
 def counted(layers: Iterable[LayerWeights], total: int, on_progress: OnProgress) -> Iterator[LayerWeights]:

@@ -298,7 +298,7 @@ class _Run:
         self, options: QualityOptions, material: Material, known: Sequence[QualityRow], on_progress: Progress
     ) -> None:
         self._options, self._on_progress, self._done = options, on_progress, 0
-        self._maker = PromptMaker(load_tokenizer(model_source(options.model)), material)
+        self._maker = PromptMaker(load_tokenizer(model_source(options.model, on_progress)), material)
         if options.tasks:
             _ = self._maker.frame  # a chat template that cannot be used is refused before anything is measured
         self._rows = {row.cell: row for row in known}

@@ -360,7 +360,7 @@ def test_memory_is_checked_before_a_gguf_is_converted(
 ) -> None:
     """135M parameters in float32 take 0.54 GB."""
     monkeypatch.setattr("ridgeplan.runtime.memory.available_bytes", lambda: 400_000_000)
-    monkeypatch.setattr("ridgeplan.runtime.loading.model_source", lambda _: pytest.fail("the file was converted"))
+    monkeypatch.setattr("ridgeplan.runtime.loading.model_source", lambda *_: pytest.fail("the file was converted"))
     path = tmp_path / "plan.json"
     path.write_text(preset("autoregressive", Workload("HuggingFaceTB/SmolLM2-135M", "here", 64, 8)).to_json())
     assert "0.4 GB may be used" in refuses("run", path, "--model", smollm2, "--prompt", "a")

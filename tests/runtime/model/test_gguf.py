@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import socket
 import struct
 import sys
 import time
@@ -32,6 +33,11 @@ from ridgeplan.runtime.model.gguf import converted
 from ridgeplan.runtime.model.linear import Mxfp4
 from ridgeplan.runtime.model.source import model_source
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256, "truncate": False,
+}  # fmt: skip
+BESIDE = (gguf_convert.LOCK, gguf_convert.CONTENTS)
+
 
 @pytest.fixture(autouse=True)
 def cache_home(tmp_path, monkeypatch):
@@ -40,8 +46,8 @@ def cache_home(tmp_path, monkeypatch):
 
 
 def kept(cache_home: Path) -> list[str]:
-    """What stands in the cache of converted models, but for its lock."""
-    return [entry.name for entry in (cache_home / "ridgeplan" / "models").iterdir() if entry.name != ".lock"]
+    """What stands in the cache of converted models, but for its lock and the names of contents."""
+    return [entry.name for entry in (cache_home / "ridgeplan" / "models").glob("*") if entry.name not in BESIDE]
 
 
 @pytest.fixture
@@ -110,9 +116,7 @@ def test_experts_are_read_from_a_gguf_file(tiny_model, tmp_path, make_plan):
 
 @pytest.mark.parametrize(("kind", "bits"), [("MXFP4", 4.25), ("Q8_0", 8.5)])
 def test_gpt_oss_keeps_its_experts_as_they_are_stored(kind, bits, tiny_model, tmp_path, make_plan):
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256,
-            "truncate": False}  # fmt: skip
-    model = copy.deepcopy(tiny_model("gpt_oss", rope_parameters=yarn).reference)
+    model = copy.deepcopy(tiny_model("gpt_oss", rope_parameters=YARN).reference)
     path = tmp_path / "gpt-oss.gguf"
     write_gpt_oss(path, model, kind)
     engine = runtime.load(make_plan(), str(path), device="cpu")
@@ -150,13 +154,28 @@ def test_quantized_tensors_are_what_their_codes_stand_for(kinds, tiny_model, tmp
         torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_bars_are_for_terminals(terminal, path, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    converted(path)
-    shown = capsys.readouterr().err
-    assert ("de-quantizing" in shown) == terminal
-    assert terminal or shown == ""
+def writers(tiny_model):
+    """A file of each reader: transformers', and those for gpt-oss and for Qwen3.5."""
+    yield lambda path: write_gguf(path, tiny_model(head_dim=16).reference)
+    yield lambda path: write_gpt_oss(path, copy.deepcopy(tiny_model("gpt_oss", rope_parameters=YARN).reference), "Q8_0")
+    yield lambda path: write_qwen35(path, tiny_model("qwen3_5_text").reference)
+
+
+@pytest.mark.parametrize("index", range(3), ids=["llama", "gpt-oss", "qwen3.5"])
+def test_a_conversion_says_what_it_does(index, tiny_model, tmp_path, monkeypatch, capsys):
+    """Its stages in order, each from its beginning; and nothing else shows a bar, not even on a terminal."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    path, said = tmp_path / "model.gguf", []
+    [*writers(tiny_model)][index](path)
+    capsys.readouterr()
+    converted(path, lambda *state: said.append(state))
+    tensors = len(gguf.GGUFReader(path).tensors)
+    decoded = [(done, total) for what, done, total in said if what.startswith("decoding weights")]
+    assert decoded == [(done, tensors) for done in range(tensors)]
+    stages = dict.fromkeys(what for what, _, _ in said)
+    assert [*stages] == ["reading model.gguf, once", "decoding weights, once", "writing the decoded weights, once"]
+    assert capsys.readouterr().err == ""
+    converted(path, lambda what, *_: pytest.fail(what))
 
 
 def test_the_tokenizer_comes_along(path):
@@ -215,7 +234,7 @@ def conversions(monkeypatch):
     """The files that were converted, each to a folder with a config only; one named broken fails halfway."""
     calls = []
 
-    def convert(path, staging):
+    def convert(path, staging, on_progress):
         calls.append(path)
         (staging / "config.json").write_text("{}")
         if path.stem == "broken":
@@ -317,11 +336,20 @@ def test_a_header_with_more_layers_than_tensors_is_refused_at_once(tmp_path, con
     assert not conversions
 
 
-def test_a_pipe_is_not_waited_for(tmp_path, cache_home):
-    path = tmp_path / "pipe.gguf"
-    os.mkfifo(path)
-    with pytest.raises(ModelError, match="it is a pipe or a device; allowed: a file"):
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_file_is_refused_before_it_is_read(kind, monkeypatch, tmp_path, cache_home):
+    """A pipe would be waited for, and a device may have no end."""
+    path = tmp_path / "special.gguf"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    else:
+        path.symlink_to("/dev/zero")
+    monkeypatch.setattr(gguf_convert, "_blocks", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(ModelError, match=r"special\.gguf: it is a pipe or a device; allowed: a file$"):
         converted(path)
+    assert not cache_home.exists()
 
 
 def test_a_cache_that_cannot_be_written_is_a_model_error(path, tmp_path, monkeypatch):
@@ -365,7 +393,7 @@ def converting(path, marks, seconds):
     forking = multiprocessing.get_context("fork")
     answers = forking.SimpleQueue()
 
-    def convert(path, staging):
+    def convert(path, staging, on_progress):
         Path(marks, f"started-{os.getpid()}").touch()
         (staging / "config.json").write_text("{")
         time.sleep(seconds)
@@ -415,18 +443,43 @@ def test_a_conversion_that_was_killed_is_done_by_the_next(path, tmp_path, cache_
     assert kept(cache_home) == [folder.name]
 
 
-@pytest.mark.parametrize("changed", ["time", "size"])
-def test_a_changed_file_is_converted_anew(path, changed):
-    first, status = converted(path), path.stat()
-    assert converted(path) == first
-    if changed == "time":
+@pytest.mark.parametrize("changed", ["content", "size"])
+def test_a_changed_file_is_converted_anew(path, conversions, changed):
+    first, status, content = converted(path), path.stat(), path.read_bytes()
+    if changed == "content":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     else:
-        path.write_bytes(path.read_bytes() + b"\0")
+        path.write_bytes(content + b"\0")
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     second = converted(path)
-    assert second != first
-    assert {first.parent, second.parent} == {first.parent}
+    assert second != first and second.parent == first.parent
+    assert len(conversions) == 2
+
+
+def test_an_identical_file_elsewhere_is_not_converted_again(path, conversions, tmp_path):
+    folder = converted(path)
+    copied = tmp_path / "elsewhere" / "other name.gguf"
+    copied.parent.mkdir()
+    shutil.copy(path, copied)
+    os.utime(path, ns=(0, 0))
+    assert converted(copied) == converted(path) == folder
+    assert conversions == [path]
+
+
+def test_a_content_is_read_once(path, conversions, monkeypatch):
+    folder = converted(path)
+    monkeypatch.setattr(gguf_convert, "_blocks", lambda *_: pytest.fail("the file was read again"))
+    assert converted(path) == folder
+
+
+@pytest.mark.parametrize("content", ["", "../../elsewhere", "gguf-other-0123456789abcdeF", "é"])
+def test_a_damaged_name_of_a_content_is_found_again(path, conversions, content):
+    folder = converted(path)
+    (remembered,) = (folder.parent / gguf_convert.CONTENTS).iterdir()
+    remembered.write_text(content)
+    assert converted(path) == folder
+    assert conversions == [path] and remembered.read_text() == folder.name
 
 
 def test_counts_that_the_file_cannot_hold_reach_no_other_reader(tmp_path, monkeypatch, cache_home):
