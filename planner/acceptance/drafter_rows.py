@@ -26,7 +26,7 @@ class DrafterRow(Checked):
 
     name: of the drafter. parameters: of the model, in billions; 0 if not known. text: the kind of text; "" if it is not
     known. context: tokens; 0 if it is not known. depth: proposals of a pass. hit: share of the passes before which it
-    had proposals. tokens: of a pass, its own included, of which the conditional acceptance follows, if that is not known.
+    had proposals. tokens: of a pass, its own included; conditional acceptance follows from it, if not known.
     """
 
     error = PlanError
