@@ -10,6 +10,7 @@ from readme_tables import RESULTS, result, table
 
 TIMES, NOT_MEASURED = "drafters_h200", "Not measured yet."
 STUDIES = ("study_drafters_", "study_heads_")
+LEAST_DRAFTS = 20  # verified at a position, for its acceptance to be shown
 AT_MEASURED = "tpot at the measured acceptance"
 # Milliseconds of a pass of vLLM 0.24 on an H200 with three drafts of an EAGLE-3 head of one layer and 32k tokens, with
 # Llama-3.1-8B's shape in fp8 and fp8 KV, November 2026; at 120,000 tokens where ours has 122,880.
@@ -66,7 +67,8 @@ def drafters_by_context() -> str:
     rows = [
         (study["model"], study["kind"], str(row["context"]), row["case"], str(row["window"] or ""),
          f"{row['tokens_per_round']:.2f}", f"{row['hit']:.0%}" if row["hit"] else "",
-         ", ".join(f"{share:.2f}" for share in row["acceptance_at"]))
+         ", ".join(f"{share:.2f}" for share, drafts in zip(row["acceptance_at"], row["verified_at"], strict=True)
+                   if drafts >= LEAST_DRAFTS))
         for study in map(result, names) for row in study["rows"]
     ]  # fmt: skip
     columns = ("model", "text", "context", "drafter", "window", "tokens a round", "hits", "acceptance by position")
