@@ -35,7 +35,7 @@ class Mechanism:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedItem:
-    """Tables and figures of a paper, the command that shows their like, and what of them is left out."""
+    """Tables and figures of a paper, the test or command that shows their like, and what of them is left out."""
 
     paper: str
     items: str
@@ -73,9 +73,9 @@ def mechanisms(paper: str) -> str:
 
 
 def published_items() -> str:
-    """Every published table and figure, the command that shows its like, and what of it is left out."""
+    """Every published table and figure, what shows its like, and what of it is left out."""
     rows = [(row.paper, row.items, row.what, _code([row.shown]), row.missing) for row in load_published()]
-    return table(("paper", "items", "what they show", "command", "left out, or other than in the paper"), rows)
+    return table(("paper", "items", "what they show", "shown by", "left out, or other than in the paper"), rows)
 
 
 def contributions() -> str:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -115,3 +116,34 @@ def test_every_predicted_table_is_among_the_published_items(paper):
         number = published.name.removeprefix("Table ").removeprefix("Fig ")
         words = {"Claims": "claims", "Headline": "claims", "Cliff": "cliff"}
         assert words.get(published.name, number) in items
+
+
+# What the papers number and print results in: not symbols, hardware and drawings of methods.
+TABLES = {"QuantSpec": range(1, 7), "SpeContext": (3, 4), "SpecAttn": (1, 2), "DapQ": range(1, 16)}
+FIGURES = {
+    "QuantSpec": (2, 4, 5, 6, 9),
+    "SpeContext": (1, *range(5, 12)),
+    "SpecAttn": range(2, 13),
+    "DapQ": range(2, 6),
+}
+
+
+def numbers(items: str, kind: str) -> set[int]:
+    """The numbers of the tables or figures that items name, such as 3, 9, 10 and 11 of 'Tables 3a and 9 to 11'."""
+    named = set()
+    for listed in re.findall(rf"{kind}s? ((?:\d+[a-z]?(?:, | and | to )?)+)", items):
+        for first, last in re.findall(r"(\d+)[a-z]?(?: to (\d+))?", listed):
+            named |= set(range(int(first), int(last or first) + 1))
+    return named
+
+
+def test_numbers_of_items():
+    assert numbers("Tables 3a and 9 to 11, Figs 4, 10b and 12", "Table") == {3, 9, 10, 11}
+    assert numbers("Tables 3a and 9 to 11, Figs 4, 10b and 12", "Fig") == {4, 10, 12}
+
+
+@pytest.mark.parametrize("paper", TABLES)
+def test_every_table_and_figure_of_a_paper_is_among_the_published_items(paper):
+    items = [item.items for item in ITEMS if item.paper == paper]
+    for kind, expected in (("Table", TABLES), ("Fig", FIGURES)):
+        assert set().union(*(numbers(each, kind) for each in items)) == {*expected[paper]}
