@@ -429,10 +429,17 @@ MAX_PARSED_BYTES = 64 << 20  # the largest tokenizers have about 35 MB
 MAX_LABELS = 100_000
 
 
-def load_config(source: str) -> Any:
-    """The transformers configuration in the folder `source`. Raises ModelError."""
+def load_config(source: str, *, of_family: bool = False) -> Any:
+    """The transformers configuration in the folder `source`. Raises ModelError.
+
+    What a conversion wrote has all keys of its family's class, which imports 650 modules and is needed for
+    transformers' models alone: of_family.
+    """
     with _reading(source):
         keys = _decoder_keys(read_document(Path(source) / "config.json"))
+        if _is_converted(source) and not of_family:
+            named = type("Config", (transformers.PreTrainedConfig,), {"model_type": keys["model_type"]})
+            return named.from_dict(keys)
         hub_type = FAMILIES[keys["model_type"]].hub_type
         if hub_type:  # what `auto_map` names is code of the checkpoint's, which is not needed
             keys = {name: value for name, value in keys.items() if name != "auto_map"} | {"model_type": hub_type}
@@ -444,7 +451,7 @@ def import_model_code(source: str, shape: ModelShape) -> None:
     """Imports transformers' modules of the model in `source`, if `load_state_dict` needs them. Raises ModelError."""
     if _is_read_directly(source, shape):
         return
-    config = load_config(source).get_text_config()
+    config = load_config(source, of_family=True).get_text_config()
     with _reading(source), torch.device("meta"):
         _require_layers(source, shape.layers)
         transformers.AutoModelForCausalLM.from_config(config, **EAGER, **UNTRUSTED)
@@ -465,7 +472,7 @@ def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype) -> 
         heads = decoder.checkpoint.heads
         shape = shape if heads is None else dataclasses.replace(shape, head_dim=heads.head_dim)
         return StateDict(source, decoder, open_tensors(source, shape, dtype))
-    config = load_config(source).get_text_config()
+    config = load_config(source, of_family=True).get_text_config()
     vars(config).pop("transformers_weights", None)  # it may name a pickle
     options = {
         "config": config, "dtype": dtype, "output_loading_info": True, "use_safetensors": True,
@@ -487,7 +494,12 @@ def load_state_dict(source: str, decoder: DecoderConfig, dtype: torch.dtype) -> 
 def _is_read_directly(source: str, shape: ModelShape) -> bool:
     """Whether tensors have the names and sizes that the decoder takes: importing transformers' models takes seconds."""
     is_dense = not shape.is_moe and not shape.states
-    return shape.weight_bits.format in PACKED_FORMATS or (is_dense and (Path(source) / MANIFEST).is_file())
+    return shape.weight_bits.format in PACKED_FORMATS or (is_dense and _is_converted(source))
+
+
+def _is_converted(source: str) -> bool:
+    """Whether the folder is a converted GGUF file's."""
+    return (Path(source) / MANIFEST).is_file()
 
 
 def open_tensors(source: str, shape: ModelShape, dtype: torch.dtype) -> StoredTensors:
@@ -501,9 +513,8 @@ def open_tensors(source: str, shape: ModelShape, dtype: torch.dtype) -> StoredTe
 def load_tokenizer(source: str) -> Any:
     """The tokenizer in the folder `source`, after a test encode and decode. Raises ModelError."""
     # What a conversion wrote holds the whole tokenizer. The class of its family would be the same, 600 modules later.
-    is_converted = (Path(source) / MANIFEST).is_file()
     with _reading(source), quiet_rust():
-        reader = transformers.PreTrainedTokenizerFast if is_converted else transformers.AutoTokenizer
+        reader = transformers.PreTrainedTokenizerFast if _is_converted(source) else transformers.AutoTokenizer
         tokenizer = reader.from_pretrained(source, **UNTRUSTED)
         tokenizer.decode(tokenizer.encode("It works."))  # transformers takes settings that fail at their first use
     return tokenizer

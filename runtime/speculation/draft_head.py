@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig
 
 from ridgeplan.roofline.catalog.families import draft_head_keys
 from ridgeplan.roofline.catalog.files import parse_json, read_document, replacing
@@ -85,7 +85,7 @@ class DraftHeadConfig:
             if (value := keys.get(name, executed.get(name))) != allowed:
                 raise ValueError(f"{name} is {brief(value)}; allowed for a head of {target.name}: {allowed}")
         known = {name: value for name, value in keys.items() if name not in ("architectures", "model_type")}
-        layer = decoder_config(LlamaConfig(**{**known, "num_hidden_layers": 1}), source)
+        layer = decoder_config(transformers.LlamaConfig(**{**known, "num_hidden_layers": 1}), source)
         nested = (keys.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         ids = [index + 1 for index in nested] if nested else keys.get("eagle_aux_hidden_state_layer_ids")
         depths = tuple(ids) if ids else default_depths(target.layers)

@@ -28,7 +28,8 @@ from ridgeplan.roofline.catalog.model_shape import sizes_of
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.runtime.errors import ModelError
 from ridgeplan.runtime.model import gguf as gguf_convert
-from ridgeplan.runtime.model.checkpoint import load_tokenizer
+from ridgeplan.runtime.model.checkpoint import load_config, load_tokenizer
+from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.gguf import converted
 from ridgeplan.runtime.model.linear import Mxfp4
 from ridgeplan.runtime.model.source import model_source
@@ -75,8 +76,9 @@ def test_a_converted_dense_model_loads_without_transformers_models(path, make_pl
     """Importing these takes seconds at every start."""
     folder = model_source(str(path))
     expected = runtime.load(make_plan(), folder, device="cpu").generate(list(range(40)), 4).tokens
-    for name in ("from_config", "from_pretrained"):
-        monkeypatch.setattr(transformers.AutoModelForCausalLM, name, lambda *_, **__: pytest.fail("imported"))
+    readers = (transformers.AutoModelForCausalLM, "from_config"), (transformers.AutoConfig, "from_pretrained")
+    for reader, name in (*readers, (transformers.AutoModelForCausalLM, "from_pretrained")):
+        monkeypatch.setattr(reader, name, lambda *_, **__: pytest.fail("imported"))
     assert runtime.load(make_plan(), folder, device="cpu").generate(list(range(40)), 4).tokens == expected
 
 
@@ -155,10 +157,21 @@ def test_quantized_tensors_are_what_their_codes_stand_for(kinds, tiny_model, tmp
 
 
 def writers(tiny_model):
-    """A file of each reader: transformers', and those for gpt-oss and for Qwen3.5."""
-    yield lambda path: write_gguf(path, tiny_model(head_dim=16).reference)
-    yield lambda path: write_gpt_oss(path, copy.deepcopy(tiny_model("gpt_oss", rope_parameters=YARN).reference), "Q8_0")
-    yield lambda path: write_qwen35(path, tiny_model("qwen3_5_text").reference)
+    """A file of each reader: transformers', and those for gpt-oss and for Qwen3.5; and one with experts."""
+    return (
+        lambda path: write_gguf(path, tiny_model(head_dim=16).reference),
+        lambda path: write_gpt_oss(path, copy.deepcopy(tiny_model("gpt_oss", rope_parameters=YARN).reference), "Q8_0"),
+        lambda path: write_qwen35(path, tiny_model("qwen3_5_text").reference),
+        lambda path: write_gguf(path, tiny_model("qwen3_moe").reference),
+    )
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_converted_configuration_needs_no_class_of_its_family(index, tiny_model, tmp_path):
+    writers(tiny_model)[index](tmp_path / "model.gguf")
+    folder = model_source(str(tmp_path / "model.gguf"))
+    expected = decoder_config(load_config(folder, of_family=True), folder)
+    assert decoder_config(load_config(folder), folder) == expected
 
 
 @pytest.mark.parametrize("index", range(3), ids=["llama", "gpt-oss", "qwen3.5"])
@@ -166,7 +179,7 @@ def test_a_conversion_says_what_it_does(index, tiny_model, tmp_path, monkeypatch
     """Its stages in order, each from its beginning; and nothing else shows a bar, not even on a terminal."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     path, said = tmp_path / "model.gguf", []
-    [*writers(tiny_model)][index](path)
+    writers(tiny_model)[index](path)
     capsys.readouterr()
     converted(path, lambda *state: said.append(state))
     tensors = len(gguf.GGUFReader(path).tensors)
