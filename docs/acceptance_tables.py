@@ -27,7 +27,10 @@ from ridgeplan.validate.decode_bench.report import DecodeCase
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 from cross_validation import HeldOut, context_group, leave_out, model_group
 
-PROFILE = Path(__file__).parents[1] / "roofline" / "catalog" / "profiles" / "nvidia-h200.json"
+ROOT = Path(__file__).parents[1]
+PROFILE = ROOT / "roofline" / "catalog" / "profiles" / "nvidia-h200.json"
+# Calibrated with the kernels that decode runs before INTEGERS_SINCE had: low-bit products of 16-bit floats.
+FORMER_PROFILE, INTEGERS_SINCE = ROOT / "validate" / "results" / "profile_h200.json", "2026-11-28"
 LONG = 32768  # tokens; rows beyond are predicted without any of their group
 
 
@@ -77,7 +80,9 @@ class DecodeRun:
         """The acceptance that a regression predicts for the small model whose function the run computes."""
         function = self.report["function"]
         name, limit = function["name"], function["max_context"]
-        known = AcceptanceModel.of_profile(load_shape(self.report["shape"]), self.plan.workload.context, _profile())
+        known = AcceptanceModel.of_profile(
+            load_shape(self.report["shape"]), self.plan.workload.context, _profile(PROFILE)
+        )
         small = replace(
             known, rows=rows, fitted=fitted, name=name, parameters=function["parameters"] / 1e9, limit=limit,
             spans=spans_of(rows, name),
@@ -86,7 +91,8 @@ class DecodeRun:
 
     def error(self, acceptance: float) -> float:
         """The relative error of the time per token that is predicted at an acceptance."""
-        predicted_ms = tpot_ms_at(self.plan, load_shape(self.report["shape"]), _profile(), acceptance)
+        profile = _profile(FORMER_PROFILE if self.report["date"] < INTEGERS_SINCE else PROFILE)
+        predicted_ms = tpot_ms_at(self.plan, load_shape(self.report["shape"]), profile, acceptance)
         return predicted_ms / float(self.row["measured"]["tpot_ms"]) - 1
 
 
@@ -164,9 +170,9 @@ def _runs(*, drafting: bool = True) -> Iterable[DecodeRun]:
                 plan = Plan.from_dict(row["given"]) if row.get("given") else None
                 case = DecodeCase(row["preset"], row["context"], row["batch"], row["gamma"], **fields, saved_plan=plan)
                 new_tokens = row["measured"]["generated"] // row["batch"]
-                yield DecodeRun(report, row, case.plan(shape, _profile(), new_tokens))
+                yield DecodeRun(report, row, case.plan(shape, _profile(PROFILE), new_tokens))
 
 
 @cache
-def _profile() -> Any:
-    return load_profile(PROFILE)
+def _profile(path: Path) -> Any:
+    return load_profile(path)
