@@ -259,8 +259,9 @@ def losses(plan: Plan, backend: str = "") -> list[str]:
     if plan.eviction.active:
         lost.append(_eviction_loss(plan))
     if plan.attention.active:
-        whole = " of the prompt" if plan.attention.keeps_generated else ""
-        lost.append(f"{plan.attention.selection.name} reads {plan.attention.budget} tokens{whole} a step")
+        selection, whole = plan.attention.selection, " of the prompt" if plan.attention.keeps_generated else ""
+        beside = f" and {selection.unbudgeted_tokens} beside them" if selection.unbudgeted_tokens else ""
+        lost.append(f"{selection.name} reads {plan.attention.budget} tokens{whole}{beside} a step")
     return lost
 
 

@@ -62,6 +62,9 @@ def test_losses_are_named_with_the_published_figure():
         "dapq keeps 1024 of 32768 prompt tokens: RULER 77.56 of 96.65 with 1024 tokens (DapQ, Table 11)",
     ]
     assert losses(preset("quest", WORKLOAD)) == ["quest reads 2048 tokens of the prompt a step"]
+    assert losses(preset("shadowkv", WORKLOAD)) == [
+        "shadowkv reads 2048 tokens of the prompt and 384 beside them a step"
+    ]
 
 
 def test_kinds_of_8_bit_weights_have_figures_of_their_own():
