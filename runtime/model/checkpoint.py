@@ -438,7 +438,7 @@ def load_config(source: str, *, of_family: bool = False) -> Any:
     with _reading(source):
         keys = _decoder_keys(read_document(Path(source) / "config.json"))
         if _is_converted(source) and not of_family:
-            named = type("Config", (transformers.PreTrainedConfig,), {"model_type": keys["model_type"]})
+            named: Any = type("Config", (transformers.PreTrainedConfig,), {"model_type": keys["model_type"]})
             return named.from_dict(keys)
         hub_type = FAMILIES[keys["model_type"]].hub_type
         if hub_type:  # what `auto_map` names is code of the checkpoint's, which is not needed
