@@ -52,6 +52,16 @@ def eagle3_draft_seconds(batch: Term, context: Term) -> Term:
     return 1e-3 * (fewest + per_token * batch * context + per_sequence * (batch - 1))
 
 
+# Steps with prompts of vLLM 0.24, which leave the full CUDA graph: Llama-3.1-8B in bf16 on an H200, fitted to steps and
+# latencies of served requests with lognormal lengths (validate/results/traffic_h200.json, November 2026).
+HOST_S = (
+    3.2e-3  # of the host before the first kernel of a step, which a GPU that runs the step before does not wait for
+)
+LAYER_LAUNCH_S = 0.75e-3  # of the host for each layer of a step with prompts, however many tokens it has
+PROMPT_SHARE = 0.9  # of the FLOP/s that libraries' products reach alone: a GPU that serves runs at its limit of power
+MIXED_ATTENTION = 1.5  # seconds of the decodes' attention beside prompts, over those in a step of their own
+
+
 @dataclass(frozen=True)
 class ExpertKernels:
     """Fused products of routed experts: what they take beyond reading the experts' weights.
@@ -283,6 +293,11 @@ def launch_kind(op: Op, packed: bool) -> str:
     if op.kind == "grouped_linear":
         return "packed_expert_launch" if packed else "expert_launch"
     return "launch" if op.category == "attention" or op.kind in ("linear", "head") else "small_launch"
+
+
+def launch_seconds(shape: ModelShape) -> float:
+    """Seconds in which the host launches a step with prompts, on each stage of a pipeline."""
+    return LAYER_LAUNCH_S * shape.layers / shape.parallel.pipeline
 
 
 def padded_rows(rows: Term) -> Term:

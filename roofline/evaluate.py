@@ -11,7 +11,15 @@ from ridgeplan.roofline import ops
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.cost import Cost, Term, is_symbolic, maximum, minimum, where
 from ridgeplan.roofline.drafters import proposes
-from ridgeplan.roofline.engine import SAMPLED_KINDS, EngineRates, eagle3_draft_seconds, of_sequences, repeated
+from ridgeplan.roofline.engine import (
+    HOST_S,
+    SAMPLED_KINDS,
+    EngineRates,
+    eagle3_draft_seconds,
+    launch_seconds,
+    of_sequences,
+    repeated,
+)
 from ridgeplan.roofline.execution import prefill_chunk_tokens
 from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
@@ -177,10 +185,13 @@ def engine_prefill_seconds(shape: ModelShape, machine: Machine, engine: EngineRa
     """Time to the last first token of a batch's prompts in an engine, which pass every stage of a pipeline.
 
     Stages work on chunks of the engine's largest pass at a time (GPipe, section 2.3: (chunks + stages - 1) / chunks).
+    The host launches each pass layer by layer, which bounds short prompts, and then the first step that decodes, before
+    it reads the token.
     """
     stage_s = sum(seconds for _, seconds in engine_prompts(shape, machine, engine, strategy))
     chunks = maximum(strategy.batch * strategy.context / engine.reserve.batched_tokens, 1)
-    return stage_s * (chunks + shape.parallel.pipeline - 1) / chunks
+    device_s = stage_s * (chunks + shape.parallel.pipeline - 1) / chunks
+    return HOST_S + maximum(device_s, np.ceil(np.asarray(chunks)) * launch_seconds(shape))
 
 
 def at_acceptance(estimate: Estimate, strategy: Strategy) -> Estimate:

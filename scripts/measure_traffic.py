@@ -1,12 +1,13 @@
 """Serves simulated traffic on vLLM, and puts what it took beside what was predicted before it ran.
 
-    python scripts/measure_traffic.py --output traffic.json [--seconds 270] [--only mixed lognormal uniform]
+    python scripts/measure_traffic.py --output traffic.json [--seconds 270] [--only mixed lognormal uniform] [--seed 0]
+        [--scale 1] [--span 14]
 
 Needs a GPU and vLLM, which runs in this process with dummy weights of Llama-3.1-8B, so that each of its steps is seen.
 Prompts are random tokens; arrivals and lengths are those of `ridgeplan capacity` with the same seed. Predictions are
 written first, then each measurement as it ends:
 
-- `mixed`: chosen prompts beside 0 to 64 decoding sequences, the median of repeated steps;
+- `mixed`: chosen prompts beside 0 to 64 decoding sequences, the median of repeated steps (see `logged_s`);
 - `rows`: percentiles and throughput at three rates of each distribution of lengths, and the watts of nvidia-smi;
 - `knees`: all requests at once, so that their throughput is the most that the engine reaches;
 - `steps`: every step that processed a prompt while these were served; `decode_steps`: the others, by batch.
@@ -39,7 +40,7 @@ from ridgeplan.planner.question import ask
 from ridgeplan.planner.search import best_of_preset
 from ridgeplan.planner.traffic.requests import Requests, generate_requests, parse_lengths
 from ridgeplan.planner.traffic.serving import DEFAULT_PRESET, PERCENTILES
-from ridgeplan.planner.traffic.simulate import Chunk, StepTimes
+from ridgeplan.planner.traffic.simulate import Chunk, Server, StepTimes
 from ridgeplan.planner.traffic.step_times import Replica
 from ridgeplan.validate.engine_steps import InProcessVllm
 
@@ -47,7 +48,6 @@ MODEL, MAX_TOKENS, MODEL_LEN = "meta-llama/Llama-3.1-8B", 131_072, 40_000
 BATCHED_TOKENS, MAX_NUM_SEQS = 8192, 128
 GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, *range(8, MAX_NUM_SEQS + 1, 8)]}
 ALL_AT_ONCE = 1000.0  # requests per second
-SPAN_S = 14.0  # in which the requests of a rate arrive
 DECODES, CONTEXT, HELD_TOKENS, REPEATS = (0, 1, 16, 64), 4096, 4000, 3  # of mixed steps
 # With 64 decodes, 8000 tokens are just within a step's budget; the last prompt takes two.
 PROMPTS = ((512,), (2048,), (8000,), (1024,) * 4, (16_000,))
@@ -62,15 +62,31 @@ class Load:
     rates: tuple[float, ...]
     at_once: int
 
-    def requests(self, rate: float) -> int:
-        """How many requests are served at a rate."""
-        return self.at_once if rate == ALL_AT_ONCE else round(rate * SPAN_S)
-
 
 LOADS = {
     "lognormal": Load("lognormal:1k", "lognormal:256", (6.0, 12.0, 18.0), 300),
     "uniform": Load("uniform:1k..7k", "128", (2.0, 4.0, 7.0), 128),
 }
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """The seed of requests, what the rates are multiplied by, and the seconds in which the requests of one arrive."""
+
+    seed: int
+    scale: float
+    span_s: float
+
+    def rates(self, load: Load) -> tuple[float, ...]:
+        """The rates of a load, the last of which is the knee's."""
+        return (*(self.scale * rate for rate in load.rates), ALL_AT_ONCE)
+
+    def traffic(self, load: Load, rate: float) -> Traffic:
+        """The simulation's options, which are those of the engine too."""
+        requests = load.at_once if rate == ALL_AT_ONCE else round(rate * self.span_s)
+        return Traffic(
+            requests=requests, seed=self.seed, replicas=1, batched_tokens=BATCHED_TOKENS, max_num_seqs=MAX_NUM_SEQS
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +102,8 @@ class Step:
 class StepLog:
     """Every step of an engine in this process, in order.
 
-    A step begins when the one before ends, or, where it was scheduled later than that, when it is scheduled.
+    A step begins when the one before ends, or, where it was scheduled later than that, when it is scheduled. It ends
+    when its tokens are read, which is after the host has launched the next one.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -197,7 +214,7 @@ def run_mixed_steps(client: Client, draw: np.random.Generator) -> None:
     client.run(2)  # what was scheduled with them
 
 
-def mixed_rows(log: Sequence[Step], steps: StepTimes) -> list[dict[str, Any]]:
+def mixed_rows(log: Sequence[Step], server: Server) -> list[dict[str, Any]]:
     """Steps with equal prompts beside as many decodes that ran at least twice: their median, and what is predicted."""
     groups: dict[tuple[int, tuple[Chunk, ...]], list[Step]] = defaultdict(list)
     for step in log:
@@ -207,10 +224,25 @@ def mixed_rows(log: Sequence[Step], steps: StepTimes) -> list[dict[str, Any]]:
         if chunks and len(same) > 1:
             measured_s = statistics.median(step.seconds for step in same)
             tokens = statistics.mean(step.tokens for step in same)
-            predicted_s = steps.mixed_s(decodes, tokens, chunks)
+            predicted_s = logged_s(server, decodes, tokens, chunks)
             row = {"decodes": decodes, "tokens": round(tokens), "chunks": chunks, "count": len(same)}
             rows.append({**row, "predicted_ms": 1e3 * predicted_s, **error_of(predicted_s, measured_s)})
     return rows
+
+
+def logged_s(server: Server, decodes: int, tokens: float, chunks: Sequence[Chunk]) -> float:
+    """Seconds that the log has of a step with prompts between steps that decode.
+
+    While the host launches it, the step before ends and is not read, so the rest of the launch counts with that one.
+    Where prompts go on, the step before them took longer than a launch.
+    """
+    step_s = server.steps.mixed_s(decodes, tokens, chunks)
+    if any(before for _, before in chunks):
+        return step_s
+    started_s = server.steps.decode_s(decodes, tokens - decodes)
+    read_s = max(started_s, server.launch_s) if decodes else 0.0
+    ended_s = max(max(started_s, server.host_s) + step_s, server.launch_s)
+    return max(ended_s, read_s + server.host_s) - read_s
 
 
 def decode_rows(log: Sequence[Step], steps: StepTimes) -> list[dict[str, Any]]:
@@ -234,34 +266,29 @@ def error_of(predicted_s: float, measured_s: float) -> dict[str, float]:
     return {"measured_ms": round(1e3 * measured_s, 4), "error": predicted_s / measured_s - 1}
 
 
-def predicted_steps(gpu: str) -> StepTimes:
-    """Step times of the simulation."""
+def predicted_server(gpu: str) -> Server:
+    """Step times and the scheduler of the simulation."""
     question = ask(MODEL, gpu, CONTEXT, SearchOptions(backend="vllm"))
     replica = Replica(best_of_preset(DEFAULT_PRESET, question).plan, question, MAX_TOKENS)
-    return replica.server(BATCHED_TOKENS, MAX_NUM_SEQS).steps
+    return replica.server(BATCHED_TOKENS, MAX_NUM_SEQS)
 
 
-def predicted_rows(gpu: str, names: Sequence[str]) -> list[dict[str, Any]]:
+def predicted_rows(gpu: str, names: Sequence[str], arrivals: Arrivals) -> list[dict[str, Any]]:
     """A row for each rate of each load, and one for all requests at once."""
     rows = []
     for name, load in ((name, load) for name, load in LOADS.items() if name in names):
-        for rate in (*load.rates, ALL_AT_ONCE):
+        for rate in arrivals.rates(load):
             answer = serving_capacity(
-                MODEL, gpu, (rate,), isl=load.isl, osl=load.osl, traffic=traffic_of(load, rate), backend="vllm"
+                MODEL, gpu, (rate,), isl=load.isl, osl=load.osl, traffic=arrivals.traffic(load, rate), backend="vllm"
             )
             rows.append({"lengths": name, "rate": rate, "predicted": asdict(answer.rows[0])})
     return rows
 
 
-def traffic_of(load: Load, rate: float) -> Traffic:
-    """The simulation's options, which are those of the engine too."""
-    return Traffic(requests=load.requests(rate), replicas=1, batched_tokens=BATCHED_TOKENS, max_num_seqs=MAX_NUM_SEQS)
-
-
-def measure_row(row: dict[str, Any], client: Client, until_s: float) -> None:
+def measure_row(row: dict[str, Any], client: Client, arrivals: Arrivals, until_s: float) -> None:
     """Serves the requests of a row and adds what was measured."""
     load = LOADS[row["lengths"]]
-    traffic = traffic_of(load, row["rate"])
+    traffic = arrivals.traffic(load, row["rate"])
     lengths = parse_lengths(load.isl), parse_lengths(load.osl)
     rng = np.random.default_rng(traffic.seed)
     requests = generate_requests(row["rate"], traffic.requests, *lengths, MAX_TOKENS, traffic.burstiness, rng)
@@ -341,11 +368,15 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--seconds", type=float, default=270.0, help="in all, start of the engine included")
     parser.add_argument("--only", choices=["mixed", *LOADS], nargs="*", default=["mixed", *LOADS])
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and lengths")
+    parser.add_argument("--scale", type=float, default=1.0, help="what the rates are multiplied by")
+    parser.add_argument("--span", type=float, default=14.0, help="seconds in which the requests of a rate arrive")
     options = parser.parse_args()
+    arrivals = Arrivals(options.seed, options.scale, options.span)
     until_s = time.perf_counter() + options.seconds
-    rows, steps = predicted_rows(options.gpu, options.only), predicted_steps(options.gpu)
+    rows, server = predicted_rows(options.gpu, options.only, arrivals), predicted_server(options.gpu)
     document = {
-        "date": time.strftime("%Y-%m-%d"), "gpu": options.gpu, "mixed": [],
+        "date": time.strftime("%Y-%m-%d"), "gpu": options.gpu, "arrivals": asdict(arrivals), "mixed": [],
         "rows": [row for row in rows if row["rate"] != ALL_AT_ONCE],
         "knees": [row for row in rows if row["rate"] == ALL_AT_ONCE],
     }  # fmt: skip
@@ -362,28 +393,31 @@ def main() -> None:
             vllm = started_engine(Path(name))
         document |= {"vllm": vllm.version, "engine": engine_memory(vllm.llm)}
         with gpu_turn(timed=True):
-            measure(document, vllm.llm.llm_engine, steps, until_s, options.only, save)
+            measure(document, vllm.llm.llm_engine, server, arrivals, until_s, save, "mixed" in options.only)
 
 
 def measure(
-    document: dict[str, Any], engine: Any, steps: StepTimes, until_s: float, only: Sequence[str], save: Any
+    document: dict[str, Any], engine: Any, server: Server, arrivals: Arrivals, until_s: float, save: Any, mixed: bool
 ) -> None:
-    """Adds measurements to the document, as long as there is time; `save` is called with each."""
+    """Adds measurements to the document, as long as there is time; `save` is called with each.
+
+    mixed: whether chosen prompts are processed first.
+    """
     log, client = StepLog(engine.engine_core.engine_core.scheduler), Client(engine, itertools.count())
     draw = np.random.default_rng(2)
     client.finish([client.add(random_tokens(draw, size), 8) for size in (64, 2048, CONTEXT, 16_000)])  # a warm-up
-    if "mixed" in only:
+    if mixed:
         log.steps.clear()
         run_mixed_steps(client, draw)
-        document["mixed"] = mixed_rows(log.steps, steps)
+        document["mixed"] = mixed_rows(log.steps, server)
         save(*document["mixed"])
     log.steps.clear()
     for row in (*document["rows"], *document["knees"]):
-        measure_row(row, client, until_s)
+        measure_row(row, client, arrivals, until_s)
         document["steps"] = [
             [step.decodes, step.tokens, step.chunks, round(1e3 * step.seconds, 3)] for step in log.steps if step.chunks
         ]
-        document["decode_steps"] = decode_rows(log.steps, steps)
+        document["decode_steps"] = decode_rows(log.steps, server.steps)
         save(row)
 
 

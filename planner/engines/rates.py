@@ -28,6 +28,7 @@ from ridgeplan.roofline.collectives import COLLECTIVES, Network
 from ridgeplan.roofline.engine import (
     FULL_BITS,
     HALF_BITS,
+    PROMPT_SHARE,
     WIDTHS,
     EngineRates,
     EngineReserve,
@@ -154,7 +155,7 @@ def _rates(named: Mapping[str, float], hardware: Hardware, sm_shares: Mapping[st
         linear_inverse={width: named[f"linear {width}"] for width in WIDTHS},
         expert_inverse={width: named[f"expert {width}"] for width in WIDTHS},
         kv={kind: KVRate(named[f"kv {kind}"], sm_shares.get(kind, 0.0)) for kind in kinds},
-        linear_compute=library.rates("prefill_linear").compute_utilization,
+        linear_compute=PROMPT_SHARE * library.rates("prefill_linear").compute_utilization,
         attention_compute=library.rates("prefill_attention").compute_utilization,
         reserve=reserve_of(hardware),
         coded_speedup=2.0 if _has_fp8(hardware) else 1.0,

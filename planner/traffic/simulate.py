@@ -3,6 +3,7 @@
 The scheduler is vLLM's (V1, first come first served). A step decodes every sequence whose prompt is done, and gives
 what remains of its token budget to prompts, in chunks. A request is admitted when the blocks of its whole prompt are
 free. By default vLLM schedules a step while the one before runs, so a request that arrives meanwhile waits for both.
+The host then launches the step, and only after that reads the tokens of the one before, which are seen no earlier.
 When sequences grow beyond the KV cache, the latest admitted one is preempted: it returns to the head of the queue, and
 its prompt and output so far are computed again.
 
@@ -46,7 +47,8 @@ class Server:
     kv_tokens: that the KV cache holds. sequence_tokens: what a sequence takes of them beside its own tokens, such as
     the unused part of its last block. batched_tokens: budget of a step. decode_queries: tokens of the budget that a
     decoding sequence takes. max_chunks: prompts of a step. stages: of a pipeline, which the last chunk of a prompt
-    passes in turn. ahead: steps are scheduled while the one before runs.
+    passes in turn. ahead: steps are scheduled while the one before runs. host_s: seconds of the host before a step's first
+    kernel; launch_s: until the last one of a step with prompts, whose kernels are launched one by one.
     """
 
     steps: StepTimes
@@ -58,6 +60,8 @@ class Server:
     max_chunks: int = 1 << 30
     stages: int = 1
     ahead: bool = False
+    host_s: float = 0.0
+    launch_s: float = 0.0
 
     def fits(self, requests: Requests) -> np.ndarray:
         """Which requests the KV cache can hold until their end, alone: [requests]."""
@@ -118,6 +122,7 @@ class _Replica:
         self.ends: list[tuple[int, int]] = []  # heap of (end in rounds, request)
         self.now_s, self.round, self.batch = 0.0, 0, 0
         self.scheduled_s = 0.0  # when the next step was decided on
+        self.unread: list[tuple[list[float], int]] = []  # times of the last step's tokens: a list, and a place in it
         self.context = 0.0  # tokens of all decoding sequences
         self.growth = 0.0  # tokens that they emit in a round
         self.kv = 0.0  # tokens that the cache holds
@@ -139,6 +144,7 @@ class _Replica:
                 self._decode_steps()
             elif not preempted:
                 self.now_s = max(self.now_s, self.arrival_s[self.arrived])
+                self.unread.clear()
         return Served(
             first_s=np.array(self.first_s), finish_s=np.array(self.finish_s), end_s=self.now_s, prompt_s=self.prompt_s,
             decode_s=self.decode_s, prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens,
@@ -232,13 +238,26 @@ class _Replica:
         return grown
 
     def _finish(self, index: int) -> None:
-        self.finish_s[index] = self.now_s + self.delay_s[index]
+        self._emit(self.finish_s, index)
         self.finished += 1
 
-    def _advance(self, rounds: int, seconds: float) -> None:
-        """All decoding sequences run some rounds; those that are done leave."""
-        self.now_s += seconds
-        self.scheduled_s = self.now_s - seconds / rounds
+    def _emit(self, times: list[float], index: int) -> None:
+        times[index] = self.now_s + self.delay_s[index]
+        self.unread.append((times, index))
+
+    def _advance(self, rounds: int, step_s: float, launch_s: float) -> float:
+        """All decoding sequences run some rounds; those that are done leave. Returns the seconds that passed.
+
+        launch_s: of the host, for the first round. The next step is scheduled after that, and when the step before the
+        last one has ended.
+        """
+        before_s, launched_s = self.now_s, self.scheduled_s + launch_s
+        for times, index in self.unread:
+            times[index] = max(times[index], launched_s)
+        self.unread.clear()
+        self.now_s = max(max(before_s, self.scheduled_s + self.server.host_s) + rounds * step_s, launched_s)
+        self.scheduled_s = max(before_s, launched_s) if rounds == 1 else self.now_s - step_s
+        seconds = self.now_s - before_s
         self.kv_token_s += seconds * (self.kv + rounds * self.growth / 2)
         self.round += rounds
         self.decoded_rounds += rounds * self.batch
@@ -255,6 +274,7 @@ class _Replica:
             self.total_emitted += self.output[index] - self.emitted[index]
             self._release(index, self._stop_decoding(index))
             self._finish(index)
+        return seconds
 
     def _mixed_step(self, chunks: list[tuple[int, int, int, bool]]) -> None:
         """A step that decodes and processes prompts; those that are done emit a token and begin to decode."""
@@ -262,8 +282,7 @@ class _Replica:
         seconds = self.server.steps.mixed_s(self.batch, self.context, sizes)
         decode_s = self.server.steps.decode_s(self.batch, self.context)
         self.decode_s += decode_s
-        self.prompt_s += seconds - decode_s
-        self._advance(1, seconds)
+        self.prompt_s += self._advance(1, seconds, self.server.launch_s) - decode_s
         for index, tokens, done, complete in chunks:
             self.prompt_tokens += tokens
             if complete:
@@ -273,7 +292,7 @@ class _Replica:
     def _begin_decoding(self, index: int, context: int) -> None:
         """The token that ends a prompt; the sequence joins the batch unless that was its last."""
         if not self.emitted[index]:
-            self.first_s[index] = self.now_s + self.delay_s[index]
+            self._emit(self.first_s, index)
         self.emitted[index] += 1
         self.total_emitted += 1
         left = self.output[index] - self.emitted[index]
@@ -303,10 +322,9 @@ class _Replica:
         step_s = server.steps.decode_s(self.batch, self.context + self.growth * (steps - 1) / 2)
         if self.arrived < self.count and not self.returned and len(self.admitted) < server.max_num_seqs:
             arrival_s = self.arrival_s[self.arrived]
-            until = max(math.ceil((arrival_s - self.now_s) / step_s), 0) + server.ahead
+            started_s = max(self.now_s, self.scheduled_s + server.host_s)
+            until = max(math.ceil((arrival_s - started_s) / step_s), 0) + server.ahead
             if arrival_s > self.scheduled_s and until < steps:
                 steps = until
                 step_s = server.steps.decode_s(self.batch, self.context + self.growth * (steps - 1) / 2)
-        seconds = steps * step_s
-        self.decode_s += seconds
-        self._advance(steps, seconds)
+        self.decode_s += self._advance(steps, step_s, server.host_s)

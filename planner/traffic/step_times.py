@@ -13,7 +13,14 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.traffic.simulate import Chunk, Server, StepTimes
-from ridgeplan.roofline.engine import PAGE_TOKENS, SAMPLED_KINDS, of_sequences
+from ridgeplan.roofline.engine import (
+    HOST_S,
+    MIXED_ATTENTION,
+    PAGE_TOKENS,
+    SAMPLED_KINDS,
+    launch_seconds,
+    of_sequences,
+)
 from ridgeplan.roofline.evaluate import TimedOp, chunk_attention, prefill_seconds
 from ridgeplan.roofline.memory import resident_memory
 from ridgeplan.roofline.passes import Op
@@ -76,7 +83,7 @@ class EngineSteps:
     def mixed_s(self, batch: int, tokens: float, chunks: Sequence[Chunk]) -> float:
         """Seconds of a step that also processes chunks of prompts, of which each has a row of logits."""
         rows, stages = batch, self.stages
-        seconds = self.attention.at(batch, tokens / batch) if batch else 0.0
+        seconds = MIXED_ATTENTION * self.attention.at(batch, tokens / batch) if batch else 0.0
         if stages > 1:
             rows = -(-batch // stages)
             seconds = seconds / stages + (stages - 1) / stages * self.decode_s(batch, tokens)
@@ -164,8 +171,10 @@ class Replica:
         sequence_tokens = sizes.sequence / sizes.token + (PAGE_TOKENS - 1) / 2
         stages = question.workload.parallel.pipeline
         capacity = room / sizes.token, sequence_tokens
-        ahead = engine is not None
-        return Server(steps, *capacity, batched_tokens, seqs, queries, max_chunks, stages, ahead)
+        server = Server(steps, *capacity, batched_tokens, seqs, queries, max_chunks, stages)
+        if engine is None:
+            return server
+        return replace(server, ahead=True, host_s=HOST_S, launch_s=launch_seconds(question.shape))
 
     @cached_property
     def kv_sizes(self) -> KVSizes:

@@ -34,8 +34,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> fake_vllm.Clock:
     return clock
 
 
-def start(monkeypatch: pytest.MonkeyPatch, clock: fake_vllm.Clock, steps: measure_traffic.StepTimes) -> None:
-    for name, module in fake_vllm.fake_vllm(clock, steps).items():
+def start(
+    monkeypatch: pytest.MonkeyPatch, clock: fake_vllm.Clock, steps: measure_traffic.StepTimes, *host: float
+) -> None:
+    for name, module in fake_vllm.fake_vllm(clock, steps, *host).items():
         monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -78,7 +80,8 @@ def test_requests_are_sent_at_their_times_and_wait_for_the_step_that_is_schedule
 def test_an_engine_with_the_predicted_times_is_served_as_predicted(
     monkeypatch: pytest.MonkeyPatch, clock: fake_vllm.Clock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start(monkeypatch, clock, measure_traffic.predicted_steps("h200"))
+    server = measure_traffic.predicted_server("h200")
+    start(monkeypatch, clock, server.steps, server.host_s, server.launch_s)
     path = tmp_path / "traffic.json"
     monkeypatch.setattr(sys, "argv", ["measure_traffic.py", "--output", str(path), "--only", "mixed", "uniform"])
     measure_traffic.main()
@@ -100,7 +103,8 @@ def test_an_engine_with_the_predicted_times_is_served_as_predicted(
 def test_what_there_is_no_time_for_is_marked(
     monkeypatch: pytest.MonkeyPatch, clock: fake_vllm.Clock, tmp_path: Path
 ) -> None:
-    start(monkeypatch, clock, measure_traffic.predicted_steps("h200"))
+    server = measure_traffic.predicted_server("h200")
+    start(monkeypatch, clock, server.steps, server.host_s, server.launch_s)
     path = tmp_path / "traffic.json"
     words = ["measure_traffic.py", "--output", str(path), "--only", "uniform", "--seconds", "118"]
     monkeypatch.setattr(sys, "argv", words)

@@ -1,6 +1,7 @@
 """A vLLM whose steps take known times on a clock of its own: `LLM`, and the parts of its engine that scripts use.
 
-It schedules as vLLM does by default: a step while the one before runs, in the order of arrival, prompts in chunks.
+It schedules as vLLM does by default: a step while the one before runs, in the order of arrival, prompts in chunks. The
+host takes its time to launch each step, and reads the tokens of the one before after that.
 """
 
 from collections import deque
@@ -53,6 +54,8 @@ class Scheduler:
     times: StepTimes
     budget: int
     max_num_seqs: int
+    host_s: float = 0.0
+    launch_s: float = 0.0
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
 
@@ -95,15 +98,19 @@ class Scheduler:
                     self.running.remove(request)
         return outputs
 
-    def seconds(self, output: Any) -> float:
+    def launch(self, output: Any, free_s: float) -> float:
+        """Launches a step on a device that is free from a time on; returns when it ends."""
         prompts = {request.req_id: request.prompt for request in self.running}
         decodes = [done for name, done in output.computed.items() if done >= prompts[name]]
         chunks = [
             (output.num_scheduled_tokens[name], done) for name, done in output.computed.items() if done < prompts[name]
         ]
+        seconds = self.times.decode_s(len(decodes), sum(decodes))
         if chunks:
-            return self.times.mixed_s(len(decodes), sum(decodes), chunks)
-        return self.times.decode_s(len(decodes), sum(decodes))
+            seconds = self.times.mixed_s(len(decodes), sum(decodes), chunks)
+        ended_s = max(free_s, self.clock.now_s + self.host_s) + seconds
+        self.clock.now_s += self.launch_s if chunks else self.host_s
+        return max(ended_s, self.clock.now_s)
 
 
 def needed(request: Request) -> int:
@@ -142,7 +149,7 @@ class Engine:
         if self.has_unfinished_requests():
             output = scheduler.schedule()
             if output.num_scheduled_tokens:
-                self.free_s = max(self.free_s, scheduler.clock.now_s) + scheduler.seconds(output)
+                self.free_s = scheduler.launch(output, self.free_s)
             self.queue.append((self.free_s, output))
             if len(self.queue) < 2:
                 return []
@@ -154,14 +161,14 @@ class Engine:
         return outputs
 
 
-def fake_vllm(clock: Clock, times: StepTimes) -> dict[str, ModuleType]:
+def fake_vllm(clock: Clock, times: StepTimes, *host: float) -> dict[str, ModuleType]:
     """Modules by name. The engine's options are those that it was started with."""
 
     class LLM:
         def __init__(self, *, max_num_batched_tokens: int, max_num_seqs: int, **arguments: Any) -> None:
             assert arguments["load_format"] == "dummy" and arguments["skip_tokenizer_init"]
             clock.now_s += 90.0
-            self.llm_engine = Engine(Scheduler(clock, times, max_num_batched_tokens, max_num_seqs))
+            self.llm_engine = Engine(Scheduler(clock, times, max_num_batched_tokens, max_num_seqs, *host))
 
         def collective_rpc(self, of: Any) -> list[Any]:
             return [of(SimpleNamespace(model_runner=SimpleNamespace(model_memory_usage=16e9)))]

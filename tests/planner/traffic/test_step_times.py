@@ -38,7 +38,8 @@ def test_a_step_without_prompts_is_the_engine_s(model: str, batch: int, context:
 def test_a_prompt_in_one_step_is_the_engine_s(model: str, context: int) -> None:
     question = question_of(model, context)
     (predicted,) = predict_question([autoregressive(question.workload)], question)
-    seconds = server_of(question).steps.mixed_s(0, 0, [(context, 0)])
+    server = server_of(question)
+    seconds = server.host_s + max(server.steps.mixed_s(0, 0, [(context, 0)]), server.launch_s)
     assert 1e3 * seconds == pytest.approx(predicted.best.ttft_request_ms, rel=1e-3)
 
 
@@ -46,8 +47,11 @@ def test_prompts_with_8_bit_weights_are_as_fast_as_predicted() -> None:
     question = question_of(LLAMA)
     plan = preset("int8-weights", question.workload)
     (predicted,) = predict_question([plan], question)
-    coded, full = (server_of(question, name=name).steps for name in ("int8-weights", "autoregressive"))
-    assert 1e3 * coded.mixed_s(0, 0, [(8192, 0)]) == pytest.approx(predicted.best.ttft_request_ms, rel=1e-3)
+    servers = [server_of(question, name=name) for name in ("int8-weights", "autoregressive")]
+    coded, full = (server.steps for server in servers)
+    assert 1e3 * (servers[0].host_s + coded.mixed_s(0, 0, [(8192, 0)])) == pytest.approx(
+        predicted.best.ttft_request_ms, rel=1e-3
+    )
     assert coded.mixed_s(64, 64 * 4096, [(4096, 0)]) < 0.75 * full.mixed_s(64, 64 * 4096, [(4096, 0)])
 
 
@@ -61,8 +65,8 @@ def test_chunks_take_about_as_long_as_the_whole_prompt() -> None:
 def test_a_mixed_step_takes_less_than_its_parts_and_more_than_either() -> None:
     steps = server_of(question_of(LLAMA)).steps
     for batch, size in ((8, 128), (32, 512), (128, 2048)):
-        decode_s, prompt_s = steps.decode_s(batch, 4096 * batch), steps.mixed_s(0, 0, [(size, 1024)])
-        mixed_s = steps.mixed_s(batch, 4096 * batch, [(size, 1024)])
+        decode_s, prompt_s = steps.decode_s(batch, 1024 * batch), steps.mixed_s(0, 0, [(size, 1024)])
+        mixed_s = steps.mixed_s(batch, 1024 * batch, [(size, 1024)])
         assert max(decode_s, prompt_s) < mixed_s < decode_s + prompt_s
 
 
