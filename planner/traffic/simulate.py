@@ -47,8 +47,8 @@ class Server:
     kv_tokens: that the KV cache holds. sequence_tokens: what a sequence takes of them beside its own tokens, such as
     the unused part of its last block. batched_tokens: budget of a step. decode_queries: tokens of the budget that a
     decoding sequence takes. max_chunks: prompts of a step. stages: of a pipeline, which the last chunk of a prompt
-    passes in turn. ahead: steps are scheduled while the one before runs. host_s: seconds of the host before a step's first
-    kernel; launch_s: until the last one of a step with prompts, whose kernels are launched one by one.
+    passes in turn. ahead: steps are scheduled while the one before runs. host_s: seconds of the host before a step's
+    first kernel; launch_s: until the last one of a step with prompts, whose kernels are launched one by one.
     """
 
     steps: StepTimes
