@@ -68,7 +68,7 @@ class Statistics:
     unfinished sequences. generated: tokens delivered; decoded: tokens that rounds kept, some of them past a stop token.
     verified_at[j], accepted_at[j]: how often draft j was compared with the target, and accepted.
     draft_s, propose_s, verify_s: medians of a pass of the self-draft, of the proposals that a verification takes, of
-    that; flush_s, decode_s, prefill_s: sums.
+    that; flush_s, decode_s, prefill_s: sums, of rounds the longer of the host's wait and the device's time.
     idle_s: sum of the device's waits between rounds, 0 on a CPU.
     capture_s: time spent capturing CUDA graphs, 0 if an earlier generation's graph was reused. first_use_s: what an
     engine's first generation took before its prefill to compile or load kernels and start libraries, 0 on a CPU.

@@ -19,8 +19,8 @@ class QueuedRounds:
 
     depth = 4
 
-    def __init__(self):
-        self.in_flight, self.most_in_flight = 0, 0
+    def __init__(self, seconds=None):
+        self.in_flight, self.most_in_flight, self.seconds = 0, 0, seconds or {}
 
     def start(self, pending):
         self.pending = pending
@@ -31,14 +31,13 @@ class QueuedRounds:
 
     def collect(self):
         self.in_flight -= 1
-        return RoundResult([RowResult([1], 0, GAMMA)], {}, GAMMA)
+        return RoundResult([RowResult([1], 0, GAMMA)], self.seconds, GAMMA)
 
 
-def most_in_flight(room, new_tokens=100):
-    """The most rounds in flight in the first step after a prompt of 10 tokens, where `room` tokens fit."""
-    rounds = QueuedRounds()
+def made_loop(rounds, room=1000, new_tokens=100):
+    """A generation of one sequence after a prompt of 10 tokens, where `room` tokens fit."""
     cache = SimpleNamespace(config=SimpleNamespace(gamma=GAMMA), limit=lambda tokens: None)
-    loop = DecodeLoop(
+    return DecodeLoop(
         Request.build([1] * 10, new_tokens, None),
         SimpleNamespace(cache=cache),
         FixedGamma(GAMMA),
@@ -46,7 +45,12 @@ def most_in_flight(room, new_tokens=100):
         lambda speculator, stopwatch: rounds,
         Stopwatch(torch.device("cpu")),
     )
-    steps = loop.steps(torch.tensor([1]))
+
+
+def most_in_flight(room, new_tokens=100):
+    """The most rounds in flight in the first step."""
+    rounds = QueuedRounds()
+    steps = made_loop(rounds, room, new_tokens).steps(torch.tensor([1]))
     next(steps)
     next(steps)
     return rounds.most_in_flight
@@ -59,3 +63,16 @@ def test_every_round_in_flight_may_add_all_its_drafts_and_a_token(room, rounds):
 
 def test_no_more_rounds_are_in_flight_than_tokens_are_left():
     assert most_in_flight(1000, new_tokens=3) == 2
+
+
+def test_a_round_takes_the_devices_time_if_the_host_waited_less():
+    """Of 2 s, as the host was elsewhere meanwhile; waits between rounds are no part of them."""
+    loop = made_loop(QueuedRounds({"draft": 0.5, "verify": 1.25, "flush": 0.25, "idle": 9.0}), new_tokens=4)
+    assert len(list(loop.steps(torch.tensor([1])))) == 4
+    assert loop.stopwatch.seconds("round") == pytest.approx([2.0] * 3, abs=0.05)
+
+
+def test_a_round_takes_the_hosts_wait_if_it_is_longer():
+    loop = made_loop(QueuedRounds({"draft": 0.0, "verify": 1e-9, "flush": 0.0}), new_tokens=4)
+    list(loop.steps(torch.tensor([1])))
+    assert all(1e-9 < seconds < 1.0 for seconds in loop.stopwatch.seconds("round"))

@@ -25,11 +25,6 @@ class Plane:
     attention_share: np.ndarray
     ridge_point: float
 
-    @property
-    def memory_bound(self) -> np.ndarray:
-        """Where the aggregate intensity is below the ridge point."""
-        return self.aggregate < self.ridge_point
-
 
 def decode_plane(
     shape: ModelShape, hardware: Hardware, contexts: Sequence[int], batches: Sequence[int], new_tokens: int = 1000
