@@ -120,12 +120,8 @@ def _print(result: ServingCapacity) -> None:
     print_table("Load (ms; output tokens/s of a GPU; goodput in requests/s within the limits)", COLUMNS,
                 map(_cells, result.rows))  # fmt: skip
     for row in result.rows:
-        if row.dollars_per_million_prompt is not None:
-            prices = row.dollars_per_million_prompt, row.dollars_per_million_output or 0.0
-            energy = row.joules_per_output_token
-            joules = "" if energy is None else f", {energy:.3g} J per output token"
-            dollars = "${:.3g} per million prompt tokens, ${:.3g} per million output tokens".format(*prices)
-            echo(f"{row.rate:.4g}/s: {dollars}{joules}")
+        if row.spending:
+            echo(row.spending)
 
 
 def _cells(row: LoadRow) -> tuple[str, ...]:

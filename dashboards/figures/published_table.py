@@ -71,8 +71,14 @@ def number(value: float | str | None) -> float | None:
     return None if isinstance(value, str) else value
 
 
+def _absent(row: Row) -> str:
+    """Why a row has neither value: `out of memory, predicted: out of memory`."""
+    printed = "not printed" if row["published"] is None else "out of memory"
+    return f"{printed}; {'not predicted' if row['predicted'] is None else 'predicted: out of memory'}"
+
+
 def dumbbells(rows: Sequence[Row], title: str, x: str, **x_axis: Any) -> go.Figure:
-    """A line for each row: a ring for the published value, a dot for the prediction, joined.
+    """A line for each row: a ring for the published value, a dot for the prediction, joined; or why it has neither.
 
     The title may name columns of the first row, such as {gpu}. x_axis: settings of plotly's axis.
     """
@@ -83,6 +89,8 @@ def dumbbells(rows: Sequence[Row], title: str, x: str, **x_axis: Any) -> go.Figu
         if None not in ends:
             figure.add_scatter(x=ends, y=[name, name], mode="lines", line={"color": "#bbb"}, hoverinfo="skip",
                                showlegend=False)  # fmt: skip
+        elif ends == [None, None]:
+            figure.add_annotation(x=0, xref="paper", xanchor="left", y=name, text=_absent(row), showarrow=False)
     colors = colors_of(row["method"] for row in rows)
     for side, symbol in (("published", "circle-open"), ("predicted", "circle")):
         figure.add_scatter(

@@ -37,8 +37,8 @@ def show_traffic(page: PageQuestion) -> None:
             st.plotly_chart(charts.latency_figure(result, name), key=name, alt=f"Percentiles of the {title} by rate")
     st.markdown("**Throughput of a GPU against the time per token**, one replica of each degree of parallelism")
     st.plotly_chart(charts.front_figure(by_degrees), key="front", alt="Pareto front of throughput and time per token")
-    for note in result.notes:
-        st.caption(escaped(note))
+    for line in (*(row.spending for row in result.rows if row.spending), *result.notes):
+        st.caption(escaped(line))
 
 
 @st.cache_data(max_entries=KEPT, ttl=10 * MINUTE, show_spinner="Simulating requests")

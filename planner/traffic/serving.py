@@ -99,6 +99,16 @@ class LoadRow:
         """Whether the 99th percentiles are within the limits, and no request is rejected."""
         return not self.misses
 
+    @property
+    def spending(self) -> str:
+        """Dollars and energy of the tokens in one line; empty without a price."""
+        if self.dollars_per_million_prompt is None:
+            return ""
+        energy = self.joules_per_output_token
+        joules = "" if energy is None else f", {energy:.3g} J per output token"
+        prompt, output = f"${self.dollars_per_million_prompt:.3g}", f"${self.dollars_per_million_output:.3g}"
+        return f"{self.rate:.4g}/s: {prompt} per million prompt tokens, {output} per million output tokens{joules}"
+
 
 @dataclass(frozen=True, repr=False)
 class ServingCapacity(Table):
