@@ -16,6 +16,7 @@ from ridgeplan.planner.capacity import Offloaded
 from ridgeplan.planner.lowering import round_costs
 from ridgeplan.planner.resolution import this_machine
 from ridgeplan.roofline.catalog.profile import Profile
+from ridgeplan.roofline.execution import PREFILL_CHUNK_TOKENS
 from ridgeplan.roofline.plan.plan import Plan
 from ridgeplan.runtime.chat_template import Messages, TemplateProcess, chat_text
 from ridgeplan.runtime.decode_loop import DecodeLoop
@@ -48,20 +49,13 @@ from ridgeplan.runtime.speculation.rounds import EagerRounds, GraphedStep, Graph
 from ridgeplan.runtime.speculation.sparse_target import SparseTargetAttention
 from ridgeplan.runtime.speculation.speculator import Speculator
 from ridgeplan.runtime.statistics import Statistics, Stopwatch
-from ridgeplan.runtime.text import (
-    before_stop,
-    encoded,
-    require_stop_words,
-    stop_tokens,
-    text_decoder,
-    text_pieces,
-)
+from ridgeplan.runtime.text import before_stop, encoded, require_stop_words, stop_tokens, text_decoder, text_pieces
 
 # Rows, layers on the device, and the sampling parameters.
 GraphKey = tuple[int, int, tuple[float, int | None, float | None]]
 # Kinds of rounds whose graphs are kept. Each holds a round's workspace; a plan's predicted memory counts one.
 KEPT_GRAPHS = 8
-FIRST_USE_TOKENS = 512  # of the prompts of the pass in which a GPU compiles or loads kernels and libraries
+FIRST_USE_TOKENS = PREFILL_CHUNK_TOKENS  # of prompts, in the pass that compiles or loads kernels; sizes have their own
 TEACHER_FORCED_TOKENS = 8  # of a pass; the attention kernels take them with up to 8 query heads a KV head
 # A pass that appends to the cache takes as long as a prefill of about so many: 14 on a CPU, 40 on an H200 (predicted).
 PREFILL_TOKENS_PER_PASS = 32

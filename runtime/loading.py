@@ -22,12 +22,7 @@ from ridgeplan.roofline.plan.support import as_loaded, exceeds_window, missing_e
 from ridgeplan.runtime.engine import DraftParts, Engine
 from ridgeplan.runtime.errors import UnsupportedPlan, WorkloadError
 from ridgeplan.runtime.heap import call_with_separate_heap, return_freed_memory
-from ridgeplan.runtime.memory import (
-    MemoryMeter,
-    readable_out_of_memory,
-    require_memory,
-    require_weight_memory,
-)
+from ridgeplan.runtime.memory import MemoryMeter, readable_out_of_memory, require_memory, require_weight_memory
 from ridgeplan.runtime.model.checkpoint import StateDict, import_model_code, load_config, load_state_dict, load_tensor
 from ridgeplan.runtime.model.config import decoder_config
 from ridgeplan.runtime.model.decoder import Decoder, DecoderConfig

@@ -13,13 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ridgeplan.planner.acceptance.drafter_rows import (
-    EAGLE3,
-    DrafterRow,
-    acceptance_of,
-    drafter_rows,
-    load_drafter_rows,
-)
+from ridgeplan.planner.acceptance.drafter_rows import EAGLE3, DrafterRow, acceptance_of, drafter_rows, load_drafter_rows
 from ridgeplan.planner.acceptance.rows import variant_name
 from ridgeplan.planner.acceptance.speculation_profile import head_rows, head_settings
 from ridgeplan.roofline.catalog.profile import SOURCES

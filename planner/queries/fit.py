@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 
 from ridgeplan.planner.capacity import Capacity
-from ridgeplan.planner.feasibility import (
-    NothingFits,
-    context_limits,
-    executable_families,
-    fewest_gpus,
-    smallest_plans,
-)
+from ridgeplan.planner.feasibility import NothingFits, context_limits, executable_families, fewest_gpus, smallest_plans
 from ridgeplan.planner.parallelism import divided
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question, SearchOptions, ask

@@ -13,14 +13,7 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.traffic.simulate import Chunk, Server, StepTimes
-from ridgeplan.roofline.engine import (
-    HOST_S,
-    MIXED_ATTENTION,
-    PAGE_TOKENS,
-    SAMPLED_KINDS,
-    launch_seconds,
-    of_sequences,
-)
+from ridgeplan.roofline.engine import HOST_S, MIXED_ATTENTION, PAGE_TOKENS, SAMPLED_KINDS, launch_seconds, of_sequences
 from ridgeplan.roofline.evaluate import TimedOp, chunk_attention, prefill_seconds
 from ridgeplan.roofline.memory import resident_memory
 from ridgeplan.roofline.passes import Op

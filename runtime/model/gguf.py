@@ -139,17 +139,13 @@ def _is_whole(folder: Path) -> bool:
 
 def _is_as_written(path: Path, size: int, modified_ns: int, crc: int) -> bool:
     status = path.stat()
-    return status.st_size == size and (status.st_mtime_ns == modified_ns or _checksum(path) == crc)
-
-
-def _checksum(path: Path) -> int:
-    """CRC-32 of a file, which is read once in a process as long as it is not written again."""
-    status = path.stat()
-    return _checksum_of(path, status.st_size, status.st_mtime_ns, status.st_ino)
+    same_time = status.st_mtime_ns == modified_ns
+    return status.st_size == size and (same_time or _checksum(path, status.st_mtime_ns, status.st_ino) == crc)
 
 
 @cache
-def _checksum_of(path: Path, size: int, modified_ns: int, inode: int) -> int:
+def _checksum(path: Path, modified_ns: int, inode: int) -> int:
+    """CRC-32 of a file, which is read once in a process as long as it is not written again."""
     checksum = 0
     for block in _blocks(path):
         checksum = zlib.crc32(block, checksum)
@@ -189,8 +185,9 @@ def _convert_into(path: Path, folder: Path, on_progress: OnProgress) -> None:
     staging.mkdir()
     try:
         _convert(path, staging, on_progress)
+        written = [(file, file.stat()) for file in staging.iterdir()]
         files = {
-            file.name: (file.stat().st_size, file.stat().st_mtime_ns, _checksum(file)) for file in staging.iterdir()
+            file.name: (at.st_size, at.st_mtime_ns, _checksum(file, at.st_mtime_ns, at.st_ino)) for file, at in written
         }
         (staging / MANIFEST).write_text(json.dumps(files), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)

@@ -280,6 +280,9 @@ class _PromptFill:
             destination.cache.store_prompt(index, destination.row, buffers.keys[:, latest], buffers.values[:, latest])
             return
         keys, values = buffers.keys[:, :tokens], buffers.values[:, :tokens]
+        if chosen is None and stop == len(self._prompt) and destination.observer is None:
+            destination.cache.store_prompt(index, destination.row, keys, values)  # all of it, and nobody asks where
+            return
         positions = torch.arange(self._start, stop, dtype=torch.int32, device=keys.device)[None]
         if kept_layers:
             earlier = kept_layers[index].positions

@@ -7,7 +7,7 @@ of which may lie in a scratch arena, and either one chunk of the MLP or the atte
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ridgeplan.kernels.attention import MAX_QUERIES, decode_attention
+from ridgeplan.kernels.layer import Tables
 from ridgeplan.kernels.state.reference import delta_chunks
 from ridgeplan.roofline.catalog.layers import Attention
 from ridgeplan.roofline.catalog.model_shape import ModelShape
@@ -36,6 +37,7 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 # cuDNN is about twice as fast as FlashAttention-2 on long prompts (H200, 8k to 128k tokens).
 LONG_PROMPT_BACKENDS = [SDPBackend.CUDNN_ATTENTION, *BACKENDS]
 MAX_GROUPED_HEAD_DIM = 256  # of libraries' attention in which several query heads share a key
+Places = tuple[Tensor, Tensor, Tables]  # positions and slots of tokens, int64 [1, tokens], and their rotary tables
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,14 @@ class Parts:
     """Splits `total` tokens into a prompt of `tokens` tokens and those appended to it, which it does not see.
 
     The two are projected and attend separately, so appended tokens do not change a bit of the prompt's results.
-    shift: positions from right after the prompt to the first appended token.
+    shift: positions from right after the prompt to the first appended token. known: what `places` returned.
     """
 
     tokens: int
     total: int
     chunk_tokens: int = PREFILL_CHUNK_TOKENS
     shift: int = 0
+    known: dict[tuple[int, int, int], Places] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def chunks(self) -> list[slice]:
@@ -60,6 +63,23 @@ class Parts:
             for first, last in (prompt, rest)
             for start in range(first, last, self.chunk_tokens)
         ]
+
+    def places(self, decoder: Decoder, index: int, chunk: slice, start: int = 0, held: int = 0) -> Places:
+        """Of the tokens of a chunk in layer `index`; the text begins at position `start`, behind `held` tokens.
+
+        Layers share those of a text that is one chunk: a short prompt takes the time of its launches. Those of a long
+        one would take memory, and it is no faster with them.
+        """
+        key = decoder.config.layers[index].rotary, chunk.start, held
+        if len(self.chunks) > 1:
+            self.known.clear()
+        if key not in self.known:
+            shift = self.shift if chunk.start >= self.tokens else 0
+            device, first, last = decoder.frequencies[0].device, chunk.start, chunk.stop
+            slots = torch.arange(held + first, held + last, device=device)[None]
+            positions = torch.arange(start + shift + first, start + shift + last, device=device)[None]
+            self.known[key] = positions, slots, decoder.layer_rotary(index, positions)
+        return self.known[key]
 
 
 class Padded(NamedTuple):
@@ -204,12 +224,9 @@ def project_layer(
     """
     queries, keys, values = buffers.padded
     for chunk in parts.chunks:
-        places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
+        positions, slots, tables = parts.places(decoder, index, chunk, start, buffers.held)
         normed = layer.mixer_norm(hidden[chunk], None)[1][None]
-        shift = parts.shift if chunk.start >= parts.tokens else 0
-        positions, slots = start + places + shift, buffers.held + places
-        table = decoder.layer_rotary(index, positions)
-        queries[chunk] = decoder.project(index, attention, normed, table, positions, keys, values, slots)[0]
+        queries[chunk] = decoder.project(index, attention, normed, tables, positions, keys, values, slots)[0]
 
 
 def project_latent(
@@ -230,9 +247,8 @@ def project_latent(
     values[..., width:] = 0
     rows = []
     for chunk in parts.chunks:
-        places = torch.arange(chunk.start, chunk.stop, device=hidden.device)[None]
         normed = layer.mixer_norm(hidden[chunk], None)[1][None]
-        q, row = attention.project(normed, decoder.layer_rotary(index, places))
+        q, row = attention.project(normed, parts.places(decoder, index, chunk)[2])
         queries[chunk] = q[0]
         keys[0, :, chunk, :plain] = torch.einsum("tr,hnr->htn", row[0, :, :latent], attention.keys)
         keys[0, :, chunk, plain:] = row[0, :, latent:]
@@ -261,12 +277,13 @@ def attend_layer(
     held, tokens, padded = buffers.held, parts.tokens, int(padded_prompt(parts.tokens))
     seen = slice(held + padded)
     starts = range(tokens, parts.total, MAX_QUERIES)
-    # Made before the prompt's attention: the decode kernel may read them before the kernel ahead of it has ended.
-    first = torch.zeros(1, dtype=torch.int32, device=queries.device)
-    # Counted there: a copy of the host's would wait for all that runs before.
     visible = held + tokens if visible is None else min(visible, held + tokens)
-    seen_first, seen_last = visible + 1, visible + parts.total - tokens + 1
-    ends = torch.arange(seen_first, seen_last, MAX_QUERIES, dtype=torch.int32, device=queries.device)
+    if starts:
+        # Made before the prompt's attention: the decode kernel may read them before the kernel ahead of it has ended.
+        first = torch.zeros(1, dtype=torch.int32, device=queries.device)
+        # Counted there: a copy of the host's would wait for all that runs before.
+        seen_first, seen_last = visible + 1, visible + parts.total - tokens + 1
+        ends = torch.arange(seen_first, seen_last, MAX_QUERIES, dtype=torch.int32, device=queries.device)
     softmax = Softmax(settings.soft_cap, sinks)
     attend_in_place(queries[:padded], keys[0, :, seen], values[0, :, seen], window, tokens, softmax)
     if visible < held + tokens:

@@ -18,13 +18,14 @@ from ridgeplan.validate.calibration.calls import bench_for, class_calls, portabl
 from ridgeplan.validate.calibration.fit import Ceilings, KernelTiming, Samples, SamplesError, fit_rates, fit_steps
 from ridgeplan.validate.calibration.link import link_classes
 from ridgeplan.validate.calibration.noise import CPU_PASSES, NoiseCheck, slowdown
-from ridgeplan.validate.calibration.overheads import measured_rounds, with_dispatch, with_fitted_gaps
+from ridgeplan.validate.calibration.overheads import DISPATCH_TIMES, measured_rounds, with_dispatch, with_fitted_gaps
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.measure import Progress, silent
 from ridgeplan.validate.timing import Bench, KernelCall
 
 PORTABLE = "portable"  # all classes of the kernels that older GPUs run
 LINK = "link"  # all classes of transfers between a GPU and the host
+DISPATCH = "dispatch"  # the host's times to launch passes and layers
 LARGE_READ_BYTES = 200e6  # far more than a cache holds
 
 
@@ -93,8 +94,8 @@ def recalibrate(
 ) -> Profile:
     """Measures the classes `kinds` of `base`, this machine's profile, again.
 
-    "portable" stands for the classes of older GPUs, "link" for those of the link to the host. What is fitted to whole
-    rounds stays as it is.
+    "portable" stands for the classes of older GPUs, "link" for those of the link to the host, "dispatch" for the host's
+    times to launch. What is fitted to whole rounds stays as it is.
     Raises CalibrationError for another machine's profile and for an unknown class, and NoisyMachine where readings do
     not agree.
     """
@@ -105,7 +106,7 @@ def recalibrate(
         raise CalibrationError(f"the profile is of {base.device}, this machine is {device}; calibrate it in full")
     suite = _fitting(suite or suite_for(place.type, quick), place)
     bench = bench_for(place, suite)
-    known = [*class_calls(bench, suite, base.hardware.num_sms), PORTABLE, LINK]
+    known = [*class_calls(bench, suite, base.hardware.num_sms), PORTABLE, LINK, DISPATCH]
     if unknown := sorted(set(kinds) - set(known)):
         raise CalibrationError(f"class {unknown[0]!r} is none of: {', '.join(known)}")
     bandwidth, compute = machine.copy_bytes_per_s(bench), machine.matmul_flops(bench, suite.matmul_size)
@@ -119,6 +120,8 @@ def recalibrate(
         classes={**base.classes, **fitted},
         portable=dict(portable),
     )
+    if DISPATCH in kinds:
+        profile = with_dispatch(bench, profile, suite.dispatch_shape, suite.dispatch_layers)
     return _with_link(bench, profile) if LINK in kinds and place.type == "cuda" else profile
 
 
@@ -133,7 +136,7 @@ def merge_recalibrated(saved: Profile, base: Profile, measured: Profile) -> Prof
     classes = {kind: rates for kind, rates in measured.classes.items() if rates != base.classes.get(kind)}
     changed = {
         name: getattr(measured, name)
-        for name in ("portable", "host_link_utilization", "software", "date")
+        for name in ("portable", "host_link_utilization", "software", "date", *DISPATCH_TIMES)
         if getattr(measured, name) != getattr(base, name)
     }
     return replace(saved, classes={**saved.classes, **classes}, **changed)

@@ -20,6 +20,7 @@ from ridgeplan.planner.prediction import predict
 from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.profile import Profile, Rates, RowStep
 from ridgeplan.roofline.cost import Cost, indicator
+from ridgeplan.roofline.execution import CUDA_LIBRARY_GEMM_ROWS
 from ridgeplan.roofline.latency import Machine
 from ridgeplan.roofline.passes import PassTerms, decode_pass
 from ridgeplan.roofline.plan.plan import Plan, Workload
@@ -31,7 +32,9 @@ from ridgeplan.validate.random_model import RandomDecoder, RandomModel, measured
 from ridgeplan.validate.timing import Bench, KernelCall, captured
 
 CONTEXT = 64
+PROMPT = 2 * CUDA_LIBRARY_GEMM_ROWS  # tokens whose products are the library's, as in all but the shortest prompts
 HOST_CALLS = 20
+DISPATCH_TIMES = ("pass_dispatch_s", "layer_dispatch_s", "prefill_layer_dispatch_s")  # of a profile
 STEP_PASSES = 8  # over the decoders on a CPU: a step is many times longer than a kernel, so few are undisturbed
 
 
@@ -43,7 +46,8 @@ def with_dispatch(bench: Bench, profile: Profile, shape: ModelShape, layer_count
     is the host's other work, in prefill as in decoding. There the layers must be as large as a real model's, so that
     the caches are cold between operations. The fastest of several passes over the decoders counts, as for kernels.
     """
-    models = [RandomDecoder.build(bench, replace(shape, layers=layers), CONTEXT, 1) for layers in layer_counts]
+    room = PROMPT if profile.asynchronous else CONTEXT
+    models = [RandomDecoder.build(bench, replace(shape, layers=layers), room, 1) for layers in layer_counts]
     if profile.asynchronous:
         pass_s, layer_s = _line(layer_counts, [_host_seconds(model) for model in models])
         _, prefill_layer_s = _line(layer_counts, [_prefill_seconds(model) for model in models])
@@ -63,7 +67,7 @@ def _line(layer_counts: Sequence[int], seconds: Sequence[float]) -> tuple[float,
 
 def _prefill_seconds(model: RandomDecoder) -> float:
     """Seconds of a prefill so short that launching its kernels dominates."""
-    weights, prompt = model.weights(), model.tokens(CONTEXT)[0]
+    weights, prompt = model.weights(), model.tokens(PROMPT)[0]
     times = []
     for _ in range(HOST_CALLS):
         start = time.perf_counter()

@@ -11,14 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ridgeplan.kernels.device.backend import Backend
-from ridgeplan.kernels.experts import (
-    ExpertWeight,
-    expert_of,
-    route,
-    routed_mlp,
-    routed_mlp_cost,
-    routed_mlp_reference,
-)
+from ridgeplan.kernels.experts import ExpertWeight, expert_of, route, routed_mlp, routed_mlp_cost, routed_mlp_reference
 from ridgeplan.kernels.layer import swiglu
 from ridgeplan.kernels.linear.weights import MXFP4_GROUP, Int4Weight, Int8Weight, Mxfp4Weight
 from ridgeplan.roofline.catalog.layers import Routing

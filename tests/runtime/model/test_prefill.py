@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from ridgeplan import runtime
+from ridgeplan.runtime.model.decoder import Decoder
+from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.model.prefill_layer import attend_in_place, causal_attention
 
 TOKENS = 50
@@ -63,3 +66,18 @@ def test_what_stands_behind_the_prompt_keeps_its_queries(qkv):
     attend_in_place(queries, keys, values, None, 47)
     torch.testing.assert_close(queries[:47].transpose(0, 1), attention_of(*qkv, TOKENS)[:, :47])
     assert torch.equal(queries[47:].transpose(0, 1), q[:, 47:])
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_layers_of_a_text_of_one_chunk_share_its_positions(chunks, tiny_model, make_plan, monkeypatch):
+    """Those of two rotary embeddings; of several chunks each layer makes its own, so that they take no memory."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in zip(kinds, (1e4, 1e6), strict=False)}
+    model = tiny_model("gemma3_text", num_hidden_layers=3, layer_types=kinds, sliding_window=512, rope_parameters=rope)
+    engine, made = runtime.load(make_plan(), model.folder, device="cpu"), []
+    layers, layer_rotary = len(engine.config.layers), Decoder.layer_rotary
+    assert layers > len(engine.config.rotaries) == 2
+    monkeypatch.setattr(Decoder, "layer_rotary", lambda *given: made.append(given[1]) or layer_rotary(*given))
+    with torch.inference_mode():
+        prefill(engine.decoder, engine.weights, engine.cache, 0, torch.arange(TOKENS), TOKENS // chunks)
+    assert len(made) == (2 if chunks == 1 else chunks * layers)

@@ -1,6 +1,7 @@
 """A whole calibration on tiny sizes, and saving its profile."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from ridgeplan.roofline.latency import KERNEL_CLASSES, WIDE_SCANS, attention_kin
 from ridgeplan.roofline.plan.plan import Workload
 from ridgeplan.roofline.plan.presets import preset
 from ridgeplan.validate import timing
+from ridgeplan.validate.calibration import calibrate as calibrate_module
 from ridgeplan.validate.calibration.calls import class_calls, expert_calls, quantized_calls
 from ridgeplan.validate.calibration.sizes import Suite, suite_for
 from ridgeplan.validate.kernel_calls.attention import DecodeSize, Heads, random_decode
@@ -127,8 +129,20 @@ def test_classes_are_measured_again_into_a_profile(profile: Profile) -> None:
     assert (recalibrated.hardware, recalibrated.portable) == (profile.hardware, profile.portable)
 
 
+def test_the_times_of_launches_are_measured_again_alone(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dispatched(bench: object, base: Profile, shape: object, layers: Sequence[int]) -> Profile:
+        assert tuple(layers) == TINY.dispatch_layers and shape == TINY.dispatch_shape
+        return replace(base, pass_dispatch_s=1.0, layer_dispatch_s=2.0, prefill_layer_dispatch_s=3.0)
+
+    monkeypatch.setattr(calibrate_module, "with_dispatch", dispatched)
+    measured = validate.recalibrate(profile, ["dispatch"], True, suite=TINY)
+    assert (measured.classes, measured.hardware) == (profile.classes, profile.hardware)
+    merged = calibrate_module.merge_recalibrated(profile, profile, measured)
+    assert (merged.pass_dispatch_s, merged.layer_dispatch_s, merged.prefill_layer_dispatch_s) == (1.0, 2.0, 3.0)
+
+
 def test_an_unknown_class_and_another_machines_profile_are_refused(profile: Profile) -> None:
-    with pytest.raises(ValueError, match=r"^class 'ropes' is none of: linear, head, .*portable, link$"):
+    with pytest.raises(ValueError, match=r"^class 'ropes' is none of: linear, head, .*portable, link, dispatch$"):
         validate.recalibrate(profile, ["ropes"], True, suite=TINY)
     other = replace(profile, device="NVIDIA H200")
     with pytest.raises(ValueError, match=r"^the profile is of NVIDIA H200, this machine is "):
