@@ -20,6 +20,7 @@ from ridgeplan.planner.acceptance.rows import AcceptanceRow
 from ridgeplan.roofline.catalog.models import load_shape
 from ridgeplan.roofline.catalog.profile import load_profile
 from ridgeplan.roofline.plan.plan import Plan
+from ridgeplan.roofline.plan.presets import short_name
 from ridgeplan.validate.comparison import tpot_ms_at
 from ridgeplan.validate.decode_bench.report import DecodeCase
 
@@ -108,7 +109,7 @@ def decode_acceptance() -> str:
         at_measured.append(run.error(run.measured))
         workload = f"{run.plan.workload.context}x{run.plan.workload.batch}"
         lines.append(
-            (run.row["preset"], workload, str(run.row["gamma"]), f"{run.measured:.3f}", f"{predicted:.3f}",
+            (short_name(run.row["preset"]), workload, str(run.row["gamma"]), f"{run.measured:.3f}", f"{predicted:.3f}",
              f"{run.row['measured']['tpot_ms']:.2f}", f"{errors[-1]:+.1%}", f"{at_measured[-1]:+.1%}")
         )  # fmt: skip
     lines.append(
@@ -142,7 +143,7 @@ def decode_regret() -> str:
         if run.plan.eviction.active or run.plan.attention.active:
             continue
         acceptance = run.predicted(rows, fitted) if run.row["gamma"] else 1.0
-        name = f"{run.row['preset']}, gamma {run.row['gamma']}" if run.row["gamma"] else run.row["preset"]
+        name = short_name(run.row["preset"]) + (f", gamma {run.row['gamma']}" if run.row["gamma"] else "")
         plans = by_workload.setdefault((workload.context, workload.batch), {})
         plans.setdefault(name, []).append((measured_ms * (1 + run.error(acceptance)), measured_ms))
     lines, regrets = [], []

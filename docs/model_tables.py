@@ -7,6 +7,7 @@ from typing import Any
 
 from readme_tables import result, table
 
+from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.prediction import predict_all
 from ridgeplan.planner.resolution import resolve
 from ridgeplan.roofline.catalog.families import FAMILIES
@@ -16,7 +17,7 @@ from ridgeplan.roofline.catalog.models import list_models
 from ridgeplan.roofline.catalog.profile import Profile
 from ridgeplan.roofline.ops import activated_experts
 from ridgeplan.roofline.plan.plan import Placement, Plan, Workload
-from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.plan.presets import preset, short_name
 from ridgeplan.roofline.plan.support import (
     as_loaded,
     layer_needs,
@@ -91,8 +92,8 @@ EXPERTS, DENSE, SKEW, GAMMAS, BATCHES = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B", 1
 
 
 def measured_models(name: str) -> str:
-    """Plain decoding and the best plans of models of true size: measured times, and errors of their predictions."""
-    lines = []
+    """Measured plain decoding and best plans of models of true size, their predictions' errors, and vLLM's times."""
+    lines, engines = [], shipped_measurements()
     for model, rows in result(name).items():
         if "/" not in model:
             continue  # where and when
@@ -100,8 +101,23 @@ def measured_models(name: str) -> str:
         for size in dict.fromkeys(row.partition(",")[0] for row in measured):
             plain, best = (measured.get(f"{size}, {case}") for case in ("plain", "best"))
             if plain or best:
-                lines.append((model.partition("/")[2], size, _cell(plain), _cell(best), best["plan"] if best else ""))
-    return table(("model", "context x batch", "plain ms", "best ms", "best plan"), lines)
+                engine_ms = engines.tpot_ms(model, *map(int, size.split(" x ")), "auto", "auto")
+                lines.append(
+                    (model.partition("/")[2], size, _cell(plain), _cell(best), f"{engine_ms:.2f}" if engine_ms else "",
+                     _ratio(engine_ms, plain), _ratio(engine_ms, best), _name(best["plan"]) if best else "")
+                )  # fmt: skip
+    columns = ("model", "context x batch", "plain ms", "best ms", "vLLM ms", "over plain", "over best", "best plan")
+    return table(columns, lines)
+
+
+def _name(plan: str) -> str:
+    """The short name of a plan and its drafts, without its workload."""
+    name, *settings = plan.split(", ")
+    return ", ".join((short_name(name), *(each for each in settings if each.startswith("gamma"))))
+
+
+def _ratio(engine_ms: float | None, row: dict[str, Any] | None) -> str:
+    return f"{engine_ms / row['tpot_ms']:.2f}" if engine_ms and row else ""
 
 
 def _cell(row: dict[str, Any] | None) -> str:

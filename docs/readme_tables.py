@@ -14,7 +14,7 @@ from typing import Any
 from ridgeplan.planner.engines.measurements import shipped_measurements
 from ridgeplan.planner.quality import FIDELITY, Quality, QualityRow, load_rows, quality_of, ruler_average
 from ridgeplan.roofline.plan.plan import Plan, Workload
-from ridgeplan.roofline.plan.presets import preset
+from ridgeplan.roofline.plan.presets import preset, short_name
 from ridgeplan.validate.suite.report import SuiteReport, summaries
 
 RESULTS = Path(__file__).parents[1] / "validate" / "results"
@@ -63,7 +63,7 @@ class Decoding:
     def name(self) -> str:
         """The preset, with the share of the prompt that it keeps where that is not its own budget."""
         share = self.row.get("share")
-        return f"`{self.row['preset']}`" + (f", {share:.0%} kept" if share else "")
+        return f"`{short_name(self.row['preset'])}`" + (f", {share:.0%} kept" if share else "")
 
     @property
     def size(self) -> tuple[int, int]:

@@ -95,17 +95,17 @@ def at_context(workload: Workload, context: int, drafter: Drafter) -> Workload:
 
 
 def _rows_about(kind: DrafterKind, workload: Workload) -> Sequence[DrafterRow]:
-    """Rows of the workload's kind of text: of the head that it names, else the user's near its context, else all.
+    """Rows of the workload's kind of text: of the head that it names alone, else the user's near its context, else all.
 
     Where the kind of text is not known, all of the head's rows, and none of a drafter that any text may have.
     """
-    of_head = head_rows(workload.drafter_head) if workload.drafter_head and kind is DrafterKind.HEAD else ()
-    of_head = tuple(row for row in of_head if not (row.text and workload.text) or row.text == workload.text)
-    if of_head:  # with the window that plans have
-        own_name = head_settings(workload.drafter_head).row_name()
-        of_head = tuple(row for row in of_head if row.name == own_name) or of_head
-    if of_head or not workload.text:
-        return of_head
+    if workload.drafter_head and kind is DrafterKind.HEAD:
+        of_head = head_rows(workload.drafter_head)
+        of_head = tuple(row for row in of_head if not (row.text and workload.text) or row.text == workload.text)
+        name = head_settings(workload.drafter_head).row_name() if of_head else ""  # with the window that plans have
+        return tuple(row for row in of_head if row.name == name) or of_head
+    if not workload.text:
+        return ()
     users = load_drafter_rows(workload.drafter_rows) if workload.drafter_rows else ()
     of_user, shipped = (
         [row for row in rows if (row.kind, row.text) == (kind, workload.text)] for rows in (users, drafter_rows())
