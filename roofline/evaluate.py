@@ -20,7 +20,7 @@ from ridgeplan.roofline.engine import (
     of_sequences,
     repeated,
 )
-from ridgeplan.roofline.execution import prefill_chunk_tokens
+from ridgeplan.roofline.execution import KV_CODE_LAUNCHES, LAYER_LAUNCHES, WEIGHT_COPY_LAUNCHES, prefill_chunk_tokens
 from ridgeplan.roofline.host_link import HostLink
 from ridgeplan.roofline.latency import Machine, RateTerms, StrategyRates
 from ridgeplan.roofline.memory import MemoryBreakdown, coded_layers, layer_parameters, offload_layers, swapped_bytes
@@ -209,15 +209,17 @@ def prefill_seconds(
 ) -> Term:
     """Time to the first token: all prompts one after another, including the quantization of their KV.
 
+    Short prompts take the host's time, every launch of which takes as long as those of a dense layer do on average.
     target_linear: as for `prefill_rates`. Draft weights that prompts overwrote are copied back from the host once,
     after the last prompt.
     """
     rates = prefill_rates(shape, machine, strategy, target_linear)
-    layer_launches = shape.layers * prefill_launches(machine, strategy)
+    copies, codes = WEIGHT_COPY_LAUNCHES * (1 - strategy.target.dense), minimum(strategy.code_planes, 1)
+    more = machine.asynchronous * (copies + KV_CODE_LAUNCHES * codes) / LAYER_LAUNCHES
+    layer_launches = shape.layers * prefill_launches(machine, strategy) * (1 + more)
     prompt_s = machine.prefill_seconds(prefill_ops(shape, machine, strategy), rates, layer_launches)
     cost = quantize_cost(shape, machine, strategy, 1, strategy.kept_tokens)
-    layers = minimum(strategy.code_planes, 1) * coded_layers(shape, strategy)
-    quantize_s = layers * machine.seconds(cost, machine.rates["quantize"])
+    quantize_s = codes * coded_layers(shape, strategy) * machine.seconds(cost, machine.rates["quantize"])
     swap_in_s = swapped_bytes(shape, machine, strategy) / machine.host_link_bytes_per_s
     return strategy.batch * (prompt_s + quantize_s + sampling_seconds(shape, machine, 1)) + swap_in_s
 

@@ -23,6 +23,9 @@ EXECUTABLE_ARCHITECTURES = tuple(name for name, family in FAMILIES.items() if fa
 PREFILL_CHUNK_TOKENS = 4096  # enough rows for full speed, few enough for a small workspace
 CPU_PREFILL_CHUNK_TOKENS = 512  # the same on a CPU, whose caches hold the activations of so many
 PREFILL_ATTENDED_TOKENS = 1 << 16  # enough to fill a GPU
+# Kernels that a GPU's host launches for a dense layer of a prompt, and how many more where weights are codes, of which
+# each product copies its own, and where KV becomes codes.
+LAYER_LAUNCHES, WEIGHT_COPY_LAUNCHES, KV_CODE_LAUNCHES = 14, 4, 2
 STATE_PIECE_TOKENS = 512  # of a prompt that go through a recurrent state together, in float32
 
 # cuDNN plans its attention anew for every length of a prompt, 62 ms each on an H200. Prompts from PADDED_PROMPT_TOKENS

@@ -86,6 +86,14 @@ def test_layers_are_launched_once_a_chunk_of_4096_tokens(ideal):
         assert prefill_seconds(LLAMA, instant, strategy) == pytest.approx(32e-3 * chunks)
 
 
+@pytest.mark.parametrize(("name", "launches"), [("autoregressive", 14), ("int8", 16), ("quantspec-int8", 20)])
+def test_codes_of_weights_and_of_kv_launch_more(name, launches, ideal):
+    """A copy of each of the four products' weights, and the quantization with its first group's index."""
+    instant = replace(ideal, bandwidth_bytes_per_s=1e30, compute_flops=1e30, prefill_layer_dispatch_s=14e-3)
+    strategy, _ = lowered(name, instant, context=1000)
+    assert prefill_seconds(LLAMA, instant, strategy) == pytest.approx(32e-3 * launches)
+
+
 def test_prompts_are_processed_one_after_another(ideal):
     """Each with its quantization: codes of 8.25 bits an element are written for 4096 tokens in 32 layers."""
     slow = replace(ideal, rates={**ideal.rates, "quantize": RateTerms(1e-3, 1.0, 0.0)})
