@@ -84,3 +84,5 @@ def main() -> None:
     # OpenMP's threads wait for each other in busy loops, which are very slow when another process occupies a core.
     # Shorter loops cost nothing on idle cores. OpenMP reads this when torch loads, which has not happened yet.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # NumPy multiplies and inverts small matrices only, for which threads of many cores wait longer than they work.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
