@@ -119,9 +119,8 @@ def _print(result: ServingCapacity) -> None:
     print_notes(result.notes)
     print_table("Load (ms; output tokens/s of a GPU; goodput in requests/s within the limits)", COLUMNS,
                 map(_cells, result.rows))  # fmt: skip
-    for row in result.rows:
-        if row.spending:
-            echo(row.spending)
+    for spending in filter(None, (row.spending for row in result.rows)):
+        echo(spending)
 
 
 def _cells(row: LoadRow) -> tuple[str, ...]:

@@ -125,12 +125,20 @@ def list_hardware() -> tuple[Hardware, ...]:
 
 def detect_hardware() -> str | None:
     """The catalog name of this machine's first GPU, or None if it has none or the catalog lacks it."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        return match_driver_name(driver_listing())
     except (OSError, subprocess.SubprocessError):
         return None
-    return match_driver_name(answer.stdout)
+
+
+@cache
+def driver_listing() -> str:
+    """What nvidia-smi answers, asked once in a process: it starts the driver of every GPU, which may take seconds.
+
+    Raises OSError and SubprocessError.
+    """
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
 
 
 def match_driver_name(listing: str) -> str | None:

@@ -74,11 +74,9 @@ class Parts:
         if len(self.chunks) > 1:
             self.known.clear()
         if key not in self.known:
-            shift = self.shift if chunk.start >= self.tokens else 0
-            device, first, last = decoder.frequencies[0].device, chunk.start, chunk.stop
-            slots = torch.arange(held + first, held + last, device=device)[None]
-            positions = torch.arange(start + shift + first, start + shift + last, device=device)[None]
-            self.known[key] = positions, slots, decoder.layer_rotary(index, positions)
+            tokens = torch.arange(chunk.start, chunk.stop, device=decoder.frequencies[0].device)[None]
+            positions = tokens + start + (self.shift if chunk.start >= self.tokens else 0)
+            self.known[key] = positions, tokens + held, decoder.layer_rotary(index, positions)
         return self.known[key]
 
 

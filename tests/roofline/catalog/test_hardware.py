@@ -1,6 +1,7 @@
 """Hardware: figures with sources, names in every spelling, a user's TOML, and detection."""
 
 import subprocess
+from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ridgeplan.roofline.catalog.hardware import (
     Hardware,
     UnknownHardware,
     detect_hardware,
+    driver_listing,
     list_hardware,
     load_hardware,
 )
@@ -205,6 +207,14 @@ def test_a_figure_without_a_source_is_refused(figure: str) -> None:
         replace(h200, sources={key: value for key, value in h200.sources.items() if key != figure})
 
 
+@pytest.fixture
+def unasked(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A process that has not asked the driver yet; what it hears is forgotten again."""
+    driver_listing.cache_clear()
+    yield monkeypatch
+    driver_listing.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("listing", "name"),
     [
@@ -229,13 +239,18 @@ def test_a_figure_without_a_source_is_refused(figure: str) -> None:
         ("garbage", None),
     ],
 )
-def test_detection(monkeypatch: pytest.MonkeyPatch, listing: str, name: str | None) -> None:
+def test_detection(unasked: pytest.MonkeyPatch, listing: str, name: str | None) -> None:
+    """The driver is asked once in a process."""
+    asked = []
+
     def answer(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         assert command[0] == "nvidia-smi" and options["timeout"] <= 10
+        asked.append(command)
         return subprocess.CompletedProcess(command, 0, stdout=listing)
 
-    monkeypatch.setattr(subprocess, "run", answer)
-    assert detect_hardware() == name
+    unasked.setattr(subprocess, "run", answer)
+    assert [detect_hardware(), detect_hardware()] == [name, name]
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -248,9 +263,9 @@ def test_detection(monkeypatch: pytest.MonkeyPatch, listing: str, name: str | No
     ],
     ids=lambda failure: type(failure).__name__,
 )
-def test_detection_without_a_driver(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+def test_detection_without_a_driver(unasked: pytest.MonkeyPatch, failure: Exception) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise failure
 
-    monkeypatch.setattr(subprocess, "run", fail)
+    unasked.setattr(subprocess, "run", fail)
     assert detect_hardware() is None
