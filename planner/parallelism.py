@@ -159,9 +159,10 @@ def _why_slower(
 ) -> Iterator[str]:
     """The time against the winner's, or what else is minimized, and which part of a step it is lost in."""
     best, objective = step_shares(*winner), question.options.objective
-    ratio = candidate.score / winner[1].score
-    unmeasured = candidate.tpot_s / winner[1].tpot_s < 0.99 * ratio and objective is Objective.LATENCY
-    yield f"{ratio:.2f}x the {MINIMIZED[objective]}{' at the slow end of its band, not measured' * unmeasured}"
+    ratio, times = candidate.score / winner[1].score, candidate.tpot_s / winner[1].tpot_s
+    unmeasured = times < 0.99 * ratio and objective is Objective.LATENCY
+    slow_end = f", and {ratio:.2f}x at the slow end of its band, as its rates were not measured" * unmeasured
+    yield f"{times if unmeasured else ratio:.2f}x the {MINIMIZED[objective]}{slow_end}"
     parallel, chosen = question.workload.parallel, winner[0].workload.parallel
     if ratio <= 1 + TOLERANCE:
         if parallel.gpus > chosen.gpus:

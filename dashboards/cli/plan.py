@@ -122,14 +122,16 @@ def degree_table(recommendation: Recommendation) -> Iterator[str]:
 
 
 def serve_command(recommendation: Recommendation, profile: Profile) -> str:
-    """The command with which an engine serves the plan on several GPUs."""
+    """The command with which an engine serves the plan on several GPUs; a comment where it stops before the plan."""
     from ridgeplan.planner.export import ServeCommandOptions, engine_named, export, schema_for  # imports yaml
 
     shape, engine = recommendation.shape, engine_named(recommendation.backend)
     options = ServeCommandOptions(
         recommendation.plan, getattr(shape, "whole", shape), profile, engine, schema_for(engine.name), shape.name
     )
-    return export(options).command.shell()
+    exported = export(options)
+    shorter = [f"# {axis.plan}: {axis.engine}" for axis in exported.carried if axis.axis == "length"]
+    return "\n".join((*shorter, exported.command.shell()))
 
 
 def _quality_cost(losses: Sequence[str], how_much: str) -> str:
