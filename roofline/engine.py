@@ -53,10 +53,9 @@ def eagle3_draft_seconds(batch: Term, context: Term) -> Term:
 
 
 # Steps with prompts of vLLM 0.24, which leave the full CUDA graph: Llama-3.1-8B in bf16 on an H200, fitted to steps and
-# latencies of served requests with lognormal lengths (validate/results/traffic_h200.json, November 2026).
-HOST_S = (
-    3.2e-3  # of the host before the first kernel of a step, which a GPU that runs the step before does not wait for
-)
+# latencies of served requests with lognormal lengths (validate/results/traffic_h200.json, November 2026). The last two
+# hold for 16-bit weights and for a 16-bit cache: of 8 bits there are published rates alone, which are nearer without.
+HOST_S = 3.2e-3  # of the host before the first kernel of a step; a GPU that runs the step before does not wait for it
 LAYER_LAUNCH_S = 0.75e-3  # of the host for each layer of a step with prompts, however many tokens it has
 PROMPT_SHARE = 0.9  # of the FLOP/s that libraries' products reach alone: a GPU that serves runs at its limit of power
 MIXED_ATTENTION = 1.5  # seconds of the decodes' attention beside prompts, over those in a step of their own
@@ -126,6 +125,11 @@ class EngineStep:
     kv_bits: Term
     kv: KVRate
     queries: int = 1
+
+    @property
+    def mixed_attention(self) -> Term:
+        """Seconds of the decodes' attention in a step with prompts, over those in a step without."""
+        return where(np.equal(self.kv_bits, FULL_BITS), MIXED_ATTENTION, 1.0)
 
     def micro_batches(self, shape: ModelShape) -> Term:
         """Batches that a pipeline's stages work on at a time: one a stage, as far as there are sequences."""

@@ -158,7 +158,7 @@ def _rates(named: Mapping[str, float], hardware: Hardware, sm_shares: Mapping[st
         linear_compute=PROMPT_SHARE * library.rates("prefill_linear").compute_utilization,
         attention_compute=library.rates("prefill_attention").compute_utilization,
         reserve=reserve_of(hardware),
-        coded_speedup=2.0 if _has_fp8(hardware) else 1.0,
+        coded_speedup=2.0 / PROMPT_SHARE if _has_fp8(hardware) else 1.0,
         network=Network.of(hardware),
     )
 

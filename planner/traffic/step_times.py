@@ -13,7 +13,7 @@ from ridgeplan.planner.lowering import rates_of, strategy_of
 from ridgeplan.planner.quantities import size_text
 from ridgeplan.planner.question import Question
 from ridgeplan.planner.traffic.simulate import Chunk, Server, StepTimes
-from ridgeplan.roofline.engine import HOST_S, MIXED_ATTENTION, PAGE_TOKENS, SAMPLED_KINDS, launch_seconds, of_sequences
+from ridgeplan.roofline.engine import HOST_S, PAGE_TOKENS, SAMPLED_KINDS, launch_seconds, of_sequences
 from ridgeplan.roofline.evaluate import TimedOp, chunk_attention, prefill_seconds
 from ridgeplan.roofline.memory import resident_memory
 from ridgeplan.roofline.passes import Op
@@ -55,8 +55,8 @@ class EngineSteps:
 
     batch_s: of decodes, all but attention, by batch. attention: of decodes, by batch and mean context. Of one pass of a
     stage, row_s: all but attention and the head, by rows; head_s: by sampled rows; chunks: a prompt's attention, by
-    tokens in cells of `chunk_cell` and by the tokens before them. stages: of a pipeline, in which as many batches are
-    at a time, one of them with the chunks.
+    tokens in cells of `chunk_cell` and by the tokens before them. mixed_attention: what `attention` is multiplied by
+    beside prompts. stages: of a pipeline, in which as many batches are at a time, one of them with the chunks.
     """
 
     batch_s: list[float]
@@ -65,6 +65,7 @@ class EngineSteps:
     attention: Grid
     chunks: Grid
     chunk_cell: float
+    mixed_attention: float
     stages: int = 1
 
     def decode_s(self, batch: int, tokens: float) -> float:
@@ -76,7 +77,7 @@ class EngineSteps:
     def mixed_s(self, batch: int, tokens: float, chunks: Sequence[Chunk]) -> float:
         """Seconds of a step that also processes chunks of prompts, of which each has a row of logits."""
         rows, stages = batch, self.stages
-        seconds = MIXED_ATTENTION * self.attention.at(batch, tokens / batch) if batch else 0.0
+        seconds = self.mixed_attention * self.attention.at(batch, tokens / batch) if batch else 0.0
         if stages > 1:
             rows = -(-batch // stages)
             seconds = seconds / stages + (stages - 1) / stages * self.decode_s(batch, tokens)
@@ -219,6 +220,7 @@ class Replica:
             attention=_grid(attention, self.context_cell),
             chunks=_grid(self._chunk_attention(batched_tokens), self.context_cell),
             chunk_cell=batched_tokens / CHUNK_CELLS,
+            mixed_attention=float(step.mixed_attention),
             stages=shape.parallel.pipeline,
         )
 

@@ -10,6 +10,7 @@ from ridgeplan.planner.prediction import predict_question
 from ridgeplan.planner.question import Question, ask
 from ridgeplan.planner.traffic.simulate import Server
 from ridgeplan.planner.traffic.step_times import Replica
+from ridgeplan.roofline.engine import MIXED_ATTENTION
 from ridgeplan.roofline.plan.presets import autoregressive
 
 LLAMA, MOE, MLA, WINDOWED = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B", "DeepSeek-V2-Lite", "openai/gpt-oss-20b"
@@ -60,6 +61,15 @@ def test_chunks_take_about_as_long_as_the_whole_prompt() -> None:
     whole = steps.mixed_s(0, 0, [(8192, 0)])
     chunks = sum(steps.mixed_s(0, 0, [(2048, 2048 * index)]) for index in range(4))
     assert whole < chunks < 1.15 * whole
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("autoregressive", MIXED_ATTENTION), ("int8", 1.0)])
+def test_attention_beside_prompts_takes_longer_over_a_16_bit_cache_alone(name: str, ratio: float) -> None:
+    steps = server_of(question_of(LLAMA), name=name).steps
+    tokens, chunks = (32 * 2048, 32 * 4096), [(512, 0)]
+    alone, beside = (np.diff([step_s(each) for each in tokens])[0] for step_s in (
+        lambda held: steps.decode_s(32, held), lambda held: steps.mixed_s(32, held, chunks)))  # fmt: skip
+    assert beside == pytest.approx(ratio * alone)
 
 
 def test_a_mixed_step_takes_less_than_its_parts_and_more_than_either() -> None:
