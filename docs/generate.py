@@ -25,6 +25,7 @@ import offload_tables
 import parallel_tables
 import readme_tables
 import study_tables
+import traffic_tables
 from readme_tables import RESULTS, decoding_files, result, table
 from rich.console import Console
 from rich.text import Text
@@ -492,6 +493,10 @@ BLOCKS: dict[str, Callable[..., str]] = {
         study_tables.study_claims,
         study_tables.study_choices,
         study_tables.study_losses,
+        traffic_tables.traffic_served,
+        traffic_tables.traffic_targets,
+        traffic_tables.traffic_mixed,
+        traffic_tables.traffic_energy,
         published,
         published_cells,
         not_predicted,

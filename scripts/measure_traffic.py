@@ -73,9 +73,9 @@ LOADS = {
 class Arrivals:
     """The seed of requests, what the rates are multiplied by, and the seconds in which the requests of one arrive."""
 
-    seed: int
-    scale: float
-    span_s: float
+    seed: int = 0
+    scale: float = 1.0
+    span_s: float = 14.0
 
     def rates(self, load: Load) -> tuple[float, ...]:
         """The rates of a load, the last of which is the knee's."""
@@ -324,11 +324,18 @@ def summary(requests: Requests, served: Sequence[tuple[float, float, int]]) -> d
     return {**times, "output_tokens_per_s": float(tokens.sum()) / span_s, "requests_per_s": len(served) / span_s}
 
 
+def gpu_id() -> str:
+    """This process's GPU as nvidia-smi names it: it need not be the machine's first one."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}" if torch.cuda.is_available() else "0"
+
+
 @contextmanager
 def measured_watts() -> Iterator[list[float]]:
-    """Power of the first GPU, by nvidia-smi, twice a second until the block ends; nothing where there is none."""
+    """Power of the GPU, by nvidia-smi, twice a second until the block ends; nothing where there is none."""
     watts: list[float] = []
-    command = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-i", "0", "-lms", "500"]
+    command = ["nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-i", gpu_id(), "-lms", "500"]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     except OSError:
@@ -368,9 +375,9 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--seconds", type=float, default=270.0, help="in all, start of the engine included")
     parser.add_argument("--only", choices=["mixed", *LOADS], nargs="*", default=["mixed", *LOADS])
-    parser.add_argument("--seed", type=int, default=0, help="of arrivals and lengths")
-    parser.add_argument("--scale", type=float, default=1.0, help="what the rates are multiplied by")
-    parser.add_argument("--span", type=float, default=14.0, help="seconds in which the requests of a rate arrive")
+    parser.add_argument("--seed", type=int, default=Arrivals.seed, help="of arrivals and lengths")
+    parser.add_argument("--scale", type=float, default=Arrivals.scale, help="what the rates are multiplied by")
+    parser.add_argument("--span", type=float, default=Arrivals.span_s, help="seconds in which those of a rate arrive")
     options = parser.parse_args()
     arrivals = Arrivals(options.seed, options.scale, options.span)
     until_s = time.perf_counter() + options.seconds
