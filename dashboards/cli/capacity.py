@@ -42,7 +42,7 @@ COLUMNS = ("rate", "GPUs", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "
 @click.option("--preset", default=DEFAULT_PRESET, help="The plan that every GPU runs.")
 @click.option("--gamma", type=int, help="Drafts per round.  [default: the preset's fastest at batch 1]")
 @click.option("--price", type=float, help="Dollars per GPU-hour.  [default: the catalog's, if it has one]")
-@click.option("--watts", type=float, help="Power of a busy GPU.  [default: the board's limit, if it is listed]")
+@click.option("--watts", type=float, help="Power of a busy GPU.  [default: as measured, or else the board's limit]")
 @opt.parallel
 @click.option("--requests", type=int, default=Traffic.requests, help="Requests to simulate at each rate.")
 @click.option("--seed", type=int, default=Traffic.seed, help="Seed of arrivals, lengths and acceptance.")

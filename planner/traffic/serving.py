@@ -101,13 +101,14 @@ class LoadRow:
 
     @property
     def spending(self) -> str:
-        """Dollars and energy of the tokens in one line; empty without a price."""
-        if self.dollars_per_million_prompt is None:
-            return ""
-        energy = self.joules_per_output_token
-        joules = "" if energy is None else f", {energy:.3g} J per output token"
-        prompt, output = f"${self.dollars_per_million_prompt:.3g}", f"${self.dollars_per_million_output:.3g}"
-        return f"{self.rate:.4g}/s: {prompt} per million prompt tokens, {output} per million output tokens{joules}"
+        """Dollars and energy of the tokens in one line, as far as they are known; empty where neither is."""
+        costs = {
+            "${:.3g} per million prompt tokens": self.dollars_per_million_prompt,
+            "${:.3g} per million output tokens": self.dollars_per_million_output,
+            "{:.3g} J per output token": self.joules_per_output_token,
+        }
+        known = ", ".join(text.format(cost) for text, cost in costs.items() if cost is not None)
+        return f"{self.rate:.4g}/s: {known}" if known else ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,12 +168,13 @@ def serving_capacity(
     that need the fewest GPUs at the highest rate, or without limits those with the most tokens of a GPU.
     isl, osl: lengths of prompts and outputs, as `parse_lengths` reads them; by default 8k and 512. trace: a file of
     requests instead, at its own rate or compressed to each of `rates`. preset, gamma: the plan that every replica runs.
-    price, watts: dollars per hour, and power, of a GPU; by default those of the catalog, if it has any. Options and
-    errors are those of `recommend`; also BadTrace, and NothingFits where the model does not fit or no number of GPUs
-    meets the limits.
+    price, watts: dollars per hour, and power, of a GPU; by default those of the catalog, if it has any, which are
+    measured watts while a GPU decodes, and otherwise the board's limit. Options and errors are those of `recommend`;
+    also BadTrace, and NothingFits where the model does not fit or no number of GPUs meets the limits.
     """
     require(bool(rates) or trace is not None, "there is no rate; allowed: a rate of requests, or a trace")
     require(price is None or 0 < price < 1e6, f"the price is {price}; allowed: dollars per GPU-hour above 0")
+    require(watts is None or 0 < watts < 1e6, f"the power is {watts}; allowed: watts of a GPU above 0")
     traffic, limits = traffic or Traffic(), limits or LatencyLimits()
     require(
         trace is None or isl is osl is None, "a trace has lengths of its own; allowed: it alone, or isl and osl alone"
@@ -190,7 +192,8 @@ def serving_capacity(
         "this package's runtime has no prefix cache; allowed: --backend vllm, or no shared prefixes",
     )
     hardware = listed(question.profile.hardware)
-    price, power = price or hardware.dollars_per_hour or None, watts or hardware.board_watts or None
+    price = price or hardware.dollars_per_hour or None
+    power = (watts or hardware.board_watts, watts or hardware.decode_watts or hardware.board_watts)
     inputs = _Study(question, recorded, prompts, outputs, traffic, limits, preset, gamma, price, power)
     study = _at_best_degrees(inputs, max(rates, default=None))
     rows = [study.row(rate) for rate in rates] if rates else [study.row(None)]
@@ -280,7 +283,7 @@ class _Study:
     preset: str
     gamma: int | None
     price: float | None
-    watts: float | None
+    watts: tuple[float, float]  # of a GPU that processes prompts, and of one that only decodes; 0 if unknown
 
     @property
     def parallel(self) -> Parallel:
@@ -330,7 +333,6 @@ class _Study:
         if self.recorded is not None:
             requests = self.recorded if rate is None else self.recorded.at_rate(rate)
         else:
-            require(rate is not None, "there is no rate")
             lengths = self.prompts, self.outputs
             requests = generate_requests(
                 rate or 1.0, traffic.requests, *lengths, self.max_tokens, traffic.burstiness, rng
@@ -347,10 +349,8 @@ class _Study:
         if not len(requests):
             raise NothingFits(f"no request fits {self._limits}")
         offered = every.rate if rate is None else rate
-        if self.traffic.replicas is not None:
-            return self._on(self.traffic.replicas, requests, offered, rejected)
-        if self.limits == LatencyLimits():
-            return self._on(1, requests, offered, rejected)
+        if replicas := self.traffic.replicas or int(self.limits == LatencyLimits()):
+            return self._on(replicas, requests, offered, rejected)
         self._require_possible(requests)
         return self._smallest(requests, offered, rejected)
 
@@ -409,8 +409,7 @@ class _Study:
         decoded = self._serve(requests.selected(several[order]).handed_over(arrival_s[order]), replicas)
         finish_s = prefilled.first_s.copy()
         finish_s[several[order]] = decoded.finish_s
-        results = [*prefilled.results, *decoded.results]
-        return _Outcome(prefilled.first_s, finish_s, results, prefilled.cached_tokens)
+        return _Outcome(prefilled.first_s, finish_s, [*prefilled.results, *decoded.results], prefilled.cached_tokens)
 
     def _on(self, replicas: int, requests: Requests, rate: float, rejected: int) -> LoadRow:
         """Serves the requests on so many replicas, beside those that process prompts alone, if there are any."""
@@ -420,8 +419,7 @@ class _Study:
         gpus = (replicas + prefilling) * self.parallel.gpus
         ttft_s, tpot_s = _latencies(requests, outcome)
         within = _within(requests, outcome, self.limits)
-        end_s = max(result.end_s for result in served)
-        span_s = end_s - float(requests.arrival_s[0])
+        span_s = max(result.end_s for result in served) - float(requests.arrival_s[0])
         prompt_s, decode_s = (sum(getattr(result, name) for result in served) for name in ("prompt_s", "decode_s"))
         tokens, outputs = int(requests.prompt_tokens.sum()), int(requests.output_tokens.sum())
         times = {
@@ -433,7 +431,7 @@ class _Study:
         misses = [name.upper() for name, limit in bounds if limit is not None and times[f"{name}_p99_ms"] > 1e3 * limit]
         spent = None if self.price is None else self.price / HOUR_S * gpus * span_s
         share = prompt_s / (prompt_s + decode_s)
-        gpu_s = (prompt_s + decode_s) * self.parallel.gpus / self.parallel.data  # in which steps run
+        joules = np.dot(self.watts, (prompt_s, decode_s)) * self.parallel.gpus / self.parallel.data
         held = sum(result.kv_token_s for result in served) / (span_s * servers * self.server.kv_tokens)
         return LoadRow(
             rate=rate, replicas=replicas, gpus=gpus, **times, requests_per_s=len(requests) / span_s,
@@ -446,26 +444,29 @@ class _Study:
             misses=(*misses, *(("rejected",) if rejected else ())),
             dollars_per_million_prompt=None if spent is None else 1e6 * spent * share / tokens,
             dollars_per_million_output=None if spent is None else 1e6 * spent * (1 - share) / outputs,
-            joules_per_output_token=None if self.watts is None else self.watts * gpu_s / outputs,
+            joules_per_output_token=float(joules / outputs) or None,
         )  # fmt: skip
 
     @property
     def _limits(self) -> str:
         """The limits of a sequence, in words."""
-        sizes = (self.server.kv_tokens, "the KV cache"), (self.longest, "the model's context")
-        tokens, name = min(sizes)
+        tokens, name = min((self.server.kv_tokens, "the KV cache"), (self.longest, "the model's context"))
         return f"{name} of {int(tokens)} tokens"
 
     def notes(self, rows: Sequence[LoadRow]) -> Iterator[str]:
         """Caveats of the predictions and of the simulation."""
         yield from self.question.notes()
         yield from self.question.limit_notes()
-        if self.watts and self.watts == listed(self.question.profile.hardware).board_watts:
-            yield f"energy is that of busy GPUs at their listed {self.watts:g} W, more than most steps take (--watts)"
+        hardware, (prompt_watts, decode_watts) = listed(self.question.profile.hardware), self.watts
+        if decode_watts < prompt_watts:
+            source = f"the board's limit, and {decode_watts:g} W while decoding ({hardware.sources['decode_watts']})"
+            yield f"energy is that of GPUs at {prompt_watts:g} W while they process prompts, {source}"
+        elif decode_watts and decode_watts == hardware.board_watts:
+            yield f"energy was not measured: GPUs that run steps are taken at their listed {decode_watts:g} W (--watts)"
         if self.question.engine is None:
             yield "this package's runtime serves fixed batches: a server that adds requests between rounds is assumed"
         else:
-            yield "mixed steps of prompts and decodes are predicted from their parts, and not measured"
+            yield "steps with prompts are fitted to vLLM serving Llama-3.1-8B in bf16 on one H200 (docs/traffic.md)"
         if rejected := max(row.rejected for row in rows):
             yield f"{rejected} requests do not fit {self._limits}: rejected"
         if any(row.requests_per_s < 0.9 * row.rate for row in rows):

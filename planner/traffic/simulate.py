@@ -154,40 +154,38 @@ class _Replica:
 
     def _schedule(self) -> list[tuple[int, int, int, bool]]:
         """The prompts of the next step: request, tokens, tokens before them, and whether the prompt is done then."""
-        server, chunks = self.server, []
+        server = self.server
+        chunks: list[tuple[int, int, int, bool]] = []
         if not (server.ahead and (self.batch or self.partial)):
             self.scheduled_s = self.now_s
         budget = server.batched_tokens - self.batch * server.decode_queries
-        if self.partial and budget > 0:
+        while budget > 0 and len(chunks) < server.max_chunks and (self.partial or self._admit_next()):
             index, done, target = self.partial
             tokens = min(target - done, budget)
             budget -= tokens
-            chunks.append((index, tokens, done, done + tokens == target))
-            self.partial = [] if done + tokens == target else [index, done + tokens, target]
-        while budget > 0 and not self.partial and len(chunks) < server.max_chunks:
-            if len(self.admitted) >= server.max_num_seqs:
-                break
-            if self.returned:
-                index = self.returned[0]
-            elif self.arrived < self.count and self.arrival_s[self.arrived] <= self.scheduled_s:
-                index = self.arrived
-            else:
-                break
-            target = self.prompt[index] + self.emitted[index]
-            if not self._admit(index, target):
-                break
-            if self.returned:
-                self.returned.popleft()
-            else:
-                self.arrived += 1
-            done = self.cached[index]
-            self.cached_tokens += done
-            tokens = min(target - done, budget)
-            budget -= tokens
-            chunks.append((index, tokens, done, done + tokens == target))
-            if done + tokens < target:
-                self.partial = [index, done + tokens, target]
+            complete = done + tokens == target
+            chunks.append((index, tokens, done, complete))
+            self.partial = [] if complete else [index, done + tokens, target]
         return chunks
+
+    def _admit_next(self) -> bool:
+        """Admits the next request, whose prompt is then the partial one. Returns False where none waits or fits."""
+        if self.returned:
+            index = self.returned[0]
+        elif self.arrived < self.count and self.arrival_s[self.arrived] <= self.scheduled_s:
+            index = self.arrived
+        else:
+            return False
+        target = self.prompt[index] + self.emitted[index]
+        if len(self.admitted) >= self.server.max_num_seqs or not self._admit(index, target):
+            return False
+        if self.returned:
+            self.returned.popleft()
+        else:
+            self.arrived += 1
+        self.cached_tokens += self.cached[index]
+        self.partial = [index, self.cached[index], target]
+        return True
 
     def _admit(self, index: int, target: int) -> bool:
         """Takes the KV cache for `target` tokens, or returns False where they do not fit."""

@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,16 @@ def read_trace(path: Path, limit: int | None = None) -> Requests:
     readers = {".csv": _azure_rows, ".jsonl": _mooncake_rows}
     if path.suffix not in readers:
         raise BadTrace(f"trace {brief(str(path))} ends in {path.suffix!r}; allowed: {', '.join(readers)}")
-    times, prompts, outputs, hashes = [], [], [], []
     try:
         with path.open(encoding="utf-8", newline="") as lines:
-            for number, (time_s, prompt, output, hash_ids) in enumerate(readers[path.suffix](lines, path)):
-                if number == limit:
-                    break
-                times.append(time_s)
-                prompts.append(prompt)
-                outputs.append(output)
-                hashes.append(hash_ids)
+            rows = list(islice(readers[path.suffix](lines, path), limit))
     except OSError as error:
         raise BadTrace(f"cannot read trace {brief(str(path))}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise BadTrace(f"trace {brief(str(path))} is not UTF-8 text") from None
-    if not times:
+    if not rows:
         raise BadTrace(f"trace {brief(str(path))} has no requests; allowed: one or more")
+    times, prompts, outputs, hashes = zip(*rows, strict=True)
     if any(hashes) and not all(ids is not None for ids in hashes):
         raise BadTrace(f"trace {brief(str(path))}: hash_ids are in some lines only; allowed: in every line or in none")
     arrival_s = np.array(times)

@@ -44,6 +44,7 @@ class Hardware(Checked):
     element_bytes: int = check.whole(1, 8, default=2)
     dollars_per_hour: float = check.number(0, 1e6, default=0.0)  # of renting it; 0 where no price is listed
     board_watts: float = check.number(0, 1e6, default=0.0)  # the board's limit of power; 0 where it is not listed
+    decode_watts: float = check.number(0, 1e6, default=0.0)  # of an engine that decodes; 0 where it was not measured
     unified_memory: bool = check.flag(False)  # CPU and GPU share one memory
     aliases: tuple[str, ...] = check.texts()
     note: str = check.text("")
@@ -85,7 +86,7 @@ class Hardware(Checked):
 
 # The required numbers, each of which needs a source.
 FIGURES = tuple(item.name for item in fields(Hardware) if item.type in (int, float) and item.default is MISSING)
-LISTED = ("dollars_per_hour", "board_watts")  # figures that a device may lack
+LISTED = ("dollars_per_hour", "board_watts", "decode_watts")  # figures that a device may lack
 _SHIPPED = Path(__file__).with_name("gpus.toml")
 
 

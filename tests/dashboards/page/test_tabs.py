@@ -56,7 +56,7 @@ def test_traffic_shows_the_energy_that_its_notes_speak_of() -> None:
     captions = [caption.value.replace("\\", "") for caption in tab("Traffic", rates="1").caption]
     (spent,) = (text for text in captions if "J per output token" in text)
     assert spent.startswith("1/s: $") and "per million output tokens" in spent
-    assert any(text.startswith("energy is that of busy GPUs") for text in captions)
+    assert any(text.startswith("energy is that of GPUs at 700 W") for text in captions)
 
 
 def test_gpus_are_compared_with_one_plan() -> None:

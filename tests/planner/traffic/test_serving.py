@@ -82,7 +82,26 @@ def test_degrees_and_replicas_multiply_the_gpus_and_their_dollars() -> None:
     assert row.meets and four.degrees == "tp 2" and row.gpus == 2 * row.replicas
     assert row.output_tokens_per_s_per_gpu * row.gpus == pytest.approx(row.output_tokens_per_s)
     assert spent(row) == pytest.approx(row.gpus * load_hardware("h200").dollars_per_hour / 3600)
-    assert row.joules_per_output_token == pytest.approx(700 * row.busy * row.gpus / row.output_tokens_per_s)
+
+
+def test_energy_is_that_of_steps_at_the_watts_given_measured_or_listed() -> None:
+    """On an H200 decoding takes less than prompts, on an H100 it was not measured."""
+
+    def busy_watts(gpu: str, watts: float | None = None) -> tuple[float, str]:
+        answer = serving_capacity(
+            "Llama-3.1-70B", gpu, (0.3,), isl="4k", osl="64", traffic=Traffic(requests=200), tensor_parallel=2,
+            watts=watts, preset="int8-weights",
+        )  # fmt: skip
+        (row,) = answer.rows
+        assert row.joules_per_output_token is not None
+        return row.joules_per_output_token * row.output_tokens_per_s / (row.busy * row.gpus), " ".join(answer.notes)
+
+    assert busy_watts("h200", 450.0)[0] == pytest.approx(450) and "energy" not in busy_watts("h200", 450.0)[1]
+    h200, h100 = load_hardware("h200"), load_hardware("h100")
+    watts, notes = busy_watts("h200")
+    assert h200.decode_watts < watts < h200.board_watts and "519 W while decoding" in notes
+    watts, notes = busy_watts("h100")
+    assert watts == pytest.approx(h100.board_watts) and "energy was not measured" in notes
 
 
 def test_prompts_on_other_gpus_leave_decoding_alone() -> None:
@@ -172,6 +191,8 @@ def test_of_degrees_that_serve_the_whole_rate_the_fastest_are_taken() -> None:
 def test_what_is_missing_or_out_of_range_is_named() -> None:
     with pytest.raises(PlanError, match="there is no rate; allowed: a rate of requests, or a trace"):
         served()
+    with pytest.raises(PlanError, match="power is -1; allowed: watts of a GPU above 0"):
+        served(1.0, watts=-1)
     with pytest.raises(PlanError, match="price is 0; allowed: dollars per GPU-hour above 0"):
         served(1.0, price=0)
     with pytest.raises(PlanError, match="requests is 0; allowed: a whole number from 1"):
