@@ -142,7 +142,7 @@ def elastic_round(model: RandomModel, plan: Plan, profile: Profile) -> dict[str,
 def round_without_limit_ms(model: RandomModel, plan: Plan) -> float | None:
     """The same round with all KV on the device, where that fits."""
     roomy = replace(plan, placement=Placement())
-    return 1e3 * measured_round(model, roomy).total_s if model.fits(roomy) else None
+    return 1e3 * measured_round(model, roomy).total_s if model.fitting([roomy]) else None
 
 
 def loading_ms(cache: Cache, plan: Plan, chosen: int) -> tuple[float, float]:

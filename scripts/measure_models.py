@@ -59,7 +59,7 @@ def cases_of(model: RandomModel, profile: Profile) -> Iterator[tuple[str, Plan]]
             except ValueError as error:  # such as nothing that fits
                 print(f"{model.shape.name}, {name}: {error}", flush=True)
                 continue
-            if plan not in seen and model.fits(plan) and not only_estimated(plan, model.shape):
+            if plan not in seen and model.fitting([plan]) and not only_estimated(plan, model.shape):
                 seen.add(plan)
                 yield f"{workload.context} x {workload.batch}, {name}", plan
 

@@ -208,7 +208,7 @@ class OffloadBench:
         del cache
         free()
         roomy = replace(plan, placement=Placement())
-        without_limit = measured_round(self.random, roomy) if self.random.fits(roomy) else None
+        without_limit = measured_round(self.random, roomy) if self.random.fitting([roomy]) else None
         return {
             "host_layers": predicted.offloaded_layers,
             "round_ms": 1e3 * times.total_s,

@@ -10,9 +10,10 @@ import copy
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ridgeplan.kernels.experts import SWIGLU, Activation
 from ridgeplan.kernels.kv_cache.layout import QuantizedKV
 from ridgeplan.kernels.linear.weights import MXFP4_GROUP, Mxfp4Weight
 from ridgeplan.kernels.state import DeltaVectors
-from ridgeplan.planner.capacity import offloaded_layers, peak_bytes
+from ridgeplan.planner.capacity import Capacity, offloaded_layers
 from ridgeplan.roofline.catalog.layers import MLP, LayerGroup, Routing, State
 from ridgeplan.roofline.catalog.model_shape import KEPT_FORMAT, ModelShape
 from ridgeplan.roofline.execution import TILE_OUTPUTS, RoundKind, round_shape
@@ -264,9 +265,9 @@ class RandomModel:
         norm = RMSNorm(bench.random(shape.hidden) / shape.hidden, plain.norm_eps)
         return cls(shape, decoder, dataclasses.replace(weights, norm=norm), device, machine)
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether the plan's predicted peak is within the memory."""
-        return peak_bytes(plan, self.shape, self.machine) <= self.machine.memory_bytes
+    def fitting(self, plans: Sequence[Plan]) -> list[Plan]:
+        """The plans whose predicted peak is within the memory."""
+        return list(compress(plans, Capacity(plans, self.shape, self.machine).fits()))
 
     def cache_config(self, plan: Plan) -> KVCacheConfig:
         """The cache that executes the plan, with the layers on the host that have to be."""

@@ -7,9 +7,9 @@ stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -101,7 +101,7 @@ class AcceptanceModel:
             return CERTAIN
         best, width = float(self.fitted.disagreement(subject.parts)), band_width(subject, self.fitted)
         low, high = (1 - min(1.0, best * math.exp(end)) for end in (width, -width))
-        provenances = [self._provenance(*draft) for draft in self._supporting_drafts(plan)]
+        provenances = [self._known_provenance(*draft) for draft in self._supporting_drafts(plan)]
         source = max((source for source, _ in provenances), key=SOURCES.index)
         if source == "published" and (len(provenances) > 1 or plan.weights.target_bits != 16):
             source = "extrapolated"  # nobody published these drafts of this target
@@ -173,6 +173,11 @@ class AcceptanceModel:
     def _share_read(self, plan: Plan, ratio: Any) -> Any:
         """The share of the cached tokens that drafts read, with the plan's floor applied; rows record this share."""
         return plan.speculation.selection.share_of(self.context, ratio)
+
+    @cached_property
+    def _known_provenance(self) -> Callable[[str, float], tuple[str, str]]:
+        """`_provenance`, which plans of all gammas share."""
+        return cache(self._provenance)
 
     def _provenance(self, draft: str, ratio: float) -> tuple[str, str]:
         """The source of a draft's prediction, and a description of the rows behind it."""

@@ -151,7 +151,7 @@ class _Run:
             plan = case.plan(model.shape, profile, sections.NEW_TOKENS)
             name = f"{model.shape.name}, {sections.case_text(plan)}"
             self.on_progress(name, done, len(self.sizes.steps))
-            if not model.fits(plan):
+            if not model.fitting([plan]):
                 self.skipped.append(f"{name}: does not fit into memory")
                 continue
             try:
@@ -165,7 +165,7 @@ class _Run:
             plan = case.plan(model.shape, self.options.profile)
             name = f"{model.shape.name}, {sections.output_text(plan)}"
             self.on_progress(name, done, len(self.sizes.outputs))
-            if not model.fits(plan):
+            if not model.fitting([plan]):
                 self.skipped.append(f"{name}: does not fit into memory")
                 continue
             try:

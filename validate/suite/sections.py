@@ -221,10 +221,8 @@ def candidates(
     answer: Recommendation, shape: ModelShape, profile: Profile, model: RandomModel
 ) -> list[RegretCandidate]:
     """All executable plans of the allowed quality that fit, the fastest first as predicted; each once."""
-    plans = dict.fromkeys((answer.plan, *_executable(answer.plan.workload, shape)))
-    fitting = [plan for plan in plans if model.fits(plan)]
-    predicted = predict_all(fitting, shape, profile)
-    ranked = [RegretCandidate(*pair) for pair in zip(fitting, predicted, strict=True)]
+    fitting = model.fitting(list(dict.fromkeys((answer.plan, *_executable(answer.plan.workload, shape)))))
+    ranked = map(RegretCandidate, fitting, predict_all(fitting, shape, profile))
     return sorted(ranked, key=lambda candidate: candidate.tpot_ms)
 
 

@@ -80,7 +80,7 @@ def test_candidates_are_all_that_run_at_the_allowed_quality_and_fit(
     h200_profile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer: Any = SimpleNamespace(plan=with_gamma(3))
-    roomy: Any = SimpleNamespace(fits=lambda plan: True)
+    roomy: Any = SimpleNamespace(fitting=lambda plans: plans)
     ranked = candidates(answer, SHAPE, h200_profile, roomy)
     plans = [candidate.plan for candidate in ranked]
     assert len(set(plans)) == len(plans)
@@ -97,7 +97,7 @@ def test_candidates_are_all_that_run_at_the_allowed_quality_and_fit(
         for family in families(WORKLOAD, offload=False)
     ]
     monkeypatch.setattr(module, "families", lambda workload, offload: corner)
-    narrow: Any = SimpleNamespace(fits=lambda plan: not plan.weights.draft_differs)
+    narrow: Any = SimpleNamespace(fitting=lambda plans: [plan for plan in plans if not plan.weights.draft_differs])
     assert all(
         not candidate.plan.weights.draft_differs for candidate in candidates(answer, SHAPE, h200_profile, narrow)
     )
