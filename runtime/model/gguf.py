@@ -234,9 +234,11 @@ def _convert(path: Path, staging: Path, on_progress: OnProgress) -> None:
 def _read_once(path: Path, on_progress: OnProgress) -> Iterator[GGUFHeader]:
     """The header. Inside the body all readers share one of gguf's, and `on_progress` hears of tensors they dequantize.
 
-    transformers reads a header for its config, weights and tokenizer: 13 s each for a vocabulary of 262k.
+    transformers reads a header for its config, weights and tokenizer: 13 s each for a vocabulary of 262k. For each of
+    the model's modules it asks for the names of all layers' tensors.
     """
-    header, reader_class, dequantize, done = read_gguf_header(path), gguf.GGUFReader, gguf.dequantize, count()
+    header, done = read_gguf_header(path), count()
+    reader_class, dequantize, name_map = gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map
 
     def counted(*arguments: Any) -> Any:
         on_progress("decoding weights, once", next(done), len(header.tensors))
@@ -250,11 +252,11 @@ def _read_once(path: Path, on_progress: OnProgress) -> Iterator[GGUFHeader]:
             del read.fields[name]
         return read
 
-    gguf.GGUFReader, gguf.dequantize = reader, counted
+    gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map = reader, counted, cache(name_map)
     try:
         yield header
     finally:
-        gguf.GGUFReader, gguf.dequantize = reader_class, dequantize
+        gguf.GGUFReader, gguf.dequantize, gguf.get_tensor_name_map = reader_class, dequantize, name_map
 
 
 def _tensors(path: Path, config: Any) -> dict[str, torch.Tensor]:
