@@ -12,7 +12,7 @@ PACKAGES := roofline planner kernels runtime validate dashboards
 # Debian's chromium, or any other: `CHROMIUM=/path make test-browser`.
 CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
 
-.PHONY: demo test test-slow test-browser test-install fuzz mutants lint docs notebooks clean $(TYPED)
+.PHONY: demo test test-slow test-browser test-install fuzz mutants lint docs site notebooks clean $(TYPED)
 
 demo: $(INSTALLED)
 	$(BIN)/ridgeplan demo
@@ -54,13 +54,17 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/count_lines.py
-	$(BIN)/python docs/generate.py --check
+	OMP_NUM_THREADS=1 $(BIN)/python docs/generate.py --check
 	$(MAKE) --no-print-directory $(TYPED)
 	MYPYPATH=$(TYPED) $(BIN)/mypy $(PACKAGES:%=-p ridgeplan.%)
 
-# Tables in README.md and docs/ that come from results and the planner; then the site in build/site.
-docs: $(INSTALLED) $(DOCUMENTED) $(TYPED)
-	$(BIN)/python docs/generate.py
+# Tables in README.md and docs/ that come from results and the planner; then the site.
+docs: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python docs/generate.py
+	$(MAKE) --no-print-directory site
+
+# build/site, of the tables as they are.
+site: $(DOCUMENTED) $(TYPED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Executes the notebooks of docs/examples and keeps what they show. Their figures need an installed Chrome.

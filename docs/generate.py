@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,9 @@ def verdict_svg(model: str, gpu: str, context: str) -> str:
     return screen.export_svg(title="ridgeplan")
 
 
+comparisons = cache(compare_all)  # of the same papers for several tables
+
+
 def published() -> str:
     """How near the predictions come to each published table."""
     rows = [
@@ -371,14 +375,14 @@ def published() -> str:
             f"{max(table.errors, key=abs):+.0%}" if table.errors else "",
             "; ".join(target.describe(table).removeprefix("target: ") for target in targets_of(table)),
         )
-        for table in compare_all()
+        for table in comparisons()
     ]
     return table(("table", "cells predicted", "median error", "largest", "targets"), rows)
 
 
 def published_cells(paper: str, name: str) -> str:
     """Every cell of one published table."""
-    (comparison,) = (candidate for candidate in compare_all([paper]) if candidate.name == name)
+    (comparison,) = (candidate for candidate in comparisons() if (candidate.paper, candidate.name) == (paper, name))
     return table(papers.COLUMNS, map(papers.cell_texts, comparison.cells))
 
 
@@ -386,7 +390,7 @@ def not_predicted() -> str:
     """The printed cells that cannot be predicted, with the reason, and those that bytes do not allow."""
     rows = [
         (f"{table.paper} {table.name}", *(text for text in papers.cell_texts(cell) if text))
-        for table in compare_all()
+        for table in comparisons()
         for cell in table.unpredicted
     ]
     return table(("table", "cell", "quantity", "published", "why not"), rows)
@@ -396,7 +400,7 @@ def impossible() -> str:
     """The printed cells that bytes do not allow."""
     rows = [
         (f"{table.paper} {table.name}", *papers.cell_texts(cell))
-        for table in compare_all()
+        for table in comparisons()
         for cell in table.cells
         if "what bytes allow" in cell.flag
     ]
@@ -406,7 +410,7 @@ def impossible() -> str:
 def beyond() -> str:
     """What the published times of each table have beyond what is priced, by method, engine and batch or context."""
     rows = []
-    for compared in compare_all():
+    for compared in comparisons():
         methods: dict[tuple[str, str], list[Cell]] = {}
         for cell in compared.cells:
             if cell.beyond_ms is not None and cell.error is not None:
