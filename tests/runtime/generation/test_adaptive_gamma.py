@@ -12,7 +12,7 @@ from ridgeplan.runtime import engine as engine_module
 from ridgeplan.runtime.policies.ranked import RankedSelector
 from ridgeplan.runtime.sampling import SamplingParams
 
-NEW = 110  # with groups of 32: three flushes
+NEW = 100  # with groups of 32: three flushes
 LENGTHS = [100, 37, 65]
 PATTERNS = {
     "up and down": [0, 1, 4, 6, 4, 2],

@@ -15,7 +15,7 @@ from ridgeplan.runtime.model.prefill import prefill
 from ridgeplan.runtime.sampling import SamplingParams
 
 VOCAB = 16
-ROWS, FEWER_ROWS = 1500, 450  # the fewer are of each selection; the counts of all selections are added
+ROWS, FEWER_ROWS = 1000, 450  # the fewer are of each selection; the counts of all selections are added
 SELECTIONS = (
     "streamingllm", "snapkv", "quest", "specextend", "specattn", "progressive", "oracle", "clusterkv", "shadowkv",
 )  # fmt: skip
@@ -89,7 +89,7 @@ def test_sampled_triples_follow_the_target(
         drafts = drafts | {"drafter_head": draft_head(model)}
     [prompt] = prompts(PROMPT, vocab=VOCAB)
     joint = target_joint(make_plan(kv, batch=VOCAB * VOCAB), folder, prompt, options)
-    rows = ROWS // 3 if "drafter" in drafts else ROWS
+    rows = ROWS // 2 if "drafter" in drafts else ROWS
     engine = runtime.load(make_plan(kv, gamma, batch=rows, **drafts), folder)
     if gammas:
         order = cycle(gammas)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import pairs
 from safetensors.torch import load_file, save_file
 from scipy import stats
 
@@ -85,8 +86,7 @@ def model(family, tiny_model, tmp_path_factory):
     return str(folder), reference, layer
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("kv, passes", [("bf16", 0), ("int4x2", 0), ("int4x2", 2)], ids=["16 bits", "codes", "cascade"])
+@pytest.mark.parametrize("kv, passes, batch", pairs([("bf16", 0), ("int4x2", 0), ("int4x2", 2)], [3, 1], always=0))
 def test_greedy_output_is_the_targets(kv, passes, batch, model, make_plan, prompts):
     folder, *_ = model
     ids = prompts(25, 2, 40, vocab=VOCAB)[:batch]

@@ -12,7 +12,7 @@ from ridgeplan.runtime import buffers
 from ridgeplan.runtime.errors import WorkloadError
 
 LENGTHS, NEW = [128, 70, 37], 66
-LAYERS = 6
+LAYERS = 5
 
 
 @pytest.fixture(scope="module")

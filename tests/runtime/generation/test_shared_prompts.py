@@ -12,7 +12,7 @@ from ridgeplan.runtime.model.prefill import Destination, prefill, prefill_all
 from ridgeplan.runtime.policies import SCORERS
 from ridgeplan.runtime.policies.evictions import OracleScorer
 
-LENGTHS, BUDGETS, NEW = [128, 70, 37], (45, 20), 40
+LENGTHS, BUDGETS, NEW = [128, 70, 37], (45, 20), 28
 
 
 @pytest.fixture(scope="module")

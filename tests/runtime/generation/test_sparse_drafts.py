@@ -8,7 +8,7 @@ from grids import pairs
 
 from ridgeplan import runtime
 
-NEW = 75  # with groups of 32: two flushes or three
+NEW = 65  # with groups of 32: two flushes
 LENGTHS = [100, 37, 65]
 SMALL = {"ratio": 0.2, "floor": 8, "sinks": 2, "recent": 6}
 SELECTIONS = {

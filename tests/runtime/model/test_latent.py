@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from grids import pairs
 from tiny_families import LATENT_SIZES
 
 from ridgeplan import runtime
@@ -64,8 +65,9 @@ def test_latents_as_codes_take_what_is_predicted(kv, batch, tiny_model, make_pla
     assert 0 < recent < 64 and engine.cache.bytes + spare == predicted.kv + predicted.buffers
 
 
-@pytest.mark.parametrize(("kv", "plain"), [("int4x2", "int8"), ("bf16+int4", "bf16")])
-@pytest.mark.parametrize("family", LATENT_SIZES)
+@pytest.mark.parametrize(
+    ("family", "kv", "plain"), pairs([*LATENT_SIZES], [("int4x2", "int8"), ("bf16+int4", "bf16")], always=0)
+)
 def test_drafts_over_codes_change_no_token(family, kv, plain, tiny_model, make_plan, prompts):
     """Greedy tokens of 4-bit drafts that read upper codes, of one prompt and of several lengths, beyond two flushes."""
     folder, texts = tiny_model(family).folder, prompts(70, 33, 111)
@@ -73,7 +75,7 @@ def test_drafts_over_codes_change_no_token(family, kv, plain, tiny_model, make_p
     expected = runtime.load(undrafted, folder).generate(texts, 70).tokens
     engine = runtime.load(drafting, folder)
     assert engine.generate(texts, 70).tokens == expected
-    assert engine.generate(texts[:1], 70).tokens == expected[:1]
+    assert engine.generate(texts[:1], 40).tokens == [expected[0][:40]]
 
 
 def test_old_latents_are_codes_and_rotated_keys_stay(tiny_model, make_plan, prompt):
