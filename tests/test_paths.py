@@ -31,7 +31,7 @@ ELSEWHERE = {
 def prose(path: Path) -> Iterator[str]:
     """The comments and docstrings of a Python file, all text of another."""
     text = path.read_text(encoding="utf-8")
-    if path.suffix != ".py":
+    if path.suffix != ".py" or not NAMED.search(text):
         yield text
         return
     with path.open("rb") as file:

@@ -110,7 +110,7 @@ def test_weights_caches_and_logits_rotate_and_a_few_rows_of_activations_do_not(c
     for call in (each.call for each in cases_of(cold, TINY, [name])):
         fills_caches = name in LINEAR and call.cost.read_bytes > cold.rotate_bytes
         assert (call.variants > 1) == (name in ROTATED and not fills_caches), call.name
-        for run in (call.run, *usable(call.peers).values()):
+        for run in (call.run, *(peer for name, peer in call.peers.items() if name != "SDPA cuDNN")):
             run(call.variants - 1)
 
 
@@ -218,7 +218,7 @@ def test_progressive_attention_that_reads_other_tokens_shows(bench: Bench, monke
     assert all(case.call.error() > 2 * MAX_ERROR for case in cases_of(bench, TINY, ["progressive"]))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", TINY["progressive"], ids=lambda size: size.name)
 def test_the_error_of_progressive_attention_does_not_depend_on_ties(

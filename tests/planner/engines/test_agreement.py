@@ -49,7 +49,7 @@ def exported(answer: Recommendation, options: SearchOptions) -> tuple[Exported, 
     return export(command), served(command)[0].needed_bytes
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(QUESTIONS)
 def test_a_plan_and_its_export_agree_to_the_digit(question: dict) -> None:
     shape, workload = load_shape(question["model"]), ("model", "gpu", "ctx")

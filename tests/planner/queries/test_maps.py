@@ -14,7 +14,7 @@ from ridgeplan.planner.question import Question, ask
 from ridgeplan.planner.search import search
 
 LLAMA = "meta-llama/Llama-3.1-8B"
-CONTEXTS, BATCHES = (1024, 9000, 65_536, 131_072), (1, 5, 32)
+CONTEXTS, BATCHES = (1024, 9000, 131_072), (1, 32)
 PLACES = [(row, column) for row in range(len(CONTEXTS)) for column in range(len(BATCHES))]
 
 

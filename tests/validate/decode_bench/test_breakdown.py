@@ -295,9 +295,8 @@ class FakeProfiler:
 
 @pytest.mark.model
 def test_the_profiler_runs_from_the_end_of_prefill_to_that_of_decoding(
-    smollm2: Path, h200_profile: Profile, monkeypatch: pytest.MonkeyPatch
+    model: InflatedModel, h200_profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = InflatedModel.load(str(smollm2), llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
     log: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("synchronize"))
     monkeypatch.setattr(trace.profiler, "profile", lambda activities: FakeProfiler(log))

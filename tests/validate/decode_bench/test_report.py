@@ -64,14 +64,6 @@ def test_peers_are_looked_up_by_device_model_and_workload():
     assert vllm_tpot_ms("cpu", "meta-llama/Llama-3.1-8B", 4096, 1) is None
 
 
-@pytest.fixture(scope="module")
-def model(smollm2):
-    """SmolLM2 in a larger shape. It keeps its large weights and its text, which take seconds to make."""
-    from ridgeplan.validate.decode_bench.inflated_model import InflatedModel
-
-    return InflatedModel.load(str(smollm2), llama_like_shape(30, 640, 1600, 9, 3, 64, vocab=49_200), "cpu")
-
-
 @pytest.mark.model
 def test_mistakes_in_a_later_case_are_found_before_the_first_runs(model, h200_profile):
     seen = []

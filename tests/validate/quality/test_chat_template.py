@@ -101,10 +101,8 @@ LONG = "{% if messages[0].content | length > 200 %}X{% endif %}{{ messages[0].co
     ("then", "reason"),
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s of CPU time"),
-        ('{{ "a" * 3000000000 }}', "more than 1 GiB of memory"),
         ("{{ 'a' * 100000 }}", "it makes 100000"),
         ("Today is Monday.", "does not hold a user's message once and as it is"),
-        ("{{ raise_exception('too long') }}", "TemplateError: too long"),
     ],
 )
 def test_a_template_that_looks_at_the_message_is_bounded_as_well(then: str, reason: str) -> None:

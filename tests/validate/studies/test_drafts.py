@@ -129,7 +129,7 @@ def real_rounds(tiny_folder):
             *(StudyDraft(name, CHOOSING, "bf16") for name in names),
             StudyDraft("quest", CHOOSING, "kv4"),
         ]
-        passage = Passage(TEXT, "cities", (CONTEXT,), 48)
+        passage = Passage(TEXT, "cities", (CONTEXT,), 32)
         rows = study(str(tiny_folder), passage, question, "cpu", verification=verification, passages=2)
         return {(row.draft.policy, row.draft.format): row for row in rows}
 
