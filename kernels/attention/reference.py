@@ -30,8 +30,8 @@ def decode_attention_reference(inputs: AttentionInputs) -> Tensor:
         scores = _full_scores(rows, keys[buffer, :, span], ends[b] - starts[b], queries, inputs)
         quantized = None
         if codes is not None and visible[b]:
-            row = codes.rows(slice(b, b + 1)) if pages is None else codes.gathered(pages.pages[b, : visible[b]])
-            quantized = _QuantizedRow(row, visible[b], inputs.lower)
+            place = (codes, b) if pages is None else (codes.gathered(pages.pages[b, : visible[b]]), 0)
+            quantized = _QuantizedRow(*place, visible[b], inputs.lower)
         sinks = None if inputs.sinks is None else inputs.sinks.view(kv_heads, ratio).repeat_interleave(queries, dim=1)
         values = inputs.values[buffer, :, span].float()
         result = _attend(rows, scores, values, quantized, inputs.soft_cap, sinks)
@@ -90,10 +90,10 @@ def soft_capped(scores: Tensor, cap: float) -> Tensor:
 
 
 class _QuantizedRow:
-    """The first `groups` quantized groups of codes of one row: products of all heads' rows with keys and values."""
+    """The first `groups` quantized groups of codes of a row: products of all heads' rows with keys and values."""
 
-    def __init__(self, codes: QuantizedKV, groups: int, lower: bool) -> None:
-        self.codes, self.lower, self.at = codes, lower, (0, slice(None), slice(groups))
+    def __init__(self, codes: QuantizedKV, row: int, groups: int, lower: bool) -> None:
+        self.codes, self.lower, self.at = codes, lower, (row, slice(None), slice(groups))
 
     def key_scores(self, rows: Tensor) -> Tensor:
         """rows [Hkv, R, D] -> scores [Hkv, R, groups * G]."""

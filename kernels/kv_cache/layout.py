@@ -14,7 +14,7 @@ reads upper codes never touches the lower ones.
 Latent rows (MLA) are keys alone: values are the same latents. Their heads are parts of a latent.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +45,9 @@ class QuantizedKV:
     def __post_init__(self) -> None:
         if (self.key_lower is None) != (self.value_lower is None):
             raise ValueError("key_lower and value_lower: give both planes or neither")
-        for field in fields(self):
-            tensor = getattr(self, field.name)
+        for name, tensor in vars(self).items():
             if tensor is not None and not tensor.is_contiguous():
-                raise ValueError(f"{field.name} of a QuantizedKV must be contiguous, not {tensor.stride()}")
+                raise ValueError(f"{name} of a QuantizedKV must be contiguous, not {tensor.stride()}")
 
     @classmethod
     def allocate(
@@ -91,15 +90,13 @@ class QuantizedKV:
 
     def rows(self, rows: slice) -> "QuantizedKV":
         """A view of the codes of some rows of the batch."""
-        tensors = (getattr(self, field.name) for field in fields(self))
-        views: list[Any] = [None if tensor is None else tensor[rows] for tensor in tensors]
+        views: list[Any] = [None if x is None else x[rows] for x in vars(self).values()]
         return QuantizedKV(*views)
 
     def gathered(self, pages: Tensor) -> "QuantizedKV":
         """A copy of some pages, in this order, as the groups of one row; of codes with one group per row."""
-        index = pages.long()
-        tensors = (getattr(self, field.name) for field in fields(self))
-        copies: list[Any] = [None if x is None else x[index, :, 0].transpose(0, 1)[None].contiguous() for x in tensors]
+        index, planes = pages.long(), vars(self).values()
+        copies: list[Any] = [None if x is None else x[index, :, 0].transpose(0, 1)[None].contiguous() for x in planes]
         return QuantizedKV(*copies)
 
     @property
@@ -150,8 +147,7 @@ class QuantizedKV:
     @property
     def bytes(self) -> int:
         """Storage of all tensors, in bytes."""
-        tensors = [getattr(self, field.name) for field in fields(self)]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in vars(self).values() if tensor is not None)
 
 
 class GroupWrite(NamedTuple):
