@@ -60,7 +60,7 @@ def pooled_chi_square(counts, probabilities):
     "kv, gamma, drafts, options, gammas",
     [
         pytest.param("int4x2", 3, {"draft_bits": 4}, {"temperature": 1.0}, None, marks=pytest.mark.slow),
-        ("int4x2", 2, {}, {"temperature": 1.3, "top_k": 9}, None),
+        pytest.param("int4x2", 2, {}, {"temperature": 1.3, "top_k": 9}, None, marks=pytest.mark.slow),
         ("bf16+int4", 3, {"draft_bits": 4}, {"temperature": 0.7, "top_p": 0.9}, None),
         pytest.param(
             "bf16", 2, {"selection": "specattn", "draft_bits": 4} | SPARSE, {"temperature": 0.7, "top_p": 0.9}, None,
