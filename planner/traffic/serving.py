@@ -461,8 +461,9 @@ class _Study:
         if decode_watts < prompt_watts:
             source = f"the board's limit, and {decode_watts:g} W while decoding ({hardware.sources['decode_watts']})"
             yield f"energy is that of GPUs at {prompt_watts:g} W while they process prompts, {source}"
-        elif decode_watts and decode_watts == hardware.board_watts:
-            yield f"energy was not measured: GPUs that run steps are taken at their listed {decode_watts:g} W (--watts)"
+        elif decode_watts == hardware.board_watts:
+            taken = f"GPUs that run steps are taken at their listed {decode_watts:g} W" * (decode_watts > 0)
+            yield f"energy was not measured: {taken or 'no power is listed either'} (--watts)"
         if self.question.engine is None:
             yield "this package's runtime serves fixed batches: a server that adds requests between rounds is assumed"
         else:

@@ -100,6 +100,8 @@ def test_energy_is_that_of_steps_at_the_watts_given_measured_or_listed() -> None
     h200, h100 = load_hardware("h200"), load_hardware("h100")
     watts, notes = busy_watts("h200")
     assert h200.decode_watts < watts < h200.board_watts and "519 W while decoding" in notes
+    unlisted = serving_capacity("Llama-3.1-8B", "gh200", (1.0,), isl="1k", osl="8", traffic=Traffic(requests=10))
+    assert unlisted.rows[0].joules_per_output_token is None and "no power is listed" in " ".join(unlisted.notes)
     watts, notes = busy_watts("h100")
     assert watts == pytest.approx(h100.board_watts) and "energy was not measured" in notes
 
