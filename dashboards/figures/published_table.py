@@ -72,9 +72,9 @@ def number(value: float | str | None) -> float | None:
 
 
 def _absent(row: Row) -> str:
-    """Why a row has neither value: `out of memory, predicted: out of memory`."""
-    printed = "not printed" if row["published"] is None else "out of memory"
-    return f"{printed}; {'not predicted' if row['predicted'] is None else 'predicted: out of memory'}"
+    """Why a row has neither value: `OOM; predicted: OOM`, which a narrow screen has room for."""
+    printed = "not printed" if row["published"] is None else "OOM"
+    return f"{printed}; {'not predicted' if row['predicted'] is None else 'predicted: OOM'}"
 
 
 def dumbbells(rows: Sequence[Row], title: str, x: str, **x_axis: Any) -> go.Figure:

@@ -12,7 +12,7 @@ import pytest
 
 from ridgeplan.planner.plan_file import read_plan
 
-TABS = ("Capacity", "Compare", "Trade-offs", "Breakdown", "Speculation", "Papers", "Validation")
+TABS = ("Capacity", "Traffic", "Compare", "Trade-offs", "Breakdown", "Speculation", "Papers", "Validation")
 CHARTED = [name for name in TABS if name != "Validation"]
 LOCAL = ("http://127.0.0.1:", "data:", "blob:")
 # Text of a chart that must stay legible: ticks, titles, legends.
