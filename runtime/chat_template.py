@@ -34,11 +34,14 @@ def chat_text(tokenizer: Any, messages: Messages, process: TemplateProcess | Non
     messages: `{"role": "system" | "user" | "assistant", "content": text}`, the last one not the assistant's. process:
     of several calls, which starting it for each would slow by half a second. Raises ChatTemplateError, one line.
     """
+    from ridgeplan.roofline.catalog.validation import brief  # not at the top: the process runs this file alone
+
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise ChatTemplateError(f"message {index} is wrong; allowed: an object with a role and a content")
+            raise ChatTemplateError(f"message {index} is {brief(message)}; allowed: a role and a content")
         if message["role"] not in ROLES or not isinstance(message["content"], str):
-            raise ChatTemplateError(f"message {index} is wrong; allowed: a text, of the role {', '.join(ROLES)}")
+            allowed = f"a text, of the role {', '.join(ROLES)}"
+            raise ChatTemplateError(f"message {index} is {brief(message)}; allowed: {allowed}")
     if not messages or messages[-1]["role"] == "assistant":
         raise ChatTemplateError("there is nothing to answer; allowed: messages of which the last is the user's")
     require_template(tokenizer)

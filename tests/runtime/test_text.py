@@ -63,10 +63,10 @@ def test_a_conversation_is_answered_in_the_models_template(engine: Engine) -> No
         ([*CHAT, {"role": "assistant", "content": "So."}], "there is nothing to answer"),
         (
             [{"role": "tool", "content": "a"}],
-            "message 0 is wrong; allowed: a text, of the role system, user, assistant",
+            r"message 0 is {'content': 'a', 'role': 'tool'}; allowed: a text, of the role system, user, assistant",
         ),
-        ([{"content": "a"}], "message 0 is wrong; allowed: an object with a role and a content"),
-        ([{"role": "user", "content": 7}], "message 0 is wrong"),
+        ([{"content": "a"}], "message 0 is {'content': 'a'}; allowed: a role and a content"),
+        ([{"role": "user", "content": 7}], "message 0 is {'content': 7, 'role': 'user'}; allowed: a text"),
     ],
 )
 def test_wrong_conversations_are_refused(engine: Engine, messages: list[dict[str, str]], words: str) -> None:
