@@ -50,7 +50,7 @@ class StartupTimes:
         self.seconds[stage] = time.perf_counter() - self.began - sum(self.seconds.values())
 
     def __str__(self) -> str:
-        """`first text after 9.1 s: packages 4.2, prompt 1.1, plan 0.3, weights 2.4, first pass 1.1`."""
+        """`first text after 9.1 s: packages 4.2, model files and prompt 1.1, plan 0.3, weights 2.4, first pass 1.1`."""
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.seconds.items())
         return f"first text after {sum(self.seconds.values()):.1f} s: {stages}"
 
@@ -112,11 +112,11 @@ def run(
         plan = request.plan()
         limit = min(limit, plan.workload.new_tokens) if max_new_tokens is None else limit
         ids = [each.tokens(request.source, plan.workload.context, cut=truncate) for each in inputs]
-        startup.end("prompt")
+        startup.end("model files and prompt")
     else:
         room = request.ctx or (CONTEXT_STEP if inputs[0].opening else max(1, request.shape.max_context - limit))
         ids = [each.tokens(request.source, room, cut=truncate) for each in inputs]
-        startup.end("prompt")
+        startup.end("model files and prompt")
         plan = request.plan(request.ctx or planned_context(ids, room), limit)
     check_request(ids, plan.workload, request.source, limit)  # before weights, which take minutes to load
     startup.end("plan")
