@@ -269,7 +269,8 @@ class Question:
         elif self.options.backend is Backend.VLLM_PLUGIN:
             yield (
                 f"{1e3 * float(self.machine.unmeasured_s):.2f} ms of a step are what vLLM's launches take beyond this "
-                "package's; fitted to steps of Llama-3.1-8B without drafts on an H200"
+                "package's; fitted to steps of Llama-3.1-8B without drafts on an H200. `ridgeplan export --to vllm "
+                "--plugin` writes the serve command"
             )
         elif missing := missing_architecture(shape, hardware):
             yield missing

@@ -43,7 +43,7 @@ COLUMNS = 78
 @click.option("--model", help="Path or hub id to load, such as a fine-tune.  [default: the plan's model]")
 @click.option("--draft-model", metavar="MODEL", help="A draft of your own, such as a 4-bit copy or a small model.")
 @click.option(
-    "--draft-method", type=click.Choice(METHODS), default="draft_model",
+    "--draft-method", type=click.Choice(METHODS), default="draft_model", show_default=False,
     help="A whole model, an EAGLE-3 head, the model's own layers, or a lookup.  [default: as the plan drafts]",
 )  # fmt: skip
 @click.option("--kv-cache-dtype", metavar="DTYPE", help="The engine's KV format.  [default: the plan's nearest]")
@@ -62,9 +62,8 @@ COLUMNS = 78
 def export_plan(
     plan: SavedPlan, target: str, engine_version: str | None, model: str | None, draft_model: str | None,
     draft_method: str, kv_cache_dtype: str | None, host_cache: float | None, host_cache_backend: str, plugin: bool,
-    gpu: str | None,
-    engine_profile: str | None, memory_utilization: float, profile: str | None, acceptance: str | None,
-    output: Path | None, as_json: bool,
+    gpu: str | None, engine_profile: str | None, memory_utilization: float, profile: str | None,
+    acceptance: str | None, output: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write PLAN as the serve command of vLLM or SGLang.
 
@@ -109,8 +108,7 @@ def report(plan: Plan, exported: Exported) -> list[str]:
     lines = [
         wrapped(f"{preset_name(plan)} in {where}"),
         wrapped(f"  {size}: {_times(exported)}"),
-        "",
-        exported.command.shell(),
+        f"\n{exported.command.shell()}",
     ]
     lines += ["", "carried by the engine:", *(line for carried in exported.carried for line in _axis(carried))]
     if exported.rules:

@@ -211,7 +211,7 @@ def _write(drawn: Drawn, folder: Path, formats: Sequence[str]) -> None:
     if "csv" in chosen_formats:
         for figure, rows in drawn.items():
             write_atomically(folder / f"{figure.name}.csv", csv_text(rows))
-    echo(f"{len(drawn)} figures as {', '.join(chosen_formats)} in {folder}")
+    echo(f"{len(drawn)} figure{'s' * (len(drawn) != 1)} as {', '.join(chosen_formats)} in {folder}")
     if not formats and "png" not in chosen_formats:
         echo("note: no PNG files, because they need kaleido: `pip install 'ridgeplan[png]'`", err=True)
 

@@ -48,7 +48,7 @@ def export_with_plugin(options: ServeCommandOptions) -> Exported:
     command = Command(serve, tuple(_arguments(options)))
     times, unpredicted = _times(options)
     return Exported(
-        f"{options.engine.title} with ridgeplan's plugin", options.schema.version, command, tuple(_axes(plan)), (),
+        f"ridgeplan's plugin of {options.engine.title}", options.schema.version, command, tuple(_axes(plan)), (),
         times, unpredicted,
     )  # fmt: skip
 

@@ -134,7 +134,7 @@ def plain_words(plan: Plan) -> str:
 
 SOURCE_WORDS = {
     "measured": "measured on this model",
-    "calibrated": "from kernels that were timed on this machine",
+    "calibrated": "from kernels that were timed on this kind of GPU or CPU",
     "transferred": "from kernels or acceptance of another machine or model",
     "published": "from a paper's figures",
     "extrapolated": "outside the measured range",
