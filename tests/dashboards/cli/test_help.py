@@ -42,6 +42,13 @@ def test_help_ends_in_three_examples_of_the_verb(words: tuple[str, ...]) -> None
         assert line in shown.output
 
 
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_no_option_has_two_defaults(words: tuple[str, ...]) -> None:
+    context = click.Context(ALL[words], parent=click.Context(main, **main.context_settings))
+    records = [record for option in ALL[words].params if (record := option.get_help_record(context))]
+    assert not [record for record in records if record[1].count("default:") > 1]
+
+
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files of the names that examples use."""

@@ -42,7 +42,9 @@ def test_a_plan_with_drafts() -> None:
 def test_times_are_those_of_plan() -> None:
     best = recommend(WORKLOAD.model, "h200", 32000, batch=4, new_tokens=500, backend="vllm+plugin")
     assert best.predicted.source == "calibrated" and not best.plan.speculation.active
+    assert any("`ridgeplan export --to vllm --plugin`" in note for note in best.notes)
     exported = export_with_plugin(options(best.plan))
+    assert (exported.engine, exported.version) == ("ridgeplan's plugin of vLLM", VERSION)
     times, figures = exported.times, best.predicted
     assert times is not None
     assert (times.low_ms, times.tpot_ms, times.high_ms) == pytest.approx(
