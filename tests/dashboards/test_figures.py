@@ -277,9 +277,7 @@ def test_dumbbells_join_what_both_sides_have() -> None:
     assert list(published.x) == [2.0, None, None]
     assert list(predicted.x) == [3.0, 4.0, None]
     assert list(predicted.y) == ["a,<br>x", "b,<br>y", "c,<br>x"]
-    assert [(note.y, note.text) for note in figure.layout.annotations] == [
-        ("c,<br>x", "not printed; predicted: OOM")
-    ]
+    assert [(note.y, note.text) for note in figure.layout.annotations] == [("c,<br>x", "not printed; predicted: OOM")]
     assert predicted.marker.color[0] == predicted.marker.color[2] != predicted.marker.color[1]
 
 
