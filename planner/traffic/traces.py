@@ -20,7 +20,7 @@ AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE = ("timestamp", "input_length", "output_length")
 MOONCAKE_BLOCK_TOKENS = 512  # of a hash id
 MILLISECONDS = 1e-3
-MAX_HASH_ID = 2**63
+MAX_HASH_ID, MAX_DIGITS = 2**63, 100
 
 
 class BadTrace(ValueError):
@@ -41,8 +41,8 @@ def read_trace(path: Path, limit: int | None = None) -> Requests:
             rows = list(islice(readers[path.suffix](lines, path), limit))
     except OSError as error:
         raise BadTrace(f"cannot read trace {brief(str(path))}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise BadTrace(f"trace {brief(str(path))} is not UTF-8 text") from None
+    except (UnicodeDecodeError, csv.Error):
+        raise BadTrace(f"trace {brief(str(path))} is not UTF-8 text with fields of ordinary lengths") from None
     if not rows:
         raise BadTrace(f"trace {brief(str(path))} has no requests; allowed: one or more")
     times, prompts, outputs, hashes = zip(*rows, strict=True)
@@ -83,7 +83,7 @@ def _mooncake_rows(lines: Any, path: Path) -> Iterator[Row]:
         where = f"trace {brief(str(path))}, line {number}"
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadTrace(f"{where} is not JSON") from None
         if not isinstance(row, dict) or any(name not in row for name in MOONCAKE):
             raise BadTrace(f"{where} lacks {' or '.join(MOONCAKE)}; allowed: an object with all of them")
@@ -105,7 +105,7 @@ def _hash_ids(ids: object, prompt_tokens: int, where: str) -> list[int] | None:
 
 def _length(row: Mapping[str, Any], name: str, where: str) -> int:
     value = row[name]
-    if isinstance(value, str) and value.strip().isdecimal():
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) < MAX_DIGITS:
         value = int(value)
     if type(value) is not int or not 0 <= value <= MAX_TOKENS:
         raise BadTrace(f"{where}: {name} is {brief(value)}; allowed: whole numbers from 0 to {MAX_TOKENS}")
