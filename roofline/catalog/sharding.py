@@ -18,6 +18,7 @@ from ridgeplan.roofline.catalog.model_shape import ModelShape
 from ridgeplan.roofline.catalog.parallel import SINGLE, Parallel
 
 VOCABULARY_MULTIPLE = 64  # to which vLLM pads the vocabulary before it shards it
+FP8_BLOCK = 128  # rows and columns of the blocks of published fp8 checkpoints, which vLLM and SGLang do not cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,10 @@ def uneven(shape: ModelShape, parallel: Parallel) -> str | None:
     """What vLLM refuses to shard, as it does not divide evenly; None if nothing."""
     heads = {attention.q_heads for attention, _ in shape.attentions}
     kv_heads = {attention.kv_heads for attention, _ in shape.attentions if not attention.is_latent}
+    expert_parts = 1 if parallel.expert else parallel.expert_ranks
+    mlps = [_mlp(mlp, parallel) for mlp, _ in shape.mlps]
+    widths = [width for mlp in mlps for width in (mlp.intermediate, mlp.shared_intermediate, mlp.expert_intermediate)]
+    in_blocks = shape.weight_bits.format == "fp8" and shape.weight_bits.mlp > 8  # with the bits of their scales
     checks = {
         f"{min(heads, default=0)} query heads": any(count % parallel.tensor for count in heads),
         f"{min(kv_heads, default=0)} KV heads": any(
@@ -90,9 +95,8 @@ def uneven(shape: ModelShape, parallel: Parallel) -> str | None:
         f"recurrent states of {len(shape.states)} kinds": any(
             state.key_heads % parallel.tensor or state.value_heads % parallel.tensor for state, _ in shape.states
         ),
-        f"experts of width {shape.expert_intermediate}": shape.is_moe
-        and not parallel.expert
-        and shape.expert_intermediate % parallel.expert_ranks,
+        f"experts of width {shape.expert_intermediate}": shape.is_moe and shape.expert_intermediate % expert_parts,
+        f"MLPs in fp8 blocks of {FP8_BLOCK}": in_blocks and any(width % FP8_BLOCK for width in widths),
         f"{shape.experts} experts": parallel.expert and shape.experts % parallel.expert_ranks,
         f"{shape.layers} layers": parallel.pipeline > shape.layers,
     }

@@ -1,5 +1,6 @@
 """Several GPUs: what one of them holds, its messages, and the time of a step."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -49,6 +50,14 @@ def test_heads_and_vocabularies_that_do_not_divide_are_those_of_the_gpu_with_mos
     assert (shape.q_heads, part.q_heads, part.kv_heads, part.vocab) == (28, 4, 1, 152_064 // 8)
     assert uneven(shape, Parallel(8)) == "28 query heads" and uneven(shape, Parallel(4)) is None
     assert shard(shape, Parallel(1, 3)).layers == 10  # of 28
+
+
+def test_blocks_of_fp8_weights_are_not_cut():
+    """vLLM refuses shards that are no multiple of 128: 18432 / 32 = 576, 2048 / 32 = 64; of 16: 1152 and 128."""
+    assert uneven(DEEPSEEK, Parallel(32)) == uneven(DEEPSEEK, Parallel(8, 1, 4)) == "MLPs in fp8 blocks of 128"
+    assert uneven(DEEPSEEK, Parallel(16)) is uneven(DEEPSEEK, Parallel(8, 1, 4, expert=True)) is None
+    unscaled = replace(DEEPSEEK, weight_bits=replace(DEEPSEEK.weight_bits, attention=8, mlp=8, experts=8))
+    assert uneven(unscaled, Parallel(32)) is None
 
 
 def test_a_latent_row_is_on_every_gpu_and_its_factors_are_divided():
