@@ -167,9 +167,12 @@ def _check_choices(options: ServeCommandOptions) -> None:
 def _arguments(running: Served) -> Iterator[tuple[str, Any]]:
     options, engine, plan = running.options, running.options.engine, running.options.plan
     yield engine.max_model_len, options.max_model_len
-    yield engine.max_num_seqs, plan.workload.rank_batch
+    degrees = [*engine.parallel(plan.parallel, options.shape.is_moe)]
+    # SGLang divides its limit among the ranks of data-parallel attention; vLLM's is that of each rank.
+    sharing = plan.parallel.data if "--enable-dp-attention" in dict(degrees) else 1
+    yield engine.max_num_seqs, sharing * plan.workload.rank_batch
     yield engine.memory, options.memory_utilization
-    yield from engine.parallel(plan.parallel, options.shape.is_moe)
+    yield from degrees
     if running.quantization:
         yield engine.quantization, running.quantization
     if running.kv != "auto":

@@ -73,7 +73,8 @@ def test_no_parser_rejects_an_exported_plan(request: ServeCommandOptions) -> Non
     options, engine, workload = request.schema.parse(command.options), request.engine, request.plan.workload
     maximum = workload.yarn_factor * request.shape.max_context
     assert options[dest(engine.max_model_len)] == min(workload.context + workload.new_tokens, maximum)
-    assert options[dest(engine.max_num_seqs)] == workload.rank_batch
+    sharing = workload.parallel.data if options.get("enable_dp_attention") else 1
+    assert options[dest(engine.max_num_seqs)] == sharing * workload.rank_batch
     pairs = yaml.safe_load(command.yaml()).items()
     words = ((f"--{name}",) if value is True else (f"--{name}", str(value)) for name, value in pairs)
     assert request.schema.parse([word for both in words for word in both]) == options
@@ -376,22 +377,23 @@ def test_sources_of_times(request_for: Callable[..., ServeCommandOptions]) -> No
 
 
 @pytest.mark.parametrize(
-    ("engine", "words"),
+    ("engine", "seqs", "words"),
     [
-        ("vllm", "--tensor-parallel-size 4 --pipeline-parallel-size 2 --data-parallel-size 2 --enable-expert-parallel"),
-        ("sglang", "--tensor-parallel-size 8 --pipeline-parallel-size 2 --data-parallel-size 2 --enable-dp-attention "
-                   "--expert-parallel-size 8"),
+        ("vllm", 3, "--tensor-parallel-size 4 --pipeline-parallel-size 2 --data-parallel-size 2 "
+                    "--enable-expert-parallel"),
+        ("sglang", 6, "--tensor-parallel-size 8 --pipeline-parallel-size 2 --data-parallel-size 2 "
+                      "--enable-dp-attention --expert-parallel-size 8"),
     ],
 )  # fmt: skip
 def test_degrees_become_the_engines_arguments(
-    request_for: Callable[..., ServeCommandOptions], engine: str, words: str
+    request_for: Callable[..., ServeCommandOptions], engine: str, seqs: int, words: str
 ) -> None:
-    """SGLang's data-parallel attention divides the ranks of its tensor parallelism."""
+    """SGLang's data-parallel attention divides the ranks of its tensor parallelism, and the limit of sequences."""
     request = request_for("autoregressive", engine, model="Qwen3-30B-A3B", batch=5)
     workload = replace(request.plan.workload, parallel=Parallel(4, 2, 2, expert=True))
     exported = export(replace(request, plan=replace(request.plan, workload=workload)))
     assert words in " ".join(exported.command.options) and request.schema.parse(exported.command.options)
-    assert dict(exported.command.arguments)[request.engine.max_num_seqs] == 3  # of the rank with most
+    assert dict(exported.command.arguments)[request.engine.max_num_seqs] == seqs  # of the rank with most
     assert exported.times is not None and exported.times.source == "extrapolated"
 
 
