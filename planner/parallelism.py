@@ -77,7 +77,8 @@ def possible_degrees(options: SearchOptions, shape: ModelShape) -> tuple[Paralle
     routed = shape.is_moe or not options.expert_parallel
     require(routed, f"expert_parallel is true, but {shape.name} has no experts; allowed: false")
     degrees = " x ".join(str(degree) for degree in named if degree)
-    require(bool(possible), f"the degrees {degrees} do not divide {gpus} GPUs; allowed: degrees whose product does")
+    into = " into ranks of tp or dp for whole experts" * bool(options.expert_parallel)
+    require(bool(possible), f"the degrees {degrees} do not divide {gpus} GPUs{into}; allowed: those whose product does")
     return tuple(possible)
 
 
@@ -90,9 +91,8 @@ def divided(question: Question) -> tuple[dict[Parallel, Question], dict[Parallel
         return {question.workload.parallel: question}, {}
     possible = possible_degrees(question.options, question.shape)
     refused = {parallel: problem for parallel in possible if (problem := uneven(question.shape, parallel))}
-    if len(refused) == len(possible):
-        parallel, problem = next(iter(refused.items()))
-        require(False, f"{problem} do not divide by {parallel}; allowed: degrees that divide them")
+    parallel, problem = next(iter(refused.items()), (SINGLE, ""))
+    require(len(refused) < len(possible), f"{problem} do not divide by {parallel}; allowed: degrees that divide them")
     return {each: question.on_gpus(each) for each in possible if each not in refused}, refused
 
 

@@ -350,6 +350,7 @@ def ask(
 ) -> Question:
     """The question for what a user names, as `recommend` documents it. Raises ValueErrors that name what is wrong."""
     options = SearchOptions.of(options, changes)
+    require(options.several_gpus or not options.expert_parallel, "expert_parallel is true on one GPU; allowed: on more")
     options = executed_by_engine(options) if options.several_gpus else options
     shape, profile = resolve(model, gpu, options.profile, options.acceptance)
     workload = workload_for(shape, profile, tokens(context), options.new_tokens, options.batch, yarn=options.yarn)

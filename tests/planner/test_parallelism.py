@@ -34,6 +34,8 @@ def test_degrees_divide_the_gpus_and_named_ones_stay():
     assert {Parallel(1, 1, 2), Parallel(1, 1, 2, expert=True)} <= set(routed)
     with pytest.raises(PlanError, match="the degrees 3 do not divide 4 GPUs"):
         possible_degrees(SearchOptions(gpus=4, tensor_parallel=3), llama)
+    with pytest.raises(PlanError, match="the degrees 2 do not divide 2 GPUs into ranks of tp or dp for whole experts"):
+        possible_degrees(SearchOptions(pipeline_parallel=2, expert_parallel=True), qwen)
 
 
 def test_recommend_chooses_degrees_and_says_why_others_lost():

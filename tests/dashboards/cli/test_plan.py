@@ -138,6 +138,7 @@ def test_recommend_refuses_bad_questions(refuses: Any, change: dict[int, object]
         ("--memory-limit", "0", "'0' is not a size"),
         ("--memory-limit", "24", "'24' is a size without a unit; allowed: one with a unit, such as 24GB or 24GiB"),
         ("--tp", 3, "32 query heads do not divide by tp 3; allowed: degrees that divide them"),
+        ("--ep", "--json", "expert_parallel is true on one GPU; allowed: on more"),
         ("--gpus", 0, "gpus is 0; allowed: a whole number from 1 to 1024"),
         ("--kv-cache-dtype", "fp8", "'fp8' is not one of 'auto'"),
         ("--max-model-len", "8k", "--ctx and --max-model-len were both given; allowed: one of them"),
