@@ -115,8 +115,7 @@ def _print_gpus(model: str, batch: int, context_tokens: int, gpus: Sequence[GpuF
     print_table(f"{model}, {context} tokens x {batch}", ("GPU", "GB", "fits", *largest, "plan"), rows)
     fitting = [gpu for gpu in gpus if gpu.fits]
     if fitting:
-        fewest = min(fitting, key=lambda gpu: gpu.gpus)
-        echo(f"smallest GPU that fits: {_counted(fewest)}")
+        echo(f"smallest GPU that fits: {_counted(min(fitting, key=lambda gpu: gpu.gpus))}")
     if any(gpu.gpus > 1 for gpu in fitting):
         echo("several GPUs: vLLM executes such plans")
 

@@ -377,8 +377,7 @@ class _Study:
         latencies = _latencies(spaced, simulate(spaced, self.server))
         limits = self.limits.ttft_s, self.limits.tpot_s
         for name, seconds, limit in zip(("TTFT", "TPOT"), latencies, limits, strict=True):
-            reached = float(np.percentile(seconds, 99)) if len(seconds) else 0.0
-            if limit is not None and reached > limit:
+            if limit is not None and (reached := _percentile(seconds, 99)) > limit:
                 raise NothingFits(
                     f"the 99th percentile of {name} is {time_text(1e3 * reached)} even without load; allowed: a limit "
                     f"above that, not {time_text(1e3 * limit)}"
@@ -418,12 +417,14 @@ class _Study:
         served, servers = outcome.results, (replicas + prefilling) * self.parallel.data
         gpus = (replicas + prefilling) * self.parallel.gpus
         ttft_s, tpot_s = _latencies(requests, outcome)
-        within = _within(requests, outcome, self.limits)
+        limits = self.limits.ttft_s, self.limits.tpot_s
+        # A request without a TPOT misses no limit on it.
+        late = [seconds > (limit or math.inf) for seconds, limit in zip((ttft_s, tpot_s), limits, strict=True)]
         span_s = max(result.end_s for result in served) - float(requests.arrival_s[0])
         prompt_s, decode_s = (sum(getattr(result, name) for result in served) for name in ("prompt_s", "decode_s"))
         tokens, outputs = int(requests.prompt_tokens.sum()), int(requests.output_tokens.sum())
         times = {
-            f"{name}_p{percentile}_ms": 1e3 * float(np.percentile(seconds, percentile)) if len(seconds) else 0.0
+            f"{name}_p{percentile}_ms": 1e3 * _percentile(seconds, percentile)
             for name, seconds in (("ttft", ttft_s), ("tpot", tpot_s))
             for percentile in PERCENTILES
         }
@@ -436,7 +437,7 @@ class _Study:
         return LoadRow(
             rate=rate, replicas=replicas, gpus=gpus, **times, requests_per_s=len(requests) / span_s,
             output_tokens_per_s=outputs / span_s, output_tokens_per_s_per_gpu=outputs / span_s / gpus,
-            prompt_tokens_per_s=tokens / span_s, goodput_per_s=within / span_s,
+            prompt_tokens_per_s=tokens / span_s, goodput_per_s=float(np.sum(~np.any(late, axis=0))) / span_s,
             busy=(prompt_s + decode_s) / (span_s * servers), kv_mean=held,
             kv_peak=max(result.kv_peak_tokens for result in served) / self.server.kv_tokens,
             cached_share=outcome.cached_tokens / tokens,
@@ -493,15 +494,11 @@ class _Outcome:
 
 
 def _latencies(requests: Requests, served: Served | _Outcome) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds to the first token of each request, and per output token of those with two or more."""
-    several = requests.output_tokens > 1
-    decoding_s = (served.finish_s - served.first_s)[several]
-    return served.first_s - requests.arrival_s, decoding_s / (requests.output_tokens[several] - 1)
+    """Seconds to the first token, and per output token after it, NaN where there is none: [requests]."""
+    others = np.where(requests.output_tokens > 1, requests.output_tokens - 1, np.nan)
+    return served.first_s - requests.arrival_s, (served.finish_s - served.first_s) / others
 
 
-def _within(requests: Requests, served: _Outcome, limits: LatencyLimits) -> int:
-    """How many requests meet both limits themselves."""
-    ttft_s = served.first_s - requests.arrival_s
-    tpot_s = (served.finish_s - served.first_s) / np.maximum(requests.output_tokens - 1, 1)
-    ttft_limit, tpot_limit = (math.inf if limit is None else limit for limit in (limits.ttft_s, limits.tpot_s))
-    return int(((ttft_s <= ttft_limit) & (tpot_s <= tpot_limit)).sum())
+def _percentile(seconds: np.ndarray, percentile: float) -> float:
+    """A percentile of those that are not NaN; 0 where none is."""
+    return float(np.nanpercentile(seconds, percentile)) if np.isfinite(seconds).any() else 0.0
