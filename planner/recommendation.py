@@ -157,7 +157,7 @@ class Recommendation(Table):
     def _choice(self) -> list[str]:
         workload = self.plan.workload
         return [
-            f"{workload.model} on {workload.hardware}, {workload.context} tokens of context, batch {workload.batch}:",
+            f"{workload.model} on {workload.devices}, {workload.context} tokens of context, batch {workload.batch}:",
             f"  {self._where}: {self._headline(self.name, self.predicted)}",
             *([f"  {self.warning}"] if self.warning else []),
             *([f"  all on the GPU: {', or '.join(fix.text for fix in self.on_device)}"] if self.on_device else []),

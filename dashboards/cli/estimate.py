@@ -131,7 +131,7 @@ def _print(result: PlanEstimate) -> None:
     workload, predicted, speculation = result.plan.workload, result.predicted, result.plan.speculation
     size = f"{workload.context} tokens of context, batch {workload.batch}"
     oom = "" if result.oom_reason is None else f"; {result.oom_reason}"
-    echo(wrapped(f"{workload.model} on {workload.hardware}, {size} [{predicted.source}]{oom}"))
+    echo(wrapped(f"{workload.model} on {workload.devices}, {size} [{predicted.source}]{oom}"))
     echo(f"  [{predicted.source}]: {SOURCE_WORDS[predicted.source]}")
     for loss in result.losses:
         echo(wrapped(f"  quality cost: {loss}"))
@@ -203,7 +203,7 @@ def explain(subject: tuple[str, ...], memory_utilization: float, memory_limit: f
 def _lines(result: PlanEstimate) -> Iterator[str]:
     plan, shape, profile, workload = result.plan, result.shape, result.question.profile, result.plan.workload
     yield (
-        f"{result.name} for {workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens, "
+        f"{result.name} for {workload.model} on {workload.devices}, {tokens_text(workload.context)} tokens, "
         f"batch {workload.batch}, {tokens_text(workload.new_tokens)} new tokens"
     )
     meaning, missing = describe(plan), unsupported(plan, Backend.RIDGEPLAN, shape, profile)

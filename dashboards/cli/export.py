@@ -29,7 +29,6 @@ from ridgeplan.planner.export.rules import Rule
 from ridgeplan.planner.plan_file import SavedPlan
 from ridgeplan.roofline.catalog.model_shape import ModelShape, UnknownModel
 from ridgeplan.roofline.catalog.models import load_shape
-from ridgeplan.roofline.catalog.parallel import SINGLE
 from ridgeplan.roofline.latency import GIB
 from ridgeplan.roofline.plan.presets import preset_name
 
@@ -102,17 +101,14 @@ def export_plan(
 def report(plan: Plan, exported: Exported) -> list[str]:
     """The answer: times, the command, how each axis is carried, and known problems."""
     workload = plan.workload
-    size = f"{workload.context} tokens of context, batch {workload.batch}"
-    gpus = f"{workload.parallel.gpus} x " if workload.parallel != SINGLE else ""
-    where = f"{exported.engine} {exported.version}: {workload.model} on {gpus}{workload.hardware}"
+    where = f"{exported.engine} {exported.version}: {workload.model} on {workload.devices}"
     lines = [
         wrapped(f"{preset_name(plan)} in {where}"),
-        wrapped(f"  {size}: {_times(exported)}"),
+        wrapped(f"  {workload.context} tokens of context, batch {workload.batch}: {_times(exported)}"),
         f"\n{exported.command.shell()}",
     ]
     lines += ["", "carried by the engine:", *(line for carried in exported.carried for line in _axis(carried))]
-    if exported.rules:
-        lines += ["", "known problems:"]
+    lines += ["", "known problems:"] if exported.rules else []
     return [*lines, *(line for rule in exported.rules for line in _problem(rule))]
 
 

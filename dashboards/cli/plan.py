@@ -64,17 +64,16 @@ def answer_lines(recommendation: Recommendation, how_much: str = "--all shows ho
     per_request = f", {number(best.tokens_per_s / workload.batch)} each" if batched else ""
     verdict, gamma = headline(recommendation), f", gamma {predicted.gamma}" if predicted.gamma else ""
     name = short_name(recommendation.name)
-    gpus = f"{workload.parallel.gpus} x " if workload.parallel != SINGLE else ""
-    degrees = f", {workload.parallel}" if gpus else ""
+    degrees = f", {workload.parallel}" if workload.parallel != SINGLE else ""
     return [
-        f"{workload.model} on {gpus}{workload.hardware}, {tokens_text(workload.context)} tokens, "
+        f"{workload.model} on {workload.devices}, {tokens_text(workload.context)} tokens, "
         f"batch {workload.batch}, {tokens_text(workload.new_tokens)} new tokens",
         f"{verdict}: {name}{gamma}{degrees}",
         f"{time_text(best.tpot_ms)} per token ({low} to {high}), "
         f"{predicted.speedup:.2f}x {recommendation.baseline_text}",
         f"First token after {first_token_text(best, workload.batch)}; {number(best.tokens_per_s)} tokens/s"
         f"{per_request}",
-        f"Memory{' of each GPU' if gpus else ''}: {size_text(best.peak_memory_bytes)} of "
+        f"Memory{' of each GPU' if degrees else ''}: {size_text(best.peak_memory_bytes)} of "
         f"{size_text(recommendation.memory_limit_bytes)} "
         f"({best.peak_memory_bytes / GIB:.1f} of {recommendation.memory_limit_bytes / GIB:.1f} GiB)",
         *([f"Drafter: {recommendation.drafter_text}"] if recommendation.drafter_range else []),

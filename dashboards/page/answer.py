@@ -138,7 +138,7 @@ def verdict(recommendation: Recommendation) -> str:
     gain = f", {predicted.speedup:.2f}x as fast as {recommendation.baseline_text}" if predicted.beats_plain else ""
     memory = f"{size_text(predicted.best.peak_memory_bytes)} of {size_text(recommendation.memory_limit_bytes)}"
     return (
-        f"{warning}{workload.model.rpartition('/')[2]} on {workload.hardware}: {time_text(predicted.best.tpot_ms)} per "
+        f"{warning}{workload.model.rpartition('/')[2]} on {workload.devices}: {time_text(predicted.best.tpot_ms)} per "
         f"token{gain}, in {memory}."
     )
 
@@ -160,7 +160,7 @@ def subject(recommendation: Recommendation) -> str:
     workload, predicted = recommendation.plan.workload, recommendation.predicted
     limit = "" if recommendation.model_runs else " (ridgeplan cannot execute this model yet; all figures are estimates)"
     return (
-        f"{workload.model} on {workload.hardware}, {tokens_text(workload.context)} tokens of context, "
+        f"{workload.model} on {workload.devices}, {tokens_text(workload.context)} tokens of context, "
         f"batch {workload.batch}{limit}. Figures are {predicted.source}, {time_text(predicted.low.tpot_ms)} to "
         f"{time_text(predicted.high.tpot_ms)}."
     )

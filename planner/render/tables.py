@@ -65,7 +65,7 @@ def plan_text(plan: Plan, name: str, predicted: Prediction) -> str:
     """A plan's headline figures in one line."""
     workload, best = plan.workload, predicted.best
     return (
-        f"{name} for {workload.model} on {workload.hardware}, {workload.context} tokens, batch {workload.batch}: "
+        f"{name} for {workload.model} on {workload.devices}, {workload.context} tokens, batch {workload.batch}: "
         f"{time_text(best.tpot_ms)} per token, {predicted.speedup:.2f}x plain decoding, "
         f"{size_text(best.peak_memory_bytes)}, {predicted.source}"
     )

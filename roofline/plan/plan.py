@@ -153,6 +153,11 @@ class Workload(PlanPart):
         """Sequences of the data-parallel rank that has most; without data parallelism, the batch."""
         return -(-self.batch // self.parallel.data)
 
+    @property
+    def devices(self) -> str:
+        """The hardware, and how many of it share the model: "8 x h200"."""
+        return f"{self.parallel.gpus} x {self.hardware}" if self.parallel.gpus > 1 else self.hardware
+
 
 @dataclass(frozen=True)
 class Weights(PlanPart):

@@ -149,7 +149,7 @@ def missing_execution(plan: Plan, shape: ModelShape | None = None) -> list[str]:
         and shape.states
         and (drafts.needs_head or plan.attention.selection.needs_head),
         **(_missing_over_latents(plan) if shape and shape.is_mla else {}),
-        f"{plan.parallel} ({plan.parallel.gpus} GPUs), which vLLM executes": plan.parallel != SINGLE,
+        f"{plan.parallel} ({plan.parallel.gpus} GPUs; vLLM does)": plan.parallel != SINGLE,
         f"selections of tokens for {softmax}": softmax and (target or plan.speculation.sparse),
         f"selections of tokens in heads of {widest} channels": widest > MAX_CHOSEN_HEAD_DIM
         and (target or plan.speculation.sparse),

@@ -71,6 +71,7 @@ def test_a_plan_for_several_gpus_shows_its_degrees_and_is_explained(invoke: Any,
         ("explain", plan), ("estimate", "--plan", plan)
     ))  # fmt: skip
     assert explained["predicted"]["tpot_ms"] == estimated["predicted"]["tpot_ms"]
+    assert all(" on 2 x h100" in invoke(*verb).stdout for verb in (("explain", plan), ("estimate", "--plan", plan)))
 
 
 def test_a_prompt_in_the_place_of_a_model_gets_a_hint(refuses: Any) -> None:

@@ -78,7 +78,7 @@ def test_a_plan_that_cannot_be_executed_says_why(refuses: Any, tmp_path: Path) -
     path.write_text(replace(evicting, attention=choosing.attention).to_json())
     refused = refuses("run", path, "--prompt", "a")
     assert "can be estimated but not executed: target selection 'quest' after an eviction" in refused
-    assert "tp 2 (2 GPUs), which vLLM executes" in refused
+    assert "tp 2 (2 GPUs; vLLM does)" in refused
 
 
 @pytest.mark.parametrize(
