@@ -241,13 +241,16 @@ class EngineRates:
         if op.kind == "grouped_linear":
             compute_s, moved_s = expert_seconds(op, shape, machine, step)
             return launch_s + maximum(memory_s, compute_s) + moved_s
-        products = self.linear_compute * self.arithmetic(op, shape, step)
-        peak = self.attention_compute if op.category == "attention" else products
+        coded_speedup = where(width_is(weight_bits(op, shape, step), HALF_BITS), self.coded_speedup, 1.0)
+        peak = self.attention_compute if op.category == "attention" else self.linear_compute * coded_speedup
         return launch_s + maximum(memory_s, op.total.flops / (machine.compute_flops * peak))
 
     def arithmetic(self, op: Op, shape: ModelShape, step: EngineStep) -> Term:
-        """How much faster than in 16 bits the GPU computes an operation: products with 8-bit weights, if it can."""
-        return where(width_is(weight_bits(op, shape, step), HALF_BITS), self.coded_speedup, 1.0)
+        """The GPU's peak for an operation over that of 16 bits: 2 for products with 8-bit weights, if it has fp8.
+
+        `coded_speedup` is above 2 where 16-bit products reach less of their peak.
+        """
+        return where(width_is(weight_bits(op, shape, step), HALF_BITS), min(self.coded_speedup, 2.0), 1.0)
 
     def _inverse(self, op: Op, shape: ModelShape, step: EngineStep) -> Term:
         if op.category == "attention":
