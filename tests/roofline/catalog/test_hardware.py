@@ -208,7 +208,7 @@ def test_a_figure_without_a_source_is_refused(figure: str) -> None:
 
 
 @pytest.fixture
-def unasked(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A process that has not asked the driver yet; what it hears is forgotten again."""
     driver_listing.cache_clear()
     yield monkeypatch
@@ -239,18 +239,18 @@ def unasked(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         ("garbage", None),
     ],
 )
-def test_detection(unasked: pytest.MonkeyPatch, listing: str, name: str | None) -> None:
+def test_detection(fresh_process: pytest.MonkeyPatch, listing: str, name: str | None) -> None:
     """The driver is asked once in a process."""
-    asked = []
+    commands = []
 
     def answer(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         assert command[0] == "nvidia-smi" and options["timeout"] <= 10
-        asked.append(command)
+        commands.append(command)
         return subprocess.CompletedProcess(command, 0, stdout=listing)
 
-    unasked.setattr(subprocess, "run", answer)
+    fresh_process.setattr(subprocess, "run", answer)
     assert [detect_hardware(), detect_hardware()] == [name, name]
-    assert len(asked) == 1
+    assert len(commands) == 1
 
 
 @pytest.mark.parametrize(
@@ -263,9 +263,9 @@ def test_detection(unasked: pytest.MonkeyPatch, listing: str, name: str | None) 
     ],
     ids=lambda failure: type(failure).__name__,
 )
-def test_detection_without_a_driver(unasked: pytest.MonkeyPatch, failure: Exception) -> None:
+def test_detection_without_a_driver(fresh_process: pytest.MonkeyPatch, failure: Exception) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise failure
 
-    unasked.setattr(subprocess, "run", fail)
+    fresh_process.setattr(subprocess, "run", fail)
     assert detect_hardware() is None

@@ -74,10 +74,10 @@ def test_layers_of_a_text_of_one_chunk_share_its_positions(chunks, tiny_model, m
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in zip(kinds, (1e4, 1e6), strict=False)}
     model = tiny_model("gemma3_text", num_hidden_layers=3, layer_types=kinds, sliding_window=512, rope_parameters=rope)
-    engine, made = runtime.load(make_plan(), model.folder, device="cpu"), []
+    engine, rotaries = runtime.load(make_plan(), model.folder, device="cpu"), []
     layers, layer_rotary = len(engine.config.layers), Decoder.layer_rotary
     assert layers > len(engine.config.rotaries) == 2
-    monkeypatch.setattr(Decoder, "layer_rotary", lambda *given: made.append(given[1]) or layer_rotary(*given))
+    monkeypatch.setattr(Decoder, "layer_rotary", lambda *given: rotaries.append(given[1]) or layer_rotary(*given))
     with torch.inference_mode():
         prefill(engine.decoder, engine.weights, engine.cache, 0, torch.arange(TOKENS), TOKENS // chunks)
-    assert len(made) == (2 if chunks == 1 else chunks * layers)
+    assert len(rotaries) == (2 if chunks == 1 else chunks * layers)
